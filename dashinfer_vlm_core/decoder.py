@@ -1,0 +1,143 @@
+"""The decoder's contract: token ids, visual tokens and positions go in, one token after the other comes out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from .sampling import Sampling
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from .config import EngineConfig
+    from .model import ModelSpec
+    from .vision import VisualTokens
+
+FinishReason = Literal["stop", "length"]
+
+SAMPLING_PARAMETERS = frozenset(
+    {
+        "temperature", "top_p", "top_k", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty",
+        "logit_bias", "stop_token_ids", "min_tokens", "ignore_eos", "logprobs",
+    }
+)  # fmt: skip
+"""Request fields that a decoder may or may not honour; `Decoder.honours` holds those that it does."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class VisualSpan:
+    """Where the visual tokens of one picture or video stand in the prompt.
+
+    Attributes:
+        start: index of the first placeholder token.
+        tokens: its embeddings; `tokens.embedding` has as many rows as there are placeholders.
+    """
+
+    start: int
+    tokens: VisualTokens
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.tokens.embedding)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DecodeRequest:
+    """One answer to decode.
+
+    Attributes:
+        id: the request's id, for logs.
+        token_ids: int64 [length]; placeholders included.
+        positions: int64 [3, length]: time, height and width (M-RoPE). Answer tokens go on at the largest position + 1.
+        spans: visual tokens in prompt order; they replace the embeddings of their placeholders.
+        sampling: with `max_tokens` set, such that prompt and answer fit `max_model_len`.
+    """
+
+    id: str
+    token_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    spans: tuple[VisualSpan, ...] = ()
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Token:
+    """One decoded token.
+
+    Attributes:
+        id: its id; the token that ends an answer is yielded too, with `finish="stop"`.
+        logprob: natural logarithm of its probability before temperature and truncation; None unless asked for.
+        top: the most likely tokens of this step as (id, logprob), most likely first; empty unless asked for.
+        finish: why the answer ends with this token; None while it goes on.
+        cached: prompt tokens that were read from a prefix cache; set on the first token.
+    """
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    finish: FinishReason | None = None
+    cached: int = 0
+
+
+class Decoder(Protocol):
+    """Turns prompts into tokens, many at a time.
+
+    Attributes:
+        name: as listed by `dashinfer-vlm plugins` and `/health`.
+        max_model_len: tokens that prompt and answer may have together here; at most the model's.
+        honours: the members of `SAMPLING_PARAMETERS` that it honours; the engine refuses requests that ask for others.
+    """
+
+    name: str
+    max_model_len: int
+    honours: frozenset[str]
+
+    async def start(self) -> None:
+        """Load what is needed and be ready for `decode`.
+
+        Raises:
+            SetupError: it cannot run here; the message says what to mend.
+        """
+
+    async def close(self) -> None:
+        """Free everything; running requests end with EngineClosed. Closing twice is allowed."""
+
+    def decode(self, request: DecodeRequest) -> AsyncIterator[Token]:
+        """Yield the answer's tokens; the last one carries `finish`.
+
+        An async generator: closing it (`aclose`, or cancelling the task that reads it) stops the request within one step and frees
+        all that it held.
+
+        Raises:
+            QueueFull: `max_waiting` requests wait already.
+            ContextLengthExceeded: the request could never fit the memory for keys and values.
+            DecoderFailed: the decoder died while the request ran.
+            EngineClosed: the decoder was closed.
+        """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fitness:
+    """Whether a decoder can run here, and how well.
+
+    Attributes:
+        score: 0 if it cannot; among those that can, `decoder="auto"` takes the highest.
+        reason: one sentence for the log and for `/health`; if it cannot run, what would have to change.
+    """
+
+    score: int
+    reason: str
+
+
+class DecoderFactory(Protocol):
+    """Makes decoders; a plugin registers one by `register_decoders`."""
+
+    name: str
+
+    def fitness(self, spec: ModelSpec, config: EngineConfig) -> Fitness: ...
+
+    def create(self, spec: ModelSpec, config: EngineConfig) -> Decoder:
+        """A decoder that is not started yet: cheap."""

@@ -1,0 +1,173 @@
+"""Every error that this package raises on purpose.
+
+    DashInferVLMError
+    ├── RequestError                 the request is wrong; sending it again unchanged cannot work
+    │   ├── InvalidParameter         a value has the wrong type, range or shape
+    │   ├── UnsupportedParameter     a known field that this engine or decoder cannot honour
+    │   ├── ContextLengthExceeded    prompt plus answer do not fit the model
+    │   ├── ModelNotFound            no model of that name is served here
+    │   └── MediaError               a picture or video of the request
+    │       ├── MediaRefused         a policy forbids it: scheme, address, folder
+    │       ├── MediaTooLarge        a cap on bytes, pixels, frames or items
+    │       ├── MediaUnreachable     it could not be fetched
+    │       └── MediaUndecodable     its bytes are no picture or video we read
+    ├── EngineError                  the request is right, the engine could not serve it now
+    │   ├── QueueFull                too many requests wait; try again after `retry_after` seconds
+    │   ├── DeadlineExceeded         the answer was not there in time
+    │   ├── EngineClosed             the engine was not started, or was closed
+    │   └── DecoderFailed            the decoder died or broke an invariant
+    └── SetupError                   what the operator has to mend before a request can be served
+        ├── ConfigError              an option of EngineConfig, the command line or the environment
+        ├── CheckpointError          a model folder that cannot be read
+        ├── MissingDependency        an extra that is not installed
+        └── PluginError              a plugin that cannot be loaded or used
+
+Errors state *kinds*; HTTP numbers, LiteLLM classes and exit codes belong to the adapters. Each message says what was wrong and
+what to do next, and never holds paths, addresses or a library's own text when the request came from somebody else.
+"""
+
+from __future__ import annotations
+
+
+class DashInferVLMError(Exception):
+    """Base of all errors here.
+
+    Attributes:
+        message: one or two sentences for a person: what is wrong, and the next step.
+        param: the request field in OpenAI's notation, such as `messages[1].content[0]`, when one is to blame.
+        code: a stable word for programs, such as `context_length_exceeded`.
+        retryable: whether the same request may succeed later.
+    """
+
+    code: str | None = None
+    retryable = False
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code or type(self).code
+
+
+class RequestError(DashInferVLMError):
+    """The request is wrong; sending it again unchanged cannot work."""
+
+
+class InvalidParameter(RequestError):
+    """A value has the wrong type, range or shape."""
+
+    code = "invalid_value"
+
+
+class UnsupportedParameter(RequestError):
+    """A known field that this engine or decoder cannot honour, so that it is refused rather than ignored."""
+
+    code = "unsupported_parameter"
+
+
+class ContextLengthExceeded(RequestError):
+    """Prompt plus answer do not fit the model.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt, visual tokens included.
+        limit: tokens that prompt and answer may have together.
+    """
+
+    code = "context_length_exceeded"
+
+    def __init__(self, message: str, *, prompt_tokens: int, limit: int, param: str = "messages") -> None:
+        super().__init__(message, param=param)
+        self.prompt_tokens = prompt_tokens
+        self.limit = limit
+
+
+class ModelNotFound(RequestError):
+    """No model of that name is served here."""
+
+    code = "model_not_found"
+
+
+class MediaError(RequestError):
+    """A picture or video of the request; `param` names the content part."""
+
+
+class MediaRefused(MediaError):
+    """A policy forbids this source: its scheme, address, domain or folder."""
+
+    code = "media_refused"
+
+
+class MediaTooLarge(MediaError):
+    """A cap on bytes, pixels, frames, seconds or items was exceeded."""
+
+    code = "media_too_large"
+
+
+class MediaUnreachable(MediaError):
+    """The source could not be fetched in time and whole."""
+
+    code = "media_unreachable"
+
+
+class MediaUndecodable(MediaError):
+    """The bytes are no picture or video that we read."""
+
+    code = "media_undecodable"
+
+
+class EngineError(DashInferVLMError):
+    """The request is right, the engine could not serve it now."""
+
+    retryable = True
+
+
+class QueueFull(EngineError):
+    """Too many requests wait.
+
+    Attributes:
+        retry_after: seconds after which trying again is reasonable.
+    """
+
+    code = "queue_full"
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class DeadlineExceeded(EngineError):
+    """The answer was not there in time."""
+
+    code = "deadline_exceeded"
+
+
+class EngineClosed(EngineError):
+    """The engine was not started, or was closed while the request ran."""
+
+    code = "engine_closed"
+
+
+class DecoderFailed(EngineError):
+    """The decoder died or broke an invariant; the engine's log has the cause."""
+
+    code = "decoder_failed"
+
+
+class SetupError(DashInferVLMError):
+    """What the operator has to mend before a request can be served."""
+
+
+class ConfigError(SetupError):
+    """An option of EngineConfig, the command line or the environment."""
+
+
+class CheckpointError(SetupError):
+    """A model folder that is missing, incomplete, or of another architecture."""
+
+
+class MissingDependency(SetupError):
+    """An extra that is not installed; the message holds the command that installs it."""
+
+
+class PluginError(SetupError):
+    """A plugin that cannot be loaded, or a name that no plugin registered."""

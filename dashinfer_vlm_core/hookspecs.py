@@ -1,0 +1,47 @@
+"""The hooks. All of them register objects at start-up; none runs while a request is served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    import click
+
+    from .decoder import DecoderFactory
+    from .media.types import VideoReader
+    from .vision import Architecture
+
+GROUP = "dashinfer_vlm"
+"""Name of the pluggy project, and of the entry-point group that plugins are found by."""
+
+hookspec = pluggy.HookspecMarker(GROUP)
+hookimpl = pluggy.HookimplMarker(GROUP)
+
+
+@hookspec
+def register_models(register: Callable[[str, Path], None]) -> None:
+    """Give a checkpoint folder a name: `register("demo", folder)`."""
+
+
+@hookspec
+def register_architectures(register: Callable[[Architecture], None]) -> None:
+    """Teach the engine to read checkpoints of another `model_type`."""
+
+
+@hookspec
+def register_decoders(register: Callable[[DecoderFactory], None]) -> None:
+    """Add a language decoder that `EngineConfig.decoder` can name."""
+
+
+@hookspec
+def register_video_readers(register: Callable[[VideoReader], None]) -> None:
+    """Add a reader of video files."""
+
+
+@hookspec
+def register_commands(group: click.Group) -> None:
+    """Add commands to the `dashinfer-vlm` command line."""

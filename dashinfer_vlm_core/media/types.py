@@ -1,0 +1,106 @@
+"""Decoded media: what leaves this room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Pixels: TypeAlias = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Picture:
+    """One decoded picture, upright, in RGB.
+
+    Attributes:
+        pixels: uint8 [height, width, 3].
+        part: where it stands in the request, such as `messages[0].content[1]`.
+        min_pixels: least pixels after resizing that the request asks for.
+        max_pixels: most pixels after resizing that the request asks for.
+    """
+
+    pixels: Pixels
+    part: str
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Clip:
+    """The frames of one video that the model will see, upright, in RGB, all of one size.
+
+    Attributes:
+        frames: uint8 [frames, height, width, 3], at least one.
+        part: where it stands in the request.
+        fps: frames per second after sampling; None where a list of frames came without a rate.
+        min_pixels: least pixels of a frame after resizing that the request asks for.
+        max_pixels: most pixels of a frame after resizing that the request asks for.
+        total_pixels: most pixels of all frames together that the request asks for.
+    """
+
+    frames: Pixels
+    part: str
+    fps: float | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    total_pixels: int | None = None
+
+
+Media: TypeAlias = Picture | Clip
+Kind: TypeAlias = Literal["image", "video"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoInfo:
+    """What the header of a video file says.
+
+    Attributes:
+        frames: number of frames.
+        fps: average frames per second.
+        width: of a frame, in pixels, after rotation.
+        height: of a frame, in pixels, after rotation.
+    """
+
+    frames: int
+    fps: float
+    width: int
+    height: int
+
+
+class OpenVideo(Protocol):
+    """One video file, opened."""
+
+    @property
+    def info(self) -> VideoInfo: ...
+
+    def frames(self, indices: list[int]) -> Pixels:
+        """The frames at `indices` (ascending), as uint8 [len(indices), height, width, 3].
+
+        Raises:
+            MediaUndecodable: the file ends early or is damaged.
+        """
+
+
+class VideoReader(Protocol):
+    """Opens video files; a plugin registers one by `register_video_readers`.
+
+    Attributes:
+        name: as listed by `dashinfer-vlm plugins`.
+        priority: readers are tried from the highest to the lowest.
+    """
+
+    name: str
+    priority: int
+
+    def available(self) -> bool:
+        """Whether its library is installed."""
+
+    def open(self, data: bytes) -> OpenVideo:
+        """Open an encoded video that is wholly in memory.
+
+        Raises:
+            MediaUndecodable: this reader cannot read it.
+        """
