@@ -19,8 +19,8 @@ Names = Annotated[tuple[str, ...], NoDecode]
 class EngineConfig(BaseSettings):
     """Options of an engine.
 
-    Values come from the arguments, then from the environment (`DASHINFER_VLM_` and the field's name in upper case), then from the
-    defaults below. Equal configurations compare and hash equal, so that adapters can share an engine.
+    Values come from the arguments, then from the environment (`DASHINFER_VLM_` and the field's name in upper case),
+    then from the defaults below. Equal configurations compare and hash equal, so that adapters can share an engine.
 
     Raises:
         ConfigError: an unknown name, or a value out of range; the message names the option.
@@ -30,44 +30,78 @@ class EngineConfig(BaseSettings):
 
     # What answers
     model: str = Field("demo", description="Model to load: a registered name, a checkpoint folder, or a hub id.")
-    served_model_name: str | None = Field(None, description="Name that requests use for the model; its own name by default.")
+    served_model_name: str | None = Field(
+        None, description="Name that requests use for the model; its own name by default."
+    )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
-    chat_template: Path | None = Field(None, description="File with a Jinja chat template that replaces the checkpoint's.")
-    decoder: str = Field("auto", description="Decoder to use by registered name; `auto` takes the best that can run here.")
-    device: str = Field("auto", description="Torch device, such as `cpu` or `cuda:0`; `auto` takes CUDA where there is one.")
+    chat_template: Path | None = Field(
+        None, description="File with a Jinja chat template that replaces the checkpoint's."
+    )
+    decoder: str = Field(
+        "auto", description="Decoder to use by registered name; `auto` takes the best that can run here."
+    )
+    device: str = Field(
+        "auto", description="Torch device, such as `cpu` or `cuda:0`; `auto` takes CUDA where there is one."
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Number type of the weights; `auto` takes the checkpoint's."
     )
 
     # How much at once
-    max_model_len: int | None = Field(None, ge=16, description="Tokens of prompt plus answer; the checkpoint's limit by default.")
+    max_model_len: int | None = Field(
+        None, ge=16, description="Tokens of prompt plus answer; the checkpoint's limit by default."
+    )
     max_batch_size: int = Field(32, ge=1, le=4096, description="Requests that are decoded together.")
-    max_waiting: int = Field(256, ge=0, description="Requests that may wait for a place in the batch; more are refused.")
-    prefill_chunk: int = Field(512, ge=1, description="Prompt tokens that are read per step, so that decoding goes on beside.")
+    max_waiting: int = Field(
+        256, ge=0, description="Requests that may wait for a place in the batch; more are refused."
+    )
+    prefill_chunk: int = Field(
+        512, ge=1, description="Prompt tokens that are read per step, so that decoding goes on beside."
+    )
     kv_cache_mib: int = Field(1024, ge=1, description="Memory for keys and values of running requests, in MiB.")
-    vision_cache_mib: int = Field(256, ge=0, description="Memory for visual embeddings kept by content, in MiB; 0 keeps none.")
-    vision_batch_patches: int = Field(16384, ge=4, description="Patches of several pictures that share one pass of the vision tower.")
+    vision_cache_mib: int = Field(
+        256, ge=0, description="Memory for visual embeddings kept by content, in MiB; 0 keeps none."
+    )
+    vision_batch_patches: int = Field(
+        16384, ge=4, description="Patches of several pictures that share one pass of the vision tower."
+    )
 
     # Pictures and videos
-    min_pixels: int | None = Field(None, ge=784, description="Least pixels of a resized picture; the checkpoint's by default.")
-    max_pixels: int | None = Field(None, ge=784, description="Most pixels of a resized picture; 1280 tokens' worth by default.")
+    min_pixels: int | None = Field(
+        None, ge=784, description="Least pixels of a resized picture; the checkpoint's by default."
+    )
+    max_pixels: int | None = Field(
+        None, ge=784, description="Most pixels of a resized picture; 1280 tokens' worth by default."
+    )
     video_max_pixels: int = Field(768 * 28 * 28, ge=784, description="Most pixels of one resized video frame.")
-    video_total_pixels: int = Field(16384 * 28 * 28, ge=784, description="Most pixels of all frames of a resized video together.")
+    video_total_pixels: int = Field(
+        16384 * 28 * 28, ge=784, description="Most pixels of all frames of a resized video together."
+    )
     video_fps: float = Field(2.0, gt=0, le=120, description="Frames per second that are sampled from a video file.")
     video_min_frames: int = Field(4, ge=2, description="Least frames sampled from a video file, if it has as many.")
     video_max_frames: int = Field(768, ge=2, description="Most frames of one video, sampled or given as a list.")
     max_pictures: int = Field(32, ge=0, description="Pictures allowed in one request.")
     max_videos: int = Field(4, ge=0, description="Videos allowed in one request.")
-    rgba_background: tuple[int, int, int] = Field((255, 255, 255), description="Colour under transparent pictures, as R,G,B.")
+    rgba_background: tuple[int, int, int] = Field(
+        (255, 255, 255), description="Colour under transparent pictures, as R,G,B."
+    )
 
     # Where media may come from
     allow_remote_media: bool = Field(True, description="Whether http and https sources are fetched.")
-    allowed_media_domains: Names = Field((), description="Host names that may be fetched from; empty allows all public ones.")
-    allow_private_addresses: bool = Field(False, description="Whether loopback, private and link-local addresses may be fetched.")
-    allowed_local_media_path: Path | None = Field(None, description="Folder under which local files may be read; none by default.")
+    allowed_media_domains: Names = Field(
+        (), description="Host names that may be fetched from; empty allows all public ones."
+    )
+    allow_private_addresses: bool = Field(
+        False, description="Whether loopback, private and link-local addresses may be fetched."
+    )
+    allowed_local_media_path: Path | None = Field(
+        None, description="Folder under which local files may be read; none by default."
+    )
     image_max_bytes: int = Field(20 * MIB, ge=1, description="Most bytes of one encoded picture.")
     video_max_bytes: int = Field(200 * MIB, ge=1, description="Most bytes of one encoded video.")
-    max_decoded_pixels: int = Field(64_000_000, ge=784, description="Most pixels of a picture before resizing, read from its header.")
+    max_decoded_pixels: int = Field(
+        64_000_000, ge=784, description="Most pixels of a picture before resizing, read from its header."
+    )
     video_max_seconds: float = Field(600.0, gt=0, description="Longest video, in seconds.")
     image_fetch_timeout: float = Field(5.0, gt=0, description="Seconds for fetching one picture.")
     video_fetch_timeout: float = Field(30.0, gt=0, description="Seconds for fetching one video.")
@@ -105,5 +139,7 @@ class EngineConfig(BaseSettings):
 
 def _explain(error: ValidationError) -> str:
     """All faults of a configuration in one line each, by the option's name."""
-    faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']} (got {fault['input']!r})" for fault in error.errors()]
+    faults = [
+        f"{'.'.join(map(str, fault['loc']))}: {fault['msg']} (got {fault['input']!r})" for fault in error.errors()
+    ]
     return "Invalid option " + "; ".join(faults) + ". `dashinfer-vlm serve --help` lists every option."

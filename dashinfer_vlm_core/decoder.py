@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from .sampling import Sampling
+from .sampling import SAMPLING_PARAMETERS, Sampling
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,15 +16,19 @@ if TYPE_CHECKING:
     from .model import ModelSpec
     from .vision import VisualTokens
 
-FinishReason = Literal["stop", "length"]
+__all__ = [
+    "SAMPLING_PARAMETERS",
+    "DecodeRequest",
+    "Decoder",
+    "DecoderFactory",
+    "FinishReason",
+    "Fitness",
+    "Sampling",
+    "Token",
+    "VisualSpan",
+]
 
-SAMPLING_PARAMETERS = frozenset(
-    {
-        "temperature", "top_p", "top_k", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty",
-        "logit_bias", "stop_token_ids", "min_tokens", "ignore_eos", "logprobs",
-    }
-)  # fmt: skip
-"""Request fields that a decoder may or may not honour; `Decoder.honours` holds those that it does."""
+FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -108,8 +112,8 @@ class Decoder(Protocol):
     def decode(self, request: DecodeRequest) -> AsyncIterator[Token]:
         """Yield the answer's tokens; the last one carries `finish`.
 
-        An async generator: closing it (`aclose`, or cancelling the task that reads it) stops the request within one step and frees
-        all that it held.
+        An async generator: closing it (`aclose`, or cancelling the task that reads it) stops the request within one
+        step and frees all that it held.
 
         Raises:
             QueueFull: `max_waiting` requests wait already.

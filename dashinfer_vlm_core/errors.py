@@ -22,8 +22,9 @@
         ├── MissingDependency        an extra that is not installed
         └── PluginError              a plugin that cannot be loaded or used
 
-Errors state *kinds*; HTTP numbers, LiteLLM classes and exit codes belong to the adapters. Each message says what was wrong and
-what to do next, and never holds paths, addresses or a library's own text when the request came from somebody else.
+Errors state *kinds*; HTTP numbers, LiteLLM classes and exit codes belong to the adapters. Each message says what was
+wrong and what to do next, and never holds paths, addresses or a library's own text when the request came from somebody
+else.
 """
 
 from __future__ import annotations

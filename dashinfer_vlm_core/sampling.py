@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
-
-NO_BIAS: Mapping[int, float] = MappingProxyType({})
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +19,8 @@ class Sampling:
         top_p: above 0, up to 1; 1 keeps the whole distribution.
         top_k: 0 keeps the whole distribution, else only the k most likely tokens.
         seed: same seed, same request, same answer; None draws one.
-        repetition_penalty: above 0; divides (or multiplies, if negative) logits of tokens in prompt and answer; 1 does nothing.
+        repetition_penalty: above 0; divides (or multiplies, if negative) logits of tokens in prompt and answer; 1 does
+            nothing.
         presence_penalty: -2 to 2, subtracted once from logits of tokens already in the answer.
         frequency_penalty: -2 to 2, subtracted per occurrence of a token in the answer.
         logit_bias: token id to a bias of -100 to 100 that is added to its logit.
@@ -40,7 +38,20 @@ class Sampling:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default=NO_BIAS, hash=False)
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+
+    def asked(self) -> frozenset[str]:
+        """The options that are set to something; a decoder that does not honour one of them cannot serve the
+        request.
+        """
+        return frozenset(name for name in SAMPLING_PARAMETERS if getattr(self, name) != getattr(NEUTRAL, name))
+
+
+SAMPLING_PARAMETERS = frozenset(item.name for item in fields(Sampling)) - {"max_tokens"}
+"""What a decoder may or may not honour; every decoder honours `max_tokens`."""
+
+NEUTRAL = Sampling()
+"""Leaves the model's own distribution alone."""

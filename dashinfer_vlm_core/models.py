@@ -1,0 +1,65 @@
+"""A model's name -> its folder: a registered name, a folder, or a hub id."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from .errors import CheckpointError
+
+# What a text model needs; archives, other frameworks' weights and pickles stay on the hub.
+FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def find_model(name: str, *, registered: Mapping[str, Path], revision: str | None = None) -> Path:
+    """The folder of a checkpoint, downloaded with progress bars if it is a hub id that is not in the cache.
+
+    Raises:
+        CheckpointError: no such name, folder or repository, or the download failed.
+    """
+    if name in registered:
+        return registered[name]
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if HUB_ID.fullmatch(name):
+        return download(name, revision=revision)
+    known = ", ".join(sorted(registered)) or "none"
+    raise CheckpointError(
+        f"There is no model {name!r}: it is no registered name (known: {known}), no folder, and no hub id such as"
+        " Qwen/Qwen2-VL-2B-Instruct.",
+        param="model",
+    )
+
+
+def download(repo_id: str, *, revision: str | None = None) -> Path:
+    """Bring a checkpoint from the Hugging Face hub into its cache; files that are there already are not fetched again.
+
+    Raises:
+        CheckpointError: the hub does not have it, refuses it, or cannot be reached and the cache does not hold it
+            whole.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(FILES)))
+    except RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"The hub has no model {repo_id!r}, or it is private: check its name, or log in with `hf auth login`.",
+            param="model",
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"The hub cannot be reached and {repo_id!r} is not in the cache: connect, or give a folder instead.",
+            param="model",
+        ) from error
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise CheckpointError(f"Downloading {repo_id!r} failed: {error}", param="model") from error

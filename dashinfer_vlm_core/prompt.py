@@ -1,0 +1,285 @@
+"""Messages and grids -> Prompt: chat template, placeholders, M-RoPE positions, context check. No torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+
+from .config import EngineConfig
+from .errors import CheckpointError, ConfigError, ContextLengthExceeded, InvalidParameter
+from .model import ModelSpec
+from .patches import Grid, Patches
+from .schema import ChatRequest
+
+# Characters that Unicode leaves to private agreement; one that no message holds marks what is not to be read as a
+# control token.
+MARKS = tuple(chr(code) for code in range(0xE000, 0xE100))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """Placeholders of one picture or video.
+
+    Attributes:
+        start: index of the first placeholder in the prompt.
+        length: number of placeholders, which is the number of visual tokens.
+    """
+
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Prompt:
+    """What the decoder reads.
+
+    Attributes:
+        token_ids: int64 [length]; each picture or video stands there as a run of placeholders.
+        positions: int64 [3, length]: time, height, width (M-RoPE).
+        spans: one per picture or video, in the order of the request.
+        image_tokens: placeholders of pictures.
+        video_tokens: placeholders of videos.
+    """
+
+    token_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    spans: tuple[Span, ...]
+    image_tokens: int
+    video_tokens: int
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+class PromptBuilder:
+    """Turns messages into token ids and positions for one checkpoint; may be called from several threads."""
+
+    def __init__(self, tokenizer: Any, *, template: str | None, spec: ModelSpec, max_model_len: int) -> None:
+        self._renderer = tokenizer
+        self._template = template
+        self._spec = spec
+        self.max_model_len = max_model_len
+        self.tokenizer: tokenizers.Tokenizer = tokenizer.backend_tokenizer
+        # Control tokens come from the template alone and are looked up by name; everything else is encoded as plain
+        # text.
+        self.tokenizer.encode_special_tokens = True
+        self._control = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._split = re.compile("|".join(re.escape(name) for name in sorted(self._control, key=len, reverse=True)))
+        self._first = sorted({name[0] for name in self._control})
+        self._longest = max(len(token) for token in self.tokenizer.get_vocab(with_added_tokens=True))
+
+    @classmethod
+    def load(cls, spec: ModelSpec, config: EngineConfig, *, max_model_len: int) -> PromptBuilder:
+        """Read the tokenizer and the chat template of a checkpoint.
+
+        Raises:
+            CheckpointError: the folder has no tokenizer, or no chat template.
+            ConfigError: the file of `EngineConfig.chat_template` cannot be read.
+        """
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(spec.folder, trust_remote_code=False, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"{spec.folder} has no tokenizer that can be read ({error}); it needs tokenizer.json."
+            ) from error
+        template = _read_template(spec.folder, config.chat_template)
+        if template is None and tokenizer.chat_template is None:
+            raise CheckpointError(
+                f"{spec.folder} has no chat template: use an instruct checkpoint, or give one by --chat-template."
+            )
+        return cls(tokenizer, template=template, spec=spec, max_model_len=max_model_len)
+
+    def build(self, request: ChatRequest, patches: Sequence[Patches]) -> Prompt:
+        """Render, expand and place one request.
+
+        Args:
+            request: its messages hold as many pictures and videos as there are `patches`.
+            patches: in the order of the messages.
+
+        Raises:
+            ContextLengthExceeded: the prompt, or the prompt and the answer asked for, do not fit the context.
+            InvalidParameter: the template refuses these messages, or does not place every picture and video.
+        """
+        ids, spans = self._expand(self._encode(self._pieces(request)), patches)
+        prompt = Prompt(
+            token_ids=np.concatenate(ids),
+            positions=mrope_positions(
+                sum(map(len, ids)), spans, [item.grid for item in patches], merge=self._spec.pixels.merge_size
+            ),
+            spans=tuple(spans),
+            image_tokens=sum(item.tokens for item in patches if item.kind == "image"),
+            video_tokens=sum(item.tokens for item in patches if item.kind == "video"),
+        )
+        self._check_length(len(prompt), request.sampling().max_tokens)
+        return prompt
+
+    def render(self, messages: list[dict[str, Any]]) -> str:
+        """The chat template's text for `messages`, ready for an answer.
+
+        Raises:
+            InvalidParameter: the template refuses them.
+        """
+        from jinja2 import TemplateError
+
+        try:
+            text = self._renderer.apply_chat_template(
+                messages, chat_template=self._template, tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise InvalidParameter(
+                f"The model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+        return str(text)
+
+    def _pieces(self, request: ChatRequest) -> list[str]:
+        """The rendered text, cut into control tokens (at odd indices) and plain text (at even ones, mark removed)."""
+        messages = request.template_messages()
+        self._check_size(messages)
+        mark = _unused_mark(messages)
+        text = self.render([_guard(message, self._first, mark) for message in messages])
+        pieces, end = [], 0
+        for match in self._split.finditer(text):
+            pieces += [text[end : match.start()].replace(mark, ""), match.group()]
+            end = match.end()
+        return [*pieces, text[end:].replace(mark, "")]
+
+    def _encode(self, pieces: list[str]) -> Iterator[list[int]]:
+        plain = iter(self.tokenizer.encode_batch_fast(pieces[::2], add_special_tokens=False))
+        for index, piece in enumerate(pieces):
+            yield [self._control[piece]] if index % 2 else next(plain).ids
+
+    def _expand(
+        self, runs: Iterable[list[int]], patches: Sequence[Patches]
+    ) -> tuple[list[npt.NDArray[np.int64]], list[Span]]:
+        """Each placeholder becomes as many as its picture or video has visual tokens."""
+        placeholder = {"image": self._spec.tokens.image, "video": self._spec.tokens.video}
+        ids: list[npt.NDArray[np.int64]] = []
+        spans: list[Span] = []
+        length = 0
+        for run in runs:
+            if len(run) == 1 and run[0] in placeholder.values():
+                if len(spans) == len(patches) or run[0] != placeholder[patches[len(spans)].kind]:
+                    raise _misplaced()
+                spans.append(Span(start=length, length=patches[len(spans)].tokens))
+                ids.append(np.full(spans[-1].length, run[0], np.int64))
+            else:
+                ids.append(np.asarray(run, np.int64))
+            length += len(ids[-1])
+        if len(spans) != len(patches):
+            raise _misplaced()
+        return ids, spans
+
+    def _check_size(self, messages: list[dict[str, Any]]) -> None:
+        """Refuse a text that is too long before spending time on it: each token spans a limited number of characters."""
+        least = sum(map(len, _strings(messages))) // self._longest
+        if least > self.max_model_len:
+            raise ContextLengthExceeded(
+                f"The messages have at least {least} tokens, but the model reads {self.max_model_len}, answer included:"
+                " shorten them.",
+                prompt_tokens=least,
+                limit=self.max_model_len,
+            )
+
+    def _check_length(self, prompt_tokens: int, max_tokens: int | None) -> None:
+        if prompt_tokens >= self.max_model_len:
+            raise ContextLengthExceeded(
+                f"The prompt has {prompt_tokens} tokens, pictures and videos included, but the model reads"
+                f" {self.max_model_len}, answer included: shorten the messages, or lower max_pixels.",
+                prompt_tokens=prompt_tokens,
+                limit=self.max_model_len,
+            )
+        if max_tokens is not None and prompt_tokens + max_tokens > self.max_model_len:
+            raise ContextLengthExceeded(
+                f"The prompt has {prompt_tokens} tokens and {max_tokens} more are asked for, but the model reads"
+                f" {self.max_model_len} in all: ask for at most {self.max_model_len - prompt_tokens}.",
+                prompt_tokens=prompt_tokens,
+                limit=self.max_model_len,
+                param="max_tokens",
+            )
+
+
+def mrope_positions(length: int, spans: Sequence[Span], grids: Sequence[Grid], *, merge: int) -> npt.NDArray[np.int64]:
+    """Positions of a prompt along time, height and width, int64 [3, length].
+
+    Text advances on all three axes together. A visual token stands at the start of its span plus its frame, row and
+    column, and what follows starts at the largest position so far + 1. Source: the Qwen2-VL paper (arXiv 2409.12191,
+    section 2.1) and the code published with it.
+    """
+    positions = np.empty((3, length), np.int64)
+    index = position = 0
+    for span, grid in zip(spans, grids, strict=True):
+        text = span.start - index
+        positions[:, index : span.start] = np.arange(position, position + text)
+        shape = (grid.t, grid.h // merge, grid.w // merge)
+        positions[:, span.start : span.start + span.length] = position + text + np.indices(shape).reshape(3, -1)
+        index = span.start + span.length
+        position += text + max(shape)
+    positions[:, index:] = np.arange(position, position + length - index)
+    return positions
+
+
+def _read_template(folder: Path, override: Path | None) -> str | None:
+    """The operator's template, else the one in a file of its own in the checkpoint; None leaves the tokenizer's."""
+    if override is not None:
+        try:
+            return override.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"chat_template: {override} cannot be read: {error.strerror}.") from error
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if (folder / "chat_template.json").is_file():
+        return str(json.loads((folder / "chat_template.json").read_text(encoding="utf-8"))["chat_template"])
+    return None
+
+
+def _guard(value: Any, first: Sequence[str], mark: str) -> Any:
+    """A copy of `value` whose strings cannot be read as control tokens, nor become ones beside their neighbours."""
+    if isinstance(value, str):
+        for letter in first:
+            value = value.replace(letter, letter + mark)
+        return value
+    if isinstance(value, Mapping):
+        return {_guard(key, first, mark): _guard(item, first, mark) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [_guard(item, first, mark) for item in value]
+    return value
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _strings(key)
+            yield from _strings(item)
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from _strings(item)
+
+
+def _unused_mark(messages: list[dict[str, Any]]) -> str:
+    text = "".join(_strings(messages))
+    for mark in MARKS:
+        if mark not in text:
+            return mark
+    raise InvalidParameter(
+        "The messages use every private-use character from U+E000 to U+E0FF: leave one out.", param="messages"
+    )
+
+
+def _misplaced() -> InvalidParameter:
+    return InvalidParameter(
+        "The chat template does not place every picture and video of these messages: put them into user"
+        " messages, or check --chat-template.",
+        param="messages",
+    )
