@@ -1,0 +1,129 @@
+"""safetensors files -> tensors, one at a time, under the names of the published checkpoints."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..errors import CheckpointError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+RENAMES = (
+    (re.compile(r"^model\.visual\."), "visual."),
+    (re.compile(r"^model\.language_model\."), "model."),
+)
+"""From the names that newer versions of transformers write to the published ones."""
+
+
+class Weights:
+    """The safetensors of a checkpoint folder, in one file or in the shards that an index lists.
+
+    A file is opened for one tensor at a time: while it stays mapped, every page that was read counts beside its copy, which
+    would double the memory that loading a checkpoint needs. Opening it again costs less than a millisecond.
+
+    Attributes:
+        names: the tensors, by published names: `visual.*`, `model.embed_tokens.weight`, `model.layers.0.*`,
+            `model.norm.weight`, and `lm_head.weight` where it is not tied.
+    """
+
+    def __init__(self, stored: Mapping[str, tuple[Path, str]]) -> None:
+        """Use `open`. `stored` maps a published name to the file and the name there."""
+        self._stored = dict(stored)
+        self.names = frozenset(self._stored)
+
+    @classmethod
+    def open(cls, folder: Path) -> Weights:
+        """List the tensors of the checkpoint in `folder`.
+
+        Raises:
+            CheckpointError: there are no safetensors, a shard is missing, or a file is damaged.
+        """
+        return cls({_published(name): (file, name) for file in _files(folder) for name in _names(file)})
+
+    def tensor(self, name: str, shape: Sequence[int], *, device: str, dtype: torch.dtype) -> torch.Tensor:
+        """Read one tensor of `shape` into memory of its own, on `device` in `dtype`.
+
+        Raises:
+            CheckpointError: it is not there, has another shape, or its file is damaged.
+        """
+        if name not in self._stored:
+            raise CheckpointError(f"The checkpoint has no tensor {name!r}. Copy or download its safetensors again.")
+        file, stored_name = self._stored[name]
+        try:
+            with safe_open(file, framework="pt") as opened:
+                found = opened.get_slice(stored_name).get_shape()
+                if found != list(shape):
+                    raise CheckpointError(
+                        f"{file}: tensor {stored_name!r} is {found}, but the configuration asks for {list(shape)}. "
+                        "Take config.json and the safetensors of one and the same checkpoint."
+                    )
+                stored: torch.Tensor = opened.get_tensor(stored_name)
+                return stored.to(device=device, dtype=dtype, copy=True)
+        except (OSError, SafetensorError) as error:
+            raise _damaged(file, error) from error
+
+    def close(self) -> None:
+        """Forget the files; no tensor can be read any more. Closing twice is allowed."""
+        self._stored.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _published(name: str) -> str:
+    for pattern, prefix in RENAMES:
+        name = pattern.sub(prefix, name)
+    return name
+
+
+def _files(folder: Path) -> list[Path]:
+    if (folder / INDEX).exists():
+        return _shards(folder)
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
+        raise CheckpointError(
+            f"{folder} holds weights as pickles only, which can run code when they are read. Convert them once, where you "
+            "trust them: transformers' `Qwen2VLForConditionalGeneration.from_pretrained(folder).save_pretrained(other)`."
+        )
+    raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}. Copy or download the checkpoint again.")
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The files that the index lists, all of them there."""
+    index = folder / INDEX
+    try:
+        listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        files = [folder / Path(name).name for name in sorted(listed)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} cannot be read: {error!r}. Copy or download it again.") from error
+    missing = ", ".join(file.name for file in files if not file.exists())
+    if missing:
+        raise CheckpointError(f"{folder} lacks {missing}, listed in {INDEX}. Copy or download the rest of it.")
+    return files
+
+
+def _names(file: Path) -> list[str]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return list(opened.keys())
+    except (OSError, SafetensorError) as error:
+        raise _damaged(file, error) from error
+
+
+def _damaged(file: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{file} cannot be read: {error}. Copy or download it again.")
