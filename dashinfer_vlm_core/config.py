@@ -13,7 +13,9 @@ from .errors import ConfigError
 ENV_PREFIX = "DASHINFER_VLM_"
 MIB = 1024 * 1024
 
+# In the environment and on the command line, lists are separated by commas.
 Names = Annotated[tuple[str, ...], NoDecode]
+Colour = Annotated[tuple[int, int, int], NoDecode]
 
 
 class EngineConfig(BaseSettings):
@@ -82,9 +84,7 @@ class EngineConfig(BaseSettings):
     video_max_frames: int = Field(768, ge=2, description="Most frames of one video, sampled or given as a list.")
     max_pictures: int = Field(32, ge=0, description="Pictures allowed in one request.")
     max_videos: int = Field(4, ge=0, description="Videos allowed in one request.")
-    rgba_background: tuple[int, int, int] = Field(
-        (255, 255, 255), description="Colour under transparent pictures, as R,G,B."
-    )
+    rgba_background: Colour = Field((255, 255, 255), description="Colour under transparent pictures, as R,G,B.")
 
     # Where media may come from
     allow_remote_media: bool = Field(True, description="Whether http and https sources are fetched.")
@@ -113,11 +113,10 @@ class EngineConfig(BaseSettings):
         except ValidationError as error:
             raise ConfigError(_explain(error)) from None
 
-    @field_validator("allowed_media_domains", mode="before")
+    @field_validator("allowed_media_domains", "rgba_background", mode="before")
     @classmethod
-    def _split_names(cls, value: object) -> object:
-        """In the environment and on the command line a list of names is separated by commas."""
-        return tuple(name.strip() for name in value.split(",") if name.strip()) if isinstance(value, str) else value
+    def _split(cls, value: object) -> object:
+        return tuple(item.strip() for item in value.split(",") if item.strip()) if isinstance(value, str) else value
 
     @field_validator("allowed_media_domains")
     @classmethod
@@ -126,7 +125,7 @@ class EngineConfig(BaseSettings):
 
     @field_validator("rgba_background")
     @classmethod
-    def _colour(cls, value: tuple[int, int, int]) -> tuple[int, int, int]:
+    def _levels(cls, value: tuple[int, int, int]) -> tuple[int, int, int]:
         if not all(0 <= level <= 255 for level in value):
             raise ValueError("each of R,G,B must be 0 to 255")
         return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -109,7 +109,7 @@ class Decoder(Protocol):
     async def close(self) -> None:
         """Free everything; running requests end with EngineClosed. Closing twice is allowed."""
 
-    def decode(self, request: DecodeRequest) -> AsyncIterator[Token]:
+    def decode(self, request: DecodeRequest) -> AsyncGenerator[Token, None]:
         """Yield the answer's tokens; the last one carries `finish`.
 
         An async generator: closing it (`aclose`, or cancelling the task that reads it) stops the request within one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,6 +33,21 @@ def find_model(name: str, *, registered: Mapping[str, Path], revision: str | Non
         " Qwen/Qwen2-VL-2B-Instruct.",
         param="model",
     )
+
+
+def model_type(folder: Path) -> str:
+    """The `model_type` of a checkpoint's `config.json`: which architecture reads it.
+
+    Raises:
+        CheckpointError: the file is missing or no such JSON.
+    """
+    path = folder / "config.json"
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["model_type"])
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}): is this a checkpoint folder?") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is no model configuration: it has no model_type. Download it again.") from error
 
 
 def download(repo_id: str, *, revision: str | None = None) -> Path:

@@ -1,0 +1,63 @@
+"""The command line: `dashinfer-vlm`. Adapters add their commands through the hook `register_commands`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import sys
+
+import click
+
+from .errors import DashInferVLMError
+from .plugins import PluginRow, add_commands, load_plugins
+from .version import __version__
+
+SETUP_FAILED = 2
+"""Exit code for what the operator has to mend; click uses the same for a wrong command line."""
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="dashinfer-vlm")
+@click.option("--log-level", default="info", show_default=True, help="Least level of log lines on standard error.",
+              type=click.Choice(["debug", "info", "warning", "error"]))  # fmt: skip
+def cli(log_level: str) -> None:
+    """Ask Qwen2-VL models about pictures and videos, on your own machines."""
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+@cli.command("plugins")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--strict", is_flag=True, help="Exit with 1 if a plugin is broken.")
+def list_plugins(as_json: bool, strict: bool) -> None:
+    """List the plugins that are installed, what each one provides, and what is wrong with the broken ones."""
+    logging.getLogger("dashinfer_vlm_core.plugins").setLevel(logging.CRITICAL)  # the list itself names the broken ones
+    rows = load_plugins().rows
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
+    else:
+        click.echo("\n".join(_table(rows)))
+    if strict and any(row.status != "ok" for row in rows):
+        sys.exit(1)
+
+
+def _table(rows: list[PluginRow]) -> list[str]:
+    if not rows:
+        return [
+            "No plugins are installed; not even the built-in ones: is the package installed, rather than on a path?"
+        ]
+    cells = [("PLUGIN", "STATUS", "FROM", "PROVIDES")]
+    cells += [(row.name, row.status, row.distribution, ", ".join(row.provides) or "commands only") for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return lines + [f"\n{row.name}: {row.problem}" for row in rows if row.problem]
+
+
+def main() -> None:
+    """Entry point of the console script: errors made for people are shown as such, without a traceback."""
+    add_commands(cli)
+    try:
+        cli()
+    except DashInferVLMError as error:
+        click.echo(f"dashinfer-vlm: {error.message}", err=True)
+        sys.exit(SETUP_FAILED)

@@ -1,0 +1,135 @@
+"""Shipped fakes, for tests of adapters and of applications: the real engine, with a decoder that plays a script.
+
+    with scripted_engine("A red circle.", QueueFull("Busy.")) as engine:
+        engine.chat({"messages": [{"role": "user", "content": "What is this?"}]})
+
+Requests are parsed, media decoded, prompts built and answers counted as always; only the language model is played.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+
+from .config import EngineConfig
+from .decoder import DecodeRequest, DecoderFactory, Fitness, Token
+from .engine import Engine
+from .errors import EngineClosed
+from .hookspecs import hookimpl
+from .plugins import Registry, load_plugins
+from .sampling import SAMPLING_PARAMETERS
+
+if TYPE_CHECKING:
+    from .model import ModelSpec
+
+Answer = str | Exception | Callable[[DecodeRequest], str]
+
+
+class Script:
+    """What a scripted decoder plays, and what it was asked.
+
+    Args:
+        answers: one per request, in order; the last one is repeated. A string is the answer, an exception is raised in
+            its place, a function makes the answer from the request.
+        delay: seconds before each token.
+        honours: what the decoder honours; everything by default (in name only: a script is not sampled from).
+
+    Attributes:
+        requests: every request that came, in order.
+        running: number of requests that are being decoded now.
+    """
+
+    def __init__(self, *answers: Answer, delay: float = 0.0, honours: frozenset[str] = SAMPLING_PARAMETERS) -> None:
+        if not answers:
+            raise ValueError("a script needs at least one answer")
+        self._answers = answers
+        self.delay = delay
+        self.honours = honours
+        self.requests: list[DecodeRequest] = []
+        self.running = 0
+
+    def next(self, request: DecodeRequest) -> str:
+        answer = self._answers[min(len(self.requests), len(self._answers) - 1)]
+        self.requests.append(request)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer if isinstance(answer, str) else answer(request)
+
+
+class ScriptedDecoder:
+    """A decoder that plays a script; it implements the protocol `Decoder`."""
+
+    name = "scripted"
+
+    def __init__(self, script: Script, *, spec: ModelSpec, config: EngineConfig) -> None:
+        self._script = script
+        self._spec = spec
+        self._closed = False
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(spec.folder / "tokenizer.json"))
+        self.max_model_len = config.max_model_len or spec.max_model_len
+        self.honours = script.honours
+
+    async def start(self) -> None:
+        """Nothing has to be loaded."""
+
+    async def close(self) -> None:
+        self._closed = True
+
+    async def decode(self, request: DecodeRequest) -> AsyncGenerator[Token, None]:
+        ids = self._ids(self._script.next(request), request)
+        self._script.running += 1
+        try:
+            for index, token in enumerate(ids):
+                await asyncio.sleep(self._script.delay)
+                if self._closed:
+                    raise EngineClosed("The scripted decoder was closed.")
+                yield self._token(token, request, last=index == len(ids) - 1)
+        finally:
+            self._script.running -= 1
+
+    def _ids(self, text: str, request: DecodeRequest) -> list[int]:
+        ids = [*self._tokenizer.encode(text, add_special_tokens=False).ids, self._spec.tokens.stop[0]]
+        return ids[: request.sampling.max_tokens]
+
+    def _token(self, token: int, request: DecodeRequest, *, last: bool) -> Token:
+        """A script is certain of each token: its probability is 1, and there are no alternatives beside it."""
+        finish = ("stop" if token in self._spec.tokens.stop else "length") if last else None
+        wanted = request.sampling.logprobs
+        if wanted is None:
+            return Token(id=token, finish=finish)
+        return Token(id=token, logprob=0.0, top=((token, 0.0),)[:wanted], finish=finish)
+
+
+class ScriptedPlugin:
+    """A plugin that registers the decoder `scripted`."""
+
+    name = "scripted"
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+
+    @hookimpl
+    def register_decoders(self, register: Callable[[DecoderFactory], None]) -> None:
+        register(self)
+
+    def fitness(self, spec: ModelSpec, config: EngineConfig) -> Fitness:
+        return Fitness(score=1, reason="a script is played")
+
+    def create(self, spec: ModelSpec, config: EngineConfig) -> ScriptedDecoder:
+        return ScriptedDecoder(self._script, spec=spec, config=config)
+
+
+def scripted_registry(script: Script) -> Registry:
+    """The installed plugins, and the decoder `scripted` that plays `script`."""
+    registry = load_plugins()
+    registry.add_plugin(ScriptedPlugin(script), name="scripted")
+    return registry
+
+
+def scripted_engine(*answers: Answer, delay: float = 0.0, **options: Any) -> Engine:
+    """An engine, not started yet, whose decoder plays `answers`; `options` are those of EngineConfig."""
+    script = Script(*answers, delay=delay)
+    return Engine(EngineConfig(**{"decoder": "scripted", **options}), registry=scripted_registry(script))
