@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from .config import EngineConfig
-from .engine import ChatEngine, Engine, EngineStatus
-from .errors import (
-    DashInferVLMError,
-    EngineError,
-    MediaError,
-    RequestError,
-    SetupError,
-)
-from .hookspecs import hookimpl
-from .schema import ChatRequest
-from .version import __version__
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import EngineConfig
+    from .engine import ChatEngine, Engine, EngineStatus
+    from .errors import DashInferVLMError, EngineError, MediaError, RequestError, SetupError
+    from .hookspecs import hookimpl
+    from .schema import ChatRequest
+    from .version import __version__
 
 __all__ = [
     "ChatEngine",
@@ -29,3 +27,24 @@ __all__ = [
     "__version__",
     "hookimpl",
 ]
+
+# Names are imported on use: a plugin that needs `hookimpl` alone must not pay for the engine.
+_ROOMS = {
+    "config": ("EngineConfig",),
+    "engine": ("ChatEngine", "Engine", "EngineStatus"),
+    "errors": ("DashInferVLMError", "EngineError", "MediaError", "RequestError", "SetupError"),
+    "hookspecs": ("hookimpl",),
+    "schema": ("ChatRequest",),
+    "version": ("__version__",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for room, names in _ROOMS.items():
+        if name in names:
+            return getattr(importlib.import_module(f".{room}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
