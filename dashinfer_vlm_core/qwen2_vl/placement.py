@@ -1,23 +1,10 @@
-"""Where a model computes and in which numbers: the words of EngineConfig and of checkpoints -> torch's."""
+"""Where a model computes and in which numbers: what `auto` means."""
 
 from __future__ import annotations
 
 import torch
 
 from ..errors import ConfigError
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The number type of that name.
-
-    Raises:
-        ConfigError: it is none of `DTYPES`.
-    """
-    if name not in DTYPES:
-        raise ConfigError(f"`dtype` is {name!r}; choose one of {', '.join(DTYPES)}.", param="dtype")
-    return DTYPES[name]
 
 
 def resolve_device(device: str) -> str:
@@ -39,8 +26,8 @@ def resolve_device(device: str) -> str:
 def resolve_dtype(dtype: str, stored: str, device: str) -> str:
     """The number type that `EngineConfig.dtype` means for weights stored as `stored` on `device`, both resolved.
 
-    `auto` takes what is stored, but float32 for float16 weights on a CPU: CPUs compute float16 slowly, and bfloat16 would
-    drop three of its bits. A type that is asked for by name is taken as it is.
+    `auto` takes what is stored, but float32 for float16 weights on a CPU: CPUs compute float16 slowly, and bfloat16
+    would drop three of its bits. A type that is asked for by name is taken as it is.
     """
     if dtype != "auto":
         return dtype

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 RENAMES = (
     (re.compile(r"^model\.visual\."), "visual."),
@@ -29,8 +31,8 @@ RENAMES = (
 class Weights:
     """The safetensors of a checkpoint folder, in one file or in the shards that an index lists.
 
-    A file is opened for one tensor at a time: while it stays mapped, every page that was read counts beside its copy, which
-    would double the memory that loading a checkpoint needs. Opening it again costs less than a millisecond.
+    A file is opened for one tensor at a time: while it stays mapped, every page that was read counts beside its copy,
+    which would double the memory that loading a checkpoint needs. Opening it again costs less than a millisecond.
 
     Attributes:
         names: the tensors, by published names: `visual.*`, `model.embed_tokens.weight`, `model.layers.0.*`,
@@ -84,6 +86,17 @@ class Weights:
         self.close()
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """torch's number type of that name, which is one of `TORCH_DTYPES`.
+
+    Raises:
+        ConfigError: it is another.
+    """
+    if name not in TORCH_DTYPES:
+        raise ConfigError(f"`dtype` is {name!r}; choose one of {', '.join(TORCH_DTYPES)}.", param="dtype")
+    return TORCH_DTYPES[name]
+
+
 def _published(name: str) -> str:
     for pattern, prefix in RENAMES:
         name = pattern.sub(prefix, name)
@@ -97,8 +110,9 @@ def _files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
         raise CheckpointError(
-            f"{folder} holds weights as pickles only, which can run code when they are read. Convert them once, where you "
-            "trust them: transformers' `Qwen2VLForConditionalGeneration.from_pretrained(folder).save_pretrained(other)`."
+            f"{folder} holds weights as pickles only, which can run code when they are read. Convert them once, where "
+            "you trust them, by transformers: "
+            "`Qwen2VLForConditionalGeneration.from_pretrained(folder).save_pretrained(other_folder)`."
         )
     raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}. Copy or download the checkpoint again.")
 

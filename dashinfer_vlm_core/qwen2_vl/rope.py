@@ -1,0 +1,54 @@
+"""2-D rotary positions of the vision tower (Qwen2-VL, arXiv:2409.12191, 2.1; RoPE: arXiv:2104.09864)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..patches import Grid
+from .config import VISION_ROPE_THETA
+
+
+def patch_positions(h: int, w: int, merge: int) -> torch.Tensor:
+    """Row and column of each patch of one frame, in patch order: window by window of `merge` by `merge`.
+
+    Returns:
+        int64 [h * w, 2].
+    """
+    rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+    windows = torch.stack((rows, columns), dim=-1).view(h // merge, merge, w // merge, merge, 2)
+    return windows.transpose(1, 2).reshape(-1, 2)
+
+
+def rotary_tables(
+    grids: Sequence[Grid], *, head_dim: int, merge: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines for all patches of `grids`, frames alike whenever they are.
+
+    The first half of a table's columns turns by the row, the second by the column.
+
+    Returns:
+        Two float32 tensors [patches, head_dim // 2].
+    """
+    positions = torch.cat([patch_positions(grid.h, grid.w, merge).repeat(grid.t, 1) for grid in grids]).to(device)
+    exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=device) / (head_dim // 2)
+    angles = (positions[:, :, None] / VISION_ROPE_THETA**exponents).flatten(1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn each pair (x[i], x[i + head_dim // 2]) by its angle, in float32.
+
+    Args:
+        x: [patches, ..., head_dim].
+        cos: [patches, head_dim // 2].
+        sin: as `cos`.
+
+    Returns:
+        As `x`, in its dtype.
+    """
+    shape = (len(x), *[1] * (x.ndim - 2), -1)
+    cos, sin = cos.view(shape), sin.view(shape)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
