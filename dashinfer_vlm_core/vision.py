@@ -1,17 +1,24 @@
-"""Patches -> VisualTokens: each content is encoded once, whoever asks for it, and pictures of different requests share a pass."""
+"""Patches -> VisualTokens: each content is encoded once, and pictures of different requests share a pass."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections import OrderedDict, deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from .errors import EngineClosed, EngineError
 from .model import ModelSpec
 from .patches import Grid, Patches
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -54,3 +61,220 @@ class Architecture(Protocol):
         Raises:
             CheckpointError: tensors are missing or have other shapes.
         """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionStats:
+    """What a `VisionService` has done so far.
+
+    Attributes:
+        passes: times the tower ran, failed passes included.
+        encoded: items that it encoded.
+        hits: items that were found in the cache.
+        joins: items that somebody else had asked for already, and that were waited for together.
+        bytes: memory that the cache holds now.
+    """
+
+    passes: int
+    encoded: int
+    hits: int
+    joins: int
+    bytes: int
+
+
+class VisionService:
+    """Encodes each content once, caches it, and lets requests share passes of the tower.
+
+    Belongs to one event loop. The tower runs in a thread of its own, so the loop never waits for it; whatever is asked
+    for meanwhile goes into the next pass.
+
+    Args:
+        encoder: the tower.
+        model_key: names checkpoint and number type, where one cache could serve several.
+        cache_bytes: memory for embeddings; those least recently used leave first. 0 keeps none.
+        batch_patches: most patches of one pass; an item that has more goes alone.
+    """
+
+    def __init__(self, encoder: VisionEncoder, *, model_key: bytes = b"", cache_bytes: int, batch_patches: int) -> None:
+        self._encoder = encoder
+        self._model_key = model_key
+        self._batch_patches = batch_patches
+        self._cache = _Cache(cache_bytes)
+        self._jobs: dict[bytes, _Job] = {}
+        self._waiting: deque[_Job] = deque()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vision")
+        self._runner: asyncio.Task[None] | None = None
+        self._closed = False
+        self._passes = self._encoded = self._hits = self._joins = 0
+
+    @property
+    def stats(self) -> VisionStats:
+        return VisionStats(
+            passes=self._passes, encoded=self._encoded, hits=self._hits, joins=self._joins, bytes=self._cache.bytes
+        )
+
+    async def embed(self, patches: Sequence[Patches]) -> tuple[VisualTokens, ...]:
+        """The visual tokens of each item, in order.
+
+        Cancelling the caller drops what nobody else waits for, unless the tower has it already.
+
+        Raises:
+            EngineError: the tower failed on one of the items; `param` says which.
+            EngineClosed: the service was closed.
+        """
+        if self._closed:
+            raise EngineClosed("The engine was closed. Start another one.")
+        jobs = [self._job(item) for item in patches]
+        try:
+            return tuple([await job.tokens(item.part) for job, item in zip(jobs, patches, strict=True)])
+        finally:
+            for job in jobs:
+                self._leave(job)
+
+    async def close(self) -> None:
+        """Fail what waits, let a running pass end, and free the thread and the cache. Closing twice is allowed."""
+        self._closed = True
+        while self._waiting:
+            self._finish(self._waiting.popleft(), EngineClosed("The engine was closed while the request waited."))
+        if self._runner is not None:
+            await self._runner
+        self._thread.shutdown()
+        self._cache.clear()
+
+    def _job(self, item: Patches) -> _Job:
+        """The job that yields this content: done if it is cached, else one that runs or waits, else a new one."""
+        key = self._model_key + item.digest
+        if (embedding := self._cache.get(key)) is not None:
+            self._hits += 1
+            job = _Job(key, item)
+            job.finish(embedding)
+        elif key in self._jobs:
+            self._joins += 1
+            job = self._jobs[key]
+        else:
+            job = self._jobs[key] = _Job(key, item)
+            self._waiting.append(job)
+            self._wake()
+        job.callers += 1
+        return job
+
+    def _leave(self, job: _Job) -> None:
+        job.callers -= 1
+        if job.callers == 0 and job in self._waiting:
+            self._waiting.remove(job)
+            del self._jobs[job.key]
+
+    def _wake(self) -> None:
+        if self._runner is None or self._runner.done():
+            self._runner = asyncio.create_task(self._run(), name="vision")
+
+    async def _run(self) -> None:
+        while batch := self._next_batch():
+            await self._encode(batch)
+
+    def _next_batch(self) -> list[_Job]:
+        """Jobs for one pass, first come first served: the first one, and those behind it that still fit."""
+        batch: list[_Job] = []
+        room = self._batch_patches
+        while self._waiting and (not batch or self._waiting[0].size <= room):
+            batch.append(self._waiting.popleft())
+            room -= batch[-1].size
+        return batch
+
+    async def _encode(self, batch: list[_Job]) -> None:
+        """One pass; if it fails, one pass for each item, so that it fails for those alone that are to blame."""
+        self._passes += 1
+        try:
+            embeddings = await self._pass([job.patches for job in batch])
+        except Exception as error:  # noqa: BLE001 - whatever a tower raises ends requests, not the service
+            if len(batch) == 1:
+                logger.exception("The vision tower failed on a grid of %s", batch[0].patches.grid)
+                self._finish(batch[0], error)
+            else:
+                for job in batch:
+                    await self._encode([job])
+            return
+        self._encoded += len(batch)
+        for job, embedding in zip(batch, embeddings, strict=True):
+            self._cache.put(job.key, embedding)
+            self._finish(job, embedding)
+
+    async def _pass(self, batch: list[Patches]) -> list[torch.Tensor]:
+        """Run the tower in its thread, and hold it to its contract."""
+        embeddings = await asyncio.get_running_loop().run_in_executor(self._thread, self._encoder.encode, batch)
+        rows, expected = [len(embedding) for embedding in embeddings], [item.tokens for item in batch]
+        if rows != expected:
+            raise EngineError(f"The vision tower made {rows} visual tokens instead of {expected}.")
+        return embeddings
+
+    def _finish(self, job: _Job, outcome: torch.Tensor | Exception) -> None:
+        del self._jobs[job.key]
+        job.finish(outcome)
+
+
+class _Job:
+    """One content on its way through the tower, and everybody who waits for it.
+
+    Attributes:
+        size: in patches.
+        callers: how many wait.
+    """
+
+    def __init__(self, key: bytes, patches: Patches) -> None:
+        self.key = key
+        self.patches = patches
+        self.size = patches.grid.patches
+        self.callers = 0
+        self._done = asyncio.Event()
+        self._outcome: torch.Tensor | Exception | None = None
+
+    def finish(self, outcome: torch.Tensor | Exception) -> None:
+        self._outcome = outcome
+        self._done.set()
+
+    async def tokens(self, part: str) -> VisualTokens:
+        """The outcome, for the caller whose request holds this content at `part`."""
+        await self._done.wait()
+        assert self._outcome is not None
+        if isinstance(self._outcome, EngineClosed):
+            raise EngineClosed(self._outcome.message)
+        if isinstance(self._outcome, Exception):
+            message = "The vision tower failed on this picture or video. Try again; the engine's log has the cause."
+            raise EngineError(message, param=part, code="vision_failed") from self._outcome
+        return VisualTokens(embedding=self._outcome, grid=self.patches.grid, digest=self.patches.digest)
+
+
+class _Cache:
+    """Embeddings by key, within a budget of bytes.
+
+    Attributes:
+        bytes: what they take now.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.bytes = 0
+        self._budget = budget
+        self._items: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+
+    def get(self, key: bytes) -> torch.Tensor | None:
+        if key in self._items:
+            self._items.move_to_end(key)
+        return self._items.get(key)
+
+    def put(self, key: bytes, embedding: torch.Tensor) -> None:
+        """Keep it, at the cost of those least recently used; one above the whole budget is not kept."""
+        if _size(embedding) > self._budget:
+            return
+        self._items[key] = embedding
+        self.bytes += _size(embedding)
+        while self.bytes > self._budget:
+            _, oldest = self._items.popitem(last=False)
+            self.bytes -= _size(oldest)
+
+    def clear(self) -> None:
+        self._items.clear()
+        self.bytes = 0
+
+
+def _size(embedding: torch.Tensor) -> int:
+    return embedding.element_size() * embedding.numel()
