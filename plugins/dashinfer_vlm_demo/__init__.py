@@ -1,0 +1,13 @@
+"""A tiny Qwen2-VL that was trained from scratch on drawn shapes, and everything that made it.
+
+Importing this package is free of torch: whoever only wants the folder of the checkpoint pays for nothing else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["CHECKPOINT"]
+
+CHECKPOINT = Path(__file__).parent / "checkpoint"
+"""Folder of the trained model in the published Qwen2-VL file layout."""

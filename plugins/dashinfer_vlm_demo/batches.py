@@ -1,0 +1,357 @@
+"""Pack scenes and questions into the fixed-size rows that the network learns from.
+
+A row starts with a prompt that all its questions share; every question, with its answer, is a branch of its own that
+continues at the prompt's last position, so that each question is computed as if it had been asked alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from dashinfer_vlm_demo import compose, drawing, labels, questions, tokenizer, vocabulary
+from dashinfer_vlm_demo.compose import Clip, Grid
+from dashinfer_vlm_demo.network import Batch
+from dashinfer_vlm_demo.questions import Question
+from dashinfer_vlm_demo.sizes import FACTOR, PATCH
+
+ROWS, LENGTH = 24, 192
+"""Rows of a batch and tokens of a row."""
+MEAN = (0.48145466, 0.4578275, 0.40821073)
+DEVIATION = (0.26862954, 0.26130258, 0.27577711)
+"""Of red, green and blue, 0 to 1; the numbers of CLIP, which Qwen2-VL uses."""
+
+_ORDER = np.arange(4096)
+_SYSTEMS = (
+    "You answer questions about pictures.", "Answer in one short sentence.", "Be brief.", "You are a tiny model.",
+    "You are a helpful vision assistant.", "Be polite.", "You are an assistant that describes images.", "",
+)  # fmt: skip
+_LABELS = (("Picture {}: ", ""), ("Picture {}: ", " "), ("Image {}: ", "\n"), ("Picture {}:", "\n"), ("", " and "))
+
+
+@dataclass(frozen=True, slots=True)
+class Visual:
+    """Something to look at: one scene for a picture, many for a clip. It takes part in the row `tokens` times."""
+
+    scenes: tuple[drawing.Scene, ...]
+
+    @property
+    def steps(self) -> int:
+        """Temporal patches."""
+        return (len(self.scenes) + 1) // 2
+
+    @property
+    def clip(self) -> bool:
+        return len(self.scenes) > 1
+
+
+@dataclass(slots=True)
+class Row:
+    """One row while it is written. Vision tokens are noted as -1 - (index among the row's own)."""
+
+    grid: Grid
+    tokens: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    segments: list[int] = field(default_factory=list)
+    positions: list[np.ndarray] = field(default_factory=list)
+    places: list[np.ndarray] = field(default_factory=list)
+    owners: list[int] = field(default_factory=list)
+    tasks: list[str] = field(default_factory=list)
+    next: int = 0
+    branch: int = 0
+
+    @property
+    def room(self) -> int:
+        return LENGTH - len(self.tokens)
+
+    def write(self, text: str, *, learn: bool = False) -> None:
+        ids = encode(text)
+        self.tokens += ids
+        self.targets += ids if learn else [-100] * len(ids)
+        self.owners += [len(self.tasks)] * len(ids)
+        self.segments += [self.branch] * len(ids)
+        self.positions.append(np.broadcast_to(_ORDER[self.next : self.next + len(ids)], (3, len(ids))))
+        self.next += len(ids)
+
+    def show(self, visual: Visual, first: int, ordinal: int) -> None:
+        """Write the vision tokens of a visual; `first` is the index of its first one in the row's features."""
+        self.write("<|vision_start|>")
+        rows, columns = self.grid
+        shape = (visual.steps, rows, columns)
+        count = visual.steps * rows * columns
+        if self.branch == 0:
+            self.places.append(_places(shape, len(self.tokens), ordinal, visual.clip))
+        self.tokens += range(-1 - first, -1 - first - count, -1)
+        self.targets += [-100] * count
+        self.owners += [-1] * count
+        self.segments += [self.branch] * count
+        self.positions.append(_block(shape) + self.next)
+        self.next += max(shape)  # text goes on after the largest position so far
+        self.write("<|vision_end|>")
+
+    def ask(self, question: Question, *, close: bool = False) -> None:
+        self.write(question.text)
+        self.reply(question, close=close)
+
+    def reply(self, question: Question, *, close: bool = False) -> None:
+        self.write("<|im_end|>\n<|im_start|>assistant\n")
+        self.write(f"{question.answer}<|im_end|>", learn=True)
+        self.tasks.append(question.task)
+        if close:
+            self.write("\n<|im_start|>user\n")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Story:
+    """A row with what it shows."""
+
+    row: Row
+    visuals: tuple[Visual, ...]
+
+
+@functools.lru_cache(maxsize=200_000)
+def encode(text: str) -> list[int]:
+    """Tokens of a piece of the prompt that starts and ends where the tokenizer cuts anyway. Not to be changed."""
+    return list(tokenizer.build().encode(text).ids)
+
+
+def batch(rng: random.Random, rows: int = ROWS) -> Batch:
+    """A batch of one picture size with everything in it: pictures, sets, clips and plain text."""
+    grid = compose.choose(rng, compose.PICTURE_GRIDS)
+    clip_share = 5.0 if grid in compose.CLIP_GRIDS else 0.0
+    set_share = 5.0 if grid[0] * grid[1] <= 25 else 2.5
+    makers = (_picture_story, _set_story, _clip_story, _text_story)
+    chosen = rng.choices(makers, (10.0, set_share, clip_share, 1.3), k=rows)
+    return pack([make(rng, grid) for make in chosen], grid)
+
+
+def sight_batch(rng: random.Random, pictures: int) -> Batch:
+    """Pictures and pairs of frames without any text, for the first stage."""
+    grid = rng.choice(((4, 4), (4, 4), (3, 3), (5, 5), (3, 5), (5, 3), (4, 3), (3, 4)))
+    visuals = []
+    for _ in range(pictures):
+        if rng.random() < 0.25:
+            visuals.append(Visual(compose.compose_clip(rng, grid, 2, rng.choice(("steady", "still"))).scenes))
+        else:
+            visuals.append(Visual((compose.compose(rng, grid, rng.choice((0, 1, 2, 2, 3, 4))),)))
+    return pack([Story(row=Row(grid=grid), visuals=(visual,)) for visual in visuals], grid)
+
+
+def pack(stories: Sequence[Story], grid: Grid) -> Batch:
+    """Stories of one picture size -> tensors."""
+    count, size = len(stories), grid[0] * grid[1]
+    tokens = np.full((count, LENGTH), encode("<|endoftext|>")[0])
+    targets, segments = np.full((count, LENGTH), -100), np.full((count, LENGTH), -1)
+    positions = np.zeros((3, count, LENGTH), np.int64)
+    owners, tasks = np.zeros((count, LENGTH), np.int64), []
+    places, seen = [np.zeros((0, 5), np.int64)], tokenizer.VOCABULARY
+    for index, story in enumerate(stories):
+        row = story.row
+        written = np.asarray(row.tokens, np.int64)
+        tokens[index, : len(written)] = np.where(written < 0, seen - 1 - written, written)
+        segments[index, : len(written)] = row.segments
+        targets[index, : max(len(written) - 1, 0)] = row.targets[1:]
+        owners[index, : max(len(written) - 1, 0)] = np.asarray(row.owners[1:], np.int64) + len(tasks)
+        tasks += row.tasks
+        if row.positions:
+            positions[:, index, : len(written)] = np.concatenate(row.positions, axis=1)
+        places += [np.insert(part, 0, index, axis=1) for part in row.places]
+        seen += sum(visual.steps for visual in story.visuals) * size
+    visuals = [visual for story in stories for visual in story.visuals]
+    return Batch(
+        tokens=torch.from_numpy(tokens),
+        positions=torch.from_numpy(positions),
+        segments=torch.from_numpy(segments),
+        targets=torch.from_numpy(targets),
+        patches=_patches(visuals, grid),
+        grid=(2 * grid[0], 2 * grid[1]),
+        cells=torch.from_numpy(_cells(visuals, grid)),
+        places=torch.from_numpy(np.concatenate(places)),
+        owners=torch.from_numpy(owners),
+        tasks=tuple(tasks),
+    )
+
+
+def cut(frames: torch.Tensor) -> torch.Tensor:
+    """Frames (N, 2, H, W, 3) of bytes -> patches (N, H W / 196, 1176), normalised, in Qwen2-VL's order."""
+    count, _, height, width, _ = frames.shape
+    rows, columns = height // FACTOR, width // FACTOR
+    values = frames.view(count, 2, rows, 2, PATCH, columns, 2, PATCH, 3).permute(0, 2, 5, 3, 6, 8, 1, 4, 7)
+    values = values.reshape(count, rows * columns * 4, 3, -1)  # moved as bytes, which is cheaper
+    scale, mean = 1 / (255 * torch.tensor(DEVIATION)), torch.tensor(MEAN) / torch.tensor(DEVIATION)
+    return torch.addcmul(-mean[:, None], values.float(), scale[:, None]).flatten(2)
+
+
+def _patches(visuals: Sequence[Visual], grid: Grid) -> torch.Tensor:
+    pairs = [pair for visual in visuals for pair in _frames(visual, grid)]
+    if not pairs:
+        return torch.zeros((0, 4 * grid[0] * grid[1], 6 * PATCH * PATCH), dtype=torch.bfloat16)
+    return cut(torch.from_numpy(np.stack(pairs))).to(torch.bfloat16)
+
+
+def _frames(visual: Visual, grid: Grid) -> list[np.ndarray]:
+    """Pairs of frames, each (2, H, W, 3) bytes, at the size that the model sees."""
+    size = (grid[1] * FACTOR, grid[0] * FACTOR)
+    drawn = drawing.render_clip(list(visual.scenes))
+    frames = [np.asarray(frame if frame.size == size else frame.resize(size, 3)) for frame in drawn]
+    frames += frames[-1:] * (len(frames) % 2)  # an odd last frame counts twice
+    return [np.stack(frames[index : index + 2]) for index in range(0, len(frames), 2)]
+
+
+def _cells(visuals: Sequence[Visual], grid: Grid) -> np.ndarray:
+    found = [np.zeros((0, len(labels.CELLS)), np.int64)]
+    for visual in visuals:
+        scenes = visual.scenes + visual.scenes[-1:] * (len(visual.scenes) % 2)
+        found += [labels.cells(first, second, grid) for first, second in zip(scenes[::2], scenes[1::2], strict=True)]
+    return np.concatenate(found)
+
+
+@functools.cache
+def _block(shape: tuple[int, int, int]) -> np.ndarray:
+    """Positions of vision tokens from zero on, (3, tokens): time, row, column."""
+    return np.indices(shape).reshape(3, -1)
+
+
+def _places(shape: tuple[int, int, int], start: int, ordinal: int, clip: bool) -> np.ndarray:
+    time, row, column = _block(shape)
+    number = np.minimum(time, 3) if clip else np.full_like(time, ordinal)
+    return np.stack([start + np.arange(time.size), 4 * row // shape[1], 4 * column // shape[2], number], axis=1)
+
+
+def _start(rng: random.Random, grid: Grid) -> Row:
+    row = Row(grid=grid)
+    system = rng.choice(_SYSTEMS) if rng.random() < 0.25 else tokenizer.DEFAULT_SYSTEM
+    row.write(f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n")
+    return row
+
+
+def _picture_story(rng: random.Random, grid: Grid) -> Story:
+    scene = compose.compose(
+        rng, grid, rng.choices((0, 1, 2, 3, 4), (0.05, 0.22, 0.33, 0.24, 0.16))[0], clear=rng.random() < 0.55
+    )
+    ask = functools.partial(_pick, rng, questions.PICTURE_ASKERS, scene)
+    return _story(rng, grid, (Visual((scene,)),), ask)
+
+
+def _set_story(rng: random.Random, grid: Grid) -> Story:
+    if rng.random() < 0.35:
+        scenes = compose.compose_change(rng, grid)
+    else:
+        scenes = compose.compose_set(rng, grid, rng.choice((2, 2, 3)))
+    ask = functools.partial(_pick, rng, questions.SET_ASKERS, scenes)
+    visuals = tuple(Visual((scene,)) for scene in scenes)
+    if rng.random() < 0.1:
+        return _turns_story(rng, grid, scenes, ask)
+    return _story(rng, grid, visuals, ask)
+
+
+def _clip_story(rng: random.Random, grid: Grid) -> Story:
+    longest = 2 * max(grid)  # beyond it engines disagree on the position of the text, see the model card
+    frames = min(rng.choice((2, 2, 2, 3, 4, 4, 4, 5, 6, 6, 7, 8, 8)), longest, 8)
+    motion = rng.choices(list(compose.MOTIONS), list(compose.MOTIONS.values()))[0]
+    clip = compose.compose_clip(rng, grid, frames, motion)
+    ask = functools.partial(_pick, rng, questions.CLIP_ASKERS, clip)
+    return _story(rng, grid, (Visual(clip.scenes),), ask)
+
+
+def _text_story(rng: random.Random, grid: Grid) -> Story:
+    row = _start(rng, grid)
+
+    def ask() -> Question:
+        return rng.choices((questions.chat, questions.no_picture, questions.outside), (3, 2, 4))[0](rng)
+
+    if rng.random() < 0.3:
+        row.ask(ask(), close=True)
+    _branches(row, ask)
+    return Story(row=row, visuals=())
+
+
+def _story(
+    rng: random.Random, grid: Grid, visuals: tuple[Visual, ...], ask: Callable[[], Question | None]
+) -> Story:
+    """Pictures first (some with labels between them), as an earlier turn, or after the question."""
+    row, layout = _start(rng, grid), rng.random()
+    if layout < 0.25:
+        _question_first(row, visuals, ask)
+        return Story(row=row, visuals=visuals)
+    label, glue = rng.choice(_LABELS) if layout > (0.75 if len(visuals) > 1 else 0.98) else ("", "")
+    _show_all(row, visuals, label, glue)
+    if layout < 0.4:
+        first = ask() or questions.chat(rng)
+        row.ask(first, close=True)
+    gap = rng.choice(("", "", "", "\n", " ")) if layout > 0.6 else ""
+    _branches(row, ask, gap or glue.replace(" and ", "\n"))
+    return Story(row=row, visuals=visuals)
+
+
+def _turns_story(
+    rng: random.Random, grid: Grid, scenes: Sequence[drawing.Scene], ask: Callable[[], Question | None]
+) -> Story:
+    """One picture and a question on it; then the other pictures come, with questions on all of them."""
+    visuals = tuple(Visual((scene,)) for scene in scenes)
+    row, size = _start(rng, grid), grid[0] * grid[1]
+    row.show(visuals[0], 0, 0)
+    first = _pick(rng, questions.PICTURE_ASKERS, scenes[0]) or questions.chat(rng)
+    row.ask(first, close=True)
+    for index, visual in enumerate(visuals[1:], 1):
+        row.show(visual, index * size, index)
+    _branches(row, ask)
+    return Story(row=row, visuals=visuals)
+
+
+def _show_all(row: Row, visuals: Sequence[Visual], label: str = "", glue: str = "") -> None:
+    first = 0
+    for ordinal, visual in enumerate(visuals):
+        text = (glue if ordinal else "") + label.format(ordinal + 1)
+        if text:
+            row.write(text)
+        row.show(visual, first, ordinal)
+        first += visual.steps * row.grid[0] * row.grid[1]
+
+
+def _branches(row: Row, ask: Callable[[], Question | None], gap: str = "") -> None:
+    """Fill the row with questions, each after the same prompt; stop when the next one does not fit."""
+    start = row.next
+    asked: set[str] = set()
+    for _ in range(24):
+        question = ask()
+        if question is None or question.text in asked:
+            continue
+        if _cost(question) + len(gap) > row.room:
+            break
+        asked.add(question.text)
+        row.branch, row.next = row.branch + 1, start
+        row.write(gap + question.text)
+        row.reply(question)
+
+
+def _question_first(row: Row, visuals: Sequence[Visual], ask: Callable[[], Question | None]) -> None:
+    """As `_branches`, but every branch brings its own copy of the vision tokens, after the question."""
+    start = row.next
+    shown = sum(2 + visual.steps * row.grid[0] * row.grid[1] for visual in visuals)
+    for _ in range(16):
+        question = ask()
+        if question is None:
+            continue
+        if _cost(question) + shown > row.room:
+            break
+        row.branch, row.next = row.branch + 1, start
+        row.write(question.text)
+        _show_all(row, visuals)
+        row.reply(question)
+
+
+def _cost(question: Question) -> int:
+    """Tokens of a question with its answer."""
+    return len(encode(question.text)) + len(encode(question.answer)) + 6
+
+
+def _pick(rng: random.Random, askers: dict[Any, float], shown: object) -> Question | None:
+    asker: Callable[..., Question | None] = rng.choices(list(askers), list(askers.values()))[0]
+    return asker(rng, shown)

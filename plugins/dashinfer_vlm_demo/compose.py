@@ -1,0 +1,243 @@
+"""Make up scenes: one picture, a set of pictures, a clip. Every choice is drawn from the `random.Random` given.
+
+A `Grid` is (rows, columns) of the tokens that the finished picture has; training batches share one.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+
+from dashinfer_vlm_demo.drawing import COLOURS, FIELD, FIELDS, SHAPES, Backdrop, Rgb, Scene, Thing, paint
+from dashinfer_vlm_demo.sizes import FACTOR, smart_resize
+
+Grid = tuple[int, int]
+
+PICTURE_GRIDS: dict[Grid, float] = {
+    (4, 4): 9, (3, 3): 3, (5, 5): 2, (6, 6): 2, (4, 6): 1.5, (6, 4): 1.5, (3, 4): 1.5, (4, 3): 1.5, (3, 5): 1, (5, 3): 1,
+    (4, 5): 1, (5, 4): 1, (2, 5): 0.7, (5, 2): 0.7, (2, 8): 0.7, (8, 2): 0.7, (5, 7): 0.7, (7, 5): 0.7, (4, 8): 0.7,
+    (8, 4): 0.7,
+}  # fmt: skip
+"""Sizes of pictures in tokens, with their shares in training."""
+CLIP_GRIDS: dict[Grid, float] = {(4, 4): 4, (3, 3): 2.5, (3, 4): 1, (4, 3): 1, (5, 5): 0.7, (3, 5): 0.7, (5, 3): 0.7}
+
+CENTRE_MARGIN = 0.1
+"""A thing nearer than this share of the canvas to a centre line is in no corner: nobody asks about it."""
+DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+MOTIONS: dict[str, float] = {"steady": 3, "pairs": 1.5, "jump": 2.2, "still": 2.6, "recolour": 2.4, "empty": 0.3}
+"""Kinds of clips, with their shares in training."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clip:
+    """Frames in which the first thing moves, stays or changes its colour; a second thing, if any, rests."""
+
+    scenes: tuple[Scene, ...]
+    direction: str | None
+    recoloured: tuple[str, str] | None = None
+
+
+def choose(rng: random.Random, weights: dict[Grid, float]) -> Grid:
+    """A grid, drawn by weight."""
+    return rng.choices(list(weights), list(weights.values()))[0]
+
+
+def canvas(rng: random.Random, grid: Grid, odd: float = 0.2) -> tuple[int, int]:
+    """Width and height in pixels of a picture that gets this grid; the share `odd` differs from the grid's own size."""
+    height, width = grid[0] * FACTOR, grid[1] * FACTOR
+    if rng.random() < odd:
+        for _ in range(6):
+            scale = rng.choice((1.0, rng.uniform(1, 1.6), rng.uniform(1, 2.6)))
+            tried = round(height * scale + rng.uniform(-9, 9)), round(width * scale + rng.uniform(-9, 9))
+            if smart_resize(*tried) == (height, width):
+                return tried[1], tried[0]
+    return width, height
+
+
+def compose(rng: random.Random, grid: Grid, count: int, *, clear: bool = False, busy: bool = True) -> Scene:
+    """A picture of `count` things (fewer where so many do not fit); `clear` keeps them off the centre lines."""
+    width, height = canvas(rng, grid)
+    things = _things(rng, width, height, count, clear)
+    backdrop = photo(rng) if busy and not things and rng.random() < 0.5 else _backdrop(rng, busy)
+    return Scene(width=width, height=height, things=things, backdrop=backdrop, jpeg=_jpeg(rng))
+
+
+def compose_set(rng: random.Random, grid: Grid, pictures: int) -> list[Scene]:
+    """Pictures that have nothing to do with each other, of one or two things each."""
+    return [compose(rng, grid, rng.choices((1, 2), (0.65, 0.35))[0]) for _ in range(pictures)]
+
+
+def compose_change(rng: random.Random, grid: Grid) -> list[Scene]:
+    """The same scene twice; in the second picture one thing may have another colour or another shape."""
+    before = compose(rng, grid, rng.choices((1, 2, 3), (0.4, 0.45, 0.15))[0])
+    things = list(before.things)
+    index, kind = rng.randrange(len(things)), rng.random()
+    if kind < 0.42:
+        colour = rng.choice([word for word in COLOURS if word not in {thing.colour for thing in things}])
+        things[index] = replace(things[index], colour=colour, rgb=_rgb(rng, colour))
+    elif kind < 0.84:
+        free = [word for word in SHAPES if word not in {thing.shape for thing in things}]
+        things[index] = replace(things[index], shape=rng.choice(free))
+    return [before, replace(before, things=tuple(things), jpeg=_jpeg(rng))]
+
+
+def compose_clip(rng: random.Random, grid: Grid, frames: int, motion: str) -> Clip:
+    """A clip. `steady` moves in every frame, `pairs` only between pairs of frames, `jump` once between two frames."""
+    if motion == "empty":
+        nothing = compose(rng, grid, 0)
+        return Clip(scenes=(nothing,) * frames, direction=None)
+    base = compose(rng, grid, 1, busy=rng.random() < 0.5)
+    radius = min(rng.uniform(0.24, 0.38) * math.sqrt(base.width * base.height), 0.6 * min(base.width, base.height)) / 2
+    mover = replace(base.things[0], radius=radius)
+    if motion in ("still", "recolour"):
+        return _resting_clip(rng, base, mover, frames, motion)
+    direction = rng.choice(list(DIRECTIONS))
+    points = _path(rng, base, radius, direction, frames, motion)
+    moved = [replace(mover, x=x, y=y) for x, y in points]
+    return Clip(scenes=_with_witness(rng, base, moved), direction=direction)
+
+
+def photo(rng: random.Random) -> Backdrop:
+    """Strong coloured noise, often with a horizon: no shape is in it."""
+    shade = [rng.randint(30, 225) for _ in range(6)]
+    horizon = (rng.uniform(0.2, 0.8), rng.uniform(-0.4, 0.4), (shade[3], shade[4], shade[5]))
+    return Backdrop(
+        rgb=(shade[0], shade[1], shade[2]),
+        slope=rng.uniform(0, 60),
+        slope_angle=rng.uniform(0, 2 * math.pi),
+        cloud=rng.uniform(15, 70),
+        grain=rng.choice((0.0, rng.uniform(0, 40))),
+        coloured=rng.random() < 0.7,
+        field=rng.randrange(FIELDS),
+        offset=(rng.randrange(FIELD), rng.randrange(FIELD)),
+        horizon=horizon if rng.random() < 0.5 else None,
+    )
+
+
+def _backdrop(rng: random.Random, busy: bool) -> Backdrop:
+    grey = rng.choice((255, 255, 248, 240, 230, 215, 200, 150, 90, 45, 25, 10))
+    tint = rng.choice((0, 0, 8, 15))
+    red, green, blue = (max(0, min(255, grey + rng.randint(-tint, tint))) for _ in range(3))
+    plain = Backdrop(rgb=(red, green, blue))
+    kind = rng.random()
+    if kind < 0.5:
+        return plain
+    slope = rng.uniform(10, 60) if rng.random() < 0.6 else 0.0
+    plain = replace(plain, slope=slope, slope_angle=rng.uniform(0, 2 * math.pi))
+    if kind < 0.65 or not busy:
+        return plain
+    return replace(
+        plain,
+        cloud=rng.choice((rng.uniform(3, 12), rng.uniform(5, 25), rng.uniform(10, 40))) if kind < 0.9 else 0.0,
+        grain=rng.uniform(1, 15) if kind > 0.85 else 0.0,
+        coloured=rng.random() < 0.4,
+        field=rng.randrange(FIELDS),
+        offset=(rng.randrange(FIELD), rng.randrange(FIELD)),
+    )
+
+
+def _jpeg(rng: random.Random) -> int | None:
+    return rng.randint(50, 95) if rng.random() < 0.12 else None
+
+
+def _rgb(rng: random.Random, colour: str) -> Rgb:
+    # Dark orange reads as brown, dark yellow as olive and dark pink as purple: these stay bright.
+    darkest = 0.86 if colour in ("orange", "yellow", "pink") else 0.72
+    return paint(colour, rng.uniform(-6, 6), rng.uniform(0.78, 1), rng.uniform(darkest, 1))
+
+
+def _things(rng: random.Random, width: int, height: int, count: int, clear: bool) -> tuple[Thing, ...]:
+    colours = rng.sample(COLOURS, max(count, 1))
+    shapes = rng.sample(SHAPES, len(SHAPES))
+    if count > 1 and rng.random() < 0.25:
+        shapes[1] = shapes[0]
+    things = []
+    for (x, y, radius), colour, shape in zip(_places(rng, width, height, count, clear), colours, shapes, strict=False):
+        tilt = rng.uniform(-0.12, 0.12)
+        things.append(
+            Thing(colour=colour, shape=shape, x=x, y=y, radius=radius, tilt=tilt, rgb=_rgb(rng, colour))
+        )
+    return tuple(things)
+
+
+def _places(
+    rng: random.Random, width: int, height: int, count: int, clear: bool
+) -> list[tuple[float, float, float]]:
+    """Centres and radii of things that do not touch; gives up one thing whenever they do not fit."""
+    while count:
+        for _ in range(12):
+            places = _try_places(rng, width, height, count, clear)
+            if len(places) == count:
+                return places
+        count -= 1
+    return []
+
+
+def _try_places(
+    rng: random.Random, width: int, height: int, count: int, clear: bool
+) -> list[tuple[float, float, float]]:
+    mean, largest = math.sqrt(width * height), {1: 0.42, 2: 0.42, 3: 0.36}.get(count, 0.32)
+    limit = min(width, height) * (0.55 if clear else 0.86)
+    places: list[tuple[float, float, float]] = []
+    for _ in range(count * 12):
+        radius = min(rng.uniform(0.24, largest) * mean, limit) / 2
+        x, y = rng.uniform(radius + 1, width - radius - 1), rng.uniform(radius + 1, height - radius - 1)
+        if clear and (abs(x / width - 0.5) < CENTRE_MARGIN + 0.01 or abs(y / height - 0.5) < CENTRE_MARGIN + 0.01):
+            continue
+        if all(math.hypot(x - x2, y - y2) > (radius + radius2) * 1.12 + 0.01 * mean for x2, y2, radius2 in places):
+            places.append((x, y, radius))
+            if len(places) == count:
+                break
+    return places
+
+
+def _resting_clip(rng: random.Random, base: Scene, mover: Thing, frames: int, motion: str) -> Clip:
+    if motion == "still" or frames < 4:
+        return Clip(scenes=_with_witness(rng, base, [mover] * frames), direction=None)
+    colour = rng.choice([word for word in COLOURS if word != mover.colour])
+    later = replace(mover, colour=colour, rgb=_rgb(rng, colour))
+    cut = 2 * rng.randint(1, frames // 2 - 1)  # between two pairs of frames: a patch never mixes the colours
+    scenes = tuple(replace(base, things=(thing,)) for thing in [mover] * cut + [later] * (frames - cut))
+    return Clip(scenes=scenes, direction=None, recoloured=(mover.colour, colour))
+
+
+def _path(
+    rng: random.Random, base: Scene, radius: float, direction: str, frames: int, motion: str
+) -> list[tuple[float, float]]:
+    """The centre in every frame, in pixels."""
+    dx, dy = DIRECTIONS[direction]
+    length, breadth = (base.width, base.height) if dx else (base.height, base.width)
+    room = length - 2 * radius
+    # Two frames share their patches: the two places must not lie too far apart to be seen as one thing.
+    span = room * rng.uniform(0.55, 1) if frames > 3 and motion != "jump" else min(room, length * rng.uniform(0.2, 0.5))
+    start = radius + rng.uniform(0, room - span)
+    shares = _shares(rng, frames, motion)
+    along = [start + span * (share if dx + dy > 0 else 1 - share) for share in shares]
+    across, drift = rng.uniform(radius, breadth - radius), rng.uniform(-0.06, 0.06) * breadth
+    side = [min(max(across + drift * share, radius), breadth - radius) for share in shares]
+    return list(zip(along, side, strict=True)) if dx else list(zip(side, along, strict=True))
+
+
+def _shares(rng: random.Random, frames: int, motion: str) -> list[float]:
+    """How much of the way is done in every frame, 0 to 1."""
+    if motion == "pairs" and frames >= 4:
+        pairs = (frames + 1) // 2
+        return [pair / (pairs - 1) for pair in range(pairs) for _ in (0, 1)][:frames]
+    if motion == "jump":
+        last = rng.randrange(1, frames)
+        return [float(frame >= last) for frame in range(frames)]
+    return [frame / (frames - 1) for frame in range(frames)]
+
+
+def _with_witness(rng: random.Random, base: Scene, moved: list[Thing]) -> tuple[Scene, ...]:
+    """One scene per frame, sometimes with a second thing that rests where the first never comes."""
+    rest: tuple[Thing, ...] = ()
+    if rng.random() < 0.2:
+        for thing in _things(rng, base.width, base.height, 1, clear=False):
+            apart = all(
+                math.hypot(thing.x - step.x, thing.y - step.y) > (thing.radius + step.radius) * 1.1 for step in moved
+            )
+            if apart and thing.colour != moved[0].colour and thing.shape != moved[0].shape:
+                rest = (thing,)
+    return tuple(replace(base, things=(step, *rest)) for step in moved)

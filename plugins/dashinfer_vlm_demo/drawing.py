@@ -1,0 +1,212 @@
+"""Draw coloured shapes on backgrounds: a `Scene` is plain data, `render` turns it into a picture.
+
+All lengths are pixels of the scene's own canvas, the origin is its top left corner, y grows downwards. Nothing here is
+random: whatever varies is a field of the scene, so that equal scenes give equal pixels.
+"""
+
+from __future__ import annotations
+
+import colorsys
+import functools
+import io
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+HUES = {"red": 0, "orange": 28, "yellow": 55, "green": 120, "cyan": 183, "blue": 225, "purple": 272, "pink": 322}
+"""Hue of each colour word in degrees, far enough apart for a wobble of 6 degrees."""
+COLOURS = tuple(HUES)
+SHAPES = ("circle", "square", "triangle", "star", "cross")
+
+Point = tuple[float, float]
+Rgb = tuple[int, int, int]
+
+OVERSAMPLING = 4  # shapes are drawn this much larger and averaged down: smooth edges, positions between pixels
+FIELD = 320  # side of the precomputed noise fields in pixels; a larger canvas repeats them
+FIELDS = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thing:
+    """One shape: a centre (`x`, `y`) and a `radius` in pixels, `tilt` in radians."""
+
+    colour: str
+    shape: str
+    x: float
+    y: float
+    radius: float
+    tilt: float
+    rgb: Rgb
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backdrop:
+    """What lies behind the shapes. Amplitudes are grey levels; `field` and `offset` choose a part of the noise."""
+
+    rgb: Rgb
+    slope: float = 0.0
+    slope_angle: float = 0.0
+    cloud: float = 0.0
+    grain: float = 0.0
+    coloured: bool = False
+    field: int = 0
+    offset: tuple[int, int] = (0, 0)
+    horizon: tuple[float, float, Rgb] | None = None
+    """Height (share of the canvas), slant and colour of a lower half plane: the coarse make-up of a photograph."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """A canvas of `width` x `height` pixels with things on a backdrop; `jpeg` is the quality of a lossy copy, if any."""
+
+    width: int
+    height: int
+    things: tuple[Thing, ...]
+    backdrop: Backdrop
+    jpeg: int | None = None
+
+
+def paint(colour: str, wobble: float, saturation: float, value: float) -> Rgb:
+    """The RGB of a colour word; `wobble` in degrees, the others 0 to 1."""
+    red, green, blue = colorsys.hsv_to_rgb((HUES[colour] + wobble) % 360 / 360, saturation, value)
+    return round(red * 255), round(green * 255), round(blue * 255)
+
+
+def render(scene: Scene) -> Image.Image:
+    """The picture of a scene, RGB, at the scene's own size."""
+    picture = _backdrop(scene.backdrop, scene.width, scene.height)
+    for thing in scene.things:
+        _draw(picture, thing)
+    return _lossy(picture, scene.jpeg) if scene.jpeg else picture
+
+
+def render_clip(scenes: list[Scene]) -> list[Image.Image]:
+    """The frames of a clip. All share the first scene's size and backdrop, which is why it is painted once."""
+    still = _backdrop(scenes[0].backdrop, scenes[0].width, scenes[0].height)
+    frames = []
+    for scene in scenes:
+        frame = still.copy()
+        for thing in scene.things:
+            _draw(frame, thing)
+        frames.append(_lossy(frame, scene.jpeg) if scene.jpeg else frame)
+    return frames
+
+
+def mirror(scene: Scene) -> Scene:
+    """The scene with left and right exchanged (the backdrop stays: no question is about it)."""
+    things = tuple(
+        Thing(
+            colour=thing.colour,
+            shape=thing.shape,
+            x=scene.width - thing.x,
+            y=thing.y,
+            radius=thing.radius,
+            tilt=-thing.tilt,
+            rgb=thing.rgb,
+        )
+        for thing in scene.things
+    )
+    return Scene(
+        width=scene.width, height=scene.height, things=things, backdrop=scene.backdrop, jpeg=scene.jpeg
+    )
+
+
+@functools.cache
+def _outline(shape: str) -> tuple[Point, ...]:
+    """Corners of a shape of radius 1 around the origin; a circle has none."""
+    if shape == "square":
+        return ((-0.84, -0.84), (0.84, -0.84), (0.84, 0.84), (-0.84, 0.84))
+    if shape == "triangle":
+        return ((0.0, -0.95), (0.95, 0.8), (-0.95, 0.8))
+    if shape == "star":
+        radii = (1.02, 0.42)
+        angles = [-math.pi / 2 + corner * math.pi / 5 for corner in range(10)]
+        return tuple((radii[i % 2] * math.cos(angle), radii[i % 2] * math.sin(angle)) for i, angle in enumerate(angles))
+    if shape == "cross":
+        arm, half = 0.97, 0.34
+        quarter = [(-half, -arm), (half, -arm), (half, -half)]
+        turned = [_rotate(point, turn * math.pi / 2) for turn in range(4) for point in quarter]
+        return tuple(turned)
+    return ()
+
+
+def _rotate(point: Point, angle: float) -> Point:
+    cos, sin = math.cos(angle), math.sin(angle)
+    return point[0] * cos - point[1] * sin, point[0] * sin + point[1] * cos
+
+
+def _draw(picture: Image.Image, thing: Thing) -> None:
+    left, top = math.floor(thing.x - thing.radius) - 1, math.floor(thing.y - thing.radius) - 1
+    side = math.ceil(2 * thing.radius) + 4
+    scale = OVERSAMPLING if side < 160 else 2
+    x, y, radius = (thing.x - left) * scale, (thing.y - top) * scale, thing.radius * scale
+    mask = Image.new("L", (side * scale, side * scale))
+    pen = ImageDraw.Draw(mask)
+    outline = [_rotate(corner, thing.tilt) for corner in _outline(thing.shape)]
+    if outline:
+        pen.polygon([(x + radius * dx, y + radius * dy) for dx, dy in outline], fill=255)
+    else:
+        pen.ellipse((x - 0.94 * radius, y - 0.94 * radius, x + 0.94 * radius, y + 0.94 * radius), fill=255)
+    picture.paste(thing.rgb, (left, top), mask.reduce(scale))
+
+
+def _backdrop(backdrop: Backdrop, width: int, height: int) -> Image.Image:
+    if not (backdrop.slope or backdrop.cloud or backdrop.grain or backdrop.horizon):
+        return Image.new("RGB", (width, height), backdrop.rgb)
+    ground = np.empty((height, width, 3), np.float32)
+    ground[:] = backdrop.rgb
+    if backdrop.horizon:
+        _lay_horizon(ground, backdrop.horizon)
+    if backdrop.slope:
+        ground += _slope(width, height, backdrop.slope_angle)[..., None] * np.float32(backdrop.slope)
+    for amplitude, fields in ((backdrop.cloud, _clouds()), (backdrop.grain, _grains())):
+        if amplitude:
+            ground += _crop(fields, backdrop, width, height) * np.float32(amplitude)
+    return Image.fromarray(np.clip(ground, 0, 255).astype(np.uint8))
+
+
+def _lay_horizon(ground: np.ndarray, horizon: tuple[float, float, Rgb]) -> None:
+    level, slant, rgb = horizon
+    height, width = ground.shape[:2]
+    edge = height * (level + slant * (np.arange(width, dtype=np.float32) / width - 0.5))
+    ground[np.arange(height, dtype=np.float32)[:, None] > edge[None]] = rgb
+
+
+def _slope(width: int, height: int, angle: float) -> np.ndarray:
+    """A plane from about -0.7 to 0.7 over the canvas, (height, width)."""
+    across = (np.arange(width, dtype=np.float32) / width - 0.5) * np.float32(math.cos(angle))
+    down = (np.arange(height, dtype=np.float32) / height - 0.5) * np.float32(math.sin(angle))
+    return np.asarray(down[:, None] + across[None])
+
+
+def _crop(fields: np.ndarray, backdrop: Backdrop, width: int, height: int) -> np.ndarray:
+    """Part of the noise, (height, width, 1 or 3), unit deviation."""
+    rows = (np.arange(height) + backdrop.offset[1]) % FIELD
+    columns = (np.arange(width) + backdrop.offset[0]) % FIELD
+    chosen = [(backdrop.field + step) % FIELDS for step in range(3 if backdrop.coloured else 1)]
+    return np.stack([fields[index][rows[:, None], columns[None]] for index in chosen], axis=-1)
+
+
+@functools.cache
+def _clouds() -> np.ndarray:
+    """Noise with a 1/f spectrum like that of photographs, (FIELDS, FIELD, FIELD), periodic, unit deviation."""
+    rng = np.random.default_rng(20)
+    frequency = np.hypot(np.fft.fftfreq(FIELD)[:, None], np.fft.rfftfreq(FIELD)[None]) * FIELD
+    falloff = 1 / np.maximum(frequency, 2.0) ** rng.uniform(1.0, 1.6, (FIELDS, 1, 1))
+    waves = np.fft.rfft2(rng.normal(size=(FIELDS, FIELD, FIELD))) * falloff
+    fields = np.fft.irfft2(waves, (FIELD, FIELD))
+    return np.asarray(fields / fields.std(axis=(1, 2), keepdims=True), np.float32)
+
+
+@functools.cache
+def _grains() -> np.ndarray:
+    """White noise, (FIELDS, FIELD, FIELD), unit deviation."""
+    return np.random.default_rng(21).normal(size=(FIELDS, FIELD, FIELD)).astype(np.float32)
+
+
+def _lossy(picture: Image.Image, quality: int) -> Image.Image:
+    stream = io.BytesIO()
+    picture.save(stream, "JPEG", quality=quality)
+    return Image.open(stream).convert("RGB")

@@ -1,0 +1,68 @@
+"""What is seen where: a label for every vision token, which teaches the vision tower to see before anyone asks.
+
+Labels of a cell, in this order: colour, shape, the column and the row (in twelfths of the picture) of the centre of
+the thing that covers it, and its motion within the temporal patch. -100 means that nobody should say.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dashinfer_vlm_demo.compose import DIRECTIONS, Grid
+from dashinfer_vlm_demo.drawing import COLOURS, SHAPES, Scene, Thing
+
+TWELFTHS = 12
+CELLS = (len(COLOURS) + 1, len(SHAPES) + 1, TWELFTHS, TWELFTHS, len(DIRECTIONS) + 1)
+"""Number of values of each label; the last colour and shape mean background, motion 0 means rest."""
+PLACES = (4, 4, 4)
+"""Labels of a vision token inside the language model: quarter down, quarter across, number of its picture or time."""
+UNKNOWN = -100
+COVERED, TOUCHED = 0.3, 0.06  # shares of a cell (or of the thing, if smaller) that a thing overlaps
+
+
+def cells(first: Scene, second: Scene, grid: Grid) -> np.ndarray:
+    """Labels of the two frames of a temporal patch, (rows * columns, 5); a picture is two equal frames."""
+    labels = _cells(first, grid)
+    if first is not second and first.things != second.things:
+        labels[labels != _cells(second, grid)] = UNKNOWN
+        _mark_motion(labels, first, second, grid)
+    return labels.reshape(-1, len(CELLS))
+
+
+def _cells(scene: Scene, grid: Grid) -> np.ndarray:
+    labels = np.full((*grid, len(CELLS)), UNKNOWN, np.int64)
+    labels[..., 0], labels[..., 1] = len(COLOURS), len(SHAPES)
+    best = np.zeros(grid, np.float32)
+    for thing in scene.things:
+        share = _overlap(scene, thing, grid)
+        labels[(share > TOUCHED) & (share <= COVERED) & (best < COVERED)] = UNKNOWN
+        labels[share > np.maximum(best, COVERED)] = _values(scene, thing)
+        best = np.maximum(best, share)
+    return labels
+
+
+def _values(scene: Scene, thing: Thing) -> tuple[int, ...]:
+    column, row = thing.x / scene.width * TWELFTHS, thing.y / scene.height * TWELFTHS
+    middle = (min(max(int(column), 0), TWELFTHS - 1), min(max(int(row), 0), TWELFTHS - 1))
+    return COLOURS.index(thing.colour), SHAPES.index(thing.shape), *middle, 0
+
+
+def _mark_motion(labels: np.ndarray, first: Scene, second: Scene, grid: Grid) -> None:
+    for old, new in zip(first.things, second.things, strict=True):
+        dx, dy = new.x - old.x, new.y - old.y
+        if max(abs(dx), abs(dy)) < 0.02 * max(first.width, first.height):
+            continue
+        horizontal = abs(dx) > abs(dy)
+        step = (int(np.sign(dx)), 0) if horizontal else (0, int(np.sign(dy)))
+        seen = np.maximum(_overlap(first, old, grid), _overlap(second, new, grid)) > COVERED
+        labels[seen, 4] = 1 + list(DIRECTIONS.values()).index(step)
+
+
+def _overlap(scene: Scene, thing: Thing, grid: Grid) -> np.ndarray:
+    """How much of each cell a thing's box covers, as a share of the smaller of the two, (rows, columns)."""
+    height, width, reach = scene.height / grid[0], scene.width / grid[1], 0.9 * thing.radius
+    tops, lefts = np.arange(grid[0]) * height, np.arange(grid[1]) * width
+    down = np.minimum(tops + height, thing.y + reach) - np.maximum(tops, thing.y - reach)
+    across = np.minimum(lefts + width, thing.x + reach) - np.maximum(lefts, thing.x - reach)
+    area = np.clip(down, 0, None)[:, None] * np.clip(across, 0, None)[None]
+    return np.asarray(area / min(height * width, 4 * reach * reach))

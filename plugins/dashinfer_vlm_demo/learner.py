@@ -1,0 +1,152 @@
+"""One training step: losses, gradients shared between processes, AdamW on fp32 weights, a running average of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn import functional as F  # noqa: N812
+
+from dashinfer_vlm_demo import labels
+from dashinfer_vlm_demo.network import Architecture, Batch, Network, initialise
+
+CELL_WEIGHT, PLACE_WEIGHT = 0.2, 0.1
+"""What one extra label counts for in the loss, beside 1 for the answers."""
+CLIP_NORM = 1.0
+MEMORY = 0.999
+"""Of the running average: it spans about a thousand steps."""
+
+
+class Tally:
+    """What happened since the last report: losses, and per task how many answers were right in every token.
+
+    Training never sees a scene twice, so this is accuracy on fresh scenes, given the right beginning of each answer.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = defaultdict(float)
+        self.right: dict[str, int] = defaultdict(int)
+        self.asked: dict[str, int] = defaultdict(int)
+
+    def add(self, **values: float) -> None:
+        for name, value in values.items():
+            self.sums[name] += value
+        self.sums["steps"] += 1
+
+    def grade(self, batch: Batch, kept: Tensor, correct: Tensor) -> None:
+        whole = torch.ones(len(batch.tasks), dtype=torch.int64)
+        whole.scatter_reduce_(0, batch.owners[kept], correct.long(), "amin")
+        for task, good in zip(batch.tasks, whole.tolist(), strict=True):
+            self.asked[task] += 1
+            self.right[task] += good
+
+    def mean(self, name: str) -> float:
+        return self.sums[name] / max(self.sums["steps"], 1)
+
+    def exact(self) -> dict[str, float]:
+        return {task: self.right[task] / self.asked[task] for task in sorted(self.asked)}
+
+
+class Learner:
+    """A network that computes in bf16, with its weights kept in fp32 beside it."""
+
+    def __init__(self, sizes: Architecture, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.network = Network(sizes, labels.CELLS, labels.PLACES)
+        initialise(self.network)
+        self.weights = {name: value.detach().clone() for name, value in self.network.named_parameters()}
+        self.average: dict[str, Tensor] = {}
+        self.trained: list[str] = []
+        self.network.to(torch.bfloat16)
+        self.network.model.embed_tokens.float()  # see Network.read
+
+    def begin(self, sight_only: bool) -> None:
+        """Choose what is trained from now on, with a new optimizer."""
+        self.trained = [
+            name for name in self.weights if not sight_only or name.startswith(("visual.", "heads.cells."))
+        ]
+        matrices = [self.weights[name] for name in self.trained if self.weights[name].ndim > 1]
+        vectors = [self.weights[name] for name in self.trained if self.weights[name].ndim < 2]
+        groups = [{"params": matrices, "weight_decay": 0.02}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), fused=True)
+        self.average = {} if sight_only else {name: value.clone() for name, value in self.weights.items()}
+
+    def learn(self, batch: Batch, rate: float, tally: Tally | None = None) -> None:
+        """One step on a batch; with several processes, on the mean of their gradients."""
+        loss = self._loss(batch, tally or Tally())
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._share_gradients()
+        nn.utils.clip_grad_norm_([self.weights[name] for name in self.trained], CLIP_NORM)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self._copy_weights()
+
+    def _loss(self, batch: Batch, tally: Tally) -> Tensor:
+        seen = self.network.see(batch)
+        loss = torch.zeros(())
+        if len(seen):
+            cells = self._label_loss("cells", seen, batch.cells)
+            loss = CELL_WEIGHT * cells
+            tally.sums["cells"] += float(cells.detach())
+        if batch.tasks:
+            loss = loss + self._answer_loss(batch, seen, tally)
+        tally.add(loss=float(loss.detach()))
+        return loss
+
+    def _answer_loss(self, batch: Batch, seen: Tensor, tally: Tally) -> Tensor:
+        hidden, halfway = self.network.read(batch, seen)
+        kept = batch.targets != -100
+        logits, targets = self.network.logits(hidden), batch.targets[kept]
+        answers = F.cross_entropy(logits, targets)
+        tally.sums["answers"] += float(answers.detach())
+        tally.grade(batch, kept, logits.argmax(-1) == targets)
+        looked = halfway[batch.places[:, 0], batch.places[:, 1]]
+        looked = looked * torch.rsqrt(looked.float().pow(2).mean(-1, keepdim=True) + 1e-6).to(looked.dtype)
+        return answers + PLACE_WEIGHT * self._label_loss("places", looked, batch.places[:, 2:])
+
+    def _label_loss(self, head: str, vectors: Tensor, wanted: Tensor) -> Tensor:
+        """Sum over the labels of a head; a label that nothing in the batch has counts zero."""
+        outputs = getattr(self.network.heads, head)(vectors).float().split(self.network.heads.sizes[head], dim=-1)
+        total = torch.zeros(())
+        for output, target in zip(outputs, wanted.unbind(-1), strict=True):
+            known = (target != labels.UNKNOWN).sum().clamp(min=1)
+            total = total + F.cross_entropy(output, target, ignore_index=labels.UNKNOWN, reduction="sum") / known
+        return total
+
+    def _share_gradients(self) -> None:
+        parameters = dict(self.network.named_parameters())
+        parts = []
+        for name in self.trained:
+            gradient = parameters[name].grad
+            parts.append(torch.zeros(parameters[name].numel()) if gradient is None else gradient.float().flatten())
+            parameters[name].grad = None
+        flat = torch.cat(parts)
+        if distributed.is_initialized():
+            distributed.all_reduce(flat)
+            flat /= distributed.get_world_size()
+        for name, part in zip(self.trained, flat.split([part.numel() for part in parts]), strict=True):
+            self.weights[name].grad = part.view_as(self.weights[name])
+
+    @torch.no_grad()
+    def _copy_weights(self) -> None:
+        trained = [self.weights[name] for name in self.trained]
+        parameters = dict(self.network.named_parameters())
+        torch._foreach_copy_([parameters[name] for name in self.trained], trained)
+        if self.average:
+            torch._foreach_lerp_([self.average[name] for name in self.trained], trained, 1 - MEMORY)
+
+    def state(self) -> dict[str, Any]:
+        return {"weights": self.weights, "average": self.average, "optimizer": self.optimizer.state_dict()}
+
+    @torch.no_grad()
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state; `begin` has been called as it was when the state was saved."""
+        for name, value in state["weights"].items():
+            self.weights[name].copy_(value)
+        for name, parameter in self.network.named_parameters():
+            parameter.copy_(self.weights[name])
+        self.average = {name: value.clone() for name, value in state["average"].items()}
+        self.optimizer.load_state_dict(state["optimizer"])

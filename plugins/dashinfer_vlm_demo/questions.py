@@ -1,0 +1,442 @@
+"""Questions about scenes with the answers that are true of them.
+
+Every asker returns None where the scene leaves the answer open: things near the centre lines have no corner, things
+side by side on a diagonal have no order. Such cases are asked neither in training nor in evaluation.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dashinfer_vlm_demo import vocabulary
+from dashinfer_vlm_demo.compose import CENTRE_MARGIN, Clip
+from dashinfer_vlm_demo.drawing import COLOURS, SHAPES, Scene, Thing
+
+NUMBERS = ("no", "one", "two", "three", "four")
+ORDINALS = ("first", "second", "third")
+CORNERS = ("top left", "top right", "bottom left", "bottom right")
+SIDE_MARGIN = 0.12
+"""Centres closer than this share of the canvas along an axis have no order on it."""
+DIAGONAL = 1.6
+"""One thing is beside (above) another when it is this many times farther along that axis than along the other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked, what is true, and the task that it belongs to."""
+
+    text: str
+    answer: str
+    task: str
+
+
+Asker = Callable[[random.Random, Scene], "Question | None"]
+SetAsker = Callable[[random.Random, Sequence[Scene]], "Question | None"]
+ClipAsker = Callable[[random.Random, Clip], "Question | None"]
+
+_DESCRIBE = (
+    "Describe the {picture}.", "Describe the {picture}.", "Describe this {picture}.", "Describe.", "describe",
+    "What do you see?", "What do you see?", "What can you see?", "What do you see in this {picture}?", "What is this?",
+    "What is in the {picture}?", "What is in the {picture}?", "What is in this {picture}?", "What's in this {picture}?",
+    "What is shown here?", "What is shown in the {picture}?", "What does the {picture} show?", "Describe it.",
+    "Tell me what you see.", "Describe this {picture} in one sentence.", "Describe the {picture} in detail.",
+    "Please describe the {picture}.", "Can you describe this {picture}?", "What is it?", "Caption this {picture}.",
+    "What's this?", "Look at this {picture}. What do you see?",
+)  # fmt: skip
+_LIST = ("List the shapes from left to right.", "List the shapes.", "Name the shapes.", "Which shapes do you see?")
+_COUNT = (
+    "How many shapes are there?", "How many shapes are in the {picture}?", "Count the shapes.", "How many shapes?",
+    "How many objects do you see?", "How many shapes do you see?", "How many objects are in the {picture}?",
+)  # fmt: skip
+_COLOUR = (
+    "What colour is the {shape}?", "What color is the {shape}?", "Which colour is the {shape}?",
+    "What is the colour of the {shape}?", "Tell me the color of the {shape}.", "What is the color of the {shape}?",
+    "Which color does the {shape} have?",
+)  # fmt: skip
+_SHAPE = (
+    "What shape is {colour}?", "Which shape is {colour}?", "What is the {colour} shape?", "What is {colour}?",
+    "What is the shape of the {colour} object?", "What shape is the {colour} object?", "Name the {colour} shape.",
+)  # fmt: skip
+_CORNER = (
+    "What is in the {corner}?", "What is in the {corner} corner?", "What do you see in the {corner}?",
+    "Which shape is in the {corner}?", "What is at the {corner}?", "What is in the {corner} of the {picture}?",
+)  # fmt: skip
+_WHERE = (
+    "Where is the {thing}?", "Where is the {thing}?", "In which corner is the {thing}?", "Where can I see the {thing}?",
+    "Where is the {thing} in the {picture}?", "Which corner is the {thing} in?",
+)  # fmt: skip
+_SIDES = {"left": "on the left", "right": "on the right", "top": "at the top", "bottom": "at the bottom"}
+_SIDE = (
+    "What is {side}?", "What is {side}?", "Which shape is {side}?", "What do you see {side}?",
+    "What is {side} of the {picture}?",
+)  # fmt: skip
+_EXISTS = ("Is there {thing}?", "Do you see {thing}?", "Is there {thing} in the {picture}?", "Can you see {thing}?")
+_EMPTY = (*_DESCRIBE, *_LIST, *_COUNT)
+
+_NTH = (
+    "What is in the {nth} {picture}?", "Describe the {nth} {picture}.", "What does the {nth} {picture} show?",
+    "What do you see in the {nth} {picture}?", "What is in {picture} {number}?", "Describe {picture} {number}.",
+)  # fmt: skip
+_WHICH = (
+    "Which {picture} has {thing}?", "Which {picture} shows {thing}?", "Which {picture} contains {thing}?",
+    "In which {picture} is {thing}?", "Which one has {thing}?", "Which {picture} has {thing} in it?",
+)  # fmt: skip
+_NTH_COLOUR = (
+    "What colour is the shape in the {nth} {picture}?", "What color is the {nth} shape?",
+    "What color is the shape in the {nth} {picture}?", "What colour is the shape in {picture} {number}?",
+    "Which colour does the {nth} {picture} show?",
+)  # fmt: skip
+_CHANGED = (
+    "What changed?", "What is different?", "What is the difference between the {picture}s?", "What has changed?",
+    "What is the difference?", "Compare the two {picture}s.", "What is different in the second {picture}?",
+)  # fmt: skip
+_EACH = (
+    "Describe the {picture}s.", "What do you see?", "What is in the {picture}s?", "Describe each {picture}.",
+    "What do the {picture}s show?", "Describe these {picture}s.", "Describe them.", "What are these?", "Describe.",
+)  # fmt: skip
+_PICTURES = ("How many {picture}s are there?", "How many {picture}s do you see?", "How many {picture}s did I send?")
+
+_MOTION = (
+    "Which way does the {thing} move?", "In which direction does the {thing} move?", "Where does the {thing} move?",
+    "How does the {thing} move?", "Which way is the {thing} moving?", "Which direction is the {thing} moving in?",
+    "Does the {thing} move?", "Is the {thing} moving?", "Where is the {thing} going?", "How is the {thing} moving?",
+)  # fmt: skip
+_CLIP = (
+    "Describe the video.", "What happens in the video?", "What happens?", "What do you see?", "Describe.",
+    "What is in the video?", "Describe this video.", "What is happening?", "What does the video show?",
+    "What is going on in this video?", "Describe the clip.",
+)  # fmt: skip
+_RECOLOUR = ("How does the colour change?", "What happens to the {shape}?", "How does the {shape} change?")
+_AT_START = ("What colour is the {shape} at the start?", "What colour is the {shape} at first?")
+_AT_END = ("What colour is the {shape} at the end?", "What colour does the {shape} become?")
+
+
+def name(thing: Thing) -> str:
+    """The thing with its article: "a red circle"."""
+    return with_article(f"{thing.colour} {thing.shape}")
+
+
+def with_article(words: str) -> str:
+    return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
+
+
+def corner(scene: Scene, thing: Thing) -> str | None:
+    """The corner that a thing is in; None near the centre lines."""
+    x, y = thing.x / scene.width - 0.5, thing.y / scene.height - 0.5
+    if abs(x) < CENTRE_MARGIN or abs(y) < CENTRE_MARGIN:
+        return None
+    return f"{'top' if y < 0 else 'bottom'} {'left' if x < 0 else 'right'}"
+
+
+def describe(rng: random.Random, scene: Scene) -> Question | None:
+    """One thing by name, two with their relation, three or more from left to right, none with the plain sentence."""
+    count = len(scene.things)
+    answer = description(scene)
+    if answer is None:
+        return None
+    task = ("empty", "describe_one", "describe_two", "list")[min(count, 3)]
+    forms = _LIST if count > 2 and rng.random() < 0.4 else _DESCRIBE
+    return _question(rng, task, forms, answer)
+
+
+def description(scene: Scene) -> str | None:
+    """The sentence that describes a scene, None where the order of the things is open."""
+    if not scene.things:
+        return vocabulary.NO_SHAPES
+    if len(scene.things) == 1:
+        return _sentence(name(scene.things[0]))
+    if len(scene.things) == 2:
+        return _relation(*scene.things)
+    ordered = sorted(scene.things, key=lambda thing: thing.x)
+    if any(right.x - left.x < SIDE_MARGIN * scene.width for left, right in zip(ordered, ordered[1:], strict=False)):
+        return None
+    *names, last = [name(thing) for thing in ordered]
+    return _sentence(f"{', '.join(names)} and {last}, from left to right")
+
+
+def count(rng: random.Random, scene: Scene) -> Question | None:
+    number = len(scene.things)
+    if not number:
+        return _question(rng, "empty", _COUNT, vocabulary.NO_SHAPES)
+    answer = "There is one shape." if number == 1 else f"There are {NUMBERS[number]} shapes."
+    return _question(rng, "count", _COUNT, answer)
+
+
+def colour(rng: random.Random, scene: Scene) -> Question | None:
+    thing = _only_of_its_shape(rng, scene)
+    if thing is None:
+        return None
+    return _question(rng, "colour", _COLOUR, f"The {thing.shape} is {thing.colour}.", shape=thing.shape)
+
+
+def shape(rng: random.Random, scene: Scene) -> Question | None:
+    if not scene.things:
+        return None
+    thing = rng.choice(scene.things)
+    return _question(rng, "shape", _SHAPE, f"The {thing.colour} shape is a {thing.shape}.", colour=thing.colour)
+
+
+def in_corner(rng: random.Random, scene: Scene) -> Question | None:
+    """What is in a corner: one thing, or nothing."""
+    corners = [corner(scene, thing) for thing in scene.things]
+    if not corners or None in corners:
+        return None
+    asked = rng.choice([place for place in CORNERS if corners.count(place) < 2])
+    if asked not in corners and rng.random() < 0.5:
+        asked = rng.choice([place for place in corners if place is not None])
+        if corners.count(asked) > 1:
+            return None
+    answer = _sentence(name(scene.things[corners.index(asked)])) if asked in corners else "Nothing."
+    return _question(rng, "corner", _CORNER, answer, corner=asked)
+
+
+def where(rng: random.Random, scene: Scene) -> Question | None:
+    placed = [thing for thing in scene.things if corner(scene, thing)]
+    if not placed:
+        return None
+    thing = rng.choice(placed)
+    unique = sum(other.shape == thing.shape for other in scene.things) == 1
+    words = thing.shape if unique and rng.random() < 0.6 else f"{thing.colour} {thing.shape}"
+    return _question(rng, "where", _WHERE, f"The {words} is in the {corner(scene, thing)}.", thing=words)
+
+
+def side(rng: random.Random, scene: Scene) -> Question | None:
+    """What is farthest to one side of at least two things."""
+    if len(scene.things) < 2:
+        return None
+    asked = rng.choice(list(_SIDES))
+    level, length = asked in ("left", "right"), scene.width if asked in ("left", "right") else scene.height
+    ordered = sorted(
+        scene.things, key=lambda thing: thing.x if level else thing.y, reverse=asked in ("right", "bottom")
+    )
+    gap = abs(ordered[0].x - ordered[1].x) if level else abs(ordered[0].y - ordered[1].y)
+    if gap < SIDE_MARGIN * length:
+        return None
+    return _question(rng, "side", _SIDE, _sentence(name(ordered[0])), side=_SIDES[asked])
+
+
+def exists(rng: random.Random, scene: Scene) -> Question | None:
+    """Yes with the thing's name, or no; asked by shape, by colour or by both."""
+    seen = list(scene.things)
+    kind = rng.choice(("shape", "colour", "both"))
+    if seen and rng.random() < 0.5:
+        thing = rng.choice(seen)
+        if kind == "shape" and sum(other.shape == thing.shape for other in seen) > 1:
+            return None
+        words = {"shape": thing.shape, "colour": f"{thing.colour} shape", "both": f"{thing.colour} {thing.shape}"}[kind]
+        return _question(rng, "exists", _EXISTS, f"Yes, there is {name(thing)}.", thing=with_article(words))
+    shapes, colours = {thing.shape for thing in seen}, {thing.colour for thing in seen}
+    other_shape = rng.choice([word for word in SHAPES if word not in shapes])
+    other_colour = rng.choice([word for word in COLOURS if word not in colours])
+    half_right = rng.choice((f"{rng.choice(COLOURS)} {other_shape}", f"{other_colour} {rng.choice(SHAPES)}"))
+    words = {"shape": other_shape, "colour": f"{other_colour} shape", "both": half_right}[kind]
+    return _question(rng, "exists", _EXISTS, "No.", thing=with_article(words))
+
+
+def absent(rng: random.Random, scene: Scene) -> Question | None:
+    """A question that takes for granted what is not there."""
+    if not scene.things:
+        return _question(rng, "empty", _EMPTY, vocabulary.NO_SHAPES)
+    shapes, colours = {thing.shape for thing in scene.things}, {thing.colour for thing in scene.things}
+    if rng.random() < 0.4:
+        word = rng.choice([word for word in COLOURS if word not in colours])
+        return _question(rng, "absent", _SHAPE, f"I see no {word} shape.", colour=word)
+    word = rng.choice([word for word in SHAPES if word not in shapes])
+    forms = (*_COLOUR, *_WHERE)
+    return _question(rng, "absent", forms, f"I see no {word}.", shape=word, thing=word)
+
+
+def outside(rng: random.Random, scene: object = None) -> Question | None:
+    """A question that this model cannot answer, whatever is in the picture."""
+    return Question(text=vocabulary.outside(rng), answer=vocabulary.OUTSIDE, task="outside")
+
+
+def chat(rng: random.Random) -> Question:
+    """Small talk without a picture."""
+    forms, answer = rng.choice(vocabulary.SMALL_TALK)
+    return Question(text=rng.choice(forms), answer=answer, task="chat")
+
+
+def no_picture(rng: random.Random) -> Question:
+    """A question about a picture that was not sent."""
+    forms = rng.choice((_DESCRIBE, _COUNT, _COLOUR, _SHAPE, _CORNER, _WHERE, _SIDE, _NTH, _WHICH, _CHANGED, _MOTION))
+    words = dict(
+        shape=rng.choice(SHAPES), colour=rng.choice(COLOURS), corner=rng.choice(CORNERS), number="2",
+        side=rng.choice(list(_SIDES.values())), nth=rng.choice(ORDINALS), thing=rng.choice(SHAPES),
+    )  # fmt: skip
+    if forms is _WHICH:
+        words["thing"] = f"the {words['thing']}"
+    return _question(rng, "no_picture", forms, vocabulary.NO_PICTURE, **words)
+
+
+def nth(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
+    index = rng.randrange(len(scenes))
+    answer = description(scenes[index])
+    if answer is None or len(scenes[index].things) > 2:
+        return None
+    return _question(rng, "nth", _NTH, answer, **_ordinal(rng, index, len(scenes)))
+
+
+def which(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
+    """Which picture has a shape, a colour or both, that only one of them has."""
+    index = rng.randrange(len(scenes))
+    if not scenes[index].things:
+        return None
+    thing = rng.choice(scenes[index].things)
+    others = [other for i, scene in enumerate(scenes) if i != index for other in scene.things]
+    if rng.random() < 0.5:
+        words, shared = thing.shape, any(other.shape == thing.shape for other in others)
+        shared |= sum(other.shape == thing.shape for other in scenes[index].things) > 1
+    elif rng.random() < 0.7:
+        words, shared = f"{thing.colour} shape", any(other.colour == thing.colour for other in others)
+    else:
+        words = f"{thing.colour} {thing.shape}"
+        shared = any((other.colour, other.shape) == (thing.colour, thing.shape) for other in others)
+    if shared:
+        return None
+    asked = rng.choice((f"the {words}", with_article(words)))
+    return _question(rng, "which", _WHICH, f"The {ORDINALS[index]} picture.", thing=asked)
+
+
+def nth_colour(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
+    index = rng.randrange(len(scenes))
+    if len(scenes[index].things) != 1:
+        return None
+    answer = f"It is {scenes[index].things[0].colour}."
+    return _question(rng, "nth_colour", _NTH_COLOUR, answer, **_ordinal(rng, index, len(scenes)))
+
+
+def changed(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
+    """What differs between two pictures of one scene; None for pictures that have nothing to do with each other."""
+    if len(scenes) != 2 or len(scenes[0].things) != len(scenes[1].things):
+        return None
+    pairs = list(zip(scenes[0].things, scenes[1].things, strict=True))
+    if any((old.x, old.y, old.radius) != (new.x, new.y, new.radius) for old, new in pairs):
+        return None
+    changes = [(old, new) for old, new in pairs if (old.colour, old.shape) != (new.colour, new.shape)]
+    if not changes:
+        return _question(rng, "changed", _CHANGED, "Nothing changed.")
+    old, new = changes[0]
+    if old.shape != new.shape:
+        answer = f"The {old.colour} {old.shape} became a {new.shape}."
+    elif sum(thing.shape == old.shape for thing in scenes[0].things) > 1:
+        return None
+    else:
+        answer = f"The {old.shape} changed from {old.colour} to {new.colour}."
+    return _question(rng, "changed", _CHANGED, answer)
+
+
+def each(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
+    """All pictures in order, when each shows one thing."""
+    if any(len(scene.things) != 1 for scene in scenes):
+        return None
+    answer = _sentence("first " + ", then ".join(name(scene.things[0]) for scene in scenes))
+    return _question(rng, "each", _EACH, answer)
+
+
+def pictures(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
+    return _question(rng, "pictures", _PICTURES, f"There are {NUMBERS[len(scenes)]} pictures.")
+
+
+def motion(rng: random.Random, clip: Clip) -> Question | None:
+    if not clip.scenes[0].things:
+        return None
+    thing = clip.scenes[0].things[0]
+    if clip.recoloured and rng.random() < 0.7:
+        return None
+    words = rng.choice((thing.shape, "shape" if len(clip.scenes[0].things) == 1 else thing.shape))
+    return _question(rng, "motion", _MOTION, f"It {movement(clip)}.", thing=words)
+
+
+def clip_description(rng: random.Random, clip: Clip) -> Question | None:
+    if not clip.scenes[0].things:
+        return _question(rng, "empty_clip", (*_CLIP, *_MOTION), vocabulary.NO_SHAPES, thing="shape")
+    thing = clip.scenes[0].things[0]
+    if clip.recoloured:
+        return _question(rng, "recolour", _CLIP, _recolouring(clip))
+    return _question(rng, "clip", _CLIP, _sentence(f"{name(thing)} {movement(clip)}"))
+
+
+def recolour(rng: random.Random, clip: Clip) -> Question | None:
+    if not clip.recoloured:
+        return None
+    kind, shape_word = rng.randrange(3), clip.scenes[0].things[0].shape
+    if kind == 0:
+        return _question(rng, "recolour", _RECOLOUR, _recolouring(clip), shape=shape_word)
+    forms = _AT_START if kind == 1 else _AT_END
+    return _question(rng, "recolour", forms, f"It is {clip.recoloured[kind - 1]}.", shape=shape_word)
+
+
+def clip_colour(rng: random.Random, clip: Clip) -> Question | None:
+    if clip.recoloured:
+        return None
+    question = colour(rng, clip.scenes[0])
+    return question and Question(text=question.text, answer=question.answer, task="clip_colour")
+
+
+def movement(clip: Clip) -> str:
+    """The predicate of the first thing: "moves to the left"."""
+    if clip.direction is None:
+        return "does not move"
+    return f"moves {'to the ' if clip.direction in ('left', 'right') else ''}{clip.direction}"
+
+
+PICTURE_ASKERS: dict[Asker, float] = {
+    describe: 2.5, count: 1, colour: 1, shape: 1, in_corner: 2.5, where: 2.5, side: 2, exists: 1.5, absent: 0.7,
+    outside: 0.4,
+}  # fmt: skip
+"""Who asks about one picture, with their shares in training."""
+SET_ASKERS: dict[SetAsker, float] = {nth: 2.5, which: 3, nth_colour: 1, changed: 3, each: 1.5, pictures: 0.3}
+CLIP_ASKERS: dict[ClipAsker, float] = {motion: 3, clip_description: 2, recolour: 2, clip_colour: 0.6}
+
+
+def _recolouring(clip: Clip) -> str:
+    before, after = clip.recoloured or ("", "")
+    return f"The {clip.scenes[0].things[0].shape} changes from {before} to {after}."
+
+
+def _relation(one: Thing, two: Thing) -> str | None:
+    across, down = abs(one.x - two.x), abs(one.y - two.y)
+    if across > DIAGONAL * down:
+        left, right = sorted((one, two), key=lambda thing: thing.x)
+        return _sentence(f"{name(left)} to the left of {name(right)}")
+    if down > DIAGONAL * across:
+        upper, lower = sorted((one, two), key=lambda thing: thing.y)
+        return _sentence(f"{name(upper)} above {name(lower)}")
+    return None
+
+
+def _only_of_its_shape(rng: random.Random, scene: Scene) -> Thing | None:
+    shapes = [thing.shape for thing in scene.things]
+    unique = [thing for thing in scene.things if shapes.count(thing.shape) == 1]
+    return rng.choice(unique) if unique else None
+
+
+def _ordinal(rng: random.Random, index: int, total: int) -> dict[str, str]:
+    last = index == total - 1 and rng.random() < 0.15
+    return {"nth": "last" if last else ORDINALS[index], "number": str(index + 1)}
+
+
+def _sentence(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}."
+
+
+def _question(rng: random.Random, task: str, forms: Sequence[str], answer: str, **words: str) -> Question:
+    picture = rng.choice(("picture", "image", "picture", "image", "photo"))
+    return Question(text=_vary(rng, rng.choice(forms).format(picture=picture, **words)), answer=answer, task=task)
+
+
+def _vary(rng: random.Random, text: str) -> str:
+    """People forget the question mark and the capital, and ask for short answers."""
+    kind = rng.random()
+    if kind < 0.05:
+        return text.rstrip("?.")
+    if kind < 0.10:
+        return text[0].lower() + text[1:]
+    if kind < 0.13:
+        return text.rstrip("?.").lower()
+    if kind < 0.17:
+        return text + rng.choice((" Answer briefly.", " Answer in one sentence.", " Be brief."))
+    return text

@@ -1,0 +1,182 @@
+"""Train the demo model from nothing: `python -m dashinfer_vlm_demo.train --out DIR`.
+
+The schedule counts steps, and the scenes of a step follow from (seed, step, process): a run that is stopped and started
+again ends with the same weights as one that was not, and a slow machine makes the same model as a fast one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, multiprocessing
+
+from dashinfer_vlm_demo import batches
+from dashinfer_vlm_demo.learner import Learner, Tally
+from dashinfer_vlm_demo.network import Architecture, Batch
+
+PROGRESS = "progress.pt"
+"""File in the output folder from which a stopped run goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Steps with one purpose. The rate rises for `warmup` steps and falls in the last `cooldown` share of the steps."""
+
+    name: str
+    steps: int
+    rate: float
+    warmup: int = 0
+    cooldown: float = 0.0
+    final: float = 0.02
+    """Rate at the very end, as a share of `rate`."""
+    sight_only: bool = False
+
+    def rate_at(self, step: int) -> float:
+        rise = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
+        left = (self.steps - step) / self.steps
+        fall = min(1.0, left / self.cooldown) if self.cooldown else 1.0
+        return self.rate * rise * (self.final + (1 - self.final) * fall)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything that a result depends on."""
+
+    stages: tuple[Stage, ...]
+    sizes: Architecture = Architecture()
+    seed: int = 0
+    processes: int = 2
+    rows: int = batches.ROWS
+    sights: int = 32
+    """Pictures of a batch in a stage that only sees."""
+
+
+PLAN = Plan(
+    stages=(
+        Stage(name="see", steps=2500, rate=1.5e-3, warmup=100, cooldown=0.4, final=0.4, sight_only=True),
+        Stage(name="learn", steps=4000, rate=1.0e-3, warmup=150),
+        Stage(name="settle", steps=1600, rate=1.0e-3, cooldown=1.0),
+    )
+)
+
+
+def make_batch(plan: Plan, stage: Stage, step: int, rank: int) -> Batch:
+    """The batch of one process at a step of the whole run."""
+    rng = random.Random(f"train {plan.seed} {step} {rank}")
+    return batches.sight_batch(rng, plan.sights) if stage.sight_only else batches.batch(rng, plan.rows)
+
+
+def run(plan: Plan, out: Path, *, report_every: int = 50, save_every: int = 250, stop_after: int | None = None) -> None:
+    """Train; go on from `out` if a run was stopped there. `stop_after` steps of the whole run, it stops by itself."""
+    out.mkdir(parents=True, exist_ok=True)
+    total = sum(stage.steps for stage in plan.stages)
+    options = {"report_every": report_every, "save_every": save_every, "stop_after": min(stop_after or total, total)}
+    if plan.processes == 1:
+        _work(0, plan, out, 0, options)
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    multiprocessing.spawn(_work, (plan, out, port, options), plan.processes)  # type: ignore[no-untyped-call]
+
+
+def _work(rank: int, plan: Plan, out: Path, port: int, options: dict[str, int]) -> None:
+    # One thread each: two processes of one thread lose less to a busy machine than two threads that wait for each
+    # other at every operation, and sums of one thread come out the same every time.
+    torch.set_num_threads(1)
+    if plan.processes > 1:
+        address = f"tcp://127.0.0.1:{port}"
+        distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=plan.processes)
+    try:
+        _train(rank, plan, out, options)
+    finally:
+        if plan.processes > 1:
+            distributed.destroy_process_group()
+
+
+def _train(rank: int, plan: Plan, out: Path, options: dict[str, int]) -> None:
+    learner = Learner(plan.sizes, plan.seed)
+    done, first = _resume(learner, plan, out), 0
+    reporter = Reporter(options["stop_after"] - done, options["report_every"]) if rank == 0 else None
+    for stage in plan.stages:
+        last = first + stage.steps
+        for step in range(max(first, done), min(last, options["stop_after"])):
+            if step == first and _begins(plan, stage):
+                learner.begin(stage.sight_only)
+            tally = reporter.tally if reporter else None
+            learner.learn(make_batch(plan, stage, step, rank), stage.rate_at(step - first), tally)
+            if reporter:
+                reporter.tick(stage.name, step + 1, stage.rate_at(step - first))
+            if rank == 0 and ((step + 1) % options["save_every"] == 0 or step + 1 == options["stop_after"]):
+                _save(out / PROGRESS, {"step": step + 1, "learner": learner.state()})
+        first = last
+
+
+def _resume(learner: Learner, plan: Plan, out: Path) -> int:
+    """Load the progress, if any; the number of steps done."""
+    if not (out / PROGRESS).exists():
+        return 0
+    progress = torch.load(out / PROGRESS, weights_only=True)
+    step, first = int(progress["step"]), 0
+    for stage in plan.stages:
+        if first < step <= first + stage.steps:
+            learner.begin(stage.sight_only)
+        first += stage.steps
+    learner.load(progress["learner"])
+    return step
+
+
+def _begins(plan: Plan, stage: Stage) -> bool:
+    """Whether a stage trains other weights than the one before it."""
+    index = plan.stages.index(stage)
+    return index == 0 or plan.stages[index - 1].sight_only != stage.sight_only
+
+
+def _save(path: Path, content: dict[str, Any]) -> None:
+    """Write beside and rename, so that a stop in between leaves the last file whole."""
+    torch.save(content, path.with_suffix(".new"))
+    path.with_suffix(".new").replace(path)
+
+
+class Reporter:
+    """Prints how training goes."""
+
+    def __init__(self, steps: int, every: int) -> None:
+        self.steps, self.every, self.count = steps, every, 0
+        self.tally, self.started, self.since = Tally(), time.monotonic(), time.monotonic()
+
+    def tick(self, stage: str, step: int, rate: float) -> None:
+        self.count += 1
+        if self.count % self.every and self.count != self.steps:
+            return
+        now = time.monotonic()
+        pace = (now - self.since) / max(self.tally.sums["steps"], 1)
+        left = (self.steps - self.count) * (now - self.started) / self.count / 60
+        print(
+            f"{stage} step {step} rate {rate:.1e} loss {self.tally.mean('loss'):.3f} "
+            f"answers {self.tally.mean('answers'):.4f} cells {self.tally.mean('cells'):.2f} "
+            f"{pace:.2f} s/step, {(now - self.started) / 60:.1f} min done, {left:.0f} min left",
+            flush=True,
+        )
+        if self.tally.asked:
+            print("   " + " ".join(f"{task} {share:.2f}" for task, share in self.tally.exact().items()), flush=True)
+        self.tally, self.since = Tally(), now
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m dashinfer_vlm_demo.train", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the progress and the finished model")
+    options = parser.parse_args(arguments)
+    run(PLAN, options.out)
+
+
+if __name__ == "__main__":
+    main()
