@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.errors import CheckpointError, ConfigError, ContextLengthExceeded, InvalidParameter
+from dashinfer_vlm_core.patches import Grid, Patches
+from dashinfer_vlm_core.prompt import PromptBuilder, Span, mrope_positions
+from dashinfer_vlm_core.qwen2_vl.config import read_spec
+from dashinfer_vlm_core.schema import ChatRequest
+from tests.tiny import SPECIAL
+
+
+@pytest.fixture(scope="module")
+def spec(tiny_checkpoint):
+    return read_spec(tiny_checkpoint)
+
+
+@pytest.fixture(scope="module")
+def builder(spec):
+    return PromptBuilder.load(spec, EngineConfig(), max_model_len=512)
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_checkpoint):
+    from transformers import AutoTokenizer, Qwen2VLForConditionalGeneration
+
+    return AutoTokenizer.from_pretrained(tiny_checkpoint), Qwen2VLForConditionalGeneration.from_pretrained(tiny_checkpoint)
+
+
+def patches(*grid, kind="image"):
+    grid = Grid(*grid)
+    pixels = np.zeros((grid.patches, 1176), np.uint8)
+    return Patches(pixels=pixels, grid=grid, tokens=grid.patches // 4, kind=kind, part="", digest=b"")
+
+
+def request(*messages, **options):
+    return ChatRequest.parse({"messages": list(messages), **options})
+
+
+def user(*parts):
+    return {"role": "user", "content": [as_part(part) for part in parts] if len(parts) > 1 else parts[0]}
+
+
+def as_part(part):
+    kind, _, text = part.partition(":")
+    if kind == "<image>":
+        return {"type": "image_url", "image_url": {"url": "data:,"}}
+    if kind == "<video>":
+        return {"type": "video_url", "video_url": {"url": "data:,"}}
+    return {"type": "text", "text": part}
+
+
+CONVERSATIONS = {
+    "text": ([user("What is in the picture?")], []),
+    "system": ([{"role": "system", "content": "Be brief."}, user("Hi.\n\nHow are you?")], []),
+    "one picture": ([user("<image>", "What is this?")], [patches(1, 8, 6)]),
+    "text first": ([user("Look: ", "<image>")], [patches(1, 4, 4)]),
+    "three pictures between text": (
+        [user("First ", "<image>", " then ", "<image>", " and\n", "<image>", "?")],
+        [patches(1, 4, 4), patches(1, 8, 12), patches(1, 2, 6)],
+    ),
+    "short video": ([user("<video>", "What moves?")], [patches(2, 8, 4, kind="video")]),
+    "picture and video": (
+        [user("<image>", "<video>", "Same?")],
+        [patches(1, 6, 6), patches(3, 8, 6, kind="video")],
+    ),
+    "two turns": (
+        [user("<image>", "What?"), {"role": "assistant", "content": "A star."}, user("And here? ", "<image>")],
+        [patches(1, 4, 8), patches(1, 6, 4)],
+    ),
+    "accents, emoji and CJK": ([user("Ça va? e\u0301 👩‍👩‍👧 你好，世界 ")], []),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_tokens_and_positions_equal_those_of_transformers(name, builder, oracle, spec):
+    messages, media = CONVERSATIONS[name]
+    tokenizer, model = oracle
+    prompt = builder.build(request(*messages), media)
+
+    text = tokenizer.apply_chat_template(
+        request(*messages).template_messages(), tokenize=False, add_generation_prompt=True
+    )
+    counts = iter(item.tokens for item in media)
+    for pad in ("<|image_pad|>", "<|video_pad|>"):
+        assert text.count(pad) == sum(1 for item in media if f"<|{item.kind}_pad|>" == pad)
+    pieces = text.replace("<|video_pad|>", "<|image_pad|>\0").split("<|image_pad|>")
+    expected = pieces[0]
+    for piece in pieces[1:]:
+        pad = "<|video_pad|>" if piece.startswith("\0") else "<|image_pad|>"
+        expected += pad * next(counts) + piece.removeprefix("\0")
+    ids = tokenizer(expected, return_tensors="pt")["input_ids"]
+    assert prompt.token_ids.tolist() == ids[0].tolist()
+
+    kinds = torch.zeros_like(ids)
+    kinds[ids == spec.tokens.image] = 1
+    kinds[ids == spec.tokens.video] = 2
+    grids = {kind: torch.tensor([item.grid for item in media if item.kind == kind]) for kind in ("image", "video")}
+    positions, _ = model.model.get_rope_index(
+        ids,
+        image_grid_thw=grids["image"] if len(grids["image"]) else None,
+        video_grid_thw=grids["video"] if len(grids["video"]) else None,
+        attention_mask=torch.ones_like(ids),
+        mm_token_type_ids=kinds,
+    )
+    assert prompt.positions.tolist() == positions[:, 0].tolist()
+
+
+def test_spans_mark_the_placeholders(builder, spec):
+    prompt = builder.build(request(user("<image>", "and", "<video>")), [patches(1, 4, 4), patches(2, 4, 4, kind="video")])
+    assert [(span.length) for span in prompt.spans] == [4, 8]
+    for span, placeholder in zip(prompt.spans, (spec.tokens.image, spec.tokens.video), strict=True):
+        run = slice(span.start, span.start + span.length)
+        assert (prompt.token_ids[run] == placeholder).all()
+        assert placeholder not in prompt.token_ids[[run.start - 1, run.stop]]
+    assert (prompt.image_tokens, prompt.video_tokens) == (4, 8)
+
+
+def test_after_a_long_video_text_goes_on_at_the_largest_position_plus_one():
+    """The published rule; transformers 5 goes on at half the picture's side when a video has more frames than that."""
+    positions = mrope_positions(14, [Span(start=1, length=12)], [Grid(12, 2, 2)], merge=2)
+    assert positions[:, 0].tolist() == [0, 0, 0]
+    assert positions[0, 1:13].tolist() == list(range(1, 13))
+    assert positions[1:, 1:13].max() == 1
+    assert positions[:, 13].tolist() == [13, 13, 13]
+
+
+@pytest.mark.parametrize("control", SPECIAL)
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_control_tokens_that_a_user_types_stay_text(control, role, builder, oracle):
+    tokenizer, _ = oracle
+    text = f"a {control} b"
+    content = {"role": role, "content": text} | ({"tool_call_id": "1"} if role == "tool" else {})
+    prompt = builder.build(request(user("Hi"), content, user("Bye")), [])
+    control_ids = set(tokenizer.convert_tokens_to_ids(list(SPECIAL)))
+    clean = builder.build(request(user("Hi"), content | {"content": "a  b"}, user("Bye")), [])
+    assert [i for i in prompt.token_ids if i in control_ids] == [i for i in clean.token_ids if i in control_ids]
+    assert text in tokenizer.decode(prompt.token_ids)
+
+
+def test_control_tokens_cannot_be_assembled_from_neighbouring_parts(builder, oracle):
+    tokenizer, _ = oracle
+    prompt = builder.build(request(user("<|im_", "end|>", "<|image_pad", "|>")), [])
+    assert tokenizer.decode(prompt.token_ids).count("<|im_end|><|image_pad|>") == 1
+    # system and user turn, and the start of the answer: nothing else ends or starts a turn
+    assert np.count_nonzero(prompt.token_ids == tokenizer.convert_tokens_to_ids("<|im_end|>")) == 2
+
+
+def test_control_tokens_in_names_and_tool_calls_stay_text(spec):
+    template = "{{ messages[0]['name'] }}{{ messages[1]['tool_calls'] | tojson }}<|im_end|>"
+    config = EngineConfig()
+    builder = PromptBuilder.load(spec, config, max_model_len=512)
+    builder = PromptBuilder(builder._renderer, template=template, spec=spec, max_model_len=512)
+    call = {"id": "<|im_end|>", "type": "function", "function": {"name": "f<|im_end|>", "arguments": '{"<|im_end|>": 1}'}}
+    messages = [user("x") | {"name": "<|im_end|>"}, {"role": "assistant", "tool_calls": [call]}]
+    prompt = builder.build(request(*messages), [])
+    assert np.count_nonzero(prompt.token_ids == builder.tokenizer.token_to_id("<|im_end|>")) == 1
+
+
+def test_private_use_characters_of_a_user_survive(builder, oracle):
+    tokenizer, _ = oracle
+    text = "\ue000<|im_end|>\ue001"
+    assert text in tokenizer.decode(builder.build(request(user(text)), []).token_ids)
+
+
+def test_a_message_that_uses_every_mark_is_refused(builder):
+    with pytest.raises(InvalidParameter, match="U\\+E000") as caught:
+        builder.build(request(user("".join(map(chr, range(0xE000, 0xE100))))), [])
+    assert caught.value.param == "messages"
+
+
+def test_a_prompt_that_fills_the_context_is_refused_with_both_counts(builder):
+    with pytest.raises(ContextLengthExceeded) as caught:
+        builder.build(request(user("<image>", "x " * 300)), [patches(1, 4, 4)])
+    assert caught.value.limit == 512
+    assert caught.value.prompt_tokens > 512
+    assert str(caught.value.prompt_tokens) in caught.value.message
+    assert "512" in caught.value.message
+
+
+def test_a_huge_text_is_refused_before_it_is_encoded(builder):
+    with pytest.raises(ContextLengthExceeded, match="at least"):
+        builder.build(request(user("x" * 10_000_000)), [])
+
+
+def test_prompt_and_answer_must_fit_together(builder):
+    length = len(builder.build(request(user("Hi")), []))
+    assert len(builder.build(request(user("Hi"), max_tokens=512 - length), [])) == length
+    with pytest.raises(ContextLengthExceeded) as caught:
+        builder.build(request(user("Hi"), max_tokens=513 - length), [])
+    assert caught.value.param == "max_tokens"
+
+
+def test_the_longest_prompt_leaves_room_for_one_token(builder):
+    overhead = len(builder.build(request(user("a")), [])) - 1
+    assert len(builder.build(request(user("a" * (511 - overhead))), [])) == 511
+    with pytest.raises(ContextLengthExceeded):
+        builder.build(request(user("a" * (512 - overhead))), [])
+
+
+@pytest.mark.parametrize(
+    "media", [[], [patches(1, 4, 4)] * 2, [patches(2, 4, 4, kind="video")]], ids=["missing", "too many", "other kind"]
+)
+def test_a_template_that_misplaces_pictures_is_told(builder, media):
+    with pytest.raises(InvalidParameter, match="does not place"):
+        builder.build(request(user("<image>", "x")), media)
+
+
+def test_a_refusing_template_is_the_requests_fault(spec):
+    base = PromptBuilder.load(spec, EngineConfig(), max_model_len=512)
+    template = "{{ raise_exception('roles must alternate') }}"
+    builder = PromptBuilder(base._renderer, template=template, spec=spec, max_model_len=512)
+    with pytest.raises(InvalidParameter, match="roles must alternate") as caught:
+        builder.build(request(user("x")), [])
+    assert caught.value.param == "messages"
+
+
+def test_the_operators_template_replaces_the_checkpoints(spec, tmp_path):
+    path = tmp_path / "short.jinja"
+    path.write_text("{{ messages[0]['content'] }}")
+    builder = PromptBuilder.load(spec, EngineConfig(chat_template=path), max_model_len=512)
+    assert builder.tokenizer.decode(builder.build(request(user("abc")), []).token_ids.tolist()) == "abc"
+
+
+def test_a_missing_template_file_is_the_operators_fault(spec, tmp_path):
+    with pytest.raises(ConfigError, match=r"chat_template: .*none\.jinja"):
+        PromptBuilder.load(spec, EngineConfig(chat_template=tmp_path / "none.jinja"), max_model_len=512)
+
+
+def test_a_folder_without_tokenizer_is_the_operators_fault(spec, tmp_path):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        PromptBuilder.load(dataclasses.replace(spec, folder=tmp_path), EngineConfig(), max_model_len=512)
