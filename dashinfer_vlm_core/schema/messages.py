@@ -1,0 +1,299 @@
+"""Messages and their parts, and the pictures and videos that they refer to."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Discriminator, Field, Strict, Tag
+
+from ..errors import InvalidParameter, UnsupportedParameter
+from .base import STRING_OR_ARRAY, Count, Name, Open, Text
+from .faults import show
+from .fields import REFUSED_IN_MESSAGES, REFUSED_PARTS
+
+LOW_DETAIL_PIXELS = 256 * 28 * 28
+"""Most pixels of a picture sent with `detail: "low"`: those of 256 visual tokens of 28 x 28 pixels."""
+
+MAX_PARTS = 1024
+MAX_FRAMES = 4096
+MAX_TOOL_CALLS = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaPart:
+    """One picture or video that a message refers to, not fetched yet.
+
+    Attributes:
+        kind: what the part says it is.
+        part: where it stands in the request, such as `messages[0].content[1]`.
+        url: where to get it, not empty and otherwise unchecked; for a video also a tuple: its frames in order, each the
+            URL of a picture.
+        min_pixels: least pixels (of each frame) after resizing, at least 1.
+        max_pixels: most pixels (of each frame) after resizing, at least `min_pixels`.
+        total_pixels: most pixels of all frames of a video together, at least 1.
+        fps: frames per second to sample from a video file, or at which a list of frames was taken; above 0.
+        num_frames: frames to sample from a video file instead, at least 1; never with `fps`, never with a list.
+    """
+
+    kind: Literal["image", "video"]
+    part: str
+    url: str | tuple[str, ...]
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    total_pixels: int | None = None
+    fps: float | None = None
+    num_frames: int | None = None
+
+
+class Sized(Open):
+    """Bounds on the size of a picture or frame; DashInfer-VLM spells them without the `s`."""
+
+    min_pixels: Count | None = None
+    max_pixels: Count | None = None
+    min_pixel: Count | None = None
+    max_pixel: Count | None = None
+
+    @property
+    def least(self) -> int | None:
+        return self.min_pixels or self.min_pixel
+
+    @property
+    def most(self) -> int | None:
+        return self.max_pixels or self.max_pixel
+
+    def check_size(self, where: str) -> None:
+        for old, new in (("min_pixel", "min_pixels"), ("max_pixel", "max_pixels")):
+            if len({getattr(self, old), getattr(self, new)} - {None}) > 1:
+                raise InvalidParameter(
+                    f"`{old}` and `{new}` of `{where}` mean the same, but differ: give one of them.",
+                    param=f"{where}.{old}",
+                )
+        if (self.least or 0) > (self.most or math.inf):
+            field = "min_pixels" if self.min_pixels else "min_pixel"
+            raise InvalidParameter(
+                f"`{where}.{field}` is {self.least}, more than the most pixels, {self.most}.", param=f"{where}.{field}"
+            )
+
+
+class ImageURL(Sized):
+    """A picture's source.
+
+    `detail` bounds the picture's size, unless the request does so itself by `max_pixels`: "low" takes at most
+    `LOW_DETAIL_PIXELS`, "auto" and "high" what the server allows.
+    """
+
+    url: Text
+    detail: Literal["auto", "low", "high"] = "auto"
+
+    @property
+    def most(self) -> int | None:
+        most = super().most
+        return max(LOW_DETAIL_PIXELS, self.least or 0) if most is None and self.detail == "low" else most
+
+    def check(self, where: str) -> None:
+        self.check_size(where)
+        _check_url(self.url, f"{where}.url")
+
+
+class FramePart(Open):
+    """A frame that is spelled as a whole content part."""
+
+    type: Literal["image_url"] = "image_url"
+    image_url: ImageURL
+
+
+def _frame_kind(value: object) -> str | None:
+    if isinstance(value, str):
+        return "string"
+    if isinstance(value, (FramePart, ImageURL)):
+        return "part" if isinstance(value, FramePart) else "object"
+    return ("part" if "image_url" in value else "object") if isinstance(value, dict) else None
+
+
+_Frame: TypeAlias = Annotated[
+    Annotated[Text, Tag("string")] | Annotated[ImageURL, Tag("object")] | Annotated[FramePart, Tag("part")],
+    Discriminator(
+        _frame_kind, custom_error_type="string_or_object", custom_error_message="must be a string or an object"
+    ),
+]
+_Frames: TypeAlias = Annotated[
+    tuple[_Frame, ...], Strict(False), Field(min_length=1, max_length=MAX_FRAMES, fail_fast=True)
+]
+
+
+class VideoURL(Sized):
+    """A video's source: a file, or its frames in order."""
+
+    url: Annotated[Annotated[Text, Tag("string")] | Annotated[_Frames, Tag("array")], STRING_OR_ARRAY]
+    fps: Annotated[float, Field(gt=0, le=1000)] | None = None
+    num_frames: Count | None = None
+    total_pixels: Count | None = None
+
+    def check(self, where: str) -> None:
+        self.check_size(where)
+        if self.num_frames is not None and (self.fps is not None or not isinstance(self.url, str)):
+            raise InvalidParameter(
+                f"`{where}.num_frames` samples a video file, and not together with `fps`: leave it out.",
+                param=f"{where}.num_frames",
+            )
+        if isinstance(self.url, str):
+            _check_url(self.url, f"{where}.url")
+            return
+        for index, frame in enumerate(self.url):
+            _check_frame(frame, f"{where}.url[{index}]")
+
+    def urls(self) -> str | tuple[str, ...]:
+        return self.url if isinstance(self.url, str) else tuple(map(_frame_url, self.url))
+
+
+def _frame_url(frame: str | ImageURL | FramePart) -> str:
+    if isinstance(frame, FramePart):
+        frame = frame.image_url
+    return frame if isinstance(frame, str) else frame.url
+
+
+def _check_frame(frame: str | ImageURL | FramePart, where: str) -> None:
+    if isinstance(frame, FramePart):
+        frame, where = frame.image_url, f"{where}.image_url"
+    if isinstance(frame, str):
+        _check_url(frame, where)
+        return
+    if frame.least or frame.most:
+        raise InvalidParameter(
+            f"`{where}` sets a size, but all frames of a video have one: set it beside `url` of the video.", param=where
+        )
+    _check_url(frame.url, f"{where}.url")
+
+
+def _check_url(url: str, where: str) -> None:
+    if not url:
+        raise InvalidParameter(f"`{where}` is empty: give a `data:` or `https:` URL.", param=where)
+
+
+class Part(Open):
+    """One part of a message's content; the field that `type` names holds it."""
+
+    type: Text
+    text: Text | None = None
+    image_url: ImageURL | None = None
+    video_url: VideoURL | None = None
+    refusal: Text | None = None
+
+    def check(self, role: str, where: str) -> None:
+        if self.type in REFUSED_PARTS:
+            raise UnsupportedParameter(
+                f"`{where}` is of type {show(self.type)}, which is not supported. {REFUSED_PARTS[self.type]}",
+                param=f"{where}.type",
+            )
+        if self.type not in _PART_TYPES:
+            raise InvalidParameter(
+                f"`{where}.type` must be one of {', '.join(_PART_TYPES)}; got {show(self.type)}.", param=f"{where}.type"
+            )
+        if role not in _PART_TYPES[self.type]:
+            raise InvalidParameter(
+                f"`{where}` is of type {self.type}, which messages of the {role} do not hold:"
+                f" put it in one of the {_PART_TYPES[self.type][0]}.",
+                param=where,
+            )
+        value = getattr(self, self.type)
+        if value is None:
+            raise InvalidParameter(f"`{where}.{self.type}` is required.", param=f"{where}.{self.type}")
+        if isinstance(value, (ImageURL, VideoURL)):
+            value.check(f"{where}.{self.type}")
+
+    def media(self, where: str) -> MediaPart | None:
+        if self.type == "image_url" and (image := self.image_url):
+            return MediaPart(kind="image", part=where, url=image.url, min_pixels=image.least, max_pixels=image.most)
+        if self.type == "video_url" and (video := self.video_url):
+            return MediaPart(
+                kind="video",
+                part=where,
+                url=video.urls(),
+                min_pixels=video.least,
+                max_pixels=video.most,
+                total_pixels=video.total_pixels,
+                fps=video.fps,
+                num_frames=video.num_frames,
+            )
+        return None
+
+    def for_template(self) -> dict[str, str]:
+        if self.type in {"text", "refusal"}:
+            return {"type": "text", "text": getattr(self, self.type)}
+        return {"type": self.type.removesuffix("_url")}
+
+
+_ROLES = ("user", "assistant", "system", "developer", "tool")
+_PART_TYPES = {"text": _ROLES, "image_url": ("user", "tool"), "video_url": ("user", "tool"), "refusal": ("assistant",)}
+"""Content parts, and the roles whose messages may hold them."""
+
+
+class Function(Open):
+    name: Name
+    arguments: Text
+
+
+class ToolCall(Open):
+    """A call that the assistant made earlier in the conversation."""
+
+    id: Name
+    type: Literal["function"] = "function"
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
+_Parts: TypeAlias = Annotated[
+    tuple[Part, ...], Strict(False), Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)
+]
+
+
+class Message(Open):
+    """One message; an assistant that called tools or refused need not have any `content`."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Annotated[Text, Tag("string")] | Annotated[_Parts, Tag("array")], STRING_OR_ARRAY] | None = None
+    name: Name | None = None
+    refusal: Text | None = None
+    tool_calls: Annotated[tuple[ToolCall, ...], Strict(False), Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] = ()
+    tool_call_id: Name | None = None
+
+    def check(self, where: str) -> None:
+        for name in REFUSED_IN_MESSAGES.keys() & (self.model_extra or {}).keys():
+            raise UnsupportedParameter(
+                f"`{where}.{name}` is not supported. {REFUSED_IN_MESSAGES[name]}", param=f"{where}.{name}"
+            )
+        for name in ("tool_calls", "refusal"):
+            if self.role != "assistant" and getattr(self, name):
+                raise InvalidParameter(
+                    f"`{where}.{name}` belongs in messages of the assistant only.", param=f"{where}.{name}"
+                )
+        if self.content is None and not self.tool_calls and self.refusal is None:
+            raise InvalidParameter(
+                f"`{where}.content` is required: a string, or an array of parts.", param=f"{where}.content"
+            )
+        for place, part in self.parts(where):
+            part.check(self.role, place)
+
+    def parts(self, where: str) -> list[tuple[str, Part]]:
+        """The parts of the content, each with its place in the request; none if the content is a string."""
+        parts = self.content if isinstance(self.content, tuple) else ()
+        return [(f"{where}.content[{index}]", part) for index, part in enumerate(parts)]
+
+    def for_template(self) -> dict[str, Any]:
+        content: str | list[dict[str, str]]
+        if isinstance(self.content, tuple):
+            content = [part.for_template() for part in self.content]
+        else:
+            content = (self.refusal or "") if self.content is None else self.content
+        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        kept = {
+            "name": self.name,
+            "tool_calls": [call.for_template() for call in self.tool_calls],
+            "tool_call_id": self.tool_call_id,
+        }
+        return message | {key: value for key, value in kept.items() if value}

@@ -1,0 +1,178 @@
+"""ChatRequest: everything that a caller may ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import MappingProxyType
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, Strict, Tag, ValidationError, model_validator
+from typing_extensions import Self
+
+from ..errors import InvalidParameter, RequestError, UnsupportedParameter
+from ..sampling import Sampling
+from .base import LARGEST, STRING_OR_ARRAY, Count, Name, Open, encodable
+from .faults import explain, show
+from .fields import REFUSED
+from .messages import MediaPart, Message
+
+DEFAULT_MODEL = "model"
+"""Name of the model in a request that names none."""
+
+DEFAULT_MAX_TOKENS = 4096
+"""Most tokens of an answer whose request names no limit; the engine takes less where the context leaves less."""
+
+MAX_MESSAGES = 4096
+MAX_STOP_CHARACTERS = 256
+MAX_LISTED_TOKENS = 1024
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this count as 0: they would choose the same token, but overflow single precision."""
+
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+_TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
+_TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
+_Bias = Annotated[float, Field(ge=-100, le=100)]
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS), AfterValidator(encodable)]
+_Stops = Annotated[tuple[_Stop, ...], Strict(False), Field(min_length=1, max_length=4, fail_fast=True)]
+
+
+class StreamOptions(Open):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class ChatRequest(Open):
+    """A chat completion request. Whoever holds one may rely on it: it was checked whole when it was made.
+
+    Besides OpenAI's fields it has some that engines of this kind share: `top_k`, `repetition_penalty`, `min_tokens`,
+    `ignore_eos` and `stop_token_ids`. `fields` says what becomes of those that it does not have.
+    """
+
+    messages: Annotated[
+        tuple[Message, ...], Strict(False), Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    ]
+    model: Name = DEFAULT_MODEL
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=LARGEST)] = 0
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, le=LARGEST)] = 0
+    frequency_penalty: _Penalty = 0.0
+    presence_penalty: _Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] = 1.0  # logits are divided by it: 1e-300 would overflow
+    logit_bias: Annotated[dict[_TokenKey, _Bias], Field(max_length=MAX_LISTED_TOKENS)] = Field(default_factory=dict)
+    stop: Annotated[Annotated[_Stop, Tag("string")] | Annotated[_Stops, Tag("array")], STRING_OR_ARRAY] | None = None
+    stop_token_ids: Annotated[
+        tuple[_TokenId, ...], Strict(False), Field(max_length=MAX_LISTED_TOKENS, fail_fast=True)
+    ] = ()
+    ignore_eos: bool = False
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @classmethod
+    def parse(cls, data: object) -> ChatRequest:
+        """Check a request that came as JSON; one that was checked already is returned as it is.
+
+        Raises:
+            InvalidParameter: a value has the wrong type, range or shape; `param` is the deepest field to blame, in
+                OpenAI's notation, such as `messages[1].content[0].image_url.url`.
+            UnsupportedParameter: a known field asks for what is not done here.
+        """
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise explain(error) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: object) -> object:
+        given = data if isinstance(data, dict) else {}
+        for name, (nothing, next_step) in REFUSED.items():
+            value = given.get(name)
+            if value is not None and not any(type(value) is type(other) and value == other for other in nothing):
+                raise UnsupportedParameter(f"`{name}` cannot be {show(value)} here. {next_step}", param=name)
+        return data
+
+    @model_validator(mode="after")
+    def _check_sense(self) -> Self:
+        for index, message in enumerate(self.messages):
+            message.check(f"messages[{index}]")
+        for error in self._contradictions():
+            raise error
+        return self
+
+    def _contradictions(self) -> Iterator[RequestError]:
+        if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
+            yield InvalidParameter(
+                "`max_tokens` and `max_completion_tokens` mean the same, but differ: give one of them.",
+                param="max_tokens",
+            )
+        if self.min_tokens > (self._most_tokens or LARGEST):
+            yield InvalidParameter(
+                f"`min_tokens` is {self.min_tokens}, more than the most tokens of the answer, {self._most_tokens}.",
+                param="min_tokens",
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            yield InvalidParameter(
+                "`top_logprobs` goes with `logprobs` only: set that to true, or leave this out.", param="top_logprobs"
+            )
+        if self.stream_options and not self.stream:
+            yield InvalidParameter(
+                "`stream_options` goes with `stream` only: set that to true, or leave this out.", param="stream_options"
+            )
+        if self.stream_options and self.stream_options.include_obfuscation:
+            yield UnsupportedParameter(
+                "`stream_options.include_obfuscation` cannot be true here. Leave it out.",
+                param="stream_options.include_obfuscation",
+            )
+
+    @property
+    def _most_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk that holds the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Strings that end the answer and are no part of it; none is empty."""
+        return (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+
+    def media(self) -> tuple[MediaPart, ...]:
+        """Every picture and video, in the order of the prompt."""
+        parts = (item for i, message in enumerate(self.messages) for item in message.parts(f"messages[{i}]"))
+        return tuple(media for where, part in parts if (media := part.media(where)))
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        """The messages as chat templates expect them.
+
+        Each has `role` (a developer speaks as the system) and `content`: a string, or a list of
+        `{"type": "text", "text": ...}`, `{"type": "image"}` and `{"type": "video"}`. `name`, `tool_calls` and
+        `tool_call_id` are kept. Text is as the user wrote it: nothing in it may be trusted.
+        """
+        return [message.for_template() for message in self.messages]
+
+    def sampling(self) -> Sampling:
+        """How to choose the tokens of the answer; `max_tokens` is None where the request names no limit."""
+        return Sampling(
+            max_tokens=self._most_tokens,
+            min_tokens=self.min_tokens,
+            temperature=self.temperature if self.temperature >= GREEDY_BELOW else 0.0,
+            top_p=self.top_p,
+            top_k=max(self.top_k, 0),
+            seed=self.seed,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=MappingProxyType({int(token): bias for token, bias in self.logit_bias.items()}),
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
