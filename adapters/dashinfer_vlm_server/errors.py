@@ -1,0 +1,113 @@
+"""Errors on the wire: each kind of error gets an HTTP status and OpenAI's error body, and nothing else gets out.
+
+The body is `{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}`; `param` names the request's field.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Coroutine, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from dashinfer_vlm_core.errors import (
+    DashInferVLMError,
+    DeadlineExceeded,
+    DecoderFailed,
+    EngineClosed,
+    EngineError,
+    ModelNotFound,
+    QueueFull,
+    RequestError,
+    SetupError,
+)
+
+STATUS: Mapping[type[DashInferVLMError], int] = MappingProxyType(
+    {
+        # Media included, fetched or not: OpenAI answers 400 to a picture it cannot download, and clients catch that.
+        RequestError: 400,
+        ModelNotFound: 404,
+        QueueFull: 429,
+        EngineClosed: 503,
+        DecoderFailed: 503,
+        DeadlineExceeded: 504,
+        EngineError: 500,
+        SetupError: 500,
+        DashInferVLMError: 500,
+    }
+)
+"""The status of each error; one that is not listed has that of its nearest base."""
+
+TYPES: Mapping[int, str] = MappingProxyType(
+    {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+)
+"""OpenAI's `type` by status, where it is not simply the caller's fault (4xx) or the server's (5xx)."""
+
+CLIENT_GONE = 499
+"""Status in the access log of a request whose client left; nobody receives it."""
+
+INTERNAL_ERROR = "The server failed on this request; its log says why. Other requests are not affected."
+
+ROUTES = "POST /v1/chat/completions, GET /v1/models, GET /v1/models/{model} and GET /health"
+
+
+def status_of(error: Exception) -> int:
+    """The HTTP status of an error; 500 for what nobody foresaw."""
+    if isinstance(error, HTTPException):
+        return error.status_code
+    return next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 500)
+
+
+def error_body(error: Exception) -> dict[str, Any]:
+    """OpenAI's error object. Only errors that were written for the caller show their text."""
+    status = status_of(error)
+    body = {"message": INTERNAL_ERROR, "type": _type(status), "param": None, "code": "internal_error"}
+    if isinstance(error, (RequestError, EngineError)):
+        body |= {"message": error.message, "param": error.param, "code": error.code}
+    elif isinstance(error, HTTPException):
+        body |= {"message": _explain(error), "code": _CODES.get(status)}
+    return {"error": body}
+
+
+def error_response(error: Exception) -> JSONResponse:
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    if isinstance(error, QueueFull):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    return JSONResponse(error_body(error), status_code=status_of(error), headers=headers)
+
+
+async def answer_error(_request: Request, error: Exception) -> Response:
+    """Exception handler for every kind of error, in FastAPI's signature."""
+    return error_response(error)
+
+
+async def answer_nobody(_request: Request, _error: Exception) -> Response:
+    """Exception handler for a client that left."""
+    return Response(status_code=CLIENT_GONE)
+
+
+HANDLERS: Mapping[type[Exception], Callable[[Request, Exception], Coroutine[Any, Any, Response]]] = {
+    DashInferVLMError: answer_error,
+    HTTPException: answer_error,
+    ClientDisconnect: answer_nobody,
+    Exception: answer_error,
+}
+
+_CODES: Mapping[int, str] = MappingProxyType({404: "unknown_url", 405: "method_not_allowed", 413: "request_too_large"})
+
+
+def _type(status: int) -> str:
+    return TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+
+
+def _explain(error: HTTPException) -> str:
+    if error.status_code == 404:
+        return f"There is nothing at this URL. This server answers {ROUTES}."
+    if error.status_code == 405:
+        return f"This URL answers {(error.headers or {}).get('Allow', 'other methods')} only."
+    return error.detail

@@ -1,0 +1,116 @@
+"""What comes in: the body of a request, under limits; and the news that the client left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from dashinfer_vlm_core.errors import InvalidParameter
+from dashinfer_vlm_core.schema import ChatRequest
+
+if TYPE_CHECKING:
+    from fastapi import Request
+    from starlette.types import Receive
+
+T = TypeVar("T")
+
+PARSED_INLINE = 256 * 1024
+"""Bytes up to which a body is parsed on the event loop: about a millisecond. A thread costs less beyond that."""
+
+
+async def read_chat_request(request: Request, *, max_bytes: int) -> ChatRequest:
+    """Read and check a request whole. The content type is not looked at: there is but one that it could be.
+
+    Raises:
+        HTTPException: 413, the body exceeds `max_bytes`; no more of it was kept.
+        RequestError: it is no JSON object, or no chat completion request.
+        ClientDisconnect: the client left before its request was complete.
+    """
+    body = await _read_body(request, max_bytes)
+    if len(body) <= PARSED_INLINE:
+        return ChatRequest.parse(parse_object(body))
+    return await asyncio.to_thread(lambda: ChatRequest.parse(parse_object(body)))
+
+
+def parse_object(body: bytes | bytearray) -> dict[str, Any]:
+    """A JSON object, in any of JSON's encodings.
+
+    Raises:
+        InvalidParameter: it is something else, has a key twice or a number unknown to JSON, or is nested too deep.
+    """
+    try:
+        value = json.loads(body, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise _bad_json(f"The body is not valid JSON: {error.msg} at {where}.") from None
+    except UnicodeDecodeError:
+        raise _bad_json("The body is not valid JSON: it is not UTF-8 text.") from None
+    except ValueError:  # an integer of more digits than Python reads
+        raise _bad_json("The body has a number with too many digits.") from None
+    except RecursionError:
+        raise _bad_json("The body is nested too deep.") from None
+    if not isinstance(value, dict):
+        raise _bad_json('The body must be a JSON object, such as {"messages": [...]}.')
+    return value
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client leaves. The request's body must have been read.
+
+    Raises:
+        ClientDisconnect: the client left first.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _read_body(request: Request, max_bytes: int) -> bytearray:
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > max_bytes:
+            raise _too_large(max_bytes)
+    return body
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Parsers differ in which of two equal keys counts; what one checks, another may not see."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _bad_json("An object in the body has the same key twice.")
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise _bad_json(f"The body is not valid JSON: {name} is no JSON number.")
+
+
+def _bad_json(message: str) -> InvalidParameter:
+    return InvalidParameter(message, code="invalid_json")
+
+
+def _too_large(max_bytes: int) -> HTTPException:
+    message = f"The body exceeds {max_bytes} bytes: send smaller pictures, or https URLs instead of data: URLs."
+    return HTTPException(413, message)

@@ -1,0 +1,94 @@
+"""One engine behind one address, until a signal ends it."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import click
+import uvicorn
+
+from dashinfer_vlm_core.engine import Engine
+from dashinfer_vlm_core.errors import ConfigError
+
+from .app import create_app
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from dashinfer_vlm_core.config import EngineConfig
+
+KEEP_ALIVE_SECONDS = 65
+"""Longer than clients and proxies keep idle connections (5 to 60 s), lest one closes while a request is under way."""
+
+GRACE_SECONDS = 10
+"""How long running requests may go on after a signal; a second signal ends them at once."""
+
+
+def run(config: EngineConfig, *, host: str, port: int, max_body_bytes: int) -> None:
+    """Load a model and serve it until SIGINT or SIGTERM, which end the process with 0.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+        SetupError: the model cannot be loaded.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
+    with _bind(host, port) as listener, Engine(config) as engine:
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # `_announce` says better that it has started
+        settings = uvicorn.Config(
+            create_app(engine, max_body_bytes=max_body_bytes),
+            log_config=None,
+            ws="none",
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+        )
+        _Server(settings, ready=lambda: _announce(listener, engine)).run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn, saying when it is ready."""
+
+    def __init__(self, settings: uvicorn.Config, *, ready: Callable[[], None]) -> None:
+        super().__init__(settings)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A socket that is bound, but refuses connections until the server listens: the model is loaded in between."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"Cannot listen on {host} port {port}: {error.strerror or error}. Choose another --host or --port"
+            " (--port 0 takes a free one)."
+        ) from error
+    return listener
+
+
+def _announce(listener: socket.socket, engine: Engine) -> None:
+    host, port = listener.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    status = engine.status()
+    click.echo(f"Serving {status.model} (decoder {status.decoder}) at {url}", err=True)
+    click.echo(
+        f"""Try: curl {url}/chat/completions -d '{{"messages": [{{"role": "user", "content": "Hello!"}}]}}'""", err=True
+    )
+
+
+def _leave(_number: int, _frame: FrameType | None) -> None:
+    """While the model loads; and after uvicorn has ended its connections, since it raises the signal again."""
+    sys.exit(0)

@@ -1,0 +1,78 @@
+"""What goes out piece by piece: chunks as server-sent events."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import TYPE_CHECKING
+
+from fastapi.responses import StreamingResponse
+from starlette.requests import ClientDisconnect
+
+from dashinfer_vlm_core.errors import DashInferVLMError
+
+from .errors import error_body
+from .requests import unless_disconnected
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletionChunk
+    from starlette.types import Receive, Scope, Send
+
+logger = logging.getLogger(__name__)
+
+DONE = "data: [DONE]\n\n"
+
+HEADERS = {
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would otherwise hold the pieces back
+}
+
+# JSON may hold these as they are, but clients that split text by str.splitlines (httpx among them) would cut the event.
+_LINE_BREAKS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
+
+
+class EventStream(StreamingResponse):
+    """A stream of chunks as an HTTP response.
+
+    The head is sent with the first chunk, so that what fails before is an HTTP error like any other. What fails later
+    is one event with an `error`, and the stream ends without `[DONE]`, as OpenAI's does. A client that leaves closes
+    `chunks`.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: AsyncGenerator[ChatCompletionChunk, None]) -> None:
+        super().__init__(content=(), headers=HEADERS)
+        self._chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(ClientDisconnect):  # nobody is left who could be told
+            await unless_disconnected(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        async with contextlib.aclosing(self._chunks) as chunks:
+            self.body_iterator = _events(await anext(chunks), chunks)
+            await self.stream_response(send)
+
+
+async def _events(first: ChatCompletionChunk, rest: AsyncIterator[ChatCompletionChunk]) -> AsyncGenerator[str, None]:
+    yield _chunk_event(first)
+    try:
+        async for chunk in rest:
+            yield _chunk_event(chunk)
+    except Exception as error:  # a request ends here; its status is out, so the stream must tell
+        if not isinstance(error, DashInferVLMError):
+            logger.exception("a stream failed")
+        yield _event(json.dumps(error_body(error)))
+    else:
+        yield DONE
+
+
+def _chunk_event(chunk: ChatCompletionChunk) -> str:
+    return _event(chunk.model_dump_json(exclude_unset=True).translate(_LINE_BREAKS))
+
+
+def _event(data: str) -> str:
+    return f"data: {data}\n\n"
