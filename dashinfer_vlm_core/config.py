@@ -138,7 +138,5 @@ class EngineConfig(BaseSettings):
 
 def _explain(error: ValidationError) -> str:
     """All faults of a configuration in one line each, by the option's name."""
-    faults = [
-        f"{'.'.join(map(str, fault['loc']))}: {fault['msg']} (got {fault['input']!r})" for fault in error.errors()
-    ]
+    faults = [f"{fault['loc'][0]}: {fault['msg']} (got {fault['input']!r})" for fault in error.errors()]
     return "Invalid option " + "; ".join(faults) + ". `dashinfer-vlm serve --help` lists every option."

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .vision import Architecture
 
 ADAPTER_GROUP = f"{GROUP}.adapters"
+DISTRIBUTION = "dashinfer-vlm-adapters"
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ def new_manager() -> pluggy.PluginManager:
 
 
 def load_plugins(*, strict: bool = False) -> Registry:
-    """Register every plugin that an installed distribution declares, in the order of their names.
+    """Register every plugin that an installed distribution declares: the built-in ones first, then by name.
 
     A broken plugin is left out, named in the log, and listed in `Registry.rows` with what would mend it.
 
@@ -134,7 +135,7 @@ def load_plugins(*, strict: bool = False) -> Registry:
     """
     registry = Registry()
     seen: set[str] = set()
-    for entry in sorted(entry_points(group=GROUP)):
+    for entry in _entries():
         row = _load(entry, registry, seen, strict=strict)
         seen.add(entry.name)
         registry.rows.append(row)
@@ -143,7 +144,7 @@ def load_plugins(*, strict: bool = False) -> Registry:
 
 def add_commands(group: click.Group) -> None:
     """Let every plugin that loads add its commands; one that is broken costs its own commands only."""
-    for entry in sorted(entry_points(group=GROUP)):
+    for entry in _entries():
         manager = new_manager()
         try:
             manager.register(entry.load(), name=entry.name)
@@ -167,8 +168,17 @@ def load_adapter(name: str) -> Any:
         raise _missing(entry, error) from error
 
 
+def _entries() -> list[EntryPoint]:
+    """Entry points of plugins; ours come first, so that nobody takes a built-in part's name."""
+    return sorted(entry_points(group=GROUP), key=lambda entry: (_owner(entry) != DISTRIBUTION, entry.name, entry.value))
+
+
+def _owner(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist else "unknown"
+
+
 def _load(entry: EntryPoint, registry: Registry, seen: set[str], *, strict: bool) -> PluginRow:
-    distribution = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "unknown"
+    distribution = f"{_owner(entry)} {entry.dist.version if entry.dist else ''}".strip()
     row = functools.partial(PluginRow, name=entry.name, value=entry.value, distribution=distribution)
     if entry.name in seen:
         return row(
@@ -193,7 +203,7 @@ def _import(entry: EntryPoint) -> object:
 
 
 def _missing(entry: EntryPoint, error: ImportError) -> MissingDependency:
-    wanted = f"{entry.dist.name if entry.dist else entry.module}{f'[{entry.extras[0]}]' if entry.extras else ''}"
+    wanted = f"{_owner(entry)}{f'[{entry.extras[0]}]' if entry.extras else ''}"
     return MissingDependency(f"{entry.name!r} ({entry.value}) cannot be imported: {error}. Try: pip install '{wanted}'")
 
 

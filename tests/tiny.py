@@ -1,4 +1,4 @@
-"""A Qwen2-VL with random weights, two layers deep, written in the published layout: for tests of numbers, not of answers."""
+"""A two-layer Qwen2-VL with random weights in the published layout: for tests of numbers, not of answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ MERGES = ("t h", "th e", "i n", "e r", "a n", "r e", "o n", "Ġ the", "Ġ a", "�
 # Turn by turn what Qwen2-VL's template says: a default system message, each message between control tokens.
 TEMPLATE = (
     "{% for message in messages %}"
-    "{% if loop.first and message['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
+    "{% if loop.first and message['role'] != 'system' %}"
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
     "<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}"
     "{% else %}{% for part in message['content'] %}"

@@ -5,9 +5,17 @@ Importing this package is free of torch: whoever only wants the folder of the ch
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["CHECKPOINT"]
+from dashinfer_vlm_core import hookimpl
+
+__all__ = ["CHECKPOINT", "register_models"]
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"
 """Folder of the trained model in the published Qwen2-VL file layout."""
+
+
+@hookimpl
+def register_models(register: Callable[[str, Path], None]) -> None:
+    register("demo", CHECKPOINT)

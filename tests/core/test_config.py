@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from dashinfer_vlm_core.cli_options import config_options
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.errors import ConfigError
+
+
+@click.command()
+@config_options
+def show(config: EngineConfig) -> None:
+    """Show it."""
+    click.echo(repr(config))
+
+
+def test_the_demo_model_is_the_default():
+    assert EngineConfig().model == EngineConfig().name == "demo"
+
+
+def test_equal_configurations_are_one_key():
+    assert {EngineConfig(max_batch_size=4): "engine"}[EngineConfig(max_batch_size=4)] == "engine"
+    assert EngineConfig(max_batch_size=4) != EngineConfig(max_batch_size=5)
+
+
+def test_it_is_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        EngineConfig().model = "other"
+
+
+def test_arguments_come_before_the_environment():
+    os.environ["DASHINFER_VLM_MAX_BATCH_SIZE"] = "7"
+    os.environ["DASHINFER_VLM_MAX_PIXELS"] = "100352"
+    config = EngineConfig(max_batch_size=3)
+    assert (config.max_batch_size, config.max_pixels) == (3, 100352)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("allowed_media_domains", "Example.org, cdn.example.org.,", ("example.org", "cdn.example.org")),
+        ("rgba_background", "0,128,255", (0, 128, 255)),
+        ("allow_remote_media", "no", False),
+        ("chat_template", "a/b.jinja", Path("a/b.jinja")),
+        ("video_fps", "0.5", 0.5),
+    ],
+)
+def test_text_from_environment_and_command_line_is_read_alike(name, text, value):
+    os.environ[f"DASHINFER_VLM_{name.upper()}"] = text
+    assert getattr(EngineConfig(), name) == value
+    del os.environ[f"DASHINFER_VLM_{name.upper()}"]
+    option = f"--{name.replace('_', '-')}"
+    arguments = ["--no-allow-remote-media"] if value is False else [option, text]
+    result = CliRunner().invoke(show, arguments, catch_exceptions=False)
+    assert f"{name}={value!r}" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"max_batch_size": 0}, "max_batch_size"),
+        ({"max_batch_sise": 4}, "max_batch_sise"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"rgba_background": "1,2"}, "rgba_background"),
+        ({"rgba_background": (0, 0, 256)}, "rgba_background"),
+        ({"video_fps": float("nan")}, "video_fps"),
+        ({"image_fetch_timeout": -1}, "image_fetch_timeout"),
+        ({"max_pixels": "many"}, "max_pixels"),
+    ],
+)
+def test_a_wrong_option_is_named_with_the_next_step(options, named):
+    with pytest.raises(ConfigError, match=rf"Invalid option {named}: .*--help") as caught:
+        EngineConfig(**options)
+    assert "pydantic" not in caught.value.message
+
+
+def test_a_wrong_environment_is_named_too():
+    os.environ["DASHINFER_VLM_PREFILL_CHUNK"] = "0"
+    with pytest.raises(ConfigError, match="prefill_chunk"):
+        EngineConfig()
+
+
+def test_every_field_is_an_option_with_its_description():
+    text = re.sub(r"\s+", " ", CliRunner().invoke(show, ["--help"]).output)
+    for name, field in EngineConfig.model_fields.items():
+        assert f"--{name.replace('_', '-')}" in text
+        assert field.description in text
+    assert "DASHINFER_VLM_MAX_PIXELS" in text
+
+
+def test_only_config_reads_the_environment():
+    root = Path(__file__).parents[2]
+    folders = ("dashinfer_vlm_core", "adapters", "plugins")
+    readers = {
+        path.name
+        for folder in folders
+        for path in (root / folder).rglob("*.py")
+        if re.search(r"os\.environ|getenv|environb", path.read_text(encoding="utf-8")) and "demo" not in path.parts[-2]
+    }
+    assert readers <= {"config.py"}
+
+
+def test_importing_the_public_names_is_cheap():
+    """A plugin that imports `hookimpl`, and `dashinfer-vlm --help`, must not wait for torch or transformers."""
+    code = (
+        "import sys, dashinfer_vlm_core.cli, dashinfer_vlm_core as c; c.hookimpl; c.EngineConfig; print(*sys.modules)"
+    )
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "transformers", "openai", "fastapi"} & set(modules)

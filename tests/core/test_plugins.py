@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from dashinfer_vlm_core import hookimpl
+from dashinfer_vlm_core.cli import cli
+from dashinfer_vlm_core.errors import MissingDependency, PluginError
+from dashinfer_vlm_core.plugins import Registry, load_adapter, load_plugins
+
+GOOD = """
+from pathlib import Path
+from dashinfer_vlm_core import hookimpl
+
+@hookimpl
+def register_models(register):
+    register("stranger", Path("/models/stranger"))
+"""
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Install a distribution of one module for the time of a test: files on the path, as pip would lay them."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def install(name, code, *, group="dashinfer_vlm", entry=None, extra=""):
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[{group}]\n{entry or name} = {name}{extra}\n")
+        (tmp_path / f"{name}.py").write_text(code)
+
+    yield install
+    for path in tmp_path.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
+def row(name):
+    return next(row for row in load_plugins().rows if row.name == name)
+
+
+def test_the_built_in_parts_come_in_by_the_same_door():
+    registry = load_plugins(strict=True)
+    assert registry.models["demo"].name == "checkpoint"
+    assert "qwen2_vl" in registry.architectures
+    assert "torch" in registry.decoders
+    assert set(registry.video_readers) == {"decord", "pyav"}
+    assert {row.status for row in registry.rows} == {"ok"}
+
+
+def test_a_strangers_plugin_is_found(install):
+    install("stranger_plugin", GOOD)
+    assert load_plugins().models["stranger"] == Path("/models/stranger")
+    assert row("stranger_plugin").provides == ("model stranger",)
+    assert row("stranger_plugin").distribution == "stranger_plugin 1.0"
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("import no_such_module_here", "no_such_module_here.*pip install 'broken_plugin'"),
+        ("1 / 0", "failed while it was imported: division by zero"),
+        ("def broken(:", "failed while it was imported"),
+        (GOOD.replace("register_models", "register_modles"), "register_modles"),
+        (GOOD.replace("(register)", "(register, more)"), "more"),
+        (GOOD.replace('register("stranger"', 'register(1 / 0, "stranger"'), "failed while registering"),
+        (GOOD.replace('"stranger"', '"demo"'), "model 'demo', which another plugin has already"),
+    ],
+    ids=["missing module", "raises", "syntax", "misspelt hook", "wrong argument", "fails in hook", "name taken"],
+)
+def test_a_broken_plugin_is_reported_and_costs_nobody_else(install, code, problem):
+    install("broken_plugin", code)
+    install("stranger_plugin", GOOD)
+    registry = load_plugins()
+    broken = next(row for row in registry.rows if row.name == "broken_plugin")
+    assert broken.status == "broken"
+    assert re.search(problem, broken.problem, re.DOTALL), broken.problem
+    assert {"torch"} <= set(registry.decoders)
+    assert "stranger" in registry.models
+    with pytest.raises((PluginError, MissingDependency)):
+        load_plugins(strict=True)
+
+
+def test_a_missing_extra_names_the_command_that_installs_it(install):
+    install("needs_extra", "import no_such_module_here", extra=" [cloud]")
+    assert "pip install 'needs_extra[cloud]'" in row("needs_extra").problem
+
+
+def test_two_plugins_of_one_name_are_one_and_a_duplicate(install):
+    install("stranger_plugin", GOOD, entry="same")
+    install("stranger_two", GOOD.replace('"stranger"', '"second"'), entry="same")
+    statuses = sorted(row.status for row in load_plugins().rows if row.name == "same")
+    assert statuses == ["duplicate", "ok"]
+
+
+def test_nothing_of_a_plugin_that_fails_is_kept():
+    class Half:
+        @hookimpl
+        def register_models(self, register):
+            register("half", Path())
+
+        @hookimpl
+        def register_decoders(self, register):
+            raise RuntimeError("no")
+
+    registry = Registry()
+    with pytest.raises(PluginError, match="'half-plugin' failed while registering: no"):
+        registry.add_plugin(Half(), name="half-plugin")
+    assert registry.names() == ()
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    registry = load_plugins()
+    with pytest.raises(PluginError, match=r"No decoder is called 'dash'; there is: .*torch"):
+        registry.decoder("dash")
+    with pytest.raises(PluginError, match=r"No adapter is called 'grpc'; there is: .*server"):
+        load_adapter("grpc")
+
+
+def test_adapters_are_loaded_by_name():
+    assert load_adapter("server").__name__ == "create_app"
+
+
+def test_an_adapter_without_its_extra_says_what_to_install(install):
+    install("grpc_door", "import no_such_module_here", group="dashinfer_vlm.adapters", extra=":door [grpc]")
+    with pytest.raises(MissingDependency, match=r"pip install 'grpc_door\[grpc\]'"):
+        load_adapter("grpc_door")
+
+
+def test_the_list_for_people_names_what_is_broken(install):
+    install("broken_plugin", "import no_such_module_here")
+    result = CliRunner().invoke(cli, ["plugins"])
+    assert result.exit_code == 0
+    assert "decoder torch" in result.output
+    assert "broken_plugin: 'broken_plugin' (broken_plugin) cannot be imported" in result.output
+    assert CliRunner().invoke(cli, ["plugins", "--strict"]).exit_code == 1
+
+
+def test_the_list_for_programs_is_json(install):
+    install("stranger_plugin", GOOD)
+    rows = json.loads(CliRunner().invoke(cli, ["plugins", "--json"]).output)
+    assert next(row for row in rows if row["name"] == "stranger_plugin") == {
+        "name": "stranger_plugin",
+        "value": "stranger_plugin",
+        "distribution": "stranger_plugin 1.0",
+        "status": "ok",
+        "provides": ["model stranger"],
+        "problem": "",
+    }
+
+
+def test_a_plugin_adds_commands_and_a_broken_one_leaves_the_command_line_alone(tmp_path, install):
+    install(
+        "greeter",
+        "import click\nfrom dashinfer_vlm_core import hookimpl\n"
+        "@hookimpl\ndef register_commands(group):\n    group.command('greet')(lambda: click.echo('hello'))\n",
+    )
+    install("broken_plugin", "1 / 0")
+    code = "import sys; from dashinfer_vlm_core.cli import main; sys.argv = ['dashinfer-vlm', 'greet']; main()"
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout == "hello\n"
+
+
+def test_a_stranger_can_install_a_plugin_with_pip_from_the_example():
+    """The example plugin is complete: its entry point, its module, and what it registers."""
+    folder = Path(__file__).parents[2] / "examples" / "write_a_plugin"
+    code = f"""
+import sys; sys.path.insert(0, {str(folder)!r})
+import slideshow_plugin
+from dashinfer_vlm_core.plugins import Registry
+print(Registry().add_plugin(slideshow_plugin, name="slideshow"))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "video reader slideshow" in result.stdout
