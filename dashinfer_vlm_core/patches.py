@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
-from .media.types import Kind
+from .config import EngineConfig
+from .errors import ConfigError, InvalidParameter
+from .media.types import Clip, Kind, Media, Picture, Pixels
+from .model import PixelSpec
+
+DEFAULT_TOKENS = 1280
+MAX_ASPECT = 200
 
 
 class Grid(NamedTuple):
@@ -42,3 +51,188 @@ class Patches:
     kind: Kind
     part: str
     digest: bytes
+
+
+class PixelLimits(NamedTuple):
+    """Least and most pixels (height times width) of a resized picture or frame."""
+
+    least: int
+    most: int
+
+
+class Patcher:
+    """Resizes and cuts media as one model wants them, within the limits of one engine. It keeps no state: any thread
+    may call it.
+
+    Args:
+        spec: what the checkpoint says about pixels.
+        config: the server's limits.
+
+    Raises:
+        ConfigError: `config.min_pixels` is above the most pixels allowed.
+    """
+
+    def __init__(self, spec: PixelSpec, config: EngineConfig) -> None:
+        self._spec = spec
+        self._config = config
+        self._least = config.min_pixels or spec.min_pixels
+        self._ceiling = config.max_pixels or spec.max_pixels
+        if self._least > self._ceiling:
+            raise ConfigError(f"min_pixels ({self._least}) is above max_pixels ({self._ceiling}); mend one of them.")
+
+    def cut(self, media: Media) -> Patches:
+        """Resize (bicubic, by Pillow, as transformers' processor does) and cut.
+
+        A clip is padded with its last frame to a multiple of `temporal_patch_size`; a picture is cut as a clip of one
+        frame.
+
+        Raises:
+            InvalidParameter: limits that contradict each other or the server's, or an aspect ratio above 200.
+        """
+        limits = self.limits(media)
+        kind: Kind = "image" if isinstance(media, Picture) else "video"
+        frames = media.pixels[np.newaxis] if isinstance(media, Picture) else media.frames
+        _, height, width, _ = frames.shape
+        size = smart_resize(
+            height,
+            width,
+            factor=self._spec.factor,
+            min_pixels=limits.least,
+            max_pixels=limits.most,
+            part=media.part,
+        )
+        pixels, grid = _cut(_resize(frames, size), self._spec)
+        return Patches(
+            pixels=pixels,
+            grid=grid,
+            tokens=grid.patches // self._spec.merge_size**2,
+            kind=kind,
+            part=media.part,
+            digest=_digest(kind, grid, pixels),
+        )
+
+    def limits(self, media: Media) -> PixelLimits:
+        """Pixels that a picture, or each frame of a clip, may have after resizing.
+
+        A picture has at least `min_pixels` of the configuration or the checkpoint, and at most `max_pixels` of the
+        configuration or what 1280 visual tokens show; a request may choose both, up to `max_pixels` of the
+        configuration or the checkpoint.
+
+        For a frame, `fetch_video` of qwen-vl-utils computes the most, with an even number of frames:
+        `max(min(video_max_pixels, total_pixels / frames * 2), int(min_pixels * 1.05))`. The request may lower it, and
+        the checkpoint bounds it. The least is that of pictures; there it is always 128 tokens' worth, which would
+        enlarge the clips of small models.
+
+        Raises:
+            InvalidParameter: the request's limits contradict each other or the server's; the error names one.
+        """
+        return self._picture_limits(media) if isinstance(media, Picture) else self._frame_limits(media)
+
+    def _picture_limits(self, picture: Picture) -> PixelLimits:
+        default = min(self._ceiling, self._config.max_pixels or DEFAULT_TOKENS * self._spec.factor**2)
+        limits = PixelLimits(picture.min_pixels or self._least, picture.max_pixels or max(default, self._least))
+        field = f"{picture.part}.image_url"
+        _check_ceiling(picture.max_pixels, self._ceiling, f"{field}.max_pixels")
+        _check_order(limits, field, picture)
+        return limits
+
+    def _frame_limits(self, clip: Clip) -> PixelLimits:
+        field = f"{clip.part}.video_url"
+        least = clip.min_pixels or self._least
+        ceiling = max(self._least, min(self._config.video_max_pixels, self._spec.max_pixels))
+        _check_ceiling(clip.max_pixels, ceiling, f"{field}.max_pixels")
+        _check_ceiling(clip.total_pixels, self._config.video_total_pixels, f"{field}.total_pixels")
+        _check_order(PixelLimits(least, clip.max_pixels or ceiling), field, clip)
+        span = self._spec.temporal_patch_size
+        share = (clip.total_pixels or self._config.video_total_pixels) * span // _padded(len(clip.frames), span)
+        most = max(min(self._config.video_max_pixels, share), int(least * 1.05))
+        return PixelLimits(least, min(most, self._spec.max_pixels, clip.max_pixels or most))
+
+
+def smart_resize(
+    height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int, part: str | None = None
+) -> tuple[int, int]:
+    """The size that Qwen2-VL gives a picture: sides divisible by `factor`, pixels within the limits, the aspect ratio
+    nearly kept.
+
+    The rule, its order of roundings included, is `smart_resize` of the published processor
+    (transformers, `models/qwen2_vl/image_processing_qwen2_vl.py`).
+
+    Returns:
+        (height, width) in pixels.
+
+    Raises:
+        InvalidParameter: one side is more than 200 times the other; `part` names the picture.
+    """
+    if max(height, width) > MAX_ASPECT * min(height, width):
+        raise InvalidParameter(
+            f"One side of {width} x {height} pixels is more than {MAX_ASPECT} times the other; crop it.", param=part
+        )
+    rows, columns = round(height / factor) * factor, round(width / factor) * factor
+    if rows * columns > max_pixels:
+        shrink = math.sqrt((height * width) / max_pixels)
+        rows = max(factor, math.floor(height / shrink / factor) * factor)
+        columns = max(factor, math.floor(width / shrink / factor) * factor)
+    elif rows * columns < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        rows = math.ceil(height * grow / factor) * factor
+        columns = math.ceil(width * grow / factor) * factor
+    return rows, columns
+
+
+def normalise(pixels: Pixels, spec: PixelSpec) -> npt.NDArray[np.float32]:
+    """`(x / 255 - mean) / std` per channel, for rows as in `Patches.pixels`; float32 of the same shape."""
+    mean, std = (np.array(values, dtype=np.float32)[:, np.newaxis] for values in (spec.mean, spec.std))
+    channels = pixels.reshape(len(pixels), 3, -1).astype(np.float32)
+    return ((channels / np.float32(255) - mean) / std).reshape(pixels.shape)
+
+
+def _check_ceiling(asked: int | None, ceiling: int, field: str) -> None:
+    if asked is not None and asked > ceiling:
+        raise InvalidParameter(f"{field} may be up to {ceiling} on this server.", param=field)
+
+
+def _check_order(limits: PixelLimits, field: str, media: Media) -> None:
+    if limits.least > limits.most:
+        name = "max_pixels" if media.min_pixels is None else "min_pixels"
+        raise InvalidParameter(
+            f"min_pixels ({limits.least}) is above max_pixels ({limits.most}); set both.", param=f"{field}.{name}"
+        )
+
+
+def _padded(frames: int, span: int) -> int:
+    return math.ceil(frames / span) * span
+
+
+def _resize(frames: Pixels, size: tuple[int, int]) -> Pixels:
+    """uint8 [frames, height, width, 3] -> uint8 [frames, *size, 3]."""
+    if frames.shape[1:3] == size:
+        return frames
+    height, width = size
+    resized = np.empty((len(frames), height, width, 3), dtype=np.uint8)
+    for target, frame in zip(resized, frames, strict=True):
+        target[:] = np.asarray(Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC))
+    return resized
+
+
+def _cut(frames: Pixels, spec: PixelSpec) -> tuple[Pixels, Grid]:
+    """uint8 [frames, height, width, 3] -> rows in the order of Qwen2-VL.
+
+    Patches that the tower merges stand together, so that rows go (time, block row, block column, row and column in the
+    block); within a row, values go (channel, frame, y, x).
+    """
+    span, side, merge = spec.temporal_patch_size, spec.patch_size, spec.merge_size
+    count, height, width, _ = frames.shape
+    grid = Grid(_padded(count, span) // span, height // side, width // side)
+    padded = np.concatenate([frames, np.repeat(frames[-1:], grid.t * span - count, axis=0)])
+    blocks = padded.reshape(grid.t, span, grid.h // merge, merge, side, grid.w // merge, merge, side, 3)
+    ordered = blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
+    return ordered.reshape(grid.patches, 3 * span * side * side), grid
+
+
+def _digest(kind: Kind, grid: Grid, pixels: Pixels) -> bytes:
+    """32 bytes; the header's own length stands first, so that no header and pixels can be read as others."""
+    header = f"{kind} {grid.t} {grid.h} {grid.w} {pixels.shape[1]}".encode()
+    digest = hashlib.sha256(len(header).to_bytes(8, "big") + header)
+    digest.update(np.ascontiguousarray(pixels).reshape(-1).data)
+    return digest.digest()

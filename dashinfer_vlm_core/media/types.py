@@ -60,8 +60,8 @@ class VideoInfo:
     Attributes:
         frames: number of frames.
         fps: average frames per second.
-        width: of a frame, in pixels, after rotation.
-        height: of a frame, in pixels, after rotation.
+        width: of a stored frame, in pixels, before any rotation.
+        height: of a stored frame, in pixels, before any rotation.
     """
 
     frames: int

@@ -1,0 +1,24 @@
+"""Content part -> decoded media: the only room that opens a socket or a file for a user."""
+
+from __future__ import annotations
+
+from .address import Resolver
+from .loader import MediaLoader
+from .readers import READERS, DecordReader, PyAVReader
+from .types import Clip, Kind, Media, OpenVideo, Picture, Pixels, VideoInfo, VideoReader
+
+__all__ = [
+    "READERS",
+    "Clip",
+    "DecordReader",
+    "Kind",
+    "Media",
+    "MediaLoader",
+    "OpenVideo",
+    "Picture",
+    "Pixels",
+    "PyAVReader",
+    "Resolver",
+    "VideoInfo",
+    "VideoReader",
+]

@@ -1,0 +1,131 @@
+"""http and https sources -> bytes, on the terms of this server: what it may reach, how much, how long."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Sequence
+from contextlib import suppress
+
+import httpx
+
+from ..config import EngineConfig
+from ..errors import MediaRefused, MediaTooLarge, MediaUnreachable
+from ..version import __version__
+from .address import Resolver, addresses, check_url, system_resolver
+from .types import Kind
+
+MAX_REDIRECTS = 3
+MAX_ADDRESSES = 3
+CONNECT_SECONDS = 3.0
+SILENCE_SECONDS = 10.0
+
+HEADERS = {
+    "User-Agent": f"dashinfer-vlm/{__version__}",
+    "Accept": "*/*",
+    "Accept-Encoding": "identity",  # a compressed body could grow without bound after it was counted
+}
+
+
+class Fetcher:
+    """Fetches the media of users; at most `config.max_fetches` at the same time.
+
+    Each hop is resolved once, its addresses are checked, and the connection goes to an address that was checked, under
+    the host's own name: a resolver that changes its answers gains nothing. It drives a transport rather than a client,
+    because a client would keep cookies, follow redirects by itself and read proxies from the environment. Connections
+    are not kept: a kept one belongs to an address, and the next host at that address must prove its own name.
+
+    Args:
+        config: limits of bytes, seconds, hosts and addresses.
+        resolve: finds the addresses of a host name.
+        tls: whom to trust; the public authorities by default.
+    """
+
+    def __init__(
+        self, config: EngineConfig, *, resolve: Resolver = system_resolver, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._config = config
+        self._resolve = resolve
+        self._slots = asyncio.Semaphore(config.max_fetches)
+        self._transport = httpx.AsyncHTTPTransport(
+            verify=tls or True,
+            trust_env=False,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        )
+
+    async def get(self, url: httpx.URL, *, kind: Kind, part: str) -> bytes:
+        """The body behind `url`, which `check_url` has passed.
+
+        Raises:
+            MediaRefused: a redirect or an address that is forbidden, or too many redirects.
+            MediaTooLarge: the body exceeds the limit of its kind.
+            MediaUnreachable: no whole answer in time, or an answer that is not the media.
+        """
+        seconds = self._config.image_fetch_timeout if kind == "image" else self._config.video_fetch_timeout
+        async with self._slots:
+            try:
+                return await asyncio.wait_for(self._follow(url, kind, part), seconds)
+            except (httpx.HTTPError, asyncio.TimeoutError, OSError, UnicodeError) as error:
+                raise MediaUnreachable(
+                    "The media could not be fetched whole and in time; check the URL, or send a data: URL.", param=part
+                ) from error
+
+    async def close(self) -> None:
+        await self._transport.aclose()
+
+    async def _follow(self, url: httpx.URL, kind: Kind, part: str) -> bytes:
+        for _ in range(MAX_REDIRECTS + 1):
+            response = await self._request(url, part)
+            try:
+                if not response.has_redirect_location:
+                    return await self._body(response, kind, part)
+            finally:
+                await response.aclose()
+            url = check_url(response.headers["Location"], part=part, config=self._config, base=url)
+        raise MediaRefused("The URL redirects too often; give the final one.", param=part)
+
+    async def _request(self, url: httpx.URL, part: str) -> httpx.Response:
+        """One hop: the head of the answer from the first address that accepts a connection."""
+        found = await addresses(url, self._resolve, part=part, config=self._config)
+        return await self._first(url, found[:MAX_ADDRESSES])
+
+    async def _first(self, url: httpx.URL, found: Sequence[str]) -> httpx.Response:
+        for address in found[:-1]:
+            with suppress(httpx.ConnectError, httpx.ConnectTimeout):
+                return await self._transport.handle_async_request(_request_to(address, url))
+        return await self._transport.handle_async_request(_request_to(found[-1], url))
+
+    async def _body(self, response: httpx.Response, kind: Kind, part: str) -> bytes:
+        if response.status_code != httpx.codes.OK:
+            raise MediaUnreachable("The host of this URL did not answer with the media; check the URL.", param=part)
+        if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise MediaUnreachable("The host of this URL compresses what it sends; send a data: URL.", param=part)
+        limit = self._config.image_max_bytes if kind == "image" else self._config.video_max_bytes
+        if int(response.headers.get("Content-Length", 0)) > limit:
+            raise too_large(limit, part)
+        return await _read(response, limit, part)
+
+
+async def _read(response: httpx.Response, limit: int, part: str) -> bytes:
+    chunks, size = [], 0
+    async for chunk in response.aiter_raw():
+        size += len(chunk)
+        if size > limit:
+            raise too_large(limit, part)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _request_to(address: str, url: httpx.URL) -> httpx.Request:
+    """A request for `url` that connects to `address`, with the Host and the TLS name that `url` has."""
+    timeouts = httpx.Timeout(CONNECT_SECONDS, read=SILENCE_SECONDS).as_dict()
+    return httpx.Request(
+        "GET",
+        url.copy_with(host=address),
+        headers={"Host": url.netloc.decode("ascii"), **HEADERS},
+        extensions={"timeout": timeouts, "sni_hostname": url.raw_host.decode("ascii")},
+    )
+
+
+def too_large(limit: int, part: str) -> MediaTooLarge:
+    return MediaTooLarge(f"The media has more than {limit} bytes; send a smaller one.", param=part)

@@ -1,0 +1,125 @@
+"""Bytes -> upright RGB pixels, by Pillow, for the six formats that the web uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
+
+import numpy as np
+from PIL import Image
+
+from ..errors import DashInferVLMError, InvalidParameter, MediaTooLarge, MediaUndecodable
+from .types import Pixels
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+
+_ORIENTATION = 0x0112
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_OPAQUE = ("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
+_TRANSPARENT = ("LA", "La", "PA", "RGBA", "RGBa")
+
+
+def decode_picture(data: bytes, *, part: str, max_pixels: int, background: tuple[int, int, int]) -> Pixels:
+    """Decode the first frame of a PNG, JPEG, WebP, GIF, BMP or TIFF file.
+
+    Whatever the file holds is brought to 8-bit RGB: palettes are looked up, of 16 bits the upper 8 are kept (as libpng
+    and Pillow do for RGB), CMYK is converted without a colour profile, transparency is composed on `background`, and
+    the EXIF orientation is applied.
+
+    Args:
+        data: the encoded file.
+        part: names the picture in errors.
+        max_pixels: most pixels, by the header, before anything is decoded.
+        background: red, green and blue under transparent pixels.
+
+    Returns:
+        uint8 [height, width, 3].
+
+    Raises:
+        MediaTooLarge: more pixels than `max_pixels`.
+        InvalidParameter: a picture that is only one pixel high or wide.
+        MediaUndecodable: another format, damaged or truncated data, or a pixel format without an agreed meaning.
+    """
+    with _errors(part), Image.open(BytesIO(data), formats=FORMATS) as image:
+        _check_size(image.size, max_pixels, part)
+        image.load()
+        return np.array(_upright(_to_rgb(image, background), _orientation(image)))
+
+
+def picture_size(data: bytes, *, part: str, max_pixels: int) -> tuple[int, int]:
+    """(height, width) as the file's header says, without decoding and before the EXIF orientation; raises as
+    `decode_picture`."""
+    with _errors(part), Image.open(BytesIO(data), formats=FORMATS) as image:
+        _check_size(image.size, max_pixels, part)
+        return image.height, image.width
+
+
+def _check_size(size: tuple[int, int], max_pixels: int, part: str) -> None:
+    width, height = size
+    if width * height > max_pixels:
+        raise MediaTooLarge(f"The picture has more than {max_pixels} pixels; send a smaller one.", param=part)
+    if min(size) < 2:
+        raise InvalidParameter(
+            "The picture is only one pixel high or wide; send one with something to see.", param=part
+        )
+
+
+def _to_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
+    if image.mode.startswith("I;16"):
+        image = _to_8_bits(image)
+    if image.mode in _TRANSPARENT or "transparency" in image.info:
+        return _compose(image.convert("RGBA"), background)
+    if image.mode not in _OPAQUE:
+        raise ValueError("32-bit integers and floats have no agreed range")
+    return image.convert("RGB")
+
+
+def _to_8_bits(image: Image.Image) -> Image.Image:
+    """16-bit grey to 8-bit grey with alpha, from which a transparent level (tRNS) can no longer be told otherwise."""
+    levels = np.asarray(image)
+    alpha = np.where(levels == image.info.get("transparency", -1), 0, 255)
+    return Image.fromarray(np.stack([levels >> 8, alpha], axis=-1).astype(np.uint8))
+
+
+def _compose(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
+    canvas = Image.new("RGB", image.size, background)
+    canvas.paste(image, mask=image.getchannel("A"))
+    return canvas
+
+
+def _orientation(image: Image.Image) -> int:
+    """The EXIF orientation, 1 (upright) where there is none that can be read: a damaged note does not spoil a sound
+    picture."""
+    try:
+        return int(image.getexif().get(_ORIENTATION, 1))
+    except Exception:  # noqa: BLE001  Pillow's EXIF parser raises whatever broken bytes lead it to
+        return 1
+
+
+def _upright(image: Image.Image, orientation: int) -> Image.Image:
+    return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
+
+
+@contextmanager
+def _errors(part: str) -> Iterator[None]:
+    """Pillow's failures in our words."""
+    try:
+        yield
+    except DashInferVLMError:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise MediaTooLarge("The picture has too many pixels; send a smaller one.", param=part) from error
+    except Exception as error:  # Pillow's decoders raise whatever broken bytes lead them to
+        raise MediaUndecodable(
+            "This is no whole PNG, JPEG, WebP, GIF, BMP or TIFF picture; save it again in one of these formats.",
+            param=part,
+        ) from error

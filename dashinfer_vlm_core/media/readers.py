@@ -1,0 +1,130 @@
+"""The readers of video files that come with this package; each imports its library on use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .types import OpenVideo, Pixels, VideoInfo, VideoReader
+from .video import undecodable
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+
+# FFmpeg opens what a file refers to, if it can: these are the only containers it may take the bytes for, and nothing
+# else is opened.
+_CONTAINED = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts", "protocol_whitelist": "none"}
+
+
+class PyAVReader:
+    """PyAV: FFmpeg, maintained, and built for every platform."""
+
+    name = "pyav"
+    priority = 10
+
+    def available(self) -> bool:
+        return find_spec("av") is not None
+
+    def open(self, data: bytes) -> OpenVideo:
+        return _PyAVVideo(data)
+
+
+class DecordReader:
+    """decord: the reader of qwen-vl-utils, but unmaintained, and built for Linux on x86-64 alone.
+
+    It tells the size of a frame only by decoding one, so that the header is read with PyAV.
+    """
+
+    name = "decord"
+    priority = 20
+
+    def available(self) -> bool:
+        return find_spec("decord") is not None and find_spec("av") is not None
+
+    def open(self, data: bytes) -> OpenVideo:
+        return _DecordVideo(data)
+
+
+READERS: tuple[VideoReader, ...] = (DecordReader(), PyAVReader())
+"""Best first."""
+
+
+class _PyAVVideo:
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        with _opened(data) as container:
+            self.info = _header(container)
+
+    def frames(self, indices: list[int]) -> Pixels:
+        wanted = set(indices)
+        with _opened(self._data) as container:
+            container.streams.video[0].thread_type = "AUTO"
+            decoded = zip(range(indices[-1] + 1), container.decode(video=0), strict=False)
+            found = [self._upright(frame) for i, frame in decoded if i in wanted]
+        if len(found) < len(indices):
+            raise undecodable()
+        return np.stack(found)
+
+    def _upright(self, frame: Any) -> Pixels:
+        """A frame as shown; one that is not as large as the header said was not counted, and is refused."""
+        if (frame.width, frame.height) != (self.info.width, self.info.height):
+            raise undecodable()
+        pixels: Pixels = frame.to_ndarray(format="rgb24")
+        return np.rot90(pixels, frame.rotation // 90)
+
+
+class _DecordVideo:
+    def __init__(self, data: bytes) -> None:
+        import decord
+
+        decord.logging.set_level(decord.logging.QUIET)  # it would write on stderr what it thinks of users' files
+        with _opened(data) as container:
+            header = _header(container)
+        with _decord_errors():
+            self._video = decord.VideoReader(BytesIO(data), ctx=decord.cpu(0))
+            self.info = VideoInfo(
+                frames=len(self._video), fps=self._video.get_avg_fps(), width=header.width, height=header.height
+            )
+
+    def frames(self, indices: list[int]) -> Pixels:
+        with _decord_errors():
+            return np.asarray(self._video.get_batch(indices).asnumpy(), dtype=np.uint8)
+
+
+def _header(container: InputContainer) -> VideoInfo:
+    """What the container says, without decoding: where it counts no frames, its packets are counted."""
+    if not container.streams.video:
+        raise undecodable()
+    stream = container.streams.video[0]
+    return VideoInfo(
+        frames=stream.frames or sum(packet.size > 0 for packet in container.demux(stream)),
+        fps=float(stream.average_rate or 0),
+        width=stream.codec_context.width,
+        height=stream.codec_context.height,
+    )
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[InputContainer]:
+    import av
+
+    try:
+        with av.open(BytesIO(data), "r", container_options=_CONTAINED) as container:
+            yield container
+    except (av.FFmpegError, ValueError) as error:
+        raise undecodable() from error
+
+
+@contextmanager
+def _decord_errors() -> Iterator[None]:
+    import decord
+
+    try:
+        yield
+    except (decord.DECORDError, RuntimeError, ValueError, IndexError) as error:
+        raise undecodable() from error
