@@ -1,0 +1,37 @@
+"""The language decoder in plain PyTorch: it runs wherever torch runs, and is the reference that other decoders are
+compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from dashinfer_vlm_core.decoder import Decoder, DecoderFactory, Fitness
+from dashinfer_vlm_core.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from dashinfer_vlm_core.config import EngineConfig
+    from dashinfer_vlm_core.model import ModelSpec
+
+ARCHITECTURE = "qwen2_vl"
+
+
+class TorchDecoderFactory:
+    """Registers as `torch`. Its score leaves room above it for decoders that are made for one kind of device."""
+
+    name = "torch"
+
+    def fitness(self, spec: ModelSpec, config: EngineConfig) -> Fitness:
+        if spec.architecture != ARCHITECTURE:
+            return Fitness(score=0, reason=f"It reads {ARCHITECTURE} only, not {spec.architecture}.")
+        return Fitness(score=10, reason=f"PyTorch runs on any device; `device` is {config.device!r}.")
+
+    def create(self, spec: ModelSpec, config: EngineConfig) -> Decoder:
+        from .decoder import TorchDecoder
+
+        return TorchDecoder(spec, config)
+
+
+@hookimpl
+def register_decoders(register: Callable[[DecoderFactory], None]) -> None:
+    register(TorchDecoderFactory())

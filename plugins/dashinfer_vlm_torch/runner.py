@@ -1,0 +1,69 @@
+"""One step: pack the tokens of all chunks, run the model once, choose a token for every run that has been read
+whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .attention import KVCache
+from .model import Batch, TextModel
+from .sampler import choose
+from .scheduler import Chunk, Outcome, Run
+
+
+class Runner:
+    """Model and cache on one device; used by one thread at a time.
+
+    A step depends on nothing but the runs' tokens and the cache before them, so that it can be done again after a
+    failure.
+    """
+
+    def __init__(self, model: TextModel, cache: KVCache) -> None:
+        self._model = model
+        self._cache = cache
+
+    @torch.inference_mode()
+    def step(self, chunks: Sequence[Chunk]) -> dict[Run, Outcome]:
+        """Read all chunks; the choices of those that are their run's last."""
+        ids, positions, slots = self._pack(chunks)
+        x = self._model.embed(ids)
+        _place_visual_tokens(x, chunks)
+        segments = [self._cache.segment(run.slab, start, stop) for run, start, stop in chunks]
+        x = self._model.forward(x, Batch(positions, slots, segments, self._cache))
+        ends = np.cumsum([segment.tokens for segment in segments]) - 1
+        chosen = [(chunk.run, end) for chunk, end in zip(chunks, ends, strict=True) if chunk.last]
+        if not chosen:
+            return {}
+        runs = [run for run, _ in chosen]
+        rows = torch.tensor([end for _, end in chosen], device=x.device)
+        return dict(zip(runs, choose(self._model.logits(x[rows]), runs), strict=True))
+
+    def _pack(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids [tokens], positions [3, tokens] and cache rows [tokens] of the chunks one after the other, in one
+        transfer."""
+        packed = np.empty((5, sum(stop - start for _, start, stop in chunks)), dtype=np.int64)
+        offset = 0
+        for run, start, stop in chunks:
+            part = packed[:, offset : offset + stop - start]
+            part[0] = run.token_ids(start, stop)
+            part[1:4] = run.positions(start, stop)
+            part[4] = np.arange(run.slab + start, run.slab + stop)
+            offset += stop - start
+        tensor = torch.from_numpy(packed).to(self._model.device)
+        return tensor[0], tensor[1:4], tensor[4]
+
+
+def _place_visual_tokens(x: Tensor, chunks: Sequence[Chunk]) -> None:
+    """Overwrite the embeddings of placeholders, as far as they lie within the chunks."""
+    offset = 0
+    for run, start, stop in chunks:
+        for span in run.request.spans:
+            first, end = max(start, span.start), min(stop, span.stop)
+            if first < end:
+                rows = span.tokens.embedding[first - span.start : end - span.start]
+                x[offset + first - start : offset + end - start].copy_(rows)
+        offset += stop - start

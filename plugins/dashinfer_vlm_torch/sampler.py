@@ -1,0 +1,186 @@
+"""Logits -> the next token of each request, all rows at once; what no request of the batch asks for costs nothing.
+
+The order is the field's (vLLM): bias and minimum length, penalties, temperature, top_k, top_p, draw. Log-probabilities
+are the model's own, before all of these. Everything is a function of a row's logits, its options, its tokens so far and
+its seed, never of the rows beside it; a draw inverts the cumulative distribution in the order of token ids, so that
+equal logits cannot change places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dashinfer_vlm_core.errors import DecoderFailed
+
+from .scheduler import Choice, Outcome, Run
+
+Alternatives: TypeAlias = tuple[tuple[int, float], ...]
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below are greedy, as in vLLM: dividing by them would leave the range of float32."""
+
+MAX_ALTERNATIVES = 20
+NUCLEUS_WIDTH = 1024
+"""A nucleus is looked for among so many tokens before the whole vocabulary is sorted, which takes twenty times as
+long."""
+
+LARGEST_UNIFORM = 1 - 2.0**-52
+"""So that `uniform * total` is below `total` after rounding."""
+
+
+def choose(logits: Tensor, runs: Sequence[Run]) -> list[Outcome]:
+    """The next token of each run.
+
+    Args:
+        logits: float32 [runs, vocab_size]; not changed.
+        runs: one per row.
+
+    Returns:
+        A choice per run, or the error of a run whose logits are not finite.
+    """
+    scores = _penalise(_edit(logits, runs), runs)
+    best, ids = scores.max(dim=-1)
+    drawn = [row for row, run in enumerate(runs) if run.request.sampling.temperature >= GREEDY_BELOW]
+    if drawn:
+        index = _index(drawn, logits)
+        ids[index] = _draw(scores[index], [runs[row] for row in drawn])
+    chosen = torch.where(best.isfinite(), ids, -1)
+    listed = _log_probabilities(logits, ids, runs)
+    return [
+        DecoderFailed("The model's numbers left the range of its dtype.")
+        if token < 0
+        else Choice(token, *listed.get(row, ()))
+        for row, token in enumerate(chosen.tolist())
+    ]
+
+
+def uniform(run: Run) -> float:
+    """The random number in [0, 1) of a run's next token: a function of its seed and of how many tokens came before.
+
+    Philox is a counter-based generator (Salmon et al., SC 2011), made for this.
+    """
+    generator = np.random.Generator(np.random.Philox(key=run.seed, counter=len(run.answer)))
+    return min(generator.random(), LARGEST_UNIFORM)
+
+
+def _edit(scores: Tensor, runs: Sequence[Run]) -> Tensor:
+    """logit_bias, and no end before min_tokens."""
+    biased = [(row, run.request.sampling.logit_bias) for row, run in enumerate(runs) if run.request.sampling.logit_bias]
+    young = [(row, run.stops) for row, run in enumerate(runs) if run.stops and run.too_short]
+    if not biased and not young:
+        return scores
+    scores = scores.clone()
+    if biased:
+        rows, ids = _cells(biased)
+        bias = [value for _, values in biased for value in values.values()]
+        scores[rows, ids] += torch.tensor(bias, device=scores.device)
+    if young:
+        scores[_cells(young)] = -torch.inf
+    return scores
+
+
+def _cells(cells: Iterable[tuple[int, Iterable[int]]]) -> tuple[list[int], list[int]]:
+    """(row, ids) pairs as an index."""
+    pairs = [(row, token) for row, tokens in cells for token in tokens]
+    return [row for row, _ in pairs], [token for _, token in pairs]
+
+
+def _penalise(scores: Tensor, runs: Sequence[Run]) -> Tensor:
+    """Repetition, presence and frequency penalties, at the few tokens that they concern."""
+    penalised = [(row, run) for row, run in enumerate(runs) if _is_penalised(run)]
+    if not penalised:
+        return scores
+    columns = zip(*(_penalties(row, run) for row, run in penalised), strict=True)
+    rows, tokens, factors, terms = (torch.from_numpy(np.concatenate(parts)).to(scores.device) for parts in columns)
+    scores = scores.clone()
+    values = scores[rows, tokens]
+    scores[rows, tokens] = torch.where(values > 0, values / factors, values * factors) - terms
+    return scores
+
+
+def _is_penalised(run: Run) -> bool:
+    sampling = run.request.sampling
+    return sampling.repetition_penalty != 1 or bool(sampling.presence_penalty or sampling.frequency_penalty)
+
+
+def _penalties(row: int, run: Run) -> tuple[npt.NDArray[np.generic], ...]:
+    """Rows and tokens of the logits to penalise, and for each of them the factor and the term."""
+    sampling = run.request.sampling
+    answer, counts = np.unique(np.array(run.answer, dtype=np.int64), return_counts=True)
+    tokens = answer if sampling.repetition_penalty == 1 else np.union1d(run.request.token_ids, answer)
+    terms = np.zeros(len(tokens), np.float32)
+    terms[np.searchsorted(tokens, answer)] = sampling.presence_penalty + sampling.frequency_penalty * counts
+    return np.full_like(tokens, row), tokens, np.full_like(terms, sampling.repetition_penalty), terms
+
+
+def _draw(scores: Tensor, runs: Sequence[Run]) -> Tensor:
+    """int64 [rows], drawn from float32 [rows, vocab_size]."""
+    options = [run.request.sampling for run in runs]
+    scores = scores / _column([option.temperature for option in options], scores)
+    _keep_top_k(scores, [option.top_k for option in options])
+    weights = scores.softmax(dim=-1)
+    _keep_top_p(weights, [option.top_p for option in options])
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    points = cumulative[:, -1:] * _column([uniform(run) for run in runs], scores, torch.float64)
+    return torch.searchsorted(cumulative, points, right=True)[:, 0]
+
+
+def _keep_top_k(scores: Tensor, top_k: Sequence[int]) -> None:
+    """Put -inf below the k-th largest score of each row; scores equal to it all stay."""
+    rows = [row for row, k in enumerate(top_k) if 0 < k < scores.shape[-1]]
+    if rows:
+        index = _index(rows, scores)
+        ranks = torch.tensor([[top_k[row] - 1] for row in rows], device=scores.device)
+        floors = scores[index].topk(max(top_k[row] for row in rows)).values.gather(1, ranks)
+        scores[index] = scores[index].masked_fill(scores[index] < floors, -torch.inf)
+
+
+def _keep_top_p(weights: Tensor, top_p: Sequence[float]) -> None:
+    """Put 0 outside the nucleus: the fewest tokens whose weights reach p; weights equal to its least all stay."""
+    rows = [row for row, p in enumerate(top_p) if p < 1]
+    if rows:
+        index = _index(rows, weights)
+        part = weights[index]
+        floors = _nucleus_floors(part, _column([top_p[row] for row in rows], weights, torch.float64))
+        weights[index] = part.masked_fill(part < floors, 0)
+
+
+def _nucleus_floors(weights: Tensor, top_p: Tensor) -> Tensor:
+    """[rows, 1], the least weight within each row's nucleus (Holtzman et al., arXiv 1904.09751)."""
+    largest = weights.topk(min(NUCLEUS_WIDTH, weights.shape[-1])).values
+    cumulative = largest.cumsum(dim=-1, dtype=torch.float64)
+    if bool((cumulative[:, -1:] < top_p).any()):
+        largest = weights.sort(dim=-1, descending=True).values
+        cumulative = largest.cumsum(dim=-1, dtype=torch.float64)
+    inside = (cumulative - largest < top_p).sum(dim=-1, keepdim=True)
+    return largest.gather(1, inside - 1)
+
+
+def _log_probabilities(logits: Tensor, ids: Tensor, runs: Sequence[Run]) -> dict[int, tuple[float, Alternatives]]:
+    """By row, for rows that ask: the chosen token's log-probability, and the most likely tokens with theirs."""
+    asked = {row: count for row, run in enumerate(runs) if (count := run.request.sampling.logprobs) is not None}
+    if not asked:
+        return {}
+    index = _index(list(asked), logits)
+    logprobs = logits[index].log_softmax(dim=-1)
+    # Always the same width, so that the order of equal ones does not depend on what other rows ask for.
+    top = logprobs.topk(min(MAX_ALTERNATIVES, logits.shape[-1]))
+    chosen = logprobs.gather(1, ids[index, None])[:, 0].tolist()
+    alternatives = [
+        tuple(zip(*row, strict=True)) for row in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    ]
+    return {row: (chosen[i], alternatives[i][:count]) for i, (row, count) in enumerate(asked.items())}
+
+
+def _index(rows: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(rows, device=like.device)
+
+
+def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=like.device)[:, None]

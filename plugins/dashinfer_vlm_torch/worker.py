@@ -1,0 +1,145 @@
+"""The thread that runs step after step, and hands tokens to whatever event loops their readers live in."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+from dashinfer_vlm_core.decoder import Token
+from dashinfer_vlm_core.errors import DecoderFailed, EngineClosed, EngineError
+
+from .runner import Runner
+from .scheduler import Chunk, Outcome, Run, Scheduler, Stats
+
+logger = logging.getLogger(__name__)
+
+Reply: TypeAlias = Token | EngineError
+
+
+class Mailbox(NamedTuple):
+    """Where a reader waits: a queue, and the event loop that it belongs to."""
+
+    loop: asyncio.AbstractEventLoop
+    queue: asyncio.Queue[Reply]
+
+
+class Worker:
+    """Runs the model in a thread of its own; all methods may be called from any thread.
+
+    `_lock` guards the scheduler and the mailboxes. It is never held while the model runs.
+    """
+
+    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._mailboxes: dict[Run, Mailbox] = {}
+        self._lock = threading.Condition()
+        self._ended: type[EngineError] | None = None
+        self._thread = threading.Thread(target=self._work, name="dashinfer-vlm-torch-decoder", daemon=True)
+        self._thread.start()
+
+    @property
+    def stats(self) -> Stats:
+        with self._lock:
+            return self._scheduler.stats
+
+    def submit(self, run: Run, mailbox: Mailbox) -> None:
+        """Queue a run; its tokens, or the error that ends it, arrive in the mailbox.
+
+        Raises:
+            QueueFull: `max_waiting` requests wait already.
+            EngineClosed: the worker was stopped.
+            DecoderFailed: the worker died.
+        """
+        with self._lock:
+            if self._ended:
+                raise self._ended(_ENDED)
+            self._scheduler.add(run)
+            self._mailboxes[run] = mailbox
+            self._lock.notify()
+
+    def cancel(self, run: Run) -> None:
+        """Forget a run and free what it held; one that has ended already is no error."""
+        with self._lock:
+            if self._mailboxes.pop(run, None):
+                self._scheduler.remove(run)
+
+    def stop(self) -> None:
+        """End all runs with EngineClosed, after the step that is under way."""
+        with self._lock:
+            self._ended = self._ended or EngineClosed
+            self._lock.notify()
+        self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            while chunks := self._next_step():
+                self._finish_step(chunks, self._attempt(chunks))
+        except Exception:
+            logger.exception("The decoder's thread died; every request fails until the engine is started again.")
+        finally:
+            self._end_all()
+
+    def _next_step(self) -> list[Chunk]:
+        """What to do next, after waiting for something to do; nothing if the worker was stopped."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._ended or self._scheduler.busy)
+            return [] if self._ended else self._scheduler.plan()
+
+    def _attempt(self, chunks: Sequence[Chunk]) -> dict[Run, Outcome]:
+        """Run a step; should it fail, run each of its chunks alone, so that only the one to blame fails."""
+        try:
+            return self._runner.step(chunks)
+        except Exception:
+            if len(chunks) == 1:
+                run = chunks[0].run
+                logger.exception("Request %s failed in the decoder.", run.request.id)
+                return {run: DecoderFailed("The decoder failed on this request; the engine's log has the cause.")}
+            logger.warning("A step of %d requests failed; each is tried alone.", len(chunks), exc_info=True)
+            return {run: choice for chunk in chunks for run, choice in self._attempt([chunk]).items()}
+
+    def _finish_step(self, chunks: Sequence[Chunk], choices: dict[Run, Outcome]) -> None:
+        with self._lock:
+            replies = self._scheduler.commit(chunks, choices)
+            posts = [(self._mailboxes[run], reply) for run, reply in replies]
+            for run, reply in replies:
+                if isinstance(reply, EngineError) or reply.finish:
+                    del self._mailboxes[run]
+        self._deliver(posts)
+
+    def _end_all(self) -> None:
+        with self._lock:
+            self._ended = error = self._ended or DecoderFailed
+            self._scheduler.clear()
+            posts: list[tuple[Mailbox, Reply]] = [(mailbox, error(_ENDED)) for mailbox in self._mailboxes.values()]
+            self._mailboxes.clear()
+        self._deliver(posts)
+
+    def _deliver(self, posts: Sequence[tuple[Mailbox, Reply]]) -> None:
+        """Wake each event loop once, however many of its readers get something."""
+        by_loop = defaultdict(list)
+        for mailbox, reply in posts:
+            by_loop[mailbox.loop].append((mailbox, reply))
+        for loop, mail in by_loop.items():
+            self._post(loop, mail)
+
+    def _post(self, loop: asyncio.AbstractEventLoop, mail: Sequence[tuple[Mailbox, Reply]]) -> None:
+        try:
+            loop.call_soon_threadsafe(_put_all, mail)
+        except RuntimeError:  # the loop was closed under its readers
+            with self._lock:
+                runs = [run for run, mailbox in self._mailboxes.items() if mailbox.loop is loop]
+            for run in runs:
+                self.cancel(run)
+
+
+_ENDED = "The decoder has stopped. Start the engine again."
+
+
+def _put_all(mail: Sequence[tuple[Mailbox, Reply]]) -> None:
+    for mailbox, reply in mail:
+        mailbox.queue.put_nowait(reply)
