@@ -56,7 +56,7 @@ class Architecture(Protocol):
         """
 
     def load_vision(self, spec: ModelSpec, *, device: str, dtype: str) -> VisionEncoder:
-        """The vision tower, on `device` (such as `cpu`) in `dtype` (such as `float32`), never `auto`.
+        """The vision tower; `device` and `dtype` are those of `EngineConfig`, `auto` included.
 
         Raises:
             CheckpointError: tensors are missing or have other shapes.
@@ -186,7 +186,7 @@ class VisionService:
         self._passes += 1
         try:
             embeddings = await self._pass([job.patches for job in batch])
-        except Exception as error:  # noqa: BLE001 - whatever a tower raises ends requests, not the service
+        except Exception as error:
             if len(batch) == 1:
                 logger.exception("The vision tower failed on a grid of %s", batch[0].patches.grid)
                 self._finish(batch[0], error)

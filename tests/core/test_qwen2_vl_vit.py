@@ -1,0 +1,180 @@
+"""The vision tower: equal to transformers', and equal to itself whatever else is in the batch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import Qwen2VLForConditionalGeneration, Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision, get_vision_position_ids
+
+from dashinfer_vlm_core.errors import CheckpointError
+from dashinfer_vlm_core.patches import Grid, Patches
+from dashinfer_vlm_core.qwen2_vl import Qwen2VL
+from dashinfer_vlm_core.qwen2_vl.rope import patch_positions, rotate
+from tests.patches import random_patches
+from tests.tiny import write_checkpoint
+
+PICTURE = [(1, 8, 6)]
+PICTURES = [(1, 8, 6), (1, 4, 4), (1, 6, 8), (1, 2, 2), (1, 4, 4), (1, 2, 8)]
+VIDEO = [(3, 4, 6)]
+MIXED = [(2, 4, 4), (1, 8, 6), (3, 4, 4), (1, 4, 4), (5, 2, 2)]
+GRIDS = {"picture": PICTURE, "pictures": PICTURES, "video": VIDEO, "mixed": MIXED}
+
+
+def load(folder, dtype="float32"):
+    architecture = Qwen2VL()
+    return architecture.load_vision(architecture.read(folder), device="cpu", dtype=dtype)
+
+
+@pytest.fixture(scope="module")
+def encoder(tiny_checkpoint):
+    return load(tiny_checkpoint)
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_checkpoint):
+    """transformers' tower: a batch of patches to one tensor per item."""
+    return Oracle(tiny_checkpoint)
+
+
+class Oracle:
+    def __init__(self, folder, dtype=torch.float32):
+        self.tower = Qwen2VLForConditionalGeneration.from_pretrained(folder, dtype=dtype).model.visual.eval()
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def encode(self, batch):
+        mean, std = (
+            torch.tensor(values).repeat_interleave(2 * 14 * 14)
+            for values in (Qwen2VLImageProcessorPil.image_mean, Qwen2VLImageProcessorPil.image_std)
+        )
+        pixels = torch.cat([(torch.tensor(item.pixels) / 255 - mean) / std for item in batch]).to(self.dtype)
+        rows = self.tower(pixels, torch.tensor([item.grid for item in batch])).pooler_output
+        return torch.split(rows, [item.tokens for item in batch])
+
+
+def batch_of(grids):
+    return [random_patches(*grid, seed=index) for index, grid in enumerate(grids)]
+
+
+def assert_close(ours, theirs, *, within):
+    """Each pair of tensors differs by at most `within` of the largest value."""
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.shape == other.shape
+        assert (one.float() - other.float()).abs().max() <= within * other.float().abs().max()
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_equals_transformers(encoder, oracle, name):
+    batch = batch_of(GRIDS[name])
+
+    assert_close(encoder.encode(batch), oracle.encode(batch), within=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_equals_transformers_in_half_precision(tiny_checkpoint, dtype):
+    batch = batch_of(MIXED)
+    ours = load(tiny_checkpoint, dtype).encode(batch)
+
+    assert all(item.dtype == getattr(torch, dtype) for item in ours)
+    assert_close(ours, Oracle(tiny_checkpoint, getattr(torch, dtype)).encode(batch), within=0.02)
+
+
+def test_half_precision_is_near_full_precision(tiny_checkpoint, encoder):
+    batch = batch_of(MIXED)
+
+    assert_close(load(tiny_checkpoint, "bfloat16").encode(batch), encoder.encode(batch), within=0.05)
+
+
+def test_gelu_tower_equals_transformers(tmp_path, tiny_checkpoint):
+    model = Qwen2VLForConditionalGeneration.from_pretrained(tiny_checkpoint)
+    model.config.vision_config.hidden_act = "gelu"
+    model.save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_bytes((tiny_checkpoint / "preprocessor_config.json").read_bytes())
+    batch = batch_of(MIXED)
+
+    assert_close(load(tmp_path).encode(batch), Oracle(tmp_path).encode(batch), within=1e-5)
+
+
+def test_picture_through_transformers_image_processor(encoder, oracle):
+    """Our normalisation of the processor's own patches gives the processor's own values."""
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (112, 84, 3), dtype=np.uint8))
+    processor = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=168 * 168)
+    expected = processor(picture, return_tensors="pt")
+    cut = processor(picture, do_rescale=False, do_normalize=False, return_tensors="np")
+    grid = Grid(*cut["image_grid_thw"][0].tolist())
+    item = random_patches(*grid)
+    item = Patches(
+        pixels=cut["pixel_values"].astype(np.uint8),
+        grid=grid,
+        tokens=item.tokens,
+        kind="image",
+        part=item.part,
+        digest=item.digest,
+    )
+
+    assert_close([encoder.normalise(torch.tensor(item.pixels))], [expected["pixel_values"]], within=1e-6)
+    with torch.no_grad():
+        theirs = oracle.tower(expected["pixel_values"], expected["image_grid_thw"]).pooler_output
+    assert_close(encoder.encode([item]), [theirs], within=1e-5)
+
+
+@pytest.mark.parametrize("name", ["pictures", "mixed"])
+def test_batched_equals_alone(encoder, name):
+    batch = batch_of(GRIDS[name])
+    alone = [encoder.encode([item])[0] for item in batch]
+
+    assert_close(encoder.encode(batch), alone, within=1e-5)
+    assert_close(encoder.encode(batch[::-1])[::-1], alone, within=1e-5)
+
+
+def test_frames_do_not_see_each_other(encoder):
+    """A video is its frames one by one: time enters through the text model's positions, not in the tower."""
+    video = random_patches(3, 4, 6)
+    frames = [
+        Patches(pixels=pixels, grid=Grid(1, 4, 6), tokens=6, kind="image", part=video.part, digest=bytes([index]) * 32)
+        for index, pixels in enumerate(np.split(video.pixels, 3))
+    ]
+
+    assert_close(encoder.encode([video]), [torch.cat(encoder.encode(frames))], within=1e-5)
+
+
+def test_embeddings_of_a_batch_do_not_share_memory(encoder):
+    """Keeping one item of a batch keeps its own bytes alone."""
+    for item in encoder.encode(batch_of(PICTURES)):
+        assert item.untyped_storage().nbytes() == item.nbytes
+
+
+@pytest.mark.parametrize(("h", "w"), [(2, 2), (4, 6), (6, 4), (8, 2)])
+def test_patch_positions_equal_transformers(h, w):
+    assert torch.equal(
+        patch_positions(h, w, 2).T, get_vision_position_ids(torch.tensor([[1, h, w]]), 2).T.reshape(2, -1)
+    )
+
+
+def test_rotation_equals_transformers():
+    x, angles = torch.randn(6, 2, 3, 8), torch.randn(6, 4)
+    cos, sin = (torch.cat((table, table), dim=-1) for table in (angles.cos(), angles.sin()))
+    query, key = apply_rotary_pos_emb_vision(x[:, 0], x[:, 1], cos, sin)
+
+    assert torch.equal(rotate(x, angles.cos(), angles.sin()), torch.stack((query, key), dim=1))
+
+
+def test_tensor_of_another_shape_is_refused(tmp_path):
+    write_checkpoint(tmp_path)
+    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace('"mlp_ratio": 2', '"mlp_ratio": 4'))
+
+    with pytest.raises(CheckpointError, match=r"visual\.blocks\.0\.mlp\.fc1\.weight"):
+        load(tmp_path)
+
+
+def test_importing_the_plugin_does_not_import_torch():
+    script = "import sys, dashinfer_vlm_core.qwen2_vl; sys.exit('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

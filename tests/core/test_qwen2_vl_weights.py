@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2VLForConditionalGeneration
+
+from dashinfer_vlm_core.errors import CheckpointError, ConfigError
+from dashinfer_vlm_core.qwen2_vl.placement import resolve_device, resolve_dtype
+from dashinfer_vlm_core.qwen2_vl.weights import Weights, torch_dtype
+from tests.tiny import write_checkpoint
+
+NORM = "model.norm.weight"
+
+
+def read(folder, name, shape, dtype=torch.float32):
+    with Weights.open(folder) as weights:
+        return weights.tensor(name, shape, device="cpu", dtype=dtype)
+
+
+def assert_holds(folder, expected):
+    """`folder` has exactly the tensors of `expected`, bit by bit."""
+    with Weights.open(folder) as weights:
+        assert weights.names == expected.keys()
+        for name, tensor in expected.items():
+            found = weights.tensor(name, tensor.shape, device="cpu", dtype=tensor.dtype)
+            assert torch.equal(found, tensor), name
+
+
+@pytest.fixture(scope="module")
+def published(tiny_checkpoint):
+    """Tensors of the tiny checkpoint by published names."""
+    return load_file(tiny_checkpoint / "model.safetensors")
+
+
+def test_single_file(tiny_checkpoint, published):
+    assert "lm_head.weight" not in published  # tied
+    assert {"visual.patch_embed.proj.weight", "model.embed_tokens.weight", NORM} < published.keys()
+    assert_holds(tiny_checkpoint, published)
+
+
+def test_shards(tiny_checkpoint, published, tmp_path):
+    Qwen2VLForConditionalGeneration.from_pretrained(tiny_checkpoint).save_pretrained(tmp_path, max_shard_size="200KB")
+
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert_holds(tmp_path, published)
+
+
+def test_untied_output_layer(tmp_path):
+    write_checkpoint(tmp_path, tie_word_embeddings=False)
+
+    assert not torch.equal(
+        read(tmp_path, "lm_head.weight", (320, 64)), read(tmp_path, "model.embed_tokens.weight", (320, 64))
+    )
+
+
+def test_names_of_newer_layouts(published, tmp_path):
+    newer = {
+        f"model.{name}" if name.startswith("visual.") else name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in published.items()
+    }
+    save_file(newer, tmp_path / "model.safetensors")
+
+    assert_holds(tmp_path, published)
+
+
+def test_tensor_is_converted_and_is_no_view_of_the_file(tiny_checkpoint, published):
+    found = read(tiny_checkpoint, NORM, (64,), torch.bfloat16)
+
+    assert torch.equal(found, published[NORM].bfloat16())
+    read(tiny_checkpoint, NORM, (64,)).zero_()
+    assert torch.equal(read(tiny_checkpoint, NORM, (64,)), published[NORM])
+
+
+MEASURE = """
+import sys, torch
+from pathlib import Path
+from dashinfer_vlm_core.qwen2_vl.weights import Weights
+
+def peak():  # not ru_maxrss: a child inherits that of its parent
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+
+before = peak()
+with Weights.open(Path(sys.argv[1])) as weights:
+    tensors = [weights.tensor(name, (512, 2048), device="cpu", dtype=torch.float32) for name in weights.names]
+print((peak() - before) / sum(tensor.nbytes for tensor in tensors))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_peak_memory_of_loading_is_below_a_quarter_more_than_the_weights(tmp_path):
+    save_file({f"model.layers.{n}.w": torch.ones(512, 2048) for n in range(32)}, tmp_path / "model.safetensors")
+
+    run = subprocess.run([sys.executable, "-c", MEASURE, tmp_path], capture_output=True, text=True, check=True)
+
+    assert 0.9 < float(run.stdout) < 1.25
+
+
+def test_missing_tensor_is_named(tiny_checkpoint):
+    with pytest.raises(CheckpointError, match=r"no tensor 'lm_head\.weight'"):
+        read(tiny_checkpoint, "lm_head.weight", (320, 64))
+
+
+def test_wrong_shape_is_named_with_both(tiny_checkpoint):
+    with pytest.raises(CheckpointError, match=r"'model\.norm\.weight' is \[64\], but .* \[32\]"):
+        read(tiny_checkpoint, NORM, (32,))
+
+
+def test_missing_shard_is_named(tmp_path):
+    save_file({NORM: torch.ones(4)}, tmp_path / "model-00001-of-00002.safetensors")
+    shards = {NORM: "model-00001-of-00002.safetensors", "lm_head.weight": "model-00002-of-00002.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+
+    with pytest.raises(CheckpointError, match=r"lacks model-00002-of-00002\.safetensors"):
+        Weights.open(tmp_path)
+
+
+@pytest.mark.parametrize("index", ["{", "[]", "{}", '{"weight_map": {"a": 1}}', '{"weight_map": []}'])
+def test_broken_index_is_named(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+
+    with pytest.raises(CheckpointError, match=r"index\.json cannot be read"):
+        Weights.open(tmp_path)
+
+
+def test_shards_are_sought_in_the_folder_alone(tmp_path):
+    save_file({NORM: torch.ones(4)}, tmp_path / "elsewhere.safetensors")
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../elsewhere.safetensors"}}')
+
+    with pytest.raises(CheckpointError, match="lacks elsewhere"):
+        Weights.open(folder)
+
+
+def test_truncated_file_is_named(tiny_checkpoint, tmp_path):
+    whole = (tiny_checkpoint / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        Weights.open(tmp_path)
+
+
+def test_pickles_are_refused_with_the_way_to_convert_them(tmp_path):
+    torch.save({NORM: torch.ones(4)}, tmp_path / "pytorch_model.bin")
+
+    with pytest.raises(CheckpointError, match="save_pretrained"):
+        Weights.open(tmp_path)
+
+
+def test_folder_without_weights(tmp_path):
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors"):
+        Weights.open(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
+def test_torch_dtype(name):
+    assert str(torch_dtype(name)) == f"torch.{name}"
+
+
+def test_torch_dtype_of_another_name():
+    with pytest.raises(ConfigError, match="float32, bfloat16, float16"):
+        torch_dtype("int8")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored", "device", "resolved"),
+    [
+        ("auto", "bfloat16", "cpu", "bfloat16"),
+        ("auto", "float32", "cuda:0", "float32"),
+        ("auto", "float16", "cuda", "float16"),
+        ("auto", "float16", "cpu", "float32"),
+        ("float16", "float32", "cpu", "float16"),
+    ],
+)
+def test_resolve_dtype(dtype, stored, device, resolved):
+    assert resolve_dtype(dtype, stored, device) == resolved
+
+
+def test_resolve_device():
+    assert resolve_device("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert resolve_device("cpu") == "cpu"
+
+
+@pytest.mark.parametrize("device", ["abacus", "cuda:99"])
+def test_device_that_is_not_here_is_named(device):
+    with pytest.raises(ConfigError, match=device) as error:
+        resolve_device(device)
+
+    assert error.value.param == "device"

@@ -1,0 +1,23 @@
+"""Patches of random pixels: what the vision tower reads, without pictures."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from dashinfer_vlm_core.patches import Grid, Patches
+
+
+def random_patches(t: int, h: int, w: int, *, seed: int = 0, part: str = "messages[0].content[0]") -> Patches:
+    """Equal for equal arguments, `part` aside."""
+    grid = Grid(t, h, w)
+    pixels = np.random.default_rng([seed, *grid]).integers(0, 256, (grid.patches, 3 * 2 * 14 * 14), dtype=np.uint8)
+    return Patches(
+        pixels=pixels,
+        grid=grid,
+        tokens=grid.patches // 4,
+        kind="image" if t == 1 else "video",
+        part=part,
+        digest=hashlib.sha256(repr(grid).encode() + pixels.tobytes()).digest(),
+    )
