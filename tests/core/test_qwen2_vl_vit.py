@@ -38,11 +38,12 @@ def encoder(tiny_checkpoint):
 
 @pytest.fixture(scope="module")
 def oracle(tiny_checkpoint):
-    """transformers' tower: a batch of patches to one tensor per item."""
     return Oracle(tiny_checkpoint)
 
 
 class Oracle:
+    """transformers' tower: a batch of patches to one tensor per item."""
+
     def __init__(self, folder, dtype=torch.float32):
         self.tower = Qwen2VLForConditionalGeneration.from_pretrained(folder, dtype=dtype).model.visual.eval()
         self.dtype = dtype
@@ -152,9 +153,7 @@ def test_embeddings_of_a_batch_do_not_share_memory(encoder):
 
 @pytest.mark.parametrize(("h", "w"), [(2, 2), (4, 6), (6, 4), (8, 2)])
 def test_patch_positions_equal_transformers(h, w):
-    assert torch.equal(
-        patch_positions(h, w, 2).T, get_vision_position_ids(torch.tensor([[1, h, w]]), 2).T.reshape(2, -1)
-    )
+    assert torch.equal(patch_positions(h, w, 2), get_vision_position_ids(torch.tensor([[1, h, w]]), 2))
 
 
 def test_rotation_equals_transformers():

@@ -1,0 +1,352 @@
+"""VisionService, with a tower that is small and slow on demand, but real: it reads pixels and makes tensors."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+from dashinfer_vlm_core.errors import EngineClosed, EngineError
+from dashinfer_vlm_core.vision import VisionService
+from tests.patches import random_patches
+
+WIDTH = 4
+A, B, C, D = (random_patches(1, 4, 4, seed=seed) for seed in range(4))
+TOKENS = 4
+ITEM_BYTES = TOKENS * WIDTH * 4
+
+
+class MeanTower:
+    """Each visual token is the mean of its four patches. A pass waits while the gate is shut.
+
+    Attributes:
+        passes: the digests of every pass, in order.
+        poison: digests on which it fails.
+        short: digests of which it makes a row too few.
+    """
+
+    def __init__(self):
+        self.passes = []
+        self.poison = set()
+        self.short = set()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.started = threading.Semaphore(0)
+        self.threads = set()
+
+    def encode(self, batch):
+        self.passes.append([item.digest for item in batch])
+        self.threads.add(threading.current_thread())
+        self.started.release()
+        assert self.gate.wait(timeout=10)
+        if any(item.digest in self.poison for item in batch):
+            raise RuntimeError("this tower cannot stomach that")
+        return [mean_of(item)[item.digest in self.short :] for item in batch]
+
+
+def mean_of(item):
+    means = torch.tensor(item.pixels).float().view(item.tokens, -1).mean(dim=1)
+    return means[:, None].expand(item.tokens, WIDTH).contiguous()
+
+
+def run(scenario, *, cache_bytes=10 * ITEM_BYTES, batch_patches=64):
+    """Run `scenario(tower, service)` on a loop of its own; a loop that is blocked or leaves tasks behind fails."""
+
+    async def scene():
+        tower = MeanTower()
+        service = VisionService(tower, cache_bytes=cache_bytes, batch_patches=batch_patches)
+        try:
+            await asyncio.wait_for(scenario(tower, service), timeout=10)
+        finally:
+            tower.gate.set()
+            await service.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(scene())
+
+
+async def started(tower):
+    """Until the next pass has begun."""
+    await asyncio.to_thread(tower.started.acquire)
+
+
+async def occupy(tower, service, item):
+    """Shut the gate with a pass over `item` under way, so that what is asked for now has to wait."""
+    tower.gate.clear()
+    task = asyncio.create_task(service.embed([item]))
+    await started(tower)
+    return task
+
+
+async def ask(service, *items):
+    """A request that has got as far as waiting."""
+    task = asyncio.create_task(service.embed(items))
+    await asyncio.sleep(0)
+    return task
+
+
+def digests(*items):
+    return [item.digest for item in items]
+
+
+def test_embeds_each_item_in_order():
+    async def scenario(tower, service):
+        tokens = await service.embed([B, A])
+
+        assert [item.digest for item in tokens] == digests(B, A)
+        assert [item.grid for item in tokens] == [B.grid, A.grid]
+        assert torch.equal(tokens[0].embedding, mean_of(B))
+        assert torch.equal(tokens[1].embedding, mean_of(A))
+        assert await service.embed([]) == ()
+
+    run(scenario)
+
+
+def test_content_seen_before_comes_from_the_cache():
+    async def scenario(tower, service):
+        (first,) = await service.embed([A])
+        (again,) = await service.embed([random_patches(1, 4, 4, seed=0, part="messages[7].content[1]")])
+
+        assert again.embedding is first.embedding
+        assert len(tower.passes) == 1
+        stats = service.stats
+        assert (stats.passes, stats.encoded, stats.hits, stats.joins, stats.bytes) == (1, 1, 1, 0, ITEM_BYTES)
+
+    run(scenario)
+
+
+def test_cache_drops_the_least_recently_used_beyond_its_bytes():
+    async def scenario(tower, service):
+        await service.embed([A, B])
+        await service.embed([A])  # B is now the one used longest ago
+        await service.embed([C])
+        assert service.stats.bytes == 2 * ITEM_BYTES
+
+        await service.embed([A, C])
+        assert len(tower.passes) == 2
+        await service.embed([B])
+        assert tower.passes[2:] == [digests(B)]
+
+    run(scenario, cache_bytes=2 * ITEM_BYTES)
+
+
+@pytest.mark.parametrize("cache_bytes", [0, ITEM_BYTES - 1])
+def test_item_beyond_the_whole_cache_is_not_kept(cache_bytes):
+    async def scenario(tower, service):
+        await service.embed([A])
+        await service.embed([A])
+
+        assert len(tower.passes) == 2
+        assert service.stats.bytes == 0
+
+    run(scenario, cache_bytes=cache_bytes)
+
+
+def test_content_twice_in_one_request_is_encoded_once():
+    async def scenario(tower, service):
+        tokens = await service.embed([A, B, A])
+
+        assert tower.passes == [digests(A, B)]
+        assert tokens[0].embedding is tokens[2].embedding
+        assert service.stats.joins == 1
+
+    run(scenario)
+
+
+def test_concurrent_requests_for_one_content_encode_it_once():
+    async def scenario(tower, service):
+        tower.gate.clear()
+        requests = [await ask(service, A) for _ in range(5)]
+        await started(tower)
+        requests += [await ask(service, A) for _ in range(5)]  # joins a pass that runs already
+        tower.gate.set()
+        answers = await asyncio.gather(*requests)
+
+        assert tower.passes == [digests(A)]
+        assert all(torch.equal(tokens.embedding, mean_of(A)) for (tokens,) in answers)
+        assert service.stats.joins == 9
+
+    run(scenario, cache_bytes=0)
+
+
+def test_requests_that_wait_share_the_next_pass():
+    async def scenario(tower, service):
+        first = await occupy(tower, service, A)
+        others = [await ask(service, item) for item in (B, C, D)]
+        tower.gate.set()
+        answers = await asyncio.gather(first, *others)
+
+        assert tower.passes == [digests(A), digests(B, C, D)]
+        assert [tokens.digest for (tokens,) in answers] == digests(A, B, C, D)
+
+    run(scenario)
+
+
+def test_pass_holds_at_most_batch_patches():
+    async def scenario(tower, service):
+        await service.embed([A, B, C, D])
+
+        assert tower.passes == [digests(A, B), digests(C, D)]
+
+    run(scenario, batch_patches=47)
+
+
+def test_item_bigger_than_a_pass_goes_alone_and_in_its_turn():
+    async def scenario(tower, service):
+        big = random_patches(1, 8, 8)
+        await service.embed([A, big, B, C])
+
+        assert tower.passes == [digests(A), digests(big), digests(B, C)]
+
+    run(scenario, batch_patches=32)
+
+
+def test_tower_runs_in_one_thread_beside_the_loop():
+    async def scenario(tower, service):
+        request = await occupy(tower, service, A)  # the loop goes on though the tower is stuck
+        tower.gate.set()
+        await request
+        await service.embed([B])
+
+        assert len(tower.threads) == 1
+        assert threading.current_thread() not in tower.threads
+
+    run(scenario)
+
+
+async def cancel(task):
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_cancelled_caller_leaves_the_encoding_to_the_others():
+    async def scenario(tower, service):
+        impatient = await occupy(tower, service, A)
+        patient = await ask(service, A)
+        await cancel(impatient)
+        tower.gate.set()
+        (tokens,) = await patient
+
+        assert torch.equal(tokens.embedding, mean_of(A))
+        assert tower.passes == [digests(A)]
+
+    run(scenario)
+
+
+def test_work_that_nobody_waits_for_any_more_is_dropped_before_it_starts():
+    async def scenario(tower, service):
+        running = await occupy(tower, service, A)
+        leaving, staying = await ask(service, B, C), await ask(service, C)
+        await cancel(leaving)
+        tower.gate.set()
+        await asyncio.gather(running, staying)
+
+        assert tower.passes == [digests(A), digests(C)]
+        await service.embed([B])  # dropped work can be asked for again
+        assert tower.passes[2:] == [digests(B)]
+
+    run(scenario)
+
+
+def test_work_that_runs_already_is_finished_and_kept():
+    async def scenario(tower, service):
+        await cancel(await occupy(tower, service, A))
+        tower.gate.set()
+        await service.embed([A])
+
+        assert tower.passes == [digests(A)]
+
+    run(scenario)
+
+
+def test_failing_item_fails_its_own_requests_alone():
+    async def scenario(tower, service):
+        tower.poison = {B.digest}
+        running = await occupy(tower, service, D)
+        good, bad, both = await ask(service, A), await ask(service, B), await ask(service, C, B)
+        tower.gate.set()
+        outcomes = await asyncio.gather(running, good, bad, both, return_exceptions=True)
+
+        assert tower.passes == [digests(D), digests(A, B, C), digests(A), digests(B), digests(C)]
+        assert torch.equal(outcomes[1][0].embedding, mean_of(A))
+        assert isinstance(outcomes[2], EngineError)
+        assert isinstance(outcomes[3], EngineError)
+
+    run(scenario)
+
+
+def test_failure_names_the_part_and_not_the_cause_and_is_not_kept(caplog):
+    async def scenario(tower, service):
+        tower.poison = {A.digest}
+        with pytest.raises(EngineError) as error:
+            await service.embed([random_patches(1, 4, 4, seed=0, part="messages[3].content[2]")])
+
+        assert error.value.param == "messages[3].content[2]"
+        assert error.value.retryable
+        assert "stomach" not in error.value.message
+        assert "stomach" in caplog.text  # the operator's log has the cause
+        tower.poison = set()
+        (tokens,) = await service.embed([A])
+        assert torch.equal(tokens.embedding, mean_of(A))
+
+    run(scenario)
+
+
+def test_tower_that_makes_too_few_rows_is_caught(caplog):
+    async def scenario(tower, service):
+        tower.short = {A.digest}
+        outcomes = await asyncio.gather(service.embed([A]), service.embed([B]), return_exceptions=True)
+
+        assert isinstance(outcomes[0], EngineError)
+        assert torch.equal(outcomes[1][0].embedding, mean_of(B))
+        assert "[3] visual tokens instead of [4]" in caplog.text
+
+    run(scenario)
+
+
+def test_models_do_not_meet_in_their_keys():
+    """Same content, another model: another key, so that one cache may serve several."""
+
+    async def scene():
+        services = [
+            VisionService(MeanTower(), model_key=key, cache_bytes=ITEM_BYTES, batch_patches=64)
+            for key in (b"one", b"two")
+        ]
+        for service in services:
+            await service.embed([A])
+        keys = [set(service._cache._items) for service in services]
+        for service in services:
+            await service.close()
+        assert not keys[0] & keys[1]
+
+    asyncio.run(scene())
+
+
+def test_close_fails_what_waits_and_ends_what_runs():
+    async def scenario(tower, service):
+        running = await occupy(tower, service, A)
+        waiting = await ask(service, B)
+        closing = asyncio.create_task(service.close())
+        with pytest.raises(EngineClosed):
+            await waiting
+        tower.gate.set()
+        await closing
+
+        assert len(await running) == 1
+        assert tower.passes == [digests(A)]
+        assert service.stats.bytes == 0
+        assert not any(thread.is_alive() for thread in tower.threads)
+
+    run(scenario)
+
+
+def test_closed_service_refuses():
+    async def scenario(tower, service):
+        await service.close()
+        with pytest.raises(EngineClosed):
+            await service.embed([A])
+
+    run(scenario)
