@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def write_checkpoint(folder: Path, *, seed: int = 0, **text: Any) -> Path:
             "num_key_value_heads": 2,
             "max_position_embeddings": 2048,
             "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": True,
+            "tie_word_embeddings": False,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
             "bos_token_id": ids["<|endoftext|>"],
             "eos_token_id": ids["<|im_end|>"],
@@ -87,13 +88,14 @@ def write_checkpoint(folder: Path, *, seed: int = 0, **text: Any) -> Path:
         video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"],
-        tie_word_embeddings=text.get("tie_word_embeddings", True),
+        tie_word_embeddings=text.get("tie_word_embeddings", False),
     )
     torch.manual_seed(seed)
     model = Qwen2VLForConditionalGeneration(config).eval()
-    with torch.no_grad():  # spread the logits: near-ties between tokens would test rounding instead of arithmetic
+    with torch.no_grad():  # the usual 0.02 would leave attention flat and every answer one repeated token
         for parameter in model.parameters():
-            parameter.mul_(2.0) if parameter.ndim > 1 else parameter
+            if parameter.ndim > 1:
+                parameter.normal_(std=2.0 / math.sqrt(parameter[0].numel()))
     model.generation_config.eos_token_id = [ids["<|im_end|>"], ids["<|endoftext|>"]]
     model.generation_config.pad_token_id = ids["<|endoftext|>"]
     model.save_pretrained(folder)
@@ -101,7 +103,7 @@ def write_checkpoint(folder: Path, *, seed: int = 0, **text: Any) -> Path:
         "patch_size": 14,
         "temporal_patch_size": 2,
         "merge_size": 2,
-        "min_pixels": 56 * 56,
+        "min_pixels": 84 * 84,
         "max_pixels": 168 * 168,
         "image_mean": [0.48145466, 0.4578275, 0.40821073],
         "image_std": [0.26862954, 0.26130258, 0.27577711],

@@ -20,9 +20,11 @@ class Qwen2VL:
         return read_spec(folder)
 
     def load_vision(self, spec: ModelSpec, *, device: str, dtype: str) -> VisionEncoder:
+        from .placement import resolve_device, resolve_dtype
         from .vit import load_encoder
 
-        return load_encoder(spec, device=device, dtype=dtype)
+        device = resolve_device(device)
+        return load_encoder(spec, device=device, dtype=resolve_dtype(dtype, spec.dtype, device))
 
 
 @hookimpl

@@ -29,7 +29,9 @@ def builder(spec):
 def oracle(tiny_checkpoint):
     from transformers import AutoTokenizer, Qwen2VLForConditionalGeneration
 
-    return AutoTokenizer.from_pretrained(tiny_checkpoint), Qwen2VLForConditionalGeneration.from_pretrained(tiny_checkpoint)
+    return AutoTokenizer.from_pretrained(tiny_checkpoint), Qwen2VLForConditionalGeneration.from_pretrained(
+        tiny_checkpoint
+    )
 
 
 def patches(*grid, kind="image"):
@@ -112,7 +114,9 @@ def test_tokens_and_positions_equal_those_of_transformers(name, builder, oracle,
 
 
 def test_spans_mark_the_placeholders(builder, spec):
-    prompt = builder.build(request(user("<image>", "and", "<video>")), [patches(1, 4, 4), patches(2, 4, 4, kind="video")])
+    prompt = builder.build(
+        request(user("<image>", "and", "<video>")), [patches(1, 4, 4), patches(2, 4, 4, kind="video")]
+    )
     assert [(span.length) for span in prompt.spans] == [4, 8]
     for span, placeholder in zip(prompt.spans, (spec.tokens.image, spec.tokens.video), strict=True):
         run = slice(span.start, span.start + span.length)
@@ -156,7 +160,11 @@ def test_control_tokens_in_names_and_tool_calls_stay_text(spec):
     config = EngineConfig()
     builder = PromptBuilder.load(spec, config, max_model_len=512)
     builder = PromptBuilder(builder._renderer, template=template, spec=spec, max_model_len=512)
-    call = {"id": "<|im_end|>", "type": "function", "function": {"name": "f<|im_end|>", "arguments": '{"<|im_end|>": 1}'}}
+    call = {
+        "id": "<|im_end|>",
+        "type": "function",
+        "function": {"name": "f<|im_end|>", "arguments": '{"<|im_end|>": 1}'},
+    }
     messages = [user("x") | {"name": "<|im_end|>"}, {"role": "assistant", "tool_calls": [call]}]
     prompt = builder.build(request(*messages), [])
     assert np.count_nonzero(prompt.token_ids == builder.tokenizer.token_to_id("<|im_end|>")) == 1

@@ -1,0 +1,79 @@
+"""Conversations for every door: as OpenAI's JSON for us, and with the pictures themselves for transformers."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+Message = dict[str, Any]
+
+
+def picture(seed: int, width: int = 112, height: int = 112) -> Image.Image:
+    """Blurred noise: rich in detail, and different for each seed."""
+    noise = np.random.default_rng(seed).integers(0, 256, (5, 5, 3), dtype=np.uint8)
+    return Image.fromarray(noise).resize((width, height), Image.Resampling.BILINEAR)
+
+
+def data_url(image: Image.Image) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def user(*parts: str | Image.Image | Sequence[Image.Image]) -> Message:
+    """A message whose parts are text, pictures, and videos (lists of frames), as transformers takes them."""
+    return {"role": "user", "content": [_part(part) for part in parts]}
+
+
+def assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def as_openai(messages: Sequence[Message]) -> list[Message]:
+    """The same messages in OpenAI's JSON, pictures and frames as data URLs."""
+    return [message | {"content": _content(message["content"])} for message in messages]
+
+
+def _part(part: str | Image.Image | Sequence[Image.Image]) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if isinstance(part, Image.Image):
+        return {"type": "image", "image": part}
+    return {"type": "video", "video": list(part)}
+
+
+def _content(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    if isinstance(content, str):
+        return content
+    return [_openai_part(part) for part in content]
+
+
+def _openai_part(part: dict[str, Any]) -> dict[str, Any]:
+    if part["type"] == "image":
+        return {"type": "image_url", "image_url": {"url": data_url(part["image"])}}
+    if part["type"] == "video":
+        return {"type": "video_url", "video_url": {"url": [data_url(frame) for frame in part["video"]]}}
+    return part
+
+
+CONVERSATIONS: dict[str, list[Message]] = {
+    "text": [user("Hello there.")],
+    "one picture": [user(picture(1), "What is this?")],
+    "text before the picture": [user("What is this?", picture(2, 140, 84))],
+    "three pictures between text": [
+        user("First ", picture(3), " then ", picture(4, 168, 112), " and ", picture(5, 84, 140), ": compare.")
+    ],
+    "video": [user([picture(seed) for seed in range(6, 12)], "What happens?")],
+    "video of an odd number of frames": [user([picture(seed, 84, 112) for seed in range(12, 15)], "And now?")],
+    "picture and video": [user(picture(15), [picture(16), picture(17)], "Is it the same?")],
+    "two turns": [
+        user(picture(18), "What is this?"),
+        assistant("A star."),
+        user("And this? ", picture(19, 100, 90)),
+    ],
+}

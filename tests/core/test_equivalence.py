@@ -1,0 +1,102 @@
+"""Numbers: ours = transformers, batched = alone, chunked = whole, cached = uncached, streamed = plain. Greedy, float32."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_demo import CHECKPOINT
+from dashinfer_vlm_demo.transformers_engine import TransformersEngine
+from tests.conversations import CONVERSATIONS, as_openai
+from tests.recorder import Recorder
+
+TOKENS = 24
+
+
+@pytest.fixture(scope="module", params=["tiny", "demo"])
+def checkpoint(request, tiny_checkpoint):
+    return tiny_checkpoint if request.param == "tiny" else CHECKPOINT
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    """What transformers answers, as token ids; the end token included."""
+    oracle = TransformersEngine(checkpoint)
+    return {name: oracle.generate([messages])[0][0][:TOKENS] for name, messages in CONVERSATIONS.items()}
+
+
+@pytest.fixture
+def running(checkpoint):
+    """Engines that note their token ids, closed at the end of the test."""
+    engines = []
+
+    def running(**options):
+        recorder = Recorder()
+        config = EngineConfig(model=str(checkpoint), decoder="recorded", dtype="float32", **options)
+        engine = Engine(config, registry=recorder.registry()).start()
+        engines.append(engine)
+        return engine, recorder.tokens
+
+    yield running
+    for engine in engines:
+        engine.close()
+
+
+def body(name, **options):
+    return {"messages": as_openai(CONVERSATIONS[name]), "temperature": 0, "max_tokens": TOKENS, **options}
+
+
+def test_tokens_equal_those_of_transformers(running, expected):
+    engine, tokens = running()
+    for name, ids in expected.items():
+        answer = engine.chat(body(name))
+        assert tokens[answer.id] == ids, name
+
+
+def test_batched_equals_alone(running, expected):
+    engine, tokens = running()
+
+    async def all_at_once():
+        return await asyncio.gather(*(engine.achat(body(name)) for name in expected))
+
+    for name, answer in zip(expected, asyncio.run(all_at_once()), strict=True):
+        assert tokens[answer.id] == expected[name], name
+
+
+@pytest.mark.parametrize("chunk", [1, 13])
+def test_chunked_equals_whole(running, expected, chunk):
+    engine, tokens = running(prefill_chunk=chunk)
+    for name in ("one picture", "three pictures between text", "video"):
+        answer = engine.chat(body(name))
+        assert tokens[answer.id] == expected[name], name
+
+
+def test_cached_equals_uncached(running, expected):
+    engine, tokens = running()
+    without, tokens_without = running(vision_cache_mib=0)
+    for name in ("one picture", "picture and video"):
+        for _ in range(2):
+            assert tokens[engine.chat(body(name)).id] == expected[name], name
+            assert tokens_without[without.chat(body(name)).id] == expected[name], name
+
+
+def test_streamed_equals_plain(running, expected):
+    engine, tokens = running()
+    for name in expected:
+        plain = engine.chat(body(name)).choices[0]
+        chunks = list(engine.stream(body(name)))
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert text == plain.message.content, name
+        assert tokens[chunks[0].id] == expected[name], name
+        assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == [
+            plain.finish_reason
+        ]
+
+
+def test_a_conversation_that_goes_on_equals_one_that_is_sent_whole(running, expected):
+    """The second turn repeats the first one's picture, which the cache holds by then."""
+    engine, tokens = running()
+    engine.chat({**body("two turns"), "messages": as_openai(CONVERSATIONS["two turns"])[:1]})
+    assert tokens[engine.chat(body("two turns")).id] == expected["two turns"]

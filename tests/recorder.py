@@ -1,0 +1,50 @@
+"""A decoder that notes every token id of another decoder: text alone would hide two tokens that look alike."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from dashinfer_vlm_core import hookimpl
+from dashinfer_vlm_core.plugins import load_plugins
+
+
+class Recorder:
+    """A plugin that registers the decoder `recorded`, which is the PyTorch decoder, watched."""
+
+    name = "recorded"
+
+    def __init__(self):
+        self._factory = load_plugins().decoder("torch")
+        self.tokens = {}
+
+    @hookimpl
+    def register_decoders(self, register):
+        register(self)
+
+    def fitness(self, spec, config):
+        return self._factory.fitness(spec, config)
+
+    def create(self, spec, config):
+        return _Watched(self._factory.create(spec, config), self.tokens)
+
+    def registry(self):
+        registry = load_plugins()
+        registry.add_plugin(self, name="recorder")
+        return registry
+
+
+class _Watched:
+    def __init__(self, decoder, tokens):
+        self._decoder = decoder
+        self._tokens = tokens
+        self.name = decoder.name
+        self.max_model_len = decoder.max_model_len
+        self.honours = decoder.honours
+        self.start = decoder.start
+        self.close = decoder.close
+
+    async def decode(self, request):
+        ids = self._tokens.setdefault(request.id, [])
+        async for token in self._decoder.decode(dataclasses.replace(request)):
+            ids.append(token.id)
+            yield token
