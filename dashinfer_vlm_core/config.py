@@ -132,8 +132,9 @@ class EngineConfig(BaseSettings):
 
     @property
     def name(self) -> str:
-        """The model's name in requests and answers."""
-        return self.served_model_name or self.model
+        """The model's name in requests and answers; a folder goes by its last part, so that answers hold no path."""
+        folder = Path(self.model).expanduser()
+        return self.served_model_name or (folder.resolve().name if folder.is_dir() else self.model)
 
 
 def _explain(error: ValidationError) -> str:

@@ -1,4 +1,4 @@
-"""Numbers: ours = transformers, batched = alone, chunked = whole, cached = uncached, streamed = plain. Greedy, float32."""
+"""Ours = transformers, batched = alone, chunked = whole, cached = uncached, streamed = plain; greedy, float32."""
 
 from __future__ import annotations
 

@@ -1,0 +1,313 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+
+import pytest
+
+from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.engine import choose_decoder
+from dashinfer_vlm_core.errors import (
+    CheckpointError,
+    ContextLengthExceeded,
+    EngineClosed,
+    EngineError,
+    InvalidParameter,
+    MediaUndecodable,
+    ModelNotFound,
+    PluginError,
+    QueueFull,
+    SetupError,
+    UnsupportedParameter,
+)
+from dashinfer_vlm_core.plugins import Registry
+from dashinfer_vlm_core.sampling import SAMPLING_PARAMETERS
+from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
+from tests.conversations import as_openai, picture, user
+
+HELLO = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
+LONG = "A long answer that goes on and on and on. " * 5
+
+
+@pytest.fixture
+def scripted(tiny_checkpoint):
+    """A started engine that plays a script, and the script, which knows what runs."""
+    engines = []
+
+    def scripted(*answers, delay=0.0, honours=SAMPLING_PARAMETERS, **options):
+        script = Script(*answers, delay=delay, honours=honours)
+        config = EngineConfig(model=str(tiny_checkpoint), decoder="scripted", **options)
+        engines.append(Engine(config, registry=scripted_registry(script)).start())
+        return engines[-1], script
+
+    yield scripted
+    for engine in engines:
+        engine.close()
+
+
+def until(condition, seconds=5.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def text_of(chunks):
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+
+def test_a_scripted_engine_answers(tiny_checkpoint):
+    with scripted_engine("A red circle.", model=str(tiny_checkpoint)) as engine:
+        answer = engine.chat(HELLO)
+    assert answer.choices[0].message.content == "A red circle."
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_every_way_in_gives_the_same_answer(scripted):
+    engine, _ = scripted("The same.")
+
+    async def from_a_loop():
+        plain = await engine.achat(HELLO)
+        chunks = [chunk async for chunk in engine.astream(HELLO)]
+        return plain.choices[0].message.content, text_of(chunks)
+
+    assert engine.chat(HELLO).choices[0].message.content == "The same."
+    assert text_of(engine.stream(HELLO)) == "The same."
+    assert asyncio.run(from_a_loop()) == ("The same.", "The same.")
+
+
+def test_many_threads_and_loops_share_an_engine(scripted):
+    engine, script = scripted(lambda request: request.id, delay=0.001)
+    answers = []
+
+    def thread(number):
+        async def loop():
+            return await asyncio.gather(*(engine.achat(HELLO) for _ in range(4)))
+
+        answers.extend(asyncio.run(loop()) if number % 2 else [engine.chat(HELLO) for _ in range(4)])
+
+    threads = [threading.Thread(target=thread, args=(number,)) for number in range(8)]
+    for item in threads:
+        item.start()
+    for item in threads:
+        item.join()
+    assert len({answer.id for answer in answers}) == 32
+    assert all(answer.choices[0].message.content == answer.id for answer in answers)
+    assert script.running == 0
+
+
+def test_the_decoder_gets_visual_tokens_positions_and_a_limit(scripted):
+    engine, script = scripted("ok")
+    engine.chat({"messages": as_openai([user(picture(1), "What?")]), "max_tokens": 7})
+    (request,) = script.requests
+    (span,) = request.spans
+    assert span.stop - span.start == len(span.tokens.embedding) == 16
+    assert request.positions.shape == (3, len(request.token_ids))
+    assert request.sampling.max_tokens == 7
+
+
+def test_an_answer_without_a_limit_gets_what_the_context_leaves(scripted):
+    engine, script = scripted("ok", max_model_len=100)
+    engine.chat(HELLO)
+    (request,) = script.requests
+    assert request.sampling.max_tokens == 100 - len(request.token_ids)
+
+
+@pytest.mark.parametrize("name", ["model", "demo-under-test", None])
+def test_the_model_may_be_named_or_left_out(scripted, name):
+    engine, _ = scripted("ok", served_model_name="demo-under-test")
+    request = HELLO if name is None else {**HELLO, "model": name}
+    assert engine.chat(request).model == "demo-under-test"
+
+
+def test_a_folder_is_named_by_its_last_part(scripted, tiny_checkpoint):
+    engine, _ = scripted("ok")
+    assert engine.chat({**HELLO, "model": str(tiny_checkpoint)}).model == tiny_checkpoint.name
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "param"),
+    [
+        ({"model": "gpt-4o"}, ModelNotFound, "model"),
+        ({"temperature": 3}, InvalidParameter, "temperature"),
+        ({"logit_bias": {"320": 1}}, InvalidParameter, "logit_bias"),
+        ({"stop_token_ids": [320]}, InvalidParameter, "stop_token_ids"),
+        ({"max_tokens": 5000}, ContextLengthExceeded, "max_tokens"),
+        ({"messages": as_openai([{"role": "user", "content": "x" * 5000}])}, ContextLengthExceeded, "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}]},
+            MediaUndecodable,
+            "messages[0].content[0]",
+        ),
+    ],
+)
+def test_a_wrong_request_is_named_and_the_next_one_works(scripted, change, error, param):
+    engine, script = scripted("ok")
+    for ask in (engine.chat, lambda request: list(engine.stream(request))):
+        with pytest.raises(error) as caught:
+            ask({**HELLO, **change})
+        assert caught.value.param == param
+    assert engine.chat(HELLO).choices[0].message.content == "ok"
+    assert len(script.requests) == 1
+
+
+def test_what_a_decoder_cannot_honour_is_refused_by_name(scripted):
+    engine, _ = scripted("ok", honours=SAMPLING_PARAMETERS - {"logit_bias"})
+    with pytest.raises(UnsupportedParameter, match="cannot honour logit_bias") as caught:
+        engine.chat({**HELLO, "logit_bias": {"5": 1}})
+    assert caught.value.param == "logit_bias"
+    assert engine.chat({**HELLO, "logit_bias": {}}).choices[0].message.content == "ok"
+
+
+def test_errors_of_the_decoder_reach_their_caller_alone(scripted):
+    engine, _ = scripted(QueueFull("Busy.", retry_after=3), "ok")
+    with pytest.raises(QueueFull, match="Busy") as caught:
+        engine.chat(HELLO)
+    assert caught.value.retry_after == 3
+    assert engine.chat(HELLO).choices[0].message.content == "ok"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_nobody_foresaw_is_logged_and_not_leaked(scripted, caplog, streamed):
+    engine, _ = scripted(RuntimeError("secret at 0x7f00"), "ok")
+    with caplog.at_level(logging.ERROR), pytest.raises(EngineError, match="its log says why") as caught:
+        list(engine.stream(HELLO)) if streamed else engine.chat(HELLO)
+    assert "secret" not in caught.value.message
+    assert caught.value.code == "internal_error"
+    assert "secret at 0x7f00" in caplog.text
+    assert engine.chat(HELLO).choices[0].message.content == "ok"
+
+
+def test_cancelling_a_caller_frees_its_request(scripted):
+    engine, script = scripted(LONG, delay=0.01)
+
+    async def cancel():
+        task = asyncio.create_task(engine.achat(HELLO))
+        await asyncio.to_thread(until, lambda: script.running == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    until(lambda: script.running == 0, seconds=1)
+
+
+def test_leaving_an_async_stream_frees_its_request(scripted):
+    engine, script = scripted(LONG, delay=0.01)
+
+    async def leave():
+        stream = engine.astream(HELLO)
+        async for chunk in stream:
+            if chunk.choices[0].delta.content:
+                break
+        assert script.running == 1
+        await stream.aclose()
+
+    asyncio.run(leave())
+    until(lambda: script.running == 0, seconds=1)
+
+
+def test_leaving_a_sync_stream_frees_its_request(scripted):
+    engine, script = scripted(LONG, delay=0.01)
+    stream = engine.stream(HELLO)
+    next(stream)
+    stream.close()
+    until(lambda: script.running == 0, seconds=1)
+
+
+def test_a_stop_string_frees_the_decoder_before_its_answer_ends(scripted):
+    engine, script = scripted(LONG, delay=0.001)
+    answer = engine.chat({**HELLO, "stop": ["goes"]})
+    assert answer.choices[0].message.content == "A long answer that "
+    assert answer.choices[0].finish_reason == "stop"
+    assert script.running == 0
+
+
+@pytest.mark.parametrize("way", ["chat", "stream"])
+def test_closing_ends_running_requests_with_an_error(scripted, way):
+    engine, script = scripted(LONG, delay=0.01)
+    caught = []
+
+    def ask():
+        try:
+            list(engine.stream(HELLO)) if way == "stream" else engine.chat(HELLO)
+        except EngineClosed as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    until(lambda: script.running == 1)
+    engine.close()
+    thread.join(5)
+    assert len(caught) == 1
+    assert script.running == 0
+
+
+def test_an_engine_that_is_not_running_says_how_to_start_it(tiny_checkpoint):
+    engine = scripted_engine("ok", model=str(tiny_checkpoint))
+    for _ in range(2):
+        assert engine.status().state == "closed"
+        with pytest.raises(EngineClosed, match=r"with Engine\(\.\.\.\)"):
+            engine.chat(HELLO)
+        with pytest.raises(EngineClosed):
+            next(engine.stream(HELLO))
+        with pytest.raises(EngineClosed):
+            asyncio.run(engine.achat(HELLO))
+        engine.close()
+
+
+def test_starting_and_closing_twice_is_allowed_and_it_starts_again(tiny_checkpoint):
+    engine = scripted_engine("ok", model=str(tiny_checkpoint))
+    for _ in range(2):
+        assert engine.start() is engine.start()
+        assert engine.chat(HELLO).choices[0].message.content == "ok"
+        engine.close()
+        engine.close()
+    assert not [thread for thread in threading.enumerate() if "dashinfer" in thread.name]
+
+
+def test_it_is_an_async_context_manager(tiny_checkpoint):
+    async def use():
+        async with scripted_engine("ok", model=str(tiny_checkpoint)) as engine:
+            return (await engine.achat(HELLO)).choices[0].message.content, engine.status()
+
+    content, status = asyncio.run(use())
+    assert content == "ok"
+    assert (status.state, status.decoder, status.decoder_reason) == ("ready", "scripted", "a script is played")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"model": "no-such-model"}, CheckpointError, r"no registered name \(known: .*demo.*\), no folder"),
+        ({"decoder": "no-such-decoder"}, PluginError, "No decoder is called 'no-such-decoder'"),
+        ({"device": "no-such-device"}, SetupError, "no-such-device"),
+    ],
+)
+def test_a_wrong_set_up_is_named_and_leaves_no_thread(tiny_checkpoint, options, error, message):
+    engine = Engine(EngineConfig(**{"model": str(tiny_checkpoint), **options}))
+    with pytest.raises(error, match=message):
+        engine.start()
+    assert engine.status().state == "closed"
+    assert not [thread for thread in threading.enumerate() if "dashinfer" in thread.name]
+
+
+def test_a_folder_that_is_no_checkpoint_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
+        Engine(EngineConfig(model=str(tmp_path))).start()
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="no model_type"):
+        Engine(EngineConfig(model=str(tmp_path))).start()
+    (tmp_path / "config.json").write_text('{"model_type": "llava"}')
+    with pytest.raises(PluginError, match="No architecture is called 'llava'; there is: qwen2_vl"):
+        Engine(EngineConfig(model=str(tmp_path))).start()
+
+
+def test_without_a_decoder_that_can_run_each_ones_reason_is_given(tiny_checkpoint):
+    from dashinfer_vlm_core.qwen2_vl.config import read_spec
+
+    with pytest.raises(SetupError, match=r"No decoder can run here \(none is registered\)"):
+        choose_decoder(Registry(), read_spec(tiny_checkpoint), EngineConfig())
