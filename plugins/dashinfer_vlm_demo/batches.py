@@ -21,7 +21,7 @@ from dashinfer_vlm_demo.network import Batch
 from dashinfer_vlm_demo.questions import Question
 from dashinfer_vlm_demo.sizes import FACTOR, PATCH
 
-ROWS, LENGTH = 24, 192
+ROWS, LENGTH = 10, 192
 """Rows of a batch and tokens of a row."""
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 DEVIATION = (0.26862954, 0.26130258, 0.27577711)

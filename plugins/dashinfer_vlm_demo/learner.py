@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,8 +53,9 @@ class Tally:
 class Learner:
     """A network that computes in bf16, with its weights kept in fp32 beside it."""
 
-    def __init__(self, sizes: Architecture, seed: int) -> None:
+    def __init__(self, sizes: Architecture, seed: int, *, averaging: bool = True) -> None:
         torch.manual_seed(seed)
+        self.averaging = averaging
         self.network = Network(sizes, labels.CELLS, labels.PLACES)
         initialise(self.network)
         self.weights = {name: value.detach().clone() for name, value in self.network.named_parameters()}
@@ -71,13 +73,20 @@ class Learner:
         vectors = [self.weights[name] for name in self.trained if self.weights[name].ndim < 2]
         groups = [{"params": matrices, "weight_decay": 0.02}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), fused=True)
-        self.average = {} if sight_only else {name: value.clone() for name, value in self.weights.items()}
+        averaged = self.averaging and not sight_only
+        self.average = {name: value.clone() for name, value in self.weights.items()} if averaged else {}
 
-    def learn(self, batch: Batch, rate: float, tally: Tally | None = None) -> None:
-        """One step on a batch; with several processes, on the mean of their gradients."""
-        loss = self._loss(batch, tally or Tally())
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._share_gradients()
+    def learn(self, own: Sequence[Batch], total: int, rate: float, tally: Tally | None = None) -> None:
+        """One step on `total` batches, of which this process has its own share and other processes the rest."""
+        flat = torch.zeros(sum(self.weights[name].numel() for name in self.trained))
+        for batch in own:
+            self._loss(batch, tally or Tally()).backward()  # type: ignore[no-untyped-call]
+            flat += self._take_gradients()
+        if distributed.is_initialized():
+            distributed.all_reduce(flat)
+        parts = flat.div_(total).split([self.weights[name].numel() for name in self.trained])
+        for name, part in zip(self.trained, parts, strict=True):
+            self.weights[name].grad = part.view_as(self.weights[name])
         nn.utils.clip_grad_norm_([self.weights[name] for name in self.trained], CLIP_NORM)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -116,19 +125,15 @@ class Learner:
             total = total + F.cross_entropy(output, target, ignore_index=labels.UNKNOWN, reduction="sum") / known
         return total
 
-    def _share_gradients(self) -> None:
+    def _take_gradients(self) -> Tensor:
+        """All gradients as one vector in fp32."""
         parameters = dict(self.network.named_parameters())
         parts = []
         for name in self.trained:
             gradient = parameters[name].grad
             parts.append(torch.zeros(parameters[name].numel()) if gradient is None else gradient.float().flatten())
             parameters[name].grad = None
-        flat = torch.cat(parts)
-        if distributed.is_initialized():
-            distributed.all_reduce(flat)
-            flat /= distributed.get_world_size()
-        for name, part in zip(self.trained, flat.split([part.numel() for part in parts]), strict=True):
-            self.weights[name].grad = part.view_as(self.weights[name])
+        return torch.cat(parts)
 
     @torch.no_grad()
     def _copy_weights(self) -> None:
@@ -148,5 +153,6 @@ class Learner:
             self.weights[name].copy_(value)
         for name, parameter in self.network.named_parameters():
             parameter.copy_(self.weights[name])
-        self.average = {name: value.clone() for name, value in state["average"].items()}
+        if self.averaging:
+            self.average = {name: value.clone() for name, value in state["average"].items()}
         self.optimizer.load_state_dict(state["optimizer"])

@@ -268,6 +268,8 @@ class Network(nn.Module):
 
     def see(self, batch: Batch) -> Tensor:
         """The vision tokens, (N * P / 4, hidden)."""
+        if not len(batch.patches):
+            return torch.zeros((0, self.sizes.hidden_size), dtype=self.visual.patch_embed.proj.weight.dtype)
         return self.visual(batch.patches.to(self.visual.patch_embed.proj.weight.dtype), batch.grid)
 
     def read(self, batch: Batch, seen: Tensor) -> tuple[Tensor, Tensor]:

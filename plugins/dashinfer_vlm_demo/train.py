@@ -1,7 +1,8 @@
 """Train the demo model from nothing: `python -m dashinfer_vlm_demo.train --out DIR`.
 
-The schedule counts steps, and the scenes of a step follow from (seed, step, process): a run that is stopped and started
-again ends with the same weights as one that was not, and a slow machine makes the same model as a fast one.
+The schedule counts steps, and the scenes of a step follow from (seed, step, number of the batch in the step): a run that
+is stopped and started again ends with the same weights as one that was not, and a slow machine makes the same model as a
+fast one. Processes share the batches of a step; how many there are changes nothing but the order of a sum.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Stage:
     cooldown: float = 0.0
     final: float = 0.02
     """Rate at the very end, as a share of `rate`."""
+    batches: int
+    """Batches per step."""
     sight_only: bool = False
 
     def rate_at(self, step: int) -> float:
@@ -53,71 +56,85 @@ class Plan:
     stages: tuple[Stage, ...]
     sizes: Architecture = Architecture()
     seed: int = 0
-    processes: int = 2
     rows: int = batches.ROWS
     sights: int = 32
     """Pictures of a batch in a stage that only sees."""
 
+    @property
+    def steps(self) -> int:
+        return sum(stage.steps for stage in self.stages)
+
 
 PLAN = Plan(
     stages=(
-        Stage(name="see", steps=2500, rate=1.5e-3, warmup=100, cooldown=0.4, final=0.4, sight_only=True),
-        Stage(name="learn", steps=4000, rate=1.0e-3, warmup=150),
-        Stage(name="settle", steps=1600, rate=1.0e-3, cooldown=1.0),
+        Stage(name="see", steps=2200, rate=1.5e-3, warmup=100, cooldown=0.3, final=0.4, batches=2, sight_only=True),
+        Stage(name="learn", steps=2600, rate=1.0e-3, warmup=150, batches=4),
+        Stage(name="settle", steps=1000, rate=1.0e-3, cooldown=1.0, batches=4),
     )
 )
 
 
-def make_batch(plan: Plan, stage: Stage, step: int, rank: int) -> Batch:
-    """The batch of one process at a step of the whole run."""
-    rng = random.Random(f"train {plan.seed} {step} {rank}")
+def make_batch(plan: Plan, stage: Stage, step: int, number: int) -> Batch:
+    """One of the batches of a step of the whole run."""
+    rng = random.Random(f"train {plan.seed} {step} {number}")
     return batches.sight_batch(rng, plan.sights) if stage.sight_only else batches.batch(rng, plan.rows)
 
 
-def run(plan: Plan, out: Path, *, report_every: int = 50, save_every: int = 250, stop_after: int | None = None) -> None:
-    """Train; go on from `out` if a run was stopped there. `stop_after` steps of the whole run, it stops by itself."""
-    out.mkdir(parents=True, exist_ok=True)
-    total = sum(stage.steps for stage in plan.stages)
-    options = {"report_every": report_every, "save_every": save_every, "stop_after": min(stop_after or total, total)}
-    if plan.processes == 1:
-        _work(0, plan, out, 0, options)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conduct:
+    """How a plan is carried out; none of this changes the result."""
+
+    out: Path
+    processes: int = 2
+    stop_after: int | None = None
+    """Steps of the whole run after which to stop, as if somebody had."""
+    report_every: int = 50
+    save_every: int = 250
+
+
+def run(plan: Plan, conduct: Conduct) -> None:
+    """Train; go on from where an earlier run in the same folder stopped."""
+    conduct.out.mkdir(parents=True, exist_ok=True)
+    if conduct.processes == 1:
+        _work(0, plan, conduct, 0)
         return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    multiprocessing.spawn(_work, (plan, out, port, options), plan.processes)  # type: ignore[no-untyped-call]
+    multiprocessing.spawn(_work, (plan, conduct, port), conduct.processes)  # type: ignore[no-untyped-call]
 
 
-def _work(rank: int, plan: Plan, out: Path, port: int, options: dict[str, int]) -> None:
-    # One thread each: two processes of one thread lose less to a busy machine than two threads that wait for each
-    # other at every operation, and sums of one thread come out the same every time.
+def _work(rank: int, plan: Plan, conduct: Conduct, port: int) -> None:
+    # One thread each: processes of one thread lose less to a busy machine than threads that wait for each other at
+    # every operation, and sums of one thread come out the same every time.
     torch.set_num_threads(1)
-    if plan.processes > 1:
+    if conduct.processes > 1:
         address = f"tcp://127.0.0.1:{port}"
-        distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=plan.processes)
+        distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=conduct.processes)
     try:
-        _train(rank, plan, out, options)
+        _train(rank, plan, conduct)
     finally:
-        if plan.processes > 1:
+        if conduct.processes > 1:
             distributed.destroy_process_group()
 
 
-def _train(rank: int, plan: Plan, out: Path, options: dict[str, int]) -> None:
-    learner = Learner(plan.sizes, plan.seed)
-    done, first = _resume(learner, plan, out), 0
-    reporter = Reporter(options["stop_after"] - done, options["report_every"]) if rank == 0 else None
+def _train(rank: int, plan: Plan, conduct: Conduct) -> None:
+    learner = Learner(plan.sizes, plan.seed, averaging=rank == 0)
+    done, first = _resume(learner, plan, conduct.out), 0
+    end = min(conduct.stop_after or plan.steps, plan.steps)
+    reporter = Reporter(end - done, conduct.report_every)
     for stage in plan.stages:
-        last = first + stage.steps
-        for step in range(max(first, done), min(last, options["stop_after"])):
+        for step in range(max(first, done), min(first + stage.steps, end)):
             if step == first and _begins(plan, stage):
                 learner.begin(stage.sight_only)
-            tally = reporter.tally if reporter else None
-            learner.learn(make_batch(plan, stage, step, rank), stage.rate_at(step - first), tally)
-            if reporter:
-                reporter.tick(stage.name, step + 1, stage.rate_at(step - first))
-            if rank == 0 and ((step + 1) % options["save_every"] == 0 or step + 1 == options["stop_after"]):
-                _save(out / PROGRESS, {"step": step + 1, "learner": learner.state()})
-        first = last
+            rate = stage.rate_at(step - first)
+            own = [make_batch(plan, stage, step, number) for number in range(rank, stage.batches, conduct.processes)]
+            learner.learn(own, stage.batches, rate, reporter.tally)
+            if rank == 0:
+                reporter.tick(stage.name, step + 1, rate)
+            if rank == 0 and ((step + 1) % conduct.save_every == 0 or step + 1 == end):
+                _save(conduct.out / PROGRESS, {"step": step + 1, "learner": learner.state()})
+        first += stage.steps
 
 
 def _resume(learner: Learner, plan: Plan, out: Path) -> int:
@@ -173,9 +190,10 @@ class Reporter:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m dashinfer_vlm_demo.train", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the progress and the finished model")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the progress, and for going on from it")
+    parser.add_argument("--processes", type=int, default=2, help="one thread each; more than cores is no use when idle")
     options = parser.parse_args(arguments)
-    run(PLAN, options.out)
+    run(PLAN, Conduct(out=options.out, processes=options.processes))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,89 @@
+"""Exact match per task on fresh scenes: `python -m dashinfer_vlm_demo.evaluate CHECKPOINT [--n 300]`.
+
+Any engine can be measured: `evaluate(answer)` takes whatever turns samples into answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dashinfer_vlm_demo import scenes
+from dashinfer_vlm_demo.scenes import Sample, sample
+
+Answer = Callable[[Sequence[Sample]], list[str]]
+
+FLOORS = dict.fromkeys(scenes.PICTURE_TASKS, 0.95) | {"list": 0.80, "nth": 0.95, "which": 0.95}
+FLOORS |= dict.fromkeys(("motion", "motion_still", "motion_two_frames"), 0.95)
+"""What the model has to reach."""
+MIXTURES = {
+    "pictures, question first": (scenes.PICTURE_TASKS, "before"),
+    "sets, question first": (scenes.SET_TASKS, "before"),
+    "sets, labelled": (scenes.SET_TASKS, "labelled"),
+    "clips, question first": (scenes.CLIP_TASKS, "before"),
+}
+"""Other orders of text and pictures, over several tasks in turn."""
+FIRST_SEED = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The share of answers that are right to the letter, with some that are not: (question, truth, answer)."""
+
+    name: str
+    exact: float
+    count: int
+    wrong: tuple[tuple[str, str, str], ...]
+
+
+def evaluate(answer: Answer, count: int = 300, names: Sequence[str] | None = None) -> Iterator[Result]:
+    """Results task by task, then for the mixtures; `names` restricts them."""
+    for name in names or (*scenes.TASKS, *MIXTURES):
+        asked = [_sample(name, index) for index in range(count)]
+        replies = answer(asked)
+        wrong = [
+            (one.question, one.answer, reply)
+            for one, reply in zip(asked, replies, strict=True)
+            if reply.strip() != one.answer
+        ]
+        yield Result(name=name, exact=1 - len(wrong) / count, count=count, wrong=tuple(wrong))
+
+
+def table(results: Sequence[Result]) -> str:
+    """A Markdown table."""
+    lines = ["| task | exact match | to reach |", "|---|---|---|"]
+    for result in results:
+        floor = f"{FLOORS[result.name]:.0%}" if result.name in FLOORS else ""
+        lines.append(f"| {result.name} | {result.exact:.1%} | {floor} |")
+    return "\n".join(lines)
+
+
+def _sample(name: str, index: int) -> Sample:
+    if name in MIXTURES:
+        tasks, layout = MIXTURES[name]
+        return sample(tasks[index % len(tasks)], FIRST_SEED + index, layout)
+    return sample(name, FIRST_SEED + index)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m dashinfer_vlm_demo.evaluate", description=__doc__)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--n", type=int, default=300, help="samples per task")
+    parser.add_argument("--task", action="append", help="only this task; may be given more than once")
+    parser.add_argument("--wrong", type=int, default=0, help="wrong answers to show per task")
+    options = parser.parse_args(arguments)
+    from dashinfer_vlm_demo.transformers_engine import TransformersEngine  # seconds to import: not for `--help`
+
+    results = []
+    for result in evaluate(TransformersEngine(options.checkpoint).answer, options.n, options.task):
+        results.append(result)
+        print(f"{result.name:28} {result.exact:.3f}", flush=True)
+        for question, truth, reply in result.wrong[: options.wrong]:
+            print(f"    {question!r}: {truth!r}, not {reply!r}")
+    print("\n" + table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Write a checkpoint in the published Qwen2-VL file layout: `python -m dashinfer_vlm_demo.export RUN CHECKPOINT`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dashinfer_vlm_demo import batches, sizes, tokenizer
+from dashinfer_vlm_demo.network import Architecture
+from dashinfer_vlm_demo.train import PLAN, PROGRESS
+
+CONTEXT = 4096
+
+
+def export(weights: Mapping[str, Tensor], architecture: Architecture, folder: Path) -> None:
+    """Write everything but the model card; `weights` are named as in the network, in fp32."""
+    folder.mkdir(parents=True, exist_ok=True)
+    published = {name: _published(name, value) for name, value in weights.items() if not name.startswith("heads.")}
+    save_file(published, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer.write(folder)
+    _dump(folder / "config.json", _config(architecture))
+    _dump(folder / "generation_config.json", _generation())
+    _dump(folder / "preprocessor_config.json", _preprocessor())
+
+
+def _published(name: str, value: Tensor) -> Tensor:
+    if name == "visual.patch_embed.proj.weight":  # published as the convolution that it is
+        value = value.view(-1, 3, sizes.TEMPORAL_PATCH, sizes.PATCH, sizes.PATCH)
+    return value.to(torch.bfloat16).contiguous()
+
+
+def _token(text: str) -> int:
+    found: int | None = tokenizer.build().token_to_id(text)
+    assert found is not None
+    return found
+
+
+def _config(architecture: Architecture) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "attention_dropout": 0.0,
+        "bos_token_id": _token("<|endoftext|>"),
+        "eos_token_id": _token("<|im_end|>"),
+        "hidden_act": "silu",
+        "hidden_size": architecture.hidden_size,
+        "image_token_id": _token("<|image_pad|>"),
+        "initializer_range": 0.02,
+        "intermediate_size": architecture.intermediate_size,
+        "max_position_embeddings": CONTEXT,
+        "max_window_layers": architecture.num_hidden_layers,
+        "model_type": "qwen2_vl",
+        "num_attention_heads": architecture.num_attention_heads,
+        "num_hidden_layers": architecture.num_hidden_layers,
+        "num_key_value_heads": architecture.num_key_value_heads,
+        "rms_norm_eps": architecture.rms_norm_eps,
+        "rope_scaling": {"type": "mrope", "mrope_section": list(architecture.mrope_section)},
+        "rope_theta": architecture.rope_theta,
+        "sliding_window": CONTEXT,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "video_token_id": _token("<|video_pad|>"),
+        "vision_config": {
+            "depth": architecture.depth,
+            "embed_dim": architecture.embed_dim,
+            "hidden_act": "quick_gelu",
+            "hidden_size": architecture.hidden_size,
+            "in_channels": 3,
+            "in_chans": 3,
+            "mlp_ratio": 4,
+            "model_type": "qwen2_vl",
+            "num_heads": architecture.num_heads,
+            "patch_size": sizes.PATCH,
+            "spatial_merge_size": sizes.FACTOR // sizes.PATCH,
+            "spatial_patch_size": sizes.PATCH,
+            "temporal_patch_size": sizes.TEMPORAL_PATCH,
+        },
+        "vision_end_token_id": _token("<|vision_end|>"),
+        "vision_start_token_id": _token("<|vision_start|>"),
+        "vision_token_id": _token("<|vision_pad|>"),
+        "vocab_size": architecture.vocab_size,
+    }
+
+
+def _generation() -> dict[str, Any]:
+    return {
+        "bos_token_id": _token("<|endoftext|>"),
+        "do_sample": False,
+        "eos_token_id": [_token("<|im_end|>"), _token("<|endoftext|>")],
+        "max_new_tokens": 64,
+        "pad_token_id": _token("<|endoftext|>"),
+    }
+
+
+def _preprocessor() -> dict[str, Any]:
+    return {
+        "do_convert_rgb": True,
+        "do_normalize": True,
+        "do_rescale": True,
+        "do_resize": True,
+        "image_mean": list(batches.MEAN),
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "image_std": list(batches.DEVIATION),
+        "max_pixels": sizes.MAX_PIXELS,
+        "merge_size": sizes.FACTOR // sizes.PATCH,
+        "min_pixels": sizes.MIN_PIXELS,
+        "patch_size": sizes.PATCH,
+        "processor_class": "Qwen2VLProcessor",
+        "resample": 3,
+        "rescale_factor": 1 / 255,
+        "size": {"longest_edge": sizes.MAX_PIXELS, "shortest_edge": sizes.MIN_PIXELS},
+        "temporal_patch_size": sizes.TEMPORAL_PATCH,
+    }
+
+
+def _dump(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m dashinfer_vlm_demo.export", description=__doc__)
+    parser.add_argument("run", type=Path, help="folder that the training wrote")
+    parser.add_argument("checkpoint", type=Path, help="folder for the checkpoint")
+    options = parser.parse_args(arguments)
+    learner = torch.load(options.run / PROGRESS, weights_only=True)["learner"]
+    # The running average answers better than the last weights do, and with wider margins.
+    export(learner["average"] or learner["weights"], PLAN.sizes, options.checkpoint)
+
+
+if __name__ == "__main__":
+    main()

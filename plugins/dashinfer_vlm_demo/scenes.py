@@ -1,0 +1,157 @@
+"""Samples for tests, demonstrations and evaluation: pictures or a clip, a question, and the true answer.
+
+`sample(task, seed)` always gives the same sample for the same arguments, and none that training has seen: the two draw
+from differently named random sources.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
+
+from dashinfer_vlm_demo import compose, questions
+from dashinfer_vlm_demo.compose import Clip, Grid
+from dashinfer_vlm_demo.drawing import Scene, render, render_clip
+from dashinfer_vlm_demo.questions import Question
+
+LAYOUTS = ("after", "before", "labelled")
+"""The question comes after the pictures, before them, or after pictures that are announced one by one in the text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One question with all that is needed to ask it."""
+
+    task: str
+    seed: int
+    scenes: tuple[Scene, ...]
+    """One per picture or per frame."""
+    is_clip: bool
+    question: str
+    answer: str
+    layout: str = "after"
+
+    @property
+    def pictures(self) -> list[Image.Image]:
+        """The pictures in order; none for a clip."""
+        return [] if self.is_clip else [render(scene) for scene in self.scenes]
+
+    @property
+    def frames(self) -> list[Image.Image]:
+        """The frames of the clip; none for pictures."""
+        return render_clip(list(self.scenes)) if self.is_clip else []
+
+    def content(self) -> list[dict[str, Any]]:
+        """The parts of the user's message in order: {"text": ...}, {"image": picture} or {"video": frames}."""
+        visuals: list[dict[str, Any]] = [{"type": "image", "image": picture} for picture in self.pictures]
+        if self.is_clip:
+            visuals = [{"type": "video", "video": self.frames}]
+        asked: list[dict[str, Any]] = [{"type": "text", "text": self.question}]
+        if self.layout == "before":
+            return asked + visuals
+        if self.layout == "labelled":
+            labels = [{"type": "text", "text": f"Picture {number}: "} for number in range(1, len(visuals) + 1)]
+            visuals = [part for pair in zip(labels, visuals, strict=True) for part in pair]
+        return visuals + asked
+
+
+Maker = Callable[[random.Random], "tuple[tuple[Scene, ...], bool, Question | None]"]
+
+
+def sample(task: str, seed: int, layout: str = "after") -> Sample:
+    """The sample of a task (a key of `TASKS`) with this seed."""
+    rng = random.Random(f"sample {task} {seed}")
+    while True:
+        scenes, is_clip, question = TASKS[task](rng)
+        if question:
+            return Sample(
+                task=task, seed=seed, scenes=scenes, is_clip=is_clip, question=question.text, answer=question.answer,
+                layout=layout,
+            )  # fmt: skip
+
+
+def _picture(asker: questions.Asker, *counts: int, clear: bool = False) -> Maker:
+    """One picture with so many things; `clear` keeps them off the centre lines, where they would be in no corner."""
+
+    def make(rng: random.Random) -> tuple[tuple[Scene, ...], bool, Question | None]:
+        scene = compose.compose(rng, _grid(rng), rng.choice(counts), clear=clear)
+        question = asker(rng, scene)
+        # Fewer things than asked for, where they do not fit, would make it another task.
+        return (scene,), False, question if len(scene.things) in counts else None
+
+    return make
+
+
+def _set(asker: questions.SetAsker) -> Maker:
+    def make(rng: random.Random) -> tuple[tuple[Scene, ...], bool, Question | None]:
+        scenes = compose.compose_set(rng, _grid(rng), rng.choice((2, 2, 3)))
+        return tuple(scenes), False, asker(rng, scenes)
+
+    return make
+
+
+def _change(rng: random.Random) -> tuple[tuple[Scene, ...], bool, Question | None]:
+    scenes = compose.compose_change(rng, _grid(rng))
+    return tuple(scenes), False, questions.changed(rng, scenes)
+
+
+def _clip(asker: questions.ClipAsker, motions: tuple[str, ...], frames: tuple[int, ...]) -> Maker:
+    def make(rng: random.Random) -> tuple[tuple[Scene, ...], bool, Question | None]:
+        grid = compose.choose(rng, compose.CLIP_GRIDS)
+        length = min(rng.choice(frames), 2 * max(grid))
+        clip: Clip = compose.compose_clip(rng, grid, length, rng.choice(motions))
+        return clip.scenes, True, asker(rng, clip)
+
+    return make
+
+
+def _plain(asker: Callable[[random.Random], Question | None]) -> Maker:
+    def make(rng: random.Random) -> tuple[tuple[Scene, ...], bool, Question | None]:
+        return (), False, asker(rng)
+
+    return make
+
+
+def _grid(rng: random.Random) -> Grid:
+    return compose.choose(rng, compose.PICTURE_GRIDS)
+
+
+_MOVING, _LENGTHS = ("steady", "pairs", "jump"), (3, 4, 5, 6, 8)
+
+TASKS: dict[str, Maker] = {
+    "describe_one": _picture(questions.describe, 1),
+    "describe_two": _picture(questions.describe, 2),
+    "list": _picture(questions.describe, 3, 4),
+    "count": _picture(questions.count, 1, 2, 3, 4),
+    "colour": _picture(questions.colour, 1, 2, 3, 4),
+    "shape": _picture(questions.shape, 1, 2, 3, 4),
+    "corner": _picture(questions.in_corner, 1, 2, 3, 4, clear=True),
+    "where": _picture(questions.where, 1, 2, 3, 4, clear=True),
+    "side": _picture(questions.side, 2, 3, 4),
+    "exists": _picture(questions.exists, 1, 2, 3, 4),
+    "absent": _picture(questions.absent, 1, 2, 3, 4),
+    "empty": _picture(questions.describe, 0),
+    "outside": _picture(questions.outside, 0, 1, 2, 3),
+    "nth": _set(questions.nth),
+    "which": _set(questions.which),
+    "nth_colour": _set(questions.nth_colour),
+    "each": _set(questions.each),
+    "changed": _change,
+    "motion": _clip(questions.motion, _MOVING, _LENGTHS),
+    "motion_still": _clip(questions.motion, ("still",), (2, *_LENGTHS)),
+    "motion_two_frames": _clip(questions.motion, ("steady", "jump", "still"), (2,)),
+    "clip": _clip(questions.clip_description, (*_MOVING, "still"), (2, *_LENGTHS)),
+    "recolour": _clip(questions.recolour, ("recolour",), (4, 5, 6, 8)),
+    "chat": _plain(questions.chat),
+    "no_picture": _plain(questions.no_picture),
+    "outside_text": _plain(questions.outside),
+}
+"""How to make a sample of each task."""
+PICTURE_TASKS = tuple(list(TASKS)[:13])
+SET_TASKS = ("nth", "which", "nth_colour", "each", "changed")
+CLIP_TASKS = ("motion", "motion_still", "motion_two_frames", "clip", "recolour")
+TEXT_TASKS = ("chat", "no_picture", "outside_text")

@@ -1,0 +1,103 @@
+"""The checkpoint in transformers, as an independent judge. Inputs are made by hand: the whole processor of Qwen2-VL
+needs torchvision, which nothing else here does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import AutoTokenizer, Qwen2VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from dashinfer_vlm_demo import batches, sizes
+from dashinfer_vlm_demo.scenes import Sample
+
+Messages = list[dict[str, Any]]
+
+
+class TransformersEngine:
+    """Answers samples greedily; `answer` is what `evaluate` wants of an engine."""
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, batch: int = 50) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        self.processor = Qwen2VLImageProcessorPil.from_pretrained(checkpoint)
+        self.model = Qwen2VLForConditionalGeneration.from_pretrained(checkpoint, dtype=dtype).eval()
+        self.batch = batch
+
+    def answer(self, samples: Sequence[Sample]) -> list[str]:
+        replies: list[str] = []
+        for start in range(0, len(samples), self.batch):
+            chosen = [[{"role": "user", "content": sample.content()}] for sample in samples[start : start + self.batch]]
+            tokens, _ = self.generate(chosen)
+            replies += [self.tokenizer.decode(reply, skip_special_tokens=True) for reply in tokens]
+        return replies
+
+    @torch.no_grad()
+    def generate(self, conversations: Sequence[Messages]) -> tuple[list[list[int]], list[list[float]]]:
+        """Greedy replies, up to and including the end token, and the lead of each token's logit over the next best."""
+        inputs = self.inputs(conversations)
+        self.model.model.rope_deltas = None
+        out = self.model.generate(
+            **inputs, do_sample=False, max_new_tokens=64, return_dict_in_generate=True, output_logits=True
+        )
+        replies = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+        best = torch.stack(out.logits, dim=1).float().topk(2, dim=-1).values
+        leads = (best[..., 0] - best[..., 1]).tolist()
+        end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        lengths = [reply.index(end) + 1 if end in reply else len(reply) for reply in replies]
+        return (
+            [reply[:length] for reply, length in zip(replies, lengths, strict=True)],
+            [lead[:length] for lead, length in zip(leads, lengths, strict=True)],
+        )
+
+    def inputs(self, conversations: Sequence[Messages]) -> dict[str, Tensor]:
+        """Left-padded arguments of the model's forward pass."""
+        images, videos, prompts = [], [], []
+        for messages in conversations:
+            parts = [part for message in messages if not isinstance(message["content"], str)
+                     for part in message["content"]]  # fmt: skip
+            own_images = [self._image(part["image"]) for part in parts if part["type"] == "image"]
+            own_videos = [self._video(part["video"]) for part in parts if part["type"] == "video"]
+            prompts.append(self._prompt(messages, own_images, own_videos))
+            images += own_images
+            videos += own_videos
+        padded = self.tokenizer(
+            prompts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt"
+        )
+        ids = padded["input_ids"]
+        kinds = (ids == self.model.config.image_token_id).long() + 2 * (ids == self.model.config.video_token_id).long()
+        inputs = {"input_ids": ids, "attention_mask": padded["attention_mask"], "mm_token_type_ids": kinds}
+        for visuals, values, grid in (
+            (images, "pixel_values", "image_grid_thw"),
+            (videos, "pixel_values_videos", "video_grid_thw"),
+        ):
+            if visuals:
+                inputs[values] = torch.cat([pixels for pixels, _ in visuals]).to(self.model.dtype)
+                inputs[grid] = torch.tensor([shape for _, shape in visuals])
+        return inputs
+
+    def _prompt(self, messages: Messages, *visuals: list[tuple[Tensor, tuple[int, int, int]]]) -> str:
+        """The chat template's text, each placeholder repeated once per vision token."""
+        text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        for pad, own in zip(("<|image_pad|>", "<|video_pad|>"), visuals, strict=True):
+            for _, (time, rows, columns) in own:
+                text = text.replace(pad, "<|placeholder|>" * (time * rows * columns // 4), 1)
+            text = text.replace("<|placeholder|>", pad)
+        return text
+
+    def _image(self, picture: Image.Image) -> tuple[Tensor, tuple[int, int, int]]:
+        found = self.processor(images=[picture], return_tensors="pt")
+        time, rows, columns = found["image_grid_thw"][0].tolist()
+        return found["pixel_values"], (time, rows, columns)
+
+    def _video(self, frames: Sequence[Image.Image]) -> tuple[Tensor, tuple[int, int, int]]:
+        height, width = sizes.smart_resize(frames[0].height, frames[0].width)
+        resized = [np.asarray(frame.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)) for frame in frames]
+        resized += resized[-1:] * (len(resized) % 2)
+        pairs = torch.from_numpy(np.stack(resized)).view(-1, 2, height, width, 3)
+        return batches.cut(pairs).flatten(0, 1), (len(pairs), height // sizes.PATCH, width // sizes.PATCH)
