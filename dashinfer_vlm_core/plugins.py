@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import pluggy
 
@@ -26,6 +26,8 @@ ADAPTER_GROUP = f"{GROUP}.adapters"
 DISTRIBUTION = "dashinfer-vlm-adapters"
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,7 +215,7 @@ def _put(kind: str, table: dict[str, Any], name: str, item: Any) -> None:
     table[name] = item
 
 
-def _named(kind: str, name: str, table: dict[str, Any]) -> Any:
+def _named(kind: str, name: str, table: dict[str, T]) -> T:
     try:
         return table[name]
     except KeyError:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from .config import EngineConfig
-from .decoder import DecodeRequest, DecoderFactory, Fitness, Token
+from .decoder import DecodeRequest, DecoderFactory, FinishReason, Fitness, Token
 from .engine import Engine
 from .errors import EngineClosed
 from .hookspecs import hookimpl
@@ -96,7 +96,7 @@ class ScriptedDecoder:
 
     def _token(self, token: int, request: DecodeRequest, *, last: bool) -> Token:
         """A script is certain of each token: its probability is 1, and there are no alternatives beside it."""
-        finish = ("stop" if token in self._spec.tokens.stop else "length") if last else None
+        finish: FinishReason | None = ("stop" if token in self._spec.tokens.stop else "length") if last else None
         wanted = request.sampling.logprobs
         if wanted is None:
             return Token(id=token, finish=finish)

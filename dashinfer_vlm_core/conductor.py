@@ -1,0 +1,153 @@
+"""The conductor: one line per stage of a request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from .decoder import Decoder, DecodeRequest, Token, VisualSpan
+from .errors import DashInferVLMError, EngineError, InvalidParameter, ModelNotFound, UnsupportedParameter
+from .media import Media, MediaLoader
+from .patches import Patcher, Patches
+from .prompt import Prompt, PromptBuilder
+from .reply import PromptCounts, Reply
+from .sampling import Sampling
+from .schema import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, ChatRequest
+from .vision import VisionService, VisualTokens
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+    from .model import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Conductor:
+    """The rooms of a running engine, in the order a request walks through them.
+
+    Attributes:
+        name: the model's name in answers.
+        aliases: names that requests may use for it besides.
+    """
+
+    name: str
+    aliases: frozenset[str]
+    spec: ModelSpec
+    media: MediaLoader
+    patcher: Patcher
+    prompts: PromptBuilder
+    vision: VisionService
+    decoder: Decoder
+
+    async def chat(self, request: ChatRequest) -> ChatCompletion:
+        with _faults():
+            reply, decode = await self._prepare(request)
+            async with contextlib.aclosing(self._tokens(reply, decode)) as tokens:
+                async for token in tokens:
+                    reply.feed(token)
+            return reply.completion()
+
+    async def stream(self, request: ChatRequest) -> AsyncGenerator[ChatCompletionChunk, None]:
+        with _faults():
+            reply, decode = await self._prepare(request)
+            yield reply.opening()
+            async with contextlib.aclosing(self._tokens(reply, decode)) as tokens:
+                async for token in tokens:
+                    for chunk in reply.feed(token):
+                        yield chunk
+            for chunk in reply.closing():
+                yield chunk
+
+    async def close(self) -> None:
+        await self.decoder.close()
+        await self.vision.close()
+        await self.media.close()
+
+    async def _prepare(self, request: ChatRequest) -> tuple[Reply, DecodeRequest]:
+        sampling = self._admit(request)
+        media = await self.media.load(request.media())
+        patches = await self._cut(media)
+        prompt = await asyncio.to_thread(self.prompts.build, request, patches)
+        visual = await self.vision.embed(patches)
+        reply = self._reply(request, prompt)
+        return reply, self._decode_request(reply.id, prompt, visual, sampling)
+
+    async def _tokens(self, reply: Reply, request: DecodeRequest) -> AsyncGenerator[Token, None]:
+        async with contextlib.aclosing(self.decoder.decode(request)) as tokens:
+            async for token in tokens:
+                yield token
+                if reply.finished:
+                    return
+
+    def _admit(self, request: ChatRequest) -> Sampling:
+        """Refuse what this model and this decoder cannot do, before any work is done."""
+        if request.model not in {self.name, DEFAULT_MODEL, *self.aliases}:
+            raise ModelNotFound(
+                f"The model {request.model!r} is not served here: ask for {self.name!r}.", param="model"
+            )
+        sampling = request.sampling()
+        for name in sorted(sampling.asked() - self.decoder.honours):
+            raise UnsupportedParameter(
+                f"The decoder {self.decoder.name!r} cannot honour {name}: leave it out, or start the engine with"
+                " another decoder.",
+                param=name,
+            )
+        for name, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
+            if unknown := [index for index in ids if index >= self.spec.vocab_size]:
+                raise InvalidParameter(
+                    f"{name} names the token {unknown[0]}, but the model's ids end at {self.spec.vocab_size - 1}.",
+                    param=name,
+                )
+        return sampling
+
+    async def _cut(self, media: Sequence[Media]) -> list[Patches]:
+        return list(await asyncio.gather(*(asyncio.to_thread(self.patcher.cut, item) for item in media)))
+
+    def _reply(self, request: ChatRequest, prompt: Prompt) -> Reply:
+        counts = PromptCounts(
+            prompt_tokens=len(prompt), image_tokens=prompt.image_tokens, video_tokens=prompt.video_tokens
+        )
+        return Reply(
+            tokenizer=self.prompts.tokenizer,
+            request=request,
+            id=f"chatcmpl-{uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=self.name,
+            counts=counts,
+        )
+
+    def _decode_request(
+        self, reply_id: str, prompt: Prompt, visual: Sequence[VisualTokens], sampling: Sampling
+    ) -> DecodeRequest:
+        room = self.prompts.max_model_len - len(prompt)
+        spans = zip(prompt.spans, visual, strict=True)
+        return DecodeRequest(
+            id=reply_id,
+            token_ids=prompt.token_ids,
+            positions=prompt.positions,
+            spans=tuple(VisualSpan(start=span.start, tokens=tokens) for span, tokens in spans),
+            sampling=replace(sampling, max_tokens=min(sampling.max_tokens or DEFAULT_MAX_TOKENS, room)),
+        )
+
+
+@contextlib.contextmanager
+def _faults() -> Iterator[None]:
+    """Where a request ends: what no room foresaw is logged, and told to the caller without its inner details."""
+    try:
+        yield
+    except DashInferVLMError:
+        raise
+    except Exception as error:
+        logger.exception("a request failed")
+        raise EngineError(
+            "The engine failed on this request; its log says why. Other requests are not affected.",
+            code="internal_error",
+        ) from error
