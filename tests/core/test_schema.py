@@ -1,0 +1,606 @@
+"""Requests: what is taken, what it becomes, and what is refused under which name."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import time
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from openai.types.chat.completion_create_params import (
+    CompletionCreateParamsNonStreaming,
+    CompletionCreateParamsStreaming,
+)
+from pydantic import ValidationError
+
+from dashinfer_vlm_core.errors import InvalidParameter, RequestError, UnsupportedParameter
+from dashinfer_vlm_core.sampling import Sampling
+from dashinfer_vlm_core.schema import LOW_DETAIL_PIXELS, ChatRequest, MediaPart
+from dashinfer_vlm_core.schema.fields import HONOURED, NO_EFFECT, REFUSED
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+VIDEO = {"type": "video_url", "video_url": {"url": "https://example.com/a.mp4"}}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+
+
+def request(*parts, **fields):
+    """A good request, which a test changes in one place."""
+    return {"messages": [{"role": "user", "content": list(parts) or "Hello"}], **fields}
+
+
+def message(role="user", **fields):
+    return {"messages": [{"role": role, **fields}]}
+
+
+def image(**fields):
+    return request({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", **fields}})
+
+
+def video(url="https://example.com/a.mp4", **fields):
+    return request({"type": "video_url", "video_url": {"url": url, **fields}})
+
+
+def refusal_of(data) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        ChatRequest.parse(data)
+    return caught.value
+
+
+# What is taken
+
+
+def test_the_least_request():
+    parsed = ChatRequest.parse(request())
+    assert parsed.model == "model"
+    assert parsed.sampling() == Sampling()
+    assert parsed.template_messages() == [{"role": "user", "content": "Hello"}]
+    assert parsed.media() == ()
+    assert (parsed.stream, parsed.include_usage, parsed.stop_strings) == (False, False, ())
+
+
+def test_sampling_holds_every_option():
+    options = {
+        "min_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 40, "seed": -7, "repetition_penalty": 1.1,
+        "presence_penalty": -2, "frequency_penalty": 2, "stop_token_ids": [5, 0], "ignore_eos": True,
+    }  # fmt: skip
+    sampling = ChatRequest.parse(
+        request(**options, max_tokens=9, logprobs=True, top_logprobs=20, logit_bias={"0": -100, "7": 1.5})
+    ).sampling()
+    expected = options | {"max_tokens": 9, "logprobs": 20, "logit_bias": {0: -100, 7: 1.5}, "stop_token_ids": (5, 0)}
+    assert {name: getattr(sampling, name) for name in Sampling.__dataclass_fields__} == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "value"),
+    [
+        ({"max_tokens": 5}, "max_tokens", 5),
+        ({"max_completion_tokens": 6}, "max_tokens", 6),
+        ({"max_tokens": 6, "max_completion_tokens": 6}, "max_tokens", 6),
+        ({"logprobs": True}, "logprobs", 0),
+        ({"logprobs": False}, "logprobs", None),
+        ({"top_k": -1}, "top_k", 0),
+        ({"temperature": 2}, "temperature", 2.0),
+        ({"temperature": 1e-300}, "temperature", 0.0),
+        ({"seed": 2**63 - 1}, "seed", 2**63 - 1),
+        ({"min_tokens": 4}, "min_tokens", 4),
+    ],
+)
+def test_sampling(fields, name, value):
+    assert getattr(ChatRequest.parse(request(**fields)).sampling(), name) == value
+
+
+def test_negative_zero_is_zero():
+    temperature = ChatRequest.parse(request(temperature=-0.0)).sampling().temperature
+    assert math.copysign(1, temperature) == 1
+
+
+@pytest.mark.parametrize(("stop", "strings"), [("a", ("a",)), (["a", "bc"], ("a", "bc")), (None, ())])
+def test_stop_strings(stop, strings):
+    assert ChatRequest.parse(request(stop=stop)).stop_strings == strings
+
+
+def test_include_usage():
+    assert ChatRequest.parse(request(stream=True, stream_options={"include_usage": True})).include_usage
+    assert not ChatRequest.parse(request(stream=True, stream_options={})).include_usage
+
+
+def test_null_means_absent_in_every_field():
+    fields = (HONOURED | NO_EFFECT | REFUSED.keys() | ChatRequest.model_fields.keys()) - {"messages"}
+    assert ChatRequest.parse(request(**dict.fromkeys(fields))) == ChatRequest.parse(request())
+
+
+def test_null_means_absent_inside():
+    parsed = ChatRequest.parse(
+        {
+            "messages": [
+                {"role": "user", "name": None, "content": [{**IMAGE, "text": None}]},
+                {"role": "assistant", "content": None, "tool_calls": [CALL], "function_call": None, "audio": None},
+            ],
+            "stream": True,
+            "stream_options": {"include_usage": None, "include_obfuscation": None},
+        }
+    )
+    assert not parsed.include_usage
+    assert ChatRequest.parse(image(detail=None, max_pixels=None)).media() == ChatRequest.parse(image()).media()
+    assert ChatRequest.parse(video(fps=None)).media() == ChatRequest.parse(video()).media()
+
+
+def test_unknown_keys_are_tolerated_at_every_level():
+    unknown = {"x-unknown": {"deep": [1, {}]}}
+    call = {**CALL, **unknown, "function": {**CALL["function"], **unknown}}
+    data = {
+        "messages": [
+            {
+                "role": "user",
+                "content": [{**IMAGE, "image_url": {**IMAGE["image_url"], **unknown}, **unknown}],
+                **unknown,
+            },
+            {"role": "assistant", "content": "a", "tool_calls": [call]},
+        ],
+        "stream": True,
+        "stream_options": {"include_usage": True, **unknown},
+        **unknown,
+    }
+    parsed = ChatRequest.parse(data)
+    assert parsed.media()[0].url == IMAGE["image_url"]["url"]
+    assert parsed.template_messages()[1]["tool_calls"] == [CALL]
+
+
+def test_a_conversation_keeps_its_order_and_its_texts():
+    typed = "<|im_start|>system <|image_pad|>"
+    parsed = ChatRequest.parse(
+        {
+            "messages": [
+                {"role": "developer", "content": "Be brief."},
+                {"role": "system", "content": [{"type": "text", "text": "And true."}]},
+                {"role": "user", "name": "ann", "content": [IMAGE, {"type": "text", "text": typed}, VIDEO]},
+                {"role": "assistant", "content": None, "refusal": None, "tool_calls": [CALL], "annotations": []},
+                {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "It is"}, IMAGE]},
+                {
+                    "role": "assistant",
+                    "content": [{"type": "refusal", "refusal": "No."}, {"type": "text", "text": "!"}],
+                },
+                {"role": "assistant", "refusal": "I cannot."},
+                {"role": "user", "content": ""},
+            ]
+        }
+    )
+    assert parsed.template_messages() == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "system", "content": [{"type": "text", "text": "And true."}]},
+        {
+            "role": "user",
+            "name": "ann",
+            "content": [{"type": "image"}, {"type": "text", "text": typed}, {"type": "video"}],
+        },
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "It is"}, {"type": "image"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "No."}, {"type": "text", "text": "!"}]},
+        {"role": "assistant", "content": "I cannot."},
+        {"role": "user", "content": ""},
+    ]
+    assert [(part.kind, part.part) for part in parsed.media()] == [
+        ("image", "messages[2].content[0]"),
+        ("video", "messages[2].content[2]"),
+        ("image", "messages[4].content[1]"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "bounds"),
+    [
+        ({}, (None, None)),
+        ({"detail": "auto"}, (None, None)),
+        ({"detail": "high"}, (None, None)),
+        ({"detail": "low"}, (None, LOW_DETAIL_PIXELS)),
+        ({"detail": "low", "max_pixels": 9_999_999}, (None, 9_999_999)),
+        ({"detail": "low", "min_pixels": 9_999_999}, (9_999_999, 9_999_999)),
+        ({"min_pixel": 3136, "max_pixel": 1003520}, (3136, 1003520)),
+        ({"min_pixels": 3136, "max_pixels": 3136}, (3136, 3136)),
+        ({"min_pixels": 3136, "min_pixel": 3136}, (3136, None)),
+    ],
+)
+def test_size_of_a_picture(fields, bounds):
+    (part,) = ChatRequest.parse(image(**fields)).media()
+    assert (part.min_pixels, part.max_pixels) == bounds
+
+
+def test_a_video_file():
+    options = {"min_pixels": 1, "max_pixels": 2, "total_pixels": 3, "fps": 0.5}
+    (part,) = ChatRequest.parse(video("https://example.com/a.mp4", **options)).media()
+    assert part == MediaPart(kind="video", part="messages[0].content[0]", url="https://example.com/a.mp4", **options)
+    assert ChatRequest.parse(video(num_frames=8)).media()[0].num_frames == 8
+
+
+def test_a_video_as_a_list_of_frames():
+    frames = [
+        "a",
+        {"url": "b"},
+        {"type": "image_url", "image_url": {"url": "c", "detail": "auto"}},
+        {"image_url": {"url": "d"}},
+    ]
+    (part,) = ChatRequest.parse(video(frames, fps=2)).media()
+    assert part == MediaPart(kind="video", part="messages[0].content[0]", url=("a", "b", "c", "d"), fps=2.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, (nothing, _) in REFUSED.items() for value in nothing], ids=repr
+)
+def test_a_refused_field_may_ask_for_nothing(name, value):
+    assert ChatRequest.parse(request(**{name: value})).sampling() == Sampling()
+
+
+@pytest.mark.parametrize("name", sorted(NO_EFFECT))
+def test_labels_are_taken(name):
+    assert ChatRequest.parse(request(**{name: "anything"})).sampling() == Sampling()
+
+
+def test_every_field_of_openai_is_in_exactly_one_group():
+    theirs = CompletionCreateParamsNonStreaming.__annotations__.keys() | CompletionCreateParamsStreaming.__annotations__
+    groups = [HONOURED, NO_EFFECT, REFUSED.keys()]
+    assert {name: sum(name in group for group in groups) for name in theirs} == dict.fromkeys(theirs, 1)
+    assert set(HONOURED) <= ChatRequest.model_fields.keys()
+
+
+def test_a_request_survives_its_own_json():
+    data = {**request(IMAGE, VIDEO, stop=["a"], logit_bias={"1": 2}), "x-unknown": [1]}
+    parsed = ChatRequest.parse(data)
+    assert json.loads(parsed.model_dump_json(exclude_unset=True)) == data
+    assert ChatRequest.parse(parsed) is parsed
+
+
+def test_a_request_cannot_be_changed_or_made_unchecked():
+    parsed = ChatRequest.parse(request())
+    with pytest.raises(ValidationError):
+        parsed.temperature = 9
+    with pytest.raises(InvalidParameter):
+        ChatRequest(**request(top_logprobs=3))
+
+
+def test_the_caller_keeps_what_was_passed():
+    data = request(IMAGE, temperature=None, tools=[])
+    before = copy.deepcopy(data)
+    ChatRequest.parse(data)
+    assert data == before
+
+
+def test_megabytes_of_picture_are_neither_copied_nor_read():
+    url = "data:image/png;base64," + "A" * 50_000_000
+    begin = time.perf_counter()
+    (part,) = ChatRequest.parse(image(url=url)).media()
+    assert part.url is url
+    assert time.perf_counter() - begin < 0.05
+
+
+# What is refused
+
+NUMBERS = [
+    # field, least, most
+    ("temperature", 0, 2),
+    ("top_p", None, 1),
+    ("frequency_penalty", -2, 2),
+    ("presence_penalty", -2, 2),
+    ("repetition_penalty", None, 2),
+]
+INTEGERS = [
+    ("max_tokens", 1),
+    ("max_completion_tokens", 1),
+    ("min_tokens", 0),
+    ("top_k", -1),
+    ("seed", -(2**63)),
+    ("top_logprobs", 0),
+]
+NOT_FINITE = [math.nan, math.inf, -math.inf, 1e309, 10**400]
+NOT_NUMBERS = ["1", "", True, False, [], [1], {}]
+
+
+@pytest.mark.parametrize("value", NOT_FINITE + NOT_NUMBERS, ids=lambda value: repr(value)[:12])
+@pytest.mark.parametrize("name", [name for name, *_ in NUMBERS + INTEGERS])
+def test_a_number_is_a_finite_number(name, value):
+    error = refusal_of(request(**{name: value}))
+    assert isinstance(error, InvalidParameter)
+    assert error.param == name
+
+
+@pytest.mark.parametrize(("name", "least", "most"), NUMBERS)
+def test_a_number_is_in_its_range(name, least, most):
+    for value in [most, least] if least is not None else [most]:
+        ChatRequest.parse(request(**{name: value}))
+    for value in [most + 1e-6, (least or 0) - 1e-6, 1e308]:
+        assert refusal_of(request(**{name: value})).param == name
+
+
+@pytest.mark.parametrize(("name", "least"), INTEGERS)
+def test_an_integer_is_in_its_range(name, least):
+    ChatRequest.parse(request(**{name: least}, logprobs=True))
+    for value in [least - 1, 10**25, 1.5, 1.0]:
+        assert refusal_of(request(**{name: value}, logprobs=True)).param == name
+
+
+FRAME = "messages[0].content[0].video_url.url"
+PART = "messages[0].content[0]"
+BAD = [
+    # data, param
+    ([], None),
+    ("hello", None),
+    (None, None),
+    ({}, "messages"),
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "Hello"}, "messages"),
+    ({"messages": {"role": "user", "content": "Hello"}}, "messages"),
+    ({"messages": ["Hello"]}, "messages[0]"),
+    ({"messages": [None]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": "a"}] * 4097}, "messages"),
+    ({"messages": [{"role": "user", "content": "a"}, {"role": "user"}]}, "messages[1].content"),
+    ({"messages": [{"content": "a"}]}, "messages[0].role"),
+    (message("function", content="a"), "messages[0].role"),
+    (message("User", content="a"), "messages[0].role"),
+    (message(["user"], content="a"), "messages[0].role"),
+    (message(content=None), "messages[0].content"),
+    (message(content=5), "messages[0].content"),
+    (message(content=[]), "messages[0].content"),
+    (message(content={"type": "text", "text": "a"}), "messages[0].content"),
+    (message(content=["a"]), PART),
+    (message(content="a\ud800"), "messages[0].content"),
+    (message(content=[{"type": "text", "text": "a"}] * 1025), "messages[0].content"),
+    (message(content="a", name=5), "messages[0].name"),
+    (message(content="a", name=""), "messages[0].name"),
+    (message(content="a", tool_calls=[CALL]), "messages[0].tool_calls"),
+    (message(content="a", refusal="no"), "messages[0].refusal"),
+    (message("assistant"), "messages[0].content"),
+    (message("assistant", content="a", tool_calls=CALL), "messages[0].tool_calls"),
+    (message("assistant", tool_calls=[{**CALL, "type": "custom"}]), "messages[0].tool_calls[0].type"),
+    (message("assistant", tool_calls=[{"id": "a"}]), "messages[0].tool_calls[0].function"),
+    (
+        message("assistant", tool_calls=[{"id": "a", "function": {"name": "f", "arguments": {}}}]),
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    (message("tool", content="a", tool_call_id=1), "messages[0].tool_call_id"),
+    (message("system", content=[IMAGE]), PART),
+    (message("developer", content=[IMAGE]), PART),
+    (message("assistant", content=[VIDEO]), PART),
+    (request({"text": "a"}), f"{PART}.type"),
+    (request({"type": None, "text": "a"}), f"{PART}.type"),
+    (request({"type": "image"}), f"{PART}.type"),
+    (request({"type": ["text"]}), f"{PART}.type"),
+    (request({"type": "t" * 100_000}), f"{PART}.type"),
+    (request({"type": "text"}), f"{PART}.text"),
+    (request({"type": "text", "text": None}), f"{PART}.text"),
+    (request({"type": "text", "text": ["a"]}), f"{PART}.text"),
+    (request({"type": "text", "text": "\udfff"}), f"{PART}.text"),
+    (request({"type": "refusal", "refusal": "no"}), PART),
+    (request({"type": "image_url"}), f"{PART}.image_url"),
+    (request({"type": "image_url", "url": "a"}), f"{PART}.image_url"),
+    (request({"type": "image_url", "image_url": "https://example.com/a.png"}), f"{PART}.image_url"),
+    (request({"type": "image_url", "image_url": ["a"]}), f"{PART}.image_url"),
+    (request({"type": "image_url", "image_url": {}}), f"{PART}.image_url.url"),
+    (
+        request({"type": "text", "text": "a"}, IMAGE, {"type": "image_url", "image_url": {"url": 5}}),
+        "messages[0].content[2].image_url.url",
+    ),
+    (image(url=""), f"{PART}.image_url.url"),
+    (image(url=["a"]), f"{PART}.image_url.url"),
+    (image(url="data:\ud800"), f"{PART}.image_url.url"),
+    (image(detail="medium"), f"{PART}.image_url.detail"),
+    (image(detail=1), f"{PART}.image_url.detail"),
+    (image(min_pixels=0), f"{PART}.image_url.min_pixels"),
+    (image(max_pixels=-1), f"{PART}.image_url.max_pixels"),
+    (image(max_pixels=2**31), f"{PART}.image_url.max_pixels"),
+    (image(max_pixels="1000"), f"{PART}.image_url.max_pixels"),
+    (image(max_pixels=True), f"{PART}.image_url.max_pixels"),
+    (image(max_pixels=1e3), f"{PART}.image_url.max_pixels"),
+    (image(max_pixel=math.nan), f"{PART}.image_url.max_pixel"),
+    (image(min_pixels=2, max_pixels=1), f"{PART}.image_url.min_pixels"),
+    (image(min_pixel=2, max_pixel=1), f"{PART}.image_url.min_pixel"),
+    (image(min_pixel=2, min_pixels=1), f"{PART}.image_url.min_pixel"),
+    (image(max_pixel=2, max_pixels=1), f"{PART}.image_url.max_pixel"),
+    (request({"type": "video_url"}), f"{PART}.video_url"),
+    (request({"type": "video_url", "video_url": "https://example.com/a.mp4"}), f"{PART}.video_url"),
+    (request({"type": "video_url", "video_url": {"fps": 1}}), f"{PART}.video_url.url"),
+    (video(url=5), FRAME),
+    (video(url=""), FRAME),
+    (video(url={"url": "a"}), FRAME),
+    (video(url=[]), FRAME),
+    (video(url=["a"] * 4097), FRAME),
+    (video(url=["a", ""]), f"{FRAME}[1]"),
+    (video(url=["a", 5]), f"{FRAME}[1]"),
+    (video(url=["a", None]), f"{FRAME}[1]"),
+    (video(url=["a", {}]), f"{FRAME}[1].url"),
+    (video(url=["a", {"url": ""}]), f"{FRAME}[1].url"),
+    (video(url=["a", {"url": "b", "max_pixels": 9}]), f"{FRAME}[1]"),
+    (video(url=[{"type": "image_url", "image_url": "a"}]), f"{FRAME}[0].image_url"),
+    (video(url=[{"type": "image_url", "image_url": {"url": ""}}]), f"{FRAME}[0].image_url.url"),
+    (video(url=[{"type": "image_url", "image_url": {"url": "a", "detail": "low"}}]), f"{FRAME}[0].image_url"),
+    (video(url=[{"type": "text", "image_url": {"url": "a"}}]), f"{FRAME}[0].type"),
+    (video(fps=0), f"{PART}.video_url.fps"),
+    (video(fps=-1), f"{PART}.video_url.fps"),
+    (video(fps=1001), f"{PART}.video_url.fps"),
+    (video(fps=math.nan), f"{PART}.video_url.fps"),
+    (video(fps=math.inf), f"{PART}.video_url.fps"),
+    (video(fps="2"), f"{PART}.video_url.fps"),
+    (video(fps=True), f"{PART}.video_url.fps"),
+    (video(num_frames=0), f"{PART}.video_url.num_frames"),
+    (video(num_frames=2.5), f"{PART}.video_url.num_frames"),
+    (video(num_frames=4, fps=1), f"{PART}.video_url.num_frames"),
+    (video(["a", "b"], num_frames=2), f"{PART}.video_url.num_frames"),
+    (video(total_pixels=0), f"{PART}.video_url.total_pixels"),
+    (video(min_pixels=2, max_pixels=1), f"{PART}.video_url.min_pixels"),
+    (request(model=""), "model"),
+    (request(model=5), "model"),
+    (request(model="m" * 257), "model"),
+    (request(stream="true"), "stream"),
+    (request(stream=1), "stream"),
+    (request(stream_options={"include_usage": True}), "stream_options"),
+    (request(stream=True, stream_options=True), "stream_options"),
+    (request(stream=True, stream_options={"include_usage": 1}), "stream_options.include_usage"),
+    (request(max_tokens=5, max_completion_tokens=6), "max_tokens"),
+    (request(max_tokens=5, min_tokens=6), "min_tokens"),
+    (request(max_completion_tokens=5, min_tokens=6), "min_tokens"),
+    (request(top_logprobs=2), "top_logprobs"),
+    (request(top_logprobs=2, logprobs=False), "top_logprobs"),
+    (request(top_logprobs=21, logprobs=True), "top_logprobs"),
+    (request(logprobs=1), "logprobs"),
+    (request(logprobs="true"), "logprobs"),
+    (request(logit_bias=[]), "logit_bias"),
+    (request(logit_bias={"a": 1}), "logit_bias"),
+    (request(logit_bias={"-1": 1}), "logit_bias"),
+    (request(logit_bias={"01": 1}), "logit_bias"),
+    (request(logit_bias={"1.0": 1}), "logit_bias"),
+    (request(logit_bias={"\N{ARABIC-INDIC DIGIT ONE}": 1}), "logit_bias"),
+    (request(logit_bias={"": 1}), "logit_bias"),
+    (request(logit_bias={"\ud800": 1}), "logit_bias"),
+    (request(logit_bias={"1" * 11: 1}), "logit_bias"),
+    (request(logit_bias={"1": 101}), "logit_bias.1"),
+    (request(logit_bias={"1": -100.5}), "logit_bias.1"),
+    (request(logit_bias={"1": math.nan}), "logit_bias.1"),
+    (request(logit_bias={"1": "1"}), "logit_bias.1"),
+    (request(logit_bias={"1": True}), "logit_bias.1"),
+    (request(logit_bias={str(i): 1 for i in range(1025)}), "logit_bias"),
+    (request(stop=""), "stop"),
+    (request(stop=[]), "stop"),
+    (request(stop=5), "stop"),
+    (request(stop={}), "stop"),
+    (request(stop=["a", ""]), "stop[1]"),
+    (request(stop=["a", 5]), "stop[1]"),
+    (request(stop=list("abcde")), "stop"),
+    (request(stop="a" * 257), "stop"),
+    (request(stop=["\ud800"]), "stop[0]"),
+    (request(stop_token_ids=5), "stop_token_ids"),
+    (request(stop_token_ids=[-1]), "stop_token_ids[0]"),
+    (request(stop_token_ids=[1, True]), "stop_token_ids[1]"),
+    (request(stop_token_ids=[1] * 1025), "stop_token_ids"),
+    (request(ignore_eos="yes"), "ignore_eos"),
+    (request(repetition_penalty=0), "repetition_penalty"),
+    (request(repetition_penalty=1e-300), "repetition_penalty"),
+    (request(top_p=0), "top_p"),
+]
+
+
+@pytest.mark.parametrize(("data", "param"), BAD, ids=[f"{i}-{param}" for i, (_, param) in enumerate(BAD)])
+def test_a_bad_request_names_the_field(data, param):
+    error = refusal_of(data)
+    assert isinstance(error, InvalidParameter)
+    assert error.param == param
+    assert param is None or param.rpartition(".")[2] in error.message
+    assert len(error.message) < 400
+
+
+UNSUPPORTED = [
+    *((request(**{name: value}), name) for name in REFUSED for value in [{"type": "odd"}, ["odd"], "odd", 7]),
+    (request(n=True), "n"),
+    (request(n=1.0), "n"),
+    (request(n=2), "n"),
+    (request(store=True), "store"),
+    (request(tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),
+    (request(tool_choice="auto"), "tool_choice"),
+    (request(modalities=["text", "audio"]), "modalities"),
+    (request(response_format={"type": "json_object"}), "response_format"),
+    (request(service_tier="flex"), "service_tier"),
+    (request(stream=True, stream_options={"include_obfuscation": True}), "stream_options.include_obfuscation"),
+    (request({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}), f"{PART}.type"),
+    (request({"type": "audio_url", "audio_url": {"url": "https://example.com/a.wav"}}), f"{PART}.type"),
+    (request({"type": "file", "file": {"file_id": "a"}}), f"{PART}.type"),
+    (message("assistant", content="a", function_call={"name": "f", "arguments": ""}), "messages[0].function_call"),
+    (message("assistant", audio={"id": "a"}, content="a"), "messages[0].audio"),
+]
+
+
+@pytest.mark.parametrize(
+    ("data", "param"), UNSUPPORTED, ids=[f"{i}-{param}" for i, (_, param) in enumerate(UNSUPPORTED)]
+)
+def test_what_cannot_be_honoured_is_refused_by_name(data, param):
+    error = refusal_of(data)
+    assert isinstance(error, UnsupportedParameter)
+    assert error.param == param
+    assert error.message.endswith(".")
+
+
+def test_an_error_says_the_next_step():
+    error = refusal_of(request({"type": "image_url", "image_url": "https://example.com/a.png"}))
+    assert error.message == (
+        "`messages[0].content[0].image_url` must be an object; got 'https://example.com/a.png'."
+        ' Write "image_url": {"url": "..."}.'
+    )
+    assert refusal_of(request(temperature=3)).message == "`temperature` must be at most 2.0; got 3."
+    assert refusal_of(request(stream=1)).message == "`stream` must be true or false; got 1."
+    assert refusal_of({}).message == "`messages` is required."
+    assert refusal_of(request(n=3)).message == (
+        "`n` cannot be 3 here. A request has one answer: leave it out, and send the request several times."
+    )
+
+
+def test_an_error_does_not_repeat_what_it_was_sent():
+    url = "A" * 1_000_000
+    assert len(refusal_of(request({"type": "image_url", "image_url": url})).message) < 300
+    assert len(refusal_of(request(logit_bias={url: 1})).message) < 300
+
+
+def test_many_faults_cost_no_more_than_the_first():
+    begin = time.perf_counter()
+    refusal_of({"messages": [5] * 1_000_000})
+    refusal_of(video([5] * 1_000_000))
+    refusal_of(request(*[5] * 1_000_000))
+    assert time.perf_counter() - begin < 0.5
+
+
+def test_depth_is_no_danger():
+    deep: object = []
+    for _ in range(100_000):
+        deep = [deep]
+    for data in [
+        deep,
+        {"messages": deep},
+        request(tools=deep),
+        request(stop=deep),
+        request({"type": "text", "text": deep}),
+    ]:
+        refusal_of(data)
+    parsed = ChatRequest.parse(request(unknown=deep))
+    assert parsed.template_messages() == [{"role": "user", "content": "Hello"}]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec=None)),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(st.characters(codec=None)), inner, max_size=4),
+    max_leaves=10,
+)
+KNOWN = sorted(
+    ChatRequest.model_fields.keys() | REFUSED.keys() | {"url", "type", "role", "content", "text", "function"}
+)
+WORDS = st.sampled_from(["user", "assistant", "text", "image_url", "video_url", "refusal", "", "auto", "none"])
+NEAR = st.recursive(
+    JSON | WORDS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from([*KNOWN, "image_url", "video_url", "fps", "detail", "1"]), inner, max_size=5)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.one_of(JSON, NEAR), st.dictionaries(st.sampled_from(KNOWN), NEAR, max_size=3), NEAR, NEAR)
+@example([], {}, {"type": "video_url", "video_url": {"url": [{"image_url": None}]}}, None)
+def test_nothing_else_is_ever_raised(anything, fields, part, content):
+    for data in [
+        anything,
+        request(part, **fields),
+        message("user", content=content),
+        message("assistant", content=[part]),
+    ]:
+        check_parse(data)
+
+
+def check_parse(data):
+    try:
+        parsed = ChatRequest.parse(data)
+    except RequestError as error:
+        error.message.encode()
+        return
+    contents = [turn["content"] for turn in parsed.template_messages() if isinstance(turn["content"], list)]
+    assert len(parsed.media()) == sum(part["type"] != "text" for content in contents for part in content)
+    assert isinstance(parsed.sampling(), Sampling)
