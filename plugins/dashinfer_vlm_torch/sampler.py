@@ -128,7 +128,8 @@ def _draw(scores: Tensor, runs: Sequence[Run]) -> Tensor:
     _keep_top_p(weights, [option.top_p for option in options])
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     points = cumulative[:, -1:] * _column([uniform(run) for run in runs], scores, torch.float64)
-    return torch.searchsorted(cumulative, points, right=True)[:, 0]
+    # Beyond the last token only where the logits are not finite, for which `choose` reports an error.
+    return torch.searchsorted(cumulative, points, right=True)[:, 0].clamp(max=scores.shape[-1] - 1)
 
 
 def _keep_top_k(scores: Tensor, top_k: Sequence[int]) -> None:

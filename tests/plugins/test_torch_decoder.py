@@ -1,0 +1,302 @@
+"""Callers: waiting, refusal, cancellation, faults, threads and event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from contextlib import aclosing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.decoder import SAMPLING_PARAMETERS
+from dashinfer_vlm_core.errors import (
+    CheckpointError,
+    ConfigError,
+    ContextLengthExceeded,
+    DecoderFailed,
+    EngineClosed,
+    InvalidParameter,
+    QueueFull,
+)
+from dashinfer_vlm_core.qwen2_vl.config import read_spec
+from dashinfer_vlm_torch import register_decoders
+
+from .oracle import collect, decoding, ids, prompt, visual
+
+LONG = {"max_tokens": 400, "ignore_eos": True}
+IDLE = {"running": 0, "waiting": 0, "kv_used": 0}
+
+
+def load(decoder):
+    """Who runs and waits, and what they hold."""
+    return {name: value for name, value in decoder.stats._asdict().items() if name != "kv_size"}
+
+
+def with_embedding(request, embedding):
+    """The request, with other rows in its first span."""
+    first, *rest = request.spans
+    return replace(request, spans=(replace(first, tokens=replace(first.tokens, embedding=embedding)), *rest))
+
+
+def test_cancelling_frees_everything_at_once(oracle):
+    async def run():
+        async with decoding(oracle.decoder()) as decoder:
+            stays = asyncio.create_task(collect(decoder, prompt(1, 20)))
+            async with aclosing(decoder.decode(prompt(2, 30, **LONG))) as tokens:
+                async for _ in tokens:
+                    break
+                held = load(decoder)
+            after = load(decoder)
+            answer = await stays
+            return held, after, ids(answer), load(decoder)
+
+    held, after, answer, idle = asyncio.run(run())
+    assert held == {"running": 2, "waiting": 0, "kv_used": 430 + 44}
+    assert after["kv_used"] <= 44
+    assert answer == oracle.greedy(prompt(1, 20))
+    assert idle == IDLE
+
+
+def test_cancelling_the_readers_task_frees_everything(oracle):
+    """One that runs, one that waits, and one that is being read."""
+
+    async def run():
+        async with decoding(oracle.decoder(max_batch_size=2, prefill_chunk=1)) as decoder:
+            requests = [prompt(1, 3, **LONG), prompt(2, 300, **LONG), prompt(3, 3, **LONG)]
+            tasks = [asyncio.create_task(collect(decoder, request)) for request in requests]
+            await asyncio.sleep(0.01)
+            before = load(decoder)
+            for task in tasks:
+                task.cancel()
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+            return before, ends, load(decoder)
+
+    before, ends, after = asyncio.run(run())
+    assert before == {"running": 2, "waiting": 1, "kv_used": 403 + 700}
+    assert all(isinstance(end, asyncio.CancelledError) for end in ends)
+    assert after == IDLE
+
+
+def test_requests_wait_for_memory_and_all_are_served(oracle):
+    """2048 tokens fit; each request takes 1020."""
+    requests = [prompt(seed, 20, max_tokens=1000, stop_token_ids=tuple(range(10))) for seed in range(6)]
+
+    async def run():
+        async with decoding(oracle.decoder(kv_cache_mib=1)) as decoder:
+            tasks = [asyncio.create_task(collect(decoder, request)) for request in requests]
+            await asyncio.sleep(0)
+            waiting = load(decoder)
+            return waiting, await asyncio.gather(*tasks), load(decoder)
+
+    waiting, answers, idle = asyncio.run(run())
+    assert waiting == {"running": 2, "waiting": 4, "kv_used": 2040}
+    assert all(tokens[-1].finish for tokens in answers)
+    assert idle == IDLE
+
+
+def test_a_full_queue_refuses(oracle):
+    async def run():
+        async with decoding(oracle.decoder(max_batch_size=1, max_waiting=1)) as decoder:
+            tasks = [asyncio.create_task(collect(decoder, prompt(seed, 5, max_tokens=30))) for seed in range(2)]
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFull, match="1 requests wait"):
+                await collect(decoder, prompt(3, 5))
+            await asyncio.gather(*tasks)
+            return await collect(decoder, prompt(3, 5))
+
+    assert ids(asyncio.run(run())) == oracle.greedy(prompt(3, 5))
+
+
+def test_what_could_never_fit_is_refused_with_the_counts(oracle):
+    async def run():
+        async with decoding(oracle.decoder(kv_cache_mib=1)) as decoder:
+            assert decoder.max_model_len == 2048
+            with pytest.raises(ContextLengthExceeded, match=r"30 tokens .* 2019 exceed the 2048") as refusal:
+                await collect(decoder, prompt(1, 30, max_tokens=2019))
+            await collect(decoder, prompt(1, 30, max_tokens=2018, stop_token_ids=tuple(range(96))))
+            return refusal.value
+
+    error = asyncio.run(run())
+    assert (error.prompt_tokens, error.limit, error.param) == (30, 2048, "messages")
+
+
+def test_the_context_is_the_smallest_of_three_limits(oracle):
+    assert oracle.decoder().max_model_len == 4096
+    assert oracle.decoder(max_model_len=100).max_model_len == 100
+    assert oracle.decoder(max_model_len=9000).max_model_len == 4096
+    assert oracle.decoder(kv_cache_mib=1).max_model_len == 2048
+
+
+def test_closing_ends_running_and_waiting_requests(oracle):
+    async def run():
+        decoder = oracle.decoder(max_batch_size=1)
+        await decoder.start()
+        tasks = [asyncio.create_task(collect(decoder, prompt(seed, 5, **LONG))) for seed in range(3)]
+        await asyncio.sleep(0.01)
+        await decoder.close()
+        await decoder.close()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        with pytest.raises(EngineClosed):
+            await collect(decoder, prompt(1, 5))
+        await decoder.start()
+        again = await collect(decoder, prompt(1, 5))
+        await decoder.close()
+        return ends, again
+
+    ends, again = asyncio.run(run())
+    assert all(isinstance(end, EngineClosed) for end in ends)
+    assert ids(again) == oracle.greedy(prompt(1, 5))
+
+
+def test_a_decoder_that_was_not_started_says_so(oracle):
+    with pytest.raises(EngineClosed, match="Start the engine"):
+        asyncio.run(collect(oracle.decoder(), prompt(1, 5)))
+
+
+def malformed(width):
+    """Requests that break a promise of DecodeRequest."""
+    good = visual(3, (1, 2, 3), 4, width=width)
+    return {
+        "span beyond the prompt": replace(good, spans=(replace(good.spans[0], start=8),)),
+        "span before the prompt": replace(good, spans=(replace(good.spans[0], start=-1),)),
+        "more rows than places": with_embedding(good, torch.zeros(11, width)),
+        "too narrow": with_embedding(good, torch.zeros(6, width - 1)),
+        "not a matrix": with_embedding(good, torch.zeros(6)),
+        "spans on top of each other": replace(good, spans=good.spans * 2),
+        "no tokens": replace(good, token_ids=np.empty(0, np.int64), positions=np.empty((3, 0), np.int64), spans=()),
+        "unknown token": replace(good, token_ids=good.token_ids + 10),
+        "positions of another length": replace(good, positions=good.positions[:, 1:]),
+        "no end": replace(good, sampling=replace(good.sampling, max_tokens=None)),
+    }
+
+
+def test_malformed_requests_fail_and_their_neighbours_do_not_notice(oracle):
+    requests = malformed(oracle.width)
+
+    async def run():
+        async with decoding(oracle.decoder()) as decoder:
+            neighbour = asyncio.create_task(collect(decoder, prompt(1, 20)))
+            ends = await asyncio.gather(*(collect(decoder, bad) for bad in requests.values()), return_exceptions=True)
+            return ends, await neighbour, load(decoder)
+
+    ends, neighbour, idle = asyncio.run(run())
+    assert {name: type(end) for name, end in zip(requests, ends, strict=True)} == dict.fromkeys(requests, DecoderFailed)
+    assert ids(neighbour) == oracle.greedy(prompt(1, 20))
+    assert idle == IDLE
+
+
+@pytest.mark.parametrize(
+    "embedding",
+    [
+        pytest.param(lambda rows: rows.to("meta"), id="step raises"),
+        pytest.param(lambda rows: rows * float("nan"), id="NaN"),
+    ],
+)
+def test_a_request_that_breaks_its_step_fails_alone(oracle, embedding):
+    """Neighbours in prefill and in decode are tried again without it, and their answers are the same."""
+    good = visual(3, (1, 2, 3), 4, width=oracle.width)
+    bad = with_embedding(good, embedding(good.spans[0].tokens.embedding))
+    seeded = prompt(5, 9, temperature=1.0, seed=7, ignore_eos=True)
+
+    async def run():
+        async with decoding(oracle.decoder(prefill_chunk=20)) as decoder:
+            alone = await collect(decoder, seeded)
+            neighbours = [asyncio.create_task(collect(decoder, one)) for one in (prompt(1, 20), seeded, good)]
+            await asyncio.sleep(0.002)
+            with pytest.raises(DecoderFailed):
+                await collect(decoder, bad)
+            return ids(alone), [ids(tokens) for tokens in await asyncio.gather(*neighbours)], load(decoder)
+
+    alone, neighbours, idle = asyncio.run(run())
+    assert neighbours == [oracle.greedy(prompt(1, 20)), alone, oracle.greedy(good)]
+    assert idle == IDLE
+
+
+@pytest.mark.parametrize("options", [{"logit_bias": {96: 1.0}}, {"logit_bias": {-1: 1.0}}, {"stop_token_ids": (96,)}])
+def test_tokens_that_do_not_exist_are_refused_by_name(oracle, options):
+    async def run():
+        async with decoding(oracle.decoder()) as decoder:
+            await collect(decoder, prompt(1, 5, **options))
+
+    with pytest.raises(InvalidParameter, match="below 96") as refusal:
+        asyncio.run(run())
+    assert [refusal.value.param] == list(options)
+
+
+def test_many_threads_with_event_loops_of_their_own(oracle):
+    decoder = oracle.decoder(max_batch_size=5, prefill_chunk=16)
+    expected = [oracle.greedy(prompt(seed, 4 + 7 * seed)) for seed in range(6)]
+    answers = {}
+
+    async def ask():
+        return await asyncio.gather(*(collect(decoder, prompt(seed, 4 + 7 * seed)) for seed in range(6)))
+
+    def caller(name):
+        answers[name] = [ids(tokens) for tokens in asyncio.run(ask())]
+
+    asyncio.run(decoder.start())
+    threads = [threading.Thread(target=caller, args=(name,)) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert load(decoder) == IDLE
+    asyncio.run(decoder.close())
+    assert answers == dict.fromkeys(range(4), expected)
+
+
+def test_an_event_loop_that_is_closed_under_its_readers_holds_nothing(oracle):
+    decoder = oracle.decoder()
+    asyncio.run(decoder.start())
+    loop = asyncio.new_event_loop()
+    tokens = decoder.decode(prompt(1, 5, max_tokens=3000, ignore_eos=True))
+    loop.run_until_complete(anext(tokens))
+    loop.close()
+    freed = threading.Event()
+    for _ in range(500):
+        if load(decoder) == IDLE:
+            break
+        freed.wait(0.01)
+    assert load(decoder) == IDLE
+    asyncio.run(decoder.close())
+    del tokens
+    gc.collect()
+
+
+def test_the_thread_is_named_idle_and_gone_after_close(oracle):
+    def named():
+        return [thread for thread in threading.enumerate() if thread.name == "dashinfer-vlm-torch-decoder"]
+
+    decoder = oracle.decoder()
+    asyncio.run(decoder.start())
+    assert [thread.daemon for thread in named()] == [True]
+    asyncio.run(decoder.close())
+    assert named() == []
+
+
+def test_the_plugin_registers_the_decoder(oracle):
+    factories = []
+    register_decoders(factories.append)
+    (factory,) = factories
+    spec, config = read_spec(oracle.folder), EngineConfig(device="cpu")
+    decoder = factory.create(spec, config)
+    assert (factory.name, decoder.name, decoder.honours) == ("torch", "torch", SAMPLING_PARAMETERS)
+    assert factory.fitness(spec, config).score > 0
+    other = factory.fitness(replace(spec, architecture="other"), config)
+    assert (other.score, "other" in other.reason) == (0, True)
+
+
+def test_setup_faults_are_named(oracle, tmp_path):
+    spec = read_spec(oracle.folder)
+    with pytest.raises(ConfigError, match="device"):
+        oracle.decoder(device="nowhere")
+    for name in ("config.json", "preprocessor_config.json"):
+        (tmp_path / name).write_bytes((oracle.folder / name).read_bytes())
+    (factory,) = (found := [], register_decoders(found.append))[0]
+    with pytest.raises(CheckpointError, match="safetensors"):
+        asyncio.run(factory.create(replace(spec, folder=tmp_path), EngineConfig(device="cpu")).start())

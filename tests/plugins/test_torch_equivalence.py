@@ -1,0 +1,243 @@
+"""Greedy tokens equal transformers' in float32, however requests are batched and prompts are cut."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from .oracle import IMAGE, SHAPES, collect, decoding, ids, prompt, text, visual
+
+PROMPTS = {
+    "one token": lambda width: text(7),
+    "text": lambda width: prompt(1, 20),
+    "picture": lambda width: visual(5, (1, 4, 6), 7, width=width),
+    "picture first and last": lambda width: visual((1, 2, 3), 4, (1, 3, 2), width=width, content=1),
+    "three pictures between text": lambda width: visual(
+        3, (1, 2, 2), 4, (1, 3, 5), 2, (1, 4, 4), 3, width=width, seed=3
+    ),
+    "video": lambda width: visual(4, (6, 3, 4), 8, width=width, content=4),
+    "video and picture": lambda width: visual(2, (3, 2, 2), 1, (1, 5, 1), 6, width=width, content=5),
+    "two turns": lambda width: visual(6, (1, 3, 3), 30, (1, 2, 2), 40, width=width, content=6),
+}
+
+
+def requests(oracle):
+    return [make(oracle.width) for make in PROMPTS.values()]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_greedy_tokens_equal_transformers(oracles, shape):
+    oracle = oracles(shape)
+
+    async def alone():
+        async with decoding(oracle.decoder()) as decoder:
+            return [await collect(decoder, request) for request in requests(oracle)]
+
+    for name, request, tokens in zip(PROMPTS, requests(oracle), asyncio.run(alone()), strict=True):
+        assert ids(tokens) == oracle.greedy(request), name
+        assert all(token.finish is None for token in tokens[:-1])
+        assert tokens[-1].finish is not None
+
+
+def test_a_picture_equals_transformers_generate(oracle):
+    """Through `generate`, with transformers' own tower, placeholders and positions."""
+    request = visual(3, (1, 2, 3), 4, width=oracle.width, max_tokens=20)
+    request.token_ids[2], request.token_ids[9] = 92, 93  # vision_start, vision_end
+    pixels, grid = (
+        torch.randn(24, 3 * 2 * 14 * 14, generator=torch.Generator().manual_seed(0)),
+        torch.tensor([[1, 4, 6]]),
+    )
+    expected = oracle.model.generate(
+        input_ids=torch.from_numpy(request.token_ids)[None],
+        attention_mask=torch.ones(1, len(request.token_ids), dtype=torch.long),
+        mm_token_type_ids=torch.from_numpy((request.token_ids == IMAGE).astype(np.int64))[None],
+        pixel_values=pixels,
+        image_grid_thw=grid,
+        do_sample=False,
+        max_new_tokens=20,
+    )[0, len(request.token_ids) :].tolist()
+    with torch.no_grad():
+        (embedding,) = oracle.model.get_image_features(pixels, grid).pooler_output
+    span = replace(request.spans[0], tokens=replace(request.spans[0].tokens, embedding=embedding))
+
+    async def ours():
+        async with decoding(oracle.decoder()) as decoder:
+            return await collect(decoder, replace(request, spans=(span,)))
+
+    assert ids(asyncio.run(ours())) == expected
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunked_equals_whole(oracle, chunk):
+    """A chunk of 7 cuts every span of these prompts."""
+
+    async def chunked():
+        async with decoding(oracle.decoder(prefill_chunk=chunk)) as decoder:
+            return [ids(await collect(decoder, request)) for request in requests(oracle)]
+
+    assert asyncio.run(chunked()) == [oracle.greedy(request) for request in requests(oracle)]
+
+
+@pytest.mark.parametrize("batch", [3, 32])
+def test_batched_equals_alone(oracle, batch):
+    """Requests join while others decode; a batch of 3 makes most of them wait."""
+
+    decoded = 0
+
+    async def join(decoder, request, after):
+        nonlocal decoded
+        while decoded < after:  # noqa: ASYNC110 - until the others have decoded so many tokens
+            await asyncio.sleep(0)
+        tokens = []
+        async for token in decoder.decode(request):
+            tokens.append(token)
+            decoded += 1
+        return ids(tokens)
+
+    async def batched():
+        async with decoding(oracle.decoder(max_batch_size=batch, prefill_chunk=16)) as decoder:
+            return await asyncio.gather(*(join(decoder, request, 3 * i) for i, request in enumerate(requests(oracle))))
+
+    assert asyncio.run(batched()) == [oracle.greedy(request) for request in requests(oracle)]
+
+
+def test_the_kind_of_the_visual_tokens_does_not_matter(oracle):
+    """A tower may compute in another dtype."""
+    request = visual(5, (1, 4, 6), 7, width=oracle.width)
+    rounded = request.spans[0].tokens.embedding.bfloat16()
+    spans = [
+        replace(request.spans[0], tokens=replace(request.spans[0].tokens, embedding=e))
+        for e in (rounded, rounded.float())
+    ]
+
+    async def both():
+        async with decoding(oracle.decoder()) as decoder:
+            return [ids(await collect(decoder, replace(request, spans=(span,)))) for span in spans]
+
+    in_bfloat16, in_float32 = asyncio.run(both())
+    assert in_bfloat16 == in_float32
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_stays_close(oracle, dtype):
+    """Log-probabilities of a forced answer within what 8 (or 11) bits of mantissa leave."""
+    answer = oracle.greedy(prompt(1, 20))
+    forced = prompt(1, 20, logprobs=0, max_tokens=len(answer), ignore_eos=True)
+
+    async def ours():
+        async with decoding(oracle.decoder(dtype=dtype)) as decoder:
+            return await collect(decoder, forced)
+
+    tokens = asyncio.run(ours())
+    same = next((i for i, (a, b) in enumerate(zip(ids(tokens), answer, strict=True)) if a != b), len(answer))
+    assert same >= 3
+    expected = oracle.logits(forced, answer).log_softmax(-1)
+    for i in range(same):
+        assert tokens[i].logprob == pytest.approx(
+            float(expected[i, answer[i]]), abs=0.15 if dtype == "bfloat16" else 0.03
+        )
+
+
+def test_log_probabilities_equal_transformers(oracle):
+    """Of the model's own distribution: penalties, bias and temperature change the choice, not the report."""
+    request = prompt(2, 20, logprobs=5, temperature=1.5, seed=1, repetition_penalty=1.3, logit_bias={3: 5.0}, top_k=9)
+
+    async def ours():
+        async with decoding(oracle.decoder()) as decoder:
+            return await collect(decoder, request)
+
+    tokens = asyncio.run(ours())
+    expected = oracle.logits(request, ids(tokens)).log_softmax(-1)
+    best = expected.topk(5)
+    for step, token in enumerate(tokens):
+        assert token.logprob == pytest.approx(float(expected[step, token.id]), abs=1e-4)
+        assert [one for one, _ in token.top] == best.indices[step].tolist()
+        assert [value for _, value in token.top] == pytest.approx(best.values[step].tolist(), abs=1e-4)
+
+
+def test_log_probabilities_are_left_out_unless_asked_for(oracle):
+    async def ours():
+        async with decoding(oracle.decoder()) as decoder:
+            return await asyncio.gather(
+                collect(decoder, prompt(1, 9)),
+                collect(decoder, prompt(1, 9, logprobs=0)),
+                collect(decoder, prompt(1, 9, logprobs=20)),
+            )
+
+    none, chosen, all_twenty = asyncio.run(ours())
+    assert {(token.logprob, token.top) for token in none} == {(None, ())}
+    assert all(token.logprob is not None and token.top == () for token in chosen)
+    assert all(len(token.top) == 20 and token.top[0] == (token.id, token.logprob) for token in all_twenty)
+
+
+def test_the_same_seed_gives_the_same_answer_in_any_company(oracle):
+    request = visual(
+        3, (1, 3, 3), 5, width=oracle.width, temperature=1.0, seed=1234, top_p=0.95, max_tokens=40, ignore_eos=True
+    )
+    company = [prompt(i, 3 + 5 * i, temperature=1.2, top_k=7 * i, max_tokens=60, ignore_eos=True) for i in range(6)]
+
+    async def run():
+        async with decoding(oracle.decoder(prefill_chunk=10)) as decoder:
+            alone = await collect(decoder, request)
+            first, *_, last = await asyncio.gather(*(collect(decoder, one) for one in [request, *company, request]))
+            other = await collect(decoder, replace(request, sampling=replace(request.sampling, seed=1235)))
+            return ids(alone), ids(first), ids(last), ids(other)
+
+    alone, first, last, other = asyncio.run(run())
+    assert alone == first == last
+    assert other != alone
+
+
+def test_without_a_seed_answers_differ(oracle):
+    request = prompt(1, 5, temperature=1.5, max_tokens=30, ignore_eos=True)
+
+    async def run():
+        async with decoding(oracle.decoder()) as decoder:
+            return await asyncio.gather(*(collect(decoder, request) for _ in range(3)))
+
+    assert len({tuple(ids(tokens)) for tokens in asyncio.run(run())}) == 3
+
+
+def test_how_answers_end(oracle):
+    """By the model's own token, by a token of the request, or by length."""
+    free = oracle.greedy(prompt(1, 20, max_tokens=24))
+    third = next(token for token in free if token != free[0])
+    place = free.index(third)
+
+    async def run():
+        async with decoding(oracle.decoder()) as decoder:
+            ask = lambda **options: collect(decoder, prompt(1, 20, max_tokens=24, **options))  # noqa: E731 - short
+            banned = oracle.model.config.text_config.eos_token_id
+            return {
+                "length": await ask(),
+                "stop": await ask(stop_token_ids=(third,)),
+                "eos": await ask(logit_bias={banned: 100.0}),
+                "ignored": await ask(logit_bias={banned: 100.0}, ignore_eos=True),
+                "late": await ask(logit_bias={banned: 100.0}, min_tokens=5),
+                "late stop": await ask(stop_token_ids=(third,), min_tokens=place + 2),
+            }
+
+    answers = asyncio.run(run())
+    ends = {name: (len(tokens), tokens[-1].finish) for name, tokens in answers.items()}
+    assert ends["length"] == (24, "length")
+    assert ends["stop"] == (place + 1, "stop")
+    assert ends["eos"] == (1, "stop")
+    assert ends["ignored"] == (24, "length")
+    assert ends["late"] == (6, "stop")
+    assert third not in ids(answers["late stop"])[: place + 2]
+
+
+def test_an_answer_may_fill_the_context(oracle):
+    request = prompt(1, 20, max_tokens=44, ignore_eos=True)
+
+    async def run():
+        async with decoding(oracle.decoder(max_model_len=64)) as decoder:
+            return await collect(decoder, request)
+
+    tokens = asyncio.run(run())
+    assert len(tokens) == 44
+    assert ids(tokens) == oracle.logits(request, ids(tokens)).argmax(-1).tolist()

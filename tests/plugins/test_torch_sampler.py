@@ -1,0 +1,159 @@
+"""The vectorised sampler against a plain one, row by row."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from dashinfer_vlm_core.errors import DecoderFailed
+from dashinfer_vlm_torch.sampler import NUCLEUS_WIDTH, choose, uniform
+from dashinfer_vlm_torch.scheduler import Run
+
+from .oracle import text
+
+STOPS = (95,)
+
+
+def run(answer=(), prompt=(1, 2, 2, 3), **sampling):
+    made = Run.of(text(*prompt, **{"temperature": 1.0, "max_tokens": 10_000} | sampling), STOPS)
+    made.answer.extend(answer)
+    return made
+
+
+def probabilities(logits, run):
+    """The distribution of the next token, step by step in the order that vLLM documents."""
+    options, scores = run.request.sampling, [float(x) for x in logits]
+    for token, bias in options.logit_bias.items():
+        scores[token] += bias
+    if len(run.answer) < options.min_tokens:
+        for token in {*options.stop_token_ids, *(() if options.ignore_eos else STOPS)}:
+            scores[token] = -math.inf
+    for token in {*run.request.token_ids.tolist(), *run.answer}:
+        p = options.repetition_penalty
+        scores[token] = scores[token] / p if scores[token] > 0 else scores[token] * p
+    for token, count in Counter(run.answer).items():
+        scores[token] -= options.presence_penalty + options.frequency_penalty * count
+    if options.temperature == 0:
+        return np.eye(len(scores))[int(np.argmax(scores))]
+    scores = np.array(scores) / options.temperature
+    if options.top_k:
+        scores[scores < np.sort(scores)[::-1][: options.top_k][-1]] = -math.inf
+    weights = np.exp(scores - scores.max())
+    weights /= weights.sum()
+    if options.top_p < 1:
+        order = np.argsort(-weights, kind="stable")
+        before = np.cumsum(weights[order]) - weights[order]
+        weights[order[before >= options.top_p]] = 0
+    return weights / weights.sum()
+
+
+def random_sampling(chance):
+    """Each option in about half of the rows."""
+    options = {
+        "temperature": float(chance.choice([0, 0.3, 1.0, 2.0])),
+        "top_p": float(chance.uniform(0.05, 1)),
+        "top_k": int(chance.integers(1, 120)),
+        "repetition_penalty": float(chance.uniform(0.5, 2)),
+        "presence_penalty": float(chance.uniform(-2, 2)),
+        "frequency_penalty": float(chance.uniform(-2, 2)),
+        "logit_bias": {int(token): float(chance.uniform(-100, 100) / 20) for token in chance.integers(0, 96, 3)}
+        | {95: 6.0},
+        "min_tokens": int(chance.integers(0, 12)),
+        "stop_token_ids": tuple(chance.integers(0, 96, 2).tolist()),
+        "ignore_eos": True,
+    }
+    return {name: value for name, value in options.items() if chance.random() < 0.5} | {
+        "seed": int(chance.integers(1 << 40))
+    }
+
+
+def test_every_row_of_a_mixed_batch_is_drawn_as_by_the_plain_sampler():
+    chance = np.random.default_rng(0)
+    runs = [run(chance.integers(0, 96, chance.integers(0, 12)).tolist(), **random_sampling(chance)) for _ in range(600)]
+    logits = torch.from_numpy(chance.normal(scale=2, size=(600, 96)).astype(np.float32))
+    before = logits.clone()
+    choices = choose(logits, runs)
+    for row, (one, choice) in enumerate(zip(runs, choices, strict=True)):
+        expected = probabilities(logits[row], one)
+        border = np.cumsum(expected)
+        point = uniform(one)
+        if np.abs(border - point).min() > 1e-5:  # else rounding decides
+            assert choice.id == int(np.searchsorted(border, point, side="right")), one.request.sampling
+    assert torch.equal(logits, before)
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it():
+    chance = np.random.default_rng(1)
+    runs = [run(chance.integers(0, 96, 5).tolist(), **random_sampling(chance), logprobs=3) for _ in range(50)]
+    logits = torch.from_numpy(chance.normal(size=(50, 96)).astype(np.float32)).bfloat16().float()  # many equal logits
+    together = choose(logits, runs)
+    assert together == [choose(logits[row : row + 1], [one])[0] for row, one in enumerate(runs)]
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.8}, {"top_k": 5}, {"temperature": 0.5, "top_p": 0.9, "top_k": 12}])
+def test_draws_follow_the_distribution(options):
+    """Chi-square over 20 000 draws with fixed seeds; the bound is the 99.9 % quantile for its degrees of freedom."""
+    logits = torch.from_numpy(np.random.default_rng(2).normal(size=24).astype(np.float32))
+    draws = 20_000
+    runs = [run(seed=seed, prompt=(0,), **options) for seed in range(draws)]
+    seen = np.bincount([choice.id for choice in choose(logits.expand(draws, -1), runs)], minlength=24)
+    expected = probabilities(logits, runs[0]) * draws
+    kept = expected > 0
+    assert seen[~kept].sum() == 0
+    freedom = int(kept.sum()) - 1
+    statistic = float(((seen - expected)[kept] ** 2 / expected[kept]).sum())
+    assert statistic < freedom * (1 - 2 / (9 * freedom) + 3.09 * math.sqrt(2 / (9 * freedom))) ** 3  # Wilson-Hilferty
+
+
+def test_steps_of_one_run_draw_independent_numbers():
+    one = run(seed=3)
+    numbers = []
+    for _ in range(2000):
+        numbers.append(uniform(one))
+        one.answer.append(0)
+    assert len(set(numbers)) == 2000
+    assert abs(np.mean(numbers) - 0.5) < 0.03
+    assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.08
+
+
+def test_a_nucleus_wider_than_the_first_look_is_found():
+    """A nearly flat distribution over a large vocabulary."""
+    vocab = 4 * NUCLEUS_WIDTH
+    logits = torch.from_numpy(np.random.default_rng(4).normal(scale=0.1, size=(40, vocab)).astype(np.float32))
+    runs = [run(seed=seed, top_p=0.9 if seed % 2 else 0.01, prompt=(1,)) for seed in range(40)]
+    for row, (one, choice) in enumerate(zip(runs, choose(logits, runs), strict=True)):
+        border = np.cumsum(probabilities(logits[row], one))
+        assert choice.id == int(np.searchsorted(border, uniform(one), side="right"))
+
+
+def test_equal_logits_are_all_kept():
+    """Which of them comes first in a sort is nobody's decision."""
+    logits = torch.zeros(400, 96)
+    logits[:, 10:20] = 5.0
+    drawn = {choice.id for choice in choose(logits, [run(seed=seed, top_k=3, top_p=0.5) for seed in range(400)])}
+    assert drawn == set(range(10, 20))
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-300, 1e-6])
+def test_the_coldest_temperatures_are_greedy(temperature):
+    logits = torch.arange(96.0)[None]
+    assert choose(logits, [run(temperature=temperature)])[0].id == 95
+
+
+def test_low_temperatures_do_not_overflow():
+    logits = torch.linspace(-3e4, 3e4, 96)[None]
+    assert choose(logits, [run(temperature=1e-4, top_p=0.5, top_k=50)])[0].id == 95
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_row_that_is_not_finite_fails_alone(number, temperature):
+    logits = torch.zeros(3, 96)
+    logits[1, 5] = number
+    first, broken, last = choose(logits, [run(temperature=temperature, seed=1, logprobs=2) for _ in range(3)])
+    assert isinstance(broken, DecoderFailed)
+    assert first == last
