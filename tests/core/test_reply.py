@@ -1,0 +1,389 @@
+"""Answers: one text, streamed or whole, with its stop strings, log probabilities and usage."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from dashinfer_vlm_core.decoder import Token
+from dashinfer_vlm_core.errors import CheckpointError, DecoderFailed
+from dashinfer_vlm_core.reply import Detokeniser, PromptCounts, Reply, StopStrings
+from dashinfer_vlm_core.schema import ChatRequest
+
+MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("Ġ", "w"), ("ð", "Ł"), ("æ", "Ĺ"), ("o", "Ġw"), ("æĹ", "¥")]
+ENVELOPE = {"id": "chatcmpl-1", "created": 1_700_000_000, "model": "tiny"}
+COUNTS = PromptCounts(prompt_tokens=7)
+
+
+def byte_level() -> Tokenizer:
+    """All bytes and a few merges, one of them across a space and some inside a character; 3 added tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*alphabet, *(left + right for left, right in MERGES)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=MERGES))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    tokenizer.add_tokens(["<tool>", "é "])
+    return tokenizer
+
+
+TOKENIZER = byte_level()
+SIZE = TOKENIZER.get_vocab_size()
+END = TOKENIZER.token_to_id("<|im_end|>")
+UNKNOWN = SIZE + 5  # the output layer of real checkpoints has more rows than the tokenizer has tokens
+TEXTS = ["hello world", "🙂🙃", "日本語", "é", "a\N{ZERO WIDTH JOINER}b", "�", "\n\n", "<tool>"]
+
+token_ids = st.lists(
+    st.one_of(
+        st.sampled_from(TEXTS).map(lambda text: TOKENIZER.encode(text).ids),
+        st.integers(0, SIZE - 1).map(lambda index: [index]),
+        st.just([UNKNOWN]),
+    ),
+    max_size=12,
+).map(lambda pieces: list(itertools.chain(*pieces)))
+
+
+def ids_of(text):
+    return TOKENIZER.encode(text).ids
+
+
+def bytes_of(text):
+    """One token per byte."""
+    ((spelled, _),) = TOKENIZER.pre_tokenizer.pre_tokenize_str(text)
+    return [TOKENIZER.token_to_id(character) for character in spelled]
+
+
+def tokens_of(ids, finish="stop"):
+    """A decoder's tokens: those of an answer, then the end token, or none if the answer was cut for its length."""
+    ids = [*ids, END] if finish == "stop" else ids
+    ends = [None] * (len(ids) - 1) + [finish]
+    return [
+        Token(id=index, logprob=-i / 8, top=((index, -i / 8), (END, -math.inf)), finish=end)
+        for i, (index, end) in enumerate(zip(ids, ends, strict=True))
+    ]
+
+
+def reply_to(counts=COUNTS, **fields):
+    request = ChatRequest.parse({"messages": [{"role": "user", "content": "Hello"}], **fields})
+    return Reply(tokenizer=TOKENIZER, request=request, counts=counts, **ENVELOPE)
+
+
+def feed(reply, tokens):
+    """As the engine does: until the reply has enough."""
+    chunks = []
+    for token in tokens:
+        chunks += reply.feed(token)
+        if reply.finished:
+            break
+    return chunks
+
+
+def stream(tokens, **fields):
+    reply = reply_to(stream=True, **fields)
+    return [reply.opening(), *feed(reply, tokens), *reply.closing()]
+
+
+def whole(tokens, **fields):
+    reply = reply_to(**fields)
+    feed(reply, tokens)
+    return reply.completion()
+
+
+def deltas(chunks):
+    return [chunk.choices[0].delta.content for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]
+
+
+def text_of(ids, **fields):
+    return whole(tokens_of(ids), **fields).choices[0].message.content
+
+
+# Text
+
+
+@settings(max_examples=400, deadline=None)
+@given(token_ids)
+@example([*ids_of("日")[:1], END, *ids_of("日")])
+@example(ids_of("🙂")[:-1])
+def test_the_text_is_the_tokenizers(ids):
+    known = [index for index in ids if index != UNKNOWN]
+    assert text_of(ids) == TOKENIZER.decode(known, skip_special_tokens=True)
+
+
+@settings(max_examples=400, deadline=None)
+@given(token_ids, st.sampled_from(["stop", "length"]), st.lists(st.text("lo日� ", min_size=1), max_size=4, unique=True))
+def test_streamed_is_whole(ids, finish, stops):
+    fields = {"logprobs": True, "stop": stops or None}
+    tokens = tokens_of(ids or ids_of("a"), finish)
+    chunks, completion = stream(tokens, **fields), whole(tokens, **fields)
+    (choice,) = completion.choices
+    assert "".join(deltas(chunks)) == choice.message.content
+    entries = [chunk.choices[0].logprobs.content for chunk in chunks if chunk.choices[0].logprobs]
+    assert list(itertools.chain(*entries)) == choice.logprobs.content
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [choice.finish_reason]
+
+
+def test_a_delta_never_splits_a_character():
+    ids = bytes_of("日é🙂")
+    assert len(ids) == 9
+    assert deltas(stream(tokens_of(ids))) == ["日", "é", "🙂"]
+
+
+def test_an_unfinished_character_is_shown_at_the_end():
+    ids = ids_of("a🙂")[:-1]
+    assert deltas(stream(tokens_of(ids))) == ["a", "�"]
+    assert deltas(stream(tokens_of(ids, "length"))) == ["a", "�"]
+
+
+def test_the_end_token_is_not_shown_whatever_it_says():
+    tokens = [Token(id=ids_of("a")[0]), Token(id=ids_of("b")[0], finish="stop")]
+    assert whole(tokens).choices[0].message.content == "a"
+
+
+def test_the_last_token_of_a_cut_answer_is_shown():
+    choice = whole(tokens_of(ids_of("hello"), "length")).choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("hello", "length")
+
+
+def test_an_empty_answer():
+    chunks = stream(tokens_of([]))
+    assert deltas(chunks) == []
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, "stop"]
+    assert whole(tokens_of([])).choices[0].message.content == ""
+
+
+def test_special_tokens_within_an_answer_are_skipped():
+    assert text_of([*ids_of("a"), END, *ids_of("b")], ignore_eos=True) == "ab"
+
+
+def test_a_run_of_invalid_bytes_costs_no_more_than_text():
+    detokeniser = Detokeniser(TOKENIZER)
+    broken = bytes_of("日")[1]
+    begin = time.perf_counter()
+    text = "".join(detokeniser.feed(broken) for _ in range(20_000)) + detokeniser.flush()
+    assert len(text) == 20_000
+    assert time.perf_counter() - begin < 2
+
+
+def test_other_tokenizers_are_refused():
+    tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    with pytest.raises(CheckpointError, match="byte-level"):
+        Detokeniser(tokenizer)
+
+
+def test_a_decoder_that_stops_without_a_reason_is_found_out():
+    reply = reply_to()
+    reply.feed(Token(id=ids_of("a")[0]))
+    assert not reply.finished
+    with pytest.raises(DecoderFailed):
+        reply.completion()
+    with pytest.raises(DecoderFailed):
+        reply.closing()
+
+
+# Stop strings
+
+
+def cut(text, stops):
+    """The definition, naively: the text before the stop string that is complete first, the longest of these."""
+    for end in range(len(text) + 1):
+        if found := [stop for stop in stops if text[:end].endswith(stop)]:
+            return text[: end - len(max(found, key=len))]
+    return None
+
+
+@settings(max_examples=800, deadline=None)
+@given(
+    st.lists(st.text("ab", max_size=4), max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4),
+)
+@example(["aab", "aabaaab"], ["aabaaa"])
+@example(["abc"], ["abcd", "bc"])
+def test_a_text_is_cut_at_the_first_stop_string(pieces, stops):
+    strings = StopStrings(tuple(stops))
+    shown = ""
+    for piece in pieces:
+        shown += strings.feed(piece)
+        assert strings.matched or not any(shown.endswith(stop) for stop in stops)
+    text = "".join(pieces)
+    expected = cut(text, stops)
+    assert strings.matched == (expected is not None)
+    assert shown + strings.flush() == (text if expected is None else expected)
+
+
+@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4))
+def test_no_more_is_held_back_than_may_become_a_stop_string(text, stops):
+    strings = StopStrings(tuple(stops))
+    shown = strings.feed(text)
+    if not strings.matched:
+        held = max(k for stop in stops for k in range(len(stop)) if text.endswith(stop[:k]))
+        assert shown == text[: len(text) - held]
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "answer"),
+    [
+        ("hello world", "world", "hello "),
+        ("hello world", "o w", "hell"),
+        ("hello world", ["ld", "wor"], "hello "),
+        ("hello world", ["o", "hello"], ""),
+        ("hello world", "hello world!", "hello world"),
+        ("hello world", "hello world", ""),
+        ("日本語🙂", "本語", "日"),
+        ("日本語🙂", "🙂", "日本語"),
+        ("aaab", "aab", "a"),
+    ],
+)
+def test_stop_strings(text, stop, answer):
+    tokens = tokens_of(ids_of(text), "length")
+    choice = whole(tokens, stop=stop).choices[0]
+    assert choice.message.content == answer
+    assert choice.finish_reason == ("length" if answer == text else "stop")
+    assert "".join(deltas(stream(tokens, stop=stop))) == answer
+
+
+def test_a_stop_string_ends_the_reading():
+    reply = reply_to(stop="lo")
+    feed(reply, tokens_of(ids_of("hello world")))
+    assert reply.finished
+    assert reply.completion().usage.completion_tokens == len(ids_of("hello"))
+
+
+def test_text_that_may_become_a_stop_string_waits():
+    reply = reply_to(stop="world!")
+    assert deltas(feed(reply, [Token(id=index) for index in ids_of("o wo")])) == ["o "]
+    assert deltas(reply.feed(Token(id=ids_of("m")[0]))) == ["wom"]
+
+
+def test_stop_strings_cost_no_more_than_text():
+    strings = StopStrings(("a" * 255 + "b", "a" * 254 + "c"))
+    begin = time.perf_counter()
+    shown = "".join(strings.feed("a") for _ in range(50_000))
+    assert len(shown) == 50_000 - 255
+    assert time.perf_counter() - begin < 2
+
+
+# Log probabilities
+
+
+def test_log_probabilities_are_openais():
+    ids = [*ids_of("he"), END]
+    tokens = [
+        Token(id=ids[0], logprob=-0.25, top=((ids[0], -0.25), (END, -math.inf))),
+        Token(id=END, logprob=-0.5, top=((END, -0.5),), finish="stop"),
+    ]
+    logprobs = whole(tokens, logprobs=True, top_logprobs=2).choices[0].logprobs
+    assert logprobs.to_dict() == {
+        "content": [
+            {
+                "token": "he",
+                "bytes": [104, 101],
+                "logprob": -0.25,
+                "top_logprobs": [
+                    {"token": "he", "bytes": [104, 101], "logprob": -0.25},
+                    {"token": "<|im_end|>", "bytes": list(b"<|im_end|>"), "logprob": -9999.0},
+                ],
+            }
+        ],
+        "refusal": None,
+    }
+
+
+@settings(max_examples=300, deadline=None)
+@given(token_ids)
+def test_the_bytes_of_the_tokens_make_the_text(ids):
+    choice = whole(tokens_of(ids), logprobs=True).choices[0]
+    joined = b"".join(bytes(entry.bytes) for entry in choice.logprobs.content)
+    assert joined.decode("utf-8", "replace") == choice.message.content
+
+
+def test_pieces_of_a_character_come_with_the_character():
+    ids = ids_of("a🙂b")
+    chunks = stream(tokens_of(ids), logprobs=True)
+    shown = [
+        (chunk.choices[0].delta.content, [bytes(entry.bytes) for entry in chunk.choices[0].logprobs.content])
+        for chunk in chunks
+        if chunk.choices[0].logprobs
+    ]
+    assert shown == [("a", [b"a"]), ("🙂", [b"\xf0\x9f", b"\x99", b"\x82"]), ("b", [b"b"])]
+
+
+def test_tokens_of_the_stop_string_are_not_listed():
+    tokens = tokens_of(ids_of("hello wide"))  # hell, "o w", i, d, e
+    choice = whole(tokens, logprobs=True, stop="wi").choices[0]
+    assert choice.message.content == "hello "
+    assert [entry.token for entry in choice.logprobs.content] == ["hell", "o w"]
+
+
+def test_an_empty_answer_lists_nothing():
+    assert whole(tokens_of([]), logprobs=True).choices[0].logprobs.content == []
+
+
+# Usage and wire form
+
+
+def test_usage():
+    counts = PromptCounts(prompt_tokens=100, image_tokens=60, video_tokens=30)
+    reply = reply_to(counts)
+    first, *rest = tokens_of(ids_of("hello"))
+    feed(reply, [Token(id=first.id, cached=64), *rest])
+    assert reply.completion().usage.to_dict() == {
+        "prompt_tokens": 100,
+        "completion_tokens": len(ids_of("hello")) + 1,  # and the end token
+        "total_tokens": 100 + len(ids_of("hello")) + 1,
+        "prompt_tokens_details": {"cached_tokens": 64, "image_tokens": 60, "video_tokens": 30},
+    }
+
+
+def test_wire_form_of_a_completion():
+    completion = whole(tokens_of(ids_of("he")))
+    assert completion.model_dump(mode="json", exclude_unset=True) == {
+        **ENVELOPE,
+        "object": "chat.completion",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "he", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 7,
+            "completion_tokens": 2,
+            "total_tokens": 9,
+            "prompt_tokens_details": {"cached_tokens": 0, "image_tokens": 0, "video_tokens": 0},
+        },
+    }
+
+
+def wire_chunk(delta, finish=None, **fields):
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+    return {**ENVELOPE, "object": "chat.completion.chunk", "choices": [choice], **fields}
+
+
+def test_wire_form_of_a_stream():
+    chunks = stream(tokens_of(ids_of("hello")))
+    assert [chunk.model_dump(mode="json", exclude_unset=True) for chunk in chunks] == [
+        wire_chunk({"role": "assistant", "content": "", "refusal": None}),
+        wire_chunk({"content": "hell"}),
+        wire_chunk({"content": "o"}),
+        wire_chunk({}, "stop"),
+    ]
+
+
+def test_wire_form_of_a_stream_with_usage():
+    chunks = stream(tokens_of(ids_of("he")), stream_options={"include_usage": True})
+    *others, last = [chunk.model_dump(mode="json", exclude_unset=True) for chunk in chunks]
+    assert others == [
+        wire_chunk({"role": "assistant", "content": "", "refusal": None}, usage=None),
+        wire_chunk({"content": "he"}, usage=None),
+        wire_chunk({}, "stop", usage=None),
+    ]
+    usage = whole(tokens_of(ids_of("he"))).usage.model_dump(mode="json", exclude_unset=True)
+    assert last == {**ENVELOPE, "object": "chat.completion.chunk", "choices": [], "usage": usage}
