@@ -58,11 +58,12 @@ class Conductor:
     async def stream(self, request: ChatRequest) -> AsyncGenerator[ChatCompletionChunk, None]:
         with _faults():
             reply, decode = await self._prepare(request)
-            yield reply.opening()
+            opening = [reply.opening()]  # goes out with the first token: what fails before is an error, not a stream
             async with contextlib.aclosing(self._tokens(reply, decode)) as tokens:
                 async for token in tokens:
-                    for chunk in reply.feed(token):
+                    for chunk in (*opening, *reply.feed(token)):
                         yield chunk
+                    opening.clear()
             for chunk in reply.closing():
                 yield chunk
 

@@ -5,6 +5,7 @@ The body is `{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Coroutine, Mapping
 from types import MappingProxyType
@@ -21,11 +22,14 @@ from dashinfer_vlm_core.errors import (
     DecoderFailed,
     EngineClosed,
     EngineError,
+    MissingDependency,
     ModelNotFound,
     QueueFull,
     RequestError,
     SetupError,
 )
+
+logger = logging.getLogger(__name__)
 
 STATUS: Mapping[type[DashInferVLMError], int] = MappingProxyType(
     {
@@ -37,6 +41,7 @@ STATUS: Mapping[type[DashInferVLMError], int] = MappingProxyType(
         DecoderFailed: 503,
         DeadlineExceeded: 504,
         EngineError: 500,
+        MissingDependency: 501,
         SetupError: 500,
         DashInferVLMError: 500,
     }
@@ -67,7 +72,7 @@ def error_body(error: Exception) -> dict[str, Any]:
     """OpenAI's error object. Only errors that were written for the caller show their text."""
     status = status_of(error)
     body = {"message": INTERNAL_ERROR, "type": _type(status), "param": None, "code": "internal_error"}
-    if isinstance(error, (RequestError, EngineError)):
+    if isinstance(error, (RequestError, EngineError, MissingDependency)):
         body |= {"message": error.message, "param": error.param, "code": error.code}
     elif isinstance(error, HTTPException):
         body |= {"message": _explain(error), "code": _CODES.get(status)}
@@ -82,8 +87,17 @@ def error_response(error: Exception) -> JSONResponse:
 
 
 async def answer_error(_request: Request, error: Exception) -> Response:
-    """Exception handler for every kind of error, in FastAPI's signature."""
+    """Exception handler for every error that was foreseen."""
+    if isinstance(error, SetupError):  # the operator can mend it, the caller cannot
+        logger.error("a request failed: %s", error.message)
     return error_response(error)
+
+
+async def answer_unforeseen(_request: Request, error: Exception) -> Response:
+    """Exception handler for bugs. They reach uvicorn as well, which logs them and closes the connection."""
+    response = error_response(error)
+    response.headers["Connection"] = "close"
+    return response
 
 
 async def answer_nobody(_request: Request, _error: Exception) -> Response:
@@ -95,7 +109,7 @@ HANDLERS: Mapping[type[Exception], Callable[[Request, Exception], Coroutine[Any,
     DashInferVLMError: answer_error,
     HTTPException: answer_error,
     ClientDisconnect: answer_nobody,
-    Exception: answer_error,
+    Exception: answer_unforeseen,
 }
 
 _CODES: Mapping[int, str] = MappingProxyType({404: "unknown_url", 405: "method_not_allowed", 413: "request_too_large"})

@@ -4,23 +4,25 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import httpx
 import openai
 import pytest
 import uvicorn
-from dashinfer_vlm_server import create_app
+from fastapi import FastAPI
 
-from dashinfer_vlm_core import Engine
-from dashinfer_vlm_core.testing import scripted_engine
+from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.sampling import SAMPLING_PARAMETERS
+from dashinfer_vlm_core.testing import Script, scripted_registry
+from dashinfer_vlm_server import create_app
+from dashinfer_vlm_server.app import ServedEngine
 
 
 class RunningServer:
     """An application behind a real socket, in a thread of its own."""
 
-    def __init__(self, app, engine):
-        self.app = app
-        self.engine = engine
+    def __init__(self, app: FastAPI) -> None:
         self._uvicorn = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, ws="none"))
 
     @property
@@ -61,19 +63,27 @@ def eventually(condition: Callable[[], bool], *, within: float = 10.0) -> float:
 
 
 @contextlib.contextmanager
-def serving(engine, **options) -> Iterator[RunningServer]:
-    with RunningServer(create_app(engine, **options), engine).running() as server:
+def serving(engine: ServedEngine, **options) -> Iterator[RunningServer]:
+    """`engine` behind a server; a real checkpoint is not needed for one that is made for the test."""
+    with RunningServer(create_app(engine, **options)).running() as server:
         yield server
 
 
+class Scripted(NamedTuple):
+    server: RunningServer
+    engine: Engine
+    script: Script
+
+
 @pytest.fixture
-def scripted(tiny_checkpoint) -> Iterator[Callable[..., RunningServer]]:
-    """Start servers whose engine plays a script: `scripted("The answer.", delay=0.01)`."""
+def scripted(tiny_checkpoint) -> Iterator[Callable[..., Scripted]]:
+    """Start servers whose engine is whole but for the decoder, which plays a script: `scripted("Yes.", delay=0.01)`."""
     with contextlib.ExitStack() as stack:
 
-        def start(*answers, max_body_bytes=10_000_000, **options) -> RunningServer:
-            options = {"model": str(tiny_checkpoint), "served_model_name": "tiny", **options}
-            engine: Engine = stack.enter_context(scripted_engine(*answers, **options))
-            return stack.enter_context(serving(engine, max_body_bytes=max_body_bytes))
+        def start(*answers, delay=0.0, honours=SAMPLING_PARAMETERS, max_body_bytes=10_000_000, **options) -> Scripted:
+            script = Script(*answers, delay=delay, honours=honours)
+            config = EngineConfig(model=str(tiny_checkpoint), served_model_name="tiny", decoder="scripted", **options)
+            engine = stack.enter_context(Engine(config, registry=scripted_registry(script)))
+            return Scripted(stack.enter_context(serving(engine, max_body_bytes=max_body_bytes)), engine, script)
 
         yield start

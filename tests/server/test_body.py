@@ -1,0 +1,107 @@
+"""The body of a request, before it is known to be one."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+
+from dashinfer_vlm_core.errors import InvalidParameter
+from dashinfer_vlm_server.requests import PARSED_INLINE, parse_object
+
+HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
+
+NOT_REQUESTS = {
+    "nothing": b"",
+    "white space": b" \n ",
+    "text": b"hello",
+    "half an object": b'{"messages": [',
+    "two objects": b"{} {}",
+    "an array": b"[]",
+    "a string": b'"hello"',
+    "null": b"null",
+    "a number": b"1",
+    "NaN": b'{"temperature": NaN}',
+    "Infinity": b'{"temperature": -Infinity}',
+    "no UTF-8": b'{"model": "\xff\xfe"}',
+    "a control character": b'{"model": "a\x00b"}',
+    "a comment": b'{"model": "a"} // why',
+    "single quotes": b"{'model': 'a'}",
+    "a key twice": b'{"model": "a", "model": "b"}',
+    "a key twice, deep inside": b'{"messages": [{"role": "user", "role": "system", "content": "a"}]}',
+    "arrays without end": b"[" * 200_000,
+    "arrays too deep": b'{"metadata": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "objects too deep": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    "a number of five thousand digits": b'{"seed": ' + b"1" * 5000 + b"}",
+    "a form": b"model=tiny&messages=hello",
+}
+
+
+@pytest.mark.parametrize("body", NOT_REQUESTS.values(), ids=NOT_REQUESTS)
+def test_what_is_no_json_object_is_refused(body):
+    with pytest.raises(InvalidParameter) as caught:
+        parse_object(body)
+    assert caught.value.code == "invalid_json"
+    assert len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+def test_json_may_come_in_any_of_its_encodings(encoding):
+    assert parse_object('{"é": "\\ud83d\\ude00"}'.encode(encoding)) == {"é": "😀"}
+
+
+def test_the_place_of_a_fault_is_named():
+    with pytest.raises(InvalidParameter, match="line 2, column 3"):
+        parse_object(b'{\n  model: "a"}')
+
+
+def test_bodies_that_are_no_json_are_answered_as_openai_does_and_the_server_goes_on(scripted):
+    with scripted("Fine.").server.http() as client:
+        for name, body in NOT_REQUESTS.items():
+            reply = client.post("/v1/chat/completions", content=body)
+            assert reply.status_code == 400, name
+            error = reply.json()["error"]
+            assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_json"), name
+        assert client.post("/v1/chat/completions", json=HELLO).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["application/json", "text/plain", "application/x-www-form-urlencoded", "x"])
+def test_the_content_type_is_not_looked_at(scripted, kind):
+    with scripted("Fine.").server.http() as client:
+        reply = client.post("/v1/chat/completions", content=json.dumps(HELLO), headers={"Content-Type": kind})
+    assert reply.status_code == 200
+
+
+def test_a_large_request_is_read_as_well(scripted):
+    served = scripted("Fine.", max_model_len=2048)
+    body = HELLO | {"metadata": {"note": "x" * (PARSED_INLINE + 1)}}
+    with served.server.http() as client:
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
+        reply = client.post("/v1/chat/completions", json=body | {"temperature": 3})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "temperature"
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["length declared", "chunked"])
+def test_a_body_over_the_cap_is_refused(scripted, chunked):
+    body = json.dumps(HELLO | {"user": "x" * 3_000_000}).encode()
+    with scripted("Fine.", max_body_bytes=100_000).server.http() as client:
+        reply = client.post("/v1/chat/completions", content=pieces(body) if chunked else body)
+        assert reply.status_code == 413
+        assert reply.json()["error"]["code"] == "request_too_large"
+        assert "100000 bytes" in reply.json()["error"]["message"]
+        assert client.post("/v1/chat/completions", json=HELLO).status_code == 200
+
+
+def pieces(body):
+    for start in range(0, len(body), 10_000):
+        yield body[start : start + 10_000]
+
+
+def test_a_declared_length_over_the_cap_is_refused_before_the_body_is_sent(scripted):
+    server = scripted("Fine.", max_body_bytes=100_000).server
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: test\r\nContent-Length: 999999999999\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(head.encode())
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413")

@@ -1,0 +1,173 @@
+"""The main road: what OpenAI's own client gets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import openai
+import pytest
+
+from tests.conversations import as_openai, picture, user
+
+HELLO = [{"role": "user", "content": "Hello"}]
+ANSWER = "A red circle to the left of a blue square."
+
+
+def ask(server, messages=HELLO, **options):
+    with server.openai() as client:
+        return client.chat.completions.create(model="tiny", messages=messages, **options)
+
+
+def test_the_answer_is_openais(scripted):
+    answer = ask(scripted(ANSWER).server)
+    assert (answer.object, answer.model) == ("chat.completion", "tiny")
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content == ANSWER
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_on_the_wire_null_stays_null_and_what_was_not_set_stays_away(scripted):
+    with scripted(ANSWER).server.http() as client:
+        reply = client.post("/v1/chat/completions", json={"messages": HELLO})
+    (choice,) = reply.json()["choices"]
+    assert reply.headers["content-type"] == "application/json"
+    assert choice["logprobs"] is None
+    assert choice["message"]["refusal"] is None
+    assert "audio" not in choice["message"]
+    assert "tool_calls" not in choice["message"]
+
+
+def test_a_stream_is_the_answer_in_pieces(scripted):
+    with scripted(ANSWER).server.openai() as client:
+        chunks = list(client.chat.completions.create(model="tiny", messages=HELLO, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ANSWER
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_usage_comes_last_where_it_is_asked_for(scripted):
+    server = scripted(ANSWER).server
+    with server.openai() as client:
+        *_, last = client.chat.completions.create(
+            model="tiny", messages=HELLO, stream=True, stream_options={"include_usage": True}
+        )
+    assert last.choices == []
+    assert last.usage == ask(server).usage
+
+
+def test_events_are_one_line_of_json_each_and_done(scripted):
+    with scripted(ANSWER).server.http() as client:
+        reply = client.post("/v1/chat/completions", json={"messages": HELLO, "stream": True})
+    *events, last, end = reply.text.split("\n\n")
+    assert (last, end) == ("data: [DONE]", "")
+    assert all(json.loads(event.removeprefix("data: "))["object"] == "chat.completion.chunk" for event in events)
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert reply.headers["cache-control"] == "no-cache"
+    assert reply.headers["x-accel-buffering"] == "no"
+
+
+def test_line_breaks_of_unicode_do_not_cut_events(scripted):
+    text = "one\u2028two\u2029three\x85four\nfive\r\nsix"
+    with (
+        scripted(text).server.http() as client,
+        client.stream("POST", "/v1/chat/completions", json={"messages": HELLO, "stream": True}) as reply,
+    ):
+        lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+    deltas = [json.loads(line)["choices"][0]["delta"] for line in lines if line != "[DONE]"]
+    assert "".join(delta.get("content") or "" for delta in deltas) == text
+
+
+def test_pieces_are_sent_as_they_come(scripted):
+    served = scripted(ANSWER, delay=0.02)
+    with served.server.openai() as client:
+        stream = client.chat.completions.create(model="tiny", messages=HELLO, stream=True)
+        next(stream)
+        next(stream)
+        assert served.script.running == 1
+        assert list(stream)
+
+
+def test_the_async_client_gets_the_same(scripted):
+    server = scripted(ANSWER).server
+
+    async def answers():
+        http = openai.DefaultAsyncHttpxClient(trust_env=False)
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http) as client:
+            plain = await client.chat.completions.create(model="tiny", messages=HELLO)
+            stream = await client.chat.completions.create(model="tiny", messages=HELLO, stream=True)
+            pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+            return plain.choices[0].message.content, "".join(pieces)
+
+    assert asyncio.run(answers()) == (ANSWER, ANSWER)
+
+
+def test_pictures_and_videos_reach_the_decoder(scripted):
+    served = scripted(ANSWER)
+    messages = as_openai([user(picture(1), "And this?", [picture(2), picture(3)])])
+    details = ask(served.server, messages).usage.prompt_tokens_details
+    (request,) = served.script.requests
+    image, video = request.spans
+    assert image.stop - image.start == details.image_tokens > 0
+    assert video.stop - video.start == details.video_tokens > 0
+
+
+def test_twenty_at_once_get_their_own_answers(scripted):
+    server = scripted(lambda request: str(request.sampling.seed), delay=0.005).server
+
+    async def ask_with_seed(client, seed):
+        if seed % 2:
+            plain = await client.chat.completions.create(model="tiny", messages=HELLO, seed=seed)
+            return plain.choices[0].message.content
+        stream = await client.chat.completions.create(model="tiny", messages=HELLO, seed=seed, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def answers():
+        http = openai.DefaultAsyncHttpxClient(trust_env=False)
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http) as client:
+            return await asyncio.gather(*(ask_with_seed(client, seed) for seed in range(1000, 1020)))
+
+    assert asyncio.run(answers()) == [str(seed) for seed in range(1000, 1020)]
+
+
+def test_log_probabilities_are_openais(scripted):
+    server = scripted(ANSWER).server
+    plain = ask(server, logprobs=True, top_logprobs=1)
+    with server.openai() as client:
+        stream = client.chat.completions.create(
+            model="tiny", messages=HELLO, stream=True, logprobs=True, top_logprobs=1
+        )
+        streamed = [item for chunk in stream if chunk.choices[0].logprobs for item in chunk.choices[0].logprobs.content]
+    assert streamed == plain.choices[0].logprobs.content
+    assert "".join(item.token for item in streamed).startswith(ANSWER)
+
+
+def test_the_model_is_listed(scripted):
+    with scripted(ANSWER).server.openai() as client:
+        (model,) = client.models.list()
+        assert (model.id, model.object) == ("tiny", "model")
+        assert client.models.retrieve("tiny") == model
+        with pytest.raises(openai.NotFoundError, match="'other/model' is not served here: ask for 'tiny'"):
+            client.models.retrieve("other/model")
+
+
+def test_health_says_what_answers(scripted):
+    served = scripted(ANSWER)
+    with served.server.http() as client:
+        reply = client.get("/health")
+        assert reply.status_code == 200
+        assert reply.json() == {
+            "status": "ready",
+            "model": "tiny",
+            "decoder": "scripted",
+            "reason": "a script is played",
+            "max_model_len": served.engine.status().max_model_len,
+        }
+        served.engine.close()
+        reply = client.get("/health")
+    assert reply.status_code == 503
+    assert reply.json()["status"] == "closed"
