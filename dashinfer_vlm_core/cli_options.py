@@ -33,10 +33,11 @@ def config_options(command: Command) -> Command:
         config = EngineConfig(**{name: value for name, value in given.items() if value is not None})
         return command(*args, config=config, **kwargs)
 
-    for name, field in reversed(EngineConfig.model_fields.items()):
-        run = _option(name, field)(run)
     run.__doc__ = f"{command.__doc__}\n\n    {ENVIRONMENT}"
-    return run
+    decorated: Command = run
+    for name, field in reversed(EngineConfig.model_fields.items()):
+        decorated = _option(name, field)(decorated)
+    return decorated
 
 
 def _option(name: str, field: FieldInfo) -> Callable[[Command], Command]:

@@ -59,19 +59,30 @@ class Weights:
         Raises:
             CheckpointError: it is not there, has another shape, or its file is damaged.
         """
+        found = torch.empty(*shape, device=device, dtype=dtype)
+        self.read(name, found)
+        return found
+
+    def read(self, name: str, into: torch.Tensor) -> None:
+        """Read one tensor into another of the same shape, a part of a larger one perhaps, converting as it goes.
+
+        The file is mapped, not read: no copy of the tensor is ever in memory beside `into`.
+
+        Raises:
+            CheckpointError: as `tensor`.
+        """
         if name not in self._stored:
             raise CheckpointError(f"The checkpoint has no tensor {name!r}. Copy or download its safetensors again.")
         file, stored_name = self._stored[name]
         try:
             with safe_open(file, framework="pt") as opened:
-                found = opened.get_slice(stored_name).get_shape()
-                if found != list(shape):
+                shape = opened.get_slice(stored_name).get_shape()
+                if shape != list(into.shape):
                     raise CheckpointError(
-                        f"{file}: tensor {stored_name!r} is {found}, but the configuration asks for {list(shape)}. "
+                        f"{file}: tensor {stored_name!r} is {shape}, but the configuration asks for {list(into.shape)}. "
                         "Take config.json and the safetensors of one and the same checkpoint."
                     )
-                stored: torch.Tensor = opened.get_tensor(stored_name)
-                return stored.to(device=device, dtype=dtype, copy=True)
+                into.copy_(opened.get_tensor(stored_name))
         except (OSError, SafetensorError) as error:
             raise _damaged(file, error) from error
 

@@ -149,10 +149,10 @@ class _Loader(NamedTuple):
         return self.weights.tensor(name, shape, device=self.device, dtype=self.dtype)
 
     def fused(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
-        """The named tensors one under the other; only one of them is in memory twice at any time."""
+        """The named tensors one under the other, each read to where it belongs."""
         fused = torch.empty(sum(rows), *columns, device=self.device, dtype=self.dtype)
         for name, part in zip(names, torch.split(fused, list(rows)), strict=True):
-            part.copy_(self.tensor(name, *part.shape))
+            self.weights.read(name, part)
         return fused
 
 

@@ -32,19 +32,24 @@ def assert_holds(folder, expected):
 
 
 @pytest.fixture(scope="module")
-def published(tiny_checkpoint):
-    """Tensors of the tiny checkpoint by published names."""
-    return load_file(tiny_checkpoint / "model.safetensors")
+def tied(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True)
 
 
-def test_single_file(tiny_checkpoint, published):
-    assert "lm_head.weight" not in published  # tied
+@pytest.fixture(scope="module")
+def published(tied):
+    """Tensors of the tied checkpoint by published names."""
+    return load_file(tied / "model.safetensors")
+
+
+def test_single_file(tied, published):
+    assert "lm_head.weight" not in published
     assert {"visual.patch_embed.proj.weight", "model.embed_tokens.weight", NORM} < published.keys()
-    assert_holds(tiny_checkpoint, published)
+    assert_holds(tied, published)
 
 
-def test_shards(tiny_checkpoint, published, tmp_path):
-    Qwen2VLForConditionalGeneration.from_pretrained(tiny_checkpoint).save_pretrained(tmp_path, max_shard_size="200KB")
+def test_shards(tied, published, tmp_path):
+    Qwen2VLForConditionalGeneration.from_pretrained(tied).save_pretrained(tmp_path, max_shard_size="200KB")
 
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert_holds(tmp_path, published)
@@ -68,12 +73,12 @@ def test_names_of_newer_layouts(published, tmp_path):
     assert_holds(tmp_path, published)
 
 
-def test_tensor_is_converted_and_is_no_view_of_the_file(tiny_checkpoint, published):
-    found = read(tiny_checkpoint, NORM, (64,), torch.bfloat16)
+def test_tensor_is_converted_and_is_no_view_of_the_file(tied, published):
+    found = read(tied, NORM, (64,), torch.bfloat16)
 
     assert torch.equal(found, published[NORM].bfloat16())
-    read(tiny_checkpoint, NORM, (64,)).zero_()
-    assert torch.equal(read(tiny_checkpoint, NORM, (64,)), published[NORM])
+    read(tied, NORM, (64,)).zero_()
+    assert torch.equal(read(tied, NORM, (64,)), published[NORM])
 
 
 MEASURE = """
@@ -100,14 +105,14 @@ def test_peak_memory_of_loading_is_below_a_quarter_more_than_the_weights(tmp_pat
     assert 0.9 < float(run.stdout) < 1.25
 
 
-def test_missing_tensor_is_named(tiny_checkpoint):
+def test_missing_tensor_is_named(tied):
     with pytest.raises(CheckpointError, match=r"no tensor 'lm_head\.weight'"):
-        read(tiny_checkpoint, "lm_head.weight", (320, 64))
+        read(tied, "lm_head.weight", (320, 64))
 
 
-def test_wrong_shape_is_named_with_both(tiny_checkpoint):
+def test_wrong_shape_is_named_with_both(tied):
     with pytest.raises(CheckpointError, match=r"'model\.norm\.weight' is \[64\], but .* \[32\]"):
-        read(tiny_checkpoint, NORM, (32,))
+        read(tied, NORM, (32,))
 
 
 def test_missing_shard_is_named(tmp_path):
@@ -137,8 +142,8 @@ def test_shards_are_sought_in_the_folder_alone(tmp_path):
         Weights.open(folder)
 
 
-def test_truncated_file_is_named(tiny_checkpoint, tmp_path):
-    whole = (tiny_checkpoint / "model.safetensors").read_bytes()
+def test_truncated_file_is_named(tied, tmp_path):
+    whole = (tied / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
 
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
