@@ -23,7 +23,7 @@ def find_model(name: str, *, registered: Mapping[str, Path], revision: str | Non
     if name in registered:
         return registered[name]
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if name and folder.is_dir():  # an empty name would be the current folder
         return folder
     if HUB_ID.fullmatch(name):
         return download(name, revision=revision)

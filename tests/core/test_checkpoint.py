@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from dashinfer_vlm_core.checkpoint import find_model
+from dashinfer_vlm_core.errors import CheckpointError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+FIND = """
+import sys
+from dashinfer_vlm_core.checkpoint import find_model
+from dashinfer_vlm_core.errors import CheckpointError
+try:
+    print(find_model(sys.argv[1], registered={}))
+except CheckpointError as error:
+    sys.exit(error.message)
+"""
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What the hub's client asks of the hub, for one repository whose files lie in `folder`."""
+
+    folder: Path
+    asked: list[str]
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        self.asked.append(f"{self.command} {self.path}")
+        if self.path.startswith("/api/models/maker/tiny/tree/"):
+            self.answer(json.dumps([self.entry(path) for path in sorted(self.folder.iterdir())]).encode())
+        elif self.path.startswith("/api/models/maker/tiny/"):
+            files = [{"rfilename": path.name} for path in sorted(self.folder.iterdir())]
+            self.answer(json.dumps({"id": "maker/tiny", "sha": COMMIT, "siblings": files}).encode())
+        elif self.path.startswith(f"/maker/tiny/resolve/{COMMIT}/"):
+            self.answer((self.folder / self.path.rpartition("/")[2]).read_bytes())
+        else:
+            self.send_response(401 if "private" in self.path else 404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.end_headers()
+
+    def entry(self, path):
+        return {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": path.name}
+
+    def answer(self, body):
+        self.send_response(200)
+        self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *args):
+        """Keep the test's output clean."""
+
+
+@pytest.fixture
+def hub(tiny_checkpoint, tmp_path):
+    handler = type("Handler", (Hub,), {"folder": tiny_checkpoint, "asked": []})
+    (tiny_checkpoint / "pickle.bin").write_bytes(b"not wanted")
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+    (tiny_checkpoint / "pickle.bin").unlink()
+
+
+def find(name, home, endpoint):
+    """In a process of its own: the hub's client reads its address when it is imported."""
+    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", FIND, name], capture_output=True, text=True, env=environment, check=False, timeout=60
+    )
+
+
+def test_a_registered_name_comes_first(tmp_path):
+    assert find_model("demo", registered={"demo": tmp_path}) == tmp_path
+
+
+def test_a_folder_is_taken_as_it_is(tmp_path):
+    assert find_model(str(tmp_path), registered={}) == tmp_path
+
+
+@pytest.mark.parametrize("name", ["nothing", "", "a/b/c", "../x y"])
+def test_what_is_neither_name_nor_folder_nor_hub_id_is_explained(name):
+    with pytest.raises(CheckpointError, match=r"known: demo\), no folder, and no hub id such as") as caught:
+        find_model(name, registered={"demo": Path()})
+    assert caught.value.param == "model"
+
+
+def test_a_hub_id_is_downloaded_once_and_then_found_without_the_hub(hub, tmp_path, tiny_checkpoint):
+    endpoint = f"http://127.0.0.1:{hub.server_port}"
+    first = find("maker/tiny", tmp_path, endpoint)
+    assert first.returncode == 0, first.stderr
+    folder = Path(first.stdout.strip())
+    assert (folder / "model.safetensors").read_bytes() == (tiny_checkpoint / "model.safetensors").read_bytes()
+    assert not (folder / "pickle.bin").exists()
+    assert "%" in first.stderr  # a progress bar
+
+    asked = list(hub.RequestHandlerClass.asked)
+    again = find("maker/tiny", tmp_path, endpoint)
+    assert Path(again.stdout.strip()) == folder
+    assert [line for line in hub.RequestHandlerClass.asked[len(asked) :] if line.startswith("GET /maker")] == []
+
+    hub.shutdown()
+    hub.server_close()
+    assert Path(find("maker/tiny", tmp_path, endpoint).stdout.strip()) == folder
+
+
+def test_a_missing_repository_is_explained(hub, tmp_path):
+    result = find("maker/none", tmp_path, f"http://127.0.0.1:{hub.server_port}")
+    assert result.returncode == 1
+    assert "The hub has no model 'maker/none', or it is private" in result.stderr
+
+
+def test_a_hub_out_of_reach_is_explained(tmp_path):
+    result = find("maker/tiny", tmp_path, "http://127.0.0.1:9")
+    assert result.returncode == 1
+    assert "The hub cannot be reached and 'maker/tiny' is not in the cache" in result.stderr

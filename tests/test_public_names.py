@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import re
+
+import dashinfer_vlm_core
+from dashinfer_vlm_core import errors
+
+
+def test_the_public_names_are_sorted_and_there():
+    assert dashinfer_vlm_core.__all__ == sorted(dashinfer_vlm_core.__all__)
+    assert dir(dashinfer_vlm_core) == dashinfer_vlm_core.__all__
+    for name in dashinfer_vlm_core.__all__:
+        assert getattr(dashinfer_vlm_core, name) is not None
+
+
+def test_the_drawn_error_tree_is_the_real_one():
+    ancestors = ["DashInferVLMError"]
+    drawn = {}
+    for line in errors.__doc__.splitlines():
+        if found := re.match(r"    ([│ ]*)[├└]── (\w+)", line):
+            depth = len(found[1]) // 4 + 1
+            drawn[found[2]] = ancestors[depth - 1]
+            ancestors[depth:] = [found[2]]
+    classes = [item for item in vars(errors).values() if isinstance(item, type)]
+    real = {item.__name__: item.__mro__[1].__name__ for item in classes if item is not errors.DashInferVLMError}
+    assert drawn == real
