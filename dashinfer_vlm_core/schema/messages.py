@@ -263,10 +263,9 @@ class Message(Open):
     tool_call_id: Name | None = None
 
     def check(self, where: str) -> None:
-        for name in REFUSED_IN_MESSAGES.keys() & (self.model_extra or {}).keys():
-            raise UnsupportedParameter(
-                f"`{where}.{name}` is not supported. {REFUSED_IN_MESSAGES[name]}", param=f"{where}.{name}"
-            )
+        for name, next_step in REFUSED_IN_MESSAGES.items():
+            if name in (self.model_extra or {}):
+                raise UnsupportedParameter(f"`{where}.{name}` is not supported. {next_step}", param=f"{where}.{name}")
         for name in ("tool_calls", "refusal"):
             if self.role != "assistant" and getattr(self, name):
                 raise InvalidParameter(

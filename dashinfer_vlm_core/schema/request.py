@@ -7,7 +7,6 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, Strict, Tag, ValidationError, model_validator
-from typing_extensions import Self
 
 from ..errors import InvalidParameter, RequestError, UnsupportedParameter
 from ..sampling import Sampling
@@ -99,7 +98,7 @@ class ChatRequest(Open):
         return data
 
     @model_validator(mode="after")
-    def _check_sense(self) -> Self:
+    def _check_sense(self) -> ChatRequest:
         for index, message in enumerate(self.messages):
             message.check(f"messages[{index}]")
         for error in self._contradictions():
