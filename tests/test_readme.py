@@ -1,0 +1,84 @@
+"""Each command and each program of the README is run, in its order."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+SERVER = "http://127.0.0.1:8000"
+
+pytestmark = [pytest.mark.readme, pytest.mark.timeout(600)]
+
+
+def run(command, **options):
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, **options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def server():
+    """The README's server, on a free port; its address."""
+    command = [Path(sys.executable).parent / "dashinfer-vlm", "serve", "--port", "0"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stderr:
+            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
+                break
+        else:
+            pytest.fail("the server ended before it was ready")
+        yield found.group()
+        process.terminate()
+        process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
+def test_the_readme_holds_what_it_promises():
+    commands = [code.split()[0] for language, code in BLOCKS if language == "bash"]
+    assert commands == ["scripts/demo", "scripts/test", "pip", "dashinfer-vlm", "curl", "dashinfer-vlm"]
+    assert all(len(code.splitlines()) <= 15 for _, code in BLOCKS)
+
+
+def test_the_demo_answers_truly():
+    output = run(["bash", "-c", block("scripts/demo")])
+    assert "4 of 4 answers are true" in output
+
+
+def test_the_tests_run():
+    """All of them run this one: it takes the one that takes a moment."""
+    assert " passed" in run(["bash", "-c", f"{block('scripts/test')} tests/test_public_names.py"])
+
+
+def test_the_package_can_be_installed():
+    assert "Would install dashinfer-vlm-adapters" in run(
+        ["bash", "-c", f"{block('pip install')} --dry-run --ignore-installed --no-deps"]
+    )
+
+
+def test_the_server_and_curl(server):
+    assert server != SERVER
+    output = run(["bash", "-c", block("curl").replace(SERVER, server)])
+    assert "circles, squares, triangles, stars and crosses" in output
+
+
+@pytest.mark.parametrize("code", [code for language, code in BLOCKS if language == "python"])
+def test_the_programs_run(server, code):
+    output = run([sys.executable, "-c", code.replace(SERVER, server)])
+    assert re.search(r"circles, squares, triangles, stars and crosses|circle|square|triangle|star|cross", output)
+
+
+def test_the_plugins_are_listed():
+    assert "decoder torch" in run(["bash", "-c", block("dashinfer-vlm plugins")])
+
+
+def block(start):
+    """The command of the README that begins so."""
+    return next(code.strip() for language, code in BLOCKS if language == "bash" and code.startswith(start))
