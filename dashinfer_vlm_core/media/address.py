@@ -95,7 +95,7 @@ def _parse(text: str, base: httpx.URL | None) -> httpx.URL | None:
         url = httpx.URL(urljoin(str(base), text) if base else text)
     except (httpx.InvalidURL, ValueError):
         return None
-    if url.scheme not in ("http", "https") or url.userinfo or not _is_plain(_host(url)):
+    if url.scheme not in ("http", "https") or url.userinfo or not _is_plain(_host(url)) or not 0 < _port(url) < 65536:
         return None
     return url if not is_numeric(url) or _is_canonical(_host(url)) else None
 
@@ -122,7 +122,7 @@ def _names(url: httpx.URL) -> set[str]:
 
 
 def _port(url: httpx.URL) -> int:
-    return url.port or (443 if url.scheme == "https" else 80)
+    return (443 if url.scheme == "https" else 80) if url.port is None else url.port
 
 
 def _not_public(part: str) -> MediaRefused:

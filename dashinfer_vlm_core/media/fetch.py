@@ -38,20 +38,20 @@ class Fetcher:
     Args:
         config: limits of bytes, seconds, hosts and addresses.
         resolve: finds the addresses of a host name.
-        tls: whom to trust; the public authorities by default.
+        transport: connects to the addresses.
     """
 
     def __init__(
-        self, config: EngineConfig, *, resolve: Resolver = system_resolver, tls: ssl.SSLContext | None = None
+        self,
+        config: EngineConfig,
+        *,
+        resolve: Resolver = system_resolver,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._config = config
         self._resolve = resolve
         self._slots = asyncio.Semaphore(config.max_fetches)
-        self._transport = httpx.AsyncHTTPTransport(
-            verify=tls or True,
-            trust_env=False,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-        )
+        self._transport = transport or direct_transport()
 
     async def get(self, url: httpx.URL, *, kind: Kind, part: str) -> bytes:
         """The body behind `url`, which `check_url` has passed.
@@ -104,6 +104,16 @@ class Fetcher:
         if int(response.headers.get("Content-Length", 0)) > limit:
             raise too_large(limit, part)
         return await _read(response, limit, part)
+
+
+def direct_transport(tls: ssl.SSLContext | None = None) -> httpx.AsyncHTTPTransport:
+    """Connects to where it is told, without proxies, and keeps no connection; `tls` says whom to trust, else the public
+    authorities."""
+    return httpx.AsyncHTTPTransport(
+        verify=tls or True,
+        trust_env=False,
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+    )
 
 
 async def _read(response: httpx.Response, limit: int, part: str) -> bytes:

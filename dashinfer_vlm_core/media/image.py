@@ -52,15 +52,14 @@ def decode_picture(data: bytes, *, part: str, max_pixels: int, background: tuple
     with _errors(part), Image.open(BytesIO(data), formats=FORMATS) as image:
         _check_size(image.size, max_pixels, part)
         image.load()
-        return np.array(_upright(_to_rgb(image, background), _orientation(image)))
+        return np.asarray(_upright(_to_rgb(image, background), _orientation(image)))
 
 
-def picture_size(data: bytes, *, part: str, max_pixels: int) -> tuple[int, int]:
-    """(height, width) as the file's header says, without decoding and before the EXIF orientation; raises as
-    `decode_picture`."""
+def count_pixels(data: bytes, *, part: str, max_pixels: int) -> int:
+    """The pixels of a picture as its header says, without decoding; raises as `decode_picture`."""
     with _errors(part), Image.open(BytesIO(data), formats=FORMATS) as image:
         _check_size(image.size, max_pixels, part)
-        return image.height, image.width
+        return image.width * image.height
 
 
 def _check_size(size: tuple[int, int], max_pixels: int, part: str) -> None:
@@ -80,7 +79,7 @@ def _to_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image
         return _compose(image.convert("RGBA"), background)
     if image.mode not in _OPAQUE:
         raise ValueError("32-bit integers and floats have no agreed range")
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:

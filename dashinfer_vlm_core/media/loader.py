@@ -14,7 +14,7 @@ from ..errors import InvalidParameter, MediaTooLarge, UnsupportedParameter
 from ..schema import MediaPart
 from .address import Resolver, system_resolver
 from .fetch import Fetcher
-from .image import decode_picture, picture_size
+from .image import count_pixels, decode_picture
 from .source import Inline, Local, Source, decode, locate, read
 from .types import Clip, Media, Picture, Pixels, VideoReader
 from .video import available, check_total, decode_clip, frame_name, stack_frames
@@ -95,8 +95,8 @@ class MediaLoader:
 
     def _check_frames(self, data: Sequence[bytes], part: MediaPart) -> None:
         limit = self._config.max_decoded_pixels
-        sizes = [picture_size(frame, part=frame_name(part, i), max_pixels=limit) for i, frame in enumerate(data)]
-        check_total(sum(height * width for height, width in sizes), part=part, config=self._config)
+        pixels = [count_pixels(frame, part=frame_name(part, i), max_pixels=limit) for i, frame in enumerate(data)]
+        check_total(sum(pixels), part=part, config=self._config)
 
     def _pixels(self, data: bytes, part: str) -> Pixels:
         return decode_picture(

@@ -98,9 +98,9 @@ class _DecordVideo:
 
 def _header(container: InputContainer) -> VideoInfo:
     """What the container says, without decoding: where it counts no frames, its packets are counted."""
-    if not container.streams.video:
+    stream = container.streams.video[0] if container.streams.video else None
+    if stream is None or stream.codec_context is None:  # the second where FFmpeg knows no such codec
         raise undecodable()
-    stream = container.streams.video[0]
     return VideoInfo(
         frames=stream.frames or sum(packet.size > 0 for packet in container.demux(stream)),
         fps=float(stream.average_rate or 0),

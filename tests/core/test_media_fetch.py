@@ -1,0 +1,505 @@
+"""http and https sources, against servers that lie, stall, flood, redirect and change their address."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import ssl
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.errors import MediaError, MediaRefused, MediaTooLarge, MediaUnreachable
+from dashinfer_vlm_core.media.address import check_url, is_public
+from dashinfer_vlm_core.media.fetch import Fetcher, direct_transport
+from tests.web import body, raw, redirect, serve
+
+PART = "messages[0].content[1]"
+PICTURE = b"not really a picture, but whole"
+PUBLIC = "93.184.216.34"
+CERTIFICATE = Path(__file__).parent.parent / "pictures_test.pem"
+
+HERE = EngineConfig(allow_private_addresses=True, image_max_bytes=1000, image_fetch_timeout=2.0)
+WORLD = EngineConfig(image_max_bytes=1000, image_fetch_timeout=2.0)
+
+
+class Loopback(httpx.AsyncBaseTransport):
+    """Brings every connection to 127.0.0.1, whichever address it is meant for, so that public ones can be tried."""
+
+    def __init__(self):
+        self.inner = direct_transport()
+        self.addresses = []
+
+    async def handle_async_request(self, request):
+        self.addresses.append(request.url.host)
+        request.url = request.url.copy_with(host="127.0.0.1")
+        return await self.inner.handle_async_request(request)
+
+    async def aclose(self):
+        await self.inner.aclose()
+
+
+def names(table):
+    """A resolver that knows `table`: each value is a list of addresses, or one such list for each time it is asked."""
+
+    async def resolve(host, port):
+        if host not in table:
+            raise OSError("no such host")
+        answer = table[host]
+        return answer if isinstance(answer[0], str) else answer.pop(0)
+
+    return resolve
+
+
+async def no_names(host, port):
+    raise AssertionError(f"{host} should not have been looked up")
+
+
+def fetch(url, config=HERE, *, resolve=no_names, transport=None, kind="image"):
+    async def run():
+        fetcher = Fetcher(config, resolve=resolve, transport=transport)
+        try:
+            return await fetcher.get(check_url(url, part=PART, config=config), kind=kind, part=PART)
+        finally:
+            await fetcher.close()
+
+    return asyncio.run(run())
+
+
+def test_a_body_arrives_whole():
+    with serve({"/a.png?size=2": body(PICTURE)}) as web:
+        assert fetch(web.url("/a.png?size=2#part")) == PICTURE
+
+
+def test_a_chunked_body_arrives_whole():
+    chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
+    with serve({"/": raw(chunked)}) as web:
+        assert fetch(web.url("/")) == b"abcde"
+
+
+def test_a_request_says_who_asks_and_carries_nothing_else(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("all_proxy", "http://127.0.0.1:9")
+    answer = body(PICTURE, "Set-Cookie: tracking=1")
+    with serve({"/again": redirect("/"), "/": answer}) as web:
+        fetch(web.url("/again"))
+    for head in web.requests:
+        fields = {line.partition(":")[0].lower() for line in head.split("\r\n")[1:] if line}
+        assert fields == {"host", "user-agent", "accept", "accept-encoding"}
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://good.example@127.0.0.1/",
+        "http://good.example:secret@127.0.0.1/",
+        "http://127.0.0.1\\@good.example/",
+        "http:\\\\127.0.0.1\\",
+        "http://good.example\t.evil.example/",
+        "http://good.example/\r\nHost: evil.example",
+        "http://good.example /",
+        "http://good.example\u00a0/",
+        "http://good.example\x00.evil.example/",
+        "http://2130706433/",
+        "http://0x7f000001/",
+        "http://0x7f.0.0.1/",
+        "http://0177.0.0.1/",
+        "http://127.1/",
+        "http://1.2.3.4.5/",
+        "http://%31%32%37.0.0.1/",
+        "http://127。0。0。1/",
+        "http://\uff11\uff12\uff17.0.0.1/",
+        "http://good.example./",
+        "http://localhost./",
+        "http://good..example/",
+        "http://.good.example/",
+        "http://[::1%25lo]/",
+        "http://[::1",
+        "http://good.example:99999/",
+        "http://good.example:0/",
+        "http:///etc/passwd",
+        "http:good.example",
+        "http://",
+        "https://",
+        "http://" + "a" * 70000,
+    ],
+)
+def test_a_url_that_two_parsers_could_read_differently_is_refused(url):
+    with pytest.raises(MediaRefused) as caught:
+        check_url(url, part=PART, config=WORLD)
+    assert caught.value.param == PART
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://good.example/a.png",
+        "HTTPS://Good.Example:8443/a%20b.png?x=1&y=http://127.0.0.1/",
+        "https://bücher.example/ä.png",
+        "https://xn--bcher-kva.example/a.png",
+        "http://93.184.216.34/a.png",
+        "http://[2606:2800:220:1:248:1893:25c8:1946]/a.png",
+        "http://3com.example/",
+        "http://a_b.good.example/",
+    ],
+)
+def test_an_ordinary_url_is_accepted(url):
+    assert check_url(url, part=PART, config=WORLD).scheme in ("http", "https")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1",
+        "127.255.255.254",
+        "0.0.0.0",
+        "10.0.0.1",
+        "172.16.0.1",
+        "192.168.1.1",
+        "100.64.0.1",
+        "169.254.169.254",
+        "192.0.0.1",
+        "192.0.2.1",
+        "192.88.99.1",
+        "198.18.0.1",
+        "198.51.100.1",
+        "203.0.113.1",
+        "224.0.0.1",
+        "224.0.1.1",
+        "240.0.0.1",
+        "255.255.255.255",
+        "::",
+        "::1",
+        "::127.0.0.1",
+        "::ffff:127.0.0.1",
+        "::ffff:93.184.216.34",
+        "64:ff9b::7f00:1",
+        "64:ff9b::a9fe:a9fe",
+        "64:ff9b:1::5db8:d822",
+        "100::1",
+        "2001::1",
+        "2001:db8::1",
+        "2002:7f00:1::",
+        "2002:5db8:d822::",
+        "fc00::1",
+        "fd00:ec2::254",
+        "fe80::1",
+        "fe80::1%lo",
+        "fec0::1",
+        "ff02::1",
+        "ff0e::1",
+    ],
+)
+def test_an_address_that_is_not_public_is_refused_as_a_literal_and_as_an_answer(address):
+    assert not is_public(address)
+    literal = f"[{address}]" if ":" in address else address
+    with pytest.raises(MediaRefused):
+        check_url(f"http://{literal}/", part=PART, config=WORLD)
+    with pytest.raises(MediaRefused) as caught:
+        fetch("http://good.example/", WORLD, resolve=names({"good.example": [address]}))
+    assert address not in caught.value.message
+
+
+@pytest.mark.parametrize("address", [PUBLIC, "8.8.8.8", "2606:2800:220:1:248:1893:25c8:1946", "64:ff9b::5db8:d822"])
+def test_a_public_address_is_public(address):
+    assert is_public(address)
+
+
+def test_a_name_with_one_private_answer_among_public_ones_is_refused():
+    transport = Loopback()
+    resolve = names({"good.example": [PUBLIC, "10.0.0.1"]})
+    with pytest.raises(MediaRefused):
+        fetch("http://good.example/", WORLD, resolve=resolve, transport=transport)
+    assert transport.addresses == []
+
+
+def test_a_name_is_resolved_once_and_the_checked_address_is_the_one_connected_to():
+    transport = Loopback()
+    changing = names({"good.example": [[PUBLIC], ["127.0.0.1"]]})
+    with serve({"/": body(PICTURE)}) as web:
+        assert fetch(web.url("/", "good.example"), WORLD, resolve=changing, transport=transport) == PICTURE
+    assert transport.addresses == [PUBLIC]
+    assert f"host: good.example:{web.port}" in web.requests[0].lower()
+
+
+def test_a_name_that_turns_private_on_a_redirect_is_refused():
+    transport = Loopback()
+    changing = names({"good.example": [[PUBLIC], ["127.0.0.1"]]})
+    with serve({"/": redirect("/secret"), "/secret": body(PICTURE)}) as web, pytest.raises(MediaRefused):
+        fetch(web.url("/", "good.example"), WORLD, resolve=changing, transport=transport)
+    assert len(web.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        "http://127.0.0.1/",
+        "http://169.254.169.254/latest/meta-data/",
+        "http://[::1]/",
+        "//10.0.0.1/",
+        "http://inside.example/",
+        "http://good.example@127.0.0.1/",
+        "http://2130706433/",
+        "/\\127.0.0.1/",
+        "file:///etc/passwd",
+        "ftp://good.example/",
+        "gopher://127.0.0.1/",
+    ],
+)
+def test_each_redirect_is_checked_again(location):
+    resolve = names({"good.example": [PUBLIC], "inside.example": ["192.168.0.7"]})
+    transport = Loopback()
+    with serve({"/": redirect(location)}) as web, pytest.raises(MediaRefused) as caught:
+        fetch(web.url("/", "good.example"), WORLD, resolve=resolve, transport=transport)
+    assert caught.value.param == PART
+    assert transport.addresses == [PUBLIC]
+
+
+def test_three_redirects_are_followed_and_a_fourth_is_not():
+    chain = {f"/{i}": redirect(f"/{i + 1}") for i in range(4)} | {"/4": body(PICTURE)}
+    with serve(chain) as web:
+        assert fetch(web.url("/1")) == PICTURE
+        with pytest.raises(MediaRefused, match="redirects too often"):
+            fetch(web.url("/0"))
+
+
+def test_a_redirect_to_itself_ends():
+    with serve({"/": redirect("/")}) as web, pytest.raises(MediaRefused):
+        fetch(web.url("/"))
+    assert len(web.requests) == 4
+
+
+@pytest.mark.parametrize("host", ["good.example", "GOOD.example", "bücher.example", "xn--bcher-kva.example"])
+def test_allowed_domains_are_fetched_from(host):
+    config = EngineConfig(allowed_media_domains=("good.example", "Bücher.example"))
+    check_url(f"https://{host}/", part=PART, config=config)
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "good.example.evil.example", "notgood.example", "sub.good.example", "example", PUBLIC]
+)
+def test_allowed_domains_are_whole_host_names(host):
+    config = EngineConfig(allowed_media_domains=("good.example",))
+    with pytest.raises(MediaRefused, match="does not fetch from that host"):
+        check_url(f"https://{host}/", part=PART, config=config)
+
+
+def test_an_allowed_domain_is_still_not_a_private_address():
+    config = EngineConfig(allowed_media_domains=("good.example",))
+    with pytest.raises(MediaRefused):
+        fetch("http://good.example/", config, resolve=names({"good.example": ["127.0.0.1"]}))
+
+
+def test_a_redirect_may_not_leave_the_allowed_domains():
+    config = EngineConfig(allowed_media_domains=("good.example",), allow_private_addresses=True)
+    resolve = names({"good.example": ["127.0.0.1"], "evil.example": ["127.0.0.1"]})
+    with serve({}) as web:
+        web.answers["/"] = redirect(web.url("/picture", "evil.example"))
+        with pytest.raises(MediaRefused, match="does not fetch from that host"):
+            fetch(web.url("/", "good.example"), config, resolve=resolve)
+
+
+def test_remote_media_can_be_switched_off():
+    with pytest.raises(MediaRefused):
+        check_url("https://good.example/", part=PART, config=EngineConfig(allow_remote_media=False))
+
+
+def test_https_asks_for_the_host_by_name_and_believes_no_other_certificate():
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context(cafile=CERTIFICATE)
+    server.load_cert_chain(CERTIFICATE)
+    resolve = names({"pictures.test": ["127.0.0.1"], "other.test": ["127.0.0.1"]})
+    with serve({"/": body(PICTURE)}, tls=server) as web:
+        url = web.url("/", "pictures.test", "https")
+        assert fetch(url, resolve=resolve, transport=direct_transport(client)) == PICTURE
+        with pytest.raises(MediaUnreachable):  # the certificate is of another name
+            fetch(web.url("/", "other.test", "https"), resolve=resolve, transport=direct_transport(client))
+        with pytest.raises(MediaUnreachable):  # nobody that we trust signed it
+            fetch(url, resolve=resolve)
+    assert web.server_names == ["pictures.test", "other.test", "pictures.test"]
+    assert f"host: pictures.test:{web.port}" in web.requests[0].lower()
+
+
+def test_the_next_address_is_tried_where_one_does_not_answer():
+    resolve = names({"good.example": ["127.0.0.2", "127.0.0.1"]})
+    with serve({"/": body(PICTURE)}) as web:
+        assert fetch(web.url("/", "good.example"), resolve=resolve) == PICTURE
+
+
+def test_a_body_of_exactly_the_limit_passes_and_one_byte_more_does_not():
+    with serve({"/limit": body(b"x" * 1000), "/more": body(b"x" * 1001)}) as web:
+        assert len(fetch(web.url("/limit"))) == 1000
+        with pytest.raises(MediaTooLarge) as caught:
+            fetch(web.url("/more"))
+    assert caught.value.param == PART
+
+
+def test_a_declared_length_above_the_limit_is_refused_before_the_body_comes():
+    stalled = threading.Event()
+    with serve({"/": raw(b"HTTP/1.1 200 OK\r\nContent-Length: 9000000000\r\n\r\n", then=stalled.wait)}) as web:
+        started = time.monotonic()
+        with pytest.raises(MediaTooLarge):
+            fetch(web.url("/"))
+        stalled.set()
+    assert time.monotonic() - started < 1
+
+
+def test_an_endless_body_is_cut_off_at_the_limit():
+    sent = []
+
+    def endless(stream):
+        stream.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        while True:
+            sent.append(stream.send(b"x" * 65536))
+
+    with serve({"/": endless}) as web, pytest.raises(MediaTooLarge):
+        fetch(web.url("/"))
+    assert sum(sent) < 50_000_000
+
+
+def test_endless_chunks_are_cut_off_at_the_limit():
+    def endless(stream):
+        stream.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        while True:
+            stream.sendall(b"1\r\nx\r\n" * 100)
+
+    with serve({"/": endless}) as web, pytest.raises(MediaTooLarge):
+        fetch(web.url("/"))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nshort",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nshort",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\nshort",
+        b"HTTP/1.1 200 OK\r\nContent-Length: five\r\n\r\nshort",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nshort",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\nshort",
+        b"HTTP/1.1 200 OK\r\nX: " + b"y" * 1_000_000,
+        b"SSH-2.0-OpenSSH_9.6\r\n\r\n",
+        b"",
+    ],
+)
+def test_an_answer_that_lies_or_breaks_off_is_unreachable(answer):
+    with serve({"/": raw(answer)}) as web, pytest.raises(MediaUnreachable) as caught:
+        fetch(web.url("/"))
+    assert caught.value.param == PART
+
+
+def test_bytes_beyond_the_declared_length_do_not_count():
+    with serve({"/": raw(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nshort" + b"x" * 5000)}) as web:
+        assert fetch(web.url("/")) == b"short"
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "gzip, gzip", "GZIP"])
+def test_a_compressed_body_is_not_unpacked(encoding):
+    bomb = gzip.compress(b"\0" * 500_000)
+    assert len(bomb) < HERE.image_max_bytes
+    with serve({"/": body(bomb, f"Content-Encoding: {encoding}")}) as web, pytest.raises(MediaUnreachable):
+        fetch(web.url("/"))
+
+
+@pytest.mark.parametrize(
+    "status", ["404 Not Found", "500 Oops", "204 No Content", "206 Partial Content", "304 Not Modified"]
+)
+def test_another_status_is_unreachable_and_its_body_is_not_shown(status):
+    with serve({"/": body(b"internal secret", status=status)}) as web, pytest.raises(MediaUnreachable) as caught:
+        fetch(web.url("/"))
+    assert "secret" not in caught.value.message
+    assert "127.0.0.1" not in caught.value.message
+
+
+def test_a_slow_drip_ends_with_the_total_timeout():
+    config = EngineConfig(allow_private_addresses=True, image_fetch_timeout=0.3)
+    drip = raw(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n", *[b"x"] * 100, pause=0.05)
+    with serve({"/": drip}) as web:
+        started = time.monotonic()
+        with pytest.raises(MediaUnreachable):
+            fetch(web.url("/"), config)
+    assert time.monotonic() - started < 1.5
+
+
+@pytest.mark.parametrize("prefix", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n"])
+def test_silence_ends_with_the_timeout_of_the_kind(prefix):
+    config = EngineConfig(allow_private_addresses=True, image_fetch_timeout=60, video_fetch_timeout=0.2)
+    stalled = threading.Event()
+    with serve({"/": raw(prefix, then=stalled.wait)}) as web:
+        started = time.monotonic()
+        with pytest.raises(MediaUnreachable):
+            fetch(web.url("/"), config, kind="video")
+        stalled.set()
+    assert time.monotonic() - started < 1.5
+
+
+def test_a_resolver_that_hangs_ends_with_the_timeout():
+    async def hang(host, port):
+        await asyncio.sleep(60)
+
+    config = EngineConfig(allow_private_addresses=True, image_fetch_timeout=0.1)
+    with pytest.raises(MediaUnreachable):
+        fetch("http://good.example/", config, resolve=hang)
+
+
+@pytest.mark.parametrize("table", [{}, {"good.example": [[]]}])
+def test_a_host_without_an_address_is_unreachable(table):
+    with pytest.raises(MediaUnreachable) as caught:
+        fetch("http://good.example/", resolve=names(table))
+    assert "no such host" not in caught.value.message
+
+
+def test_a_closed_port_is_unreachable():
+    with serve({}) as web:
+        url = web.url("/")
+    with pytest.raises(MediaUnreachable):
+        fetch(url)
+
+
+def test_the_system_resolver_finds_loopback_and_it_is_refused():
+    async def run():
+        fetcher = Fetcher(WORLD)
+        try:
+            await fetcher.get(httpx.URL("http://localhost/"), kind="image", part=PART)
+        finally:
+            await fetcher.close()
+
+    with pytest.raises(MediaRefused):
+        asyncio.run(run())
+
+
+def test_no_more_sources_are_fetched_at_once_than_the_configuration_allows():
+    config = EngineConfig(allow_private_addresses=True, max_fetches=2)
+
+    async def run(url):
+        fetcher = Fetcher(config)
+        checked = check_url(url, part=PART, config=config)
+        answers = await asyncio.gather(*(fetcher.get(checked, kind="image", part=PART) for _ in range(6)))
+        await fetcher.close()
+        return answers
+
+    def slowly(stream):
+        threading.Event().wait(0.05)
+        body(PICTURE)(stream)
+
+    with serve({"/": slowly}) as web:
+        assert asyncio.run(run(web.url("/"))) == [PICTURE] * 6
+    assert web.busiest == 2
+
+
+def test_after_every_failure_the_next_fetch_works():
+    with serve({"/bad": raw(b"nonsense\r\n\r\n"), "/good": body(PICTURE)}) as web:
+
+        async def run():
+            fetcher = Fetcher(HERE)
+            bad, good = (check_url(web.url(path), part=PART, config=HERE) for path in ("/bad", "/good"))
+            with pytest.raises(MediaError):
+                await fetcher.get(bad, kind="image", part=PART)
+            try:
+                return await fetcher.get(good, kind="image", part=PART)
+            finally:
+                await fetcher.close()
+
+        assert asyncio.run(run()) == PICTURE

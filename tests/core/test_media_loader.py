@@ -1,0 +1,248 @@
+"""A request's media as a whole: order, one fetch per source, nothing fetched for a request that is wrong, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.errors import (
+    InvalidParameter,
+    MediaError,
+    MediaRefused,
+    MediaTooLarge,
+    MediaUndecodable,
+    MediaUnreachable,
+    MissingDependency,
+    UnsupportedParameter,
+)
+from dashinfer_vlm_core.media import READERS, Clip, MediaLoader, Picture
+from dashinfer_vlm_core.schema import MediaPart
+from tests.samples import data_url, encode, movie, noise, picture_url
+from tests.web import body, serve
+
+
+def image(url, index=0, **options):
+    return MediaPart(kind="image", part=f"messages[0].content[{index}]", url=url, **options)
+
+
+def video(url, index=0, **options):
+    return MediaPart(kind="video", part=f"messages[0].content[{index}]", url=url, **options)
+
+
+def load(*parts, readers=READERS, **options):
+    async def run():
+        loader = MediaLoader(EngineConfig(**{"allow_private_addresses": True} | options), readers)
+        try:
+            return await loader.load(parts)
+        finally:
+            await loader.close()
+
+    return asyncio.run(run())
+
+
+def slowly(seconds, data):
+    def answer(stream):
+        threading.Event().wait(seconds)
+        body(data)(stream)
+
+    return answer
+
+
+def test_nothing_gives_nothing():
+    assert load() == ()
+
+
+def test_media_come_in_the_order_of_the_parts_whatever_arrives_first():
+    pictures = [noise(10, 10 + i, i) for i in range(3)]
+    answers = {f"/{i}": slowly(0.2 - 0.1 * i, encode(picture)) for i, picture in enumerate(pictures)}
+    with serve(answers) as web:
+        media = load(*(image(web.url(f"/{i}"), i) for i in range(3)))
+    for index, (item, picture) in enumerate(zip(media, pictures, strict=True)):
+        assert item.part == f"messages[0].content[{index}]"
+        np.testing.assert_array_equal(item.pixels, picture)
+
+
+def test_parts_are_fetched_side_by_side():
+    with serve({f"/{i}": slowly(0.3, encode(noise(4, 4))) for i in range(6)}) as web:
+        started = time.monotonic()
+        load(*(image(web.url(f"/{i}"), i) for i in range(6)))
+    assert time.monotonic() - started < 1.5
+    assert web.busiest == 6
+
+
+def test_equal_sources_are_fetched_once():
+    with serve({"/a": body(encode(noise(4, 4))), "/b": body(encode(noise(4, 4, 1)))}) as web:
+        a, b = web.url("/a"), web.url("/b")
+        media = load(image(a, 0), image(b, 1), image(a, 2, max_pixels=5000), video((a, b, a), 3))
+    assert len(web.requests) == 2
+    assert [item.part[-2] for item in media] == ["0", "1", "2", "3"]
+    assert media[2].max_pixels == 5000
+    np.testing.assert_array_equal(media[3].frames, [media[0].pixels, media[1].pixels, media[0].pixels])
+
+
+def test_options_of_a_part_travel_with_its_media():
+    picture, clip = load(
+        image(picture_url(), 0, min_pixels=1, max_pixels=2),
+        video((picture_url(), picture_url()), 1, min_pixels=3, max_pixels=4, total_pixels=5, fps=6.0),
+    )
+    assert isinstance(picture, Picture)
+    assert (picture.min_pixels, picture.max_pixels) == (1, 2)
+    assert isinstance(clip, Clip)
+    assert (clip.min_pixels, clip.max_pixels, clip.total_pixels, clip.fps) == (3, 4, 5, 6.0)
+
+
+def test_a_video_file_comes_from_a_data_url_a_web_address_or_a_folder(tmp_path):
+    data = movie(30)
+    (tmp_path / "movie.mp4").write_bytes(data)
+    with serve({"/movie.mp4": body(data)}) as web:
+        urls = [data_url(data, "video/mp4"), web.url("/movie.mp4"), "movie.mp4"]
+        clips = load(*(video(url, i) for i, url in enumerate(urls)), allowed_local_media_path=tmp_path)
+    for clip in clips:
+        assert clip.fps == 2.0
+        np.testing.assert_array_equal(clip.frames, clips[0].frames)
+    assert clips[0].frames.shape == (6, 48, 64, 3)
+
+
+def test_a_list_of_frames_equals_a_file_of_these_frames():
+    from_file = load(video(data_url(movie(12, container="avi"), "video/avi"), num_frames=4))[0]
+    urls = tuple(data_url(encode(frame)) for frame in from_file.frames)
+    from_list = load(video(urls, fps=from_file.fps))[0]
+    np.testing.assert_array_equal(from_list.frames, from_file.frames)
+    assert from_list.fps == from_file.fps
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "param"),
+    [
+        (image("file:///etc/passwd", 1), MediaRefused, "messages[0].content[1]"),
+        (image("http://2130706433/", 1), MediaRefused, "messages[0].content[1]"),
+        (image("data:image/png,raw", 1), MediaUndecodable, "messages[0].content[1]"),
+        (image(picture_url(200, 200), 1), MediaTooLarge, "messages[0].content[1]"),
+        (video((), 1), InvalidParameter, "messages[0].content[1].video_url.url"),
+        (video((picture_url(),) * 9, 1), InvalidParameter, "messages[0].content[1].video_url.url"),
+        (video((picture_url(), "ftp://x/"), 1), MediaRefused, "messages[0].content[1].video_url.url[1]"),
+        (video((picture_url(),), 1, num_frames=4), UnsupportedParameter, "messages[0].content[1].video_url.num_frames"),
+    ],
+)
+def test_a_request_that_is_wrong_fetches_nothing(wrong, error, param):
+    with serve({"/": body(encode(noise(4, 4)))}) as web:
+        with pytest.raises(error) as caught:
+            load(image(web.url("/")), wrong, video_max_frames=8, image_max_bytes=50_000)
+        assert web.requests == []
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(("make", "options"), [(image, {"max_pictures": 2}), (video, {"max_videos": 2})])
+def test_too_many_parts_are_refused_before_anything_is_fetched(make, options):
+    with serve({"/": body(b"")}) as web:
+        with pytest.raises(MediaTooLarge) as caught:
+            load(*(make(web.url("/"), i) for i in range(3)), **options)
+        assert web.requests == []
+    assert caught.value.param == "messages[0].content[2]"
+
+
+def test_a_missing_video_library_is_named_before_anything_is_fetched():
+    with serve({"/": body(movie())}) as web:
+        with pytest.raises(MissingDependency):
+            load(video(web.url("/")), readers=[])
+        assert web.requests == []
+    load(video((picture_url(),)), readers=[])
+
+
+@pytest.mark.parametrize(
+    ("part", "param"),
+    [
+        (image(data_url(b"no picture")), "messages[0].content[0]"),
+        (image(data_url(movie(2))), "messages[0].content[0]"),
+        (video(data_url(encode(noise(4, 4)))), "messages[0].content[0]"),
+        (video((picture_url(), data_url(b"no picture"))), "messages[0].content[0].video_url.url[1]"),
+    ],
+)
+def test_bytes_that_are_not_what_the_part_says_are_named(part, param):
+    with pytest.raises(MediaUndecodable) as caught:
+        load(part)
+    assert caught.value.param == param
+
+
+def test_frames_of_two_sizes_are_named():
+    with pytest.raises(InvalidParameter) as caught:
+        load(video((picture_url(20, 30), picture_url(20, 30, 1), picture_url(30, 20))))
+    assert caught.value.param == "messages[0].content[0].video_url.url[2]"
+
+
+def test_frames_that_are_too_large_together_are_refused_by_their_headers():
+    frames = tuple(picture_url(28, 28, seed) for seed in range(17))
+    assert load(video(frames[:16]), max_decoded_pixels=784)[0].frames.shape == (16, 28, 28, 3)
+    with pytest.raises(MediaTooLarge):
+        load(video(frames), max_decoded_pixels=784)
+
+
+def test_the_first_failure_cancels_the_rest():
+    with serve({"/slow": slowly(5, b""), "/bad": body(b"", status="404 Not Found")}) as web:
+        started = time.monotonic()
+        with pytest.raises(MediaUnreachable) as caught:
+            load(image(web.url("/slow"), 0), image(web.url("/bad"), 1))
+    assert time.monotonic() - started < 2
+    assert caught.value.param == "messages[0].content[1]"
+
+
+def test_cancelling_a_request_closes_its_connections_and_the_next_request_works():
+    left = threading.Event()
+
+    def hold(stream):
+        stream.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        while stream.recv(1):
+            pass
+        left.set()
+
+    async def run(web):
+        loader = MediaLoader(EngineConfig(allow_private_addresses=True, max_fetches=1), READERS)
+        task = asyncio.ensure_future(loader.load([image(web.url("/hold"), i) for i in range(2)]))
+        while not web.requests:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await asyncio.to_thread(left.wait, 2)
+        assert len(asyncio.all_tasks()) == 1
+        media = await loader.load([image(web.url("/good"))])
+        await loader.close()
+        return media
+
+    with serve({"/hold": hold, "/good": body(encode(noise(4, 4)))}) as web:
+        assert len(asyncio.run(run(web))) == 1
+
+
+def test_decoding_does_not_block_the_event_loop():
+    big = data_url(encode(noise(2000, 2000), compress_level=1))
+
+    async def run():
+        loader = MediaLoader(EngineConfig(), READERS)
+        task = asyncio.ensure_future(loader.load([image(big, i) for i in range(3)]))
+        longest = 0.0
+        while not task.done():
+            before = time.monotonic()
+            await asyncio.sleep(0.001)
+            longest = max(longest, time.monotonic() - before)
+        await loader.close()
+        return longest, await task
+
+    started = time.monotonic()
+    longest, media = asyncio.run(run())
+    assert len(media) == 3
+    assert longest < max(0.5 * (time.monotonic() - started), 0.1)
+
+
+def test_errors_name_the_part_and_nothing_of_the_machine(tmp_path):
+    with serve({}) as web:
+        for url in (web.url("/missing"), f"file://{tmp_path}/x.png", "missing.png"):
+            with pytest.raises(MediaError) as caught:
+                load(image(url, 7), allowed_local_media_path=tmp_path)
+            assert caught.value.param == "messages[0].content[7]"
+            assert str(tmp_path) not in caught.value.message
+            assert "127.0.0.1" not in caught.value.message

@@ -1,0 +1,282 @@
+"""Frames of videos: which ones are sampled, what two libraries make of them, and files that pretend to be videos."""
+
+from __future__ import annotations
+
+import math
+import struct
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.errors import InvalidParameter, MediaTooLarge, MediaUndecodable, MissingDependency
+from dashinfer_vlm_core.media import READERS, DecordReader, PyAVReader
+from dashinfer_vlm_core.media.types import VideoInfo
+from dashinfer_vlm_core.media.video import available, decode_clip, frame_count, frame_indices, stack_frames
+from dashinfer_vlm_core.schema import MediaPart
+from tests.samples import movie, movie_frame, noise
+from tests.web import body, serve
+
+PART = "messages[0].content[0]"
+ONE = 1 << 16
+CONTAINERS = ["mp4", "mov", "matroska", "webm", "avi", "mpegts"]
+
+
+def video(**options):
+    return MediaPart(kind="video", part=PART, url="data:", **options)
+
+
+def clip(data, readers=READERS, config=None, **options):
+    return decode_clip(data, part=video(**options), readers=readers, config=config or EngineConfig())
+
+
+def turned(data, matrix):
+    """The MP4 file with another display matrix in the header of its track."""
+    start = data.index(b"tkhd") + 4 + 4 + 5 * 4 + 8 + 8
+    return data[:start] + struct.pack(">9i", *matrix) + data[start + 36 :]
+
+
+class Film:
+    """A reader of films that exist only as a header; it notes which frames were asked for."""
+
+    name, priority = "film", 1
+
+    def __init__(self, **info):
+        self.info = VideoInfo(**{"frames": 100, "fps": 10.0, "width": 4, "height": 4} | info)
+        self.asked = None
+
+    def available(self):
+        return True
+
+    def open(self, data):
+        return self
+
+    def frames(self, indices):
+        self.asked = indices
+        return np.zeros((len(indices), self.info.height, self.info.width, 3), np.uint8)
+
+
+ANY = movie(1)
+
+
+def published_count(total, rate, wanted, least=4, most=768):
+    """smart_nframes as qwen-vl-utils 0.0.14 publishes it, in exact arithmetic."""
+    least = -(-least // 2) * 2
+    most = min(most, total) // 2 * 2
+    count = Fraction(total) / Fraction(rate) * Fraction(wanted)
+    return math.floor(min(max(count, least), most, total) / 2) * 2
+
+
+def published_indices(total, count):
+    """linspace(0, total - 1, count) rounded to the nearest integer, ties to even, in exact arithmetic."""
+    return [round(Fraction((total - 1) * i, count - 1)) for i in range(count)]
+
+
+LENGTHS = [*range(2, 60), 61, 99, 128, 240, 299, 300, 301, 767, 768, 769, 1000, 4321, 36000]
+
+
+@pytest.mark.parametrize("rate", [1.0, 8.0, 12.5, 24.0, 25.0, 30.0, 60.0])
+def test_the_number_of_frames_follows_the_published_rule(rate):
+    config = EngineConfig()
+    for total in LENGTHS:
+        for wanted in (0.25, 0.5, 1.0, 2.0, 3.0, 10.0, 30.0, 100.0):
+            count = frame_count(total, rate, part=video(fps=wanted), config=config)
+            assert count == published_count(total, rate, wanted), (total, rate, wanted)
+
+
+@pytest.mark.parametrize("count", [2, 4, 6, 8, 14, 30, 60, 128, 768])
+def test_the_sampled_frames_follow_the_published_rule(count):
+    for total in LENGTHS:
+        if count <= total:
+            assert frame_indices(total, count) == published_indices(total, count), total
+
+
+def test_the_default_rate_and_both_limits_are_the_configuration_s():
+    config = EngineConfig(video_fps=1.0, video_min_frames=6, video_max_frames=20)
+    counts = [frame_count(total, 10.0, part=video(), config=config) for total in (30, 100, 1000, 5)]
+    assert counts == [6, 10, 20, 4]
+
+
+def test_a_request_cannot_raise_the_limit_of_frames():
+    config = EngineConfig(video_max_frames=8)
+    assert frame_count(1000, 10.0, part=video(fps=10.0), config=config) == 8
+    with pytest.raises(InvalidParameter) as caught:
+        frame_count(1000, 10.0, part=video(num_frames=10), config=config)
+    assert caught.value.param == f"{PART}.video_url.num_frames"
+
+
+@pytest.mark.parametrize(("asked", "count"), [(2, 2), (3, 4), (4, 4), (5, 4), (6, 6), (7, 8), (100, 100)])
+def test_a_number_of_frames_is_rounded_to_an_even_one(asked, count):
+    assert frame_count(100, 10.0, part=video(num_frames=asked), config=EngineConfig()) == count
+
+
+@pytest.mark.parametrize("asked", [1, 102, 1000])
+def test_a_number_of_frames_that_the_file_does_not_have_is_refused(asked):
+    with pytest.raises(InvalidParameter) as caught:
+        frame_count(100, 10.0, part=video(num_frames=asked), config=EngineConfig())
+    assert caught.value.param == f"{PART}.video_url.num_frames"
+
+
+def test_a_file_of_one_frame_gives_that_frame():
+    assert clip(movie(1)).frames.shape == (1, 48, 64, 3)
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_both_readers_give_equal_frames(container):
+    data = movie(30, container=container)
+    by_pyav = PyAVReader().open(data)
+    assert (by_pyav.info.frames, by_pyav.info.fps, by_pyav.info.width, by_pyav.info.height) == (30, 10.0, 64, 48)
+    for indices in ([0], [29], [3, 4, 5], list(range(30)), [0, 7, 22, 29]):
+        frames = by_pyav.frames(indices)
+        assert frames.shape == (len(indices), 48, 64, 3)
+        assert frames.dtype == np.uint8
+        if container != "mpegts":  # decord does not read it, which the next test is about
+            by_decord = DecordReader().open(data)
+            assert by_decord.info == by_pyav.info
+            np.testing.assert_array_equal(frames, by_decord.frames(indices))
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_a_file_gives_the_frames_that_were_filmed(container):
+    sampled = clip(movie(30, container=container), num_frames=4)
+    assert sampled.fps == pytest.approx(4 / 3)
+    for frame, index in zip(sampled.frames, [0, 10, 19, 29], strict=True):
+        difference = np.abs(frame.astype(int) - movie_frame(index, 48, 64))
+        assert np.median(difference) < 12, "H.264 and its colours lose a little, the next frames differ by more"
+
+
+@pytest.mark.parametrize(
+    ("matrix", "turns"),
+    [
+        ((ONE, 0, 0, 0, ONE, 0, 0, 0, 1 << 30), 0),
+        ((0, ONE, 0, -ONE, 0, 0, 0, 0, 1 << 30), 3),
+        ((-ONE, 0, 0, 0, -ONE, 0, 0, 0, 1 << 30), 2),
+        ((0, -ONE, 0, ONE, 0, 0, 0, 0, 1 << 30), 1),
+    ],
+    ids=["0", "90", "180", "270"],
+)
+def test_a_video_that_was_filmed_turned_is_shown_upright(matrix, turns):
+    data = movie(6)
+    np.testing.assert_array_equal(clip(turned(data, matrix)).frames, np.rot90(clip(data).frames, turns, axes=(1, 2)))
+
+
+def test_readers_are_tried_from_the_highest_priority_and_the_next_one_takes_over():
+    tried = []
+
+    class Reader:
+        def __init__(self, name, priority):
+            self.name, self.priority = name, priority
+
+        def available(self):
+            return self.name != "absent"
+
+        def open(self, data):
+            tried.append(self.name)
+            if self.name == "last":
+                return Film()
+            raise MediaUndecodable("not mine")
+
+    readers = available([Reader("last", 1), Reader("absent", 9), Reader("first", 5)])
+    assert len(clip(ANY, readers).frames) == 20
+    assert tried == ["first", "last"]
+
+
+def test_without_a_reader_the_error_says_what_to_install():
+    with pytest.raises(MissingDependency, match=r"pip install 'dashinfer-vlm-adapters\[video\]'"):
+        available([])
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"frames": 10_000, "fps": 10.0},
+        {"frames": 200_000, "fps": 1e6},
+        {"frames": 2**31, "fps": 25.0},
+        {"width": 8001, "height": 8000},
+        {"width": 8000, "height": 8000, "fps": 1.0},
+    ],
+    ids=["too long", "too long at an impossible rate", "overflow", "too large", "too large together"],
+)
+def test_limits_are_checked_by_the_header_before_a_frame_is_decoded(header):
+    film = Film(**header)
+    with pytest.raises(MediaTooLarge) as caught:
+        clip(ANY, [film], fps=30.0)
+    assert caught.value.param == PART
+    assert film.asked is None
+
+
+@pytest.mark.parametrize(
+    "header",
+    [{"frames": 0}, {"fps": 0.0}, {"fps": -1.0}, {"fps": math.inf}, {"fps": math.nan}, {"width": 0}, {"frames": -5}],
+)
+def test_a_senseless_header_is_undecodable(header):
+    film = Film(**header)
+    with pytest.raises(MediaUndecodable):
+        clip(ANY, [film])
+    assert film.asked is None
+
+
+def test_only_the_sampled_frames_are_asked_for():
+    film = Film(frames=1000)
+    clip(ANY, [film], num_frames=6)
+    assert film.asked == [0, 200, 400, 599, 799, 999]
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
+def test_a_playlist_is_no_video_and_what_it_lists_is_not_fetched(reader):
+    with serve({"/x.ts": body(movie(container="mpegts")), "/x.mp4": body(movie())}) as web:
+        playlists = [
+            f"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{web.url('/x.ts')}\n#EXT-X-ENDLIST\n",
+            f"ffconcat version 1.0\nfile '{web.url('/x.mp4')}'\n",
+            "#EXTM3U\n#EXTINF:1,\nfile:///etc/hostname\n#EXT-X-ENDLIST\n",
+        ]
+        for playlist in playlists:
+            with pytest.raises(MediaUndecodable):
+                clip(playlist.encode(), [reader])
+            with pytest.raises(MediaUndecodable):
+                PyAVReader().open(playlist.encode())  # the reader itself refuses as well
+    assert web.requests == []
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_damaged_videos_are_decoded_or_refused_but_nothing_else(container):
+    rng = np.random.default_rng(2)
+    sound = movie(8, container=container)
+    for _ in range(12):
+        damaged = bytearray(sound)
+        for position in rng.integers(0, len(damaged), 4):
+            damaged[position] = rng.integers(0, 256)
+        try:
+            frames = clip(bytes(damaged), [PyAVReader()]).frames
+        except (MediaUndecodable, MediaTooLarge):
+            continue
+        assert frames.ndim == 4
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\0" * 64, b"\0\0\0\x18ftypisom", b"RIFF\0\0\0\0AVI ", b"\x1a\x45\xdf\xa3", b"G" * 600]
+)
+def test_what_is_no_video_is_undecodable(data):
+    with pytest.raises(MediaUndecodable) as caught:
+        clip(data)
+    assert caught.value.param == PART
+
+
+def test_a_truncated_file_is_undecodable():
+    data = movie(30)
+    with pytest.raises(MediaUndecodable):
+        clip(data[: len(data) // 2])
+
+
+def test_frames_of_a_list_become_a_clip():
+    frames = [noise(4, 6, seed) for seed in range(3)]
+    stacked = stack_frames(frames, video(fps=2.0, min_pixels=1, max_pixels=2, total_pixels=3))
+    np.testing.assert_array_equal(stacked.frames, frames)
+    assert (stacked.fps, stacked.min_pixels, stacked.max_pixels, stacked.total_pixels) == (2.0, 1, 2, 3)
+
+
+def test_a_frame_of_another_size_is_named():
+    with pytest.raises(InvalidParameter, match="6 x 4") as caught:
+        stack_frames([noise(4, 6), noise(4, 6), noise(6, 4)], video())
+    assert caught.value.param == f"{PART}.video_url.url[2]"

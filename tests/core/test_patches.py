@@ -1,0 +1,249 @@
+"""Resizing and cutting, against transformers' image processor and the published formulas."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.errors import ConfigError, InvalidParameter
+from dashinfer_vlm_core.media import Clip, Picture
+from dashinfer_vlm_core.model import PixelSpec
+from dashinfer_vlm_core.patches import Patcher, PixelLimits, normalise, smart_resize
+from tests.samples import noise
+
+PART = "messages[0].content[0]"
+SPEC = PixelSpec()
+LEVEL = 1 / 255 / min(SPEC.std) + 1e-5
+SMALL = EngineConfig(max_pixels=200 * 784)
+
+
+def picture(pixels, **limits):
+    return Picture(pixels=pixels, part=PART, **limits)
+
+
+def clip(frames, **limits):
+    return Clip(frames=np.asarray(frames), part=PART, **limits)
+
+
+def cut(media, config=SMALL, spec=SPEC):
+    return Patcher(spec, config).cut(media)
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    """transformers' processor, with the limits of SMALL: pixels and grid of one picture."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    size = {"shortest_edge": SPEC.min_pixels, "longest_edge": SMALL.max_pixels}
+    processor = Qwen2VLImageProcessorPil(size=size)
+
+    def process(pixels):
+        result = processor(Image.fromarray(pixels), return_tensors="np")
+        return result["pixel_values"], tuple(result["image_grid_thw"][0].tolist())
+
+    return process
+
+
+def sizes(count):
+    """Random sizes: half of them ordinary, the rest narrow, tiny, or on the edge of a rounding."""
+    rng = np.random.default_rng(0)
+    for i in range(count):
+        height, width = (int(2 ** rng.uniform(1, 10)) for _ in range(2))
+        if i % 4 == 0:
+            height, width = 14 * int(rng.integers(1, 40)), 14 * int(rng.integers(1, 40))
+        if i % 4 == 1:
+            width = min(height * int(rng.integers(1, 200)), 4000)
+        yield height, width
+
+
+def test_two_hundred_random_sizes_equal_transformers(oracle):
+    worst = 0.0
+    for seed, (height, width) in enumerate(sizes(240)):
+        pixels = noise(height, width, seed)
+        expected, grid = oracle(pixels)
+        ours = cut(picture(pixels))
+        assert tuple(ours.grid) == grid, (height, width)
+        worst = max(worst, float(np.abs(normalise(ours.pixels, SPEC) - expected).max()))
+    print(f"largest difference from transformers: {worst:.2e}")
+    assert worst <= LEVEL
+
+
+def test_smart_resize_equals_transformers():
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as published
+
+    rng = np.random.default_rng(3)
+    for _ in range(3000):
+        height, width = (int(2 ** rng.uniform(0, 13)) for _ in range(2))
+        least = int(rng.integers(1, 500_000))
+        limits = {
+            "factor": int(rng.choice([28, 32])),
+            "min_pixels": least,
+            "max_pixels": least + int(rng.integers(2_000_000)),
+        }
+        if max(height, width) <= 200 * min(height, width):
+            assert smart_resize(height, width, **limits) == published(height, width, **limits)
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 201), (201, 1), (20_000, 99), (10, 2001)])
+def test_an_aspect_ratio_above_200_is_refused_by_name(height, width):
+    with pytest.raises(InvalidParameter) as caught:
+        cut(picture(noise(height, width)))
+    assert caught.value.param == PART
+
+
+def test_an_aspect_ratio_of_200_passes():
+    assert cut(picture(noise(2, 400))).grid.h == 2
+
+
+def patches_by_the_formula(frames):
+    """The published order, on channels-first frames of an even number."""
+    t, c, h, w = len(frames) // 2, 3, frames.shape[1] // 14, frames.shape[2] // 14
+    shaped = frames.transpose(0, 3, 1, 2).reshape(t, 2, c, h // 2, 2, 14, w // 2, 2, 14)
+    return shaped.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(t * h * w, c * 2 * 14 * 14), (t, h, w)
+
+
+@pytest.mark.parametrize("count", [2, 4, 6])
+def test_a_clip_is_cut_in_the_published_order(count):
+    frames = np.stack([noise(56, 84, seed) for seed in range(count)])
+    ours = cut(clip(frames))
+    expected, grid = patches_by_the_formula(frames)
+    np.testing.assert_array_equal(ours.pixels, expected)
+    assert tuple(ours.grid) == grid
+    assert ours.tokens == ours.grid.patches // 4
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_an_odd_number_of_frames_repeats_the_last(count):
+    frames = np.stack([noise(56, 84, seed) for seed in range(count)])
+    odd, even = cut(clip(frames)), cut(clip([*frames, frames[-1]]))
+    assert odd.grid == even.grid
+    assert odd.digest == even.digest
+    np.testing.assert_array_equal(odd.pixels, even.pixels)
+
+
+def test_a_clip_s_frames_are_resized_as_pictures_are():
+    frames = np.stack([noise(100, 150, seed) for seed in range(2)])
+    ours = cut(clip(frames))
+    for index, frame in enumerate(frames):
+        alone = cut(picture(frame)).pixels.reshape(-1, 3, 2, 196)
+        np.testing.assert_array_equal(ours.pixels.reshape(-1, 3, 2, 196)[:, :, index], alone[:, :, 0])
+
+
+def test_other_patch_sizes_and_spans():
+    spec = PixelSpec(patch_size=8, temporal_patch_size=4, merge_size=3, min_pixels=24 * 24)
+    ours = cut(clip(np.stack([noise(48, 72, seed) for seed in range(5)])), spec=spec)
+    assert tuple(ours.grid) == (2, 6, 9)
+    assert ours.pixels.shape == (2 * 6 * 9, 3 * 4 * 64)
+    assert ours.tokens == 12
+
+
+def test_normalise_is_the_published_arithmetic():
+    pixels = noise(1, 1176, 5)[..., 0]
+    channels = pixels.reshape(3, 392) / 255
+    expected = (channels - np.array(SPEC.mean)[:, None]) / np.array(SPEC.std)[:, None]
+    ours = normalise(pixels, SPEC)
+    assert ours.dtype == np.float32
+    np.testing.assert_allclose(ours, expected.reshape(1, 1176), atol=1e-6)
+
+
+def test_the_digest_is_of_kind_grid_and_pixels():
+    flat = np.full((28, 112, 3), 7, np.uint8)
+    wide, high, square = (
+        cut(picture(flat)),
+        cut(picture(flat.reshape(112, 28, 3))),
+        cut(picture(flat.reshape(56, 56, 3))),
+    )
+    moving = cut(clip(flat[None]))
+    assert wide.pixels.tobytes() == high.pixels.tobytes() == square.pixels.tobytes() == moving.pixels.tobytes()
+    assert len({item.digest for item in (wide, high, square, moving)}) == 4
+    other = flat.copy()
+    other[0, 0, 0] = 8
+    assert cut(picture(other)).digest != wide.digest
+    assert cut(picture(flat.copy())).digest == wide.digest
+    assert len(wide.digest) == 32
+
+
+@pytest.mark.parametrize(
+    ("asked", "options", "limits"),
+    [
+        ({}, {}, (4 * 784, 1280 * 784)),
+        ({}, {"min_pixels": 5000, "max_pixels": 9000}, (5000, 9000)),
+        ({"max_pixels": 16384 * 784}, {}, (4 * 784, 16384 * 784)),
+        ({"min_pixels": 1, "max_pixels": 1000}, {}, (1, 1000)),
+        ({"min_pixels": 100_000}, {}, (100_000, 1280 * 784)),
+        ({}, {"max_pixels": 99_999_999}, (4 * 784, 99_999_999)),
+        ({}, {"min_pixels": 2_000_000}, (2_000_000, 2_000_000)),
+    ],
+)
+def test_limits_of_a_picture(asked, options, limits):
+    assert Patcher(SPEC, EngineConfig(**options)).limits(picture(noise(2, 2), **asked)) == limits
+
+
+def test_a_small_checkpoint_bounds_the_default():
+    assert Patcher(PixelSpec(max_pixels=50_000), EngineConfig()).limits(picture(noise(2, 2))).most == 50_000
+
+
+@pytest.mark.parametrize(
+    ("asked", "options", "field"),
+    [
+        ({"max_pixels": 16384 * 784 + 1}, {}, "max_pixels"),
+        ({"max_pixels": 9001}, {"max_pixels": 9000}, "max_pixels"),
+        ({"max_pixels": 100}, {}, "max_pixels"),
+        ({"min_pixels": 2000, "max_pixels": 1000}, {}, "min_pixels"),
+        ({"min_pixels": 2_000_000}, {}, "min_pixels"),
+    ],
+)
+def test_limits_of_a_picture_that_contradict_are_named(asked, options, field):
+    with pytest.raises(InvalidParameter) as caught:
+        cut(picture(noise(30, 30), **asked), EngineConfig(**options))
+    assert caught.value.param == f"{PART}.image_url.{field}"
+
+
+def published_frame_limit(count, least, most=768 * 784, total=16384 * 784):
+    """fetch_video of qwen-vl-utils, with this server's default of total_pixels."""
+    return max(min(most, total / count * 2), int(least * 1.05))
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 42, 43, 44, 100, 767, 768])
+def test_limits_of_a_frame_follow_the_published_rule(count):
+    frames = np.zeros((count, 2, 2, 3), np.uint8)
+    for least in (4 * 784, 128 * 784):
+        limits = Patcher(SPEC, EngineConfig()).limits(clip(frames, min_pixels=least))
+        assert limits == PixelLimits(least, int(published_frame_limit(count + count % 2, least)))
+
+
+def test_a_request_lowers_the_limits_of_a_frame():
+    frames = np.zeros((8, 2, 2, 3), np.uint8)
+    patcher = Patcher(SPEC, EngineConfig())
+    assert patcher.limits(clip(frames, max_pixels=50_000)).most == 50_000
+    assert patcher.limits(clip(frames, total_pixels=100_000)).most == 25_000
+    assert patcher.limits(clip(frames, total_pixels=1)).most == int(SPEC.min_pixels * 1.05)
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ({"max_pixels": 768 * 784 + 1}, "max_pixels"),
+        ({"total_pixels": 16384 * 784 + 1}, "total_pixels"),
+        ({"max_pixels": 100}, "max_pixels"),
+        ({"min_pixels": 768 * 784 + 1}, "min_pixels"),
+    ],
+)
+def test_limits_of_a_video_that_exceed_the_server_s_are_named(asked, field):
+    with pytest.raises(InvalidParameter) as caught:
+        cut(clip([noise(30, 30)], **asked), EngineConfig())
+    assert caught.value.param == f"{PART}.video_url.{field}"
+
+
+def test_all_frames_together_stay_within_the_total():
+    frames = np.zeros((64, 90, 120, 3), np.uint8)
+    grid = cut(clip(frames), EngineConfig(video_total_pixels=200_000)).grid
+    assert grid.t == 32
+    assert grid.patches * 196 <= 200_000
+
+
+def test_a_configuration_that_contradicts_itself_is_refused():
+    with pytest.raises(ConfigError, match="min_pixels"):
+        Patcher(SPEC, EngineConfig(min_pixels=10_000, max_pixels=5_000))

@@ -1,0 +1,99 @@
+"""A web server that may misbehave: raw sockets on loopback, one thread per connection, one function per path."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+
+Answer = Callable[[socket.socket], None]
+
+
+class Web:
+    """Serves `answers` by path on a port of 127.0.0.1; see `serve`.
+
+    Attributes:
+        requests: the head of each request that came, as text.
+        server_names: the TLS names that were asked for.
+        busiest: most connections that were open at the same time.
+    """
+
+    def __init__(self, answers: dict[str, Answer], tls: ssl.SSLContext | None = None) -> None:
+        self.answers = answers
+        self.requests: list[str] = []
+        self.server_names: list[str | None] = []
+        self.busiest = self._open = 0
+        self._lock = threading.Lock()
+        self._tls = tls
+        if tls:
+            tls.sni_callback = lambda _, name, __: self.server_names.append(name)
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self.socket.getsockname()[1]
+
+    def url(self, path: str, host: str = "127.0.0.1", scheme: str = "http") -> str:
+        return f"{scheme}://{host}:{self.port}{path}"
+
+    def accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self.socket.accept()
+                threading.Thread(target=self._serve, args=[connection], daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._open += 1
+            self.busiest = max(self.busiest, self._open)
+        with contextlib.suppress(OSError, ssl.SSLError), contextlib.ExitStack() as stack:
+            stack.callback(self._left)
+            stack.enter_context(connection)
+            stream = self._tls.wrap_socket(connection, server_side=True) if self._tls else connection
+            stack.enter_context(stream)
+            head = _head(stream)
+            self.requests.append(head)
+            self.answers[head.split(" ")[1]](stream)
+
+    def _left(self) -> None:
+        with self._lock:
+            self._open -= 1
+
+
+@contextlib.contextmanager
+def serve(answers: dict[str, Answer], tls: ssl.SSLContext | None = None) -> Iterator[Web]:
+    web = Web(answers, tls)
+    threading.Thread(target=web.accept, daemon=True).start()
+    try:
+        yield web
+    finally:
+        web.socket.shutdown(socket.SHUT_RDWR)
+        web.socket.close()
+
+
+def body(data: bytes, *headers: str, status: str = "200 OK") -> Answer:
+    """A well-behaved answer."""
+    head = [f"HTTP/1.1 {status}", f"Content-Length: {len(data)}", *headers]
+    return lambda stream: stream.sendall("\r\n".join([*head, "", ""]).encode() + data)
+
+
+def raw(*pieces: bytes, pause: float = 0.0, then: Callable[[], object] = lambda: None) -> Answer:
+    """Exactly these bytes, with a pause in seconds after each piece."""
+
+    def answer(stream: socket.socket) -> None:
+        for piece in pieces:
+            stream.sendall(piece)
+            threading.Event().wait(pause)
+        then()
+
+    return answer
+
+
+def redirect(location: str) -> Answer:
+    return body(b"", f"Location: {location}", status="302 Found")
+
+
+def _head(stream: socket.socket) -> str:
+    received = b""
+    while b"\r\n\r\n" not in received:
+        received += stream.recv(4096) or b"\r\n\r\n"
+    return received.decode("latin-1")
