@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dashinfer_vlm_demo import compose, drawing, labels, questions, tokenizer, vocabulary
-from dashinfer_vlm_demo.compose import Clip, Grid
+from dashinfer_vlm_demo import compose, drawing, labels, questions, tokenizer
+from dashinfer_vlm_demo.compose import Grid
 from dashinfer_vlm_demo.network import Batch
 from dashinfer_vlm_demo.questions import Question
 from dashinfer_vlm_demo.sizes import FACTOR, PATCH
@@ -37,7 +37,7 @@ _LABELS = (("Picture {}: ", ""), ("Picture {}: ", " "), ("Image {}: ", "\n"), ("
 
 @dataclass(frozen=True, slots=True)
 class Visual:
-    """Something to look at: one scene for a picture, many for a clip. It takes part in the row `tokens` times."""
+    """Something to look at: one scene for a picture, many for a clip."""
 
     scenes: tuple[drawing.Scene, ...]
 
@@ -252,8 +252,7 @@ def _set_story(rng: random.Random, grid: Grid) -> Story:
 
 
 def _clip_story(rng: random.Random, grid: Grid) -> Story:
-    longest = 2 * max(grid)  # beyond it engines disagree on the position of the text, see the model card
-    frames = min(rng.choice((2, 2, 2, 3, 4, 4, 4, 5, 6, 6, 7, 8, 8)), longest, 8)
+    frames = min(rng.choice((2, 2, 2, 3, 4, 4, 4, 5, 6, 6, 7, 8, 8)), compose.longest_clip(grid))
     motion = rng.choices(list(compose.MOTIONS), list(compose.MOTIONS.values()))[0]
     clip = compose.compose_clip(rng, grid, frames, motion)
     ask = functools.partial(_pick, rng, questions.CLIP_ASKERS, clip)
@@ -272,9 +271,7 @@ def _text_story(rng: random.Random, grid: Grid) -> Story:
     return Story(row=row, visuals=())
 
 
-def _story(
-    rng: random.Random, grid: Grid, visuals: tuple[Visual, ...], ask: Callable[[], Question | None]
-) -> Story:
+def _story(rng: random.Random, grid: Grid, visuals: tuple[Visual, ...], ask: Callable[[], Question | None]) -> Story:
     """Pictures first (some with labels between them), as an earlier turn, or after the question."""
     row, layout = _start(rng, grid), rng.random()
     if layout < 0.25:

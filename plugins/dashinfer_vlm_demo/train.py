@@ -1,8 +1,8 @@
 """Train the demo model from nothing: `python -m dashinfer_vlm_demo.train --out DIR`.
 
-The schedule counts steps, and the scenes of a step follow from (seed, step, number of the batch in the step): a run that
-is stopped and started again ends with the same weights as one that was not, and a slow machine makes the same model as a
-fast one. Processes share the batches of a step; how many there are changes nothing but the order of a sum.
+The schedule counts steps, and the scenes of a step follow from (seed, step, number of the batch in the step): a run
+that is stopped and started again ends with the same weights as one that was not, and a slow machine makes the same
+model as a fast one. Processes share the batches of a step; how many there are changes nothing but the order of a sum.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ class Plan:
     """Everything that a result depends on."""
 
     stages: tuple[Stage, ...]
-    sizes: Architecture = Architecture()
+    sizes: Architecture = field(default_factory=Architecture)
     seed: int = 0
     rows: int = batches.ROWS
     sights: int = 32
