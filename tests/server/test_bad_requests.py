@@ -30,7 +30,7 @@ PICTURE = picture_url()
 PART = "messages[0].content[1]"
 CLIP = "messages[0].content[0]"
 
-# Name: (what to change in a good request, the field to blame)
+# Name: (what to change in a good request, or a whole body; the field to blame)
 BAD = {
     # The conversation
     "no messages": ({"messages": None}, "messages"),
@@ -46,7 +46,7 @@ BAD = {
         {"messages": [{"role": "user", "content": "Hello"}, {"role": "user", "content": 1}]},
         "messages[1].content",
     ),
-    "half a surrogate pair": (with_content("\ud83d"), "messages[0].content"),
+    "half a surrogate pair": (r'{"messages": [{"role": "user", "content": "\ud83d"}]}', "messages[0].content"),
     "a part without type": (with_content([{"text": "Hello"}]), "messages[0].content[0].type"),
     "a part of unknown type": (with_content([{"type": "smell"}]), "messages[0].content[0].type"),
     "a text part without text": (with_content([{"type": "text"}]), "messages[0].content[0].text"),
@@ -75,7 +75,10 @@ BAD = {
     "temperature negative": ({"temperature": -0.1}, "temperature"),
     "temperature a string": ({"temperature": "1"}, "temperature"),
     "temperature a boolean": ({"temperature": True}, "temperature"),
-    "temperature beyond floats": ('{"temperature": 1e309}', "temperature"),
+    "temperature beyond floats": (
+        '{"messages": [{"role": "user", "content": "Hello"}], "temperature": 1e309}',
+        "temperature",
+    ),
     "top_p zero": ({"top_p": 0}, "top_p"),
     "top_p too high": ({"top_p": 1.01}, "top_p"),
     "top_k too low": ({"top_k": -2}, "top_k"),
@@ -195,7 +198,5 @@ def test_a_stream_is_refused_in_the_same_way(client, name):
 
 
 def body(change):
-    """JSON of a good request with a change; a string is spliced in as it is, for what no dictionary can say."""
-    if isinstance(change, str):
-        return {"content": '{"messages": [{"role": "user", "content": "Hello"}], ' + change.removeprefix("{")}
-    return {"json": GOOD | change}
+    """A good request with a change, or JSON as it is, for what no dictionary can say."""
+    return {"content": change} if isinstance(change, str) else {"json": GOOD | change}

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import click
 import httpx
 import pytest
+import uvicorn
 from click.testing import CliRunner
 
-from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_server import plugin
+from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.testing import Script, scripted_registry
+from dashinfer_vlm_server import create_app, plugin
+from dashinfer_vlm_server.serving import Server
 from tests.server.conftest import eventually
 
 MAIN = "from dashinfer_vlm_core.cli import main; main()"
@@ -40,6 +45,7 @@ def ready(log):
     return re.search(r"^Serving tiny \(decoder torch\) at (http://127\.0\.0\.1:\d+)/v1$", log.read_text(), re.MULTILINE)
 
 
+@pytest.mark.timeout(300)  # two processes that load PyTorch and a model
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
 def test_it_says_when_it_is_ready_answers_and_ends_in_peace(tiny_checkpoint, tmp_path, ending):
     log = tmp_path / "log"
@@ -54,6 +60,34 @@ def test_it_says_when_it_is_ready_answers_and_ends_in_peace(tiny_checkpoint, tmp
         assert server.stdout.read() == b""
     assert "Traceback" not in log.read_text()
     assert re.search(r"^Try: curl http://\S+/v1/chat/completions -d '\{.*\}'$", log.read_text(), re.MULTILINE)
+
+
+def test_requests_that_outlast_the_grace_are_told_why(tiny_checkpoint):
+    script = Script("A long answer that goes on and on. " * 20, delay=0.1)
+    config = EngineConfig(model=str(tiny_checkpoint), decoder="scripted")
+    said = []
+    with Engine(config, registry=scripted_registry(script)) as engine:
+        server = Server(
+            uvicorn.Config(create_app(engine), port=0, log_config=None, ws="none"),
+            ready=lambda: said.append("ready"),
+            end=engine.aclose,
+            grace=0.2,
+        )
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        eventually(lambda: server.started)
+        url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        with (
+            httpx.Client(base_url=url, trust_env=False) as client,
+            client.stream("POST", "/v1/chat/completions", json=HELLO | {"stream": True, "max_tokens": 99}) as reply,
+        ):
+            lines = reply.iter_lines()
+            next(lines)
+            server.should_exit = True
+            *_, last = filter(None, lines)
+        thread.join(timeout=10)
+    assert said == ["ready"]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_closed"
 
 
 def refusal(*options):
