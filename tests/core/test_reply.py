@@ -106,7 +106,7 @@ def text_of(ids, **fields):
 # Text
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(token_ids)
 @example([*ids_of("日")[:1], END, *ids_of("日")])
 @example(ids_of("🙂")[:-1])
@@ -115,7 +115,7 @@ def test_the_text_is_the_tokenizers(ids):
     assert text_of(ids) == TOKENIZER.decode(known, skip_special_tokens=True)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(token_ids, st.sampled_from(["stop", "length"]), st.lists(st.text("lo日� ", min_size=1), max_size=4, unique=True))
 def test_streamed_is_whole(ids, finish, stops):
     fields = {"logprobs": True, "stop": stops or None}
@@ -197,7 +197,7 @@ def cut(text, stops):
     return None
 
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
     st.lists(st.text("ab", max_size=4), max_size=12),
     st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4),
