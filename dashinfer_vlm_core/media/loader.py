@@ -41,21 +41,29 @@ class MediaLoader:
         self._fetcher = Fetcher(config, resolve=resolve)
         self._threads = ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix="dashinfer-vlm-media")
 
-    async def load(self, parts: Sequence[MediaPart]) -> tuple[Media, ...]:
-        """The decoded media of one request, in the order of `parts`.
+    async def load(self, parts: Sequence[MediaPart], then: Callable[[Media], T]) -> tuple[T, ...]:
+        """What `then` makes of the decoded media of one request, in the order of `parts`.
 
         Everything that can be told from the request alone is checked before the first byte is fetched. Equal sources
-        are fetched once. The first failure, or a cancellation, cancels whatever of the request is still under way.
+        are fetched once. Each item is decoded and handed to `then` by one thread, so that no more items are held at
+        full size than there are threads. The first failure, or a cancellation, cancels whatever of the request is still
+        under way.
+
+        Args:
+            parts: of the request.
+            then: called in a thread; what it raises fails the request.
 
         Raises:
             MediaError: a part is refused, too large, out of reach, or no picture or video.
             InvalidParameter, UnsupportedParameter: an option of a part does not fit its media.
             MissingDependency: a video file, and no reader for it is installed.
         """
+        if not parts:
+            return ()
         sources = await self._run(self._locate, parts)
         fetched = {source: asyncio.ensure_future(self._get(source)) for source in dict.fromkeys(chain(*sources))}
-        decoded = [self._decode(part, found, fetched) for part, found in zip(parts, sources, strict=True)]
-        return tuple(await _together(decoded, fetched.values()))
+        made = [self._make(part, found, fetched, then) for part, found in zip(parts, sources, strict=True)]
+        return tuple(await _together(made, fetched.values()))
 
     async def close(self) -> None:
         """Free sockets and threads; decoding that runs is left to end by itself."""
@@ -76,35 +84,36 @@ class MediaLoader:
             return await self._run(read, source)
         return await self._fetcher.get(source.url, kind=source.kind, part=source.part)
 
-    async def _decode(
-        self, part: MediaPart, sources: Sequence[Source], fetched: Mapping[Source, Awaitable[bytes]]
-    ) -> Media:
+    async def _make(
+        self,
+        part: MediaPart,
+        sources: Sequence[Source],
+        fetched: Mapping[Source, Awaitable[bytes]],
+        then: Callable[[Media], T],
+    ) -> T:
         data = [await fetched[source] for source in sources]
+        return await self._run(lambda: then(self._decode(part, data)))
+
+    def _decode(self, part: MediaPart, data: Sequence[bytes]) -> Media:
         if isinstance(part.url, tuple):
-            return await self._frames(part, data)
+            return self._frames(part, data)
         if part.kind == "video":
-            return await self._run(self._clip, data[0], part)
-        pixels = await self._run(self._pixels, data[0], part.part)
+            return decode_clip(data[0], part=part, readers=available(self._readers), config=self._config)
+        pixels = self._pixels(data[0], part.part)
         return Picture(pixels=pixels, part=part.part, min_pixels=part.min_pixels, max_pixels=part.max_pixels)
 
-    async def _frames(self, part: MediaPart, data: Sequence[bytes]) -> Clip:
+    def _frames(self, part: MediaPart, data: Sequence[bytes]) -> Clip:
         """A clip of a list of pictures, whose headers are read before the first is decoded."""
-        await self._run(self._check_frames, data, part)
-        frames = [self._run(self._pixels, frame, frame_name(part, i)) for i, frame in enumerate(data)]
-        return await self._run(stack_frames, await _together(frames), part)
-
-    def _check_frames(self, data: Sequence[bytes], part: MediaPart) -> None:
         limit = self._config.max_decoded_pixels
-        pixels = [count_pixels(frame, part=frame_name(part, i), max_pixels=limit) for i, frame in enumerate(data)]
+        names = [frame_name(part, i) for i in range(len(data))]
+        pixels = [count_pixels(frame, part=name, max_pixels=limit) for frame, name in zip(data, names, strict=True)]
         check_total(sum(pixels), part=part, config=self._config)
+        return stack_frames([self._pixels(frame, name) for frame, name in zip(data, names, strict=True)], part)
 
     def _pixels(self, data: bytes, part: str) -> Pixels:
         return decode_picture(
             data, part=part, max_pixels=self._config.max_decoded_pixels, background=self._config.rgba_background
         )
-
-    def _clip(self, data: bytes, part: MediaPart) -> Clip:
-        return decode_clip(data, part=part, readers=available(self._readers), config=self._config)
 
     async def _run(self, work: Callable[..., T], *arguments: object) -> T:
         """Blocking work in a thread, so that the event loop goes on."""

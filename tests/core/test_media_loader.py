@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -34,11 +36,15 @@ def video(url, index=0, **options):
     return MediaPart(kind="video", part=f"messages[0].content[{index}]", url=url, **options)
 
 
-def load(*parts, readers=READERS, **options):
+def whole(media):
+    return media
+
+
+def load(*parts, readers=READERS, then=whole, **options):
     async def run():
         loader = MediaLoader(EngineConfig(**{"allow_private_addresses": True} | options), readers)
         try:
-            return await loader.load(parts)
+            return await loader.load(parts, then)
         finally:
             await loader.close()
 
@@ -203,14 +209,14 @@ def test_cancelling_a_request_closes_its_connections_and_the_next_request_works(
 
     async def run(web):
         loader = MediaLoader(EngineConfig(allow_private_addresses=True, max_fetches=1), READERS)
-        task = asyncio.ensure_future(loader.load([image(web.url("/hold"), i) for i in range(2)]))
+        task = asyncio.ensure_future(loader.load([image(web.url("/hold"), i) for i in range(2)], whole))
         assert await asyncio.to_thread(arrived.wait, 2)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert await asyncio.to_thread(left.wait, 2)
         assert len(asyncio.all_tasks()) == 1
-        media = await loader.load([image(web.url("/good"))])
+        media = await loader.load([image(web.url("/good"))], whole)
         await loader.close()
         return media
 
@@ -223,7 +229,7 @@ def test_decoding_does_not_block_the_event_loop():
 
     async def run():
         loader = MediaLoader(EngineConfig(), READERS)
-        task = asyncio.ensure_future(loader.load([image(big, i) for i in range(3)]))
+        task = asyncio.ensure_future(loader.load([image(big, i) for i in range(3)], whole))
         longest = 0.0
         while not task.done():
             before = time.monotonic()
@@ -246,3 +252,27 @@ def test_errors_name_the_part_and_nothing_of_the_machine(tmp_path):
             assert caught.value.param == "messages[0].content[7]"
             assert str(tmp_path) not in caught.value.message
             assert "127.0.0.1" not in caught.value.message
+
+
+def test_no_more_items_are_held_at_full_size_than_there_are_threads():
+    threads = max(2, os.cpu_count() or 2)
+    decoded, most = [], []
+
+    def shrink(media):
+        decoded.append(weakref.ref(media.pixels))
+        most.append(sum(pixels() is not None for pixels in decoded))
+        return media.part
+
+    parts = [image(picture_url(seed=i), i) for i in range(threads + 8)]
+    assert load(*parts, then=shrink, max_pictures=len(parts)) == tuple(part.part for part in parts)
+    assert len(decoded) == len(parts)
+    assert max(most) <= threads
+
+
+def test_what_is_made_of_the_media_may_fail_the_request():
+    def refuse(media):
+        raise InvalidParameter("not this one", param=media.part)
+
+    with pytest.raises(InvalidParameter) as caught:
+        load(image(picture_url(), 3), then=refuse)
+    assert caught.value.param == "messages[0].content[3]"
