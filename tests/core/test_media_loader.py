@@ -94,12 +94,12 @@ def test_equal_sources_are_fetched_once():
 def test_options_of_a_part_travel_with_its_media():
     picture, clip = load(
         image(picture_url(), 0, min_pixels=1, max_pixels=2),
-        video((picture_url(), picture_url()), 1, min_pixels=3, max_pixels=4, total_pixels=5, fps=6.0),
+        video((picture_url(), picture_url()), 1, min_pixels=3, max_pixels=4, total_pixels=5),
     )
     assert isinstance(picture, Picture)
     assert (picture.min_pixels, picture.max_pixels) == (1, 2)
     assert isinstance(clip, Clip)
-    assert (clip.min_pixels, clip.max_pixels, clip.total_pixels, clip.fps) == (3, 4, 5, 6.0)
+    assert (clip.min_pixels, clip.max_pixels, clip.total_pixels) == (3, 4, 5)
 
 
 def test_a_video_file_comes_from_a_data_url_a_web_address_or_a_folder(tmp_path):
@@ -109,7 +109,6 @@ def test_a_video_file_comes_from_a_data_url_a_web_address_or_a_folder(tmp_path):
         urls = [data_url(data, "video/mp4"), web.url("/movie.mp4"), "movie.mp4"]
         clips = load(*(video(url, i) for i, url in enumerate(urls)), allowed_local_media_path=tmp_path)
     for clip in clips:
-        assert clip.fps == 2.0
         np.testing.assert_array_equal(clip.frames, clips[0].frames)
     assert clips[0].frames.shape == (6, 48, 64, 3)
 
@@ -117,9 +116,8 @@ def test_a_video_file_comes_from_a_data_url_a_web_address_or_a_folder(tmp_path):
 def test_a_list_of_frames_equals_a_file_of_these_frames():
     from_file = load(video(data_url(movie(12, container="avi"), "video/avi"), num_frames=4))[0]
     urls = tuple(data_url(encode(frame)) for frame in from_file.frames)
-    from_list = load(video(urls, fps=from_file.fps))[0]
+    from_list = load(video(urls))[0]
     np.testing.assert_array_equal(from_list.frames, from_file.frames)
-    assert from_list.fps == from_file.fps
 
 
 @pytest.mark.parametrize(
@@ -132,6 +130,7 @@ def test_a_list_of_frames_equals_a_file_of_these_frames():
         (video((), 1), InvalidParameter, "messages[0].content[1].video_url.url"),
         (video((picture_url(),) * 9, 1), InvalidParameter, "messages[0].content[1].video_url.url"),
         (video((picture_url(), "ftp://x/"), 1), MediaRefused, "messages[0].content[1].video_url.url[1]"),
+        (video((picture_url(),), 1, fps=2.0), UnsupportedParameter, "messages[0].content[1].video_url.fps"),
         (video((picture_url(),), 1, num_frames=4), UnsupportedParameter, "messages[0].content[1].video_url.num_frames"),
     ],
 )
