@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import struct
+import subprocess
+import sys
 from fractions import Fraction
 
 import numpy as np
@@ -184,6 +186,73 @@ def test_readers_are_tried_from_the_highest_priority_and_the_next_one_takes_over
     readers = available([Reader("last", 1), Reader("absent", 9), Reader("first", 5)])
     assert len(clip(ANY, readers).frames) == 20
     assert tried == ["first", "last"]
+
+
+def test_a_reader_that_fails_is_named_in_the_log_and_the_next_one_takes_over(caplog):
+    class Broken(Film):
+        name = "broken"
+
+        def open(self, data):
+            raise OSError("libavcodec.so.58: cannot open shared object file")
+
+    class BreaksLater(Film):
+        name = "breaks later"
+
+        def frames(self, indices, check_stop):
+            raise KeyError
+
+    assert len(clip(ANY, [Broken(), BreaksLater(), Film()]).frames) == 20
+    assert [(record.levelname, record.args) for record in caplog.records] == [
+        ("WARNING", ("broken",)),
+        ("WARNING", ("breaks later",)),
+    ]
+    assert "libavcodec" in caplog.text
+    with pytest.raises(MediaUndecodable) as caught:
+        clip(ANY, [Broken()])
+    assert caught.value.param == PART
+    assert "libavcodec" not in caught.value.message
+
+
+def test_decord_that_cannot_be_imported_leaves_the_video_to_pyav(tmp_path):
+    (tmp_path / "decord.py").write_text("raise OSError('libavcodec.so.58: cannot open shared object file')")
+    (tmp_path / "movie.mp4").write_bytes(movie(6))
+    code = f"""
+import sys; sys.path.insert(0, {str(tmp_path)!r})
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.media import READERS
+from dashinfer_vlm_core.media.video import available, decode_clip
+from dashinfer_vlm_core.schema import MediaPart
+data = open({str(tmp_path / "movie.mp4")!r}, "rb").read()
+readers = available(READERS)
+print([reader.name for reader in readers])
+part = MediaPart(kind="video", part="", url="data:")
+print(decode_clip(data, part=part, readers=readers, config=EngineConfig(), check_stop=int).frames.shape)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "['decord', 'pyav']\n(4, 48, 64, 3)\n"
+
+
+def test_a_reader_of_other_formats_is_asked_about_them():
+    assert len(clip(b"film: ten seconds of nothing", [*READERS, Film()]).frames) == 20
+
+
+@pytest.mark.parametrize(("reader", "most"), [(PyAVReader(), 1), (DecordReader(), 16)], ids=["pyav", "decord"])
+def test_decoding_can_be_stopped_every_few_frames(reader, most):
+    class Stopped(Exception):
+        pass
+
+    calls = []
+
+    def stop_at_the_third():
+        calls.append(1)
+        if len(calls) == 3:
+            raise Stopped
+
+    video = reader.open(movie(3 * most))
+    video.frames(list(range(2 * most)), stop_at_the_third)
+    calls.clear()
+    with pytest.raises(Stopped):
+        video.frames(list(range(3 * most)), stop_at_the_third)
 
 
 def test_without_a_reader_the_error_says_what_to_install():
