@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from PIL import Image
+
+from dashinfer_vlm_demo.own_engine import as_openai, data_url
+
+__all__ = ["CONVERSATIONS", "Message", "as_openai", "assistant", "data_url", "picture", "user"]
 
 Message = dict[str, Any]
 
@@ -17,12 +19,6 @@ def picture(seed: int, width: int = 112, height: int = 112) -> Image.Image:
     """Blurred noise: rich in detail, and different for each seed."""
     noise = np.random.default_rng(seed).integers(0, 256, (5, 5, 3), dtype=np.uint8)
     return Image.fromarray(noise).resize((width, height), Image.Resampling.BILINEAR)
-
-
-def data_url(image: Image.Image) -> str:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def user(*parts: str | Image.Image | Sequence[Image.Image]) -> Message:
@@ -34,31 +30,12 @@ def assistant(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
-def as_openai(messages: Sequence[Message]) -> list[Message]:
-    """The same messages in OpenAI's JSON, pictures and frames as data URLs."""
-    return [message | {"content": _content(message["content"])} for message in messages]
-
-
 def _part(part: str | Image.Image | Sequence[Image.Image]) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if isinstance(part, Image.Image):
         return {"type": "image", "image": part}
     return {"type": "video", "video": list(part)}
-
-
-def _content(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    if isinstance(content, str):
-        return content
-    return [_openai_part(part) for part in content]
-
-
-def _openai_part(part: dict[str, Any]) -> dict[str, Any]:
-    if part["type"] == "image":
-        return {"type": "image_url", "image_url": {"url": data_url(part["image"])}}
-    if part["type"] == "video":
-        return {"type": "video_url", "video_url": {"url": [data_url(frame) for frame in part["video"]]}}
-    return part
 
 
 CONVERSATIONS: dict[str, list[Message]] = {

@@ -67,17 +67,27 @@ def _sample(name: str, index: int) -> Sample:
     return sample(name, FIRST_SEED + index)
 
 
+def _engine(name: str, checkpoint: Path) -> Answer:
+    """Engines take seconds to import: too long for `--help`."""
+    if name == "own":
+        from dashinfer_vlm_demo.own_engine import OwnEngine
+
+        return OwnEngine(checkpoint).answer
+    from dashinfer_vlm_demo.transformers_engine import TransformersEngine
+
+    return TransformersEngine(checkpoint).answer
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m dashinfer_vlm_demo.evaluate", description=__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--n", type=int, default=300, help="samples per task")
     parser.add_argument("--task", action="append", help="only this task; may be given more than once")
     parser.add_argument("--wrong", type=int, default=0, help="wrong answers to show per task")
+    parser.add_argument("--engine", choices=("transformers", "own"), default="transformers", help="what answers")
     options = parser.parse_args(arguments)
-    from dashinfer_vlm_demo.transformers_engine import TransformersEngine  # seconds to import: not for `--help`
-
     results = []
-    for result in evaluate(TransformersEngine(options.checkpoint).answer, options.n, options.task):
+    for result in evaluate(_engine(options.engine, options.checkpoint), options.n, options.task):
         results.append(result)
         print(f"{result.name:28} {result.exact:.3f}", flush=True)
         for question, truth, reply in result.wrong[: options.wrong]:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_demo import CHECKPOINT
+from dashinfer_vlm_demo import CHECKPOINT, frozen
 from dashinfer_vlm_demo.transformers_engine import TransformersEngine
 from tests.conversations import CONVERSATIONS, as_openai
 from tests.recorder import Recorder
@@ -100,3 +100,22 @@ def test_a_conversation_that_goes_on_equals_one_that_is_sent_whole(running, expe
     engine, tokens = running()
     engine.chat({**body("two turns"), "messages": as_openai(CONVERSATIONS["two turns"])[:1]})
     assert tokens[engine.chat(body("two turns")).id] == expected["two turns"]
+
+
+def test_frozen_prompts_come_out_token_by_token():
+    """Their best logit leads by more than 1 at every step: no order of sums, and no dtype, can change them."""
+    found = frozen.prompts()
+    for dtype in ("float32", "bfloat16"):
+        recorder = Recorder()
+        config = EngineConfig(model="demo", decoder="recorded", dtype=dtype)
+        with Engine(config, registry=recorder.registry()) as engine:
+            requests = [{"messages": as_openai(prompt.messages()), "temperature": 0} for prompt in found]
+            answers = asyncio.run(_all(engine, requests))
+        for prompt, answer in zip(found, answers, strict=True):
+            assert tuple(recorder.tokens[answer.id]) == prompt.token_ids, (dtype, prompt)
+            assert answer.choices[0].message.content == prompt.text
+            assert answer.usage.prompt_tokens == prompt.prompt_tokens
+
+
+async def _all(engine, requests):
+    return await asyncio.gather(*(engine.achat(request) for request in requests))

@@ -1,0 +1,60 @@
+"""The checkpoint in this project's own engine, asked as clients ask it: OpenAI's JSON, pictures as data URLs."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_demo.scenes import Sample
+
+Message = dict[str, Any]
+
+
+def as_openai(messages: Sequence[Message]) -> list[Message]:
+    """Messages whose parts hold pictures and lists of frames -> the same in OpenAI's JSON."""
+    return [message | {"content": _content(message["content"])} for message in messages]
+
+
+def data_url(picture: Image.Image) -> str:
+    stream = io.BytesIO()
+    picture.save(stream, "PNG")
+    return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
+
+
+class OwnEngine:
+    """Answers samples greedily, all at once; `answer` is what `evaluate` wants of an engine."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._config = EngineConfig(model=str(checkpoint), dtype="float32", max_waiting=100_000)
+
+    def answer(self, samples: Sequence[Sample]) -> list[str]:
+        return asyncio.run(self._answer(samples))
+
+    async def _answer(self, samples: Sequence[Sample]) -> list[str]:
+        async with Engine(self._config) as engine:
+            answers = await asyncio.gather(*(engine.achat(_request(sample)) for sample in samples))
+        return [answer.choices[0].message.content or "" for answer in answers]
+
+
+def _request(sample: Sample) -> dict[str, Any]:
+    messages = as_openai([{"role": "user", "content": sample.content()}])
+    return {"messages": messages, "temperature": 0, "max_tokens": 64}
+
+
+def _content(content: str | Sequence[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    return content if isinstance(content, str) else [_part(part) for part in content]
+
+
+def _part(part: dict[str, Any]) -> dict[str, Any]:
+    if part["type"] == "image":
+        return {"type": "image_url", "image_url": {"url": data_url(part["image"])}}
+    if part["type"] == "video":
+        return {"type": "video_url", "video_url": {"url": [data_url(frame) for frame in part["video"]]}}
+    return part
