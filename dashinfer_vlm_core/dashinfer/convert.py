@@ -137,7 +137,7 @@ def _rebuild(folder: Path, job: dict[str, Any], *, environment: Environment, nee
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        _check_space(partial, needed)
+        check_space(partial, needed)
         logger.info("converting the language model to DashInfer's format, once: up to %.1f GB in %s", needed / 1e9, folder)
         _run({**job, "folder": str(partial)}, partial, environment)
         write_json(partial / MANIFEST, _checksums(partial))
@@ -146,7 +146,12 @@ def _rebuild(folder: Path, job: dict[str, Any], *, environment: Environment, nee
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _check_space(folder: Path, needed: int) -> None:
+def check_space(folder: Path, needed: int) -> None:
+    """Refuse what would fill the disk.
+
+    Raises:
+        SetupError: there are fewer than `needed` bytes left in `folder`.
+    """
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise SetupError(

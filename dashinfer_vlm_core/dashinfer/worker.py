@@ -66,7 +66,7 @@ def pack(head, arrays=()):
     """The frame of `head` (a dict) and C-contiguous numpy arrays, as a list of bytes-like pieces."""
     listed = [[array.dtype.str, list(array.shape)] for array in arrays]
     body = json.dumps({**head, "arrays": listed} if listed else head).encode()
-    return [HEAD.pack(len(body)), body] + [memoryview(array).cast("B") for array in arrays]
+    return [HEAD.pack(len(body)), body] + [memoryview(array).cast("B") for array in arrays if array.size]
 
 
 def head_length(prefix):
