@@ -71,7 +71,7 @@ class EngineConfig(BaseSettings):
 
     # DashInfer alone
     tensor_parallel: int = Field(1, ge=1, le=64, description="CUDA devices that share the weights (DashInfer).")
-    quantization: Literal["none", "int8", "uint4", "fp8_e4m3"] = Field(
+    quantization: Literal["none", "int8", "uint4"] = Field(
         "none", description="Number type that weights are quantised to when they are converted (DashInfer on CUDA)."
     )
     prefix_cache: bool = Field(

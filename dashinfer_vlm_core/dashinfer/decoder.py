@@ -119,7 +119,7 @@ class DashInferDecoder:
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[Token, None]:
         self._check(request)
-        arrays = await asyncio.to_thread(_arrays, request)
+        arrays = await asyncio.to_thread(_arrays, request) if request.spans else _arrays(request)
         await self._take_place()
         run = self._enter(request, arrays)
         try:

@@ -7,7 +7,7 @@ The job, written by `convert.py`:
     name       the files become NAME.asgraph and NAME.asparam
     folder     where to write them
     dtype      float32, bfloat16 or float16
-    weights    none, int8, uint4 or fp8_e4m3: how they are stored
+    weights    none, int8 or uint4: how they are stored
     split      whether several devices will share the weights
     tensors    published name -> [safetensors file, name in it]
     tied       whether the output layer is the embedding table
@@ -21,12 +21,10 @@ import importlib.util
 import json
 import os
 import sys
+import types
 
-QUANTISED = {  # weights -> (how it computes, group of weights that share a scale)
-    "int8": ("weight_only", -1),
-    "uint4": ("weight_only", 128),
-    "fp8_e4m3": ("activate_quant", -1),
-}
+GROUPS = {"int8": -1, "uint4": 128}
+"""Consecutive weights that share a scale; -1 for a whole channel."""
 
 
 def main():
@@ -68,7 +66,19 @@ def read(job):
     return state
 
 
+class Unused(types.ModuleType):
+    """Stands in for transformers, which DashInfer imports for a loader of its own: that would take twice as long as the
+    rest, and tie this to the versions that it knows.
+    """
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
 def write(job, state):
+    sys.modules["transformers"] = Unused("transformers")
     from dashinfer import allspark
 
     allspark.Engine().serialize_model_from_torch(
@@ -81,6 +91,7 @@ def write(job, state):
         derive_type="lmhead",
         multigpu_mode=int(job["split"]),
         do_binary_add_fused=True,
+        do_dynamic_quantize_convert=job["weights"] != "none",  # without it, quant_config is ignored in silence
         quant_config=quantisation(allspark, job),
         rotary_base=job["config"]["rope_theta"],
     )
@@ -90,16 +101,15 @@ def quantisation(allspark, job):
     """DashInfer's description of weights that are quantised as they are written; None if they are not."""
     if job["weights"] == "none":
         return None
-    method, group = QUANTISED[job["weights"]]
     settings = allspark.IQSettings(
         {
             "quant_method": "instant_quant",
             "weight_format": job["weights"],
-            "compute_method": method,
-            "group_size": group,
+            "compute_method": "weight_only",
+            "group_size": GROUPS[job["weights"]],
         }
     )
-    return settings.to_as_quant_config(job["dtype"] if method == "weight_only" else job["weights"], job["weights"])
+    return settings.to_as_quant_config(job["dtype"], job["weights"])
 
 
 if __name__ == "__main__":

@@ -58,16 +58,18 @@ def test_other_weights_and_forms_are_other_entries(spec, environment, tmp_path):
     }
 
 
-@pytest.mark.parametrize("quantization", ["int8", "uint4", "fp8_e4m3"])
-def test_weights_are_quantised_as_they_are_written(spec, environment, tmp_path, quantization):
-    plain = convert(spec, Form(dtype="bfloat16"), environment=environment, cache=tmp_path)
-    small = convert(spec, Form(dtype="bfloat16", quantization=quantization), environment=environment, cache=tmp_path)
-    assert small.weights.stat().st_size < plain.weights.stat().st_size
+@pytest.mark.parametrize(("quantization", "share"), [("int8", 0.6), ("uint4", 0.35)])
+def test_weights_are_quantised_as_they_are_written(spec, environment, tmp_path, quantization, share):
+    """The embedding table stays as it is."""
+    form = Form(dtype="bfloat16", quantization=quantization)
+    small = convert(spec, form, environment=environment, cache=tmp_path)
+    stored = (spec.folder / "model.safetensors").stat().st_size
+    assert small.weights.stat().st_size < share * stored / 2
 
 
 def test_failures_leave_nothing_and_say_what_was_said(spec, environment, tmp_path):
     elsewhere = replace(environment, python=Path(sys.executable))
-    with pytest.raises(SetupError, match="exit status 1.*ImportError"):
+    with pytest.raises(SetupError, match="(?s)exit status 1.*ImportError"):
         convert(spec, FLOAT32, environment=elsewhere, cache=tmp_path)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
