@@ -12,7 +12,9 @@ from .environment import Environment, Findings, cuda_devices, examine, find_envi
 from .install import install
 
 _CACHE = click.option(
-    "--cache-dir", type=click.Path(path_type=Path), help="Folder to use in place of the user's cache; see `serve --help`."
+    "--cache-dir",
+    type=click.Path(path_type=Path),
+    help="Folder to use in place of the user's cache; see `serve --help`.",
 )
 
 

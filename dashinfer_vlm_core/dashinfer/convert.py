@@ -1,4 +1,4 @@
-"""A checkpoint's language model in DashInfer's format: written once, in DashInfer's environment, into the user's cache."""
+"""A checkpoint's language model in DashInfer's format: written once, in its environment, into the user's cache."""
 
 from __future__ import annotations
 
@@ -90,7 +90,9 @@ def convert(spec: ModelSpec, form: Form, *, environment: Environment, cache: Pat
 def _check_tensors(tensors: Tensors, text: TextConfig, spec: ModelSpec) -> None:
     """Something is of every layer; what DashInfer does not find besides, it names itself."""
     last = f"model.layers.{text.num_hidden_layers - 1}."
-    wanted = {"model.embed_tokens.weight", "model.norm.weight"} | (set() if text.tie_word_embeddings else {"lm_head.weight"})
+    wanted = {"model.embed_tokens.weight", "model.norm.weight"} | (
+        set() if text.tie_word_embeddings else {"lm_head.weight"}
+    )
     missing = sorted(wanted - set(tensors)) or ([] if any(name.startswith(last) for name in tensors) else [f"{last}*"])
     if missing:
         raise CheckpointError(f"{spec.folder} has no tensor {missing[0]!r}. Copy or download its safetensors again.")
@@ -138,7 +140,9 @@ def _rebuild(folder: Path, job: dict[str, Any], *, environment: Environment, nee
     partial.mkdir(parents=True)
     try:
         check_space(partial, needed)
-        logger.info("converting the language model to DashInfer's format, once: up to %.1f GB in %s", needed / 1e9, folder)
+        logger.info(
+            "converting the language model to DashInfer's format, once: up to %.1f GB in %s", needed / 1e9, folder
+        )
         _run({**job, "folder": str(partial)}, partial, environment)
         write_json(partial / MANIFEST, _checksums(partial))
         partial.rename(folder)

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from ..config import EngineConfig
-from ..decoder import DecodeRequest, Token, check_request
+from ..decoder import DecodeRequest, FinishReason, Token, check_request
 from ..errors import DecoderFailed, EngineClosed, EngineError, QueueFull, SetupError, UnsupportedParameter
 from ..model import ModelSpec
 from ..qwen2_vl.config import read_text_config
 from .convert import Converted, convert
 from .environment import cuda_devices, find_environment
 from .options import HONOURED_ON_CPU, HONOURED_ON_CUDA, check_sampling, generate_config, stop_tokens
-from .plan import Plan, make_plan
+from .plan import make_plan
 from .process import WorkerDied, WorkerProcess
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ ENDS = 2
 """The engine counts two tokens more than prompt and answer have."""
 
 BLIND = (
-    "DashInfer on a CPU ignores the rows and columns of pictures (M-RoPE), so that its answers about them would be wrong:"
+    "DashInfer on a CPU ignores the rows and columns of pictures (M-RoPE), so that answers about them would be wrong:"
     " use the decoder `torch`, or set approximate_vision to accept that."
 )
 
@@ -190,7 +190,9 @@ class DashInferDecoder:
                 raise step
             token, logprobs, cached = step
             count += 1
-            finish = "stop" if token in stops else "length" if count == sampling.max_tokens else None
+            finish: FinishReason | None = (
+                "stop" if token in stops else "length" if count == sampling.max_tokens else None
+            )
             logprob, top = logprobs or (None, [])
             alternatives = tuple((index, value) for index, value in top[: sampling.logprobs or 0])
             yield Token(id=token, logprob=logprob, top=alternatives, finish=finish, cached=cached if count == 1 else 0)
@@ -240,7 +242,9 @@ class DashInferDecoder:
                 died = str(error)
                 logger.warning("DashInfer's worker died at its start, %d of %d: %s", attempt + 1, STARTS, died)
             else:
-                logger.info("DashInfer %s is ready on %s, process %d", worker.version, self._plan.compute_unit, worker.pid)
+                logger.info(
+                    "DashInfer %s is ready on %s, process %d", worker.version, self._plan.compute_unit, worker.pid
+                )
                 return worker
         self.trouble = f"DashInfer's worker died at its start {STARTS} times in a row ({died}). Mend that and restart."
         return None

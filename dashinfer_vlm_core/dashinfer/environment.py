@@ -84,7 +84,9 @@ def find_environment(config: EngineConfig) -> Environment:
     stubs = folder / "stubs" if (folder / "stubs").is_dir() else None
     if config.dashinfer_python is not None:
         if not config.dashinfer_python.is_file():
-            raise MissingDependency(f"`dashinfer_python` {config.dashinfer_python} is no file.", param="dashinfer_python")
+            raise MissingDependency(
+                f"`dashinfer_python` {config.dashinfer_python} is no file.", param="dashinfer_python"
+            )
         return Environment(python=config.dashinfer_python, origin="named by dashinfer_python", stubs=stubs)
     if sys.version_info[:2] == PYTHON and importlib.util.find_spec("dashinfer") is not None:
         return Environment(python=Path(sys.executable), origin="this interpreter", stubs=stubs)

@@ -104,7 +104,8 @@ def find_python(tell: Tell) -> Path:
 def suits(python: Path) -> bool:
     """Whether it is a CPython 3.10 that can make environments."""
     try:
-        return subprocess.run([python, "-I", "-c", _SUITS], capture_output=True, timeout=60, check=False).returncode == 0  # noqa: S603 - candidates are found in the operator's own folders
+        command = [str(python), "-I", "-c", _SUITS]
+        return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0  # noqa: S603 - found in the operator's own folders
     except (OSError, subprocess.TimeoutExpired):
         return False
 
@@ -189,7 +190,9 @@ def _run(command: list[str], *, text: str | None = None) -> None:
     try:
         subprocess.run(command, input=text, text=True, check=True)  # noqa: S603 - commands are ours, paths the operator's
     except (OSError, subprocess.CalledProcessError) as error:
-        raise SetupError(f"`{' '.join(command[:6])} ...` failed: {error}. Mend what it says above, and run it again.") from error
+        raise SetupError(
+            f"`{' '.join(command[:6])} ...` failed: {error}. Mend what it says above, and run it again."
+        ) from error
 
 
 def _output(command: list[str]) -> str:

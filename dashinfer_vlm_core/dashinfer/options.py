@@ -1,4 +1,4 @@
-"""Sampling -> DashInfer's generate_config: every value is checked here, for the engine ignores, bends or dies of some."""
+"""Sampling -> DashInfer's generate_config: every value is checked, for the engine ignores, bends or dies of some."""
 
 from __future__ import annotations
 

@@ -49,10 +49,13 @@ def make_plan(spec: ModelSpec, text: TextConfig, config: EngineConfig, *, cuda: 
         return _plan_cpu(text, config, context)
     last = first + config.tensor_parallel
     if last > cuda:
-        fault = f"`tensor_parallel` {config.tensor_parallel} from device {first} on needs {last} CUDA devices; here are {cuda}."
+        fault = (
+            f"`tensor_parallel` {config.tensor_parallel} from device {first} on needs {last} devices; here are {cuda}."
+        )
         raise ConfigError(fault, param="tensor_parallel")
     if text.num_key_value_heads % config.tensor_parallel:
-        fault = f"`tensor_parallel` {config.tensor_parallel} does not divide the model's {text.num_key_value_heads} key-value heads."
+        heads = text.num_key_value_heads
+        fault = f"`tensor_parallel` {config.tensor_parallel} does not divide the model's {heads} key-value heads."
         raise ConfigError(fault, param="tensor_parallel")
     dtype = spec.dtype if config.dtype == "auto" else config.dtype
     return Plan(
@@ -74,7 +77,7 @@ def _first_device(device: str, cuda: int) -> int | None:
 
 
 def _plan_cpu(text: TextConfig, config: EngineConfig, context: int) -> Plan:
-    """On a CPU the engine computes in float32, and a request takes memory for the longest context from its first step on:
+    """On a CPU the engine computes in float32, and each request takes memory for the longest context at once:
     `kv_cache_mib` bounds how many run together.
     """
     for name, neutral in (("tensor_parallel", 1), ("quantization", "none")):
@@ -89,12 +92,14 @@ def _plan_cpu(text: TextConfig, config: EngineConfig, context: int) -> Plan:
         fault = f"`kv_cache_mib` {config.kv_cache_mib} holds only {affordable} tokens of this model. Raise it."
         raise ConfigError(fault, param="kv_cache_mib")
     if affordable < context:
-        logger.warning("kv_cache_mib=%d holds %d tokens, fewer than the context of %d.", config.kv_cache_mib, affordable, context)
+        logger.warning(
+            "kv_cache_mib=%d holds %d tokens, fewer than the context of %d.", config.kv_cache_mib, affordable, context
+        )
         context = affordable
     places = min(config.max_batch_size, affordable // context)
     if places < config.max_batch_size:
         logger.info(
-            "%d requests are decoded together: kv_cache_mib holds no more of %d tokens each. A smaller max_model_len helps.",
+            "%d requests are decoded together: kv_cache_mib holds no more of %d tokens. A smaller max_model_len helps.",
             places,
             context,
         )

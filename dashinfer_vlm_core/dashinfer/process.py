@@ -31,8 +31,8 @@ class WorkerDied(Exception):
 class WorkerProcess:
     """A worker that is ready. Belongs to the event loop that launched it.
 
-    The two talk over a pair of connected Unix sockets, one of which the worker inherits: nothing on disk, and nobody else
-    can reach it.
+    The two talk over a pair of connected Unix sockets, one of which the worker inherits: nothing is on disk, and nobody
+    else can reach it.
 
     Attributes:
         pid: of its process.
@@ -124,7 +124,7 @@ class WorkerProcess:
         return " | ".join([how, *self._last_lines])
 
     async def _pass_log_on(self) -> None:
-        """The worker's output -> our log, quiet unless the process is failing: DashInfer reports harmless things as errors."""
+        """The worker's output -> our log, for debugging, fatal lines aside: DashInfer calls harmless things errors."""
         assert self._process.stdout is not None
         async for raw in _lines(self._process.stdout):
             line = raw.decode(errors="replace").rstrip()
@@ -144,4 +144,3 @@ async def _lines(stream: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
         if not line:
             return
         yield line
-

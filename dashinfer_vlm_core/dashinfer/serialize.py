@@ -13,21 +13,25 @@ The job, written by `convert.py`:
     tied       whether the output layer is the embedding table
     config     the text model's configuration, in Hugging Face's words and DashInfer's
 
-Progress goes to standard output, as one JSON object per line that begins with `{"progress":`; DashInfer's own prints stand
-between them. Beside `worker.py`, this file imports nothing of ours, for it runs under another interpreter (CPython 3.8 or 3.10).
+Progress goes to standard output, as one JSON object per line that begins with `{"progress":`; DashInfer's own prints
+stand between them. Beside `worker.py`, this file imports nothing of ours, for it runs under another interpreter
+(CPython 3.8 or 3.10).
 """
+
+from __future__ import annotations
 
 import importlib.util
 import json
 import os
 import sys
 import types
+from typing import Any
 
 GROUPS = {"int8": -1, "uint4": 128}
 """Consecutive weights that share a scale; -1 for a whole channel."""
 
 
-def main():
+def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as file:
         job = json.load(file)
     load_libraries(*sys.argv[2:])
@@ -38,20 +42,22 @@ def main():
     tell(1, "done")
 
 
-def load_libraries(*stubs):
+def load_libraries(*stubs: str) -> None:
     """What the extension links, by path, as the worker does it."""
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
     spec = importlib.util.spec_from_file_location("worker", path)
+    assert spec is not None
+    assert spec.loader is not None
     worker = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(worker)
     worker.load_libraries(*stubs)
 
 
-def tell(progress, what):
+def tell(progress: float, what: str) -> None:
     print(json.dumps({"progress": progress, "what": what}), flush=True)
 
 
-def read(job):
+def read(job: dict[str, Any]) -> dict[str, Any]:
     """The language model's tensors by published name, in the number type of the job."""
     import torch
     from safetensors import safe_open
@@ -71,13 +77,13 @@ class Unused(types.ModuleType):
     rest, and tie this to the versions that it knows.
     """
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return type(name, (), {})
 
 
-def write(job, state):
+def write(job: dict[str, Any], state: dict[str, Any]) -> None:
     sys.modules["transformers"] = Unused("transformers")
     from dashinfer import allspark
 
@@ -97,7 +103,7 @@ def write(job, state):
     )
 
 
-def quantisation(allspark, job):
+def quantisation(allspark: Any, job: dict[str, Any]) -> Any:
     """DashInfer's description of weights that are quantised as they are written; None if they are not."""
     if job["weights"] == "none":
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,10 +19,9 @@ from tests.tiny import write_checkpoint
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread() -> None:
     """Of the engine's and of the oracle's: models are tiny, and threads would wait for each other."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    yield
 
 
 @pytest.fixture(scope="session")

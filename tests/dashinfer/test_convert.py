@@ -69,18 +69,20 @@ def test_weights_are_quantised_as_they_are_written(spec, environment, tmp_path, 
 
 def test_failures_leave_nothing_and_say_what_was_said(spec, environment, tmp_path):
     elsewhere = replace(environment, python=Path(sys.executable))
-    with pytest.raises(SetupError, match="(?s)exit status 1.*ImportError"):
+    with pytest.raises(SetupError, match=r"(?s)exit status 1.*ImportError"):
         convert(spec, FLOAT32, environment=elsewhere, cache=tmp_path)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_disk_space_is_checked_first(tmp_path):
-    with pytest.raises(SetupError, match="Converting the model needs 1000000000.0 GB"):
+    with pytest.raises(SetupError, match=r"Converting the model needs 1000000000\.0 GB"):
         check_space(tmp_path, 10**18)
 
 
 def test_a_checkpoint_without_its_layers_is_named(spec, environment, tmp_path):
-    (tmp_path / "config.json").write_text((spec.folder / "config.json").read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
+    (tmp_path / "config.json").write_text(
+        (spec.folder / "config.json").read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3')
+    )
     (tmp_path / "model.safetensors").symlink_to(spec.folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"no tensor 'model.layers.2.\*'"):
         convert(replace(spec, folder=tmp_path), FLOAT32, environment=environment, cache=tmp_path / "cache")

@@ -167,7 +167,11 @@ def test_stop_tokens_end_the_answer_and_ignore_eos_goes_on(oracle, decoder):
 
 def test_the_models_end_token_ends_unless_it_is_ignored(oracle, decoder):
     """A prompt is looked for whose answer the model ends by itself."""
-    ended = next(request for request in (prompt(seed, 5, max_tokens=40) for seed in range(200)) if len(oracle.greedy(request)) < 40)
+    ended = next(
+        request
+        for request in (prompt(seed, 5, max_tokens=40) for seed in range(200))
+        if len(oracle.greedy(request)) < 40
+    )
     ignoring = replace(ended, sampling=replace(ended.sampling, ignore_eos=True))
     plain, on = answers(decoder(), [ended, ignoring])
     assert ids(plain) == oracle.greedy(ended)

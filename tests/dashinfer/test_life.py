@@ -38,7 +38,7 @@ LONG = {"max_tokens": 480, "ignore_eos": True}
 
 
 def descriptors():
-    return len(os.listdir("/proc/self/fd"))
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def children():
@@ -47,10 +47,10 @@ def children():
 
 
 def shared_files():
-    return sorted(os.listdir("/dev/shm"))
+    return sorted(Path("/dev/shm").iterdir())
 
 
-async def gone(pid, seconds=1.0):
+def gone(pid, seconds=1.0):
     """Whether the process ends within so many seconds."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -59,7 +59,7 @@ async def gone(pid, seconds=1.0):
                 return True
         except FileNotFoundError:
             return True
-        await asyncio.sleep(0.01)
+        time.sleep(0.01)
     return False
 
 
@@ -134,7 +134,7 @@ def test_closing_ends_what_runs_and_waits(decoder):
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         with pytest.raises(EngineClosed):
             await collect(running, prompt(1, 5))
-        return ends, await gone(pid)
+        return ends, gone(pid)
 
     ends, is_gone = asyncio.run(run())
     assert all(isinstance(end, EngineClosed) for end in ends)
@@ -203,7 +203,7 @@ def test_a_killed_worker_fails_its_own_requests_and_is_replaced(decoder, oracle)
     assert len(ends) == 160
     assert before == after
     assert not children()
-    print(f"restart: median {np.median(seconds):.2f} s, longest {max(seconds):.2f} s")
+    assert np.median(seconds) < 5
 
 
 def broken_on_demand(environment, folder):
@@ -308,6 +308,6 @@ def test_a_worker_dies_with_its_parent(cache, oracle):
     command = [sys.executable, "-c", PARENT, str(oracle.folder), str(cache)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         pid = int(parent.stdout.readline())
-        assert not asyncio.run(gone(pid, 0.1))
+        assert not gone(pid, 0.1)
         parent.kill()
-        assert asyncio.run(gone(pid))
+        assert gone(pid)

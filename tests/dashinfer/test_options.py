@@ -25,7 +25,10 @@ def spec(tiny_checkpoint):
 
 def options(spec, **sampling):
     request = DecodeRequest(
-        id="", token_ids=np.arange(5), positions=np.tile(np.arange(5), (3, 1)), sampling=Sampling(max_tokens=7, **sampling)
+        id="",
+        token_ids=np.arange(5),
+        positions=np.tile(np.arange(5), (3, 1)),
+        sampling=Sampling(max_tokens=7, **sampling),
     )
     return generate_config(request, spec)
 
@@ -86,7 +89,12 @@ def test_a_plan_for_cuda(tiny_checkpoint):
     one = plan(tiny_checkpoint, cuda=4)
     assert (one.compute_unit, one.places, one.max_model_len, one.form.dtype) == ("CUDA:0", 32, 2048, "float32")
     two = plan(tiny_checkpoint, cuda=4, device="cuda:1", tensor_parallel=2, dtype="bfloat16", quantization="int8")
-    assert (two.compute_unit, two.form.split, two.form.dtype, two.form.quantization) == ("CUDA:1,2", True, "bfloat16", "int8")
+    assert (two.compute_unit, two.form.split, two.form.dtype, two.form.quantization) == (
+        "CUDA:1,2",
+        True,
+        "bfloat16",
+        "int8",
+    )
 
 
 def test_a_plan_for_the_cpu_keeps_within_the_memory_for_keys_and_values(tiny_checkpoint):
@@ -122,7 +130,9 @@ def test_frames_are_read_as_they_were_packed(socketpair):
     ours.sendall(b"".join(worker.pack({"do": "start", "id": 1}, arrays)))
     head, found = worker.Connection(theirs).receive()
     assert head == {"do": "start", "id": 1}
-    assert all(np.array_equal(one, other) and one.dtype == other.dtype for one, other in zip(arrays, found, strict=True))
+    assert all(
+        np.array_equal(one, other) and one.dtype == other.dtype for one, other in zip(arrays, found, strict=True)
+    )
     assert all(array.flags.writeable for array in found)
     ours.close()
     with pytest.raises(EOFError):
