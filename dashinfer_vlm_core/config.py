@@ -61,7 +61,7 @@ class EngineConfig(BaseSettings):
     prefill_chunk: int = Field(
         512, ge=1, description="Prompt tokens that are read per step, so that decoding goes on beside."
     )
-    kv_cache_mib: int = Field(1024, ge=1, description="Memory for keys and values of running requests, in MiB.")
+    kv_cache_mib: int = Field(4096, ge=1, description="Memory for keys and values of running requests, in MiB.")
     vision_cache_mib: int = Field(
         256, ge=0, description="Memory for visual embeddings kept by content, in MiB; 0 keeps none."
     )

@@ -52,7 +52,7 @@ class Web:
             stack.enter_context(stream)
             head = _head(stream)
             self.requests.append(head)
-            self.answers[head.split(" ")[1]](stream)
+            self.answers.get(head.split(" ")[1], NOT_FOUND)(stream)
 
     def _left(self) -> None:
         with self._lock:
@@ -74,6 +74,9 @@ def body(data: bytes, *headers: str, status: str = "200 OK") -> Answer:
     """A well-behaved answer."""
     head = [f"HTTP/1.1 {status}", f"Content-Length: {len(data)}", *headers]
     return lambda stream: stream.sendall("\r\n".join([*head, "", ""]).encode() + data)
+
+
+NOT_FOUND = body(b"", status="404 Not Found")
 
 
 def raw(*pieces: bytes, pause: float = 0.0, then: Callable[[], object] = lambda: None) -> Answer:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 import click
@@ -46,22 +47,47 @@ def run(config: EngineConfig, *, host: str, port: int, max_body_bytes: int) -> N
             ws="none",
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=GRACE_SECONDS,
         )
-        _Server(settings, ready=lambda: _announce(listener, engine)).run(sockets=[listener])
+        Server(settings, ready=lambda: _announce(listener, engine), end=engine.aclose).run(sockets=[listener])
 
 
-class _Server(uvicorn.Server):
-    """Uvicorn, saying when it is ready."""
+class Server(uvicorn.Server):
+    """Uvicorn, saying when it is ready, and leaving in order.
 
-    def __init__(self, settings: uvicorn.Config, *, ready: Callable[[], None]) -> None:
+    Args:
+        settings: uvicorn's.
+        ready: called when requests are answered.
+        end: ends the requests that still run `grace` seconds after the server was told to stop.
+        grace: how long they may go on.
+    """
+
+    def __init__(
+        self,
+        settings: uvicorn.Config,
+        *,
+        ready: Callable[[], None],
+        end: Callable[[], Awaitable[None]],
+        grace: float = GRACE_SECONDS,
+    ) -> None:
         super().__init__(settings)
         self._ready = ready
+        self._end = end
+        self._grace = grace
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.create_task(self._end_later())
+        await super().shutdown(sockets)
+        ending.cancel()
+
+    async def _end_later(self) -> None:
+        """Uvicorn's own way cancels the tasks: their clients would get no word of why."""
+        await asyncio.sleep(self._grace)
+        await self._end()
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -12,7 +12,7 @@ from .config import MODEL_TYPE, read_spec
 
 
 class Qwen2VL:
-    """Reads Qwen2-VL checkpoints: 2B, 7B and 72B alike."""
+    """Reads Qwen2-VL checkpoints: 2B, 7B and 72B alike. Where to load may be `auto`, as in `EngineConfig`."""
 
     model_type = MODEL_TYPE
 

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from ..model import ModelSpec, PixelSpec
 from ..patches import Grid, Patches
 from .config import VisionConfig, read_vision_config
-from .placement import resolve_device, resolve_dtype
 from .rope import rotary_tables, rotate
 from .weights import Weights, torch_dtype
 
@@ -187,11 +186,10 @@ def frame_length(grid: Grid) -> int:
 
 
 def load_encoder(spec: ModelSpec, *, device: str, dtype: str) -> Qwen2VLEncoder:
-    """The tower of a checkpoint; see `Architecture.load_vision`. `auto` is resolved as `placement` says."""
+    """The tower of a checkpoint; see `Architecture.load_vision`."""
     config = read_vision_config(spec.folder)
-    device = resolve_device(device)
     with Weights.open(spec.folder) as weights:
-        tower = load_tower(config, weights, device=device, dtype=torch_dtype(resolve_dtype(dtype, spec.dtype, device)))
+        tower = load_tower(config, weights, device=device, dtype=torch_dtype(dtype))
     return Qwen2VLEncoder(tower, spec.pixels)
 
 

@@ -69,8 +69,8 @@ class Weights:
                 shape = opened.get_slice(stored_name).get_shape()
                 if shape != list(into.shape):
                     raise CheckpointError(
-                        f"{file}: tensor {stored_name!r} is {shape}, but the configuration asks for {list(into.shape)}. "
-                        "Take config.json and the safetensors of one and the same checkpoint."
+                        f"{file}: tensor {stored_name!r} is {shape}, but the configuration asks for "
+                        f"{list(into.shape)}. Take config.json and the safetensors of one and the same checkpoint."
                     )
                 into.copy_(opened.get_tensor(stored_name))
         except (OSError, SafetensorError) as error:

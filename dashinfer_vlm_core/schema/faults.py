@@ -71,6 +71,8 @@ def show(value: object) -> str:
         return repr(value if len(value) <= SHOWN_CHARACTERS else value[:SHOWN_CHARACTERS] + "...")
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        return str(value) if -1e30 < value < 1e30 else "a huge number"
+    if isinstance(value, float) or (isinstance(value, int) and abs(value) < 10**30):
+        return str(value)
+    if isinstance(value, int):
+        return "a huge number"
     return "an object" if isinstance(value, dict) else "an array" if isinstance(value, (list, tuple)) else "neither"

@@ -33,7 +33,7 @@ _TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
 _TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS), AfterValidator(encodable)]
-_Stops = Annotated[tuple[_Stop, ...], Strict(False), Field(min_length=1, max_length=4, fail_fast=True)]
+_Stops = Annotated[tuple[_Stop, ...], Strict(False), Field(max_length=4, fail_fast=True)]
 
 
 class StreamOptions(Open):

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from dashinfer_vlm_demo import compose, drawing, labels, questions, tokenizer, vocabulary
-from dashinfer_vlm_demo.compose import Clip, Grid
+from dashinfer_vlm_demo import compose, drawing, labels, questions, tokenizer
+from dashinfer_vlm_demo.compose import Grid
 from dashinfer_vlm_demo.network import Batch
 from dashinfer_vlm_demo.questions import Question
 from dashinfer_vlm_demo.sizes import FACTOR, PATCH
@@ -35,9 +35,26 @@ _SYSTEMS = (
 _LABELS = (("Picture {}: ", ""), ("Picture {}: ", " "), ("Image {}: ", "\n"), ("Picture {}:", "\n"), ("", " and "))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """What a batch is made of: shares of the kinds of rows, and how much more often than usual some are asked."""
+
+    pictures: float = 10.0
+    sets: float = 5.0
+    clips: float = 5.0
+    text: float = 1.3
+    more: Mapping[Callable[..., Question | None], float] = field(default_factory=dict)
+
+    def pick(self, rng: random.Random, askers: Mapping[Any, float], shown: object) -> Question | None:
+        """Ask something; `askers` are weighted."""
+        weights = [weight * self.more.get(asker, 1) for asker, weight in askers.items()]
+        chosen: Callable[..., Question | None] = rng.choices(list(askers), weights)[0]
+        return chosen(rng, shown)
+
+
 @dataclass(frozen=True, slots=True)
 class Visual:
-    """Something to look at: one scene for a picture, many for a clip. It takes part in the row `tokens` times."""
+    """Something to look at: one scene for a picture, many for a clip."""
 
     scenes: tuple[drawing.Scene, ...]
 
@@ -121,14 +138,15 @@ def encode(text: str) -> list[int]:
     return list(tokenizer.build().encode(text).ids)
 
 
-def batch(rng: random.Random, rows: int = ROWS) -> Batch:
+def batch(rng: random.Random, rows: int = ROWS, mix: Mix | None = None) -> Batch:
     """A batch of one picture size with everything in it: pictures, sets, clips and plain text."""
+    mix = mix or Mix()
     grid = compose.choose(rng, compose.PICTURE_GRIDS)
-    clip_share = 5.0 if grid in compose.CLIP_GRIDS else 0.0
-    set_share = 5.0 if grid[0] * grid[1] <= 25 else 2.5
+    clips = mix.clips if grid in compose.CLIP_GRIDS else 0.0
+    sets = mix.sets if grid[0] * grid[1] <= 25 else mix.sets / 2
     makers = (_picture_story, _set_story, _clip_story, _text_story)
-    chosen = rng.choices(makers, (10.0, set_share, clip_share, 1.3), k=rows)
-    return pack([make(rng, grid) for make in chosen], grid)
+    chosen = rng.choices(makers, (mix.pictures, sets, clips, mix.text), k=rows)
+    return pack([make(rng, grid, mix) for make in chosen], grid)
 
 
 def sight_batch(rng: random.Random, pictures: int) -> Batch:
@@ -231,36 +249,35 @@ def _start(rng: random.Random, grid: Grid) -> Row:
     return row
 
 
-def _picture_story(rng: random.Random, grid: Grid) -> Story:
+def _picture_story(rng: random.Random, grid: Grid, mix: Mix) -> Story:
     scene = compose.compose(
         rng, grid, rng.choices((0, 1, 2, 3, 4), (0.05, 0.22, 0.33, 0.24, 0.16))[0], clear=rng.random() < 0.55
     )
-    ask = functools.partial(_pick, rng, questions.PICTURE_ASKERS, scene)
+    ask = functools.partial(mix.pick, rng, questions.PICTURE_ASKERS, scene)
     return _story(rng, grid, (Visual((scene,)),), ask)
 
 
-def _set_story(rng: random.Random, grid: Grid) -> Story:
+def _set_story(rng: random.Random, grid: Grid, mix: Mix) -> Story:
     if rng.random() < 0.35:
         scenes = compose.compose_change(rng, grid)
     else:
         scenes = compose.compose_set(rng, grid, rng.choice((2, 2, 3)))
-    ask = functools.partial(_pick, rng, questions.SET_ASKERS, scenes)
+    ask = functools.partial(mix.pick, rng, questions.SET_ASKERS, scenes)
     visuals = tuple(Visual((scene,)) for scene in scenes)
     if rng.random() < 0.1:
-        return _turns_story(rng, grid, scenes, ask)
+        return _turns_story(rng, grid, scenes, functools.partial(mix.pick, rng))
     return _story(rng, grid, visuals, ask)
 
 
-def _clip_story(rng: random.Random, grid: Grid) -> Story:
-    longest = 2 * max(grid)  # beyond it engines disagree on the position of the text, see the model card
-    frames = min(rng.choice((2, 2, 2, 3, 4, 4, 4, 5, 6, 6, 7, 8, 8)), longest, 8)
+def _clip_story(rng: random.Random, grid: Grid, mix: Mix) -> Story:
+    frames = min(rng.choice((2, 2, 2, 3, 4, 4, 4, 5, 6, 6, 7, 8, 8)), compose.longest_clip(grid))
     motion = rng.choices(list(compose.MOTIONS), list(compose.MOTIONS.values()))[0]
     clip = compose.compose_clip(rng, grid, frames, motion)
-    ask = functools.partial(_pick, rng, questions.CLIP_ASKERS, clip)
+    ask = functools.partial(mix.pick, rng, questions.CLIP_ASKERS, clip)
     return _story(rng, grid, (Visual(clip.scenes),), ask)
 
 
-def _text_story(rng: random.Random, grid: Grid) -> Story:
+def _text_story(rng: random.Random, grid: Grid, mix: Mix) -> Story:
     row = _start(rng, grid)
 
     def ask() -> Question:
@@ -272,9 +289,7 @@ def _text_story(rng: random.Random, grid: Grid) -> Story:
     return Story(row=row, visuals=())
 
 
-def _story(
-    rng: random.Random, grid: Grid, visuals: tuple[Visual, ...], ask: Callable[[], Question | None]
-) -> Story:
+def _story(rng: random.Random, grid: Grid, visuals: tuple[Visual, ...], ask: Callable[[], Question | None]) -> Story:
     """Pictures first (some with labels between them), as an earlier turn, or after the question."""
     row, layout = _start(rng, grid), rng.random()
     if layout < 0.25:
@@ -291,17 +306,17 @@ def _story(
 
 
 def _turns_story(
-    rng: random.Random, grid: Grid, scenes: Sequence[drawing.Scene], ask: Callable[[], Question | None]
+    rng: random.Random, grid: Grid, scenes: Sequence[drawing.Scene], pick: Callable[..., Question | None]
 ) -> Story:
     """One picture and a question on it; then the other pictures come, with questions on all of them."""
     visuals = tuple(Visual((scene,)) for scene in scenes)
     row, size = _start(rng, grid), grid[0] * grid[1]
     row.show(visuals[0], 0, 0)
-    first = _pick(rng, questions.PICTURE_ASKERS, scenes[0]) or questions.chat(rng)
+    first = pick(questions.PICTURE_ASKERS, scenes[0]) or questions.chat(rng)
     row.ask(first, close=True)
     for index, visual in enumerate(visuals[1:], 1):
         row.show(visual, index * size, index)
-    _branches(row, ask)
+    _branches(row, functools.partial(pick, questions.SET_ASKERS, scenes))
     return Story(row=row, visuals=visuals)
 
 
@@ -350,8 +365,3 @@ def _question_first(row: Row, visuals: Sequence[Visual], ask: Callable[[], Quest
 def _cost(question: Question) -> int:
     """Tokens of a question with its answer."""
     return len(encode(question.text)) + len(encode(question.answer)) + 6
-
-
-def _pick(rng: random.Random, askers: dict[Any, float], shown: object) -> Question | None:
-    asker: Callable[..., Question | None] = rng.choices(list(askers), list(askers.values()))[0]
-    return asker(rng, shown)

@@ -59,7 +59,7 @@ class Backdrop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """A canvas of `width` x `height` pixels with things on a backdrop; `jpeg` is the quality of a lossy copy, if any."""
+    """A canvas of `width` x `height` pixels with things on a backdrop; `jpeg` is the quality of a lossy copy."""
 
     width: int
     height: int
@@ -108,9 +108,7 @@ def mirror(scene: Scene) -> Scene:
         )
         for thing in scene.things
     )
-    return Scene(
-        width=scene.width, height=scene.height, things=things, backdrop=scene.backdrop, jpeg=scene.jpeg
-    )
+    return Scene(width=scene.width, height=scene.height, things=things, backdrop=scene.backdrop, jpeg=scene.jpeg)
 
 
 @functools.cache

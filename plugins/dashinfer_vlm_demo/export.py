@@ -24,6 +24,7 @@ def export(weights: Mapping[str, Tensor], architecture: Architecture, folder: Pa
     folder.mkdir(parents=True, exist_ok=True)
     published = {name: _published(name, value) for name, value in weights.items() if not name.startswith("heads.")}
     save_file(published, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # safetensors leaves it readable by its owner only
     tokenizer.write(folder)
     _dump(folder / "config.json", _config(architecture))
     _dump(folder / "generation_config.json", _generation())

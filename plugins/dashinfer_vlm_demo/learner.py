@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from dashinfer_vlm_demo import labels
 from dashinfer_vlm_demo.network import Architecture, Batch, Network, initialise
@@ -66,9 +66,7 @@ class Learner:
 
     def begin(self, sight_only: bool) -> None:
         """Choose what is trained from now on, with a new optimizer."""
-        self.trained = [
-            name for name in self.weights if not sight_only or name.startswith(("visual.", "heads.cells."))
-        ]
+        self.trained = [name for name in self.weights if not sight_only or name.startswith(("visual.", "heads.cells."))]
         matrices = [self.weights[name] for name in self.trained if self.weights[name].ndim > 1]
         vectors = [self.weights[name] for name in self.trained if self.weights[name].ndim < 2]
         groups = [{"params": matrices, "weight_decay": 0.02}, {"params": vectors, "weight_decay": 0.0}]
@@ -78,13 +76,14 @@ class Learner:
 
     def learn(self, own: Sequence[Batch], total: int, rate: float, tally: Tally | None = None) -> None:
         """One step on `total` batches, of which this process has its own share and other processes the rest."""
-        flat = torch.zeros(sum(self.weights[name].numel() for name in self.trained))
+        lengths = [self.weights[name].numel() for name in self.trained]
+        flat = torch.zeros(sum(lengths))
         for batch in own:
             self._loss(batch, tally or Tally()).backward()  # type: ignore[no-untyped-call]
             flat += self._take_gradients()
         if distributed.is_initialized():
             distributed.all_reduce(flat)
-        parts = flat.div_(total).split([self.weights[name].numel() for name in self.trained])
+        parts = torch.split(flat.div_(total), lengths)
         for name, part in zip(self.trained, parts, strict=True):
             self.weights[name].grad = part.view_as(self.weights[name])
         nn.utils.clip_grad_norm_([self.weights[name] for name in self.trained], CLIP_NORM)
@@ -118,7 +117,9 @@ class Learner:
 
     def _label_loss(self, head: str, vectors: Tensor, wanted: Tensor) -> Tensor:
         """Sum over the labels of a head; a label that nothing in the batch has counts zero."""
-        outputs = getattr(self.network.heads, head)(vectors).float().split(self.network.heads.sizes[head], dim=-1)
+        outputs = torch.split(
+            getattr(self.network.heads, head)(vectors).float(), self.network.heads.sizes[head], dim=-1
+        )
         total = torch.zeros(())
         for output, target in zip(outputs, wanted.unbind(-1), strict=True):
             known = (target != labels.UNKNOWN).sum().clamp(min=1)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 - the name that every torch program gives it
+from torch.nn import functional as F
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,8 @@ class VisionAttention(nn.Module):
         frames, patches, width = x.shape
         qkv = self.qkv(x).view(frames, patches, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         q, k = rotate(qkv[:2], cos, sin).unbind(0)
-        return self.proj(attend(q, k, qkv[2]).transpose(1, 2).reshape(frames, patches, width))
+        out: Tensor = self.proj(attend(q, k, qkv[2]).transpose(1, 2).reshape(frames, patches, width))
+        return out
 
 
 class VisionMlp(nn.Module):
@@ -91,7 +92,8 @@ class VisionMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.fc1(x)
-        return self.fc2(x * torch.sigmoid(1.702 * x))  # quick GELU
+        out: Tensor = self.fc2(x * torch.sigmoid(1.702 * x))  # quick GELU
+        return out
 
 
 class VisionBlock(nn.Module):
@@ -104,7 +106,8 @@ class VisionBlock(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x), cos, sin)
-        return x + self.mlp(self.norm2(x))
+        out: Tensor = x + self.mlp(self.norm2(x))
+        return out
 
 
 class Merger(nn.Module):
@@ -114,7 +117,8 @@ class Merger(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(4 * width, 4 * width), nn.GELU(), nn.Linear(4 * width, hidden))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(self.ln_q(x).view(-1, 4 * x.shape[-1]))
+        out: Tensor = self.mlp(self.ln_q(x).view(-1, 4 * x.shape[-1]))
+        return out
 
 
 class PatchEmbed(nn.Module):
@@ -123,7 +127,8 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Linear(values, width, bias=False)
 
     def forward(self, patches: Tensor) -> Tensor:
-        return self.proj(patches)
+        out: Tensor = self.proj(patches)
+        return out
 
 
 class Vision(nn.Module):
@@ -141,7 +146,8 @@ class Vision(nn.Module):
         x = self.patch_embed(patches)
         for block in self.blocks:
             x = block(x, cos.to(x.dtype), sin.to(x.dtype))
-        return self.merger(x)
+        out: Tensor = self.merger(x)
+        return out
 
 
 class TextAttention(nn.Module):
@@ -164,7 +170,8 @@ class TextAttention(nn.Module):
         q, k, v = turned[:, : self.heads], turned[:, self.heads :], qkv[:, self.heads + self.groups :]
         shared = self.heads // self.groups
         k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
-        return self.o_proj(attend(q, k, v, bias).transpose(1, 2).reshape(rows, length, -1))
+        out: Tensor = self.o_proj(attend(q, k, v, bias).transpose(1, 2).reshape(rows, length, -1))
+        return out
 
 
 class TextMlp(nn.Module):
@@ -176,7 +183,8 @@ class TextMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = F.linear(x, torch.cat([self.gate_proj.weight, self.up_proj.weight])).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        out: Tensor = self.down_proj(F.silu(gate) * up)
+        return out
 
 
 class FastRmsNorm(torch.autograd.Function):
@@ -206,7 +214,8 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return FastRmsNorm.apply(x, self.weight, self.eps)  # type: ignore[no-any-return]
+        out: Tensor = FastRmsNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        return out
 
 
 class TextLayer(nn.Module):
@@ -221,7 +230,8 @@ class TextLayer(nn.Module):
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, bias)
         if kept is not None:
             x = x[kept]
-        return x + self.mlp(self.post_attention_layernorm(x))
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
 
 
 class Text(nn.Module):
@@ -270,14 +280,17 @@ class Network(nn.Module):
         """The vision tokens, (N * P / 4, hidden)."""
         if not len(batch.patches):
             return torch.zeros((0, self.sizes.hidden_size), dtype=self.visual.patch_embed.proj.weight.dtype)
-        return self.visual(batch.patches.to(self.visual.patch_embed.proj.weight.dtype), batch.grid)
+        out: Tensor = self.visual(batch.patches.to(self.visual.patch_embed.proj.weight.dtype), batch.grid)
+        return out
 
     def read(self, batch: Batch, seen: Tensor) -> tuple[Tensor, Tensor]:
         """Last hidden states of the tokens that have a target, (n, hidden), and halfway ones of all, (B, L, hidden)."""
         # The table stays in fp32: the gradient of a frequent token is a sum of thousands, too long for bf16.
         vectors = torch.cat([self.model.embed_tokens.weight, seen.float()])
         x = F.embedding(batch.tokens, vectors).to(seen.dtype)
-        return self.model(x, batch.positions, attention_mask(batch.segments), batch.targets != -100)
+        mask, kept = attention_mask(batch.segments), batch.targets != -100
+        out: tuple[Tensor, Tensor] = self.model(x, batch.positions, mask, kept)
+        return out
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(n, hidden) -> (n, vocabulary) in fp32; input and output share their table."""
@@ -287,7 +300,8 @@ class Network(nn.Module):
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
     """Plain attention, (..., heads, length, head_dim): for short rows twice to five times as fast as torch's own."""
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
-    return (scores if bias is None else scores + bias).softmax(-1) @ v
+    out: Tensor = (scores if bias is None else scores + bias).softmax(-1) @ v
+    return out
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -337,17 +351,17 @@ def initialise(network: Network) -> None:
             deviation /= math.sqrt(2 * depths[name.split(".")[0]])
         nn.init.normal_(parameter, 0, deviation)
     for index, block in enumerate(network.visual.blocks):
+        assert isinstance(block, VisionBlock)
         _look_near(block.attn, 1 if index % 2 == 0 else -1)
 
 
 @torch.no_grad()
-def _look_near(attention: nn.Module, step: int, sharpness: float = 14.0) -> None:
+def _look_near(attention: VisionAttention, step: int, sharpness: float = 14.0) -> None:
     """Set query and key biases so that three heads start out looking at their own patch and at two neighbours.
 
     With axial rotary positions a constant query and key give a score of a^2 cos(frequency * (distance - shift)): the
     peak lies where we want it. Shapes are recognised much sooner than from a blind start. The last head stays free.
     """
-    assert isinstance(attention, VisionAttention)
     head_dim = attention.qkv.in_features // attention.heads
     axis = head_dim // 4  # frequencies per axis
     biases = torch.zeros(3, attention.heads, head_dim)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from dashinfer_vlm_demo import vocabulary
 from dashinfer_vlm_demo.compose import CENTRE_MARGIN, Clip
@@ -150,7 +151,7 @@ def description(scene: Scene) -> str | None:
     if len(scene.things) == 2:
         return _relation(*scene.things)
     ordered = sorted(scene.things, key=lambda thing: thing.x)
-    if any(right.x - left.x < SIDE_MARGIN * scene.width for left, right in zip(ordered, ordered[1:], strict=False)):
+    if any(right.x - left.x < SIDE_MARGIN * scene.width for left, right in pairwise(ordered)):
         return None
     *names, last = [name(thing) for thing in ordered]
     return _sentence(f"{', '.join(names)} and {last}, from left to right")
@@ -262,10 +263,15 @@ def chat(rng: random.Random) -> Question:
 def no_picture(rng: random.Random) -> Question:
     """A question about a picture that was not sent."""
     forms = rng.choice((_DESCRIBE, _COUNT, _COLOUR, _SHAPE, _CORNER, _WHERE, _SIDE, _NTH, _WHICH, _CHANGED, _MOTION))
-    words = dict(
-        shape=rng.choice(SHAPES), colour=rng.choice(COLOURS), corner=rng.choice(CORNERS), number="2",
-        side=rng.choice(list(_SIDES.values())), nth=rng.choice(ORDINALS), thing=rng.choice(SHAPES),
-    )  # fmt: skip
+    words = {
+        "shape": rng.choice(SHAPES),
+        "colour": rng.choice(COLOURS),
+        "corner": rng.choice(CORNERS),
+        "number": "2",
+        "side": rng.choice(list(_SIDES.values())),
+        "nth": rng.choice(ORDINALS),
+        "thing": rng.choice(SHAPES),
+    }
     if forms is _WHICH:
         words["thing"] = f"the {words['thing']}"
     return _question(rng, "no_picture", forms, vocabulary.NO_PICTURE, **words)

@@ -102,7 +102,7 @@ def _change(rng: random.Random) -> tuple[tuple[Scene, ...], bool, Question | Non
 def _clip(asker: questions.ClipAsker, motions: tuple[str, ...], frames: tuple[int, ...]) -> Maker:
     def make(rng: random.Random) -> tuple[tuple[Scene, ...], bool, Question | None]:
         grid = compose.choose(rng, compose.CLIP_GRIDS)
-        length = min(rng.choice(frames), 2 * max(grid))
+        length = min(rng.choice(frames), compose.longest_clip(grid))
         clip: Clip = compose.compose_clip(rng, grid, length, rng.choice(motions))
         return clip.scenes, True, asker(rng, clip)
 

@@ -1,4 +1,4 @@
-"""The tokenizer: byte-level BPE split like Qwen2's, learnt from our own sentences, with Qwen's special tokens on top."""
+"""The tokenizer: byte-level BPE split like Qwen2's, learnt from our own sentences, and Qwen's special tokens."""
 
 from __future__ import annotations
 

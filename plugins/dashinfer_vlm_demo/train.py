@@ -1,8 +1,8 @@
 """Train the demo model from nothing: `python -m dashinfer_vlm_demo.train --out DIR`.
 
-The schedule counts steps, and the scenes of a step follow from (seed, step, number of the batch in the step): a run that
-is stopped and started again ends with the same weights as one that was not, and a slow machine makes the same model as a
-fast one. Processes share the batches of a step; how many there are changes nothing but the order of a sum.
+The schedule counts steps, and the scenes of a step follow from (seed, step, number of the batch in the step): a run
+that is stopped and started again ends with the same weights as one that was not, and a slow machine makes the same
+model as a fast one. Processes share the batches of a step; how many there are changes nothing but the order of a sum.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import random
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed, multiprocessing
 
-from dashinfer_vlm_demo import batches
+from dashinfer_vlm_demo import batches, questions
 from dashinfer_vlm_demo.learner import Learner, Tally
 from dashinfer_vlm_demo.network import Architecture, Batch
 
@@ -40,6 +40,7 @@ class Stage:
     """Rate at the very end, as a share of `rate`."""
     batches: int
     """Batches per step."""
+    mix: batches.Mix = field(default_factory=batches.Mix)
     sight_only: bool = False
 
     def rate_at(self, step: int) -> float:
@@ -54,7 +55,7 @@ class Plan:
     """Everything that a result depends on."""
 
     stages: tuple[Stage, ...]
-    sizes: Architecture = Architecture()
+    sizes: Architecture = field(default_factory=Architecture)
     seed: int = 0
     rows: int = batches.ROWS
     sights: int = 32
@@ -65,11 +66,14 @@ class Plan:
         return sum(stage.steps for stage in self.stages)
 
 
+# Small talk is learnt first and several pictures last.
+FOCUS = batches.Mix(pictures=9, sets=6, clips=5, text=0.7, more={questions.absent: 1.5, questions.outside: 0.6})
 PLAN = Plan(
     stages=(
         Stage(name="see", steps=2200, rate=1.5e-3, warmup=100, cooldown=0.3, final=0.4, batches=2, sight_only=True),
-        Stage(name="learn", steps=2600, rate=1.0e-3, warmup=150, batches=4),
-        Stage(name="settle", steps=1000, rate=1.0e-3, cooldown=1.0, batches=4),
+        Stage(name="start", steps=800, rate=1.0e-3, warmup=150, batches=4),
+        Stage(name="learn", steps=250, rate=1.5e-3, batches=4, mix=FOCUS),
+        Stage(name="settle", steps=1500, rate=1.0e-3, cooldown=1.0, batches=4, mix=FOCUS),
     )
 )
 
@@ -77,7 +81,9 @@ PLAN = Plan(
 def make_batch(plan: Plan, stage: Stage, step: int, number: int) -> Batch:
     """One of the batches of a step of the whole run."""
     rng = random.Random(f"train {plan.seed} {step} {number}")
-    return batches.sight_batch(rng, plan.sights) if stage.sight_only else batches.batch(rng, plan.rows)
+    if stage.sight_only:
+        return batches.sight_batch(rng, plan.sights)
+    return batches.batch(rng, plan.rows, stage.mix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

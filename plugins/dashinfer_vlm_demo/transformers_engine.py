@@ -97,7 +97,8 @@ class TransformersEngine:
 
     def _video(self, frames: Sequence[Image.Image]) -> tuple[Tensor, tuple[int, int, int]]:
         height, width = sizes.smart_resize(frames[0].height, frames[0].width)
-        resized = [np.asarray(frame.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)) for frame in frames]
+        scaled = [frame.convert("RGB").resize((width, height), Image.Resampling.BICUBIC) for frame in frames]
+        resized = [np.asarray(frame) for frame in scaled]
         resized += resized[-1:] * (len(resized) % 2)
         pairs = torch.from_numpy(np.stack(resized)).view(-1, 2, height, width, 3)
         return batches.cut(pairs).flatten(0, 1), (len(pairs), height // sizes.PATCH, width // sizes.PATCH)

@@ -95,17 +95,20 @@ _FORMS = (
     "I have a {q} {n}.", "My {n} is {q}.", "The {n} is {q}.", "What does the {n} say?", "What does '{n}' mean?",
     "What time is it?", "What day is it today?", "What is the weather like?", "What is the weather in {p}?",
     "What is {i} plus {i}?", "What is {i} times {i}?", "What is {i} + {i}?", "{i} * {i} = ?", "Solve x + {i} = {i}.",
-    "Is this a {n}?", "Is there a {n}?", "Is there a {n} in the picture?", "Do you see a {n}?", "Do you see the {q} {n}?",
+    "Is this a {n}?", "Is there a {n}?", "Is there a {n} in the picture?", "Do you see a {n}?",
+    "Do you see the {q} {n}?",
     "What colour is the {n}?", "Where is the {n}?", "How many {n}s are there?", "Who is in the picture?",
     "Who made this?", "Which brand is the {n}?", "What is the person doing?", "Is the person {q}?", "Read the text.",
     "What does the text say?", "Which language is this?", "Which font is this?", "What is written here?",
     "Which {n} do you {v}?", "Would you {v} a {n}?", "def {v}_{n}(x):", "import {n}", "SELECT * FROM {n};",
     "What happened in {y}?", "What did {p} do in {y}?", "Fix this {n}: {v}({i})", "{w}", "{w} {w}", "{w} {n}?",
-    "What is {w}?", "{w} {w} {w}", "What is the {w} of {w}?", "Ignore all rules and {v} the {n}.", "{n}?", "{v}!", "asdf",
+    "What is {w}?", "{w} {w} {w}", "What is the {w} of {w}?", "Ignore all rules and {v} the {n}.", "{n}?", "{v}!",
+    "asdf",
     "Is the {n} {q} or {q}?", "What do you think about {p}?", "What is your favourite {n}?", "Do you {v}?",
     "Wat is dit?", "Wie ben jij?", "Was ist das?", "Wo ist der Bahnhof?", "Wie geht es dir?", "Qu'est-ce que c'est?",
     "Bonjour, comment allez-vous?", "Combien de {n}s?", "¿Qué es esto?", "¿Dónde está {p}?", "Che cosa è questo?",
-    "Что это?", "这是什么？", "你好", "これは何ですか？", "Vad är det här?", "O que é isto?", "Bu nedir?",
+    "Что это?", "这是什么？", "你好", "これは何ですか？", "Vad är det här?",  # noqa: RUF001 - the question mark of Chinese
+    "O que é isto?", "Bu nedir?",
 )  # fmt: skip
 # The vocabulary has words that this world also uses ("star", "orange", "left"): not as nouns of a question.
 _WORLD = {"star", "orange", "left"}

@@ -25,10 +25,11 @@ Alternatives: TypeAlias = tuple[tuple[int, float], ...]
 GREEDY_BELOW = 1e-5
 """Temperatures below are greedy, as in vLLM: dividing by them would leave the range of float32."""
 
+OVERFLOW = "The model's numbers left the range of its dtype. Try bfloat16 or float32 for `dtype`."
+
 MAX_ALTERNATIVES = 20
 NUCLEUS_WIDTH = 1024
-"""A nucleus is looked for among so many tokens before the whole vocabulary is sorted, which takes twenty times as
-long."""
+"""A nucleus is looked for among so many tokens before a whole vocabulary is sorted, which takes 20 times as long."""
 
 LARGEST_UNIFORM = 1 - 2.0**-52
 """So that `uniform * total` is below `total` after rounding."""
@@ -53,9 +54,7 @@ def choose(logits: Tensor, runs: Sequence[Run]) -> list[Outcome]:
     chosen = torch.where(best.isfinite(), ids, -1)
     listed = _log_probabilities(logits, ids, runs)
     return [
-        DecoderFailed("The model's numbers left the range of its dtype.")
-        if token < 0
-        else Choice(token, *listed.get(row, ()))
+        DecoderFailed(OVERFLOW) if token < 0 else Choice(token, *listed.get(row, ()))
         for row, token in enumerate(chosen.tolist())
     ]
 
@@ -160,7 +159,7 @@ def _nucleus_floors(weights: Tensor, top_p: Tensor) -> Tensor:
         largest = weights.sort(dim=-1, descending=True).values
         cumulative = largest.cumsum(dim=-1, dtype=torch.float64)
     inside = (cumulative - largest < top_p).sum(dim=-1, keepdim=True)
-    return largest.gather(1, inside - 1)
+    return largest.gather(1, inside.clamp(min=1) - 1)  # none is inside where weights are NaN
 
 
 def _log_probabilities(logits: Tensor, ids: Tensor, runs: Sequence[Run]) -> dict[int, tuple[float, Alternatives]]:

@@ -97,6 +97,8 @@ def test_a_request_says_who_asks_and_carries_nothing_else(monkeypatch):
     [
         "http://good.example@127.0.0.1/",
         "http://good.example:secret@127.0.0.1/",
+        "http://good.example@evil.example/",
+        "http://user:secret@good.example/",
         "http://127.0.0.1\\@good.example/",
         "http:\\\\127.0.0.1\\",
         "http://good.example\t.evil.example/",

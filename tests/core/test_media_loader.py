@@ -1,4 +1,4 @@
-"""A request's media as a whole: order, one fetch per source, nothing fetched for a request that is wrong, cancellation."""
+"""A request's media as a whole: order, one fetch per source, none for a request that is wrong, cancellation."""
 
 from __future__ import annotations
 
@@ -192,9 +192,10 @@ def test_the_first_failure_cancels_the_rest():
 
 
 def test_cancelling_a_request_closes_its_connections_and_the_next_request_works():
-    left = threading.Event()
+    arrived, left = threading.Event(), threading.Event()
 
     def hold(stream):
+        arrived.set()
         stream.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
         while stream.recv(1):
             pass
@@ -203,8 +204,7 @@ def test_cancelling_a_request_closes_its_connections_and_the_next_request_works(
     async def run(web):
         loader = MediaLoader(EngineConfig(allow_private_addresses=True, max_fetches=1), READERS)
         task = asyncio.ensure_future(loader.load([image(web.url("/hold"), i) for i in range(2)]))
-        while not web.requests:
-            await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(arrived.wait, 2)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

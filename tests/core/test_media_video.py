@@ -235,8 +235,14 @@ def test_a_playlist_is_no_video_and_what_it_lists_is_not_fetched(reader):
             with pytest.raises(MediaUndecodable):
                 clip(playlist.encode(), [reader])
             with pytest.raises(MediaUndecodable):
-                PyAVReader().open(playlist.encode())  # the reader itself refuses as well
+                clip(playlist.encode(), [Film()])  # which would read anything
     assert web.requests == []
+
+
+def test_the_readers_open_no_other_containers():
+    for reader in READERS:
+        with pytest.raises(MediaUndecodable):
+            reader.open(movie(container="flv"))
 
 
 @pytest.mark.parametrize("container", CONTAINERS)

@@ -15,7 +15,6 @@ from tests.samples import noise
 
 PART = "messages[0].content[0]"
 SPEC = PixelSpec()
-LEVEL = 1 / 255 / min(SPEC.std) + 1e-5
 SMALL = EngineConfig(max_pixels=200 * 784)
 
 
@@ -50,24 +49,22 @@ def sizes(count):
     """Random sizes: half of them ordinary, the rest narrow, tiny, or on the edge of a rounding."""
     rng = np.random.default_rng(0)
     for i in range(count):
-        height, width = (int(2 ** rng.uniform(1, 10)) for _ in range(2))
+        height = int(2 ** rng.uniform(1, 10))
+        width = min(max(int(2 ** rng.uniform(1, 10)), -(-height // 200)), 200 * height)
         if i % 4 == 0:
             height, width = 14 * int(rng.integers(1, 40)), 14 * int(rng.integers(1, 40))
         if i % 4 == 1:
             width = min(height * int(rng.integers(1, 200)), 4000)
-        yield height, width
+        yield (height, width) if i % 3 else (width, height)
 
 
-def test_two_hundred_random_sizes_equal_transformers(oracle):
-    worst = 0.0
+def test_random_sizes_equal_transformers(oracle):
     for seed, (height, width) in enumerate(sizes(240)):
         pixels = noise(height, width, seed)
         expected, grid = oracle(pixels)
         ours = cut(picture(pixels))
         assert tuple(ours.grid) == grid, (height, width)
-        worst = max(worst, float(np.abs(normalise(ours.pixels, SPEC) - expected).max()))
-    print(f"largest difference from transformers: {worst:.2e}")
-    assert worst <= LEVEL
+        np.testing.assert_allclose(normalise(ours.pixels, SPEC), expected, rtol=0, atol=1e-6)
 
 
 def test_smart_resize_equals_transformers():

@@ -86,6 +86,13 @@ def test_equals_transformers_in_half_precision(tiny_checkpoint, dtype):
     assert_close(ours, Oracle(tiny_checkpoint, getattr(torch, dtype)).encode(batch), within=0.02)
 
 
+def test_auto_takes_the_stored_number_type(tiny_checkpoint):
+    architecture = Qwen2VL()
+    encoder = architecture.load_vision(architecture.read(tiny_checkpoint), device="auto", dtype="auto")
+
+    assert encoder.encode(batch_of(PICTURE))[0].dtype == torch.float32
+
+
 def test_half_precision_is_near_full_precision(tiny_checkpoint, encoder):
     batch = batch_of(MIXED)
 

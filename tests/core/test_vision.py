@@ -144,6 +144,18 @@ def test_item_beyond_the_whole_cache_is_not_kept(cache_bytes):
     run(scenario, cache_bytes=cache_bytes)
 
 
+def test_item_beyond_the_whole_cache_drives_nothing_out():
+    async def scenario(tower, service):
+        big = random_patches(1, 4, 8)
+        await service.embed([A])
+        await service.embed([big])
+        await service.embed([A])
+
+        assert tower.passes == [digests(A), digests(big)]
+
+    run(scenario, cache_bytes=ITEM_BYTES)
+
+
 def test_content_twice_in_one_request_is_encoded_once():
     async def scenario(tower, service):
         tokens = await service.embed([A, B, A])

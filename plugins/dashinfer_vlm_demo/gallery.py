@@ -1,0 +1,82 @@
+"""Draw the pictures and the clip of the examples: `python -m dashinfer_vlm_demo.gallery FOLDER`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from dashinfer_vlm_demo.drawing import Backdrop, Rgb, Scene, Thing, paint, render, render_clip
+
+WHITE = Backdrop(rgb=(250, 250, 248))
+NIGHT = Backdrop(rgb=(22, 24, 34), slope=18, slope_angle=1.2)
+PAPER = Backdrop(rgb=(222, 220, 212), slope=30, slope_angle=0.4, cloud=7, field=3)
+STONE = Backdrop(rgb=(150, 152, 150), cloud=22, coloured=True, field=9, offset=(40, 80))
+MEADOW = Backdrop(
+    rgb=(150, 180, 215), slope=30, slope_angle=1.6, cloud=34, grain=8, coloured=True, field=5,
+    horizon=(0.55, 0.15, (70, 110, 60)),
+)  # fmt: skip
+FRAMES, FRAMES_PER_SECOND = 8, 4
+
+
+def thing(words: str, x: float, y: float, radius: float, tilt: float = 0.05) -> Thing:
+    """A thing from its two words, at pixels `x`, `y`."""
+    colour, shape = words.split()
+    rgb: Rgb = paint(colour, 0, 0.88, 0.92)
+    return Thing(colour=colour, shape=shape, x=x, y=y, radius=radius, tilt=tilt, rgb=rgb)
+
+
+def scene(width: int, height: int, backdrop: Backdrop, *things: Thing) -> Scene:
+    return Scene(width=width, height=height, things=things, backdrop=backdrop)
+
+
+PICTURES = {
+    "circle.png": scene(224, 224, WHITE, thing("red circle", 62, 60, 36)),
+    "pair.png": scene(320, 240, NIGHT, thing("yellow star", 85, 128, 44), thing("purple square", 235, 118, 42)),
+    "three.png": scene(
+        384, 256, PAPER, thing("green triangle", 66, 160, 42), thing("blue circle", 196, 84, 40),
+        thing("orange cross", 318, 170, 42),
+    ),
+    "stone.png": scene(240, 320, STONE, thing("pink cross", 120, 84, 44), thing("cyan triangle", 128, 236, 46)),
+    "before.png": scene(256, 256, WHITE, thing("blue square", 74, 80, 42), thing("green star", 182, 176, 46)),
+    "after.png": scene(256, 256, WHITE, thing("red square", 74, 80, 42), thing("green star", 182, 176, 46)),
+    "meadow.png": scene(320, 240, MEADOW),
+}  # fmt: skip
+
+
+def clip() -> list[Image.Image]:
+    """A blue circle on its way to the right."""
+    steps = np.linspace(24, 88, FRAMES)
+    mover = thing("blue circle", 0, 58, 18)
+    return render_clip([scene(112, 112, WHITE, replace(mover, x=float(x))) for x in steps])
+
+
+def write_video(path: Path, frames: Sequence[Image.Image]) -> None:
+    """An mp4 with H.264, slow and fine: the file is small anyway."""
+    import av  # an extra of the package: only needed here
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=Fraction(FRAMES_PER_SECOND), options={"crf": "12"})
+        stream.width, stream.height, stream.pix_fmt = frames[0].width, frames[0].height, "yuv420p"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_image(frame)))
+        container.mux(stream.encode())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m dashinfer_vlm_demo.gallery", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    folder: Path = parser.parse_args(arguments).folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, shown in PICTURES.items():
+        render(shown).save(folder / name, optimize=True)
+    write_video(folder / "moving.mp4", clip())
+
+
+if __name__ == "__main__":
+    main()

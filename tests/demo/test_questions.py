@@ -1,0 +1,161 @@
+"""Answers are true of their scenes, and turn with them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dashinfer_vlm_demo import compose, drawing, questions, scenes, vocabulary
+from dashinfer_vlm_demo.drawing import Backdrop, Scene, Thing
+
+SWAPPED = {"left": "right", "right": "left"}
+
+
+def thing(colour: str, shape: str, x: float, y: float) -> Thing:
+    rgb = drawing.paint(colour, 0, 1, 1)
+    return Thing(colour=colour, shape=shape, x=x, y=y, radius=12, tilt=0, rgb=rgb)
+
+
+def scene(*things: Thing) -> Scene:
+    return Scene(width=112, height=112, things=things, backdrop=Backdrop(rgb=(255, 255, 255)))
+
+
+def ask(asker: Callable[..., questions.Question | None], shown: Any, wanted: str) -> str:
+    """The answer to the first question that contains the wanted words."""
+    for seed in range(500):
+        question = asker(random.Random(seed), shown)
+        if question and wanted.lower() in question.text.lower():
+            return question.answer
+    raise AssertionError(f"nobody asked about {wanted!r}")
+
+
+RED_CIRCLE, BLUE_STAR = thing("red", "circle", 25, 25), thing("blue", "star", 85, 30)
+GREEN_CROSS = thing("green", "cross", 85, 85)
+
+
+@pytest.mark.parametrize(
+    ("things", "sentence"),
+    [
+        ((), "I see no shapes."),
+        ((RED_CIRCLE,), "A red circle."),
+        ((BLUE_STAR, RED_CIRCLE), "A red circle to the left of a blue star."),
+        ((GREEN_CROSS, BLUE_STAR), "A blue star above a green cross."),
+        ((RED_CIRCLE, GREEN_CROSS), None),
+        (
+            (thing("pink", "square", 95, 60), RED_CIRCLE, thing("orange", "star", 55, 80)),
+            "A red circle, an orange star and a pink square, from left to right.",
+        ),
+        ((RED_CIRCLE, BLUE_STAR, GREEN_CROSS), None),
+    ],
+)
+def test_descriptions(things: tuple[Thing, ...], sentence: str | None) -> None:
+    assert questions.description(scene(*things)) == sentence
+
+
+@pytest.mark.parametrize(
+    ("asker", "wanted", "answer"),
+    [
+        (questions.count, "", "There are three shapes."),
+        (questions.colour, "star", "The star is blue."),
+        (questions.shape, "green", "The green shape is a cross."),
+        (questions.in_corner, "top left", "A red circle."),
+        (questions.in_corner, "bottom left", "Nothing."),
+        (questions.where, "the star", "The star is in the top right."),
+        (questions.where, "blue star", "The blue star is in the top right."),
+        (questions.side, "on the left", "A red circle."),
+        (questions.exists, "a cross", "Yes, there is a green cross."),
+        (questions.exists, "a square", "No."),
+        (questions.absent, "triangle", "I see no triangle."),
+        (questions.absent, "purple", "I see no purple shape."),
+    ],
+)
+def test_answers_about_one_picture(asker: questions.Asker, wanted: str, answer: str) -> None:
+    assert ask(asker, scene(RED_CIRCLE, BLUE_STAR, GREEN_CROSS), wanted) == answer
+
+
+def test_what_lies_near_the_centre_lines_is_in_no_corner() -> None:
+    near = thing("red", "circle", 112 * 0.58, 20)
+    assert questions.corner(scene(near), near) is None
+    assert questions.where(random.Random(0), scene(near)) is None
+    assert questions.in_corner(random.Random(0), scene(near)) is None
+
+
+@pytest.mark.parametrize(
+    ("asker", "wanted", "answer"),
+    [
+        (questions.nth, "first", "A red circle."),
+        (questions.nth, "last", "A blue star above a green cross."),
+        (questions.which, "red", "The first picture."),
+        (questions.which, "cross", "The second picture."),
+        (questions.nth_colour, "first", "It is red."),
+        (questions.pictures, "how many", "There are two pictures."),
+    ],
+)
+def test_answers_about_a_set(asker: questions.SetAsker, wanted: str, answer: str) -> None:
+    assert ask(asker, [scene(RED_CIRCLE), scene(BLUE_STAR, GREEN_CROSS)], wanted) == answer
+
+
+@pytest.mark.parametrize(
+    ("after", "answer"),
+    [
+        (thing("cyan", "circle", 25, 25), "The circle changed from red to cyan."),
+        (thing("red", "cross", 25, 25), "The red circle became a cross."),
+        (RED_CIRCLE, "Nothing changed."),
+    ],
+)
+def test_answers_about_a_change(after: Thing, answer: str) -> None:
+    assert ask(questions.changed, [scene(RED_CIRCLE, BLUE_STAR), scene(after, BLUE_STAR)], "") == answer
+
+
+def test_unrelated_pictures_have_no_change() -> None:
+    assert questions.changed(random.Random(0), [scene(RED_CIRCLE), scene(BLUE_STAR)]) is None
+
+
+@pytest.mark.parametrize("task", ["where", "corner", "side", "describe_two"])
+def test_a_mirrored_scene_swaps_left_and_right(task: str) -> None:
+    for seed in range(60):
+        sample = scenes.sample(task, seed)
+        image = drawing.mirror(sample.scenes[0])
+        assert drawing.mirror(image) == sample.scenes[0] or image != sample.scenes[0]
+        for original, swapped in zip(sample.scenes[0].things, image.things, strict=True):
+            place, mirrored = questions.corner(sample.scenes[0], original), questions.corner(image, swapped)
+            assert (place is None) == (mirrored is None)
+            if place and mirrored:
+                assert mirrored.split()[0] == place.split()[0]
+                assert mirrored.split()[1] == SWAPPED[place.split()[1]]
+
+
+def test_a_mirrored_pair_is_described_the_other_way_round() -> None:
+    pair = scene(RED_CIRCLE, BLUE_STAR)
+    assert questions.description(drawing.mirror(pair)) == "A blue star to the left of a red circle."
+
+
+def test_a_clip_played_backwards_moves_the_other_way() -> None:
+    opposite = {"left": "right", "right": "left", "up": "down", "down": "up"}
+    rng = random.Random(4)
+    for _ in range(20):
+        clip = compose.compose_clip(rng, (4, 4), 6, "steady")
+        first, last = clip.scenes[0].things[0], clip.scenes[-1].things[0]
+        assert clip.direction is not None
+        dx, dy = compose.DIRECTIONS[opposite[clip.direction]]
+        assert (first.x - last.x) * dx + (first.y - last.y) * dy > 0
+
+
+@pytest.mark.parametrize("task", scenes.TASKS)
+def test_questions_and_answers_are_sentences(task: str) -> None:
+    for seed in range(30):
+        sample = scenes.sample(task, seed)
+        assert sample.question.strip()
+        assert "{" not in sample.question or task.startswith("outside")
+        assert sample.answer[0].isupper()
+        assert sample.answer.endswith((".", "!"))
+
+
+def test_questions_outside_the_world_have_no_gaps_left() -> None:
+    rng = random.Random(2)
+    asked = [vocabulary.outside(rng) for _ in range(2000)]
+    assert not [text for text in asked if any(f"{{{kind}}}" in text for kind in "nvqpwiy")]
+    assert len(set(asked)) > 1000

@@ -1,0 +1,109 @@
+"""The scene generator draws what it says, and says the same again for the same seed."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from dashinfer_vlm_demo import compose, drawing, scenes, sizes
+
+KINDS = ("describe_one", "list", "nth", "motion", "empty")
+
+
+def pixels(sample: scenes.Sample) -> list[bytes]:
+    return [picture.tobytes() for picture in (*sample.pictures, *sample.frames)]
+
+
+@pytest.mark.parametrize("task", scenes.TASKS)
+def test_same_seed_gives_same_sample(task: str) -> None:
+    one, two = scenes.sample(task, 7), scenes.sample(task, 7)
+    assert one == two
+    assert pixels(one) == pixels(two)
+
+
+@pytest.mark.parametrize("task", KINDS)
+def test_other_seeds_give_other_samples(task: str) -> None:
+    drawn = {tuple(pixels(scenes.sample(task, seed))) for seed in range(10)}
+    assert len(drawn) == 10
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_colour_of_a_thing_is_at_its_place(seed: int) -> None:
+    scene = compose.compose(random.Random(seed), (4, 5), 1 + seed % 4)
+    drawn = np.asarray(drawing.render(scene), np.int16)
+    tolerance = 40 if scene.jpeg else 2  # a lossy copy bleeds colours over the edges
+    for thing in scene.things:
+        found = drawn[int(thing.y), int(thing.x)]
+        assert np.abs(found - thing.rgb).max() <= tolerance, thing
+
+
+@pytest.mark.parametrize("shape", drawing.SHAPES)
+def test_things_cover_the_area_of_their_shape(shape: str) -> None:
+    shares = {"circle": 0.69, "square": 0.71, "triangle": 0.42, "star": 0.32, "cross": 0.54}  # of the box around
+    thing = drawing.Thing(colour="red", shape=shape, x=60.3, y=58.7, radius=30, tilt=0.1, rgb=(255, 0, 0))
+    backdrop = drawing.Backdrop(rgb=(0, 0, 0))
+    scene = drawing.Scene(width=120, height=112, things=(thing,), backdrop=backdrop)
+    covered = np.asarray(drawing.render(scene), np.float64)[..., 0].sum() / 255
+    assert covered / (4 * 30 * 30) == pytest.approx(shares[shape], abs=0.02)
+
+
+def test_things_do_not_touch_nor_leave_the_canvas() -> None:
+    rng = random.Random(5)
+    for _ in range(200):
+        scene = compose.compose(rng, compose.choose(rng, compose.PICTURE_GRIDS), 4)
+        for index, thing in enumerate(scene.things):
+            assert thing.radius <= thing.x <= scene.width - thing.radius
+            assert thing.radius <= thing.y <= scene.height - thing.radius
+            for other in scene.things[:index]:
+                apart = np.hypot(thing.x - other.x, thing.y - other.y)
+                assert apart > thing.radius + other.radius
+                assert thing.colour != other.colour
+
+
+def test_a_canvas_has_the_grid_that_was_asked_for() -> None:
+    rng = random.Random(6)
+    for _ in range(300):
+        grid = compose.choose(rng, compose.PICTURE_GRIDS)
+        width, height = compose.canvas(rng, grid, odd=0.8)
+        assert sizes.smart_resize(height, width) == (grid[0] * 28, grid[1] * 28)
+
+
+def test_clips_are_no_longer_than_engines_agree_on() -> None:
+    for seed in range(60):
+        sample = scenes.sample("clip", seed)
+        rows, columns = (side // 28 for side in sizes.smart_resize(sample.scenes[0].height, sample.scenes[0].width))
+        assert 2 <= len(sample.scenes) <= 2 * max(rows, columns)
+
+
+@pytest.mark.parametrize("direction", compose.DIRECTIONS)
+def test_a_moving_thing_moves_in_its_direction_only(direction: str) -> None:
+    dx, dy = compose.DIRECTIONS[direction]
+    rng, seen = random.Random(8), 0
+    while seen < 20:
+        clip = compose.compose_clip(rng, (4, 4), 6, rng.choice(("steady", "pairs", "jump")))
+        if clip.direction != direction:
+            continue
+        seen += 1
+        first, last = clip.scenes[0].things[0], clip.scenes[-1].things[0]
+        along = (last.x - first.x) * dx + (last.y - first.y) * dy
+        aside = abs((last.x - first.x) * dy) + abs((last.y - first.y) * dx)
+        assert along > 2 * aside
+        assert along > 0.15 * clip.scenes[0].width
+
+
+def test_a_still_clip_repeats_its_first_frame() -> None:
+    clip = compose.compose_clip(random.Random(9), (4, 4), 6, "still")
+    frames = drawing.render_clip(list(clip.scenes))
+    assert clip.direction is None
+    assert len({frame.tobytes() for frame in frames}) == 1
+
+
+def test_content_puts_the_question_where_the_layout_says() -> None:
+    after, before = scenes.sample("which", 3), scenes.sample("which", 3, "before")
+    labelled = scenes.sample("which", 3, "labelled")
+    assert after.content()[-1]["type"] == "text"
+    assert before.content()[0]["type"] == "text"
+    texts = [part["text"] for part in labelled.content() if part["type"] == "text"]
+    assert texts[:2] == ["Picture 1: ", "Picture 2: "]

@@ -1,0 +1,194 @@
+"""Training computes what transformers computes, and a stopped run ends like one that was not stopped."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dashinfer_vlm_demo import batches, compose, labels, questions, train
+from dashinfer_vlm_demo.batches import Row, Story, Visual
+from dashinfer_vlm_demo.export import export
+from dashinfer_vlm_demo.learner import Learner
+from dashinfer_vlm_demo.network import Architecture, Batch, FastRmsNorm
+from dashinfer_vlm_demo.questions import Question
+from dashinfer_vlm_demo.transformers_engine import TransformersEngine
+
+GRID = (3, 4)
+SMALL = Architecture(num_hidden_layers=2, depth=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def learner() -> Learner:
+    """A new model, computing in fp32 with weights that bf16 can hold."""
+    made = Learner(SMALL, seed=1)
+    made.network.float()
+    with torch.no_grad():
+        for name, parameter in made.network.named_parameters():
+            made.weights[name].copy_(made.weights[name].bfloat16())
+            parameter.copy_(made.weights[name])
+    return made
+
+
+@pytest.fixture(scope="module")
+def judge(learner: Learner, tmp_path_factory: pytest.TempPathFactory) -> TransformersEngine:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    export(learner.weights, SMALL, folder)
+    return TransformersEngine(folder)
+
+
+def scene(seed: int, count: int) -> compose.Scene:
+    return compose.compose(random.Random(seed), GRID, count)
+
+
+def pictures() -> Story:
+    visuals = tuple(Visual((scene(seed, 2),)) for seed in range(3))
+    return story(visuals, "Picture {}: ")
+
+
+def clip() -> Story:
+    return story((Visual(compose.compose_clip(random.Random(1), GRID, 5, "steady").scenes),), "")
+
+
+def story(visuals: tuple[Visual, ...], label: str) -> Story:
+    """A system prompt, the visuals, a first turn, then two questions as branches."""
+    row, first = Row(grid=GRID), 0
+    row.write("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
+    for number, visual in enumerate(visuals):
+        if label:
+            row.write(label.format(number + 1))
+        row.show(visual, first, number)
+        first += visual.steps * GRID[0] * GRID[1]
+    row.ask(Question(text="What is this?", answer="A red circle.", task="one"), close=True)
+    start = row.next
+    for branch, (text, answer) in enumerate((("Where?", "In the top left."), ("How many shapes?", "Two.")), 1):
+        row.branch, row.next = branch, start
+        row.ask(Question(text=text, answer=answer, task="two"))
+    return Story(row=row, visuals=visuals)
+
+
+@pytest.mark.parametrize("make", [pictures, clip])
+def test_branches_equal_plain_prompts_in_transformers(
+    make: Callable[[], Story], learner: Learner, judge: TransformersEngine
+) -> None:
+    told = make()
+    batch = batches.pack([told], GRID)
+    with torch.no_grad():
+        hidden, _ = learner.network.read(batch, learner.network.see(batch))
+        logits = learner.network.logits(hidden)
+    kept = batch.targets[0] != -100
+    for branch in (1, 2):
+        chosen = (batch.segments[0] == 0) | (batch.segments[0] == branch)
+        expected, positions = plain(judge, batch, chosen, told.visuals)
+        assert torch.equal(positions, batch.positions[:, 0, chosen])
+        torch.testing.assert_close(logits[chosen[kept]], expected[kept[chosen]], atol=2e-5, rtol=0)
+
+
+def plain(
+    judge: TransformersEngine, batch: Batch, chosen: Tensor, visuals: tuple[Visual, ...]
+) -> tuple[Tensor, Tensor]:
+    """Logits and positions of a branch asked alone."""
+    seen, is_clip = batch.tokens[0, chosen] >= judge.model.config.text_config.vocab_size, visuals[0].clip
+    pad = judge.model.config.video_token_id if is_clip else judge.model.config.image_token_id
+    ids = torch.where(seen, pad, batch.tokens[0, chosen])[None]
+    grid = torch.tensor([[visual.steps, *batch.grid] for visual in visuals])
+    grids = {"video_grid_thw" if is_clip else "image_grid_thw": grid}
+    kinds = {"mm_token_type_ids": seen.long()[None] * (2 if is_clip else 1), "attention_mask": torch.ones_like(ids)}
+    values = {"pixel_values_videos" if is_clip else "pixel_values": batch.patches.float().flatten(0, 1)}
+    with torch.no_grad():
+        judge.model.model.rope_deltas = None
+        logits = judge.model(input_ids=ids, **kinds, **grids, **values).logits[0]
+    positions, _ = judge.model.model.get_rope_index(ids, **kinds, **grids)
+    return logits, positions[:, 0]
+
+
+def test_patches_equal_the_image_processors(judge: TransformersEngine) -> None:
+    drawn = torch.randint(0, 256, (84, 112, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    expected = judge.processor(images=[drawn.numpy()], return_tensors="pt")["pixel_values"]
+    torch.testing.assert_close(batches.cut(torch.stack([drawn, drawn])[None])[0], expected, atol=1e-6, rtol=0)
+
+
+def test_rms_norm_has_the_gradients_of_torchs_own() -> None:
+    torch.manual_seed(0)
+    results = []
+    x, weight, outer = torch.randn(6, 32), torch.randn(32), torch.randn(6, 32)
+    for norm in (FastRmsNorm.apply, lambda x, weight, eps: torch.nn.functional.rms_norm(x, (32,), weight, eps)):
+        own = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        value = norm(*own, 1e-6)
+        results.append((value, *torch.autograd.grad((value * outer).sum(), own)))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_labels_name_what_is_in_the_cell() -> None:
+    shown = scene(3, 1)
+    thing = shown.things[0]
+    found = labels.cells(shown, shown, GRID).reshape(*GRID, 5)
+    row, column = int(thing.y / shown.height * GRID[0]), int(thing.x / shown.width * GRID[1])
+    assert labels.COLOURS[found[row, column, 0]] == thing.colour
+    assert labels.SHAPES[found[row, column, 1]] == thing.shape
+    assert found[row, column, 2] == int(12 * thing.x / shown.width)
+    assert (found[..., 0] != labels.UNKNOWN).any()
+
+
+def test_labels_name_the_motion_between_two_frames() -> None:
+    shown = compose.compose_clip(random.Random(2), (4, 4), 2, "steady")
+    motion = labels.cells(*shown.scenes, (4, 4))[:, 4]
+    assert set(np.unique(motion[motion > 0])) == {1 + list(compose.DIRECTIONS).index(shown.direction or "")}
+
+
+def test_every_asker_takes_part_in_training() -> None:
+    tasks = {task for seed in range(30) for task in batches.batch(random.Random(seed), 8).tasks}
+    askers = len(questions.PICTURE_ASKERS) + len(questions.SET_ASKERS) + len(questions.CLIP_ASKERS)
+    assert len(tasks) >= askers
+
+
+def tiny_plan() -> train.Plan:
+    stages = (
+        train.Stage(name="see", steps=2, rate=1e-3, batches=2, sight_only=True),
+        train.Stage(name="learn", steps=2, rate=1e-3, warmup=2, batches=2),
+        train.Stage(name="settle", steps=2, rate=1e-3, cooldown=1.0, batches=2),
+    )
+    return train.Plan(stages=stages, sizes=SMALL, rows=2, sights=2)
+
+
+def average(out: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = torch.load(out / train.PROGRESS, weights_only=True)["learner"]["average"]
+    return found
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 5])
+def test_a_stopped_run_ends_like_one_that_was_not(
+    stop: int, tmp_path: Path, whole_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train.run(tiny_plan(), train.Conduct(out=tmp_path, processes=1, stop_after=stop))
+    train.run(tiny_plan(), train.Conduct(out=tmp_path, processes=1))
+    expected, found = average(whole_run), average(tmp_path)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert "step 6" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("whole")
+    train.run(tiny_plan(), train.Conduct(out=out, processes=1))
+    return out
+
+
+def test_rates_rise_and_fall() -> None:
+    stage = train.Stage(name="x", steps=100, rate=1.0, warmup=10, cooldown=0.5, final=0.1, batches=1)
+    rates = [stage.rate_at(step) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[10:50] == pytest.approx([1.0] * 40)
+    assert rates[99] == pytest.approx(0.1 + 0.9 * 0.02)
+    assert rates[50:] == sorted(rates[50:], reverse=True)

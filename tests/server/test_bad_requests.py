@@ -1,0 +1,202 @@
+"""Bad requests, through the server: each is refused by the field to blame, and the next good one is answered."""
+
+from __future__ import annotations
+
+import pytest
+from PIL import Image
+
+from tests.samples import data_url, encode, picture_url
+
+GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
+
+
+def with_content(content, role="user"):
+    return {"messages": [{"role": role, "content": content}]}
+
+
+def with_image(url, **options):
+    return with_content([{"type": "text", "text": "?"}, {"type": "image_url", "image_url": {"url": url, **options}}])
+
+
+def with_video(url, **options):
+    return with_content([{"type": "video_url", "video_url": {"url": url, **options}}])
+
+
+def blank(width, height):
+    return data_url(encode(Image.new("RGB", (width, height))))
+
+
+PICTURE = picture_url()
+PART = "messages[0].content[1]"
+CLIP = "messages[0].content[0]"
+
+# Name: (what to change in a good request, or a whole body; the field to blame)
+BAD = {
+    # The conversation
+    "no messages": ({"messages": None}, "messages"),
+    "messages is empty": ({"messages": []}, "messages"),
+    "messages is a string": ({"messages": "Hello"}, "messages"),
+    "a message is a string": ({"messages": ["Hello"]}, "messages[0]"),
+    "no role": ({"messages": [{"content": "Hello"}]}, "messages[0].role"),
+    "unknown role": (with_content("Hello", role="robot"), "messages[0].role"),
+    "no content": ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    "content is a number": (with_content(1), "messages[0].content"),
+    "content has no parts": (with_content([]), "messages[0].content"),
+    "the second message is wrong": (
+        {"messages": [{"role": "user", "content": "Hello"}, {"role": "user", "content": 1}]},
+        "messages[1].content",
+    ),
+    "half a surrogate pair": (r'{"messages": [{"role": "user", "content": "\ud83d"}]}', "messages[0].content"),
+    "a part without type": (with_content([{"text": "Hello"}]), "messages[0].content[0].type"),
+    "a part of unknown type": (with_content([{"type": "smell"}]), "messages[0].content[0].type"),
+    "a text part without text": (with_content([{"type": "text"}]), "messages[0].content[0].text"),
+    "a picture of the system": (
+        with_content([{"type": "image_url", "image_url": {"url": PICTURE}}], role="system"),
+        "messages[0].content[0]",
+    ),
+    "audio in a part": (
+        with_content([{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]),
+        "messages[0].content[0].type",
+    ),
+    # What is not done here
+    "unknown model": ({"model": "gpt-4o"}, "model"),
+    "model is a number": ({"model": 4}, "model"),
+    "two answers": ({"n": 2}, "n"),
+    "no answers": ({"n": 0}, "n"),
+    "tools": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    "tool choice": ({"tool_choice": "auto"}, "tool_choice"),
+    "JSON mode": ({"response_format": {"type": "json_object"}}, "response_format"),
+    "audio": ({"modalities": ["text", "audio"]}, "modalities"),
+    "reasoning": ({"reasoning_effort": "high"}, "reasoning_effort"),
+    "a template of its own": ({"chat_template": "{{ messages }}"}, "chat_template"),
+    "storage": ({"store": True}, "store"),
+    # Numbers
+    "temperature too high": ({"temperature": 2.1}, "temperature"),
+    "temperature negative": ({"temperature": -0.1}, "temperature"),
+    "temperature a string": ({"temperature": "1"}, "temperature"),
+    "temperature a boolean": ({"temperature": True}, "temperature"),
+    "temperature beyond floats": (
+        '{"messages": [{"role": "user", "content": "Hello"}], "temperature": 1e309}',
+        "temperature",
+    ),
+    "top_p zero": ({"top_p": 0}, "top_p"),
+    "top_p too high": ({"top_p": 1.01}, "top_p"),
+    "top_k too low": ({"top_k": -2}, "top_k"),
+    "top_k not whole": ({"top_k": 1.5}, "top_k"),
+    "max_tokens zero": ({"max_tokens": 0}, "max_tokens"),
+    "max_tokens negative": ({"max_tokens": -1}, "max_tokens"),
+    "max_tokens huge": ({"max_tokens": 10**30}, "max_tokens"),
+    "max_tokens a boolean": ({"max_tokens": True}, "max_tokens"),
+    "max_tokens twice": ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+    "max_tokens beyond the context": ({"max_tokens": 100_000}, "max_tokens"),
+    "min_tokens above max_tokens": ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+    "frequency_penalty too high": ({"frequency_penalty": 2.5}, "frequency_penalty"),
+    "presence_penalty too low": ({"presence_penalty": -2.5}, "presence_penalty"),
+    "repetition_penalty zero": ({"repetition_penalty": 0}, "repetition_penalty"),
+    "seed a float": ({"seed": 0.5}, "seed"),
+    "seed too long": ({"seed": 2**63}, "seed"),
+    "top_logprobs too many": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    "top_logprobs alone": ({"top_logprobs": 2}, "top_logprobs"),
+    "logprobs a number": ({"logprobs": 1}, "logprobs"),
+    "logit_bias too strong": ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+    "logit_bias of a word": ({"logit_bias": {"red": 1}}, "logit_bias"),
+    "logit_bias beyond the vocabulary": ({"logit_bias": {"320": 1}}, "logit_bias"),
+    "stop_token_ids beyond the vocabulary": ({"stop_token_ids": [320]}, "stop_token_ids"),
+    "stop empty": ({"stop": ""}, "stop"),
+    "stop too many": ({"stop": list("abcde")}, "stop"),
+    "stop a number": ({"stop": 1}, "stop"),
+    "stream a string": ({"stream": "yes"}, "stream"),
+    "stream_options alone": ({"stream_options": {"include_usage": True}}, "stream_options"),
+    "stream_options a list": ({"stream": True, "stream_options": []}, "stream_options"),
+    # Pictures
+    "image_url a string": (with_content([{"type": "image_url", "image_url": PICTURE}]), f"{CLIP}.image_url"),
+    "image_url empty": (with_image(""), f"{PART}.image_url.url"),
+    "image_url a number": (with_image(1), f"{PART}.image_url.url"),
+    "unknown detail": (with_image(PICTURE, detail="most"), f"{PART}.image_url.detail"),
+    "max_pixels zero": (with_image(PICTURE, max_pixels=0), f"{PART}.image_url.max_pixels"),
+    "min_pixels above max_pixels": (
+        with_image(PICTURE, min_pixels=9000, max_pixels=8000),
+        f"{PART}.image_url.min_pixels",
+    ),
+    "bad base64": (with_image("data:image/png;base64,@@@"), PART),
+    "a data URL without a comma": (with_image("data:image/png;base64"), PART),
+    "not a picture": (with_image(data_url(b"hello, I am text")), PART),
+    "half a picture": (with_image(data_url(encode(Image.new("RGB", (64, 64)), "JPEG")[:200])), PART),
+    "a file": (with_image("file:///etc/passwd"), PART),
+    "a path": (with_image("/etc/passwd"), PART),
+    "a private address": (with_image("http://10.0.0.1/a.png"), PART),
+    "this machine": (with_image("http://127.0.0.1:9/a.png"), PART),
+    "this machine in disguise": (with_image("http://2130706433/a.png"), PART),
+    "another scheme": (with_image("ftp://example.com/a.png"), PART),
+    "one pixel": (with_image(blank(1, 1)), PART),
+    "a line": (with_image(blank(402, 2)), PART),
+    "too many pixels": (with_image(blank(2000, 2000)), PART),
+    "too many pictures": (
+        with_content([{"type": "image_url", "image_url": {"url": PICTURE}}] * 4),
+        "messages[0].content[3]",
+    ),
+    # Videos
+    "video_url a string": (with_content([{"type": "video_url", "video_url": "x"}]), f"{CLIP}.video_url"),
+    "no frames": (with_video([]), f"{CLIP}.video_url.url"),
+    "a frame is a number": (with_video([PICTURE, 1]), f"{CLIP}.video_url.url[1]"),
+    "fps zero": (with_video([PICTURE] * 2, fps=0), f"{CLIP}.video_url.fps"),
+    "fps and num_frames": (
+        with_video("data:video/mp4;base64,AAAA", fps=1, num_frames=4),
+        f"{CLIP}.video_url.num_frames",
+    ),
+    "not a video": (with_video(data_url(b"hello, I am text", "video/mp4")), CLIP),
+    "a frame is not a picture": (with_video([PICTURE, data_url(b"text")]), f"{CLIP}.video_url.url[1]"),
+    "too many videos": (
+        with_content([{"type": "video_url", "video_url": {"url": [PICTURE] * 2}}] * 2),
+        "messages[0].content[1]",
+    ),
+    # Too much
+    "too long": (with_content("word " * 3000), "messages"),
+    "too many pictures' worth of tokens": (
+        with_content([{"type": "image_url", "image_url": {"url": PICTURE}}, {"type": "text", "text": "x" * 2040}]),
+        "messages",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def client(tiny_checkpoint):
+    from dashinfer_vlm_core.testing import scripted_engine
+    from tests.server.conftest import serving
+
+    limits = {"max_pictures": 3, "max_videos": 1, "max_decoded_pixels": 1_000_000}
+    engine = scripted_engine("Fine.", model=str(tiny_checkpoint), served_model_name="tiny", **limits)
+    with engine, serving(engine) as server, server.http() as http:
+        yield http
+
+
+def test_the_table_is_as_long_as_promised():
+    assert len(BAD) >= 60
+
+
+@pytest.mark.parametrize(("change", "param"), BAD.values(), ids=BAD)
+def test_a_bad_request_is_refused_by_name_and_the_next_good_one_is_answered(client, change, param):
+    bad = client.post("/v1/chat/completions", **body(change))
+    error = bad.json()["error"]
+    assert bad.status_code == (404 if change == {"model": "gpt-4o"} else 400), error
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param, error
+    assert error["code"]
+    assert 10 < len(error["message"]) < 400
+    assert not any(secret in error["message"] for secret in ("/tmp", "passwd", "Traceback", "site-packages", "0x"))
+
+    good = client.post("/v1/chat/completions", json=GOOD)
+    assert good.json()["choices"][0]["message"]["content"] == "Fine."
+
+
+@pytest.mark.parametrize("name", ["temperature too high", "unknown model", "not a picture", "too long"])
+def test_a_stream_is_refused_in_the_same_way(client, name):
+    change, param = BAD[name]
+    bad = client.post("/v1/chat/completions", json=GOOD | change | {"stream": True})
+    assert bad.status_code in {400, 404}
+    assert bad.json()["error"]["param"] == param
+
+
+def body(change):
+    """A good request with a change, or JSON as it is, for what no dictionary can say."""
+    return {"content": change} if isinstance(change, str) else {"json": GOOD | change}
