@@ -73,7 +73,7 @@ def pack(head: dict[str, Any], arrays: Iterable[npt.NDArray[Any]] = ()) -> list[
     """The frame of `head` (a dict) and C-contiguous numpy arrays, as a list of bytes-like pieces."""
     listed = [[array.dtype.str, list(array.shape)] for array in arrays]
     body = json.dumps({**head, "arrays": listed} if listed else head).encode()
-    return [HEAD.pack(len(body)), body] + [memoryview(array).cast("B") for array in arrays if array.size]
+    return [HEAD.pack(len(body)), body, *(array.data.cast("B") for array in arrays if array.size)]
 
 
 def head_length(prefix: bytes | bytearray) -> int:

@@ -243,6 +243,9 @@ def test_health_says_that_a_worker_was_given_up_on(environment, talking_checkpoi
         well = asyncio.run(health(engine))
         (tmp_path / "broken").touch()
         os.kill(int(children()[0]), signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while engine.status().state == "ready" and time.monotonic() < deadline:
+            time.sleep(0.05)
         with pytest.raises(DecoderFailed, match="died at its start"):
             engine.chat({"messages": [user("Hello")]})
         ill = asyncio.run(health(engine))
