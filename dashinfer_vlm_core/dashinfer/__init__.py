@@ -51,7 +51,7 @@ class DashInferFactory:
             return Fitness(score=0, reason=error.message)
         if text.head_dim not in HEAD_DIMS:
             return Fitness(score=0, reason=f"Its kernels take heads of 64 or 128 numbers, not of {text.head_dim}.")
-        where = f"DashInfer, {environment.origin}, runs on {plan.compute_unit}"
+        where = f"DashInfer runs {environment.origin}, on {plan.compute_unit}"
         if plan.on_cpu:
             return Fitness(score=ON_REQUEST, reason=f"{where}: exact for text alone, so only where it is asked for.")
         return Fitness(score=BEST, reason=f"{where}.")

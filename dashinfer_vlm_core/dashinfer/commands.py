@@ -8,7 +8,7 @@ import click
 
 from ..config import EngineConfig
 from ..errors import MissingDependency
-from .environment import Environment, Findings, cuda_devices, examine, find_environment, private_folder
+from .environment import Environment, Findings, cuda_devices, examine, find_environment
 from .install import install
 
 _CACHE = click.option(
@@ -33,8 +33,7 @@ def install_command(python: Path | None, cpu: bool, cache_dir: Path | None) -> N
     DashInfer's wheels are for CPython 3.10; whatever Python runs this, the engine gets one of its own. Running it again
     repairs it.
     """
-    folder = private_folder(_config(cache_dir))
-    findings = install(folder, python=python, cpu=cpu, tell=lambda line: click.echo(line, err=True))
+    findings = install(_config(cache_dir), python=python, cpu=cpu, tell=lambda line: click.echo(line, err=True))
     click.echo(f"DashInfer {findings.version} loads under Python {findings.python}, {_devices(findings)}.")
 
 

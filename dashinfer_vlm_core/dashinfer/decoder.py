@@ -19,7 +19,7 @@ from .convert import Converted, convert
 from .environment import cuda_devices, find_environment
 from .options import HONOURED_ON_CPU, HONOURED_ON_CUDA, check_sampling, generate_config, stop_tokens
 from .plan import make_plan
-from .process import WorkerDied, WorkerProcess
+from .process import LOG_MARK, WorkerDied, WorkerProcess
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -246,7 +246,10 @@ class DashInferDecoder:
                     "DashInfer %s is ready on %s, process %d", worker.version, self._plan.compute_unit, worker.pid
                 )
                 return worker
-        self.trouble = f"DashInfer's worker died at its start {STARTS} times in a row ({died}). Mend that and restart."
+        how = died.partition(LOG_MARK)[0]
+        self.trouble = (
+            f"DashInfer's worker died at its start {STARTS} times in a row ({how}); the log has its last words."
+        )
         return None
 
     def _arguments(self, model: Converted) -> dict[str, Any]:

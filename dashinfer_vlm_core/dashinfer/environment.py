@@ -34,7 +34,7 @@ class Environment:
 
     Attributes:
         python: the interpreter.
-        origin: how it came to be used.
+        origin: how it came to be used; it is shown to everybody, and holds no path.
         stubs: folder of stand-ins for the GPU driver's libraries, where they were made.
     """
 
@@ -68,8 +68,13 @@ def private_folder(config: EngineConfig) -> Path:
     return config.cache_folder / f"dashinfer-{VERSION}-cp{PYTHON[0]}{PYTHON[1]}"
 
 
-def private_python(folder: Path) -> Path:
-    return folder / "env" / "bin" / "python"
+def private_environment(folder: Path) -> Environment:
+    """The environment in `folder`, whether it is there or not."""
+    return Environment(python=folder / "env" / "bin" / "python", origin="in its own environment", stubs=_stubs(folder))
+
+
+def _stubs(folder: Path) -> Path | None:
+    return folder / "stubs" if (folder / "stubs").is_dir() else None
 
 
 def find_environment(config: EngineConfig) -> Environment:
@@ -81,17 +86,20 @@ def find_environment(config: EngineConfig) -> Environment:
         MissingDependency: there is none; the message says how to install it.
     """
     folder = private_folder(config)
-    stubs = folder / "stubs" if (folder / "stubs").is_dir() else None
+    stubs = _stubs(folder)
     if config.dashinfer_python is not None:
         if not config.dashinfer_python.is_file():
             raise MissingDependency(
                 f"`dashinfer_python` {config.dashinfer_python} is no file.", param="dashinfer_python"
             )
-        return Environment(python=config.dashinfer_python, origin="named by dashinfer_python", stubs=stubs)
+        return Environment(
+            python=config.dashinfer_python, origin="in the environment that dashinfer_python names", stubs=stubs
+        )
     if sys.version_info[:2] == PYTHON and importlib.util.find_spec("dashinfer") is not None:
-        return Environment(python=Path(sys.executable), origin="this interpreter", stubs=stubs)
-    if (folder / MARKER).is_file() and private_python(folder).exists():
-        return Environment(python=private_python(folder), origin=f"installed in {folder}", stubs=stubs)
+        return Environment(python=Path(sys.executable), origin="in this interpreter", stubs=stubs)
+    private = private_environment(folder)
+    if (folder / MARKER).is_file() and private.python.exists():
+        return private
     raise MissingDependency(f"DashInfer is not installed. {_INSTALL}")
 
 

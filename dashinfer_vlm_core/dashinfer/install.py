@@ -10,15 +10,17 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ..config import EngineConfig
 from ..errors import MissingDependency, SetupError
 from .environment import (
     MARKER,
     PYTHON,
-    Environment,
     Findings,
     examine,
+    find_environment,
     locked,
-    private_python,
+    private_environment,
+    private_folder,
     write_json,
 )
 
@@ -50,11 +52,11 @@ STUBS = {
 }
 
 
-def install(folder: Path, *, python: Path | None, cpu: bool, tell: Tell) -> Findings:
-    """Make the environment in `folder`, unless it is there and works; what it says about itself.
+def install(config: EngineConfig, *, python: Path | None, cpu: bool, tell: Tell) -> Findings:
+    """Make the private environment, unless there is one that works; what it says about itself.
 
     Args:
-        folder: as `private_folder` says.
+        config: says where.
         python: the CPython 3.10 to build on; looked for if None.
         cpu: whether to make stand-ins for the GPU driver's libraries, without which the engine does not load.
         tell: gets a line per step.
@@ -64,19 +66,26 @@ def install(folder: Path, *, python: Path | None, cpu: bool, tell: Tell) -> Find
         SetupError: another platform, too little disk space, or the wheels could not be installed.
     """
     _check_platform()
+    folder = private_folder(config)
     with locked(folder.with_suffix(".lock")) as waited:
         if waited:
             tell("Another installation has just ended.")
         if cpu:
             make_stubs(folder / "stubs", tell)
-        environment = Environment(
-            python=private_python(folder), origin="", stubs=folder / "stubs" if (folder / "stubs").is_dir() else None
-        )
-        if (folder / MARKER).exists() and not (findings := examine(environment)).problem:
+        if (findings := _working(config)) is not None:
             tell(f"DashInfer {findings.version} is installed already.")
             return findings
         _build(folder, python or find_python(tell), tell)
-        return _finish(folder, environment)
+        return _finish(folder)
+
+
+def _working(config: EngineConfig) -> Findings | None:
+    """What the environment that would be used says about itself; None if there is none, or none that loads."""
+    try:
+        findings = examine(find_environment(config))
+    except MissingDependency:
+        return None
+    return None if findings.problem else findings
 
 
 def find_python(tell: Tell) -> Path:
@@ -161,13 +170,13 @@ def _build(folder: Path, python: Path, tell: Tell) -> None:
     tell(f"Making an environment in {folder} with {python}.")
     _run([str(python), "-I", "-m", "venv", "--clear", str(folder / "env")])
     tell("Installing DashInfer and what it links: 3 GB to download, 6 GB on disk.")
-    pip = [str(private_python(folder)), "-m", "pip", "--disable-pip-version-check", "install"]
+    pip = [str(private_environment(folder).python), "-m", "pip", "--disable-pip-version-check", "install"]
     _run([*pip, "--no-deps", "--requirement", str(REQUIREMENTS)])
 
 
-def _finish(folder: Path, environment: Environment) -> Findings:
+def _finish(folder: Path) -> Findings:
     """Try what was installed, and only then say that it is there."""
-    findings = examine(environment)
+    findings = examine(private_environment(folder))
     if findings.problem:
         hint = " On a machine without a GPU driver, add `--cpu`." if "libcuda" in findings.problem else ""
         raise SetupError(f"DashInfer was installed, but does not load: {findings.problem}.{hint}")

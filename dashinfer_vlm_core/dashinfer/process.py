@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LAST_LINES = 5
+LOG_MARK = " | "
+"""Between what is known of a death, and the last lines of the worker's log."""
 
 
 class WorkerDied(Exception):
@@ -121,7 +123,7 @@ class WorkerProcess:
         status = await self._process.wait()
         await self._log
         how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
-        return " | ".join([how, *self._last_lines])
+        return LOG_MARK.join([how, *self._last_lines])
 
     async def _pass_log_on(self) -> None:
         """The worker's output -> our log, for debugging, fatal lines aside: DashInfer calls harmless things errors."""

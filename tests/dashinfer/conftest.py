@@ -74,7 +74,9 @@ def decoder(cache: Path, oracle: Oracle) -> Callable[..., DashInferDecoder]:
     """A decoder of the random model, not started."""
 
     def make(folder: Path = oracle.folder, **options: object) -> DashInferDecoder:
-        config = EngineConfig(**{"device": "cpu", "max_model_len": 512, "max_waiting": 2000, "cache_dir": cache} | options)
+        config = EngineConfig(
+            **{"device": "cpu", "max_model_len": 512, "max_waiting": 2000, "cache_dir": cache} | options
+        )
         return DashInferDecoder(read_spec(folder), config)
 
     return make

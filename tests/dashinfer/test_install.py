@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from dashinfer_vlm_core.cli import cli
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.dashinfer import DashInferFactory
-from dashinfer_vlm_core.dashinfer.environment import Environment, examine, find_environment, locked, private_folder
+from dashinfer_vlm_core.dashinfer.environment import Environment, examine, find_environment, locked
 from dashinfer_vlm_core.dashinfer.install import STUBS, install, make_stubs, suits
 from dashinfer_vlm_core.errors import MissingDependency
 from dashinfer_vlm_core.plugins import add_commands
@@ -87,8 +87,7 @@ def test_a_lock_is_waited_for(tmp_path):
 @pytest.mark.dashinfer
 def test_installing_again_finds_it_installed(environment):
     lines = []
-    folder = private_folder(EngineConfig())
-    findings = install(folder, python=None, cpu=environment.stubs is not None, tell=lines.append)
+    findings = install(EngineConfig(), python=None, cpu=environment.stubs is not None, tell=lines.append)
     assert findings.version.startswith("2.1.0")
     assert lines == [f"DashInfer {findings.version} is installed already."]
 

@@ -54,7 +54,9 @@ def test_the_prefix_cache_changes_nothing(oracle, on_cuda):
     assert answers(on_cuda(prefix_cache=True), requests) == answers(on_cuda(prefix_cache=False), requests)
 
 
-@pytest.mark.parametrize("penalty", [{"presence_penalty": 1.5}, {"frequency_penalty": 1.0}, {"repetition_penalty": 1.3}])
+@pytest.mark.parametrize(
+    "penalty", [{"presence_penalty": 1.5}, {"frequency_penalty": 1.0}, {"repetition_penalty": 1.3}]
+)
 def test_penalties_are_the_fields(oracle, on_cuda, penalty):
     requests = [prompt(seed, 20, **penalty) for seed in range(4)]
     assert answers(on_cuda(), requests) == answers(oracle.decoder(), requests)
