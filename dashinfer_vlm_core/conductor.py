@@ -7,12 +7,12 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .decoder import Decoder, DecodeRequest, Token, VisualSpan
-from .errors import DashInferVLMError, EngineError, InvalidParameter, ModelNotFound, UnsupportedParameter
+from .errors import DashInferVLMError, EngineError, InvalidParameter, ModelNotFound, QueueFull, UnsupportedParameter
 from .media import Media, MediaLoader
 from .patches import Patcher, Patches
 from .prompt import Prompt, PromptBuilder
@@ -29,6 +29,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class Places:
+    """As many requests as are served or wait at one time; used on one event loop."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._taken = 0
+
+    @contextlib.contextmanager
+    def take(self) -> Iterator[None]:
+        """Hold a place.
+
+        Raises:
+            QueueFull: none is left.
+        """
+        if self._taken >= self._limit:
+            raise QueueFull(f"{self._taken} requests are served or wait already: try again in a moment.")
+        self._taken += 1
+        try:
+            yield
+        finally:
+            self._taken -= 1
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Conductor:
     """The rooms of a running engine, in the order a request walks through them.
@@ -36,10 +59,12 @@ class Conductor:
     Attributes:
         name: the model's name in answers.
         aliases: names that requests may use for it besides.
+        places: bounds the requests that are anywhere between here and their answer.
     """
 
     name: str
     aliases: frozenset[str]
+    places: Places
     spec: ModelSpec
     media: MediaLoader
     patcher: Patcher
@@ -48,7 +73,7 @@ class Conductor:
     decoder: Decoder
 
     async def chat(self, request: ChatRequest) -> ChatCompletion:
-        with _faults():
+        with _faults(), self.places.take():
             reply, decode = await self._prepare(request)
             async with contextlib.aclosing(self._tokens(reply, decode)) as tokens:
                 async for token in tokens:
@@ -56,7 +81,7 @@ class Conductor:
             return reply.completion()
 
     async def stream(self, request: ChatRequest) -> AsyncGenerator[ChatCompletionChunk, None]:
-        with _faults():
+        with _faults(), self.places.take():
             reply, decode = await self._prepare(request)
             opening = [reply.opening()]  # goes out with the first token: what fails before is an error, not a stream
             async with contextlib.aclosing(self._tokens(reply, decode)) as tokens:
@@ -74,8 +99,7 @@ class Conductor:
 
     async def _prepare(self, request: ChatRequest) -> tuple[Reply, DecodeRequest]:
         sampling = self._admit(request)
-        media = await self.media.load(request.media())
-        patches = await self._cut(media)
+        patches = await self.media.load(request.media(), then=self._cutter())
         prompt = await asyncio.to_thread(self.prompts.build, request, patches)
         visual = await self.vision.embed(patches)
         reply = self._reply(request, prompt)
@@ -110,10 +134,25 @@ class Conductor:
                     f"{name} names the token {unknown[0]}, but the model's ids end at {self.spec.vocab_size - 1}.",
                     param=name,
                 )
+        if sampling.min_tokens and len({*sampling.stop_token_ids, *self.spec.tokens.stop}) >= self.spec.vocab_size:
+            raise InvalidParameter(
+                "min_tokens bans stop_token_ids, which leave no other token.", param="stop_token_ids"
+            )
         return sampling
 
-    async def _cut(self, media: Sequence[Media]) -> list[Patches]:
-        return list(await asyncio.gather(*(asyncio.to_thread(self.patcher.cut, item) for item in media)))
+    def _cutter(self) -> Callable[[Media], Patches]:
+        """What becomes of each picture and video of one request; it is called in several threads.
+
+        What the context could never hold is refused before it is resized.
+        """
+        tokens: list[int] = []
+
+        def cut(media: Media) -> Patches:
+            tokens.append(self.patcher.tokens(media))
+            self.prompts.check_media(sum(tokens))
+            return self.patcher.cut(media)
+
+        return cut
 
     def _reply(self, request: ChatRequest, prompt: Prompt) -> Reply:
         counts = PromptCounts(
@@ -131,14 +170,19 @@ class Conductor:
     def _decode_request(
         self, reply_id: str, prompt: Prompt, visual: Sequence[VisualTokens], sampling: Sampling
     ) -> DecodeRequest:
-        room = self.prompts.max_model_len - len(prompt)
+        max_tokens = min(sampling.max_tokens or DEFAULT_MAX_TOKENS, self.prompts.max_model_len - len(prompt))
+        if sampling.min_tokens > max_tokens:
+            raise InvalidParameter(
+                f"min_tokens is {sampling.min_tokens}, but the answer can have {max_tokens} tokens at most.",
+                param="min_tokens",
+            )
         spans = zip(prompt.spans, visual, strict=True)
         return DecodeRequest(
             id=reply_id,
             token_ids=prompt.token_ids,
             positions=prompt.positions,
             spans=tuple(VisualSpan(start=span.start, tokens=tokens) for span, tokens in spans),
-            sampling=replace(sampling, max_tokens=min(sampling.max_tokens or DEFAULT_MAX_TOKENS, room)),
+            sampling=replace(sampling, max_tokens=max_tokens),
         )
 
 

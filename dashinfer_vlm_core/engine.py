@@ -6,20 +6,21 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from .checkpoint import find_model, model_type
-from .conductor import Conductor
+from .conductor import Conductor, Places
 from .config import MIB, EngineConfig
-from .decoder import DecoderFactory
+from .decoder import DecoderFactory, Fitness
 from .errors import SetupError
 from .loop import LoopThread, closed
 from .media import MediaLoader
 from .patches import Patcher
 from .plugins import Registry, load_plugins
 from .prompt import PromptBuilder
+from .reply import Detokeniser
 from .schema import ChatRequest
 from .vision import VisionService
 
@@ -45,7 +46,9 @@ class ChatEngine(Protocol):
 
     def stream(self, request: Request) -> Iterator[ChatCompletionChunk]: ...
 
-    def astream(self, request: Request) -> AsyncIterator[ChatCompletionChunk]: ...
+    def astream(self, request: Request) -> AsyncGenerator[ChatCompletionChunk, None]: ...
+
+    def status(self) -> EngineStatus: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +94,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig | None = None, *, registry: Registry | None = None) -> None:
         self.config = config or EngineConfig()
+        self._name = self.config.name
         self._registry = registry
         self._running: _Running | None = None
         self._life = threading.Lock()
@@ -130,11 +134,11 @@ class Engine:
     def status(self) -> EngineStatus:
         running = self._running
         if running is None:
-            return EngineStatus(state="closed", model=self.config.name)
+            return EngineStatus(state="closed", model=self._name)
         decoder = running.conductor.decoder
         return EngineStatus(
             state="failed" if decoder.trouble else "ready",
-            model=self.config.name,
+            model=self._name,
             decoder=decoder.name,
             decoder_reason=running.reason,
             max_model_len=running.conductor.prompts.max_model_len,
@@ -165,8 +169,7 @@ class Engine:
         with self._life:
             running, self._running = self._running, None
             if running is not None:
-                running.loop.call(running.conductor.close())
-                running.loop.stop()
+                running.loop.stop(last=running.conductor.close())
 
     async def astart(self) -> Self:
         """As `start`, without blocking the caller's event loop."""
@@ -212,14 +215,23 @@ async def open_conductor(config: EngineConfig, registry: Registry) -> tuple[Cond
     logger.info("model %s from %s, decoder %s: %s", config.name, folder, factory.name, reason)
     decoder = factory.create(spec, config)
     prompts = await asyncio.to_thread(PromptBuilder.load, spec, config, max_model_len=decoder.max_model_len)
+    Detokeniser(
+        prompts.tokenizer
+    )  # refuses, now rather than at the first answer, a tokenizer whose tokens are no bytes
+    patcher = Patcher(spec.pixels, config)
     tower = await asyncio.to_thread(architecture.load_vision, spec, device=config.device, dtype=config.dtype)
-    await decoder.start()
+    try:
+        await decoder.start()
+    except BaseException:
+        await decoder.close()
+        raise
     conductor = Conductor(
         name=config.name,
         aliases=frozenset({config.model}),
+        places=Places(config.max_batch_size + config.max_waiting),
         spec=spec,
         media=MediaLoader(config, list(registry.video_readers.values())),
-        patcher=Patcher(spec.pixels, config),
+        patcher=patcher,
         prompts=prompts,
         vision=VisionService(
             tower, cache_bytes=config.vision_cache_mib * MIB, batch_patches=config.vision_batch_patches
@@ -237,10 +249,19 @@ def choose_decoder(registry: Registry, spec: ModelSpec, config: EngineConfig) ->
         SetupError: it cannot run here, or none can.
     """
     names = sorted(registry.decoders) if config.decoder == "auto" else [config.decoder]
-    fits = [(registry.decoder(name).fitness(spec, config), registry.decoder(name)) for name in names]
+    fits = [(_fitness(registry.decoder(name), spec, config), registry.decoder(name)) for name in names]
     best, factory = max(fits, key=lambda fit: fit[0].score, default=(None, None))
     if best is None or factory is None or best.score <= 0:
         reasons = "; ".join(f"{factory.name}: {fitness.reason}" for fitness, factory in fits) or "none is registered"
         raise SetupError(f"No decoder can run here ({reasons}). `dashinfer-vlm plugins` lists what is installed.")
     others = [f"{other.name}: {fitness.reason}" for fitness, other in fits if other is not factory]
     return factory, " ".join([best.reason, *(["Passed over:"] if others else []), *others])
+
+
+def _fitness(factory: DecoderFactory, spec: ModelSpec, config: EngineConfig) -> Fitness:
+    """A decoder that fails at being asked cannot run; the others can."""
+    try:
+        return factory.fitness(spec, config)
+    except Exception as error:
+        logger.exception("the decoder %s cannot say whether it can run", factory.name)
+        return Fitness(score=0, reason=f"it failed when it was asked: {error}")

@@ -23,17 +23,20 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._stopping = False
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._lock = threading.Lock()
         self._thread.start()
 
-    def stop(self) -> None:
-        """End what still runs with EngineClosed, and end the thread."""
+    def stop(self, last: Coroutine[Any, Any, None] | None = None) -> None:
+        """End what still runs with EngineClosed, run `last`, and end the thread, whatever `last` raises."""
         with self._lock:
             self._stopping = True
-        asyncio.run_coroutine_threadsafe(_finish_tasks(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        try:
+            asyncio.run_coroutine_threadsafe(self._finish(last), self._loop).result()
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` and wait for it, blocking the caller's thread."""
@@ -90,12 +93,27 @@ class LoopThread:
             return asyncio.run_coroutine_threadsafe(self._run(work), self._loop)
 
     async def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
         try:
             return await work
         except asyncio.CancelledError:
             if self._stopping:  # not the caller has left: the engine has
                 raise closed() from None
             raise
+        finally:
+            self._tasks.discard(task)
+
+    async def _finish(self, last: Coroutine[Any, Any, None] | None) -> None:
+        await asyncio.sleep(0)  # what was submitted a moment ago begins, and so can end in an orderly way
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if last is not None:
+            await last
+        await self._loop.shutdown_asyncgens()
+        await self._loop.shutdown_default_executor()
 
 
 def closed() -> EngineClosed:
@@ -106,14 +124,3 @@ async def _drain(items: AsyncGenerator[T, None], put: Callable[[object], None]) 
     async with contextlib.aclosing(items) as opened:
         async for item in opened:
             put(item)
-
-
-async def _finish_tasks() -> None:
-    await asyncio.sleep(0)  # what was submitted a moment ago begins, and so can end in an orderly way
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    loop = asyncio.get_running_loop()
-    await loop.shutdown_asyncgens()
-    await loop.shutdown_default_executor()

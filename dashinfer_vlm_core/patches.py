@@ -89,27 +89,25 @@ class Patcher:
         Raises:
             InvalidParameter: limits that contradict each other or the server's, or an aspect ratio above 200.
         """
-        limits = self.limits(media)
+        size = self._size(media)
+        pixels, grid = _cut(_resize(_frames(media), size), self._spec)
         kind: Kind = "image" if isinstance(media, Picture) else "video"
-        frames = media.pixels[np.newaxis] if isinstance(media, Picture) else media.frames
-        _, height, width, _ = frames.shape
-        size = smart_resize(
-            height,
-            width,
-            factor=self._spec.factor,
-            min_pixels=limits.least,
-            max_pixels=limits.most,
-            part=media.part,
-        )
-        pixels, grid = _cut(_resize(frames, size), self._spec)
         return Patches(
             pixels=pixels,
             grid=grid,
-            tokens=grid.patches // self._spec.merge_size**2,
+            tokens=self._tokens(grid),
             kind=kind,
             part=media.part,
             digest=_digest(kind, grid, pixels),
         )
+
+    def tokens(self, media: Media) -> int:
+        """The visual tokens that `cut` will give, by the size of the media alone: nothing is resized.
+
+        Raises:
+            InvalidParameter: as `cut`.
+        """
+        return self._tokens(_grid(len(_frames(media)), *self._size(media), self._spec))
 
     def limits(self, media: Media) -> PixelLimits:
         """Pixels that a picture, or each frame of a clip, may have after resizing.
@@ -127,6 +125,22 @@ class Patcher:
             InvalidParameter: the request's limits contradict each other or the server's; the error names one.
         """
         return self._picture_limits(media) if isinstance(media, Picture) else self._frame_limits(media)
+
+    def _size(self, media: Media) -> tuple[int, int]:
+        """(height, width) in pixels after resizing."""
+        limits = self.limits(media)
+        _, height, width, _ = _frames(media).shape
+        return smart_resize(
+            height,
+            width,
+            factor=self._spec.factor,
+            min_pixels=limits.least,
+            max_pixels=limits.most,
+            part=media.part,
+        )
+
+    def _tokens(self, grid: Grid) -> int:
+        return grid.patches // self._spec.merge_size**2
 
     def _picture_limits(self, picture: Picture) -> PixelLimits:
         default = min(self._ceiling, self._config.max_pixels or DEFAULT_TOKENS * self._spec.factor**2)
@@ -200,6 +214,16 @@ def _check_order(limits: PixelLimits, field: str, media: Media) -> None:
         )
 
 
+def _frames(media: Media) -> Pixels:
+    """uint8 [frames, height, width, 3]; a picture is one frame."""
+    return media.pixels[np.newaxis] if isinstance(media, Picture) else media.frames
+
+
+def _grid(frames: int, height: int, width: int, spec: PixelSpec) -> Grid:
+    span = spec.temporal_patch_size
+    return Grid(_padded(frames, span) // span, height // spec.patch_size, width // spec.patch_size)
+
+
 def _padded(frames: int, span: int) -> int:
     return math.ceil(frames / span) * span
 
@@ -223,7 +247,7 @@ def _cut(frames: Pixels, spec: PixelSpec) -> tuple[Pixels, Grid]:
     """
     span, side, merge = spec.temporal_patch_size, spec.patch_size, spec.merge_size
     count, height, width, _ = frames.shape
-    grid = Grid(_padded(count, span) // span, height // side, width // side)
+    grid = _grid(count, height, width, spec)
     padded = np.concatenate([frames, np.repeat(frames[-1:], grid.t * span - count, axis=0)])
     blocks = padded.reshape(grid.t, span, grid.h // merge, merge, side, grid.w // merge, merge, side, 3)
     ordered = blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)

@@ -97,7 +97,9 @@ class PromptBuilder:
             raise CheckpointError(
                 f"{spec.folder} has no chat template: use an instruct checkpoint, or give one by --chat-template."
             )
-        return cls(tokenizer, template=template, spec=spec, max_model_len=max_model_len)
+        builder = cls(tokenizer, template=template, spec=spec, max_model_len=max_model_len)
+        builder.check_template()
+        return builder
 
     def build(self, request: ChatRequest, patches: Sequence[Patches]) -> Prompt:
         """Render, expand and place one request.
@@ -120,8 +122,21 @@ class PromptBuilder:
             image_tokens=sum(item.tokens for item in patches if item.kind == "image"),
             video_tokens=sum(item.tokens for item in patches if item.kind == "video"),
         )
-        self._check_length(len(prompt), request.sampling().max_tokens)
+        self._check_length(len(prompt), request)
         return prompt
+
+    def check_template(self) -> None:
+        """Render the plainest conversation there is, so that a broken template is the operator's trouble, at start-up.
+
+        Raises:
+            ConfigError: the template has an error, or refuses even that.
+        """
+        from jinja2 import TemplateError
+
+        try:
+            self.render([{"role": "user", "content": "Hello"}])
+        except (TemplateError, InvalidParameter, TypeError, ValueError, KeyError) as error:
+            raise ConfigError(f"The chat template cannot be used: {error}. Mend it, or give another one.") from error
 
     def render(self, messages: list[dict[str, Any]]) -> str:
         """The chat template's text for `messages`, ready for an answer.
@@ -180,7 +195,7 @@ class PromptBuilder:
         return ids, spans
 
     def _check_size(self, messages: list[dict[str, Any]]) -> None:
-        """Refuse a text that is too long before spending time on it: each token spans a limited number of characters."""
+        """Refuse a text that is too long before spending time on it: a token spans only so many characters."""
         least = sum(map(len, _strings(messages))) // self._longest
         if least > self.max_model_len:
             raise ContextLengthExceeded(
@@ -190,7 +205,21 @@ class PromptBuilder:
                 limit=self.max_model_len,
             )
 
-    def _check_length(self, prompt_tokens: int, max_tokens: int | None) -> None:
+    def check_media(self, tokens: int) -> None:
+        """Refuse so many visual tokens; cheap enough to ask before anything is resized.
+
+        Raises:
+            ContextLengthExceeded: they alone do not fit the context.
+        """
+        if tokens >= self.max_model_len:
+            raise ContextLengthExceeded(
+                f"The pictures and videos have at least {tokens} tokens, but the model reads {self.max_model_len},"
+                " answer included: send fewer, or lower max_pixels.",
+                prompt_tokens=tokens,
+                limit=self.max_model_len,
+            )
+
+    def _check_length(self, prompt_tokens: int, request: ChatRequest) -> None:
         if prompt_tokens >= self.max_model_len:
             raise ContextLengthExceeded(
                 f"The prompt has {prompt_tokens} tokens, pictures and videos included, but the model reads"
@@ -198,13 +227,14 @@ class PromptBuilder:
                 prompt_tokens=prompt_tokens,
                 limit=self.max_model_len,
             )
+        max_tokens = request.sampling().max_tokens
         if max_tokens is not None and prompt_tokens + max_tokens > self.max_model_len:
             raise ContextLengthExceeded(
                 f"The prompt has {prompt_tokens} tokens and {max_tokens} more are asked for, but the model reads"
                 f" {self.max_model_len} in all: ask for at most {self.max_model_len - prompt_tokens}.",
                 prompt_tokens=prompt_tokens,
                 limit=self.max_model_len,
-                param="max_tokens",
+                param="max_completion_tokens" if request.max_completion_tokens else "max_tokens",
             )
 
 
@@ -233,12 +263,16 @@ def _read_template(folder: Path, override: Path | None) -> str | None:
     if override is not None:
         try:
             return override.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"chat_template: {override} cannot be read: {error.strerror}.") from error
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    if (folder / "chat_template.json").is_file():
-        return str(json.loads((folder / "chat_template.json").read_text(encoding="utf-8"))["chat_template"])
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"chat_template: {override} cannot be read: {error}.") from error
+    text, wrapped = folder / "chat_template.jinja", folder / "chat_template.json"
+    try:
+        if text.is_file():
+            return text.read_text(encoding="utf-8")
+        if wrapped.is_file():
+            return str(json.loads(wrapped.read_text(encoding="utf-8"))["chat_template"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"The chat template in {folder} cannot be read: {error!r}. Download it again.") from error
     return None
 
 

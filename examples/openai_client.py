@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import mimetypes
 import os
 import sys
 from pathlib import Path
@@ -11,12 +12,13 @@ import openai
 
 picture = Path(sys.argv[1])
 question = sys.argv[2] if len(sys.argv) > 2 else "What is this?"
+kind = mimetypes.guess_type(picture.name)[0]
 data = base64.b64encode(picture.read_bytes()).decode()
 messages = [
     {
         "role": "user",
         "content": [
-            {"type": "image_url", "image_url": {"url": f"data:image/{picture.suffix[1:]};base64,{data}"}},
+            {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}},
             {"type": "text", "text": question},
         ],
     }

@@ -18,9 +18,16 @@ SERVER = "http://127.0.0.1:8000"
 pytestmark = [pytest.mark.readme, pytest.mark.timeout(600)]
 
 
-def run(command, **options):
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, **options)
+def run(command, **variables):
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "NO_PROXY": "127.0.0.1",
+        "no_proxy": "127.0.0.1",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else importing it fetches prices from the network
+        **variables,
+    }
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -73,6 +80,11 @@ def test_the_server_and_curl(server):
 def test_the_programs_run(server, code):
     output = run([sys.executable, "-c", code.replace(SERVER, server)])
     assert re.search(r"circles, squares, triangles, stars and crosses|circle|square|triangle|star|cross", output)
+
+
+def test_the_example_of_the_openai_client_runs(server):
+    program = [sys.executable, "examples/openai_client.py", "examples/pictures/circle.png", "Describe the picture."]
+    assert run(program, OPENAI_BASE_URL=f"{server}/v1") == "A red circle.\n"
 
 
 def test_the_plugins_are_listed():

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -18,27 +17,20 @@ from .requests import read_chat_request, unless_disconnected
 from .sse import EventStream
 
 if TYPE_CHECKING:
-    from openai.types.chat import ChatCompletion, ChatCompletionChunk
     from pydantic import BaseModel
 
-    from dashinfer_vlm_core.engine import EngineStatus
-    from dashinfer_vlm_core.schema import ChatRequest
+    from dashinfer_vlm_core.engine import ChatEngine
 
 MAX_BODY_BYTES = 288 * 1024 * 1024
 """Most bytes of a request by default: a video of 200 MiB is 267 MiB in base64."""
 
-
-class ServedEngine(Protocol):
-    """What the server needs of an engine, wherever it runs."""
-
-    async def achat(self, request: ChatRequest) -> ChatCompletion: ...
-
-    def astream(self, request: ChatRequest) -> AsyncGenerator[ChatCompletionChunk, None]: ...
-
-    def status(self) -> EngineStatus: ...
+MAX_BODY_PAUSE = 60.0
+"""Seconds that a request's body may stand still by default: one that has stalled would be kept for ever."""
 
 
-def create_app(engine: ServedEngine, *, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+def create_app(
+    engine: ChatEngine, *, max_body_bytes: int = MAX_BODY_BYTES, max_body_pause: float = MAX_BODY_PAUSE
+) -> FastAPI:
     """An ASGI application that answers OpenAI's chat completions with `engine`.
 
     Starting and closing the engine is left to the caller; `/health` answers 503 while it is closed.
@@ -46,8 +38,9 @@ def create_app(engine: ServedEngine, *, max_body_bytes: int = MAX_BODY_BYTES) ->
     Args:
         engine: what answers.
         max_body_bytes: most bytes of a request's body; larger ones are refused with 413.
+        max_body_pause: most seconds between two pieces of it; after longer ones it is refused with 408.
     """
-    routes = _Routes(engine=engine, max_body_bytes=max_body_bytes)
+    routes = _Routes(engine=engine, max_body_bytes=max_body_bytes, max_body_pause=max_body_pause)
     app = FastAPI(title="dashinfer-vlm", redirect_slashes=False, openapi_url=None)
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)
@@ -60,12 +53,13 @@ def create_app(engine: ServedEngine, *, max_body_bytes: int = MAX_BODY_BYTES) ->
 
 @dataclass(frozen=True, kw_only=True)
 class _Routes:
-    engine: ServedEngine
+    engine: ChatEngine
     max_body_bytes: int
+    max_body_pause: float
     started: int = field(default_factory=lambda: int(time.time()))
 
     async def chat_completions(self, request: Request) -> Response:
-        chat = await read_chat_request(request, max_bytes=self.max_body_bytes)
+        chat = await read_chat_request(request, max_bytes=self.max_body_bytes, max_pause=self.max_body_pause)
         if chat.stream:
             return EventStream(self.engine.astream(chat))
         return _json(await unless_disconnected(request.receive, self.engine.achat(chat)))

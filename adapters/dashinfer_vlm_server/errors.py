@@ -112,7 +112,9 @@ HANDLERS: Mapping[type[Exception], Callable[[Request, Exception], Coroutine[Any,
     Exception: answer_unforeseen,
 }
 
-_CODES: Mapping[int, str] = MappingProxyType({404: "unknown_url", 405: "method_not_allowed", 413: "request_too_large"})
+_CODES: Mapping[int, str] = MappingProxyType(
+    {404: "unknown_url", 405: "method_not_allowed", 408: "request_timeout", 413: "request_too_large"}
+)
 
 
 def _type(status: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -23,15 +23,16 @@ PARSED_INLINE = 256 * 1024
 """Bytes up to which a body is parsed on the event loop: about a millisecond. A thread costs less beyond that."""
 
 
-async def read_chat_request(request: Request, *, max_bytes: int) -> ChatRequest:
+async def read_chat_request(request: Request, *, max_bytes: int, max_pause: float) -> ChatRequest:
     """Read and check a request whole. The content type is not looked at: there is but one that it could be.
 
     Raises:
-        HTTPException: 413, the body exceeds `max_bytes`; no more of it was kept.
+        HTTPException: 413, the body exceeds `max_bytes`; no more of it was kept. 408, nothing of it came for
+            `max_pause` seconds.
         RequestError: it is no JSON object, or no chat completion request.
         ClientDisconnect: the client left before its request was complete.
     """
-    body = await _read_body(request, max_bytes)
+    body = await _read_body(request, max_bytes, max_pause)
     if len(body) <= PARSED_INLINE:
         return ChatRequest.parse(parse_object(body))
     return await asyncio.to_thread(lambda: ChatRequest.parse(parse_object(body)))
@@ -78,16 +79,26 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _read_body(request: Request, max_bytes: int) -> bytearray:
+async def _read_body(request: Request, max_bytes: int, max_pause: float) -> bytearray:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
     body = bytearray()
-    async for piece in request.stream():
+    pieces = request.stream()
+    while (piece := await _next(pieces, max_pause)) is not None:
         body += piece
         if len(body) > max_bytes:
             raise _too_large(max_bytes)
     return body
+
+
+async def _next(pieces: AsyncGenerator[bytes, None], max_pause: float) -> bytes | None:
+    """The next piece of a body; None at its end."""
+    try:
+        return await asyncio.wait_for(anext(pieces, None), max_pause)
+    except asyncio.TimeoutError:  # Python 3.10 has it apart from the built-in TimeoutError
+        message = f"Nothing of the body came for {max_pause:g} seconds: send the request again."
+        raise HTTPException(408, message, headers={"Connection": "close"}) from None
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
@@ -29,6 +30,11 @@ KEEP_ALIVE_SECONDS = 65
 GRACE_SECONDS = 10
 """How long running requests may go on after a signal; a second signal ends them at once."""
 
+FAREWELL_SECONDS = 1
+"""How long after that clients may take to read why their requests ended, before their connections are cut."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 def run(config: EngineConfig, *, host: str, port: int, max_body_bytes: int) -> None:
     """Load a model and serve it until SIGINT or SIGTERM, which end the process with 0.
@@ -37,9 +43,9 @@ def run(config: EngineConfig, *, host: str, port: int, max_body_bytes: int) -> N
         ConfigError: the address cannot be listened on.
         SetupError: the model cannot be loaded.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _leave)
+    _on_signal(_leave_at_once)
     with _bind(host, port) as listener, Engine(config) as engine:
+        _on_signal(_leave)
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # `_announce` says better that it has started
         settings = uvicorn.Config(
             create_app(engine, max_body_bytes=max_body_bytes),
@@ -84,10 +90,23 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
         ending.cancel()
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit  # uvicorn takes a second SIGINT so, but not a second SIGTERM
+        super().handle_exit(sig, frame)
+
     async def _end_later(self) -> None:
-        """Uvicorn's own way cancels the tasks: their clients would get no word of why."""
+        """Uvicorn's own way (`timeout_graceful_shutdown`) cancels the tasks: their clients would get no word of why."""
         await asyncio.sleep(self._grace)
-        await self._end()
+        try:
+            await self._end()
+        finally:
+            await asyncio.sleep(FAREWELL_SECONDS)
+            self._cut_connections()
+
+    def _cut_connections(self) -> None:
+        """Whoever sends no more of its request, or reads no more of its answer, would hold the server for ever."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -115,6 +134,21 @@ def _announce(listener: socket.socket, engine: Engine) -> None:
     )
 
 
+def _on_signal(handler: Callable[[int, FrameType | None], None]) -> None:
+    for number in SIGNALS:
+        signal.signal(number, handler)
+
+
+def _leave_at_once(number: int, _frame: FrameType | None) -> None:
+    """While the model loads: threads that download or read files cannot be told to end, and an exit waits for them."""
+    try:
+        # Not click.echo: the signal may have come in the midst of another write to the same stream.
+        os.write(sys.stderr.fileno(), f"dashinfer-vlm: ended by {signal.Signals(number).name}.\n".encode())
+    finally:
+        os._exit(0)
+
+
 def _leave(_number: int, _frame: FrameType | None) -> None:
-    """While the model loads; and after uvicorn has ended its connections, since it raises the signal again."""
+    """After uvicorn has ended its connections: it raises the signal again. One more does not wait for the engine."""
+    _on_signal(_leave_at_once)
     sys.exit(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .address import Resolver
 from .loader import MediaLoader
 from .readers import READERS, DecordReader, PyAVReader
-from .types import Clip, Kind, Media, OpenVideo, Picture, Pixels, VideoInfo, VideoReader
+from .types import Clip, Kind, Media, OpenVideo, Picture, Pixels, StopCheck, VideoInfo, VideoReader
 
 __all__ = [
     "READERS",
@@ -19,6 +19,7 @@ __all__ = [
     "Pixels",
     "PyAVReader",
     "Resolver",
+    "StopCheck",
     "VideoInfo",
     "VideoReader",
 ]

@@ -6,6 +6,7 @@ import asyncio
 import re
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from typing import TypeAlias
 from urllib.parse import urljoin
@@ -17,6 +18,8 @@ from ..errors import MediaRefused, MediaUnreachable
 
 Resolver: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
 """(host name, port) -> the numeric addresses it has now; raises OSError if it has none."""
+
+RESOLVER_THREADS = 8
 
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _NAT64 = IPv6Network("64:ff9b::/96")
@@ -63,10 +66,22 @@ async def addresses(url: httpx.URL, resolve: Resolver, *, part: str, config: Eng
     return found
 
 
-async def system_resolver(host: str, port: int) -> Sequence[str]:
-    """The addresses that the operating system's resolver gives, in its order of preference."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(address[0]) for *_, address in found]
+class SystemResolver:
+    """The addresses that the operating system's resolver gives, in its order of preference.
+
+    It may take half a minute for a name and cannot be interrupted, so that it has threads of its own: slow names delay
+    other names, and nothing else. Who waits for one sets the time limit.
+    """
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(RESOLVER_THREADS, thread_name_prefix="dashinfer-vlm-names")
+
+    async def __call__(self, host: str, port: int) -> Sequence[str]:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, _look_up, host, port)
+
+    def close(self) -> None:
+        """Look up no more names; a lookup that runs is left to end by itself."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def is_public(text: str) -> bool:
@@ -85,6 +100,10 @@ def is_numeric(url: httpx.URL) -> bool:
     """Whether the URL's host is an address already, not a name."""
     host = _host(url)
     return ":" in host or _NUMBER.fullmatch(host.rpartition(".")[2]) is not None
+
+
+def _look_up(host: str, port: int) -> list[str]:
+    return [str(address[0]) for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
 
 
 def _parse(text: str, base: httpx.URL | None) -> httpx.URL | None:

@@ -12,7 +12,7 @@ import httpx
 from ..config import EngineConfig
 from ..errors import MediaRefused, MediaTooLarge, MediaUnreachable
 from ..version import __version__
-from .address import Resolver, addresses, check_url, system_resolver
+from .address import Resolver, SystemResolver, addresses, check_url
 from .types import Kind
 
 MAX_REDIRECTS = 3
@@ -37,7 +37,7 @@ class Fetcher:
 
     Args:
         config: limits of bytes, seconds, hosts and addresses.
-        resolve: finds the addresses of a host name.
+        resolve: finds the addresses of a host name; the operating system does by default.
         transport: connects to the addresses.
     """
 
@@ -45,11 +45,12 @@ class Fetcher:
         self,
         config: EngineConfig,
         *,
-        resolve: Resolver = system_resolver,
+        resolve: Resolver | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._config = config
-        self._resolve = resolve
+        self._system = SystemResolver()
+        self._resolve = resolve or self._system
         self._slots = asyncio.Semaphore(config.max_fetches)
         self._transport = transport or direct_transport()
 
@@ -71,6 +72,7 @@ class Fetcher:
                 ) from error
 
     async def close(self) -> None:
+        self._system.close()
         await self._transport.aclose()
 
     async def _follow(self, url: httpx.URL, kind: Kind, part: str) -> bytes:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Any, TypeVar
 
 from ..config import EngineConfig
-from ..errors import InvalidParameter, MediaTooLarge, UnsupportedParameter
+from ..errors import EngineClosed, InvalidParameter, MediaTooLarge, UnsupportedParameter
 from ..schema import MediaPart
-from .address import Resolver, system_resolver
+from .address import Resolver
 from .fetch import Fetcher
 from .image import count_pixels, decode_picture
 from .source import Inline, Local, Source, decode, locate, read
-from .types import Clip, Media, Picture, Pixels, VideoReader
+from .types import Clip, Media, Picture, Pixels, StopCheck, VideoReader
 from .video import available, check_total, decode_clip, frame_name, stack_frames
 
 T = TypeVar("T")
@@ -30,37 +31,73 @@ class MediaLoader:
     Args:
         config: limits and permissions.
         readers: of video files, in any order.
-        resolve: finds the addresses of a host name.
+        resolve: finds the addresses of a host name; the operating system does by default.
     """
 
     def __init__(
-        self, config: EngineConfig, readers: Sequence[VideoReader], *, resolve: Resolver = system_resolver
+        self, config: EngineConfig, readers: Sequence[VideoReader], *, resolve: Resolver | None = None
     ) -> None:
         self._config = config
         self._readers = readers
         self._fetcher = Fetcher(config, resolve=resolve)
         self._threads = ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix="dashinfer-vlm-media")
+        self._running: set[asyncio.Task[Any]] = set()
+        self._closed = False
 
-    async def load(self, parts: Sequence[MediaPart]) -> tuple[Media, ...]:
-        """The decoded media of one request, in the order of `parts`.
+    async def load(self, parts: Sequence[MediaPart], then: Callable[[Media], T]) -> tuple[T, ...]:
+        """What `then` makes of the decoded media of one request, in the order of `parts`.
 
         Everything that can be told from the request alone is checked before the first byte is fetched. Equal sources
-        are fetched once. The first failure, or a cancellation, cancels whatever of the request is still under way.
+        are fetched once. Each item is decoded and handed to `then` by one thread, so that no more items are held at
+        full size than there are threads. The first failure, or a cancellation, cancels whatever of the request is still
+        under way.
+
+        Args:
+            parts: of the request.
+            then: called in a thread; what it raises fails the request.
 
         Raises:
             MediaError: a part is refused, too large, out of reach, or no picture or video.
             InvalidParameter, UnsupportedParameter: an option of a part does not fit its media.
             MissingDependency: a video file, and no reader for it is installed.
+            EngineClosed: the loader was closed before or meanwhile.
         """
-        sources = await self._run(self._locate, parts)
-        fetched = {source: asyncio.ensure_future(self._get(source)) for source in dict.fromkeys(chain(*sources))}
-        decoded = [self._decode(part, found, fetched) for part, found in zip(parts, sources, strict=True)]
-        return tuple(await _together(decoded, fetched.values()))
+        if self._closed:
+            raise _closed()
+        if not parts:
+            return ()
+        stop = threading.Event()
+        work = asyncio.ensure_future(self._load(parts, then, stop))
+        self._running.add(work)
+        try:
+            await asyncio.wait({work})  # unlike `await work`, tells the caller's cancellation from that by `close`
+        finally:
+            stop.set()
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            self._running.discard(work)
+        if work.cancelled():
+            raise _closed()
+        return work.result()
 
     async def close(self) -> None:
-        """Free sockets and threads; decoding that runs is left to end by itself."""
+        """End the requests that run with EngineClosed, and free sockets and threads; what a thread does right now is
+        left to end by itself, which a video does within a few frames."""
+        self._closed = True
+        for work in self._running:
+            work.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._fetcher.close()
+
+    async def _load(
+        self, parts: Sequence[MediaPart], then: Callable[[Media], T], stop: threading.Event
+    ) -> tuple[T, ...]:
+        sources = await self._run(self._locate, parts)
+        share = asyncio.Semaphore(max(1, self._config.max_fetches // 2))  # the rest is left to other requests
+        fetched = {source: asyncio.ensure_future(self._get(source, share)) for source in dict.fromkeys(chain(*sources))}
+        made = [self._make(part, found, fetched, then, stop) for part, found in zip(parts, sources, strict=True)]
+        return tuple(await _together(made, fetched.values()))
 
     def _locate(self, parts: Sequence[MediaPart]) -> list[list[Source]]:
         """The sources of each part: one, or as many as a video has frames."""
@@ -69,42 +106,65 @@ class MediaLoader:
             available(self._readers)
         return [_sources(part, self._config) for part in parts]
 
-    async def _get(self, source: Source) -> bytes:
+    async def _get(self, source: Source, share: asyncio.Semaphore) -> bytes:
         if isinstance(source, Inline):
             return await self._run(decode, source)
         if isinstance(source, Local):
             return await self._run(read, source)
-        return await self._fetcher.get(source.url, kind=source.kind, part=source.part)
+        async with share:
+            return await self._fetcher.get(source.url, kind=source.kind, part=source.part)
 
-    async def _decode(
-        self, part: MediaPart, sources: Sequence[Source], fetched: Mapping[Source, Awaitable[bytes]]
-    ) -> Media:
-        data = [await fetched[source] for source in sources]
+    async def _make(
+        self,
+        part: MediaPart,
+        sources: Sequence[Source],
+        fetched: Mapping[Source, Awaitable[bytes]],
+        then: Callable[[Media], T],
+        stop: threading.Event,
+    ) -> T:
         if isinstance(part.url, tuple):
-            return await self._frames(part, data)
+            await _check_bytes({fetched[source] for source in sources}, part, self._config)
+        data = [await fetched[source] for source in sources]
+
+        def check_stop() -> None:
+            if stop.is_set():
+                raise _closed()
+
+        def work() -> T:
+            media = self._decode(part, data, check_stop)
+            check_stop()
+            return then(media)
+
+        return await self._run(work)
+
+    def _decode(self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck) -> Media:
+        check_stop()
+        if isinstance(part.url, tuple):
+            return self._frames(part, data, check_stop)
         if part.kind == "video":
-            return await self._run(self._clip, data[0], part)
-        pixels = await self._run(self._pixels, data[0], part.part)
+            readers = available(self._readers)
+            return decode_clip(data[0], part=part, readers=readers, config=self._config, check_stop=check_stop)
+        pixels = self._pixels(data[0], part.part)
         return Picture(pixels=pixels, part=part.part, min_pixels=part.min_pixels, max_pixels=part.max_pixels)
 
-    async def _frames(self, part: MediaPart, data: Sequence[bytes]) -> Clip:
+    def _frames(self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck) -> Clip:
         """A clip of a list of pictures, whose headers are read before the first is decoded."""
-        await self._run(self._check_frames, data, part)
-        frames = [self._run(self._pixels, frame, frame_name(part, i)) for i, frame in enumerate(data)]
-        return await self._run(stack_frames, await _together(frames), part)
-
-    def _check_frames(self, data: Sequence[bytes], part: MediaPart) -> None:
         limit = self._config.max_decoded_pixels
-        pixels = [count_pixels(frame, part=frame_name(part, i), max_pixels=limit) for i, frame in enumerate(data)]
-        check_total(sum(pixels), part=part, config=self._config)
+        frames = [(encoded, frame_name(part, i)) for i, encoded in enumerate(data)]
+        pixels = sum(count_pixels(encoded, part=name, max_pixels=limit) for encoded, name in frames)
+        check_total(pixels, part=part, config=self._config)
+
+        def decoded() -> Iterator[Pixels]:
+            for encoded, name in frames:
+                check_stop()
+                yield self._pixels(encoded, name)
+
+        return stack_frames(decoded(), len(frames), part)
 
     def _pixels(self, data: bytes, part: str) -> Pixels:
         return decode_picture(
             data, part=part, max_pixels=self._config.max_decoded_pixels, background=self._config.rgba_background
         )
-
-    def _clip(self, data: bytes, part: MediaPart) -> Clip:
-        return decode_clip(data, part=part, readers=available(self._readers), config=self._config)
 
     async def _run(self, work: Callable[..., T], *arguments: object) -> T:
         """Blocking work in a thread, so that the event loop goes on."""
@@ -124,17 +184,34 @@ def _check_counts(parts: Sequence[MediaPart], config: EngineConfig) -> None:
 def _sources(part: MediaPart, config: EngineConfig) -> list[Source]:
     if isinstance(part.url, str):
         return [locate(part.url, kind=part.kind, part=part.part, config=config)]
-    if part.num_frames is not None:
-        raise UnsupportedParameter(
-            "num_frames samples a video file; a list of frames is taken whole, so send the frames you want.",
-            param=f"{part.part}.video_url.num_frames",
-        )
+    for name, value in (("num_frames", part.num_frames), ("fps", part.fps)):
+        if value is not None:
+            raise UnsupportedParameter(
+                f"{name} samples a video file; a list of frames is taken whole, so send the frames you want.",
+                param=f"{part.part}.video_url.{name}",
+            )
     if not 0 < len(part.url) <= config.video_max_frames:
         raise InvalidParameter(
             f"A video is a list of 1 to {config.video_max_frames} frames, and this one has {len(part.url)}.",
             param=f"{part.part}.video_url.url",
         )
     return [locate(url, kind="image", part=frame_name(part, i), config=config) for i, url in enumerate(part.url)]
+
+
+async def _check_bytes(frames: Iterable[Awaitable[bytes]], part: MediaPart, config: EngineConfig) -> None:
+    """Wait for the frames of a list, and refuse it as soon as those that have come are too large for one video."""
+    size = 0
+    for frame in asyncio.as_completed(frames):
+        size += len(await frame)
+        if size > config.video_max_bytes:
+            raise MediaTooLarge(
+                f"The frames of the video have more than {config.video_max_bytes} bytes; send fewer or smaller ones.",
+                param=part.part,
+            )
+
+
+def _closed() -> EngineClosed:
+    return EngineClosed("The engine was closed; start it again, or send the request to another one.")
 
 
 async def _together(work: Iterable[Awaitable[T]], helpers: Iterable[asyncio.Future[Any]] = ()) -> list[T]:

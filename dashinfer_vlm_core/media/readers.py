@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .types import OpenVideo, Pixels, VideoInfo, VideoReader
-from .video import undecodable
+from .types import OpenVideo, Pixels, StopCheck, VideoInfo, VideoReader
+from .video import stack, undecodable
 
 if TYPE_CHECKING:
     from av.container import InputContainer
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # FFmpeg opens what a file refers to, if it can: these are the only containers it may take the bytes for, and nothing
 # else is opened.
 _CONTAINED = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts", "protocol_whitelist": "none"}
+_BATCH = 16  # frames that decord decodes in one call, during which nobody can stop it
 
 
 class PyAVReader:
@@ -31,6 +32,7 @@ class PyAVReader:
         return find_spec("av") is not None
 
     def open(self, data: bytes) -> OpenVideo:
+        _check_container(data)
         return _PyAVVideo(data)
 
 
@@ -47,6 +49,7 @@ class DecordReader:
         return find_spec("decord") is not None and find_spec("av") is not None
 
     def open(self, data: bytes) -> OpenVideo:
+        _check_container(data)
         return _DecordVideo(data)
 
 
@@ -60,15 +63,20 @@ class _PyAVVideo:
         with _opened(data) as container:
             self.info = _header(container)
 
-    def frames(self, indices: list[int]) -> Pixels:
-        wanted = set(indices)
+    def frames(self, indices: list[int], check_stop: StopCheck) -> Pixels:
         with _opened(self._data) as container:
             container.streams.video[0].thread_type = "AUTO"
-            decoded = zip(range(indices[-1] + 1), container.decode(video=0), strict=False)
-            found = [self._upright(frame) for i, frame in decoded if i in wanted]
+            found = stack(self._decoded(container, indices, check_stop), len(indices))
         if len(found) < len(indices):
             raise undecodable()
-        return np.stack(found)
+        return found
+
+    def _decoded(self, container: InputContainer, indices: list[int], check_stop: StopCheck) -> Iterator[Pixels]:
+        wanted = set(indices)
+        for i, frame in zip(range(indices[-1] + 1), container.decode(video=0), strict=False):
+            check_stop()
+            if i in wanted:
+                yield self._upright(frame)
 
     def _upright(self, frame: Any) -> Pixels:
         """A frame as shown; one that is not as large as the header said was not counted, and is refused."""
@@ -91,9 +99,27 @@ class _DecordVideo:
                 frames=len(self._video), fps=self._video.get_avg_fps(), width=header.width, height=header.height
             )
 
-    def frames(self, indices: list[int]) -> Pixels:
+    def frames(self, indices: list[int], check_stop: StopCheck) -> Pixels:
         with _decord_errors():
-            return np.asarray(self._video.get_batch(indices).asnumpy(), dtype=np.uint8)
+            return stack(self._decoded(indices, check_stop), len(indices))
+
+    def _decoded(self, indices: list[int], check_stop: StopCheck) -> Iterator[Pixels]:
+        for start in range(0, len(indices), _BATCH):
+            check_stop()
+            yield from self._video.get_batch(indices[start : start + _BATCH]).asnumpy()
+
+
+def _check_container(data: bytes) -> None:
+    """Refuse what does not begin as MP4/QuickTime, Matroska/WebM, AVI or MPEG-TS files do.
+
+    Decided before FFmpeg sees the bytes: it would also read playlists, which make it open the files and addresses they
+    list.
+    """
+    mp4 = data[4:8] in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
+    transport_stream = data[0:1] == b"G" and data[188:189] == b"G" and data[376:377] == b"G"
+    avi = data[:4] == b"RIFF" and data[8:12] == b"AVI "
+    if not (mp4 or transport_stream or avi or data[:4] == b"\x1a\x45\xdf\xa3"):
+        raise undecodable()
 
 
 def _header(container: InputContainer) -> VideoInfo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
@@ -35,7 +36,6 @@ class Clip:
     Attributes:
         frames: uint8 [frames, height, width, 3], at least one.
         part: where it stands in the request.
-        fps: frames per second after sampling; None where a list of frames came without a rate.
         min_pixels: least pixels of a frame after resizing that the request asks for.
         max_pixels: most pixels of a frame after resizing that the request asks for.
         total_pixels: most pixels of all frames together that the request asks for.
@@ -43,7 +43,6 @@ class Clip:
 
     frames: Pixels
     part: str
-    fps: float | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
     total_pixels: int | None = None
@@ -51,6 +50,9 @@ class Clip:
 
 Media: TypeAlias = Picture | Clip
 Kind: TypeAlias = Literal["image", "video"]
+
+StopCheck: TypeAlias = Callable[[], None]
+"""Called now and then by long work; raises once nobody waits for the result any more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,8 +78,12 @@ class OpenVideo(Protocol):
     @property
     def info(self) -> VideoInfo: ...
 
-    def frames(self, indices: list[int]) -> Pixels:
+    def frames(self, indices: list[int], check_stop: StopCheck) -> Pixels:
         """The frames at `indices` (ascending), as uint8 [len(indices), height, width, 3].
+
+        Args:
+            indices: of frames, from 0.
+            check_stop: to be called every few frames; let its error through.
 
         Raises:
             MediaUndecodable: the file ends early or is damaged.
@@ -86,6 +92,9 @@ class OpenVideo(Protocol):
 
 class VideoReader(Protocol):
     """Opens video files; a plugin registers one by `register_video_readers`.
+
+    It sees whatever bytes a request calls a video: a reader decides by them, before a library does, whether they are
+    of its formats. One that fails in another way than `MediaUndecodable` is named in the log, and the next is tried.
 
     Attributes:
         name: as listed by `dashinfer-vlm plugins`.

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from ..config import EngineConfig
-from ..errors import InvalidParameter, MediaTooLarge, MediaUndecodable, MissingDependency
+from ..errors import (
+    EngineError,
+    InvalidParameter,
+    MediaTooLarge,
+    MediaUndecodable,
+    MissingDependency,
+    RequestError,
+)
 from ..schema import MediaPart
-from .types import Clip, OpenVideo, Pixels, VideoInfo, VideoReader
+from .types import Clip, OpenVideo, Pixels, StopCheck, VideoInfo, VideoReader
 
 FRAME_FACTOR = 2
 CLIP_PICTURES = 16
 MAX_FPS = 240.0
+
+logger = logging.getLogger(__name__)
 
 
 def frame_count(total: int, fps: float, *, part: MediaPart, config: EngineConfig) -> int:
@@ -48,36 +57,48 @@ def frame_indices(total: int, count: int) -> list[int]:
     return [int(index) for index in np.linspace(0, total - 1, count).round()]
 
 
-def decode_clip(data: bytes, *, part: MediaPart, readers: Sequence[VideoReader], config: EngineConfig) -> Clip:
-    """Sample the frames of an encoded video, with the first of `readers` that can read it.
+def decode_clip(
+    data: bytes, *, part: MediaPart, readers: Sequence[VideoReader], config: EngineConfig, check_stop: StopCheck
+) -> Clip:
+    """The sampled frames of an encoded video, by the first of `readers` that can read it.
 
     Raises:
         MediaTooLarge: by its header the video is too long, or has too many pixels.
         MediaUndecodable: no reader can read it.
         InvalidParameter: `part.num_frames` does not fit the file.
     """
-    if not is_video(data):
-        raise undecodable(part.part)
     for reader in readers:
-        with suppress(MediaUndecodable):
-            return _sample(reader.open(data), part, config)
+        check_stop()
+        try:
+            return _sample(reader.open(data), part, config, check_stop)
+        except MediaUndecodable:
+            continue
+        except (RequestError, EngineError):
+            raise
+        except Exception:  # a library that is broken, or breaks on this file: another may read it
+            logger.warning("the video reader %r failed; the next one is tried", reader.name, exc_info=True)
     raise undecodable(part.part)
 
 
-def stack_frames(frames: Sequence[Pixels], part: MediaPart) -> Clip:
-    """A clip of decoded pictures, which must be of one size.
+def stack_frames(frames: Iterable[Pixels], count: int, part: MediaPart) -> Clip:
+    """A clip of `count` decoded pictures, which must be of one size.
 
     Raises:
         InvalidParameter: one is not; the error names it.
     """
-    for i, frame in enumerate(frames):
-        if frame.shape != frames[0].shape:
-            height, width, _ = frames[0].shape
-            raise InvalidParameter(
-                f"All frames of a video have one size, and the first has {width} x {height} pixels.",
-                param=frame_name(part, i),
-            )
-    return _clip(np.stack(frames), part.fps, part)
+    return _clip(stack(_of_one_size(frames, part), count), part)
+
+
+def stack(frames: Iterable[Pixels], count: int) -> Pixels:
+    """Frames of one size, up to `count`, in one array; each is copied into its place and let go, so that none is held
+    twice."""
+    stacked, filled = np.empty((0, 0, 0, 3), np.uint8), 0
+    for frame in frames:
+        if not filled:
+            stacked = np.empty((count, *frame.shape), np.uint8)
+        stacked[filled] = frame
+        filled += 1
+    return stacked[:filled]
 
 
 def frame_name(part: MediaPart, index: int) -> str:
@@ -116,30 +137,30 @@ def available(readers: Sequence[VideoReader]) -> tuple[VideoReader, ...]:
     return tuple(found)
 
 
-def is_video(data: bytes) -> bool:
-    """Whether the bytes begin as MP4/QuickTime, Matroska/WebM, AVI or MPEG-TS files do.
-
-    Decided before a library sees them: FFmpeg would also read playlists, which make it open the files and addresses
-    they list.
-    """
-    mp4 = data[4:8] in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
-    transport_stream = data[0:1] == b"G" and data[188:189] == b"G" and data[376:377] == b"G"
-    return mp4 or transport_stream or data[:4] == b"\x1a\x45\xdf\xa3" or (data[:4] == b"RIFF" and data[8:12] == b"AVI ")
-
-
 def undecodable(part: str | None = None) -> MediaUndecodable:
     return MediaUndecodable(
         "This is no whole video that can be read here; send H.264 in an MP4 file, or a list of frames.", param=part
     )
 
 
-def _sample(video: OpenVideo, part: MediaPart, config: EngineConfig) -> Clip:
+def _of_one_size(frames: Iterable[Pixels], part: MediaPart) -> Iterator[Pixels]:
+    shape: tuple[int, ...] | None = None
+    for i, frame in enumerate(frames):
+        shape = shape or frame.shape
+        if frame.shape != shape:
+            raise InvalidParameter(
+                f"All frames of a video have one size, and the first has {shape[1]} x {shape[0]} pixels.",
+                param=frame_name(part, i),
+            )
+        yield frame
+
+
+def _sample(video: OpenVideo, part: MediaPart, config: EngineConfig, check_stop: StopCheck) -> Clip:
     info = video.info
     _check_header(info, part, config)
     count = frame_count(info.frames, info.fps, part=part, config=config)
     check_total(count * info.height * info.width, part=part, config=config)
-    frames = video.frames(frame_indices(info.frames, count))
-    return _clip(frames, count / info.frames * info.fps, part)
+    return _clip(video.frames(frame_indices(info.frames, count), check_stop), part)
 
 
 def _check_header(info: VideoInfo, part: MediaPart, config: EngineConfig) -> None:
@@ -167,11 +188,10 @@ def _asked_count(asked: int, total: int, part: MediaPart, config: EngineConfig) 
     return count
 
 
-def _clip(frames: Pixels, fps: float | None, part: MediaPart) -> Clip:
+def _clip(frames: Pixels, part: MediaPart) -> Clip:
     return Clip(
         frames=frames,
         part=part.part,
-        fps=fps,
         min_pixels=part.min_pixels,
         max_pixels=part.max_pixels,
         total_pixels=part.total_pixels,

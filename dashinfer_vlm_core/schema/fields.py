@@ -21,6 +21,7 @@ NO_EFFECT = frozenset(
 NO_AUDIO = "These models neither hear nor speak: leave it out."
 _NO_TOOLS = "No tools are called here: leave it out, and describe in the prompt what you need."
 _NO_GRAMMAR = "Answers are free text: leave it out, and ask for the format in the prompt."
+_NO_MEDIA_OPTIONS = "Leave it out, and write `min_pixels`, `max_pixels` or `fps` beside the `url` of each part."
 _NO_TEMPLATE = "The chat template is the server's: leave it out."
 
 REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
@@ -44,6 +45,7 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
         "web_search_options": ((), "Nothing is searched here: leave it out."),
         # Other servers'. They would change the answer there, so that ignoring them here would deceive.
         "add_generation_prompt": ((True,), _NO_TEMPLATE),
+        "allowed_token_ids": ((), "Leave it out, and use `logit_bias` on the other tokens."),
         "bad_words": (([],), "Leave it out, and use `logit_bias` on their tokens."),
         "best_of": ((1,), "A request has one answer: leave it out."),
         "chat_template": ((), _NO_TEMPLATE),
@@ -56,10 +58,17 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
         "guided_regex": ((), _NO_GRAMMAR),
         "include_stop_str_in_output": ((False,), "The answer ends before the stop string: leave it out."),
         "length_penalty": ((1, 1.0), "It belongs to beam search, which is not done here: leave it out."),
+        "logits_processors": (([],), "No code of a request is run: leave it out."),
+        "media_io_kwargs": (({},), _NO_MEDIA_OPTIONS),
         "min_p": ((0, 0.0), "Leave it out, and use `top_p` or `top_k`."),
+        "mm_processor_kwargs": (({},), _NO_MEDIA_OPTIONS),
         "prompt_logprobs": ((), "Only tokens of the answer have log probabilities: leave it out, and use `logprobs`."),
         "skip_special_tokens": ((True,), "Special tokens are never shown: leave it out."),
         "structured_outputs": ((), _NO_GRAMMAR),
+        "truncate_prompt_tokens": (
+            (),
+            "Prompts are never cut short in silence: leave it out, and shorten the messages.",
+        ),
         "use_beam_search": ((False,), "Leave it out; at temperature 0 the likeliest token is taken."),
     }
 )

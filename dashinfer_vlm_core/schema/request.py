@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -82,6 +82,8 @@ class ChatRequest(Open):
                 OpenAI's notation, such as `messages[1].content[0].image_url.url`.
             UnsupportedParameter: a known field asks for what is not done here.
         """
+        if isinstance(data, Mapping) and not isinstance(data, dict):
+            data = dict(data)
         try:
             return cls.model_validate(data)
         except ValidationError as error:

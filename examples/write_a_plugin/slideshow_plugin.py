@@ -10,7 +10,7 @@ from PIL import Image, UnidentifiedImageError
 
 from dashinfer_vlm_core import hookimpl
 from dashinfer_vlm_core.errors import MediaUndecodable
-from dashinfer_vlm_core.media import VideoInfo
+from dashinfer_vlm_core.media import StopCheck, VideoInfo
 
 
 class Slideshow:
@@ -21,10 +21,11 @@ class Slideshow:
         seconds = (image.info.get("duration") or 100) / 1000
         self.info = VideoInfo(frames=image.n_frames, fps=1 / seconds, width=image.width, height=image.height)
 
-    def frames(self, indices: list[int]) -> np.ndarray:
-        return np.stack([self._frame(index) for index in indices])
+    def frames(self, indices: list[int], check_stop: StopCheck) -> np.ndarray:
+        return np.stack([self._frame(index, check_stop) for index in indices])
 
-    def _frame(self, index: int) -> np.ndarray:
+    def _frame(self, index: int, check_stop: StopCheck) -> np.ndarray:
+        check_stop()  # raises when the request was cancelled meanwhile
         self._image.seek(index)
         return np.asarray(self._image.convert("RGB"))
 

@@ -10,7 +10,7 @@ import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ import torch
 from dashinfer_vlm_demo import compose, drawing, labels, questions, tokenizer
 from dashinfer_vlm_demo.compose import Grid
 from dashinfer_vlm_demo.network import Batch
-from dashinfer_vlm_demo.questions import Question
+from dashinfer_vlm_demo.questions import Mention, Question
 from dashinfer_vlm_demo.sizes import FACTOR, PATCH
 
 ROWS, LENGTH = 10, 192
@@ -68,6 +68,14 @@ class Visual:
         return len(self.scenes) > 1
 
 
+class Mark(NamedTuple):
+    """Tokens of a row that are about one thing, and where the tokens of its picture or clip start."""
+
+    tokens: range
+    mention: Mention
+    start: int
+
+
 @dataclass(slots=True)
 class Row:
     """One row while it is written. Vision tokens are noted as -1 - (index among the row's own)."""
@@ -79,6 +87,9 @@ class Row:
     positions: list[np.ndarray] = field(default_factory=list)
     places: list[np.ndarray] = field(default_factory=list)
     owners: list[int] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    shown: dict[int, int] = field(default_factory=dict)
+    """Where each picture starts in this branch."""
     tasks: list[str] = field(default_factory=list)
     next: int = 0
     branch: int = 0
@@ -104,6 +115,7 @@ class Row:
         count = visual.steps * rows * columns
         if self.branch == 0:
             self.places.append(_places(shape, len(self.tokens), ordinal, visual.clip))
+        self.shown[ordinal] = len(self.tokens)
         self.tokens += range(-1 - first, -1 - first - count, -1)
         self.targets += [-100] * count
         self.owners += [-1] * count
@@ -118,10 +130,24 @@ class Row:
 
     def reply(self, question: Question, *, close: bool = False) -> None:
         self.write("<|im_end|>\n<|im_start|>assistant\n")
+        self._mark(question, len(self.tokens))
         self.write(f"{question.answer}<|im_end|>", learn=True)
         self.tasks.append(question.task)
         if close:
             self.write("\n<|im_start|>user\n")
+
+    def _mark(self, question: Question, start: int) -> None:
+        """Note what the tokens of the answer, which starts at `start`, have to look at: each is chosen one earlier."""
+        ids = encode(question.answer)
+        if question.about:
+            self.marks.append(self._mark_of(question.about, range(start - 1, start + len(ids))))
+        colours = [index for index, token in enumerate(ids) if token in _colour_tokens()]
+        for index, mention in zip(colours, question.named, strict=False):
+            # The article, the colour and the shape.
+            self.marks.append(self._mark_of(mention, range(start + index - 2, start + index + 1)))
+
+    def _mark_of(self, mention: Mention, tokens: range) -> Mark:
+        return Mark(tokens=tokens, mention=mention, start=self.shown[mention.picture])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +194,7 @@ def pack(stories: Sequence[Story], grid: Grid) -> Batch:
     targets, segments = np.full((count, LENGTH), -100), np.full((count, LENGTH), -1)
     positions = np.zeros((3, count, LENGTH), np.int64)
     owners, tasks = np.zeros((count, LENGTH), np.int64), []
+    pointed: list[tuple[int, int, np.ndarray]] = []
     places, seen = [np.zeros((0, 5), np.int64)], tokenizer.VOCABULARY
     for index, story in enumerate(stories):
         row = story.row
@@ -176,6 +203,7 @@ def pack(stories: Sequence[Story], grid: Grid) -> Batch:
         segments[index, : len(written)] = row.segments
         targets[index, : max(len(written) - 1, 0)] = row.targets[1:]
         owners[index, : max(len(written) - 1, 0)] = np.asarray(row.owners[1:], np.int64) + len(tasks)
+        pointed += _pointers(index, story)
         tasks += row.tasks
         if row.positions:
             positions[:, index, : len(written)] = np.concatenate(row.positions, axis=1)
@@ -191,9 +219,28 @@ def pack(stories: Sequence[Story], grid: Grid) -> Batch:
         grid=(2 * grid[0], 2 * grid[1]),
         cells=torch.from_numpy(_cells(visuals, grid)),
         places=torch.from_numpy(np.concatenate(places)),
+        pointers=torch.tensor([pointer[:2] for pointer in pointed], dtype=torch.int64).view(-1, 2),
+        spots=torch.from_numpy(np.stack([np.zeros(LENGTH, bool), *[pointer[2] for pointer in pointed]])[1:]),
         owners=torch.from_numpy(owners),
         tasks=tuple(tasks),
     )
+
+
+def _pointers(index: int, story: Story) -> list[tuple[int, int, np.ndarray]]:
+    """For every token of an answer about one thing: its row and index, and where that thing is seen."""
+    found = []
+    for tokens, mention, start in story.row.marks:
+        seen = _cells([story.visuals[mention.picture]], story.row.grid)[:, 0] == drawing.COLOURS.index(mention.colour)
+        spots = np.zeros(LENGTH, bool)
+        spots[start : start + len(seen)] = seen
+        if spots.any():
+            found += [(index, token, spots) for token in tokens]
+    return found
+
+
+@functools.cache
+def _colour_tokens() -> frozenset[int]:
+    return frozenset(token for colour in drawing.COLOURS for token in encode(f" {colour}"))
 
 
 def cut(frames: torch.Tensor) -> torch.Tensor:

@@ -56,6 +56,8 @@ class Learner:
     def __init__(self, sizes: Architecture, seed: int, *, averaging: bool = True) -> None:
         torch.manual_seed(seed)
         self.averaging = averaging
+        self.pointing = 0.0
+        """Weight of pointing at what is asked about."""
         self.network = Network(sizes, labels.CELLS, labels.PLACES)
         initialise(self.network)
         self.weights = {name: value.detach().clone() for name, value in self.network.named_parameters()}
@@ -105,15 +107,16 @@ class Learner:
         return loss
 
     def _answer_loss(self, batch: Batch, seen: Tensor, tally: Tally) -> Tensor:
-        hidden, halfway = self.network.read(batch, seen)
+        reading = self.network.read(batch, seen)
         kept = batch.targets != -100
-        logits, targets = self.network.logits(hidden), batch.targets[kept]
+        logits, targets = self.network.logits(reading.last), batch.targets[kept]
         answers = F.cross_entropy(logits, targets)
         tally.sums["answers"] += float(answers.detach())
         tally.grade(batch, kept, logits.argmax(-1) == targets)
-        looked = halfway[batch.places[:, 0], batch.places[:, 1]]
+        looked = reading.halfway[batch.places[:, 0], batch.places[:, 1]]
         looked = looked * torch.rsqrt(looked.float().pow(2).mean(-1, keepdim=True) + 1e-6).to(looked.dtype)
-        return answers + PLACE_WEIGHT * self._label_loss("places", looked, batch.places[:, 2:])
+        places = PLACE_WEIGHT * self._label_loss("places", looked, batch.places[:, 2:])
+        return answers + places + self.pointing * _pointing_loss(batch, reading.pointing, tally)
 
     def _label_loss(self, head: str, vectors: Tensor, wanted: Tensor) -> Tensor:
         """Sum over the labels of a head; a label that nothing in the batch has counts zero."""
@@ -157,3 +160,12 @@ class Learner:
         if self.averaging:
             self.average = {name: value.clone() for name, value in state["average"].items()}
         self.optimizer.load_state_dict(state["optimizer"])
+
+
+def _pointing_loss(batch: Batch, attended: Tensor, tally: Tally) -> Tensor:
+    """How far attention is from the things that are asked about."""
+    if not len(batch.pointers):
+        return torch.zeros(())
+    shares = (attended[batch.pointers[:, 0], batch.pointers[:, 1]].float() * batch.spots).sum(-1)
+    tally.sums["pointed"] += float(shares.detach().mean())
+    return -(shares + 1e-4).log().mean()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from dashinfer_vlm_demo import vocabulary
 from dashinfer_vlm_demo.compose import CENTRE_MARGIN, Clip
@@ -24,6 +25,13 @@ DIAGONAL = 1.6
 """One thing is beside (above) another when it is this many times farther along that axis than along the other."""
 
 
+class Mention(NamedTuple):
+    """A thing by its colour, which is unique in a scene, and the number of its picture, from 0."""
+
+    colour: str
+    picture: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """What is asked, what is true, and the task that it belongs to."""
@@ -31,6 +39,10 @@ class Question:
     text: str
     answer: str
     task: str
+    about: Mention | None = None
+    """The one thing that it is about, if it is about one."""
+    named: tuple[Mention, ...] = ()
+    """All things that the answer names, in its order."""
 
 
 Asker = Callable[[random.Random, Scene], "Question | None"]
@@ -139,7 +151,7 @@ def describe(rng: random.Random, scene: Scene) -> Question | None:
         return None
     task = ("empty", "describe_one", "describe_two", "list")[min(count, 3)]
     forms = _LIST if count > 2 and rng.random() < 0.4 else _DESCRIBE
-    return _question(rng, task, forms, answer)
+    return _naming(_question(rng, task, forms, answer), [0])
 
 
 def description(scene: Scene) -> str | None:
@@ -169,14 +181,23 @@ def colour(rng: random.Random, scene: Scene) -> Question | None:
     thing = _only_of_its_shape(rng, scene)
     if thing is None:
         return None
-    return _question(rng, "colour", _COLOUR, f"The {thing.shape} is {thing.colour}.", shape=thing.shape)
+    return _question(
+        rng, "colour", _COLOUR, f"The {thing.shape} is {thing.colour}.", Mention(thing.colour), shape=thing.shape
+    )
 
 
 def shape(rng: random.Random, scene: Scene) -> Question | None:
     if not scene.things:
         return None
     thing = rng.choice(scene.things)
-    return _question(rng, "shape", _SHAPE, f"The {thing.colour} shape is a {thing.shape}.", colour=thing.colour)
+    return _question(
+        rng,
+        "shape",
+        _SHAPE,
+        f"The {thing.colour} shape is a {thing.shape}.",
+        Mention(thing.colour),
+        colour=thing.colour,
+    )
 
 
 def in_corner(rng: random.Random, scene: Scene) -> Question | None:
@@ -189,8 +210,9 @@ def in_corner(rng: random.Random, scene: Scene) -> Question | None:
         asked = rng.choice([place for place in corners if place is not None])
         if corners.count(asked) > 1:
             return None
-    answer = _sentence(name(scene.things[corners.index(asked)])) if asked in corners else "Nothing."
-    return _question(rng, "corner", _CORNER, answer, corner=asked)
+    found = scene.things[corners.index(asked)] if asked in corners else None
+    answer = _sentence(name(found)) if found else "Nothing."
+    return _question(rng, "corner", _CORNER, answer, found and Mention(found.colour), corner=asked)
 
 
 def where(rng: random.Random, scene: Scene) -> Question | None:
@@ -200,7 +222,9 @@ def where(rng: random.Random, scene: Scene) -> Question | None:
     thing = rng.choice(placed)
     unique = sum(other.shape == thing.shape for other in scene.things) == 1
     words = thing.shape if unique and rng.random() < 0.6 else f"{thing.colour} {thing.shape}"
-    return _question(rng, "where", _WHERE, f"The {words} is in the {corner(scene, thing)}.", thing=words)
+    return _question(
+        rng, "where", _WHERE, f"The {words} is in the {corner(scene, thing)}.", Mention(thing.colour), thing=words
+    )
 
 
 def side(rng: random.Random, scene: Scene) -> Question | None:
@@ -215,7 +239,7 @@ def side(rng: random.Random, scene: Scene) -> Question | None:
     gap = abs(ordered[0].x - ordered[1].x) if level else abs(ordered[0].y - ordered[1].y)
     if gap < SIDE_MARGIN * length:
         return None
-    return _question(rng, "side", _SIDE, _sentence(name(ordered[0])), side=_SIDES[asked])
+    return _question(rng, "side", _SIDE, _sentence(name(ordered[0])), Mention(ordered[0].colour), side=_SIDES[asked])
 
 
 def exists(rng: random.Random, scene: Scene) -> Question | None:
@@ -227,7 +251,9 @@ def exists(rng: random.Random, scene: Scene) -> Question | None:
         if kind == "shape" and sum(other.shape == thing.shape for other in seen) > 1:
             return None
         words = {"shape": thing.shape, "colour": f"{thing.colour} shape", "both": f"{thing.colour} {thing.shape}"}[kind]
-        return _question(rng, "exists", _EXISTS, f"Yes, there is {name(thing)}.", thing=with_article(words))
+        return _question(
+            rng, "exists", _EXISTS, f"Yes, there is {name(thing)}.", Mention(thing.colour), thing=with_article(words)
+        )
     shapes, colours = {thing.shape for thing in seen}, {thing.colour for thing in seen}
     other_shape = rng.choice([word for word in SHAPES if word not in shapes])
     other_colour = rng.choice([word for word in COLOURS if word not in colours])
@@ -282,7 +308,7 @@ def nth(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
     answer = description(scenes[index])
     if answer is None or len(scenes[index].things) > 2:
         return None
-    return _question(rng, "nth", _NTH, answer, **_ordinal(rng, index, len(scenes)))
+    return _naming(_question(rng, "nth", _NTH, answer, **_ordinal(rng, index, len(scenes))), [index])
 
 
 def which(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
@@ -303,15 +329,18 @@ def which(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
     if shared:
         return None
     asked = rng.choice((f"the {words}", with_article(words)))
-    return _question(rng, "which", _WHICH, f"The {ORDINALS[index]} picture.", thing=asked)
+    return _question(rng, "which", _WHICH, f"The {ORDINALS[index]} picture.", Mention(thing.colour, index), thing=asked)
 
 
 def nth_colour(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
     index = rng.randrange(len(scenes))
     if len(scenes[index].things) != 1:
         return None
-    answer = f"It is {scenes[index].things[0].colour}."
-    return _question(rng, "nth_colour", _NTH_COLOUR, answer, **_ordinal(rng, index, len(scenes)))
+    (thing,) = scenes[index].things
+    answer = f"It is {thing.colour}."
+    return _question(
+        rng, "nth_colour", _NTH_COLOUR, answer, Mention(thing.colour, index), **_ordinal(rng, index, len(scenes))
+    )
 
 
 def changed(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
@@ -331,7 +360,7 @@ def changed(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
         return None
     else:
         answer = f"The {old.shape} changed from {old.colour} to {new.colour}."
-    return _question(rng, "changed", _CHANGED, answer)
+    return _question(rng, "changed", _CHANGED, answer, Mention(new.colour, 1))
 
 
 def each(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
@@ -339,7 +368,7 @@ def each(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
     if any(len(scene.things) != 1 for scene in scenes):
         return None
     answer = _sentence("first " + ", then ".join(name(scene.things[0]) for scene in scenes))
-    return _question(rng, "each", _EACH, answer)
+    return _naming(_question(rng, "each", _EACH, answer), range(len(scenes)))
 
 
 def pictures(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
@@ -353,7 +382,8 @@ def motion(rng: random.Random, clip: Clip) -> Question | None:
     if clip.recoloured and rng.random() < 0.7:
         return None
     words = rng.choice((thing.shape, "shape" if len(clip.scenes[0].things) == 1 else thing.shape))
-    return _question(rng, "motion", _MOTION, f"It {movement(clip)}.", thing=words)
+    about = None if clip.recoloured else Mention(thing.colour)
+    return _question(rng, "motion", _MOTION, f"It {movement(clip)}.", about, thing=words)
 
 
 def clip_description(rng: random.Random, clip: Clip) -> Question | None:
@@ -362,7 +392,7 @@ def clip_description(rng: random.Random, clip: Clip) -> Question | None:
     thing = clip.scenes[0].things[0]
     if clip.recoloured:
         return _question(rng, "recolour", _CLIP, _recolouring(clip))
-    return _question(rng, "clip", _CLIP, _sentence(f"{name(thing)} {movement(clip)}"))
+    return _question(rng, "clip", _CLIP, _sentence(f"{name(thing)} {movement(clip)}"), Mention(thing.colour))
 
 
 def recolour(rng: random.Random, clip: Clip) -> Question | None:
@@ -379,7 +409,7 @@ def clip_colour(rng: random.Random, clip: Clip) -> Question | None:
     if clip.recoloured:
         return None
     question = colour(rng, clip.scenes[0])
-    return question and Question(text=question.text, answer=question.answer, task="clip_colour")
+    return question and replace(question, task="clip_colour")
 
 
 def movement(clip: Clip) -> str:
@@ -429,9 +459,20 @@ def _sentence(words: str) -> str:
     return f"{words[0].upper()}{words[1:]}."
 
 
-def _question(rng: random.Random, task: str, forms: Sequence[str], answer: str, **words: str) -> Question:
+def _question(
+    rng: random.Random, task: str, forms: Sequence[str], answer: str, about: Mention | None = None, /, **words: str
+) -> Question:
     picture = rng.choice(("picture", "image", "picture", "image", "photo"))
-    return Question(text=_vary(rng, rng.choice(forms).format(picture=picture, **words)), answer=answer, task=task)
+    text = _vary(rng, rng.choice(forms).format(picture=picture, **words))
+    return Question(text=text, answer=answer, task=task, about=about)
+
+
+def _naming(question: Question, pictures: Sequence[int]) -> Question:
+    """The question with what its answer names: the colours in it, from the pictures in turn or all from the last."""
+    words = [word.strip(".,") for word in question.answer.split()]
+    colours = [word for word in words if word in COLOURS]
+    places = [*pictures, *[pictures[-1]] * len(colours)]
+    return replace(question, named=tuple(Mention(*pair) for pair in zip(colours, places, strict=False)))
 
 
 def _vary(rng: random.Random, text: str) -> str:

@@ -41,6 +41,10 @@ class Stage:
     batches: int
     """Batches per step."""
     mix: batches.Mix = field(default_factory=batches.Mix)
+    pointing: float = 0.0
+    """Weight of attending to what is asked about."""
+    rope_theta: float | None = None
+    """Base of the rotary frequencies in this stage, where it is not yet the model's own."""
     sight_only: bool = False
 
     def rate_at(self, step: int) -> float:
@@ -68,12 +72,26 @@ class Plan:
 
 # Small talk is learnt first and several pictures last.
 FOCUS = batches.Mix(pictures=9, sets=6, clips=5, text=0.7, more={questions.absent: 1.5, questions.outside: 0.6})
+# To find a thing by the word for its colour or its shape does not come by itself: long after everything about a single
+# thing is known, every one of several things is still as likely to be taken.
+FIND = batches.Mix(
+    pictures=20, sets=1.5, clips=1.5, text=0.3,
+    more={
+        questions.colour: 7, questions.shape: 7, questions.where: 1.2, questions.exists: 1.5, questions.count: 0.3,
+        questions.in_corner: 0.3, questions.side: 0.3, questions.describe: 0.4, questions.outside: 0.3,
+    },
+)  # fmt: skip
 PLAN = Plan(
     stages=(
         Stage(name="see", steps=2200, rate=1.5e-3, warmup=100, cooldown=0.3, final=0.4, batches=2, sight_only=True),
-        Stage(name="start", steps=800, rate=1.0e-3, warmup=150, batches=4),
-        Stage(name="learn", steps=250, rate=1.5e-3, batches=4, mix=FOCUS),
-        Stage(name="settle", steps=1500, rate=1.0e-3, cooldown=1.0, batches=4, mix=FOCUS),
+        Stage(name="start", steps=800, rate=1.0e-3, warmup=150, batches=4, rope_theta=10),
+        Stage(name="learn", steps=250, rate=1.5e-3, batches=4, mix=FOCUS, rope_theta=10),
+        Stage(name="turn", steps=250, rate=1.0e-3, cooldown=1.0, final=0.825, batches=4, mix=FOCUS),
+        Stage(name="practise", steps=250, rate=1.0e-3, cooldown=1.0, final=0.889, batches=2, mix=FOCUS),
+        Stage(name="find", steps=250, rate=1.0e-3, batches=2, mix=FIND),
+        Stage(name="point", steps=250, rate=1.0e-3, batches=2, mix=FIND, pointing=0.2),
+        Stage(name="spread", steps=250, rate=1.0e-3, cooldown=1.0, final=0.804, batches=2, mix=FOCUS, pointing=0.1),
+        Stage(name="settle", steps=1100, rate=1.0e-3, cooldown=1.0, batches=2, mix=FOCUS, pointing=0.2),
     )
 )
 
@@ -134,6 +152,8 @@ def _train(rank: int, plan: Plan, conduct: Conduct) -> None:
             if step == first and _begins(plan, stage):
                 learner.begin(stage.sight_only)
             rate = stage.rate_at(step - first)
+            learner.pointing = stage.pointing
+            learner.network.model.theta = stage.rope_theta or plan.sizes.rope_theta
             own = [make_batch(plan, stage, step, number) for number in range(rank, stage.batches, conduct.processes)]
             learner.learn(own, stage.batches, rate, reporter.tally)
             if rank == 0:
@@ -186,6 +206,7 @@ class Reporter:
         print(
             f"{stage} step {step} rate {rate:.1e} loss {self.tally.mean('loss'):.3f} "
             f"answers {self.tally.mean('answers'):.4f} cells {self.tally.mean('cells'):.2f} "
+            f"pointed {self.tally.mean('pointed'):.2f} "
             f"{pace:.2f} s/step, {(now - self.started) / 60:.1f} min done, {left:.0f} min left",
             flush=True,
         )

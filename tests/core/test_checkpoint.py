@@ -78,7 +78,14 @@ def hub(tiny_checkpoint, tmp_path):
 
 def find(name, home, endpoint):
     """In a process of its own: the hub's client reads its address when it is imported."""
-    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_XET": "1",
+        "NO_PROXY": "127.0.0.1",
+        "no_proxy": "127.0.0.1",  # where both are set, the small letters win
+    }
     return subprocess.run(
         [sys.executable, "-c", FIND, name], capture_output=True, text=True, env=environment, check=False, timeout=60
     )
@@ -99,6 +106,7 @@ def test_what_is_neither_name_nor_folder_nor_hub_id_is_explained(name):
     assert caught.value.param == "model"
 
 
+@pytest.mark.slow
 def test_a_hub_id_is_downloaded_once_and_then_found_without_the_hub(hub, tmp_path, tiny_checkpoint):
     endpoint = f"http://127.0.0.1:{hub.server_port}"
     first = find("maker/tiny", tmp_path, endpoint)
@@ -118,12 +126,14 @@ def test_a_hub_id_is_downloaded_once_and_then_found_without_the_hub(hub, tmp_pat
     assert Path(find("maker/tiny", tmp_path, endpoint).stdout.strip()) == folder
 
 
+@pytest.mark.slow
 def test_a_missing_repository_is_explained(hub, tmp_path):
     result = find("maker/none", tmp_path, f"http://127.0.0.1:{hub.server_port}")
     assert result.returncode == 1
     assert "The hub has no model 'maker/none', or it is private" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_hub_out_of_reach_is_explained(tmp_path):
     result = find("maker/tiny", tmp_path, "http://127.0.0.1:9")
     assert result.returncode == 1

@@ -4,10 +4,12 @@ import asyncio
 import logging
 import threading
 import time
+from types import MappingProxyType
 
 import pytest
+from openai.types.chat import ChatCompletion
 
-from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core import Engine, EngineConfig, hookimpl
 from dashinfer_vlm_core.engine import choose_decoder
 from dashinfer_vlm_core.errors import (
     CheckpointError,
@@ -22,13 +24,13 @@ from dashinfer_vlm_core.errors import (
     SetupError,
     UnsupportedParameter,
 )
-from dashinfer_vlm_core.plugins import Registry
+from dashinfer_vlm_core.plugins import Registry, load_plugins
 from dashinfer_vlm_core.sampling import SAMPLING_PARAMETERS
 from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
-from tests.conversations import as_openai, picture, user
+from tests.conversations import as_openai, data_url, picture, user
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
-LONG = "A long answer that goes on and on and on. " * 5
+LONG = "A long answer that goes on and on and on. " * 20
 
 
 @pytest.fixture
@@ -136,6 +138,9 @@ def test_a_folder_is_named_by_its_last_part(scripted, tiny_checkpoint):
         ({"logit_bias": {"320": 1}}, InvalidParameter, "logit_bias"),
         ({"stop_token_ids": [320]}, InvalidParameter, "stop_token_ids"),
         ({"max_tokens": 5000}, ContextLengthExceeded, "max_tokens"),
+        ({"max_completion_tokens": 5000}, ContextLengthExceeded, "max_completion_tokens"),
+        ({"min_tokens": 3000}, InvalidParameter, "min_tokens"),
+        ({"min_tokens": 1, "stop_token_ids": list(range(320))}, InvalidParameter, "stop_token_ids"),
         ({"messages": as_openai([{"role": "user", "content": "x" * 5000}])}, ContextLengthExceeded, "messages"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}]},
@@ -182,7 +187,7 @@ def test_what_nobody_foresaw_is_logged_and_not_leaked(scripted, caplog, streamed
 
 
 def test_cancelling_a_caller_frees_its_request(scripted):
-    engine, script = scripted(LONG, delay=0.01)
+    engine, script = scripted(LONG, delay=0.05)
 
     async def cancel():
         task = asyncio.create_task(engine.achat(HELLO))
@@ -192,11 +197,11 @@ def test_cancelling_a_caller_frees_its_request(scripted):
             await task
 
     asyncio.run(cancel())
-    until(lambda: script.running == 0, seconds=1)
+    until(lambda: script.running == 0, seconds=10)
 
 
 def test_leaving_an_async_stream_frees_its_request(scripted):
-    engine, script = scripted(LONG, delay=0.01)
+    engine, script = scripted(LONG, delay=0.05)
 
     async def leave():
         stream = engine.astream(HELLO)
@@ -207,15 +212,15 @@ def test_leaving_an_async_stream_frees_its_request(scripted):
         await stream.aclose()
 
     asyncio.run(leave())
-    until(lambda: script.running == 0, seconds=1)
+    until(lambda: script.running == 0, seconds=10)
 
 
 def test_leaving_a_sync_stream_frees_its_request(scripted):
-    engine, script = scripted(LONG, delay=0.01)
+    engine, script = scripted(LONG, delay=0.05)
     stream = engine.stream(HELLO)
     next(stream)
     stream.close()
-    until(lambda: script.running == 0, seconds=1)
+    until(lambda: script.running == 0, seconds=10)
 
 
 def test_a_stop_string_frees_the_decoder_before_its_answer_ends(scripted):
@@ -228,7 +233,7 @@ def test_a_stop_string_frees_the_decoder_before_its_answer_ends(scripted):
 
 @pytest.mark.parametrize("way", ["chat", "stream"])
 def test_closing_ends_running_requests_with_an_error(scripted, way):
-    engine, script = scripted(LONG, delay=0.01)
+    engine, script = scripted(LONG, delay=0.05)
     caught = []
 
     def ask():
@@ -244,6 +249,44 @@ def test_closing_ends_running_requests_with_an_error(scripted, way):
     thread.join(5)
     assert len(caught) == 1
     assert script.running == 0
+
+
+def test_closing_while_pictures_are_decoded_ends_every_request_with_the_same_error(scripted):
+    engine, _ = scripted("ok")
+    parts = [{"type": "image_url", "image_url": {"url": data_url(picture(seed, 900, 900))}} for seed in range(8)]
+    request = {"messages": [{"role": "user", "content": parts}], "max_tokens": 5}
+    outcomes = []
+
+    def ask():
+        try:
+            outcomes.append(engine.chat(request))
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the test looks at it
+            outcomes.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    engine.close()
+    for thread in threads:
+        thread.join(30)
+    assert len(outcomes) == 6
+    assert {type(outcome) for outcome in outcomes} <= {EngineClosed, ChatCompletion}
+    assert EngineClosed in {type(outcome) for outcome in outcomes}
+
+
+def test_more_requests_than_may_wait_are_refused_before_any_work(scripted):
+    engine, script = scripted(LONG, delay=0.02, max_batch_size=1, max_waiting=1)
+    streams = [engine.stream(HELLO) for _ in range(2)]
+    for stream in streams:
+        next(stream)
+    with pytest.raises(QueueFull, match="2 requests are served or wait already"):
+        engine.chat({"messages": as_openai([user("x", picture(1))])})
+    assert len(script.requests) == 2
+    for stream in streams:
+        stream.close()
+    until(lambda: script.running == 0)
+    assert engine.chat({**HELLO, "max_tokens": 3}).usage.completion_tokens == 3
 
 
 def test_an_engine_that_is_not_running_says_how_to_start_it(tiny_checkpoint):
@@ -266,7 +309,7 @@ def test_starting_and_closing_twice_is_allowed_and_it_starts_again(tiny_checkpoi
         assert engine.chat(HELLO).choices[0].message.content == "ok"
         engine.close()
         engine.close()
-    assert not [thread for thread in threading.enumerate() if "dashinfer" in thread.name]
+    until(lambda: not [thread for thread in threading.enumerate() if "dashinfer" in thread.name])
 
 
 def test_it_is_an_async_context_manager(tiny_checkpoint):
@@ -293,6 +336,45 @@ def test_a_wrong_set_up_is_named_and_leaves_no_thread(tiny_checkpoint, options, 
         engine.start()
     assert engine.status().state == "closed"
     assert not [thread for thread in threading.enumerate() if "dashinfer" in thread.name]
+
+
+def test_pictures_that_no_context_could_hold_are_refused_unresized(scripted):
+    engine, _ = scripted("ok", max_model_len=64)
+    with pytest.raises(ContextLengthExceeded, match="The pictures and videos have at least 64 tokens") as caught:
+        engine.chat({"messages": as_openai([user(*[picture(seed) for seed in range(4)], "?")])})
+    assert caught.value.param == "messages"
+
+
+def test_a_mapping_of_any_kind_is_a_request(scripted):
+    engine, _ = scripted("ok")
+    assert engine.chat(MappingProxyType(HELLO)).choices[0].message.content == "ok"
+
+
+def test_a_failed_start_leaves_nothing_behind(tiny_checkpoint):
+    """The decoder runs already when the next room refuses: it is closed again."""
+    before = set(threading.enumerate())
+    with pytest.raises(SetupError):
+        Engine(EngineConfig(model=str(tiny_checkpoint), min_pixels=10_000_000)).start()
+    until(lambda: set(threading.enumerate()) <= before)
+
+
+def test_a_decoder_that_fails_at_being_asked_is_passed_over(tiny_checkpoint, caplog):
+    class Broken:
+        name = "broken"
+
+        @hookimpl
+        def register_decoders(self, register):
+            register(self)
+
+        def fitness(self, spec, config):
+            raise RuntimeError("no driver")
+
+    registry = load_plugins()
+    registry.add_plugin(Broken(), name="broken")
+    with Engine(EngineConfig(model=str(tiny_checkpoint)), registry=registry) as engine:
+        assert engine.status().decoder == "torch"
+    with pytest.raises(SetupError, match="broken: it failed when it was asked: no driver"):
+        Engine(EngineConfig(model=str(tiny_checkpoint), decoder="broken"), registry=registry).start()
 
 
 def test_a_folder_that_is_no_checkpoint_is_named(tmp_path):

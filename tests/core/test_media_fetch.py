@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import socket
 import ssl
 import threading
 import time
@@ -14,7 +15,7 @@ import pytest
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import MediaError, MediaRefused, MediaTooLarge, MediaUnreachable
-from dashinfer_vlm_core.media.address import check_url, is_public
+from dashinfer_vlm_core.media.address import RESOLVER_THREADS, check_url, is_public
 from dashinfer_vlm_core.media.fetch import Fetcher, direct_transport
 from tests.web import body, raw, redirect, serve
 
@@ -444,6 +445,34 @@ def test_a_resolver_that_hangs_ends_with_the_timeout():
     config = EngineConfig(allow_private_addresses=True, image_fetch_timeout=0.1)
     with pytest.raises(MediaUnreachable):
         fetch("http://good.example/", config, resolve=hang)
+
+
+def test_slow_names_have_threads_of_their_own_and_the_timeout_of_the_fetch(monkeypatch):
+    found, threads = threading.Event(), []
+
+    def slow(*arguments, **options):
+        threads.append(threading.current_thread().name)
+        found.wait(10)
+        raise OSError
+
+    async def run():
+        fetcher = Fetcher(EngineConfig(image_fetch_timeout=0.3, max_fetches=40))
+        url = check_url("http://good.example/", part=PART, config=WORLD)
+        slow_ones = [asyncio.ensure_future(fetcher.get(url, kind="image", part=PART)) for _ in range(40)]
+        await asyncio.sleep(0.1)
+        await asyncio.wait_for(asyncio.to_thread(lambda: None), 1)  # the event loop's own threads are free
+        errors = await asyncio.gather(*slow_ones, return_exceptions=True)
+        await asyncio.wait_for(fetcher.close(), 1)
+        return errors
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    try:
+        errors = asyncio.run(run())
+    finally:
+        found.set()
+    assert {type(error) for error in errors} == {MediaUnreachable}
+    assert len(threads) == RESOLVER_THREADS, "what timed out in the queue is never looked up"
+    assert all(name.startswith("dashinfer-vlm-names") for name in threads)
 
 
 @pytest.mark.parametrize("table", [{}, {"good.example": [[]]}])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import (
+    EngineClosed,
     InvalidParameter,
     MediaError,
     MediaRefused,
@@ -20,10 +23,12 @@ from dashinfer_vlm_core.errors import (
     MissingDependency,
     UnsupportedParameter,
 )
-from dashinfer_vlm_core.media import READERS, Clip, MediaLoader, Picture
+from dashinfer_vlm_core.media import READERS, Clip, MediaLoader, Picture, VideoInfo
 from dashinfer_vlm_core.schema import MediaPart
 from tests.samples import data_url, encode, movie, noise, picture_url
 from tests.web import body, serve
+
+THREADS = max(2, os.cpu_count() or 2)
 
 
 def image(url, index=0, **options):
@@ -34,11 +39,15 @@ def video(url, index=0, **options):
     return MediaPart(kind="video", part=f"messages[0].content[{index}]", url=url, **options)
 
 
-def load(*parts, readers=READERS, **options):
+def whole(media):
+    return media
+
+
+def load(*parts, readers=READERS, then=whole, **options):
     async def run():
         loader = MediaLoader(EngineConfig(**{"allow_private_addresses": True} | options), readers)
         try:
-            return await loader.load(parts)
+            return await loader.load(parts, then)
         finally:
             await loader.close()
 
@@ -88,12 +97,12 @@ def test_equal_sources_are_fetched_once():
 def test_options_of_a_part_travel_with_its_media():
     picture, clip = load(
         image(picture_url(), 0, min_pixels=1, max_pixels=2),
-        video((picture_url(), picture_url()), 1, min_pixels=3, max_pixels=4, total_pixels=5, fps=6.0),
+        video((picture_url(), picture_url()), 1, min_pixels=3, max_pixels=4, total_pixels=5),
     )
     assert isinstance(picture, Picture)
     assert (picture.min_pixels, picture.max_pixels) == (1, 2)
     assert isinstance(clip, Clip)
-    assert (clip.min_pixels, clip.max_pixels, clip.total_pixels, clip.fps) == (3, 4, 5, 6.0)
+    assert (clip.min_pixels, clip.max_pixels, clip.total_pixels) == (3, 4, 5)
 
 
 def test_a_video_file_comes_from_a_data_url_a_web_address_or_a_folder(tmp_path):
@@ -103,7 +112,6 @@ def test_a_video_file_comes_from_a_data_url_a_web_address_or_a_folder(tmp_path):
         urls = [data_url(data, "video/mp4"), web.url("/movie.mp4"), "movie.mp4"]
         clips = load(*(video(url, i) for i, url in enumerate(urls)), allowed_local_media_path=tmp_path)
     for clip in clips:
-        assert clip.fps == 2.0
         np.testing.assert_array_equal(clip.frames, clips[0].frames)
     assert clips[0].frames.shape == (6, 48, 64, 3)
 
@@ -111,9 +119,8 @@ def test_a_video_file_comes_from_a_data_url_a_web_address_or_a_folder(tmp_path):
 def test_a_list_of_frames_equals_a_file_of_these_frames():
     from_file = load(video(data_url(movie(12, container="avi"), "video/avi"), num_frames=4))[0]
     urls = tuple(data_url(encode(frame)) for frame in from_file.frames)
-    from_list = load(video(urls, fps=from_file.fps))[0]
+    from_list = load(video(urls))[0]
     np.testing.assert_array_equal(from_list.frames, from_file.frames)
-    assert from_list.fps == from_file.fps
 
 
 @pytest.mark.parametrize(
@@ -126,6 +133,7 @@ def test_a_list_of_frames_equals_a_file_of_these_frames():
         (video((), 1), InvalidParameter, "messages[0].content[1].video_url.url"),
         (video((picture_url(),) * 9, 1), InvalidParameter, "messages[0].content[1].video_url.url"),
         (video((picture_url(), "ftp://x/"), 1), MediaRefused, "messages[0].content[1].video_url.url[1]"),
+        (video((picture_url(),), 1, fps=2.0), UnsupportedParameter, "messages[0].content[1].video_url.fps"),
         (video((picture_url(),), 1, num_frames=4), UnsupportedParameter, "messages[0].content[1].video_url.num_frames"),
     ],
 )
@@ -203,14 +211,14 @@ def test_cancelling_a_request_closes_its_connections_and_the_next_request_works(
 
     async def run(web):
         loader = MediaLoader(EngineConfig(allow_private_addresses=True, max_fetches=1), READERS)
-        task = asyncio.ensure_future(loader.load([image(web.url("/hold"), i) for i in range(2)]))
+        task = asyncio.ensure_future(loader.load([image(web.url("/hold"), i) for i in range(2)], whole))
         assert await asyncio.to_thread(arrived.wait, 2)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert await asyncio.to_thread(left.wait, 2)
         assert len(asyncio.all_tasks()) == 1
-        media = await loader.load([image(web.url("/good"))])
+        media = await loader.load([image(web.url("/good"))], whole)
         await loader.close()
         return media
 
@@ -223,7 +231,7 @@ def test_decoding_does_not_block_the_event_loop():
 
     async def run():
         loader = MediaLoader(EngineConfig(), READERS)
-        task = asyncio.ensure_future(loader.load([image(big, i) for i in range(3)]))
+        task = asyncio.ensure_future(loader.load([image(big, i) for i in range(3)], whole))
         longest = 0.0
         while not task.done():
             before = time.monotonic()
@@ -246,3 +254,175 @@ def test_errors_name_the_part_and_nothing_of_the_machine(tmp_path):
             assert caught.value.param == "messages[0].content[7]"
             assert str(tmp_path) not in caught.value.message
             assert "127.0.0.1" not in caught.value.message
+
+
+def test_no_more_items_are_held_at_full_size_than_there_are_threads():
+    decoded, most = [], []
+
+    def shrink(media):
+        decoded.append(weakref.ref(media.pixels))
+        most.append(sum(pixels() is not None for pixels in decoded))
+        return media.part
+
+    parts = [image(picture_url(seed=i), i) for i in range(THREADS + 8)]
+    assert load(*parts, then=shrink, max_pictures=len(parts)) == tuple(part.part for part in parts)
+    assert len(decoded) == len(parts)
+    assert max(most) <= THREADS
+
+
+def test_what_is_made_of_the_media_may_fail_the_request():
+    def refuse(media):
+        raise InvalidParameter("not this one", param=media.part)
+
+    with pytest.raises(InvalidParameter) as caught:
+        load(image(picture_url(), 3), then=refuse)
+    assert caught.value.param == "messages[0].content[3]"
+
+
+class Endless:
+    """A reader of a film that is decoded for as long as somebody waits for it."""
+
+    name, priority = "endless", 99
+
+    def __init__(self):
+        self.info = VideoInfo(frames=100, fps=10.0, width=4, height=4)
+        self.opened, self.started, self.stopped = 0, threading.Semaphore(0), threading.Semaphore(0)
+
+    def available(self):
+        return True
+
+    def open(self, data):
+        self.opened += 1
+        return self
+
+    def frames(self, indices, check_stop):
+        self.started.release()
+        try:
+            for _ in range(2000):
+                check_stop()
+                time.sleep(0.005)
+        finally:
+            self.stopped.release()
+        return np.zeros((len(indices), 4, 4, 3), np.uint8)
+
+
+async def reached(semaphore, times):
+    for _ in range(times):
+        assert await asyncio.to_thread(semaphore.acquire, timeout=5)
+
+
+def test_a_cancelled_request_stops_decoding_and_what_it_had_queued_never_runs():
+    reader, made = Endless(), []
+
+    async def run():
+        loader = MediaLoader(EngineConfig(), [reader])
+        films = [asyncio.ensure_future(loader.load([video("data:;base64,AAAA")], made.append)) for _ in range(THREADS)]
+        await reached(reader.started, THREADS)
+        waiting = asyncio.ensure_future(loader.load([image(picture_url()), video("data:;base64,AAAA")], made.append))
+        await asyncio.sleep(0.05)
+        for task in (waiting, *films):
+            task.cancel()
+        await asyncio.wait([waiting, *films])
+        await reached(reader.stopped, THREADS)
+        assert await loader.load([image(picture_url())], whole)
+        await loader.close()
+
+    asyncio.run(run())
+    assert reader.opened == THREADS
+    assert made == []
+
+
+def test_the_failure_of_one_part_stops_decoding_another():
+    reader = Endless()
+
+    async def run():
+        loader = MediaLoader(EngineConfig(), [reader])
+        with pytest.raises(MediaUndecodable):
+            await loader.load([video("data:;base64,AAAA", 0), image(data_url(b"no picture"), 1)], whole)
+        await loader.close()
+
+    asyncio.run(run())
+    assert reader.started.acquire(blocking=False) == reader.stopped.acquire(timeout=5)
+
+
+def test_closing_ends_what_runs_and_what_waits_with_one_error():
+    reader, held, arrived = Endless(), threading.Event(), threading.Semaphore(0)
+
+    async def run(web):
+        loader = MediaLoader(EngineConfig(allow_private_addresses=True), [reader])
+        fetching = asyncio.ensure_future(loader.load([image(web.url("/"))], whole))
+        await reached(arrived, 1)
+        films = [asyncio.ensure_future(loader.load([video("data:;base64,AAAA")], whole)) for _ in range(THREADS)]
+        await reached(reader.started, THREADS)
+        queued = [asyncio.ensure_future(loader.load([image(picture_url())], whole)) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        started = time.monotonic()
+        await loader.close()
+        ended = await asyncio.gather(fetching, *films, *queued, return_exceptions=True)
+        assert time.monotonic() - started < 2
+        with pytest.raises(EngineClosed):
+            await loader.load([image(picture_url())], whole)
+        await reached(reader.stopped, THREADS)
+        return ended
+
+    def hold(stream):
+        arrived.release()
+        held.wait(10)
+
+    with serve({"/": hold}) as web:
+        ended = asyncio.run(run(web))
+        held.set()
+    assert {type(error) for error in ended} == {EngineClosed}
+
+
+def test_a_request_without_media_waits_for_nobody():
+    reader = Endless()
+
+    async def run():
+        loader = MediaLoader(EngineConfig(), [reader])
+        films = [asyncio.ensure_future(loader.load([video("data:;base64,AAAA")], whole)) for _ in range(THREADS)]
+        await reached(reader.started, THREADS)
+        assert await asyncio.wait_for(loader.load([], whole), 0.5) == ()
+        await loader.close()
+        await asyncio.wait(films)
+
+    asyncio.run(run())
+
+
+def test_a_list_of_frames_is_bounded_as_one_video_while_it_is_fetched():
+    frame = encode(noise(30, 30))
+    answers = {f"/{i}": body(frame) for i in range(3)} | {f"/{i}": slowly(5, frame) for i in range(3, 6)}
+    with serve(answers) as web:
+        urls = tuple(web.url(f"/{i}") for i in range(6))
+        assert load(video(urls[:2]), video_max_bytes=2 * len(frame))[0].frames.shape == (2, 30, 30, 3)
+        started = time.monotonic()
+        with pytest.raises(MediaTooLarge) as caught:
+            load(image(picture_url()), video(urls, 1), video_max_bytes=2 * len(frame))
+    assert time.monotonic() - started < 2.5
+    assert caught.value.param == "messages[0].content[1]"
+
+
+def test_a_picture_may_be_larger_than_a_video():
+    load(image(picture_url()), video_max_bytes=1)
+
+
+def test_one_request_leaves_half_of_the_fetches_to_others():
+    held, arrived = threading.Event(), threading.Semaphore(0)
+
+    async def run(web):
+        loader = MediaLoader(EngineConfig(allow_private_addresses=True, max_fetches=4), READERS)
+        greedy = asyncio.ensure_future(loader.load([image(web.url(f"/{i}"), i) for i in range(8)], whole))
+        await reached(arrived, 2)
+        await asyncio.wait_for(loader.load([image(web.url("/quick"))], whole), 2)
+        assert len(web.requests) == 3
+        held.set()
+        assert len(await greedy) == 8
+        await loader.close()
+
+    def hold(stream):
+        arrived.release()
+        held.wait(5)
+        body(encode(noise(4, 4)))(stream)
+
+    with serve({f"/{i}": hold for i in range(8)} | {"/quick": body(encode(noise(4, 4)))}) as web:
+        asyncio.run(run(web))

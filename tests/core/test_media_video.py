@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import struct
+import subprocess
+import sys
 from fractions import Fraction
 
 import numpy as np
@@ -28,7 +30,12 @@ def video(**options):
 
 
 def clip(data, readers=READERS, config=None, **options):
-    return decode_clip(data, part=video(**options), readers=readers, config=config or EngineConfig())
+    config = config or EngineConfig()
+    return decode_clip(data, part=video(**options), readers=readers, config=config, check_stop=go_on)
+
+
+def go_on():
+    """Nobody stops."""
 
 
 def turned(data, matrix):
@@ -52,7 +59,7 @@ class Film:
     def open(self, data):
         return self
 
-    def frames(self, indices):
+    def frames(self, indices, check_stop):
         self.asked = indices
         return np.zeros((len(indices), self.info.height, self.info.width, 3), np.uint8)
 
@@ -128,19 +135,18 @@ def test_both_readers_give_equal_frames(container):
     by_pyav = PyAVReader().open(data)
     assert (by_pyav.info.frames, by_pyav.info.fps, by_pyav.info.width, by_pyav.info.height) == (30, 10.0, 64, 48)
     for indices in ([0], [29], [3, 4, 5], list(range(30)), [0, 7, 22, 29]):
-        frames = by_pyav.frames(indices)
+        frames = by_pyav.frames(indices, go_on)
         assert frames.shape == (len(indices), 48, 64, 3)
         assert frames.dtype == np.uint8
         if container != "mpegts":  # decord does not read it, which the next test is about
             by_decord = DecordReader().open(data)
             assert by_decord.info == by_pyav.info
-            np.testing.assert_array_equal(frames, by_decord.frames(indices))
+            np.testing.assert_array_equal(frames, by_decord.frames(indices, go_on))
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_a_file_gives_the_frames_that_were_filmed(container):
     sampled = clip(movie(30, container=container), num_frames=4)
-    assert sampled.fps == pytest.approx(4 / 3)
     for frame, index in zip(sampled.frames, [0, 10, 19, 29], strict=True):
         difference = np.abs(frame.astype(int) - movie_frame(index, 48, 64))
         assert np.median(difference) < 12, "H.264 and its colours lose a little, the next frames differ by more"
@@ -180,6 +186,73 @@ def test_readers_are_tried_from_the_highest_priority_and_the_next_one_takes_over
     readers = available([Reader("last", 1), Reader("absent", 9), Reader("first", 5)])
     assert len(clip(ANY, readers).frames) == 20
     assert tried == ["first", "last"]
+
+
+def test_a_reader_that_fails_is_named_in_the_log_and_the_next_one_takes_over(caplog):
+    class Broken(Film):
+        name = "broken"
+
+        def open(self, data):
+            raise OSError("libavcodec.so.58: cannot open shared object file")
+
+    class BreaksLater(Film):
+        name = "breaks later"
+
+        def frames(self, indices, check_stop):
+            raise KeyError
+
+    assert len(clip(ANY, [Broken(), BreaksLater(), Film()]).frames) == 20
+    assert [(record.levelname, record.args) for record in caplog.records] == [
+        ("WARNING", ("broken",)),
+        ("WARNING", ("breaks later",)),
+    ]
+    assert "libavcodec" in caplog.text
+    with pytest.raises(MediaUndecodable) as caught:
+        clip(ANY, [Broken()])
+    assert caught.value.param == PART
+    assert "libavcodec" not in caught.value.message
+
+
+def test_decord_that_cannot_be_imported_leaves_the_video_to_pyav(tmp_path):
+    (tmp_path / "decord.py").write_text("raise OSError('libavcodec.so.58: cannot open shared object file')")
+    (tmp_path / "movie.mp4").write_bytes(movie(6))
+    code = f"""
+import sys; sys.path.insert(0, {str(tmp_path)!r})
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.media import READERS
+from dashinfer_vlm_core.media.video import available, decode_clip
+from dashinfer_vlm_core.schema import MediaPart
+data = open({str(tmp_path / "movie.mp4")!r}, "rb").read()
+readers = available(READERS)
+print([reader.name for reader in readers])
+part = MediaPart(kind="video", part="", url="data:")
+print(decode_clip(data, part=part, readers=readers, config=EngineConfig(), check_stop=int).frames.shape)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "['decord', 'pyav']\n(4, 48, 64, 3)\n"
+
+
+def test_a_reader_of_other_formats_is_asked_about_them():
+    assert len(clip(b"film: ten seconds of nothing", [*READERS, Film()]).frames) == 20
+
+
+@pytest.mark.parametrize(("reader", "most"), [(PyAVReader(), 1), (DecordReader(), 16)], ids=["pyav", "decord"])
+def test_decoding_can_be_stopped_every_few_frames(reader, most):
+    class Stopped(Exception):
+        pass
+
+    calls = []
+
+    def stop_at_the_third():
+        calls.append(1)
+        if len(calls) == 3:
+            raise Stopped
+
+    video = reader.open(movie(3 * most))
+    video.frames(list(range(2 * most)), stop_at_the_third)
+    calls.clear()
+    with pytest.raises(Stopped):
+        video.frames(list(range(3 * most)), stop_at_the_third)
 
 
 def test_without_a_reader_the_error_says_what_to_install():
@@ -234,8 +307,6 @@ def test_a_playlist_is_no_video_and_what_it_lists_is_not_fetched(reader):
         for playlist in playlists:
             with pytest.raises(MediaUndecodable):
                 clip(playlist.encode(), [reader])
-            with pytest.raises(MediaUndecodable):
-                clip(playlist.encode(), [Film()])  # which would read anything
     assert web.requests == []
 
 
@@ -277,12 +348,12 @@ def test_a_truncated_file_is_undecodable():
 
 def test_frames_of_a_list_become_a_clip():
     frames = [noise(4, 6, seed) for seed in range(3)]
-    stacked = stack_frames(frames, video(fps=2.0, min_pixels=1, max_pixels=2, total_pixels=3))
+    stacked = stack_frames(frames, 3, video(min_pixels=1, max_pixels=2, total_pixels=3))
     np.testing.assert_array_equal(stacked.frames, frames)
-    assert (stacked.fps, stacked.min_pixels, stacked.max_pixels, stacked.total_pixels) == (2.0, 1, 2, 3)
+    assert (stacked.min_pixels, stacked.max_pixels, stacked.total_pixels) == (1, 2, 3)
 
 
 def test_a_frame_of_another_size_is_named():
     with pytest.raises(InvalidParameter, match="6 x 4") as caught:
-        stack_frames([noise(4, 6), noise(4, 6), noise(6, 4)], video())
+        stack_frames([noise(4, 6), noise(4, 6), noise(6, 4)], 3, video())
     assert caught.value.param == f"{PART}.video_url.url[2]"

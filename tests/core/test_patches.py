@@ -244,3 +244,21 @@ def test_all_frames_together_stay_within_the_total():
 def test_a_configuration_that_contradicts_itself_is_refused():
     with pytest.raises(ConfigError, match="min_pixels"):
         Patcher(SPEC, EngineConfig(min_pixels=10_000, max_pixels=5_000))
+
+
+def test_tokens_are_known_before_anything_is_resized():
+    patcher = Patcher(SPEC, SMALL)
+    for height, width in [(2, 2), (28, 28), (300, 451), (90, 1300), (1200, 800)]:
+        still = picture(noise(height, width))
+        assert patcher.tokens(still) == patcher.cut(still).tokens
+        for count in (1, 2, 5):
+            moving = clip([noise(height, width)] * count)
+            assert patcher.tokens(moving) == patcher.cut(moving).tokens
+    vast = picture(np.broadcast_to(np.uint8(0), (1_000_000, 1_000_000, 3)))  # which could not be resized
+    assert patcher.tokens(vast) == 14 * 14
+
+
+def test_tokens_of_what_cannot_be_cut_are_refused_as_cutting_it_is():
+    with pytest.raises(InvalidParameter) as caught:
+        Patcher(SPEC, SMALL).tokens(picture(noise(1, 201)))
+    assert caught.value.param == PART

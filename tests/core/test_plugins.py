@@ -1,18 +1,28 @@
 from __future__ import annotations
 
+import asyncio
+import importlib
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
+from PIL import Image
 
 from dashinfer_vlm_core import hookimpl
 from dashinfer_vlm_core.cli import cli
+from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import MissingDependency, PluginError
+from dashinfer_vlm_core.media import MediaLoader
 from dashinfer_vlm_core.plugins import Registry, load_adapter, load_plugins
+from dashinfer_vlm_core.schema import MediaPart
+from tests.samples import data_url, encode
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "write_a_plugin"
 
 GOOD = """
 from pathlib import Path
@@ -168,14 +178,29 @@ def test_a_plugin_adds_commands_and_a_broken_one_leaves_the_command_line_alone(t
     assert result.stdout == "hello\n"
 
 
-def test_a_stranger_can_install_a_plugin_with_pip_from_the_example():
-    """The example plugin is complete: its entry point, its module, and what it registers."""
-    folder = Path(__file__).parents[2] / "examples" / "write_a_plugin"
-    code = f"""
-import sys; sys.path.insert(0, {str(folder)!r})
-import slideshow_plugin
-from dashinfer_vlm_core.plugins import Registry
-print(Registry().add_plugin(slideshow_plugin, name="slideshow"))
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "video reader slideshow" in result.stdout
+def test_the_example_of_a_plugin_reads_an_animated_gif_as_a_video(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLE)
+    registry = load_plugins()
+    plugin = importlib.import_module("slideshow_plugin")
+    assert registry.add_plugin(plugin, name="slideshow") == ("video reader slideshow",)
+
+    frames = [np.full((20, 30, 3), 60 * i, np.uint8) for i in range(4)]
+    first, *rest = (Image.fromarray(frame) for frame in frames)
+    gif = encode(first, "GIF", save_all=True, append_images=rest, duration=500)
+    part = MediaPart(kind="video", part="messages[0].content[0]", url=data_url(gif, "image/gif"))
+
+    async def run():
+        loader = MediaLoader(EngineConfig(), tuple(registry.video_readers.values()))
+        try:
+            return await loader.load([part], then=lambda clip: clip.frames)
+        finally:
+            await loader.close()
+
+    np.testing.assert_array_equal(asyncio.run(run())[0], frames)
+
+
+def test_the_example_of_a_plugin_declares_its_module_as_entry_point():
+    declared = re.search(
+        r'entry-points."dashinfer_vlm"]\nslideshow = "(\w+)"', (EXAMPLE / "pyproject.toml").read_text()
+    )
+    assert (EXAMPLE / f"{declared[1]}.py").is_file()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def user(*parts):
 
 
 def as_part(part):
-    kind, _, text = part.partition(":")
+    kind = part.partition(":")[0]
     if kind == "<image>":
         return {"type": "image_url", "image_url": {"url": "data:,"}}
     if kind == "<video>":
@@ -75,7 +76,7 @@ CONVERSATIONS = {
         [user("<image>", "What?"), {"role": "assistant", "content": "A star."}, user("And here? ", "<image>")],
         [patches(1, 4, 8), patches(1, 6, 4)],
     ),
-    "accents, emoji and CJK": ([user("Ça va? e\u0301 👩‍👩‍👧 你好，世界 ")], []),
+    "accents, emoji and CJK": ([user("Ça va? e\u0301 👩‍👩‍👧 你好\uff0c世界 ")], []),
 }
 
 
@@ -233,6 +234,25 @@ def test_the_operators_template_replaces_the_checkpoints(spec, tmp_path):
     path.write_text("{{ messages[0]['content'] }}")
     builder = PromptBuilder.load(spec, EngineConfig(chat_template=path), max_model_len=512)
     assert builder.tokenizer.decode(builder.build(request(user("abc")), []).token_ids.tolist()) == "abc"
+
+
+def test_a_broken_template_is_the_operators_fault_at_start(spec, tmp_path):
+    path = tmp_path / "broken.jinja"
+    for text in ("{{ messages[0]", "{{ raise_exception('never') }}", "{{ messages['nothing'].x.y }}"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="The chat template cannot be used"):
+            PromptBuilder.load(spec, EngineConfig(chat_template=path), max_model_len=512)
+    path.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        PromptBuilder.load(spec, EngineConfig(chat_template=path), max_model_len=512)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", "1"])
+def test_a_damaged_template_file_of_the_checkpoint_is_named(spec, tmp_path, content):
+    folder = shutil.copytree(spec.folder, tmp_path / "copy")
+    (folder / "chat_template.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"The chat template in .* cannot be read"):
+        PromptBuilder.load(dataclasses.replace(spec, folder=folder), EngineConfig(), max_model_len=512)
 
 
 def test_a_missing_template_file_is_the_operators_fault(spec, tmp_path):

@@ -94,6 +94,7 @@ print((peak() - before) / sum(tensor.nbytes for tensor in tensors))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_memory_of_loading_is_below_a_quarter_more_than_the_weights(tmp_path):
     save_file({f"model.layers.{n}.w": torch.ones(512, 2048) for n in range(32)}, tmp_path / "model.safetensors")

@@ -539,11 +539,12 @@ def test_an_error_does_not_repeat_what_it_was_sent():
 
 
 def test_many_faults_cost_no_more_than_the_first():
-    begin = time.perf_counter()
+    """In seconds of this thread's own work, whatever else the machine does: it takes hundredths."""
+    begin = time.thread_time()
     refusal_of({"messages": [5] * 1_000_000})
     refusal_of(video([5] * 1_000_000))
     refusal_of(request(*[5] * 1_000_000))
-    assert time.perf_counter() - begin < 2
+    assert time.thread_time() - begin < 1
 
 
 def test_depth_is_no_danger():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dashinfer_vlm_demo import batches, compose, labels, questions, train
+from dashinfer_vlm_demo import batches, compose, labels, questions, tokenizer, train
 from dashinfer_vlm_demo.batches import Row, Story, Visual
 from dashinfer_vlm_demo.export import export
 from dashinfer_vlm_demo.learner import Learner
@@ -84,8 +84,8 @@ def test_branches_equal_plain_prompts_in_transformers(
     told = make()
     batch = batches.pack([told], GRID)
     with torch.no_grad():
-        hidden, _ = learner.network.read(batch, learner.network.see(batch))
-        logits = learner.network.logits(hidden)
+        reading = learner.network.read(batch, learner.network.see(batch))
+        logits = learner.network.logits(reading.last)
     kept = batch.targets[0] != -100
     for branch in (1, 2):
         chosen = (batch.segments[0] == 0) | (batch.segments[0] == branch)
@@ -147,6 +147,15 @@ def test_labels_name_the_motion_between_two_frames() -> None:
     assert set(np.unique(motion[motion > 0])) == {1 + list(compose.DIRECTIONS).index(shown.direction or "")}
 
 
+def test_answers_point_at_what_they_are_about() -> None:
+    batch = batches.batch(random.Random(3), 8)
+    assert batch.spots.any(dim=1).all()
+    for (row, index), spots in zip(batch.pointers.tolist(), batch.spots, strict=True):
+        assert batch.targets[row, index] != -100
+        assert (batch.tokens[row][spots] >= tokenizer.VOCABULARY).all()
+        assert spots.nonzero().max() < index
+
+
 def test_every_asker_takes_part_in_training() -> None:
     tasks = {task for seed in range(30) for task in batches.batch(random.Random(seed), 8).tasks}
     askers = len(questions.PICTURE_ASKERS) + len(questions.SET_ASKERS) + len(questions.CLIP_ASKERS)
@@ -157,7 +166,7 @@ def tiny_plan() -> train.Plan:
     stages = (
         train.Stage(name="see", steps=2, rate=1e-3, batches=2, sight_only=True),
         train.Stage(name="learn", steps=2, rate=1e-3, warmup=2, batches=2),
-        train.Stage(name="settle", steps=2, rate=1e-3, cooldown=1.0, batches=2),
+        train.Stage(name="settle", steps=2, rate=1e-3, cooldown=1.0, batches=2, pointing=0.1),
     )
     return train.Plan(stages=stages, sizes=SMALL, rows=2, sights=2)
 

@@ -13,10 +13,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.engine import ChatEngine
 from dashinfer_vlm_core.sampling import SAMPLING_PARAMETERS
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_server import create_app
-from dashinfer_vlm_server.app import ServedEngine
 
 
 class RunningServer:
@@ -63,7 +63,7 @@ def eventually(condition: Callable[[], bool], *, within: float = 10.0) -> float:
 
 
 @contextlib.contextmanager
-def serving(engine: ServedEngine, **options) -> Iterator[RunningServer]:
+def serving(engine: ChatEngine, **options) -> Iterator[RunningServer]:
     """`engine` behind a server; a real checkpoint is not needed for one that is made for the test."""
     with RunningServer(create_app(engine, **options)).running() as server:
         yield server
@@ -80,10 +80,13 @@ def scripted(tiny_checkpoint) -> Iterator[Callable[..., Scripted]]:
     """Start servers whose engine is whole but for the decoder, which plays a script: `scripted("Yes.", delay=0.01)`."""
     with contextlib.ExitStack() as stack:
 
-        def start(*answers, delay=0.0, honours=SAMPLING_PARAMETERS, max_body_bytes=10_000_000, **options) -> Scripted:
+        def start(
+            *answers, delay=0.0, honours=SAMPLING_PARAMETERS, max_body_bytes=10_000_000, max_body_pause=60.0, **options
+        ) -> Scripted:
             script = Script(*answers, delay=delay, honours=honours)
             config = EngineConfig(model=str(tiny_checkpoint), served_model_name="tiny", decoder="scripted", **options)
             engine = stack.enter_context(Engine(config, registry=scripted_registry(script)))
-            return Scripted(stack.enter_context(serving(engine, max_body_bytes=max_body_bytes)), engine, script)
+            served = serving(engine, max_body_bytes=max_body_bytes, max_body_pause=max_body_pause)
+            return Scripted(stack.enter_context(served), engine, script)
 
         yield start

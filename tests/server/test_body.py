@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 
 import pytest
 
@@ -92,6 +93,35 @@ def test_a_body_over_the_cap_is_refused(scripted, chunked):
         assert reply.json()["error"]["code"] == "request_too_large"
         assert "100000 bytes" in reply.json()["error"]["message"]
         assert client.post("/v1/chat/completions", json=HELLO).status_code == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b'{"messages": ['], ids=["nothing", "a part"])
+def test_a_body_that_stands_still_is_refused(scripted, sent):
+    server = scripted("Fine.", max_body_pause=0.2).server
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: test\r\nContent-Length: 1000\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.sendall(head + sent)
+        reply = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert reply.startswith(b"HTTP/1.1 408")
+    assert json.loads(reply.partition(b"\r\n\r\n")[2])["error"] == {
+        "message": "Nothing of the body came for 0.2 seconds: send the request again.",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "request_timeout",
+    }
+
+
+def test_a_slow_body_is_read_as_long_as_it_moves(scripted):
+    """In all it takes longer than it may stand still."""
+    body = json.dumps(HELLO).encode()
+    with scripted("Fine.", max_body_pause=2.0).server.http() as client:
+        assert client.post("/v1/chat/completions", content=slowly(body)).status_code == 200
+
+
+def slowly(body):
+    for start in range(0, len(body), 4):
+        time.sleep(0.2)
+        yield body[start : start + 4]
 
 
 def pieces(body):

@@ -1,4 +1,7 @@
-"""A client that leaves frees what its request held, within a second; the server goes on."""
+"""A client that leaves frees what its request held, long before the answer would have ended; the server goes on.
+
+The answers take minutes; `eventually` waits for seconds.
+"""
 
 from __future__ import annotations
 
@@ -20,42 +23,42 @@ def connect(server, body, *, declared=None):
     return connection
 
 
-def assert_answers(server):
-    with server.http() as client:
+def assert_answers(served):
+    served.script.delay = 0.0
+    with served.server.http() as client:
         assert client.post("/v1/chat/completions", json=HELLO).json()["choices"][0]["message"]["content"] == "Fine."
 
 
 def test_leaving_before_a_whole_answer(scripted):
-    served = scripted(LONG, "Fine.", delay=0.02)
+    served = scripted(LONG, "Fine.", delay=0.5)
     connection = connect(served.server, HELLO)
     eventually(lambda: served.script.running == 1)
     connection.close()
-    assert eventually(lambda: served.script.running == 0) < 1.0
-    assert_answers(served.server)
+    eventually(lambda: served.script.running == 0)
+    assert_answers(served)
 
 
 def test_leaving_in_the_middle_of_a_stream(scripted):
-    served = scripted(LONG, "Fine.", delay=0.02)
+    served = scripted(LONG, "Fine.", delay=0.5)
     connection = connect(served.server, HELLO | {"stream": True})
     assert connection.recv(4096).startswith(b"HTTP/1.1 200")
     assert served.script.running == 1
     connection.close()
-    assert eventually(lambda: served.script.running == 0) < 1.0
-    assert_answers(served.server)
+    eventually(lambda: served.script.running == 0)
+    assert_answers(served)
 
 
 def test_leaving_before_the_first_piece_of_a_stream(scripted):
-    served = scripted(LONG, "Fine.", delay=3.0)
+    served = scripted(LONG, "Fine.", delay=60)
     connection = connect(served.server, HELLO | {"stream": True})
     eventually(lambda: served.script.running == 1)
     connection.close()
-    assert eventually(lambda: served.script.running == 0) < 1.0
-    served.script.delay = 0.0
-    assert_answers(served.server)
+    eventually(lambda: served.script.running == 0)
+    assert_answers(served)
 
 
 def test_leaving_before_the_request_is_whole(scripted):
     served = scripted("Fine.")
     connect(served.server, HELLO, declared=100_000).close()
-    assert_answers(served.server)
+    assert_answers(served)
     assert len(served.script.requests) == 1
