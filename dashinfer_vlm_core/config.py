@@ -120,7 +120,7 @@ class EngineConfig(BaseSettings):
     image_max_bytes: int = Field(20 * MIB, ge=1, description="Most bytes of one encoded picture.")
     video_max_bytes: int = Field(200 * MIB, ge=1, description="Most bytes of one encoded video.")
     max_decoded_pixels: int = Field(
-        64_000_000, ge=784, description="Most pixels of a picture before resizing, read from its header."
+        64_000_000, ge=784, le=89_478_485, description="Most pixels of a picture before resizing, read from its header."
     )
     video_max_seconds: float = Field(600.0, gt=0, description="Longest video, in seconds.")
     image_fetch_timeout: float = Field(5.0, gt=0, description="Seconds for fetching one picture.")

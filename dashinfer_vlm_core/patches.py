@@ -198,7 +198,8 @@ def normalise(pixels: Pixels, spec: PixelSpec) -> npt.NDArray[np.float32]:
     """`(x / 255 - mean) / std` per channel, for rows as in `Patches.pixels`; float32 of the same shape."""
     mean, std = (np.array(values, dtype=np.float32)[:, np.newaxis] for values in (spec.mean, spec.std))
     channels = pixels.reshape(len(pixels), 3, -1).astype(np.float32)
-    return ((channels / np.float32(255) - mean) / std).reshape(pixels.shape)
+    normal: npt.NDArray[np.float32] = ((channels / np.float32(255) - mean) / std).reshape(pixels.shape)
+    return normal
 
 
 def _check_ceiling(asked: int | None, ceiling: int, field: str) -> None:

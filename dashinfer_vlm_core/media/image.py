@@ -58,8 +58,9 @@ def decode_picture(data: bytes, *, part: str, max_pixels: int, background: tuple
 def count_pixels(data: bytes, *, part: str, max_pixels: int) -> int:
     """The pixels of a picture as its header says, without decoding; raises as `decode_picture`."""
     with _errors(part), Image.open(BytesIO(data), formats=FORMATS) as image:
-        _check_size(image.size, max_pixels, part)
-        return image.width * image.height
+        width, height = size = (int(image.width), int(image.height))
+        _check_size(size, max_pixels, part)
+        return width * height
 
 
 def _check_size(size: tuple[int, int], max_pixels: int, part: str) -> None:

@@ -33,7 +33,7 @@ class MediaPart:
         min_pixels: least pixels (of each frame) after resizing, at least 1.
         max_pixels: most pixels (of each frame) after resizing, at least `min_pixels`.
         total_pixels: most pixels of all frames of a video together, at least 1.
-        fps: frames per second to sample from a video file, or at which a list of frames was taken; above 0.
+        fps: frames per second to sample from a video file, above 0; never with a list.
         num_frames: frames to sample from a video file instead, at least 1; never with `fps`, never with a list.
     """
 

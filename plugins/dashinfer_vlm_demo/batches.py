@@ -193,7 +193,8 @@ def pack(stories: Sequence[Story], grid: Grid) -> Batch:
     tokens = np.full((count, LENGTH), encode("<|endoftext|>")[0])
     targets, segments = np.full((count, LENGTH), -100), np.full((count, LENGTH), -1)
     positions = np.zeros((3, count, LENGTH), np.int64)
-    owners, tasks = np.zeros((count, LENGTH), np.int64), []
+    owners = np.zeros((count, LENGTH), np.int64)
+    tasks: list[str] = []
     pointed: list[tuple[int, int, np.ndarray]] = []
     places, seen = [np.zeros((0, 5), np.int64)], tokenizer.VOCABULARY
     for index, story in enumerate(stories):
@@ -324,11 +325,15 @@ def _clip_story(rng: random.Random, grid: Grid, mix: Mix) -> Story:
     return _story(rng, grid, (Visual(clip.scenes),), ask)
 
 
+_TALKERS: tuple[Callable[[random.Random], Question], ...] = (questions.chat, questions.no_picture, questions.outside)
+
+
 def _text_story(rng: random.Random, grid: Grid, mix: Mix) -> Story:
     row = _start(rng, grid)
 
     def ask() -> Question:
-        return rng.choices((questions.chat, questions.no_picture, questions.outside), (3, 2, 4))[0](rng)
+        asker: Callable[[random.Random], Question] = rng.choices(_TALKERS, (3, 2, 4))[0]
+        return asker(rng)
 
     if rng.random() < 0.3:
         row.ask(ask(), close=True)

@@ -64,7 +64,8 @@ def write_video(path: Path, frames: Sequence[Image.Image]) -> None:
         stream = container.add_stream("libx264", rate=Fraction(FRAMES_PER_SECOND), options={"crf": "12"})
         stream.width, stream.height, stream.pix_fmt = frames[0].width, frames[0].height, "yuv420p"
         for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_image(frame)))
+            picture = av.VideoFrame.from_image(frame)  # type: ignore[no-untyped-call]  # av's types are partial
+            container.mux(stream.encode(picture))
         container.mux(stream.encode())
 
 

@@ -121,7 +121,7 @@ class Learner:
     def _label_loss(self, head: str, vectors: Tensor, wanted: Tensor) -> Tensor:
         """Sum over the labels of a head; a label that nothing in the batch has counts zero."""
         outputs = torch.split(
-            getattr(self.network.heads, head)(vectors).float(), self.network.heads.sizes[head], dim=-1
+            getattr(self.network.heads, head)(vectors).float(), list(self.network.heads.sizes[head]), dim=-1
         )
         total = torch.zeros(())
         for output, target in zip(outputs, wanted.unbind(-1), strict=True):

@@ -320,7 +320,8 @@ class Network(nn.Module):
 def attention(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
     """Shares of attention, (..., heads, length, length): for short rows far faster than torch's own."""
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
-    return (scores if bias is None else scores + bias).softmax(-1)
+    shares: Tensor = (scores if bias is None else scores + bias).softmax(-1)
+    return shares
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -212,7 +212,7 @@ def in_corner(rng: random.Random, scene: Scene) -> Question | None:
             return None
     found = scene.things[corners.index(asked)] if asked in corners else None
     answer = _sentence(name(found)) if found else "Nothing."
-    return _question(rng, "corner", _CORNER, answer, found and Mention(found.colour), corner=asked)
+    return _question(rng, "corner", _CORNER, answer, Mention(found.colour) if found else None, corner=asked)
 
 
 def where(rng: random.Random, scene: Scene) -> Question | None:
@@ -275,7 +275,7 @@ def absent(rng: random.Random, scene: Scene) -> Question | None:
     return _question(rng, "absent", forms, f"I see no {word}.", shape=word, thing=word)
 
 
-def outside(rng: random.Random, scene: object = None) -> Question | None:
+def outside(rng: random.Random, scene: object = None) -> Question:
     """A question that this model cannot answer, whatever is in the picture."""
     return Question(text=vocabulary.outside(rng), answer=vocabulary.OUTSIDE, task="outside")
 

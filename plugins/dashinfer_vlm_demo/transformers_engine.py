@@ -26,7 +26,7 @@ class TransformersEngine:
     def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, batch: int = 50) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         self.processor = Qwen2VLImageProcessorPil.from_pretrained(checkpoint)
-        self.model = Qwen2VLForConditionalGeneration.from_pretrained(checkpoint, dtype=dtype).eval()
+        self.model = Qwen2VLForConditionalGeneration.from_pretrained(checkpoint, dtype=dtype).eval()  # type: ignore[no-untyped-call]  # transformers leaves eval untyped
         self.batch = batch
 
     def answer(self, samples: Sequence[Sample]) -> list[str]:
@@ -34,7 +34,7 @@ class TransformersEngine:
         for start in range(0, len(samples), self.batch):
             chosen = [[{"role": "user", "content": sample.content()}] for sample in samples[start : start + self.batch]]
             tokens, _ = self.generate(chosen)
-            replies += [self.tokenizer.decode(reply, skip_special_tokens=True) for reply in tokens]
+            replies += [str(self.tokenizer.decode(reply, skip_special_tokens=True)) for reply in tokens]
         return replies
 
     @torch.no_grad()
@@ -83,7 +83,7 @@ class TransformersEngine:
 
     def _prompt(self, messages: Messages, *visuals: list[tuple[Tensor, tuple[int, int, int]]]) -> str:
         """The chat template's text, each placeholder repeated once per vision token."""
-        text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         for pad, own in zip(("<|image_pad|>", "<|video_pad|>"), visuals, strict=True):
             for _, (time, rows, columns) in own:
                 text = text.replace(pad, "<|placeholder|>" * (time * rows * columns // 4), 1)

@@ -87,7 +87,7 @@ def find(name, home, endpoint):
         "no_proxy": "127.0.0.1",  # where both are set, the small letters win
     }
     return subprocess.run(
-        [sys.executable, "-c", FIND, name], capture_output=True, text=True, env=environment, check=False, timeout=60
+        [sys.executable, "-c", FIND, name], capture_output=True, text=True, env=environment, check=False, timeout=110
     )
 
 

@@ -74,6 +74,7 @@ def test_text_from_environment_and_command_line_is_read_alike(name, text, value)
         ({"video_fps": float("nan")}, "video_fps"),
         ({"image_fetch_timeout": -1}, "image_fetch_timeout"),
         ({"max_pixels": "many"}, "max_pixels"),
+        ({"max_decoded_pixels": 89_478_486}, "max_decoded_pixels"),  # Pillow warns above
     ],
 )
 def test_a_wrong_option_is_named_with_the_next_step(options, named):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from types import MappingProxyType
+from typing import NamedTuple
 
 import click
 import httpx
@@ -32,8 +35,13 @@ def command(*options):
 
 
 @contextlib.contextmanager
-def process(log, *options):
-    with log.open("w") as file, subprocess.Popen(command(*options), stderr=file, stdout=subprocess.PIPE) as server:
+def process(log, *options, environment=MappingProxyType({})):
+    with (
+        log.open("w") as file,
+        subprocess.Popen(
+            command(*options), stderr=file, stdout=subprocess.PIPE, env={**os.environ, **environment}
+        ) as server,
+    ):
         try:
             yield server
         finally:
@@ -45,6 +53,7 @@ def ready(log):
     return re.search(r"^Serving tiny \(decoder torch\) at (http://127\.0\.0\.1:\d+)/v1$", log.read_text(), re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # two processes that load PyTorch and a model
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
 def test_it_says_when_it_is_ready_answers_and_ends_in_peace(tiny_checkpoint, tmp_path, ending):
@@ -62,47 +71,129 @@ def test_it_says_when_it_is_ready_answers_and_ends_in_peace(tiny_checkpoint, tmp
     assert re.search(r"^Try: curl http://\S+/v1/chat/completions -d '\{.*\}'$", log.read_text(), re.MULTILINE)
 
 
-def test_requests_that_outlast_the_grace_are_told_why(tiny_checkpoint):
-    script = Script("A long answer that goes on and on. " * 20, delay=0.1)
-    config = EngineConfig(model=str(tiny_checkpoint), decoder="scripted")
-    said = []
-    with Engine(config, registry=scripted_registry(script)) as engine:
-        server = Server(
-            uvicorn.Config(create_app(engine), port=0, log_config=None, ws="none"),
-            ready=lambda: said.append("ready"),
-            end=engine.aclose,
-            grace=0.2,
-        )
-        thread = threading.Thread(target=server.run)
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_while_the_model_is_downloaded(tmp_path, ending):
+    """From a hub that takes connections and never answers; its client would wait for ten minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        hub.settimeout(90)
+        environment = {
+            "HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}",
+            "HF_HOME": str(tmp_path),
+            "HF_HUB_ETAG_TIMEOUT": "600",
+            "HF_HUB_DOWNLOAD_TIMEOUT": "600",
+            "NO_PROXY": "127.0.0.1",
+            "no_proxy": "127.0.0.1",
+        }
+        log = tmp_path / "log"
+        with process(log, "--model", "maker/tiny", "--port", 0, environment=environment) as server:
+            connection, _ = hub.accept()
+            with connection:
+                server.send_signal(ending)
+                assert server.wait(timeout=10) == 0
+    assert log.read_text().splitlines()[-1] == f"dashinfer-vlm: ended by {ending.name}."
+    assert "Traceback" not in log.read_text()
+
+
+class Stopping(NamedTuple):
+    """A server in a thread, whose requests have 0.2 s when it is told to stop."""
+
+    server: Server
+    thread: threading.Thread
+
+    @classmethod
+    def start(cls, app, end):
+        settings = uvicorn.Config(app, port=0, log_config=None, ws="none", lifespan="off")
+        server = Server(settings, ready=lambda: None, end=end, grace=0.2)
+        thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         eventually(lambda: server.started)
-        url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-        with (
-            httpx.Client(base_url=url, trust_env=False) as client,
-            client.stream("POST", "/v1/chat/completions", json=HELLO | {"stream": True, "max_tokens": 99}) as reply,
-        ):
-            lines = reply.iter_lines()
-            next(lines)
-            server.should_exit = True
-            *_, last = filter(None, lines)
-        thread.join(timeout=10)
-    assert said == ["ready"]
+        return cls(server, thread)
+
+    @property
+    def port(self):
+        return self.server.servers[0].sockets[0].getsockname()[1]
+
+    def stop(self):
+        self.server.should_exit = True
+
+    def assert_ends(self):
+        self.thread.join(timeout=20)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def stopping(tiny_checkpoint):
+    """One whose answers take minutes."""
+    script = Script("A long answer that goes on and on. " * 100, delay=0.2)
+    config = EngineConfig(model=str(tiny_checkpoint), decoder="scripted")
+    with Engine(config, registry=scripted_registry(script)) as engine:
+        yield Stopping.start(create_app(engine), engine.aclose)
+
+
+def test_requests_that_outlast_the_grace_are_told_why(stopping):
+    with (
+        httpx.Client(base_url=f"http://127.0.0.1:{stopping.port}", trust_env=False) as client,
+        client.stream("POST", "/v1/chat/completions", json=HELLO | {"stream": True, "max_tokens": 999}) as reply,
+    ):
+        lines = reply.iter_lines()
+        next(lines)
+        stopping.stop()
+        *_, last = filter(None, lines)
+    stopping.assert_ends()
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_closed"
+
+
+def request_head(length):
+    return f"POST /v1/chat/completions HTTP/1.1\r\nHost: test\r\nContent-Length: {length}\r\n\r\n".encode()
+
+
+def test_a_client_that_sends_no_more_does_not_hold_the_server(stopping, caplog):
+    with socket.create_connection(("127.0.0.1", stopping.port)) as stalled:
+        stalled.sendall(request_head(1000) + b'{"messages": [')
+        eventually(lambda: stopping.server.server_state.tasks)
+        stopping.stop()
+        stopping.assert_ends()
+    assert "Traceback" not in caplog.text
+
+
+async def much(_scope, _receive, send):
+    """An application that answers more than fits between a server and a client that does not read."""
+    await send({"type": "http.response.start", "status": 200})
+    for _ in range(64):
+        await send({"type": "http.response.body", "body": bytes(1024 * 1024), "more_body": True})
+    await send({"type": "http.response.body"})
+
+
+async def nothing():
+    """There is no engine to end."""
+
+
+def test_a_client_that_reads_no_more_does_not_hold_the_server(caplog):
+    stopping = Stopping.start(much, nothing)
+    with socket.create_connection(("127.0.0.1", stopping.port)) as stalled:
+        stalled.sendall(request_head(0))
+        assert stalled.recv(12) == b"HTTP/1.1 200"
+        stopping.stop()
+        stopping.assert_ends()
+    assert "Traceback" not in caplog.text
 
 
 def refusal(*options):
     """What a server that does not start says, and its exit code."""
-    ended = subprocess.run(command(*options), capture_output=True, text=True, timeout=90, check=False)
+    ended = subprocess.run(command(*options), capture_output=True, text=True, timeout=110, check=False)
     assert "Traceback" not in ended.stderr
     return ended.stderr.splitlines()[-1], ended.returncode
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_there_ends_it_with_what_to_do(tmp_path):
     line, code = refusal("--port", 0, "--model", tmp_path / "none")
     assert code == 2
     assert line.startswith("dashinfer-vlm: There is no model")
 
 
+@pytest.mark.slow
 def test_a_port_in_use_ends_it_with_what_to_do():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -114,6 +205,7 @@ def test_a_port_in_use_ends_it_with_what_to_do():
     )
 
 
+@pytest.mark.slow
 def test_a_value_out_of_range_ends_it_with_the_name_of_the_option():
     line, code = refusal("--max-batch-size", 0)
     assert code == 2
@@ -143,13 +235,14 @@ def test_wrong_options_are_named(runner, options):
     assert options[0] in result.output
 
 
+@pytest.mark.slow
 def test_without_its_extra_the_plugin_loads_and_the_command_says_what_to_install():
     script = (
         "import sys\n"
         "sys.modules.update({'fastapi': None, 'uvicorn': None, 'starlette': None})\n"
         "sys.argv[1:] = ['serve']\n" + MAIN
     )
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=110, check=False)
     assert ended.returncode == 2
     assert "pip install 'dashinfer-vlm-adapters[server]'" in ended.stderr.splitlines()[-1]
     assert "Traceback" not in ended.stderr
