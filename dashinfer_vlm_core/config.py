@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -68,6 +69,25 @@ class EngineConfig(BaseSettings):
         16384, ge=4, description="Patches of several pictures that share one pass of the vision tower."
     )
 
+    # DashInfer alone
+    tensor_parallel: int = Field(1, ge=1, le=64, description="CUDA devices that share the weights (DashInfer).")
+    quantization: Literal["none", "int8", "uint4"] = Field(
+        "none", description="Number type that weights are quantised to when they are converted (DashInfer on CUDA)."
+    )
+    prefix_cache: bool = Field(
+        True, description="Whether keys and values of earlier prompts are used again (DashInfer on CUDA)."
+    )
+    approximate_vision: bool = Field(
+        False,
+        description="Whether DashInfer answers about pictures on a CPU, where it ignores their rows and columns.",
+    )
+    dashinfer_python: Path | None = Field(
+        None, description="Interpreter of an environment that has DashInfer; by default the one that was installed."
+    )
+    cache_dir: Path | None = Field(
+        None, description="Folder for DashInfer's environment and converted models; by default in the user's cache."
+    )
+
     # Pictures and videos
     min_pixels: int | None = Field(
         None, ge=784, description="Least pixels of a resized picture; the checkpoint's by default."
@@ -129,6 +149,13 @@ class EngineConfig(BaseSettings):
         if not all(0 <= level <= 255 for level in value):
             raise ValueError("each of R,G,B must be 0 to 255")
         return value
+
+    @property
+    def cache_folder(self) -> Path:
+        """Where this package keeps what it has made: `cache_dir`, else as the XDG Base Directory Specification says."""
+        if self.cache_dir is not None:
+            return self.cache_dir.expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dashinfer-vlm"
 
     @property
     def name(self) -> str:

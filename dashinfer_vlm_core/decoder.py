@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import logging
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from .errors import ContextLengthExceeded, DecoderFailed, InvalidParameter
 from .sampling import SAMPLING_PARAMETERS, Sampling
 
 if TYPE_CHECKING:
@@ -26,7 +28,10 @@ __all__ = [
     "Sampling",
     "Token",
     "VisualSpan",
+    "check_request",
 ]
+
+logger = logging.getLogger(__name__)
 
 FinishReason = Literal["stop", "length"]
 
@@ -93,11 +98,16 @@ class Decoder(Protocol):
         name: as listed by `dashinfer-vlm plugins` and `/health`.
         max_model_len: tokens that prompt and answer may have together here; at most the model's.
         honours: the members of `SAMPLING_PARAMETERS` that it honours; the engine refuses requests that ask for others.
+        blind: why it takes no pictures and videos, and the next step; the engine refuses requests that hold some. Empty
+            if it takes them.
+        trouble: why it cannot decode at all any more, though it was started; empty while it can. For `/health`.
     """
 
     name: str
     max_model_len: int
     honours: frozenset[str]
+    blind: str
+    trouble: str
 
     async def start(self) -> None:
         """Load what is needed and be ready for `decode`.
@@ -145,3 +155,53 @@ class DecoderFactory(Protocol):
 
     def create(self, spec: ModelSpec, config: EngineConfig) -> Decoder:
         """A decoder that is not started yet: cheap."""
+
+
+def check_request(request: DecodeRequest, spec: ModelSpec, *, max_model_len: int) -> None:
+    """Refuse what a decoder may rely on not to get.
+
+    Raises:
+        DecoderFailed: an invariant of DecodeRequest is broken; the log says which.
+        InvalidParameter: a token id that does not exist; `param` names the option.
+        ContextLengthExceeded: prompt and answer together exceed `max_model_len`.
+    """
+    fault = _fault(request, spec)
+    if fault:
+        logger.error("Request %s reached the decoder malformed: %s.", request.id, fault)
+        raise DecoderFailed("The request reached the decoder malformed; the engine's log has the cause.")
+    _check_ids("logit_bias", request.sampling.logit_bias, spec)
+    _check_ids("stop_token_ids", request.sampling.stop_token_ids, spec)
+    prompt, answer = len(request.token_ids), request.sampling.max_tokens or 0
+    if prompt + answer > max_model_len:
+        raise ContextLengthExceeded(
+            f"The prompt's {prompt} tokens and an answer of up to {answer} exceed the {max_model_len} tokens "
+            "that fit here. Shorten the messages, use smaller pictures, or lower max_tokens.",
+            prompt_tokens=prompt,
+            limit=max_model_len,
+        )
+
+
+def _check_ids(param: str, ids: Iterable[int], spec: ModelSpec) -> None:
+    unknown = next((token for token in ids if not 0 <= token < spec.vocab_size), None)
+    if unknown is not None:
+        raise InvalidParameter(f"Token {unknown} does not exist. Use ids below {spec.vocab_size}.", param=param)
+
+
+def _fault(request: DecodeRequest, spec: ModelSpec) -> str | None:
+    """Which invariant of DecodeRequest is broken, if one is."""
+    ids, length = request.token_ids, len(request.token_ids)
+    if not length or ids.min() < 0 or ids.max() >= spec.vocab_size:
+        return f"token_ids are empty or outside of the vocabulary of {spec.vocab_size}"
+    if request.positions.shape != (3, length):
+        return f"positions are {request.positions.shape}, not (3, {length})"
+    if not request.sampling.max_tokens:
+        return "sampling.max_tokens is not set"
+    end = 0
+    for span in request.spans:
+        shape = tuple(span.tokens.embedding.shape)
+        if len(shape) != 2 or shape[1] != spec.hidden_size:
+            return f"visual tokens are {shape}, not (rows, {spec.hidden_size})"
+        if span.start < end or span.stop > length:
+            return f"a span of {shape[0]} visual tokens at {span.start} is outside of the prompt or on top of another"
+        end = span.stop
+    return None

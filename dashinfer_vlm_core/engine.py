@@ -61,13 +61,15 @@ class EngineStatus:
         decoder: name of the decoder in use; empty while closed.
         decoder_reason: why this decoder and no other.
         max_model_len: tokens that prompt and answer may have together; 0 while closed.
+        trouble: why a `failed` engine cannot answer any more; it has to be started again.
     """
 
-    state: Literal["closed", "ready"]
+    state: Literal["closed", "ready", "failed"]
     model: str
     decoder: str = ""
     decoder_reason: str = ""
     max_model_len: int = 0
+    trouble: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -133,12 +135,14 @@ class Engine:
         running = self._running
         if running is None:
             return EngineStatus(state="closed", model=self._name)
+        decoder = running.conductor.decoder
         return EngineStatus(
-            state="ready",
+            state="failed" if decoder.trouble else "ready",
             model=self._name,
-            decoder=running.conductor.decoder.name,
+            decoder=decoder.name,
             decoder_reason=running.reason,
             max_model_len=running.conductor.prompts.max_model_len,
+            trouble=decoder.trouble,
         )
 
     # Start and close
@@ -250,7 +254,8 @@ def choose_decoder(registry: Registry, spec: ModelSpec, config: EngineConfig) ->
     if best is None or factory is None or best.score <= 0:
         reasons = "; ".join(f"{factory.name}: {fitness.reason}" for fitness, factory in fits) or "none is registered"
         raise SetupError(f"No decoder can run here ({reasons}). `dashinfer-vlm plugins` lists what is installed.")
-    return factory, best.reason
+    others = [f"{other.name}: {fitness.reason}" for fitness, other in fits if other is not factory]
+    return factory, " ".join([best.reason, *(["Passed over:"] if others else []), *others])
 
 
 def _fitness(factory: DecoderFactory, spec: ModelSpec, config: EngineConfig) -> Fitness:

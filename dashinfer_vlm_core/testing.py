@@ -63,6 +63,7 @@ class ScriptedDecoder:
     """A decoder that plays a script; it implements the protocol `Decoder`."""
 
     name = "scripted"
+    blind = trouble = ""
 
     def __init__(self, script: Script, *, spec: ModelSpec, config: EngineConfig) -> None:
         self._script = script

@@ -40,6 +40,8 @@ class _Watched:
         self.name = decoder.name
         self.max_model_len = decoder.max_model_len
         self.honours = decoder.honours
+        self.blind = decoder.blind
+        self.trouble = decoder.trouble
         self.start = decoder.start
         self.close = decoder.close
 

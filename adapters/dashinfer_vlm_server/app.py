@@ -82,6 +82,8 @@ class _Routes:
             "reason": status.decoder_reason,
             "max_model_len": status.max_model_len,
         }
+        if status.trouble:
+            body["trouble"] = status.trouble
         return JSONResponse(body, status_code=200 if status.state == "ready" else 503)
 
     def _model(self) -> Model:

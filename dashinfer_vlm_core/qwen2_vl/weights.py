@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,20 +10,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError, ConfigError
+from .files import damaged, stored_tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-RENAMES = (
-    (re.compile(r"^model\.visual\."), "visual."),
-    (re.compile(r"^model\.language_model\."), "model."),
-)
-"""From the names that newer versions of transformers write to the published ones."""
 
 
 class Weights:
@@ -51,7 +41,7 @@ class Weights:
         Raises:
             CheckpointError: there are no safetensors, a shard is missing, or a file is damaged.
         """
-        return cls({_published(name): (file, name) for file in _files(folder) for name in _names(file)})
+        return cls(stored_tensors(folder))
 
     def tensor(self, name: str, shape: Sequence[int], *, device: str, dtype: torch.dtype) -> torch.Tensor:
         """Read one tensor of `shape` into memory of its own, on `device` in `dtype`.
@@ -84,7 +74,7 @@ class Weights:
                     )
                 into.copy_(opened.get_tensor(stored_name))
         except (OSError, SafetensorError) as error:
-            raise _damaged(file, error) from error
+            raise damaged(file, error) from error
 
     def close(self) -> None:
         """Forget the files; no tensor can be read any more. Closing twice is allowed."""
@@ -106,49 +96,3 @@ def torch_dtype(name: str) -> torch.dtype:
     if name not in TORCH_DTYPES:
         raise ConfigError(f"`dtype` is {name!r}; choose one of {', '.join(TORCH_DTYPES)}.", param="dtype")
     return TORCH_DTYPES[name]
-
-
-def _published(name: str) -> str:
-    for pattern, prefix in RENAMES:
-        name = pattern.sub(prefix, name)
-    return name
-
-
-def _files(folder: Path) -> list[Path]:
-    if (folder / INDEX).exists():
-        return _shards(folder)
-    if (folder / SINGLE).exists():
-        return [folder / SINGLE]
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
-        raise CheckpointError(
-            f"{folder} holds weights as pickles only, which can run code when they are read. Convert them once, where "
-            "you trust them, by transformers: "
-            "`Qwen2VLForConditionalGeneration.from_pretrained(folder).save_pretrained(other_folder)`."
-        )
-    raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}. Copy or download the checkpoint again.")
-
-
-def _shards(folder: Path) -> list[Path]:
-    """The files that the index lists, all of them there."""
-    index = folder / INDEX
-    try:
-        listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        files = [folder / Path(name).name for name in sorted(listed)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} cannot be read: {error!r}. Copy or download it again.") from error
-    missing = ", ".join(file.name for file in files if not file.exists())
-    if missing:
-        raise CheckpointError(f"{folder} lacks {missing}, listed in {INDEX}. Copy or download the rest of it.")
-    return files
-
-
-def _names(file: Path) -> list[str]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return list(opened.keys())
-    except (OSError, SafetensorError) as error:
-        raise _damaged(file, error) from error
-
-
-def _damaged(file: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{file} cannot be read: {error}. Copy or download it again.")

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 
 from dashinfer_vlm_core.config import MIB, EngineConfig
-from dashinfer_vlm_core.decoder import SAMPLING_PARAMETERS, DecodeRequest, Token
-from dashinfer_vlm_core.errors import ConfigError, ContextLengthExceeded, DecoderFailed, EngineClosed, InvalidParameter
+from dashinfer_vlm_core.decoder import SAMPLING_PARAMETERS, DecodeRequest, Token, check_request
+from dashinfer_vlm_core.errors import ConfigError, EngineClosed
 from dashinfer_vlm_core.model import ModelSpec
 from dashinfer_vlm_core.qwen2_vl.config import read_text_config
 from dashinfer_vlm_core.qwen2_vl.placement import resolve_device, resolve_dtype
@@ -37,6 +37,7 @@ class TorchDecoder:
 
     name = "torch"
     honours = SAMPLING_PARAMETERS
+    blind = trouble = ""
 
     def __init__(self, spec: ModelSpec, config: EngineConfig) -> None:
         self._spec = spec
@@ -68,7 +69,7 @@ class TorchDecoder:
         worker = self._worker
         if worker is None:
             raise EngineClosed("The decoder is not running. Start the engine first.")
-        self._check(request)
+        check_request(request, self._spec, max_model_len=self.max_model_len)
         run = Run.of(request, self._spec.tokens.stop)
         mailbox = Mailbox(asyncio.get_running_loop(), asyncio.Queue())
         worker.submit(run, mailbox)
@@ -106,46 +107,3 @@ class TorchDecoder:
             max_waiting=self._config.max_waiting,
             prefill_chunk=self._config.prefill_chunk,
         )
-
-    def _check(self, request: DecodeRequest) -> None:
-        """Refuse what would fail in a step, where it would cost the whole batch a second try."""
-        fault = _fault(request, self._spec)
-        if fault:
-            logger.error("Request %s reached the decoder malformed: %s.", request.id, fault)
-            raise DecoderFailed("The request reached the decoder malformed; the engine's log has the cause.")
-        self._check_ids("logit_bias", request.sampling.logit_bias)
-        self._check_ids("stop_token_ids", request.sampling.stop_token_ids)
-        prompt, answer = len(request.token_ids), request.sampling.max_tokens or 0
-        if prompt + answer > self.max_model_len:
-            raise ContextLengthExceeded(
-                f"The prompt's {prompt} tokens and an answer of up to {answer} exceed the {self.max_model_len} tokens "
-                "that fit here. Shorten the messages, use smaller pictures, or lower max_tokens.",
-                prompt_tokens=prompt,
-                limit=self.max_model_len,
-            )
-
-    def _check_ids(self, param: str, ids: Iterable[int]) -> None:
-        unknown = next((token for token in ids if not 0 <= token < self._spec.vocab_size), None)
-        if unknown is not None:
-            fault = f"Token {unknown} does not exist. Use ids below {self._spec.vocab_size}."
-            raise InvalidParameter(fault, param=param)
-
-
-def _fault(request: DecodeRequest, spec: ModelSpec) -> str | None:
-    """Which invariant of DecodeRequest is broken, if one is."""
-    ids, length = request.token_ids, len(request.token_ids)
-    if not length or ids.min() < 0 or ids.max() >= spec.vocab_size:
-        return f"token_ids are empty or outside of the vocabulary of {spec.vocab_size}"
-    if request.positions.shape != (3, length):
-        return f"positions are {request.positions.shape}, not (3, {length})"
-    if not request.sampling.max_tokens:
-        return "sampling.max_tokens is not set"
-    end = 0
-    for span in request.spans:
-        shape = tuple(span.tokens.embedding.shape)
-        if len(shape) != 2 or shape[1] != spec.hidden_size:
-            return f"visual tokens are {shape}, not (rows, {spec.hidden_size})"
-        if span.start < end or span.stop > length:
-            return f"a span of {shape[0]} visual tokens at {span.start} is outside of the prompt or on top of another"
-        end = span.stop
-    return None

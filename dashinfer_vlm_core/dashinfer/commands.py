@@ -1,0 +1,80 @@
+"""`dashinfer-vlm dashinfer`: install, status, convert."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ..config import EngineConfig
+from ..errors import MissingDependency
+from .environment import Environment, Findings, cuda_devices, examine, find_environment
+from .install import install
+
+_CACHE = click.option(
+    "--cache-dir",
+    type=click.Path(path_type=Path),
+    help="Folder to use in place of the user's cache; see `serve --help`.",
+)
+
+
+@click.group("dashinfer")
+def dashinfer() -> None:
+    """The DashInfer decoder: its environment, and its models."""
+
+
+@dashinfer.command("install")
+@click.option("--python", type=click.Path(path_type=Path), help="A CPython 3.10; by default one is looked for.")
+@click.option("--cpu", is_flag=True, help="For machines without a GPU driver: compile stand-ins for its libraries.")
+@_CACHE
+def install_command(python: Path | None, cpu: bool, cache_dir: Path | None) -> None:
+    """Make DashInfer's own environment, 6 GB in the user's cache, and try it.
+
+    DashInfer's wheels are for CPython 3.10; whatever Python runs this, the engine gets one of its own. Running it again
+    repairs it.
+    """
+    findings = install(_config(cache_dir), python=python, cpu=cpu, tell=lambda line: click.echo(line, err=True))
+    click.echo(f"DashInfer {findings.version} loads under Python {findings.python}, {_devices(findings)}.")
+
+
+@dashinfer.command("status")
+@_CACHE
+@click.pass_context
+def status_command(context: click.Context, cache_dir: Path | None) -> None:
+    """Say what is installed, whether it loads, and on which devices; exits with 1 if it cannot be used."""
+    try:
+        environment = find_environment(_config(cache_dir))
+    except MissingDependency as error:
+        click.echo(error.message)
+        context.exit(1)
+    findings = examine(environment)
+    for line in _lines(environment, findings):
+        click.echo(line)
+    context.exit(1 if findings.problem else 0)
+
+
+def _lines(environment: Environment, findings: Findings) -> list[str]:
+    lines = [
+        f"environment: {environment.python} ({environment.origin})",
+        f"Python:      {findings.python or 'unknown'}",
+        f"stand-ins for a GPU driver: {environment.stubs or 'none'}",
+    ]
+    if findings.problem:
+        return [*lines, f"It does not load: {findings.problem}", f"Next: {_next_step(findings)}"]
+    return [*lines, f"DashInfer:   {findings.version}", f"It loads, {_devices(findings)}."]
+
+
+def _next_step(findings: Findings) -> str:
+    if "libcuda" in findings.problem or "libnvidia-ml" in findings.problem:
+        return "install the GPU's driver, or run `dashinfer-vlm dashinfer install --cpu`."
+    return "run `dashinfer-vlm dashinfer install` to repair it."
+
+
+def _devices(findings: Findings) -> str:
+    if findings.cuda or cuda_devices():
+        return f"on the CPU and on {findings.cuda} CUDA device(s)"
+    return "on the CPU; there is no CUDA device"
+
+
+def _config(cache_dir: Path | None) -> EngineConfig:
+    return EngineConfig(cache_dir=cache_dir) if cache_dir else EngineConfig()

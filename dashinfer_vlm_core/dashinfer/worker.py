@@ -1,0 +1,365 @@
+"""DashInfer's engine in a process of its own, under its own interpreter: its death costs its own requests only.
+
+    python -I worker.py serve FD         answer the parent, which holds the other end of the socket FD
+    python -I worker.py check [STUBS]    load the engine, and print what was found as JSON
+
+This file imports nothing of ours and needs numpy and DashInfer's extension alone, neither torch nor transformers; it
+keeps to what Python 3.8 has. The parent imports `pack` and `head_length` from here, so that the two ends cannot
+disagree.
+
+Frames. Both ways, a frame is: uint32 (little endian), the length of the head; the head, a JSON object in UTF-8; then
+the bytes of the arrays that `head["arrays"]` lists as [numpy dtype, shape], in that order.
+
+    parent -> worker
+        {"do": "load", "model": AsModelConfig's arguments, "libraries": folder of driver stubs or null}
+        {"do": "start", "id": n, "options": generate_config, "keys": [placeholder, ...]}
+            arrays: token ids int64 [1, length]; and if there are keys: positions int32 [3, 1, length], then for each
+            key the run's embedding float32 [rows, hidden_size] and its content digest int32 [8]
+        {"do": "stop", "id": n}
+    worker -> parent
+        {"is": "ready", "version": text}
+        {"is": "tokens", "of": [[n, [token id, ...], [[logprob, [[id, logprob], ...]], ...] or null, cached], ...]}
+        {"is": "failed", "id": n, "why": text}      refused by the engine, or broken off
+        {"is": "released", "id": n}                 the last word on a request: its place is free
+
+Life. Standard input is a pipe that the parent never writes to: when its other end closes, however the parent died, the
+kernel sends SIGIO, whose default is to end the process, even while the engine loads and holds the interpreter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import glob
+import importlib.machinery
+import importlib.util
+import json
+import os
+import queue
+import select
+import socket
+import struct
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from typing import TYPE_CHECKING, Any, Callable, Iterable
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+HEAD = struct.Struct("<I")
+LARGEST_HEAD = 1 << 28
+NAME = "model"
+POLL_SECONDS = 0.001
+
+# In the order in which they need each other; each is found by its soname once it is loaded.
+CUDA_LIBRARIES = (
+    "cuda_runtime/lib/libcudart.so.12",
+    "cublas/lib/libcublasLt.so.12",
+    "cublas/lib/libcublas.so.12",
+    "nvjitlink/lib/libnvJitLink.so.12",
+    "cusparse/lib/libcusparse.so.12",
+    "nccl/lib/libnccl.so.2",
+)
+DRIVER_LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
+
+
+# Frames
+
+
+def pack(head: dict[str, Any], arrays: Iterable[npt.NDArray[Any]] = ()) -> list[bytes | memoryview]:
+    """The frame of `head` (a dict) and C-contiguous numpy arrays, as a list of bytes-like pieces."""
+    listed = [[array.dtype.str, list(array.shape)] for array in arrays]
+    body = json.dumps({**head, "arrays": listed} if listed else head).encode()
+    return [HEAD.pack(len(body)), body, *(array.data.cast("B") for array in arrays if array.size)]
+
+
+def head_length(prefix: bytes | bytearray) -> int:
+    length: int = HEAD.unpack(prefix)[0]
+    if length > LARGEST_HEAD:
+        raise ValueError("a frame's head of %d bytes" % length)
+    return length
+
+
+class Connection:
+    """The worker's end of the socket; `send` may be called from any thread."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._lock = threading.Lock()
+
+    def send(self, head: dict[str, Any]) -> None:
+        with self._lock:
+            self._sock.sendall(b"".join(pack(head)))
+
+    def receive(self) -> tuple[dict[str, Any], list[npt.NDArray[Any]]]:
+        """(head, arrays) of the next frame; the arrays are writable, as DLPack wants them. EOFError at the end."""
+        import numpy
+
+        head = json.loads(bytes(self._read(head_length(self._read(HEAD.size)))).decode())
+        arrays = []
+        for dtype, shape in head.pop("arrays", ()):
+            size = numpy.dtype(dtype).itemsize
+            for side in shape:
+                size *= side
+            arrays.append(numpy.frombuffer(self._read(size), dtype=dtype).reshape(shape))
+        return head, arrays
+
+    def _read(self, size: int) -> bytearray:
+        data = bytearray(size)
+        view = memoryview(data)
+        while view:
+            count = self._sock.recv_into(view)
+            if not count:
+                raise EOFError
+            view = view[count:]
+        return data
+
+
+# The engine
+
+
+def load_libraries(stubs: str | None = None) -> None:
+    """Load by path what DashInfer's extension links, so that no LD_LIBRARY_PATH is needed.
+
+    `stubs` is a folder that holds stand-ins for the GPU driver's libraries; they are used where there is no driver.
+    """
+    folders = [sysconfig.get_config_var("LIBDIR") or "", os.path.join(sys.base_prefix, "lib"), None]
+    _preload("libpython%d.%d.so.1.0" % sys.version_info[:2], folders)
+    for name in DRIVER_LIBRARIES:
+        _preload(name, [None] + ([stubs] if stubs else []))
+    for relative in CUDA_LIBRARIES:
+        _preload(os.path.basename(relative), [os.path.dirname(path) for path in _find("nvidia/" + relative)] + [None])
+
+
+def load_extension(stubs: str | None = None) -> Any:
+    """DashInfer's extension module, without its Python package, which would import torch."""
+    load_libraries(stubs)
+    found = _find("dashinfer/allspark/_allspark.cpython-*.so")
+    if not found:
+        raise ImportError("dashinfer is not installed here")
+    loader = importlib.machinery.ExtensionFileLoader("_allspark", found[0])
+    spec = importlib.util.spec_from_loader("_allspark", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def _preload(name: str, folders: Iterable[str | None]) -> ctypes.CDLL:
+    """Load a library from the first folder that has it (None: where the system looks); raise the last error else."""
+    error = ImportError("%s was not found" % name)
+    for folder in folders:
+        try:
+            return ctypes.CDLL(os.path.join(folder, name) if folder else name, ctypes.RTLD_GLOBAL)
+        except OSError as failure:
+            error = ImportError(str(failure))
+    raise error
+
+
+def _find(pattern: str) -> list[str]:
+    return [path for folder in sys.path if folder for path in sorted(glob.glob(os.path.join(folder, pattern)))]
+
+
+def cuda_devices() -> int:
+    """Number of CUDA devices that the driver shows; 0 without a driver, and with the stubs."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        count = ctypes.c_int()
+        return count.value if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+    except (OSError, AttributeError):
+        return 0
+
+
+class Run:
+    """One request in the engine. Its capsules and arrays are kept: the engine reads them without a copy."""
+
+    def __init__(self, number: int, handle: Any, results: Any, kept: list[Any], logprobs: bool) -> None:
+        self.number = number
+        self.handle = handle
+        self.results = results
+        self.kept = kept
+        self.logprobs = logprobs
+        self.status: Any = None
+
+
+class Service:
+    """Three threads: the main one starts requests, `_pump` carries tokens away, `_reap` stops and releases, which waits
+    for the engine's step. A run is read by the pump alone, and released only after the pump has let go of it.
+    """
+
+    def __init__(self, extension: Any, connection: Connection, model: dict[str, Any]) -> None:
+        self._extension = extension
+        self._connection = connection
+        self._engine = extension.AsEngine()
+        self._engine._build_model_from_as_model_config(extension.AsModelConfig(model_name=NAME, **model))
+        self._check(self._engine._start_model(NAME))
+        self._over = (
+            extension.GenerateRequestStatus.GenerateFinished,
+            extension.GenerateRequestStatus.GenerateInterrupted,
+        )
+        self._changed = threading.Condition()
+        self._runs: dict[int, Run] = {}
+        self._stops: set[int] = set()
+        self._finished: queue.Queue[Run] = queue.Queue()
+        for work in (self._pump, self._reap):
+            threading.Thread(target=_or_die, args=(work,), daemon=True).start()
+
+    @property
+    def version(self) -> str:
+        return str(self._engine.get_version_full())
+
+    def start(self, head: dict[str, Any], arrays: list[npt.NDArray[Any]]) -> None:
+        try:
+            run = self._start(head, arrays)
+        except Exception as error:  # whatever it is, it is this request's fault or the engine's, not the others'
+            self._connection.send({"is": "failed", "id": head["id"], "why": str(error)})
+            self._connection.send({"is": "released", "id": head["id"]})
+            return
+        with self._changed:
+            self._runs[run.number] = run
+            self._changed.notify()
+
+    def stop(self, number: int) -> None:
+        with self._changed:
+            self._stops.add(number)
+            self._changed.notify()
+
+    def _start(self, head: dict[str, Any], arrays: list[npt.NDArray[Any]]) -> Run:
+        import numpy
+
+        token_ids, rest = arrays[0], arrays[1:]
+        mask = numpy.ones_like(token_ids)
+        inputs = {"input_ids": token_ids.__dlpack__(), "attention_mask": mask.__dlpack__()}
+        kept = [arrays, mask, inputs]
+        options = dict(head["options"])
+        if head["keys"]:
+            options["mm_info"] = self._media(head["keys"], rest, kept)
+        status, handle, results = self._engine._start_request(NAME, inputs, options)
+        kept.append(options)
+        self._check(status)
+        return Run(head["id"], handle, results, kept, options["logprobs"])
+
+    def _media(self, keys: list[int], arrays: list[npt.NDArray[Any]], kept: list[Any]) -> Any:
+        """MultiMediaInfo of the runs of placeholders, in prompt order; each key is a placeholder's token id."""
+        info = self._extension.MultiMediaInfo()
+        info.set_multimedia_type(0)
+        capsules = [array.__dlpack__() for array in arrays]
+        positions, embeddings, digests = capsules[0], capsules[1::2], capsules[2::2]
+        for key in sorted(set(keys)):
+            self._add(info, str(key), [item for item, name in zip(embeddings, keys) if name == key], kept)
+        self._add(info, "positions", [positions], kept)
+        self._add(info, "hash_input", digests, kept)
+        kept.append(info)
+        return info
+
+    def _add(self, info: Any, key: str, capsules: list[Any], kept: list[Any]) -> None:
+        kept.append(capsules)
+        info.add_multimedia_content(key, capsules)
+
+    def _check(self, status: Any) -> None:
+        if status != self._extension.AsStatus.ALLSPARK_SUCCESS:
+            raise RuntimeError(str(status))
+
+    def _pump(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._runs)
+                runs = list(self._runs.values())
+                stops = self._stops & set(self._runs)
+                self._stops.clear()
+            posts = [post for post in (self._take(run) for run in runs if run.number not in stops) if post]
+            if posts:
+                self._connection.send({"is": "tokens", "of": posts})
+            done = [run for run in runs if run.number in stops or run.status in self._over]
+            for run in done:
+                with self._changed:
+                    del self._runs[run.number]
+                self._finished.put(run)
+            if not posts and not done:
+                time.sleep(POLL_SECONDS)
+
+    def _take(self, run: Run) -> list[Any] | None:
+        """What is new of a run. Its status is read first: it may be finished while tokens are still queued, and is over
+        only when there were none left after that.
+        """
+        status = run.results.GenerateStatus()
+        element = run.results.GetNoWait()
+        ids = list(element.ids_from_generate) if element is not None else []
+        if not ids:
+            run.status = status
+            return None
+        logprobs = None
+        if run.logprobs:
+            logprobs = list(zip(element.token_logprobs_list, element.log_probs_list))
+        return [run.number, ids, logprobs, element.prefix_cache_len]
+
+    def _reap(self) -> None:
+        while True:
+            run = self._finished.get()
+            self._engine._stop_request(NAME, run.handle)
+            self._engine._release_request(NAME, run.handle)
+            if run.status == self._extension.GenerateRequestStatus.GenerateInterrupted:
+                self._connection.send({"is": "failed", "id": run.number, "why": str(run.status)})
+            self._connection.send({"is": "released", "id": run.number})
+            del run
+
+
+def _or_die(work: Callable[[], None]) -> None:
+    """A thread that fails would leave requests waiting for ever; without the process, the parent starts another."""
+    try:
+        work()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def hang_on_parent() -> None:
+    fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([0], [], [], 0)[0]:  # it was gone already
+        os._exit(0)
+
+
+def serve(descriptor: int) -> None:
+    hang_on_parent()
+    os.dup2(2, 1)  # DashInfer prints; all of it is log
+    os.environ.setdefault("GLOG_minloglevel", "2")
+    connection = Connection(socket.socket(fileno=descriptor))
+    load, _ = connection.receive()
+    service = Service(load_extension(load["libraries"]), connection, load["model"])
+    connection.send({"is": "ready", "version": service.version})
+    while True:
+        head, arrays = connection.receive()
+        if head["do"] == "start":
+            service.start(head, arrays)
+        else:
+            service.stop(head["id"])
+
+
+def check(stubs: str | None = None) -> None:
+    os.environ.setdefault("GLOG_minloglevel", "2")
+    found = {"python": "%d.%d.%d" % sys.version_info[:3], "cuda": cuda_devices()}
+    try:
+        found["version"] = load_extension(stubs).AsEngine().get_version_full()
+    except Exception as error:
+        found["problem"] = str(error)
+    print(json.dumps(found), flush=True)
+
+
+def main() -> None:
+    if sys.argv[1] == "check":
+        check(*sys.argv[2:])
+        return
+    try:
+        serve(int(sys.argv[2]))
+    except (EOFError, OSError):  # the parent has closed its end, or died
+        pass
+    finally:
+        os._exit(0)  # leaving the usual way would stop the engine, which aborts while requests run
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The cache of converted models."""
+
+from __future__ import annotations
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dashinfer_vlm_core.dashinfer.convert import Converted, Form, check_space, convert
+from dashinfer_vlm_core.errors import CheckpointError, SetupError
+from dashinfer_vlm_core.qwen2_vl.config import read_spec
+
+pytestmark = pytest.mark.dashinfer
+
+FLOAT32 = Form(dtype="float32")
+
+
+@pytest.fixture
+def spec(oracle):
+    return read_spec(oracle.folder)
+
+
+def made(path):
+    return path.stat().st_mtime_ns
+
+
+def test_it_is_written_once_and_a_damaged_one_again(spec, environment, tmp_path):
+    first = convert(spec, FLOAT32, environment=environment, cache=tmp_path)
+    written, content = made(first.weights), first.weights.read_bytes()
+    assert convert(spec, FLOAT32, environment=environment, cache=tmp_path) == first
+    assert made(first.weights) == written
+    first.weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert convert(spec, FLOAT32, environment=environment, cache=tmp_path) == first
+    assert first.weights.read_bytes() == content
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == ["", ".lock"]
+
+
+def test_two_at_once_write_it_once(spec, environment, tmp_path):
+    with ThreadPoolExecutor() as pool:
+        both = [pool.submit(convert, spec, FLOAT32, environment=environment, cache=tmp_path) for _ in range(2)]
+        first, second = (future.result() for future in both)
+    assert first == second
+    assert len(list(tmp_path.glob("*.lock"))) == 1
+
+
+def test_other_weights_and_forms_are_other_entries(spec, environment, tmp_path):
+    first = convert(spec, FLOAT32, environment=environment, cache=tmp_path)
+    half = convert(spec, Form(dtype="bfloat16"), environment=environment, cache=tmp_path)
+    assert half.weights.stat().st_size < 0.6 * first.weights.stat().st_size
+    os.utime(spec.folder / "model.safetensors", ns=(1, 1))
+    assert convert(spec, FLOAT32, environment=environment, cache=tmp_path).graph.parent not in {
+        first.graph.parent,
+        half.graph.parent,
+    }
+
+
+@pytest.mark.parametrize(("quantization", "share"), [("int8", 0.6), ("uint4", 0.35)])
+def test_weights_are_quantised_as_they_are_written(spec, environment, tmp_path, quantization, share):
+    """The embedding table stays as it is."""
+    form = Form(dtype="bfloat16", quantization=quantization)
+    small = convert(spec, form, environment=environment, cache=tmp_path)
+    stored = (spec.folder / "model.safetensors").stat().st_size
+    assert small.weights.stat().st_size < share * stored / 2
+
+
+def test_failures_leave_nothing_and_say_what_was_said(spec, environment, tmp_path):
+    elsewhere = replace(environment, python=Path(sys.executable))
+    with pytest.raises(SetupError, match=r"(?s)exit status 1.*ImportError"):
+        convert(spec, FLOAT32, environment=elsewhere, cache=tmp_path)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_disk_space_is_checked_first(tmp_path):
+    with pytest.raises(SetupError, match=r"Converting the model needs 1000000000\.0 GB"):
+        check_space(tmp_path, 10**18)
+
+
+def test_a_checkpoint_without_its_layers_is_named(spec, environment, tmp_path):
+    (tmp_path / "config.json").write_text(
+        (spec.folder / "config.json").read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3')
+    )
+    (tmp_path / "model.safetensors").symlink_to(spec.folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"no tensor 'model.layers.2.\*'"):
+        convert(replace(spec, folder=tmp_path), FLOAT32, environment=environment, cache=tmp_path / "cache")
+
+
+def test_where_the_files_are(tmp_path):
+    assert Converted.at(tmp_path).graph == tmp_path / "model.asgraph"

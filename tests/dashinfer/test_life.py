@@ -1,0 +1,316 @@
+"""A decoder whose engine lives in another process: ends of streams, places, deaths, and what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import aclosing
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.dashinfer.decoder import STARTS
+from dashinfer_vlm_core.errors import (
+    ContextLengthExceeded,
+    DecoderFailed,
+    EngineClosed,
+    InvalidParameter,
+    QueueFull,
+    SetupError,
+    UnsupportedParameter,
+)
+from dashinfer_vlm_server import create_app
+from tests.conversations import as_openai, picture, user
+from tests.plugins.oracle import collect, ids, prompt, visual
+
+from .conftest import decoding
+
+pytestmark = pytest.mark.dashinfer
+
+LONG = {"max_tokens": 480, "ignore_eos": True}
+
+
+def descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def children():
+    """Processes that any thread of ours started."""
+    return [pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
+
+
+def shared_files():
+    return sorted(Path("/dev/shm").iterdir())
+
+
+def gone(pid, seconds=1.0):
+    """Whether the process ends within so many seconds."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_no_token_is_lost_at_the_end_of_a_stream(decoder):
+    wanted = np.random.default_rng(0).integers(1, 40, 500).tolist()
+
+    async def run():
+        async with decoding(decoder(max_waiting=500)) as running:
+            requests = [prompt(seed, 4, max_tokens=count, ignore_eos=True) for seed, count in enumerate(wanted)]
+            return await asyncio.gather(*(collect(running, request) for request in requests))
+
+    found = asyncio.run(run())
+    assert [len(tokens) for tokens in found] == wanted
+    assert all(tokens[-1].finish == "length" for tokens in found)
+
+
+def test_leaving_a_stream_frees_its_place_within_a_second(decoder, oracle):
+    async def run():
+        async with decoding(decoder(max_batch_size=1)) as running:
+            async with aclosing(running.decode(prompt(1, 10, **LONG))) as tokens:
+                async for _ in tokens:
+                    break
+            left = time.monotonic()
+            answer = await collect(running, prompt(2, 10, max_tokens=3))
+            return time.monotonic() - left, ids(answer)
+
+    seconds, answer = asyncio.run(run())
+    assert seconds < 1
+    assert answer == oracle.greedy(prompt(2, 10, max_tokens=3))
+
+
+def test_cancelling_readers_that_run_and_wait_leaves_the_others_alone(decoder, oracle):
+    async def run():
+        async with decoding(decoder(max_batch_size=2)) as running:
+            tasks = [asyncio.create_task(collect(running, prompt(seed, 10, **LONG))) for seed in range(6)]
+            await asyncio.sleep(0.2)
+            for task in tasks:
+                task.cancel()
+            answer = await asyncio.wait_for(collect(running, prompt(9, 10)), 5)
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+            return ids(answer), ends
+
+    answer, ends = asyncio.run(run())
+    assert answer == oracle.greedy(prompt(9, 10))
+    assert all(isinstance(end, asyncio.CancelledError) for end in ends)
+
+
+def test_two_hundred_wait_for_four_places(decoder, oracle):
+    requests = [prompt(seed % 20, 6, max_tokens=5) for seed in range(200)]
+
+    async def run():
+        async with decoding(decoder(max_batch_size=4, max_waiting=196)) as running:
+            tasks = [asyncio.create_task(collect(running, request)) for request in requests]
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFull):
+                await collect(running, requests[0])
+            return await asyncio.gather(*tasks)
+
+    expected = [oracle.greedy(request) for request in requests[:20]]
+    assert [ids(tokens) for tokens in asyncio.run(run())] == expected * 10
+
+
+def test_closing_ends_what_runs_and_waits(decoder):
+    async def run():
+        running = decoder(max_batch_size=1)
+        await running.start()
+        pid = running.pid
+        tasks = [asyncio.create_task(collect(running, prompt(seed, 5, **LONG))) for seed in range(3)]
+        await asyncio.sleep(0.1)
+        await running.close()
+        await running.close()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        with pytest.raises(EngineClosed):
+            await collect(running, prompt(1, 5))
+        return ends, gone(pid)
+
+    ends, is_gone = asyncio.run(run())
+    assert all(isinstance(end, EngineClosed) for end in ends)
+    assert is_gone
+
+
+def test_what_the_engine_might_not_survive_never_reaches_it(decoder, oracle):
+    refused = {
+        "context": (prompt(1, 500, max_tokens=13), ContextLengthExceeded, "messages"),
+        "pictures": (visual(2, (1, 2, 2), 3, width=oracle.width), UnsupportedParameter, "messages"),
+        "presence": (prompt(1, 5, presence_penalty=1.0), UnsupportedParameter, "presence_penalty"),
+        "frequency": (prompt(1, 5, frequency_penalty=1.0), UnsupportedParameter, "frequency_penalty"),
+        "bias": (prompt(1, 5, logit_bias={1: 1.0}), UnsupportedParameter, "logit_bias"),
+        "minimum": (prompt(1, 5, min_tokens=3), UnsupportedParameter, "min_tokens"),
+        "repetition": (prompt(1, 5, repetition_penalty=2.5), InvalidParameter, "repetition_penalty"),
+        "alternatives": (prompt(1, 5, logprobs=11), InvalidParameter, "top_logprobs"),
+        "penalised": (prompt(1, 5, logprobs=1, repetition_penalty=1.5), UnsupportedParameter, "logprobs"),
+        "stop token": (prompt(1, 5, stop_token_ids=(96,)), InvalidParameter, "stop_token_ids"),
+    }
+
+    async def run():
+        async with decoding(decoder()) as running:
+            for name, (request, kind, param) in refused.items():
+                with pytest.raises(kind) as refusal:
+                    await collect(running, request)
+                assert refusal.value.param == param, name
+            fits = await collect(running, prompt(1, 500, max_tokens=12, top_k=10**9, temperature=1.0, ignore_eos=True))
+            return len(fits), running.restarts
+
+    assert asyncio.run(run()) == (12, 0)
+
+
+def test_a_killed_worker_fails_its_own_requests_and_is_replaced(decoder, oracle):
+    """Twenty times, with eight streams each; then nothing is left of any of them."""
+    expected = oracle.greedy(prompt(1, 10))
+
+    async def streams(running):
+        async def read(seed):
+            count = 0
+            async for _ in running.decode(prompt(seed, 5, **LONG)):
+                count += 1
+                begun.set()
+            return count
+
+        begun = asyncio.Event()
+        tasks = [asyncio.create_task(read(seed)) for seed in range(8)]
+        await begun.wait()
+        os.kill(running.pid, signal.SIGKILL)
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def run():
+        async with decoding(decoder()) as running:
+            ends, seconds = [], []
+            for kill in range(20):
+                ends += await streams(running)
+                failed = time.monotonic()
+                assert ids(await collect(running, prompt(1, 10))) == expected
+                seconds.append(time.monotonic() - failed)
+                if kill == 0:
+                    before = descriptors(), len(children()), shared_files()
+            return ends, seconds, running.restarts, before, (descriptors(), len(children()), shared_files())
+
+    ends, seconds, restarts, before, after = asyncio.run(run())
+    assert restarts == 20
+    assert all(isinstance(end, DecoderFailed) and end.retryable for end in ends)
+    assert len(ends) == 160
+    assert before == after
+    assert not children()
+    assert np.median(seconds) < 5
+
+
+def broken_on_demand(environment, folder):
+    """An interpreter that works until the file `broken` stands beside it."""
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\n[ -e "{folder}/broken" ] && exit 7\nexec "{environment.python}" "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+def test_a_worker_that_does_not_start_is_given_up_on(environment, decoder, tmp_path):
+    python = broken_on_demand(environment, tmp_path)
+
+    async def run():
+        await (running := decoder(dashinfer_python=python)).start()
+        await running.close()
+        (tmp_path / "broken").touch()
+        await decoder(dashinfer_python=python).start()
+
+    with pytest.raises(SetupError, match=rf"died at its start {STARTS} times in a row \(exit status 7"):
+        asyncio.run(run())
+    assert not children()
+
+
+def test_health_says_that_a_worker_was_given_up_on(environment, talking_checkpoint, cache, tmp_path):
+    python = broken_on_demand(environment, tmp_path)
+    config = EngineConfig(
+        model=str(talking_checkpoint), decoder="dashinfer", device="cpu", cache_dir=cache, dashinfer_python=python
+    )
+
+    async def health(engine):
+        transport = httpx.ASGITransport(create_app(engine))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.get("/health")
+
+    with Engine(config) as engine:
+        well = asyncio.run(health(engine))
+        (tmp_path / "broken").touch()
+        os.kill(int(children()[0]), signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while engine.status().state == "ready" and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with pytest.raises(DecoderFailed, match="died at its start"):
+            engine.chat({"messages": [user("Hello")]})
+        ill = asyncio.run(health(engine))
+    assert (well.status_code, well.json()["decoder"], "CPU:0" in well.json()["reason"]) == (200, "dashinfer", True)
+    assert (ill.status_code, ill.json()["status"]) == (503, "failed")
+    assert "5 times in a row" in ill.json()["trouble"]
+
+
+def test_a_picture_is_refused_where_it_stands(talking_checkpoint, cache):
+    config = EngineConfig(model=str(talking_checkpoint), decoder="dashinfer", device="cpu", cache_dir=cache)
+    with Engine(config) as engine, pytest.raises(UnsupportedParameter, match="M-RoPE") as refusal:
+        engine.chat({"messages": as_openai([user("What is this?", picture(1))])})
+    assert refusal.value.param == "messages[0].content[1]"
+
+
+def test_pictures_are_answered_approximately_on_request(talking_checkpoint, cache):
+    config = EngineConfig(
+        model=str(talking_checkpoint), decoder="dashinfer", device="cpu", cache_dir=cache, approximate_vision=True
+    )
+    with Engine(config) as engine:
+        answer = engine.chat({"messages": as_openai([user("What is this?", picture(1))]), "max_tokens": 8})
+    assert answer.usage.completion_tokens <= 8
+
+
+def test_stop_strings_and_clients_that_leave(talking_checkpoint, cache):
+    config = EngineConfig(
+        model=str(talking_checkpoint), decoder="dashinfer", device="cpu", cache_dir=cache, max_batch_size=1
+    )
+    body = {"messages": [user("Tell me.")], "temperature": 0, "max_tokens": 60}
+    with Engine(config) as engine:
+        text = engine.chat(body).choices[0].message.content
+        stop = text[10:13]
+        stopped = engine.chat({**body, "stop": [stop]}).choices[0]
+        assert stopped.message.content == text[: text.index(stop)]
+        assert stopped.finish_reason == "stop"
+        stream = engine.stream({**body, "max_tokens": 1500, "ignore_eos": True})
+        next(stream), next(stream)
+        stream.close()
+        left = time.monotonic()
+        assert engine.chat(body).choices[0].message.content == text
+        assert time.monotonic() - left < 3
+
+
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.dashinfer.decoder import DashInferDecoder
+from dashinfer_vlm_core.qwen2_vl.config import read_spec
+
+async def main():
+    config = EngineConfig(device="cpu", max_model_len=512, cache_dir=sys.argv[2])
+    decoder = DashInferDecoder(read_spec(Path(sys.argv[1])), config)
+    await decoder.start()
+    print(decoder.pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_a_worker_dies_with_its_parent(cache, oracle):
+    command = [sys.executable, "-c", PARENT, str(oracle.folder), str(cache)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        pid = int(parent.stdout.readline())
+        assert not gone(pid, 0.1)
+        parent.kill()
+        assert gone(pid)

@@ -1,0 +1,159 @@
+"""What is checked and translated before it reaches the engine; nothing here needs it."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.dashinfer import worker
+from dashinfer_vlm_core.dashinfer.environment import PROGRAM
+from dashinfer_vlm_core.dashinfer.options import check_sampling, generate_config, stop_tokens
+from dashinfer_vlm_core.dashinfer.plan import make_plan
+from dashinfer_vlm_core.decoder import DecodeRequest
+from dashinfer_vlm_core.errors import ConfigError, InvalidParameter, UnsupportedParameter
+from dashinfer_vlm_core.qwen2_vl.config import read_spec, read_text_config
+from dashinfer_vlm_core.sampling import Sampling
+
+
+@pytest.fixture(scope="module")
+def spec(tiny_checkpoint):
+    return read_spec(tiny_checkpoint)
+
+
+def options(spec, **sampling):
+    request = DecodeRequest(
+        id="",
+        token_ids=np.arange(5),
+        positions=np.tile(np.arange(5), (3, 1)),
+        sampling=Sampling(max_tokens=7, **sampling),
+    )
+    return generate_config(request, spec)
+
+
+def test_a_default_request_asks_for_the_whole_distribution(spec):
+    found = options(spec)
+    assert (found["temperature"], found["top_k"], found["top_p"]) == (1.0, 0, 0.0)
+    assert found["max_length"] == 12
+    assert found["stop_words_ids"] == [[token] for token in sorted(spec.tokens.stop)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "sent"),
+    [
+        ({"temperature": 0.0, "top_p": 0.5}, {"top_k": 1, "temperature": 1.0, "top_p": 0.0}),
+        ({"temperature": 1e-6}, {"top_k": 1, "temperature": 1.0}),
+        ({"top_k": 320}, {"top_k": 0}),
+        ({"top_k": 319}, {"top_k": 319}),
+        ({"top_k": 10**9}, {"top_k": 0}),
+        ({"top_p": 0.9999995}, {"top_p": 0.0}),
+        ({"top_p": 0.999}, {"top_p": 0.999}),
+        ({"top_p": 1e-12}, {"top_p": 1e-6}),
+        ({"seed": -1}, {"seed": 2**32 - 1}),
+        ({"seed": 2**63}, {"seed": 0}),
+        ({"logprobs": 0}, {"logprobs": True, "top_logprobs": 0}),
+    ],
+)
+def test_values_the_engine_would_bend_are_spelled_so_that_it_does_not(spec, asked, sent):
+    found = options(spec, **asked)
+    assert {name: found[name] for name in sent} == sent
+
+
+def test_stop_tokens(spec):
+    assert stop_tokens(Sampling(stop_token_ids=(7,)), spec) == {7, *spec.tokens.stop}
+    assert stop_tokens(Sampling(stop_token_ids=(7,), ignore_eos=True), spec) == {7}
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "param"),
+    [
+        ({"repetition_penalty": 2.01}, InvalidParameter, "repetition_penalty"),
+        ({"repetition_penalty": 1e-30}, InvalidParameter, "repetition_penalty"),
+        ({"logprobs": 11}, InvalidParameter, "top_logprobs"),
+        ({"logprobs": 1, "presence_penalty": 1.0}, UnsupportedParameter, "logprobs"),
+    ],
+)
+def test_values_the_engine_cannot_take_are_refused(asked, kind, param):
+    with pytest.raises(kind) as refusal:
+        check_sampling(Sampling(**asked))
+    assert refusal.value.param == param
+
+
+def plan(folder, *, cuda, **config):
+    return make_plan(read_spec(folder), read_text_config(folder), EngineConfig(**config), cuda=cuda)
+
+
+def test_a_plan_for_cuda(tiny_checkpoint):
+    one = plan(tiny_checkpoint, cuda=4)
+    assert (one.compute_unit, one.places, one.max_model_len, one.form.dtype) == ("CUDA:0", 32, 2048, "float32")
+    two = plan(tiny_checkpoint, cuda=4, device="cuda:1", tensor_parallel=2, dtype="bfloat16", quantization="int8")
+    assert (two.compute_unit, two.form.split, two.form.dtype, two.form.quantization) == (
+        "CUDA:1,2",
+        True,
+        "bfloat16",
+        "int8",
+    )
+
+
+def test_a_plan_for_the_cpu_keeps_within_the_memory_for_keys_and_values(tiny_checkpoint):
+    """A token of this model takes 2 layers * 2 * 2 heads * 16 * 4 bytes."""
+    assert plan(tiny_checkpoint, cuda=0).places == 32
+    small = plan(tiny_checkpoint, cuda=0, kv_cache_mib=1, max_model_len=1000)
+    assert (small.compute_unit, small.max_model_len, small.places) == ("CPU:0", 1000, 2)
+    tight = plan(tiny_checkpoint, cuda=4, device="cpu", kv_cache_mib=1)
+    assert (tight.max_model_len, tight.places) == (2048, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "cuda", "param"),
+    [
+        ({"tensor_parallel": 2}, 0, "tensor_parallel"),
+        ({"tensor_parallel": 2}, 1, "tensor_parallel"),
+        ({"tensor_parallel": 3}, 4, "tensor_parallel"),
+        ({"quantization": "int8"}, 0, "quantization"),
+        ({"dtype": "bfloat16"}, 0, "dtype"),
+        ({"device": "mps"}, 4, "device"),
+        ({"device": "cuda:1"}, 1, "tensor_parallel"),
+    ],
+)
+def test_options_that_a_device_cannot_honour_are_refused(tiny_checkpoint, config, cuda, param):
+    with pytest.raises(ConfigError) as refusal:
+        plan(tiny_checkpoint, cuda=cuda, **config)
+    assert refusal.value.param == param
+
+
+def test_frames_are_read_as_they_were_packed(socketpair):
+    ours, theirs = socketpair
+    arrays = [np.arange(6, dtype=np.int64).reshape(1, 6), np.zeros((0, 3), np.float32), np.ones((2, 3), np.float32)]
+    ours.sendall(b"".join(worker.pack({"do": "start", "id": 1}, arrays)))
+    head, found = worker.Connection(theirs).receive()
+    assert head == {"do": "start", "id": 1}
+    assert all(
+        np.array_equal(one, other) and one.dtype == other.dtype for one, other in zip(arrays, found, strict=True)
+    )
+    assert all(array.flags.writeable for array in found)
+    ours.close()
+    with pytest.raises(EOFError):
+        worker.Connection(theirs).receive()
+
+
+@pytest.fixture
+def socketpair():
+    import socket
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours, theirs
+
+
+def test_a_head_of_absurd_length_is_refused():
+    with pytest.raises(ValueError, match="a frame's head"):
+        worker.head_length(b"\xff\xff\xff\xff")
+
+
+def test_the_programs_import_nothing_of_ours():
+    for name in ("worker.py", "serialize.py"):
+        source = (PROGRAM.parent / name).read_text()
+        assert not re.search(r"^\s*(from \.|import dashinfer_vlm|from dashinfer_vlm)", source, re.MULTILINE), name
