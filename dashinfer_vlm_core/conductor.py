@@ -118,9 +118,8 @@ class Conductor:
             raise ModelNotFound(
                 f"The model {request.model!r} is not served here: ask for {self.name!r}.", param="model"
             )
-        for part in request.media():
-            if self.decoder.blind:
-                raise UnsupportedParameter(self.decoder.blind, param=part.part)
+        if self.decoder.blind and (media := request.media()):
+            raise UnsupportedParameter(self.decoder.blind, param=media[0].part)
         sampling = request.sampling()
         for name in sorted(sampling.asked() - self.decoder.honours):
             raise UnsupportedParameter(

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
+GREEDY_BELOW = 1e-5
+"""Temperatures below this count as 0, as in vLLM: they would choose the same token, but overflow single precision."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:

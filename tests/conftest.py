@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.tiny import write_checkpoint
+
+if TYPE_CHECKING:
+    from tests.plugins.oracle import Oracle
 
 
 @pytest.fixture(autouse=True)
@@ -25,3 +29,19 @@ def clean_environment() -> Iterator[None]:
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random two-layer Qwen2-VL in float32."""
     return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def oracles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracle]:
+    """The random model of a shape's name, with transformers to answer for it, made on first use."""
+    from tests.plugins.oracle import SHAPES, Oracle, save_random_model  # seconds to import: for those who ask
+
+    made: dict[str, Oracle] = {}
+
+    def oracle(name: str) -> Oracle:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            made[name] = Oracle(folder, save_random_model(folder, SHAPES[name]))
+        return made[name]
+
+    return oracle

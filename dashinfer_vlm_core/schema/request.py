@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, Strict, Tag, ValidationError, model_validator
 
 from ..errors import InvalidParameter, RequestError, UnsupportedParameter
-from ..sampling import Sampling
+from ..sampling import GREEDY_BELOW, Sampling
 from .base import LARGEST, STRING_OR_ARRAY, Count, Name, Open, encodable
 from .faults import explain, show
 from .fields import REFUSED
@@ -24,9 +24,6 @@ DEFAULT_MAX_TOKENS = 4096
 MAX_MESSAGES = 4096
 MAX_STOP_CHARACTERS = 256
 MAX_LISTED_TOKENS = 1024
-
-GREEDY_BELOW = 1e-5
-"""Temperatures below this count as 0: they would choose the same token, but overflow single precision."""
 
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _TokenId = Annotated[int, Field(ge=0, le=LARGEST)]

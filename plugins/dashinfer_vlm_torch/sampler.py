@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 from dashinfer_vlm_core.errors import DecoderFailed
+from dashinfer_vlm_core.sampling import GREEDY_BELOW
 
 from .scheduler import Choice, Outcome, Run
 
 Alternatives: TypeAlias = tuple[tuple[int, float], ...]
-
-GREEDY_BELOW = 1e-5
-"""Temperatures below are greedy, as in vLLM: dividing by them would leave the range of float32."""
 
 OVERFLOW = "The model's numbers left the range of its dtype. Try bfloat16 or float32 for `dtype`."
 

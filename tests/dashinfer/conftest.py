@@ -14,7 +14,7 @@ from dashinfer_vlm_core.dashinfer.decoder import DashInferDecoder
 from dashinfer_vlm_core.dashinfer.environment import Environment, find_environment, private_folder
 from dashinfer_vlm_core.errors import MissingDependency
 from dashinfer_vlm_core.qwen2_vl.config import read_spec
-from tests.plugins.oracle import SHAPES, Oracle, save_random_model
+from tests.plugins.oracle import Oracle
 from tests.tiny import write_checkpoint
 
 
@@ -39,20 +39,6 @@ def cache(environment: Environment, tmp_path_factory: pytest.TempPathFactory) ->
     installed = private_folder(EngineConfig())
     (folder / installed.name).symlink_to(installed)
     return folder
-
-
-@pytest.fixture(scope="session")
-def oracles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracle]:
-    """The random model of a shape's name, made on first use."""
-    made: dict[str, Oracle] = {}
-
-    def oracle(name: str) -> Oracle:
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            made[name] = Oracle(folder, save_random_model(folder, SHAPES[name]))
-        return made[name]
-
-    return oracle
 
 
 @pytest.fixture(scope="session")
