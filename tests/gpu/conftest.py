@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from dashinfer_vlm_core.dashinfer.environment import cuda_devices
-from tests.dashinfer.conftest import cache, decoder, environment, one_thread, oracle, oracles
+from tests.dashinfer.conftest import cache, decoder, environment, one_thread, oracle
 
 __all__ = ["cache", "decoder", "environment", "one_thread", "oracle", "oracles"]
 
