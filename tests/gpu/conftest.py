@@ -5,7 +5,7 @@ import pytest
 from dashinfer_vlm_core.dashinfer.environment import cuda_devices
 from tests.dashinfer.conftest import cache, decoder, environment, one_thread, oracle
 
-__all__ = ["cache", "decoder", "environment", "one_thread", "oracle", "oracles"]
+__all__ = ["cache", "decoder", "environment", "one_thread", "oracle"]
 
 
 @pytest.fixture(autouse=True)
