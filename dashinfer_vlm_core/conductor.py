@@ -29,6 +29,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Generation:
+    """One answer, with the tokens that it was read from and written in.
+
+    Attributes:
+        completion: the answer.
+        prompt_token_ids: of the prompt; pictures and videos stand there as placeholders.
+        token_ids: of the answer, the one that ends it included.
+    """
+
+    completion: ChatCompletion
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+
+
 class Places:
     """As many requests as are served or wait at one time; used on one event loop."""
 
@@ -73,12 +88,19 @@ class Conductor:
     decoder: Decoder
 
     async def chat(self, request: ChatRequest) -> ChatCompletion:
+        return (await self.generate(request)).completion
+
+    async def generate(self, request: ChatRequest) -> Generation:
         with _faults(), self.places.take():
             reply, decode = await self._prepare(request)
+            ids = []
             async with contextlib.aclosing(self._tokens(reply, decode)) as tokens:
                 async for token in tokens:
                     reply.feed(token)
-            return reply.completion()
+                    ids.append(token.id)
+            return Generation(
+                completion=reply.completion(), prompt_token_ids=tuple(decode.token_ids.tolist()), token_ids=tuple(ids)
+            )
 
     async def stream(self, request: ChatRequest) -> AsyncGenerator[ChatCompletionChunk, None]:
         with _faults(), self.places.take():

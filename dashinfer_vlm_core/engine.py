@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from .checkpoint import find_model, model_type
-from .conductor import Conductor, Places
+from .conductor import Conductor, Generation, Places
 from .config import MIB, EngineConfig
 from .decoder import DecoderFactory, Fitness
 from .errors import SetupError
@@ -115,6 +115,11 @@ class Engine:
         """Answer one request; cancelling the caller frees everything that the request held. Raises as `chat`."""
         running, parsed = self._ready(), ChatRequest.parse(request)
         return await running.loop.acall(running.conductor.chat(parsed))
+
+    async def agenerate(self, request: Request) -> Generation:
+        """As `achat`, with the tokens of prompt and answer."""
+        running, parsed = self._ready(), ChatRequest.parse(request)
+        return await running.loop.acall(running.conductor.generate(parsed))
 
     def stream(self, request: Request) -> Generator[ChatCompletionChunk, None, None]:
         """Answer one request chunk by chunk; closing the iterator cancels the rest.

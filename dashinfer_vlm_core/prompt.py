@@ -112,7 +112,10 @@ class PromptBuilder:
             ContextLengthExceeded: the prompt, or the prompt and the answer asked for, do not fit the context.
             InvalidParameter: the template refuses these messages, or does not place every picture and video.
         """
-        ids, spans = self._expand(self._encode(self._pieces(request)), patches)
+        try:
+            ids, spans = self._expand(self._runs(request), patches)
+        except _Misplaced:
+            raise _misplaced(raw=request.raw_prompt is not None) from None
         prompt = Prompt(
             token_ids=np.concatenate(ids),
             positions=mrope_positions(
@@ -156,12 +159,33 @@ class PromptBuilder:
             ) from error
         return str(text)
 
-    def _pieces(self, request: ChatRequest) -> list[str]:
-        """The rendered text, cut into control tokens (at odd indices) and plain text (at even ones, mark removed)."""
+    def _runs(self, request: ChatRequest) -> Iterable[list[int]]:
+        """Token ids in order; each control token is a run of its own."""
+        prompt = request.raw_prompt
+        if prompt is not None and not prompt:
+            raise InvalidParameter("The prompt is empty: write something for the model to read.", param="prompt")
+        if isinstance(prompt, tuple):
+            return self._checked_ids(prompt)
+        if prompt is not None:
+            self._check_size(prompt)
+            return self._encode(self._pieces(prompt, mark=""))
         messages = request.template_messages()
         self._check_size(messages)
         mark = _unused_mark(messages)
-        text = self.render([_guard(message, self._first, mark) for message in messages])
+        return self._encode(
+            self._pieces(self.render([_guard(message, self._first, mark) for message in messages]), mark)
+        )
+
+    def _checked_ids(self, ids: tuple[int, ...]) -> Iterable[list[int]]:
+        if not all(0 <= index < self._spec.vocab_size for index in ids):
+            raise InvalidParameter(
+                f"Token ids of this model are 0 to {self._spec.vocab_size - 1}: encode the prompt with its tokenizer.",
+                param="prompt_token_ids",
+            )
+        return ([index] for index in ids)
+
+    def _pieces(self, text: str, mark: str) -> list[str]:
+        """The text, cut into control tokens (at odd indices) and plain text (at even ones, mark removed)."""
         pieces, end = [], 0
         for match in self._split.finditer(text):
             pieces += [text[end : match.start()].replace(mark, ""), match.group()]
@@ -184,19 +208,19 @@ class PromptBuilder:
         for run in runs:
             if len(run) == 1 and run[0] in placeholder.values():
                 if len(spans) == len(patches) or run[0] != placeholder[patches[len(spans)].kind]:
-                    raise _misplaced()
+                    raise _Misplaced
                 spans.append(Span(start=length, length=patches[len(spans)].tokens))
                 ids.append(np.full(spans[-1].length, run[0], np.int64))
             else:
                 ids.append(np.asarray(run, np.int64))
             length += len(ids[-1])
         if len(spans) != len(patches):
-            raise _misplaced()
+            raise _Misplaced
         return ids, spans
 
-    def _check_size(self, messages: list[dict[str, Any]]) -> None:
+    def _check_size(self, texts: Any) -> None:
         """Refuse a text that is too long before spending time on it: a token spans only so many characters."""
-        least = sum(map(len, _strings(messages))) // self._longest
+        least = sum(map(len, _strings(texts))) // self._longest
         if least > self.max_model_len:
             raise ContextLengthExceeded(
                 f"The messages have at least {least} tokens, but the model reads {self.max_model_len}, answer included:"
@@ -311,7 +335,16 @@ def _unused_mark(messages: list[dict[str, Any]]) -> str:
     )
 
 
-def _misplaced() -> InvalidParameter:
+class _Misplaced(Exception):
+    """Placeholders and media do not go together."""
+
+
+def _misplaced(*, raw: bool) -> InvalidParameter:
+    if raw:
+        return InvalidParameter(
+            "The prompt must hold one placeholder for each picture and video, of its kind and in their order.",
+            param="prompt",
+        )
     return InvalidParameter(
         "The chat template does not place every picture and video of these messages: put them into user"
         " messages, or check --chat-template.",

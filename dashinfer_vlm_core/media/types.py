@@ -8,8 +8,10 @@ from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
+Kind: TypeAlias = Literal["image", "video"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -17,13 +19,13 @@ class Picture:
     """One decoded picture, upright, in RGB.
 
     Attributes:
-        pixels: uint8 [height, width, 3].
+        image: of mode RGB, 8 bits a channel; Pillow's own, so that resizing starts without a copy.
         part: where it stands in the request, such as `messages[0].content[1]`.
         min_pixels: least pixels after resizing that the request asks for.
         max_pixels: most pixels after resizing that the request asks for.
     """
 
-    pixels: Pixels
+    image: Image.Image
     part: str
     min_pixels: int | None = None
     max_pixels: int | None = None
@@ -48,8 +50,24 @@ class Clip:
     total_pixels: int | None = None
 
 
-Media: TypeAlias = Picture | Clip
-Kind: TypeAlias = Literal["image", "video"]
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Embeddings:
+    """Visual tokens that the request brings along instead of pixels.
+
+    Attributes:
+        rows: float32 [tokens, hidden size], as they came: nothing but their type and number of axes is checked.
+        grid: patches along time, height and width, at least 1 each.
+        kind: what they are of.
+        part: where they stand in the request.
+    """
+
+    rows: npt.NDArray[np.float32]
+    grid: tuple[int, int, int]
+    kind: Kind
+    part: str
+
+
+Media: TypeAlias = Picture | Clip | Embeddings
 
 StopCheck: TypeAlias = Callable[[], None]
 """Called now and then by long work; raises once nobody waits for the result any more."""

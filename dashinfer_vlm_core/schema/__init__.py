@@ -5,7 +5,15 @@
 Unknown keys are tolerated at every level, `null` means absent, numbers are finite, and never booleans or strings.
 """
 
-from .messages import LOW_DETAIL_PIXELS, MediaPart
-from .request import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, ChatRequest
+from .messages import LOW_DETAIL_PIXELS, EncodedEmbeddings, MediaPart
+from .request import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, ChatRequest, OfflineRequest
 
-__all__ = ["DEFAULT_MAX_TOKENS", "DEFAULT_MODEL", "LOW_DETAIL_PIXELS", "ChatRequest", "MediaPart"]
+__all__ = [
+    "DEFAULT_MAX_TOKENS",
+    "DEFAULT_MODEL",
+    "LOW_DETAIL_PIXELS",
+    "ChatRequest",
+    "EncodedEmbeddings",
+    "MediaPart",
+    "OfflineRequest",
+]

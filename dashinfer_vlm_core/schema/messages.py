@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Strict, Tag
@@ -22,29 +22,56 @@ MAX_TOOL_CALLS = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EncodedEmbeddings:
+    """Visual tokens that a request brings along, in base64 and not read yet.
+
+    Attributes:
+        rows: a safetensors file or a `torch.save` payload with the tensor `image_embeds`, [tokens, hidden size].
+        grid: the same of `image_grid_thw`, or its three numbers; None where `rows` holds both.
+    """
+
+    rows: str = field(repr=False)
+    grid: str | tuple[int, ...] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MediaPart:
     """One picture or video that a message refers to, not fetched yet.
+
+    One of `url`, `content` and `uuid` says what it is; with a `uuid` alone it was sent before under that name.
 
     Attributes:
         kind: what the part says it is.
         part: where it stands in the request, such as `messages[0].content[1]`.
         url: where to get it, not empty and otherwise unchecked; for a video also a tuple: its frames in order, each the
             URL of a picture.
+        content: what is already there: `EncodedEmbeddings`, or from a caller in this process whatever `media.memory`
+            takes for a picture or a video.
+        uuid: the caller's name for it.
         min_pixels: least pixels (of each frame) after resizing, at least 1.
         max_pixels: most pixels (of each frame) after resizing, at least `min_pixels`.
         total_pixels: most pixels of all frames of a video together, at least 1.
         fps: frames per second to sample from a video file, above 0; never with a list.
         num_frames: frames to sample from a video file instead, at least 1; never with `fps`, never with a list.
+        background: red, green and blue under transparent pixels.
     """
 
     kind: Literal["image", "video"]
     part: str
-    url: str | tuple[str, ...]
+    url: str | tuple[str, ...] | None = None
+    content: object = field(default=None, repr=False, compare=False)
+    uuid: str | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
     total_pixels: int | None = None
     fps: float | None = None
     num_frames: int | None = None
+    background: tuple[int, int, int] | None = None
+
+    @property
+    def given(self) -> bool:
+        """Whether it comes along, rather than by its `uuid` alone."""
+        return self.url is not None or self.content is not None
 
 
 class Sized(Open):

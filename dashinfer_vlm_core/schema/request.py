@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, Strict, Tag, ValidationError, model_validator
+from pydantic import AfterValidator, Field, InstanceOf, Strict, Tag, ValidationError, model_validator
 
 from ..errors import InvalidParameter, RequestError, UnsupportedParameter
 from ..sampling import GREEDY_BELOW, Sampling
@@ -148,6 +149,11 @@ class ChatRequest(Open):
         parts = (item for i, message in enumerate(self.messages) for item in message.parts(f"messages[{i}]"))
         return tuple(media for where, part in parts if (media := part.media(where)))
 
+    @property
+    def raw_prompt(self) -> str | tuple[int, ...] | None:
+        """The whole prompt, which then stands for the messages; never from JSON."""
+        return None
+
     def template_messages(self) -> list[dict[str, Any]]:
         """The messages as chat templates expect them.
 
@@ -173,4 +179,33 @@ class ChatRequest(Open):
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
+
+
+class OfflineRequest(ChatRequest):
+    """A request of code in this process: it may hand over media as objects, and a prompt that was rendered already.
+
+    Attributes:
+        messages: as in `ChatRequest`, unless there is a `prompt`.
+        contents: objects that stand for the URLs of parts, by the place of the part (`messages[0].content[1]`); what
+            they may be says `media.memory`.
+        prompt: text whose control tokens count as such, or token ids. Each picture and video is one placeholder in it.
+        attached: the media of `prompt`, in the order of their placeholders.
+    """
+
+    messages: Annotated[tuple[Message, ...], Strict(False), Field(max_length=MAX_MESSAGES)] = ()
+    contents: Mapping[str, Any] = Field(default_factory=dict, repr=False)
+    prompt: str | tuple[int, ...] | None = None
+    attached: tuple[InstanceOf[MediaPart], ...] = ()
+
+    @property
+    def raw_prompt(self) -> str | tuple[int, ...] | None:
+        return self.prompt
+
+    def media(self) -> tuple[MediaPart, ...]:
+        if self.prompt is not None:
+            return self.attached
+        return tuple(
+            replace(part, url=None, content=self.contents[part.part]) if part.part in self.contents else part
+            for part in super().media()
         )
