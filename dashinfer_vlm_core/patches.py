@@ -90,7 +90,7 @@ class Patcher:
             InvalidParameter: limits that contradict each other or the server's, or an aspect ratio above 200.
         """
         size = self._size(media)
-        pixels, grid = _cut(_resize(_frames(media), size), self._spec)
+        pixels, grid = _cut(_resize(media, size), self._spec)
         kind: Kind = "image" if isinstance(media, Picture) else "video"
         return Patches(
             pixels=pixels,
@@ -107,7 +107,7 @@ class Patcher:
         Raises:
             InvalidParameter: as `cut`.
         """
-        return self._tokens(_grid(len(_frames(media)), *self._size(media), self._spec))
+        return self._tokens(_grid(_shape(media)[0], *self._size(media), self._spec))
 
     def limits(self, media: Media) -> PixelLimits:
         """Pixels that a picture, or each frame of a clip, may have after resizing.
@@ -129,7 +129,7 @@ class Patcher:
     def _size(self, media: Media) -> tuple[int, int]:
         """(height, width) in pixels after resizing."""
         limits = self.limits(media)
-        _, height, width, _ = _frames(media).shape
+        _, height, width = _shape(media)
         return smart_resize(
             height,
             width,
@@ -215,9 +215,12 @@ def _check_order(limits: PixelLimits, field: str, media: Media) -> None:
         )
 
 
-def _frames(media: Media) -> Pixels:
-    """uint8 [frames, height, width, 3]; a picture is one frame."""
-    return media.pixels[np.newaxis] if isinstance(media, Picture) else media.frames
+def _shape(media: Media) -> tuple[int, int, int]:
+    """(frames, height, width); a picture is one frame."""
+    if isinstance(media, Picture):
+        return 1, media.image.height, media.image.width
+    frames, height, width, _ = media.frames.shape
+    return frames, height, width
 
 
 def _grid(frames: int, height: int, width: int, spec: PixelSpec) -> Grid:
@@ -229,15 +232,22 @@ def _padded(frames: int, span: int) -> int:
     return math.ceil(frames / span) * span
 
 
-def _resize(frames: Pixels, size: tuple[int, int]) -> Pixels:
-    """uint8 [frames, height, width, 3] -> uint8 [frames, *size, 3]."""
-    if frames.shape[1:3] == size:
-        return frames
-    height, width = size
-    resized = np.empty((len(frames), height, width, 3), dtype=np.uint8)
-    for target, frame in zip(resized, frames, strict=True):
-        target[:] = np.asarray(Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC))
+def _resize(media: Media, size: tuple[int, int]) -> Pixels:
+    """uint8 [frames, *size, 3]."""
+    if isinstance(media, Picture):
+        return _scaled(media.image, size)[np.newaxis]
+    if media.frames.shape[1:3] == size:
+        return media.frames
+    resized = np.empty((len(media.frames), *size, 3), dtype=np.uint8)
+    for target, frame in zip(resized, media.frames, strict=True):
+        target[:] = _scaled(Image.fromarray(frame), size)
     return resized
+
+
+def _scaled(image: Image.Image, size: tuple[int, int]) -> Pixels:
+    """uint8 [*size, 3]; a picture that has this size already is not resampled."""
+    height, width = size
+    return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
 
 
 def _cut(frames: Pixels, spec: PixelSpec) -> tuple[Pixels, Grid]:

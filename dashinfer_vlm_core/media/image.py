@@ -10,7 +10,6 @@ import numpy as np
 from PIL import Image
 
 from ..errors import DashInferVLMError, InvalidParameter, MediaTooLarge, MediaUndecodable
-from .types import Pixels
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
@@ -28,7 +27,7 @@ _OPAQUE = ("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
 _TRANSPARENT = ("LA", "La", "PA", "RGBA", "RGBa")
 
 
-def decode_picture(data: bytes, *, part: str, max_pixels: int, background: tuple[int, int, int]) -> Pixels:
+def decode_picture(data: bytes, *, part: str, max_pixels: int, background: tuple[int, int, int]) -> Image.Image:
     """Decode the first frame of a PNG, JPEG, WebP, GIF, BMP or TIFF file.
 
     Whatever the file holds is brought to 8-bit RGB: palettes are looked up, of 16 bits the upper 8 are kept (as libpng
@@ -42,7 +41,7 @@ def decode_picture(data: bytes, *, part: str, max_pixels: int, background: tuple
         background: red, green and blue under transparent pixels.
 
     Returns:
-        uint8 [height, width, 3].
+        An upright picture of mode RGB, wholly in memory.
 
     Raises:
         MediaTooLarge: more pixels than `max_pixels`.
@@ -52,7 +51,7 @@ def decode_picture(data: bytes, *, part: str, max_pixels: int, background: tuple
     with _errors(part), Image.open(BytesIO(data), formats=FORMATS) as image:
         _check_size(image.size, max_pixels, part)
         image.load()
-        return np.asarray(_upright(_to_rgb(image, background), _orientation(image)))
+        return _upright(_to_rgb(image, background), _orientation(image))
 
 
 def count_pixels(data: bytes, *, part: str, max_pixels: int) -> int:

@@ -7,8 +7,12 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from itertools import chain
 from typing import Any, TypeVar
+
+import numpy as np
+from PIL import Image
 
 from ..config import EngineConfig
 from ..errors import EngineClosed, InvalidParameter, MediaTooLarge, UnsupportedParameter
@@ -144,8 +148,8 @@ class MediaLoader:
         if part.kind == "video":
             readers = available(self._readers)
             return decode_clip(data[0], part=part, readers=readers, config=self._config, check_stop=check_stop)
-        pixels = self._pixels(data[0], part.part)
-        return Picture(pixels=pixels, part=part.part, min_pixels=part.min_pixels, max_pixels=part.max_pixels)
+        image = self._image(data[0], part.part)
+        return Picture(image=image, part=part.part, min_pixels=part.min_pixels, max_pixels=part.max_pixels)
 
     def _frames(self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck) -> Clip:
         """A clip of a list of pictures, whose headers are read before the first is decoded."""
@@ -157,11 +161,11 @@ class MediaLoader:
         def decoded() -> Iterator[Pixels]:
             for encoded, name in frames:
                 check_stop()
-                yield self._pixels(encoded, name)
+                yield np.asarray(self._image(encoded, name))
 
         return stack_frames(decoded(), len(frames), part)
 
-    def _pixels(self, data: bytes, part: str) -> Pixels:
+    def _image(self, data: bytes, part: str) -> Image.Image:
         return decode_picture(
             data, part=part, max_pixels=self._config.max_decoded_pixels, background=self._config.rgba_background
         )
@@ -172,7 +176,7 @@ class MediaLoader:
 
 
 def _check_counts(parts: Sequence[MediaPart], config: EngineConfig) -> None:
-    for kind, most in (("image", config.max_pictures), ("video", config.max_videos)):
+    for kind, most in asdict(config.limit_mm_per_prompt).items():
         found = [part for part in parts if part.kind == kind]
         if len(found) > most:
             raise MediaTooLarge(

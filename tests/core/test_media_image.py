@@ -20,7 +20,7 @@ WHITE = (255, 255, 255)
 
 
 def decoded(data, *, max_pixels=1_000_000, background=WHITE):
-    return decode_picture(data, part=PART, max_pixels=max_pixels, background=background)
+    return np.asarray(decode_picture(data, part=PART, max_pixels=max_pixels, background=background))
 
 
 def png(width, height, *, depth=8, rows=b""):

@@ -73,7 +73,7 @@ def test_media_come_in_the_order_of_the_parts_whatever_arrives_first():
         media = load(*(image(web.url(f"/{i}"), i) for i in range(3)))
     for index, (item, picture) in enumerate(zip(media, pictures, strict=True)):
         assert item.part == f"messages[0].content[{index}]"
-        np.testing.assert_array_equal(item.pixels, picture)
+        np.testing.assert_array_equal(item.image, picture)
 
 
 def test_parts_are_fetched_side_by_side():
@@ -91,7 +91,7 @@ def test_equal_sources_are_fetched_once():
     assert len(web.requests) == 2
     assert [item.part[-2] for item in media] == ["0", "1", "2", "3"]
     assert media[2].max_pixels == 5000
-    np.testing.assert_array_equal(media[3].frames, [media[0].pixels, media[1].pixels, media[0].pixels])
+    np.testing.assert_array_equal(media[3].frames, [media[0].image, media[1].image, media[0].image])
 
 
 def test_options_of_a_part_travel_with_its_media():
@@ -145,7 +145,7 @@ def test_a_request_that_is_wrong_fetches_nothing(wrong, error, param):
     assert caught.value.param == param
 
 
-@pytest.mark.parametrize(("make", "options"), [(image, {"max_pictures": 2}), (video, {"max_videos": 2})])
+@pytest.mark.parametrize(("make", "options"), [(image, {"image": 2}), (video, {"video": 2})])
 def test_too_many_parts_are_refused_before_anything_is_fetched(make, options):
     with serve({"/": body(b"")}) as web:
         with pytest.raises(MediaTooLarge) as caught:
@@ -260,12 +260,12 @@ def test_no_more_items_are_held_at_full_size_than_there_are_threads():
     decoded, most = [], []
 
     def shrink(media):
-        decoded.append(weakref.ref(media.pixels))
-        most.append(sum(pixels() is not None for pixels in decoded))
+        decoded.append(weakref.ref(media.image))
+        most.append(sum(image() is not None for image in decoded))
         return media.part
 
     parts = [image(picture_url(seed=i), i) for i in range(THREADS + 8)]
-    assert load(*parts, then=shrink, max_pictures=len(parts)) == tuple(part.part for part in parts)
+    assert load(*parts, then=shrink, limit_mm_per_prompt={"image": len(parts)}) == tuple(part.part for part in parts)
     assert len(decoded) == len(parts)
     assert max(most) <= THREADS
 

@@ -19,7 +19,7 @@ SMALL = EngineConfig(max_pixels=200 * 784)
 
 
 def picture(pixels, **limits):
-    return Picture(pixels=pixels, part=PART, **limits)
+    return Picture(image=Image.fromarray(pixels), part=PART, **limits)
 
 
 def clip(frames, **limits):
@@ -254,8 +254,8 @@ def test_tokens_are_known_before_anything_is_resized():
         for count in (1, 2, 5):
             moving = clip([noise(height, width)] * count)
             assert patcher.tokens(moving) == patcher.cut(moving).tokens
-    vast = picture(np.broadcast_to(np.uint8(0), (1_000_000, 1_000_000, 3)))  # which could not be resized
-    assert patcher.tokens(vast) == 14 * 14
+    vast = clip(np.broadcast_to(np.uint8(0), (1, 1_000_000, 1_000_000, 3)))  # which could not be resized
+    assert patcher.tokens(vast) == 27 * 27
 
 
 def test_tokens_of_what_cannot_be_cut_are_refused_as_cutting_it_is():
