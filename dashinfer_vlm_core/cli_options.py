@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import click
@@ -62,5 +63,5 @@ def _metavar(annotation: Any) -> str:
         return f"[{'|'.join(get_args(annotation))}]"
     kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None) and kind is not Ellipsis]
     kind = kinds[0]
-    name = {int: "INT", float: "NUMBER", str: "TEXT"}.get(kind, "PATH")
+    name = {int: "INT", float: "NUMBER", Path: "PATH"}.get(kind, "TEXT")
     return ",".join([name] * len(kinds)) if get_origin(annotation) is tuple and len(kinds) > 1 else name

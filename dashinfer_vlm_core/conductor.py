@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 
 from .decoder import Decoder, DecodeRequest, Token, VisualSpan
 from .errors import DashInferVLMError, EngineError, InvalidParameter, ModelNotFound, QueueFull, UnsupportedParameter
-from .media import Media, MediaLoader
-from .patches import Patcher, Patches
+from .ids import MediaIds
+from .media import Embeddings, Media, MediaLoader
+from .patches import Embedded, Patcher, Patches, embedded
 from .prompt import Prompt, PromptBuilder
 from .reply import PromptCounts, Reply
 from .sampling import Sampling
 from .schema import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, ChatRequest
-from .vision import VisionService, VisualTokens
+from .vision import Item, VisionService, VisualTokens
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -85,6 +86,7 @@ class Conductor:
     patcher: Patcher
     prompts: PromptBuilder
     vision: VisionService
+    ids: MediaIds
     decoder: Decoder
 
     async def chat(self, request: ChatRequest) -> ChatCompletion:
@@ -121,11 +123,21 @@ class Conductor:
 
     async def _prepare(self, request: ChatRequest) -> tuple[Reply, DecodeRequest]:
         sampling = self._admit(request)
-        patches = await self.media.load(request.media(), then=self._cutter())
-        prompt = await asyncio.to_thread(self.prompts.build, request, patches)
-        visual = await self.vision.embed(patches)
+        items = await self._items(request)
+        prompt = await asyncio.to_thread(self.prompts.build, request, items)
+        visual = await self.vision.embed(items, salt=request.cache_salt or "")
         reply = self._reply(request, prompt)
         return reply, self._decode_request(reply.id, prompt, visual, sampling)
+
+    async def _items(self, request: ChatRequest) -> list[Item]:
+        """The pictures and videos: those that come along are loaded, the others are recalled by their names."""
+        parts, salt, sources = request.media(), request.cache_salt or "", dict[str, bytes]()
+        recalled = self.ids.recall(parts, salt=salt)
+        cut = self._cutter(sources, seen=[item.tokens for item in recalled.values()])
+        loaded = iter(await self.media.load([part for part in parts if part.given], then=cut))
+        items = [recalled.get(part.part) or next(loaded) for part in parts]
+        self.ids.bind(parts, items, sources, salt=salt)
+        return items
 
     async def _tokens(self, reply: Reply, request: DecodeRequest) -> AsyncGenerator[Token, None]:
         async with contextlib.aclosing(self.decoder.decode(request)) as tokens:
@@ -161,17 +173,21 @@ class Conductor:
             )
         return sampling
 
-    def _cutter(self) -> Callable[[Media], Patches]:
+    def _cutter(self, sources: dict[str, bytes], seen: list[int]) -> Callable[[Media], Patches | Embedded]:
         """What becomes of each picture and video of one request; it is called in several threads.
 
         What the context could never hold is refused before it is resized.
-        """
-        tokens: list[int] = []
 
-        def cut(media: Media) -> Patches:
-            tokens.append(self.patcher.tokens(media))
-            self.prompts.check_media(sum(tokens))
-            return self.patcher.cut(media)
+        Args:
+            sources: gets the digest of what each was decoded from.
+            seen: visual tokens of those that need no cutting; gets those of the others.
+        """
+
+        def cut(media: Media) -> Patches | Embedded:
+            sources[media.part] = media.source
+            seen.append(len(media.rows) if isinstance(media, Embeddings) else self.patcher.tokens(media))
+            self.prompts.check_media(sum(seen))
+            return embedded(media, self.spec) if isinstance(media, Embeddings) else self.patcher.cut(media)
 
         return cut
 

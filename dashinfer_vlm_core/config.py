@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import ConfigDict, Field, NonNegativeInt, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from .errors import ConfigError
 
@@ -18,12 +20,42 @@ MIB = 1024 * 1024
 Names = Annotated[tuple[str, ...], NoDecode]
 Colour = Annotated[tuple[int, int, int], NoDecode]
 
+VLLM_VARIABLES = {
+    "image_fetch_timeout": "VLLM_IMAGE_FETCH_TIMEOUT",
+    "video_fetch_timeout": "VLLM_VIDEO_FETCH_TIMEOUT",
+}
+"""Variables of vLLM that are read where our own are not set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaLimits:
+    """Pictures and videos allowed in one request."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    image: NonNegativeInt = 32
+    video: NonNegativeInt = 4
+
+    def __str__(self) -> str:
+        return f"image={self.image},video={self.video}"
+
+
+class _VllmEnvironment(PydanticBaseSettingsSource):
+    """The last source: what vLLM's users have set already."""
+
+    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
+        return os.environ.get(VLLM_VARIABLES.get(field_name, "")), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        return {name: os.environ[variable] for name, variable in VLLM_VARIABLES.items() if os.environ.get(variable)}
+
 
 class EngineConfig(BaseSettings):
     """Options of an engine.
 
-    Values come from the arguments, then from the environment (`DASHINFER_VLM_` and the field's name in upper case),
-    then from the defaults below. Equal configurations compare and hash equal, so that adapters can share an engine.
+    Values come from the arguments, then from the environment (`DASHINFER_VLM_` and the field's name in upper case, else
+    `VLLM_VARIABLES`), then from the defaults below. Equal configurations compare and hash equal, so that adapters can
+    share an engine.
 
     Raises:
         ConfigError: an unknown name, or a value out of range; the message names the option.
@@ -102,8 +134,15 @@ class EngineConfig(BaseSettings):
     video_fps: float = Field(2.0, gt=0, le=120, description="Frames per second that are sampled from a video file.")
     video_min_frames: int = Field(4, ge=2, description="Least frames sampled from a video file, if it has as many.")
     video_max_frames: int = Field(768, ge=2, description="Most frames of one video, sampled or given as a list.")
-    max_pictures: int = Field(32, ge=0, description="Pictures allowed in one request.")
-    max_videos: int = Field(4, ge=0, description="Videos allowed in one request.")
+    limit_mm_per_prompt: Annotated[MediaLimits, NoDecode] = Field(
+        MediaLimits(), description="Pictures and videos allowed in one request, as image=N,video=N or JSON."
+    )
+    enable_mm_embeds: bool = Field(
+        False, description="Whether requests may bring visual embeddings in place of pictures (`image_embeds`)."
+    )
+    max_media_ids: int = Field(
+        4096, ge=0, description="Names (`uuid`) of pictures and videos that are remembered with their contents."
+    )
     rgba_background: Colour = Field((255, 255, 255), description="Colour under transparent pictures, as R,G,B.")
 
     # Where media may come from
@@ -132,6 +171,28 @@ class EngineConfig(BaseSettings):
             super().__init__(**options)
         except ValidationError as error:
             raise ConfigError(_explain(error)) from None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        **others: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, _VllmEnvironment(settings_cls)
+
+    @field_validator("limit_mm_per_prompt", mode="before")
+    @classmethod
+    def _limits(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        try:
+            if value.lstrip().startswith("{"):
+                return json.loads(value)
+            return dict(pair.split("=", 1) for pair in value.replace(" ", "").split(",") if pair)
+        except ValueError:
+            raise ValueError('write image=4,video=1, or {"image": 4, "video": 1}') from None
 
     @field_validator("allowed_media_domains", "rgba_background", mode="before")
     @classmethod
@@ -166,5 +227,7 @@ class EngineConfig(BaseSettings):
 
 def _explain(error: ValidationError) -> str:
     """All faults of a configuration in one line each, by the option's name."""
-    faults = [f"{fault['loc'][0]}: {fault['msg']} (got {fault['input']!r})" for fault in error.errors()]
+    faults = [
+        f"{'.'.join(map(str, fault['loc']))}: {fault['msg']} (got {fault['input']!r})" for fault in error.errors()
+    ]
     return "Invalid option " + "; ".join(faults) + ". `dashinfer-vlm serve --help` lists every option."

@@ -15,6 +15,7 @@ from .conductor import Conductor, Generation, Places
 from .config import MIB, EngineConfig
 from .decoder import DecoderFactory, Fitness
 from .errors import SetupError
+from .ids import MediaIds
 from .loop import LoopThread, closed
 from .media import MediaLoader
 from .patches import Patcher
@@ -230,6 +231,7 @@ async def open_conductor(config: EngineConfig, registry: Registry) -> tuple[Cond
     except BaseException:
         await decoder.close()
         raise
+    vision = VisionService(tower, cache_bytes=config.vision_cache_mib * MIB, batch_patches=config.vision_batch_patches)
     conductor = Conductor(
         name=config.name,
         aliases=frozenset({config.model}),
@@ -238,9 +240,8 @@ async def open_conductor(config: EngineConfig, registry: Registry) -> tuple[Cond
         media=MediaLoader(config, list(registry.video_readers.values())),
         patcher=patcher,
         prompts=prompts,
-        vision=VisionService(
-            tower, cache_bytes=config.vision_cache_mib * MIB, batch_patches=config.vision_batch_patches
-        ),
+        vision=vision,
+        ids=MediaIds(vision, limit=config.max_media_ids),
         decoder=decoder,
     )
     return conductor, reason

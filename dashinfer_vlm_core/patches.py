@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +13,8 @@ from PIL import Image
 
 from .config import EngineConfig
 from .errors import ConfigError, InvalidParameter
-from .media.types import Clip, Kind, Media, Picture, Pixels
-from .model import PixelSpec
+from .media.types import Clip, Embeddings, Kind, Picture, Pixels
+from .model import ModelSpec, PixelSpec
 
 DEFAULT_TOKENS = 1280
 MAX_ASPECT = 200
@@ -53,6 +53,70 @@ class Patches:
     digest: bytes
 
 
+class Visual(Protocol):
+    """What the prompt has to know of a picture or video."""
+
+    @property
+    def grid(self) -> Grid: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def kind(self) -> Kind: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Embedded:
+    """Visual tokens that came ready-made, fit for the model.
+
+    Attributes:
+        rows: float32 [tokens, hidden size], finite.
+        grid: patches along time, height and width.
+        tokens: number of rows.
+        kind: what they are of.
+        part: where they stand in the request.
+        digest: 32 bytes; equal exactly for equal kind, grid and rows.
+    """
+
+    rows: npt.NDArray[np.float32]
+    grid: Grid
+    tokens: int
+    kind: Kind
+    part: str
+    digest: bytes
+
+
+def embedded(media: Embeddings, spec: ModelSpec) -> Embedded:
+    """Check visual tokens that a request brought along.
+
+    Raises:
+        InvalidParameter: they have not the model's width, not one row per merged patch of the grid, or a number that
+            is not finite.
+    """
+    rows, grid, merge = media.rows, Grid(*media.grid), spec.pixels.merge_size
+    if rows.ndim != 2 or rows.shape[1] != spec.hidden_size:
+        raise InvalidParameter(
+            f"The embeddings must have the shape [tokens, {spec.hidden_size}] of this model.", param=media.part
+        )
+    if min(grid) < 1 or grid.h % merge or grid.w % merge or len(rows) != grid.patches // merge**2:
+        raise InvalidParameter(
+            f"Embeddings of a grid of {grid.t} x {grid.h} x {grid.w} patches have one row for each {merge} x {merge} of"
+            f" them, and there are {len(rows)} rows.",
+            param=media.part,
+        )
+    if not np.isfinite(rows).all():
+        raise InvalidParameter("The embeddings hold a number that is not finite.", param=media.part)
+    return Embedded(
+        rows=rows,
+        grid=grid,
+        tokens=len(rows),
+        kind=media.kind,
+        part=media.part,
+        digest=_digest(f"{media.kind} embeddings", grid, rows),
+    )
+
+
 class PixelLimits(NamedTuple):
     """Least and most pixels (height times width) of a resized picture or frame."""
 
@@ -80,7 +144,7 @@ class Patcher:
         if self._least > self._ceiling:
             raise ConfigError(f"min_pixels ({self._least}) is above max_pixels ({self._ceiling}); mend one of them.")
 
-    def cut(self, media: Media) -> Patches:
+    def cut(self, media: Picture | Clip) -> Patches:
         """Resize (bicubic, by Pillow, as transformers' processor does) and cut.
 
         A clip is padded with its last frame to a multiple of `temporal_patch_size`; a picture is cut as a clip of one
@@ -101,7 +165,7 @@ class Patcher:
             digest=_digest(kind, grid, pixels),
         )
 
-    def tokens(self, media: Media) -> int:
+    def tokens(self, media: Picture | Clip) -> int:
         """The visual tokens that `cut` will give, by the size of the media alone: nothing is resized.
 
         Raises:
@@ -109,7 +173,7 @@ class Patcher:
         """
         return self._tokens(_grid(_shape(media)[0], *self._size(media), self._spec))
 
-    def limits(self, media: Media) -> PixelLimits:
+    def limits(self, media: Picture | Clip) -> PixelLimits:
         """Pixels that a picture, or each frame of a clip, may have after resizing.
 
         A picture has at least `min_pixels` of the configuration or the checkpoint, and at most `max_pixels` of the
@@ -126,7 +190,7 @@ class Patcher:
         """
         return self._picture_limits(media) if isinstance(media, Picture) else self._frame_limits(media)
 
-    def _size(self, media: Media) -> tuple[int, int]:
+    def _size(self, media: Picture | Clip) -> tuple[int, int]:
         """(height, width) in pixels after resizing."""
         limits = self.limits(media)
         _, height, width = _shape(media)
@@ -207,7 +271,7 @@ def _check_ceiling(asked: int | None, ceiling: int, field: str) -> None:
         raise InvalidParameter(f"{field} may be up to {ceiling} on this server.", param=field)
 
 
-def _check_order(limits: PixelLimits, field: str, media: Media) -> None:
+def _check_order(limits: PixelLimits, field: str, media: Picture | Clip) -> None:
     if limits.least > limits.most:
         name = "max_pixels" if media.min_pixels is None else "min_pixels"
         raise InvalidParameter(
@@ -215,7 +279,7 @@ def _check_order(limits: PixelLimits, field: str, media: Media) -> None:
         )
 
 
-def _shape(media: Media) -> tuple[int, int, int]:
+def _shape(media: Picture | Clip) -> tuple[int, int, int]:
     """(frames, height, width); a picture is one frame."""
     if isinstance(media, Picture):
         return 1, media.image.height, media.image.width
@@ -232,7 +296,7 @@ def _padded(frames: int, span: int) -> int:
     return math.ceil(frames / span) * span
 
 
-def _resize(media: Media, size: tuple[int, int]) -> Pixels:
+def _resize(media: Picture | Clip, size: tuple[int, int]) -> Pixels:
     """uint8 [frames, *size, 3]."""
     if isinstance(media, Picture):
         return _scaled(media.image, size)[np.newaxis]
@@ -265,9 +329,9 @@ def _cut(frames: Pixels, spec: PixelSpec) -> tuple[Pixels, Grid]:
     return ordered.reshape(grid.patches, 3 * span * side * side), grid
 
 
-def _digest(kind: Kind, grid: Grid, pixels: Pixels) -> bytes:
-    """32 bytes; the header's own length stands first, so that no header and pixels can be read as others."""
-    header = f"{kind} {grid.t} {grid.h} {grid.w} {pixels.shape[1]}".encode()
+def _digest(what: str, grid: Grid, rows: npt.NDArray[Any]) -> bytes:
+    """32 bytes; the header's own length stands first, so that no header and rows can be read as others."""
+    header = f"{what} {grid.t} {grid.h} {grid.w} {rows.shape[1]}".encode()
     digest = hashlib.sha256(len(header).to_bytes(8, "big") + header)
-    digest.update(np.ascontiguousarray(pixels).reshape(-1).data)
+    digest.update(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
     return digest.digest()

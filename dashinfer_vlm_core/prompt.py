@@ -16,7 +16,7 @@ import tokenizers
 from .config import EngineConfig
 from .errors import CheckpointError, ConfigError, ContextLengthExceeded, InvalidParameter
 from .model import ModelSpec
-from .patches import Grid, Patches
+from .patches import Grid, Visual
 from .schema import ChatRequest
 
 # Characters that Unicode leaves to private agreement; one that no message holds marks what is not to be read as a
@@ -101,29 +101,29 @@ class PromptBuilder:
         builder.check_template()
         return builder
 
-    def build(self, request: ChatRequest, patches: Sequence[Patches]) -> Prompt:
+    def build(self, request: ChatRequest, visuals: Sequence[Visual]) -> Prompt:
         """Render, expand and place one request.
 
         Args:
-            request: its messages hold as many pictures and videos as there are `patches`.
-            patches: in the order of the messages.
+            request: its messages hold as many pictures and videos as there are `visuals`.
+            visuals: in the order of the messages.
 
         Raises:
             ContextLengthExceeded: the prompt, or the prompt and the answer asked for, do not fit the context.
             InvalidParameter: the template refuses these messages, or does not place every picture and video.
         """
         try:
-            ids, spans = self._expand(self._runs(request), patches)
+            ids, spans = self._expand(self._runs(request), visuals)
         except _Misplaced:
             raise _misplaced(raw=request.raw_prompt is not None) from None
         prompt = Prompt(
             token_ids=np.concatenate(ids),
             positions=mrope_positions(
-                sum(map(len, ids)), spans, [item.grid for item in patches], merge=self._spec.pixels.merge_size
+                sum(map(len, ids)), spans, [item.grid for item in visuals], merge=self._spec.pixels.merge_size
             ),
             spans=tuple(spans),
-            image_tokens=sum(item.tokens for item in patches if item.kind == "image"),
-            video_tokens=sum(item.tokens for item in patches if item.kind == "video"),
+            image_tokens=sum(item.tokens for item in visuals if item.kind == "image"),
+            video_tokens=sum(item.tokens for item in visuals if item.kind == "video"),
         )
         self._check_length(len(prompt), request)
         return prompt
@@ -198,7 +198,7 @@ class PromptBuilder:
             yield [self._control[piece]] if index % 2 else next(plain).ids
 
     def _expand(
-        self, runs: Iterable[list[int]], patches: Sequence[Patches]
+        self, runs: Iterable[list[int]], visuals: Sequence[Visual]
     ) -> tuple[list[npt.NDArray[np.int64]], list[Span]]:
         """Each placeholder becomes as many as its picture or video has visual tokens."""
         placeholder = {"image": self._spec.tokens.image, "video": self._spec.tokens.video}
@@ -207,14 +207,14 @@ class PromptBuilder:
         length = 0
         for run in runs:
             if len(run) == 1 and run[0] in placeholder.values():
-                if len(spans) == len(patches) or run[0] != placeholder[patches[len(spans)].kind]:
+                if len(spans) == len(visuals) or run[0] != placeholder[visuals[len(spans)].kind]:
                     raise _Misplaced
-                spans.append(Span(start=length, length=patches[len(spans)].tokens))
+                spans.append(Span(start=length, length=visuals[len(spans)].tokens))
                 ids.append(np.full(spans[-1].length, run[0], np.int64))
             else:
                 ids.append(np.asarray(run, np.int64))
             length += len(ids[-1])
-        if len(spans) != len(patches):
+        if len(spans) != len(visuals):
             raise _Misplaced
         return ids, spans
 

@@ -1,21 +1,28 @@
-"""Patches -> VisualTokens: each content is encoded once, and pictures of different requests share a pass."""
+"""Patches -> VisualTokens: each content is encoded once, and pictures of different requests share a pass.
+
+Visual tokens that a request brings along, or that it names, join here.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from .errors import EngineClosed, EngineError
+from .media.types import Kind
 from .model import ModelSpec
-from .patches import Grid, Patches
+from .patches import Embedded, Grid, Patches
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
 logger = logging.getLogger(__name__)
@@ -28,7 +35,7 @@ class VisualTokens:
     Attributes:
         embedding: [tokens, hidden_size] on the tower's device and in its dtype; shared, never written to.
         grid: patches along time, height and width.
-        digest: as in `Patches`: names the content.
+        digest: 32 bytes that name the content; under a salt, the content and the salt.
     """
 
     embedding: torch.Tensor
@@ -36,11 +43,39 @@ class VisualTokens:
     digest: bytes
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Recalled:
+    """A picture or video that came before, held so that it cannot leave the cache meanwhile.
+
+    Attributes:
+        visual: its visual tokens.
+        tokens: their number.
+        kind: what it is.
+        part: where it stands in the request.
+    """
+
+    visual: VisualTokens
+    tokens: int
+    kind: Kind
+    part: str
+
+    @property
+    def grid(self) -> Grid:
+        return self.visual.grid
+
+
+Item: TypeAlias = Patches | Embedded | Recalled
+"""A picture or video of a request, as the prompt and the tower take it."""
+
+
 class VisionEncoder(Protocol):
     """A vision tower; called from one thread at a time."""
 
     def encode(self, batch: Sequence[Patches]) -> list[torch.Tensor]:
         """One [tokens, hidden_size] tensor per item; an item's rows do not depend on the rest of the batch."""
+
+    def adopt(self, rows: npt.NDArray[np.float32]) -> torch.Tensor:
+        """Rows that somebody else encoded, on the device and in the dtype of those that `encode` gives."""
 
 
 class Architecture(Protocol):
@@ -113,10 +148,14 @@ class VisionService:
             passes=self._passes, encoded=self._encoded, hits=self._hits, joins=self._joins, bytes=self._cache.bytes
         )
 
-    async def embed(self, patches: Sequence[Patches]) -> tuple[VisualTokens, ...]:
+    async def embed(self, items: Sequence[Item], *, salt: str = "") -> tuple[VisualTokens, ...]:
         """The visual tokens of each item, in order.
 
         Cancelling the caller drops what nobody else waits for, unless the tower has it already.
+
+        Args:
+            items: of one request.
+            salt: what is encoded under it is found in the cache under it alone.
 
         Raises:
             EngineError: the tower failed on one of the items; `param` says which.
@@ -124,12 +163,19 @@ class VisionService:
         """
         if self._closed:
             raise EngineClosed("The engine was closed. Start another one.")
-        jobs = [self._job(item) for item in patches]
+        jobs = [self._job(item, salt) for item in items if isinstance(item, Patches)]
         try:
-            return tuple([await job.tokens(item.part) for job, item in zip(jobs, patches, strict=True)])
+            encoding = iter(jobs)
+            return tuple([await self._tokens(item, encoding, salt) for item in items])
         finally:
             for job in jobs:
                 self._leave(job)
+
+    def find(self, digest: bytes, grid: Grid, *, salt: str = "") -> VisualTokens | None:
+        """What is in the cache for the content of this digest (as in `Patches`)."""
+        name = _salted(digest, salt)
+        embedding = self._cache.get(self._model_key + name)
+        return None if embedding is None else VisualTokens(embedding=embedding, grid=grid, digest=name)
 
     async def close(self) -> None:
         """Fail what waits, let a running pass end, and free the thread and the cache. Closing twice is allowed."""
@@ -141,18 +187,34 @@ class VisionService:
         self._thread.shutdown()
         self._cache.clear()
 
-    def _job(self, item: Patches) -> _Job:
+    async def _tokens(self, item: Item, encoding: Iterator[_Job], salt: str) -> VisualTokens:
+        if isinstance(item, Recalled):
+            self._hits += 1
+            return item.visual
+        if isinstance(item, Embedded):
+            return await self._adopt(item, _salted(item.digest, salt))
+        return await next(encoding).tokens(item.part)
+
+    async def _adopt(self, item: Embedded, name: bytes) -> VisualTokens:
+        """Beside the tower, in its thread; cached, so that it can be named later."""
+        loop = asyncio.get_running_loop()
+        embedding = await loop.run_in_executor(self._thread, self._encoder.adopt, item.rows)
+        self._cache.put(self._model_key + name, embedding)
+        return VisualTokens(embedding=embedding, grid=item.grid, digest=name)
+
+    def _job(self, item: Patches, salt: str) -> _Job:
         """The job that yields this content: done if it is cached, else one that runs or waits, else a new one."""
-        key = self._model_key + item.digest
+        name = _salted(item.digest, salt)
+        key = self._model_key + name
         if (embedding := self._cache.get(key)) is not None:
             self._hits += 1
-            job = _Job(key, item)
+            job = _Job(key, name, item)
             job.finish(embedding)
         elif key in self._jobs:
             self._joins += 1
             job = self._jobs[key]
         else:
-            job = self._jobs[key] = _Job(key, item)
+            job = self._jobs[key] = _Job(key, name, item)
             self._waiting.append(job)
             self._wake()
         job.callers += 1
@@ -216,12 +278,15 @@ class _Job:
     """One content on its way through the tower, and everybody who waits for it.
 
     Attributes:
+        key: in the cache.
+        name: digest of the visual tokens.
         size: in patches.
         callers: how many wait.
     """
 
-    def __init__(self, key: bytes, patches: Patches) -> None:
+    def __init__(self, key: bytes, name: bytes, patches: Patches) -> None:
         self.key = key
+        self.name = name
         self.patches = patches
         self.size = patches.grid.patches
         self.callers = 0
@@ -241,7 +306,7 @@ class _Job:
         if isinstance(self._outcome, Exception):
             message = "The vision tower failed on this picture or video. Try again; the engine's log has the cause."
             raise EngineError(message, param=part, code="vision_failed") from self._outcome
-        return VisualTokens(embedding=self._outcome, grid=self.patches.grid, digest=self.patches.digest)
+        return VisualTokens(embedding=self._outcome, grid=self.patches.grid, digest=self.name)
 
 
 class _Cache:
@@ -263,7 +328,7 @@ class _Cache:
 
     def put(self, key: bytes, embedding: torch.Tensor) -> None:
         """Keep it, at the cost of those least recently used; one above the whole budget is not kept."""
-        if _size(embedding) > self._budget:
+        if _size(embedding) > self._budget or self.get(key) is not None:
             return
         self._items[key] = embedding
         self.bytes += _size(embedding)
@@ -274,6 +339,13 @@ class _Cache:
     def clear(self) -> None:
         self._items.clear()
         self.bytes = 0
+
+
+def _salted(digest: bytes, salt: str) -> bytes:
+    """The digest itself without a salt; else one of both, of the same length."""
+    if not salt:
+        return digest
+    return hashlib.sha256(b"salted" + hashlib.sha256(salt.encode()).digest() + digest).digest()
 
 
 def _size(embedding: torch.Tensor) -> int:

@@ -18,7 +18,7 @@ def clean_environment() -> Iterator[None]:
     """Tests neither see the options of the person who runs them, nor leave their own behind."""
     before = dict(os.environ)
     for name in before:
-        if name.startswith("DASHINFER_VLM_"):
+        if name.startswith(("DASHINFER_VLM_", "VLLM_")):
             del os.environ[name]
     yield
     os.environ.clear()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from PIL import Image
 
 from ..config import EngineConfig
 from ..errors import EngineClosed, InvalidParameter, MediaTooLarge, UnsupportedParameter
-from ..schema import MediaPart
+from ..schema import EncodedEmbeddings, MediaPart
 from .address import Resolver
 from .fetch import Fetcher
 from .image import count_pixels, decode_picture
@@ -97,6 +98,7 @@ class MediaLoader:
     async def _load(
         self, parts: Sequence[MediaPart], then: Callable[[Media], T], stop: threading.Event
     ) -> tuple[T, ...]:
+        _check_embeddings(parts, self._config)
         sources = await self._run(self._locate, parts)
         share = asyncio.Semaphore(max(1, self._config.max_fetches // 2))  # the rest is left to other requests
         fetched = {source: asyncio.ensure_future(self._get(source, share)) for source in dict.fromkeys(chain(*sources))}
@@ -137,7 +139,7 @@ class MediaLoader:
         def work() -> T:
             media = self._decode(part, data, check_stop)
             check_stop()
-            return then(media)
+            return then(media if part.uuid is None else replace(media, source=_digest(data)))
 
         return await self._run(work)
 
@@ -212,6 +214,24 @@ async def _check_bytes(frames: Iterable[Awaitable[bytes]], part: MediaPart, conf
                 f"The frames of the video have more than {config.video_max_bytes} bytes; send fewer or smaller ones.",
                 param=part.part,
             )
+
+
+def _check_embeddings(parts: Sequence[MediaPart], config: EngineConfig) -> None:
+    for part in parts:
+        if isinstance(part.content, EncodedEmbeddings) and not config.enable_mm_embeds:
+            raise UnsupportedParameter(
+                "This server takes pictures, not embeddings of them: send an `image_url`, or start it with"
+                " --enable-mm-embeds.",
+                param=part.part,
+            )
+
+
+def _digest(data: Sequence[bytes]) -> bytes:
+    """32 bytes for all of the encoded files of a part, each with its length."""
+    digest = hashlib.sha256()
+    for item in data:
+        digest.update(len(item).to_bytes(8, "big") + hashlib.sha256(item).digest())
+    return digest.digest()
 
 
 def _closed() -> EngineClosed:

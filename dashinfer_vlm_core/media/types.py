@@ -21,12 +21,14 @@ class Picture:
     Attributes:
         image: of mode RGB, 8 bits a channel; Pillow's own, so that resizing starts without a copy.
         part: where it stands in the request, such as `messages[0].content[1]`.
+        source: digest of what it was decoded from, where the part has a `uuid`.
         min_pixels: least pixels after resizing that the request asks for.
         max_pixels: most pixels after resizing that the request asks for.
     """
 
     image: Image.Image
     part: str
+    source: bytes = b""
     min_pixels: int | None = None
     max_pixels: int | None = None
 
@@ -38,6 +40,7 @@ class Clip:
     Attributes:
         frames: uint8 [frames, height, width, 3], at least one.
         part: where it stands in the request.
+        source: as in `Picture`.
         min_pixels: least pixels of a frame after resizing that the request asks for.
         max_pixels: most pixels of a frame after resizing that the request asks for.
         total_pixels: most pixels of all frames together that the request asks for.
@@ -45,6 +48,7 @@ class Clip:
 
     frames: Pixels
     part: str
+    source: bytes = b""
     min_pixels: int | None = None
     max_pixels: int | None = None
     total_pixels: int | None = None
@@ -59,12 +63,14 @@ class Embeddings:
         grid: patches along time, height and width, at least 1 each.
         kind: what they are of.
         part: where they stand in the request.
+        source: as in `Picture`.
     """
 
     rows: npt.NDArray[np.float32]
     grid: tuple[int, int, int]
     kind: Kind
     part: str
+    source: bytes = b""
 
 
 Media: TypeAlias = Picture | Clip | Embeddings

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -174,6 +175,9 @@ class Qwen2VLEncoder:
         window = self.tower.config.spatial_merge_size**2
         rows = torch.split(self.tower(self.normalise(pixels), grids), [grid.patches // window for grid in grids])
         return [item.clone() for _, item in sorted(zip(order, rows, strict=True))]
+
+    def adopt(self, rows: npt.NDArray[np.float32]) -> torch.Tensor:
+        return torch.from_numpy(rows).to(self.device, self.dtype)
 
     def normalise(self, pixels: torch.Tensor) -> torch.Tensor:
         """uint8 [n, columns] to the tower's dtype on its device, each channel around 0."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, model_validator
@@ -19,6 +20,12 @@ class Open(BaseModel):
     @classmethod
     def _drop_nulls(cls, data: object) -> object:
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class Closed(Open):
+    """An object whose every key changes the answer: unknown ones are refused rather than ignored."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 def encodable(text: str) -> str:
@@ -46,6 +53,14 @@ STRING_OR_ARRAY = Discriminator(
     _string_or_array, custom_error_type="string_or_array", custom_error_message="must be a string or an array"
 )
 """Tells pydantic by what was given which member of a union is meant, so that a fault is reported once, at its place."""
+
+
+def string_or_object(kind: Callable[[object], str | None]) -> Discriminator:
+    """As `STRING_OR_ARRAY`, for a union whose members `kind` names."""
+    return Discriminator(
+        kind, custom_error_type="string_or_object", custom_error_message="must be a string or an object"
+    )
+
 
 TAGS = frozenset({"string", "array", "object", "part"})
 """Names of union members: they show up in pydantic's locations, but not in the request."""

@@ -36,6 +36,7 @@ _WORDS: Mapping[str, str] = MappingProxyType(
         "string_unicode": "must be valid Unicode, without lone surrogates",
         "string_pattern_mismatch": "must map token ids to numbers",
         "value_error": "{error}",
+        "extra_forbidden": "is no option that is known here: leave it out",
     }
 )
 

@@ -21,7 +21,6 @@ NO_EFFECT = frozenset(
 NO_AUDIO = "These models neither hear nor speak: leave it out."
 _NO_TOOLS = "No tools are called here: leave it out, and describe in the prompt what you need."
 _NO_GRAMMAR = "Answers are free text: leave it out, and ask for the format in the prompt."
-_NO_MEDIA_OPTIONS = "Leave it out, and write `min_pixels`, `max_pixels` or `fps` beside the `url` of each part."
 _NO_TEMPLATE = "The chat template is the server's: leave it out."
 
 REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
@@ -59,9 +58,7 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
         "include_stop_str_in_output": ((False,), "The answer ends before the stop string: leave it out."),
         "length_penalty": ((1, 1.0), "It belongs to beam search, which is not done here: leave it out."),
         "logits_processors": (([],), "No code of a request is run: leave it out."),
-        "media_io_kwargs": (({},), _NO_MEDIA_OPTIONS),
         "min_p": ((0, 0.0), "Leave it out, and use `top_p` or `top_k`."),
-        "mm_processor_kwargs": (({},), _NO_MEDIA_OPTIONS),
         "prompt_logprobs": ((), "Only tokens of the answer have log probabilities: leave it out, and use `logprobs`."),
         "skip_special_tokens": ((True,), "Special tokens are never shown: leave it out."),
         "structured_outputs": ((), _NO_GRAMMAR),

@@ -6,19 +6,23 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Discriminator, Field, Strict, Tag
+from pydantic import Field, Strict, Tag
 
 from ..errors import InvalidParameter, UnsupportedParameter
-from .base import STRING_OR_ARRAY, Count, Name, Open, Text
+from .base import LARGEST, STRING_OR_ARRAY, Count, Name, Open, Text, string_or_object
 from .faults import show
 from .fields import REFUSED_IN_MESSAGES, REFUSED_PARTS
 
 LOW_DETAIL_PIXELS = 256 * 28 * 28
 """Most pixels of a picture sent with `detail: "low"`: those of 256 visual tokens of 28 x 28 pixels."""
 
+JPEG_FRAMES = "data:video/jpeg;base64,"
+"""How a URL begins that holds the frames of a video one after the other: JPEG files in base64, separated by commas."""
+
 MAX_PARTS = 1024
 MAX_FRAMES = 4096
 MAX_TOOL_CALLS = 128
+MAX_UUID = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +115,7 @@ class ImageURL(Sized):
     `LOW_DETAIL_PIXELS`, "auto" and "high" what the server allows.
     """
 
-    url: Text
+    url: Text | None = None
     detail: Literal["auto", "low", "high"] = "auto"
 
     @property
@@ -119,9 +123,10 @@ class ImageURL(Sized):
         most = super().most
         return max(LOW_DETAIL_PIXELS, self.least or 0) if most is None and self.detail == "low" else most
 
-    def check(self, where: str) -> None:
+    def check(self, where: str, *, known: bool = False) -> None:
         self.check_size(where)
-        _check_url(self.url, f"{where}.url")
+        if self.url or not known:
+            _check_url(self.url, f"{where}.url")
 
 
 class FramePart(Open):
@@ -141,9 +146,7 @@ def _frame_kind(value: object) -> str | None:
 
 _Frame: TypeAlias = Annotated[
     Annotated[Text, Tag("string")] | Annotated[ImageURL, Tag("object")] | Annotated[FramePart, Tag("part")],
-    Discriminator(
-        _frame_kind, custom_error_type="string_or_object", custom_error_message="must be a string or an object"
-    ),
+    string_or_object(_frame_kind),
 ]
 _Frames: TypeAlias = Annotated[
     tuple[_Frame, ...], Strict(False), Field(min_length=1, max_length=MAX_FRAMES, fail_fast=True)
@@ -153,32 +156,69 @@ _Frames: TypeAlias = Annotated[
 class VideoURL(Sized):
     """A video's source: a file, or its frames in order."""
 
-    url: Annotated[Annotated[Text, Tag("string")] | Annotated[_Frames, Tag("array")], STRING_OR_ARRAY]
+    url: Annotated[Annotated[Text, Tag("string")] | Annotated[_Frames, Tag("array")], STRING_OR_ARRAY] | None = None
     fps: Annotated[float, Field(gt=0, le=1000)] | None = None
     num_frames: Count | None = None
     total_pixels: Count | None = None
 
-    def check(self, where: str) -> None:
+    def check(self, where: str, *, known: bool = False) -> None:
         self.check_size(where)
-        if self.num_frames is not None and (self.fps is not None or not isinstance(self.url, str)):
+        if self.num_frames is not None and (self.fps is not None or isinstance(self.url, tuple)):
             raise InvalidParameter(
                 f"`{where}.num_frames` samples a video file, and not together with `fps`: leave it out.",
                 param=f"{where}.num_frames",
             )
-        if isinstance(self.url, str):
+        if isinstance(self.url, tuple):
+            for index, frame in enumerate(self.url):
+                _check_frame(frame, f"{where}.url[{index}]")
+        elif self.url or not known:
             _check_url(self.url, f"{where}.url")
-            return
-        for index, frame in enumerate(self.url):
-            _check_frame(frame, f"{where}.url[{index}]")
+            _check_jpeg_frames(self.url or "", f"{where}.url")
 
-    def urls(self) -> str | tuple[str, ...]:
-        return self.url if isinstance(self.url, str) else tuple(map(_frame_url, self.url))
+    def urls(self) -> str | tuple[str, ...] | None:
+        if isinstance(self.url, tuple):
+            return tuple(map(_frame_url, self.url))
+        if self.url and self.url.startswith(JPEG_FRAMES):
+            return tuple(f"data:image/jpeg;base64,{frame}" for frame in self.url.removeprefix(JPEG_FRAMES).split(","))
+        return self.url or None
+
+
+def _check_jpeg_frames(url: str, where: str) -> None:
+    """Counted before they are cut apart."""
+    if url.startswith(JPEG_FRAMES) and url.count(",") > MAX_FRAMES:
+        raise InvalidParameter(f"`{where}` must have at most {MAX_FRAMES} frames.", param=where)
+
+
+class ImageEmbeds(Open):
+    """Visual tokens in place of a picture."""
+
+    image_embeds: Text
+    image_grid_thw: (
+        Annotated[
+            Annotated[Text, Tag("string")]
+            | Annotated[
+                tuple[Annotated[int, Field(ge=1, le=LARGEST)], ...], Strict(False), Field(max_length=3), Tag("array")
+            ],
+            STRING_OR_ARRAY,
+        ]
+        | None
+    ) = None
+
+    def check(self, where: str) -> None:
+        if not self.image_embeds:
+            raise InvalidParameter(f"`{where}.image_embeds` is empty.", param=f"{where}.image_embeds")
+
+
+def _embeds_kind(value: object) -> str | None:
+    if isinstance(value, str):
+        return "string"
+    return "object" if isinstance(value, (dict, ImageEmbeds)) else None
 
 
 def _frame_url(frame: str | ImageURL | FramePart) -> str:
     if isinstance(frame, FramePart):
         frame = frame.image_url
-    return frame if isinstance(frame, str) else frame.url
+    return frame if isinstance(frame, str) else frame.url or ""
 
 
 def _check_frame(frame: str | ImageURL | FramePart, where: str) -> None:
@@ -194,18 +234,30 @@ def _check_frame(frame: str | ImageURL | FramePart, where: str) -> None:
     _check_url(frame.url, f"{where}.url")
 
 
-def _check_url(url: str, where: str) -> None:
+def _check_url(url: str | None, where: str) -> None:
+    if url is None:
+        raise InvalidParameter(f"`{where}` is required: a `data:` or `https:` URL.", param=where)
     if not url:
         raise InvalidParameter(f"`{where}` is empty: give a `data:` or `https:` URL.", param=where)
 
 
 class Part(Open):
-    """One part of a message's content; the field that `type` names holds it."""
+    """One part of a message's content; the field that `type` names holds it.
+
+    A picture or video with a `uuid` may be left out where it was sent before under that name.
+    """
 
     type: Text
     text: Text | None = None
     image_url: ImageURL | None = None
     video_url: VideoURL | None = None
+    image_embeds: (
+        Annotated[
+            Annotated[Text, Tag("string")] | Annotated[ImageEmbeds, Tag("object")], string_or_object(_embeds_kind)
+        ]
+        | None
+    ) = None
+    uuid: Annotated[Text, Field(min_length=1, max_length=MAX_UUID)] | None = None
     refusal: Text | None = None
 
     def check(self, role: str, where: str) -> None:
@@ -224,36 +276,60 @@ class Part(Open):
                 f" put it in one of the {_PART_TYPES[self.type][0]}.",
                 param=where,
             )
-        value = getattr(self, self.type)
-        if value is None:
-            raise InvalidParameter(f"`{where}.{self.type}` is required.", param=f"{where}.{self.type}")
+        self._check_value(f"{where}.{self.type}")
+
+    def _check_value(self, where: str) -> None:
+        value, known = getattr(self, self.type), self.uuid is not None and self.type in _MEDIA_TYPES
+        if value is None and not known:
+            raise InvalidParameter(f"`{where}` is required.", param=where)
         if isinstance(value, (ImageURL, VideoURL)):
-            value.check(f"{where}.{self.type}")
+            value.check(where, known=known)
+        elif isinstance(value, ImageEmbeds):
+            value.check(where)
 
     def media(self, where: str) -> MediaPart | None:
-        if self.type == "image_url" and (image := self.image_url):
-            return MediaPart(kind="image", part=where, url=image.url, min_pixels=image.least, max_pixels=image.most)
-        if self.type == "video_url" and (video := self.video_url):
+        if self.type == "image_url":
+            image = self.image_url or ImageURL()
             return MediaPart(
-                kind="video",
+                kind="image",
                 part=where,
-                url=video.urls(),
-                min_pixels=video.least,
-                max_pixels=video.most,
-                total_pixels=video.total_pixels,
-                fps=video.fps,
-                num_frames=video.num_frames,
+                url=image.url or None,
+                uuid=self.uuid,
+                min_pixels=image.least,
+                max_pixels=image.most,
             )
-        return None
+        if self.type == "image_embeds":
+            return MediaPart(kind="image", part=where, content=self._embeddings(), uuid=self.uuid)
+        return self._video(where) if self.type == "video_url" else None
+
+    def _video(self, where: str) -> MediaPart:
+        video = self.video_url or VideoURL()
+        return MediaPart(
+            kind="video",
+            part=where,
+            url=video.urls(),
+            uuid=self.uuid,
+            min_pixels=video.least,
+            max_pixels=video.most,
+            total_pixels=video.total_pixels,
+            fps=video.fps,
+            num_frames=video.num_frames,
+        )
+
+    def _embeddings(self) -> EncodedEmbeddings | None:
+        if isinstance(self.image_embeds, ImageEmbeds):
+            return EncodedEmbeddings(rows=self.image_embeds.image_embeds, grid=self.image_embeds.image_grid_thw)
+        return EncodedEmbeddings(rows=self.image_embeds) if self.image_embeds else None
 
     def for_template(self) -> dict[str, str]:
         if self.type in {"text", "refusal"}:
             return {"type": "text", "text": getattr(self, self.type)}
-        return {"type": self.type.removesuffix("_url")}
+        return {"type": self.type.partition("_")[0]}
 
 
 _ROLES = ("user", "assistant", "system", "developer", "tool")
-_PART_TYPES = {"text": _ROLES, "image_url": ("user", "tool"), "video_url": ("user", "tool"), "refusal": ("assistant",)}
+_MEDIA_TYPES = ("image_url", "video_url", "image_embeds")
+_PART_TYPES = {"text": _ROLES, **dict.fromkeys(_MEDIA_TYPES, ("user", "tool")), "refusal": ("assistant",)}
 """Content parts, and the roles whose messages may hold them."""
 
 

@@ -11,10 +11,11 @@ from pydantic import AfterValidator, Field, InstanceOf, Strict, Tag, ValidationE
 
 from ..errors import InvalidParameter, RequestError, UnsupportedParameter
 from ..sampling import GREEDY_BELOW, Sampling
-from .base import LARGEST, STRING_OR_ARRAY, Count, Name, Open, encodable
+from .base import LARGEST, STRING_OR_ARRAY, Count, Name, Open, Text, encodable
 from .faults import explain, show
 from .fields import REFUSED
 from .messages import MediaPart, Message
+from .options import MediaIO, MediaOptions, ProcessorOptions
 
 DEFAULT_MODEL = "model"
 """Name of the model in a request that names none."""
@@ -25,6 +26,7 @@ DEFAULT_MAX_TOKENS = 4096
 MAX_MESSAGES = 4096
 MAX_STOP_CHARACTERS = 256
 MAX_LISTED_TOKENS = 1024
+MAX_SALT_CHARACTERS = 128
 
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
@@ -43,7 +45,8 @@ class ChatRequest(Open):
     """A chat completion request. Whoever holds one may rely on it: it was checked whole when it was made.
 
     Besides OpenAI's fields it has some that engines of this kind share: `top_k`, `repetition_penalty`, `min_tokens`,
-    `ignore_eos` and `stop_token_ids`. `fields` says what becomes of those that it does not have.
+    `ignore_eos`, `stop_token_ids`, options for all media (`options`), and `cache_salt`: what requests of one salt leave
+    in caches is found by requests of the same salt alone. `fields` says what becomes of those that it does not have.
     """
 
     messages: Annotated[
@@ -70,6 +73,9 @@ class ChatRequest(Open):
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    media_io_kwargs: MediaIO = MediaIO()
+    mm_processor_kwargs: ProcessorOptions = ProcessorOptions()
+    cache_salt: Annotated[Text, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
 
     @classmethod
     def parse(cls, data: object) -> ChatRequest:
@@ -106,6 +112,7 @@ class ChatRequest(Open):
         return self
 
     def _contradictions(self) -> Iterator[RequestError]:
+        yield from self._media_options.faults()
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             yield InvalidParameter(
                 "`max_tokens` and `max_completion_tokens` mean the same, but differ: give one of them.",
@@ -135,6 +142,10 @@ class ChatRequest(Open):
         return self.max_completion_tokens or self.max_tokens
 
     @property
+    def _media_options(self) -> MediaOptions:
+        return MediaOptions(self.media_io_kwargs, self.mm_processor_kwargs)
+
+    @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that holds the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -147,7 +158,7 @@ class ChatRequest(Open):
     def media(self) -> tuple[MediaPart, ...]:
         """Every picture and video, in the order of the prompt."""
         parts = (item for i, message in enumerate(self.messages) for item in message.parts(f"messages[{i}]"))
-        return tuple(media for where, part in parts if (media := part.media(where)))
+        return tuple(self._media_options.applied(media) for where, part in parts if (media := part.media(where)))
 
     @property
     def raw_prompt(self) -> str | tuple[int, ...] | None:
@@ -204,7 +215,7 @@ class OfflineRequest(ChatRequest):
 
     def media(self) -> tuple[MediaPart, ...]:
         if self.prompt is not None:
-            return self.attached
+            return tuple(map(self._media_options.applied, self.attached))
         return tuple(
             replace(part, url=None, content=self.contents[part.part]) if part.part in self.contents else part
             for part in super().media()

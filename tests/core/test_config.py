@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from dashinfer_vlm_core.cli_options import config_options
-from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.config import EngineConfig, MediaLimits
 from dashinfer_vlm_core.errors import ConfigError
 
 
@@ -51,6 +51,8 @@ def test_arguments_come_before_the_environment():
         ("allow_remote_media", "no", False),
         ("chat_template", "a/b.jinja", Path("a/b.jinja")),
         ("video_fps", "0.5", 0.5),
+        ("limit_mm_per_prompt", "image=2", MediaLimits(image=2, video=4)),
+        ("limit_mm_per_prompt", '{"image": 0, "video": 1}', MediaLimits(image=0, video=1)),
     ],
 )
 def test_text_from_environment_and_command_line_is_read_alike(name, text, value):
@@ -74,11 +76,15 @@ def test_text_from_environment_and_command_line_is_read_alike(name, text, value)
         ({"video_fps": float("nan")}, "video_fps"),
         ({"image_fetch_timeout": -1}, "image_fetch_timeout"),
         ({"max_pixels": "many"}, "max_pixels"),
+        ({"limit_mm_per_prompt": "image"}, "limit_mm_per_prompt"),
+        ({"limit_mm_per_prompt": "{image: 2}"}, "limit_mm_per_prompt"),
+        ({"limit_mm_per_prompt": {"image": -1}}, "limit_mm_per_prompt"),
+        ({"limit_mm_per_prompt": {"audio": 1}}, "limit_mm_per_prompt"),
         ({"max_decoded_pixels": 89_478_486}, "max_decoded_pixels"),  # Pillow warns above
     ],
 )
 def test_a_wrong_option_is_named_with_the_next_step(options, named):
-    with pytest.raises(ConfigError, match=rf"Invalid option {named}: .*--help") as caught:
+    with pytest.raises(ConfigError, match=rf"Invalid option {named}(\.\w+)?: .*--help") as caught:
         EngineConfig(**options)
     assert "pydantic" not in caught.value.message
 
@@ -86,6 +92,20 @@ def test_a_wrong_option_is_named_with_the_next_step(options, named):
 def test_a_wrong_environment_is_named_too():
     os.environ["DASHINFER_VLM_PREFILL_CHUNK"] = "0"
     with pytest.raises(ConfigError, match="prefill_chunk"):
+        EngineConfig()
+
+
+def test_timeouts_of_vllm_s_users_are_read_where_ours_are_not_set():
+    os.environ["VLLM_IMAGE_FETCH_TIMEOUT"], os.environ["VLLM_VIDEO_FETCH_TIMEOUT"] = "7", "70"
+    os.environ["DASHINFER_VLM_VIDEO_FETCH_TIMEOUT"] = "80"
+    config = EngineConfig()
+    assert (config.image_fetch_timeout, config.video_fetch_timeout) == (7, 80)
+    assert EngineConfig(image_fetch_timeout=9).image_fetch_timeout == 9
+
+
+def test_a_timeout_of_vllm_s_that_is_wrong_is_named():
+    os.environ["VLLM_IMAGE_FETCH_TIMEOUT"] = "soon"
+    with pytest.raises(ConfigError, match="image_fetch_timeout"):
         EngineConfig()
 
 

@@ -149,7 +149,7 @@ def test_a_request_that_is_wrong_fetches_nothing(wrong, error, param):
 def test_too_many_parts_are_refused_before_anything_is_fetched(make, options):
     with serve({"/": body(b"")}) as web:
         with pytest.raises(MediaTooLarge) as caught:
-            load(*(make(web.url("/"), i) for i in range(3)), **options)
+            load(*(make(web.url("/"), i) for i in range(3)), limit_mm_per_prompt=options)
         assert web.requests == []
     assert caught.value.param == "messages[0].content[2]"
 

@@ -1,0 +1,219 @@
+"""Parts and options of pictures and videos beyond OpenAI's: names, embeddings, vLLM's options for all of a request."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dashinfer_vlm_core.errors import InvalidParameter, RequestError
+from dashinfer_vlm_core.schema import ChatRequest, EncodedEmbeddings, MediaPart, OfflineRequest
+
+URL = "data:image/png;base64,AAAA"
+IMAGE = {"type": "image_url", "image_url": {"url": URL}}
+VIDEO = {"type": "video_url", "video_url": {"url": "https://example.com/a.mp4"}}
+PART = "messages[0].content[0]"
+
+
+def media(*parts, **fields):
+    return ChatRequest.parse({"messages": [{"role": "user", "content": list(parts)}], **fields}).media()
+
+
+def only(*parts, **fields):
+    (part,) = media(*parts, **fields)
+    return part
+
+
+def refusal(*parts, **fields) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        media(*parts, **fields)
+    return caught.value
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        ({"type": "image_url", "image_url": None, "uuid": "cat"}, "image"),
+        ({"type": "image_url", "uuid": "cat"}, "image"),
+        ({"type": "image_url", "image_url": {}, "uuid": "cat"}, "image"),
+        ({"type": "image_url", "image_url": {"url": None}, "uuid": "cat"}, "image"),
+        ({"type": "image_url", "image_url": {"url": ""}, "uuid": "cat"}, "image"),
+        ({"type": "image_embeds", "image_embeds": None, "uuid": "cat"}, "image"),
+        ({"type": "video_url", "video_url": None, "uuid": "cat"}, "video"),
+        ({"type": "video_url", "video_url": {"url": ""}, "uuid": "cat"}, "video"),
+    ],
+)
+def test_media_with_a_name_may_be_left_out(part, kind):
+    found = only(part)
+    assert found == MediaPart(kind=kind, part=PART, uuid="cat")
+    assert not found.given
+
+
+def test_a_name_goes_with_its_media():
+    assert only({**IMAGE, "uuid": "cat"}) == MediaPart(kind="image", part=PART, url=URL, uuid="cat")
+    assert only({**VIDEO, "uuid": "clip"}).uuid == "clip"
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "image_url"}, {"type": "video_url", "video_url": {}}, {"type": "image_embeds"}]
+)
+def test_media_without_a_name_are_required(part):
+    assert refusal(part).param.startswith(f"{PART}.{part['type']}")
+
+
+@pytest.mark.parametrize("name", ["", "x" * 129, 7, ["a"], "\ud800"])
+def test_a_name_is_a_string_of_1_to_128_characters(name):
+    assert refusal({**IMAGE, "uuid": name}).param == f"{PART}.uuid"
+
+
+def test_a_text_has_no_name_to_stand_for_it():
+    assert refusal({"type": "text", "uuid": "cat"}).param == f"{PART}.text"
+
+
+# Embeddings
+
+
+@pytest.mark.parametrize(
+    ("value", "grid"),
+    [
+        ("QUJD", None),
+        ({"image_embeds": "QUJD"}, None),
+        ({"image_embeds": "QUJD", "image_grid_thw": "REVG"}, "REVG"),
+        ({"image_embeds": "QUJD", "image_grid_thw": [1, 8, 8]}, (1, 8, 8)),
+    ],
+)
+def test_embeddings_in_each_spelling(value, grid):
+    found = only({"type": "image_embeds", "image_embeds": value, "uuid": "cat"})
+    assert found.content == EncodedEmbeddings(rows="QUJD", grid=grid)
+    assert (found.kind, found.uuid, found.given) == ("image", "cat", True)
+
+
+@pytest.mark.parametrize(
+    ("value", "field"),
+    [
+        (7, "image_embeds"),
+        ({}, "image_embeds.image_embeds"),
+        ({"image_embeds": ""}, "image_embeds.image_embeds"),
+        ({"image_embeds": "QUJD", "image_grid_thw": [1, 8, 0]}, "image_embeds.image_grid_thw[2]"),
+        ({"image_embeds": "QUJD", "image_grid_thw": [1, 8, 8, 8]}, "image_embeds.image_grid_thw"),
+        ({"image_embeds": "QUJD", "image_grid_thw": 8}, "image_embeds.image_grid_thw"),
+    ],
+)
+def test_embeddings_of_another_shape_are_named(value, field):
+    assert refusal({"type": "image_embeds", "image_embeds": value}).param == f"{PART}.{field}"
+
+
+def test_embeddings_stand_for_a_picture_in_the_template():
+    request = ChatRequest.parse(
+        {"messages": [{"role": "user", "content": [{"type": "image_embeds", "image_embeds": "QUJD"}]}]}
+    )
+    assert request.template_messages() == [{"role": "user", "content": [{"type": "image"}]}]
+
+
+# Frames in one URL
+
+
+def test_jpeg_frames_in_one_url_are_a_list_of_frames():
+    found = only({"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AAAA,BBBB"}})
+    assert found.url == ("data:image/jpeg;base64,AAAA", "data:image/jpeg;base64,BBBB")
+
+
+def test_jpeg_frames_are_counted_before_they_are_cut_apart():
+    error = refusal({"type": "video_url", "video_url": {"url": "data:video/jpeg;base64," + "," * 5000}})
+    assert error.param == f"{PART}.video_url.url"
+
+
+# Options for all media
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "value"),
+    [
+        ({"mm_processor_kwargs": {"min_pixels": 784}}, "min_pixels", 784),
+        ({"mm_processor_kwargs": {"max_pixels": 7840}}, "max_pixels", 7840),
+        ({"mm_processor_kwargs": {"size": {"shortest_edge": 784}}}, "min_pixels", 784),
+        ({"mm_processor_kwargs": {"size": {"longest_edge": 7840}}}, "max_pixels", 7840),
+        ({"mm_processor_kwargs": {"total_pixels": 78400}}, "total_pixels", 78400),
+        ({"mm_processor_kwargs": {"fps": 0.5}}, "fps", 0.5),
+        ({"mm_processor_kwargs": {"num_frames": 4}}, "num_frames", 4),
+        ({"media_io_kwargs": {"video": {"fps": 3}}}, "fps", 3),
+        ({"media_io_kwargs": {"video": {"num_frames": 6}}}, "num_frames", 6),
+        ({"media_io_kwargs": {"image": {"rgba_background_color": [1, 2, 3]}}}, "background", (1, 2, 3)),
+    ],
+)
+def test_an_option_reaches_every_part(options, field, value):
+    for part in media(VIDEO, VIDEO, **options):
+        assert getattr(part, field) == value
+
+
+def test_a_part_s_own_option_comes_first():
+    own = {"type": "video_url", "video_url": {"url": "https://example.com/a.mp4", "fps": 1, "max_pixels": 1568}}
+    found = only(own, mm_processor_kwargs={"num_frames": 8, "max_pixels": 7840, "min_pixels": 784})
+    assert (found.fps, found.num_frames, found.max_pixels, found.min_pixels) == (1, None, 1568, 784)
+
+
+def test_sampling_is_for_video_files_alone():
+    frames = {"type": "video_url", "video_url": {"url": [URL, URL]}}
+    for part in media(IMAGE, frames, media_io_kwargs={"video": {"fps": 2}}):
+        assert part.fps is None
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"mm_processor_kwargs": {"pixels": 3}}, "mm_processor_kwargs.pixels"),
+        ({"mm_processor_kwargs": {"max_pixels": 0}}, "mm_processor_kwargs.max_pixels"),
+        ({"mm_processor_kwargs": {"size": {"height": 3}}}, "mm_processor_kwargs.size.height"),
+        ({"mm_processor_kwargs": {"min_pixels": 7840, "max_pixels": 784}}, "mm_processor_kwargs.min_pixels"),
+        ({"mm_processor_kwargs": {"fps": 1, "num_frames": 2}}, "mm_processor_kwargs.num_frames"),
+        ({"mm_processor_kwargs": {"fps": 1}, "media_io_kwargs": {"video": {"fps": 2}}}, "media_io_kwargs.video.fps"),
+        ({"mm_processor_kwargs": []}, "mm_processor_kwargs"),
+        ({"media_io_kwargs": {"audio": {}}}, "media_io_kwargs.audio"),
+        ({"media_io_kwargs": {"video": {"num_frames": -1}}}, "media_io_kwargs.video.num_frames"),
+        ({"media_io_kwargs": {"video": {"fps": 0}}}, "media_io_kwargs.video.fps"),
+        ({"media_io_kwargs": {"video": {"fps": 1e999}}}, "media_io_kwargs.video.fps"),
+        ({"media_io_kwargs": {"image": {"image_mode": "L"}}}, "media_io_kwargs.image.image_mode"),
+        (
+            {"media_io_kwargs": {"image": {"rgba_background_color": [0, 0, 256]}}},
+            "media_io_kwargs.image.rgba_background_color[2]",
+        ),
+        (
+            {"media_io_kwargs": {"image": {"rgba_background_color": [0, 0]}}},
+            "media_io_kwargs.image.rgba_background_color[2]",
+        ),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": "x" * 129}, "cache_salt"),
+    ],
+)
+def test_an_option_that_cannot_be_honoured_is_named(options, param):
+    error = refusal(VIDEO, **options)
+    assert isinstance(error, InvalidParameter)
+    assert error.param == param
+
+
+# Requests of code in this process
+
+
+def test_an_object_stands_for_a_url():
+    pixels = np.zeros((4, 4, 3), np.uint8)
+    request = OfflineRequest(messages=[{"role": "user", "content": [IMAGE, VIDEO]}], contents={PART: pixels})
+    image, video = request.media()
+    assert image.content is pixels
+    assert image.url is None
+    assert video.url == VIDEO["video_url"]["url"]
+
+
+def test_a_rendered_prompt_brings_its_media_and_options():
+    part = MediaPart(kind="image", part="image[0]", url=URL)
+    request = OfflineRequest(prompt="<|image_pad|>", attached=(part,), mm_processor_kwargs={"max_pixels": 7840})
+    assert request.raw_prompt == "<|image_pad|>"
+    assert request.media()[0].max_pixels == 7840
+
+
+def test_json_brings_no_rendered_prompt():
+    request = ChatRequest.parse(
+        {"messages": [{"role": "user", "content": "Hello"}], "prompt": "<|im_start|>", "raw": 1}
+    )
+    assert request.raw_prompt is None
