@@ -150,7 +150,7 @@ class MediaLoader:
         if part.kind == "video":
             readers = available(self._readers)
             return decode_clip(data[0], part=part, readers=readers, config=self._config, check_stop=check_stop)
-        image = self._image(data[0], part.part)
+        image = self._image(data[0], part, part.part)
         return Picture(image=image, part=part.part, min_pixels=part.min_pixels, max_pixels=part.max_pixels)
 
     def _frames(self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck) -> Clip:
@@ -163,14 +163,13 @@ class MediaLoader:
         def decoded() -> Iterator[Pixels]:
             for encoded, name in frames:
                 check_stop()
-                yield np.asarray(self._image(encoded, name))
+                yield np.asarray(self._image(encoded, part, name))
 
         return stack_frames(decoded(), len(frames), part)
 
-    def _image(self, data: bytes, part: str) -> Image.Image:
-        return decode_picture(
-            data, part=part, max_pixels=self._config.max_decoded_pixels, background=self._config.rgba_background
-        )
+    def _image(self, data: bytes, part: MediaPart, name: str) -> Image.Image:
+        background = part.background or self._config.rgba_background
+        return decode_picture(data, part=name, max_pixels=self._config.max_decoded_pixels, background=background)
 
     async def _run(self, work: Callable[..., T], *arguments: object) -> T:
         """Blocking work in a thread, so that the event loop goes on."""

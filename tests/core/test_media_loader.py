@@ -10,6 +10,7 @@ import weakref
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import (
@@ -103,6 +104,16 @@ def test_options_of_a_part_travel_with_its_media():
     assert (picture.min_pixels, picture.max_pixels) == (1, 2)
     assert isinstance(clip, Clip)
     assert (clip.min_pixels, clip.max_pixels, clip.total_pixels) == (3, 4, 5)
+
+
+def test_a_part_s_own_background_shows_through_its_pictures_and_frames():
+    clear = data_url(encode(Image.new("RGBA", (28, 28), (9, 9, 9, 0))))
+    one = image(clear, background=(1, 2, 3))
+    frames = video((clear, clear), 1, background=(4, 5, 6))
+    first, second, third = load(one, frames, image(clear, 2), rgba_background=(7, 8, 9))
+    assert first.image.getpixel((0, 0)) == (1, 2, 3)
+    assert second.frames[1, 0, 0].tolist() == [4, 5, 6]
+    assert third.image.getpixel((0, 0)) == (7, 8, 9)
 
 
 def test_a_video_file_comes_from_a_data_url_a_web_address_or_a_folder(tmp_path):
