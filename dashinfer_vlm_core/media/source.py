@@ -76,20 +76,40 @@ def locate(text: str, *, kind: Kind, part: str, config: EngineConfig) -> Source:
 def decode(source: Inline) -> bytes:
     """The bytes of a data: URL (RFC 2397).
 
-    Its media type is not looked at: what the bytes are is decided by the bytes. Line breaks and blanks, the URL-safe
-    alphabet, escapes and missing padding are accepted, because common encoders write them; anything else outside of
-    base64 is an error.
+    Its media type is not looked at: what the bytes are is decided by the bytes.
 
     Raises:
         MediaUndecodable: it is not base64.
     """
-    payload = source.url.partition(",")[2]
+    return from_base64(source.url.partition(",")[2], part=source.part)
+
+
+def from_base64(payload: str, *, part: str) -> bytes:
+    """The bytes of base64 text.
+
+    Line breaks and blanks, the URL-safe alphabet, escapes and missing padding are accepted, because common encoders
+    write them; anything else outside of base64 is an error.
+
+    Raises:
+        MediaUndecodable: it is not base64.
+    """
     try:
         raw = unquote_to_bytes(payload) if "%" in payload else payload.encode("ascii")
         raw = raw.translate(_URL_SAFE, delete=_SPACE).rstrip(b"=")
         return base64.b64decode(raw + b"=" * (-len(raw) % 4), validate=True)
     except (binascii.Error, UnicodeEncodeError) as error:
-        raise MediaUndecodable("The data: URL is not valid base64; encode it again.", param=source.part) from error
+        raise MediaUndecodable("The data is not valid base64; encode it again.", param=part) from error
+
+
+def check_base64(payload: str, *, limit: int, part: str) -> None:
+    """Refuse base64 text of more than `limit` bytes, without decoding it.
+
+    Raises:
+        MediaTooLarge: it is.
+    """
+    signs = len(payload) - 2 * payload.count("%") - sum(payload.count(sign) for sign in " \t\r\n=")
+    if signs * 3 // 4 > limit:
+        raise MediaTooLarge(f"The media has more than {limit} bytes; send a smaller one.", param=part)
 
 
 def read(source: Local) -> bytes:
@@ -117,9 +137,7 @@ def _inline(text: str, limit: int, part: str) -> Inline:
     header, comma, payload = text.partition(",")
     if not comma or not header.lower().rstrip().endswith(";base64"):
         raise MediaUndecodable("A data: URL has the form `data:image/png;base64,...`.", param=part)
-    signs = len(payload) - 2 * payload.count("%") - sum(payload.count(sign) for sign in " \t\r\n=")
-    if signs * 3 // 4 > limit:
-        raise MediaTooLarge(f"The media has more than {limit} bytes; send a smaller one.", param=part)
+    check_base64(payload, limit=limit, part=part)
     return Inline(url=text, part=part)
 
 
