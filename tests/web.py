@@ -7,6 +7,11 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+
+from dashinfer_vlm_core.media.fetch import direct_transport
 
 Answer = Callable[[socket.socket], None]
 
@@ -93,6 +98,34 @@ def raw(*pieces: bytes, pause: float = 0.0, then: Callable[[], object] = lambda:
 
 def redirect(location: str) -> Answer:
     return body(b"", f"Location: {location}", status="302 Found")
+
+
+class Loopback(httpx.AsyncBaseTransport):
+    """Brings every connection to 127.0.0.1, whichever address it is meant for, so that public ones can be tried."""
+
+    def __init__(self) -> None:
+        self.inner = direct_transport()
+        self.addresses: list[str] = []
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.addresses.append(request.url.host)
+        request.url = request.url.copy_with(host="127.0.0.1")
+        return await self.inner.handle_async_request(request)
+
+    async def aclose(self) -> None:
+        await self.inner.aclose()
+
+
+def names(table: dict[str, list[Any]]) -> Callable[[str, int], Any]:
+    """A resolver that knows `table`: each value is a list of addresses, or one such list for each time it is asked."""
+
+    async def resolve(host: str, port: int) -> list[str]:
+        if host not in table:
+            raise OSError("no such host")
+        answer = table[host]
+        return answer if isinstance(answer[0], str) else answer.pop(0)
+
+    return resolve
 
 
 def _head(stream: socket.socket) -> str:

@@ -17,7 +17,7 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import MediaError, MediaRefused, MediaTooLarge, MediaUnreachable
 from dashinfer_vlm_core.media.address import RESOLVER_THREADS, check_url, is_public
 from dashinfer_vlm_core.media.fetch import Fetcher, direct_transport
-from tests.web import body, raw, redirect, serve
+from tests.web import Loopback, body, names, raw, redirect, serve
 
 PART = "messages[0].content[1]"
 PICTURE = b"not really a picture, but whole"
@@ -26,34 +26,6 @@ CERTIFICATE = Path(__file__).parent.parent / "pictures_test.pem"
 
 HERE = EngineConfig(allow_private_addresses=True, image_max_bytes=1000, image_fetch_timeout=2.0)
 WORLD = EngineConfig(image_max_bytes=1000, image_fetch_timeout=2.0)
-
-
-class Loopback(httpx.AsyncBaseTransport):
-    """Brings every connection to 127.0.0.1, whichever address it is meant for, so that public ones can be tried."""
-
-    def __init__(self):
-        self.inner = direct_transport()
-        self.addresses = []
-
-    async def handle_async_request(self, request):
-        self.addresses.append(request.url.host)
-        request.url = request.url.copy_with(host="127.0.0.1")
-        return await self.inner.handle_async_request(request)
-
-    async def aclose(self):
-        await self.inner.aclose()
-
-
-def names(table):
-    """A resolver that knows `table`: each value is a list of addresses, or one such list for each time it is asked."""
-
-    async def resolve(host, port):
-        if host not in table:
-            raise OSError("no such host")
-        answer = table[host]
-        return answer if isinstance(answer[0], str) else answer.pop(0)
-
-    return resolve
 
 
 async def no_names(host, port):
