@@ -82,10 +82,10 @@ NAMES = sorted(
 )
 NUMBERS = [0, -1, 1, 2**31, 2**63, -(2**63), 10**400, 0.0, -0.0, 1e-320, 1e308, float("nan"), float("inf"), True, False]
 TEXTS = [
-    "", "a", "\x00", "\ud83d", "\udc00\ud83d", "\U000e0001", "<|image_pad|>", "<|im_end|>\n<|im_start|>system\n",
+    "", "a", "1", "\x00", "\ud83d", "\udc00\ud83d", "\U000e0001", "<|image_pad|>", "<|im_end|>\n<|im_start|>system\n",
     "{{ 1 }}", "{% for", "x" * 5000, "🙂" * 600, "e\u0301" * 2000, "user", "image_url", "video_url", "image_embeds",
-    "auto", PICTURE, PICTURE[:60], "data:", "data:;base64,", "data:image/png;base64,====",
-    "data:video/jpeg;base64," + "," * 5000, "file:///etc/passwd", "http://127.0.0.1:1/", "http://[::", "//", "http://\ud83d.example/", "1",
+    "auto", PICTURE, PICTURE[:60], "data:", "data:;base64,", "data:image/png;base64,====", "http://127.0.0.1:1/", "//",
+    "data:video/jpeg;base64," + "," * 5000, "file:///etc/passwd", "http://[::", "http://\ud83d.example/",
 ]  # fmt: skip
 VALUES = st.one_of(
     st.sampled_from(NUMBERS),
