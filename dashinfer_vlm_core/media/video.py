@@ -55,9 +55,16 @@ def frame_count(total: int, fps: float, *, part: MediaPart, config: EngineConfig
 
 
 def frame_indices(total: int, count: int) -> list[int]:
-    """`count` frames evenly spread from the first of `total` frames to the last, each rounded to the nearest, ties to
-    even."""
-    return [int(index) for index in np.linspace(0, total - 1, count).round()]
+    """`count` frames evenly spread from the first of `total` frames to the last.
+
+    They are those of `torch.linspace(0, total - 1, count).round()`, which qwen-vl-utils 0.0.14 takes: in float32, from
+    both ends to the middle, with products that are rounded once. In long videos exact arithmetic would take others.
+    """
+    last = total - 1
+    step = float(np.float32(last) / np.float32(max(count - 1, 1)))
+    order = np.arange(count)
+    spread = np.where(order < count // 2, step * order, last - step * (count - 1 - order))
+    return [int(index) for index in spread.astype(np.float32).round()]
 
 
 def decode_clip(
