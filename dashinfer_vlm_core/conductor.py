@@ -11,8 +11,10 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from .decoder import Decoder, DecodeRequest, Token, VisualSpan
+from .decoder import GUIDE, Decoder, DecodeRequest, Guide, Token, VisualSpan
 from .errors import DashInferVLMError, EngineError, InvalidParameter, ModelNotFound, QueueFull, UnsupportedParameter
+from .forms import form_of
+from .guide import GuideMaker
 from .ids import MediaIds
 from .media import Embeddings, Media, MediaLoader
 from .patches import Embedded, Patcher, Patches, embedded
@@ -87,6 +89,7 @@ class Conductor:
     prompts: PromptBuilder
     vision: VisionService
     ids: MediaIds
+    guides: GuideMaker
     decoder: Decoder
 
     async def chat(self, request: ChatRequest) -> ChatCompletion:
@@ -123,11 +126,29 @@ class Conductor:
 
     async def _prepare(self, request: ChatRequest) -> tuple[Reply, DecodeRequest]:
         sampling = self._admit(request)
+        guide = await self._guide(request)
         items = await self._items(request)
         prompt = await asyncio.to_thread(self.prompts.build, request, items)
         visual = await self.vision.embed(items, salt=request.cache_salt or "")
         reply = self._reply(request, prompt)
-        return reply, self._decode_request(reply.id, prompt, visual, sampling)
+        return reply, self._decode_request(reply.id, prompt, visual, sampling, guide)
+
+    async def _guide(self, request: ChatRequest) -> Guide | None:
+        """The compiled grammar of an answer that has to follow one."""
+        form = await asyncio.to_thread(form_of, request)
+        if form is None:
+            return None
+        if GUIDE not in self.decoder.honours:
+            raise UnsupportedParameter(
+                f"The decoder {self.decoder.name!r} cannot honour {form.field}: leave it out and ask for the format in"
+                " the prompt, or start the engine with another decoder.",
+                param=form.field,
+            )
+        if request.ignore_eos:
+            raise InvalidParameter(
+                "`ignore_eos` goes on after the end that the format sets: leave one of them out.", param="ignore_eos"
+            )
+        return await self.guides.make(form.rules, form.start, param=form.param)
 
     async def _items(self, request: ChatRequest) -> list[Item]:
         """The pictures and videos: those that come along are loaded, the others are recalled by their names."""
@@ -205,7 +226,12 @@ class Conductor:
         )
 
     def _decode_request(
-        self, reply_id: str, prompt: Prompt, visual: Sequence[VisualTokens], sampling: Sampling
+        self,
+        reply_id: str,
+        prompt: Prompt,
+        visual: Sequence[VisualTokens],
+        sampling: Sampling,
+        guide: Guide | None,
     ) -> DecodeRequest:
         max_tokens = min(sampling.max_tokens or DEFAULT_MAX_TOKENS, self.prompts.max_model_len - len(prompt))
         if sampling.min_tokens > max_tokens:
@@ -220,6 +246,7 @@ class Conductor:
             positions=prompt.positions,
             spans=tuple(VisualSpan(start=span.start, tokens=tokens) for span, tokens in spans),
             sampling=replace(sampling, max_tokens=max_tokens),
+            guide=guide,
         )
 
 

@@ -19,21 +19,27 @@ if TYPE_CHECKING:
     from .vision import VisualTokens
 
 __all__ = [
+    "GUIDE",
     "SAMPLING_PARAMETERS",
     "DecodeRequest",
     "Decoder",
     "DecoderFactory",
     "FinishReason",
     "Fitness",
+    "Guide",
     "Sampling",
     "Token",
     "VisualSpan",
+    "Walk",
     "check_request",
 ]
 
 logger = logging.getLogger(__name__)
 
 FinishReason = Literal["stop", "length"]
+
+GUIDE = "guide"
+"""What a decoder honours that bars, at each step, the tokens that a grammar does not allow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -53,6 +59,30 @@ class VisualSpan:
         return self.start + len(self.tokens.embedding)
 
 
+class Walk(Protocol):
+    """One answer's way through a grammar; used by one thread at a time."""
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """Which tokens may come next: bool, one for each row of the output layer, at least one of them true.
+
+        Tokens that end an answer are among them where the grammar may end, and alone where it must. Asking changes
+        nothing.
+
+        Raises:
+            DecoderFailed: to go on from here would take more work than the limits allow.
+        """
+
+    def take(self, token: int) -> None:
+        """Go on behind a token that was allowed."""
+
+
+class Guide(Protocol):
+    """What an answer has to follow, token by token; any number of answers may do so at once."""
+
+    def begin(self) -> Walk:
+        """A new way through it, from the start."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DecodeRequest:
     """One answer to decode.
@@ -63,6 +93,7 @@ class DecodeRequest:
         positions: int64 [3, length]: time, height and width (M-RoPE). Answer tokens go on at the largest position + 1.
         spans: visual tokens in prompt order; they replace the embeddings of their placeholders.
         sampling: with `max_tokens` set, such that prompt and answer fit `max_model_len`.
+        guide: bars tokens at each step; None leaves the answer free. Only decoders that honour `GUIDE` get one.
     """
 
     id: str
@@ -70,6 +101,7 @@ class DecodeRequest:
     positions: npt.NDArray[np.int64]
     spans: tuple[VisualSpan, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
+    guide: Guide | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +129,8 @@ class Decoder(Protocol):
     Attributes:
         name: as listed by `dashinfer-vlm plugins` and `/health`.
         max_model_len: tokens that prompt and answer may have together here; at most the model's.
-        honours: the members of `SAMPLING_PARAMETERS` that it honours; the engine refuses requests that ask for others.
+        honours: the members of `SAMPLING_PARAMETERS` that it honours, and `GUIDE` if it can bar tokens; the engine
+            refuses requests that ask for more.
         blind: why it takes no pictures and videos, and the next step; the engine refuses requests that hold some. Empty
             if it takes them.
         trouble: why it cannot decode at all any more, though it was started; empty while it can. For `/health`.

@@ -15,6 +15,7 @@ from .conductor import Conductor, Generation, Places
 from .config import MIB, EngineConfig
 from .decoder import DecoderFactory, Fitness
 from .errors import SetupError
+from .guide import GuideMaker
 from .ids import MediaIds
 from .loop import LoopThread, closed
 from .media import MediaLoader
@@ -242,6 +243,7 @@ async def open_conductor(config: EngineConfig, registry: Registry) -> tuple[Cond
         prompts=prompts,
         vision=vision,
         ids=MediaIds(vision, limit=config.max_media_ids),
+        guides=GuideMaker(prompts.tokenizer, spec),
         decoder=decoder,
     )
     return conductor, reason

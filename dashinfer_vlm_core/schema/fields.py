@@ -8,7 +8,8 @@ from types import MappingProxyType
 HONOURED = frozenset(
     {
         "messages", "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "top_p",
-        "frequency_penalty", "presence_penalty", "stop", "seed", "logprobs", "top_logprobs", "logit_bias",
+        "frequency_penalty", "presence_penalty", "stop", "seed", "logprobs", "top_logprobs", "logit_bias", "n",
+        "response_format", "tools", "tool_choice", "parallel_tool_calls",
     }
 )  # fmt: skip
 """They shape the answer here as they do there."""
@@ -19,34 +20,29 @@ NO_EFFECT = frozenset(
 """By their definition they do not change the answer: labels, and hints to a cache."""
 
 NO_AUDIO = "These models neither hear nor speak: leave it out."
-_NO_TOOLS = "No tools are called here: leave it out, and describe in the prompt what you need."
-_NO_GRAMMAR = "Answers are free text: leave it out, and ask for the format in the prompt."
+_NO_FUNCTIONS = "It is outdated: write `tools` and `tool_choice`."
+_NO_GRAMMAR = "Leave it out, and write `response_format`: a JSON schema can say the same."
 _NO_TEMPLATE = "The chat template is the server's: leave it out."
 
 REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
     {
         # OpenAI's. To each field the values that ask for nothing, and the next step for whoever sends another.
         "audio": ((), NO_AUDIO),
-        "function_call": (("none",), _NO_TOOLS),
-        "functions": (([],), _NO_TOOLS),
+        "function_call": (("none",), _NO_FUNCTIONS),
+        "functions": (([],), _NO_FUNCTIONS),
         "modalities": ((["text"],), NO_AUDIO),
         "moderation": ((), "Nothing is moderated here: leave it out."),
-        "n": ((1,), "A request has one answer: leave it out, and send the request several times."),
-        "parallel_tool_calls": ((), _NO_TOOLS),
         "prediction": ((), "Predicted output is not used here: leave it out."),
         "reasoning_effort": (("none",), "These models do not reason before they answer: leave it out."),
-        "response_format": (({"type": "text"},), _NO_GRAMMAR),
         "service_tier": (("auto", "default"), 'There is one tier: leave it out, or write "auto".'),
         "store": ((False,), "Answers are not stored here: leave it out."),
-        "tool_choice": (("none",), _NO_TOOLS),
-        "tools": (([],), _NO_TOOLS),
         "verbosity": (("medium",), "Length is not steered here: leave it out, and ask for it in the prompt."),
         "web_search_options": ((), "Nothing is searched here: leave it out."),
         # Other servers'. They would change the answer there, so that ignoring them here would deceive.
         "add_generation_prompt": ((True,), _NO_TEMPLATE),
         "allowed_token_ids": ((), "Leave it out, and use `logit_bias` on the other tokens."),
         "bad_words": (([],), "Leave it out, and use `logit_bias` on their tokens."),
-        "best_of": ((1,), "A request has one answer: leave it out."),
+        "best_of": ((1,), "Answers are not ranked here: leave it out, and write `n`."),
         "chat_template": ((), _NO_TEMPLATE),
         "chat_template_kwargs": (({},), _NO_TEMPLATE),
         "continue_final_message": ((False,), _NO_TEMPLATE),

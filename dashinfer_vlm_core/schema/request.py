@@ -16,6 +16,7 @@ from .faults import explain, show
 from .fields import REFUSED
 from .messages import MediaPart, Message
 from .options import MediaIO, MediaOptions, ProcessorOptions
+from .output import NamedTool, ResponseFormat, Tool, ToolChoice, Tools, tool_faults
 
 DEFAULT_MODEL = "model"
 """Name of the model in a request that names none."""
@@ -23,6 +24,7 @@ DEFAULT_MODEL = "model"
 DEFAULT_MAX_TOKENS = 4096
 """Most tokens of an answer whose request names no limit; the engine takes less where the context leaves less."""
 
+MAX_ANSWERS = 16
 MAX_MESSAGES = 4096
 MAX_STOP_CHARACTERS = 256
 MAX_LISTED_TOKENS = 1024
@@ -73,6 +75,11 @@ class ChatRequest(Open):
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] = 1
+    response_format: ResponseFormat | None = None
+    tools: Tools = ()
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     media_io_kwargs: MediaIO = MediaIO()
     mm_processor_kwargs: ProcessorOptions = ProcessorOptions()
     cache_salt: Annotated[Text, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
@@ -113,6 +120,9 @@ class ChatRequest(Open):
 
     def _contradictions(self) -> Iterator[RequestError]:
         yield from self._media_options.faults()
+        yield from tool_faults(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if self.response_format:
+            yield from self.response_format.faults()
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             yield InvalidParameter(
                 "`max_tokens` and `max_completion_tokens` mean the same, but differ: give one of them.",
@@ -154,6 +164,18 @@ class ChatRequest(Open):
     def stop_strings(self) -> tuple[str, ...]:
         """Strings that end the answer and are no part of it; none is empty."""
         return (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """The tools that the answer may call, or has to."""
+        if isinstance(self.tool_choice, NamedTool):
+            return tuple(tool for tool in self.tools if tool.function.name == self.tool_choice.function.name)
+        return () if self.tool_choice == "none" else self.tools
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     def media(self) -> tuple[MediaPart, ...]:
         """Every picture and video, in the order of the prompt, with what the request asks for all of them."""

@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncGenerator
 
 from dashinfer_vlm_core.config import MIB, EngineConfig
-from dashinfer_vlm_core.decoder import SAMPLING_PARAMETERS, DecodeRequest, Token, check_request
+from dashinfer_vlm_core.decoder import GUIDE, SAMPLING_PARAMETERS, DecodeRequest, Token, check_request
 from dashinfer_vlm_core.errors import ConfigError, EngineClosed
 from dashinfer_vlm_core.model import ModelSpec
 from dashinfer_vlm_core.qwen2_vl.config import read_text_config
@@ -36,7 +36,7 @@ class TorchDecoder:
     """
 
     name = "torch"
-    honours = SAMPLING_PARAMETERS
+    honours = SAMPLING_PARAMETERS | {GUIDE}
     blind = trouble = ""
 
     def __init__(self, spec: ModelSpec, config: EngineConfig) -> None:

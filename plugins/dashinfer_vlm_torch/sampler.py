@@ -1,9 +1,9 @@
 """Logits -> the next token of each request, all rows at once; what no request of the batch asks for costs nothing.
 
-The order is the field's (vLLM): bias and minimum length, penalties, temperature, top_k, top_p, draw. Log-probabilities
-are the model's own, before all of these. Everything is a function of a row's logits, its options, its tokens so far and
-its seed, never of the rows beside it; a draw inverts the cumulative distribution in the order of token ids, so that
-equal logits cannot change places.
+The order is the field's (vLLM): bias and minimum length, penalties, the grammar's mask, temperature, top_k, top_p,
+draw. Log-probabilities are the model's own, before all of these. Everything is a function of a row's logits, its
+options, its tokens so far and its seed, never of the rows beside it; a draw inverts the cumulative distribution in the
+order of token ids, so that equal logits cannot change places.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def choose(logits: Tensor, runs: Sequence[Run]) -> list[Outcome]:
     Returns:
         A choice per run, or the error of a run whose logits are not finite.
     """
-    scores = _penalise(_edit(logits, runs), runs)
+    masks, lost = _masks(runs)
+    scores = _bar(_penalise(_edit(logits, runs), runs), masks)
     best, ids = scores.max(dim=-1)
     drawn = [row for row, run in enumerate(runs) if run.request.sampling.temperature >= GREEDY_BELOW]
     if drawn:
@@ -52,7 +53,7 @@ def choose(logits: Tensor, runs: Sequence[Run]) -> list[Outcome]:
     chosen = torch.where(best.isfinite(), ids, -1)
     listed = _log_probabilities(logits, ids, runs)
     return [
-        DecoderFailed(OVERFLOW) if token < 0 else Choice(token, *listed.get(row, ()))
+        lost.get(row) or (DecoderFailed(OVERFLOW) if token < 0 else Choice(token, *listed.get(row, ())))
         for row, token in enumerate(chosen.tolist())
     ]
 
@@ -66,10 +67,43 @@ def uniform(run: Run) -> float:
     return min(generator.random(), LARGEST_UNIFORM)
 
 
+def _masks(runs: Sequence[Run]) -> tuple[dict[int, npt.NDArray[np.bool_]], dict[int, DecoderFailed]]:
+    """By row, for rows that follow a grammar: the tokens that it allows, or why it cannot be followed on."""
+    masks: dict[int, npt.NDArray[np.bool_]] = {}
+    lost: dict[int, DecoderFailed] = {}
+    for row, run in enumerate(runs):
+        if run.walk:
+            try:
+                masks[row] = _without_early_end(run, run.walk.allowed())
+            except DecoderFailed as error:
+                lost[row] = error
+    return masks, lost
+
+
+def _without_early_end(run: Run, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """The mask less the tokens that end the answer while it is too short, unless the grammar leaves nothing else."""
+    if not run.too_short:
+        return mask
+    others = mask.copy()
+    others[list(run.stops)] = False
+    return others if others.any() else mask
+
+
+def _bar(scores: Tensor, masks: dict[int, npt.NDArray[np.bool_]]) -> Tensor:
+    """Put -inf at what a grammar does not allow."""
+    if not masks:
+        return scores
+    scores = scores.clone()
+    barred = torch.from_numpy(~np.stack(list(masks.values()))).to(scores.device)
+    index = _index(list(masks), scores)
+    scores[index] = scores[index].masked_fill(barred, -torch.inf)
+    return scores
+
+
 def _edit(scores: Tensor, runs: Sequence[Run]) -> Tensor:
     """logit_bias, and no end before min_tokens."""
     biased = [(row, run.request.sampling.logit_bias) for row, run in enumerate(runs) if run.request.sampling.logit_bias]
-    young = [(row, run.stops) for row, run in enumerate(runs) if run.stops and run.too_short]
+    young = [(row, run.stops) for row, run in enumerate(runs) if run.stops and run.too_short and not run.walk]
     if not biased and not young:
         return scores
     scores = scores.clone()

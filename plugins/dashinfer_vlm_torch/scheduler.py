@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from dashinfer_vlm_core.decoder import DecodeRequest, FinishReason, Token
+from dashinfer_vlm_core.decoder import DecodeRequest, FinishReason, Token, Walk
 from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
 
 from .arena import Arena
@@ -49,6 +49,7 @@ class Run:
         slab: first row of its keys and values in the pool.
         read: tokens, from the first on, whose keys and values are in the pool.
         answer: tokens chosen so far.
+        walk: the answer's way through the request's grammar, if it has one.
     """
 
     request: DecodeRequest
@@ -58,6 +59,7 @@ class Run:
     slab: int = -1
     read: int = 0
     answer: list[int] = field(default_factory=list)
+    walk: Walk | None = None
 
     @classmethod
     def of(cls, request: DecodeRequest, stop: Iterable[int]) -> Run:
@@ -69,6 +71,7 @@ class Run:
             stops=frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else stop),
             seed=seed,
             first_position=int(request.positions.max()) + 1,
+            walk=request.guide.begin() if request.guide else None,
         )
 
     @property
@@ -233,6 +236,8 @@ class Scheduler:
 
     def _append(self, run: Run, choice: Choice) -> Token:
         run.answer.append(choice.id)
+        if run.walk:
+            run.walk.take(choice.id)
         finish = run.finish()
         if finish:
             self.remove(run)

@@ -398,7 +398,7 @@ WRONG = {
     "a part of an unknown type": ([{"type": "smell"}], {}, "messages[0].content[1].type"),
     "a forbidden source": ([image("/etc/passwd")], {}, "messages[0].content[1]"),
     "an option beyond the server's": ([], {"temperature": 3}, "temperature"),
-    "a field that cannot be honoured": ([], {"tools": [{"type": "function"}]}, "tools"),
+    "a field that cannot be honoured": ([], {"functions": [{"name": "f"}]}, "functions"),
     "a token beyond the vocabulary": ([], {"logit_bias": {"99999999": 1}}, "logit_bias"),
 }
 

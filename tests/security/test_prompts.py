@@ -288,14 +288,12 @@ def test_security_13_no_text_costs_more_than_its_length(open_door, piece):
 CODE = {
     "chat_template": "{% for a in range(10**9) %}{% endfor %}",
     "chat_template_kwargs": {"add_vision_id": True},
-    "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"pattern": "(a+)+$"}}},
     "guided_regex": "(a+)+$",
     "guided_grammar": "root ::= root root",
     "guided_json": {},
     "guided_choice": ["a"],
     "structured_outputs": {"regex": "(a+)+$"},
     "logits_processors": [{"qualname": "os.system", "args": ["secret"]}],
-    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"pattern": "(a+)+$"}}}],
     "functions": [{"name": "f"}],
     "bad_words": ["a"],
 }

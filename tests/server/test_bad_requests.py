@@ -29,6 +29,15 @@ def blank(width, height):
 PICTURE = picture_url()
 PART = "messages[0].content[1]"
 CLIP = "messages[0].content[0]"
+TOOL = {"type": "function", "function": {"name": "f"}}
+DEEP: dict = {}
+for _ in range(40):
+    DEEP = {"items": DEEP}
+
+
+def with_schema(schema):
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+
 
 # Name: (what to change in a good request, or a whole body; the field to blame)
 BAD = {
@@ -61,11 +70,23 @@ BAD = {
     # What is not done here
     "unknown model": ({"model": "gpt-4o"}, "model"),
     "model is a number": ({"model": 4}, "model"),
-    "two answers": ({"n": 2}, "n"),
     "no answers": ({"n": 0}, "n"),
-    "tools": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-    "tool choice": ({"tool_choice": "auto"}, "tool_choice"),
-    "JSON mode": ({"response_format": {"type": "json_object"}}, "response_format"),
+    "a thousand answers": ({"n": 1000}, "n"),
+    "tools of another type": ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    "a tool without a name": ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+    "a tool twice": ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+    "a choice without tools": ({"tool_choice": "required"}, "tool_choice"),
+    "a choice that is no tool": (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice.function.name",
+    ),
+    "a schema that is too deep": (with_schema(DEEP), "response_format.json_schema.schema"),
+    "a schema that is no schema": (with_schema({"type": "strin"}), "response_format.json_schema.schema"),
+    "a pattern that is none": (with_schema({"pattern": "(("}), "response_format.json_schema.schema"),
+    "a format without a schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+        "response_format.json_schema.schema",
+    ),
     "audio": ({"modalities": ["text", "audio"]}, "modalities"),
     "reasoning": ({"reasoning_effort": "high"}, "reasoning_effort"),
     "a template of its own": ({"chat_template": "{{ messages }}"}, "chat_template"),

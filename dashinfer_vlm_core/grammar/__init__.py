@@ -1,0 +1,12 @@
+"""What a guided answer may look like, as a grammar that a library turns into token masks.
+
+    JSON schema ─▶ Rules: Lark rules, none of which refers back to itself
+
+Every language here is finite: strings, arrays, objects, digits and recursion end at bounds that the schema sets, else
+at those of `bounds`. An answer that follows its grammar therefore always ends by itself. Nothing is compiled here.
+"""
+
+from .json_schema import SchemaFault, any_object, json_schema
+from .rules import Rules, literal
+
+__all__ = ["Rules", "SchemaFault", "any_object", "json_schema", "literal"]

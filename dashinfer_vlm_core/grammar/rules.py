@@ -1,0 +1,55 @@
+"""Lark rules in the making."""
+
+from __future__ import annotations
+
+import json
+
+from .bounds import MAX_RULES
+
+
+class TooManyRules(Exception):
+    """The grammar outgrew its bound."""
+
+
+class Rules:
+    """Named rules, in llguidance's dialect of Lark; equal ones are one.
+
+    Attributes:
+        patterns: regular expressions of the request, as the rules that they became, by their place in it; a fault is
+            told by its place.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+        self.patterns: dict[str, str] = {}
+
+    def add(self, body: str) -> str:
+        """The name of the rule with this body."""
+        return self._named(body, "r")
+
+    def terminal(self, body: str) -> str:
+        """The name of a rule that the lexer matches as one piece: only such bodies may hold `&` and `~`."""
+        return self._named(body, "T")
+
+    def either(self, bodies: list[str]) -> str:
+        """The name of a rule that is one of `bodies`; at least one."""
+        return bodies[0] if len(bodies) == 1 else self.add(" | ".join(dict.fromkeys(bodies)))
+
+    def text(self, start: str) -> str:
+        """The whole grammar, from the rule or body `start` on."""
+        return "\n".join([f"start: {start}", *(f"{name}: {body}" for body, name in self._names.items())])
+
+    def _named(self, body: str, kind: str) -> str:
+        if len(self._names) >= MAX_RULES:
+            raise TooManyRules
+        return self._names.setdefault(body, f"{kind}{len(self._names)}")
+
+
+def literal(text: str) -> str:
+    """A piece of a rule's body that matches `text` and nothing else."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def regex(pattern: str) -> str:
+    """A piece of a rule's body that matches a regular expression; `/` must be escaped in it."""
+    return f"/{pattern}/"

@@ -1,0 +1,132 @@
+"""What the answer is to look like: a format, and tools that it may call."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import AfterValidator, Field, Strict, Tag
+
+from ..errors import InvalidParameter
+from .base import Open, Text, string_or_object
+from .faults import show
+
+MAX_TOOLS = 128
+MAX_SCHEMA_BYTES = 64 * 1024
+MAX_SCHEMA_DEPTH = 32
+
+
+def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what is too deep or too long, before anything walks through it."""
+    layer: list[object] = [schema]
+    for _ in range(MAX_SCHEMA_DEPTH + 1):
+        layer = [item for part in layer for item in _inside(part)]
+    if layer:
+        raise ValueError(f"must not be deeper than {MAX_SCHEMA_DEPTH} levels")
+    try:
+        size = len(json.dumps(schema, ensure_ascii=False, allow_nan=False).encode())
+    except (ValueError, TypeError):
+        raise ValueError("must hold nothing that JSON cannot spell") from None
+    if size > MAX_SCHEMA_BYTES:
+        raise ValueError(f"must have at most {MAX_SCHEMA_BYTES} bytes, and has {size}")
+    return schema
+
+
+def _inside(part: object) -> Iterable[object]:
+    if isinstance(part, dict):
+        return part.values()
+    return part if isinstance(part, (list, tuple)) else ()
+
+
+def _identifier(name: str) -> str:
+    if not re.fullmatch(r"[a-zA-Z0-9_.-]{1,64}", name):
+        raise ValueError("must be 1 to 64 letters, digits, underscores, points and dashes")
+    return name
+
+
+_Identifier: TypeAlias = Annotated[str, AfterValidator(_identifier)]
+JsonSchema: TypeAlias = Annotated[dict[str, Any], AfterValidator(_bounded)]
+
+
+class SchemaFormat(Open):
+    """A schema that the answer follows; `strict` changes nothing, since every schema is followed to the letter."""
+
+    name: _Identifier
+    description: Text | None = None
+    json_schema: JsonSchema = Field(alias="schema")
+    strict: bool = False
+
+
+class ResponseFormat(Open):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+    def faults(self) -> Iterator[InvalidParameter]:
+        if self.type == "json_schema" and self.json_schema is None:
+            yield InvalidParameter(
+                "`response_format.json_schema` is required with that type: an object with `name` and `schema`.",
+                param="response_format.json_schema",
+            )
+
+
+class ToolFunction(Open):
+    """What a tool is for and what it takes; `strict` refuses parameters that cannot be guaranteed."""
+
+    name: _Identifier
+    description: Text | None = None
+    parameters: JsonSchema | None = None
+    strict: bool = False
+
+
+class Tool(Open):
+    type: Literal["function"]
+    function: ToolFunction
+
+    def for_prompt(self) -> dict[str, Any]:
+        """The tool as models of this kind were shown tools in training."""
+        told = {"name": self.function.name, "description": self.function.description}
+        parameters = self.function.parameters or {"type": "object", "properties": {}}
+        told = {key: value for key, value in told.items() if value is not None}
+        return {"type": "function", "function": {**told, "parameters": parameters}}
+
+
+class _Named(Open):
+    name: _Identifier
+
+
+class NamedTool(Open):
+    type: Literal["function"]
+    function: _Named
+
+
+def _choice_kind(value: object) -> str | None:
+    if isinstance(value, str):
+        return "string"
+    return "object" if isinstance(value, (dict, NamedTool)) else None
+
+
+ToolChoice: TypeAlias = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("string")] | Annotated[NamedTool, Tag("object")],
+    string_or_object(_choice_kind),
+]
+Tools: TypeAlias = Annotated[tuple[Tool, ...], Strict(False), Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+def tool_faults(tools: Tools, choice: ToolChoice | None, parallel: bool | None) -> Iterator[InvalidParameter]:
+    """What the fields about tools say against each other."""
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        if tool.function.name in names:
+            where = f"tools[{index}].function.name"
+            yield InvalidParameter(f"`{where}` {show(tool.function.name)} is there twice: rename one.", param=where)
+        names.add(tool.function.name)
+    if not tools and (parallel is not None or choice not in {None, "none", "auto"}):
+        name = "parallel_tool_calls" if parallel is not None else "tool_choice"
+        yield InvalidParameter(f"`{name}` goes with `tools` only: leave it out, or list some.", param=name)
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        yield InvalidParameter(
+            f"`tool_choice` names {show(choice.function.name)}, which is none of `tools`.",
+            param="tool_choice.function.name",
+        )
