@@ -107,11 +107,15 @@ class MediaLoader:
         return tuple(await _together(made, fetched.values()))
 
     def _locate(self, parts: Sequence[MediaPart]) -> list[list[Source]]:
-        """The sources of each part: one, or as many as a video has frames."""
+        """The sources of each part: one, as many as a video has frames, or none for an object.
+
+        Equal ones are one object: texts of many megabytes are hashed and compared here, in a thread, and nowhere else.
+        """
         _check_counts(parts, self._config)
         if any(part.kind == "video" and isinstance(part.url, str) for part in parts):
             available(self._readers)
-        return [_sources(part, self._config) if part.content is None else [] for part in parts]
+        known: dict[Source, Source] = {}
+        return [[known.setdefault(source, source) for source in _sources(part, self._config)] for part in parts]
 
     async def _get(self, source: Source, share: asyncio.Semaphore) -> bytes:
         if isinstance(source, Inline):
@@ -192,6 +196,8 @@ def _check_counts(parts: Sequence[MediaPart], config: EngineConfig) -> None:
 
 
 def _sources(part: MediaPart, config: EngineConfig) -> list[Source]:
+    if part.url is None:
+        return []  # it is there already
     if isinstance(part.url, str):
         return [locate(part.url, kind=part.kind, part=part.part, config=config)]
     check_frames(len(part.url), part=part, config=config)

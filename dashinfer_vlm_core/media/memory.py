@@ -63,6 +63,7 @@ def take(part: MediaPart, config: EngineConfig, check_stop: StopCheck) -> Media:
 def fingerprint(media: Media) -> bytes:
     """32 bytes, equal exactly for equal contents of one kind."""
     digest = hashlib.sha256(type(media).__name__.encode())
+    shape: tuple[int, ...]
     if isinstance(media, Picture):
         data, shape = np.asarray(media.image), (media.image.height, media.image.width)
     elif isinstance(media, Clip):

@@ -226,7 +226,7 @@ class OfflineRequest(ChatRequest):
         contents: objects that stand for the URLs of parts, by the place of the part (`messages[0].content[1]`); what
             they may be says `media.memory`.
         prompt: text whose control tokens count as such, or token ids. Each picture and video is one placeholder in it.
-        attached: the media of `prompt`, in the order of their placeholders.
+        attached: the media of `prompt`; those of each kind are in the order of their placeholders.
     """
 
     messages: Annotated[tuple[Message, ...], Strict(False), Field(max_length=MAX_MESSAGES)] = ()
