@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from .decoder import GUIDE, Decoder, DecodeRequest, Guide, Token, VisualSpan
 from .errors import DashInferVLMError, EngineError, InvalidParameter, ModelNotFound, QueueFull, UnsupportedParameter
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Generation:
@@ -48,26 +50,29 @@ class Generation:
 
 
 class Places:
-    """As many requests as are served or wait at one time; used on one event loop."""
+    """As many answers as are decoded or wait at one time; used on one event loop."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._taken = 0
 
     @contextlib.contextmanager
-    def take(self) -> Iterator[None]:
-        """Hold a place.
+    def take(self, answers: int = 1) -> Iterator[None]:
+        """Hold a place for each answer of a request.
 
         Raises:
-            QueueFull: none is left.
+            InvalidParameter: there were never so many.
+            QueueFull: not so many are left.
         """
-        if self._taken >= self._limit:
+        if answers > self._limit:
+            raise InvalidParameter(f"`n` can be {self._limit} at most: ask for fewer answers.", param="n")
+        if self._taken + answers > self._limit:
             raise QueueFull(f"{self._taken} requests are served or wait already: try again in a moment.")
-        self._taken += 1
+        self._taken += answers
         try:
             yield
         finally:
-            self._taken -= 1
+            self._taken -= answers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -96,27 +101,35 @@ class Conductor:
         return (await self.generate(request)).completion
 
     async def generate(self, request: ChatRequest) -> Generation:
-        with _faults(), self.places.take():
-            reply, decode = await self._prepare(request)
-            ids = []
-            async with contextlib.aclosing(self._tokens(reply, decode)) as tokens:
-                async for token in tokens:
-                    reply.feed(token)
-                    ids.append(token.id)
+        with _faults(), self.places.take(request.n):
+            replies, decodes = await self._prepare(request)
+            ids: list[list[int]] = [[] for _ in replies]
+            async with contextlib.aclosing(self._tokens(replies, decodes)) as tokens:
+                async for index, token in tokens:
+                    replies[index].feed(token)
+                    ids[index].append(token.id)
             return Generation(
-                completion=reply.completion(), prompt_token_ids=tuple(decode.token_ids.tolist()), token_ids=tuple(ids)
+                completion=replies[0].completion(replies[1:]),
+                prompt_token_ids=tuple(decodes[0].token_ids.tolist()),
+                token_ids=tuple(ids[0]),
             )
 
     async def stream(self, request: ChatRequest) -> AsyncGenerator[ChatCompletionChunk, None]:
-        with _faults(), self.places.take():
-            reply, decode = await self._prepare(request)
-            opening = [reply.opening()]  # goes out with the first token: what fails before is an error, not a stream
-            async with contextlib.aclosing(self._tokens(reply, decode)) as tokens:
-                async for token in tokens:
-                    for chunk in (*opening, *reply.feed(token)):
-                        yield chunk
+        with _faults(), self.places.take(request.n):
+            replies, decodes = await self._prepare(request)
+            # They go out with the first token: what fails before is an error, not a stream.
+            opening = [reply.opening() for reply in replies]
+            async with contextlib.aclosing(self._tokens(replies, decodes)) as tokens:
+                async for index, token in tokens:
+                    reply = replies[index]
+                    chunks = [*opening, *reply.feed(token), *(reply.ending() if reply.finished else ())]
                     opening.clear()
-            for chunk in reply.closing():
+                    for chunk in chunks:
+                        yield chunk
+            for reply in replies:
+                if not reply.finished:
+                    reply.ending()  # says what is wrong
+            for chunk in replies[0].closing(replies[1:]):
                 yield chunk
 
     async def close(self) -> None:
@@ -124,31 +137,42 @@ class Conductor:
         await self.vision.close()
         await self.media.close()
 
-    async def _prepare(self, request: ChatRequest) -> tuple[Reply, DecodeRequest]:
+    async def _prepare(self, request: ChatRequest) -> tuple[list[Reply], list[DecodeRequest]]:
+        """The answers of a request, not begun, and how to decode each; all have one prompt."""
         sampling = self._admit(request)
         guide = await self._guide(request)
         items = await self._items(request)
         prompt = await asyncio.to_thread(self.prompts.build, request, items)
         visual = await self.vision.embed(items, salt=request.cache_salt or "")
-        reply = self._reply(request, prompt)
-        return reply, self._decode_request(reply.id, prompt, visual, sampling, guide)
+        replies = self._replies(request, prompt, guided=guide is not None)
+        return replies, self._decode_requests(replies, prompt, visual, sampling, guide)
 
     async def _guide(self, request: ChatRequest) -> Guide | None:
         """The compiled grammar of an answer that has to follow one."""
+        if GUIDE not in self.decoder.honours:
+            self._refuse_forms(request)
+            return None
         form = await asyncio.to_thread(form_of, request)
         if form is None:
             return None
-        if GUIDE not in self.decoder.honours:
-            raise UnsupportedParameter(
-                f"The decoder {self.decoder.name!r} cannot honour {form.field}: leave it out and ask for the format in"
-                " the prompt, or start the engine with another decoder.",
-                param=form.field,
-            )
         if request.ignore_eos:
             raise InvalidParameter(
                 "`ignore_eos` goes on after the end that the format sets: leave one of them out.", param="ignore_eos"
             )
         return await self.guides.make(form.rules, form.start, param=form.param)
+
+    def _refuse_forms(self, request: ChatRequest) -> None:
+        """Refuse what only a grammar can ensure; tools may still be offered, and calls are found in the answer."""
+        wanted = request.response_format
+        strict = [f"tools[{i}].function.strict" for i, tool in enumerate(request.tools) if tool.function.strict]
+        forced = ["tool_choice"] if request.must_call else []
+        formats = ["response_format"] if wanted and wanted.type != "text" else []
+        for param in [*formats, *forced, *(strict if request.callable_tools else ())]:
+            raise UnsupportedParameter(
+                f"The decoder {self.decoder.name!r} cannot honour {param}: leave it out and ask for it in the prompt,"
+                " or start the engine with another decoder.",
+                param=param,
+            )
 
     async def _items(self, request: ChatRequest) -> list[Item]:
         """The pictures and videos: those that come along are loaded, the others are recalled by their names."""
@@ -160,12 +184,16 @@ class Conductor:
         self.ids.bind(parts, items, sources, salt=salt)
         return items
 
-    async def _tokens(self, reply: Reply, request: DecodeRequest) -> AsyncGenerator[Token, None]:
-        async with contextlib.aclosing(self.decoder.decode(request)) as tokens:
-            async for token in tokens:
-                yield token
-                if reply.finished:
-                    return
+    async def _tokens(
+        self, replies: Sequence[Reply], requests: Sequence[DecodeRequest]
+    ) -> AsyncGenerator[tuple[int, Token], None]:
+        """The tokens of all answers as they come, each with the answer's index; none of an answer that is finished."""
+        streams = [self.decoder.decode(request) for request in requests]
+        async with contextlib.aclosing(merged(streams)) as tokens:
+            async for index, token in tokens:
+                yield index, token
+                if replies[index].finished:
+                    await streams[index].aclose()
 
     def _admit(self, request: ChatRequest) -> Sampling:
         """Refuse what this model and this decoder cannot do, before any work is done."""
@@ -212,27 +240,33 @@ class Conductor:
 
         return cut
 
-    def _reply(self, request: ChatRequest, prompt: Prompt) -> Reply:
+    def _replies(self, request: ChatRequest, prompt: Prompt, *, guided: bool) -> list[Reply]:
         counts = PromptCounts(
             prompt_tokens=len(prompt), image_tokens=prompt.image_tokens, video_tokens=prompt.video_tokens
         )
-        return Reply(
-            tokenizer=self.prompts.tokenizer,
-            request=request,
-            id=f"chatcmpl-{uuid.uuid4().hex}",
-            created=int(time.time()),
-            model=self.name,
-            counts=counts,
-        )
+        name, created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
+        return [
+            Reply(
+                tokenizer=self.prompts.tokenizer,
+                request=request,
+                id=name,
+                created=created,
+                model=self.name,
+                counts=counts,
+                index=index,
+                guided=guided,
+            )
+            for index in range(request.n)
+        ]
 
-    def _decode_request(
+    def _decode_requests(
         self,
-        reply_id: str,
+        replies: Sequence[Reply],
         prompt: Prompt,
         visual: Sequence[VisualTokens],
         sampling: Sampling,
         guide: Guide | None,
-    ) -> DecodeRequest:
+    ) -> list[DecodeRequest]:
         max_tokens = min(sampling.max_tokens or DEFAULT_MAX_TOKENS, self.prompts.max_model_len - len(prompt))
         if sampling.min_tokens > max_tokens:
             raise InvalidParameter(
@@ -240,14 +274,45 @@ class Conductor:
                 param="min_tokens",
             )
         spans = sorted(zip(prompt.spans, visual, strict=True), key=lambda pair: pair[0].start)
-        return DecodeRequest(
-            id=reply_id,
+        sampling = replace(sampling, max_tokens=max_tokens)
+        first = DecodeRequest(
+            id=replies[0].id,
             token_ids=prompt.token_ids,
             positions=prompt.positions,
             spans=tuple(VisualSpan(start=span.start, tokens=tokens) for span, tokens in spans),
-            sampling=replace(sampling, max_tokens=max_tokens),
+            sampling=sampling,
             guide=guide,
         )
+        others = range(1, len(replies))
+        return [first, *(replace(first, id=f"{first.id}-{i}", sampling=sampling.seeded(i)) for i in others)]
+
+
+async def merged(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[tuple[int, _T], None]:
+    """What several generators yield, as it comes, each with its generator's index.
+
+    A generator is asked for more when what it gave has been dealt with, never before. All are closed in the end.
+    """
+    waiting: dict[asyncio.Future[_T | None], int] = {}
+    try:
+        for index, stream in enumerate(streams):
+            waiting[asyncio.ensure_future(_next(stream))] = index
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index = waiting.pop(task)
+                if (item := task.result()) is not None:
+                    yield index, item
+                    waiting[asyncio.ensure_future(_next(streams[index]))] = index
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
+
+
+async def _next(stream: AsyncGenerator[_T, None]) -> _T | None:
+    return await anext(stream, None)
 
 
 @contextlib.contextmanager

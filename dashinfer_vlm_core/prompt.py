@@ -16,6 +16,7 @@ import tokenizers
 
 from .config import EngineConfig
 from .errors import CheckpointError, ConfigError, ContextLengthExceeded, InvalidParameter
+from .hermes import as_text, with_objects
 from .model import ModelSpec
 from .patches import Grid, Visual
 from .schema import ChatRequest
@@ -74,6 +75,7 @@ class PromptBuilder:
         self.tokenizer.encode_special_tokens = True
         self._control = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._split = re.compile("|".join(re.escape(name) for name in sorted(self._control, key=len, reverse=True)))
+        self._knows_tools = _knows_tools(template or tokenizer.chat_template)
         self._first = sorted({name[0] for name in self._control})
         self._longest = max(len(token) for token in self.tokenizer.get_vocab(with_added_tokens=True))
 
@@ -142,8 +144,8 @@ class PromptBuilder:
         except (TemplateError, InvalidParameter, TypeError, ValueError, KeyError) as error:
             raise ConfigError(f"The chat template cannot be used: {error}. Mend it, or give another one.") from error
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
-        """The chat template's text for `messages`, ready for an answer.
+    def render(self, messages: list[dict[str, Any]], tools: Sequence[Any] = ()) -> str:
+        """The chat template's text for `messages` and `tools`, ready for an answer.
 
         Raises:
             InvalidParameter: the template refuses them.
@@ -152,7 +154,11 @@ class PromptBuilder:
 
         try:
             text = self._renderer.apply_chat_template(
-                messages, chat_template=self._template, tokenize=False, add_generation_prompt=True
+                messages if self._knows_tools else as_text(messages, tools),
+                tools=list(tools) if tools and self._knows_tools else None,
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=True,
             )
         except TemplateError as error:
             raise InvalidParameter(
@@ -170,12 +176,13 @@ class PromptBuilder:
         if prompt is not None:
             self._check_size(prompt)
             return self._encode(self._pieces(prompt, mark=""))
-        messages = request.template_messages()
-        self._check_size(messages)
-        mark = _unused_mark(messages)
-        return self._encode(
-            self._pieces(self.render([_guard(message, self._first, mark) for message in messages]), mark)
-        )
+        # Arguments are parsed first: what JSON escapes in them must be guarded as well.
+        messages = with_objects(request.template_messages())
+        tools = [tool.for_prompt() for tool in request.offered_tools]
+        self._check_size([messages, tools])
+        mark = _unused_mark([messages, tools])
+        guarded = [[_guard(item, self._first, mark) for item in items] for items in (messages, tools)]
+        return self._encode(self._pieces(self.render(*guarded), mark))
 
     def _checked_ids(self, ids: tuple[int, ...]) -> Iterable[list[int]]:
         if not all(0 <= index < self._spec.vocab_size for index in ids):
@@ -287,6 +294,19 @@ def mrope_positions(length: int, spans: Sequence[Span], grids: Sequence[Grid], *
     return positions
 
 
+def _knows_tools(template: object) -> bool:
+    """Whether a chat template tells of tools itself; one that cannot be read is refused by `check_template`."""
+    from jinja2 import Environment, TemplateSyntaxError, meta
+
+    if isinstance(template, Mapping):  # several templates by name: transformers takes that for tools
+        return "tool_use" in template
+    try:
+        parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(str(template))  # noqa: S701 - never rendered
+    except TemplateSyntaxError:
+        return "tools" in str(template)
+    return "tools" in meta.find_undeclared_variables(parsed)
+
+
 def _read_template(folder: Path, override: Path | None) -> str | None:
     """The operator's template, else the one in a file of its own in the checkpoint; None leaves the tokenizer's."""
     if override is not None:
@@ -330,8 +350,8 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(item)
 
 
-def _unused_mark(messages: list[dict[str, Any]]) -> str:
-    text = "".join(_strings(messages))
+def _unused_mark(texts: Any) -> str:
+    text = "".join(_strings(texts))
     for mark in MARKS:
         if mark not in text:
             return mark

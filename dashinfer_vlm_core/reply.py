@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import tokenizers.decoders
 from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage, ChatCompletionTokenLogprob
 from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
 from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
-from openai.types.chat.chat_completion_chunk import ChoiceDelta
+from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall, ChoiceDeltaToolCallFunction
 from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogprobs
+from openai.types.chat.chat_completion_message_function_tool_call import (
+    ChatCompletionMessageFunctionToolCall,
+    Function,
+)
 from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from openai.types.completion_usage import PromptTokensDetails
 
+from .calls import Called, CallReader, Event, Said
 from .decoder import FinishReason, Token
 from .errors import CheckpointError, DecoderFailed
 from .schema import ChatRequest
+from .stops import StopStrings
+
+AnswerEnd: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 LOGPROB_FLOOR = -9999.0
 """OpenAI's number for "very unlikely": minus infinity is no JSON."""
@@ -54,6 +63,12 @@ class Reply:
         created: Unix time in seconds.
         model: name of the model in the answer.
         counts: lengths of the prompt.
+        index: which of the request's answers it is.
+        guided: whether a grammar guides its calls.
+
+    Attributes:
+        completion_tokens: tokens of the answer so far.
+        cached_tokens: tokens of the prompt that were read from a cache.
 
     Raises:
         CheckpointError: the tokenizer is of another kind.
@@ -68,26 +83,37 @@ class Reply:
         created: int,
         model: str,
         counts: PromptCounts,
+        index: int = 0,
+        guided: bool = False,
     ) -> None:
         self.id = id
+        self._index = index
         self._envelope: dict[str, Any] = {"id": id, "created": created, "model": model}
         self._counts = counts
         self._wants_logprobs = request.logprobs
         self._wants_usage = request.include_usage
         self._detokeniser = Detokeniser(tokenizer)
         self._stops = StopStrings(request.stop_strings)
+        tools = {tool.function.name for tool in request.callable_tools}
+        self._reader = CallReader(tools, guided=guided)
+        self._one_call = request.parallel_tool_calls is False
         self._text: list[str] = []
-        self._shown = 0
+        self._calls: list[_Call] = []
         self._entries: list[_Entry] = []
-        self._entries_shown = 0
-        self._completion_tokens = 0
-        self._cached_tokens = 0
+        self._listed: list[_Entry] = []
+        self.completion_tokens = 0
+        self.cached_tokens = 0
         self._reason: FinishReason | None = None
 
     @property
     def finished(self) -> bool:
         """Whether the answer is complete; nothing may be fed from then on."""
-        return self._stops.matched or self._reason is not None
+        return self._stops.matched or self._reason is not None or self._called_once
+
+    @property
+    def _called_once(self) -> bool:
+        """Whether the only call that is allowed is complete."""
+        return self._one_call and self._reader.complete > 0
 
     def opening(self) -> ChatCompletionChunk:
         """The first chunk of a stream: who speaks."""
@@ -98,8 +124,8 @@ class Reply:
 
         Held back are bytes of an unfinished character, and text that may become a stop string.
         """
-        self._completion_tokens += 1
-        self._cached_tokens += token.cached
+        self.completion_tokens += 1
+        self.cached_tokens += token.cached
         self._reason = token.finish
         if token.finish == "stop":
             return []
@@ -107,76 +133,106 @@ class Reply:
         text = self._detokeniser.feed(token.id)
         if self._wants_logprobs and self._detokeniser.shows(token.id):
             self._entries.append(_Entry(begin, self._logprob(token)))
-        return self._show(self._stops.feed(text))
+        return self._show(self._reader.feed(self._stops.feed(text)))
 
-    def closing(self) -> list[ChatCompletionChunk]:
-        """The last chunks of a stream: what was held back, why the answer ends and, if asked for, the usage.
-
-        Raises:
-            DecoderFailed: the decoder stopped without saying why.
-        """
-        chunks = [*self._flush(), self._chunk(ChoiceDelta(), finish=self._finish_reason())]
-        if self._wants_usage:
-            chunks.append(
-                ChatCompletionChunk(**self._envelope, object="chat.completion.chunk", choices=[], usage=self.usage())
-            )
-        return chunks
-
-    def completion(self) -> ChatCompletion:
-        """The whole answer.
+    def ending(self) -> list[ChatCompletionChunk]:
+        """The last chunks of this answer: what was held back, and why it ends.
 
         Raises:
             DecoderFailed: the decoder stopped without saying why.
         """
+        return [*self._flush(), self._chunk(ChoiceDelta(), finish=self._finish_reason())]
+
+    def closing(self, others: Sequence[Reply] = ()) -> list[ChatCompletionChunk]:
+        """The last chunk of a stream, if it was asked for: the usage, that of the request's other answers included."""
+        if not self._wants_usage:
+            return []
+        usage = self.usage(others)
+        return [ChatCompletionChunk(**self._envelope, object="chat.completion.chunk", choices=[], usage=usage)]
+
+    def completion(self, others: Sequence[Reply] = ()) -> ChatCompletion:
+        """The whole answer, with the request's other answers.
+
+        Raises:
+            DecoderFailed: the decoder stopped without saying why.
+        """
+        choices = [reply.choice() for reply in (self, *others)]
+        return ChatCompletion(**self._envelope, object="chat.completion", choices=choices, usage=self.usage(others))
+
+    def choice(self) -> Choice:
+        """This answer among those of a request; raises as `completion`."""
         self._flush()
-        logprobs = [entry.logprob for entry in self._entries[: self._entries_shown]]
-        choice = Choice(
-            index=0,
-            message=ChatCompletionMessage(role="assistant", content="".join(self._text), refusal=None),
+        finish = self._finish_reason()
+        text = "".join(self._text)
+        message = ChatCompletionMessage(role="assistant", content=text or (None if self._calls else ""), refusal=None)
+        if self._calls:
+            message.tool_calls = [call.message() for call in self._calls]
+        logprobs = [entry.logprob for entry in self._listed]
+        return Choice(
+            index=self._index,
+            message=message,
             logprobs=ChoiceLogprobs(content=logprobs, refusal=None) if self._wants_logprobs else None,
-            finish_reason=self._finish_reason(),
+            finish_reason=finish,
         )
-        return ChatCompletion(**self._envelope, object="chat.completion", choices=[choice], usage=self.usage())
 
-    def usage(self) -> CompletionUsage:
-        """Tokens so far."""
+    def usage(self, others: Sequence[Reply] = ()) -> CompletionUsage:
+        """Tokens so far, of this answer and of `others`; the prompt counts once."""
+        replies = (self, *others)
+        completion = sum(reply.completion_tokens for reply in replies)
+        cached = max(reply.cached_tokens for reply in replies)
         details = {"image_tokens": self._counts.image_tokens, "video_tokens": self._counts.video_tokens}
         return CompletionUsage(
             prompt_tokens=self._counts.prompt_tokens,
-            completion_tokens=self._completion_tokens,
-            total_tokens=self._counts.prompt_tokens + self._completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=self._cached_tokens, **details),
+            completion_tokens=completion,
+            total_tokens=self._counts.prompt_tokens + completion,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached, **details),
         )
 
-    def _finish_reason(self) -> FinishReason:
-        if self._stops.matched:
-            return "stop"
-        if self._reason is None:
+    def _finish_reason(self) -> AnswerEnd:
+        if not self.finished:
             raise DecoderFailed("The decoder ended the answer without saying why. Try again.")
-        return self._reason
+        if self._called_once or (self._reason == "stop" and self._reader.complete):
+            return "tool_calls"
+        return "stop" if self._stops.matched else self._reason or "stop"
 
     def _flush(self) -> list[ChatCompletionChunk]:
         rest = self._stops.feed(self._detokeniser.flush())
-        return self._show(rest + self._stops.flush())
+        events = self._reader.feed(rest + self._stops.flush())
+        return self._show([*events, *self._reader.flush()])
 
-    def _show(self, text: str) -> list[ChatCompletionChunk]:
-        if not text:
-            return []
-        self._text.append(text)
-        self._shown += len(text)
-        begin = self._entries_shown
-        while self._entries_shown < len(self._entries) and self._entries[self._entries_shown].begin < self._shown:
-            self._entries_shown += 1
-        return [self._chunk(ChoiceDelta(content=text), self._entries[begin : self._entries_shown])]
+    def _show(self, events: list[Event]) -> list[ChatCompletionChunk]:
+        return [self._shown(event) for event in events]
+
+    def _shown(self, event: Event) -> ChatCompletionChunk:
+        if isinstance(event, Said):
+            self._text.append(event.text)
+            return self._chunk(ChoiceDelta(content=event.text), self._list(event))
+        if isinstance(event, Called):
+            self._calls.append(_Call(event.id, event.name))
+            function = ChoiceDeltaToolCallFunction(name=event.name, arguments="")
+            call = ChoiceDeltaToolCall(index=event.index, id=event.id, type="function", function=function)
+        else:
+            self._calls[-1].arguments.append(event.text)
+            call = ChoiceDeltaToolCall(index=event.index, function=ChoiceDeltaToolCallFunction(arguments=event.text))
+        return self._chunk(ChoiceDelta(tool_calls=[call]))
+
+    def _list(self, said: Said) -> list[_Entry]:
+        """The log probabilities of the tokens that begin in a piece of the content; those before it are in calls."""
+        end = said.begin + len(said.text)
+        before = [entry for entry in self._entries if entry.begin < end]
+        self._entries = self._entries[len(before) :]
+        entries = [entry for entry in before if entry.begin >= said.begin]
+        self._listed += entries
+        return entries
 
     def _chunk(
-        self, delta: ChoiceDelta, entries: list[_Entry] | None = None, *, finish: FinishReason | None = None
+        self, delta: ChoiceDelta, entries: list[_Entry] | None = None, *, finish: AnswerEnd | None = None
     ) -> ChatCompletionChunk:
         """A chunk as OpenAI sends it: nulls are explicit, `usage` is there if the stream will end with one."""
         logprobs = None
         if self._wants_logprobs and entries is not None:
             logprobs = ChunkLogprobs(content=[entry.logprob for entry in entries], refusal=None)
-        choice = ChunkChoice(index=0, delta=delta, logprobs=logprobs, finish_reason=finish)
+        choice = ChunkChoice(index=self._index, delta=delta, logprobs=logprobs, finish_reason=finish)
         usage = {"usage": None} if self._wants_usage else {}
         return ChatCompletionChunk(**self._envelope, object="chat.completion.chunk", choices=[choice], **usage)
 
@@ -200,6 +256,19 @@ class _Entry:
 
     begin: int
     logprob: ChatCompletionTokenLogprob
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call in the making."""
+
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+
+    def message(self) -> ChatCompletionMessageFunctionToolCall:
+        function = Function(name=self.name, arguments="".join(self.arguments))
+        return ChatCompletionMessageFunctionToolCall(id=self.id, type="function", function=function)
 
 
 def _byte_of_character() -> dict[str, int]:
@@ -260,65 +329,3 @@ class Detokeniser:
         text = self._decoder.decode(data, final)
         self.position += len(text)
         return text
-
-
-@dataclass(slots=True)
-class _Matcher:
-    """Knuth, Morris and Pratt's search for one string, a character at a time.
-
-    Attributes:
-        state: length of the longest beginning of the string that the text ends with.
-        fallback: for each length of a beginning, that of the longest shorter one that it ends with.
-    """
-
-    string: str
-    state: int = 0
-    fallback: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.fallback = [0, 0]
-        for character in self.string[1:]:
-            self.fallback.append(self._next(self.fallback[-1], character))
-
-    def _next(self, state: int, character: str) -> int:
-        while state and self.string[state] != character:
-            state = self.fallback[state]
-        return state + (self.string[state] == character)
-
-    def step(self, character: str) -> bool:
-        """Whether the text, with this character, ends with the string."""
-        self.state = self._next(self.state, character)
-        return self.state == len(self.string)
-
-
-class StopStrings:
-    """Cuts a text, given piece by piece, before the first stop string.
-
-    First is the one that is complete first, whatever the pieces; of several that end at one character, the longest.
-
-    Attributes:
-        matched: whether one was found; all later text is dropped.
-    """
-
-    def __init__(self, strings: tuple[str, ...]) -> None:
-        self.matched = False
-        self._matchers = [_Matcher(string) for string in strings]
-        self._held = ""
-
-    def feed(self, text: str) -> str:
-        """What can be shown for sure: all but what a stop string may begin with."""
-        if not self._matchers or self.matched:
-            return "" if self.matched else text
-        held, self._held = self._held + text, ""
-        for index, character in enumerate(text, start=len(held) - len(text) + 1):
-            if found := [len(matcher.string) for matcher in self._matchers if matcher.step(character)]:
-                self.matched = True
-                return held[: index - max(found)]
-        kept = max(matcher.state for matcher in self._matchers)
-        self._held = held[len(held) - kept :]
-        return held[: len(held) - kept]
-
-    def flush(self) -> str:
-        """What was held back: at the end of the text it is no stop string."""
-        held, self._held = self._held, ""
-        return held

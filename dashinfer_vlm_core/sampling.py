@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this count as 0, as in vLLM: they would choose the same token, but overflow single precision."""
@@ -45,6 +45,10 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+
+    def seeded(self, index: int) -> Sampling:
+        """The options of the answer number `index` of a request: a seed counts on from the first one's."""
+        return self if self.seed is None else replace(self, seed=(self.seed + index + 2**63) % 2**64 - 2**63)
 
     def asked(self) -> frozenset[str]:
         """The options that are set to something; a decoder that does not honour one of them cannot serve the

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from .config import EngineConfig
-from .decoder import DecodeRequest, DecoderFactory, FinishReason, Fitness, Token
+from .decoder import GUIDE, DecodeRequest, DecoderFactory, FinishReason, Fitness, Token
 from .engine import Engine
-from .errors import EngineClosed
+from .errors import DecoderFailed, EngineClosed
 from .hookspecs import hookimpl
 from .plugins import Registry, load_plugins
 from .sampling import SAMPLING_PARAMETERS
@@ -25,6 +25,7 @@ from .sampling import SAMPLING_PARAMETERS
 if TYPE_CHECKING:
     from .model import ModelSpec
 
+EVERYTHING = SAMPLING_PARAMETERS | {GUIDE}
 Answer = str | Exception | Callable[[DecodeRequest], str]
 
 
@@ -35,14 +36,15 @@ class Script:
         answers: one per request, in order; the last one is repeated. A string is the answer, an exception is raised in
             its place, a function makes the answer from the request.
         delay: seconds before each token.
-        honours: what the decoder honours; everything by default (in name only: a script is not sampled from).
+        honours: what the decoder honours; everything by default. A script is not sampled from, so that options of
+            sampling change nothing; an answer that leaves the format asked for ends with `DecoderFailed`.
 
     Attributes:
         requests: every request that came, in order.
         running: number of requests that are being decoded now.
     """
 
-    def __init__(self, *answers: Answer, delay: float = 0.0, honours: frozenset[str] = SAMPLING_PARAMETERS) -> None:
+    def __init__(self, *answers: Answer, delay: float = 0.0, honours: frozenset[str] = EVERYTHING) -> None:
         if not answers:
             raise ValueError("a script needs at least one answer")
         self._answers = answers
@@ -81,6 +83,7 @@ class ScriptedDecoder:
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[Token, None]:
         ids = self._ids(self._script.next(request), request)
+        self._follow(ids, request)
         self._script.running += 1
         try:
             for index, token in enumerate(ids):
@@ -94,6 +97,16 @@ class ScriptedDecoder:
     def _ids(self, text: str, request: DecodeRequest) -> list[int]:
         ids = [*self._tokenizer.encode(text, add_special_tokens=False).ids, self._spec.tokens.stop[0]]
         return ids[: request.sampling.max_tokens]
+
+    def _follow(self, ids: list[int], request: DecodeRequest) -> None:
+        if request.guide is None:
+            return
+        walk = request.guide.begin()
+        for index, token in enumerate(ids):
+            if not walk.allowed()[token]:
+                right = self._tokenizer.decode(ids[:index])
+                raise DecoderFailed(f"The script leaves the format asked for behind {right!r}.")
+            walk.take(token)
 
     def _token(self, token: int, request: DecodeRequest, *, last: bool) -> Token:
         """A script is certain of each token: its probability is 1, and there are no alternatives beside it."""
@@ -130,7 +143,9 @@ def scripted_registry(script: Script) -> Registry:
     return registry
 
 
-def scripted_engine(*answers: Answer, delay: float = 0.0, **options: Any) -> Engine:
+def scripted_engine(
+    *answers: Answer, delay: float = 0.0, honours: frozenset[str] = EVERYTHING, **options: Any
+) -> Engine:
     """An engine, not started yet, whose decoder plays `answers`; `options` are those of EngineConfig."""
-    script = Script(*answers, delay=delay)
+    script = Script(*answers, delay=delay, honours=honours)
     return Engine(EngineConfig(**{"decoder": "scripted", **options}), registry=scripted_registry(script))

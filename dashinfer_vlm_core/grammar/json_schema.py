@@ -16,7 +16,7 @@ from .schema_shape import ANNOTATIONS, SchemaFault, check_keywords, merge, types
 Schema: TypeAlias = Mapping[str, Any] | bool
 
 _CHARACTER = r'([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])'
-_COMMA, _COLON = regex(", ?"), regex(": ?")
+COMMA, COLON = regex(", ?"), regex(": ?")
 _FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"})
 _FORMAT_CHARACTERS = 256
 
@@ -61,7 +61,7 @@ def _free(rules: Rules, depth: int) -> tuple[str, str]:
     for _ in range(depth):
         key = rules.terminal(_string(most=bounds.KEY_CHARACTERS))
         held = rules.add(_braced("[", _list_of(value, 0, bounds.ANY_ITEMS), "]"))
-        pair = rules.add(f"{key} {_COLON} {value}")
+        pair = rules.add(f"{key} {COLON} {value}")
         pairs = rules.add(_braced("{", _list_of(pair, 0, bounds.ANY_ITEMS), "}"))
         value = rules.either([value, held, pairs])
     return value, pairs
@@ -75,7 +75,7 @@ def _list_of(item: str, least: int, most: int) -> str:
     """Between `least` and `most` of `item`, with commas between them."""
     if most == 0:
         return ""
-    many = f"{item} ({_COMMA} {item}){{{max(least - 1, 0)},{most - 1}}}"
+    many = f"{item} ({COMMA} {item}){{{max(least - 1, 0)},{most - 1}}}"
     return many if least else f"({many})?"
 
 
@@ -243,7 +243,7 @@ class _Compiler:
             if value is None and name in required:
                 return None
             if value is not None:
-                pairs.append((f"{literal(_spelled(name))} {_COLON} {value}", name in required))
+                pairs.append((f"{literal(_spelled(name))} {COLON} {value}", name in required))
         body = self._pairs(pairs, *self._extra(schema, properties, more, level, place))
         return None if body is None else self._rules.add(_braced("{", body, "}"))
 
@@ -262,7 +262,7 @@ class _Compiler:
         key = regex(f'"{_CHARACTER}{{0,{bounds.KEY_CHARACTERS}}}"')
         taken = " | ".join(literal(_spelled(name)) for name in named)
         key = self._rules.terminal(f"{key} & ~({taken})" if taken else key)
-        return self._rules.add(f"{key} {_COLON} {value}"), least, int(most)
+        return self._rules.add(f"{key} {COLON} {value}"), least, int(most)
 
     def _pairs(self, pairs: list[tuple[str, bool]], extra: str | None, least: int, most: int) -> str | None:
         """The inside of an object: named pairs in order, those that are not required may be missing, then others.
@@ -272,17 +272,17 @@ class _Compiler:
         """
         if extra is None and least:
             return None
-        after = f"({_COMMA} {extra}){{{least},{most}}}" if extra else ""
+        after = f"({COMMA} {extra}){{{least},{most}}}" if extra else ""
         first = _list_of(extra, least, most) if extra else ""
         for pair, required in reversed(pairs):
             rest = self._rules.add(after) if after else ""
-            behind = f"{_COMMA} {pair} {rest}".rstrip()
+            behind = f"{COMMA} {pair} {rest}".rstrip()
             head = f"{pair} {rest}".rstrip()
             if required:
                 after, first = behind, head
             else:
                 skipped = self._rules.add(first) if first else '""'
-                after, first = f"({_COMMA} {pair})? {rest}".rstrip(), f"{head} | {skipped}"
+                after, first = f"({COMMA} {pair})? {rest}".rstrip(), f"{head} | {skipped}"
         return f"({first})" if " | " in first else first
 
     def _array(self, schema: Mapping[str, Any], level: int, place: str) -> str | None:
@@ -300,10 +300,10 @@ class _Compiler:
         item = self.compile(free, level, f"{place}.items") if free is not False and most > len(fixed) else None
         if item is None and least > len(fixed):
             return None
-        body = f" {_COMMA} ".join(part for part in fixed if part)
+        body = f" {COMMA} ".join(part for part in fixed if part)
         rest = (max(least - len(fixed), 0), most - len(fixed)) if item else (0, 0)
         if fixed and item:
-            body += f" ({_COMMA} {item}){{{rest[0]},{rest[1]}}}"
+            body += f" ({COMMA} {item}){{{rest[0]},{rest[1]}}}"
         elif item:
             body = _list_of(item, *rest)
         return self._rules.add(_braced("[", body, "]"))

@@ -20,7 +20,7 @@ class Rules:
     """
 
     def __init__(self) -> None:
-        self._names: dict[str, str] = {}
+        self._names: dict[tuple[str, str], str] = {}
         self.patterns: dict[str, str] = {}
 
     def add(self, body: str) -> str:
@@ -31,18 +31,23 @@ class Rules:
         """The name of a rule that the lexer matches as one piece: only such bodies may hold `&` and `~`."""
         return self._named(body, "T")
 
+    def lazy(self, body: str) -> str:
+        """The name of a rule that the lexer matches as one piece, ending as soon as it can."""
+        return self._named(body, "r", "[lazy]")
+
     def either(self, bodies: list[str]) -> str:
         """The name of a rule that is one of `bodies`; at least one."""
         return bodies[0] if len(bodies) == 1 else self.add(" | ".join(dict.fromkeys(bodies)))
 
     def text(self, start: str) -> str:
         """The whole grammar, from the rule or body `start` on."""
-        return "\n".join([f"start: {start}", *(f"{name}: {body}" for body, name in self._names.items())])
+        rules = (f"{name}{option}: {body}" for (body, option), name in self._names.items())
+        return "\n".join([f"start: {start}", *rules])
 
-    def _named(self, body: str, kind: str) -> str:
+    def _named(self, body: str, kind: str, option: str = "") -> str:
         if len(self._names) >= MAX_RULES:
             raise TooManyRules
-        return self._names.setdefault(body, f"{kind}{len(self._names)}")
+        return self._names.setdefault((body, option), f"{kind}{len(self._names)}")
 
 
 def literal(text: str) -> str:

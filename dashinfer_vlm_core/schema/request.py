@@ -173,6 +173,11 @@ class ChatRequest(Open):
         return () if self.tool_choice == "none" else self.tools
 
     @property
+    def offered_tools(self) -> tuple[Tool, ...]:
+        """The tools that the prompt tells of."""
+        return () if self.tool_choice == "none" else self.tools
+
+    @property
     def must_call(self) -> bool:
         """Whether the answer has to be a call."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)

@@ -1,0 +1,110 @@
+"""Tools as models of this kind read and write them: the Hermes format, in the words of Qwen2.5's published template.
+
+    tools, messages ─▶ messages of plain text, for templates that know nothing of tools
+
+`calls` reads them from answers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, TypeAlias
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+DEFAULT_SYSTEM = "You are a helpful assistant."
+"""What templates of this kind say where a conversation has no system message."""
+
+_TOOLS = """
+
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+Message: TypeAlias = dict[str, Any]
+
+
+def with_objects(messages: list[Message]) -> list[Message]:
+    """The messages, with the arguments of calls as objects: a string would be spelled as one once more.
+
+    Arguments that are no JSON stay what they are.
+    """
+    return [
+        message | {"tool_calls": [_with_object(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+def as_text(messages: list[Message], tools: Sequence[Any]) -> list[Message]:
+    """The conversation in messages of system, user and assistant alone, without any field but the content.
+
+    Args:
+        messages: as `ChatRequest.template_messages` gives them, after `with_objects`.
+        tools: what may be called; told at the end of the system message.
+    """
+    if tools:
+        first, rest = messages[:1], messages[1:]
+        if not first or first[0]["role"] != "system":
+            first, rest = [{"role": "system", "content": DEFAULT_SYSTEM}], messages
+        told = _TOOLS.format(tools="\n".join(map(_spelled, tools)))
+        messages = [{"role": "system", "content": _joined([first[0]["content"], told])}, *rest]
+    groups = [(of_tools, list(group)) for of_tools, group in groupby(messages, key=lambda item: item["role"] == "tool")]
+    return [
+        turn for of_tools, group in groups for turn in ([_results(group)] if of_tools else map(_without_calls, group))
+    ]
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return call | {"function": function | {"arguments": arguments}}
+
+
+def _without_calls(message: Message) -> Message:
+    calls = [
+        f"{OPEN}\n{_spelled({key: call['function'][key] for key in ('name', 'arguments')})}\n{CLOSE}"
+        for call in message.get("tool_calls", ())
+    ]
+    if not calls:
+        return message
+    content = message["content"]
+    plain = {key: value for key, value in message.items() if key != "tool_calls"}
+    return plain | {"content": _joined([content, "\n" if content else "", "\n".join(calls)])}
+
+
+def _results(messages: list[Message]) -> Message:
+    """One turn of the user for the results of calls that were made together."""
+    pieces: list[Any] = []
+    for message in messages:
+        pieces += ["\n" if pieces else "", "<tool_response>\n", message["content"], "\n</tool_response>"]
+    return {"role": "user", "content": _joined(pieces)}
+
+
+def _joined(contents: list[Any]) -> str | list[Any]:
+    """Contents, strings or lists of parts, as one: a string if all of them are."""
+    if all(isinstance(content, str) for content in contents):
+        return "".join(contents)
+    parts: list[Any] = []
+    for content in contents:
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return parts
+
+
+def _spelled(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
