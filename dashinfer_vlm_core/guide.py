@@ -78,8 +78,15 @@ class GuideMaker:
         self._lock = threading.Lock()
         self._tokens: llguidance.LLTokenizer | None = None
 
+    def __len__(self) -> int:
+        return len(self._guides)
+
     async def make(self, rules: Rules, start: str, *, param: str) -> GrammarGuide:
-        """Compile a grammar, off the event loop.
+        """As `compile`, off the event loop."""
+        return await asyncio.to_thread(self.compile, rules, start, param=param)
+
+    def compile(self, rules: Rules, start: str, *, param: str) -> GrammarGuide:
+        """The guide of a grammar.
 
         Args:
             rules: of the grammar.
@@ -87,14 +94,11 @@ class GuideMaker:
             param: the field to blame.
 
         Raises:
-            InvalidParameter: it exceeds the limits.
+            InvalidParameter: it exceeds the limits, or a pattern in it is malformed.
         """
         text = rules.text(start)
         if len(text) > MAX_GRAMMAR_CHARACTERS:
             raise InvalidParameter(f"`{param}` {_TOO_HARD}.", param=param)
-        return await asyncio.to_thread(self._make, text, rules, param)
-
-    def _make(self, text: str, rules: Rules, param: str) -> GrammarGuide:
         key = sha256(text.encode()).digest()
         with self._lock:
             if key not in self._guides:
@@ -121,10 +125,11 @@ class GuideMaker:
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(
-            initial_lexer_fuel=500_000,
-            step_lexer_fuel=200_000,
-            step_max_items=50_000,
-            max_lexer_states=50_000,
+            initial_lexer_fuel=500_000,  # 10 ms
+            step_lexer_fuel=200_000,  # 15 ms
+            max_items_in_row=20_000,
+            step_max_items=200_000,  # 10 ms
+            max_lexer_states=50_000,  # 100 MB
             max_grammar_size=200_000,
             verbose_errors=False,
         )

@@ -75,8 +75,13 @@ def _list_of(item: str, least: int, most: int) -> str:
     """Between `least` and `most` of `item`, with commas between them."""
     if most == 0:
         return ""
-    many = f"{item} ({COMMA} {item}){{{max(least - 1, 0)},{most - 1}}}"
+    many = f"{item} {_more_of(item, max(least - 1, 0), most - 1)}".rstrip()
     return many if least else f"({many})?"
+
+
+def _more_of(item: str, least: int, most: int) -> str:
+    """As `_list_of`, behind another item."""
+    return f"({COMMA} {item}){{{least},{most}}}" if most else ""
 
 
 def _braced(left: str, body: str, right: str) -> str:
@@ -272,7 +277,7 @@ class _Compiler:
         """
         if extra is None and least:
             return None
-        after = f"({COMMA} {extra}){{{least},{most}}}" if extra else ""
+        after = _more_of(extra, least, most) if extra else ""
         first = _list_of(extra, least, most) if extra else ""
         for pair, required in reversed(pairs):
             rest = self._rules.add(after) if after else ""
@@ -301,11 +306,9 @@ class _Compiler:
         if item is None and least > len(fixed):
             return None
         body = f" {COMMA} ".join(part for part in fixed if part)
-        rest = (max(least - len(fixed), 0), most - len(fixed)) if item else (0, 0)
-        if fixed and item:
-            body += f" ({COMMA} {item}){{{rest[0]},{rest[1]}}}"
-        elif item:
-            body = _list_of(item, *rest)
+        if item:
+            rest = _more_of if fixed else _list_of
+            body += " " + rest(item, max(least - len(fixed), 0), most - len(fixed))
         return self._rules.add(_braced("[", body, "]"))
 
     def _string(self, schema: Mapping[str, Any], _level: int, place: str) -> str | None:
@@ -354,8 +357,8 @@ def _range(schema: Mapping[str, Any]) -> tuple[Fraction, Fraction]:
     lows += [_beyond(schema[key], math.inf) for key in ("exclusiveMinimum",) if key in schema]
     highs += [_beyond(schema[key], -math.inf) for key in ("exclusiveMaximum",) if key in schema]
     usual = Fraction(10**bounds.INTEGER_DIGITS - 1)
-    low = max(lows, default=min(-usual, 10 * min(highs, default=-usual)))
-    high = min(highs, default=max(usual, 10 * low))
+    low = max(lows) if lows else min([-usual, *(10 * high for high in highs)])
+    high = min(highs) if highs else max(usual, 10 * low)
     return low, high
 
 

@@ -50,16 +50,19 @@ def _runs(low: str, high: str) -> list[list[str]]:
     """Digit classes of the numbers of [low, high]; both have the same length, and so has each run."""
     if not low:
         return [[]]
-    rest = len(low) - 1
-    if low == "0" * (rest + 1) and high == "9" * (rest + 1):
-        return [[_DIGIT] * (rest + 1)]
-    first, last = int(low[0]), int(high[0])
+    first, last, rest = int(low[0]), int(high[0]), len(low) - 1
     if first == last:
         return [[low[0], *run] for run in _runs(low[1:], high[1:])]
-    below = [[low[0], *run] for run in _runs(low[1:], "9" * rest)]
-    above = [[high[0], *run] for run in _runs("0" * rest, high[1:])]
-    middle = [[f"[{first + 1}-{last - 1}]", *[_DIGIT] * rest]] if last - first > 1 else []
-    return [*below, *middle, *above]
+    runs = []
+    if low[1:].strip("0"):  # the first digit leaves some of the numbers behind it out
+        runs += [[low[0], *run] for run in _runs(low[1:], "9" * rest)]
+        first += 1
+    if high[1:].strip("9"):
+        runs += [[high[0], *run] for run in _runs("0" * rest, high[1:])]
+        last -= 1
+    if first <= last:
+        runs.append([_DIGIT if last - first == 9 else f"[{first}-{last}]", *[_DIGIT] * rest])
+    return runs
 
 
 def _pattern(run: list[str], places: int) -> str:

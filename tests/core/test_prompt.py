@@ -157,7 +157,7 @@ def test_control_tokens_cannot_be_assembled_from_neighbouring_parts(builder, ora
 
 
 def test_control_tokens_in_names_and_tool_calls_stay_text(spec):
-    template = "{{ messages[0]['name'] }}{{ messages[1]['tool_calls'] | tojson }}<|im_end|>"
+    template = "{% if tools %}{% endif %}{{ messages[0]['name'] }}{{ messages[1]['tool_calls'] | tojson }}<|im_end|>"
     config = EngineConfig()
     builder = PromptBuilder.load(spec, config, max_model_len=512)
     builder = PromptBuilder(builder._renderer, template=template, spec=spec, max_model_len=512)

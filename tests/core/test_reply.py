@@ -86,7 +86,7 @@ def feed(reply, tokens):
 
 def stream(tokens, **fields):
     reply = reply_to(stream=True, **fields)
-    return [reply.opening(), *feed(reply, tokens), *reply.closing()]
+    return [reply.opening(), *feed(reply, tokens), *reply.ending(), *reply.closing()]
 
 
 def whole(tokens, **fields):
@@ -190,7 +190,7 @@ def test_a_decoder_that_stops_without_a_reason_is_found_out():
     with pytest.raises(DecoderFailed):
         reply.completion()
     with pytest.raises(DecoderFailed):
-        reply.closing()
+        reply.ending()
 
 
 # Stop strings

@@ -1,0 +1,262 @@
+"""JSON schemas as grammars: everything they allow is valid, and everything ends."""
+
+from __future__ import annotations
+
+import json
+import re
+from fractions import Fraction
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+
+import jsonschema
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from dashinfer_vlm_core.errors import InvalidParameter
+from dashinfer_vlm_core.grammar import Rules, SchemaFault, any_object, json_schema
+from dashinfer_vlm_core.grammar.numbers import numbers_between
+from dashinfer_vlm_core.guide import MAX_GUIDES, GuideMaker
+from tests.schemas import random_schema
+
+CHECKPOINT = Path(__file__).parents[2] / "plugins" / "dashinfer_vlm_demo" / "checkpoint"
+TOKENIZER = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+STOP = TOKENIZER.token_to_id("<|im_end|>")
+SIZE = 800  # a model may have more rows than the tokenizer has tokens
+
+
+@pytest.fixture(scope="module")
+def maker():
+    return GuideMaker(TOKENIZER, SimpleNamespace(vocab_size=SIZE, tokens=SimpleNamespace(stop=(STOP,))))
+
+
+def compiled(maker, schema, **options):
+    rules = Rules()
+    return maker.compile(rules, json_schema(rules, schema, **options), param="schema")
+
+
+def written(guide, seed, *, most=20_000):
+    """What somebody writes who takes any token that is allowed, and ends half of the time where that is."""
+    rng, walk, ids = np.random.default_rng(seed), guide.begin(), []
+    for _ in range(most):
+        allowed = np.flatnonzero(walk.allowed())
+        token = STOP if STOP in allowed and rng.random() < 0.5 else int(rng.choice(allowed))
+        if token == STOP:
+            return TOKENIZER.decode(ids, skip_special_tokens=False)
+        ids.append(token)
+        walk.take(token)
+    raise AssertionError("it does not end")
+
+
+def accepts(guide, text):
+    walk = guide.begin()
+    for token in [*TOKENIZER.encode(text, add_special_tokens=False).ids, STOP]:
+        if not walk.allowed()[token]:
+            return False
+        walk.take(token)
+    return True
+
+
+# What is allowed is valid
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_is_written_is_valid(maker, seed):
+    schema = random_schema(seed)
+    guide = compiled(maker, schema)
+    for attempt in range(3):
+        jsonschema.validate(json.loads(written(guide, attempt)), schema)
+
+
+def test_any_object_is_an_object(maker):
+    rules = Rules()
+    guide = maker.compile(rules, any_object(rules), param="schema")
+    assert accepts(guide, '{"a": [1, {"b": null}], "c": -2.50}')
+    assert not accepts(guide, "[1]")
+    assert not accepts(guide, '{"a": 1')
+    for seed in range(5):
+        assert isinstance(json.loads(written(guide, seed)), dict)
+
+
+SAMPLES = {
+    "properties in order, the rest of them optional": (
+        {"properties": {"a": {"type": "integer"}, "b": {"type": "null"}, "c": {"type": "boolean"}}, "required": ["b"]},
+        ['{"b":null}', '{"a": 1, "b": null, "c": true}', '{"b": null,"c":false}'],
+        ["{}", '{"a":1}', '{"b":null,"a":1}', '{"b":null,}', '{"b":null,"d":1}', '{ "b":null}', '{"b":\nnull}'],
+    ),
+    "other properties, none of them twice": (
+        {"properties": {"a": {"type": "null"}}, "additionalProperties": {"type": "integer"}},
+        ["{}", '{"a":null,"b":1}', '{"b":1,"c":2}'],
+        ['{"a":null,"a":1}', '{"a":1}', '{"b":"x"}'],
+    ),
+    "a free object": ({"type": "object"}, ["{}", '{"a":{"b":[]}}'], ["[]", '{"a"}']),
+    "no properties": ({"type": "object", "properties": {}}, ["{}"], ['{"a":1}']),
+    "a tuple": (
+        {"type": "array", "prefixItems": [{"type": "null"}, {"type": "boolean"}]},
+        ["[null,true]", "[null, false]"],
+        ["[null]", "[null,true,1]", "[]"],
+    ),
+    "a list": ({"type": "array", "items": {"enum": [1, 12]}, "minItems": 1, "maxItems": 2}, ["[1]", "[12,1]"], ["[]", "[1,1,1]", "[2]"]),
+    "a string of a length": ({"type": "string", "minLength": 1, "maxLength": 2}, ['"a"', '"ü\\n"'], ['""', '"abc"', '"\n"', "a"]),
+    "a pattern is searched for": ({"type": "string", "pattern": "b+", "maxLength": 4}, ['"abba"', '"b"'], ['"a"', '"abbba"']),
+    "a pattern with a quote": ({"type": "string", "pattern": '^"[a-c]$'}, ['"\\"a"'], ['""a"', '"a"']),
+    "types": ({"type": ["null", "boolean"]}, ["null", "true"], ["1", '"null"']),
+    "nullable by anyOf": ({"anyOf": [{"type": "null"}, {"type": "integer"}]}, ["null", "-7"], ["true"]),
+    "keywords beside anyOf": (
+        {"type": "object", "properties": {"a": {"type": "null"}}, "anyOf": [{"required": ["a"]}]},
+        ['{"a":null}'],
+        ["{}"],
+    ),
+    "all of": ({"allOf": [{"$ref": "#/$defs/a"}, {"maximum": 3}], "$defs": {"a": {"type": "integer", "minimum": 2}}}, ["2", "3"], ["1", "4"]),
+    "numbers": ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 1}, ["0", "-0.5", "0.999999"], ["1", "-0.51", "01", "1e0", "-0"]),
+    "whole numbers": ({"type": "integer", "minimum": 0.5, "exclusiveMaximum": 12}, ["1", "11"], ["0", "12", "1.0", "011"]),
+    "multiples": ({"type": "integer", "multipleOf": 3, "minimum": 0, "maximum": 20}, ["0", "18"], ["1", "21"]),
+    "a recursion": (
+        {"type": "object", "properties": {"next": {"$ref": "#"}}},
+        ["{}", '{"next":{"next":{}}}'],
+        ['{"next":null}', '{"next":' * 40 + "{}" + "}" * 40],
+    ),
+    "a reference with escapes": ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"const": "x"}}}, ['"x"'], ['"y"']),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), SAMPLES.values(), ids=SAMPLES)
+def test_what_a_schema_allows(maker, schema, good, bad):
+    guide = compiled(maker, schema)
+    assert [text for text in good if not accepts(guide, text)] == []
+    assert [text for text in bad if accepts(guide, text)] == []
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_numbers_of_a_range_are_those_of_the_range(seed):
+    rng = Random(seed)
+    scale = 10 ** rng.randint(0, 3)
+    low, high = sorted(Fraction(rng.randint(-3000, 3000), scale) for _ in range(2))
+    pattern = numbers_between(low, high, places=2)
+    numbers = [f"{value / 100:.2f}" for value in range(-400, 401)] + [str(value) for value in range(-3000, 3001, 7)]
+    numbers += ["007", "-0", "+1", "1.", ".5", ""]
+    for number in numbers:
+        canonical = re.fullmatch(r"-?(0|[1-9][0-9]*)(\.[0-9]{1,2})?", number) and not re.fullmatch(r"-0(\.0+)?", number)
+        inside = bool(canonical) and low <= Fraction(number) <= high
+        assert bool(pattern and re.fullmatch(pattern, number)) == inside, (number, low, high)
+
+
+# What cannot be guaranteed is refused, at its place
+
+FAULTS = {
+    "a type that is none": ({"type": "strin"}, "type"),
+    "a type in a list": ({"items": {"type": ["string", 7]}}, "items.type"),
+    "properties that are a list": ({"properties": []}, "properties"),
+    "a bound that is no number": ({"properties": {"a": {"minimum": "1"}}}, "properties.a.minimum"),
+    "a boolean for a number": ({"maxLength": True}, "maxLength"),
+    "not": ({"properties": {"a": {"not": {}}}}, "properties.a.not"),
+    "unique items": ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    "alternatives that overlap": ({"oneOf": [{"type": "number"}, {"minimum": 3}]}, ".oneOf"),
+    "a reference to elsewhere": ({"$ref": "https://example.com/a"}, "$ref"),
+    "a reference to nothing": ({"$ref": "#/$defs/a"}, "$ref"),
+    "parts that differ": ({"allOf": [{"pattern": "a"}, {"pattern": "b"}]}, "pattern"),
+    "a part that forbids another": (
+        {"allOf": [{"properties": {"a": {}}, "additionalProperties": False}, {"properties": {"b": {}}}]},
+        "additionalProperties",
+    ),
+    "enum with bounds": ({"enum": [1, 2], "minimum": 2}, "minimum"),
+    "nothing": ({"properties": {"a": False}, "required": ["a"]}, ""),
+    "an empty range": ({"type": "integer", "minimum": 3, "maximum": 2}, ""),
+    "a loop": ({"$ref": "#"}, ""),
+    "a recursion without an end": ({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, ""),
+    "half of a step": ({"multipleOf": 0.5}, "multipleOf"),
+    "references that multiply": (
+        {
+            "$ref": "#/$defs/a0",
+            "$defs": {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}", "minLength": 1}] * 8} for i in range(30)}
+            | {"a30": {"type": "string"}},
+        },
+        "",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "place"), FAULTS.values(), ids=FAULTS)
+def test_what_cannot_be_guaranteed_is_refused(schema, place):
+    with pytest.raises(SchemaFault) as caught:
+        json_schema(Rules(), schema)
+    assert caught.value.place == place.removeprefix(".")
+
+
+def test_lenient_passes_over_what_cannot_be_guaranteed(maker):
+    schema = {"type": "array", "items": {"type": "null"}, "uniqueItems": True, "contains": {}}
+    assert accepts(compiled(maker, schema, lenient=True), "[null,null]")
+
+
+# Bounds
+
+
+def test_no_rule_leads_back_to_itself():
+    """And none repeats without end: the languages are finite."""
+    rules = Rules()
+    starts = [json_schema(rules, random_schema(seed)) for seed in range(100)] + [any_object(rules)]
+    lines = dict(line.split(": ", 1) for line in rules.text(" | ".join(starts)).splitlines())
+    lines = {name.removesuffix("[lazy]"): body for name, body in lines.items()}
+    for name, body in lines.items():
+        if not body.startswith("%json"):
+            bare = re.sub(r'"([^"\\]|\\.)*"|/([^/\\]|\\.)*/', " ", body)
+            found = re.findall(r"\b[rT]\d+\b", bare)
+            assert name == "start" or all(int(other[1:]) < int(name[1:]) for other in found), (name, body)
+            pieces = re.findall(r"/(?:[^/\\]|\\.)*/", body)
+            assert not any(re.search(r"[\])][*+]|\{\d+,\}", piece) for piece in [*pieces, bare]), body
+
+
+HOSTILE = {
+    "a pattern of nested repetition": {"type": "string", "pattern": "(a+)+$"},
+    "a pattern of counts in counts": {"type": "string", "pattern": "((a{1,100}){1,100}){1,100}b"},
+    "a pattern of many alternatives": {"type": "string", "pattern": "^(.*a.{20}|.*b.{20})$"},
+    "a pattern that is broken": {"type": "string", "pattern": "(("},
+    "a pattern that looks ahead": {"type": "string", "pattern": "(?=a)(?!b).*\\1"},
+    "a long string": {"type": "string", "minLength": 65_536, "maxLength": 10**9},
+    "a long list": {"type": "array", "items": {"type": "array", "items": {"type": "null"}, "minItems": 4096}},
+    "many values": {"enum": [f"value {index}" for index in range(3000)]},
+    "many properties": {"properties": {f"p{index}": {"type": "integer"} for index in range(1500)}},
+    "many alternatives": {"anyOf": [{"type": "string", "pattern": f"^a*{index}$"} for index in range(500)]},
+    "a recursion that branches": {
+        "type": "object",
+        "properties": {name: {"$ref": "#"} for name in "abcdefgh"},
+    },
+    "huge numbers": {"type": "number", "minimum": -(10**29), "maximum": 10**29 + 0.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.timeout(60)
+def test_a_hostile_schema_is_refused_or_followed_in_bounded_time(maker, schema):
+    try:
+        walk = compiled(maker, schema).begin()
+    except InvalidParameter as error:
+        assert error.param == "schema"
+        return
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        token = int(rng.choice(np.flatnonzero(walk.allowed())))
+        if token == STOP:
+            return
+        walk.take(token)
+
+
+def test_guides_are_kept_by_content_and_are_bounded(maker):
+    first = compiled(maker, {"const": "kept"})
+    assert compiled(maker, {"const": "kept", "title": "a label"}) is first
+    for index in range(MAX_GUIDES):
+        compiled(maker, {"const": f"other {index}"})
+    assert compiled(maker, {"const": "kept"}) is not first
+    assert len(maker) == MAX_GUIDES
+
+
+def test_asking_changes_nothing_and_walks_do_not_meet(maker):
+    guide = compiled(maker, {"enum": ["ab", "cd"]})
+    one, two = guide.begin(), guide.begin()
+    before = one.allowed()
+    assert np.array_equal(one.allowed(), before)
+    one.take(int(np.flatnonzero(before)[0]))
+    assert np.array_equal(two.allowed(), before)
+    assert len(before) == SIZE
+    assert not before[TOKENIZER.get_vocab_size() :].any()
