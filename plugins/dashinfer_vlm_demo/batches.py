@@ -24,9 +24,9 @@ from dashinfer_vlm_demo.sizes import FACTOR, PATCH
 ROWS, LENGTH = 10, 192
 """Rows of a batch and tokens of a row."""
 LISTS = 0.22
-"""Of the rows with one picture, those with several things in a row: by chance, four of them seldom have a clear order."""
+"""Of the rows with one picture, those with several things in a row: by chance, four seldom have a clear order."""
 PAIRS = 0.5
-"""Of the pictures of a set, those with two things: they are harder to tell apart from those with one than to describe."""
+"""Of the pictures of a set, those with two things: they are easily taken for those with one."""
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 DEVIATION = (0.26862954, 0.26130258, 0.27577711)
 """Of red, green and blue, 0 to 1; the numbers of CLIP, which Qwen2-VL uses."""
