@@ -167,7 +167,7 @@ class _Compiler:
         whole: Schema = {key: value for key, value in schema.items() if key != "allOf"}
         for part in schema["allOf"]:
             self._count()
-            if isinstance(part, Mapping) and "$ref" in part:
+            if isinstance(part, Mapping) and isinstance(part.get("$ref"), str):
                 pointer, beside = part["$ref"], {key: value for key, value in part.items() if key != "$ref"}
                 level += pointer in self._reachable(pointer, place)
                 if level > bounds.MAX_RECURSION:
@@ -195,10 +195,13 @@ class _Compiler:
 
     def _plain(self, schema: Schema, place: str) -> Mapping[str, Any]:
         for _ in range(bounds.MAX_RECURSION):
-            if isinstance(schema, bool) or "$ref" not in schema:
+            if isinstance(schema, bool) or not isinstance(schema.get("$ref"), str):
                 break
             schema = self._resolved(schema["$ref"], place)
-        return {} if isinstance(schema, bool) else schema
+        if isinstance(schema, bool):
+            return {}
+        check_keywords(schema, place, lenient=True)
+        return schema
 
     def _resolved(self, pointer: str, place: str) -> Schema:
         """What a reference within the schema (RFC 6901) leads to."""

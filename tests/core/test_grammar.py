@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 from random import Random
@@ -19,7 +20,7 @@ from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_core.grammar import Rules, SchemaFault, any_object, json_schema
 from dashinfer_vlm_core.grammar.numbers import numbers_between
 from dashinfer_vlm_core.guide import MAX_GUIDES, GuideMaker
-from tests.schemas import random_schema
+from tests.schemas import damaged, random_schema
 
 CHECKPOINT = Path(__file__).parents[2] / "plugins" / "dashinfer_vlm_demo" / "checkpoint"
 TOKENIZER = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
@@ -275,6 +276,23 @@ def test_a_hostile_schema_is_refused_or_followed_in_bounded_time(maker, schema):
             if token == STOP:
                 return
             walk.take(token)
+
+
+def test_damaged_schemas_are_refused_or_followed(maker):
+    """2,000 of them; nothing but the two errors that say what is wrong."""
+    outcomes = Counter()
+    for seed in range(2000):
+        rng = Random(seed)
+        schema = damaged(rng, random_schema(seed), rng.choice((0.02, 0.1, 0.3)))
+        try:
+            walk = compiled(maker, schema if isinstance(schema, dict) else {}, lenient=seed % 2 == 0).begin()
+        except (SchemaFault, InvalidParameter) as error:
+            outcomes[type(error)] += 1
+        else:
+            outcomes["followed"] += 1
+            assert walk.allowed().any()
+    assert outcomes["followed"] > 100
+    assert outcomes[SchemaFault] > 100
 
 
 def test_guides_are_kept_by_content_and_are_bounded(maker):
