@@ -62,7 +62,7 @@ class SharedEngines:
         return future.result()
 
     async def aget(self, config: EngineConfig) -> Engine:
-        """As `get`, without blocking the caller's event loop; what is being loaded goes on if the caller is cancelled."""
+        """As `get`, without blocking the caller's event loop. Cancelling a caller ends no load."""
         future = self._local.get().get(config)
         if future is not None and future.done() and _usable(future):
             return future.result()

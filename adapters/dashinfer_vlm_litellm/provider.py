@@ -39,10 +39,12 @@ class DashInferVLM(CustomLLM):
 
     Args:
         engines: where engines come from; those that all adapters of this process share if None.
+        name: the provider's, in front of the model's.
     """
 
-    def __init__(self, engines: SharedEngines | None = None) -> None:
+    def __init__(self, engines: SharedEngines | None = None, *, name: str = PROVIDER) -> None:
         super().__init__()
+        self.name = name
         self._engines = engines or SHARED
         # Callers without an event loop get this one: so there is one way to keep deadlines, and to cancel.
         self._loop = PerProcess(lambda: LoopThread("dashinfer-vlm-litellm"))
@@ -54,12 +56,12 @@ class DashInferVLM(CustomLLM):
         return self._loop.get().iterate(self.astreaming(**arguments))
 
     async def acompletion(self, *_: Any, **arguments: Any) -> ModelResponse:
-        with _errors(arguments):
+        with self._errors(arguments):
             call = read_call(arguments, stream=False)
             return whole(arguments["model_response"], await within(self._chat(call), call.timeout))
 
     async def astreaming(self, *_: Any, **arguments: Any) -> AsyncGenerator[Chunk, None]:
-        with _errors(arguments):
+        with self._errors(arguments):
             call = read_call(arguments, stream=True)
             limited = stream_within(self._stream(call), seconds=call.timeout, first=call.first_token_timeout)
             async with contextlib.aclosing(limited) as chunks:
@@ -82,9 +84,8 @@ class DashInferVLM(CustomLLM):
             return self._engines.remote(call.api_base, api_key=call.api_key), call.model
         config = EngineConfig(**{"model": call.model, **call.engine_options})
         engine = await self._engines.aget(config)
-        introduce(f"{PROVIDER}/{call.model}", engine.status())
+        introduce(f"{self.name}/{call.model}", engine.status().max_model_len)
         return engine, config.name
 
-
-def _errors(arguments: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
-    return litellm_errors(model=arguments["model"], provider=PROVIDER, hide_setup=is_proxied(arguments))
+    def _errors(self, arguments: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+        return litellm_errors(model=arguments["model"], provider=self.name, hide_setup=is_proxied(arguments))

@@ -6,6 +6,7 @@ import litellm
 from litellm.types.llms.custom_llm import CustomLLMItem
 from litellm.utils import custom_llm_setup
 
+from .models import introduce_registered
 from .provider import PROVIDER, DashInferVLM
 
 handler = DashInferVLM()
@@ -21,4 +22,5 @@ def register() -> DashInferVLM:
     # A new list: LiteLLM, or the proxy, may hold the old one.
     litellm.custom_provider_map = [*others, CustomLLMItem(provider=PROVIDER, custom_handler=handler)]
     custom_llm_setup()
+    introduce_registered(PROVIDER)
     return handler

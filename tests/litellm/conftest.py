@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -21,6 +22,38 @@ from dashinfer_vlm_litellm import DashInferVLM
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
+def eventually(condition, *, within=10.0):
+    """Wait until `condition` holds."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < within, f"not within {within} s"
+        time.sleep(0.005)
+
+
+def text_of(chunks):
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
+def counts(usage):
+    """What LiteLLM and OpenAI's types both hold."""
+    details = usage.prompt_tokens_details
+    return (
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        usage.total_tokens,
+        details.image_tokens,
+        details.video_tokens,
+    )
+
+
+async def ask(model, **options):
+    return await litellm.acompletion(model, **options)
+
+
+async def stream(model, **options):
+    return [chunk async for chunk in await litellm.acompletion(model, stream=True, **options)]
+
+
 class Scripted(NamedTuple):
     """A provider of its own name, whose engines are whole but for the decoder, which plays a script."""
 
@@ -39,7 +72,7 @@ def scripted(tiny_checkpoint) -> Iterator[Callable[..., Scripted]]:
         engines = SharedEngines(scripted_registry(script))
         provider = f"scripted_{len(made)}"
         made.append((provider, engines))
-        item = {"provider": provider, "custom_handler": DashInferVLM(engines)}
+        item = {"provider": provider, "custom_handler": DashInferVLM(engines, name=provider)}
         litellm.custom_provider_map = [*litellm.custom_provider_map, item]
         litellm.utils.custom_llm_setup()
         return Scripted(f"{provider}/{tiny_checkpoint}", script, engines)

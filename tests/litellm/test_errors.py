@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import litellm
 import pytest
 
 from dashinfer_vlm_core import errors
 from dashinfer_vlm_litellm.errors import HIDDEN, as_litellm
-from tests.litellm.conftest import HELLO
 
 CLASSES = {
     errors.RequestError: litellm.BadRequestError,
