@@ -24,7 +24,7 @@ async def collect(stream):
 
 async def pour(stream, items):
     async for item in stream:
-        items.append(item)  # noqa: PERF401 - a comprehension would lose them with the error
+        items.append(item)
 
 
 @pytest.mark.parametrize("seconds", [None, 60])
