@@ -12,7 +12,7 @@ from dashinfer_vlm_core.errors import InvalidParameter, UnsupportedParameter
 OURS = frozenset({"engine_options", "first_token_timeout"})
 """Arguments that are for the provider, not for the engine."""
 
-LITELLMS = frozenset({"max_retries", "stream", "extra_body", "extra_headers"})
+LITELLMS = frozenset({"max_retries", "stream", "extra_body"})
 """Arguments that LiteLLM leaves among those of the request, and that are none."""
 
 
@@ -53,7 +53,7 @@ def read_call(arguments: Mapping[str, Any], *, stream: bool) -> Call:
     client = _body_of_client(arguments)
     if "engine_options" in client:
         raise UnsupportedParameter("`engine_options` are set by the operator of the proxy.", param="engine_options")
-    if given.get("extra_headers"):
+    if arguments.get("headers") and not client:  # those of a client are the proxy's to pass on or not
         raise UnsupportedParameter("`extra_headers` are not sent: leave them out.", param="extra_headers")
     request = {name: value for name, value in given.items() if name not in OURS | LITELLMS}
     request |= given.get("extra_body") or {}

@@ -150,6 +150,7 @@ def test_an_answer_can_be_sent_back_in_the_next_turn(scripted):
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"n": 2}, "n"),
         ({"extra_body": {"best_of": 3}}, "best_of"),
+        ({"extra_headers": {"x-trace": "1"}}, "extra_headers"),
         ({"top_k": -2}, "top_k"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]}, None),
         ({"messages": [{"role": "user", "content": [image(min_pixels=0)]}]}, None),
