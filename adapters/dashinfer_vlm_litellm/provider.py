@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import AsyncGenerator, Generator
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ class DashInferVLM(CustomLLM):
         super().__init__()
         self.name = name
         self._engines = engines or SHARED
+        self._configs: dict[tuple[str, str], EngineConfig] = {}
         # Callers without an event loop get this one: so there is one way to keep deadlines, and to cancel.
         self._loop = PerProcess(lambda: LoopThread("dashinfer-vlm-litellm"))
 
@@ -82,10 +84,17 @@ class DashInferVLM(CustomLLM):
         """What answers a call, and by which name it knows the model."""
         if call.api_base:
             return self._engines.remote(call.api_base, api_key=call.api_key), call.model
-        config = EngineConfig(**{"model": call.model, **call.engine_options})
+        config = self._config(call)
         engine = await self._engines.aget(config)
         introduce(f"{self.name}/{call.model}", engine.status().max_model_len)
         return engine, config.name
+
+    def _config(self, call: Call) -> EngineConfig:
+        """Made once per model and options: to read the environment takes longer than all else here together."""
+        key = call.model, json.dumps(dict(call.engine_options), sort_keys=True, default=str)
+        if key not in self._configs:
+            self._configs[key] = EngineConfig(**{"model": call.model, **call.engine_options})
+        return self._configs[key]
 
     def _errors(self, arguments: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
         return litellm_errors(model=arguments["model"], provider=self.name, hide_setup=is_proxied(arguments))
