@@ -10,10 +10,12 @@ if TYPE_CHECKING:
     from .engine import ChatEngine, Engine, EngineStatus
     from .errors import DashInferVLMError, EngineError, MediaError, RequestError, SetupError
     from .hookspecs import hookimpl
+    from .offline import VLM, SamplingParams
     from .schema import ChatRequest
     from .version import __version__
 
 __all__ = [
+    "VLM",
     "ChatEngine",
     "ChatRequest",
     "DashInferVLMError",
@@ -23,6 +25,7 @@ __all__ = [
     "EngineStatus",
     "MediaError",
     "RequestError",
+    "SamplingParams",
     "SetupError",
     "__version__",
     "hookimpl",
@@ -34,6 +37,7 @@ _ROOMS = {
     "engine": ("ChatEngine", "Engine", "EngineStatus"),
     "errors": ("DashInferVLMError", "EngineError", "MediaError", "RequestError", "SetupError"),
     "hookspecs": ("hookimpl",),
+    "offline": ("VLM", "SamplingParams"),
     "schema": ("ChatRequest",),
     "version": ("__version__",),
 }

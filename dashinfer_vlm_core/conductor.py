@@ -213,7 +213,7 @@ class Conductor:
                 f"min_tokens is {sampling.min_tokens}, but the answer can have {max_tokens} tokens at most.",
                 param="min_tokens",
             )
-        spans = zip(prompt.spans, visual, strict=True)
+        spans = sorted(zip(prompt.spans, visual, strict=True), key=lambda pair: pair[0].start)
         return DecodeRequest(
             id=reply_id,
             token_ids=prompt.token_ids,

@@ -26,6 +26,7 @@ from .schema import ChatRequest
 from .vision import VisionService
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
     from types import TracebackType
 
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -117,10 +118,13 @@ class Engine:
         running, parsed = self._ready(), ChatRequest.parse(request)
         return await running.loop.acall(running.conductor.chat(parsed))
 
-    async def agenerate(self, request: Request) -> Generation:
-        """As `achat`, with the tokens of prompt and answer."""
+    def submit(self, request: Request) -> Future[Generation]:
+        """Begin to answer one request; cancelling the future frees everything that the request held.
+
+        The answer comes with the tokens of prompt and answer. Raises as `chat`, here or in the future.
+        """
         running, parsed = self._ready(), ChatRequest.parse(request)
-        return await running.loop.acall(running.conductor.generate(parsed))
+        return running.loop.submit(running.conductor.generate(parsed))
 
     def stream(self, request: Request) -> Generator[ChatCompletionChunk, None, None]:
         """Answer one request chunk by chunk; closing the iterator cancels the rest.

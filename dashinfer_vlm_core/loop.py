@@ -40,7 +40,7 @@ class LoopThread:
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` and wait for it, blocking the caller's thread."""
-        future = self._submit(work)
+        future = self.submit(work)
         try:
             return future.result()
         except BaseException:  # Ctrl-C in the caller's thread must not leave the work running
@@ -49,7 +49,7 @@ class LoopThread:
 
     async def acall(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` and wait for it on the caller's own event loop; cancelling the caller cancels the work."""
-        return await asyncio.wrap_future(self._submit(work))
+        return await asyncio.wrap_future(self.submit(work))
 
     def iterate(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         """The items of an async generator, one by one; closing this iterator closes the generator."""
@@ -81,11 +81,12 @@ class LoopThread:
 
     def _pour(self, items: AsyncGenerator[T, None], put: Callable[[object], None]) -> concurrent.futures.Future[None]:
         """Hand over each item, and then the end, however it came."""
-        future = self._submit(_drain(items, put))
+        future = self.submit(_drain(items, put))
         future.add_done_callback(lambda _: put(_END))
         return future
 
-    def _submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Begin to run `work`; cancelling the future cancels it."""
         with self._lock:  # either the loop still takes it, or it is told so: nothing is left in between for ever
             if self._stopping:
                 work.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,23 +201,27 @@ class PromptBuilder:
     def _expand(
         self, runs: Iterable[list[int]], visuals: Sequence[Visual]
     ) -> tuple[list[npt.NDArray[np.int64]], list[Span]]:
-        """Each placeholder becomes as many as its picture or video has visual tokens."""
-        placeholder = {"image": self._spec.tokens.image, "video": self._spec.tokens.video}
+        """Each placeholder becomes as many as the next picture or video of its kind has visual tokens."""
         ids: list[npt.NDArray[np.int64]] = []
-        spans: list[Span] = []
+        spans: dict[int, Span] = {}
+        waiting = {
+            placeholder: deque(index for index, item in enumerate(visuals) if item.kind == kind)
+            for placeholder, kind in ((self._spec.tokens.image, "image"), (self._spec.tokens.video, "video"))
+        }
         length = 0
         for run in runs:
-            if len(run) == 1 and run[0] in placeholder.values():
-                if len(spans) == len(visuals) or run[0] != placeholder[visuals[len(spans)].kind]:
+            if len(run) == 1 and run[0] in waiting:
+                if not waiting[run[0]]:
                     raise _Misplaced
-                spans.append(Span(start=length, length=visuals[len(spans)].tokens))
-                ids.append(np.full(spans[-1].length, run[0], np.int64))
+                index = waiting[run[0]].popleft()
+                spans[index] = Span(start=length, length=visuals[index].tokens)
+                ids.append(np.full(visuals[index].tokens, run[0], np.int64))
             else:
                 ids.append(np.asarray(run, np.int64))
             length += len(ids[-1])
         if len(spans) != len(visuals):
             raise _Misplaced
-        return ids, spans
+        return ids, [spans[index] for index in range(len(visuals))]
 
     def _check_size(self, texts: Any) -> None:
         """Refuse a text that is too long before spending time on it: a token spans only so many characters."""
@@ -271,7 +276,7 @@ def mrope_positions(length: int, spans: Sequence[Span], grids: Sequence[Grid], *
     """
     positions = np.empty((3, length), np.int64)
     index = position = 0
-    for span, grid in zip(spans, grids, strict=True):
+    for span, grid in sorted(zip(spans, grids, strict=True), key=lambda pair: pair[0].start):
         text = span.start - index
         positions[:, index : span.start] = np.arange(position, position + text)
         shape = (grid.t, grid.h // merge, grid.w // merge)
@@ -342,7 +347,7 @@ class _Misplaced(Exception):
 def _misplaced(*, raw: bool) -> InvalidParameter:
     if raw:
         return InvalidParameter(
-            "The prompt must hold one placeholder for each picture and video, of its kind and in their order.",
+            "The prompt must hold one placeholder for each picture and video, of its kind.",
             param="prompt",
         )
     return InvalidParameter(

@@ -6,11 +6,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.tiny import write_checkpoint
 
 if TYPE_CHECKING:
     from tests.plugins.oracle import Oracle
+
+# Of tests/fuzz, which says how to choose one. Of the checks of hypothesis, none is about what is tested here.
+for name, cases in (("default", 1000), ("nightly", 20_000)):
+    settings.register_profile(
+        name,
+        max_examples=cases // 10,
+        deadline=None,
+        database=None,
+        derandomize=name == "default",
+        suppress_health_check=list(HealthCheck),
+    )
+settings.load_profile("default")
 
 
 @pytest.fixture(autouse=True)

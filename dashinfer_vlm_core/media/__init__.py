@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from .address import Resolver
 from .loader import MediaLoader
-from .readers import READERS, DecordReader, PyAVReader
+from .readers import READERS, PyAVReader
 from .types import Clip, Embeddings, Kind, Media, OpenVideo, Picture, Pixels, StopCheck, VideoInfo, VideoReader
 
 __all__ = [
     "READERS",
     "Clip",
-    "DecordReader",
     "Embeddings",
     "Kind",
     "Media",

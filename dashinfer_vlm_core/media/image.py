@@ -49,8 +49,18 @@ def decode_picture(data: bytes, *, part: str, max_pixels: int, background: tuple
         MediaUndecodable: another format, damaged or truncated data, or a pixel format without an agreed meaning.
     """
     with _errors(part), Image.open(BytesIO(data), formats=FORMATS) as image:
-        _check_size(image.size, max_pixels, part)
+        return convert_picture(image, part=part, max_pixels=max_pixels, background=background)
+
+
+def convert_picture(image: Image.Image, *, part: str, max_pixels: int, background: tuple[int, int, int]) -> Image.Image:
+    """As `decode_picture`, of a picture that is open already, which may be the result itself."""
+    check_size(image.size, max_pixels, part)
+    with _errors(part):
         image.load()
+        if image.mode not in (*_OPAQUE, *_TRANSPARENT) and not image.mode.startswith("I;16"):
+            raise MediaUndecodable(
+                "A picture of 32-bit integers or floats has no agreed range; convert it to RGB.", param=part
+            )
         return _upright(_to_rgb(image, background), _orientation(image))
 
 
@@ -58,11 +68,16 @@ def count_pixels(data: bytes, *, part: str, max_pixels: int) -> int:
     """The pixels of a picture as its header says, without decoding; raises as `decode_picture`."""
     with _errors(part), Image.open(BytesIO(data), formats=FORMATS) as image:
         width, height = size = (int(image.width), int(image.height))
-        _check_size(size, max_pixels, part)
+        check_size(size, max_pixels, part)
         return width * height
 
 
-def _check_size(size: tuple[int, int], max_pixels: int, part: str) -> None:
+def check_size(size: tuple[int, int], max_pixels: int, part: str) -> None:
+    """Refuse a (width, height) of more than `max_pixels`, or of a line.
+
+    Raises:
+        MediaTooLarge, InvalidParameter: it is.
+    """
     width, height = size
     if width * height > max_pixels:
         raise MediaTooLarge(f"The picture has more than {max_pixels} pixels; send a smaller one.", param=part)
@@ -77,8 +92,6 @@ def _to_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image
         image = _to_8_bits(image)
     if image.mode in _TRANSPARENT or "transparency" in image.info:
         return _compose(image.convert("RGBA"), background)
-    if image.mode not in _OPAQUE:
-        raise ValueError("32-bit integers and floats have no agreed range")
     return image if image.mode == "RGB" else image.convert("RGB")
 
 

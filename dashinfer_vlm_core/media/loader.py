@@ -16,14 +16,15 @@ import numpy as np
 from PIL import Image
 
 from ..config import EngineConfig
-from ..errors import EngineClosed, InvalidParameter, MediaTooLarge, UnsupportedParameter
+from ..errors import EngineClosed, MediaTooLarge, UnsupportedParameter
 from ..schema import EncodedEmbeddings, MediaPart
 from .address import Resolver
 from .fetch import Fetcher
 from .image import count_pixels, decode_picture
+from .memory import fingerprint, take
 from .source import Inline, Local, Source, decode, locate, read
 from .types import Clip, Media, Picture, Pixels, StopCheck, VideoReader
-from .video import available, check_total, decode_clip, frame_name, stack_frames
+from .video import available, check_frames, check_total, decode_clip, frame_name, stack_frames
 
 T = TypeVar("T")
 
@@ -106,11 +107,15 @@ class MediaLoader:
         return tuple(await _together(made, fetched.values()))
 
     def _locate(self, parts: Sequence[MediaPart]) -> list[list[Source]]:
-        """The sources of each part: one, or as many as a video has frames."""
+        """The sources of each part: one, as many as a video has frames, or none for an object.
+
+        Equal ones are one object: texts of many megabytes are hashed and compared here, in a thread, and nowhere else.
+        """
         _check_counts(parts, self._config)
         if any(part.kind == "video" and isinstance(part.url, str) for part in parts):
             available(self._readers)
-        return [_sources(part, self._config) for part in parts]
+        known: dict[Source, Source] = {}
+        return [[known.setdefault(source, source) for source in _sources(part, self._config)] for part in parts]
 
     async def _get(self, source: Source, share: asyncio.Semaphore) -> bytes:
         if isinstance(source, Inline):
@@ -139,12 +144,16 @@ class MediaLoader:
         def work() -> T:
             media = self._decode(part, data, check_stop)
             check_stop()
-            return then(media if part.uuid is None else replace(media, source=_digest(data)))
+            if part.uuid is not None:
+                media = replace(media, source=_digest(data) if data else fingerprint(media))
+            return then(media)
 
         return await self._run(work)
 
     def _decode(self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck) -> Media:
         check_stop()
+        if part.content is not None:
+            return take(part, self._config, check_stop)
         if isinstance(part.url, tuple):
             return self._frames(part, data, check_stop)
         if part.kind == "video":
@@ -187,19 +196,11 @@ def _check_counts(parts: Sequence[MediaPart], config: EngineConfig) -> None:
 
 
 def _sources(part: MediaPart, config: EngineConfig) -> list[Source]:
+    if part.url is None:
+        return []  # it is there already
     if isinstance(part.url, str):
         return [locate(part.url, kind=part.kind, part=part.part, config=config)]
-    for name, value in (("num_frames", part.num_frames), ("fps", part.fps)):
-        if value is not None:
-            raise UnsupportedParameter(
-                f"{name} samples a video file; a list of frames is taken whole, so send the frames you want.",
-                param=f"{part.part}.video_url.{name}",
-            )
-    if not 0 < len(part.url) <= config.video_max_frames:
-        raise InvalidParameter(
-            f"A video is a list of 1 to {config.video_max_frames} frames, and this one has {len(part.url)}.",
-            param=f"{part.part}.video_url.url",
-        )
+    check_frames(len(part.url), part=part, config=config)
     return [locate(url, kind="image", part=frame_name(part, i), config=config) for i, url in enumerate(part.url)]
 
 

@@ -1,4 +1,4 @@
-"""The readers of video files that come with this package; each imports its library on use."""
+"""The reader of video files that comes with this package; it imports its library on use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 # FFmpeg opens what a file refers to, if it can: these are the only containers it may take the bytes for, and nothing
 # else is opened.
 _CONTAINED = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts", "protocol_whitelist": "none"}
-_BATCH = 16  # frames that decord decodes in one call, during which nobody can stop it
 
 
 class PyAVReader:
@@ -36,25 +35,9 @@ class PyAVReader:
         return _PyAVVideo(data)
 
 
-class DecordReader:
-    """decord: the reader of qwen-vl-utils, but unmaintained, and built for Linux on x86-64 alone.
-
-    It tells the size of a frame only by decoding one, so that the header is read with PyAV.
-    """
-
-    name = "decord"
-    priority = 20
-
-    def available(self) -> bool:
-        return find_spec("decord") is not None and find_spec("av") is not None
-
-    def open(self, data: bytes) -> OpenVideo:
-        _check_container(data)
-        return _DecordVideo(data)
-
-
-READERS: tuple[VideoReader, ...] = (DecordReader(), PyAVReader())
-"""Best first."""
+READERS: tuple[VideoReader, ...] = (PyAVReader(),)
+"""Best first. decord, which qwen-vl-utils reads with, is none of them: of damaged files, every few hundredth ends its
+process."""
 
 
 class _PyAVVideo:
@@ -84,29 +67,6 @@ class _PyAVVideo:
             raise undecodable()
         pixels: Pixels = frame.to_ndarray(format="rgb24")
         return np.rot90(pixels, frame.rotation // 90)
-
-
-class _DecordVideo:
-    def __init__(self, data: bytes) -> None:
-        import decord
-
-        decord.logging.set_level(decord.logging.QUIET)  # it would write on stderr what it thinks of users' files
-        with _opened(data) as container:
-            header = _header(container)
-        with _decord_errors():
-            self._video = decord.VideoReader(BytesIO(data), ctx=decord.cpu(0))
-            self.info = VideoInfo(
-                frames=len(self._video), fps=self._video.get_avg_fps(), width=header.width, height=header.height
-            )
-
-    def frames(self, indices: list[int], check_stop: StopCheck) -> Pixels:
-        with _decord_errors():
-            return stack(self._decoded(indices, check_stop), len(indices))
-
-    def _decoded(self, indices: list[int], check_stop: StopCheck) -> Iterator[Pixels]:
-        for start in range(0, len(indices), _BATCH):
-            check_stop()
-            yield from self._video.get_batch(indices[start : start + _BATCH]).asnumpy()
 
 
 def _check_container(data: bytes) -> None:
@@ -143,14 +103,4 @@ def _opened(data: bytes) -> Iterator[InputContainer]:
         with av.open(BytesIO(data), "r", container_options=_CONTAINED) as container:
             yield container
     except (av.FFmpegError, ValueError) as error:
-        raise undecodable() from error
-
-
-@contextmanager
-def _decord_errors() -> Iterator[None]:
-    import decord
-
-    try:
-        yield
-    except (decord.DECORDError, RuntimeError, ValueError, IndexError) as error:
         raise undecodable() from error

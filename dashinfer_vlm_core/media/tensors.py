@@ -162,7 +162,7 @@ def _read(text: str, names: set[str], *, part: str, max_bytes: int) -> dict[str,
 def _safetensors(data: bytes) -> dict[str, _Tensor]:
     if int.from_bytes(data[:8], "little") > _HEADER:
         raise ValueError("the header is too long")
-    found = safetensors.deserialize(data)
+    found = safetensors.deserialize(data)  # type: ignore[no-untyped-call]  # safetensors leaves it untyped
     return {
         name: _Tensor(kind=item["dtype"], shape=tuple(item["shape"]), data=bytes(item["data"])) for name, item in found
     }

@@ -16,6 +16,7 @@ from ..errors import (
     MediaUndecodable,
     MissingDependency,
     RequestError,
+    UnsupportedParameter,
 )
 from ..schema import MediaPart
 from .types import Clip, OpenVideo, Pixels, StopCheck, VideoInfo, VideoReader
@@ -23,6 +24,8 @@ from .types import Clip, OpenVideo, Pixels, StopCheck, VideoInfo, VideoReader
 FRAME_FACTOR = 2
 CLIP_PICTURES = 16
 MAX_FPS = 240.0
+
+_FRAMES = ".video_url.url"  # where the frames of a part stand in JSON
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +55,16 @@ def frame_count(total: int, fps: float, *, part: MediaPart, config: EngineConfig
 
 
 def frame_indices(total: int, count: int) -> list[int]:
-    """`count` frames evenly spread from the first of `total` frames to the last, each rounded to the nearest, ties to
-    even."""
-    return [int(index) for index in np.linspace(0, total - 1, count).round()]
+    """`count` frames evenly spread from the first of `total` frames to the last.
+
+    They are those of `torch.linspace(0, total - 1, count).round()`, which qwen-vl-utils 0.0.14 takes: in float32, from
+    both ends to the middle, with products that are rounded once. In long videos exact arithmetic would take others.
+    """
+    last = total - 1
+    step = float(np.float32(last) / np.float32(max(count - 1, 1)))
+    order = np.arange(count)
+    spread = np.where(order < count // 2, step * order, last - step * (count - 1 - order))
+    return [int(index) for index in spread.astype(np.float32).round()]
 
 
 def decode_clip(
@@ -103,7 +113,26 @@ def stack(frames: Iterable[Pixels], count: int) -> Pixels:
 
 def frame_name(part: MediaPart, index: int) -> str:
     """Where a frame stands in the request."""
-    return f"{part.part}.video_url.url[{index}]"
+    return f"{part.part}{_FRAMES if part.content is None else ''}[{index}]"
+
+
+def check_frames(count: int, *, part: MediaPart, config: EngineConfig) -> None:
+    """Refuse a list of frames that is to be sampled, is empty, or is too long.
+
+    Raises:
+        UnsupportedParameter, InvalidParameter: it is; the error names the option, or the list.
+    """
+    for name, value in (("num_frames", part.num_frames), ("fps", part.fps)):
+        if value is not None:
+            raise UnsupportedParameter(
+                f"{name} samples a video file; a list of frames is taken whole, so send the frames you want.",
+                param=f"{part.part}.video_url.{name}" if part.content is None else f"{part.part}.{name}",
+            )
+    if not 0 < count <= config.video_max_frames:
+        raise InvalidParameter(
+            f"A video is a list of 1 to {config.video_max_frames} frames, and this one has {count}.",
+            param=part.part + (_FRAMES if part.content is None else ""),
+        )
 
 
 def check_total(pixels: int, *, part: MediaPart, config: EngineConfig) -> None:

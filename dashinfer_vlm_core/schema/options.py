@@ -86,6 +86,7 @@ class MediaOptions:
 
     def applied(self, part: MediaPart) -> MediaPart:
         """The part, with these options where it has none of its own."""
+        frames = isinstance(part.url, tuple) or part.content is not None
         part = replace(
             part,
             min_pixels=part.min_pixels or self._least,
@@ -95,7 +96,7 @@ class MediaOptions:
         if part.kind != "video":
             return part
         part = replace(part, total_pixels=part.total_pixels or self._processing.total_pixels)
-        if isinstance(part.url, tuple) or part.fps is not None or part.num_frames is not None:
+        if frames or part.fps is not None or part.num_frames is not None:
             return part
         return replace(part, fps=self._fps, num_frames=self._num_frames)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -156,9 +156,12 @@ class ChatRequest(Open):
         return (self.stop,) if isinstance(self.stop, str) else self.stop or ()
 
     def media(self) -> tuple[MediaPart, ...]:
-        """Every picture and video, in the order of the prompt."""
+        """Every picture and video, in the order of the prompt, with what the request asks for all of them."""
+        return tuple(map(self._media_options.applied, self._parts()))
+
+    def _parts(self) -> Iterable[MediaPart]:
         parts = (item for i, message in enumerate(self.messages) for item in message.parts(f"messages[{i}]"))
-        return tuple(self._media_options.applied(media) for where, part in parts if (media := part.media(where)))
+        return [media for where, part in parts if (media := part.media(where))]
 
     @property
     def raw_prompt(self) -> str | tuple[int, ...] | None:
@@ -201,7 +204,7 @@ class OfflineRequest(ChatRequest):
         contents: objects that stand for the URLs of parts, by the place of the part (`messages[0].content[1]`); what
             they may be says `media.memory`.
         prompt: text whose control tokens count as such, or token ids. Each picture and video is one placeholder in it.
-        attached: the media of `prompt`, in the order of their placeholders.
+        attached: the media of `prompt`; those of each kind are in the order of their placeholders.
     """
 
     messages: Annotated[tuple[Message, ...], Strict(False), Field(max_length=MAX_MESSAGES)] = ()
@@ -213,10 +216,10 @@ class OfflineRequest(ChatRequest):
     def raw_prompt(self) -> str | tuple[int, ...] | None:
         return self.prompt
 
-    def media(self) -> tuple[MediaPart, ...]:
+    def _parts(self) -> Iterable[MediaPart]:
         if self.prompt is not None:
-            return tuple(map(self._media_options.applied, self.attached))
-        return tuple(
+            return self.attached
+        return [
             replace(part, url=None, content=self.contents[part.part]) if part.part in self.contents else part
-            for part in super().media()
-        )
+            for part in super()._parts()
+        ]

@@ -31,7 +31,7 @@ class Slideshow:
 
 
 class SlideshowReader:
-    """Comes after decord and PyAV: it is asked about what neither of them can read."""
+    """Comes after PyAV: it is asked about what that cannot read."""
 
     name = "slideshow"
     priority = 5

@@ -60,7 +60,7 @@ def test_the_built_in_parts_come_in_by_the_same_door():
     assert registry.models["demo"].name == "checkpoint"
     assert "qwen2_vl" in registry.architectures
     assert "torch" in registry.decoders
-    assert set(registry.video_readers) == {"decord", "pyav"}
+    assert set(registry.video_readers) == {"pyav"}
     assert {row.status for row in registry.rows} == {"ok"}
 
 

@@ -21,8 +21,8 @@ from tests.samples import data_url, encode, noise, picture_url
 from tests.server.conftest import serving
 
 LEAKS = re.compile(
-    r"Traceback|File \"|site-packages|0x[0-9a-f]{4}|\bPIL\b|[Pp]illow|httpx|httpcore|h11|numpy|torch|decord|libav"
-    r"|ffmpeg|[Ee]rrno|\d+\.\d+\.\d+\.\d+|::1|localhost|/etc|/tmp|/root|/home|/proc|passwd|secret",
+    r"Traceback|File \"|site-packages|0x[0-9a-f]{4}|\bPIL\b|[Pp]illow|httpx|httpcore|h11|numpy|torch(?!\.save)|decord"
+    r"|libav|ffmpeg|[Ee]rrno|\d+\.\d+\.\d+\.\d+|::1|localhost|/etc|/tmp|/root|/home|/proc|passwd|secret",
 )
 """What no error may show: paths, addresses, libraries and their words, and what the hostile files and servers say."""
 
@@ -46,6 +46,9 @@ class Door:
     def __init__(self, engine: Engine, http: httpx.Client) -> None:
         self.engine = engine
         self._http = http
+
+    def post(self, body: str) -> httpx.Response:
+        return self._http.post("/v1/chat/completions", content=body)
 
     def ask(self, *parts: object, role: str = "user", **fields: object) -> httpx.Response:
         """One message of these content parts; `fields` go beside it."""

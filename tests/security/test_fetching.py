@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from dashinfer_vlm_core import VLM
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import MediaError, MediaRefused
 from dashinfer_vlm_core.media import READERS, MediaLoader
@@ -59,10 +60,13 @@ def test_security_01_nothing_but_the_connector_reaches_out(open_door, folder):
     assert [name for name in watched.files if not name.startswith(sys.prefix)] == [str(folder / "picture.png")]
 
 
-@pytest.mark.parametrize("door", ["chat", "achat", "stream", "astream", "server", "server's stream"])
+@pytest.mark.parametrize(
+    "door", ["chat", "achat", "stream", "astream", "VLM.chat", "VLM.generate", "server", "server's stream"]
+)
 def test_security_01_every_door_refuses_in_the_same_words(closed_door, door):
     engine, part = closed_door.engine, image("http://127.0.0.1/a.png")
     request = {"messages": [{"role": "user", "content": [part]}]}
+    offline = VLM(engine=engine)
 
     async def exhaust():
         return [chunk async for chunk in engine.astream(request)]
@@ -72,6 +76,10 @@ def test_security_01_every_door_refuses_in_the_same_words(closed_door, door):
         "achat": lambda: asyncio.run(engine.achat(request)),
         "stream": lambda: list(engine.stream(request)),
         "astream": lambda: asyncio.run(exhaust()),
+        "VLM.chat": lambda: offline.chat(request["messages"], use_tqdm=False),
+        "VLM.generate": lambda: offline.generate(
+            {"prompt": "<|image_pad|>", "multi_modal_data": {"image": "http://127.0.0.1/a.png"}}, use_tqdm=False
+        ),
     }
     if door in ways:
         with pytest.raises(MediaRefused) as caught:

@@ -1,0 +1,310 @@
+"""What code in this process hands over as objects: pictures, arrays, tensors, embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import threading
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save
+
+from dashinfer_vlm_core import EngineConfig
+from dashinfer_vlm_core.errors import InvalidParameter, MediaTooLarge, MediaUndecodable, UnsupportedParameter
+from dashinfer_vlm_core.media import MediaLoader
+from dashinfer_vlm_core.media.memory import fingerprint, take
+from dashinfer_vlm_core.schema import EncodedEmbeddings, MediaPart
+from tests.samples import data_url, encode, noise, picture_url
+
+PART = "messages[0].content[1]"
+RGB = noise(20, 30)
+GREY = RGB[:, :, 0]
+FRAMES = np.stack([noise(20, 30, seed) for seed in range(4)])
+ROWS = torch.randn((6, 8), generator=torch.Generator().manual_seed(1))
+
+
+def part(content, kind="image", **options):
+    return MediaPart(kind=kind, part=PART, content=content, **options)
+
+
+def got(content, kind="image", *, config=None, **options):
+    return take(part(content, kind, **options), EngineConfig(**config or {}), lambda: None)
+
+
+def pixels(content, **options):
+    image = got(content, **options).image
+    assert image.mode == "RGB"
+    return np.asarray(image)
+
+
+def refused(error, content, kind="image", param=PART, **options):
+    with pytest.raises(error) as caught:
+        got(content, kind, **options)
+    assert caught.value.param == param
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        Image.fromarray(RGB),
+        RGB,
+        torch.from_numpy(RGB),
+        torch.from_numpy(RGB).permute(2, 0, 1),
+        RGB.transpose(2, 0, 1),
+        np.asfortranarray(RGB),
+        np.dstack([RGB, np.full((20, 30), 255, np.uint8)]),
+    ],
+    ids=["pil", "hwc", "torch hwc", "torch chw", "chw", "fortran", "rgba"],
+)
+def test_a_picture_comes_in_many_forms(content):
+    assert np.array_equal(pixels(content), RGB)
+
+
+@pytest.mark.parametrize("content", [Image.fromarray(GREY), GREY, GREY[:, :, None], torch.from_numpy(GREY)[None]])
+def test_grey_becomes_rgb(content):
+    content = content.permute(1, 2, 0) if isinstance(content, torch.Tensor) else content
+    assert np.array_equal(pixels(content), np.dstack([GREY] * 3))
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "LA", "PA", "CMYK", "YCbCr", "LAB", "HSV", "I;16"])
+def test_every_mode_comes_out_as_from_a_file(mode):
+    """As the decoder of files brings it to RGB; of those that no file holds, as Pillow converts them."""
+    image = Image.fromarray(RGB).convert("L" if mode == "I;16" else "RGB")
+    image = Image.fromarray(np.asarray(image).astype(np.uint16) << 8) if mode == "I;16" else image.convert(mode)
+    expected = Image.fromarray(np.asarray(image) >> 8) if mode == "I;16" else image
+    assert np.array_equal(pixels(image), np.asarray(expected.convert("RGB")))
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_modes_without_an_agreed_range_are_refused(mode):
+    assert "convert it to RGB" in refused(MediaUndecodable, Image.new(mode, (20, 20)))
+
+
+def test_transparency_is_composed_on_the_requests_colour_or_else_the_servers():
+    clear = np.zeros((4, 4, 4), np.uint8)
+    for content in (clear, Image.fromarray(clear)):
+        assert (pixels(content) == 255).all()
+        assert (pixels(content, config={"rgba_background": (1, 2, 3)})[0, 0] == (1, 2, 3)).all()
+        assert (pixels(content, config={"rgba_background": (1, 2, 3)}, background=(9, 8, 7))[0, 0] == (9, 8, 7)).all()
+
+
+def test_an_opened_file_is_turned_upright():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    opened = Image.open(io.BytesIO(encode(RGB, "PNG", exif=exif)))
+    assert np.array_equal(pixels(opened), np.rot90(RGB, -1))
+
+
+def test_one_opened_file_in_many_requests_is_read_once_at_a_time():
+    data = encode(noise(700, 700))
+    for _ in range(5):
+        opened, found = Image.open(io.BytesIO(data)), []
+        threads = [threading.Thread(target=lambda o=opened, f=found: f.append(pixels(o))) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 8
+        assert all(np.array_equal(item, noise(700, 700)) for item in found)
+
+
+def test_an_opened_file_that_is_damaged_is_refused():
+    refused(MediaUndecodable, Image.open(io.BytesIO(encode(noise(50, 50))[:-3000])))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (RGB / 255, "multiply floats"),
+        (torch.from_numpy(RGB) / 255, "multiply floats"),
+        (ROWS, "image_embeds and image_grid_thw"),
+        (RGB.astype(np.int64), "uint8"),
+        (GREY > 9, "uint8"),
+        (np.zeros((20, 30, 2), np.uint8), "[height, width, channels]"),
+        (np.zeros((2, 20, 30, 3), np.uint8), "[height, width, channels]"),
+        (np.zeros(20, np.uint8), "[height, width, channels]"),
+        (np.zeros((0, 30, 3), np.uint8), "one pixel"),
+        (np.zeros((1, 30, 3), np.uint8), "one pixel"),
+        (Image.new("RGB", (1, 5)), "one pixel"),
+        ("/etc/passwd", "no picture"),
+        (object(), "no picture"),
+        ([RGB], "no picture"),
+        (torch.eye(3).to_sparse(), "a dense one"),
+        (torch.empty(4, 4, device="meta"), "a dense one"),
+    ],
+    ids=str,
+)
+def test_what_is_no_picture_is_refused_with_the_next_step(content, message):
+    assert message in refused(InvalidParameter, content)
+
+
+@pytest.mark.parametrize("content", [RGB, Image.fromarray(RGB)])
+def test_pictures_are_held_to_the_servers_pixels(content):
+    assert pixels(noise(28, 28), config={"max_decoded_pixels": 784}).shape == (28, 28, 3)
+    refused(MediaTooLarge, noise(28, 29), config={"max_decoded_pixels": 784})
+    refused(MediaTooLarge, Image.fromarray(noise(28, 29)), config={"max_decoded_pixels": 784})
+
+
+def test_options_of_the_part_are_kept():
+    picture = got(RGB, min_pixels=784, max_pixels=7840)
+    assert (picture.part, picture.min_pixels, picture.max_pixels) == (PART, 784, 7840)
+    clip = got(FRAMES, "video", min_pixels=784, max_pixels=7840, total_pixels=78400)
+    assert (clip.part, clip.min_pixels, clip.max_pixels, clip.total_pixels) == (PART, 784, 7840, 78400)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        FRAMES,
+        FRAMES.transpose(0, 3, 1, 2),
+        torch.from_numpy(FRAMES),
+        torch.from_numpy(FRAMES).permute(0, 3, 1, 2),
+        list(FRAMES),
+        tuple(Image.fromarray(frame) for frame in FRAMES),
+        [Image.fromarray(FRAMES[0]), *FRAMES[1:3], torch.from_numpy(FRAMES[3])],
+        [Image.fromarray(frame).convert("RGBA") for frame in FRAMES],
+    ],
+    ids=["thwc", "tchw", "torch thwc", "torch tchw", "arrays", "pil", "mixed", "rgba"],
+)
+def test_a_video_comes_in_many_forms(content):
+    assert np.array_equal(got(content, "video").frames, FRAMES)
+
+
+def test_where_both_axes_have_three_entries_the_channels_are_last():
+    frames = np.random.default_rng(0).integers(0, 256, (2, 3, 5, 3), np.uint8)
+    assert np.array_equal(got(frames, "video").frames, frames)
+
+
+def test_a_clip_keeps_no_array_of_the_caller():
+    frames = FRAMES.copy()
+    clip = got(frames, "video")
+    frames[:] = 0
+    assert np.array_equal(clip.frames, FRAMES)
+
+
+@pytest.mark.parametrize(
+    ("content", "message", "where"),
+    [
+        (FRAMES / 255, "multiply floats", "[0]"),
+        (RGB, "[frames, height, width, 3]", ""),
+        (FRAMES[None], "[frames, height, width, 3]", ""),
+        (FRAMES[:0], "1 to 768 frames", ""),
+        ([], "1 to 768 frames", ""),
+        ("film.mp4", "[frames, height, width, 3]", ""),
+        ([RGB, "frame.png"], "no picture", "[1]"),
+        ([RGB, noise(20, 31)], "one size", "[1]"),
+        ([RGB, noise(1, 30)], "one pixel", "[1]"),
+    ],
+)
+def test_what_is_no_video_is_refused_with_the_next_step(content, message, where):
+    assert message in refused(InvalidParameter, content, "video", param=PART + where)
+
+
+def test_videos_are_held_to_the_servers_frames_and_pixels():
+    refused(InvalidParameter, FRAMES, "video", config={"video_max_frames": 3})
+    many = np.broadcast_to(np.zeros((28, 28, 3), np.uint8), (17, 28, 28, 3))
+    assert len(got(many[:16], "video", config={"max_decoded_pixels": 784}).frames) == 16
+    refused(MediaTooLarge, many, "video", config={"max_decoded_pixels": 784})
+
+
+@pytest.mark.parametrize("option", [{"fps": 1.0}, {"num_frames": 2}])
+def test_frames_are_not_sampled(option):
+    refused(UnsupportedParameter, FRAMES, "video", param=f"{PART}.{next(iter(option))}", **option)
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+@pytest.mark.parametrize(
+    "rows", [ROWS, ROWS.numpy(), ROWS.bfloat16(), ROWS.half(), ROWS.double(), ROWS.numpy().T.copy().T]
+)
+@pytest.mark.parametrize("grid", [(1, 4, 6), [[1, 4, 6]], torch.tensor([1, 4, 6]), np.array([[1, 4, 6]], np.int32)])
+def test_embeddings_come_as_tensors_with_their_grid(kind, rows, grid):
+    found = got({f"{kind}_embeds": rows, f"{kind}_grid_thw": grid}, kind)
+    assert found.rows.dtype == np.float32
+    assert np.array_equal(found.rows, torch.as_tensor(rows).float().numpy())
+    assert (found.grid, found.kind, found.part) == ((1, 4, 6), kind, PART)
+
+
+def test_embeddings_are_copied():
+    rows = ROWS.numpy().copy()
+    found = got({"image_embeds": rows, "image_grid_thw": (1, 4, 6)})
+    rows[:] = 0
+    assert np.array_equal(found.rows, ROWS.numpy())
+
+
+def test_embeddings_come_as_text_too():
+    text = base64.b64encode(save({"image_embeds": ROWS})).decode()
+    found = got(EncodedEmbeddings(rows=text, grid=(1, 4, 6)))
+    assert np.array_equal(found.rows, ROWS.numpy())
+    refused(MediaTooLarge, EncodedEmbeddings(rows=text, grid=(1, 4, 6)), config={"image_max_bytes": 64})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({}, "`image_embeds` and `image_grid_thw`"),
+        ({"image_embeds": ROWS}, "`image_embeds` and `image_grid_thw`"),
+        ({"image_embeds": ROWS, "image_grid_thw": (1, 4, 6), "extra": 1}, "`image_embeds` and `image_grid_thw`"),
+        ({"video_embeds": ROWS, "video_grid_thw": (1, 4, 6)}, "`image_embeds` and `image_grid_thw`"),
+        ({"image_embeds": ROWS[None], "image_grid_thw": (1, 4, 6)}, "[tokens, hidden size]"),
+        ({"image_embeds": ROWS.long(), "image_grid_thw": (1, 4, 6)}, "[tokens, hidden size]"),
+        ({"image_embeds": ROWS.tolist(), "image_grid_thw": (1, 4, 6)}, "[tokens, hidden size]"),
+        ({"image_embeds": ROWS, "image_grid_thw": (1, 4)}, "three whole numbers"),
+        ({"image_embeds": ROWS, "image_grid_thw": (1, 4, 6.0)}, "three whole numbers"),
+        ({"image_embeds": ROWS, "image_grid_thw": (1, 4, 0)}, "three whole numbers"),
+        ({"image_embeds": ROWS, "image_grid_thw": [[1, 4, 6], [1, 4, 6]]}, "three whole numbers"),
+        ({"image_embeds": ROWS, "image_grid_thw": [[1, 4], [6]]}, "three whole numbers"),
+        ({"image_embeds": ROWS, "image_grid_thw": None}, "three whole numbers"),
+    ],
+)
+def test_embeddings_of_another_shape_are_refused(content, message):
+    assert message in refused(InvalidParameter, content)
+
+
+def test_contents_of_one_size_and_other_shapes_have_other_fingerprints():
+    same = np.zeros((20, 30, 3), np.uint8)
+    contents = [
+        (same, "image"),
+        (same.reshape(30, 20, 3), "image"),
+        (same[None], "video"),
+        (same.reshape(1, 30, 20, 3), "video"),
+        ({"image_embeds": np.zeros((6, 75), np.float32), "image_grid_thw": (1, 4, 6)}, "image"),
+        ({"image_embeds": np.zeros((6, 75), np.float32), "image_grid_thw": (1, 6, 4)}, "image"),
+    ]
+    prints = [fingerprint(got(content, kind)) for content, kind in contents]
+    assert len(set(prints)) == len(contents)
+    assert prints == [fingerprint(got(content, kind)) for content, kind in contents]
+
+
+def load(*parts, **config):
+    async def run():
+        loader = MediaLoader(EngineConfig(**config), [])
+        try:
+            return await loader.load(parts, lambda media: media)
+        finally:
+            await loader.close()
+
+    return asyncio.run(run())
+
+
+def test_the_loader_takes_objects_beside_urls_in_order():
+    url = MediaPart(kind="image", part="a", url=picture_url())
+    found = load(url, part(RGB), part(FRAMES, "video"), part({"image_embeds": ROWS, "image_grid_thw": (1, 4, 6)}))
+    assert [type(media).__name__ for media in found] == ["Picture", "Picture", "Clip", "Embeddings"]
+    assert [media.source for media in found] == [b""] * 4
+
+
+def test_the_loader_counts_objects_too():
+    with pytest.raises(MediaTooLarge, match="up to 1 image"):
+        load(part(RGB), part(RGB), limit_mm_per_prompt={"image": 1})
+
+
+def test_an_object_with_a_name_has_a_source():
+    (one,), (same,), (other,) = (load(part(content, uuid="x")) for content in (RGB, RGB.copy(), RGB[::-1]))
+    assert one.source == same.source != other.source
+    (file,) = load(MediaPart(kind="image", part="a", url=data_url(encode(RGB)), uuid="x"))
+    assert len(file.source) == len(one.source) == 32

@@ -1,0 +1,86 @@
+"""Damaged pictures and videos, on the whole way from a data: URL to patches."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from PIL import Image
+
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.errors import RequestError
+from dashinfer_vlm_core.loop import LoopThread
+from dashinfer_vlm_core.media import READERS, MediaLoader
+from dashinfer_vlm_core.model import PixelSpec
+from dashinfer_vlm_core.patches import Patcher
+from dashinfer_vlm_core.schema import MediaPart
+from tests.fuzz.mutations import damaged
+from tests.samples import data_url, encode, movie, noise
+
+pytestmark = pytest.mark.timeout(3600)  # of all cases; each is clocked by itself
+
+SHARE = settings.default.max_examples
+PART = "messages[0].content[0]"
+
+SMALL = Image.fromarray(noise(24, 24))
+EXIF = Image.Exif()
+EXIF[0x0112] = 6
+TWO = {"save_all": True, "append_images": [Image.fromarray(noise(24, 24, 1))]}
+PICTURES = [
+    *(encode(SMALL, codec) for codec in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")),
+    *(encode(SMALL.convert(mode)) for mode in ("1", "L", "P", "LA", "RGBA", "I;16")),
+    *(encode(SMALL.convert("CMYK"), codec) for codec in ("JPEG", "TIFF")),
+    *(encode(SMALL, "TIFF", compression=name) for name in ("tiff_lzw", "tiff_adobe_deflate", "packbits", "jpeg")),
+    *(encode(SMALL, codec, **TWO) for codec in ("PNG", "GIF", "WEBP", "TIFF")),
+    encode(SMALL, "JPEG", exif=EXIF, progressive=True),
+    encode(SMALL, "WEBP", lossless=True, exif=EXIF),
+    encode(SMALL.quantize(8), transparency=1),
+]
+VIDEOS = [movie(6, container=name) for name in ("mp4", "matroska", "webm", "avi", "mpegts", "mov")]
+
+
+@pytest.fixture(scope="module")
+def load():
+    config = EngineConfig(max_decoded_pixels=200_000, video_max_frames=16)
+    patcher, loop = Patcher(PixelSpec(), config), LoopThread("fuzz")
+    loader = MediaLoader(config, READERS)
+
+    def load(part):
+        (patches,) = loop.call(loader.load([part], then=patcher.cut))
+        return patches
+
+    yield load
+    loop.stop(last=loader.close())
+
+
+def check_words(error):
+    assert error.param.startswith(PART)
+    assert len(error.message) < 300
+
+
+def check(load, part):
+    try:
+        patches = load(part)
+    except RequestError as error:
+        check_words(error)
+    else:
+        assert patches.grid.patches == len(patches.pixels) > 0
+
+
+@settings(max_examples=2 * SHARE)
+@given(damaged(PICTURES))
+def test_a_damaged_picture_is_seen_or_refused(watch, load, file):
+    with watch.case():
+        check(load, MediaPart(kind="image", part=PART, url=data_url(file)))
+
+
+@settings(max_examples=SHARE)
+@given(damaged(VIDEOS))
+def test_a_damaged_video_is_seen_or_refused(watch, load, file):
+    with watch.case():
+        check(load, MediaPart(kind="video", part=PART, url=data_url(file)))
+
+
+@pytest.mark.parametrize(("kind", "files"), [("image", PICTURES), ("video", VIDEOS)])
+def test_a_sound_file_is_seen(load, kind, files):
+    for file in files:
+        assert load(MediaPart(kind=kind, part=PART, url=data_url(file))).tokens
