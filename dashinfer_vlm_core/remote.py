@@ -215,7 +215,7 @@ def error_of(error: openai.APIError) -> DashInferVLMError:
 
 
 def _kind(error: openai.APIError, code: str | None) -> type[DashInferVLMError]:
-    if code in KIND_OF_CODE:
+    if code is not None and code in KIND_OF_CODE:
         return KIND_OF_CODE[code]
     status = error.status_code if isinstance(error, openai.APIStatusError) else 500
     return KIND_OF_STATUS.get(status, InvalidParameter if status < 500 else EngineError)

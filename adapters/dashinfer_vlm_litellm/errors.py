@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 import httpx
-import litellm
 import openai
+from litellm import exceptions
 
 from dashinfer_vlm_core.errors import (
     AccessDenied,
@@ -42,7 +42,7 @@ def _plain(kind: Callable[..., openai.APIError]) -> _Make:
 
 def _timeout(_error: DashInferVLMError, message: str, model: str, provider: str) -> openai.APIError:
     """With 504, as our server answers: a stream that ends with LiteLLM's own 408 would have no fallback."""
-    return litellm.Timeout(message=message, model=model, llm_provider=provider, exception_status_code=504)
+    return exceptions.Timeout(message=message, model=model, llm_provider=provider, exception_status_code=504)
 
 
 def _rate_limit(error: DashInferVLMError, message: str, model: str, provider: str) -> openai.APIError:
@@ -53,24 +53,24 @@ def _rate_limit(error: DashInferVLMError, message: str, model: str, provider: st
         headers={"retry-after": str(max(1, math.ceil(error.retry_after)))},
         request=httpx.Request("POST", f"https://{provider}.invalid"),
     )
-    return litellm.RateLimitError(message=message, model=model, llm_provider=provider, response=response)
+    return exceptions.RateLimitError(message=message, model=model, llm_provider=provider, response=response)
 
 
 CLASSES: Mapping[type[DashInferVLMError], _Make] = MappingProxyType(
     {
-        RequestError: _plain(litellm.BadRequestError),
-        UnsupportedParameter: _plain(litellm.UnsupportedParamsError),
-        ContextLengthExceeded: _plain(litellm.ContextWindowExceededError),
-        ModelNotFound: _plain(litellm.NotFoundError),
+        RequestError: _plain(exceptions.BadRequestError),
+        UnsupportedParameter: _plain(exceptions.UnsupportedParamsError),
+        ContextLengthExceeded: _plain(exceptions.ContextWindowExceededError),
+        ModelNotFound: _plain(exceptions.NotFoundError),
         QueueFull: _rate_limit,
         DeadlineExceeded: _timeout,
-        EngineClosed: _plain(litellm.ServiceUnavailableError),
-        DecoderFailed: _plain(litellm.ServiceUnavailableError),
-        EngineError: _plain(litellm.InternalServerError),
-        AccessDenied: _plain(litellm.AuthenticationError),
+        EngineClosed: _plain(exceptions.ServiceUnavailableError),
+        DecoderFailed: _plain(exceptions.ServiceUnavailableError),
+        EngineError: _plain(exceptions.InternalServerError),
+        AccessDenied: _plain(exceptions.AuthenticationError),
         # The Router tries another deployment, which may be set up better.
-        SetupError: _plain(litellm.InternalServerError),
-        DashInferVLMError: _plain(litellm.InternalServerError),
+        SetupError: _plain(exceptions.InternalServerError),
+        DashInferVLMError: _plain(exceptions.InternalServerError),
     }
 )
 """How each error is made; one that is not listed is made as its nearest base."""

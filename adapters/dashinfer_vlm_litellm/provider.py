@@ -54,7 +54,11 @@ class DashInferVLM(CustomLLM):
     def completion(self, *_: Any, **arguments: Any) -> ModelResponse:
         return self._loop.get().call(self.acompletion(**arguments))
 
-    def streaming(self, *_: Any, **arguments: Any) -> Generator[Chunk, None, None]:
+    # LiteLLM takes ModelResponseStream too, which its annotations do not know yet; and it takes async generators alone.
+
+    def streaming(  # type: ignore[override]
+        self, *_: Any, **arguments: Any
+    ) -> Generator[Chunk, None, None]:
         return self._loop.get().iterate(self.astreaming(**arguments))
 
     async def acompletion(self, *_: Any, **arguments: Any) -> ModelResponse:
@@ -62,7 +66,9 @@ class DashInferVLM(CustomLLM):
             call = read_call(arguments, stream=False)
             return whole(arguments["model_response"], await within(self._chat(call), call.timeout))
 
-    async def astreaming(self, *_: Any, **arguments: Any) -> AsyncGenerator[Chunk, None]:
+    async def astreaming(  # type: ignore[override]
+        self, *_: Any, **arguments: Any
+    ) -> AsyncGenerator[Chunk, None]:
         with self._errors(arguments):
             call = read_call(arguments, stream=True)
             limited = stream_within(self._stream(call), seconds=call.timeout, first=call.first_token_timeout)

@@ -21,6 +21,6 @@ def register() -> DashInferVLM:
     others = [item for item in litellm.custom_provider_map if item["provider"] != PROVIDER]
     # A new list: LiteLLM, or the proxy, may hold the old one.
     litellm.custom_provider_map = [*others, CustomLLMItem(provider=PROVIDER, custom_handler=handler)]
-    custom_llm_setup()
+    custom_llm_setup()  # type: ignore[no-untyped-call]  # LiteLLM has no annotations there
     introduce_registered(PROVIDER)
     return handler

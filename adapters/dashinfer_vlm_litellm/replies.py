@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from litellm.types.utils import Choices, GenericStreamingChunk, ModelResponse, ModelResponseStream, Usage
 
 if TYPE_CHECKING:
-    from openai.types import CompletionUsage
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 
@@ -17,7 +16,7 @@ def whole(response: ModelResponse, completion: ChatCompletion) -> ModelResponse:
     response.id, response.created, response.model = completion.id, completion.created, completion.model
     response.choices = [Choices(**choice.model_dump(exclude_unset=True)) for choice in completion.choices]
     if completion.usage is not None:
-        response.usage = Usage(**_plain(completion.usage))  # type: ignore[attr-defined]  # set so throughout LiteLLM
+        response.usage = Usage(**completion.usage.model_dump(exclude_none=True))  # type: ignore[attr-defined]  # set so throughout LiteLLM
     return response
 
 
@@ -29,32 +28,19 @@ async def streamed(
     LiteLLM makes the chunk with the finish reason and the one with the usage by itself, and drops the usage of a stream
     that ends as OpenAI's does. It keeps both if they come together at the end, in its own older kind of chunk.
     """
-    usage, reason = None, "stop"
+    usage: dict[str, Any] | None = None
+    reason = "stop"
     async for chunk in chunks:
-        usage = _plain(chunk.usage) if chunk.usage is not None else usage
-        reason = next((choice.finish_reason for choice in chunk.choices if choice.finish_reason), reason)
-        if any(_says_something(choice.delta.model_dump(exclude_none=True)) for choice in chunk.choices):
-            yield _unfinished(chunk)
-    yield GenericStreamingChunk(
-        text="",
-        is_finished=True,
-        finish_reason=reason,
-        usage=usage,
-        index=0,
-        tool_use=None,  # type: ignore[typeddict-item]
-    )
-
-
-def _unfinished(chunk: ChatCompletionChunk) -> ModelResponseStream:
-    data = chunk.model_dump(exclude_unset=True, exclude={"usage"})
-    for choice in data["choices"]:
-        choice["finish_reason"] = None
-    return ModelResponseStream(**data)
+        data = chunk.model_dump(exclude_unset=True)
+        usage = data.pop("usage", None) or usage
+        for choice in data["choices"]:
+            reason = choice.get("finish_reason") or reason
+            choice["finish_reason"] = None
+        if any(_says_something(choice["delta"]) for choice in data["choices"]):
+            yield ModelResponseStream(**data)
+    last = {"text": "", "is_finished": True, "finish_reason": reason, "usage": usage, "index": 0, "tool_use": None}
+    yield cast("GenericStreamingChunk", last)
 
 
 def _says_something(delta: dict[str, Any]) -> bool:
-    return bool(delta)
-
-
-def _plain(usage: CompletionUsage) -> dict[str, Any]:
-    return usage.model_dump(exclude_none=True)
+    return any(value is not None for value in delta.values())

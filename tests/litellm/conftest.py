@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -20,14 +19,6 @@ from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_litellm import DashInferVLM
 
 HELLO = [{"role": "user", "content": "Hello"}]
-
-
-def eventually(condition, *, within=10.0):
-    """Wait until `condition` holds."""
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < within, f"not within {within} s"
-        time.sleep(0.005)
 
 
 def text_of(chunks):

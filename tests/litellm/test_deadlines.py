@@ -9,7 +9,8 @@ import litellm
 import pytest
 from litellm.exceptions import MidStreamFallbackError
 
-from tests.litellm.conftest import HELLO, eventually
+from tests.litellm.conftest import HELLO
+from tests.server.conftest import eventually
 
 LONG = "A long answer that goes on and on and on. " * 20
 
@@ -98,9 +99,10 @@ def test_closing_a_stream_frees_its_request(slow):
     eventually(idle(slow))
 
 
-def test_dropping_a_sync_stream_frees_its_request(slow):
+def test_closing_a_sync_stream_frees_its_request(slow):
+    """LiteLLM's wrapper has no `close` of its own."""
     stream = litellm.completion(slow.model, messages=HELLO, stream=True)
     next(iter(stream))
     assert slow.script.running == 1
-    del stream
+    stream.completion_stream.close()
     eventually(idle(slow))

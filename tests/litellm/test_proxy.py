@@ -21,8 +21,8 @@ import pytest
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.shared import SHARED
 from dashinfer_vlm_core.testing import Script, scripted_registry
-from tests.litellm.conftest import HELLO, counts, eventually, text_of
-from tests.server.conftest import serving
+from tests.litellm.conftest import HELLO, counts, text_of
+from tests.server.conftest import eventually, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -10,8 +10,8 @@ import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.testing import Script, scripted_registry
-from tests.litellm.conftest import HELLO, ask, counts, eventually, stream, text_of
-from tests.server.conftest import serving
+from tests.litellm.conftest import HELLO, ask, counts, stream, text_of
+from tests.server.conftest import eventually, serving
 
 
 @pytest.fixture
