@@ -1,7 +1,7 @@
 """Deadlines for whoever asks an engine: what is not there in time is cancelled, and frees what it held.
 
-Not by `asyncio.wait_for`: before Python 3.12 it loses a cancellation of its caller that comes together with the result, and
-a stream would run on after its reader has left.
+Not by `asyncio.wait_for`: before Python 3.12 it loses a cancellation that comes together with the result, and a stream
+would run on after its reader has left.
 """
 
 from __future__ import annotations

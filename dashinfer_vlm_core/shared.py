@@ -104,7 +104,7 @@ class SharedEngines:
             future: Future[Engine] = Future()
             future.set_running_or_notify_cancel()  # one who waits for it may be cancelled: that is not to cancel it
             futures[config] = future
-        return future, partial(self._start, config, future, instead_of=found and found.result())
+        return future, partial(self._start, config, future, instead_of=found.result() if found else None)
 
     def _start(self, config: EngineConfig, future: Future[Engine], *, instead_of: Engine | None) -> None:
         """Load what belongs in a place; whoever waits there is told of an error."""
