@@ -101,7 +101,7 @@ def _scalar(rng: Random) -> Schema:
 KEYWORDS = (
     "type", "enum", "const", "properties", "required", "additionalProperties", "items", "prefixItems", "minItems",
     "maxItems", "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum",
-    "exclusiveMaximum", "multipleOf", "anyOf", "oneOf", "allOf", "$ref", "minProperties", "maxProperties", "not", "title",
+    "exclusiveMaximum", "multipleOf", "anyOf", "oneOf", "allOf", "$ref", "minProperties", "maxProperties", "not",
 )  # fmt: skip
 
 

@@ -406,7 +406,7 @@ def test_alone_in_a_list_it_is_an_item_too(demo):
         ({"max_tokens": 0}, InvalidParameter, "max_tokens"),
         ({"logprobs": 21}, InvalidParameter, "top_logprobs"),
         ({"logit_bias": {"x": 1.0}}, InvalidParameter, "logit_bias"),
-        ({"n": 2}, UnsupportedParameter, "n"),
+        ({"n": 17}, InvalidParameter, "n"),
     ],
 )
 def test_wrong_sampling_is_refused_where_it_is_written(options, error, param):
