@@ -60,7 +60,7 @@ def _is_count(value: object) -> bool:
 def _is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
-    return abs(value) < 10**bounds.MAX_INTEGER_DIGITS  # which NaN is not either
+    return bool(abs(value) < 10**bounds.MAX_INTEGER_DIGITS)  # which NaN is not either
 
 
 def _is_schema(value: object) -> bool:
