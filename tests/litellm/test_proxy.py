@@ -190,8 +190,8 @@ def test_the_models_and_their_health_are_listed(client, proxy):
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}, "tools[0].function.parameters"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"extra_body": {"top_k": -4}}, "top_k"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         ({"extra_body": {"engine_options": {"allowed_local_media_path": "/"}}}, "engine_options"),
