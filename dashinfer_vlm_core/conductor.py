@@ -176,7 +176,9 @@ class Conductor:
 
     async def _items(self, request: ChatRequest) -> list[Item]:
         """The pictures and videos: those that come along are loaded, the others are recalled by their names."""
-        parts, salt, sources = request.media(), request.cache_salt or "", dict[str, bytes]()
+        parts = await asyncio.to_thread(request.media)  # which may cut megabytes of frames apart
+        salt, sources = request.cache_salt or "", dict[str, bytes]()
+        self.media.check(parts)
         recalled = self.ids.recall(parts, salt=salt)
         cut = self._cutter(sources, seen=[item.tokens for item in recalled.values()])
         loaded = iter(await self.media.load([part for part in parts if part.given], then=cut))
