@@ -20,6 +20,7 @@
         ├── ConfigError              an option of EngineConfig, the command line or the environment
         ├── CheckpointError          a model folder that cannot be read
         ├── MissingDependency        an extra that is not installed
+        ├── AccessDenied             the server that was asked wants another key
         └── PluginError              a plugin that cannot be loaded or used
 
 Errors state *kinds*; HTTP numbers, LiteLLM classes and exit codes belong to the adapters. Each message says what was
@@ -70,13 +71,15 @@ class ContextLengthExceeded(RequestError):
     """Prompt plus answer do not fit the model.
 
     Attributes:
-        prompt_tokens: tokens of the prompt, visual tokens included.
-        limit: tokens that prompt and answer may have together.
+        prompt_tokens: tokens of the prompt, visual tokens included; None where a server that was asked did not tell.
+        limit: tokens that prompt and answer may have together; None as above.
     """
 
     code = "context_length_exceeded"
 
-    def __init__(self, message: str, *, prompt_tokens: int, limit: int, param: str = "messages") -> None:
+    def __init__(
+        self, message: str, *, prompt_tokens: int | None = None, limit: int | None = None, param: str = "messages"
+    ) -> None:
         super().__init__(message, param=param)
         self.prompt_tokens = prompt_tokens
         self.limit = limit
@@ -168,6 +171,12 @@ class CheckpointError(SetupError):
 
 class MissingDependency(SetupError):
     """An extra that is not installed; the message holds the command that installs it."""
+
+
+class AccessDenied(SetupError):
+    """The server that was asked in place of an engine wants another key."""
+
+    code = "access_denied"
 
 
 class PluginError(SetupError):

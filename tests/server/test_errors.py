@@ -36,6 +36,7 @@ STATUSES = {
     errors.ConfigError: 500,
     errors.CheckpointError: 500,
     errors.MissingDependency: 501,
+    errors.AccessDenied: 500,
     errors.PluginError: 500,
 }
 

@@ -1,0 +1,46 @@
+"""OpenAI's answers -> LiteLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any, cast
+
+from litellm.types.utils import Choices, GenericStreamingChunk, ModelResponse, ModelResponseStream, Usage
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+
+def whole(response: ModelResponse, completion: ChatCompletion) -> ModelResponse:
+    """Fill LiteLLM's response with an answer."""
+    response.id, response.created, response.model = completion.id, completion.created, completion.model
+    response.choices = [Choices(**choice.model_dump(exclude_unset=True)) for choice in completion.choices]
+    if completion.usage is not None:
+        response.usage = Usage(**completion.usage.model_dump(exclude_none=True))  # type: ignore[attr-defined]  # set so throughout LiteLLM
+    return response
+
+
+async def streamed(
+    chunks: AsyncIterator[ChatCompletionChunk],
+) -> AsyncIterator[ModelResponseStream | GenericStreamingChunk]:
+    """LiteLLM's chunks.
+
+    LiteLLM makes the chunk with the finish reason and the one with the usage by itself, and drops the usage of a stream
+    that ends as OpenAI's does. It keeps both if they come together at the end, in its own older kind of chunk.
+    """
+    usage: dict[str, Any] | None = None
+    reason = "stop"
+    async for chunk in chunks:
+        data = chunk.model_dump(exclude_unset=True)
+        usage = data.pop("usage", None) or usage
+        for choice in data["choices"]:
+            reason = choice.get("finish_reason") or reason
+            choice["finish_reason"] = None
+        if any(_says_something(choice["delta"]) for choice in data["choices"]):
+            yield ModelResponseStream(**data)
+    last = {"text": "", "is_finished": True, "finish_reason": reason, "usage": usage, "index": 0, "tool_use": None}
+    yield cast("GenericStreamingChunk", last)
+
+
+def _says_something(delta: dict[str, Any]) -> bool:
+    return any(value is not None for value in delta.values())

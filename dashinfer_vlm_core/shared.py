@@ -1,0 +1,130 @@
+"""Engines that adapters share: one per configuration and process, started on first use."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from .engine import Engine
+from .remote import RemoteEngine
+
+if TYPE_CHECKING:
+    from .config import EngineConfig
+    from .plugins import Registry
+
+T = TypeVar("T")
+
+
+class PerProcess(Generic[T]):
+    """A value that is made on first use, and again in a process that was forked: threads do not survive that."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._made: tuple[int, T] | None = None
+        self._lock = threading.Lock()
+
+    def get(self) -> T:
+        with self._lock:
+            if self._made is None or self._made[0] != os.getpid():
+                self._made = os.getpid(), self._make()
+            return self._made[1]
+
+
+class SharedEngines:
+    """One engine per equal configuration, for any thread and any event loop.
+
+    Args:
+        registry: plugins that the engines use; those of the installed distributions if None.
+    """
+
+    def __init__(self, registry: Registry | None = None) -> None:
+        self._registry = registry
+        self._lock = threading.Lock()
+        self._local: PerProcess[dict[EngineConfig, Future[Engine]]] = PerProcess(dict)
+        self._remote: PerProcess[dict[tuple[str, str | None], RemoteEngine]] = PerProcess(dict)
+
+    def get(self, config: EngineConfig) -> Engine:
+        """The engine of `config`, ready; whoever comes first loads it, the others wait for that.
+
+        An engine that was closed, or failed for good, is started anew. A start that failed is not kept: the next caller
+        tries again.
+
+        Raises:
+            SetupError: it cannot be started.
+        """
+        future, mine = self._claim(config)
+        if mine:
+            self._start(config, future)
+        return future.result()
+
+    async def aget(self, config: EngineConfig) -> Engine:
+        """As `get`, without blocking the caller's event loop. Cancelling a caller ends no load."""
+        future = self._local.get().get(config)
+        if future is not None and future.done() and _usable(future):
+            return future.result()
+        return await asyncio.to_thread(self.get, config)
+
+    def remote(self, api_base: str, *, api_key: str | None = None) -> RemoteEngine:
+        """The engine behind an address, for one key. Raises as `RemoteEngine`."""
+        with self._lock:
+            engines = self._remote.get()
+            if (api_base, api_key) not in engines:
+                engines[api_base, api_key] = RemoteEngine(api_base, api_key=api_key)
+            return engines[api_base, api_key]
+
+    def close(self) -> None:
+        """End every engine; running requests end with EngineClosed. The next use starts them anew."""
+        with self._lock:
+            local, remote = self._local.get(), self._remote.get()
+            futures, engines = list(local.values()), list(remote.values())
+            local.clear()
+            remote.clear()
+        for future in futures:
+            if future.exception() is None:  # waits for one that loads
+                future.result().close()
+        for engine in engines:
+            engine.close()
+
+    def _claim(self, config: EngineConfig) -> tuple[Future[Engine], bool]:
+        """The place of an engine, and whether the caller has to start what belongs there."""
+        with self._lock:
+            futures = self._local.get()
+            found = futures.get(config)
+            if found is not None and _usable(found):
+                return found, False
+            futures[config] = Future()
+        if found is not None:
+            found.result().close()  # frees the memory that its successor needs
+        return futures[config], True
+
+    def _start(self, config: EngineConfig, future: Future[Engine]) -> None:
+        try:
+            future.set_result(Engine(config, registry=self._registry).start())
+        except BaseException as error:
+            with self._lock:
+                if self._local.get().get(config) is future:
+                    del self._local.get()[config]
+            future.set_exception(error)
+            raise
+
+
+def _usable(future: Future[Engine]) -> bool:
+    """Whether an engine is ready or on its way."""
+    return not future.done() or future.result().status().state == "ready"
+
+
+SHARED = SharedEngines()
+"""The engines of this process; closed when it ends."""
+
+
+def close_shared() -> None:
+    """End the engines of this process, to free their memory; the next use starts them anew."""
+    SHARED.close()
+
+
+# Not by atexit: its turn comes when concurrent.futures takes no work any more, without which no engine can be closed.
+threading._register_atexit(close_shared)  # type: ignore[attr-defined]  # noqa: SLF001 - concurrent.futures uses it too

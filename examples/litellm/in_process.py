@@ -1,0 +1,28 @@
+"""Ask about a picture through LiteLLM, without any server: python in_process.py PICTURE [QUESTION]"""
+
+from __future__ import annotations
+
+import base64
+import mimetypes
+import sys
+from pathlib import Path
+
+import litellm
+
+import dashinfer_vlm_litellm
+
+picture = Path(sys.argv[1])
+question = sys.argv[2] if len(sys.argv) > 2 else "Describe the picture."
+url = f"data:{mimetypes.guess_type(picture.name)[0]};base64,{base64.b64encode(picture.read_bytes()).decode()}"
+content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]
+
+dashinfer_vlm_litellm.register()
+chunks = litellm.completion(
+    "dashinfer_vlm/demo",  # or a checkpoint folder, or a hub id
+    messages=[{"role": "user", "content": content}],
+    temperature=0,
+    stream=True,
+)
+for chunk in chunks:
+    print(chunk.choices[0].delta.content or "", end="", flush=True)
+print()

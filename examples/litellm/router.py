@@ -1,0 +1,36 @@
+"""Two engines behind LiteLLM's Router: what does not fit the small one goes to the large one."""
+
+from __future__ import annotations
+
+import asyncio
+
+import litellm
+
+import dashinfer_vlm_litellm
+
+dashinfer_vlm_litellm.register()  # before the Router is made: it looks at its models at once
+router = litellm.Router(
+    model_list=[
+        {
+            "model_name": "small",
+            "litellm_params": {"model": "dashinfer_vlm/demo", "timeout": 60, "engine_options": {"max_model_len": 64}},
+        },
+        {
+            "model_name": "large",
+            "litellm_params": {"model": "dashinfer_vlm/demo", "timeout": 60, "engine_options": {"max_batch_size": 4}},
+        },
+    ],
+    num_retries=1,
+    fallbacks=[{"small": ["large"]}],
+    context_window_fallbacks=[{"small": ["large"]}],
+)
+
+
+async def main() -> None:
+    question = {"role": "user", "content": "Which shapes do you know?"}
+    for messages in ([question], [{"role": "system", "content": "Answer briefly. " * 20}, question]):
+        answer = await router.acompletion("small", messages=messages, temperature=0)
+        print(f"{answer.usage.prompt_tokens} tokens: {answer.choices[0].message.content}")
+
+
+asyncio.run(main())

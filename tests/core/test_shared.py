@@ -1,0 +1,129 @@
+"""One engine per configuration and process, whoever comes first and however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from dashinfer_vlm_core import EngineConfig
+from dashinfer_vlm_core.errors import CheckpointError, EngineClosed
+from dashinfer_vlm_core.shared import PerProcess, SharedEngines
+from dashinfer_vlm_core.testing import Script, scripted_registry
+
+HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
+
+
+@pytest.fixture
+def engines():
+    engines = SharedEngines(scripted_registry(Script("Yes.")))
+    yield engines
+    engines.close()
+
+
+@pytest.fixture
+def config(tiny_checkpoint):
+    return EngineConfig(model=str(tiny_checkpoint), decoder="scripted")
+
+
+def test_equal_configurations_share_an_engine(engines, config, tiny_checkpoint):
+    same = EngineConfig(model=str(tiny_checkpoint), decoder="scripted")
+    other = EngineConfig(model=str(tiny_checkpoint), decoder="scripted", max_batch_size=2)
+    assert engines.get(config) is engines.get(same)
+    assert engines.get(config) is not engines.get(other)
+    assert engines.get(config).chat(HELLO).choices[0].message.content == "Yes."
+
+
+def engine_threads():
+    return sum(thread.name == "dashinfer-vlm-engine" for thread in threading.enumerate())
+
+
+def test_threads_and_tasks_that_come_at_once_get_the_same_one(engines, config):
+    before = engine_threads()
+
+    async def crowd():
+        return await asyncio.gather(*(engines.aget(config) for _ in range(8)))
+
+    with ThreadPoolExecutor(8) as pool:
+        plain = [pool.submit(engines.get, config) for _ in range(4)]
+        tasks = [pool.submit(asyncio.run, crowd()) for _ in range(4)]
+        found = {id(future.result()) for future in plain} | {id(e) for future in tasks for e in future.result()}
+    assert len(found) == 1
+    assert engine_threads() - before == 1
+
+
+def test_a_failed_start_is_told_to_all_who_wait_and_not_kept(engines, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = EngineConfig(model=str(folder), decoder="scripted")
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(engines.get, config) for _ in range(4)]
+    assert all(isinstance(future.exception(), CheckpointError) for future in futures)
+    from tests.tiny import write_checkpoint
+
+    write_checkpoint(folder)
+    assert engines.get(config).status().state == "ready"
+
+
+def test_a_closed_engine_is_started_anew(engines, config):
+    first = engines.get(config)
+    first.close()
+    assert engines.get(config) is not first
+    assert asyncio.run(engines.aget(config)).chat(HELLO)
+
+
+def test_closing_ends_all_and_the_next_use_starts_anew(engines, config):
+    first = engines.get(config)
+    remote = engines.remote("http://127.0.0.1:9/v1")
+    assert engines.remote("http://127.0.0.1:9/v1") is remote
+    assert engines.remote("http://127.0.0.1:9/v1", api_key="another") is not remote
+    engines.close()
+    assert first.status().state == "closed"
+    with pytest.raises(EngineClosed):
+        remote.chat(HELLO)
+    assert engines.get(config).chat(HELLO)
+
+
+def test_a_cancelled_caller_leaves_the_load_to_the_others(engines, config):
+    async def main():
+        first = asyncio.create_task(engines.aget(config))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(engines.aget(config))
+        await asyncio.sleep(0)
+        first.cancel()
+        return await second
+
+    assert asyncio.run(main()).status().state == "ready"
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python 3.12 warns of every fork with threads")
+def test_a_forked_process_makes_its_own():
+    value = PerProcess(object)
+    mine = value.get()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, b"same" if value.get() is mine else b"other")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reading, 10) == b"other"
+    assert value.get() is mine
+    os.close(reading)
+    os.close(writing)
+
+
+@pytest.mark.slow
+def test_a_process_that_closes_nothing_ends_in_order():
+    program = (
+        "from dashinfer_vlm_core import EngineConfig\n"
+        "from dashinfer_vlm_core.shared import SHARED\n"
+        f"SHARED.get(EngineConfig()).chat({HELLO | {'max_tokens': 2}!r})\n"
+        "SHARED.remote('http://127.0.0.1:9/v1')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=110, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")

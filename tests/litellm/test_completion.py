@@ -1,0 +1,280 @@
+"""LiteLLM's own functions, in process: what is asked reaches the engine, and the answer comes back whole."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import litellm
+import pytest
+from litellm.exceptions import MidStreamFallbackError
+
+import dashinfer_vlm_litellm
+from dashinfer_vlm_core import EngineConfig
+from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
+from dashinfer_vlm_core.shared import SHARED
+from tests.litellm.conftest import HELLO, ask, counts, stream, text_of
+from tests.samples import data_url, movie, picture_url
+
+TRUTH = "I know circles, squares, triangles, stars and crosses."
+ASK = {"messages": [{"role": "user", "content": "Which shapes do you know?"}], "temperature": 0}
+
+
+def last_request(scripted):
+    return scripted.script.requests[-1]
+
+
+def user(*parts):
+    return [{"role": "user", "content": list(parts)}]
+
+
+def image(**options):
+    return {"type": "image_url", "image_url": {"url": picture_url(300, 400), **options}}
+
+
+def video(**options):
+    return {"type": "video_url", "video_url": {"url": data_url(movie(), "video/mp4"), **options}}
+
+
+def text(words):
+    return {"type": "text", "text": words}
+
+
+def test_the_four_ways_give_the_engines_answer(demo):
+    expected = SHARED.get(EngineConfig()).chat(ASK)
+    whole = [litellm.completion(demo, **ASK), asyncio.run(ask(demo, **ASK))]
+    streams = [list(litellm.completion(demo, stream=True, **ASK)), asyncio.run(stream(demo, **ASK))]
+    assert expected.choices[0].message.content.startswith(TRUTH)
+    for answer in whole:
+        assert answer.choices[0].message.content == expected.choices[0].message.content
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.model == "demo"
+        assert answer.id.startswith("chatcmpl-")
+        assert counts(answer.usage) == counts(expected.usage)
+    for chunks in streams:
+        assert text_of(chunks) == expected.choices[0].message.content
+        assert chunks[-1].choices[0].finish_reason == "stop"
+        assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_stream_shows_the_engines_usage_to_whom_asks_for_it(demo):
+    messages = user(image(), text("Describe the picture."))
+    expected = litellm.completion(demo, messages=messages, temperature=0)
+    options = {"messages": messages, "temperature": 0, "stream": True}
+    silent = list(litellm.completion(demo, **options))
+    told = list(litellm.completion(demo, stream_options={"include_usage": True}, **options))
+    assert expected.usage.prompt_tokens_details.image_tokens > 20
+    assert not any(getattr(chunk, "usage", None) for chunk in silent)
+    assert [counts(chunk.usage) for chunk in told if getattr(chunk, "usage", None)] == [counts(expected.usage)]
+    assert counts(litellm.stream_chunk_builder(told).usage) == counts(expected.usage)
+
+
+def test_log_probabilities_come_with_both_kinds_of_answer(demo):
+    options = ASK | {"logprobs": True, "top_logprobs": 2, "max_tokens": 4}
+    whole = litellm.completion(demo, **options).choices[0]
+    chunks = list(litellm.completion(demo, stream=True, **options))
+    streamed = [entry for chunk in chunks if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
+    assert whole.finish_reason == chunks[-1].choices[0].finish_reason == "length"
+    assert [(entry.token, len(entry.top_logprobs)) for entry in whole.logprobs.content] == [
+        (entry.token, len(entry.top_logprobs)) for entry in streamed
+    ]
+    assert len(streamed) == 4
+
+
+@pytest.mark.parametrize("place", ["flat", "extra_body"])
+def test_what_openai_has_no_name_for_reaches_the_decoder(scripted, place):
+    provider = scripted("Yes.")
+    extras = {"top_k": 7, "repetition_penalty": 1.5, "min_tokens": 2, "ignore_eos": True, "stop_token_ids": [3]}
+    options = {"extra_body": extras} if place == "extra_body" else extras
+    litellm.completion(provider.model, messages=HELLO, **options)
+    sampling = last_request(provider).sampling
+    assert (sampling.top_k, sampling.repetition_penalty, sampling.min_tokens) == (7, 1.5, 2)
+    assert sampling.ignore_eos
+    assert sampling.stop_token_ids == (3,)
+
+
+@pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
+def test_openais_own_parameters_reach_the_decoder(scripted, limit):
+    provider = scripted("Yes.")
+    options = {"temperature": 0.5, "top_p": 0.9, "seed": 4, "frequency_penalty": 0.1, "presence_penalty": 0.2, limit: 9}
+    litellm.completion(provider.model, messages=HELLO, logit_bias={"5": -1}, **options)
+    sampling = last_request(provider).sampling
+    assert (sampling.temperature, sampling.top_p, sampling.seed, sampling.max_tokens) == (0.5, 0.9, 4, 9)
+    assert (sampling.frequency_penalty, sampling.presence_penalty) == (0.1, 0.2)
+    assert dict(sampling.logit_bias) == {5: -1}
+
+
+def test_a_stop_string_ends_the_answer(scripted):
+    provider = scripted("One, two, three.")
+    assert litellm.completion(provider.model, messages=HELLO, stop=[" three"]).choices[0].message.content == "One, two,"
+    chunks = litellm.completion(provider.model, messages=HELLO, stop=" two", stream=True)
+    assert text_of(chunks) == "One,"
+
+
+def test_options_of_parts_and_of_all_media_bound_their_tokens(scripted):
+    """Sizes are counted in visual tokens of 28 x 28 pixels."""
+    provider = scripted("Yes.")
+
+    def tokens(*parts, **options):
+        usage = litellm.completion(provider.model, messages=user(*parts, text("?")), **options).usage
+        return usage.prompt_tokens_details.image_tokens, usage.prompt_tokens_details.video_tokens
+
+    whole, _ = tokens(image())
+    assert tokens(image(), image()) == (2 * whole, 0)
+    assert tokens(image(max_pixels=28 * 28 * 20))[0] <= 20 < whole
+    assert tokens(image(), mm_processor_kwargs={"max_pixels": 28 * 28 * 20})[0] <= 20
+    assert tokens(video(num_frames=2))[1] * 2 == tokens(video(num_frames=4))[1]
+    assert tokens(video(), media_io_kwargs={"video": {"num_frames": 2}}) == tokens(video(num_frames=2))
+
+
+def test_a_picture_can_be_named_and_sent_by_its_name(scripted):
+    provider = scripted("Yes.")
+    named = image() | {"uuid": "a picture"}
+    first = litellm.completion(provider.model, messages=user(named, text("?"))).usage
+    again = {"type": "image_url", "image_url": None, "uuid": "a picture"}
+    assert counts(litellm.completion(provider.model, messages=user(again, text("?"))).usage) == counts(first)
+
+
+def test_an_answer_can_be_sent_back_in_the_next_turn(scripted):
+    provider = scripted("One.", "Two.")
+    first = litellm.completion(provider.model, messages=HELLO).choices[0].message
+    second = litellm.completion(provider.model, messages=[*HELLO, first, *HELLO])
+    assert second.choices[0].message.content == "Two."
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"n": 2}, "n"),
+        ({"extra_body": {"best_of": 3}}, "best_of"),
+        ({"extra_headers": {"x-trace": "1"}}, "extra_headers"),
+        ({"top_k": -2}, "top_k"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]}, None),
+        ({"messages": [{"role": "user", "content": [image(min_pixels=0)]}]}, None),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(scripted, options, param, streamed):
+    provider = scripted("Yes.")
+    with pytest.raises(litellm.BadRequestError) as caught:
+        list(litellm.completion(provider.model, **{"messages": HELLO, "stream": streamed, **options}))
+    assert caught.value.status_code == 400
+    assert caught.value.param == param or (caught.value.param or "").startswith("messages[0].content[0]")
+    assert not provider.script.requests
+
+
+def test_litellm_drops_what_it_says_can_be_dropped(scripted):
+    provider = scripted("Yes.")
+    with pytest.raises(litellm.UnsupportedParamsError):
+        litellm.completion(provider.model, messages=HELLO, reasoning_effort="low")
+    answer = litellm.completion(provider.model, messages=HELLO, reasoning_effort="low", drop_params=True)
+    assert answer.choices[0].message.content == "Yes."
+
+
+def test_a_prompt_that_does_not_fit_is_a_context_window_error(scripted):
+    provider = scripted("Yes.")
+    options = {"messages": HELLO, "engine_options": {"max_model_len": 16}}
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(provider.model, **options)
+    with pytest.raises(litellm.ContextWindowExceededError):
+        list(litellm.completion(provider.model, stream=True, **options))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_errors_of_the_engine_are_litellms(scripted, streamed):
+    """Before the first chunk LiteLLM wraps what a Router may try elsewhere, and keeps the cause."""
+    provider = scripted(QueueFull("Busy.", retry_after=3), DecoderFailed("Dead."), "Yes.")
+    for expected in (litellm.RateLimitError, litellm.ServiceUnavailableError):
+        with pytest.raises((expected, MidStreamFallbackError)) as caught:
+            list(litellm.completion(provider.model, messages=HELLO, stream=streamed))
+        assert isinstance(getattr(caught.value, "original_exception", caught.value), expected)
+    assert litellm.completion(provider.model, messages=HELLO).choices[0].message.content == "Yes."
+
+
+def test_engines_are_loaded_once_per_configuration_whoever_comes_first(scripted):
+    provider = scripted("Yes.")
+
+    async def crowd(**options):
+        return await asyncio.gather(*(ask(provider.model, messages=HELLO, **options) for _ in range(10)))
+
+    before = engine_threads()
+    threads = [threading.Thread(target=lambda: asyncio.run(crowd())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    asyncio.run(crowd(engine_options={"max_batch_size": 2}))
+    assert len(provider.script.requests) == 50
+    assert engine_threads() - before == 2
+
+
+def engine_threads():
+    return sum(thread.name == "dashinfer-vlm-engine" for thread in threading.enumerate())
+
+
+def test_fifty_at_once_each_get_their_own_answer(scripted):
+    provider = scripted(lambda request: f"{len(request.token_ids)} tokens", delay=0.001)
+
+    async def crowd():
+        sizes = range(50)
+        asked = [[{"role": "user", "content": "a " * size}] for size in sizes]
+        half = [stream(provider.model, messages=messages) for messages in asked[::2]]
+        rest = [ask(provider.model, messages=messages) for messages in asked[1::2]]
+        return await asyncio.gather(*half), await asyncio.gather(*rest)
+
+    streams, answers = asyncio.run(crowd())
+    for answer in answers:
+        assert answer.choices[0].message.content == f"{answer.usage.prompt_tokens} tokens"
+    assert len({text_of(chunks) for chunks in streams} | {a.choices[0].message.content for a in answers}) == 50
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"max_batch": 3}, "max_batch"),
+        ({"max_model_len": 1}, "max_model_len"),
+        ({"decoder": "no such"}, "no such"),
+        ([1], "engine_options"),
+    ],
+)
+def test_wrong_engine_options_are_named(scripted, options, named):
+    with pytest.raises((litellm.InternalServerError, litellm.BadRequestError), match=named):
+        litellm.completion(scripted("Yes.").model, messages=HELLO, engine_options=options)
+
+
+def test_an_engine_can_go_by_another_name_than_its_folder(scripted, tiny_checkpoint):
+    provider = scripted("Yes.")
+    name = provider.model.partition("/")[0]
+    answer = litellm.completion(f"{name}/eyes", messages=HELLO, engine_options={"model": str(tiny_checkpoint)})
+    assert answer.choices[0].message.content == "Yes."
+
+
+def test_a_model_that_is_nowhere_is_named_to_the_program_that_asks(scripted):
+    name = scripted("Yes.").model.partition("/")[0]
+    with pytest.raises(litellm.InternalServerError, match="no-such-folder"):
+        litellm.completion(f"{name}/./no-such-folder", messages=HELLO)
+
+
+def test_litellm_knows_a_model_once_it_is_loaded(scripted):
+    provider = scripted("Yes.")
+    litellm.completion(provider.model, messages=HELLO, engine_options={"max_model_len": 512})
+    info = litellm.get_model_info(provider.model)
+    assert info["max_input_tokens"] == 512
+    assert litellm.supports_vision(provider.model)
+    assert litellm.completion_cost(litellm.completion(provider.model, messages=HELLO), model=provider.model) == 0
+
+
+def test_the_demo_is_known_before_it_is_loaded():
+    dashinfer_vlm_litellm.register()
+    info = litellm.get_model_info("dashinfer_vlm/demo")
+    assert info["max_input_tokens"] == SHARED.get(EngineConfig()).status().max_model_len
+    assert litellm.supports_vision("dashinfer_vlm/demo")
+
+
+def test_registering_twice_is_registering_once():
+    dashinfer_vlm_litellm.register()
+    before = list(litellm.custom_provider_map)
+    assert dashinfer_vlm_litellm.register() is dashinfer_vlm_litellm.handler
+    assert litellm.custom_provider_map == before

@@ -1,0 +1,108 @@
+"""LiteLLM leaves deadlines to the provider; whoever gives up frees what its request held."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import litellm
+import pytest
+from litellm.exceptions import MidStreamFallbackError
+
+from tests.litellm.conftest import HELLO
+from tests.server.conftest import eventually
+
+LONG = "A long answer that goes on and on and on. " * 20
+
+
+def idle(provider):
+    return lambda: provider.script.running == 0
+
+
+def cause(error):
+    return getattr(error, "original_exception", None) or error
+
+
+@pytest.fixture
+def slow(scripted):
+    """A provider that is loaded, and whose answers take minutes."""
+    provider = scripted("Ready.", LONG)
+    litellm.completion(provider.model, messages=HELLO)
+    provider.script.delay = 0.2
+    return provider
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_answer_that_takes_too_long_is_a_timeout(slow, streamed):
+    with pytest.raises((litellm.Timeout, MidStreamFallbackError)) as caught:
+        list(litellm.completion(slow.model, messages=HELLO, timeout=0.5, stream=streamed))
+    assert isinstance(cause(caught.value), litellm.Timeout)
+    assert cause(caught.value).status_code == 504
+    eventually(idle(slow))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_answer_that_takes_too_long_is_a_timeout_on_an_event_loop_too(slow, streamed):
+    async def ask():
+        answer = await litellm.acompletion(slow.model, messages=HELLO, timeout=0.5, stream=streamed)
+        async for _ in answer:
+            pass
+
+    with pytest.raises((litellm.Timeout, MidStreamFallbackError)) as caught:
+        asyncio.run(ask())
+    assert isinstance(cause(caught.value), litellm.Timeout)
+    eventually(idle(slow))
+
+
+def test_a_stream_may_have_a_deadline_for_its_first_token_alone(slow):
+    stream = litellm.completion(slow.model, messages=HELLO, first_token_timeout=60, timeout=100, stream=True)
+    assert next(iter(stream)).choices
+    stream.completion_stream.close()
+    slow.script.delay = 30
+    with pytest.raises(MidStreamFallbackError) as caught:
+        list(litellm.completion(slow.model, messages=HELLO, first_token_timeout=0.3, stream=True))
+    assert isinstance(cause(caught.value), litellm.Timeout)
+    eventually(idle(slow))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),  # LiteLLM itself takes a `timeout` of 0 for its default, and refuses words
+    [("timeout", -1), ("first_token_timeout", 0), ("first_token_timeout", -1), ("first_token_timeout", "soon")],
+)
+def test_a_deadline_that_is_none_is_refused(scripted, name, value):
+    with pytest.raises(litellm.BadRequestError) as caught:
+        list(litellm.completion(scripted("Yes.").model, messages=HELLO, stream=True, **{name: value}))
+    assert caught.value.param == name
+
+
+def test_cancelling_a_task_frees_its_request(slow):
+    async def leave():
+        task = asyncio.create_task(litellm.acompletion(slow.model, messages=HELLO))
+        await asyncio.to_thread(eventually, lambda: slow.script.running == 1)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(leave())
+    eventually(idle(slow))
+
+
+def test_closing_a_stream_frees_its_request(slow):
+    async def leave():
+        stream = await litellm.acompletion(slow.model, messages=HELLO, stream=True)
+        async for _ in stream:
+            break
+        assert slow.script.running == 1
+        await stream.aclose()
+
+    asyncio.run(leave())
+    eventually(idle(slow))
+
+
+def test_closing_a_sync_stream_frees_its_request(slow):
+    """LiteLLM's wrapper has no `close` of its own."""
+    stream = litellm.completion(slow.model, messages=HELLO, stream=True)
+    next(iter(stream))
+    assert slow.script.running == 1
+    stream.completion_stream.close()
+    eventually(idle(slow))

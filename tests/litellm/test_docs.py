@@ -1,0 +1,48 @@
+"""The programs of docs/litellm.md and of examples/litellm are run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dashinfer_vlm_core import EngineConfig
+from dashinfer_vlm_core.shared import SHARED
+from tests.server.conftest import serving
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+SERVER = "http://127.0.0.1:8000"
+PROGRAMS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/litellm.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+def run(*arguments):
+    variables = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    command = [sys.executable, *arguments]
+    ended = subprocess.run(
+        command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=["in process", "with options", "with a server"])
+def test_the_programs_of_the_page_run(program):
+    with serving(SHARED.get(EngineConfig())) as server:
+        output = run("-c", program.replace(SERVER, server.url))
+    assert "circles, squares, triangles, stars and crosses" in output or SERVER not in program
+
+
+def test_the_picture_is_described():
+    assert run("examples/litellm/in_process.py", "examples/pictures/circle.png") == "A red circle.\n"
+
+
+def test_what_does_not_fit_the_small_engine_goes_to_the_large_one():
+    short, long = run("examples/litellm/router.py").splitlines()
+    assert int(short.split()[0]) < 64 < int(long.split()[0])
+    assert "circles" in short

@@ -1,0 +1,257 @@
+"""LiteLLM's real proxy on loopback, asked by the `openai` client: one deployment in its process, others over HTTP."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import litellm
+import openai
+import pytest
+
+from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.shared import SHARED
+from dashinfer_vlm_core.testing import Script, scripted_registry
+from tests.litellm.conftest import HELLO, counts, text_of
+from tests.server.conftest import eventually, serving
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+PICTURES = Path(__file__).parents[2] / "examples/pictures"
+KEY = "sk-0123456789abcdef0123456789abcdef"
+TRUTH = "I know circles, squares, triangles, stars and crosses"
+LONG = "A long answer that goes on and on and on. " * 20
+START_SECONDS = 200
+
+DYING = """
+import sys
+import uvicorn
+from dashinfer_vlm_core.testing import scripted_engine
+from dashinfer_vlm_server import create_app
+with scripted_engine("One, two, three, four. " * 50, delay=0.1, model=sys.argv[1], served_model_name="tiny") as engine:
+    uvicorn.run(create_app(engine), port=int(sys.argv[2]), log_level="error")
+"""
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def answers(url):
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(url, trust_env=False).status_code < 500
+    return False
+
+
+@contextlib.contextmanager
+def running(command, url, log, **variables):
+    """A process, once it answers at `url`."""
+    environment = {**os.environ, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", **variables}
+    with log.open("w") as output, subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process:
+        try:
+            eventually(lambda: process.poll() is not None or answers(url), within=START_SECONDS)
+            assert process.poll() is None, log.read_text()[-3000:]
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("proxy")
+
+
+@pytest.fixture(scope="module")
+def remote(tiny_checkpoint):
+    """A server of this process, whose decoder plays a script."""
+    script = Script(LONG)
+    config = EngineConfig(model=str(tiny_checkpoint), served_model_name="tiny", decoder="scripted")
+    with Engine(config, registry=scripted_registry(script)) as engine, serving(engine) as server:
+        yield server, script
+
+
+@pytest.fixture(scope="module")
+def dying(folder, tiny_checkpoint):
+    """A server of its own process, to be killed; its address."""
+    port = free_port()
+    command = [sys.executable, "-c", DYING, str(tiny_checkpoint), str(port)]
+    with running(command, f"http://127.0.0.1:{port}/health", folder / "dying.log") as process:
+        yield process, f"http://127.0.0.1:{port}/v1"
+
+
+@pytest.fixture(scope="module")
+def proxy(folder, remote, dying):
+    """The proxy's address."""
+    server, _ = remote
+
+    def deployment(name, model="demo", **params):
+        info = {"id": name, "mode": "chat", "health_check_max_tokens": 1}
+        return {"model_name": name, "litellm_params": {"model": f"dashinfer_vlm/{model}", **params}, "model_info": info}
+
+    config = {
+        "model_list": [
+            deployment("demo", timeout=120),
+            deployment("narrow", engine_options={"max_batch_size": 1, "max_waiting": 0}),
+            deployment("remote", "tiny", api_base=f"{server.url}/v1"),
+            deployment("dying", "tiny", api_base=dying[1]),
+        ],
+        "router_settings": {"num_retries": 0, "fallbacks": [{"dying": ["demo"]}]},
+        "litellm_settings": {
+            "custom_provider_map": [{"provider": "dashinfer_vlm", "custom_handler": "dashinfer_vlm_litellm.handler"}]
+        },
+        "general_settings": {"master_key": "os.environ/LITELLM_MASTER_KEY", "cancel_on_disconnect": True},
+    }
+    path = folder / "config.yaml"
+    path.write_text(json.dumps(config))  # JSON is YAML
+    port = free_port()
+    command = [sys.executable, "-c", "from litellm import run_server; run_server()", "--config", str(path)]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    variables = {"LITELLM_MASTER_KEY": KEY, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    with running(command, f"http://127.0.0.1:{port}/health/liveliness", folder / "proxy.log", **variables):
+        yield f"http://127.0.0.1:{port}"
+
+
+def connect(url):
+    transport = openai.DefaultHttpxClient(trust_env=False)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=120, http_client=transport)
+
+
+@pytest.fixture(scope="module")
+def client(proxy):
+    with connect(proxy) as client:
+        yield client
+
+
+def media(name):
+    kind, mime = ("video_url", "video/mp4") if name.endswith("mp4") else ("image_url", "image/png")
+    data = base64.b64encode((PICTURES / name).read_bytes()).decode()
+    return {"type": kind, kind: {"url": f"data:{mime};base64,{data}"}}
+
+
+def asking(words, *names):
+    return [{"role": "user", "content": [*map(media, names), {"type": "text", "text": words}]}]
+
+
+CONVERSATIONS = {
+    "text": [{"role": "user", "content": "Which shapes do you know?"}],
+    "picture": asking("Describe the picture.", "circle.png"),
+    "two pictures": asking("What has changed?", "before.png", "after.png"),
+    "video": asking("What happens in the video?", "moving.mp4"),
+    "two turns": [
+        *asking("Describe the picture.", "circle.png"),
+        {"role": "assistant", "content": "A red circle."},
+        {"role": "user", "content": "Which shapes do you know?"},
+    ],
+}
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
+def test_the_same_conversation_gets_the_same_answer_everywhere(client, demo, messages):
+    """In process, through the proxy and through our server; whole and streamed."""
+    options = {"messages": messages, "temperature": 0}
+    streamed = options | {"stream": True, "stream_options": {"include_usage": True}}
+    mine = litellm.completion(demo, **options)
+    with serving(SHARED.get(EngineConfig())) as server, connect(server.url) as direct:
+        answers = [ask.chat.completions.create(model="demo", **options) for ask in (direct, client)]
+        streams = [list(ask.chat.completions.create(model="demo", **streamed)) for ask in (direct, client)]
+    streams.append(list(litellm.completion(demo, **streamed)))
+    text = mine.choices[0].message.content
+    assert [answer.choices[0].message.content for answer in answers] == [text, text]
+    assert [text_of(chunks) for chunks in streams] == [text] * 3
+    usages = [answer.usage for answer in answers] + [chunks[-1].usage for chunks in streams]
+    assert {counts(usage) for usage in usages} == {counts(mine.usage)}
+    assert {answer.choices[0].finish_reason for answer in answers} == {"stop"}
+
+
+def test_the_usage_of_a_stream_is_shown_to_whom_asks_for_it(client):
+    chunks = list(client.chat.completions.create(model="demo", messages=HELLO, stream=True, max_tokens=4))
+    assert chunks[-1].choices[0].finish_reason in {"stop", "length"}
+    assert not any(chunk.usage for chunk in chunks)
+
+
+def test_the_models_and_their_health_are_listed(client, proxy):
+    assert {model.id for model in client.models.list()} == {"demo", "narrow", "remote", "dying"}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    health = httpx.get(f"{proxy}/health?model=demo", headers=headers, timeout=100, trust_env=False).json()
+    assert (health["healthy_count"], health["unhealthy_count"]) == (1, 0)
+
+
+@pytest.mark.parametrize("model", ["demo", "remote"])
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"extra_body": {"top_k": -4}}, "top_k"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"extra_body": {"engine_options": {"allowed_local_media_path": "/"}}}, "engine_options"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_bad_request_is_named_as_openai_names_it(client, model, options, param):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**{"model": model, "messages": HELLO, **options})
+    assert caught.value.param == param
+    assert "Traceback" not in caught.value.message
+
+
+def test_an_overloaded_engine_is_a_rate_limit(client):
+    forever = {"extra_body": {"ignore_eos": True}, "max_tokens": 1500}
+    with client.chat.completions.create(model="narrow", messages=HELLO, stream=True, **forever) as stream:
+        next(stream)
+        with pytest.raises(openai.RateLimitError):
+            client.chat.completions.create(model="narrow", messages=HELLO, max_tokens=1)
+    eventually(lambda: answered(client, "narrow"), within=30)
+
+
+def answered(client, model):
+    with contextlib.suppress(openai.RateLimitError):
+        return client.chat.completions.create(model=model, messages=HELLO, max_tokens=1).choices
+    return False
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_client_that_leaves_frees_its_request(proxy, remote, streamed):
+    _, script = remote
+    script.delay = 0.5
+    body = json.dumps({"model": "remote", "messages": HELLO, "stream": streamed}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: test\r\nAuthorization: Bearer {KEY}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    port = int(proxy.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        connection.sendall(head.encode() + body)
+        eventually(lambda: script.running == 1, within=30)
+        if streamed:
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+    eventually(lambda: script.running == 0, within=30)
+
+
+def test_a_server_that_is_killed_is_replaced_by_another_deployment(client, dying):
+    """LiteLLM does not continue a text that another model began: that stream ends with an error, all else goes on."""
+    process, _ = dying
+    ask = {"model": "dying", "messages": CONVERSATIONS["text"], "temperature": 0}
+    with ThreadPoolExecutor(1) as pool:
+        begun = client.chat.completions.create(stream=True, **ask)
+        assert text_of([next(begun) for _ in range(4)]).startswith("One")
+        waiting = pool.submit(client.chat.completions.create, **ask)
+        time.sleep(1)  # it is on its way to a server that needs a minute for it
+        process.kill()
+        with pytest.raises(openai.APIError, match="cannot be reached"):
+            list(begun)
+        assert waiting.result().choices[0].message.content.startswith(TRUTH)
+    assert text_of(client.chat.completions.create(stream=True, **ask)).startswith(TRUTH)
+    assert client.chat.completions.create(**ask).choices[0].message.content.startswith(TRUTH)
