@@ -56,8 +56,8 @@ QUESTIONS = (
     Question(
         about="Two pictures",
         files=["before.png", "after.png"],
-        text="What changed?",
-        truth="The square changed from blue to red.",
+        text="Which picture has a red square?",
+        truth="The second picture.",
     ),
     Question(
         about="A video",

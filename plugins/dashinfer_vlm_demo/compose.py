@@ -74,9 +74,9 @@ def compose(rng: random.Random, grid: Grid, count: int, *, clear: bool = False, 
     return Scene(width=width, height=height, things=things, backdrop=backdrop, jpeg=_jpeg(rng))
 
 
-def compose_set(rng: random.Random, grid: Grid, pictures: int) -> list[Scene]:
-    """Pictures that have nothing to do with each other, of one or two things each."""
-    return [compose(rng, grid, rng.choices((1, 2), (0.65, 0.35))[0]) for _ in range(pictures)]
+def compose_set(rng: random.Random, grid: Grid, pictures: int, *, pairs: float = 0.35) -> list[Scene]:
+    """Pictures that have nothing to do with each other, of one thing each or, at the share `pairs`, of two."""
+    return [compose(rng, grid, rng.choices((1, 2), (1 - pairs, pairs))[0]) for _ in range(pictures)]
 
 
 def compose_change(rng: random.Random, grid: Grid) -> list[Scene]:

@@ -259,13 +259,12 @@ class Text(nn.Module):
     def __init__(self, sizes: Architecture) -> None:
         super().__init__()
         self.sizes = sizes
-        self.theta = sizes.rope_theta  # early stages of training have another
         self.embed_tokens = nn.Embedding(sizes.vocab_size, sizes.hidden_size)
         self.layers = nn.ModuleList(TextLayer(sizes) for _ in range(sizes.num_hidden_layers))
         self.norm = RmsNorm(sizes.hidden_size, eps=sizes.rms_norm_eps)
 
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor, kept: Tensor) -> Reading:
-        cos, sin = (part.to(x.dtype) for part in text_rotation(positions, self.sizes, self.theta))
+        cos, sin = (part.to(x.dtype) for part in text_rotation(positions, self.sizes))
         bias = torch.zeros(mask.shape, dtype=x.dtype).masked_fill_(~mask, float("-inf"))
         halfway, last = x, len(self.layers) - 1
         attended = []
@@ -349,9 +348,9 @@ def vision_rotation(grid: tuple[int, int], head_dim: int) -> tuple[Tensor, Tenso
     return angles.cos(), angles.sin()
 
 
-def text_rotation(positions: Tensor, sizes: Architecture, theta: float) -> tuple[Tensor, Tensor]:
+def text_rotation(positions: Tensor, sizes: Architecture) -> tuple[Tensor, Tensor]:
     """Cosine and sine, (B, 1, L, head_dim); each section of the frequencies follows its own axis of the positions."""
-    frequencies = theta ** -(torch.arange(0, sizes.head_dim, 2) / sizes.head_dim)
+    frequencies = sizes.rope_theta ** -(torch.arange(0, sizes.head_dim, 2) / sizes.head_dim)
     sections = torch.repeat_interleave(torch.arange(3), torch.tensor(sizes.mrope_section))
     angles = positions[sections].permute(1, 2, 0) * frequencies
     angles = torch.cat((angles, angles), dim=-1)[:, None]

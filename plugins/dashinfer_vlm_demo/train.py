@@ -44,8 +44,6 @@ class Stage:
     mix: making.Mix = field(default_factory=making.Mix)
     pointing: float = 0.0
     """Weight of attending to what is asked about."""
-    rope_theta: float | None = None
-    """Base of the rotary frequencies in this stage, where it is not yet the model's own."""
     sight_only: bool = False
 
     def rate_at(self, step: int) -> float:
@@ -71,37 +69,31 @@ class Plan:
         return sum(stage.steps for stage in self.stages)
 
 
-# Small talk is learnt first and several pictures last.
-FOCUS = making.Mix(pictures=9, sets=6, clips=5, text=0.7, more={questions.absent: 1.5, questions.outside: 0.6})
 # To find a thing by the word for its colour or its shape does not come by itself: long after everything about a single
-# thing is known, every one of several things is still as likely to be taken.
+# thing is known, every one of several things is still as likely to be taken. It is asked for most until it is learnt.
 FIND = making.Mix(
-    pictures=20, sets=1.5, clips=1.5, text=0.3,
-    more={
-        questions.colour: 7, questions.shape: 7, questions.where: 1.2, questions.exists: 1.5, questions.count: 0.3,
-        questions.in_corner: 0.3, questions.side: 0.3, questions.describe: 0.4, questions.outside: 0.3,
-    },
+    pictures=14, sets=2.5, clips=2.5, text=0.5,
+    more={questions.colour: 5, questions.shape: 5, questions.exists: 1.5, questions.count: 0.5},
+)  # fmt: skip
+LEARN = making.Mix(
+    pictures=10, sets=6, clips=4, text=0.6,
+    more={questions.describe: 1.4, questions.count: 1.4, questions.absent: 1.8, questions.outside: 0.6},
 )  # fmt: skip
 # What is left at the end are mistakes about shapes among several things: those are asked for most.
-POLISH = making.Mix(
-    pictures=11, sets=5, clips=4.5, text=0.6,
+SETTLE = making.Mix(
+    pictures=11, sets=5.5, clips=4, text=0.5,
     more={
-        questions.describe: 1.8, questions.count: 1.5, questions.side: 1.3, questions.absent: 1.8,
+        questions.describe: 1.7, questions.count: 1.7, questions.side: 1.3, questions.absent: 1.8,
         questions.exists: 1.2, questions.outside: 0.5,
     },
 )  # fmt: skip
 PLAN = Plan(
     stages=(
-        Stage(name="see", steps=2200, rate=1.5e-3, warmup=100, cooldown=0.3, final=0.4, batches=2, sight_only=True),
-        Stage(name="start", steps=800, rate=1.0e-3, warmup=150, batches=4, rope_theta=10),
-        Stage(name="learn", steps=250, rate=1.5e-3, batches=4, mix=FOCUS, rope_theta=10),
-        Stage(name="turn", steps=250, rate=1.0e-3, cooldown=1.0, final=0.825, batches=4, mix=FOCUS),
-        Stage(name="practise", steps=250, rate=1.0e-3, cooldown=1.0, final=0.889, batches=2, mix=FOCUS),
-        Stage(name="find", steps=250, rate=1.0e-3, batches=2, mix=FIND),
-        Stage(name="point", steps=250, rate=1.0e-3, batches=2, mix=FIND, pointing=0.2),
-        Stage(name="spread", steps=250, rate=1.0e-3, cooldown=1.0, final=0.804, batches=2, mix=FOCUS, pointing=0.1),
-        Stage(name="settle", steps=1100, rate=1.0e-3, cooldown=1.0, batches=2, mix=FOCUS, pointing=0.2),
-        Stage(name="polish", steps=1300, rate=7.0e-4, warmup=50, cooldown=0.9, batches=2, mix=POLISH, pointing=0.2),
+        Stage(name="see", steps=2600, rate=1.5e-3, warmup=100, cooldown=0.3, final=0.4, batches=2, sight_only=True),
+        Stage(name="start", steps=500, rate=1.0e-3, warmup=150, batches=2, pointing=0.3),
+        Stage(name="find", steps=1000, rate=1.0e-3, batches=2, mix=FIND, pointing=0.3),
+        Stage(name="learn", steps=2600, rate=1.0e-3, batches=2, mix=LEARN, pointing=0.2),
+        Stage(name="settle", steps=3400, rate=1.0e-3, cooldown=1.0, batches=2, mix=SETTLE, pointing=0.2),
     )
 )
 
@@ -163,7 +155,6 @@ def _train(rank: int, plan: Plan, conduct: Conduct) -> None:
                 learner.begin(stage.sight_only)
             rate = stage.rate_at(step - first)
             learner.pointing = stage.pointing
-            learner.network.model.theta = stage.rope_theta or plan.sizes.rope_theta
             own = [make_batch(plan, stage, step, number) for number in range(rank, stage.batches, conduct.processes)]
             learner.learn(own, stage.batches, rate, reporter.tally)
             if rank == 0:
