@@ -1,4 +1,8 @@
-"""Deadlines for whoever asks an engine: what is not there in time is cancelled, and frees what it held."""
+"""Deadlines for whoever asks an engine: what is not there in time is cancelled, and frees what it held.
+
+Not by `asyncio.wait_for`: before Python 3.12 it loses a cancellation that comes together with the result, and a stream
+would run on after its reader has left.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import contextlib
 import math
 from collections.abc import AsyncGenerator, Awaitable
 from typing import TypeVar
+
+import anyio
 
 from .errors import DeadlineExceeded
 
@@ -21,8 +27,9 @@ async def within(work: Awaitable[T], seconds: float | None) -> T:
         DeadlineExceeded: it took longer.
     """
     try:
-        return await asyncio.wait_for(work, seconds)
-    except asyncio.TimeoutError:  # Python 3.10 has it apart from the built-in TimeoutError
+        with anyio.fail_after(seconds):
+            return await work
+    except TimeoutError:
         raise DeadlineExceeded(
             f"The answer was not complete within {seconds:g} seconds: ask for fewer tokens, or wait longer (`timeout`)."
         ) from None
@@ -54,6 +61,7 @@ async def stream_within(
 async def _next(items: AsyncGenerator[T, None], seconds: float) -> T | object:
     """The next item, or `_END`."""
     try:
-        return await asyncio.wait_for(anext(items, _END), None if seconds == math.inf else max(seconds, 0.0))
-    except asyncio.TimeoutError:
+        with anyio.fail_after(max(seconds, 0.0)):
+            return await anext(items, _END)
+    except TimeoutError:
         raise DeadlineExceeded("The stream was cut off at its deadline (`timeout`, `first_token_timeout`).") from None

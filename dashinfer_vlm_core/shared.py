@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from .engine import Engine
@@ -56,17 +57,17 @@ class SharedEngines:
         Raises:
             SetupError: it cannot be started.
         """
-        future, mine = self._claim(config)
-        if mine:
-            self._start(config, future)
+        future, start = self._claim(config)
+        if start:
+            start()
         return future.result()
 
     async def aget(self, config: EngineConfig) -> Engine:
         """As `get`, without blocking the caller's event loop. Cancelling a caller ends no load."""
-        future = self._local.get().get(config)
-        if future is not None and future.done() and _usable(future):
-            return future.result()
-        return await asyncio.to_thread(self.get, config)
+        future, start = self._claim(config)
+        if start:
+            threading.Thread(target=start, name="dashinfer-vlm-load", daemon=True).start()
+        return future.result() if future.done() else await asyncio.wrap_future(future)
 
     def remote(self, api_base: str, *, api_key: str | None = None) -> RemoteEngine:
         """The engine behind an address, for one key. Raises as `RemoteEngine`."""
@@ -76,40 +77,46 @@ class SharedEngines:
                 engines[api_base, api_key] = RemoteEngine(api_base, api_key=api_key)
             return engines[api_base, api_key]
 
-    def close(self) -> None:
-        """End every engine; running requests end with EngineClosed. The next use starts them anew."""
+    def close(self, *, wait: bool = True) -> None:
+        """End every engine; running requests end with EngineClosed. The next use starts them anew.
+
+        Args:
+            wait: whether to wait for one that is being loaded, and to end it too.
+        """
         with self._lock:
             local, remote = self._local.get(), self._remote.get()
             futures, engines = list(local.values()), list(remote.values())
             local.clear()
             remote.clear()
         for future in futures:
-            if future.exception() is None:  # waits for one that loads
+            if (wait or future.done()) and future.exception() is None:
                 future.result().close()
         for engine in engines:
             engine.close()
 
-    def _claim(self, config: EngineConfig) -> tuple[Future[Engine], bool]:
-        """The place of an engine, and whether the caller has to start what belongs there."""
+    def _claim(self, config: EngineConfig) -> tuple[Future[Engine], Callable[[], None] | None]:
+        """The place of an engine; and what the caller has to do that it gets there, if nobody does it already."""
         with self._lock:
             futures = self._local.get()
             found = futures.get(config)
             if found is not None and _usable(found):
-                return found, False
-            futures[config] = Future()
-        if found is not None:
-            found.result().close()  # frees the memory that its successor needs
-        return futures[config], True
+                return found, None
+            future: Future[Engine] = Future()
+            future.set_running_or_notify_cancel()  # one who waits for it may be cancelled: that is not to cancel it
+            futures[config] = future
+        return future, partial(self._start, config, future, instead_of=found.result() if found else None)
 
-    def _start(self, config: EngineConfig, future: Future[Engine]) -> None:
+    def _start(self, config: EngineConfig, future: Future[Engine], *, instead_of: Engine | None) -> None:
+        """Load what belongs in a place; whoever waits there is told of an error."""
         try:
+            if instead_of is not None:
+                instead_of.close()  # frees the memory that its successor needs
             future.set_result(Engine(config, registry=self._registry).start())
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - those who wait raise it
             with self._lock:
                 if self._local.get().get(config) is future:
                     del self._local.get()[config]
             future.set_exception(error)
-            raise
 
 
 def _usable(future: Future[Engine]) -> bool:
@@ -127,4 +134,4 @@ def close_shared() -> None:
 
 
 # Not by atexit: its turn comes when concurrent.futures takes no work any more, without which no engine can be closed.
-threading._register_atexit(close_shared)  # type: ignore[attr-defined]  # noqa: SLF001 - concurrent.futures uses it too
+threading._register_atexit(SHARED.close, wait=False)  # type: ignore[attr-defined]  # noqa: SLF001 - concurrent.futures uses it too

@@ -87,6 +87,33 @@ def test_errors_pass():
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("turns", range(6))
+def test_a_reader_that_is_cancelled_as_an_item_comes_leaves_nothing_running(turns):
+    """Whichever of the two is first."""
+
+    async def main():
+        closed, arrived = [], asyncio.Queue()
+
+        async def items():
+            try:
+                while True:
+                    yield await arrived.get()
+            finally:
+                closed.append(True)
+
+        reader = asyncio.create_task(collect(stream_within(items(), seconds=60, first=None)))
+        await asyncio.sleep(0)
+        arrived.put_nowait("item")
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        reader.cancel()
+        await asyncio.wait({reader}, timeout=5)
+        assert reader.cancelled()
+        assert closed
+
+    asyncio.run(main())
+
+
 def test_leaving_a_stream_closes_it():
     async def main():
         closed = []

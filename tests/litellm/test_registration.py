@@ -1,0 +1,64 @@
+"""How LiteLLM comes to know the provider, in any order, and how the proxy finds it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import litellm
+import pytest
+from litellm.proxy.types_utils.utils import get_instance_fn
+
+import dashinfer_vlm_litellm
+from dashinfer_vlm_core.plugins import load_adapter
+from tests.litellm.conftest import HELLO
+
+
+def test_the_entry_point_is_register():
+    assert load_adapter("litellm") is dashinfer_vlm_litellm.register
+
+
+def test_the_proxy_finds_the_handler(tmp_path):
+    found = get_instance_fn("dashinfer_vlm_litellm.handler", str(tmp_path / "config.yaml"))
+    assert found is dashinfer_vlm_litellm.handler
+
+
+def test_other_providers_stay():
+    other = {"provider": "other", "custom_handler": dashinfer_vlm_litellm.handler}
+    before = litellm.custom_provider_map
+    litellm.custom_provider_map = [*before, other]
+    dashinfer_vlm_litellm.register()
+    assert other in litellm.custom_provider_map
+    assert [item["provider"] for item in litellm.custom_provider_map].count("dashinfer_vlm") == 1
+    litellm.custom_provider_map = [item for item in litellm.custom_provider_map if item is not other]
+
+
+def test_a_router_made_after_it_answers(demo):
+    params = {"model": demo, "engine_options": {"max_model_len": 512}}
+    router = litellm.Router(model_list=[{"model_name": "eyes", "litellm_params": params}])
+    assert router.completion("eyes", messages=HELLO, max_tokens=1).usage.completion_tokens == 1
+    router.discard()
+
+
+def test_what_the_user_said_about_a_model_stays(scripted):
+    provider = scripted("Yes.")
+    told = {"litellm_provider": provider.model.partition("/")[0], "mode": "chat", "max_input_tokens": 77}
+    litellm.register_model({provider.model: told})
+    litellm.completion(provider.model, messages=HELLO)
+    assert litellm.get_model_info(provider.model)["max_input_tokens"] == 77
+
+
+@pytest.mark.slow
+def test_without_litellm_the_adapter_says_what_to_install():
+    program = (
+        "import sys\n"
+        "sys.modules['litellm'] = None\n"
+        "from dashinfer_vlm_core.errors import MissingDependency\n"
+        "from dashinfer_vlm_core.plugins import load_adapter\n"
+        "try:\n"
+        "    load_adapter('litellm')\n"
+        "except MissingDependency as error:\n"
+        "    print(error)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=110, check=False)
+    assert "pip install 'dashinfer-vlm-adapters[litellm]'" in ended.stdout
