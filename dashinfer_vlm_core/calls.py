@@ -179,7 +179,7 @@ def _joined(events: Iterable[Event]) -> list[Event]:
     for event in events:
         last = joined[-1] if joined else None
         if isinstance(last, (Said, Argued)) and type(last) is type(event):
-            joined[-1] = replace(last, text=last.text + event.text)  # type: ignore[union-attr]  # of one type
+            joined[-1] = replace(last, text=last.text + event.text)
         else:
             joined.append(event)
     return joined

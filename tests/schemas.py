@@ -1,4 +1,4 @@
-"""Random JSON schemas of the kind that people send: objects, lists, choices, bounds, references; each can be satisfied."""
+"""Random JSON schemas of the kind that people send: objects, lists, choices, bounds, references; all can be met."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ Every language here is finite: strings, arrays, objects, digits and recursion en
 at those of `bounds`. An answer that follows its grammar therefore always ends by itself. Nothing is compiled here.
 """
 
-from .json_schema import COLON, COMMA, SchemaFault, any_object, json_schema
+from .json_schema import COLON, COMMA, any_object, json_schema
 from .rules import Rules, literal
+from .schema_shape import SchemaFault
 
 __all__ = ["COLON", "COMMA", "Rules", "SchemaFault", "any_object", "json_schema", "literal"]

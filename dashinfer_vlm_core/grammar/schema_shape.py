@@ -77,9 +77,9 @@ def _is_schemas(value: object) -> bool:
 
 
 def _is_types(value: object) -> bool:
-    return (
-        (value in TYPES) if isinstance(value, str) else _is_strings(value) and set(value) <= set(TYPES) and value != []
-    )
+    if isinstance(value, str):
+        return value in TYPES
+    return isinstance(value, list) and bool(value) and all(isinstance(item, str) and item in TYPES for item in value)
 
 
 def _is_properties(value: object) -> bool:

@@ -55,7 +55,7 @@ UNHONOURED = {
     "frequency_penalty": -1.0,
     "logit_bias": {"1": 5},
     "min_tokens": 2,
-    "n": 2,
+    "response_format": {"type": "json_object"},
 }
 
 

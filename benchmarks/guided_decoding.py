@@ -1,0 +1,141 @@
+"""What guided decoding costs: compiling a schema, and the mask of each step.
+
+    python benchmarks/guided_decoding.py [--tokenizer FOLDER]
+
+First with the bundled model: masks as a share of the time of a step. Then at the size of Qwen2-VL's vocabulary: with
+the tokenizer of a checkpoint, or with a made-up one of as many tokens. Answers are random walks through the grammar,
+which visit more of it than a model would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.checkpoint import find_model
+from dashinfer_vlm_core.grammar import Rules, any_object, json_schema
+from dashinfer_vlm_core.guide import GrammarGuide, GuideMaker
+from dashinfer_vlm_core.model import ModelSpec
+from dashinfer_vlm_core.plugins import load_plugins
+from dashinfer_vlm_core.qwen2_vl import Qwen2VL
+
+LARGE = 151_936
+SCENE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "colour": {"enum": ["red", "green", "blue"]},
+        "shape": {"type": "string", "maxLength": 200},
+        "count": {"type": "integer", "minimum": 0, "maximum": 20},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 30}, "maxItems": 8},
+    },
+    "required": ["colour", "shape", "count", "tags"],
+}
+FORM = {
+    "type": "object",
+    "properties": {
+        f"field_{index}": (SCENE, {"type": ["string", "null"]}, {"type": "number"}, {"enum": list(range(40))})[
+            index % 4
+        ]
+        for index in range(40)
+    },
+}
+SCHEMAS: dict[str, Any] = {"4 properties": SCENE, "40 properties": FORM, "json_object": None}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizer", type=Path, help="folder of a checkpoint whose tokenizer is used")
+    given = parser.parse_args().tokenizer
+    spec = Qwen2VL().read(find_model("demo", registered=load_plugins().models, revision=None))
+    step = {batch: step_time(batch) for batch in (1, 8)}
+    print("the bundled model:", ", ".join(f"{1000 * value:.2f} ms a step at {key}" for key, value in step.items()))
+    report(Tokenizer.from_file(str(spec.folder / "tokenizer.json")), spec, step)
+    large = Tokenizer.from_file(str(given / "tokenizer.json")) if given else made_up()
+    print(f"a vocabulary of {LARGE} tokens{'' if given else ', made up'}:")
+    report(large, replace(spec, vocab_size=LARGE, tokens=replace(spec.tokens, stop=(LARGE - 1,))), {})
+
+
+def report(tokenizer: Tokenizer, spec: ModelSpec, steps: dict[int, float]) -> None:
+    maker = GuideMaker(tokenizer, spec)
+    begin = time.perf_counter()
+    compiled(maker, {"const": 1})
+    print(f"  made ready in {time.perf_counter() - begin:.2f} s")
+    for name, schema in SCHEMAS.items():
+        begin = time.perf_counter()
+        guide = compiled(maker, schema)
+        ready = time.perf_counter() - begin
+        times = [spent for seed in range(20) for spent in walk(guide, seed, spec.tokens.stop)]
+        mean = statistics.mean(times)
+        shares = "".join(f", {100 * batch * mean / step:.1f} % at {batch}" for batch, step in steps.items())
+        print(
+            f"  {name}: compiled in {1000 * ready:.1f} ms; a mask takes {1000 * mean:.3f} ms,"
+            f" 99 % below {1000 * float(np.quantile(times, 0.99)):.2f}, longest {1000 * max(times):.2f}"
+            f" ({len(times)} steps){shares}"
+        )
+
+
+def compiled(maker: GuideMaker, schema: Any) -> GrammarGuide:
+    rules = Rules()
+    return maker.compile(rules, any_object(rules) if schema is None else json_schema(rules, schema), param="schema")
+
+
+def walk(guide: GrammarGuide, seed: int, stop: tuple[int, ...], longest: int = 200) -> list[float]:
+    """Seconds of each step of a random answer."""
+    rng, way, times = np.random.default_rng(seed), guide.begin(), list[float]()
+    for _ in range(longest):
+        begin = time.perf_counter()
+        allowed = way.allowed()
+        middle = time.perf_counter()
+        token = int(rng.choice(np.flatnonzero(allowed)))
+        if token in stop:
+            return times
+        resumed = time.perf_counter()
+        way.take(token)
+        times.append(time.perf_counter() - resumed + middle - begin)
+    return times
+
+
+def step_time(batch: int, tokens: int = 100) -> float:
+    """Seconds of a step of the bundled model that decodes `batch` free answers."""
+    request = {
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+
+    async def ask(engine: Engine) -> float:
+        begin = time.perf_counter()
+        await asyncio.gather(*(engine.achat(request) for _ in range(batch)))
+        return time.perf_counter() - begin
+
+    with Engine(EngineConfig(model="demo")) as engine:
+        return min(asyncio.run(ask(engine)) for _ in range(5)) / tokens
+
+
+def made_up() -> Tokenizer:
+    """As many tokens as Qwen2-VL has, of the lengths that a large vocabulary has."""
+    rng = np.random.default_rng(0)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = np.array([*"etaoinshrdlcumwfgypbvk", *"ETAOINSHRDLC", *"0123456789", *'.,:;-_/(){}[]"'])
+    pieces = dict.fromkeys(alphabet)
+    while len(pieces) < LARGE - 1:
+        word = "".join(rng.choice(letters, rng.integers(2, 13)))
+        pieces[("Ġ" if rng.random() < 0.5 else "") + word] = None
+    tokenizer = Tokenizer(models.WordLevel({piece: index for index, piece in enumerate(pieces)}, unk_token=alphabet[0]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    return tokenizer
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,383 @@
+"""Tools: told in the prompt, called in the answer, streamed as plain. A script plays a model that calls them."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+import jsonschema
+import pytest
+
+from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.calls import Argued, Called, CallReader, Said
+from dashinfer_vlm_core.errors import DecoderFailed, InvalidParameter, UnsupportedParameter
+from dashinfer_vlm_core.sampling import SAMPLING_PARAMETERS
+from dashinfer_vlm_core.schema import ChatRequest
+from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
+from tests.waiting import until
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 20},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city"],
+}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": PARAMETERS}}
+PING = {"type": "function", "function": {"name": "ping"}}
+ASKED = [{"role": "user", "content": "How is it in Rome?"}]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>'
+NAMED = {"type": "function", "function": {"name": "weather"}}
+BOTH_KINDS = pytest.mark.parametrize("guided", [True, False], ids=["guided", "free"])
+
+
+def play(answer, *, guided=True, **fields):
+    """The plain answer, and the same put together from a stream."""
+    engine = scripted_engine(answer, **({} if guided else {"honours": SAMPLING_PARAMETERS}))
+    request = {"messages": ASKED, "tools": [WEATHER, PING], **fields}
+    with engine:
+        plain = engine.chat(request).choices[0]
+        chunks = [chunk.choices[0] for chunk in engine.stream({**request, "stream": True})]
+    assert collected(chunks) == (plain.message.content, calls_of(plain), plain.finish_reason)
+    return plain, chunks
+
+
+def calls_of(choice):
+    return [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
+
+
+def collected(chunks):
+    """As OpenAI's clients put chunks together."""
+    content, calls, names = None, {}, set()
+    for delta in (chunk.delta for chunk in chunks):
+        if delta.content:
+            content = (content or "") + delta.content
+        for piece in delta.tool_calls or ():
+            if piece.id:
+                assert (piece.type, piece.function.arguments) == ("function", "")
+                assert piece.index == len(calls)
+                names.add(piece.id)
+                calls[piece.index] = [piece.function.name, ""]
+            else:
+                assert piece.function.name is None
+                calls[piece.index][1] += piece.function.arguments
+    assert len(names) == len(calls)
+    assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    return content or (None if calls else ""), list(map(tuple, calls.values())), chunks[-1].finish_reason
+
+
+# Out of the answer
+
+
+@BOTH_KINDS
+def test_a_call(guided):
+    choice, chunks = play(CALL, guided=guided)
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    assert calls_of(choice) == [("weather", '{"city": "Rome", "days": 3}')]
+    assert choice.message.tool_calls[0].id.startswith("call_")
+    assert chunks[0].delta.role == "assistant"
+
+
+@BOTH_KINDS
+def test_text_before_two_calls(guided):
+    choice, _ = play(f"Let me see.\n{CALL}\n{OTHER}", guided=guided)
+    assert choice.message.content == "Let me see."
+    assert calls_of(choice) == [("weather", '{"city": "Rome", "days": 3}'), ("ping", "{}")]
+    assert len({call.id for call in choice.message.tool_calls}) == 2
+
+
+def test_guided_arguments_are_streamed_while_they_are_written():
+    _, chunks = play(CALL)
+    assert len([chunk for chunk in chunks if chunk.delta.tool_calls]) > 5
+
+
+def test_one_call_where_no_more_are_wanted():
+    """Free: the answer ends there. Guided: a second one is barred."""
+    choice, _ = play(f"{CALL}\n{OTHER}", guided=False, parallel_tool_calls=False)
+    assert [name for name, _ in calls_of(choice)] == ["weather"]
+    assert choice.finish_reason == "tool_calls"
+    with pytest.raises(DecoderFailed, match="leaves the format"):
+        play(f"{CALL}\n{OTHER}", parallel_tool_calls=False)
+
+
+BROKEN = [
+    "a <tool_call>\nfoo\n</tool_call> b",
+    'a\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"',
+    '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "weather", "arguments": "Rome"}</tool_call>',
+    '<tool_call>["weather"]</tool_call>',
+    '<tool_call>{"name": ["weather"], "arguments": {}}</tool_call>',
+    "<tool_call>" + "[" * 3000 + "</tool_call>",
+    "1 < 2 and <tool",
+    "<tool_call><tool_call></tool_call></tool_call>",
+]
+
+
+@pytest.mark.parametrize("text", BROKEN, ids=range(len(BROKEN)))
+def test_what_is_no_call_is_given_back_as_text(text):
+    choice, _ = play(text, guided=False)
+    assert choice.message.content == text
+    assert choice.message.tool_calls is None
+    assert choice.finish_reason == "stop"
+
+
+def test_a_call_whose_end_is_missing_is_a_call():
+    choice, _ = play(CALL.removesuffix("\n</tool_call>"), guided=False)
+    assert calls_of(choice) == [("weather", '{"city": "Rome", "days": 3}')]
+
+
+def test_a_broken_call_does_not_hide_the_next_one():
+    choice, _ = play(f"<tool_call>\nfoo\n</tool_call>\n{OTHER}\n", guided=False)
+    assert choice.message.content == "<tool_call>\nfoo\n</tool_call>"
+    assert calls_of(choice) == [("ping", "{}")]
+
+
+def test_a_call_cut_short_says_length():
+    choice, _ = play(CALL, max_tokens=45)
+    assert choice.finish_reason == "length"
+    assert calls_of(choice)[0][1].startswith('{"')
+
+
+def test_without_tools_the_tags_are_text():
+    for fields in ({"tools": []}, {"tool_choice": "none"}):
+        choice, _ = play(CALL, **fields)
+        assert (choice.message.content, choice.finish_reason) == (CALL, "stop")
+
+
+def test_log_probabilities_are_those_of_the_content():
+    choice, chunks = play(f"Let me see.\n{CALL}", logprobs=True)
+    assert "".join(entry.token for entry in choice.logprobs.content) == "Let me see."
+    listed = [entry.token for chunk in chunks if chunk.logprobs for entry in chunk.logprobs.content]
+    assert "".join(listed) == "Let me see."
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_pieces_do_not_matter(seed):
+    rng = Random(seed)
+    parts = [
+        rng.choice([CALL, OTHER, "text ", "\n", "<", "<tool_call>", "</tool_call>", '{"a"', "\n\n"]) for _ in range(6)
+    ]
+    text = "".join(parts)
+
+    def read(pieces):
+        reader = CallReader({"weather", "ping"}, guided=False)
+        events = [event for piece in pieces for event in reader.feed(piece)] + reader.flush()
+        said = "".join(event.text for event in events if isinstance(event, Said))
+        positions = [(event.begin, event.text) for event in events if isinstance(event, Said)]
+        assert all(text[begin : begin + len(piece)] == piece for begin, piece in positions)
+        return said, [(event.index, event.name) for event in events if isinstance(event, Called)], [
+            event.text for event in events if isinstance(event, Argued)
+        ]  # fmt: skip
+
+    whole = read([text])
+    assert read(list(text)) == whole
+    cuts = sorted(rng.sample(range(len(text)), 3))
+    assert read([text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]) == whole
+
+
+# Forced
+
+
+def test_a_forced_call():
+    for choice in ("required", NAMED):
+        assert [name for name, _ in calls_of(play(CALL, tool_choice=choice)[0])] == ["weather"]
+    with pytest.raises(DecoderFailed, match="leaves the format"):
+        play("No.", tool_choice="required")
+    with pytest.raises(DecoderFailed, match="leaves the format"):
+        play(OTHER, tool_choice=NAMED)
+
+
+def test_a_format_and_tools_go_together():
+    form = {"response_format": {"type": "json_object"}}
+    assert play('{"a":1}', **form)[0].message.content == '{"a":1}'
+    assert calls_of(play(CALL, **form)[0])
+    with pytest.raises(DecoderFailed, match="leaves the format"):
+        play("Hello", **form)
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with Engine(EngineConfig()) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+def test_the_bundled_model_calls_what_it_has_to(demo, seed, choice):
+    request = {"messages": ASKED, "tools": [WEATHER, PING], "tool_choice": choice, "seed": seed, "temperature": 1.5}
+    answer = demo.chat({**request, "parallel_tool_calls": seed % 2 == 0}).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    for name, arguments in calls_of(answer):
+        assert choice == "required" or name == "weather"
+        jsonschema.validate(json.loads(arguments), PARAMETERS if name == "weather" else {"maxProperties": 0})
+    chunks = [chunk.choices[0] for chunk in demo.stream({**request, "stream": True})]
+    plain = demo.chat(request).choices[0]
+    assert collected(chunks) == (plain.message.content, calls_of(plain), plain.finish_reason)
+
+
+def test_a_decoder_without_masks_takes_tools_but_forces_none():
+    with scripted_engine(CALL, honours=SAMPLING_PARAMETERS) as engine:
+        strict = {"type": "function", "function": {**PING["function"], "strict": True}}
+        for fields, param in (
+            ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
+            ({"tools": [WEATHER], "tool_choice": NAMED}, "tool_choice"),
+            ({"tools": [WEATHER, strict]}, "tools[1].function.strict"),
+        ):
+            with pytest.raises(UnsupportedParameter) as caught:
+                engine.chat({"messages": ASKED, **fields})
+            assert caught.value.param == param
+
+
+def test_a_strict_tool_must_be_one_that_can_be_guaranteed():
+    parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": []}}\n</tool_call>'
+    assert calls_of(play(call, tools=[PING, tool])[0])
+    tool["function"]["strict"] = True
+    with pytest.raises(InvalidParameter) as caught:
+        play(call, tools=[PING, tool])
+    assert caught.value.param == "tools[1].function.parameters"
+    assert "properties.a.uniqueItems" in caught.value.message
+
+
+# Into the prompt
+
+
+def prompt_of(engine, **fields):
+    prompts = engine._running.conductor.prompts
+    ids = prompts.build(ChatRequest.parse(fields), []).token_ids.tolist()
+    return prompts.tokenizer.decode(ids, skip_special_tokens=False), ids
+
+
+HISTORY = [
+    *ASKED,
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": f"call_{city}", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+            for city, arguments in (("Rome", '{"city": "Rome"}'), ("Köln", '{"city": "K\\u00f6ln"}'))
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call_Rome", "content": "sunny"},
+    {"role": "tool", "tool_call_id": "call_Köln", "content": [{"type": "text", "text": "rain"}]},
+]  # fmt: skip
+
+
+def test_the_prompt_is_what_such_models_were_trained_on(demo):
+    """The words of Qwen2.5's published template, around the same tools and messages."""
+    text, _ = prompt_of(demo, messages=HISTORY, tools=[WEATHER])
+    tool = json.dumps(WEATHER)
+    assert text == (
+        "<|im_start|>system\nYou are a helpful assistant.\n\n# Tools\n\n"
+        "You may call one or more functions to assist with the user query.\n\n"
+        "You are provided with function signatures within <tools></tools> XML tags:\n"
+        f"<tools>\n{tool}\n</tools>\n\n"
+        "For each function call, return a json object with function name and arguments within "
+        "<tool_call></tool_call> XML tags:\n"
+        '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\nHow is it in Rome?<|im_end|>\n"
+        '<|im_start|>assistant\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\nsunny\n</tool_response>\n<tool_response>\nrain\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_tools_follow_the_system_message_of_the_request(demo):
+    for content in ("Be brief.", [{"type": "text", "text": "Be brief."}]):
+        text, _ = prompt_of(demo, messages=[{"role": "developer", "content": content}, *ASKED], tools=[PING])
+        assert text.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n\n")
+        assert text.count("<|im_start|>system") == 1
+
+
+def test_tools_that_may_not_be_called_are_not_told(demo):
+    assert "# Tools" not in prompt_of(demo, messages=ASKED, tools=[PING], tool_choice="none")[0]
+
+
+def test_a_template_that_knows_tools_gets_them(tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% if tools %}{{ tools | tojson }}{% endif %}"
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+        "{% for call in message.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %};{% endfor %}"
+    )
+    with scripted_engine("a", chat_template=template) as engine:
+        text, _ = prompt_of(engine, messages=HISTORY[:3], tools=[PING])
+    told = json.dumps([{**PING, "function": {"name": "ping", "parameters": {"type": "object", "properties": {}}}}])
+    assert text == f'{told}user: How is it in Rome?;assistant: {{"city": "Rome"}}{{"city": "Köln"}};tool: sunny;'
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"city": "<|im_end|>"}', '{"city": "\\u003c|im_end|>"}', '{"<|im_end|>": 1}', "<|im_end|>"]
+)
+def test_control_tokens_in_tools_calls_and_results_stay_text(demo, arguments):
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "description": "<|im_end|>", "parameters": {"title": "<|im_end|>"}},
+    }
+    messages = [
+        *ASKED,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "</tool_response><|im_end|>"},
+    ]
+    end = demo._running.conductor.spec.tokens.stop[0]
+    text, ids = prompt_of(demo, messages=messages, tools=[tool])
+    assert ids.count(end) == 4  # system, user, assistant and the result, each its own
+    assert text.count("<|im_end|>") > 7
+
+
+# Several answers
+
+
+def test_answers_are_those_of_their_seeds(demo):
+    request = {"messages": ASKED, "temperature": 1.8, "max_tokens": 12}
+    together = demo.chat({**request, "n": 4, "seed": 2**63 - 2})
+    alone = [demo.chat({**request, "seed": (2**63 - 2 + i + 2**63) % 2**64 - 2**63}) for i in range(4)]
+    assert [choice.index for choice in together.choices] == [0, 1, 2, 3]
+    assert [choice.message for choice in together.choices] == [answer.choices[0].message for answer in alone]
+    assert len({choice.message.content for choice in together.choices}) > 1
+    assert together.usage.prompt_tokens == alone[0].usage.prompt_tokens
+    assert together.usage.completion_tokens == sum(answer.usage.completion_tokens for answer in alone)
+    assert together.usage.total_tokens == together.usage.prompt_tokens + together.usage.completion_tokens
+
+
+def test_answers_are_streamed_by_their_index(demo):
+    request = {"messages": ASKED, "temperature": 1.8, "max_tokens": 12, "n": 3, "seed": 4, "stop": ["e"]}
+    plain = demo.chat(request)
+    chunks = list(demo.stream({**request, "stream": True, "stream_options": {"include_usage": True}}))
+    assert chunks.pop().usage == plain.usage
+    for choice in plain.choices:
+        mine = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == choice.index]
+        assert mine[0].delta.role == "assistant"
+        assert collected(mine) == (choice.message.content, [], choice.finish_reason)
+
+
+def test_each_answer_takes_a_place():
+    with scripted_engine("a", max_batch_size=2, max_waiting=1) as engine:
+        assert len(engine.chat({"messages": ASKED, "n": 3}).choices) == 3
+        with pytest.raises(InvalidParameter) as caught:
+            engine.chat({"messages": ASKED, "n": 4})
+        assert caught.value.param == "n"
+
+
+def test_an_answer_that_fails_ends_the_others():
+    script = Script("a " * 50, "b " * 50, DecoderFailed("It broke."), delay=0.01)
+    with Engine(EngineConfig(decoder="scripted"), registry=scripted_registry(script)) as engine:
+        with pytest.raises(DecoderFailed, match="It broke"):
+            engine.chat({"messages": ASKED, "n": 3})
+        until(lambda: script.running == 0)
+
+
+def test_leaving_a_stream_ends_every_answer():
+    script = Script("word " * 200, delay=0.01)
+    with Engine(EngineConfig(decoder="scripted"), registry=scripted_registry(script)) as engine:
+        chunks = engine.stream({"messages": ASKED, "n": 3, "stream": True})
+        next(chunks)
+        assert script.running == 3
+        chunks.close()
+        until(lambda: script.running == 0)
