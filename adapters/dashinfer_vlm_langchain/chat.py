@@ -47,9 +47,10 @@ _ABOUT_THE_CALL = ("timeout", "first_token_timeout", "max_retries", "stream_usag
 class ChatDashInferVLM(BaseChatModel):
     """A Qwen2-VL model as LangChain's chat model.
 
-    By default the model runs in this process: it is loaded when it is first asked, once per configuration, and shared by
-    all chat models, threads and event loops. With `base_url` a server is asked instead, with `engine` an engine that the
-    caller has started. What the engine refuses or fails at reaches the caller as an error of `dashinfer_vlm_core.errors`.
+    By default the model runs in this process: it is loaded when it is first asked, once per configuration, and shared
+    by all chat models, threads and event loops. With `base_url` a server is asked instead, with `engine` an engine that
+    the caller has started. What the engine refuses or fails at reaches the caller as an error of the tree in
+    `dashinfer_vlm_core.errors`.
 
     Each field of the request may be given here, or per call (`model.invoke(..., temperature=0)`, `bind`), which comes
     first; those without an argument of their own go to `model_kwargs`.
@@ -300,7 +301,8 @@ class ChatDashInferVLM(BaseChatModel):
 
         Args:
             tools: functions, LangChain's tools, pydantic classes, TypedDicts, or tools as OpenAI writes them.
-            tool_choice: `auto` (call or not; the default), `any`, `required` or True, `none` or False, or a tool's name.
+            tool_choice: `auto` (call or not; the default), `any`, `required` or True, `none` or False, or the name of a
+                tool.
             strict: whether to refuse parameters that cannot be guaranteed; a call always follows those that can.
             parallel_tool_calls: False allows one call.
         """
