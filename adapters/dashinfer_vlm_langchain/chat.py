@@ -13,7 +13,7 @@ from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from pydantic import ConfigDict, Field, PrivateAttr, SecretStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, model_validator
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import InvalidParameter, UnsupportedParameter
@@ -41,7 +41,17 @@ OWN = frozenset({"messages", "model", "stream", "stream_options"})
 """Fields of a request that this class fills."""
 
 _SAMPLING = ("temperature", "max_tokens", "top_p", "seed", "n", "logprobs", "top_logprobs")
-_ABOUT_THE_CALL = ("timeout", "first_token_timeout", "max_retries", "stream_usage")
+
+
+class PerCall(BaseModel):
+    """What is about asking rather than about the answer."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    timeout: float | None = Field(gt=0)
+    first_token_timeout: float | None = Field(gt=0)
+    max_retries: int = Field(ge=0)
+    stream_usage: bool
 
 
 class ChatDashInferVLM(BaseChatModel):
@@ -217,19 +227,19 @@ class ChatDashInferVLM(BaseChatModel):
     def _call(
         self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any], *, stream: bool
     ) -> Call:
-        about = {name: kwargs.get(name, getattr(self, name)) for name in _ABOUT_THE_CALL}
-        given = {key: value for key, value in kwargs.items() if key not in _ABOUT_THE_CALL}
+        about = PerCall(**{name: kwargs.get(name, getattr(self, name)) for name in PerCall.model_fields})
+        given = {key: value for key, value in kwargs.items() if key not in PerCall.model_fields}
         model = given.pop("model", None) or given.pop("model_name", None)
-        request = self._request(given, stop=stop, stream=stream and about["stream_usage"])
+        request = self._request(given, stop=stop, stream=stream and about.stream_usage)
         if stream and (request.get("n") or 1) > 1:
             raise UnsupportedParameter("`n` cannot be above 1 in a stream: ask by `generate`.", param="n")
         name, engine = self._engine(model)
         return Call(
             engine=engine,
             request={**request, "messages": to_openai(messages), "stream": stream, **name},
-            timeout=about["timeout"],
-            first_token_timeout=about["first_token_timeout"],
-            max_retries=about["max_retries"],
+            timeout=about.timeout,
+            first_token_timeout=about.first_token_timeout,
+            max_retries=about.max_retries,
         )
 
     def _request(self, given: dict[str, Any], *, stop: list[str] | None, stream: bool) -> dict[str, Any]:
@@ -313,7 +323,7 @@ class ChatDashInferVLM(BaseChatModel):
             bound["parallel_tool_calls"] = parallel_tool_calls
         return self.bind(**bound, **kwargs)
 
-    def with_structured_output(  # type: ignore[override]  # LangChain's own integrations name `method` and `strict` too
+    def with_structured_output(
         self,
         schema: Schema | None = None,
         *,

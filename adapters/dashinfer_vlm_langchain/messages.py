@@ -118,14 +118,14 @@ def _content(message: BaseMessage, where: str) -> str | list[Json]:
 def _part(block: str | Json, where: str) -> Json:
     if isinstance(block, str):
         return {"type": "text", "text": block}
-    kind = block.get("type")
+    kind = str(block.get("type"))
     if kind in _AS_IS:
         return block
     if kind == "text-plain" and "text" in block:
         return {"type": "text", "text": block["text"]}
     if kind in OPTIONS:
         return _media(kind, block, where)
-    raise _unsupported(kind, where, _REFUSED.get(str(kind), "Send text, pictures and videos."))
+    raise _unsupported(kind, where, _REFUSED.get(kind, "Send text, pictures and videos."))
 
 
 def _media(kind: str, block: Json, where: str) -> Json:

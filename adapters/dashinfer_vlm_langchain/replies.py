@@ -94,8 +94,8 @@ def _calls(message: ChatCompletionMessage) -> tuple[list[ToolCall], list[Invalid
 def _delta(choice: ChunkChoice) -> ChatGenerationChunk:
     calls = [
         tool_call_chunk(
-            name=call.function and call.function.name,
-            args=call.function and call.function.arguments,
+            name=call.function.name if call.function else None,
+            args=call.function.arguments if call.function else None,
             id=call.id,
             index=call.index,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -53,9 +52,3 @@ def read_prompt(tiny_checkpoint) -> Callable[[object], str]:
 def demo() -> ChatDashInferVLM:
     """The bundled model."""
     return ChatDashInferVLM(temperature=0)
-
-
-@pytest.fixture
-def environment() -> Iterator[dict[str, str]]:
-    """The process's own, which the fixture `clean_environment` restores."""
-    return os.environ  # type: ignore[return-value]
