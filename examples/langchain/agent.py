@@ -1,7 +1,7 @@
 """An agent with a tool that looks at pictures: python agent.py FOLDER QUESTION
 
-The bundled model calls no tools by itself, so that its part is played here; the engine, the agent and the tool are real.
-With a checkpoint that was trained on tools, the agent's model is `ChatDashInferVLM(model="...")`.
+The bundled model calls no tools by itself, so that its part is played here; the engine, the agent and the tool are
+real. With a checkpoint that was trained on tools, the agent's model is `ChatDashInferVLM(model="...")`.
 """
 
 from __future__ import annotations

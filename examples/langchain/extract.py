@@ -1,7 +1,7 @@
 """An object out of a picture: python extract.py PICTURE
 
-The schema is followed to the letter, whatever the model. What it says of the picture is as true as the model is good: the
-bundled one was never trained to write JSON.
+The schema is followed to the letter, whatever the model. What it says of the picture is as true as the model is good:
+the bundled one was never trained to write JSON.
 """
 
 from __future__ import annotations
