@@ -36,17 +36,17 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Generation:
-    """One answer, with the tokens that it was read from and written in.
+    """The answers of one request, with the tokens that they were read from and written in.
 
     Attributes:
-        completion: the answer.
+        completion: the answers.
         prompt_token_ids: of the prompt; pictures and videos stand there as placeholders.
-        token_ids: of the answer, the one that ends it included.
+        token_ids: of each answer, the one that ends it included.
     """
 
     completion: ChatCompletion
     prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
+    token_ids: tuple[tuple[int, ...], ...]
 
 
 class Places:
@@ -111,7 +111,7 @@ class Conductor:
             return Generation(
                 completion=replies[0].completion(replies[1:]),
                 prompt_token_ids=tuple(decodes[0].token_ids.tolist()),
-                token_ids=tuple(ids[0]),
+                token_ids=tuple(map(tuple, ids)),
             )
 
     async def stream(self, request: ChatRequest) -> AsyncGenerator[ChatCompletionChunk, None]:
@@ -176,7 +176,9 @@ class Conductor:
 
     async def _items(self, request: ChatRequest) -> list[Item]:
         """The pictures and videos: those that come along are loaded, the others are recalled by their names."""
-        parts, salt, sources = request.media(), request.cache_salt or "", dict[str, bytes]()
+        parts = await asyncio.to_thread(request.media)  # which may cut megabytes of frames apart
+        salt, sources = request.cache_salt or "", dict[str, bytes]()
+        self.media.check(parts)
         recalled = self.ids.recall(parts, salt=salt)
         cut = self._cutter(sources, seen=[item.tokens for item in recalled.values()])
         loaded = iter(await self.media.load([part for part in parts if part.given], then=cut))

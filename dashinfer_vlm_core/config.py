@@ -162,6 +162,10 @@ class EngineConfig(BaseSettings):
         64_000_000, ge=784, le=89_478_485, description="Most pixels of a picture before resizing, read from its header."
     )
     video_max_seconds: float = Field(600.0, gt=0, description="Longest video, in seconds.")
+    video_max_decoded_pixels: int = Field(
+        768_000_000, ge=784, description="Most pixels of all frames of one video before resizing."
+    )
+    video_decode_timeout: float = Field(30.0, gt=0, description="Seconds for decoding one video.")
     image_fetch_timeout: float = Field(5.0, gt=0, description="Seconds for fetching one picture.")
     video_fetch_timeout: float = Field(30.0, gt=0, description="Seconds for fetching one video.")
     max_fetches: int = Field(16, ge=1, description="Sources fetched at the same time by one engine.")

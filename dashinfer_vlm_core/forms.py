@@ -99,7 +99,7 @@ def _call(rules: Rules, tool: ToolFunction, param: str) -> str:
 
 def _compiled(rules: Rules, schema: Mapping[str, Any], param: str, *, lenient: bool = False) -> str:
     try:
-        return json_schema(rules, schema, lenient=lenient)
+        return json_schema(rules, schema, field=param, lenient=lenient)
     except SchemaFault as fault:
         place = f" at {fault.place!r}" if fault.place else ""
         raise InvalidParameter(f"`{param}`{place} {fault.words}.", param=param) from None

@@ -30,7 +30,7 @@ MAX_GUIDES = 64
 
 MAX_GRAMMAR_CHARACTERS = 4_000_000
 
-_TOO_HARD = "cannot be compiled within the limits: make it simpler, its patterns above all"
+_TOO_HARD = "cannot be compiled within the limits: make it simpler"
 
 
 class GrammarGuide:
@@ -112,10 +112,18 @@ class GuideMaker:
         matcher = self._matcher(text)
         matcher.compute_bitmask()  # the first mask is the dearest, and finds what compiling leaves for later
         if matcher.is_error():
-            place = next((place for place, rule in rules.patterns.items() if self._is_hard(rules, rule)), "")
-            words = f"{place.lstrip('.')}: this pattern" if place else "this grammar"
-            raise InvalidParameter(f"`{param}`: {words} is malformed, or {_TOO_HARD}.", param=param)
+            raise self._fault(rules, param)
         return GrammarGuide(matcher, vocab_size=self._vocab_size)
+
+    def _fault(self, rules: Rules, param: str) -> InvalidParameter:
+        """What to say of a grammar that does not compile: a pattern is to blame, or the whole."""
+        for (field, place), rule in rules.patterns.items():
+            if self._is_hard(rules, rule):
+                message = (
+                    f"`{field or param}` at {place!r} is no regular expression that can be followed, or {_TOO_HARD}."
+                )
+                return InvalidParameter(message, param=field or param)
+        return InvalidParameter(f"`{param}` {_TOO_HARD}.", param=param)
 
     def _is_hard(self, rules: Rules, rule: str) -> bool:
         matcher = self._matcher(rules.text(rule))

@@ -13,9 +13,12 @@ from typing import TypeAlias
 
 from .errors import InvalidParameter
 from .media.types import Kind
-from .patches import Grid
+from .patches import Embedded, Grid
 from .schema import MediaPart
 from .vision import Item, Recalled, VisionService
+
+MAX_CUTS = 8
+"""Ways of cutting one content that are remembered under its name."""
 
 _Name: TypeAlias = tuple[str, Kind, str]
 _Options: TypeAlias = tuple[object, ...]
@@ -40,7 +43,18 @@ class _Bound:
     """
 
     source: bytes
-    cuts: dict[_Options, _Content] = field(default_factory=dict)
+    cuts: OrderedDict[_Options, _Content] = field(default_factory=OrderedDict)
+
+    def keep(self, options: _Options, content: _Content) -> None:
+        """Remember one cut more, at the cost of the oldest."""
+        self.cuts[options] = content
+        while len(self.cuts) > MAX_CUTS:
+            self.cuts.popitem(last=False)
+
+    def find(self, part: MediaPart) -> _Content | None:
+        """What came before with these options; those that its content did not heed do not count."""
+        found = (self.cuts.get(options) for options in (_sampled(part), _resized(part), _AS_IT_IS))
+        return next((content for content in found if content), None)
 
 
 class MediaIds:
@@ -81,7 +95,7 @@ class MediaIds:
         for part, item in zip(parts, items, strict=True):
             if part.uuid is not None and not isinstance(item, Recalled):
                 bound = self._bind(part, part.uuid, sources[part.part], salt)
-                bound.cuts[_options(part)] = _Content(digest=item.digest, grid=item.grid, tokens=item.tokens)
+                bound.keep(_cut(part, item), _Content(digest=item.digest, grid=item.grid, tokens=item.tokens))
 
     def _bind(self, part: MediaPart, uuid: str, source: bytes, salt: str) -> _Bound:
         name = (salt, part.kind, uuid)
@@ -99,7 +113,7 @@ class MediaIds:
 
     def _recall(self, part: MediaPart, salt: str) -> Recalled:
         bound = self._bound.get((salt, part.kind, part.uuid or ""))
-        content = bound.cuts.get(_options(part)) if bound else None
+        content = bound.find(part) if bound else None
         visual = self._vision.find(content.digest, content.grid, salt=salt) if content else None
         if content is None or visual is None:
             raise InvalidParameter(
@@ -111,5 +125,19 @@ class MediaIds:
         return Recalled(visual=visual, tokens=content.tokens, kind=part.kind, part=part.part)
 
 
-def _options(part: MediaPart) -> _Options:
-    return (part.min_pixels, part.max_pixels, part.total_pixels, part.fps, part.num_frames, part.background)
+def _cut(part: MediaPart, item: Item) -> _Options:
+    """The options that shaped what became of a part: embeddings heed none, and only video files are sampled."""
+    if isinstance(item, Embedded):
+        return _AS_IT_IS
+    return _sampled(part) if part.kind == "video" and isinstance(part.url, str) else _resized(part)
+
+
+def _sampled(part: MediaPart) -> _Options:
+    return ("sampled", part.fps, part.num_frames, *_resized(part))
+
+
+def _resized(part: MediaPart) -> _Options:
+    return ("resized", part.min_pixels, part.max_pixels, part.total_pixels, part.background)
+
+
+_AS_IT_IS: _Options = ("as it is",)

@@ -13,11 +13,13 @@ from PIL import Image
 
 from .config import EngineConfig
 from .errors import ConfigError, InvalidParameter
+from .media.image import MAX_ASPECT
 from .media.types import Clip, Embeddings, Kind, Picture, Pixels
 from .model import ModelSpec, PixelSpec
 
 DEFAULT_TOKENS = 1280
-MAX_ASPECT = 200
+LARGEST_EMBEDDING = 65504.0
+"""In magnitude: the largest number of float16, which a model may compute in."""
 
 
 class Grid(NamedTuple):
@@ -92,7 +94,7 @@ def embedded(media: Embeddings, spec: ModelSpec) -> Embedded:
 
     Raises:
         InvalidParameter: they have not the model's width, not one row per merged patch of the grid, or a number that
-            is not finite.
+            is not finite, or is beyond `LARGEST_EMBEDDING`.
     """
     rows, grid, merge = media.rows, Grid(*media.grid), spec.pixels.merge_size
     if rows.ndim != 2 or rows.shape[1] != spec.hidden_size:
@@ -105,8 +107,10 @@ def embedded(media: Embeddings, spec: ModelSpec) -> Embedded:
             f" them, and there are {len(rows)} rows.",
             param=media.part,
         )
-    if not np.isfinite(rows).all():
-        raise InvalidParameter("The embeddings hold a number that is not finite.", param=media.part)
+    if not np.abs(rows).max(initial=0) <= LARGEST_EMBEDDING:  # nor where one is not a number
+        raise InvalidParameter(
+            f"The embeddings hold a number that is not finite, or beyond {LARGEST_EMBEDDING:g}.", param=media.part
+        )
     return Embedded(
         rows=rows,
         grid=grid,
@@ -177,8 +181,8 @@ class Patcher:
         """Pixels that a picture, or each frame of a clip, may have after resizing.
 
         A picture has at least `min_pixels` of the configuration or the checkpoint, and at most `max_pixels` of the
-        configuration or what 1280 visual tokens show; a request may choose both, up to `max_pixels` of the
-        configuration or the checkpoint.
+        configuration or what 1280 visual tokens show; a request may choose both. Its most is no more than `max_pixels`
+        of the configuration or the checkpoint: whoever asks for at most so many gets fewer.
 
         For a frame, `fetch_video` of qwen-vl-utils computes the most, with an even number of frames:
         `max(min(video_max_pixels, total_pixels / frames * 2), int(min_pixels * 1.05))`. The request may lower it, and
@@ -208,9 +212,9 @@ class Patcher:
 
     def _picture_limits(self, picture: Picture) -> PixelLimits:
         default = min(self._ceiling, self._config.max_pixels or DEFAULT_TOKENS * self._spec.factor**2)
-        limits = PixelLimits(picture.min_pixels or self._least, picture.max_pixels or max(default, self._least))
+        most = min(picture.max_pixels or max(default, self._least), self._ceiling)
+        limits = PixelLimits(picture.min_pixels or self._least, most)
         field = f"{picture.part}.image_url"
-        _check_ceiling(picture.max_pixels, self._ceiling, f"{field}.max_pixels")
         _check_order(limits, field, picture)
         return limits
 
@@ -218,11 +222,10 @@ class Patcher:
         field = f"{clip.part}.video_url"
         least = clip.min_pixels or self._least
         ceiling = max(self._least, min(self._config.video_max_pixels, self._spec.max_pixels))
-        _check_ceiling(clip.max_pixels, ceiling, f"{field}.max_pixels")
-        _check_ceiling(clip.total_pixels, self._config.video_total_pixels, f"{field}.total_pixels")
-        _check_order(PixelLimits(least, clip.max_pixels or ceiling), field, clip)
+        _check_order(PixelLimits(least, min(clip.max_pixels or ceiling, ceiling)), field, clip)
         span = self._spec.temporal_patch_size
-        share = (clip.total_pixels or self._config.video_total_pixels) * span // _padded(len(clip.frames), span)
+        total = min(clip.total_pixels or self._config.video_total_pixels, self._config.video_total_pixels)
+        share = total * span // _padded(len(clip.frames), span)
         most = max(min(self._config.video_max_pixels, share), int(least * 1.05))
         return PixelLimits(least, min(most, self._spec.max_pixels, clip.max_pixels or most))
 
@@ -264,11 +267,6 @@ def normalise(pixels: Pixels, spec: PixelSpec) -> npt.NDArray[np.float32]:
     channels = pixels.reshape(len(pixels), 3, -1).astype(np.float32)
     normal: npt.NDArray[np.float32] = ((channels / np.float32(255) - mean) / std).reshape(pixels.shape)
     return normal
-
-
-def _check_ceiling(asked: int | None, ceiling: int, field: str) -> None:
-    if asked is not None and asked > ceiling:
-        raise InvalidParameter(f"{field} may be up to {ceiling} on this server.", param=field)
 
 
 def _check_order(limits: PixelLimits, field: str, media: Picture | Clip) -> None:

@@ -96,3 +96,28 @@ def _scalar(rng: Random) -> Schema:
             {"allOf": [{"type": "integer", "minimum": 1}, {"maximum": 4}]},
         ]
     )
+
+
+KEYWORDS = (
+    "type", "enum", "const", "properties", "required", "additionalProperties", "items", "prefixItems", "minItems",
+    "maxItems", "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum",
+    "exclusiveMaximum", "multipleOf", "anyOf", "oneOf", "allOf", "$ref", "minProperties", "maxProperties", "not",
+)  # fmt: skip
+
+
+def damaged(rng: Random, schema: Any, share: float) -> Any:
+    """The schema with some of its parts replaced by what is most often wrong there."""
+    if rng.random() < share:
+        return _junk(rng)
+    if isinstance(schema, dict):
+        whole = {key: damaged(rng, value, share) for key, value in schema.items()}
+        return whole | {rng.choice(KEYWORDS): _junk(rng)} if rng.random() < share else whole
+    return [damaged(rng, item, share) for item in schema] if isinstance(schema, list) else schema
+
+
+def _junk(rng: Random, depth: int = 3) -> Any:
+    plain = [None, True, False, 0, -1, 3, 2.5, 1e300, 10**400, "", "string", "object", "array", [], {}, ["a"]]
+    texts = ["#", "#/$defs/leaf", "#/properties", "(a|b)*", "[", r"\p{L}+$", "^.{3,}$", ["string", "null"]]
+    if depth and rng.random() < 0.2:
+        return rng.choice([{rng.choice(KEYWORDS): _junk(rng, depth - 1)}, [_junk(rng, depth - 1)]])
+    return rng.choice([*plain, *texts])

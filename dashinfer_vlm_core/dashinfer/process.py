@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LINGER_SECONDS = 1.0
+"""How long a worker may take from closing its socket to its end."""
 LAST_LINES = 5
 LOG_MARK = " | "
 """Between what is known of a death, and the last lines of the worker's log."""
@@ -118,9 +120,13 @@ class WorkerProcess:
         return head
 
     async def _obituary(self) -> str:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()  # it may have closed its socket only
-        status = await self._process.wait()
+        # Not killed at once: to signal a process that has just ended takes its exit status away from whoever waits.
+        try:
+            status = await asyncio.wait_for(self._process.wait(), LINGER_SECONDS)
+        except asyncio.TimeoutError:  # it has closed its socket only
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            status = await self._process.wait()
         await self._log
         how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
         return LOG_MARK.join([how, *self._last_lines])

@@ -5,7 +5,13 @@ from __future__ import annotations
 MAX_STEPS = 20_000
 """Parts of schemas looked at for one grammar; a reference that is followed counts anew, so that none multiply."""
 
+MAX_NESTING = 64
+"""How deep parts of a schema stand within each other, references followed: to compile them is to recurse."""
+
 MAX_RULES = 20_000
+MAX_RULE_DEPTH = 500
+"""How deep rules stand within each other; llguidance overflows its stack, and ends the process, at a few thousands."""
+
 MAX_PATTERN_CHARACTERS = 1024
 MAX_RECURSION = 5
 """How often references that lead back to themselves are followed, one within the other."""

@@ -21,7 +21,7 @@ _FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostnam
 _FORMAT_CHARACTERS = 256
 
 
-def json_schema(rules: Rules, schema: Schema, *, lenient: bool = False) -> str:
+def json_schema(rules: Rules, schema: Schema, *, field: str = "", lenient: bool = False) -> str:
     """The rule of the JSON texts that a schema describes: one blank at most after `,` and `:`, none elsewhere.
 
     Properties come in the schema's order. Properties that it does not name are left out unless `additionalProperties`
@@ -30,13 +30,14 @@ def json_schema(rules: Rules, schema: Schema, *, lenient: bool = False) -> str:
     Args:
         rules: get the rules.
         schema: parsed JSON of bounded size and depth.
+        field: of the request that holds it, for `Rules.patterns`.
         lenient: pass over keywords that cannot be guaranteed.
 
     Raises:
         SchemaFault: it is malformed, too complex, cannot be guaranteed, or describes nothing.
     """
     try:
-        rule = _Compiler(rules, schema, lenient=lenient).compile(schema, level=0, place="")
+        rule = _Compiler(rules, schema, field=field, lenient=lenient).compile(schema, level=0, place="")
     except TooManyRules:
         raise SchemaFault("", "is too large: make it simpler") from None
     if rule is None:
@@ -91,11 +92,12 @@ def _braced(left: str, body: str, right: str) -> str:
 class _Compiler:
     """Turns the parts of one schema into rules; None stands for a part that nothing can satisfy."""
 
-    def __init__(self, rules: Rules, root: Schema, *, lenient: bool) -> None:
+    def __init__(self, rules: Rules, root: Schema, *, field: str, lenient: bool) -> None:
         self._rules = rules
+        self._field = field
         self._root = root
         self._lenient = lenient
-        self._steps = 0
+        self._steps = self._depth = 0
         self._referred: dict[tuple[str, int], str | None] = {}
         self._reached: dict[str, frozenset[str]] = {}
         self._of_type: dict[str, Callable[[Mapping[str, Any], int, str], str | None]] = {
@@ -117,6 +119,15 @@ class _Compiler:
             place: where the part stands, for messages.
         """
         self._count()
+        self._depth += 1
+        if self._depth > bounds.MAX_NESTING:
+            raise SchemaFault("", f"nests deeper than {bounds.MAX_NESTING} levels: make it flatter")
+        try:
+            return self._compiled(schema, level, place)
+        finally:
+            self._depth -= 1
+
+    def _compiled(self, schema: Schema, level: int, place: str) -> str | None:
         if isinstance(schema, bool):
             return _free(self._rules, bounds.ANY_DEPTH)[0] if schema else None
         check_keywords(schema, place, lenient=self._lenient)
@@ -156,7 +167,7 @@ class _Compiler:
         whole: Schema = {key: value for key, value in schema.items() if key != "allOf"}
         for part in schema["allOf"]:
             self._count()
-            if isinstance(part, Mapping) and "$ref" in part:
+            if isinstance(part, Mapping) and isinstance(part.get("$ref"), str):
                 pointer, beside = part["$ref"], {key: value for key, value in part.items() if key != "$ref"}
                 level += pointer in self._reachable(pointer, place)
                 if level > bounds.MAX_RECURSION:
@@ -184,10 +195,13 @@ class _Compiler:
 
     def _plain(self, schema: Schema, place: str) -> Mapping[str, Any]:
         for _ in range(bounds.MAX_RECURSION):
-            if isinstance(schema, bool) or "$ref" not in schema:
+            if isinstance(schema, bool) or not isinstance(schema.get("$ref"), str):
                 break
             schema = self._resolved(schema["$ref"], place)
-        return {} if isinstance(schema, bool) else schema
+        if isinstance(schema, bool):
+            return {}
+        check_keywords(schema, place, lenient=True)
+        return schema
 
     def _resolved(self, pointer: str, place: str) -> Schema:
         """What a reference within the schema (RFC 6901) leads to."""
@@ -270,25 +284,34 @@ class _Compiler:
         return self._rules.add(f"{key} {COLON} {value}"), least, int(most)
 
     def _pairs(self, pairs: list[tuple[str, bool]], extra: str | None, least: int, most: int) -> str | None:
-        """The inside of an object: named pairs in order, those that are not required may be missing, then others.
-
-        Built from the end: `after` goes on behind a pair, `first` where none came before. Both grow by one rule for
-        each pair.
-        """
+        """The inside of an object: named pairs in order, those that are not required may be missing, then others."""
         if extra is None and least:
             return None
-        after = _more_of(extra, least, most) if extra else ""
-        first = _list_of(extra, least, most) if extra else ""
-        for pair, required in reversed(pairs):
-            rest = self._rules.add(after) if after else ""
-            behind = f"{COMMA} {pair} {rest}".rstrip()
-            head = f"{pair} {rest}".rstrip()
-            if required:
-                after, first = behind, head
-            else:
-                skipped = self._rules.add(first) if first else '""'
-                after, first = f"({COMMA} {pair})? {rest}".rstrip(), f"{head} | {skipped}"
-        return f"({first})" if " | " in first else first
+        parts = [(self._rules.add(pair), not required) for pair, required in pairs]
+        if extra and most:
+            parts.append(
+                (self._rules.add(f"{extra} {_more_of(extra, max(least - 1, 0), most - 1)}".rstrip()), not least)
+            )
+        if not parts:
+            return ""
+        row, may_be_empty = self._row(parts)
+        return f"({row})?" if may_be_empty else row
+
+    def _row(self, parts: list[tuple[str, bool]]) -> tuple[str, bool]:
+        """Parts in order with commas between them, those that may be missing or not, but not all of them missing.
+
+        Halved again and again: rules stand within each other as deep as the logarithm of their number.
+
+        Returns:
+            The rule, and whether all parts may be missing.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        (left, left_empty), (right, right_empty) = (
+            self._row(half) for half in (parts[: len(parts) // 2], parts[len(parts) // 2 :])
+        )
+        ways = [f"{left} {COMMA} {right}", *([left] if right_empty else []), *([right] if left_empty else [])]
+        return self._rules.either(ways) if len(ways) > 1 else self._rules.add(ways[0]), left_empty and right_empty
 
     def _array(self, schema: Mapping[str, Any], level: int, place: str) -> str | None:
         least = schema.get("minItems", 0)
@@ -323,7 +346,8 @@ class _Compiler:
         text = {"type": "string", "minLength": least, "maxLength": most}
         text |= {key: schema[key] for key in ("pattern", "format") if key in schema and (key != "format" or form)}
         rule = self._rules.add(f"%json {json.dumps(text)}")
-        self._rules.patterns.setdefault(f"{place}.pattern" if "pattern" in schema else f"{place}.format", rule)
+        place = f"{place}.{'pattern' if 'pattern' in schema else 'format'}"
+        self._rules.patterns.setdefault((self._field, place.removeprefix(".")), rule)
         return rule
 
     def _integer(self, schema: Mapping[str, Any], _level: int, _place: str) -> str | None:

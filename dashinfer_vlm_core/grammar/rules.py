@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
 
-from .bounds import MAX_RULES
+from .bounds import MAX_RULE_DEPTH, MAX_RULES
+
+_NAME = re.compile(r"\b[rT][0-9]+\b")
 
 
 class TooManyRules(Exception):
-    """The grammar outgrew its bound."""
+    """The grammar outgrew its bounds, in number or in depth."""
 
 
 class Rules:
     """Named rules, in llguidance's dialect of Lark; equal ones are one.
 
     Attributes:
-        patterns: regular expressions of the request, as the rules that they became, by their place in it; a fault is
-            told by its place.
+        patterns: the rules that regular expressions of a request became, by field and place: only a library that
+            compiles them finds out what is wrong with them.
     """
 
     def __init__(self) -> None:
         self._names: dict[tuple[str, str], str] = {}
-        self.patterns: dict[str, str] = {}
+        self._depths: dict[str, int] = {}
+        self.patterns: dict[tuple[str, str], str] = {}
 
     def add(self, body: str) -> str:
         """The name of the rule with this body."""
@@ -45,9 +49,15 @@ class Rules:
         return "\n".join([f"start: {start}", *rules])
 
     def _named(self, body: str, kind: str, option: str = "") -> str:
-        if len(self._names) >= MAX_RULES:
+        if (body, option) in self._names:
+            return self._names[body, option]
+        # What looks like a name within a literal makes the rule no less deep.
+        depth = 1 + max((self._depths.get(name, 0) for name in _NAME.findall(body)), default=0)
+        if len(self._names) >= MAX_RULES or depth > MAX_RULE_DEPTH:
             raise TooManyRules
-        return self._names.setdefault((body, option), f"{kind}{len(self._names)}")
+        name = self._names[body, option] = f"{kind}{len(self._names)}"
+        self._depths[name] = depth
+        return name
 
 
 def literal(text: str) -> str:

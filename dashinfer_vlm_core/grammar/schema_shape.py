@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -61,7 +60,7 @@ def _is_count(value: object) -> bool:
 def _is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
-    return math.isfinite(value) and abs(value) < 10**bounds.MAX_INTEGER_DIGITS
+    return bool(abs(value) < 10**bounds.MAX_INTEGER_DIGITS)  # which NaN is not either
 
 
 def _is_schema(value: object) -> bool:
@@ -144,6 +143,8 @@ def merge(one: Schema, two: Schema, place: str) -> Schema:
     """
     if isinstance(one, bool) or isinstance(two, bool):
         return (two if one else False) if isinstance(one, bool) else (one if two else False)
+    for part in (one, two):
+        check_keywords(part, place, lenient=True)
     for closed, other in ((one, two), (two, one)):
         strange = other.get("properties", {}).keys() - closed.get("properties", {}).keys()
         if strange and closed.get("additionalProperties", True) is not True:

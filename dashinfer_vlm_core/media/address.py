@@ -25,6 +25,8 @@ _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _NAT64 = IPv6Network("64:ff9b::/96")
 _SPECIAL = (
     IPv4Network("192.88.99.0/24"),  # relays of 6to4, RFC 7526
+    IPv4Network("192.0.0.0/24"),  # for protocols, RFC 6890; some clouds answer there
+    IPv4Network("168.63.129.16/32"),  # Azure's own services, on every virtual machine
     IPv6Network("64:ff9b:1::/48"),  # NAT64 within one site, RFC 8215
 )
 

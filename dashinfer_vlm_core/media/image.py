@@ -11,6 +11,8 @@ from PIL import Image
 
 from ..errors import DashInferVLMError, InvalidParameter, MediaTooLarge, MediaUndecodable
 
+MAX_ASPECT = 200
+"""How many times longer one side of a picture may be than the other: the limit of Qwen2-VL's processor."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 _ORIENTATION = 0x0112
@@ -55,6 +57,7 @@ def decode_picture(data: bytes, *, part: str, max_pixels: int, background: tuple
 def convert_picture(image: Image.Image, *, part: str, max_pixels: int, background: tuple[int, int, int]) -> Image.Image:
     """As `decode_picture`, of a picture that is open already, which may be the result itself."""
     check_size(image.size, max_pixels, part)
+    _check_coding(image, part)
     with _errors(part):
         image.load()
         if image.mode not in (*_OPAQUE, *_TRANSPARENT) and not image.mode.startswith("I;16"):
@@ -69,11 +72,12 @@ def count_pixels(data: bytes, *, part: str, max_pixels: int) -> int:
     with _errors(part), Image.open(BytesIO(data), formats=FORMATS) as image:
         width, height = size = (int(image.width), int(image.height))
         check_size(size, max_pixels, part)
+        _check_coding(image, part)
         return width * height
 
 
 def check_size(size: tuple[int, int], max_pixels: int, part: str) -> None:
-    """Refuse a (width, height) of more than `max_pixels`, or of a line.
+    """Refuse a (width, height) of more than `max_pixels`, of a line, or of a strip.
 
     Raises:
         MediaTooLarge, InvalidParameter: it is.
@@ -85,6 +89,16 @@ def check_size(size: tuple[int, int], max_pixels: int, part: str) -> None:
         raise InvalidParameter(
             "The picture is only one pixel high or wide; send one with something to see.", param=part
         )
+    if max(size) > MAX_ASPECT * min(size):
+        raise InvalidParameter(
+            f"One side of {width} x {height} pixels is more than {MAX_ASPECT} times the other; crop it.", param=part
+        )
+
+
+def _check_coding(image: Image.Image, part: str) -> None:
+    """Pillow decodes run-length coded bitmaps in Python: a few kilobytes of one hold a thread for many seconds."""
+    if image.format == "BMP" and any(tile[0] == "bmp_rle" for tile in getattr(image, "tile", ())):
+        raise MediaUndecodable("Run-length coded BMP files are not read; save it as PNG.", param=part)
 
 
 def _to_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:

@@ -50,6 +50,16 @@ class MediaLoader:
         self._running: set[asyncio.Task[Any]] = set()
         self._closed = False
 
+    def check(self, parts: Sequence[MediaPart]) -> None:
+        """Refuse what this server does not take, whichever way it comes; nothing is fetched or decoded.
+
+        Raises:
+            MediaTooLarge: more parts of a kind than are allowed in one request.
+            UnsupportedParameter: embeddings, and they are not allowed.
+        """
+        _check_counts(parts, self._config)
+        _check_embeddings(parts, self._config)
+
     async def load(self, parts: Sequence[MediaPart], then: Callable[[Media], T]) -> tuple[T, ...]:
         """What `then` makes of the decoded media of one request, in the order of `parts`.
 
@@ -99,7 +109,6 @@ class MediaLoader:
     async def _load(
         self, parts: Sequence[MediaPart], then: Callable[[Media], T], stop: threading.Event
     ) -> tuple[T, ...]:
-        _check_embeddings(parts, self._config)
         sources = await self._run(self._locate, parts)
         share = asyncio.Semaphore(max(1, self._config.max_fetches // 2))  # the rest is left to other requests
         fetched = {source: asyncio.ensure_future(self._get(source, share)) for source in dict.fromkeys(chain(*sources))}

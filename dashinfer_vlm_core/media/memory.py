@@ -158,7 +158,7 @@ def _array(value: Any, name: str) -> Array | None:
     """A numpy array, or a torch tensor (one of floats as float32: numpy has no bfloat16); None if it is neither."""
     if isinstance(value, np.ndarray):
         return value
-    if not hasattr(value, "detach"):
+    if not (hasattr(value, "detach") and hasattr(value, "is_floating_point")):  # files have the first
         return None
     try:
         tensor = value.detach().cpu()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -22,7 +23,6 @@ from ..schema import MediaPart
 from .types import Clip, OpenVideo, Pixels, StopCheck, VideoInfo, VideoReader
 
 FRAME_FACTOR = 2
-CLIP_PICTURES = 16
 MAX_FPS = 240.0
 
 _FRAMES = ".video_url.url"  # where the frames of a part stand in JSON
@@ -73,14 +73,15 @@ def decode_clip(
     """The sampled frames of an encoded video, by the first of `readers` that can read it.
 
     Raises:
-        MediaTooLarge: by its header the video is too long, or has too many pixels.
+        MediaTooLarge: by its header the video is too long, or has too many pixels; or decoding it takes too long.
         MediaUndecodable: no reader can read it.
         InvalidParameter: `part.num_frames` does not fit the file.
     """
+    check = _in_time(check_stop, part, config)
     for reader in readers:
-        check_stop()
+        check()
         try:
-            return _sample(reader.open(data), part, config, check_stop)
+            return _sample(reader.open(data), part, config, check)
         except MediaUndecodable:
             continue
         except (RequestError, EngineError):
@@ -136,7 +137,7 @@ def check_frames(count: int, *, part: MediaPart, config: EngineConfig) -> None:
 
 
 def check_total(pixels: int, *, part: MediaPart, config: EngineConfig) -> None:
-    """Refuse a clip that would take more memory than `CLIP_PICTURES` pictures of the greatest size allowed.
+    """Refuse a clip that would take more memory than is allowed.
 
     Args:
         pixels: of all its frames together, before resizing.
@@ -144,7 +145,7 @@ def check_total(pixels: int, *, part: MediaPart, config: EngineConfig) -> None:
     Raises:
         MediaTooLarge: it would.
     """
-    most = CLIP_PICTURES * config.max_decoded_pixels
+    most = config.video_max_decoded_pixels
     if pixels > most:
         raise MediaTooLarge(
             f"The frames of the video have more than {most} pixels; send fewer or smaller ones.", param=part.part
@@ -182,6 +183,22 @@ def _of_one_size(frames: Iterable[Pixels], part: MediaPart) -> Iterator[Pixels]:
                 param=frame_name(part, i),
             )
         yield frame
+
+
+def _in_time(check_stop: StopCheck, part: MediaPart, config: EngineConfig) -> StopCheck:
+    """Also ends what takes too long: a few kilobytes can hold minutes of work, and few frames be sampled of them."""
+    end = time.monotonic() + config.video_decode_timeout
+
+    def check() -> None:
+        check_stop()
+        if time.monotonic() > end:
+            raise MediaTooLarge(
+                f"Decoding the video takes more than {config.video_decode_timeout:g} seconds; send a shorter or smaller"
+                " one.",
+                param=part.part,
+            )
+
+    return check
 
 
 def _sample(video: OpenVideo, part: MediaPart, config: EngineConfig, check_stop: StopCheck) -> Clip:

@@ -148,9 +148,9 @@ def _message(message: object, where: str, contents: dict[str, Any]) -> object:
 
 def _part(part: object, where: str, contents: dict[str, Any]) -> object:
     """A part as in JSON; an object in it is noted in `contents`, by its place."""
-    if not isinstance(part, Mapping) or part.get("type") not in _OBJECT_PARTS or _is_text(part):
+    name = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(part, Mapping) or not isinstance(name, str) or name not in _OBJECT_PARTS or _is_text(part):
         return part
-    name = part["type"]
     value, kind = part.get(name), _OBJECT_PARTS[name]
     if is_object(value):
         contents[where] = value

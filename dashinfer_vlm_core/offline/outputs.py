@@ -10,6 +10,7 @@ from ..errors import DashInferVLMError
 
 if TYPE_CHECKING:
     from openai.types import CompletionUsage
+    from openai.types.chat.chat_completion import Choice
     from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob
 
 
@@ -18,7 +19,7 @@ class CompletionOutput:
     """One answer.
 
     Attributes:
-        index: 0, for there is one.
+        index: counts the answers of a prompt.
         text: the answer, without what ended it.
         token_ids: the answer's tokens, the one that ended it included.
         finish_reason: `stop`, or `length` where the tokens ran out.
@@ -40,7 +41,7 @@ class RequestOutput:
         request_id: numbers the prompts of one `VLM`.
         prompt: the prompt as it was given, if it was text.
         prompt_token_ids: what the model read; each picture and video is a run of placeholders there.
-        outputs: the one answer; none where there is an error.
+        outputs: the answers; none where there is an error.
         usage: tokens counted as OpenAI does; None where there is an error.
         error: why there is no answer.
     """
@@ -54,19 +55,23 @@ class RequestOutput:
 
 
 def answered(request_id: str, prompt: str | None, found: Generation) -> RequestOutput:
-    choice = found.completion.choices[0]
-    assert choice.finish_reason in {"stop", "length"}  # the engine calls no tools and filters nothing
-    listed = choice.logprobs.content if choice.logprobs else None
-    output = CompletionOutput(
-        text=choice.message.content or "",
-        token_ids=found.token_ids,
-        finish_reason="length" if choice.finish_reason == "length" else "stop",
-        logprobs=None if listed is None else tuple(listed),
-    )
+    answers = zip(found.completion.choices, found.token_ids, strict=True)
     return RequestOutput(
         request_id=request_id,
         prompt=prompt,
         prompt_token_ids=found.prompt_token_ids,
-        outputs=(output,),
+        outputs=tuple(_output(choice, token_ids) for choice, token_ids in answers),
         usage=found.completion.usage,
+    )
+
+
+def _output(choice: Choice, token_ids: tuple[int, ...]) -> CompletionOutput:
+    assert choice.finish_reason in {"stop", "length"}  # no prompt here offers tools, and nothing is filtered
+    listed = choice.logprobs.content if choice.logprobs else None
+    return CompletionOutput(
+        index=choice.index,
+        text=choice.message.content or "",
+        token_ids=token_ids,
+        finish_reason="length" if choice.finish_reason == "length" else "stop",
+        logprobs=None if listed is None else tuple(listed),
     )

@@ -16,7 +16,7 @@ class SamplingParams:
     """How an answer is sampled. Names and defaults are vLLM's, but for `max_tokens`.
 
     Attributes:
-        n: answers of a prompt; there is one.
+        n: answers of a prompt, 16 at most.
         temperature: 0 (the likeliest token) to 2.
         top_p: above 0, up to 1.
         top_k: keeps only the k likeliest tokens; 0 or -1 keeps all.
@@ -35,7 +35,6 @@ class SamplingParams:
 
     Raises:
         InvalidParameter: a value out of its range; `param` names it.
-        UnsupportedParameter: `n` above 1.
     """
 
     n: int = 1

@@ -40,6 +40,7 @@ def encodable(text: str) -> str:
 
 Text: TypeAlias = Annotated[str, AfterValidator(encodable)]
 Name: TypeAlias = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(encodable)]
+Label: TypeAlias = Annotated[str, Field(min_length=1, max_length=128), AfterValidator(encodable)]
 Count: TypeAlias = Annotated[int, Field(ge=1, le=LARGEST)]
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field, Strict, Tag
 
 from ..errors import InvalidParameter, UnsupportedParameter
-from .base import LARGEST, STRING_OR_ARRAY, Count, Name, Open, Text, string_or_object
+from .base import LARGEST, STRING_OR_ARRAY, Count, Label, Name, Open, Text, string_or_object
 from .faults import show
 from .fields import REFUSED_IN_MESSAGES, REFUSED_PARTS
 
@@ -22,7 +22,6 @@ JPEG_FRAMES = "data:video/jpeg;base64,"
 MAX_PARTS = 1024
 MAX_FRAMES = 4096
 MAX_TOOL_CALLS = 128
-MAX_UUID = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,9 +162,14 @@ class VideoURL(Sized):
 
     def check(self, where: str, *, known: bool = False) -> None:
         self.check_size(where)
-        if self.num_frames is not None and (self.fps is not None or isinstance(self.url, tuple)):
+        if self.num_frames is not None and self.fps is not None:
             raise InvalidParameter(
-                f"`{where}.num_frames` samples a video file, and not together with `fps`: leave it out.",
+                f"`{where}.num_frames` and `{where}.fps` both say how to sample the video: give one of them.",
+                param=f"{where}.num_frames",
+            )
+        if self.num_frames is not None and isinstance(self.url, tuple):
+            raise InvalidParameter(
+                f"`{where}.num_frames` samples a video file, and a list of frames is taken whole: leave it out.",
                 param=f"{where}.num_frames",
             )
         if isinstance(self.url, tuple):
@@ -178,14 +182,18 @@ class VideoURL(Sized):
     def urls(self) -> str | tuple[str, ...] | None:
         if isinstance(self.url, tuple):
             return tuple(map(_frame_url, self.url))
-        if self.url and self.url.startswith(JPEG_FRAMES):
-            return tuple(f"data:image/jpeg;base64,{frame}" for frame in self.url.removeprefix(JPEG_FRAMES).split(","))
+        if self.url and _is_jpeg_frames(self.url):
+            return tuple(f"data:image/jpeg;base64,{frame}" for frame in self.url[len(JPEG_FRAMES) :].split(","))
         return self.url or None
+
+
+def _is_jpeg_frames(url: str) -> bool:
+    return url[: len(JPEG_FRAMES)].lower() == JPEG_FRAMES
 
 
 def _check_jpeg_frames(url: str, where: str) -> None:
     """Counted before they are cut apart."""
-    if url.startswith(JPEG_FRAMES) and url.count(",") > MAX_FRAMES:
+    if _is_jpeg_frames(url) and url.count(",") > MAX_FRAMES:
         raise InvalidParameter(f"`{where}` must have at most {MAX_FRAMES} frames.", param=where)
 
 
@@ -257,7 +265,7 @@ class Part(Open):
         ]
         | None
     ) = None
-    uuid: Annotated[Text, Field(min_length=1, max_length=MAX_UUID)] | None = None
+    uuid: Label | None = None
     refusal: Text | None = None
 
     def check(self, role: str, where: str) -> None:

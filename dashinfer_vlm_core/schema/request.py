@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, InstanceOf, Strict, Tag, ValidationE
 
 from ..errors import InvalidParameter, RequestError, UnsupportedParameter
 from ..sampling import GREEDY_BELOW, Sampling
-from .base import LARGEST, STRING_OR_ARRAY, Count, Name, Open, Text, encodable
+from .base import LARGEST, STRING_OR_ARRAY, Count, Label, Name, Open, Text, encodable
 from .faults import explain, show
 from .fields import REFUSED
 from .messages import MediaPart, Message
@@ -28,7 +28,6 @@ MAX_ANSWERS = 16
 MAX_MESSAGES = 4096
 MAX_STOP_CHARACTERS = 256
 MAX_LISTED_TOKENS = 1024
-MAX_SALT_CHARACTERS = 128
 
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
@@ -82,7 +81,7 @@ class ChatRequest(Open):
     parallel_tool_calls: bool | None = None
     media_io_kwargs: MediaIO = MediaIO()
     mm_processor_kwargs: ProcessorOptions = ProcessorOptions()
-    cache_salt: Annotated[Text, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
+    cache_salt: Label | None = None
 
     @classmethod
     def parse(cls, data: object) -> ChatRequest:
@@ -236,7 +235,9 @@ class OfflineRequest(ChatRequest):
 
     messages: Annotated[tuple[Message, ...], Strict(False), Field(max_length=MAX_MESSAGES)] = ()
     contents: Mapping[str, Any] = Field(default_factory=dict, repr=False)
-    prompt: str | tuple[int, ...] | None = None
+    prompt: (
+        Annotated[Annotated[Text, Tag("string")] | Annotated[tuple[int, ...], Tag("array")], STRING_OR_ARRAY] | None
+    ) = None
     attached: tuple[InstanceOf[MediaPart], ...] = ()
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 from random import Random
@@ -19,7 +20,7 @@ from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_core.grammar import Rules, SchemaFault, any_object, json_schema
 from dashinfer_vlm_core.grammar.numbers import numbers_between
 from dashinfer_vlm_core.guide import MAX_GUIDES, GuideMaker
-from tests.schemas import random_schema
+from tests.schemas import damaged, random_schema
 
 CHECKPOINT = Path(__file__).parents[2] / "plugins" / "dashinfer_vlm_demo" / "checkpoint"
 TOKENIZER = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
@@ -242,6 +243,19 @@ HOSTILE = {
     "a long list": {"type": "array", "items": {"type": "array", "items": {"type": "null"}, "minItems": 4096}},
     "many values": {"enum": [f"value {index}" for index in range(3000)]},
     "many properties": {"properties": {f"p{index}": {"type": "integer"} for index in range(1500)}},
+    "several thousand properties": {"properties": {f"p{index}": {} for index in range(4000)}},
+    "several thousand properties, all required": {
+        "properties": {f"p{index}": {"type": "null"} for index in range(2000)},
+        "required": [f"p{index}" for index in range(2000)],
+    },
+    "a chain of references": {
+        "$ref": "#/$defs/a0",
+        "$defs": {
+            **{f"a{i}": {"properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}, "required": ["x"]} for i in range(900)},
+            "a900": {},
+        },
+    },
+    "a pattern of nested groups": {"type": "string", "pattern": "(" * 500 + "a" + ")" * 500},
     "many alternatives": {"anyOf": [{"type": "string", "pattern": f"^a*{index}$"} for index in range(500)]},
     "a recursion that branches": {
         "type": "object",
@@ -254,7 +268,7 @@ HOSTILE = {
 @pytest.mark.parametrize("schema", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.timeout(60)
 def test_a_hostile_schema_is_refused_or_followed_in_bounded_time(maker, schema):
-    with contextlib.suppress(InvalidParameter):
+    with contextlib.suppress(InvalidParameter, SchemaFault):
         walk = compiled(maker, schema).begin()
         rng = np.random.default_rng(0)
         for _ in range(50):
@@ -262,6 +276,23 @@ def test_a_hostile_schema_is_refused_or_followed_in_bounded_time(maker, schema):
             if token == STOP:
                 return
             walk.take(token)
+
+
+def test_damaged_schemas_are_refused_or_followed(maker):
+    """2,000 of them; nothing but the two errors that say what is wrong."""
+    outcomes = Counter()
+    for seed in range(2000):
+        rng = Random(seed)
+        schema = damaged(rng, random_schema(seed), rng.choice((0.02, 0.1, 0.3)))
+        try:
+            walk = compiled(maker, schema if isinstance(schema, dict) else {}, lenient=seed % 2 == 0).begin()
+        except (SchemaFault, InvalidParameter) as error:
+            outcomes[type(error)] += 1
+        else:
+            outcomes["followed"] += 1
+            assert walk.allowed().any()
+    assert outcomes["followed"] > 100
+    assert outcomes[SchemaFault] > 100
 
 
 def test_guides_are_kept_by_content_and_are_bounded(maker):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_core.errors import InvalidParameter
+from dashinfer_vlm_core.errors import InvalidParameter, MediaTooLarge
+from dashinfer_vlm_core.ids import MAX_CUTS
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from tests.conversations import data_url, picture
 from tests.samples import data_url as bytes_url
@@ -140,3 +141,30 @@ def test_the_names_used_least_recently_are_forgotten(started):
     ask(engine, image(CAT, "cat 2"))
     ask(engine, image(None, "cat 0"), image(None, "cat 2"))
     assert error_of(engine, image(None, "cat 1")).code == "uuid_not_cached"
+
+
+def test_what_comes_by_name_counts_as_what_comes_along(started):
+    engine, _ = started(limit_mm_per_prompt={"image": 2})
+    ask(engine, image(CAT, "cat"))
+    with pytest.raises(MediaTooLarge):
+        ask(engine, *[image(None, "cat")] * 3)
+    with pytest.raises(MediaTooLarge):
+        ask(engine, image(None, "cat"), image(DOG), image(None, "cat"))
+    ask(engine, *[image(None, "cat")] * 2)
+
+
+def test_options_that_a_content_does_not_heed_do_not_hide_it(started):
+    engine, _ = started()
+    frames = {"type": "video_url", "video_url": {"url": [CAT, CAT]}, "uuid": "frames"}
+    rate = {"mm_processor_kwargs": {"fps": 1}}
+    ask(engine, frames, **rate)
+    ask(engine, {"type": "video_url", "uuid": "frames"}, **rate)
+    ask(engine, {"type": "video_url", "uuid": "frames"})
+
+
+def test_the_cuts_of_one_content_are_bounded(started):
+    engine, _ = started()
+    for level in range(MAX_CUTS + 1):
+        ask(engine, image(CAT, "cat"), media_io_kwargs={"image": {"rgba_background_color": [level] * 3}})
+    assert len(engine._running.conductor.ids._bound["", "image", "cat"].cuts) == MAX_CUTS
+    ask(engine, image(None, "cat"), media_io_kwargs={"image": {"rgba_background_color": [MAX_CUTS] * 3}})

@@ -169,6 +169,23 @@ def test_a_bomb_is_refused_by_its_header_alone():
             assert caught.value.param == PART
 
 
+def test_a_strip_is_refused_by_its_header_alone():
+    for width, height in ((402, 2), (2, 402), (20_000, 99)):
+        with pytest.raises(InvalidParameter, match="200 times"):
+            decode_picture(png(width, height), part=PART, max_pixels=64_000_000, background=WHITE)
+
+
+def test_a_run_length_coded_bitmap_is_refused():
+    """33 kilobytes of one would take Pillow, which reads them in Python, many seconds."""
+    header = struct.pack("<IiiHHIIiiII", 40, 8, 8, 1, 8, 1, 0, 0, 0, 256, 0)
+    pixels = b"\x08\x01\x00\x00" * 8 + b"\x00\x01"
+    start = 14 + len(header) + 1024  # after the palette
+    data = b"BM" + struct.pack("<IHHI", start + len(pixels), 0, 0, start) + header + bytes(1024) + pixels
+    assert Image.open(BytesIO(data)).size == (8, 8)
+    with pytest.raises(MediaUndecodable, match="Run-length"):
+        decoded(data)
+
+
 def test_the_pixel_limit_is_exact():
     data = encode(noise(10, 10))
     assert decoded(data, max_pixels=100).shape == (10, 10, 3)

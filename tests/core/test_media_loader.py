@@ -196,9 +196,9 @@ def test_frames_of_two_sizes_are_named():
 
 def test_frames_that_are_too_large_together_are_refused_by_their_headers():
     frames = tuple(picture_url(28, 28, seed) for seed in range(17))
-    assert load(video(frames[:16]), max_decoded_pixels=784)[0].frames.shape == (16, 28, 28, 3)
+    assert load(video(frames[:16]), video_max_decoded_pixels=16 * 784)[0].frames.shape == (16, 28, 28, 3)
     with pytest.raises(MediaTooLarge):
-        load(video(frames), max_decoded_pixels=784)
+        load(video(frames), video_max_decoded_pixels=16 * 784)
 
 
 def test_the_first_failure_cancels_the_rest():

@@ -208,8 +208,8 @@ def test_what_is_no_video_is_refused_with_the_next_step(content, message, where)
 def test_videos_are_held_to_the_servers_frames_and_pixels():
     refused(InvalidParameter, FRAMES, "video", config={"video_max_frames": 3})
     many = np.broadcast_to(np.zeros((28, 28, 3), np.uint8), (17, 28, 28, 3))
-    assert len(got(many[:16], "video", config={"max_decoded_pixels": 784}).frames) == 16
-    refused(MediaTooLarge, many, "video", config={"max_decoded_pixels": 784})
+    assert len(got(many[:16], "video", config={"video_max_decoded_pixels": 16 * 784}).frames) == 16
+    refused(MediaTooLarge, many, "video", config={"video_max_decoded_pixels": 16 * 784})
 
 
 @pytest.mark.parametrize("option", [{"fps": 1.0}, {"num_frames": 2}])

@@ -59,12 +59,20 @@ def test_a_data_url_in_each_way_that_encoders_write_it(url):
         "data:image/png;base64,AAAA,AAAA",
         "data:image/png;base64,AAAA%",
         "data:image/png;base64,%ff%fe",
+        "data:image/png;base64,%41%41%41%41",  # an A needs no escape
     ],
 )
 def test_a_broken_data_url_is_named(url):
     with pytest.raises(MediaUndecodable) as caught:
         content(url)
     assert caught.value.param == PART
+
+
+def test_escapes_that_base64_does_not_need_cost_nothing():
+    """A percent sign is no base64: to undo escapes in general would take a hundred times their size."""
+    for sign in ("%", "%41"):
+        with pytest.raises((MediaTooLarge, MediaUndecodable)):
+            content("data:image/png;base64," + sign * 20_000_000, image_max_bytes=1_000_000)
 
 
 def test_the_size_of_a_data_url_is_known_before_it_is_decoded():

@@ -228,6 +228,12 @@ def test_limits_are_checked_by_the_header_before_a_frame_is_decoded(header):
     assert film.asked is None
 
 
+def test_what_takes_too_long_to_decode_is_given_up():
+    """A still picture of an hour is a small file, and two frames of it cost all of them."""
+    with pytest.raises(MediaTooLarge, match=r"0\.001 seconds"):
+        clip(movie(60, height=240, width=320), config=EngineConfig(video_decode_timeout=0.001))
+
+
 @pytest.mark.parametrize(
     "header",
     [{"frames": 0}, {"fps": 0.0}, {"fps": -1.0}, {"fps": math.inf}, {"fps": math.nan}, {"width": 0}, {"frames": -5}],

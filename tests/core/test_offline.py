@@ -344,9 +344,10 @@ ROWS = torch.zeros(16, 256)
         (ROWS, (1, 7, 8), {}),
         (ROWS * torch.nan, (1, 8, 8), {}),
         (ROWS + torch.inf, (1, 8, 8), {}),
+        (ROWS + 1e5, (1, 8, 8), {}),
         (ROWS, (1, 8, 8), {"max_pixels": 784}),
     ],
-    ids=["width", "rows", "grid", "nan", "inf", "options"],
+    ids=["width", "rows", "grid", "nan", "inf", "huge", "options"],
 )
 def test_embeddings_that_do_not_fit_are_refused_and_the_next_ones_work(demo, rows, grid, options):
     wrong = {"type": "image_embeds", "image_embeds": {"image_embeds": rows, "image_grid_thw": grid}, **options}
@@ -406,7 +407,7 @@ def test_alone_in_a_list_it_is_an_item_too(demo):
         ({"max_tokens": 0}, InvalidParameter, "max_tokens"),
         ({"logprobs": 21}, InvalidParameter, "top_logprobs"),
         ({"logit_bias": {"x": 1.0}}, InvalidParameter, "logit_bias"),
-        ({"n": 2}, UnsupportedParameter, "n"),
+        ({"n": 17}, InvalidParameter, "n"),
     ],
 )
 def test_wrong_sampling_is_refused_where_it_is_written(options, error, param):
@@ -574,3 +575,29 @@ def test_the_example_runs():
     command = [sys.executable, "examples/offline.py", "examples/pictures/circle.png"]
     found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert found.stdout == "examples/pictures/circle.png: A red circle.\n", found.stderr
+
+
+def test_low_detail_asks_for_no_more_than_the_model_can(demo):
+    part = {"type": "image_url", "image_url": {"url": data_url(Image.open(CIRCLE)), "detail": "low"}}
+    (output,) = demo.chat([[user_of(part)]], GREEDY, use_tqdm=False)
+    assert texts([output]) == ["A red circle."]
+
+
+def test_odd_objects_fail_alone(demo):
+    with CIRCLE.open("rb") as file:
+        odd = [{"type": ["x"]}, {"type": "image_pil", "image_pil": file}, {"type": "image_pil", "image_pil": object()}]
+        good = {"type": "image_pil", "image_pil": Image.open(CIRCLE)}
+        outputs = demo.chat([[user_of(part)] for part in (*odd, good)], GREEDY, use_tqdm=False)
+        assert file.read(4) == b"\x89PNG"  # it is still the caller's
+    assert all(isinstance(output.error, InvalidParameter) for output in outputs[:3])
+    assert texts(outputs[3:]) == ["A red circle."]
+
+
+def test_a_prompt_that_no_tokenizer_can_read_is_refused(demo):
+    with pytest.raises(InvalidParameter) as caught:
+        demo.generate("\ud800", GREEDY, use_tqdm=False)
+    assert caught.value.param == "prompt"
+
+
+def user_of(part):
+    return {"role": "user", "content": [part, DESCRIBE]}

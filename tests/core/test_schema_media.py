@@ -120,6 +120,12 @@ def test_jpeg_frames_in_one_url_are_a_list_of_frames():
     assert found.url == ("data:image/jpeg;base64,AAAA", "data:image/jpeg;base64,BBBB")
 
 
+def test_jpeg_frames_in_capitals_are_jpeg_frames():
+    assert only({"type": "video_url", "video_url": {"url": "data:video/JPEG;BASE64,AAAA"}}).url == (
+        "data:image/jpeg;base64,AAAA",
+    )
+
+
 def test_jpeg_frames_are_counted_before_they_are_cut_apart():
     error = refusal({"type": "video_url", "video_url": {"url": "data:video/jpeg;base64," + "," * 5000}})
     assert error.param == f"{PART}.video_url.url"

@@ -63,6 +63,19 @@ def gone(pid, seconds=1.0):
     return False
 
 
+async def reading(running, requests):
+    """Tasks that read the answers, once the first token is there: in any fixed time, all may be done already."""
+    begun = asyncio.Event()
+
+    async def read(request):
+        async for _ in running.decode(request):
+            begun.set()
+
+    tasks = [asyncio.create_task(read(request)) for request in requests]
+    await begun.wait()
+    return tasks
+
+
 def test_no_token_is_lost_at_the_end_of_a_stream(decoder):
     wanted = np.random.default_rng(0).integers(1, 40, 500).tolist()
 
@@ -94,8 +107,7 @@ def test_leaving_a_stream_frees_its_place_within_a_second(decoder, oracle):
 def test_cancelling_readers_that_run_and_wait_leaves_the_others_alone(decoder, oracle):
     async def run():
         async with decoding(decoder(max_batch_size=2)) as running:
-            tasks = [asyncio.create_task(collect(running, prompt(seed, 10, **LONG))) for seed in range(6)]
-            await asyncio.sleep(0.2)
+            tasks = await reading(running, [prompt(seed, 10, **LONG) for seed in range(6)])
             for task in tasks:
                 task.cancel()
             answer = await asyncio.wait_for(collect(running, prompt(9, 10)), 5)
@@ -127,8 +139,7 @@ def test_closing_ends_what_runs_and_waits(decoder):
         running = decoder(max_batch_size=1)
         await running.start()
         pid = running.pid
-        tasks = [asyncio.create_task(collect(running, prompt(seed, 5, **LONG))) for seed in range(3)]
-        await asyncio.sleep(0.1)
+        tasks = await reading(running, [prompt(seed, 5, **LONG) for seed in range(3)])
         await running.close()
         await running.close()
         ends = await asyncio.gather(*tasks, return_exceptions=True)

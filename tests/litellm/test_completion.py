@@ -13,6 +13,7 @@ import dashinfer_vlm_litellm
 from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
 from dashinfer_vlm_core.shared import SHARED
+from dashinfer_vlm_core.testing import EVERYTHING
 from tests.litellm.conftest import HELLO, ask, counts, stream, text_of
 from tests.samples import data_url, movie, picture_url
 
@@ -146,9 +147,9 @@ def test_an_answer_can_be_sent_back_in_the_next_turn(scripted):
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}] * 2}, "tools[1].function.name"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"n": 2}, "n"),
+        ({"n": 17}, "n"),
         ({"extra_body": {"best_of": 3}}, "best_of"),
         ({"extra_headers": {"x-trace": "1"}}, "extra_headers"),
         ({"top_k": -2}, "top_k"),
@@ -163,6 +164,22 @@ def test_what_cannot_be_honoured_is_refused_by_name(scripted, options, param, st
     assert caught.value.status_code == 400
     assert caught.value.param == param or (caught.value.param or "").startswith("messages[0].content[0]")
     assert not provider.script.requests
+
+
+def test_tools_formats_and_answers_come_through(scripted):
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    provider = scripted(call, call, '{"a": 1}', honours=EVERYTHING)
+    options = {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "weather"}}]}
+    options["tools"][0]["function"]["parameters"] = {"type": "object", "properties": {"city": {"type": "string"}}}
+    plain = litellm.completion(provider.model, **options).choices[0]
+    chunks = list(litellm.completion(provider.model, **options, stream=True))
+    streamed = litellm.stream_chunk_builder(chunks).choices[0]
+    for choice in (plain, streamed):
+        (found,) = choice.message.tool_calls
+        assert (found.function.name, found.function.arguments) == ("weather", '{"city": "Rome"}')
+        assert choice.finish_reason == "tool_calls"
+    answers = litellm.completion(provider.model, messages=HELLO, n=2, response_format={"type": "json_object"})
+    assert [choice.message.content for choice in answers.choices] == ['{"a": 1}'] * 2
 
 
 def test_litellm_drops_what_it_says_can_be_dropped(scripted):

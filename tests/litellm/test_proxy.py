@@ -17,6 +17,7 @@ import httpx
 import litellm
 import openai
 import pytest
+import yaml
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.shared import SHARED
@@ -27,6 +28,7 @@ from tests.server.conftest import eventually, serving
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 PICTURES = Path(__file__).parents[2] / "examples/pictures"
+EXAMPLE = Path(__file__).parents[2] / "examples/litellm/config.yaml"
 KEY = "sk-0123456789abcdef0123456789abcdef"
 TRUTH = "I know circles, squares, triangles, stars and crosses"
 LONG = "A long answer that goes on and on and on. " * 20
@@ -95,28 +97,22 @@ def dying(folder, tiny_checkpoint):
 
 @pytest.fixture(scope="module")
 def proxy(folder, remote, dying):
-    """The proxy's address."""
+    """The address of a proxy with the configuration of the example, and more deployments."""
     server, _ = remote
 
     def deployment(name, model="demo", **params):
         info = {"id": name, "mode": "chat", "health_check_max_tokens": 1}
         return {"model_name": name, "litellm_params": {"model": f"dashinfer_vlm/{model}", **params}, "model_info": info}
 
-    config = {
-        "model_list": [
-            deployment("demo", timeout=120),
-            deployment("narrow", engine_options={"max_batch_size": 1, "max_waiting": 0}),
-            deployment("remote", "tiny", api_base=f"{server.url}/v1"),
-            deployment("dying", "tiny", api_base=dying[1]),
-        ],
-        "router_settings": {"num_retries": 0, "fallbacks": [{"dying": ["demo"]}]},
-        "litellm_settings": {
-            "custom_provider_map": [{"provider": "dashinfer_vlm", "custom_handler": "dashinfer_vlm_litellm.handler"}]
-        },
-        "general_settings": {"master_key": "os.environ/LITELLM_MASTER_KEY", "cancel_on_disconnect": True},
-    }
+    config = yaml.safe_load(EXAMPLE.read_text())
+    config["model_list"] += [
+        deployment("narrow", engine_options={"max_batch_size": 1, "max_waiting": 0}),
+        deployment("remote", "tiny", api_base=f"{server.url}/v1"),
+        deployment("dying", "tiny", api_base=dying[1]),
+    ]
+    config["router_settings"]["fallbacks"].append({"dying": ["demo"]})
     path = folder / "config.yaml"
-    path.write_text(json.dumps(config))  # JSON is YAML
+    path.write_text(yaml.safe_dump(config))
     port = free_port()
     command = [sys.executable, "-c", "from litellm import run_server; run_server()", "--config", str(path)]
     command += ["--host", "127.0.0.1", "--port", str(port)]
@@ -184,7 +180,7 @@ def test_the_usage_of_a_stream_is_shown_to_whom_asks_for_it(client):
 
 
 def test_the_models_and_their_health_are_listed(client, proxy):
-    assert {model.id for model in client.models.list()} == {"demo", "narrow", "remote", "dying"}
+    assert {model.id for model in client.models.list()} == {"demo", "served", "narrow", "remote", "dying"}
     headers = {"Authorization": f"Bearer {KEY}"}
     health = httpx.get(f"{proxy}/health?model=demo", headers=headers, timeout=100, trust_env=False).json()
     assert (health["healthy_count"], health["unhealthy_count"]) == (1, 0)
@@ -194,8 +190,8 @@ def test_the_models_and_their_health_are_listed(client, proxy):
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}, "tools[0].function.parameters"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"extra_body": {"top_k": -4}}, "top_k"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         ({"extra_body": {"engine_options": {"allowed_local_media_path": "/"}}}, "engine_options"),

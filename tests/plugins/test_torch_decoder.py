@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.decoder import SAMPLING_PARAMETERS
+from dashinfer_vlm_core.decoder import GUIDE, SAMPLING_PARAMETERS
 from dashinfer_vlm_core.errors import (
     CheckpointError,
     ConfigError,
@@ -296,7 +296,7 @@ def test_the_plugin_registers_the_decoder(oracle):
     (factory,) = factories
     spec, config = read_spec(oracle.folder), EngineConfig(device="cpu")
     decoder = factory.create(spec, config)
-    assert (factory.name, decoder.name, decoder.honours) == ("torch", "torch", SAMPLING_PARAMETERS)
+    assert (factory.name, decoder.name, decoder.honours) == ("torch", "torch", SAMPLING_PARAMETERS | {GUIDE})
     assert factory.fitness(spec, config).score > 0
     other = factory.fitness(replace(spec, architecture="other"), config)
     assert (other.score, "other" in other.reason) == (0, True)

@@ -157,3 +157,67 @@ def test_a_row_that_is_not_finite_fails_alone(number, options):
     first, broken, last = choose(logits, [run(seed=1, logprobs=2, **options) for _ in range(3)])
     assert isinstance(broken, DecoderFailed)
     assert first == last
+
+
+class Barring:
+    """A walk that allows some tokens at every step."""
+
+    def __init__(self, allowed, size=100):
+        self.mask = np.isin(np.arange(size), allowed)
+
+    def allowed(self):
+        return self.mask
+
+    def take(self, token):
+        assert self.mask[token]
+
+
+class Lost(Barring):
+    def allowed(self):
+        raise DecoderFailed("Too complex.")
+
+
+def guided(walk, **sampling):
+    made = run(**sampling)
+    made.walk = walk
+    return made
+
+
+def test_what_a_grammar_bars_is_never_chosen():
+    """Whatever the bias, and though the nucleus of the free distribution holds nothing that is allowed."""
+    logits = torch.zeros(1, 100)
+    logits[0, 7] = 50
+    for options in ({}, {"temperature": 0.0}, {"top_p": 0.01}, {"top_k": 1}, {"logit_bias": {9: 100.0}}):
+        chosen = {choose(logits, [guided(Barring([3, 4]), seed=seed, **options)])[0].id for seed in range(30)}
+        assert chosen <= {3, 4}, options
+    assert len({choose(logits, [guided(Barring([3, 4]), seed=seed)])[0].id for seed in range(30)}) == 2
+
+
+def test_a_grammar_of_one_row_leaves_the_others_alone():
+    logits = torch.from_numpy(np.random.default_rng(0).normal(size=(3, 100)).astype(np.float32))
+    free = [run(seed=1), run(seed=2, logprobs=2)]
+    alone = [choose(logits[[row]], [one])[0] for row, one in ((0, free[0]), (2, free[1]))]
+    together = choose(logits, [free[0], guided(Barring([5])), free[1]])
+    assert [together[0], together[2]] == alone
+    assert together[1].id == 5
+
+
+def test_log_probabilities_are_from_before_the_mask():
+    logits = torch.zeros(1, 100)
+    chosen = choose(logits, [guided(Barring([5]), logprobs=1)])[0]
+    assert chosen.id == 5
+    assert chosen.logprob == pytest.approx(-math.log(100))
+
+
+def test_a_grammar_that_cannot_go_on_fails_its_own_row_alone():
+    outcomes = choose(torch.zeros(2, 100), [guided(Lost([])), run(temperature=0.0)])
+    assert isinstance(outcomes[0], DecoderFailed)
+    assert outcomes[1].id == 0
+
+
+def test_an_answer_that_is_too_short_ends_only_where_nothing_else_is_allowed():
+    logits = torch.zeros(1, 100)
+    logits[0, 95] = 50
+    assert choose(logits, [guided(Barring([5, 95]), min_tokens=3)])[0].id == 5
+    assert choose(logits, [guided(Barring([5, 95]))])[0].id == 95
+    assert choose(logits, [guided(Barring([95]), min_tokens=3)])[0].id == 95

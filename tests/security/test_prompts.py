@@ -23,7 +23,7 @@ from dashinfer_vlm_core.schema.request import OfflineRequest
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_demo import CHECKPOINT
 from tests.samples import encode, noise, picture_url
-from tests.security.conftest import GOOD, LIMITS, opened, picture, text, video
+from tests.security.conftest import GOOD, LEAKS, LIMITS, opened, picture, text, video
 
 PART = "messages[0].content[0]"
 TOKENIZER = tokenizers.Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
@@ -302,6 +302,49 @@ CODE = {
 @pytest.mark.parametrize("name", CODE)
 def test_security_14_code_of_a_request_is_refused_by_name(closed_door, name):
     closed_door.refuses(WORDS, **{name: CODE[name]}, param=name, code="unsupported_parameter")
+
+
+HOSTILE_SCHEMAS = {
+    "nested repetition": {"type": "string", "pattern": "(a+)+$"},
+    "counts in counts": {"type": "string", "pattern": "((a{1,100}){1,100}){1,100}b"},
+    "a long pattern": {"type": "string", "pattern": "a" * 2000},
+    "a broken pattern": {"type": "string", "pattern": "((" * 500},
+    "a loop": {"$ref": "#"},
+    "a loop of two": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+    "branching recursion": {"type": "object", "properties": {name: {"$ref": "#"} for name in "abcdefgh"}},
+    "references that multiply": {
+        "$ref": "#/$defs/a0",
+        "$defs": {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}", "minLength": 1}] * 8} for i in range(20)}
+        | {"a20": {"type": "string"}},
+    },
+    "many values": {"enum": list(range(10_000))},
+    "many properties": {"properties": {f"p{index}": {} for index in range(3000)}},
+    "too large": {"enum": ["a" * 1000] * 100},
+    "huge counts": {"type": "array", "minItems": 2**31, "items": {"type": "string", "minLength": 2**31}},
+    "a web address": {"$ref": "http://127.0.0.1/schema.json"},
+    "a file": {"$ref": "file:///etc/passwd"},
+    "rules of the library": {"%json": {}, "x-guidance": {"whitespace_pattern": ".*"}, "type": "string", "maxLength": 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE_SCHEMAS)
+@pytest.mark.timeout(60)
+def test_security_14_hostile_schemas_are_refused_or_followed(closed_door, name):
+    """In bounded time, by the schema's own field, as a format and as a tool; the fixture asks a good one after it."""
+    schema = HOSTILE_SCHEMAS[name]
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    parameters = {"properties": {"a": schema}, "$defs": schema.get("$defs", {})}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    for fields, param in (
+        ({"response_format": form}, "response_format.json_schema.schema"),
+        ({"tools": [tool], "tool_choice": "required"}, "tools[0].function.parameters"),
+    ):
+        answer = closed_door.ask(WORDS, max_tokens=20, **fields)
+        if answer.status_code != 200:
+            error = answer.json()["error"]
+            assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), error
+            assert error["param"] in {param, "messages"}, error  # the prompt tells of tools, and may be too long
+            assert not LEAKS.search(error["message"]), error
 
 
 def test_security_14_unknown_processor_options_are_refused(closed_door):
