@@ -16,6 +16,7 @@ from dashinfer_vlm_core.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
     DecoderFailed,
+    EngineClosed,
     EngineError,
     InvalidParameter,
     ModelNotFound,
@@ -333,6 +334,15 @@ def test_an_answer_that_takes_too_long_is_given_up(slow, streamed):
     with pytest.raises(DeadlineExceeded):
         list(slow.chat.stream("?", timeout=0.5)) if streamed else slow.chat.invoke("?", timeout=0.5, max_retries=5)
     until(idle(slow))
+    assert len(slow.script.requests) == 2
+
+
+def test_a_stream_that_has_begun_is_not_tried_again(slow):
+    chunks = slow.chat.stream("?", max_retries=3)
+    next(chunks)
+    slow.engines.close()
+    with pytest.raises(EngineClosed):
+        list(chunks)
     assert len(slow.script.requests) == 2
 
 
