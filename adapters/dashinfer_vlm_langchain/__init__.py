@@ -1,0 +1,12 @@
+"""LangChain's chat model: pictures and videos in chains and agents, in process or over HTTP.
+
+from dashinfer_vlm_langchain import ChatDashInferVLM
+
+ChatDashInferVLM(model="demo").invoke("Which shapes do you know?")
+"""
+
+from __future__ import annotations
+
+from .chat import ChatDashInferVLM
+
+__all__ = ["ChatDashInferVLM"]

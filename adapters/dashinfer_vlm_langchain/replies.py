@@ -1,0 +1,106 @@
+"""OpenAI's answers -> LangChain's messages."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any, cast
+
+from langchain_core.exceptions import OutputParserException
+from langchain_core.messages import AIMessage, AIMessageChunk, InvalidToolCall, ToolCall
+from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.messages.tool import tool_call_chunk
+from langchain_core.output_parsers.openai_tools import make_invalid_tool_call, parse_tool_call
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+
+if TYPE_CHECKING:
+    from openai.types import CompletionUsage
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
+    from openai.types.chat.chat_completion import Choice
+    from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
+
+PROVIDER = "dashinfer_vlm"
+
+
+def whole(completion: ChatCompletion) -> ChatResult:
+    """An answer, or several of them; the first one holds the usage of all."""
+    about = _about(completion)
+    generations = [_generation(choice, about) for choice in completion.choices]
+    if completion.usage is not None:
+        cast("AIMessage", generations[0].message).usage_metadata = usage(completion.usage)
+    return ChatResult(generations=generations, llm_output=about)
+
+
+async def streamed(chunks: AsyncIterator[ChatCompletionChunk]) -> AsyncIterator[ChatGenerationChunk]:
+    """A stream. What is said once (model, finish reason, usage) is said by the last chunk: they are added up."""
+    last: dict[str, Any] = {}
+    counted: UsageMetadata | None = None
+    async for chunk in chunks:
+        counted = usage(chunk.usage) if chunk.usage else counted
+        for choice in chunk.choices:
+            if choice.finish_reason:
+                last = _about(chunk) | {"finish_reason": choice.finish_reason}
+            if choice.delta.content or choice.delta.tool_calls or choice.logprobs:
+                yield _delta(choice)
+    message = AIMessageChunk(content="", response_metadata=last, usage_metadata=counted, chunk_position="last")
+    yield ChatGenerationChunk(message=message)
+
+
+def usage(counts: CompletionUsage) -> UsageMetadata:
+    """Tokens, those of pictures and videos among the details."""
+    details = counts.prompt_tokens_details
+    told = {
+        "cache_read": details and details.cached_tokens,
+        "image": getattr(details, "image_tokens", None),
+        "video": getattr(details, "video_tokens", None),
+    }
+    return UsageMetadata(
+        input_tokens=counts.prompt_tokens,
+        output_tokens=counts.completion_tokens,
+        total_tokens=counts.total_tokens,
+        input_token_details=cast("InputTokenDetails", {key: n for key, n in told.items() if n is not None}),
+    )
+
+
+def _about(answer: ChatCompletion | ChatCompletionChunk) -> dict[str, Any]:
+    return {"id": answer.id, "model_name": answer.model, "model_provider": PROVIDER}
+
+
+def _generation(choice: Choice, about: dict[str, Any]) -> ChatGeneration:
+    calls, invalid = _calls(choice.message)
+    metadata = about | {"finish_reason": choice.finish_reason}
+    if choice.logprobs is not None:
+        metadata["logprobs"] = choice.logprobs.model_dump(exclude_unset=True)
+    message = AIMessage(
+        content=choice.message.content or "",
+        tool_calls=calls,
+        invalid_tool_calls=invalid,
+        response_metadata=metadata,
+    )
+    return ChatGeneration(message=message, generation_info={"finish_reason": choice.finish_reason})
+
+
+def _calls(message: ChatCompletionMessage) -> tuple[list[ToolCall], list[InvalidToolCall]]:
+    calls: list[ToolCall] = []
+    invalid: list[InvalidToolCall] = []
+    for call in message.tool_calls or ():
+        raw = call.model_dump()
+        try:
+            calls.append(cast("ToolCall", parse_tool_call(raw)))
+        except OutputParserException as error:
+            invalid.append(make_invalid_tool_call(raw, str(error)))
+    return calls, invalid
+
+
+def _delta(choice: ChunkChoice) -> ChatGenerationChunk:
+    calls = [
+        tool_call_chunk(
+            name=call.function.name if call.function else None,
+            args=call.function.arguments if call.function else None,
+            id=call.id,
+            index=call.index,
+        )
+        for call in choice.delta.tool_calls or ()
+    ]
+    logprobs = {"logprobs": choice.logprobs.model_dump(exclude_unset=True)} if choice.logprobs else {}
+    message = AIMessageChunk(content=choice.delta.content or "", tool_call_chunks=calls, response_metadata=logprobs)
+    return ChatGenerationChunk(message=message, generation_info=logprobs or None)

@@ -1,0 +1,22 @@
+"""Ask about a picture, without any server: python describe.py PICTURE [QUESTION]"""
+
+from __future__ import annotations
+
+import base64
+import mimetypes
+import sys
+from pathlib import Path
+
+from langchain_core.messages import HumanMessage
+
+from dashinfer_vlm_langchain import ChatDashInferVLM
+
+picture = Path(sys.argv[1])
+question = sys.argv[2] if len(sys.argv) > 2 else "Describe the picture."
+kind = mimetypes.guess_type(picture.name)[0] or "image/png"
+block = {"type": kind.partition("/")[0], "base64": base64.b64encode(picture.read_bytes()).decode(), "mime_type": kind}
+
+chat = ChatDashInferVLM(model="demo", temperature=0)  # or a checkpoint folder, or a hub id
+for chunk in chat.stream([HumanMessage([block, {"type": "text", "text": question}])]):
+    print(chunk.text, end="", flush=True)
+print()

@@ -1,0 +1,54 @@
+"""A chat model under the real engine, whose decoder plays a script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pytest
+import tokenizers
+
+from dashinfer_vlm_core.shared import SharedEngines
+from dashinfer_vlm_core.testing import EVERYTHING, Script, scripted_registry
+from dashinfer_vlm_langchain import ChatDashInferVLM
+
+
+class Scripted(NamedTuple):
+    """A chat model, the script that its decoder plays, and where its engines are."""
+
+    chat: ChatDashInferVLM
+    script: Script
+    engines: SharedEngines
+
+
+@pytest.fixture
+def scripted(tiny_checkpoint) -> Iterator[Callable[..., Scripted]]:
+    """`scripted("Yes.", max_tokens=9).chat.invoke("?")`."""
+    made = []
+
+    def start(*answers, delay=0.0, honours=EVERYTHING, engine_options=None, **arguments) -> Scripted:
+        script = Script(*answers, delay=delay, honours=honours)
+        engines = SharedEngines(scripted_registry(script))
+        made.append(engines)
+        options = {"decoder": "scripted", **(engine_options or {})}
+        chat = ChatDashInferVLM(
+            **{"model": str(tiny_checkpoint), "engines": engines, "engine_options": options, **arguments}
+        )
+        return Scripted(chat, script, engines)
+
+    yield start
+    for engines in made:
+        engines.close()
+
+
+@pytest.fixture(scope="session")
+def read_prompt(tiny_checkpoint) -> Callable[[object], str]:
+    """What a decoder is asked, as text with its control tokens."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(tiny_checkpoint / "tokenizer.json"))
+    return lambda request: tokenizer.decode(list(request.token_ids), skip_special_tokens=False)
+
+
+@pytest.fixture
+def demo() -> ChatDashInferVLM:
+    """The bundled model."""
+    return ChatDashInferVLM(temperature=0)
