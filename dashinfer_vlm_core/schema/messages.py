@@ -294,6 +294,8 @@ class Part(Open):
             value.check(where, known=known)
         elif isinstance(value, ImageEmbeds):
             value.check(where)
+        elif self.type == "image_embeds" and not value and not known:
+            raise InvalidParameter(f"`{where}` is empty: give the embeddings in base64.", param=where)
 
     def media(self, where: str) -> MediaPart | None:
         if self.type == "image_url":

@@ -94,6 +94,7 @@ def test_embeddings_in_each_spelling(value, grid):
     ("value", "field"),
     [
         (7, "image_embeds"),
+        ("", "image_embeds"),
         ({}, "image_embeds.image_embeds"),
         ({"image_embeds": ""}, "image_embeds.image_embeds"),
         ({"image_embeds": "QUJD", "image_grid_thw": [1, 8, 0]}, "image_embeds.image_grid_thw[2]"),
