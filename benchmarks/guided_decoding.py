@@ -131,7 +131,9 @@ def made_up() -> Tokenizer:
     while len(pieces) < LARGE - 1:
         word = "".join(rng.choice(letters, rng.integers(2, 13)))
         pieces[("Ġ" if rng.random() < 0.5 else "") + word] = None
-    tokenizer = Tokenizer(models.WordLevel({piece: index for index, piece in enumerate(pieces)}, unk_token=alphabet[0]))
+    # Without merges, text is encoded byte by byte: what a grammar forces is spelt with tokens that mean it.
+    tokenizer = Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|im_end|>"])
     return tokenizer
