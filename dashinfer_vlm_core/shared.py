@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from .config import EngineConfig
 from .engine import Engine
 from .remote import RemoteEngine
 
 if TYPE_CHECKING:
-    from .config import EngineConfig
     from .plugins import Registry
 
 T = TypeVar("T")
@@ -47,6 +48,19 @@ class SharedEngines:
         self._lock = threading.Lock()
         self._local: PerProcess[dict[EngineConfig, Future[Engine]]] = PerProcess(dict)
         self._remote: PerProcess[dict[tuple[str, str | None], RemoteEngine]] = PerProcess(dict)
+        self._configs: dict[tuple[str, str], EngineConfig] = {}
+
+    def config(self, model: str, options: Mapping[str, Any]) -> EngineConfig:
+        """The configuration of a model with these other fields. The environment is read for the first call alone: that
+        takes longer than all else that an adapter does for a request.
+
+        Raises:
+            ConfigError: an option that there is not, or that is out of range.
+        """
+        key = model, json.dumps(dict(options), sort_keys=True, default=str)
+        if key not in self._configs:
+            self._configs[key] = EngineConfig(**{"model": model, **options})
+        return self._configs[key]
 
     def get(self, config: EngineConfig) -> Engine:
         """The engine of `config`, ready; whoever comes first loads it, the others wait for that.

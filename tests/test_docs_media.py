@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
-from pathlib import Path
 
 import pytest
 
 from dashinfer_vlm_core.config import EngineConfig
+from tests.pages import ROOT, check_programs, programs_of, text_of
 
-ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "docs" / "media.md").read_text(encoding="utf-8")
-PROGRAMS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+TEXT = text_of("media.md")
 
 
 def test_the_programs_print_what_the_page_says(monkeypatch):
     monkeypatch.chdir(ROOT)
-    names: dict[str, object] = {}
-    for program in PROGRAMS:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(program, "docs/media.md", "exec", dont_inherit=True), names)
-        said = re.findall(r"^\s*print\(.*\)  # (.*)$", program, re.MULTILINE)
-        assert ", ".join(printed.getvalue().splitlines()) == ", ".join(said)
-    assert len(PROGRAMS) > 10
+    check_programs("media.md")
+    assert len(programs_of("media.md")) > 10
 
 
 OPTIONS = [

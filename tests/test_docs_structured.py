@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import re
-from pathlib import Path
-
 import pytest
 
 from dashinfer_vlm_core import forms
 from dashinfer_vlm_core.grammar import bounds
 from dashinfer_vlm_core.grammar.schema_shape import NOT_GUARANTEED
 from dashinfer_vlm_core.schema import output, request
+from tests.pages import check_programs, programs_of, text_of
 
-PAGE = Path(__file__).parents[1] / "docs" / "structured.md"
-TEXT = PAGE.read_text(encoding="utf-8")
+TEXT = text_of("structured.md")
 
 
 def test_the_programs_print_what_the_page_says():
-    programs = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
-    names: dict[str, object] = {}
-    for program in programs:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(program, str(PAGE), "exec", dont_inherit=True), names)
-        assert printed.getvalue().splitlines() == re.findall(r"^\s*print\(.*\)  # (.*)$", program, re.MULTILINE)
-    assert len(programs) > 5
+    check_programs("structured.md")
+    assert len(programs_of("structured.md")) > 5
 
 
 @pytest.mark.parametrize(

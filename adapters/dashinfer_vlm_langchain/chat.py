@@ -13,7 +13,7 @@ from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import InvalidParameter, UnsupportedParameter
@@ -112,8 +112,6 @@ class ChatDashInferVLM(BaseChatModel):
     """A `ChatEngine` to ask, in place of one that is looked up."""
     engines: SharedEngines = Field(default_factory=lambda: SHARED, exclude=True, repr=False)
     """Where engines come from; those that all adapters of this process share by default."""
-
-    _configs: dict[str, EngineConfig] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod
@@ -291,10 +289,7 @@ class ChatDashInferVLM(BaseChatModel):
         return self.engines.remote(self.base_url, api_key=self._key)
 
     def _config(self, model: str) -> EngineConfig:
-        """Made once per model: to read the environment takes longer than all else here together."""
-        if model not in self._configs:
-            self._configs[model] = EngineConfig(**{"model": model, **self.engine_options})
-        return self._configs[model]
+        return self.engines.config(model, self.engine_options)
 
     # Tools and structured output
 

@@ -28,7 +28,6 @@ class Call:
         api_key: its key.
         timeout: seconds for the whole answer; None waits for ever.
         first_token_timeout: seconds until the first token of a stream; None waits as long as for the whole.
-        proxied: whether a client of LiteLLM's proxy sent it, rather than the program that this is part of.
     """
 
     model: str
@@ -38,7 +37,6 @@ class Call:
     api_key: str | None = None
     timeout: float | None = None
     first_token_timeout: float | None = None
-    proxied: bool = False
 
 
 def read_call(arguments: Mapping[str, Any], *, stream: bool) -> Call:
@@ -68,11 +66,11 @@ def read_call(arguments: Mapping[str, Any], *, stream: bool) -> Call:
         api_key=arguments.get("api_key"),
         timeout=_seconds(arguments.get("timeout"), "timeout"),
         first_token_timeout=_seconds(given.get("first_token_timeout"), "first_token_timeout"),
-        proxied=bool(client),
     )
 
 
 def is_proxied(arguments: Mapping[str, Any]) -> bool:
+    """Whether a client of LiteLLM's proxy sent the call, rather than the program that this is part of."""
     return bool(_body_of_client(arguments))
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import AsyncGenerator, Generator
 from typing import TYPE_CHECKING, Any
 
 from litellm.llms.custom_llm import CustomLLM
 from litellm.types.utils import GenericStreamingChunk, ModelResponse, ModelResponseStream
 
-from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.deadline import stream_within, within
 from dashinfer_vlm_core.loop import LoopThread
 from dashinfer_vlm_core.shared import SHARED, PerProcess, SharedEngines
@@ -47,7 +45,6 @@ class DashInferVLM(CustomLLM):
         super().__init__()
         self.name = name
         self._engines = engines or SHARED
-        self._configs: dict[tuple[str, str], EngineConfig] = {}
         # Callers without an event loop get this one: so there is one way to keep deadlines, and to cancel.
         self._loop = PerProcess(lambda: LoopThread("dashinfer-vlm-litellm"))
 
@@ -90,17 +87,10 @@ class DashInferVLM(CustomLLM):
         """What answers a call, and by which name it knows the model."""
         if call.api_base:
             return self._engines.remote(call.api_base, api_key=call.api_key), call.model
-        config = self._config(call)
+        config = self._engines.config(call.model, call.engine_options)
         engine = await self._engines.aget(config)
         introduce(f"{self.name}/{call.model}", engine.status().max_model_len)
         return engine, config.name
-
-    def _config(self, call: Call) -> EngineConfig:
-        """Made once per model and options: to read the environment takes longer than all else here together."""
-        key = call.model, json.dumps(dict(call.engine_options), sort_keys=True, default=str)
-        if key not in self._configs:
-            self._configs[key] = EngineConfig(**{"model": call.model, **call.engine_options})
-        return self._configs[key]
 
     def _errors(self, arguments: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
         return litellm_errors(model=arguments["model"], provider=self.name, hide_setup=is_proxied(arguments))

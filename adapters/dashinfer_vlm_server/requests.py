@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncGenerator, Coroutine
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+import anyio
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -95,8 +96,9 @@ async def _read_body(request: Request, max_bytes: int, max_pause: float) -> byte
 async def _next(pieces: AsyncGenerator[bytes, None], max_pause: float) -> bytes | None:
     """The next piece of a body; None at its end."""
     try:
-        return await asyncio.wait_for(anext(pieces, None), max_pause)
-    except asyncio.TimeoutError:  # Python 3.10 has it apart from the built-in TimeoutError
+        with anyio.fail_after(max_pause):  # `asyncio.wait_for` may lose a cancellation, see `deadline`
+            return await anext(pieces, None)
+    except TimeoutError:
         message = f"Nothing of the body came for {max_pause:g} seconds: send the request again."
         raise HTTPException(408, message, headers={"Connection": "close"}) from None
 

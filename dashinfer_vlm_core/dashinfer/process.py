@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import anyio
+
 from . import worker
 from .environment import PROGRAM, Environment
 
@@ -121,12 +123,12 @@ class WorkerProcess:
 
     async def _obituary(self) -> str:
         # Not killed at once: to signal a process that has just ended takes its exit status away from whoever waits.
-        try:
-            status = await asyncio.wait_for(self._process.wait(), LINGER_SECONDS)
-        except asyncio.TimeoutError:  # it has closed its socket only
+        with anyio.move_on_after(LINGER_SECONDS):
+            await self._process.wait()
+        if self._process.returncode is None:  # it has closed its socket only
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
-            status = await self._process.wait()
+        status = await self._process.wait()
         await self._log
         how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
         return LOG_MARK.join([how, *self._last_lines])

@@ -7,6 +7,7 @@ import ssl
 from collections.abc import Sequence
 from contextlib import suppress
 
+import anyio
 import httpx
 
 from ..config import EngineConfig
@@ -65,8 +66,9 @@ class Fetcher:
         seconds = self._config.image_fetch_timeout if kind == "image" else self._config.video_fetch_timeout
         async with self._slots:
             try:
-                return await asyncio.wait_for(self._follow(url, kind, part), seconds)
-            except (httpx.HTTPError, asyncio.TimeoutError, OSError, UnicodeError) as error:
+                with anyio.fail_after(seconds):  # `asyncio.wait_for` may lose a cancellation, see `deadline`
+                    return await self._follow(url, kind, part)
+            except (httpx.HTTPError, OSError, UnicodeError) as error:  # a timeout is an OSError
                 raise MediaUnreachable(
                     "The media could not be fetched whole and in time; check the URL, or send a data: URL.", param=part
                 ) from error

@@ -80,6 +80,7 @@ class MediaLoader:
         """
         if self._closed:
             raise _closed()
+        self.check(parts)
         if not parts:
             return ()
         stop = threading.Event()
@@ -120,7 +121,6 @@ class MediaLoader:
 
         Equal ones are one object: texts of many megabytes are hashed and compared here, in a thread, and nowhere else.
         """
-        _check_counts(parts, self._config)
         if any(part.kind == "video" and isinstance(part.url, str) for part in parts):
             available(self._readers)
         known: dict[Source, Source] = {}

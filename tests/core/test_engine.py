@@ -28,6 +28,7 @@ from dashinfer_vlm_core.plugins import Registry, load_plugins
 from dashinfer_vlm_core.sampling import SAMPLING_PARAMETERS
 from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
 from tests.conversations import as_openai, data_url, picture, user
+from tests.waiting import until
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
 LONG = "A long answer that goes on and on and on. " * 20
@@ -47,13 +48,6 @@ def scripted(tiny_checkpoint):
     yield scripted
     for engine in engines:
         engine.close()
-
-
-def until(condition, seconds=5.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.01)
 
 
 def text_of(chunks):
@@ -289,6 +283,11 @@ def test_more_requests_than_may_wait_are_refused_before_any_work(scripted):
     assert engine.chat({**HELLO, "max_tokens": 3}).usage.completion_tokens == 3
 
 
+def threads_beside(others):
+    """Engine threads that run now; `others` ran before, for other tests."""
+    return [thread for thread in set(threading.enumerate()) - others if "dashinfer" in thread.name]
+
+
 def test_an_engine_that_is_not_running_says_how_to_start_it(tiny_checkpoint):
     engine = scripted_engine("ok", model=str(tiny_checkpoint))
     for _ in range(2):
@@ -303,13 +302,13 @@ def test_an_engine_that_is_not_running_says_how_to_start_it(tiny_checkpoint):
 
 
 def test_starting_and_closing_twice_is_allowed_and_it_starts_again(tiny_checkpoint):
-    engine = scripted_engine("ok", model=str(tiny_checkpoint))
+    engine, others = scripted_engine("ok", model=str(tiny_checkpoint)), set(threading.enumerate())
     for _ in range(2):
         assert engine.start() is engine.start()
         assert engine.chat(HELLO).choices[0].message.content == "ok"
         engine.close()
         engine.close()
-    until(lambda: not [thread for thread in threading.enumerate() if "dashinfer" in thread.name])
+    until(lambda: not threads_beside(others))
 
 
 def test_it_is_an_async_context_manager(tiny_checkpoint):
@@ -331,11 +330,11 @@ def test_it_is_an_async_context_manager(tiny_checkpoint):
     ],
 )
 def test_a_wrong_set_up_is_named_and_leaves_no_thread(tiny_checkpoint, options, error, message):
-    engine = Engine(EngineConfig(**{"model": str(tiny_checkpoint), **options}))
+    engine, others = Engine(EngineConfig(**{"model": str(tiny_checkpoint), **options})), set(threading.enumerate())
     with pytest.raises(error, match=message):
         engine.start()
     assert engine.status().state == "closed"
-    assert not [thread for thread in threading.enumerate() if "dashinfer" in thread.name]
+    assert not threads_beside(others)
 
 
 def test_pictures_that_no_context_could_hold_are_refused_unresized(scripted):

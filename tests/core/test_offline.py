@@ -6,7 +6,6 @@ import asyncio
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from dashinfer_vlm_demo import CHECKPOINT
 from dashinfer_vlm_demo.transformers_engine import TransformersEngine
 from tests.conversations import CONVERSATIONS, data_url, picture, user
 from tests.samples import movie
+from tests.waiting import until
 
 TOKENS = 24
 DESCRIBE = {"type": "text", "text": "Describe the picture."}
@@ -89,13 +89,6 @@ def scripted(tiny_checkpoint):
     yield scripted
     for engine in engines:
         engine.close()
-
-
-def until(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.01)
 
 
 def tokens(output):

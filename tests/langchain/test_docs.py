@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PROGRAMS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/langchain.md").read_text(), re.MULTILINE | re.DOTALL)
+from tests.pages import ROOT, check_programs, programs_of
+
 PICTURES = "examples/pictures"
 
 
 def test_the_programs_print_what_the_page_says(monkeypatch):
     monkeypatch.chdir(ROOT)
-    names: dict[str, object] = {}
-    for program in PROGRAMS:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(program, "docs/langchain.md", "exec", dont_inherit=True), names)
-        assert printed.getvalue().splitlines() == re.findall(r"^\s*print\(.*\)  # (.*)$", program, re.MULTILINE)
-    assert len(PROGRAMS) == 4
+    check_programs("langchain.md")
+    assert len(programs_of("langchain.md")) == 4
 
 
 @pytest.mark.slow

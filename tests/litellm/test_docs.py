@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.shared import SHARED
+from tests.pages import ROOT, programs_of
 from tests.server.conftest import serving
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 SERVER = "http://127.0.0.1:8000"
-PROGRAMS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/litellm.md").read_text(), re.MULTILINE | re.DOTALL)
 
 
 def run(*arguments):
@@ -31,7 +28,7 @@ def run(*arguments):
     return ended.stdout
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=["in process", "with options", "with a server"])
+@pytest.mark.parametrize("program", programs_of("litellm.md"), ids=["in process", "with options", "with a server"])
 def test_the_programs_of_the_page_run(program):
     with serving(SHARED.get(EngineConfig())) as server:
         output = run("-c", program.replace(SERVER, server.url))
