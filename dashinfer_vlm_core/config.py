@@ -82,6 +82,12 @@ class EngineConfig(BaseSettings):
         "auto", description="Number type of the weights; `auto` takes the checkpoint's."
     )
 
+    cpu_kernels: Literal["auto", "torch"] = Field(
+        "auto",
+        description="Whose arithmetic runs bfloat16 models on a CPU: `auto` takes ours in C where the processor has"
+        " AVX-512 BF16 and there is a C compiler, else PyTorch's.",
+    )
+
     # How much at once
     max_model_len: int | None = Field(
         None, ge=16, description="Tokens of prompt plus answer; the checkpoint's limit by default."
@@ -104,7 +110,9 @@ class EngineConfig(BaseSettings):
     # DashInfer alone
     tensor_parallel: int = Field(1, ge=1, le=64, description="CUDA devices that share the weights (DashInfer).")
     quantization: Literal["none", "int8", "uint4"] = Field(
-        "none", description="Number type that weights are quantised to when they are converted (DashInfer on CUDA)."
+        "none",
+        description="Number type that weights are rounded to: int8 on a CPU with AVX-512, int8 or uint4 with DashInfer"
+        " on CUDA.",
     )
     prefix_cache: bool = Field(
         True, description="Whether keys and values of earlier prompts are used again (DashInfer on CUDA)."

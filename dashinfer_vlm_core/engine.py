@@ -230,7 +230,7 @@ async def open_conductor(config: EngineConfig, registry: Registry) -> tuple[Cond
         prompts.tokenizer
     )  # refuses, now rather than at the first answer, a tokenizer whose tokens are no bytes
     patcher = Patcher(spec.pixels, config)
-    tower = await asyncio.to_thread(architecture.load_vision, spec, device=config.device, dtype=config.dtype)
+    tower = await asyncio.to_thread(architecture.load_vision, spec, config)
     try:
         await decoder.start()
     except BaseException:

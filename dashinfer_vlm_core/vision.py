@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
+    from .config import EngineConfig
+
 logger = logging.getLogger(__name__)
 
 
@@ -90,8 +92,8 @@ class Architecture(Protocol):
             CheckpointError: a file is missing or says something that we do not support.
         """
 
-    def load_vision(self, spec: ModelSpec, *, device: str, dtype: str) -> VisionEncoder:
-        """The vision tower; `device` and `dtype` are those of `EngineConfig`, `auto` included.
+    def load_vision(self, spec: ModelSpec, config: EngineConfig) -> VisionEncoder:
+        """The vision tower, where and in the number type that the configuration says, which may be `auto`.
 
         Raises:
             CheckpointError: tensors are missing or have other shapes.

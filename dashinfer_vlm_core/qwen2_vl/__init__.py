@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from ..config import EngineConfig
 from ..hookspecs import hookimpl
 from ..model import ModelSpec
 from ..vision import Architecture, VisionEncoder
@@ -12,19 +13,17 @@ from .config import MODEL_TYPE, read_spec
 
 
 class Qwen2VL:
-    """Reads Qwen2-VL checkpoints: 2B, 7B and 72B alike. Where to load may be `auto`, as in `EngineConfig`."""
+    """Reads Qwen2-VL checkpoints: 2B, 7B and 72B alike."""
 
     model_type = MODEL_TYPE
 
     def read(self, folder: Path) -> ModelSpec:
         return read_spec(folder)
 
-    def load_vision(self, spec: ModelSpec, *, device: str, dtype: str) -> VisionEncoder:
-        from .placement import resolve_device, resolve_dtype
+    def load_vision(self, spec: ModelSpec, config: EngineConfig) -> VisionEncoder:
         from .vit import load_encoder
 
-        device = resolve_device(device)
-        return load_encoder(spec, device=device, dtype=resolve_dtype(dtype, spec.dtype, device))
+        return load_encoder(spec, config)
 
 
 @hookimpl

@@ -35,20 +35,3 @@ def rotary_tables(
     exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=device) / (head_dim // 2)
     angles = (positions[:, :, None] / VISION_ROPE_THETA**exponents).flatten(1)
     return angles.cos(), angles.sin()
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn each pair (x[i], x[i + head_dim // 2]) by its angle, in float32.
-
-    Args:
-        x: [patches, ..., head_dim].
-        cos: [patches, head_dim // 2].
-        sin: as `cos`.
-
-    Returns:
-        As `x`, in its dtype.
-    """
-    shape = (len(x), *[1] * (x.ndim - 2), -1)
-    cos, sin = cos.view(shape), sin.view(shape)
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

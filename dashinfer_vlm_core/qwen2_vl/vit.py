@@ -1,170 +1,127 @@
 """The vision tower (Qwen2-VL, arXiv:2409.12191): many pictures and videos in one packed pass.
 
-Modules are named as the tensors of the published checkpoints. In shapes, `n` is the patches of all items, `d` the width
-of the tower, `k` the number of heads and `c` the width of one.
+In shapes, `n` is the patches of all items, `d` the width of the tower and `c` that of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import groupby
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
-from torch.nn import functional as F
 
+from ..config import EngineConfig
+from ..kernels import Activation, Kernels, Linear, Span, Spans, choose_kernels
 from ..model import ModelSpec, PixelSpec
 from ..patches import Grid, Patches
 from .config import VisionConfig, read_vision_config
-from .rope import rotary_tables, rotate
+from .placement import resolve_device, resolve_dtype
+from .rope import rotary_tables
 from .weights import Weights, torch_dtype
 
 LAYER_NORM_EPS = 1e-6
 
-
-def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """GELU, approximated by a sigmoid (arXiv:1606.08415, 2)."""
-    return x * torch.sigmoid(1.702 * x)
+ACTIVATIONS = {"quick_gelu": Activation.QUICK_GELU, "gelu": Activation.GELU}
 
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"quick_gelu": quick_gelu, "gelu": F.gelu}
+class Norm(NamedTuple):
+    """Of a LayerNorm over the width of the tower; both [d]."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+
+class Block(NamedTuple):
+    """One block of the tower."""
+
+    norm1: Norm
+    qkv: Linear
+    proj: Linear
+    norm2: Norm
+    fc1: Linear
+    fc2: Linear
+
+
+class Merger(NamedTuple):
+    """Each window of patches, which stand together in patch order, becomes one visual token."""
+
+    norm: Norm
+    fc1: Linear
+    fc2: Linear
 
 
 class Frames:
     """Which patches attend to each other, and where they stand: made once per pass, used by every block.
 
-    Attention stays within a frame, so a pass is a row of segments, one per frame. Neighbours of equal length form a
-    group that is one batched attention: no mask, and no padding.
-
     Attributes:
-        groups: (frames, patches per frame), in the order of the packed patches.
+        spans: one per frame, since attention stays within a frame.
         cos: float32 [n, c / 2].
         sin: float32 [n, c / 2].
     """
 
     def __init__(self, grids: Sequence[Grid], config: VisionConfig, device: torch.device) -> None:
-        neighbours = groupby(grids, key=frame_length)
-        self.groups = [(sum(grid.t for grid in group), length) for length, group in neighbours]
+        lengths = [frame_length(grid) for grid in grids for _ in range(grid.t)]
+        starts = np.cumsum([0, *lengths[:-1]]).tolist()
+        spans = [Span(start, count, start, count) for start, count in zip(starts, lengths, strict=True)]
+        self.spans = Spans(spans, device=device)
         head_dim = config.embed_dim // config.num_heads
         self.cos, self.sin = rotary_tables(grids, head_dim=head_dim, merge=config.spatial_merge_size, device=device)
 
 
-class PatchEmbed(nn.Module):
-    """The published convolution strides by its own size: on patches that are cut already it is a matrix product."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tower:
+    """The published tower on one device, in one dtype.
 
-    def __init__(self, config: VisionConfig) -> None:
-        super().__init__()
-        columns = config.in_channels * config.temporal_patch_size * config.patch_size**2
-        self.proj = nn.Linear(columns, config.embed_dim, bias=False)
+    Attributes:
+        patch_embed: the published convolution strides by its own size: on patches that are cut already it is a matrix
+            product.
+    """
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        embedded: torch.Tensor = self.proj(x)
-        return embedded
+    config: VisionConfig
+    kernels: Kernels
+    device: torch.device
+    dtype: torch.dtype
+    patch_embed: Linear
+    blocks: Sequence[Block]
+    merger: Merger
 
-
-class Attention(nn.Module):
-    def __init__(self, config: VisionConfig) -> None:
-        super().__init__()
-        self.num_heads = config.num_heads
-        self.qkv = nn.Linear(config.embed_dim, 3 * config.embed_dim)
-        self.proj = nn.Linear(config.embed_dim, config.embed_dim)
-
-    def forward(self, x: torch.Tensor, frames: Frames) -> torch.Tensor:
-        qkv: torch.Tensor = self.qkv(x).view(len(x), 3, self.num_heads, -1)
-        query, key = rotate(qkv[:, :2], frames.cos, frames.sin).unbind(1)
-        mixed: torch.Tensor = self.proj(attend(query, key, qkv[:, 2], frames.groups))
-        return mixed
-
-
-def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: Sequence[tuple[int, int]]
-) -> torch.Tensor:
-    """Softmax attention within each frame: three times [n, k, c], and `Frames.groups`, to [n, d]."""
-    sizes = [count * length for count, length in groups]
-    attended = []
-    for group, *packed in zip(groups, *(torch.split(x, sizes) for x in (query, key, value)), strict=True):
-        q, k, v = (x.unflatten(0, group).transpose(1, 2) for x in packed)  # [frames, k, patches, c]
-        attended.append(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).flatten(0, 1))
-    return torch.cat(attended)
-
-
-class MLP(nn.Module):
-    def __init__(self, config: VisionConfig) -> None:
-        super().__init__()
-        width = int(config.embed_dim * config.mlp_ratio)
-        self.fc1 = nn.Linear(config.embed_dim, width)
-        self.fc2 = nn.Linear(width, config.embed_dim)
-        self.act = ACTIVATIONS[config.hidden_act]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.fc2(self.act(self.fc1(x)))
-        return out
-
-
-class Block(nn.Module):
-    def __init__(self, config: VisionConfig) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(config.embed_dim, eps=LAYER_NORM_EPS)
-        self.norm2 = nn.LayerNorm(config.embed_dim, eps=LAYER_NORM_EPS)
-        self.attn = Attention(config)
-        self.mlp = MLP(config)
-
-    def forward(self, x: torch.Tensor, frames: Frames) -> torch.Tensor:
-        x = x + self.attn(self.norm1(x), frames)
-        x += self.mlp(self.norm2(x))
-        return x
-
-
-class Merger(nn.Module):
-    """Each window of patches, which stand together in patch order, becomes one visual token."""
-
-    def __init__(self, config: VisionConfig) -> None:
-        super().__init__()
-        self.width = config.embed_dim * config.spatial_merge_size**2
-        self.ln_q = nn.LayerNorm(config.embed_dim, eps=LAYER_NORM_EPS)
-        self.mlp = nn.Sequential(
-            nn.Linear(self.width, self.width), nn.GELU(), nn.Linear(self.width, config.hidden_size)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens: torch.Tensor = self.mlp(self.ln_q(x).view(-1, self.width))
-        return tokens
-
-
-class Tower(nn.Module):
-    def __init__(self, config: VisionConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.patch_embed = PatchEmbed(config)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
-        self.merger = Merger(config)
-
-    def forward(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
+    def __call__(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
         """Normalised patches [n, columns] of items with `grids`, to [n / spatial_merge_size ** 2, hidden_size]."""
         frames = Frames(grids, self.config, patches.device)
         x = self.patch_embed(patches)
         for block in self.blocks:
-            x = block(x, frames)
-        tokens: torch.Tensor = self.merger(x)
-        return tokens
+            block.proj.add_to(x, self._attend(block, x, frames))
+            block.fc2.add_to(x, block.fc1(self._norm(x, block.norm2)))
+        window = self.config.embed_dim * self.config.spatial_merge_size**2
+        return self.merger.fc2(self.merger.fc1(self._norm(x, self.merger.norm).view(-1, window)))
+
+    def _norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return self.kernels.norm(x, norm.weight, norm.bias, LAYER_NORM_EPS)
+
+    def _attend(self, block: Block, x: torch.Tensor, frames: Frames) -> torch.Tensor:
+        heads = self.config.num_heads
+        qkv = block.qkv(self._norm(x, block.norm1)).view(len(x), 3 * heads, -1)
+        self.kernels.rotate_(qkv[:, : 2 * heads], frames.cos, frames.sin)
+        query, key, value = torch.split(qkv, heads, dim=1)
+        return self.kernels.attend(query, key.transpose(0, 1), value.transpose(0, 1), frames.spans)
 
 
 class Qwen2VLEncoder:
     """The tower as a `VisionEncoder`.
 
     Rows of an item depend on the rest of its batch by rounding alone, since libraries may add up in another order for
-    another number of rows: in float32 within 1e-5 of the largest value.
+    another number of rows: in float32 within 1e-5 of the largest value. With the native kernels they do not depend on
+    it at all.
     """
 
     def __init__(self, tower: Tower, pixels: PixelSpec) -> None:
-        weight = tower.patch_embed.proj.weight
         self.tower = tower
-        self.device, self.dtype = weight.device, weight.dtype
-        columns = weight.shape[1] // len(pixels.mean)
-        self.mean = 255 * torch.tensor(pixels.mean, device=self.device).repeat_interleave(columns)
-        self.std = 255 * torch.tensor(pixels.std, device=self.device).repeat_interleave(columns)
+        columns = tower.config.temporal_patch_size * tower.config.patch_size**2
+        self.mean = 255 * torch.tensor(pixels.mean, device=tower.device).repeat_interleave(columns)
+        self.std = 255 * torch.tensor(pixels.std, device=tower.device).repeat_interleave(columns)
 
     @torch.inference_mode()
     def encode(self, batch: Sequence[Patches]) -> list[torch.Tensor]:
@@ -177,11 +134,11 @@ class Qwen2VLEncoder:
         return [item.clone() for _, item in sorted(zip(order, rows, strict=True))]
 
     def adopt(self, rows: npt.NDArray[np.float32]) -> torch.Tensor:
-        return torch.from_numpy(rows).to(self.device, self.dtype)
+        return torch.from_numpy(rows).to(self.tower.device, self.tower.dtype)
 
     def normalise(self, pixels: torch.Tensor) -> torch.Tensor:
         """uint8 [n, columns] to the tower's dtype on its device, each channel around 0."""
-        return ((pixels.to(self.device).float() - self.mean) / self.std).to(self.dtype)
+        return ((pixels.to(self.tower.device).float() - self.mean) / self.std).to(self.tower.dtype)
 
 
 def frame_length(grid: Grid) -> int:
@@ -189,32 +146,71 @@ def frame_length(grid: Grid) -> int:
     return grid.h * grid.w
 
 
-def load_encoder(spec: ModelSpec, *, device: str, dtype: str) -> Qwen2VLEncoder:
+def load_encoder(spec: ModelSpec, config: EngineConfig) -> Qwen2VLEncoder:
     """The tower of a checkpoint; see `Architecture.load_vision`."""
-    config = read_vision_config(spec.folder)
+    device = resolve_device(config.device)
+    dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, device))
     with Weights.open(spec.folder) as weights:
-        tower = load_tower(config, weights, device=device, dtype=torch_dtype(dtype))
-    return Qwen2VLEncoder(tower, spec.pixels)
+        reader = _Reader(weights, choose_kernels(device, dtype, config), device, dtype)
+        return Qwen2VLEncoder(load_tower(read_vision_config(spec.folder), reader), spec.pixels)
 
 
-def load_tower(config: VisionConfig, weights: Weights, *, device: str, dtype: torch.dtype) -> Tower:
-    """A tower whose parameters are read one by one, straight to where they stay.
+class _Reader(NamedTuple):
+    """Reads the tower's parameters one by one, straight to where they stay."""
+
+    weights: Weights
+    kernels: Kernels
+    device: str
+    dtype: torch.dtype
+
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        return self.weights.tensor(f"visual.{name}", shape, device=self.device, dtype=self.dtype)
+
+    def norm(self, name: str, width: int) -> Norm:
+        return Norm(self.tensor(f"{name}.weight", width), self.tensor(f"{name}.bias", width))
+
+    def linear(self, name: str, outputs: int, inputs: int, activation: Activation = Activation.NONE) -> Linear:
+        weight = self.tensor(f"{name}.weight", outputs, inputs)
+        return self.kernels.linear(weight, self.tensor(f"{name}.bias", outputs), activation=activation)
+
+    def convolution(self, name: str, *shape: int) -> Linear:
+        return self.kernels.linear(self.tensor(f"{name}.weight", *shape).flatten(1))
+
+
+def load_tower(config: VisionConfig, read: _Reader) -> Tower:
+    """The tower of an opened checkpoint.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape.
     """
-    with torch.device("meta"):
-        tower = Tower(config)
-    state = {}
-    for name, tensor in tower.state_dict().items():
-        stored = weights.tensor(f"visual.{name}", stored_shape(name, tensor, config), device=device, dtype=dtype)
-        state[name] = stored.view_as(tensor)
-    tower.load_state_dict(state, assign=True)
-    return tower.eval().requires_grad_(False)
+    patch = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
+    return Tower(
+        config=config,
+        kernels=read.kernels,
+        device=torch.device(read.device),
+        dtype=read.dtype,
+        patch_embed=read.convolution("patch_embed.proj", config.embed_dim, *patch),
+        blocks=[_load_block(f"blocks.{number}", config, read) for number in range(config.depth)],
+        merger=_load_merger(config, read),
+    )
 
 
-def stored_shape(name: str, tensor: torch.Tensor, config: VisionConfig) -> tuple[int, ...]:
-    """The shape of a parameter in the files: as here, but the patch embedding is stored as a convolution."""
-    if name != "patch_embed.proj.weight":
-        return tuple(tensor.shape)
-    return (config.embed_dim, config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
+def _load_block(name: str, config: VisionConfig, read: _Reader) -> Block:
+    width, inner = config.embed_dim, int(config.embed_dim * config.mlp_ratio)
+    return Block(
+        norm1=read.norm(f"{name}.norm1", width),
+        qkv=read.linear(f"{name}.attn.qkv", 3 * width, width),
+        proj=read.linear(f"{name}.attn.proj", width, width),
+        norm2=read.norm(f"{name}.norm2", width),
+        fc1=read.linear(f"{name}.mlp.fc1", inner, width, ACTIVATIONS[config.hidden_act]),
+        fc2=read.linear(f"{name}.mlp.fc2", width, inner),
+    )
+
+
+def _load_merger(config: VisionConfig, read: _Reader) -> Merger:
+    window = config.embed_dim * config.spatial_merge_size**2
+    return Merger(
+        norm=read.norm("merger.ln_q", config.embed_dim),
+        fc1=read.linear("merger.mlp.0", window, window, Activation.GELU),
+        fc2=read.linear("merger.mlp.2", config.hidden_size, window),
+    )

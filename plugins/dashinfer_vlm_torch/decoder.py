@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 from dashinfer_vlm_core.config import MIB, EngineConfig
 from dashinfer_vlm_core.decoder import GUIDE, SAMPLING_PARAMETERS, DecodeRequest, Token, check_request
 from dashinfer_vlm_core.errors import ConfigError, EngineClosed
+from dashinfer_vlm_core.kernels import Kernels, choose_kernels
 from dashinfer_vlm_core.model import ModelSpec
 from dashinfer_vlm_core.qwen2_vl.config import read_text_config
 from dashinfer_vlm_core.qwen2_vl.placement import resolve_device, resolve_dtype
@@ -45,6 +46,9 @@ class TorchDecoder:
         self._text = read_text_config(spec.folder)
         self._device = resolve_device(config.device)
         self._dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, self._device))
+        self._kernels = choose_kernels(self._device, self._dtype, config)
+        self._int8 = config.quantization == "int8"
+        _check_quantization(config, self._kernels)
         context = min(spec.max_model_len, config.max_model_len or spec.max_model_len)
         self._kv_tokens = self._affordable_tokens(context)
         self.max_model_len = min(context, self._kv_tokens)
@@ -97,7 +101,9 @@ class TorchDecoder:
 
     def _load(self) -> Runner:
         with Weights.open(self._spec.folder) as weights:
-            model = TextModel(weights, self._text, device=self._device, dtype=self._dtype)
+            model = TextModel(
+                weights, self._text, self._kernels, device=self._device, dtype=self._dtype, int8=self._int8
+            )
         return Runner(model, KVCache(self._text, self._kv_tokens, device=self._device, dtype=self._dtype))
 
     def _scheduler(self) -> Scheduler:
@@ -107,3 +113,14 @@ class TorchDecoder:
             max_waiting=self._config.max_waiting,
             prefill_chunk=self._config.prefill_chunk,
         )
+
+
+def _check_quantization(config: EngineConfig, kernels: Kernels) -> None:
+    if config.quantization == "none" or (config.quantization == "int8" and kernels.quantises):
+        return
+    raise ConfigError(
+        f"`quantization` {config.quantization!r} is not possible with the PyTorch decoder here: it knows int8 alone,"
+        " for bfloat16 on a CPU with AVX-512 BF16 and VNNI and a C compiler. Leave it out, or take the decoder"
+        " dashinfer.",
+        param="quantization",
+    )

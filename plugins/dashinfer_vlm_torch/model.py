@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dashinfer_vlm_core.kernels import Activation, Kernels, Linear, Spans
 from dashinfer_vlm_core.qwen2_vl.config import TextConfig
 from dashinfer_vlm_core.qwen2_vl.weights import Weights
 
-from .attention import KVCache, Segment
+from .attention import KVCache
 
 
 class Batch(NamedTuple):
@@ -25,52 +26,63 @@ class Batch(NamedTuple):
     Attributes:
         positions: int64 [3, tokens].
         slots: int64 [tokens], the rows of the cache that take each token's keys and values.
-        segments: one per request.
+        spans: one per request.
+        last: int64, the tokens whose hidden states are asked for.
+        last_spans: one per token of `last`.
         cache: keys and values of all tokens before.
     """
 
     positions: Tensor
     slots: Tensor
-    segments: list[Segment]
+    spans: Spans
+    last: Tensor
+    last_spans: Spans
     cache: KVCache
-
-    def split(self, x: Tensor) -> Sequence[Tensor]:
-        """The rows of each segment of [tokens, ...]."""
-        return torch.split(x, [segment.tokens for segment in self.segments])
 
 
 class Layer(NamedTuple):
-    """Weights of one layer; a matrix is [outputs, inputs].
+    """Weights of one layer.
 
     Attributes:
         number: counts from 0.
-        qkv: query, key and value heads, one under the other; `qkv_bias` likewise.
-        gate_up: the gate's rows, then the up projection's.
+        qkv: query, key and value heads, one under the other.
+        gate_up: silu(gate) * up.
     """
 
     number: int
     input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor
-    output: Tensor
+    qkv: Linear
+    output: Linear
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Linear
+    down: Linear
 
 
 class TextModel:
     """Embedding table, layers, final norm and output layer on one device, in one dtype."""
 
-    def __init__(self, weights: Weights, config: TextConfig, *, device: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        config: TextConfig,
+        kernels: Kernels,
+        *,
+        device: str,
+        dtype: torch.dtype,
+        int8: bool = False,
+    ) -> None:
+        """Read the model; with `int8`, which `kernels` must know, the matrices are rounded to 8 bits."""
         self.config = config
         self.device = device
         self.dtype = dtype
-        load = _Loader(weights, device, dtype)
+        self._kernels = kernels
+        read = _Reader(weights, kernels, device, dtype, int8)
         hidden, vocab = config.hidden_size, config.vocab_size
-        self._embedding = load.tensor("model.embed_tokens.weight", vocab, hidden)
-        self._layers = [_load_layer(load, config, number) for number in range(config.num_hidden_layers)]
-        self._norm = load.tensor("model.norm.weight", hidden)
-        self._head = self._embedding if config.tie_word_embeddings else load.tensor("lm_head.weight", vocab, hidden)
+        self._embedding = read.tensor("model.embed_tokens.weight", vocab, hidden)
+        self._layers = [_read_layer(read, config, number) for number in range(config.num_hidden_layers)]
+        self._norm = read.tensor("model.norm.weight", hidden)
+        head = self._embedding if config.tie_word_embeddings else read.tensor("lm_head.weight", vocab, hidden)
+        self._head = kernels.linear(head, wide=True, int8=int8)
         self._rotary = Rotary(config, device)
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -81,40 +93,44 @@ class TextModel:
         """Hidden states after the last layer; keys and values of the new tokens are written to the cache.
 
         Args:
-            x: [tokens, hidden_size], embeddings of the segments' new tokens one after the other; overwritten.
+            x: [tokens, hidden_size], embeddings of the spans' new tokens one after the other; overwritten.
             batch: what else there is to know of them.
 
         Returns:
-            [tokens, hidden_size], not normalised: `logits` does that for the rows that it needs.
+            [len(batch.last), hidden_size], not normalised: `logits` does that. The last layer computes no others.
         """
-        turn = self._rotary(batch.positions, self.dtype)
-        for layer in self._layers:
-            x += self._attention(layer, self._normalise(x, layer.input_norm), batch, turn)
-            gate, up = F.linear(self._normalise(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
-            x += F.linear(F.silu(gate) * up, layer.down)
+        turn = self._rotary(batch.positions)
+        for layer in self._layers[:-1]:
+            self._mix(layer, x, self._queries(layer, x, batch, turn), batch.spans, batch.cache)
+        queries = self._queries(self._layers[-1], x, batch, turn)
+        x = x[batch.last]
+        if len(x):
+            self._mix(self._layers[-1], x, queries[batch.last], batch.last_spans, batch.cache)
         return x
 
     def logits(self, x: Tensor) -> Tensor:
         """float32 [rows, vocab_size] of hidden states [rows, hidden_size]."""
-        return F.linear(self._normalise(x, self._norm), self._head).float()
+        return self._head(self._normalise(x, self._norm))
 
     def _normalise(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+        return self._kernels.norm(x, weight, None, self.config.rms_norm_eps)
 
-    def _attention(self, layer: Layer, x: Tensor, batch: Batch, turn: Turn) -> Tensor:
+    def _queries(self, layer: Layer, x: Tensor, batch: Batch, turn: Turn) -> Tensor:
+        """[tokens, heads, head_dim]; keys and values go into the cache."""
         heads = self.config.num_attention_heads
-        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, self.config.head_dim)
-        rotate_(qkv[:, : heads + self.config.num_key_value_heads], turn)
+        qkv = layer.qkv(self._normalise(x, layer.input_norm)).view(len(x), -1, self.config.head_dim)
+        self._kernels.rotate_(qkv[:, : heads + self.config.num_key_value_heads], turn.cos, turn.sin)
         batch.cache.write(layer.number, batch.slots, qkv[:, heads:])
-        mixed = [
-            segment.attend(layer.number, q)
-            for segment, q in zip(batch.segments, batch.split(qkv[:, :heads]), strict=True)
-        ]
-        return F.linear(torch.cat(mixed), layer.output)
+        return qkv[:, :heads]
+
+    def _mix(self, layer: Layer, x: Tensor, queries: Tensor, spans: Spans, cache: KVCache) -> None:
+        """Add attention and then the MLP to x, in place."""
+        layer.output.add_to(x, self._kernels.attend(queries, *cache.layer(layer.number), spans))
+        layer.down.add_to(x, layer.gate_up(self._normalise(x, layer.mlp_norm)))
 
 
 class Turn(NamedTuple):
-    """Cosines and sines, both [tokens, 1, head_dim]; the sines of the first half of head_dim are negated."""
+    """Cosines and sines, both float32 [tokens, head_dim / 2]."""
 
     cos: Tensor
     sin: Tensor
@@ -128,22 +144,18 @@ class Rotary:
         self._frequencies = (1.0 / config.rope_theta**exponents).to(device)
         self._axes = torch.arange(3).repeat_interleave(torch.tensor(config.mrope_section)).to(device)
 
-    def __call__(self, positions: Tensor, dtype: torch.dtype) -> Turn:
+    def __call__(self, positions: Tensor) -> Turn:
         """The turn of int64 positions [3, tokens]."""
-        angles = positions[self._axes].T * self._frequencies
-        cos, sin = angles.cos(), angles.sin()
-        return Turn(torch.cat((cos, cos), -1)[:, None].to(dtype), torch.cat((-sin, sin), -1)[:, None].to(dtype))
+        angles = positions[self._axes].T.contiguous() * self._frequencies
+        return Turn(angles.cos(), angles.sin())
 
 
-def rotate_(x: Tensor, turn: Turn) -> None:
-    """Turn [tokens, heads, head_dim] in place; dimension i is paired with i + head_dim / 2."""
-    torch.addcmul(x * turn.cos, x.roll(x.shape[-1] // 2, -1), turn.sin, out=x)
-
-
-class _Loader(NamedTuple):
+class _Reader(NamedTuple):
     weights: Weights
+    kernels: Kernels
     device: str
     dtype: torch.dtype
+    int8: bool
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self.weights.tensor(name, shape, device=self.device, dtype=self.dtype)
@@ -155,19 +167,25 @@ class _Loader(NamedTuple):
             self.weights.read(name, part)
         return fused
 
+    def linear(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = Activation.NONE) -> Linear:
+        return self.kernels.linear(weight, bias, activation=activation, int8=self.int8)
 
-def _load_layer(load: _Loader, config: TextConfig, number: int) -> Layer:
+
+def _read_layer(read: _Reader, config: TextConfig, number: int) -> Layer:
     prefix = f"model.layers.{number}"
     hidden, inner = config.hidden_size, config.intermediate_size
     query, key = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
     qkv = [f"{prefix}.self_attn.{name}_proj" for name in ("q", "k", "v")]
+    gate_up = [f"{prefix}.mlp.{name}_proj.weight" for name in ("gate", "up")]
     return Layer(
         number=number,
-        input_norm=load.tensor(f"{prefix}.input_layernorm.weight", hidden),
-        qkv=load.fused([f"{name}.weight" for name in qkv], [query, key, key], hidden),
-        qkv_bias=load.fused([f"{name}.bias" for name in qkv], [query, key, key]),
-        output=load.tensor(f"{prefix}.self_attn.o_proj.weight", hidden, query),
-        mlp_norm=load.tensor(f"{prefix}.post_attention_layernorm.weight", hidden),
-        gate_up=load.fused([f"{prefix}.mlp.{name}_proj.weight" for name in ("gate", "up")], [inner, inner], hidden),
-        down=load.tensor(f"{prefix}.mlp.down_proj.weight", hidden, inner),
+        input_norm=read.tensor(f"{prefix}.input_layernorm.weight", hidden),
+        qkv=read.linear(
+            read.fused([f"{name}.weight" for name in qkv], [query, key, key], hidden),
+            read.fused([f"{name}.bias" for name in qkv], [query, key, key]),
+        ),
+        output=read.linear(read.tensor(f"{prefix}.self_attn.o_proj.weight", hidden, query)),
+        mlp_norm=read.tensor(f"{prefix}.post_attention_layernorm.weight", hidden),
+        gate_up=read.linear(read.fused(gate_up, [inner, inner], hidden), activation=Activation.SILU_GATE),
+        down=read.linear(read.tensor(f"{prefix}.mlp.down_proj.weight", hidden, inner)),
     )

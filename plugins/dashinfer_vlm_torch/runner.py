@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dashinfer_vlm_core.kernels import Span, Spans
+
 from .attention import KVCache
 from .model import Batch, TextModel
 from .sampler import choose
@@ -32,15 +34,18 @@ class Runner:
         ids, positions, slots = self._pack(chunks)
         x = self._model.embed(ids)
         _place_visual_tokens(x, chunks)
-        segments = [self._cache.segment(run.slab, start, stop) for run, start, stop in chunks]
-        x = self._model.forward(x, Batch(positions, slots, segments, self._cache))
-        ends = np.cumsum([segment.tokens for segment in segments]) - 1
-        chosen = [(chunk.run, end) for chunk, end in zip(chunks, ends, strict=True) if chunk.last]
-        if not chosen:
+        spans = _spans(chunks)
+        whole = [(chunk.run, span) for chunk, span in zip(chunks, spans, strict=True) if chunk.last]
+        last = torch.tensor([span.first + span.tokens - 1 for _, span in whole], dtype=torch.int64, device=x.device)
+        last_spans = [Span(i, 1, span.row, span.keys, span.keys - 1) for i, (_, span) in enumerate(whole)]
+        batch = Batch(
+            positions, slots, Spans(spans, device=x.device), last, Spans(last_spans, device=x.device), self._cache
+        )
+        x = self._model.forward(x, batch)
+        if not whole:
             return {}
-        runs = [run for run, _ in chosen]
-        rows = torch.tensor([end for _, end in chosen], device=x.device)
-        return dict(zip(runs, choose(self._model.logits(x[rows]), runs), strict=True))
+        runs = [run for run, _ in whole]
+        return dict(zip(runs, choose(self._model.logits(x), runs), strict=True))
 
     def _pack(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, Tensor]:
         """Token ids [tokens], positions [3, tokens] and cache rows [tokens] of the chunks one after the other, in one
@@ -55,6 +60,15 @@ class Runner:
             offset += stop - start
         tensor = torch.from_numpy(packed).to(self._model.device)
         return tensor[0], tensor[1:4], tensor[4]
+
+
+def _spans(chunks: Sequence[Chunk]) -> list[Span]:
+    """What the tokens of each chunk look at: all tokens of their request up to themselves."""
+    firsts = np.cumsum([0, *(stop - start for _, start, stop in chunks)]).tolist()
+    return [
+        Span(first, stop - start, run.slab, stop, start)
+        for first, (run, start, stop) in zip(firsts, chunks, strict=False)
+    ]
 
 
 def _place_visual_tokens(x: Tensor, chunks: Sequence[Chunk]) -> None:

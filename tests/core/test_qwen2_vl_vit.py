@@ -10,12 +10,13 @@ import pytest
 import torch
 from PIL import Image
 from transformers import Qwen2VLForConditionalGeneration, Qwen2VLImageProcessorPil
-from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision, get_vision_position_ids
+from transformers.models.qwen2_vl.modeling_qwen2_vl import get_vision_position_ids
 
+from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.patches import Grid, Patches
 from dashinfer_vlm_core.qwen2_vl import Qwen2VL
-from dashinfer_vlm_core.qwen2_vl.rope import patch_positions, rotate
+from dashinfer_vlm_core.qwen2_vl.rope import patch_positions
 from tests.patches import random_patches
 from tests.tiny import write_checkpoint
 
@@ -26,9 +27,9 @@ MIXED = [(2, 4, 4), (1, 8, 6), (3, 4, 4), (1, 4, 4), (5, 2, 2)]
 GRIDS = {"picture": PICTURE, "pictures": PICTURES, "video": VIDEO, "mixed": MIXED}
 
 
-def load(folder, dtype="float32"):
+def load(folder, dtype="float32", **options):
     architecture = Qwen2VL()
-    return architecture.load_vision(architecture.read(folder), device="cpu", dtype=dtype)
+    return architecture.load_vision(architecture.read(folder), EngineConfig(device="cpu", dtype=dtype, **options))
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_equals_transformers_in_half_precision(tiny_checkpoint, dtype):
 
 def test_auto_takes_the_stored_number_type(tiny_checkpoint):
     architecture = Qwen2VL()
-    encoder = architecture.load_vision(architecture.read(tiny_checkpoint), device="auto", dtype="auto")
+    encoder = architecture.load_vision(architecture.read(tiny_checkpoint), EngineConfig())
 
     assert encoder.encode(batch_of(PICTURE))[0].dtype == torch.float32
 
@@ -161,14 +162,6 @@ def test_embeddings_of_a_batch_do_not_share_memory(encoder):
 @pytest.mark.parametrize(("h", "w"), [(2, 2), (4, 6), (6, 4), (8, 2)])
 def test_patch_positions_equal_transformers(h, w):
     assert torch.equal(patch_positions(h, w, 2), get_vision_position_ids(torch.tensor([[1, h, w]]), 2))
-
-
-def test_rotation_equals_transformers():
-    x, angles = torch.randn(6, 2, 3, 8), torch.randn(6, 4)
-    cos, sin = (torch.cat((table, table), dim=-1) for table in (angles.cos(), angles.sin()))
-    query, key = apply_rotary_pos_emb_vision(x[:, 0], x[:, 1], cos, sin)
-
-    assert torch.equal(rotate(x, angles.cos(), angles.sin()), torch.stack((query, key), dim=1))
 
 
 def test_tensor_of_another_shape_is_refused(tmp_path):

@@ -1,0 +1,32 @@
+"""The arithmetic that tower and decoder share: linear layers, norms, rotary positions, attention.
+
+Two implementations of one protocol: `plain`, in PyTorch, for any device; `native`, in C, for CPUs with AVX-512 BF16.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from ..config import EngineConfig
+from .native import load_native
+from .plain import Plain
+from .types import Activation, Kernels, Linear, Span, Spans
+
+__all__ = ["Activation", "Kernels", "Linear", "Span", "Spans", "choose_kernels"]
+
+logger = logging.getLogger(__name__)
+
+
+def choose_kernels(device: str, dtype: torch.dtype, config: EngineConfig) -> Kernels:
+    """The fastest kernels for models on `device` in `dtype`, both resolved.
+
+    Why the ones in C are not taken where they could have been is logged.
+    """
+    if device != "cpu" or dtype != torch.bfloat16 or config.cpu_kernels == "torch":
+        return Plain()
+    kernels, reason = load_native(config.cache_folder / "kernels")
+    if kernels is None:
+        logger.warning("PyTorch's kernels are used, which are slower than those in C: %s.", reason)
+    return kernels or Plain()

@@ -1,0 +1,582 @@
+/* The arithmetic of the tower and the decoder, for CPUs with AVX-512 BF16 and VNNI.
+ *
+ * Matrices of weights are packed into panels of 32 output columns, pairs (bf16) or quads (int8) of inputs side by side,
+ * so that one instruction multiplies 16 columns; activations are read as they lie. Sums run over the inputs in one fixed
+ * order, whatever the number of rows or threads: a row's result is the same to the bit in any company.
+ *
+ * Built by build.py, called by native.py, which checks all shapes. Strides count elements.
+ */
+#include <immintrin.h>
+#include <omp.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef uint16_t bf16;
+
+enum { PANEL = 32, LANES = 16, TILE_ROWS = 12, TILE_ROWS_INT8 = 6, ROW_GROUP = 192, QUANT_BLOCK = 128, KEY_CHUNK = 512 };
+enum { NONE = 0, QUICK_GELU = 1, SILU_GATE = 2 };
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 12")
+
+/* Numbers ---------------------------------------------------------------------------------------------------------- */
+
+INLINE __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+
+INLINE __m256i narrow(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+
+INLINE __mmask16 first(ptrdiff_t count) { return count >= LANES ? 0xffff : count <= 0 ? 0 : (1u << count) - 1; }
+
+INLINE __m512 load(const bf16 *x, __mmask16 lanes) { return widen(_mm256_maskz_loadu_epi16(lanes, x)); }
+
+INLINE void store(bf16 *out, __mmask16 lanes, __m512 x) { _mm256_mask_storeu_epi16(out, lanes, narrow(x)); }
+
+INLINE __m512bh pair(const bf16 *x)
+{
+    int32_t both;
+    memcpy(&both, x, sizeof both);
+    return (__m512bh)_mm512_set1_epi32(both);
+}
+
+/* 2^x by a polynomial on [-1/2, 1/2], to 2e-7; below -126 it is 0. */
+INLINE __m512 exp2_(__m512 x)
+{
+    __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), part = _mm512_sub_ps(x, whole);
+    __m512 y = _mm512_set1_ps(1.535336188e-4f);
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(1.339887440e-3f));
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(9.618437357e-3f));
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(5.550332548e-2f));
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(2.402264791e-1f));
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(6.931472028e-1f));
+    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(1.0f));
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), y, whole);
+}
+
+/* x * sigmoid(slope * x) */
+INLINE __m512 swish(__m512 x, float slope)
+{
+    __m512 e = exp2_(_mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f * slope)));
+    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
+}
+
+/* Products of bf16 ------------------------------------------------------------------------------------------------- */
+
+/* acc[m][z] = sum over `pairs` of row m of `a` times columns [16 z, 16 z + 16) of a panel that is `width` columns wide. */
+INLINE void tile(const int rows, const int vectors, const bf16 *a, ptrdiff_t lda, const bf16 *panel, ptrdiff_t width,
+                 ptrdiff_t pairs, __m512 acc[TILE_ROWS][2])
+{
+    UNROLL for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = _mm512_setzero_ps();
+    for (ptrdiff_t p = 0; p < pairs; p++, panel += 2 * width) {
+        __m512bh left = (__m512bh)_mm512_loadu_si512(panel);
+        __m512bh right = vectors > 1 ? (__m512bh)_mm512_loadu_si512(panel + 2 * LANES) : left;
+        UNROLL for (int m = 0; m < rows; m++) {
+            __m512bh x = pair(a + m * lda + 2 * p);
+            acc[m][0] = _mm512_dpbf16_ps(acc[m][0], x, left);
+            if (vectors > 1) acc[m][1] = _mm512_dpbf16_ps(acc[m][1], x, right);
+        }
+    }
+}
+
+/* Calls BODY with the constant `rows`, so that each number of rows gets registers of its own. */
+#define WITH_ROWS(rows_, BODY) \
+    switch (rows_) { \
+    case 1: { enum { rows = 1 }; BODY; } break; \
+    case 2: { enum { rows = 2 }; BODY; } break; \
+    case 3: { enum { rows = 3 }; BODY; } break; \
+    case 4: { enum { rows = 4 }; BODY; } break; \
+    case 5: { enum { rows = 5 }; BODY; } break; \
+    case 6: { enum { rows = 6 }; BODY; } break; \
+    case 7: { enum { rows = 7 }; BODY; } break; \
+    case 8: { enum { rows = 8 }; BODY; } break; \
+    case 9: { enum { rows = 9 }; BODY; } break; \
+    case 10: { enum { rows = 10 }; BODY; } break; \
+    case 11: { enum { rows = 11 }; BODY; } break; \
+    default: { enum { rows = 12 }; BODY; } break; \
+    }
+
+#define WITH_FEW_ROWS(rows_, BODY) \
+    switch (rows_) { \
+    case 1: { enum { rows = 1 }; BODY; } break; \
+    case 2: { enum { rows = 2 }; BODY; } break; \
+    case 3: { enum { rows = 3 }; BODY; } break; \
+    case 4: { enum { rows = 4 }; BODY; } break; \
+    case 5: { enum { rows = 5 }; BODY; } break; \
+    default: { enum { rows = 6 }; BODY; } break; \
+    }
+
+/* What becomes of the sums of a linear layer: see `linear` in native.py. */
+typedef struct {
+    const bf16 *bias;  /* [columns], or null */
+    void *out;         /* [rows, columns] of bf16, or of float if `wide` */
+    int64_t stride;    /* between rows of `out` */
+    int64_t columns;   /* of `out`; half of the panels' with SILU_GATE */
+    int32_t activation;
+    int32_t add;       /* to what `out` holds */
+    int32_t wide;
+} Ending;
+
+INLINE void put(const Ending *end, ptrdiff_t row, ptrdiff_t column, __m512 x)
+{
+    __mmask16 lanes = first(end->columns - column);
+    if (end->wide) {
+        _mm512_mask_storeu_ps((float *)end->out + row * end->stride + column, lanes, x);
+        return;
+    }
+    bf16 *out = (bf16 *)end->out + row * end->stride + column;
+    store(out, lanes, end->add ? _mm512_add_ps(x, load(out, lanes)) : x);
+}
+
+INLINE void finish(const Ending *end, ptrdiff_t row, ptrdiff_t panel, __m512 left, __m512 right)
+{
+    if (end->activation == SILU_GATE) {
+        put(end, row, panel * LANES, _mm512_mul_ps(swish(left, 1.0f), right));
+        return;
+    }
+    ptrdiff_t column = panel * PANEL;
+    if (end->bias) {
+        left = _mm512_add_ps(left, load(end->bias + column, first(end->columns - column)));
+        right = _mm512_add_ps(right, load(end->bias + column + LANES, first(end->columns - column - LANES)));
+    }
+    if (end->activation == QUICK_GELU) left = swish(left, 1.702f), right = swish(right, 1.702f);
+    put(end, row, column, left);
+    put(end, row, column + LANES, right);
+}
+
+/* Row of the weights that column `j` of a panel holds; gate and up projection share a panel. */
+INLINE ptrdiff_t source_row(ptrdiff_t panel, int j, ptrdiff_t outputs, int gated)
+{
+    if (!gated) return panel * PANEL + j;
+    return j < LANES ? panel * LANES + j : outputs / 2 + panel * LANES + j - LANES;
+}
+
+void pack_bf16(const uint32_t *weight, int64_t outputs, int64_t inputs, int32_t gated, uint32_t *packed, int32_t threads)
+{
+    ptrdiff_t panels = (outputs + PANEL - 1) / PANEL, pairs = inputs / 2;
+#pragma omp parallel for num_threads(threads)
+    for (ptrdiff_t panel = 0; panel < panels; panel++)
+        for (ptrdiff_t p = 0; p < pairs; p++)
+            for (int j = 0; j < PANEL; j++) {
+                ptrdiff_t row = source_row(panel, j, outputs, gated);
+                packed[(panel * pairs + p) * PANEL + j] = row < outputs ? weight[row * pairs + p] : 0;
+            }
+}
+
+static void linear_rows(const bf16 *x, ptrdiff_t stride, const bf16 *packed, ptrdiff_t panel, ptrdiff_t pairs,
+                        ptrdiff_t start, ptrdiff_t stop, const Ending *end)
+{
+    const bf16 *weights = packed + panel * pairs * 2 * PANEL;
+    ptrdiff_t blocks = (stop - start + TILE_ROWS - 1) / TILE_ROWS;
+    for (ptrdiff_t block = 0; block < blocks; block++) {
+        ptrdiff_t row = start + (stop - start) * block / blocks, next = start + (stop - start) * (block + 1) / blocks;
+        WITH_ROWS(next - row, {
+            __m512 acc[TILE_ROWS][2];
+            tile(rows, 2, x + row * stride, stride, weights, PANEL, pairs, acc);
+            UNROLL for (int m = 0; m < rows; m++) finish(end, row + m, panel, acc[m][0], acc[m][1]);
+        })
+    }
+}
+
+/* x [rows, inputs] times packed weights; `outputs` are the weights' own rows. */
+void linear_bf16(const bf16 *x, int64_t stride, const bf16 *packed, int64_t rows, int64_t outputs, int64_t inputs,
+                 const Ending *end, int32_t threads)
+{
+    ptrdiff_t panels = (outputs + PANEL - 1) / PANEL, groups = (rows + ROW_GROUP - 1) / ROW_GROUP;
+#pragma omp parallel for schedule(dynamic, groups > 1 ? 1 : 2) num_threads(threads)
+    for (ptrdiff_t task = 0; task < panels * groups; task++) {
+        ptrdiff_t panel = task / groups, group = task % groups;
+        linear_rows(x, stride, packed, panel, inputs / 2, rows * group / groups, rows * (group + 1) / groups, end);
+    }
+}
+
+/* Products of int8 ------------------------------------------------------------------------------------------------- */
+
+static float largest(const bf16 *x, ptrdiff_t count)
+{
+    __m512 most = _mm512_setzero_ps();
+    for (ptrdiff_t k = 0; k < count; k += LANES) most = _mm512_max_ps(most, _mm512_abs_ps(load(x + k, first(count - k))));
+    return _mm512_reduce_max_ps(most);
+}
+
+/* Weights as bytes, 128 added: row r is (byte - 128) * scales[r]. The packed rows of a panel are in its order. */
+void pack_int8(const bf16 *weight, int64_t outputs, int64_t inputs, int32_t gated, uint8_t *packed, float *scales,
+               int32_t threads)
+{
+    ptrdiff_t panels = (outputs + PANEL - 1) / PANEL;
+#pragma omp parallel for num_threads(threads)
+    for (ptrdiff_t panel = 0; panel < panels; panel++) {
+        uint8_t *to = packed + panel * inputs * PANEL;
+        for (int j = 0; j < PANEL; j++) {
+            ptrdiff_t row = source_row(panel, j, outputs, gated);
+            const bf16 *from = weight + row * inputs;
+            float scale = row < outputs ? largest(from, inputs) / 127.0f : 0.0f, inverse = scale > 0 ? 1.0f / scale : 0.0f;
+            scales[panel * PANEL + j] = scale;
+            for (ptrdiff_t k = 0; k < inputs; k++) {
+                uint32_t bits = row < outputs ? (uint32_t)from[k] << 16 : 0;
+                float value;
+                memcpy(&value, &bits, sizeof value);
+                to[(k / 4 * PANEL + j) * 4 + k % 4] = (uint8_t)(128 + (int)__builtin_rintf(value * inverse));
+            }
+        }
+    }
+}
+
+/* Activations of one row: bytes, and for each block of inputs a scale and -128 times the sum of its bytes, which takes
+ * back what was added to the weights. Blocks, since a few inputs of these models are hundreds of times the others. */
+static void quantise_row(const bf16 *x, ptrdiff_t inputs, int8_t *bytes, float *scales, int32_t *offsets)
+{
+    for (ptrdiff_t k = 0, block = 0; k < inputs; k += QUANT_BLOCK, block++) {
+        ptrdiff_t count = inputs - k < QUANT_BLOCK ? inputs - k : QUANT_BLOCK;
+        float scale = largest(x + k, count) / 127.0f;
+        __m512 inverse = _mm512_set1_ps(scale > 0 ? 1.0f / scale : 0.0f);
+        __m512i sum = _mm512_setzero_si512();
+        for (ptrdiff_t i = 0; i < count; i += LANES) {
+            __mmask16 lanes = first(count - i);
+            __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(load(x + k + i, lanes), inverse));
+            sum = _mm512_add_epi32(sum, whole);
+            _mm_mask_storeu_epi8(bytes + k + i, lanes, _mm512_cvtsepi32_epi8(whole));
+        }
+        scales[block] = scale;
+        offsets[block] = -128 * _mm512_reduce_add_epi32(sum);
+    }
+}
+
+typedef struct {
+    int8_t *bytes;    /* [rows, inputs] */
+    float *scales;    /* [rows, blocks] */
+    int32_t *offsets; /* [rows, blocks] */
+} Quantised;
+
+INLINE void tile_int8(const int rows, const Quantised *x, ptrdiff_t row, ptrdiff_t inputs, const uint8_t *panel,
+                      __m512 acc[TILE_ROWS_INT8][2])
+{
+    ptrdiff_t blocks = (inputs + QUANT_BLOCK - 1) / QUANT_BLOCK;
+    const int8_t *bytes = x->bytes + row * inputs;
+    UNROLL for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = _mm512_setzero_ps();
+    for (ptrdiff_t block = 0; block < blocks; block++) {
+        __m512i sums[TILE_ROWS_INT8][2];
+        UNROLL for (int m = 0; m < rows; m++)
+            sums[m][0] = sums[m][1] = _mm512_set1_epi32(x->offsets[(row + m) * blocks + block]);
+        ptrdiff_t stop = (block + 1) * QUANT_BLOCK < inputs ? (block + 1) * QUANT_BLOCK : inputs;
+        for (ptrdiff_t k = block * QUANT_BLOCK; k < stop; k += 4, panel += 4 * PANEL) {
+            __m512i left = _mm512_loadu_si512(panel), right = _mm512_loadu_si512(panel + 4 * LANES);
+            UNROLL for (int m = 0; m < rows; m++) {
+                int32_t quad;
+                memcpy(&quad, bytes + m * inputs + k, sizeof quad);
+                sums[m][0] = _mm512_dpbusd_epi32(sums[m][0], left, _mm512_set1_epi32(quad));
+                sums[m][1] = _mm512_dpbusd_epi32(sums[m][1], right, _mm512_set1_epi32(quad));
+            }
+        }
+        UNROLL for (int m = 0; m < rows; m++) {
+            __m512 scale = _mm512_set1_ps(x->scales[(row + m) * blocks + block]);
+            acc[m][0] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[m][0]), scale, acc[m][0]);
+            acc[m][1] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[m][1]), scale, acc[m][1]);
+        }
+    }
+}
+
+static void linear_rows_int8(const Quantised *x, const uint8_t *packed, const float *scales, ptrdiff_t panel,
+                             ptrdiff_t inputs, ptrdiff_t start, ptrdiff_t stop, const Ending *end)
+{
+    __m512 left = _mm512_loadu_ps(scales + panel * PANEL), right = _mm512_loadu_ps(scales + panel * PANEL + LANES);
+    ptrdiff_t blocks = (stop - start + TILE_ROWS_INT8 - 1) / TILE_ROWS_INT8;
+    for (ptrdiff_t block = 0; block < blocks; block++) {
+        ptrdiff_t row = start + (stop - start) * block / blocks, next = start + (stop - start) * (block + 1) / blocks;
+        WITH_FEW_ROWS(next - row, {
+            __m512 acc[TILE_ROWS_INT8][2];
+            tile_int8(rows, x, row, inputs, packed + panel * inputs * PANEL, acc);
+            UNROLL for (int m = 0; m < rows; m++)
+                finish(end, row + m, panel, _mm512_mul_ps(acc[m][0], left), _mm512_mul_ps(acc[m][1], right));
+        })
+    }
+}
+
+void linear_int8(const bf16 *x, int64_t stride, const uint8_t *packed, const float *scales, int64_t rows, int64_t outputs,
+                 int64_t inputs, const Quantised *space, const Ending *end, int32_t threads)
+{
+    ptrdiff_t panels = (outputs + PANEL - 1) / PANEL, groups = (rows + ROW_GROUP - 1) / ROW_GROUP;
+    ptrdiff_t blocks = (inputs + QUANT_BLOCK - 1) / QUANT_BLOCK;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for
+        for (ptrdiff_t row = 0; row < rows; row++)
+            quantise_row(x + row * stride, inputs, space->bytes + row * inputs, space->scales + row * blocks,
+                         space->offsets + row * blocks);
+#pragma omp for schedule(dynamic, groups > 1 ? 1 : 2)
+        for (ptrdiff_t task = 0; task < panels * groups; task++)
+            linear_rows_int8(space, packed, scales, task / groups, inputs, rows * (task % groups) / groups,
+                             rows * (task % groups + 1) / groups, end);
+    }
+}
+
+/* Norms and rotary positions --------------------------------------------------------------------------------------- */
+
+/* LayerNorm with a bias, RMSNorm without one; rows are [columns], one after the other in `out`. */
+INLINE void norm_row(const bf16 *x, const bf16 *weight, const bf16 *bias, float eps, bf16 *out, ptrdiff_t columns)
+{
+    __m512 mean = _mm512_setzero_ps(), square = _mm512_setzero_ps();
+    if (bias) {
+        for (ptrdiff_t k = 0; k < columns; k += LANES) mean = _mm512_add_ps(mean, load(x + k, first(columns - k)));
+        mean = _mm512_set1_ps(_mm512_reduce_add_ps(mean) / columns);
+    }
+    for (ptrdiff_t k = 0; k < columns; k += LANES) {
+        __mmask16 lanes = first(columns - k);
+        __m512 value = _mm512_maskz_sub_ps(lanes, load(x + k, lanes), mean);
+        square = _mm512_fmadd_ps(value, value, square);
+    }
+    __m512 scale = _mm512_set1_ps(1.0f / __builtin_sqrtf(_mm512_reduce_add_ps(square) / columns + eps));
+    for (ptrdiff_t k = 0; k < columns; k += LANES) {
+        __mmask16 lanes = first(columns - k);
+        __m512 value = _mm512_mul_ps(_mm512_sub_ps(load(x + k, lanes), mean), scale);
+        value = _mm512_mul_ps(value, load(weight + k, lanes));
+        store(out + k, lanes, bias ? _mm512_add_ps(value, load(bias + k, lanes)) : value);
+    }
+}
+
+void norm_bf16(const bf16 *x, int64_t stride, const bf16 *weight, const bf16 *bias, float eps, bf16 *out, int64_t rows,
+               int64_t columns, int32_t threads)
+{
+#pragma omp parallel for num_threads(threads) if (rows > 16)
+    for (ptrdiff_t row = 0; row < rows; row++)
+        norm_row(x + row * stride, weight, bias, eps, out + row * columns, columns);
+}
+
+/* Turns each pair (x[i], x[i + half]) of `heads` heads, in place; cos and sin are [rows, half]. */
+void rotate_bf16(bf16 *x, int64_t stride, const float *cos, const float *sin, int64_t rows, int64_t heads, int64_t half,
+                 int32_t threads)
+{
+#pragma omp parallel for num_threads(threads) if (rows > 16)
+    for (ptrdiff_t row = 0; row < rows; row++)
+        for (ptrdiff_t head = 0; head < heads; head++)
+            for (ptrdiff_t i = 0; i < half; i += LANES) {
+                __mmask16 lanes = first(half - i);
+                bf16 *low = x + row * stride + head * 2 * half + i, *high = low + half;
+                __m512 c = _mm512_maskz_loadu_ps(lanes, cos + row * half + i), a = load(low, lanes);
+                __m512 s = _mm512_maskz_loadu_ps(lanes, sin + row * half + i), b = load(high, lanes);
+                store(low, lanes, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)));
+                store(high, lanes, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)));
+            }
+}
+
+/* Attention -------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    int64_t first;  /* row of the segment's first query in q and out */
+    int64_t tokens; /* queries */
+    int64_t row;    /* of the first key in k and v */
+    int64_t keys;   /* in all */
+    int64_t start;  /* query i looks at keys [0, start + i]; -1: at all */
+} Span;
+
+typedef struct {
+    const bf16 *q, *k, *v;
+    bf16 *out;
+    int64_t q_token, q_head, kv_token, kv_head, out_token; /* strides; heads of `out` are side by side */
+    int64_t heads, kv_heads, width;
+    float scale;
+} Heads;
+
+typedef struct { /* of one thread */
+    bf16 *queries; /* [ROW_GROUP, width] */
+    bf16 *keys;    /* KEY_CHUNK / PANEL panels of [width / 2, PANEL] pairs */
+    bf16 *values;  /* [KEY_CHUNK / 2, columns] pairs; columns is the width rounded up to LANES */
+    bf16 *weights; /* [TILE_ROWS, KEY_CHUNK] */
+    float *scores; /* [TILE_ROWS, KEY_CHUNK] */
+    float *sums;   /* [ROW_GROUP, columns] */
+    float *most;   /* [ROW_GROUP], the largest score so far */
+    float *total;  /* [ROW_GROUP], of the weights so far */
+} Scratch;
+
+INLINE ptrdiff_t rounded(ptrdiff_t x, ptrdiff_t to) { return (x + to - 1) / to * to; }
+
+static void *carve(char **from, size_t bytes)
+{
+    char *part = *from;
+    *from += rounded(bytes, 64);
+    return part;
+}
+
+static size_t scratch_bytes(ptrdiff_t width)
+{
+    ptrdiff_t columns = rounded(width, LANES);
+    return 64 * 8 + 2 * (ROW_GROUP * width + KEY_CHUNK * width + KEY_CHUNK * columns + TILE_ROWS * KEY_CHUNK) +
+           4 * (TILE_ROWS * KEY_CHUNK + ROW_GROUP * columns + 2 * ROW_GROUP);
+}
+
+static Scratch carve_scratch(char *from, ptrdiff_t width)
+{
+    ptrdiff_t columns = rounded(width, LANES);
+    Scratch s;
+    s.queries = carve(&from, 2 * ROW_GROUP * width);
+    s.keys = carve(&from, 2 * KEY_CHUNK * width);
+    s.values = carve(&from, 2 * KEY_CHUNK * columns);
+    s.weights = carve(&from, 2 * TILE_ROWS * KEY_CHUNK);
+    s.scores = carve(&from, 4 * TILE_ROWS * KEY_CHUNK);
+    s.sums = carve(&from, 4 * ROW_GROUP * columns);
+    s.most = carve(&from, 4 * ROW_GROUP);
+    s.total = carve(&from, 4 * ROW_GROUP);
+    return s;
+}
+
+/* 16 rows of 16 dwords, turned over. */
+INLINE void transpose(__m512i r[LANES])
+{
+    __m512i t[LANES];
+    UNROLL for (int i = 0; i < 8; i++) {
+        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+        r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+        r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+        r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+    }
+    UNROLL for (int i = 0; i < 8; i++) {
+        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    }
+}
+
+/* `count` keys of one head as panels of PANEL columns; the last panel is filled up with zeros. */
+static void pack_keys(const bf16 *k, ptrdiff_t stride, ptrdiff_t count, ptrdiff_t width, bf16 *packed)
+{
+    ptrdiff_t pairs = width / 2;
+    for (ptrdiff_t key = 0; key < rounded(count, PANEL); key += LANES)
+        for (ptrdiff_t p = 0; p < pairs; p += LANES) {
+            __m512i rows[LANES];
+            for (int j = 0; j < LANES; j++)
+                rows[j] = key + j < count ? _mm512_maskz_loadu_epi32(first(pairs - p), k + (key + j) * stride + 2 * p)
+                                          : _mm512_setzero_si512();
+            transpose(rows);
+            bf16 *to = packed + 2 * (key / PANEL * pairs * PANEL + key % PANEL);
+            for (int i = 0; i < LANES && p + i < pairs; i++) _mm512_storeu_si512(to + (p + i) * 2 * PANEL, rows[i]);
+        }
+}
+
+/* `count` values of one head: pairs of keys side by side; an odd one out is paired with zero. */
+static void pack_values(const bf16 *v, ptrdiff_t stride, ptrdiff_t count, ptrdiff_t width, bf16 *packed)
+{
+    ptrdiff_t columns = rounded(width, LANES);
+    for (ptrdiff_t key = 0; key < count; key += 2)
+        for (ptrdiff_t c = 0; c < width; c += LANES) {
+            __mmask16 lanes = first(width - c);
+            __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, v + key * stride + c));
+            __m512i high = key + 1 < count
+                ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, v + (key + 1) * stride + c))
+                : _mm512_setzero_si512();
+            _mm512_storeu_si512(packed + key * columns + 2 * c, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+        }
+}
+
+/* Softmax weights of one row over a chunk, relative to the largest score so far; returns what its sums shrink by. */
+INLINE float weigh(float *scores, bf16 *weights, ptrdiff_t count, ptrdiff_t padded, float *most, float *total)
+{
+    __m512 high = _mm512_set1_ps(*most), sum = _mm512_setzero_ps();
+    for (ptrdiff_t i = 0; i < count; i += LANES)
+        high = _mm512_mask_max_ps(high, first(count - i), high, _mm512_loadu_ps(scores + i));
+    float now = _mm512_reduce_max_ps(high);
+    float shrink = _mm512_cvtss_f32(exp2_(_mm512_set1_ps(*most - now)));
+    for (ptrdiff_t i = 0; i < padded; i += LANES) {
+        __m512 weight = _mm512_maskz_mov_ps(first(count - i), exp2_(_mm512_sub_ps(_mm512_loadu_ps(scores + i), _mm512_set1_ps(now))));
+        sum = _mm512_add_ps(sum, weight);
+        _mm256_storeu_si256((__m256i *)(weights + i), narrow(weight));
+    }
+    *most = now;
+    *total = *total * shrink + _mm512_reduce_add_ps(sum);
+    return shrink;
+}
+
+/* Up to TILE_ROWS queries against a chunk of keys: their sums, largest scores and totals go on. */
+static void attend_block(const Heads *h, const Scratch *s, ptrdiff_t row, ptrdiff_t row_count, const ptrdiff_t *limits,
+                         ptrdiff_t chunk, ptrdiff_t count)
+{
+    ptrdiff_t pairs = h->width / 2, columns = rounded(h->width, LANES), padded = rounded(count, PANEL);
+    __m512 scale = _mm512_set1_ps(h->scale * 1.44269504f);
+    WITH_ROWS(row_count, {
+        __m512 acc[TILE_ROWS][2];
+        for (ptrdiff_t key = 0; key < padded; key += PANEL) {
+            tile(rows, 2, s->queries + row * h->width, h->width, s->keys + key * h->width, PANEL, pairs, acc);
+            UNROLL for (int m = 0; m < rows; m++) {
+                _mm512_storeu_ps(s->scores + m * KEY_CHUNK + key, _mm512_mul_ps(acc[m][0], scale));
+                _mm512_storeu_ps(s->scores + m * KEY_CHUNK + key + LANES, _mm512_mul_ps(acc[m][1], scale));
+            }
+        }
+        float shrink[TILE_ROWS];
+        for (int m = 0; m < rows; m++) {
+            ptrdiff_t seen = limits[row + m] - chunk;
+            shrink[m] = weigh(s->scores + m * KEY_CHUNK, s->weights + m * KEY_CHUNK, seen < count ? seen : count, padded,
+                              s->most + row + m, s->total + row + m);
+        }
+        for (ptrdiff_t c = 0; c < columns; c += PANEL) {
+            int both = c + LANES < columns;
+            if (both) tile(rows, 2, s->weights, KEY_CHUNK, s->values + 2 * c, columns, (count + 1) / 2, acc);
+            else tile(rows, 1, s->weights, KEY_CHUNK, s->values + 2 * c, columns, (count + 1) / 2, acc);
+            UNROLL for (int m = 0; m < rows; m++) {
+                float *sum = s->sums + (row + m) * columns + c;
+                __m512 by = _mm512_set1_ps(shrink[m]);
+                _mm512_storeu_ps(sum, _mm512_fmadd_ps(_mm512_loadu_ps(sum), by, acc[m][0]));
+                if (both) _mm512_storeu_ps(sum + LANES, _mm512_fmadd_ps(_mm512_loadu_ps(sum + LANES), by, acc[m][1]));
+            }
+        }
+    })
+}
+
+/* Queries of tokens [token, end) of a segment, for all heads that share the keys of `kv`. */
+static void attend_tile(const Heads *h, const Span *span, const Scratch *s, ptrdiff_t kv, ptrdiff_t token, ptrdiff_t end)
+{
+    ptrdiff_t group = h->heads / h->kv_heads, rows = (end - token) * group, columns = rounded(h->width, LANES);
+    ptrdiff_t limits[ROW_GROUP];
+    for (ptrdiff_t row = 0; row < rows; row++) {
+        ptrdiff_t at = token + row / group, head = kv * group + row % group;
+        const bf16 *query = h->q + (span->first + at) * h->q_token + head * h->q_head;
+        memcpy(s->queries + row * h->width, query, 2 * h->width);
+        limits[row] = span->start < 0 ? span->keys : span->start + at + 1;
+        s->most[row] = -1e30f;
+        s->total[row] = 0;
+    }
+    memset(s->sums, 0, sizeof(float) * rows * columns);
+    ptrdiff_t keys = limits[rows - 1], offset = span->row * h->kv_token + kv * h->kv_head;
+    for (ptrdiff_t chunk = 0; chunk < keys; chunk += KEY_CHUNK) {
+        ptrdiff_t count = keys - chunk < KEY_CHUNK ? keys - chunk : KEY_CHUNK;
+        pack_keys(h->k + offset + chunk * h->kv_token, h->kv_token, count, h->width, s->keys);
+        pack_values(h->v + offset + chunk * h->kv_token, h->kv_token, count, h->width, s->values);
+        for (ptrdiff_t row = 0; row < rows; row += TILE_ROWS)
+            if (limits[rows - row < TILE_ROWS ? rows - 1 : row + TILE_ROWS - 1] > chunk)
+                attend_block(h, s, row, rows - row < TILE_ROWS ? rows - row : TILE_ROWS, limits, chunk, count);
+    }
+    for (ptrdiff_t row = 0; row < rows; row++) {
+        bf16 *out = h->out + (span->first + token + row / group) * h->out_token + (kv * group + row % group) * h->width;
+        __m512 inverse = _mm512_set1_ps(1.0f / s->total[row]);
+        for (ptrdiff_t c = 0; c < h->width; c += LANES)
+            store(out + c, first(h->width - c), _mm512_mul_ps(_mm512_loadu_ps(s->sums + row * columns + c), inverse));
+    }
+}
+
+/* Attention of each segment's queries to its own keys. `space` has `attend_space` bytes for each thread. */
+void attend_bf16(const Heads *h, const Span *spans, int64_t count, char *space, int32_t threads)
+{
+    ptrdiff_t group = h->heads / h->kv_heads, step = ROW_GROUP / group, bytes = rounded(scratch_bytes(h->width), 64);
+    ptrdiff_t tiles = 0;
+    for (ptrdiff_t i = 0; i < count; i++) tiles += (spans[i].tokens + step - 1) / step;
+#pragma omp parallel num_threads(threads)
+    {
+        Scratch s = carve_scratch(space + omp_get_thread_num() * bytes, h->width);
+#pragma omp for schedule(dynamic, 1)
+        for (ptrdiff_t task = 0; task < tiles * h->kv_heads; task++) {
+            ptrdiff_t kv = task % h->kv_heads, index = task / h->kv_heads, i = 0;
+            while (index >= (spans[i].tokens + step - 1) / step) index -= (spans[i++].tokens + step - 1) / step;
+            ptrdiff_t token = index * step, end = token + step < spans[i].tokens ? token + step : spans[i].tokens;
+            attend_tile(h, spans + i, &s, kv, token, end);
+        }
+    }
+}
+
+int64_t attend_space(int64_t width) { return rounded(scratch_bytes(width), 64); }

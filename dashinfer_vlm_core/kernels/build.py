@@ -1,0 +1,64 @@
+"""C source -> shared library, compiled on first use and kept in the user's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+FLAGS = (
+    "-O3", "-std=c11", "-shared", "-fPIC", "-fopenmp", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq",
+    "-mavx512bf16", "-mavx512vnni", "-mfma",
+)  # fmt: skip
+
+COMPILERS = ("cc", "gcc", "clang")
+
+PATIENCE = 120.0
+"""Seconds that a compiler may take; it takes five."""
+
+
+class BuildError(Exception):
+    """The library could not be made; the message says why and what helps."""
+
+
+def build(source: Path, cache: Path) -> Path:
+    """The compiled library of `source`, from `cache` if it was made before.
+
+    Raises:
+        BuildError: there is no compiler, it fails, or the cache cannot be written.
+    """
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise BuildError("no C compiler was found; install gcc or clang")
+    flags = [*FLAGS, *map(str, _openmp_of_torch())]
+    key = hashlib.sha256("\0".join([source.read_text(), compiler, *flags]).encode()).hexdigest()[:16]
+    library = cache / f"{source.stem}-{key}.so"
+    if not library.exists():
+        _compile(compiler, source, flags, library)
+    return library
+
+
+def _openmp_of_torch() -> list[Path]:
+    """torch's own OpenMP library, where it brings one: two in a process would fight for the cores."""
+    root = Path(torch.__file__).parent
+    return sorted([*root.glob("lib/libgomp*.so*"), *root.parent.glob("torch.libs/libgomp*.so*")])[:1]
+
+
+def _compile(compiler: str, source: Path, flags: list[str], library: Path) -> None:
+    """Written beside and moved, so that processes that compile at the same time do not meet."""
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            made = Path(folder, library.name)
+            command = [compiler, str(source), *flags, "-o", str(made)]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE)  # noqa: S603 our own command
+            made.replace(library)
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip().splitlines() or ["no message"])[-1]
+        raise BuildError(f"{compiler} failed ({last}); gcc 11 and clang 14 can do it") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{compiler} or the cache {library.parent} failed: {error}") from error

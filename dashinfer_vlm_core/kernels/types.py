@@ -1,0 +1,124 @@
+"""What every set of kernels can do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Activation(IntEnum):
+    """What a linear layer ends with."""
+
+    NONE = 0
+    QUICK_GELU = 1
+    """x * sigmoid(1.702 x) (arXiv:1606.08415, 2)."""
+    GELU = 3
+    SILU_GATE = 2
+    """The weights are a gate's rows and then as many of an up projection: silu(gate) * up (arXiv:2002.05202)."""
+
+
+class Linear(Protocol):
+    """A linear layer, its weights laid out as the kernels want them. `outputs` is the width of its result."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, outputs] of x [rows, inputs]; the last dimension of x is contiguous."""
+
+    def add_to(self, total: Tensor, x: Tensor) -> None:
+        """Add the result for x [rows, inputs] to `total` [rows, outputs], in place."""
+
+
+class Span(NamedTuple):
+    """Queries that stand side by side in a batch, and the keys that they look at.
+
+    Attributes:
+        first: row of the first query.
+        tokens: number of queries.
+        row: of the first key.
+        keys: number of keys.
+        start: query i looks at keys 0 to start + i; -1: at all of them.
+    """
+
+    first: int
+    tokens: int
+    row: int
+    keys: int
+    start: int = -1
+
+
+class Spans:
+    """The spans of one batch; what kernels derive from them is derived once, not once per layer."""
+
+    def __init__(self, spans: Sequence[Span], *, device: torch.device | str = "cpu") -> None:
+        self.spans = tuple(spans)
+        self._device = device
+
+    @cached_property
+    def masks(self) -> list[Tensor | None]:
+        """For each span bool [tokens, keys], true where a query may look; None where one token or all may see all, and
+        where the span is a beginning, which is causal."""
+        return [_mask(span, self._device) for span in self.spans]
+
+    @cached_property
+    def table(self) -> Tensor:
+        """int64 [spans, 5] on the CPU, in the order of `Span`'s attributes."""
+        return torch.tensor(self.spans, dtype=torch.int64)
+
+
+def _mask(span: Span, device: torch.device | str) -> Tensor | None:
+    if span.start <= 0 or span.tokens == 1:
+        return None
+    return torch.ones(span.tokens, span.keys, dtype=torch.bool, device=device).tril(span.start)
+
+
+class Kernels(Protocol):
+    """Stateless; used by any thread.
+
+    Attributes:
+        name: for people.
+        quantises: whether `linear` knows int8.
+    """
+
+    name: str
+    quantises: bool
+
+    def linear(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        activation: Activation = Activation.NONE,
+        wide: bool = False,
+        int8: bool = False,
+    ) -> Linear:
+        """A layer of weights [outputs, inputs], which may be copied to another layout.
+
+        Args:
+            weight: on the device and in the dtype of the model.
+            bias: [outputs].
+            activation: applied to the result.
+            wide: float32 results.
+            int8: round the weights to 8 bits, with one scale per output, and activations to 8 bits on the way.
+        """
+
+    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """LayerNorm of [rows, columns]; without a bias, RMSNorm."""
+
+    def rotate_(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Turn pairs (i, i + width / 2) of [rows, heads, width] in place, by float32 [rows, width / 2]."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
+        """Softmax attention, scaled by 1 / sqrt(width); heads that share keys stand side by side.
+
+        Args:
+            q: [rows, heads, width].
+            k: [kv heads, key rows, width]; `v` likewise, with equal strides.
+            spans: cover all rows of q, in order.
+
+        Returns:
+            [rows, heads * width].
+        """

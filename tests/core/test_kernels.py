@@ -1,0 +1,238 @@
+"""Kernels: those in C and PyTorch's own give what the formulas give, and a row does not depend on its company."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision
+
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.kernels import Activation, Span, Spans, choose_kernels
+from dashinfer_vlm_core.kernels.build import BuildError, build
+from dashinfer_vlm_core.kernels.native import load_native
+from dashinfer_vlm_core.kernels.plain import Plain
+
+ROWS = [1, 5, 12, 13, 16, 29, 200]
+SHAPES = [(96, 64), (70, 132), (33, 260)]  # (outputs, inputs): whole panels, part of one, blocks of 8 bits cut short
+
+needs_native = pytest.mark.skipif(
+    not choose_kernels("cpu", torch.bfloat16, EngineConfig()).quantises, reason="no AVX-512 BF16, or no C compiler"
+)
+
+
+@pytest.fixture(params=["torch", pytest.param("auto", marks=needs_native)])
+def kernels(request):
+    return choose_kernels("cpu", torch.bfloat16, EngineConfig(cpu_kernels=request.param))
+
+
+@pytest.fixture
+def native():
+    return choose_kernels("cpu", torch.bfloat16, EngineConfig())
+
+
+def numbers(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def error(found, expected):
+    """Relative to the length of what is expected."""
+    return float((found.float() - expected).norm() / expected.norm())
+
+
+ACTIVATIONS = {
+    Activation.NONE: lambda x: x,
+    Activation.QUICK_GELU: lambda x: x * torch.sigmoid(1.702 * x),
+    Activation.GELU: F.gelu,
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_linear(kernels, activation, shape):
+    weight, bias = numbers(*shape) / 8, numbers(shape[0], seed=1)
+    layer = kernels.linear(weight, bias, activation=activation)
+    for rows in ROWS:
+        x = numbers(rows, shape[1], seed=2)
+        expected = ACTIVATIONS[activation](F.linear(x.float(), weight.float(), bias.float()))
+        assert error(layer(x), expected) < 5e-3
+
+
+def test_linear_that_adds(kernels):
+    weight, x, total = numbers(70, 64) / 8, numbers(29, 64, seed=1), numbers(29, 70, seed=2)
+    expected = total.float() + F.linear(x.float(), weight.float())
+    kernels.linear(weight).add_to(total, x)
+    assert error(total, expected) < 5e-3
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_gated_linear(kernels, rows):
+    weight, x = numbers(192, 64) / 8, numbers(rows, 64, seed=1)
+    gate, up = F.linear(x.float(), weight.float()).chunk(2, dim=-1)
+    layer = kernels.linear(weight, activation=Activation.SILU_GATE)
+    assert error(layer(x), F.silu(gate) * up) < 1e-2
+
+
+def test_wide_results_and_rows_that_are_not_side_by_side(kernels):
+    weight, x = numbers(70, 64), numbers(29, 128, seed=1)[:, :64]
+    found = kernels.linear(weight, wide=True)(x)
+    assert found.dtype == torch.float32
+    assert error(found, F.linear(x.float(), weight.float())) < (1e-6 if kernels.quantises else 5e-3)
+
+
+@needs_native
+@pytest.mark.parametrize("shape", SHAPES)
+def test_eight_bits_are_near(native, shape):
+    weight, bias = numbers(*shape) / 8, numbers(shape[0], seed=1)
+    layer = native.linear(weight, bias, int8=True)
+    for rows in ROWS:
+        x = numbers(rows, shape[1], seed=2)
+        assert error(layer(x), F.linear(x.float(), weight.float(), bias.float())) < 1.5e-2
+
+
+@needs_native
+def test_eight_bits_lose_only_the_neighbours_of_an_input_that_is_hundreds_of_times_the_others(native):
+    weight, x = numbers(64, 512) / 8, numbers(7, 512, seed=1)
+    x[:, 3] *= 300
+    weight[:, :128] = 0
+    assert error(native.linear(weight, int8=True)(x), F.linear(x.float(), weight.float())) < 1.5e-2
+
+
+@needs_native
+def test_eight_bits_of_zeros_are_zero(native):
+    layer = native.linear(torch.zeros(64, 128).bfloat16(), int8=True)
+    assert not layer(numbers(3, 128)).any()
+    assert not native.linear(numbers(64, 128), int8=True)(torch.zeros(3, 128).bfloat16()).any()
+
+
+@needs_native
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_row_is_the_same_to_the_bit_in_any_company(native, int8):
+    layer, x = native.linear(numbers(96, 260) / 8, int8=int8), numbers(200, 260, seed=1)
+    whole = layer(x)
+    for rows in (1, 2, 7, 12, 13, 30, 199):
+        assert torch.equal(layer(x[:rows]), whole[:rows])
+
+
+@pytest.mark.parametrize("columns", [64, 100])
+def test_norms(kernels, columns):
+    x, weight, bias = numbers(40, 2 * columns)[:, :columns] + 1, numbers(columns, seed=1), numbers(columns, seed=2)
+    layer = F.layer_norm(x.float(), (columns,), weight.float(), bias.float(), 1e-6)
+    assert error(kernels.norm(x, weight, bias, 1e-6), layer) < 5e-3
+    root = F.rms_norm(x.float(), (columns,), weight.float(), 1e-6)
+    assert error(kernels.norm(x, weight, None, 1e-6), root) < 5e-3
+
+
+@pytest.mark.parametrize("width", [8, 64, 80, 128])
+def test_rotation_equals_transformers(kernels, width):
+    x, angles = numbers(30, 6, width), torch.randn(30, width // 2)
+    cos, sin = (torch.cat((table, table), dim=-1) for table in (angles.cos(), angles.sin()))
+    query, key = apply_rotary_pos_emb_vision(x[:, :2].float(), x[:, 2:4].float(), cos, sin)
+    untouched = x[:, 4:].clone()
+    kernels.rotate_(x[:, :4], angles.cos(), angles.sin())
+    assert error(x[:, :4], torch.cat((query, key), dim=1)) < 5e-3
+    assert torch.equal(x[:, 4:], untouched)
+
+
+def attention(q, k, v, spans):
+    """By the formula, one query and head at a time."""
+    rows, heads, width = q.shape
+    out = torch.zeros(rows, heads, width)
+    for span in spans:
+        for token in range(span.tokens):
+            seen = slice(span.row, span.row + (span.keys if span.start < 0 else span.start + token + 1))
+            for head in range(heads):
+                shared = head * len(k) // heads
+                scores = k[shared, seen].float() @ q[span.first + token, head].float() / math.sqrt(width)
+                out[span.first + token, head] = scores.softmax(0) @ v[shared, seen].float()
+    return out.flatten(1)
+
+
+@pytest.mark.parametrize("width", [8, 40, 64, 80, 128])
+def test_attention_within_frames(kernels, width):
+    q, k, v = numbers(100, 3, 4, width).unbind(1)
+    spans = [Span(0, 36, 0, 36), Span(36, 36, 36, 36), Span(72, 28, 72, 28)]
+    found = kernels.attend(q, k.transpose(0, 1), v.transpose(0, 1), Spans(spans))
+    assert error(found, attention(q, k.transpose(0, 1), v.transpose(0, 1), spans)) < 1e-2
+
+
+CAUSAL = [Span(0, 50, 0, 50, 0), Span(50, 1, 100, 700, 699), Span(51, 30, 1000, 1100, 1070), Span(81, 1, 2200, 1, 0)]
+
+
+@pytest.mark.parametrize(("heads", "width"), [(14, 64), (2, 128), (12, 8)])
+def test_causal_attention_of_many_requests(kernels, heads, width):
+    q, (k, v) = numbers(82, heads, width), numbers(4, 2300, width, seed=1).split(2)
+    found = kernels.attend(q, k, v, Spans(CAUSAL))
+    assert error(found, attention(q, k, v, CAUSAL)) < 1e-2
+
+
+@needs_native
+def test_a_query_is_the_same_to_the_bit_alone_and_in_chunks(native):
+    q, (k, v) = numbers(600, 14, 64), numbers(4, 700, 64, seed=1).split(2)
+    whole = native.attend(q, k, v, Spans([Span(0, 600, 50, 600, 0)]))
+    for start, stop in [(0, 1), (0, 513), (513, 600), (599, 600)]:
+        chunk = native.attend(q[start:stop], k, v, Spans([Span(0, stop - start, 50, stop, start)]))
+        assert torch.equal(chunk, whole[start:stop])
+
+
+@needs_native
+def test_what_is_not_looked_at_does_not_matter(native):
+    """Rows of the pool that nobody has written may hold anything."""
+    q, pool = numbers(20, 4, 64), numbers(4, 300, 64, seed=1)
+    spans = Spans([Span(0, 20, 100, 60, 40)])
+    k, v = pool.split(2)
+    clean = native.attend(q, k, v, spans)
+    pool[:, :100] = pool[:, 160:] = torch.nan
+    assert torch.equal(native.attend(q, k, v, spans), clean)
+
+
+def test_very_large_scores_overflow_nowhere(kernels):
+    q, (k, v) = numbers(3, 2, 64) * 1000, (numbers(4, 10, 64, seed=1) * 1000).split(2)
+    spans = [Span(0, 3, 0, 10, 7)]
+    assert error(kernels.attend(q, k, v, Spans(spans)), attention(q, k, v, spans)) < 1e-2
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cpu", torch.float16)])
+def test_other_number_types_take_pytorch(device, dtype):
+    assert isinstance(choose_kernels(device, dtype, EngineConfig()), Plain)
+
+
+@needs_native
+def test_the_library_is_compiled_once(tmp_path):
+    first = load_native(tmp_path)
+    assert first.kernels is not None
+    (library,) = tmp_path.iterdir()
+    made = library.stat().st_mtime_ns
+    load_native.cache_clear()
+    assert load_native(tmp_path).kernels is not None
+    assert [path.stat().st_mtime_ns for path in tmp_path.iterdir()] == [made]
+
+
+def test_source_that_does_not_compile_is_named(tmp_path):
+    source = tmp_path / "broken.c"
+    source.write_text("int f(void) { return nowhere; }\n")
+    with pytest.raises(BuildError, match=r"failed \(|no C compiler"):
+        build(source, tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("*"))
+
+
+def test_without_a_compiler_pytorch_computes_and_the_log_says_why(tmp_path):
+    script = """
+import logging, torch
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.kernels import choose_kernels
+logging.basicConfig()
+print(choose_kernels("cpu", torch.bfloat16, EngineConfig()).name)
+"""
+    environment = {**os.environ, "PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "torch\n"
+    assert "PyTorch's kernels are used" in done.stderr
+    assert "no C compiler was found; install gcc or clang" in done.stderr or "this CPU has no" in done.stderr
