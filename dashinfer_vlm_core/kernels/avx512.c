@@ -61,6 +61,32 @@ INLINE __m512 swish(__m512 x, float slope)
     return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
 }
 
+/* 16 rows of 16 dwords, turned over. */
+INLINE void transpose(__m512i r[LANES])
+{
+    __m512i t[LANES];
+    UNROLL for (int i = 0; i < 8; i++) {
+        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+        r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+        r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+        r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+    }
+    UNROLL for (int i = 0; i < 8; i++) {
+        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    }
+}
+
 /* Products of bf16 ------------------------------------------------------------------------------------------------- */
 
 /* acc[m][z] = sum over `pairs` of row m of `a` times columns [16 z, 16 z + 16) of a panel that is `width` columns wide. */
@@ -156,10 +182,16 @@ void pack_bf16(const uint32_t *weight, int64_t outputs, int64_t inputs, int32_t 
     ptrdiff_t panels = (outputs + PANEL - 1) / PANEL, pairs = inputs / 2;
 #pragma omp parallel for num_threads(threads)
     for (ptrdiff_t panel = 0; panel < panels; panel++)
-        for (ptrdiff_t p = 0; p < pairs; p++)
-            for (int j = 0; j < PANEL; j++) {
-                ptrdiff_t row = source_row(panel, j, outputs, gated);
-                packed[(panel * pairs + p) * PANEL + j] = row < outputs ? weight[row * pairs + p] : 0;
+        for (ptrdiff_t p = 0; p < pairs; p += LANES)
+            for (int half = 0; half < PANEL; half += LANES) {
+                __m512i rows[LANES];
+                for (int j = 0; j < LANES; j++) {
+                    ptrdiff_t row = source_row(panel, half + j, outputs, gated);
+                    rows[j] = _mm512_maskz_loadu_epi32(row < outputs ? first(pairs - p) : 0, weight + row * pairs + p);
+                }
+                transpose(rows);
+                for (int i = 0; i < LANES && p + i < pairs; i++)
+                    _mm512_storeu_si512(packed + (panel * pairs + p + i) * PANEL + half, rows[i]);
             }
 }
 
@@ -417,32 +449,6 @@ static Scratch carve_scratch(char *from, ptrdiff_t width)
     s.most = carve(&from, 4 * ROW_GROUP);
     s.total = carve(&from, 4 * ROW_GROUP);
     return s;
-}
-
-/* 16 rows of 16 dwords, turned over. */
-INLINE void transpose(__m512i r[LANES])
-{
-    __m512i t[LANES];
-    UNROLL for (int i = 0; i < 8; i++) {
-        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-    }
-    UNROLL for (int i = 0; i < 4; i++) {
-        r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-        r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-        r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-        r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-    }
-    UNROLL for (int i = 0; i < 4; i++) {
-        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    }
-    UNROLL for (int i = 0; i < 8; i++) {
-        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-    }
 }
 
 /* `count` keys of one head as panels of PANEL columns; the last panel is filled up with zeros. */

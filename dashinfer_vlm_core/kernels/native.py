@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .build import BuildError, build
+from .turns import CPU_TURNS
 from .types import Activation, Linear, Spans
 
 PANEL = 32
@@ -60,6 +61,7 @@ class Native:
 
     name = "native"
     quantises = True
+    turn = CPU_TURNS
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import groupby
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .turns import CPU_TURNS
 from .types import Activation, Linear, Span, Spans
 
 
@@ -18,6 +21,9 @@ class Plain:
 
     name = "torch"
     quantises = False
+
+    def __init__(self, device: str) -> None:
+        self.turn: AbstractContextManager[None] = CPU_TURNS if device == "cpu" else contextlib.nullcontext()
 
     def linear(
         self,

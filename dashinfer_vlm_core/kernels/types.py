@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -81,10 +82,13 @@ class Kernels(Protocol):
     Attributes:
         name: for people.
         quantises: whether `linear` knows int8.
+        turn: entered for a stretch of work that should not be shared with others on the same cores; some tens of
+            milliseconds at most, so that others come on.
     """
 
     name: str
     quantises: bool
+    turn: AbstractContextManager[None]
 
     def linear(
         self,

@@ -93,8 +93,9 @@ class Tower:
         frames = Frames(grids, self.config, patches.device)
         x = self.patch_embed(patches)
         for block in self.blocks:
-            block.proj.add_to(x, self._attend(block, x, frames))
-            block.fc2.add_to(x, block.fc1(self._norm(x, block.norm2)))
+            with self.kernels.turn:
+                block.proj.add_to(x, self._attend(block, x, frames))
+                block.fc2.add_to(x, block.fc1(self._norm(x, block.norm2)))
         window = self.config.embed_dim * self.config.spatial_merge_size**2
         return self.merger.fc2(self.merger.fc1(self._norm(x, self.merger.norm).view(-1, window)))
 

@@ -75,7 +75,7 @@ class TextModel:
         self.config = config
         self.device = device
         self.dtype = dtype
-        self._kernels = kernels
+        self.kernels = kernels
         read = _Reader(weights, kernels, device, dtype, int8)
         hidden, vocab = config.hidden_size, config.vocab_size
         self._embedding = read.tensor("model.embed_tokens.weight", vocab, hidden)
@@ -113,19 +113,19 @@ class TextModel:
         return self._head(self._normalise(x, self._norm))
 
     def _normalise(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self._kernels.norm(x, weight, None, self.config.rms_norm_eps)
+        return self.kernels.norm(x, weight, None, self.config.rms_norm_eps)
 
     def _queries(self, layer: Layer, x: Tensor, batch: Batch, turn: Turn) -> Tensor:
         """[tokens, heads, head_dim]; keys and values go into the cache."""
         heads = self.config.num_attention_heads
         qkv = layer.qkv(self._normalise(x, layer.input_norm)).view(len(x), -1, self.config.head_dim)
-        self._kernels.rotate_(qkv[:, : heads + self.config.num_key_value_heads], turn.cos, turn.sin)
+        self.kernels.rotate_(qkv[:, : heads + self.config.num_key_value_heads], turn.cos, turn.sin)
         batch.cache.write(layer.number, batch.slots, qkv[:, heads:])
         return qkv[:, :heads]
 
     def _mix(self, layer: Layer, x: Tensor, queries: Tensor, spans: Spans, cache: KVCache) -> None:
         """Add attention and then the MLP to x, in place."""
-        layer.output.add_to(x, self._kernels.attend(queries, *cache.layer(layer.number), spans))
+        layer.output.add_to(x, self.kernels.attend(queries, *cache.layer(layer.number), spans))
         layer.down.add_to(x, layer.gate_up(self._normalise(x, layer.mlp_norm)))
 
 

@@ -31,6 +31,10 @@ class Runner:
     @torch.inference_mode()
     def step(self, chunks: Sequence[Chunk]) -> dict[Run, Outcome]:
         """Read all chunks; the choices of those that are their run's last."""
+        with self._model.kernels.turn:
+            return self._step(chunks)
+
+    def _step(self, chunks: Sequence[Chunk]) -> dict[Run, Outcome]:
         ids, positions, slots = self._pack(chunks)
         x = self._model.embed(ids)
         _place_visual_tokens(x, chunks)
