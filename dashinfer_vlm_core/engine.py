@@ -236,7 +236,8 @@ async def open_conductor(config: EngineConfig, registry: Registry) -> tuple[Cond
     except BaseException:
         await decoder.close()
         raise
-    vision = VisionService(tower, cache_bytes=config.vision_cache_mib * MIB, batch_patches=config.vision_batch_patches)
+    batch_patches = min(config.vision_batch_patches, tower.batch_patches)
+    vision = VisionService(tower, cache_bytes=config.vision_cache_mib * MIB, batch_patches=batch_patches)
     conductor = Conductor(
         name=config.name,
         aliases=frozenset({config.model}),

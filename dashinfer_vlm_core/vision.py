@@ -71,7 +71,13 @@ Item: TypeAlias = Patches | Embedded | Recalled
 
 
 class VisionEncoder(Protocol):
-    """A vision tower; called from one thread at a time."""
+    """A vision tower; called from one thread at a time.
+
+    Attributes:
+        batch_patches: patches that keep the device busy; with more in a pass, the first ones only wait for the last.
+    """
+
+    batch_patches: int
 
     def encode(self, batch: Sequence[Patches]) -> list[torch.Tensor]:
         """One [tokens, hidden_size] tensor per item; an item's rows do not depend on the rest of the batch."""

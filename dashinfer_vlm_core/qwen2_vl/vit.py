@@ -24,6 +24,11 @@ from .weights import Weights, torch_dtype
 
 LAYER_NORM_EPS = 1e-6
 
+BATCH_PATCHES_CPU = 2048
+"""Two pictures of 448x448: one alone runs a CPU's matrix units at nine tenths of what many do."""
+
+BATCH_PATCHES = 65536
+
 ACTIVATIONS = {"quick_gelu": Activation.QUICK_GELU, "gelu": Activation.GELU}
 
 
@@ -120,6 +125,7 @@ class Qwen2VLEncoder:
 
     def __init__(self, tower: Tower, pixels: PixelSpec) -> None:
         self.tower = tower
+        self.batch_patches = BATCH_PATCHES_CPU if tower.device.type == "cpu" else BATCH_PATCHES
         columns = tower.config.temporal_patch_size * tower.config.patch_size**2
         self.mean = 255 * torch.tensor(pixels.mean, device=tower.device).repeat_interleave(columns)
         self.std = 255 * torch.tensor(pixels.std, device=tower.device).repeat_interleave(columns)
