@@ -93,7 +93,12 @@ class EngineConfig(BaseSettings):
     prefill_chunk: int = Field(
         512, ge=1, description="Prompt tokens that are read per step, so that decoding goes on beside."
     )
-    kv_cache_mib: int = Field(4096, ge=1, description="Memory for keys and values of running requests, in MiB.")
+    kv_cache_mib: int = Field(
+        4096, ge=1, description="Memory for keys and values, of running requests and of earlier prompts, in MiB."
+    )
+    prefix_cache: bool = Field(
+        True, description="Whether keys and values of earlier prompts are used again (DashInfer: on CUDA alone)."
+    )
     vision_cache_mib: int = Field(
         256, ge=0, description="Memory for visual embeddings kept by content, in MiB; 0 keeps none."
     )
@@ -105,9 +110,6 @@ class EngineConfig(BaseSettings):
     tensor_parallel: int = Field(1, ge=1, le=64, description="CUDA devices that share the weights (DashInfer).")
     quantization: Literal["none", "int8", "uint4"] = Field(
         "none", description="Number type that weights are quantised to when they are converted (DashInfer on CUDA)."
-    )
-    prefix_cache: bool = Field(
-        True, description="Whether keys and values of earlier prompts are used again (DashInfer on CUDA)."
     )
     approximate_vision: bool = Field(
         False,

@@ -51,6 +51,13 @@ class KVCache:
         """Store [tokens, 2 * kv heads, head_dim], keys first, at rows `slots` (int64 [tokens])."""
         self._pool[layer].index_copy_(1, slots, keys_values.transpose(0, 1))
 
+    def move(self, source: int, target: int, rows: int) -> None:
+        """Copy rows; the ranges may overlap."""
+        overlap = abs(source - target) < rows
+        for layer in self._pool:
+            moved = layer[:, source : source + rows]
+            layer[:, target : target + rows].copy_(moved.clone() if overlap else moved)
+
     def segment(self, slab: int, start: int, stop: int) -> Segment:
         """Tokens [start, stop) of the request whose rows begin at `slab`."""
         keys, values = torch.split(self._pool[:, :, slab : slab + stop], self._heads, dim=1)

@@ -3,13 +3,14 @@ whole."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .attention import KVCache
+from .memory import Move
 from .model import Batch, TextModel
 from .sampler import choose
 from .scheduler import Chunk, Outcome, Run
@@ -25,6 +26,12 @@ class Runner:
     def __init__(self, model: TextModel, cache: KVCache) -> None:
         self._model = model
         self._cache = cache
+
+    @torch.inference_mode()
+    def move(self, moves: Iterable[Move]) -> None:
+        """Copy rows of the cache, one move after the other."""
+        for move in moves:
+            self._cache.move(*move)
 
     @torch.inference_mode()
     def step(self, chunks: Sequence[Chunk]) -> dict[Run, Outcome]:
