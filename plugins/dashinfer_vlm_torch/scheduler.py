@@ -56,7 +56,7 @@ class Run:
         held: its rows in the pool; None while it waits.
         answer: tokens chosen so far.
         walk: the answer's way through the request's grammar, if it has one.
-        cached: tokens of the prompt that were not read, but found.
+        cached: tokens that were found, and not read, before its first answer token.
     """
 
     request: DecodeRequest
@@ -327,7 +327,8 @@ class Scheduler:
                 return
             self._waiting.popleft()
             self._running[run] = run.held = held
-            run.cached = held.read
+            if not run.answer:
+                run.cached = held.read
 
     def _make_room(self) -> None:
         """Rows for the next token of everybody, the oldest first, at the cost of the youngest."""
@@ -374,7 +375,8 @@ class Scheduler:
         going: list[Run] = []
         ahead: set[bytes] = set()
         for run in runs:
-            run.cached += self._memory.catch_up(self._running[run])
+            found = self._memory.catch_up(self._running[run])
+            run.cached += 0 if run.answer else found
             blocks = run.trail.digests[run.read // BLOCK :]
             common = next((i for i, digest in enumerate(blocks) if digest not in ahead), len(blocks)) * BLOCK
             if not common or 2 * common < run.unread:
