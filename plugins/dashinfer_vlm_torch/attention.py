@@ -32,9 +32,9 @@ class Segment(NamedTuple):
 
 
 class KVCache:
-    """One pool for all requests; a request owns a contiguous range of its rows, which `Arena` hands out.
+    """One pool for all requests; a request has a contiguous range of its rows, and `Memory` says which.
 
-    On a CPU the operating system gives memory to rows when they are first written, so that an idle pool costs next to
+    On a CPU the operating system gives memory to rows when they are first written, so that a new pool costs next to
     nothing.
     """
 

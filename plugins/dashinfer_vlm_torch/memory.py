@@ -35,8 +35,8 @@ class Memory:
     Idle slabs leave when they were not used for longest, and lose their ends first. None is kept whose blocks another
     idle one has too.
 
-    Rows are booked here and copied later: whoever uses the pool first carries out `take_moves`, in order. A slab's `read`
-    counts on that.
+    Rows are booked here and copied later: whoever uses the pool next carries out `take_moves` first, in order. A slab's
+    `read` counts on that.
     """
 
     def __init__(self, rows: int, *, caching: bool) -> None:

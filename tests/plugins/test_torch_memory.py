@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dashinfer_vlm_core.decoder import DecodeRequest
 from dashinfer_vlm_core.errors import QueueFull
 from dashinfer_vlm_core.patches import Grid
 from dashinfer_vlm_core.qwen2_vl.config import read_text_config
@@ -274,10 +275,41 @@ class Pool:
         self.scheduler = Scheduler(max_waiting=3, **options)
         self.budget = options["prefill_chunk"]
         self.rows = [None] * options["kv_tokens"]
-        self.steps = 0
+        self.there = []
+        self.ended = []
 
-    def step(self, *, meanwhile=lambda: None):
-        """Carry out a step, and something else while it is under way; the runs that ended."""
+    def happen(self, event):
+        """A request comes; so many steps are done; one of the requests is cancelled, (number,); or several of that
+        while a step is under way."""
+        if isinstance(event, DecodeRequest):
+            self.add(Run.of(event, stop=()))
+        elif isinstance(event, int):
+            self.go_on(event)
+        elif isinstance(event, tuple):
+            self.cancel(*event)
+        elif self.scheduler.busy:
+            self.step(meanwhile=event)
+        self.check()
+
+    def add(self, run):
+        try:
+            self.scheduler.add(run)
+            self.there.append(run)
+        except QueueFull:
+            assert len(self.scheduler._waiting) == 3
+
+    def cancel(self, number):
+        if self.there:
+            self.scheduler.remove(self.there.pop(number % len(self.there)))
+
+    def go_on(self, steps):
+        while steps and self.scheduler.busy:
+            self.step()
+            self.check()
+            steps -= 1
+
+    def step(self, *, meanwhile=()):
+        """Carry out a step, and what happens while it is under way."""
         moves, chunks = self.scheduler.plan()
         assert chunks
         decoding = {chunk.run for chunk in chunks if chunk.run.decodes}
@@ -285,24 +317,27 @@ class Pool:
         assert decoding == {run for run in self.scheduler._running if run.decodes}
         for source, target, rows in moves:
             self.rows[target : target + rows] = self.rows[source : source + rows]
-        work = [(run.slab, names(run), start, stop, run.length) for run, start, stop in chunks]
-        meanwhile()
+        for event in meanwhile:
+            self.happen(event)
         choices = {}
-        for (row, expected, start, stop, length), chunk in zip(work, chunks, strict=True):
-            if chunk.run in self.scheduler._running:
-                assert self.rows[row : row + start] == expected[:start]
+        for chunk in chunks:
+            run, start, stop = chunk
+            expected, row = names(run), run.slab
+            assert self.rows[row : row + start] == expected[:start]
             self.rows[row + start : row + stop] = expected[start:stop]
-            if stop == length:
-                choices[chunk.run] = Choice(expected[-1] % 90)
-        self.steps += 1
-        return [run for run, token in self.scheduler.commit(chunks, choices) if token.finish]
+            if chunk.last:
+                choices[run] = Choice(expected[-1] % 90)
+        for run, token in self.scheduler.commit(chunks, choices):
+            if token.finish:
+                self.there.remove(run)
+                self.ended.append(run)
 
     def check(self):
         """What has to hold between any two steps."""
         memory = self.scheduler._memory
         slabs = memory.slabs
         assert all(one.stop <= other.start for one, other in pairwise(slabs))
-        assert all(0 <= slab.start and slab.stop <= memory.size and slab.rows for slab in slabs)
+        assert all(slab.start >= 0 and slab.rows and slab.stop <= memory.size for slab in slabs)
         assert {slab for slab in slabs if not slab.idle} == set(self.scheduler._running.values())
         assert sum(slab.rows for slab in slabs) == memory.used + memory.cached
         assert set(memory._idle.values()) == {slab for slab in slabs if slab.idle}
@@ -351,9 +386,8 @@ requests = st.builds(
     length=st.integers(1, 120),
     salt=st.sampled_from(["", "", "", "anna"]),
 )
-events = st.lists(
-    st.one_of(requests, st.integers(1, 30), st.tuples(st.booleans(), st.integers(0, 5))), min_size=1, max_size=25
-)
+arrivals = st.one_of(requests, st.tuples(st.integers(0, 5)))
+events = st.lists(st.one_of(arrivals, st.integers(1, 30), st.lists(arrivals, max_size=3)), min_size=1, max_size=25)
 
 
 @given(
@@ -364,41 +398,13 @@ events = st.lists(
     caching=st.sampled_from([True, True, True, False]),
 )
 def test_nobody_reads_what_is_not_theirs_and_everybody_ends(events, kv_tokens, batch, chunk, caching):
-    """Requests come, go on for a number of steps, and are cancelled, between steps and while one is under way."""
     pool = Pool(kv_tokens=kv_tokens, max_batch_size=batch, prefill_chunk=chunk, prefix_cache=caching)
-    there, ended = [], []
-
-    def cancel(number):
-        if there:
-            pool.scheduler.remove(there.pop(number % len(there)))
-
-    def step(**options):
-        if pool.scheduler.busy:
-            for run in pool.step(**options):
-                ended.append(run)
-                there.remove(run)
-            pool.check()
-
     for event in events:
-        if isinstance(event, int):
-            for _ in range(event):
-                step()
-        elif isinstance(event, tuple):
-            under_way, number = event
-            step(meanwhile=lambda number=number: cancel(number)) if under_way else cancel(number)
-        else:
-            run = Run.of(event, stop=())
-            try:
-                pool.scheduler.add(run)
-                there.append(run)
-            except QueueFull:
-                assert len(pool.scheduler._waiting) == 3
-        pool.check()
-    while pool.scheduler.busy:
-        step()
-        assert pool.steps < 20_000
-    assert not there
-    for run in ended:
+        pool.happen(event)
+    pool.go_on(20_000)
+    assert not pool.there
+    assert not pool.scheduler.busy
+    for run in pool.ended:
         assert run.answer == answer(run)
         assert 0 <= run.cached < run.prompt_length
     assert pool.scheduler.stats.kv_used == 0

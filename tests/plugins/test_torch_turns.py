@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 
@@ -52,7 +53,9 @@ class Counting:
     def __init__(self, **options):
         registry, self._plugin = load_plugins(), Counted()
         registry.add_plugin(self._plugin, name="counted")
-        self.engine = Engine(EngineConfig(model="demo", decoder="counted", dtype="float32", **options), registry=registry)
+        self.engine = Engine(
+            EngineConfig(model="demo", decoder="counted", dtype="float32", **options), registry=registry
+        )
 
     def __enter__(self):
         self.engine.start()
@@ -103,7 +106,7 @@ def test_a_conversation_reads_each_turn_once():
     assert [passes for _, _, passes, _ in found] == [1, 0, 1]
     for _, usage, _, read in found:  # the last token of an answer is told, and not read
         assert read == usage.prompt_tokens - cached(usage) + usage.completion_tokens - 1
-    for (_, before, *_), (_, after, *_) in zip(found, found[1:], strict=False):
+    for (_, before, *_), (_, after, *_) in pairwise(found):
         assert cached(after) >= before.prompt_tokens
     assert [cached(usage) for _, usage, *_ in expected] == [0, 0, 0]
     assert again[0] == found[0][0]
