@@ -91,7 +91,7 @@ class EngineConfig(BaseSettings):
         256, ge=0, description="Requests that may wait for a place in the batch; more are refused."
     )
     prefill_chunk: int = Field(
-        512, ge=1, description="Prompt tokens that are read per step, so that decoding goes on beside."
+        512, ge=1, description="Prompt tokens that are read per step at most; half as many beside answers."
     )
     kv_cache_mib: int = Field(
         4096, ge=1, description="Memory for keys and values, of running requests and of earlier prompts, in MiB."

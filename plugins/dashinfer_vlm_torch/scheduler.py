@@ -276,7 +276,8 @@ class Scheduler:
         return runs
 
     def plan(self) -> Step:
-        """The next step: the newest token of every answer, and up to `prefill_chunk` tokens of what is not read yet."""
+        """The next step: the newest token of every answer, and up to `prefill_chunk` tokens of what is not read yet;
+        half as many beside answers, which each step holds up."""
         self._make_room()
         shares = self._share([run for run in self._running if not run.decodes])
         chunks = []
@@ -356,7 +357,9 @@ class Scheduler:
         the least left, so that a short prompt does not wait for a long one.
         """
         left = {run: run.unread for run in self._without_followers(runs)}
-        budget, shares = self._prefill_chunk, dict.fromkeys(left, 0)
+        beside = any(run.decodes for run in self._running)
+        budget = (self._prefill_chunk + 1) // 2 if beside else self._prefill_chunk
+        shares = dict.fromkeys(left, 0)
         for run in list(left)[:1]:
             shares[run] = min(left[run], (budget + 1) // 2)
             budget -= shares[run]
