@@ -60,11 +60,6 @@ class Memory:
         """Rows that are kept for later runs."""
         return sum(slab.rows for slab in self._idle.values())
 
-    @property
-    def slabs(self) -> tuple[Slab, ...]:
-        """All of them, by their rows."""
-        return self._arena.slabs
-
     def take_moves(self) -> list[Move]:
         """What has to be copied before the pool is used next."""
         moves, self._moves = self._moves, []

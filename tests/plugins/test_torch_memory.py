@@ -134,7 +134,7 @@ def keep(memory, request, *, read=None):
 
 
 def spans(memory):
-    return [(slab.start, slab.stop) for slab in memory.slabs]
+    return [(slab.start, slab.stop) for slab in memory._arena.slabs]
 
 
 def test_what_is_the_beginning_of_something_kept_is_not_kept_twice():
@@ -203,7 +203,7 @@ def test_the_index_is_empty_when_nothing_is_left():
     for content in range(9):
         keep(memory, prompt(content, 100))
     memory.release(memory.hold(Trail(prompt(99, 400)), 400), keep=False)
-    assert (memory._index, memory.cached, memory.used, memory.slabs) == ({}, 0, 0, ())
+    assert (memory._index, memory.cached, memory.used, memory._arena.slabs) == ({}, 0, 0, ())
 
 
 def test_a_digest_takes_a_look_at_every_byte_before_it():
@@ -336,7 +336,7 @@ class Pool:
     def check(self):
         """What has to hold between any two steps."""
         memory = self.scheduler._memory
-        slabs = memory.slabs
+        slabs = memory._arena.slabs
         assert all(one.stop <= other.start for one, other in pairwise(slabs))
         assert all(slab.start >= 0 and slab.rows and slab.stop <= memory.size for slab in slabs)
         assert {slab for slab in slabs if not slab.idle} == set(self.scheduler._running.values())
