@@ -145,7 +145,7 @@ class Conductor:
         prompt = await asyncio.to_thread(self.prompts.build, request, items)
         visual = await self.vision.embed(items, salt=request.cache_salt or "")
         replies = self._replies(request, prompt, guided=guide is not None)
-        return replies, self._decode_requests(replies, prompt, visual, sampling, guide)
+        return replies, self._decode_requests(replies, prompt, visual, sampling, guide, salt=request.cache_salt or "")
 
     async def _guide(self, request: ChatRequest) -> Guide | None:
         """The compiled grammar of an answer that has to follow one."""
@@ -268,6 +268,8 @@ class Conductor:
         visual: Sequence[VisualTokens],
         sampling: Sampling,
         guide: Guide | None,
+        *,
+        salt: str,
     ) -> list[DecodeRequest]:
         max_tokens = min(sampling.max_tokens or DEFAULT_MAX_TOKENS, self.prompts.max_model_len - len(prompt))
         if sampling.min_tokens > max_tokens:
@@ -284,6 +286,7 @@ class Conductor:
             spans=tuple(VisualSpan(start=span.start, tokens=tokens) for span, tokens in spans),
             sampling=sampling,
             guide=guide,
+            salt=salt,
         )
         others = range(1, len(replies))
         return [first, *(replace(first, id=f"{first.id}-{i}", sampling=sampling.seeded(i)) for i in others)]

@@ -97,9 +97,14 @@ class EngineConfig(BaseSettings):
         256, ge=0, description="Requests that may wait for a place in the batch; more are refused."
     )
     prefill_chunk: int = Field(
-        512, ge=1, description="Prompt tokens that are read per step, so that decoding goes on beside."
+        512, ge=1, description="Prompt tokens that are read per step at most; half as many beside answers."
     )
-    kv_cache_mib: int = Field(4096, ge=1, description="Memory for keys and values of running requests, in MiB.")
+    kv_cache_mib: int = Field(
+        4096, ge=1, description="Memory for keys and values, of running requests and of earlier prompts, in MiB."
+    )
+    prefix_cache: bool = Field(
+        True, description="Whether keys and values of earlier prompts are used again (DashInfer: on CUDA alone)."
+    )
     vision_cache_mib: int = Field(
         256, ge=0, description="Memory for visual embeddings kept by content, in MiB; 0 keeps none."
     )
@@ -113,9 +118,6 @@ class EngineConfig(BaseSettings):
         "none",
         description="Number type that weights are rounded to: int8 on a CPU with AVX-512, int8 or uint4 with DashInfer"
         " on CUDA.",
-    )
-    prefix_cache: bool = Field(
-        True, description="Whether keys and values of earlier prompts are used again (DashInfer on CUDA)."
     )
     approximate_vision: bool = Field(
         False,

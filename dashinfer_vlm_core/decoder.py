@@ -94,6 +94,7 @@ class DecodeRequest:
         spans: visual tokens in prompt order; they replace the embeddings of their placeholders.
         sampling: with `max_tokens` set, such that prompt and answer fit `max_model_len`.
         guide: bars tokens at each step; None leaves the answer free. Only decoders that honour `GUIDE` get one.
+        salt: what is kept of the prompt under it is found under it alone.
     """
 
     id: str
@@ -102,6 +103,7 @@ class DecodeRequest:
     spans: tuple[VisualSpan, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
     guide: Guide | None = None
+    salt: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -176,10 +176,11 @@ class Reply:
         )
 
     def usage(self, others: Sequence[Reply] = ()) -> CompletionUsage:
-        """Tokens so far, of this answer and of `others`; the prompt counts once."""
+        """Tokens so far, of this answer and of `others`; the prompt counts once, and as cached where none had to read
+        it."""
         replies = (self, *others)
         completion = sum(reply.completion_tokens for reply in replies)
-        cached = max(reply.cached_tokens for reply in replies)
+        cached = min(reply.cached_tokens for reply in replies)
         details = {"image_tokens": self._counts.image_tokens, "video_tokens": self._counts.video_tokens}
         return CompletionUsage(
             prompt_tokens=self._counts.prompt_tokens,

@@ -1,42 +1,104 @@
-"""Who owns which rows of the pool of keys and values: a best-fit allocator of contiguous ranges."""
+"""Where in the pool of keys and values a slab of contiguous rows can lie."""
 
 from __future__ import annotations
 
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import attrgetter
 
-class Arena:
-    """Hands out contiguous ranges of `size` rows.
+from .prefix import Trail
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Slab:
+    """Contiguous rows of the pool, which hold the keys and values of one sequence.
 
     Contiguous, because attention then reads a request's keys as a view: gathering pages would copy them once per layer
     and step.
+
+    Attributes:
+        trail: the sequence.
+        start: the first row; -1 before there is one.
+        rows: how many there are.
+        read: tokens, from the first on, whose keys and values are there.
+        listed: blocks of the trail by which the slab can be found.
+        idle: whether nobody runs on it any more.
     """
+
+    trail: Trail
+    start: int = -1
+    rows: int = 0
+    read: int = 0
+    listed: int = 0
+    idle: bool = False
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.rows
+
+
+class Arena:
+    """Slabs in `size` rows, none on top of another. What it does takes time linear in the number of slabs."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._free = [(0, size)]  # (start, length), by start, never adjacent
-        self._taken: dict[int, int] = {}
+        self._slabs: list[Slab] = []  # by start
 
     @property
-    def used(self) -> int:
-        return sum(self._taken.values())
+    def slabs(self) -> tuple[Slab, ...]:
+        """By their rows."""
+        return tuple(self._slabs)
 
-    def allocate(self, length: int) -> int | None:
-        """The first row of a range of `length` rows (at least 1), or None if no gap is that long."""
-        fitting = [gap for gap in self._free if gap[1] >= length]
-        if not fitting:
-            return None
-        start, space = min(fitting, key=lambda gap: gap[1])
-        self._free.remove((start, space))
-        if space > length:
-            self._free.append((start + length, space - length))
-        self._taken[start] = length
-        return start
+    def put(self, slab: Slab, start: int, rows: int) -> None:
+        """Let a slab, new or not, have these rows, which belong to nobody else."""
+        if slab.rows:
+            self.remove(slab)
+        slab.start, slab.rows = start, rows
+        insort(self._slabs, slab, key=attrgetter("start"))
 
-    def free(self, start: int) -> None:
-        """Give back the range that begins at `start`."""
-        merged: list[tuple[int, int]] = []
-        for gap in sorted([*self._free, (start, self._taken.pop(start))]):
-            if merged and sum(merged[-1]) == gap[0]:
-                merged[-1] = (merged[-1][0], merged[-1][1] + gap[1])
-            else:
-                merged.append(gap)
-        self._free = merged
+    def remove(self, slab: Slab) -> None:
+        self._slabs.remove(slab)
+
+    def overlapping(self, start: int, stop: int) -> list[Slab]:
+        return [slab for slab in self._slabs if slab.start < stop and start < slab.stop]
+
+    def fit(self, slab: Slab, rows: int, leaving: Iterable[Slab]) -> int | None:
+        """The first of `rows` rows that `slab` can have; None if there is no way.
+
+        Its own rows count as free. It stays where it is if it can, else it goes into the tightest gap, else to the end
+        of the first range that is free when others have left.
+
+        Args:
+            slab: a new one, or one that is too small.
+            rows: how many it needs.
+            leaving: slabs that may be removed, or cut at their end, in the order in which they should go.
+        """
+        gaps = self._gaps(slab)
+        for start, stop in gaps:
+            if start <= slab.start <= stop - rows:
+                return slab.start
+        wide = [gap for gap in gaps if gap[1] - gap[0] >= rows]
+        if wide:
+            return min(wide, key=lambda gap: gap[1] - gap[0])[0]
+        start, stop = _first_free(gaps, rows, leaving)
+        if start <= slab.start <= stop - rows:
+            return slab.start
+        return stop - rows if stop else None
+
+    def _gaps(self, without: Slab) -> list[tuple[int, int]]:
+        """Free ranges (start, stop) as if one slab were not there."""
+        edges = [edge for slab in self._slabs if slab is not without for edge in (slab.start, slab.stop)]
+        edges = [0, *edges, self.size]
+        return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
+
+
+def _first_free(gaps: list[tuple[int, int]], rows: int, leaving: Iterable[Slab]) -> tuple[int, int]:
+    """The first range of at least `rows` that comes about when slabs leave one after the other; (0, 0) if none does."""
+    stops, starts = dict(gaps), {stop: start for start, stop in gaps}
+    for slab in leaving:
+        start, stop = starts.pop(slab.start, slab.start), stops.pop(slab.stop, slab.stop)
+        stops[start], starts[stop] = stop, start
+        if stop - start >= rows:
+            return start, stop
+    return 0, 0

@@ -9,9 +9,9 @@ from dashinfer_vlm_core.qwen2_vl.config import TextConfig
 
 
 class KVCache:
-    """One pool for all requests; a request owns a contiguous range of its rows, which `Arena` hands out.
+    """One pool for all requests; a request has a contiguous range of its rows, and `Memory` says which.
 
-    On a CPU the operating system gives memory to rows when they are first written, so that an idle pool costs next to
+    On a CPU the operating system gives memory to rows when they are first written, so that a new pool costs next to
     nothing.
     """
 
@@ -32,3 +32,10 @@ class KVCache:
         """All keys and all values of a layer, each [kv heads, rows, head_dim]."""
         keys, values = torch.split(self._pool[number], self._heads)
         return keys, values
+
+    def move(self, source: int, target: int, rows: int) -> None:
+        """Copy rows; the ranges may overlap."""
+        overlap = abs(source - target) < rows
+        for layer in self._pool:
+            moved = layer[:, source : source + rows]
+            layer[:, target : target + rows].copy_(moved.clone() if overlap else moved)

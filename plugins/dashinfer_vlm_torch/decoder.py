@@ -57,7 +57,7 @@ class TorchDecoder:
     @property
     def stats(self) -> Stats:
         """Who runs and waits, and how much memory for keys and values is taken."""
-        return self._worker.stats if self._worker else Stats(running=0, waiting=0, kv_used=0, kv_size=self._kv_tokens)
+        return self._worker.stats if self._worker else self._scheduler().stats
 
     async def start(self) -> None:
         if self._worker is None:
@@ -112,6 +112,7 @@ class TorchDecoder:
             max_batch_size=self._config.max_batch_size,
             max_waiting=self._config.max_waiting,
             prefill_chunk=self._config.prefill_chunk,
+            prefix_cache=self._config.prefix_cache,
         )
 
 

@@ -3,7 +3,7 @@ whole."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from dashinfer_vlm_core.kernels import Span, Spans
 
 from .attention import KVCache
+from .memory import Move
 from .model import Batch, TextModel
 from .sampler import choose
 from .scheduler import Chunk, Outcome, Run
@@ -27,6 +28,12 @@ class Runner:
     def __init__(self, model: TextModel, cache: KVCache) -> None:
         self._model = model
         self._cache = cache
+
+    @torch.inference_mode()
+    def move(self, moves: Iterable[Move]) -> None:
+        """Copy rows of the cache, one move after the other."""
+        for move in moves:
+            self._cache.move(*move)
 
     @torch.inference_mode()
     def step(self, chunks: Sequence[Chunk]) -> dict[Run, Outcome]:

@@ -13,7 +13,7 @@ from dashinfer_vlm_core.decoder import Token
 from dashinfer_vlm_core.errors import DecoderFailed, EngineClosed, EngineError
 
 from .runner import Runner
-from .scheduler import Chunk, Outcome, Run, Scheduler, Stats
+from .scheduler import Chunk, Outcome, Run, Scheduler, Stats, Step
 
 logger = logging.getLogger(__name__)
 
@@ -77,18 +77,19 @@ class Worker:
 
     def _work(self) -> None:
         try:
-            while chunks := self._next_step():
-                self._finish_step(chunks, self._attempt(chunks))
+            while step := self._next_step():
+                self._runner.move(step.moves)
+                self._finish_step(step.chunks, self._attempt(step.chunks))
         except Exception:
             logger.exception("The decoder's thread died; every request fails until the engine is started again.")
         finally:
             self._end_all()
 
-    def _next_step(self) -> list[Chunk]:
-        """What to do next, after waiting for something to do; nothing if the worker was stopped."""
+    def _next_step(self) -> Step | None:
+        """What to do next, after waiting for something to do; None if the worker was stopped."""
         with self._lock:
             self._lock.wait_for(lambda: self._ended or self._scheduler.busy)
-            return [] if self._ended else self._scheduler.plan()
+            return None if self._ended else self._scheduler.plan()
 
     def _attempt(self, chunks: Sequence[Chunk]) -> dict[Run, Outcome]:
         """Run a step; should it fail, run each of its chunks alone, so that only the one to blame fails."""

@@ -75,7 +75,7 @@ def test_chunked_equals_whole(running, expected, chunk):
 
 def test_cached_equals_uncached(running, expected):
     engine, tokens = running()
-    without, tokens_without = running(vision_cache_mib=0)
+    without, tokens_without = running(vision_cache_mib=0, prefix_cache=False)
     for name in ("one picture", "picture and video"):
         for _ in range(2):
             assert tokens[engine.chat(body(name)).id] == expected[name], name

@@ -357,6 +357,17 @@ def test_usage():
     }
 
 
+def test_several_answers_count_their_prompt_once_and_as_cached_where_none_had_to_read_it():
+    counts = PromptCounts(prompt_tokens=100, image_tokens=60, video_tokens=30)
+    replies = [reply_to(counts) for _ in range(3)]
+    for reply, cached in zip(replies, (32, 99, 99), strict=True):
+        first, *rest = tokens_of(ids_of("hello"))
+        feed(reply, [Token(id=first.id, cached=cached), *rest])
+    usage = replies[0].completion(replies[1:]).usage
+    assert usage.prompt_tokens == 100
+    assert usage.prompt_tokens_details.cached_tokens == 32
+
+
 def test_wire_form_of_a_completion():
     completion = whole(tokens_of(ids_of("he")))
     assert completion.model_dump(mode="json", exclude_unset=True) == {

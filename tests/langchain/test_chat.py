@@ -72,6 +72,15 @@ def test_the_four_ways_give_the_engines_answer(demo):
         assert told(answer) == told(answers[0])
 
 
+def test_usage_tells_what_was_found_in_the_prefix_cache(demo):
+    question = "Say something else that nobody has said here before."
+    before, after = (demo.invoke(question).usage_metadata for _ in range(2))
+    streamed = added(demo.stream(question)).usage_metadata
+    assert before["input_token_details"]["cache_read"] < before["input_tokens"] - 1
+    assert after["input_token_details"]["cache_read"] == after["input_tokens"] - 1
+    assert streamed["input_token_details"]["cache_read"] == after["input_tokens"] - 1
+
+
 def test_one_chunk_alone_holds_the_usage_and_what_is_said_once(scripted):
     chunks = list(scripted("Yes, and no.").chat.stream("?"))
     assert len(chunks) > 3

@@ -70,6 +70,15 @@ def test_a_stream_shows_the_engines_usage_to_whom_asks_for_it(demo):
     assert counts(litellm.stream_chunk_builder(told).usage) == counts(expected.usage)
 
 
+def test_usage_tells_what_was_found_in_the_prefix_cache(demo):
+    options = {"messages": user(text("Say something that nobody has said here before.")), "temperature": 0}
+    before, after = (litellm.completion(demo, **options).usage for _ in range(2))
+    *_, told = litellm.completion(demo, stream=True, stream_options={"include_usage": True}, **options)
+    assert before.prompt_tokens_details.cached_tokens < after.prompt_tokens - 1
+    assert after.prompt_tokens_details.cached_tokens == after.prompt_tokens - 1
+    assert told.usage.prompt_tokens_details.cached_tokens == after.prompt_tokens - 1
+
+
 def test_log_probabilities_come_with_both_kinds_of_answer(demo):
     options = ASK | {"logprobs": True, "top_logprobs": 2, "max_tokens": 4}
     whole = litellm.completion(demo, **options).choices[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,7 +165,8 @@ def visual(*parts: int | tuple[int, int, int], width: int, content: int = 0, **s
         else:
             size = int(np.prod(part))
             rows = torch.from_numpy(random.normal(size=(size, width), scale=0.5).astype(np.float32))
-            tokens = VisualTokens(embedding=rows, grid=Grid(part[0], 2 * part[1], 2 * part[2]), digest=bytes(32))
+            name = hashlib.sha256(rows.numpy().tobytes()).digest()
+            tokens = VisualTokens(embedding=rows, grid=Grid(part[0], 2 * part[1], 2 * part[2]), digest=name)
             spans.append(VisualSpan(start=len(ids), tokens=tokens))
             ids += [IMAGE if part[0] == 1 else VIDEO] * size
             positions.append(np.indices(part).reshape(3, -1) + after)

@@ -25,6 +25,7 @@ from dashinfer_vlm_core.errors import (
 )
 from dashinfer_vlm_core.qwen2_vl.config import read_spec
 from dashinfer_vlm_torch import register_decoders
+from dashinfer_vlm_torch.scheduler import ROOM
 
 from .oracle import collect, decoding, ids, prompt, visual
 
@@ -34,16 +35,17 @@ IDLE = {"running": 0, "waiting": 0, "kv_used": 0}
 
 def load(decoder):
     """Who runs and waits, and what they hold."""
-    return {name: value for name, value in decoder.stats._asdict().items() if name != "kv_size"}
+    stats = decoder.stats
+    return {"running": stats.running, "waiting": stats.waiting, "kv_used": stats.kv_used}
 
 
-async def reaches(decoder, state):
+async def reaches(decoder, **state):
     """Wait until `load` is `state`: the worker's thread may be ahead of this one, or behind."""
     for _ in range(2000):
-        if load(decoder) == state:
+        if state.items() <= load(decoder).items():
             return
         await asyncio.sleep(0.005)
-    assert load(decoder) == state
+    assert state.items() <= load(decoder).items()
 
 
 async def cancelled(tasks):
@@ -53,10 +55,10 @@ async def cancelled(tasks):
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def with_embedding(request, embedding):
+def with_embedding(request, embedding, **changes):
     """The request, with other rows in its first span."""
     first, *rest = request.spans
-    return replace(request, spans=(replace(first, tokens=replace(first.tokens, embedding=embedding)), *rest))
+    return replace(request, spans=(replace(first, tokens=replace(first.tokens, embedding=embedding, **changes)), *rest))
 
 
 def test_cancelling_frees_everything_at_once(oracle):
@@ -72,8 +74,8 @@ def test_cancelling_frees_everything_at_once(oracle):
             return held, after, ids(answer), load(decoder)
 
     held, after, answer, idle = asyncio.run(run())
-    assert held == {"running": 2, "waiting": 0, "kv_used": 3030 + 820}
-    assert after == {"running": 1, "waiting": 0, "kv_used": 820}
+    assert (held["running"], held["kv_used"] >= 20 + 30 + 2 * ROOM) == (2, True)
+    assert (after["running"], after["kv_used"] < held["kv_used"]) == (1, True)
     expected = oracle.greedy(prompt(1, 20))
     assert answer[: len(expected)] == expected
     assert idle == IDLE
@@ -86,7 +88,7 @@ def test_cancelling_the_readers_task_frees_everything(oracle):
         async with decoding(oracle.decoder(max_batch_size=2, prefill_chunk=1)) as decoder:
             requests = [prompt(1, 3, **LONG), prompt(2, 300, **LONG), prompt(3, 3, **LONG)]
             tasks = [asyncio.create_task(collect(decoder, request)) for request in requests]
-            await reaches(decoder, {"running": 2, "waiting": 1, "kv_used": 3003 + 3300})
+            await reaches(decoder, running=2, waiting=1)
             ends = await cancelled(tasks)
             return ends, load(decoder)
 
@@ -96,17 +98,17 @@ def test_cancelling_the_readers_task_frees_everything(oracle):
 
 
 def test_requests_wait_for_memory_and_all_are_served(oracle):
-    """2048 tokens fit; each request takes 720."""
-    requests = [prompt(seed, 20, max_tokens=700, ignore_eos=True) for seed in range(4)]
+    """2048 tokens fit; each request comes to take 1220."""
+    requests = [prompt(seed, 20, max_tokens=1200, ignore_eos=True) for seed in range(4)]
 
     async def run():
         async with decoding(oracle.decoder(kv_cache_mib=1)) as decoder:
             tasks = [asyncio.create_task(collect(decoder, request)) for request in requests]
-            await reaches(decoder, {"running": 2, "waiting": 2, "kv_used": 2 * 720})
-            return await asyncio.gather(*tasks), load(decoder)
+            return await asyncio.gather(*tasks), load(decoder), decoder.stats.preemptions
 
-    answers, idle = asyncio.run(run())
-    assert [len(tokens) for tokens in answers] == [700] * 4
+    answers, idle, preemptions = asyncio.run(run())
+    assert [len(tokens) for tokens in answers] == [1200] * 4
+    assert preemptions > 0
     assert idle == IDLE
 
 
@@ -114,7 +116,7 @@ def test_a_full_queue_refuses(oracle):
     async def run():
         async with decoding(oracle.decoder(max_batch_size=1, max_waiting=1)) as decoder:
             tasks = [asyncio.create_task(collect(decoder, prompt(seed, 5, **LONG))) for seed in range(2)]
-            await reaches(decoder, {"running": 1, "waiting": 1, "kv_used": 3005})
+            await reaches(decoder, running=1, waiting=1)
             with pytest.raises(QueueFull, match="1 requests wait"):
                 await collect(decoder, prompt(3, 5))
             await cancelled(tasks)
@@ -148,7 +150,7 @@ def test_closing_ends_running_and_waiting_requests(oracle):
         decoder = oracle.decoder(max_batch_size=1)
         await decoder.start()
         tasks = [asyncio.create_task(collect(decoder, prompt(seed, 5, **LONG))) for seed in range(3)]
-        await reaches(decoder, {"running": 1, "waiting": 2, "kv_used": 3005})
+        await reaches(decoder, running=1, waiting=2)
         await decoder.close()
         await decoder.close()
         ends = await asyncio.gather(*tasks, return_exceptions=True)
@@ -211,7 +213,7 @@ def test_malformed_requests_fail_and_their_neighbours_do_not_notice(oracle):
 def test_a_request_that_breaks_its_step_fails_alone(oracle, embedding):
     """Neighbours in prefill and in decode are tried again without it, and their answers are the same."""
     good = visual(3, (1, 2, 3), 4, width=oracle.width)
-    bad = with_embedding(good, embedding(good.spans[0].tokens.embedding))
+    bad = with_embedding(good, embedding(good.spans[0].tokens.embedding), digest=b"bad ".ljust(32))
     seeded = prompt(5, 9, temperature=1.0, seed=7, ignore_eos=True)
 
     async def run():

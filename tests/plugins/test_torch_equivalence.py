@@ -115,7 +115,7 @@ def test_the_kind_of_the_visual_tokens_does_not_matter(oracle):
     ]
 
     async def both():
-        async with decoding(oracle.decoder()) as decoder:
+        async with decoding(oracle.decoder(prefix_cache=False)) as decoder:
             return [ids(await collect(decoder, replace(request, spans=(span,)))) for span in spans]
 
     in_bfloat16, in_float32 = asyncio.run(both())

@@ -1,20 +1,20 @@
-"""Admission, chunked prefill, order and memory, without a model."""
+"""Admission, chunked prefill, order, preemption and memory, without a model."""
 
 from __future__ import annotations
 
-import random
+from dataclasses import replace
 
 import pytest
 
 from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
-from dashinfer_vlm_torch.arena import Arena
-from dashinfer_vlm_torch.scheduler import Choice, Run, Scheduler
+from dashinfer_vlm_torch.memory import Move
+from dashinfer_vlm_torch.scheduler import ROOM, Choice, Run, Scheduler
 
 from .oracle import prompt
 
 
-def run(length, max_tokens=4, **sampling):
-    return Run.of(prompt(0, length, max_tokens=max_tokens, **sampling), stop=(95,))
+def run(length, max_tokens=4, *, content=0, **sampling):
+    return Run.of(prompt(content, length, max_tokens=max_tokens, **sampling), stop=(95,))
 
 
 def scheduler(**options):
@@ -23,9 +23,14 @@ def scheduler(**options):
 
 def step(scheduler, token=1):
     """Plan and commit one step in which every run that was read whole gets `token`."""
-    chunks = scheduler.plan()
+    chunks = scheduler.plan().chunks
     replies = scheduler.commit(chunks, {chunk.run: Choice(token) for chunk in chunks if chunk.last})
     return [(chunk.run, chunk.start, chunk.stop) for chunk in chunks], replies
+
+
+def held(scheduler):
+    stats = scheduler.stats
+    return {"running": stats.running, "waiting": stats.waiting, "kv_used": stats.kv_used, "kv_size": stats.kv_size}
 
 
 def test_a_prompt_is_read_in_chunks_then_decoded_token_by_token():
@@ -47,7 +52,7 @@ def test_decoding_goes_on_beside_a_long_prompt():
     step(queue)
     queue.add(long)
     chunks, replies = step(queue)
-    assert chunks == [(short, 3, 4), (long, 0, 8)]
+    assert chunks == [(short, 3, 4), (long, 0, 4)]  # half a chunk, so that the answer is not held up for long
     assert [one for one, _ in replies] == [short]
 
 
@@ -57,7 +62,7 @@ def test_prompts_share_the_budget_of_a_step_in_order():
     for one in runs:
         queue.add(one)
     assert step(queue)[0] == [(runs[0], 0, 5), (runs[1], 0, 3)]
-    assert step(queue)[0] == [(runs[0], 5, 6), (runs[1], 3, 6), (runs[2], 0, 5)]
+    assert step(queue)[0] == [(runs[0], 5, 6), (runs[1], 3, 6), (runs[2], 0, 1)]
 
 
 def test_a_large_request_is_not_overtaken():
@@ -66,11 +71,10 @@ def test_a_large_request_is_not_overtaken():
     queue = scheduler()
     for one in (first, large, small):
         queue.add(one)
-    assert [chunk.run for chunk in queue.plan()] == [first]
-    assert queue.stats._asdict() == {"running": 1, "waiting": 2, "kv_used": 64, "kv_size": 100}
+    assert [chunk.run for chunk in queue.plan().chunks] == [first]
+    assert held(queue) == {"running": 1, "waiting": 2, "kv_used": 64, "kv_size": 100}
     queue.remove(first)
-    assert [one for one, _, _ in step(queue)[0]] == [large]
-    assert queue.stats.running == 2
+    assert [one for one, _, _ in step(queue)[0]] == [large, small]
 
 
 def test_a_full_queue_refuses_and_keeps_its_place_free():
@@ -97,7 +101,7 @@ def test_a_removed_run_is_passed_over_by_the_step_under_way():
     queue = scheduler()
     queue.add(gone)
     queue.add(stays)
-    chunks = queue.plan()
+    chunks = queue.plan().chunks
     queue.remove(gone)
     assert queue.stats.kv_used == stays.footprint
     replies = queue.commit(chunks, {gone: Choice(1), stays: Choice(1)})
@@ -109,9 +113,9 @@ def test_a_failed_run_frees_what_it_held():
     one = run(4)
     queue = scheduler()
     queue.add(one)
-    ((_, reply),) = queue.commit(queue.plan(), {one: DecoderFailed("broken")})
+    ((_, reply),) = queue.commit(queue.plan().chunks, {one: DecoderFailed("broken")})
     assert isinstance(reply, DecoderFailed)
-    assert queue.stats._asdict() == {"running": 0, "waiting": 0, "kv_used": 0, "kv_size": 100}
+    assert held(queue) == {"running": 0, "waiting": 0, "kv_used": 0, "kv_size": 100}
 
 
 def test_answers_end_as_their_sampling_says():
@@ -146,31 +150,177 @@ def test_clear_returns_all_runs():
     assert queue.stats.kv_used == 0
 
 
-def test_arena_ranges_never_overlap_and_freed_space_is_joined():
-    chance, arena, taken = random.Random(0), Arena(1000), {}
-    for _ in range(3000):
-        if taken and chance.random() < 0.5:
-            start = chance.choice(list(taken))
-            arena.free(start)
-            del taken[start]
-        else:
-            length = chance.randint(1, 200)
-            start = arena.allocate(length)
-            if start is not None:
-                assert all(start + length <= other or other + size <= start for other, size in taken.items())
-                assert 0 <= start <= 1000 - length
-                taken[start] = length
-        assert arena.used == sum(taken.values())
-    for start in taken:
-        arena.free(start)
-    assert arena.allocate(1000) == 0
+# Who reads first
 
 
-def test_arena_takes_the_tightest_gap():
-    arena = Arena(100)
-    large, _, small, _ = (arena.allocate(length) for length in (30, 10, 20, 40))
-    arena.free(large)
-    arena.free(small)
-    assert arena.allocate(15) == small
-    assert arena.allocate(25) == large
-    assert arena.allocate(25) is None
+def test_a_short_prompt_does_not_wait_for_a_long_one():
+    """The long one goes on at half speed at least."""
+    long, short = run(80, content=1), run(6, content=2)
+    queue = scheduler(kv_tokens=200)
+    queue.add(long)
+    step(queue)
+    queue.add(short)
+    assert step(queue)[0] == [(long, 8, 12), (short, 0, 4)]
+    chunks, replies = step(queue)
+    assert chunks == [(long, 12, 18), (short, 4, 6)]
+    assert [one for one, _ in replies] == [short]
+
+
+def test_a_long_prompt_is_not_held_up_by_a_stream_of_short_ones():
+    long = run(80, content=1)
+    queue = scheduler(kv_tokens=2000, max_batch_size=30)
+    queue.add(long)
+    for content in range(2, 22):
+        queue.add(run(8, max_tokens=1, content=content))
+        step(queue)
+    assert long.answer
+
+
+def test_a_prompt_that_another_run_is_reading_is_read_once():
+    first, second = run(40), run(40)
+    queue = scheduler(prefill_chunk=30, kv_tokens=200)
+    queue.add(first)
+    queue.add(second)
+    read = [step(queue)[0] for _ in range(3)]
+    assert read == [[(first, 0, 30)], [(first, 30, 40)], [(first, 40, 41), (second, 39, 40)]]
+    assert (first.cached, second.cached) == (0, 39)
+    assert queue.stats.cached_tokens == 39
+
+
+def test_who_has_mostly_something_else_to_read_does_not_wait():
+    """They have their first 16 tokens in common."""
+    one, other = run(60), run(60)
+    other.request.token_ids[16:] = 1
+    other = Run.of(other.request, stop=())
+    queue = scheduler(prefill_chunk=30, kv_tokens=200)
+    queue.add(one)
+    queue.add(other)
+    assert step(queue)[0] == [(one, 0, 30)]
+    assert queue.plan().chunks == [(one, 30, 60)]  # which has least left; the other one begins where they part
+    assert other.read == 16
+
+
+def test_if_the_run_that_reads_ahead_is_removed_its_follower_goes_on_where_it_was():
+    first, second = run(60), run(60)
+    queue = scheduler(prefill_chunk=30, kv_tokens=200)
+    queue.add(first)
+    queue.add(second)
+    step(queue)
+    queue.remove(first)
+    assert step(queue)[0] == [(second, 30, 60)]
+
+
+# Memory
+
+
+def test_a_run_is_admitted_with_what_it_needs_and_grows():
+    one, others = run(30, max_tokens=500), [run(30, max_tokens=500, content=content) for content in (1, 2)]
+    queue = scheduler(kv_tokens=540, prefill_chunk=100)
+    queue.add(one)
+    assert queue.stats.kv_used == 30 + ROOM
+    for other in others:
+        queue.add(other)
+    assert held(queue) == {"running": 3, "waiting": 0, "kv_used": 3 * (30 + ROOM), "kv_size": 540}
+    for other in others:
+        queue.remove(other)
+    sizes = {queue.stats.kv_used for _ in range(499) if step(queue)}
+    assert sizes == {94, 160, 292, 530}
+    assert len(one.answer) == 499
+
+
+def test_the_youngest_gives_way_and_comes_back_with_its_answer():
+    old, young = run(20, max_tokens=120, content=1), run(20, max_tokens=120, content=2)
+    queue = scheduler(kv_tokens=200, prefill_chunk=100)
+    queue.add(old)
+    queue.add(young)
+    given = []
+    while queue.busy:
+        given += step(queue, token=len(given) % 90)[1]
+        assert old in queue._running or len(old.answer) == 120
+    assert queue.stats.preemptions == 1
+    for one in (old, young):
+        assert [token.id for whose, token in given if whose is one] == one.answer
+        assert len(one.answer) == 120
+
+
+def test_a_preempted_run_waits_ahead_of_all_others():
+    runs = [run(20, max_tokens=120, content=content) for content in range(4)]
+    queue = scheduler(kv_tokens=200, prefill_chunk=100, max_waiting=2, max_batch_size=2)
+    for one in runs:
+        queue.add(one)
+    while not queue.stats.preemptions:
+        step(queue)
+    assert list(queue._waiting) == runs[1:]
+    with pytest.raises(QueueFull):
+        queue.add(run(20))
+    for ended in range(4):
+        while len(runs[ended].answer) < 120:
+            step(queue)
+    assert not queue.busy
+
+
+def test_a_run_alone_may_take_the_whole_pool_wherever_it_began():
+    other, one = run(40, max_tokens=60, content=1), run(40, max_tokens=60, content=2)
+    queue = scheduler(kv_tokens=201, prefill_chunk=100)
+    queue.add(other)
+    queue.add(one)
+    step(queue)
+    queue.remove(other)
+    long = Run.of(replace(one.request, sampling=replace(one.request.sampling, max_tokens=161)), stop=())
+    queue.add(long)
+    while queue.busy:
+        step(queue)
+    assert (len(one.answer), len(long.answer)) == (60, 161)
+
+
+def test_what_ended_runs_leave_is_given_up_when_it_is_needed():
+    queue = scheduler(kv_tokens=100, prefill_chunk=100)
+    for content in range(9):
+        queue.add(run(40, max_tokens=1, content=content))
+        step(queue)
+        assert queue.stats.kv_used == 0
+    assert queue.stats.kv_cached > 40
+    queue.add(whole := run(96, content=10))
+    assert (queue.stats.kv_used, queue.stats.kv_cached) == (100, 0)
+    queue.remove(whole)
+
+
+def test_nothing_is_kept_without_the_prefix_cache():
+    queue = scheduler(kv_tokens=200, prefill_chunk=100, prefix_cache=False)
+    for _ in range(2):
+        queue.add(one := run(40, max_tokens=1))
+        assert step(queue)[0] == [(one, 0, 40)]
+    assert (queue.stats.kv_cached, queue.stats.hits, queue.stats.queries) == (0, 0, 2)
+
+
+def test_what_a_failed_run_has_read_is_not_kept():
+    queue = scheduler(kv_tokens=200, prefill_chunk=100)
+    queue.add(one := run(40))
+    queue.commit(queue.plan().chunks, {one: DecoderFailed("broken")})
+    assert queue.stats.kv_cached == 0
+
+
+def test_a_conversation_goes_on_in_place():
+    queue = scheduler(kv_tokens=400, prefill_chunk=100)
+    queue.add(turn := run(40, max_tokens=10))
+    while queue.busy:
+        step(queue)
+    after = replace(turn.request, token_ids=prompt(0, 70).token_ids, positions=prompt(0, 70).positions)
+    after.token_ids[40:50] = turn.answer
+    queue.add(second := Run.of(after, stop=()))
+    moves, chunks = queue.plan()
+    assert (moves, chunks) == ([], [(second, 49, 70)])
+    assert queue.stats.kv_cached == 0
+
+
+def test_another_question_about_the_same_picture_starts_from_a_copy():
+    queue = scheduler(kv_tokens=400, prefill_chunk=100)
+    queue.add(run(60, max_tokens=1))
+    step(queue)
+    other = prompt(0, 60)
+    other.token_ids[37:] = 1
+    queue.add(asks := Run.of(other, stop=()))
+    moves, chunks = queue.plan()
+    assert chunks == [(asks, 37, 60)]
+    assert moves == [Move(0, asks.slab, 37)]
+    assert queue.stats.kv_cached == 60

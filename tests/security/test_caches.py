@@ -80,6 +80,22 @@ def test_security_15_old_names_are_forgotten():
         assert door.ask(last, WORDS).status_code == 200
 
 
+def test_security_15_a_salt_hides_what_was_read_of_a_text(open_door):
+    """A prompt that comes faster, or is told as cached, would show that somebody had sent it."""
+    words = text("Nobody else needs to know of this. " * 8)
+
+    def cached(**fields):
+        answer = open_door.ask(words, **fields)
+        usage = answer.json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
+
+    assert cached(cache_salt="text of anna")[0] == 0
+    assert cached(cache_salt="text of bert")[0] == 0
+    found, length = cached()
+    assert found < 40 < length  # what all prompts begin with
+    assert cached(cache_salt="text of anna") == (length - 1, length)
+
+
 # Line 16: equal bytes in other shapes
 
 

@@ -1,0 +1,434 @@
+"""Equal beginnings, rows and slabs: what is shared, what is kept, and what is given up for it; without a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dashinfer_vlm_core.decoder import DecodeRequest
+from dashinfer_vlm_core.errors import QueueFull
+from dashinfer_vlm_core.patches import Grid
+from dashinfer_vlm_core.qwen2_vl.config import read_text_config
+from dashinfer_vlm_torch.arena import Arena, Slab
+from dashinfer_vlm_torch.attention import KVCache
+from dashinfer_vlm_torch.memory import Memory
+from dashinfer_vlm_torch.prefix import BLOCK, Trail
+from dashinfer_vlm_torch.scheduler import Choice, Run, Scheduler
+
+from .oracle import prompt, visual
+
+PICTURE = visual(20, (1, 4, 5), 30, width=1)
+
+
+def shared(one, other):
+    """Tokens with which the second request can start, once the first was read."""
+    memory = Memory(1000, caching=True)
+    first = memory.hold(Trail(one), len(one.token_ids))
+    memory.advance(first, len(one.token_ids))
+    memory.release(first)
+    return memory.hold(Trail(other), len(other.token_ids)).read
+
+
+def with_tokens(request, index, **changes):
+    """The request, with something else in one of its spans."""
+    spans = list(request.spans)
+    spans[index] = replace(spans[index], tokens=replace(spans[index].tokens, **changes))
+    return replace(request, spans=tuple(spans))
+
+
+def at(array, index, value):
+    changed = array.copy()
+    changed[..., index] = value
+    return changed
+
+
+# What is the same
+
+
+def test_the_last_token_is_always_read():
+    assert shared(prompt(1, 48), prompt(1, 48)) == 47
+
+
+@pytest.mark.parametrize("place", [16, 17, 31, 32, 40, 46])
+def test_the_first_token_that_differs_ends_what_is_shared(place):
+    other = prompt(1, 48)
+    assert shared(prompt(1, 48), replace(other, token_ids=at(other.token_ids, place, 91))) == place
+
+
+def test_less_than_a_block_is_not_shared():
+    other = prompt(1, 48)
+    assert shared(prompt(1, 48), replace(other, token_ids=at(other.token_ids, BLOCK - 1, 91))) == 0
+
+
+def test_a_picture_is_shared_with_what_stands_before_and_behind_it():
+    assert shared(PICTURE, visual(20, (1, 4, 5), 30, width=1)) == len(PICTURE.token_ids) - 1
+
+
+def test_another_picture_ends_it_though_the_tokens_are_the_same():
+    assert shared(PICTURE, with_tokens(PICTURE, 0, digest=bytes(32))) == 20
+
+
+def test_another_grid_ends_it_though_tokens_digest_and_positions_are_the_same():
+    assert shared(PICTURE, with_tokens(PICTURE, 0, grid=Grid(1, 10, 8))) == 20
+
+
+@pytest.mark.parametrize("axis", range(3))
+def test_another_position_ends_it_on_any_axis(axis):
+    positions = PICTURE.positions.copy()
+    positions[axis, 30] += 1
+    assert shared(PICTURE, replace(PICTURE, positions=positions)) == 30
+
+
+def test_another_place_within_the_same_picture_ends_it():
+    """As if the picture began two tokens later, with positions made to fit."""
+    (span,) = PICTURE.spans
+    rest = replace(span, start=22, tokens=replace(span.tokens, embedding=span.tokens.embedding[:18]))
+    assert shared(PICTURE, replace(PICTURE, spans=(rest,))) == 20
+
+
+def test_a_picture_is_no_video_of_the_same_digest():
+    still, moving = visual(20, (1, 4, 5), 3, width=1), visual(20, (5, 4, 1), 3, width=1)
+    moving = replace(with_tokens(moving, 0, digest=still.spans[0].tokens.digest), positions=still.positions)
+    assert shared(still, moving) == 20
+
+
+def test_two_pictures_swapped_part_at_the_first():
+    both = visual(20, (1, 4, 5), 4, (1, 4, 5), 9, width=1)
+    first, second = both.spans
+    swapped = (replace(first, tokens=second.tokens), replace(second, tokens=first.tokens))
+    assert shared(both, replace(both, spans=swapped)) == 20
+    assert shared(both, with_tokens(both, 1, digest=bytes(32))) == 44
+
+
+def test_salts_share_nothing():
+    text, salted = prompt(1, 48), replace(prompt(1, 48), salt="anna")
+    assert shared(salted, salted) == 47
+    for one, other in [(text, salted), (salted, text), (salted, replace(text, salt="bert"))]:
+        assert shared(one, other) == 0
+
+
+def test_the_answer_belongs_to_what_is_shared():
+    whole = prompt(1, 60)
+    trail = Trail(replace(whole, token_ids=whole.token_ids[:30], positions=whole.positions[:, :30]))
+    for index in range(30, 60):
+        trail.append(int(whole.token_ids[index]), index)
+    assert trail.digests == Trail(whole).digests
+    assert trail.common(Trail(whole), 48) == 12
+
+
+# What is kept
+
+
+def keep(memory, request, *, read=None):
+    """A run comes, reads so many tokens of its prompt, and ends; its slab."""
+    slab = memory.hold(Trail(request), len(request.token_ids))
+    memory.advance(slab, max(slab.read, read or len(request.token_ids)))
+    memory.release(slab)
+    return slab
+
+
+def spans(memory):
+    return [(slab.start, slab.stop) for slab in memory._arena.slabs]
+
+
+def test_what_is_the_beginning_of_something_kept_is_not_kept_twice():
+    memory = Memory(1000, caching=True)
+    keep(memory, prompt(1, 64))
+    keep(memory, prompt(1, 100))  # goes on in the same rows
+    assert spans(memory) == [(0, 100)]
+    keep(memory, prompt(1, 70), read=70)
+    assert memory.cached == 100
+    apart = [memory.hold(Trail(prompt(2, length)), length) for length in (100, 64)]
+    for slab in apart:
+        memory.advance(slab, slab.rows)
+    for slab in reversed(apart):
+        memory.release(slab)
+    assert memory.cached == 200
+
+
+def test_what_was_not_used_for_longest_goes_first_and_loses_its_end():
+    memory = Memory(300, caching=True)
+    for content in (1, 2, 3):
+        keep(memory, prompt(content, 100))
+    twin = memory.hold(Trail(prompt(1, 101)), 1)  # a look at the oldest makes it the newest
+    assert twin is None or twin.read == 100
+    memory.release(twin)
+    fresh = memory.hold(Trail(prompt(4, 40)), 40)
+    assert fresh.read == 0
+    assert [shared_with(memory, content) for content in (1, 2, 3)] == [99, 60, 99]
+
+
+def shared_with(memory, content):
+    match = memory._find(Trail(prompt(content, 100)))
+    return match.tokens if match else 0
+
+
+def test_what_a_run_reads_from_is_not_given_up_for_it():
+    """There would be room in place of it, and in place of others."""
+    memory = Memory(200, caching=True)
+    source, _ = keep(memory, prompt(1, 100)), keep(memory, prompt(2, 100))
+    other = prompt(1, 90)
+    slab = memory.hold(Trail(replace(other, token_ids=at(other.token_ids, slice(50, 90), 1))), 90)
+    assert slab.read == 50
+    assert (source.start, source.read) == (0, 100)
+
+
+def test_where_there_is_no_other_room_the_source_itself_is_taken_over():
+    memory = Memory(150, caching=True)
+    source = keep(memory, prompt(1, 100))
+    other = prompt(1, 90)
+    slab = memory.hold(Trail(replace(other, token_ids=at(other.token_ids, slice(50, 90), 1))), 90)
+    assert (slab, slab.read, memory.take_moves()) == (source, 50, [])
+    assert shared_with(memory, 1) == 50
+
+
+def test_a_slab_that_finds_no_room_leaves_everything_as_it_was():
+    memory = Memory(200, caching=True)
+    running = memory.hold(Trail(prompt(2, 80)), 80)
+    keep(memory, prompt(1, 100))
+    assert memory.hold(Trail(prompt(1, 130)), 130) is None
+    assert not memory.grow(running, 201)
+    assert shared_with(memory, 1) == 99
+    assert memory.take_moves() == []
+
+
+def test_the_index_is_empty_when_nothing_is_left():
+    memory = Memory(400, caching=True)
+    for content in range(9):
+        keep(memory, prompt(content, 100))
+    memory.release(memory.hold(Trail(prompt(99, 400)), 400), keep=False)
+    assert (memory._index, memory.cached, memory.used, memory._arena.slabs) == ({}, 0, 0, ())
+
+
+def test_a_digest_takes_a_look_at_every_byte_before_it():
+    """One bit anywhere in the first block changes every digest after it."""
+    request = prompt(1, 64)
+    digests = Trail(request).digests
+    other = Trail(replace(request, token_ids=at(request.token_ids, 0, request.token_ids[0] ^ 1))).digests
+    assert len(digests) == 4
+    assert not set(digests) & set(other)
+
+
+# Rows
+
+
+def slab(arena, rows, leaving=()):
+    made = Slab(trail=Trail(prompt(0, 1)))
+    start = arena.fit(made, rows, leaving)
+    if start is not None:
+        arena.put(made, start, rows)
+    return made if start is not None else None
+
+
+def test_a_slab_takes_the_tightest_gap():
+    arena = Arena(100)
+    large, _, small, _ = (slab(arena, rows) for rows in (30, 10, 20, 40))
+    arena.remove(large)
+    arena.remove(small)
+    assert slab(arena, 15).start == small.start
+    assert slab(arena, 25).start == large.start
+    assert slab(arena, 25) is None
+
+
+def test_a_slab_grows_where_it_is_if_it_can():
+    arena = Arena(100)
+    first, second = slab(arena, 30), slab(arena, 30)
+    assert arena.fit(second, 70, ()) == 30
+    assert arena.fit(first, 40, ()) == 60
+    assert arena.fit(first, 50, ()) is None
+    assert arena.fit(first, 100, [second]) == 0
+
+
+def test_the_first_range_that_comes_free_is_taken_from_its_end():
+    arena = Arena(100)
+    slabs = [slab(arena, 20) for _ in range(5)]
+    order = [slabs[index] for index in (4, 1, 3, 0, 2)]
+    assert arena.fit(Slab(trail=slabs[0].trail), 30, order) == 70  # 4 and 3 lie side by side; 1 need not go
+    assert arena.fit(Slab(trail=slabs[0].trail), 50, order) == 50
+    assert arena.fit(Slab(trail=slabs[0].trail), 101, order) is None
+
+
+def test_rows_are_moved_whole_also_onto_themselves(oracle):
+    config = read_text_config(oracle.folder)
+    cache = KVCache(config, 50, device="cpu", dtype=torch.float32)
+    for source, target, rows in [(0, 30, 20), (10, 3, 30), (3, 10, 30), (5, 5, 9)]:
+        cache._pool.copy_(torch.randn(cache._pool.shape))
+        before = cache._pool.clone()
+        cache.move(source, target, rows)
+        before[:, :, target : target + rows] = before[:, :, source : source + rows].clone()
+        assert torch.equal(cache._pool, before)
+
+
+# Everything together
+
+
+class Pool:
+    """Plays the model: what a row holds is a name of all that came before it, and the next token follows from that."""
+
+    def __init__(self, **options):
+        self.scheduler = Scheduler(max_waiting=3, **options)
+        self.budget = options["prefill_chunk"]
+        self.rows = [None] * options["kv_tokens"]
+        self.there = []
+        self.ended = []
+
+    def happen(self, event):
+        """A request comes; so many steps are done; one of the requests is cancelled, (number,); or several of that
+        while a step is under way."""
+        if isinstance(event, DecodeRequest):
+            self.add(Run.of(event, stop=()))
+        elif isinstance(event, int):
+            self.go_on(event)
+        elif isinstance(event, tuple):
+            self.cancel(*event)
+        elif self.scheduler.busy:
+            self.step(meanwhile=event)
+        self.check()
+
+    def add(self, run):
+        try:
+            self.scheduler.add(run)
+            self.there.append(run)
+        except QueueFull:
+            assert len(self.scheduler._waiting) == 3
+
+    def cancel(self, number):
+        if self.there:
+            self.scheduler.remove(self.there.pop(number % len(self.there)))
+
+    def go_on(self, steps):
+        while steps and self.scheduler.busy:
+            self.step()
+            self.check()
+            steps -= 1
+
+    def step(self, *, meanwhile=()):
+        """Carry out a step, and what happens while it is under way."""
+        moves, chunks = self.scheduler.plan()
+        assert chunks
+        decoding = {chunk.run for chunk in chunks if chunk.run.decodes}
+        budget = (self.budget + 1) // 2 if decoding else self.budget
+        assert sum(stop - start for run, start, stop in chunks if run not in decoding) <= budget
+        assert decoding == {run for run in self.scheduler._running if run.decodes}
+        for source, target, rows in moves:
+            self.rows[target : target + rows] = self.rows[source : source + rows]
+        for event in meanwhile:
+            self.happen(event)
+        choices = {}
+        for chunk in chunks:
+            run, start, stop = chunk
+            expected, row = names(run), run.slab
+            assert self.rows[row : row + start] == expected[:start]
+            self.rows[row + start : row + stop] = expected[start:stop]
+            if chunk.last:
+                choices[run] = Choice(expected[-1] % 90)
+        for run, token in self.scheduler.commit(chunks, choices):
+            if token.finish:
+                self.there.remove(run)
+                self.ended.append(run)
+
+    def check(self):
+        """What has to hold between any two steps."""
+        memory = self.scheduler._memory
+        slabs = memory._arena.slabs
+        assert all(one.stop <= other.start for one, other in pairwise(slabs))
+        assert all(slab.start >= 0 and slab.rows and slab.stop <= memory.size for slab in slabs)
+        assert {slab for slab in slabs if not slab.idle} == set(self.scheduler._running.values())
+        assert sum(slab.rows for slab in slabs) == memory.used + memory.cached
+        assert set(memory._idle.values()) == {slab for slab in slabs if slab.idle}
+        listed = {}
+        for slab in slabs:
+            assert slab.listed == (slab.read // BLOCK if memory._caching else 0)
+            for digest in slab.trail.digests[: slab.listed]:
+                listed.setdefault(digest, set()).add(slab)
+        assert {digest: set(slabs) for digest, slabs in memory._index.items()} == listed
+        for key, slab in memory._idle.items():
+            assert [other for other in listed[key] if other.idle] == [slab]
+
+
+def names(run):
+    """A number for each token of a run, which follows from all that its keys and values depend on."""
+    request, name, found = run.request, hash(run.request.salt), []
+    inside = {
+        span.start + offset: (span.tokens.digest, span.tokens.grid, offset)
+        for span in request.spans
+        for offset in range(span.stop - span.start)
+    }
+    tokens, positions = run.token_ids(0, run.length), run.positions(0, run.length)
+    for index, token in enumerate(tokens.tolist()):
+        name = hash((name, token, tuple(positions[:, index].tolist()), inside.get(index)))
+        found.append(name)
+    return found
+
+
+def answer(run):
+    """The answer of a run that is alone and finds nothing."""
+    alone = Run.of(run.request, stop=())
+    while len(alone.answer) < alone.max_tokens:
+        alone.append(names(alone)[-1] % 90)
+    return alone.answer
+
+
+PARTS = (17, (1, 3, 4), 9, (1, 2, 3), 20, (2, 2, 3), 30)
+
+requests = st.builds(
+    lambda content, parts, tail, length, salt: replace(
+        visual(*PARTS[:parts], tail, width=1, content=content, max_tokens=length, ignore_eos=True), salt=salt
+    ),
+    content=st.integers(0, 1),
+    parts=st.integers(0, len(PARTS)),
+    tail=st.integers(1, 40),
+    length=st.integers(1, 120),
+    salt=st.sampled_from(["", "", "", "anna"]),
+)
+arrivals = st.one_of(requests, st.tuples(st.integers(0, 5)))
+events = st.lists(st.one_of(arrivals, st.integers(1, 30), st.lists(arrivals, max_size=3)), min_size=1, max_size=25)
+
+
+@given(
+    events=events,
+    kv_tokens=st.integers(300, 700),
+    batch=st.integers(1, 5),
+    chunk=st.integers(1, 200),
+    caching=st.sampled_from([True, True, True, False]),
+)
+def test_nobody_reads_what_is_not_theirs_and_everybody_ends(events, kv_tokens, batch, chunk, caching):
+    pool = Pool(kv_tokens=kv_tokens, max_batch_size=batch, prefill_chunk=chunk, prefix_cache=caching)
+    for event in events:
+        pool.happen(event)
+    pool.go_on(20_000)
+    assert not pool.there
+    assert not pool.scheduler.busy
+    for run in pool.ended:
+        assert run.answer == answer(run)
+        assert 0 <= run.cached < run.prompt_length
+    assert pool.scheduler.stats.kv_used == 0
+
+
+def test_equal_beginnings_of_many_requests_take_little_time_to_find():
+    """A block that thousands of slabs begin with, and prompts of thousands of tokens: a count of what is compared."""
+    memory = Memory(40_000, caching=True)
+    base = np.tile(prompt(1, 16).token_ids, 1)
+    for tail in range(1000):
+        request = prompt(2, 33)
+        request.token_ids[:16], request.token_ids[16] = base, tail % 90
+        request.token_ids[17] = tail // 90
+        keep(memory, request)
+    looks = []
+
+    class Watched(dict):
+        def __contains__(self, key):
+            looks.append(key)
+            return super().__contains__(key)
+
+    memory._index = Watched(memory._index)
+    long = prompt(3, 4000)
+    long.token_ids[:16] = base
+    assert memory._find(Trail(long)).tokens >= 16
+    assert len(looks) <= 9

@@ -1,0 +1,156 @@
+"""Conversations through the whole engine: what was read in earlier turns is neither looked at nor read again."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+
+import pytest
+
+from dashinfer_vlm_core import Engine, EngineConfig, hookimpl
+from dashinfer_vlm_core.decoder import Fitness
+from dashinfer_vlm_core.plugins import load_plugins
+from dashinfer_vlm_torch.decoder import TorchDecoder
+from dashinfer_vlm_torch.runner import Runner
+from tests.conversations import as_openai, assistant, picture, user
+
+
+class CountingRunner(Runner):
+    """Notes how many tokens each step reads."""
+
+    def step(self, chunks):
+        self.read = [*getattr(self, "read", ()), sum(stop - start for _, start, stop in chunks)]
+        return super().step(chunks)
+
+
+class CountingDecoder(TorchDecoder):
+    def _load(self):
+        runner = super()._load()
+        self.runner = CountingRunner(runner._model, runner._cache)
+        return self.runner
+
+
+class Counted:
+    """A plugin with the PyTorch decoder, counted."""
+
+    name = "counted"
+
+    @hookimpl
+    def register_decoders(self, register):
+        register(self)
+
+    def fitness(self, spec, config):
+        return Fitness(score=1, reason="for a test")
+
+    def create(self, spec, config):
+        self.decoder = CountingDecoder(spec, config)
+        return self.decoder
+
+
+class Counting:
+    """An engine, and what its tower and its decoder do for a request."""
+
+    def __init__(self, **options):
+        registry, self._plugin = load_plugins(), Counted()
+        registry.add_plugin(self._plugin, name="counted")
+        self.engine = Engine(
+            EngineConfig(model="demo", decoder="counted", dtype="float32", **options), registry=registry
+        )
+
+    def __enter__(self):
+        self.engine.start()
+        return self
+
+    def __exit__(self, *_):
+        self.engine.close()
+
+    def ask(self, *messages, **fields):
+        """The text, the usage, passes of the tower, and the tokens that were read by steps."""
+        vision, before = self.engine._running.conductor.vision, len(getattr(self._plugin.decoder.runner, "read", ()))
+        passes = vision.stats.passes
+        body = {"messages": as_openai(messages), "temperature": 0, "max_tokens": 40, **fields}
+        answer = self.engine.chat(body)
+        read = sum(self._plugin.decoder.runner.read[before:])
+        return answer.choices[0].message.content, answer.usage, vision.stats.passes - passes, read
+
+    def stats(self):
+        return self._plugin.decoder.stats
+
+
+def cached(usage):
+    return usage.prompt_tokens_details.cached_tokens
+
+
+def turns():
+    """What is asked in three turns, two of them with a picture."""
+    return [user(picture(1), "What is in the picture?"), user("Are you sure?"), user("And in this one? ", picture(2))]
+
+
+def chat(door):
+    """Three turns, each with all that was said; what came of each."""
+    said, results = [], []
+    for turn in turns():
+        said.append(turn)
+        results.append(door.ask(*said))
+        said.append(assistant(results[-1][0]))
+    return results
+
+
+def test_a_conversation_reads_each_turn_once():
+    with Counting(prefix_cache=False) as plain:
+        expected = chat(plain)
+    with Counting() as door:
+        found = chat(door)
+        again = door.ask(turns()[0])
+    assert [text for text, *_ in found] == [text for text, *_ in expected]
+    assert [passes for _, _, passes, _ in found] == [1, 0, 1]
+    for _, usage, _, read in found:  # the last token of an answer is told, and not read
+        assert read == usage.prompt_tokens - cached(usage) + usage.completion_tokens - 1
+    for (_, before, *_), (_, after, *_) in pairwise(found):
+        assert cached(after) >= before.prompt_tokens
+    assert [cached(usage) for _, usage, *_ in expected] == [0, 0, 0]
+    assert again[0] == found[0][0]
+    assert (cached(again[1]), again[2]) == (again[1].prompt_tokens - 1, 0)
+
+
+def test_many_users_with_one_picture_read_it_once():
+    questions = [f"Question {number}: what is in the picture?" for number in range(8)]
+    bodies = [
+        {"messages": as_openai([user(picture(1), question)]), "temperature": 0, "max_tokens": 12}
+        for question in questions
+    ]
+
+    async def all_at_once(engine):
+        return await asyncio.gather(*(engine.achat(body) for body in bodies))
+
+    with Counting() as door:
+        answers = asyncio.run(all_at_once(door.engine))
+        found = [cached(answer.usage) for answer in answers]
+        stats = door.stats()
+    with Counting(prefix_cache=False) as plain:
+        expected = asyncio.run(all_at_once(plain.engine))
+    assert [one.choices[0].message.content for one in answers] == [one.choices[0].message.content for one in expected]
+    images = answers[0].usage.prompt_tokens_details.image_tokens
+    assert found.count(0) == 1
+    assert sum(count > images for count in found) == 7
+    assert (stats.queries, stats.hits, stats.cached_tokens) == (8, 7, sum(found))
+
+
+def test_several_answers_count_as_cached_what_none_of_them_had_to_read():
+    with Counting() as door:
+        request = {"n": 3, "temperature": 1.0, "seed": 4}
+        _, first, _, read = door.ask(turns()[0], **request)
+        _, second, *_ = door.ask(turns()[0], **request)
+    assert cached(first) == 0
+    assert cached(second) == second.prompt_tokens - 1
+    assert read == first.prompt_tokens + 2 + first.completion_tokens - 3
+
+
+@pytest.mark.parametrize("salts", [("", "anna"), ("anna", ""), ("anna", "bert")])
+def test_a_salt_keeps_text_and_pictures_to_itself(salts):
+    """As if nobody had asked before."""
+    first, second = salts
+    with Counting() as door:
+        asked = [door.ask(turns()[0], cache_salt=salt or None) for salt in (first, second, first)]
+    assert [cached(usage) for _, usage, *_ in asked] == [0, 0, asked[0][1].prompt_tokens - 1]
+    assert [passes for _, _, passes, _ in asked] == [1, 1, 0]
