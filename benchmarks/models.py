@@ -10,6 +10,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from dashinfer_vlm_core import EngineConfig
+from dashinfer_vlm_core.checkpoint import find_model
+from dashinfer_vlm_core.plugins import load_plugins
+
+CACHE = EngineConfig().cache_folder / "benchmarks" / "models"
+"""Where models are made unless one says otherwise."""
 VOCABULARY = 151_643
 """Ordinary tokens of Qwen2-VL; the control tokens follow."""
 CONTROL = (
@@ -73,6 +79,13 @@ SHAPES = {
 }  # fmt: skip
 
 
+def checkpoint(name: str, folder: Path = CACHE) -> Path:
+    """The folder of a model: one of `SHAPES`, made in `folder` if it is missing, else whatever an engine would load."""
+    if name in SHAPES:
+        return ensure_model(name, folder.expanduser())
+    return find_model(name, registered=load_plugins().models, revision=None)
+
+
 def ensure_model(name: str, folder: Path) -> Path:
     """The checkpoint `name` of `SHAPES` in `folder`, made if it is missing; half-made ones are not left behind."""
     made = folder / name
@@ -114,14 +127,16 @@ def write_model(shape: Shape, folder: Path) -> None:
             "hidden_size": shape.hidden,
             "in_channels": 3,
         },
-        **{f"{name}_token_id": IDS[f"<|{name}_pad|>"] for name in ("image", "video")},
-        **{f"vision_{name}_token_id": IDS[f"<|vision_{name}|>"] for name in ("start", "end")},
+        image_token_id=IDS["<|image_pad|>"],
+        video_token_id=IDS["<|video_pad|>"],
+        vision_start_token_id=IDS["<|vision_start|>"],
+        vision_end_token_id=IDS["<|vision_end|>"],
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        model = Qwen2VLForConditionalGeneration(config).eval()
+        model = Qwen2VLForConditionalGeneration(config)
     finally:
         torch.set_default_dtype(torch.float32)
     model.generation_config.eos_token_id = [IDS["<|im_end|>"], IDS["<|endoftext|>"]]
@@ -173,9 +188,8 @@ def write_tokenizer(folder: Path) -> None:
 def _merges() -> Iterator[tuple[str, str]]:
     """Pairs that give all pieces of two, then of three letters, the space (`Ġ`) among them: 151,686 pieces."""
     letters = ["Ġ", *(chr(code) for case in "aA" for code in range(ord(case), ord(case) + 26))]
-    pairs = list(product(letters, repeat=2))
-    yield from pairs
-    yield from (("".join(pair), letter) for pair in pairs for letter in letters)
+    yield from ((first, second) for first, second in product(letters, repeat=2))
+    yield from ((first + second, third) for first, second, third in product(letters, repeat=3))
 
 
 def _flat(config: dict[str, Any], shape: Shape) -> dict[str, Any]:

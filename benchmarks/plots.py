@@ -29,8 +29,9 @@ def _ratios(results: Results, file: Path) -> None:
     for index, name in enumerate(others):
         for place, row in enumerate(rows):
             low, middle, high = _times_better(results, row, name)
-            bars = {"color": f"C{index}", "label": name if place == 0 else None}
-            axes.barh(place + index * height, middle, height, xerr=[[middle - low], [high - middle]], **bars)
+            spread = [[middle - low], [high - middle]]
+            bar = axes.barh(place + index * height, middle, height, xerr=spread, color=f"C{index}")
+        bar.set_label(name)
     axes.axvline(1, color="black", linewidth=1)
     axes.set_yticks(range(len(rows)), [f"{row.title}, {row.metric.split(',')[0]}" for row in rows])
     axes.set_xlabel(f"times that {results.base} is better; bars: least and largest of the rounds")

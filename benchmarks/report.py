@@ -156,16 +156,19 @@ def _figure(value: float | None) -> str:
 
 
 def _heading(results: Results) -> str:
-    reads = [rates.read_gb_s for rates in results.rates]
-    products = [rates.bf16_gflop_s for rates in results.rates]
+    reads = _spread([rates.read_gb_s for rates in results.rates])
+    products = _spread([rates.bf16_gflop_s for rates in results.rates])
     return (
         f"Model {results.model}; {len(results.rates)} rounds; {cores()} cores, {_processor()};"
-        f" torch {torch.__version__}, version {__version__}. Machine in the same rounds: memory reads {statistics.median(reads):.0f} GB/s"
-        f" ({min(reads):.0f} to {max(reads):.0f}), bfloat16 products {statistics.median(products):.0f} GFLOP/s"
-        f" ({min(products):.0f} to {max(products):.0f}).\n\n"
+        f" torch {torch.__version__}, version {__version__}. The machine in the same rounds: memory reads {reads} GB/s,"
+        f" bfloat16 products {products} GFLOP/s.\n\n"
         f"Each cell: the median of the engine, then the ratio of {results.base} to it: the median of the rounds, and"
         " the least and largest."
     )
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.0f} ({min(values):.0f} to {max(values):.0f})"
 
 
 def _processor() -> str:

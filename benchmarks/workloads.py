@@ -119,12 +119,18 @@ GAP_50 = Metric("gap median, ms", _gap(0.5))
 LONG_TTFT = Metric("TTFT beside, s", lambda run: statistics.median(sample.ttft for sample in run.beside))
 
 
-def picture(source: random.Random, side: int = 448) -> dict[str, Any]:
-    """A part of a message: a new picture of random squares, as a JPEG in a data: URL."""
+def jpeg(source: random.Random, side: int = 448) -> bytes:
+    """A new picture of random squares."""
     squares = np.frombuffer(source.randbytes((side // 28) ** 2 * 3), np.uint8).reshape(side // 28, side // 28, 3)
     data = io.BytesIO()
     Image.fromarray(np.kron(squares, np.ones((28, 28, 1), np.uint8))).save(data, "JPEG", quality=90)
-    return {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64," + _base64(data.getvalue())}}
+    return data.getvalue()
+
+
+def picture(source: random.Random, side: int = 448) -> dict[str, Any]:
+    """A part of a message: a new picture in a data: URL."""
+    url = "data:image/jpeg;base64," + base64.b64encode(jpeg(source, side)).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def words(source: random.Random, count: int) -> str:
@@ -223,7 +229,3 @@ def _questions(source: random.Random, turns: int) -> Iterator[Content]:
     yield [picture(source), question(source)]
     for _ in range(turns - 1):
         yield words(source, 6)
-
-
-def _base64(data: bytes) -> str:
-    return base64.b64encode(data).decode()
