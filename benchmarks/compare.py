@@ -67,14 +67,18 @@ class Plan:
 
 def main(arguments: Sequence[str] | None = None) -> Results:
     plan = _plan(_parser().parse_args(arguments))
-    with end_with_us():
-        results = compare(plan)
-    print(write(results, plan.out))
+    results = Results(model=plan.name)
+    try:
+        with end_with_us():
+            compare(plan, results)
+    finally:  # what was measured until somebody ended it is worth something too
+        if results.figures:
+            print(write(results, plan.out))
     return results
 
 
-def compare(plan: Plan) -> Results:
-    results = Results(model=plan.name)
+def compare(plan: Plan, results: Results) -> None:
+    """Start what `plan` names, and measure round by round into `results`."""
     with contextlib.ExitStack() as stack:
         contenders = _start(plan, results, stack)
         if not contenders:
@@ -83,7 +87,6 @@ def compare(plan: Plan) -> Results:
         for number in range(plan.rounds):
             _round(plan, contenders, results, number)
         _note_memory(contenders, results, _weight_bytes(plan.model))
-    return results
 
 
 def _round(plan: Plan, contenders: list[Contender], results: Results, number: int) -> None:

@@ -181,7 +181,10 @@ def peer(name: str, model: Path, peers: Peers) -> Launch:
     exported = peers.exported(model, precision)
     script = str(peers.script("openvino_server.py"))
     command = (str(python), script, str(exported), "{port}", str(cores()))
-    note = "VLMPipeline for 1 user, ContinuousBatchingPipeline with prefix cache for more, behind a plain HTTP server"
+    note = (
+        "VLMPipeline for 1 user, ContinuousBatchingPipeline with prefix cache for more, behind a plain HTTP server;"
+        " both are loaded at once, so that its memory holds the weights twice"
+    )
     return Launch(name=name, command=command, note=note)
 
 

@@ -20,7 +20,7 @@ def draw(results: Results, folder: Path) -> None:
 
 def _ratios(results: Results, file: Path) -> None:
     """How many times better the base is than each other engine, by the first figure of each workload."""
-    rows = list({row.workload: row for row in reversed(results.figures)}.values())
+    rows = list({row.workload: row for row in reversed(results.rows)}.values())
     others = [name for name in results.engines if name not in (results.base, LIMIT)]
     if not others:
         return

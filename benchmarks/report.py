@@ -15,7 +15,7 @@ import torch
 from dashinfer_vlm_core.version import __version__
 
 from .limits import Rates, cores
-from .workloads import Run
+from .workloads import Run, workloads
 
 LIMIT = "limit"
 """The machine itself, as one more engine in the table."""
@@ -77,6 +77,12 @@ class Results:
         names = dict.fromkeys(name for row in self.figures.values() for name in row)
         return sorted(names, key=lambda name: (name == LIMIT) - (name == self.base))
 
+    @property
+    def rows(self) -> list[Row]:
+        """In the order of the workloads, what is measured beside them last."""
+        order = [*workloads(), "memory", "ready"]
+        return sorted(self.figures, key=lambda row: order.index(row.workload))
+
     def add(self, row: Row, engine: str, number: int, value: float) -> None:
         self.figures[row][engine][number] = value
 
@@ -137,7 +143,7 @@ def markdown(results: Results) -> str:
     others = [name for name in results.engines if name != results.base]
     head = ["workload", "figure", results.base, *(f"{name}: {results.base} over it" for name in others)]
     lines = [head, ["---"] * len(head)]
-    lines += [_line(results, row, others) for row in results.figures]
+    lines += [_line(results, row, others) for row in results.rows]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return "\n\n".join([_heading(results), table, *(f"* {note}" for note in results.notes)]) + "\n"
 

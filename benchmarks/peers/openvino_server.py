@@ -19,46 +19,45 @@ import openvino_genai as genai
 from wire import Chat, serve
 
 CACHE_GIB = 2
+Tokens = queue.Queue[int | None]
+"""Those of one answer, as they come; None ends it."""
 
 
 class Batched:
-    """One thread that steps; requests come from many."""
+    """One thread that reads pictures and steps; requests come from many.
+
+    Both in one thread, as in the pipeline's own `generate`: with two, pictures are encoded beside steps, and as threads
+    fight for the cores, several users are served at less than half the speed.
+    """
 
     def __init__(self, pipeline: genai.ContinuousBatchingPipeline) -> None:
         self._pipeline = pipeline
         self._tokenizer = pipeline.get_tokenizer()
         self._numbers = itertools.count()
-        self._running: list[tuple[genai.GenerationHandle, queue.Queue[int | None]]] = []
-        self._changed = threading.Condition()
+        self._arrived: queue.Queue[tuple[Chat, Tokens]] = queue.Queue()
+        self._running: list[tuple[genai.GenerationHandle, Tokens]] = []
         threading.Thread(target=self._work, daemon=True).start()
 
     def answer(self, chat: Chat) -> Iterator[str]:
-        tokens: queue.Queue[int | None] = queue.Queue()
-        pictures = [as_tensor(picture) for picture in chat.pictures]
-        # It encodes pictures itself, in the caller's thread.
-        number = next(self._numbers)
-        if pictures:
-            handle = self._pipeline.add_request(number, chat.prompt, pictures, options(chat))
-        else:
-            handle = self._pipeline.add_request(number, chat.prompt, options(chat))
-        with self._changed:
-            self._running.append((handle, tokens))
-            self._changed.notify()
-        for _ in range(chat.max_tokens):
-            token = tokens.get()
-            if token is None:
-                return
+        tokens: Tokens = queue.Queue()
+        self._arrived.put((chat, tokens))
+        while (token := tokens.get()) is not None:
             yield self._tokenizer.decode([token], skip_special_tokens=False)
 
     def _work(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._running)
+            while not self._running or not self._arrived.empty():
+                self._begin(*self._arrived.get())
             self._pipeline.step()
-            with self._changed:
-                self._running = [pair for pair in self._running if self._deliver(*pair)]
+            self._running = [pair for pair in self._running if self._deliver(*pair)]
 
-    def _deliver(self, handle: genai.GenerationHandle, tokens: queue.Queue[int | None]) -> bool:
+    def _begin(self, chat: Chat, tokens: Tokens) -> None:
+        """This encodes its pictures."""
+        number, pictures = next(self._numbers), [as_tensor(picture) for picture in chat.pictures]
+        given = (chat.prompt, pictures, options(chat)) if pictures else (chat.prompt, options(chat))
+        self._running.append((self._pipeline.add_request(number, *given), tokens))
+
+    def _deliver(self, handle: genai.GenerationHandle, tokens: Tokens) -> bool:
         """Whether it goes on."""
         goes_on = True
         while handle.can_read():
@@ -79,12 +78,12 @@ class Single:
         self._tokenizer = pipeline.get_tokenizer()
 
     def answer(self, chat: Chat) -> Iterator[str]:
-        tokens: queue.Queue[int | None] = queue.Queue()
+        tokens: Tokens = queue.Queue()
         threading.Thread(target=self._generate, args=(chat, tokens)).start()
         while (token := tokens.get()) is not None:
             yield self._tokenizer.decode([token], skip_special_tokens=False)
 
-    def _generate(self, chat: Chat, tokens: queue.Queue[int | None]) -> None:
+    def _generate(self, chat: Chat, tokens: Tokens) -> None:
         try:
             pictures = {"images": [as_tensor(picture) for picture in chat.pictures]} if chat.pictures else {}
             self._pipeline.generate(chat.prompt, **pictures, generation_config=options(chat), streamer=Streamer(tokens))
@@ -93,7 +92,7 @@ class Single:
 
 
 class Streamer(genai.StreamerBase):
-    def __init__(self, tokens: queue.Queue[int | None]) -> None:
+    def __init__(self, tokens: Tokens) -> None:
         super().__init__()
         self._tokens = tokens
 

@@ -77,8 +77,12 @@ def serve(answer: Answer, *, model: Path, port: int, mark: Callable[[int], str] 
         def log_message(self, *_: object) -> None:
             """Not a line for each request."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    server.serve_forever()
+    Server(("127.0.0.1", port), Handler).serve_forever()
+
+
+class Server(ThreadingHTTPServer):
+    request_queue_size = 128  # the library's 5 are too few for users who come at once
+    daemon_threads = True
 
 
 def _template(model: Path) -> str:
