@@ -34,6 +34,8 @@ IN_PROCESS = "in-process"
 OURS = ("ours", "ours-int8", IN_PROCESS)
 PEERS = ("vllm", "openvino-fp16", "openvino-int8", "transformers")
 DEFAULT = ("ours", IN_PROCESS, *PEERS)
+OVERHEAD = ("fresh-1", "fresh-4", "decode-1", "decode-8")
+"""Where ours is also measured without its server: one picture, several, and nothing but steps."""
 WARM_UP = ("fresh-4", "text-8", "small-4")
 """Kinds of work that each engine does once, quickly, before anything counts."""
 AWAKE = "decode-1"
@@ -95,6 +97,8 @@ def _round(plan: Plan, contenders: list[Contender], results: Results, number: in
     results.rates.append(rates)
     for name in order.sample(list(plan.workloads), len(plan.workloads)):
         for contender in order.sample(contenders, len(contenders)):
+            if isinstance(contender, InProcess) and name not in OVERHEAD:
+                continue
             _measure(contender, name, plan.workloads[name], results, number)
     _note_limits(plan, results, number)
     if plan.ready:
@@ -165,7 +169,9 @@ def _launch(given: str, plan: Plan) -> Launch:
 async def _warm_up(contender: Contender) -> None:
     async with contender.target() as target:
         for name in WARM_UP:
-            await run(target, workloads(quick=True)[name], f"warm {name}")
+            done = await run(target, workloads(quick=True)[name], f"warm {name}")
+            for fault in dict.fromkeys(sample.fault for sample in done.samples if sample.fault):
+                _say(f"while it was warmed by {name}: {fault}")
 
 
 def _ready_row(model: str) -> Row:
