@@ -76,10 +76,10 @@ class Server:
 
     def pause(self) -> None:
         """Stop all of its threads where they are: those that spin would take the cores from the next engine."""
-        os.killpg(self._process.pid, signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        os.killpg(self._process.pid, signal.SIGCONT)
+        self._signal(signal.SIGCONT)
 
     def peak_bytes(self) -> int:
         """The largest resident memory that its processes had, added up."""
@@ -96,8 +96,9 @@ class Server:
         self._process.wait()
 
     def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
+        for process in _members(self._process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
 
     def _wait(self) -> None:
         end = time.monotonic() + START_SECONDS
@@ -239,11 +240,11 @@ def _tail(log: Path) -> str:
     return "\n" + "\n".join(log.read_text(errors="replace").splitlines()[-15:])
 
 
-def _members(group: int) -> Iterator[int]:
-    """The processes of a group."""
+def _members(session: int) -> Iterator[int]:
+    """The processes of a session: also those that have made themselves a group of their own."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(ProcessLookupError):
-            if os.getpgid(int(folder.name)) == group:
+            if os.getsid(int(folder.name)) == session:
                 yield int(folder.name)
 
 
