@@ -1,0 +1,1 @@
+"""Speed, measured: see docs/performance.md. Programs to run by hand; nothing here is a test or is installed."""

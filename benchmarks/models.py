@@ -1,0 +1,208 @@
+"""Checkpoints to measure with: real shapes, random weights. Their text means nothing; their cost is real."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from dashinfer_vlm_core import EngineConfig
+from dashinfer_vlm_core.checkpoint import find_model
+from dashinfer_vlm_core.plugins import load_plugins
+
+CACHE = EngineConfig().cache_folder / "benchmarks" / "models"
+"""Where models are made unless one says otherwise."""
+VOCABULARY = 151_643
+"""Ordinary tokens of Qwen2-VL; the control tokens follow."""
+CONTROL = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
+    "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
+    "<|image_pad|>", "<|video_pad|>",
+)  # fmt: skip
+IDS = {name: VOCABULARY + index for index, name in enumerate(CONTROL)}
+# What the published template says where there are texts and pictures.
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if loop.first and message['role'] != 'system' %}"
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
+    "<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] in ('image', 'image_url') %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PIXELS = {
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "min_pixels": 56 * 56,
+    "max_pixels": 16_384 * 28 * 28,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "processor_class": "Qwen2VLProcessor",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of a model; widths in numbers, depths in layers."""
+
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    sections: tuple[int, int, int]
+    tower_width: int
+    tower_layers: int
+    tower_heads: int
+
+
+SHAPES = {
+    # Qwen2-0.5B's text model with half of Qwen2-VL's tower: 582 M parameters.
+    "small": Shape(
+        hidden=896, inner=4864, layers=24, heads=14, kv_heads=2, sections=(8, 12, 12),
+        tower_width=640, tower_layers=16, tower_heads=8,
+    ),
+    # Qwen2-VL-2B.
+    "2b": Shape(
+        hidden=1536, inner=8960, layers=28, heads=12, kv_heads=2, sections=(16, 24, 24),
+        tower_width=1280, tower_layers=32, tower_heads=16,
+    ),
+}  # fmt: skip
+
+
+def checkpoint(name: str, folder: Path = CACHE) -> Path:
+    """The folder of a model: one of `SHAPES`, made in `folder` if it is missing, else whatever an engine would load."""
+    if name in SHAPES:
+        return ensure_model(name, folder.expanduser())
+    return find_model(name, registered=load_plugins().models, revision=None)
+
+
+def ensure_model(name: str, folder: Path) -> Path:
+    """The checkpoint `name` of `SHAPES` in `folder`, made if it is missing; half-made ones are not left behind."""
+    made = folder / name
+    if not made.exists():
+        print(f"making the model {name} in {made} ...", flush=True)
+        draft = folder / f"{name}.part"
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        write_model(SHAPES[name], draft)
+        draft.rename(made)
+    return made
+
+
+def write_model(shape: Shape, folder: Path) -> None:
+    """Write configuration, weights (bfloat16) and tokenizer in the layout of the published checkpoints."""
+    import torch
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    config = Qwen2VLConfig(
+        text_config={
+            "hidden_size": shape.hidden,
+            "intermediate_size": shape.inner,
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+            "vocab_size": 151_936,
+            "max_position_embeddings": 32_768,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": list(shape.sections)},
+            "bos_token_id": IDS["<|endoftext|>"],
+            "eos_token_id": IDS["<|im_end|>"],
+            "tie_word_embeddings": True,
+        },
+        vision_config={
+            "depth": shape.tower_layers,
+            "embed_dim": shape.tower_width,
+            "num_heads": shape.tower_heads,
+            "mlp_ratio": 4,
+            "hidden_size": shape.hidden,
+            "in_channels": 3,
+        },
+        image_token_id=IDS["<|image_pad|>"],
+        video_token_id=IDS["<|video_pad|>"],
+        vision_start_token_id=IDS["<|vision_start|>"],
+        vision_end_token_id=IDS["<|vision_end|>"],
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = Qwen2VLForConditionalGeneration(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    model.generation_config.eos_token_id = [IDS["<|im_end|>"], IDS["<|endoftext|>"]]
+    model.generation_config.pad_token_id = IDS["<|endoftext|>"]
+    model.save_pretrained(folder)
+    _write(folder / "config.json", _flat(json.loads((folder / "config.json").read_text()), shape))
+    _write(folder / "preprocessor_config.json", PIXELS)
+    write_tokenizer(folder)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Byte-level BPE of Qwen2's size, all of whose merges are of letters, so that nearly every token is text.
+
+    Text is then streamed token by token: nothing has to be held back until a character is whole.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    merges = [pair for _, pair in zip(range(VOCABULARY - 256), _merges(), strict=False)]
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in CONTROL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "bos_token": None,
+        "unk_token": None,
+        "model_max_length": 32_768,
+        "chat_template": TEMPLATE,
+        "additional_special_tokens": list(CONTROL[1:]),
+        "clean_up_tokenization_spaces": False,
+    }
+    _write(folder / "tokenizer_config.json", settings)
+    _write(folder / "chat_template.json", {"chat_template": TEMPLATE})
+    _write(folder / "vocab.json", vocabulary)  # for readers of the older pair of files
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(map(" ".join, merges)))
+
+
+def _merges() -> Iterator[tuple[str, str]]:
+    """Pairs that give all pieces of two, then of three letters, the space (`Ġ`) among them: 151,686 pieces."""
+    letters = ["Ġ", *(chr(code) for case in "aA" for code in range(ord(case), ord(case) + 26))]
+    yield from ((first, second) for first, second in product(letters, repeat=2))
+    yield from ((first + second, third) for first, second, third in product(letters, repeat=3))
+
+
+def _flat(config: dict[str, Any], shape: Shape) -> dict[str, Any]:
+    """transformers 5 nests the text model; the published files, and other engines, have its fields at the top."""
+    text = config.pop("text_config")
+    for name in ("rope_parameters", "dtype", "layer_types"):
+        text.pop(name, None)
+        config.pop(name, None)
+    config["vision_config"].pop("dtype", None)
+    rope = {"type": "mrope", "mrope_section": list(shape.sections)}
+    fixed = {"model_type": "qwen2_vl", "torch_dtype": "bfloat16", "rope_theta": 1e6, "rope_scaling": rope}
+    return {**text, **config, **fixed}
+
+
+def _write(file: Path, content: Any) -> None:
+    file.write_text(json.dumps(content, indent=1))

@@ -1,0 +1,136 @@
+"""OpenVINO GenAI behind OpenAI's API: openvino_server.py EXPORTED_MODEL PORT THREADS, under its own interpreter.
+
+A single user is served by VLMPipeline, several by ContinuousBatchingPipeline with its prefix cache: each what OpenVINO
+offers for the case.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import openvino
+import openvino_genai as genai
+from wire import Chat, serve
+
+CACHE_GIB = 2
+Tokens = queue.Queue[int | None]
+"""Those of one answer, as they come; None ends it."""
+
+
+class Batched:
+    """One thread that reads pictures and steps; requests come from many.
+
+    Both in one thread, as in the pipeline's own `generate`: with two, pictures are encoded beside steps, and as threads
+    fight for the cores, several users are served at less than half the speed.
+    """
+
+    def __init__(self, pipeline: genai.ContinuousBatchingPipeline) -> None:
+        self._pipeline = pipeline
+        self._tokenizer = pipeline.get_tokenizer()
+        self._numbers = itertools.count()
+        self._arrived: queue.Queue[tuple[Chat, Tokens]] = queue.Queue()
+        self._running: list[tuple[genai.GenerationHandle, Tokens]] = []
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def answer(self, chat: Chat) -> Iterator[str]:
+        tokens: Tokens = queue.Queue()
+        self._arrived.put((chat, tokens))
+        while (token := tokens.get()) is not None:
+            yield self._tokenizer.decode([token], skip_special_tokens=False)
+
+    def _work(self) -> None:
+        while True:
+            while not self._running or not self._arrived.empty():
+                self._begin(*self._arrived.get())
+            self._pipeline.step()
+            self._running = [pair for pair in self._running if self._deliver(*pair)]
+
+    def _begin(self, chat: Chat, tokens: Tokens) -> None:
+        """This encodes its pictures."""
+        number, pictures = next(self._numbers), [as_tensor(picture) for picture in chat.pictures]
+        given = (chat.prompt, pictures, options(chat)) if pictures else (chat.prompt, options(chat))
+        self._running.append((self._pipeline.add_request(number, *given), tokens))
+
+    def _deliver(self, handle: genai.GenerationHandle, tokens: Tokens) -> bool:
+        """Whether it goes on."""
+        goes_on = True
+        while handle.can_read():
+            for output in handle.read().values():
+                for token in output.generated_ids:
+                    tokens.put(token)
+                goes_on = goes_on and output.finish_reason == genai.GenerationFinishReason.NONE
+        if not goes_on:
+            tokens.put(None)
+        return goes_on
+
+
+class Single:
+    """One request at a time."""
+
+    def __init__(self, pipeline: genai.VLMPipeline) -> None:
+        self._pipeline = pipeline
+        self._tokenizer = pipeline.get_tokenizer()
+
+    def answer(self, chat: Chat) -> Iterator[str]:
+        tokens: Tokens = queue.Queue()
+        threading.Thread(target=self._generate, args=(chat, tokens)).start()
+        while (token := tokens.get()) is not None:
+            yield self._tokenizer.decode([token], skip_special_tokens=False)
+
+    def _generate(self, chat: Chat, tokens: Tokens) -> None:
+        try:
+            pictures = {"images": [as_tensor(picture) for picture in chat.pictures]} if chat.pictures else {}
+            self._pipeline.generate(chat.prompt, **pictures, generation_config=options(chat), streamer=Streamer(tokens))
+        finally:
+            tokens.put(None)
+
+
+class Streamer(genai.StreamerBase):
+    def __init__(self, tokens: Tokens) -> None:
+        super().__init__()
+        self._tokens = tokens
+
+    def write(self, token: int | list[int]) -> genai.StreamingStatus:
+        for one in token if isinstance(token, list) else [token]:
+            self._tokens.put(one)
+        return genai.StreamingStatus.RUNNING
+
+    def end(self) -> None:
+        """What is to be told when the answer ends, is told by the caller."""
+
+
+def options(chat: Chat) -> genai.GenerationConfig:
+    config = genai.GenerationConfig()
+    config.max_new_tokens = chat.max_tokens
+    config.ignore_eos = True
+    config.do_sample = False
+    config.apply_chat_template = False
+    return config
+
+
+def as_tensor(picture: object) -> openvino.Tensor:
+    return openvino.Tensor(np.asarray(picture))
+
+
+def main() -> None:
+    model, port, threads = Path(sys.argv[1]), int(sys.argv[2]), {"INFERENCE_NUM_THREADS": int(sys.argv[3])}
+    scheduler = genai.SchedulerConfig()
+    scheduler.cache_size = CACHE_GIB
+    scheduler.enable_prefix_caching = True
+    batched = Batched(genai.ContinuousBatchingPipeline(str(model), scheduler, "CPU", threads))
+    single = Single(genai.VLMPipeline(str(model), "CPU", **threads))
+
+    def answer(chat: Chat) -> Iterator[str]:
+        return (single if chat.alone else batched).answer(chat)
+
+    serve(answer, model=model, port=port, mark="<ov_genai_image_{}>".format)
+
+
+if __name__ == "__main__":
+    main()

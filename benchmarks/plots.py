@@ -1,0 +1,71 @@
+"""The table as pictures (SVG); matplotlib is the extra `bench`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("svg")
+
+from matplotlib import pyplot as plt
+
+from .report import LIMIT, Results, Row
+
+
+def draw(results: Results, folder: Path) -> None:
+    _ratios(results, folder / "ratios.svg")
+    _growth(results, folder / "users.svg")
+
+
+def _ratios(results: Results, file: Path) -> None:
+    """How many times better the base is than each other engine, by the first figure of each workload."""
+    rows = list({row.workload: row for row in reversed(results.rows)}.values())
+    others = [name for name in results.engines if name not in (results.base, LIMIT)]
+    if not others:
+        return
+    figure, axes = plt.subplots(figsize=(9, 1 + 0.25 * len(rows) * len(others)), layout="constrained")
+    height = 0.8 / len(others)
+    for index, name in enumerate(others):
+        for place, row in enumerate(rows):
+            low, middle, high = _times_better(results, row, name)
+            spread = [[middle - low], [high - middle]]
+            bar = axes.barh(place + index * height, middle, height, xerr=spread, color=f"C{index}")
+        bar.set_label(name)
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_yticks(range(len(rows)), [f"{row.title}, {row.metric.split(',')[0]}" for row in rows])
+    axes.set_xlabel(f"times that {results.base} is better; bars: least and largest of the rounds")
+    axes.legend()
+    figure.savefig(file)
+    plt.close(figure)
+
+
+def _times_better(results: Results, row: Row, name: str) -> tuple[float, float, float]:
+    """Least, median and largest; nothing where it was not measured."""
+    ratio = results.ratio(row, name)
+    if ratio is None:
+        return 0.0, 0.0, 0.0
+    if row.higher:
+        return ratio.least, ratio.middle, ratio.most
+    return 1 / ratio.most, 1 / ratio.middle, 1 / ratio.least
+
+
+def _growth(results: Results, file: Path) -> None:
+    """Requests a second by the number of users with new pictures."""
+    rows = {int(row.workload.removeprefix("fresh-")): row for row in results.figures if _is_rate(row)}
+    if not rows:
+        return
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    for name in results.engines:
+        points = [(users, results.middle(row, name)) for users, row in sorted(rows.items())]
+        known = [(users, value) for users, value in points if value is not None]
+        if known:
+            axes.plot(*zip(*known, strict=True), marker="o", label=name)
+    axes.set(xlabel="users, each with a new picture", ylabel="requests a second", xticks=sorted(rows), ylim=(0, None))
+    axes.legend()
+    figure.savefig(file)
+    plt.close(figure)
+
+
+def _is_rate(row: Row) -> bool:
+    return row.workload.startswith("fresh-") and row.metric == "req/s"

@@ -1,0 +1,199 @@
+"""What was measured, as one table, as raw figures, and as plots."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+from collections import defaultdict
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dashinfer_vlm_core.version import __version__
+
+from .limits import Rates, cores
+from .workloads import Run, workloads
+
+LIMIT = "limit"
+"""The machine itself, as one more engine in the table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the table.
+
+    Attributes:
+        workload: its name.
+        title: what it is.
+        metric: the figure, with its unit.
+        higher: whether more of it is better.
+    """
+
+    workload: str
+    title: str
+    metric: str
+    higher: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """The base's figure over another engine's: the median of the rounds, the least and the largest."""
+
+    middle: float
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        return f"{self.middle:.2f} ({self.least:.2f} to {self.most:.2f})"
+
+
+@dataclass(kw_only=True)
+class Results:
+    """Figures by row, engine and round.
+
+    Attributes:
+        model: its name.
+        base: the engine that the others are compared with.
+        rates: of the machine, in each round.
+        notes: what has to be known to read the table.
+        runs: every answer of every run, for the raw file.
+    """
+
+    model: str
+    base: str = ""
+    rates: list[Rates] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    figures: dict[Row, dict[str, dict[int, float]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(dict))
+    )
+
+    @property
+    def engines(self) -> list[str]:
+        """The base first, the limit last."""
+        names = dict.fromkeys(name for row in self.figures.values() for name in row)
+        return sorted(names, key=lambda name: (name == LIMIT) - (name == self.base))
+
+    @property
+    def rows(self) -> list[Row]:
+        """In the order of the workloads, what is measured beside them last."""
+        order = [*workloads(), "memory", "ready"]
+        return sorted(self.figures, key=lambda row: order.index(row.workload))
+
+    def add(self, row: Row, engine: str, number: int, value: float) -> None:
+        self.figures[row][engine][number] = value
+
+    def keep(self, engine: str, workload: str, number: int, run: Run) -> None:
+        """Keep every answer of a run; faults are noted."""
+        samples = [*run.samples, *run.beside]
+        answers = [
+            {
+                "tokens": sample.tokens,
+                "prompt_tokens": sample.prompt_tokens,
+                "fault": sample.fault,
+                **({"ttft": sample.ttft, "tpot": sample.tpot} if sample.arrivals else {}),
+            }
+            for sample in samples
+        ]
+        self.runs.append(
+            {"engine": engine, "workload": workload, "round": number, "seconds": run.seconds, "answers": answers}
+        )
+        faults = [sample.fault for sample in samples if sample.fault]
+        if faults:
+            self.notes.append(
+                f"{engine}, {workload}, round {number + 1}: {len(faults)} of {len(samples)} answers failed, so the run"
+                f" does not count ({faults[0][:200]})"
+            )
+
+    def prompt_tokens(self, workload: str) -> int:
+        """Of the longest prompt of a workload."""
+        runs = [run for run in self.runs if run["workload"] == workload]
+        return max((answer["prompt_tokens"] for run in runs for answer in run["answers"]), default=0)
+
+    def middle(self, row: Row, engine: str) -> float | None:
+        values = self.figures[row].get(engine)
+        return statistics.median(values.values()) if values else None
+
+    def ratio(self, row: Row, engine: str) -> Ratio | None:
+        """Of the rounds in which both were measured; of the medians, where there is none."""
+        ours, theirs = self.figures[row].get(self.base, {}), self.figures[row].get(engine, {})
+        ratios = [ours[number] / theirs[number] for number in sorted(ours.keys() & theirs.keys())]
+        return Ratio(statistics.median(ratios), min(ratios), max(ratios)) if ratios else None
+
+
+def write(results: Results, folder: Path) -> str:
+    """Write table, raw figures and plots to `folder`; the table."""
+    folder.mkdir(parents=True, exist_ok=True)
+    table = markdown(results)
+    (folder / "compare.md").write_text(table)
+    (folder / "compare.json").write_text(json.dumps(_raw(results), indent=1))
+    try:
+        from . import plots
+    except ModuleNotFoundError as error:
+        return f"{table}\n(no plots: {error.name} is missing; pip install 'dashinfer-vlm-adapters[bench]')"
+    plots.draw(results, folder)
+    return table
+
+
+def markdown(results: Results) -> str:
+    """One table: of each row the base's median, and for each other engine its median and the base's ratio to it."""
+    others = [name for name in results.engines if name != results.base]
+    head = ["workload", "figure", results.base, *(f"{name}: {results.base} over it" for name in others)]
+    lines = [head, ["---"] * len(head)]
+    lines += [_line(results, row, others) for row in results.rows]
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n\n".join([_heading(results), table, *(f"* {note}" for note in results.notes)]) + "\n"
+
+
+def _line(results: Results, row: Row, others: list[str]) -> list[str]:
+    better = "more is better" if row.higher else "less is better"
+    cells = [f"{row.workload}: {row.title}", f"{row.metric} ({better})", _figure(results.middle(row, results.base))]
+    for name in others:
+        ratio = results.ratio(row, name)
+        cells.append(f"{_figure(results.middle(row, name))}: {ratio}" if ratio else _figure(results.middle(row, name)))
+    return cells
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _heading(results: Results) -> str:
+    reads = _spread([rates.read_gb_s for rates in results.rates])
+    products = _spread([rates.bf16_gflop_s for rates in results.rates])
+    return (
+        f"Model {results.model}; {len(results.rates)} rounds; {cores()} cores, {_processor()};"
+        f" torch {torch.__version__}, version {__version__}. The machine in the same rounds: memory reads {reads} GB/s,"
+        f" bfloat16 products {products} GFLOP/s.\n\n"
+        f"Each cell: the median of the engine, then the ratio of {results.base} to it: the median of the rounds, and"
+        " the least and largest."
+    )
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.0f} ({min(values):.0f} to {max(values):.0f})"
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _raw(results: Results) -> dict[str, Any]:
+    figures = [{**asdict(row), "engines": engines} for row, engines in results.figures.items()]
+    return {
+        "model": results.model,
+        "base": results.base,
+        "version": __version__,
+        "torch": torch.__version__,
+        "processor": _processor(),
+        "cores": cores(),
+        "rates": [asdict(rates) for rates in results.rates],
+        "notes": results.notes,
+        "figures": figures,
+        "runs": results.runs,
+    }

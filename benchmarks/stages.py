@@ -1,0 +1,348 @@
+"""Where the time of a picture request goes, stage by stage, in the rooms that serve it.
+
+    python -m benchmarks.stages [--model small|2b|demo|FOLDER] [--repeats 5] [any option of dashinfer-vlm serve]
+
+Each stage runs alone, with new content each time, so that no cache helps. Not called `profile`: the standard library
+has a module of that name, which torch imports, and a script started by its path would find this one first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import statistics
+import threading
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import click
+import httpx
+import torch
+import uvicorn
+
+from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.cli_options import config_options
+from dashinfer_vlm_core.conductor import Conductor
+from dashinfer_vlm_core.decoder import DecodeRequest, Token, VisualSpan
+from dashinfer_vlm_core.engine import open_conductor
+from dashinfer_vlm_core.media import Picture
+from dashinfer_vlm_core.media.fetch import Fetcher
+from dashinfer_vlm_core.media.image import decode_picture
+from dashinfer_vlm_core.patches import Patches
+from dashinfer_vlm_core.plugins import load_plugins
+from dashinfer_vlm_core.prompt import Prompt
+from dashinfer_vlm_core.qwen2_vl.config import read_text_config, read_vision_config
+from dashinfer_vlm_core.reply import PromptCounts, Reply
+from dashinfer_vlm_core.schema import ChatRequest
+from dashinfer_vlm_core.testing import scripted_engine
+from dashinfer_vlm_core.vision import VisualTokens
+from dashinfer_vlm_server import create_app
+from dashinfer_vlm_torch.sampler import choose
+from dashinfer_vlm_torch.scheduler import Run
+
+from .client import EngineTarget, HTTPTarget, Talk, Target, load, request_body
+from .limits import Rates, cores, measure_rates, picture_patches, prefill_flop, step_seconds, tower_flop
+from .models import CACHE, checkpoint
+from .workloads import jpeg, question, words
+
+TOKENS = 32
+"""Of the answer."""
+BATCH = 8
+PART = "messages[0].content[0]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One line of the table.
+
+    Attributes:
+        name: what is done.
+        seconds: each time it is done; the median.
+        times: how often a request of a picture and `TOKENS` tokens does it; 0 for what is only told beside.
+        limit: seconds that the machine needs at least, where that is known.
+    """
+
+    name: str
+    seconds: float
+    times: int = 1
+    limit: float | None = None
+
+
+class Clock:
+    """Collects the seconds of named pieces of work."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+
+    @contextlib.contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.seconds[name].append(time.perf_counter() - begin)
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.seconds[name])
+
+
+class Pictures(ThreadingHTTPServer):
+    """Serves a new picture at any path of a port on loopback."""
+
+    def __init__(self, source: random.Random) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                data = jpeg(source)
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: object) -> None:
+                """Not a line for each request."""
+
+        super().__init__(("127.0.0.1", 0), Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/picture.jpg"
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Pictures]:
+        thread = threading.Thread(target=self.serve_forever)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self.shutdown()
+            thread.join()
+            self.server_close()
+
+
+@contextlib.asynccontextmanager
+async def opened(config: EngineConfig) -> AsyncIterator[Conductor]:
+    conductor, _ = await open_conductor(config, load_plugins())
+    try:
+        yield conductor
+    finally:
+        await conductor.close()
+
+
+async def measure(config: EngineConfig, rates: Rates, repeats: int) -> list[Stage]:
+    """All stages, in the order of a request."""
+    source, clock = random.Random("stages"), Clock()
+    async with opened(config) as conductor, contextlib.AsyncExitStack() as stack:
+        pictures = stack.enter_context(Pictures(source).running())
+        fetcher = Fetcher(config)
+        stack.push_async_callback(fetcher.close)
+        await _one(Clock(), conductor, fetcher, pictures.url, source)  # pays for what is loaded on use
+        for _ in range(repeats):
+            prompt = await _one(clock, conductor, fetcher, pictures.url, source)
+            await _batch(clock, conductor, source)
+            await _tower_pass(clock, conductor, source)
+            _sampling(clock, conductor)
+    await _transport(clock, repeats)
+    return _stages(clock, conductor, rates, len(prompt))
+
+
+async def _one(clock: Clock, conductor: Conductor, fetcher: Fetcher, url: str, source: random.Random) -> Prompt:
+    """One request, room by room."""
+    with clock.time("parse"):
+        request = ChatRequest.parse(_body(url, source))
+    with clock.time("fetch"):
+        data = await fetcher.get(httpx.URL(url), kind="image", part=PART)
+    with clock.time("decode"):
+        image = decode_picture(data, part=PART, max_pixels=1 << 24, background=(255, 255, 255))
+    with clock.time("resize"):
+        patches = conductor.patcher.cut(Picture(image=image, part=PART))
+    with clock.time("tower"):
+        visual = await conductor.vision.embed([patches])
+    with clock.time("prompt"):
+        prompt = conductor.prompts.build(request, [patches])
+    tokens = await _decode(clock, conductor, _decode_request(request, prompt, visual))
+    _detokenise(clock, conductor, request, tokens)
+    return prompt
+
+
+def _body(url: str, source: random.Random) -> dict[str, object]:
+    picture = {"type": "image_url", "image_url": {"url": url}}
+    return request_body([{"role": "user", "content": [picture, question(source)]}], TOKENS, users=1)
+
+
+def _decode_request(request: ChatRequest, prompt: Prompt, visual: Sequence[VisualTokens]) -> DecodeRequest:
+    return DecodeRequest(
+        id="benchmark",
+        token_ids=prompt.token_ids,
+        positions=prompt.positions,
+        spans=tuple(
+            VisualSpan(start=span.start, tokens=tokens) for span, tokens in zip(prompt.spans, visual, strict=True)
+        ),
+        sampling=replace(request.sampling(), max_tokens=request.max_tokens),
+    )
+
+
+async def _decode(clock: Clock, conductor: Conductor, request: DecodeRequest) -> list[Token]:
+    """The first token is the prefill's, its sampling included."""
+    tokens, last = list[Token](), time.perf_counter()
+    async with contextlib.aclosing(conductor.decoder.decode(request)) as answer:
+        async for token in answer:
+            now = time.perf_counter()
+            clock.seconds["step" if tokens else "prefill"].append(now - last)
+            tokens.append(token)
+            last = now
+    return tokens
+
+
+def _detokenise(clock: Clock, conductor: Conductor, request: ChatRequest, tokens: Sequence[Token]) -> None:
+    reply = Reply(
+        tokenizer=conductor.prompts.tokenizer,
+        request=request,
+        id="benchmark",
+        created=0,
+        model=conductor.name,
+        counts=PromptCounts(prompt_tokens=1),
+    )
+    for token in tokens:
+        with clock.time("detokenise"):
+            reply.feed(token)
+
+
+async def _batch(clock: Clock, conductor: Conductor, source: random.Random) -> None:
+    """Steps of `BATCH` answers to short texts, which begin together."""
+    gaps = Clock()
+
+    async def answer() -> None:
+        body = request_body([{"role": "user", "content": words(source, 8)}], TOKENS, users=BATCH)
+        request = ChatRequest.parse(body)
+        await _decode(gaps, conductor, _decode_request(request, conductor.prompts.build(request, []), []))
+
+    await asyncio.gather(*(answer() for _ in range(BATCH)))
+    clock.seconds["batch"].append(gaps.median("step"))
+
+
+async def _tower_pass(clock: Clock, conductor: Conductor, source: random.Random) -> None:
+    """Four pictures that share a pass of the tower."""
+    items = [_patches(conductor, source) for _ in range(4)]
+    with clock.time("pass"):
+        await conductor.vision.embed(items)
+
+
+def _patches(conductor: Conductor, source: random.Random) -> Patches:
+    image = decode_picture(jpeg(source), part=PART, max_pixels=1 << 24, background=(255, 255, 255))
+    return conductor.patcher.cut(Picture(image=image, part=PART))
+
+
+def _sampling(clock: Clock, conductor: Conductor) -> None:
+    """Greedily, as the workloads ask for, and with a temperature and `top_p`, as people do."""
+    logits = torch.randn(BATCH, conductor.spec.vocab_size)
+    for name, options in (("greedy", {"temperature": 0}), ("drawn", {"temperature": 0.7, "top_p": 0.9, "seed": 1})):
+        request = ChatRequest.parse({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, **options})
+        prompt = conductor.prompts.build(request, [])
+        run = Run.of(_decode_request(request, prompt, []), conductor.spec.tokens.stop)
+        with clock.time(f"{name} 1"), torch.inference_mode():
+            choose(logits[:1], [run])
+        with clock.time(f"{name} {BATCH}"), torch.inference_mode():
+            choose(logits, [run] * BATCH)
+
+
+async def _transport(clock: Clock, repeats: int) -> None:
+    """What HTTP, JSON and server-sent events add: the same scripted answers from an engine, and from a server on it.
+
+    Client and server share this process, and so its lock: an upper bound.
+    """
+    with scripted_engine("a" + " a" * (TOKENS - 2)) as engine, serving(engine) as url:
+        direct, served = EngineTarget(engine), HTTPTarget(url)
+        async with served:
+            for _ in range(4 * repeats):
+                await _timed(direct, clock.seconds["engine"], clock.seconds["engine first"])
+                await _timed(served, clock.seconds["server"], clock.seconds["server first"])
+
+
+async def _timed(target: Target, whole: list[float], first: list[float]) -> None:
+    (sample,) = await load(target, [Talk(turns=("Hello",), tokens=TOKENS)], users=1)
+    first.append(sample.ttft)
+    whole.append(sample.arrivals[-1] - sample.arrivals[0])
+
+
+@contextlib.contextmanager
+def serving(engine: Engine) -> Iterator[str]:
+    """The address of a server in a thread of its own."""
+    server = uvicorn.Server(uvicorn.Config(create_app(engine), port=0, log_config=None, ws="none"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def _stages(clock: Clock, conductor: Conductor, rates: Rates, prompt: int) -> list[Stage]:
+    folder = conductor.spec.folder
+    speed = rates.bf16_gflop_s * 1e9
+    tower = tower_flop(read_vision_config(folder), picture_patches(folder)) / speed
+    prefill = prefill_flop(read_text_config(folder), prompt) / speed
+    step = step_seconds(folder, rates)
+    first = max(0.0, clock.median("server first") - clock.median("engine first"))
+    chunk = max(0.0, clock.median("server") - clock.median("engine")) / (TOKENS - 1)
+    timed = clock.median
+    return [
+        Stage(name="request: JSON to ChatRequest", seconds=timed("parse")),
+        Stage(name="fetch a JPEG of 448x448, over loopback", seconds=timed("fetch")),
+        Stage(name="decode it", seconds=timed("decode")),
+        Stage(name="resize, cut into patches, digest", seconds=timed("resize")),
+        Stage(name="tower", seconds=timed("tower"), limit=tower),
+        Stage(name="prompt: template, tokens, positions", seconds=timed("prompt")),
+        Stage(name=f"prefill of {prompt} tokens, first token", seconds=timed("prefill"), limit=prefill),
+        Stage(name="decode step, 1 answer", seconds=timed("step"), times=TOKENS - 1, limit=step),
+        Stage(name="text of a token, its chunk", seconds=timed("detokenise"), times=TOKENS),
+        Stage(name="server: up to the first chunk", seconds=first),
+        Stage(name="server: each further chunk", seconds=chunk, times=TOKENS - 1),
+        Stage(name=f"decode step, {BATCH} answers", seconds=timed("batch"), times=0, limit=step),
+        Stage(name="tower, 4 pictures in one pass", seconds=timed("pass"), times=0, limit=4 * tower),
+        *(
+            Stage(name=f"of a step: sampling, {kind}, {count} answers", seconds=timed(f"{kind} {count}"), times=0)
+            for kind in ("greedy", "drawn")
+            for count in (1, BATCH)
+        ),
+    ]
+
+
+def markdown(stages: Sequence[Stage], rates: Rates, model: str) -> str:
+    whole = sum(stage.times * stage.seconds for stage in stages)
+    lines = [
+        (
+            f"Model {model}, {cores()} cores; memory reads {rates.read_gb_s:.0f} GB/s, bfloat16 products"
+            f" {rates.bf16_gflop_s:.0f} GFLOP/s. A request of one picture and {TOKENS} tokens: {1000 * whole:.0f} ms."
+        ),
+        "",
+        "| stage | ms | times in a request | share | limit, ms | share of the limit's speed |",
+        "|---|---|---|---|---|---|",
+    ]
+    for stage in stages:
+        share = f"{100 * stage.times * stage.seconds / whole:.1f} %" if stage.times else ""
+        limit = f"{1000 * stage.limit:.2f} | {stage.limit / stage.seconds:.2f}" if stage.limit else " | "
+        lines.append(f"| {stage.name} | {1000 * stage.seconds:.3f} | {stage.times or ''} | {share} | {limit} |")
+    return "\n".join(lines)
+
+
+@click.command(help=__doc__)
+@click.option("--repeats", default=5, show_default=True)
+@click.option("--models", type=click.Path(path_type=Path), default=CACHE, help="Where models are made.")
+@config_options
+def main(*, repeats: int, models: Path, config: EngineConfig) -> None:
+    model = str(checkpoint(config.model, models))
+    config = config.model_copy(update={"model": model, "allow_private_addresses": True})
+    torch.set_num_threads(cores())
+    rates = measure_rates()
+    stages = asyncio.run(measure(config, rates, repeats))
+    print(markdown(stages, rates, Path(model).name))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The benchmarks run: nothing here says how fast anything is."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks import compare, limits, models, stages, workloads
+from benchmarks.client import Sample
+from benchmarks.report import LIMIT, Ratio, Results, Row
+from benchmarks.workloads import Run
+from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.qwen2_vl.config import TextConfig, VisionConfig
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ours_is_compared_with_itself_and_with_the_limit(tmp_path):
+    names = ["--engines", "ours,in-process", "--engine", "chunks=--prefill-chunk 16"]
+    work = ["--workloads", "fresh-1,chats-3,decode-1", "--quick", "--rounds", "2", "--no-ready"]
+    results = compare.main(["--model", "demo", *names, *work, "--out", str(tmp_path)])
+    rate = Row("fresh-1", "new pictures, 1 user", "TTFT, s")
+    assert results.figures[rate].keys() == {"ours", "in-process", "chunks", LIMIT}
+    raw = json.loads((tmp_path / "compare.json").read_text())
+    assert len(raw["runs"]) == (3 * 3 - 1) * 2  # chats are not asked in process
+    assert not [answer["fault"] for run in raw["runs"] for answer in run["answers"] if answer["fault"]]
+    assert (
+        "| chats-3: chats of three turns, 3 users | turns/s (more is better) |" in (tmp_path / "compare.md").read_text()
+    )
+    if importlib.util.find_spec("matplotlib"):
+        assert "<svg" in (tmp_path / "ratios.svg").read_text()
+        assert "<svg" in (tmp_path / "users.svg").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_every_stage_of_a_request_is_told():
+    done = CliRunner().invoke(stages.main, ["--model", "demo", "--repeats", "1"], catch_exceptions=False)
+    table = [line.split("|")[1:4] for line in done.output.splitlines() if line.startswith("| ")]
+    told = {name.strip(): float(each) for name, each, _ in table[1:]}
+    for word in ("fetch", "decode it", "resize", "tower", "prompt", "prefill", "decode step, 8", "text", "server"):
+        assert any(name.startswith(word) and each >= 0 for name, each in told.items()), word
+    assert not any(each == 0 for name, each in told.items() if not name.startswith("server"))
+
+
+@pytest.mark.slow
+def test_a_model_of_random_weights_answers(tmp_path):
+    shape = replace(
+        models.SHAPES["small"], hidden=64, inner=96, layers=1, heads=2, kv_heads=1, sections=(4, 6, 6),
+        tower_width=32, tower_layers=1, tower_heads=2,
+    )  # fmt: skip
+    models.write_model(shape, tmp_path)
+    content = [workloads.picture(random.Random(0), 56), {"type": "text", "text": "ab cd"}]
+    with Engine(EngineConfig(model=str(tmp_path))) as engine:
+        request = {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "ignore_eos": True}
+        usage = engine.chat(request).usage
+    assert usage.completion_tokens == 4
+    assert usage.prompt_tokens_details.image_tokens == 4
+
+
+def test_the_limits_are_those_of_the_shape():
+    """Counted by hand for `small`, in 1e9 operations and bytes: 14.9 M weights in each of 24 layers, and 136 M in the
+    output layer."""
+    text = TextConfig(
+        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
+        head_dim=64, vocab_size=151_936, max_position_embeddings=32_768, rms_norm_eps=1e-6, rope_theta=1e6,
+        mrope_section=(8, 12, 12), tie_word_embeddings=True,
+    )  # fmt: skip
+    vision = VisionConfig(
+        depth=16, embed_dim=640, hidden_size=896, num_heads=8, mlp_ratio=4, patch_size=14, temporal_patch_size=2,
+        spatial_merge_size=2, in_channels=3, hidden_act="quick_gelu",
+    )  # fmt: skip
+    assert limits.tower_flop(vision, 1024) / 1e9 == pytest.approx(210.1, abs=0.1)
+    assert limits.step_bytes(text) / 1e9 == pytest.approx(0.988, abs=0.001)
+    assert limits.prefill_flop(text, 296) / 1e9 == pytest.approx(216, abs=0.5)
+
+
+def test_ratios_are_taken_round_by_round():
+    results = Results(model="m", base="ours")
+    row = Row("fresh-1", "new pictures", "TTFT, s")
+    for number, (ours, theirs) in enumerate([(1, 2), (10, 10), (30, 10)]):
+        results.add(row, "ours", number, ours)
+        results.add(row, "theirs", number, theirs)
+    assert results.ratio(row, "theirs") == Ratio(1.0, 0.5, 3.0)
+    assert results.middle(row, "ours") == 10
+
+
+def test_a_run_with_a_short_answer_is_told_and_does_not_count():
+    sample = Sample(asked=8, sent=0.0, arrivals=[1.0], tokens=7, fault="7 tokens instead of 8")
+    results = Results(model="m", base="ours")
+    results.keep("theirs", "fresh-1", 0, Run(samples=[sample], seconds=1.0, beside=[]))
+    assert "1 of 1 answers failed" in results.notes[0]
+
+
+def test_each_engine_is_asked_the_same_and_each_round_something_new():
+    work = workloads.workloads()["repeated-8"]
+    assert work.content("0 repeated-8") == work.content("0 repeated-8")
+    pictures = [str(talk.turns[0][0]) for seed in "01" for talk in work.content(f"{seed} repeated-8")[0]]
+    assert len(set(pictures)) == 4
