@@ -54,7 +54,8 @@ class ConfiguredCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         own, shared = [], []
         for param in self.get_params(ctx):
-            if (record := param.get_help_record(ctx)) is not None:
+            record = None if isinstance(param, click.Argument) else param.get_help_record(ctx)
+            if record is not None:
                 (shared if isinstance(param, EngineOption) else own).append(record)
         for title, records in (("Options", own), ("Options of the engine", shared)):
             if records:
