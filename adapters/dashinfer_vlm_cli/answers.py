@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from openai.types import CompletionUsage
+    from openai.types.chat import ChatCompletionChunk
 
     from .engines import AnyEngine
 
@@ -24,6 +25,7 @@ class Answer:
         usage: the engine's count of tokens; None until the end, or where it does not count.
         pieces: chunks with text in them, which are tokens or more.
         started, first, last: when it was asked, and when the first and the last piece came, in seconds.
+        gaps: seconds between pieces.
     """
 
     text: str = ""
@@ -54,13 +56,22 @@ class Answer:
     def tokens_per_second(self) -> float | None:
         return 1 / self.seconds_per_token if self.seconds_per_token else None
 
-    def add(self, text: str, now: float) -> None:
+    def take(self, chunk: ChatCompletionChunk, now: float) -> str:
+        """Note what a chunk brings; the text in it."""
+        self.usage = chunk.usage or self.usage
+        self.finish = next((choice.finish_reason for choice in chunk.choices if choice.finish_reason), self.finish)
+        text = "".join(choice.delta.content or "" for choice in chunk.choices)
+        if text:
+            self._note_time(now)
+            self.text += text
+        return text
+
+    def _note_time(self, now: float) -> None:
         if self.last is not None:
             self.gaps.append(now - self.last)
         self.first = now if self.first is None else self.first
         self.last = now
         self.pieces += 1
-        self.text += text
 
     def told(self) -> str:
         """A line for people."""
@@ -92,20 +103,10 @@ def ask(
     """
     answer = into or Answer(started=time.perf_counter())
     streamed = {**request, "stream": True, "stream_options": {"include_usage": True}}
-    for text in _pieces(engine, streamed, answer):
-        answer.add(text, time.perf_counter())
-        show(text)
-    return answer
-
-
-def _pieces(engine: AnyEngine, request: Mapping[str, Any], answer: Answer) -> Iterator[str]:
-    with closing(engine.stream(request)) as chunks:
+    with closing(engine.stream(streamed)) as chunks:
         for chunk in chunks:
-            answer.usage = chunk.usage or answer.usage
-            for choice in chunk.choices:
-                answer.finish = choice.finish_reason or answer.finish
-                if choice.delta.content:
-                    yield choice.delta.content
+            show(answer.take(chunk, time.perf_counter()))
+    return answer
 
 
 def _pictures(usage: CompletionUsage) -> str:

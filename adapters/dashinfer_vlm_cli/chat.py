@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -108,18 +109,14 @@ def _shown(text: str) -> None:
 def _talk(engine: AnyEngine, conversation: Conversation, source: Source) -> None:
     """A conversation at the terminal, until the person leaves."""
     from .lines import line_reader
-    from .talk import COMMANDS, Leave, Talk
+    from .talk import COMMANDS, Talk
 
     talk = Talk(engine=engine, conversation=conversation, write=_shown, note=_noted)
     read = line_reader(source.config.cache_folder, [f"/{name}" for name in COMMANDS])
     _noted(f"{engine.status().model}: ask, drop pictures, or type /help. Ctrl-C stops an answer, Ctrl-D ends.")
-    while True:
-        try:
+    while not talk.over:
+        with contextlib.suppress(KeyboardInterrupt):  # at the prompt: the line is dropped
             talk.take(read())
-        except KeyboardInterrupt:  # at the prompt: the line is dropped
-            continue
-        except (EOFError, Leave):
-            return
 
 
 def _noted(line: str) -> None:

@@ -10,16 +10,22 @@ HISTORY = "chat_history"
 
 
 def line_reader(folder: Path, commands: Iterable[str]) -> Callable[[], str]:
-    """A function that reads a line, and raises EOFError at the end and KeyboardInterrupt at Ctrl-C.
+    """A function that reads a line; at the end of the input, `/exit`. It raises KeyboardInterrupt at Ctrl-C.
 
     Args:
         folder: where the history is kept; one that cannot be written costs the history alone.
         commands: words that are completed at the beginning of a line.
     """
     history = _history_file(folder)
-    if find_spec("prompt_toolkit") is None:
-        return _plain_reader()
-    return _toolkit_reader(history, list(commands))
+    read = _plain_reader() if find_spec("prompt_toolkit") is None else _toolkit_reader(history, list(commands))
+
+    def line() -> str:
+        try:
+            return read()
+        except EOFError:
+            return "/exit"
+
+    return line
 
 
 def _history_file(folder: Path) -> Path | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from dashinfer_vlm_core.errors import DashInferVLMError
+from dashinfer_vlm_core.errors import DashInferVLMError, InvalidParameter
 
 from .answers import Answer, ask
 from .conversation import Conversation
@@ -17,10 +17,6 @@ from .media import clipboard_part, find_media, media_part
 
 if TYPE_CHECKING:
     from .engines import AnyEngine
-
-
-class Leave(Exception):  # noqa: N818 - not an error: the person is done
-    """The person ends the talk."""
 
 
 @dataclass(kw_only=True)
@@ -33,6 +29,7 @@ class Talk:
         write: shows a piece of an answer, as it comes.
         note: shows a line about what was done, or went wrong.
         files: files that this talk wrote or read: these it may write again.
+        over: whether the person has ended it.
     """
 
     engine: AnyEngine
@@ -40,13 +37,10 @@ class Talk:
     write: Callable[[str], None]
     note: Callable[[str], None]
     files: set[Path] = field(default_factory=set)
+    over: bool = False
 
     def take(self, line: str) -> None:
-        """Do what a line says: a command, or a question with the pictures that it names.
-
-        Raises:
-            Leave: it says to end.
-        """
+        """Do what a line says: a command, or a question with the pictures that it names."""
         try:
             text, parts = find_media(line.strip())
             if not parts and text.startswith("/"):
@@ -93,10 +87,11 @@ class Talk:
     def _stopped(self, answer: Answer) -> None:
         if not answer.text:
             self.conversation.take_back()
-            return self.note("Stopped; the question was taken back.")
-        self.conversation.hear(answer.text)
-        self.write("\n")
-        self.note(f"Stopped. {answer.told()}")
+            self.note("Stopped; the question was taken back.")
+        else:
+            self.conversation.hear(answer.text)
+            self.write("\n")
+            self.note(f"Stopped. {answer.told()}")
 
     def _say_what_waits(self) -> None:
         kinds = [part["type"].partition("_")[0] for part in self.conversation.waiting]
@@ -133,7 +128,7 @@ class Talk:
     def save(self, argument: str) -> None:
         path = Path(_needed(argument, "/save PATH")).expanduser()
         if path.exists() and path.resolve() not in self.files:
-            return self.note(f"{path} is there already: choose another name.")
+            raise InvalidParameter(f"{path} is there already: choose another name.")
         self.conversation.save(path)
         self.files.add(path.resolve())
         self.note(f"Saved to {path}, {self.conversation.turns} questions.")
@@ -160,13 +155,11 @@ class Talk:
         self.note("\n".join(help_lines()))
 
     def leave(self, _: str) -> None:
-        raise Leave
+        self.over = True
 
 
 def _needed(argument: str, usage: str) -> str:
     """An argument of a command, without the quotes that a terminal puts around dropped files."""
-    from dashinfer_vlm_core.errors import InvalidParameter
-
     if not argument:
         raise InvalidParameter(f"Write: {usage}")
     quoted = argument[0] in "'\"" and argument[-1] == argument[0] and len(argument) > 1
