@@ -53,10 +53,15 @@ def _show(rows: list[PluginRow]) -> None:
 
 
 def main() -> None:
-    """Entry point of the console script: errors made for people are shown as such, without a traceback."""
+    """Entry point of the console script."""
     add_commands(cli)
+    run(cli)
+
+
+def run(command: click.Command) -> None:
+    """Run a program's command: errors made for people are shown as such, without a traceback."""
     try:
-        cli()
+        command()
     except DashInferVLMError as error:
         click.echo(f"dashinfer-vlm: {error.message}", err=True)
         sys.exit(SETUP_FAILED)

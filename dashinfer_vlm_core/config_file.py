@@ -16,7 +16,7 @@ from .errors import ConfigError
 Value: TypeAlias = "str | list[str] | dict[str, str]"
 
 SECRETS = ("key", "token", "password", "secret")
-"""Last words of the names of options that other users of the machine should not read."""
+"""Last words of the flags of options that other users of the machine should not read."""
 
 _TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
@@ -91,7 +91,7 @@ def read_options(path: Path, command: click.Command) -> list[tuple[click.Option,
         if option in found:
             raise ConfigError(f"{path}, line {line}: {name!r} is set twice. Keep one of the two.", param=name)
         found[option] = value
-    _warn_of_readers(path, [option for option in found if (option.name or "").split("_")[-1] in SECRETS])
+    _warn_of_readers(path, [option for option in found if _flag(option).split("-")[-1] in SECRETS])
     return list(found.items())
 
 
@@ -142,7 +142,7 @@ def _text(node: object, where: str) -> str:
 
 def _words(option: click.Option, value: Value) -> list[str]:
     """A value as it would be written on the command line."""
-    flag = next(flag for flag in option.opts if flag.startswith("--"))
+    flag = _flag(option)
     if option.is_flag:
         return _flag_words(option, flag, value)
     if isinstance(value, dict):
@@ -150,6 +150,10 @@ def _words(option: click.Option, value: Value) -> list[str]:
     if isinstance(value, list):
         return [f"{flag}={item}" for item in value] if option.multiple else [f"{flag}={','.join(value)}"]
     return [f"{flag}={value}"]
+
+
+def _flag(option: click.Option) -> str:
+    return next(flag for flag in option.opts if flag.startswith("--"))
 
 
 def _flag_words(option: click.Option, flag: str, value: Value) -> list[str]:
@@ -167,6 +171,6 @@ def _nearest(name: str, known: Mapping[str, click.Option]) -> str:
 def _warn_of_readers(path: Path, secrets: list[click.Option]) -> None:
     if secrets and path.stat().st_mode & stat.S_IROTH:
         click.echo(
-            f"Warning: everybody on this machine can read the `{secrets[0].opts[0]}` in {path}. Run: chmod 600 {path}",
+            f"Warning: everybody on this machine can read the `{_flag(secrets[0])}` in {path}. Run: chmod 600 {path}",
             err=True,
         )

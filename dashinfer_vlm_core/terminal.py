@@ -47,7 +47,14 @@ def _rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     Console().print(table)
 
 
-_STYLES = {"ok": "green", "missing": "yellow", "slow": "yellow", "broken": "red", "duplicate": "yellow"}
+_STYLES = {
+    "ok": "green",
+    "missing": "yellow",
+    "unusable": "yellow",
+    "slow": "yellow",
+    "broken": "red",
+    "duplicate": "yellow",
+}
 
 
 def _plain_table(cells: Sequence[Sequence[str]]) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import importlib
+import io
 import os
 import platform
 import re
@@ -20,7 +22,7 @@ from dashinfer_vlm_core.dashinfer.environment import cuda_devices, examine, find
 from dashinfer_vlm_core.errors import DashInferVLMError, MissingDependency
 from dashinfer_vlm_core.plugins import DISTRIBUTION, load_plugins
 
-Status = Literal["ok", "missing", "slow", "broken"]
+Status = Literal["ok", "missing", "unusable", "slow", "broken"]
 
 NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "llguidance", "pillow", "numpy")
 EXTRAS = {
@@ -38,7 +40,8 @@ FAST_CPU = {"avx512_bf16": "AVX-512 BF16", "amx_bf16": "AMX", "bf16": "Arm BF16"
 LITTLE_BYTES = 10 * 10**9
 """Free disk below which a model of 2 billion parameters does not fit beside what it is made into."""
 
-KNOWLEDGE = "Which shapes do you know?"
+QUESTION = "Describe the picture."
+TRUTH = "A red circle."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +50,7 @@ class Finding:
 
     Attributes:
         name: what was looked at.
-        status: `broken` is what has to be mended before anything works.
+        status: `broken` has to be mended; `missing` and `unusable` are optional, and `slow` works.
         detail: what was found.
         mend: what to do about it, with the command; empty if nothing has to be done.
     """
@@ -114,8 +117,10 @@ def _plugins() -> Finding:
     rows = load_plugins().rows
     problems = [row for row in rows if row.status != "ok"]
     if problems:
+        ours = any(row.distribution.split()[0] == DISTRIBUTION for row in problems)
+        mend = " ".join(row.problem for row in problems)
         names = ", ".join(row.name for row in problems)
-        return Finding(name="plugins", status="broken", detail=names, mend=" ".join(row.problem for row in problems))
+        return Finding(name="plugins", status="broken" if ours else "unusable", detail=names, mend=mend)
     return Finding(name="plugins", status="ok", detail=", ".join(row.name for row in rows))
 
 
@@ -147,7 +152,7 @@ def _cuda() -> Finding:
 
     if not torch.cuda.is_available():
         mend = "Install the torch that goes with your driver: https://pytorch.org/get-started/locally"
-        return Finding(name="cuda", status="broken", detail=f"{devices} devices that torch cannot use", mend=mend)
+        return Finding(name="cuda", status="slow", detail=f"{devices} devices that torch cannot use", mend=mend)
     names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
     return Finding(name="cuda", status="ok", detail=f"{devices} x {', '.join(sorted(names))}")
 
@@ -191,38 +196,44 @@ def _existing(folder: Path) -> Path:
 
 
 def _dashinfer(config: EngineConfig) -> Finding:
+    needed: Status | None = "broken" if config.decoder == "dashinfer" else None
     try:
         findings = examine(find_environment(config))
     except MissingDependency as error:
-        return Finding(name="dashinfer", status="missing", detail="not installed", mend=error.message)
+        return Finding(name="dashinfer", status=needed or "missing", detail="not installed", mend=error.message)
     if findings.problem:
         mend = "Run: dashinfer-vlm dashinfer status"
-        return Finding(name="dashinfer", status="broken", detail=findings.problem, mend=mend)
+        return Finding(name="dashinfer", status=needed or "unusable", detail=findings.problem, mend=mend)
     detail = f"{findings.version} under Python {findings.python}, {findings.cuda} CUDA devices"
     return Finding(name="dashinfer", status="ok", detail=detail)
 
 
 def _answer() -> Finding:
-    """Everything together: the bundled model answers."""
+    """Everything together: the bundled model describes a picture."""
     from dashinfer_vlm_core.engine import Engine
 
+    content = [{"type": "image_url", "image_url": {"url": _red_circle()}}, {"type": "text", "text": QUESTION}]
+    request = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 32}
     try:
         with Engine(EngineConfig(model="demo")) as engine:
-            request = {"messages": [{"role": "user", "content": KNOWLEDGE}], "temperature": 0, "max_tokens": 32}
-            text = engine.chat(request).choices[0].message.content or ""
+            text = engine.chat(request).choices[0].message.content
             decoder = engine.status().decoder
     except DashInferVLMError as error:
-        return Finding(
-            name="self test", status="broken", detail=error.message, mend="Mend what it says, and try again."
-        )
-    if "circles" not in text:
-        return _wrong(text)
-    return Finding(name="self test", status="ok", detail=f"the decoder {decoder} answers: {text}")
+        return Finding(name="self test", status="broken", detail="it cannot answer", mend=error.message)
+    if text != TRUTH:
+        mend = f"Run: pip install --force-reinstall --no-deps {DISTRIBUTION}. If that does not help, report it."
+        return Finding(name="self test", status="broken", detail=f"a wrong answer: {text!r}", mend=mend)
+    return Finding(name="self test", status="ok", detail=f"the decoder {decoder} sees: {text}")
 
 
-def _wrong(text: str) -> Finding:
-    mend = f"Run: pip install --force-reinstall --no-deps {DISTRIBUTION}. If that does not help, report it."
-    return Finding(name="self test", status="broken", detail=f"a wrong answer: {text!r}", mend=mend)
+def _red_circle() -> str:
+    from PIL import Image, ImageDraw
+
+    picture = Image.new("RGB", (112, 112), "white")
+    ImageDraw.Draw(picture).ellipse((28, 28, 84, 84), fill="red")
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def _one_line(error: Exception) -> str:
