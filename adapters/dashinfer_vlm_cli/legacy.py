@@ -38,7 +38,6 @@ class OldFlag:
         takes: its values, by `|` where only some are; empty if it takes none.
         now: for the documentation: what stands for it.
         becomes: makes that of a value.
-
     """
 
     flag: str
@@ -64,12 +63,12 @@ def switched(flag: str) -> Callable[[str], Became]:
 
 
 def without_effect(told: str) -> Callable[[str], Became]:
-    return lambda _: Became(told=told)
+    return lambda _: Became(told=f"no effect; {told}")
 
 
 def _quantised(kind: str) -> Became:
     if kind in {"a16w8", "a8w8"}:
-        told = "activations are not quantised here, weights alone are" if kind == "a8w8" else ""
+        told = "weights alone are quantised here, not activations" if kind == "a8w8" else ""
         return Became(words=("--quantization", "int8"), told=told)
     if kind == "a16w4":
         return Became(words=("--quantization", "uint4"))
@@ -84,8 +83,8 @@ def _quantised(kind: str) -> Became:
 
 def _fp8(_: str) -> Became:
     raise ConfigError(
-        "FP8 (`--fp8`, `--quant-type fp8`) is not available. Use `--quantization int8`, which halves the weights too, or"
-        " leave it out.",
+        "FP8 (`--fp8`, `--quant-type fp8`) is not available. Use `--quantization int8`, which is as small, or leave it"
+        " out.",
         param="fp8",
     )
 
@@ -107,18 +106,18 @@ def _origins(text: str) -> Became:
 
 def _tls(_: str) -> Became:
     parameters = click.get_current_context().params
-    key, certificate = parameters["ssl_keyfile"], parameters["ssl_certfile"]
+    key, certificate = parameters["old_keyfile"], parameters["old_certfile"]
     if not key or not certificate:
         raise ConfigError(
-            "`--ssl` wants the variables SSL_KEYFILE and SSL_CERTFILE, or `--ssl-keyfile` and `--ssl-certfile`."
+            "`--ssl` wants the variables SSL_KEYFILE and SSL_CERTFILE: set them, or give `--ssl-keyfile` and"
+            " `--ssl-certfile` in its place.",
+            param="ssl",
         )
     return Became(words=("--ssl-keyfile", key, "--ssl-certfile", certificate))
 
 
 FLAGS = (
-    OldFlag(
-        flag="--model", takes="TEXT", now="`--model`; hub ids are those of Hugging Face", becomes=renamed("--model")
-    ),
+    OldFlag(flag="--model", takes="TEXT", now="`--model`; hub ids are Hugging Face's", becomes=renamed("--model")),
     OldFlag(flag="--host", takes="TEXT", now="`--host`", becomes=renamed("--host")),
     OldFlag(flag="--port", takes="INT", now="`--port`", becomes=renamed("--port")),
     OldFlag(
@@ -206,9 +205,9 @@ FLAGS = (
         "token_normalize_func": lambda name: name.replace("_", "-"),
     }
 )
-@click.option("--ssl-keyfile", envvar="SSL_KEYFILE", hidden=True)
-@click.option("--ssl-certfile", envvar="SSL_CERTFILE", hidden=True)
-@click.argument("new", nargs=-1, type=click.UNPROCESSED)
+@click.option("--old-keyfile", envvar="SSL_KEYFILE", hidden=True)
+@click.option("--old-certfile", envvar="SSL_CERTFILE", hidden=True)
+@click.argument("new", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF dashinfer-vlm serve]")
 def serve(*, new: tuple[str, ...], **given: str | bool | None) -> None:
     """Serve a model with the flags of the DashInfer-VLM toolkit.
 
@@ -225,7 +224,7 @@ def _passed_on(flag: OldFlag, value: str | bool | None) -> tuple[str, ...]:
         return ()
     became = flag.becomes(str(value))
     if became.told:
-        click.echo(f"dashinfer_vlm_serve: {flag.flag} is not passed on as it was: {became.told}.", err=True)
+        click.echo(f"dashinfer_vlm_serve: {flag.flag}: {became.told}.", err=True)
     return became.words
 
 
