@@ -7,11 +7,14 @@ import json
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import click
 
 from .errors import ConfigError
+
+if TYPE_CHECKING:
+    import yaml
 
 Value: TypeAlias = "str | list[str] | dict[str, str]"
 
@@ -48,11 +51,12 @@ class ConfiguredCommand(click.Command):
             return super().parse_args(ctx, [*written, *args])
         except click.BadParameter as error:
             if any(option is error.param and option.name not in given for option, _ in options):
-                error.message += f" It comes from {file}."
+                raise click.BadParameter(f"{error.message} It comes from {file}.", error.ctx, error.param) from error
             raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        own, shared = [], []
+        own: list[tuple[str, str]] = []
+        shared: list[tuple[str, str]] = []
         for param in self.get_params(ctx):
             record = None if isinstance(param, click.Argument) else param.get_help_record(ctx)
             if record is not None:
@@ -120,9 +124,10 @@ def _pairs(path: Path) -> Iterator[tuple[str, int, Value]]:
         yield str(key.value), line, _value(node, f"{path}, line {line}: {key.value!r}")
 
 
-def _value(node: object, where: str) -> Value:
+def _value(node: yaml.Node, where: str) -> Value:
     import yaml
 
+    _check_tag(node, where)
     if isinstance(node, yaml.SequenceNode):
         return [_text(item, where) for item in node.value]
     if isinstance(node, yaml.MappingNode):
@@ -130,14 +135,22 @@ def _value(node: object, where: str) -> Value:
     return _text(node, where)
 
 
-def _text(node: object, where: str) -> str:
+def _text(node: yaml.Node, where: str) -> str:
     import yaml
 
+    _check_tag(node, where)
     if not isinstance(node, yaml.ScalarNode):
         raise ConfigError(f"{where} is nested too deep: write a value, or a list of them.")
     if node.tag == "tag:yaml.org,2002:null":
         raise ConfigError(f"{where} has no value: write one, or leave the line out.")
     return str(node.value)
+
+
+def _check_tag(node: yaml.Node, where: str) -> None:
+    import yaml
+
+    if node.tag not in yaml.SafeLoader.yaml_constructors:
+        raise ConfigError(f"{where} has the tag {node.tag}: write values without tags.")
 
 
 def _words(option: click.Option, value: Value) -> list[str]:

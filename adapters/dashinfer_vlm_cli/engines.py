@@ -88,8 +88,8 @@ def engine_options(command: Command) -> Command:
         if api_base is not None and given - {"model"}:
             name = min(given - {"model"})
             raise ConfigError(
-                f"`--{name.replace('_', '-')}` is for an engine in this process, and --api-base names a server, which has"
-                " options of its own: leave out one of the two.",
+                f"`--{name.replace('_', '-')}` is for an engine in this process, and `--api-base` names a server, which"
+                " has options of its own: leave out one of the two.",
                 param=name,
             )
         model = config.model if "model" in given else None
