@@ -69,7 +69,7 @@ class ConfiguredCommand(click.Command):
 
 _CONFIG = click.Option(
     ["--config", "config_file"],
-    type=click.Path(exists=True, dir_okay=False, readable=True),
+    type=click.Path(),
     expose_value=False,
     metavar="FILE",
     help="YAML file with any of these options, by their long names; the command line comes before it, and it before"
@@ -111,8 +111,10 @@ def _pairs(path: Path) -> Iterator[tuple[str, int, Value]]:
 
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}. Check the path (`--config`).") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} cannot be read: it is no text in UTF-8.") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}.") from error
     if root is None:

@@ -6,8 +6,9 @@ The flags are those of all its versions (2.0 to 2.6, and its repository after th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import click
 
@@ -213,10 +214,19 @@ def serve(*, new: tuple[str, ...], **given: str | bool | None) -> None:
 
     Each flag is passed on to `dashinfer-vlm serve` under its new name; those of `serve` itself are taken too.
     """
-    words = [word for flag in FLAGS for word in _passed_on(flag, given[flag.name])]
-    click.echo(f"dashinfer_vlm_serve is now: dashinfer-vlm serve {' '.join(_shown([*words, *new]))}", err=True)
+    words = [*translated(given), *new]
+    click.echo(f"dashinfer_vlm_serve is now: dashinfer-vlm serve {' '.join(_shown(words))}", err=True)
     add_commands(cli)
-    cli.main(["serve", *words, *new], prog_name="dashinfer-vlm")
+    cli.main(["serve", *words], prog_name="dashinfer-vlm")
+
+
+def translated(given: Mapping[str, Any]) -> list[str]:
+    """The words for `dashinfer-vlm serve`; `given` are the parameters of the old command, in whose context this is.
+
+    Raises:
+        ConfigError: what a flag asks for is not done; the message says what to use.
+    """
+    return [word for flag in FLAGS for word in _passed_on(flag, given[flag.name])]
 
 
 def _passed_on(flag: OldFlag, value: str | bool | None) -> tuple[str, ...]:

@@ -32,14 +32,11 @@ def group() -> click.Group:
 
 
 @pytest.fixture
-def run(group, monkeypatch):
+def run(group):
     """Run a command in this process: `run("chat", "Hello?").output`. Errors for people are raised."""
-    monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
 
     def run(*words, input=None, **environment) -> Result:  # noqa: A002 - click's word
-        result = CliRunner().invoke(
-            group, [*map(str, words)], input=input, env=environment, prog_name="dashinfer-vlm"
-        )
+        result = CliRunner().invoke(group, [*map(str, words)], input=input, env=environment, prog_name="dashinfer-vlm")
         if result.exception and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result
