@@ -51,8 +51,7 @@ def batch(
     errors = errors or output.with_suffix(".errors.jsonl")
     entries = read_entries(requests)
     with Ledger(output) as answers:
-        done = answers.done()
-        left = [entry for entry in entries if entry.custom_id not in done]
+        left = [entry for entry in entries if entry.custom_id not in answers.done]
         with Ledger(errors, fresh=True) as faults:
             job = _Job(requests=requests, answers=answers, faults=faults, retries=retries)
             try:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 URL = "/v1/chat/completions"
+BEGINNING = b'{"id": "batch_req_'
+"""How each line that is written here begins: other files are not taken for ours."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,36 +82,32 @@ def failed(custom_id: str, error: DashInferVLMError) -> dict[str, Any]:
 
 
 class Ledger:
-    """A file of lines of JSON that one process at a time appends to: whole lines only, in any order.
+    """A file of lines of a batch that one process at a time appends to: whole lines only, in any order.
+
+    A line at the end that was cut off is dropped; its request is to be asked again.
 
     Args:
         path: the file; it is made where it is not there.
         fresh: whether to begin anew, instead of going on behind what is there.
 
+    Attributes:
+        done: the custom_ids that the file holds.
+
     Raises:
-        ConfigError: it cannot be written, or another process writes it.
+        ConfigError: it cannot be written, another process writes it, or it holds something else, which stays as it is.
     """
 
     def __init__(self, path: Path, *, fresh: bool = False) -> None:
         self.path = path
+        self._file = _locked(path)
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be written: {error.strerror}. Choose another by an option.") from error
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            lines, torn = _read(path)
+            self.done = frozenset(lines)
+            if fresh or torn:
+                os.ftruncate(self._file, 0 if fresh else path.stat().st_size - torn)
+        except BaseException:
             os.close(self._file)
-            raise ConfigError(f"{path} is being written by another batch. Wait for it, or choose another.") from None
-        os.ftruncate(self._file, 0 if fresh else _whole_lines(path))
-
-    def done(self) -> set[str]:
-        """The custom_ids that the file holds.
-
-        Raises:
-            ConfigError: a line is none of ours; the message names it.
-        """
-        return {_custom_id(line, f"{self.path}, line {number}") for number, _, line in _lines(self.path)}
+            raise
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Raises ConfigError if the disk is full or gone."""
@@ -132,20 +130,40 @@ class Ledger:
         self.close()
 
 
-def _custom_id(line: bytes, where: str) -> str:
+def _locked(path: Path) -> int:
+    """The file, opened for one process."""
     try:
-        return str(json.loads(line)["custom_id"])
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{where} is no answer of a batch. Mend the line, or write to another file.") from None
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}. Choose another file.") from error
+    try:
+        if not path.is_file():
+            raise ConfigError(f"{path} is no file that a batch can go on with. Choose another file.")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException as error:
+        os.close(file)
+        if isinstance(error, BlockingIOError):
+            raise ConfigError(f"{path} is being written by another batch. Wait for it, or choose another.") from None
+        raise
+    return file
 
 
-def _whole_lines(path: Path) -> int:
-    """Bytes up to the end of the last line that is whole: one that was cut off is dropped, and asked again."""
-    end = 0
-    with path.open("rb") as file:
-        for line in file:
-            end += len(line) if line.endswith(b"\n") else 0
-    return end
+def _read(path: Path) -> tuple[set[str], int]:
+    """The custom_ids of a file of ours, and the bytes of a line at its end that was cut off."""
+    found = set()
+    for number, _, line in _lines(path):
+        if not line.endswith(b"\n") and line.startswith(BEGINNING[: len(line)]):
+            return found, len(line)
+        found.add(_custom_id(line, f"{path}, line {number}"))
+    return found, 0
+
+
+def _custom_id(line: bytes, where: str) -> str:
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        read = json.loads(line)
+        if line.startswith(BEGINNING) and {"response", "error"} <= set(read):
+            return str(read["custom_id"])
+    raise ConfigError(f"{where} is no answer of a batch. Write to another file.")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 
-from dashinfer_vlm_cli.batch_files import Ledger, read_entries
+from dashinfer_vlm_cli.batch_files import Ledger, failed, read_entries
 from dashinfer_vlm_core.errors import ConfigError, DecoderFailed, InvalidParameter, QueueFull
 from tests.cli.conftest import process
 
@@ -78,7 +79,9 @@ def test_what_was_answered_is_not_asked_again_and_what_failed_is(run, address, r
     assert "0 answered, 3 were answered before" in run("batch", "--api-base", "http://127.0.0.1:9/v1", file).stderr
 
 
-@pytest.mark.parametrize("torn", ['{"id": "batch_req_1", "custom_id": "b', '{"custom_id": "b"}'])
+@pytest.mark.parametrize(
+    "torn", ['{"id"', '{"id": "batch_req_1", "custom_id": "b', '{"id": "batch_req_1", "custom_id": "b"}']
+)
 def test_a_line_that_was_cut_off_is_dropped_and_asked_again(run, address, requests, tmp_path, torn):
     file = requests(line("a"), line("b"))
     output = tmp_path / "requests.answers.jsonl"
@@ -133,11 +136,18 @@ def test_blank_lines_are_no_requests(requests):
     assert [entry.custom_id for entry in read_entries(requests(line("a"), "", line("b")))] == ["a", "b"]
 
 
-def test_answers_that_are_none_are_not_written_behind(tmp_path):
-    (tmp_path / "out.jsonl").write_text("precious\n")
-    with Ledger(tmp_path / "out.jsonl") as ledger, pytest.raises(ConfigError, match="line 1 is no answer of a batch"):
-        ledger.done()
-    assert (tmp_path / "out.jsonl").read_text() == "precious\n"
+@pytest.mark.parametrize("text", ["precious\n", "precious", json.dumps(line("a")) + "\n", '{"id": "mine"}\n{"id"'])
+@pytest.mark.parametrize("fresh", [False, True], ids=["answers", "failures"])
+def test_files_of_others_stay_as_they_are(tmp_path, text, fresh):
+    (tmp_path / "out.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match="line 1 is no answer of a batch"):
+        Ledger(tmp_path / "out.jsonl", fresh=fresh)
+    assert (tmp_path / "out.jsonl").read_text() == text
+
+
+def test_a_device_is_no_file_to_go_on_with():
+    with pytest.raises(ConfigError, match="is no file that a batch can go on with"):
+        Ledger(Path("/dev/null"))
 
 
 def test_two_batches_do_not_write_one_file(tmp_path):
@@ -153,16 +163,19 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
 
 def test_wherever_a_run_was_cut_off_no_answer_is_lost_or_doubled(tmp_path):
     path = tmp_path / "out.jsonl"
-    whole = b"".join(json.dumps({"custom_id": f"é{index}"}, ensure_ascii=False).encode() + b"\n" for index in range(20))
-    rng = random.Random(0)
-    for cut in rng.sample(range(len(whole)), 40):
+    lines = [failed(f"é{index}", QueueFull("Busy.")) for index in range(20)]
+    with Ledger(path) as ledger:
+        for item in lines:
+            ledger.append(item)
+    whole = path.read_bytes()
+    for cut in random.Random(0).sample(range(len(whole)), 40):
         path.write_bytes(whole[:cut])
         with Ledger(path) as ledger:
-            done = ledger.done()
-            for index in range(20):
-                if f"é{index}" not in done:
-                    ledger.append({"custom_id": f"é{index}"})
-        assert sorted(item["custom_id"] for item in read(path)) == sorted(f"é{index}" for index in range(20))
+            assert whole[:cut].count(b"\n") == len(ledger.done)
+            for item in lines:
+                if item["custom_id"] not in ledger.done:
+                    ledger.append(item)
+        assert path.read_bytes() == whole
 
 
 @pytest.mark.slow
