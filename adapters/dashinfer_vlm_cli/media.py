@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import base64
+import io
 import mimetypes
 import re
 import shlex
-import shutil
-import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 from urllib.parse import unquote, urlsplit
@@ -20,15 +18,9 @@ Kind = Literal["image", "video"]
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 VIDEOS = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts")
-CLIPBOARD_SECONDS = 5
 
 # As terminals write a file that is dropped on them: quoted, with escaped blanks, or as it is.
 _WORD = re.compile(r"""'[^']*'|"[^"]*"|(?:\\.|\S)+""")
-
-_CLIPBOARD_PROGRAMS = (
-    ("wl-paste", "--no-newline", "--type", "image/png"),
-    ("xclip", "-selection", "clipboard", "-target", "image/png", "-out"),
-)
 
 
 def media_part(kind: Kind, source: str) -> Part:
@@ -61,16 +53,26 @@ def find_media(line: str) -> tuple[str, list[Part]]:
 
 
 def clipboard_part() -> Part:
-    """The picture in the clipboard.
+    """The picture in the clipboard, which Pillow reads by the programs of the desktop.
 
     Raises:
         MediaUndecodable: there is none.
         MissingDependency: nothing here can read the clipboard; the message says what to install.
     """
-    data = _from_programs() if _clipboard_program() else _from_pillow()
-    if not data:
+    from PIL import Image, ImageGrab
+
+    try:
+        held = ImageGrab.grabclipboard()
+    except (NotImplementedError, OSError) as error:
+        raise MissingDependency(
+            "The clipboard cannot be read here: install wl-clipboard (Wayland) or xclip (X11), or name a file with"
+            " /image PATH."
+        ) from error
+    if not isinstance(held, Image.Image):
         raise MediaUndecodable("There is no picture in the clipboard. Copy one, or name a file with /image PATH.")
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(data).decode()}"}}
+    buffer = io.BytesIO()
+    held.save(buffer, "PNG")
+    return {"type": "image_url", "image_url": {"url": _as_url("image/png", buffer.getvalue())}}
 
 
 def _kind(source: str) -> Kind | None:
@@ -103,36 +105,8 @@ def _data_url(kind: Kind, path: Path) -> str:
     except OSError as error:
         raise MediaUnreachable(f"{path} cannot be read: {error.strerror or error}. Check the path.") from error
     media_type = mimetypes.guess_type(path.name)[0] or f"{kind}/{'png' if kind == 'image' else 'mp4'}"
+    return _as_url(media_type, data)
+
+
+def _as_url(media_type: str, data: bytes) -> str:
     return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
-
-
-def _clipboard_program() -> Sequence[str] | None:
-    return next((command for command in _CLIPBOARD_PROGRAMS if shutil.which(command[0])), None)
-
-
-def _from_programs() -> bytes:
-    try:
-        command = _clipboard_program() or ()
-        ended = subprocess.run(command, capture_output=True, timeout=CLIPBOARD_SECONDS, check=True)  # noqa: S603 - one of ours
-    except (OSError, subprocess.SubprocessError):
-        return b""
-    return ended.stdout
-
-
-def _from_pillow() -> bytes:
-    import io
-
-    from PIL import Image, ImageGrab
-
-    try:
-        held = ImageGrab.grabclipboard()
-    except (NotImplementedError, OSError, ValueError) as error:
-        raise MissingDependency(
-            "The clipboard cannot be read here: install wl-clipboard (Wayland) or xclip (X11), or name a file with"
-            " /image PATH."
-        ) from error
-    if not isinstance(held, Image.Image):
-        return b""
-    buffer = io.BytesIO()
-    held.save(buffer, "PNG")
-    return buffer.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dashinfer_vlm_cli.batch_files import Ledger, failed, read_entries
+from dashinfer_vlm_cli.crowd import crowd
 from dashinfer_vlm_core.errors import ConfigError, DecoderFailed, InvalidParameter, QueueFull
 from tests.cli.conftest import process
 
@@ -101,18 +103,33 @@ def test_what_may_succeed_later_is_tried_again(run, address, requests):
     assert run("batch", "--api-base", url, "--retries", 0, requests(line("b"))).exit_code == 1
 
 
-def test_no_more_are_asked_at_once_than_allowed(run, address, requests):
-    running, most = set(), []
+def test_no_more_is_done_at_once_than_allowed():
+    running, most, done = set(), [], []
 
-    def answer(request):
-        running.add(request.id)
+    async def work(item):
+        running.add(item)
         most.append(len(running))
-        return "Yes."
+        await asyncio.sleep(0.001)
+        running.remove(item)
+        done.append(item)
 
-    # Answers of a script are written token by token; a request has left when its line is there.
-    file = requests(*(line(str(index)) for index in range(12)))
-    assert run("batch", "--api-base", address(answer, max_batch_size=1), "--concurrency", 3, file).exit_code == 0
-    assert len(most) == 12
+    asyncio.run(crowd(range(20), work, at_once=3))
+    assert (max(most), sorted(done)) == (3, list(range(20)))
+
+
+def test_the_first_that_raises_ends_all():
+    ended = []
+
+    async def work(item):
+        try:
+            await asyncio.sleep(0 if item == 2 else 60)
+        finally:
+            ended.append(item)
+        raise ConfigError("The disk is full.")
+
+    with pytest.raises(ConfigError, match="The disk is full"):
+        asyncio.run(crowd(range(20), work, at_once=3))
+    assert sorted(ended) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
