@@ -42,27 +42,24 @@ class Talk:
     def take(self, line: str) -> None:
         """Do what a line says: a command, or a question with the pictures that it names."""
         try:
-            text, parts = find_media(line.strip())
-            if not parts and text.startswith("/"):
-                return self._do(text)
-            for part in parts:
-                self.conversation.attach(part)
-            if text:
-                return self._question(text)
-            if parts:
-                self._say_what_waits()
+            self._take(line.strip())
         except DashInferVLMError as error:
             self.note(error.message)
         except OSError as error:
             self.note(f"{error.filename or 'The file'}: {error.strerror or error}.")
 
-    def _do(self, line: str) -> None:
-        name, _, argument = line[1:].partition(" ")
-        command = COMMANDS.get(name)
-        if command is None:
-            self.note(f"There is no /{name}. /help lists what there is.")
-        else:
-            command.run(self, argument.strip())
+    def _take(self, line: str) -> None:
+        name, _, argument = line.partition(" ")
+        if name[:1] == "/" and name[1:] in COMMANDS:
+            return COMMANDS[name[1:]].run(self, argument.strip())
+        text, parts = find_media(line)
+        for part in parts:
+            self.conversation.attach(part)
+        if text.startswith("/") and not parts:
+            return self.note(f"There is no {name}. /help lists what there is.")
+        if text:
+            return self._question(text)
+        return self._say_what_waits() if parts else None
 
     def _question(self, text: str) -> None:
         self.conversation.say(text)

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pty
 import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,12 +67,14 @@ class Terminal:
         self._pid, self._end = pty.fork()
         if self._pid == 0:  # pragma: no cover - the child becomes the program
             os.execve(command[0], command, environment)
+        fcntl.ioctl(self._end, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))
 
     def see(self, text: str, seconds: float = 60) -> str:
         """Wait until `text` is shown; what was shown up to then, since the last call."""
         end = time.monotonic() + seconds
         while text not in self.seen:
-            assert time.monotonic() < end, f"{text!r} is not in {self.seen!r}"
+            if time.monotonic() > end:
+                raise TimeoutError(f"{text!r} is not in {self.seen!r}")
             if not self._read():
                 raise AssertionError(f"it ended before {text!r}: {self.seen!r}")
         shown, _, self.seen = self.seen.partition(text)
@@ -77,6 +82,15 @@ class Terminal:
 
     def type(self, text: str) -> None:
         os.write(self._end, text.encode())
+
+    def insist(self, typed: str, text: str) -> None:
+        """Type until `text` is shown: what comes while a program changes over to reading lines may be lost."""
+        for _ in range(10):
+            self.type(typed)
+            with contextlib.suppress(TimeoutError):
+                self.see(text, seconds=3)
+                return
+        raise AssertionError(f"{text!r} is not in {self.seen!r}")
 
     def ended(self) -> int:
         """Wait for the end; the exit code."""

@@ -368,18 +368,19 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(terminal, address, program):
     url = address("Counting on and on and on. " * 50, "Short.", delay=0.05)
     chat = terminal("chat", "--api-base", url, program=program)
     chat.see("Ctrl-D ends.")
-    chat.see("> ")
+    chat.see(">")
     chat.type("Count.\r")
     chat.see("on and on")
     chat.type("\x03")
     chat.see("Stopped. ")
-    chat.see("> ")
+    chat.see(">")
     chat.type("And now?\r")
     chat.see("Short.")
     chat.see("tokens/s")
-    chat.see("> ")
+    chat.see(">")
     chat.type("half a line\x03")
-    chat.see("> ")
+    chat.insist("/help\r", "end; so does Ctrl-D")
+    chat.see(">")
     chat.type("\x04")
     assert chat.ended() == 0
 
@@ -387,10 +388,10 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(terminal, address, program):
 @pytest.mark.slow
 def test_lines_are_remembered(terminal, address, tmp_path):
     chat = terminal("chat", "--api-base", address("Yes."))
-    chat.see("> ")
+    chat.see(">")
     chat.type("Is it?\r")
     chat.see("tokens/s")
-    chat.see("> ")
+    chat.see(">")
     chat.type("/exit\r")
     assert chat.ended() == 0
     history = tmp_path / "dashinfer-vlm" / "chat_history"
