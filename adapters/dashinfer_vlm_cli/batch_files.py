@@ -150,7 +150,7 @@ def _locked(path: Path) -> int:
 
 def _read(path: Path) -> tuple[set[str], int]:
     """The custom_ids of a file of ours, and the bytes of a line at its end that was cut off."""
-    found = set()
+    found: set[str] = set()
     for number, _, line in _lines(path):
         if not line.endswith(b"\n") and line.startswith(BEGINNING[: len(line)]):
             return found, len(line)

@@ -99,7 +99,7 @@ class Measurement:
     def times(self) -> dict[str, dict[str, float]]:
         """Milliseconds, as mean and percentiles: until the first token (TTFT), per further token (TPOT), between
         pieces of a stream (ITL), and for the whole answer."""
-        values = {
+        values: dict[str, Sequence[float | None]] = {
             "ttft_ms": [answer.seconds_to_first for answer in self.answers],
             "tpot_ms": [answer.seconds_per_token for answer in self.answers],
             "itl_ms": [gap for answer in self.answers for gap in answer.gaps],
