@@ -35,6 +35,24 @@ def find_model(name: str, *, registered: Mapping[str, Path], revision: str | Non
     )
 
 
+def downloaded() -> dict[str, Path]:
+    """Checkpoints in the hub's cache, by hub id: the folder of the revision that was fetched last."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:
+        return {}
+    revisions = {
+        repository.repo_id: max(repository.revisions, key=lambda revision: revision.last_modified)
+        for repository in repositories
+        if repository.repo_type == "model" and repository.revisions
+    }
+    folders = {name: revision.snapshot_path for name, revision in sorted(revisions.items())}
+    return {name: folder for name, folder in folders.items() if (folder / "config.json").is_file()}
+
+
 def model_type(folder: Path) -> str:
     """The `model_type` of a checkpoint's `config.json`: which architecture reads it.
 

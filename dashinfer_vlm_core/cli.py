@@ -11,6 +11,7 @@ import click
 
 from .errors import DashInferVLMError
 from .plugins import PluginRow, add_commands, load_plugins
+from .terminal import show_table
 from .version import __version__
 
 SETUP_FAILED = 2
@@ -35,29 +36,32 @@ def list_plugins(as_json: bool, strict: bool) -> None:
     rows = load_plugins().rows
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
+    elif rows:
+        _show(rows)
     else:
-        click.echo("\n".join(_table(rows)))
+        click.echo("No plugins are installed; not even the built-in ones: is the package installed, or only on a path?")
     if strict and any(row.status != "ok" for row in rows):
         sys.exit(1)
 
 
-def _table(rows: list[PluginRow]) -> list[str]:
-    if not rows:
-        return [
-            "No plugins are installed; not even the built-in ones: is the package installed, rather than on a path?"
-        ]
-    cells = [("PLUGIN", "STATUS", "FROM", "PROVIDES")]
-    cells += [(row.name, row.status, row.distribution, ", ".join(row.provides) or "commands only") for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    return lines + [f"\n{row.name}: {row.problem}" for row in rows if row.problem]
+def _show(rows: list[PluginRow]) -> None:
+    cells = [(row.name, row.status, row.distribution, ", ".join(row.provides) or "commands only") for row in rows]
+    show_table(("Plugin", "Status", "From", "Provides"), cells)
+    for row in rows:
+        if row.problem:
+            click.echo(f"\n{row.name}: {row.problem}")
 
 
 def main() -> None:
-    """Entry point of the console script: errors made for people are shown as such, without a traceback."""
+    """Entry point of the console script."""
     add_commands(cli)
+    run(cli)
+
+
+def run(command: click.Command) -> None:
+    """Run a program's command: errors made for people are shown as such, without a traceback."""
     try:
-        cli()
+        command()
     except DashInferVLMError as error:
         click.echo(f"dashinfer-vlm: {error.message}", err=True)
         sys.exit(SETUP_FAILED)

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import click
+from click.shell_completion import CompletionItem
 
 from .config import ENV_PREFIX, EngineConfig
+from .config_file import EngineOption
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -45,9 +47,38 @@ def _option(name: str, field: FieldInfo) -> Callable[[Command], Command]:
     flag = name.replace("_", "-")
     text = f"{field.description} [default: {_shown(field.default)}]"
     if field.annotation is bool:
-        return click.option(f"--{flag}/--no-{flag}", name, default=None, help=text)
+        return click.option(f"--{flag}/--no-{flag}", name, cls=EngineOption, default=None, help=text)
     # Values stay text here: EngineConfig alone converts and checks them, for every way in.
-    return click.option(f"--{flag}", name, default=None, metavar=_metavar(field.annotation), help=text)
+    return click.option(
+        f"--{flag}",
+        name,
+        cls=EngineOption,
+        default=None,
+        metavar=_metavar(field.annotation),
+        help=text,
+        shell_complete=functools.partial(_complete, name, field.annotation),
+    )
+
+
+def _complete(
+    name: str, annotation: Any, _ctx: click.Context, _param: click.Parameter, begun: str
+) -> list[CompletionItem]:
+    """What a shell offers for a value that was begun: models, the words that a type knows, or files."""
+    words = model_names() if name == "model" else _words(annotation)
+    found = [CompletionItem(word) for word in words if word.startswith(begun)]
+    return found or ([CompletionItem(begun, type="file")] if name == "model" or _kinds(annotation)[0] is Path else [])
+
+
+def model_names() -> list[str]:
+    """Models that need no download: the registered ones, and those in the hub's cache."""
+    from .checkpoint import downloaded
+    from .plugins import load_plugins
+
+    return [*sorted(load_plugins().models), *sorted(downloaded())]
+
+
+def _words(annotation: Any) -> tuple[str, ...]:
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
 
 
 def _shown(default: object) -> str:
@@ -59,9 +90,12 @@ def _shown(default: object) -> str:
 
 
 def _metavar(annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return f"[{'|'.join(get_args(annotation))}]"
-    kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None) and kind is not Ellipsis]
-    kind = kinds[0]
-    name = {int: "INT", float: "NUMBER", Path: "PATH"}.get(kind, "TEXT")
+    if words := _words(annotation):
+        return f"[{'|'.join(words)}]"
+    kinds = _kinds(annotation)
+    name = {int: "INT", float: "NUMBER", Path: "PATH"}.get(kinds[0], "TEXT")
     return ",".join([name] * len(kinds)) if get_origin(annotation) is tuple and len(kinds) > 1 else name
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    return [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None) and kind is not Ellipsis]

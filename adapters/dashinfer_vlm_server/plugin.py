@@ -6,6 +6,7 @@ import click
 
 from dashinfer_vlm_core.cli_options import config_options
 from dashinfer_vlm_core.config import MIB, EngineConfig
+from dashinfer_vlm_core.config_file import ConfiguredCommand
 from dashinfer_vlm_core.errors import MissingDependency
 from dashinfer_vlm_core.hookspecs import hookimpl
 
@@ -15,7 +16,7 @@ def register_commands(group: click.Group) -> None:
     group.add_command(serve)
 
 
-@click.command()
+@click.command(cls=ConfiguredCommand)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is all of them.")
 @click.option(
     "--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="Port to listen on; 0 is a free one."

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from .address import Resolver
-from .loader import MediaLoader
-from .readers import READERS, PyAVReader
-from .types import Clip, Embeddings, Kind, Media, OpenVideo, Picture, Pixels, StopCheck, VideoInfo, VideoReader
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .address import Resolver
+    from .loader import MediaLoader
+    from .readers import READERS, PyAVReader
+    from .types import Clip, Embeddings, Kind, Media, OpenVideo, Picture, Pixels, StopCheck, VideoInfo, VideoReader
 
 __all__ = [
     "READERS",
@@ -23,3 +27,12 @@ __all__ = [
     "VideoInfo",
     "VideoReader",
 ]
+
+# Names are imported on use: the built-in plugin registers READERS whenever the command line starts, `--help` included.
+_ROOMS = {"Resolver": "address", "MediaLoader": "loader", "READERS": "readers", "PyAVReader": "readers"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(importlib.import_module(f".{_ROOMS.get(name, 'types')}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,240 @@
+"""What `doctor` looks at. No check raises: what it cannot find out is a finding too."""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import io
+import os
+import platform
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.dashinfer.environment import cuda_devices, examine, find_environment
+from dashinfer_vlm_core.errors import DashInferVLMError, MissingDependency
+from dashinfer_vlm_core.plugins import DISTRIBUTION, load_plugins
+
+Status = Literal["ok", "missing", "unusable", "slow", "broken"]
+
+NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "llguidance", "pillow", "numpy")
+EXTRAS = {
+    "server": ("fastapi", "uvicorn"),
+    "litellm": ("litellm",),
+    "langchain": ("langchain_core",),
+    "video": ("av",),
+    "cli": ("rich", "prompt_toolkit"),
+}
+"""The modules that each extra brings."""
+
+FAST_CPU = {"avx512_bf16": "AVX-512 BF16", "amx_bf16": "AMX", "bf16": "Arm BF16"}
+"""Flags of CPUs that multiply bfloat16 in hardware, as Linux names them."""
+
+LITTLE_BYTES = 10 * 10**9
+"""Free disk below which a model of 2 billion parameters does not fit beside what it is made into."""
+
+QUESTION = "Describe the picture."
+TRUTH = "A red circle."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What a check found.
+
+    Attributes:
+        name: what was looked at.
+        status: `broken` has to be mended; `missing` and `unusable` are optional, and `slow` works.
+        detail: what was found.
+        mend: what to do about it, with the command; empty if nothing has to be done.
+    """
+
+    name: str
+    status: Status
+    detail: str
+    mend: str = ""
+
+
+def all_findings(*, deep: bool) -> Iterator[Finding]:
+    yield _python()
+    yield _package()
+    for name in NEEDED:
+        yield _needed(name)
+    for extra, modules in EXTRAS.items():
+        yield _extra(extra, modules)
+    yield _plugins()
+    yield _cpu()
+    yield _cuda()
+    yield from _configured()
+    if deep:
+        yield _answer()
+
+
+def _python() -> Finding:
+    return Finding(name="python", status="ok", detail=f"{platform.python_version()} on {platform.platform()}")
+
+
+def _package() -> Finding:
+    try:
+        return Finding(name=DISTRIBUTION, status="ok", detail=version(DISTRIBUTION))
+    except PackageNotFoundError:
+        mend = f"Run: pip install {DISTRIBUTION}"
+        return Finding(name=DISTRIBUTION, status="broken", detail="on a path, but not installed", mend=mend)
+
+
+def _needed(name: str) -> Finding:
+    module = {"huggingface-hub": "huggingface_hub", "pillow": "PIL"}.get(name, name)
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # noqa: BLE001 - whatever a library raises when it cannot be loaded
+        mend = f"Run: pip install --force-reinstall '{_wanted(name)}'"
+        return Finding(name=name, status="broken", detail=f"it does not load: {_one_line(error)}", mend=mend)
+    return Finding(name=name, status="ok", detail=version(name))
+
+
+def _wanted(name: str) -> str:
+    """The requirement of this package for another, such as `torch>=2.6`."""
+    found = (line.split(";")[0].strip() for line in requires(DISTRIBUTION) or [])
+    return next((line for line in found if re.split(r"[^\w.-]", line)[0] == name), name)
+
+
+def _extra(extra: str, modules: tuple[str, ...]) -> Finding:
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        mend = f"Run: pip install '{DISTRIBUTION}[{extra}]'"
+        return Finding(name=f"extra {extra}", status="missing", detail=f"no {', '.join(missing)}", mend=mend)
+    versions = ", ".join(f"{module} {version(module)}" for module in modules)
+    return Finding(name=f"extra {extra}", status="ok", detail=versions)
+
+
+def _plugins() -> Finding:
+    rows = load_plugins().rows
+    problems = [row for row in rows if row.status != "ok"]
+    if problems:
+        ours = any(row.distribution.split()[0] == DISTRIBUTION for row in problems)
+        mend = " ".join(row.problem for row in problems)
+        names = ", ".join(row.name for row in problems)
+        return Finding(name="plugins", status="broken" if ours else "unusable", detail=names, mend=mend)
+    return Finding(name="plugins", status="ok", detail=", ".join(row.name for row in rows))
+
+
+def _cpu() -> Finding:
+    flags = _cpu_flags()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    fast = [name for flag, name in FAST_CPU.items() if flag in flags]
+    if fast or not flags:
+        return Finding(name="cpu", status="ok", detail=f"{cores} cores, bfloat16 by {', '.join(fast) or 'unknown'}")
+    mend = "On this CPU, `--dtype float32` is usually faster than bfloat16, in twice the memory. A GPU needs no change."
+    return Finding(name="cpu", status="slow", detail=f"{cores} cores, no bfloat16 in hardware", mend=mend)
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return set()
+    found = re.search(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)
+    return set(found[1].split()) if found else set()
+
+
+def _cuda() -> Finding:
+    """What the driver has, and whether torch can use it."""
+    devices = cuda_devices()
+    if not devices:
+        return Finding(name="cuda", status="ok", detail="no device: models run on the CPU")
+    import torch
+
+    if not torch.cuda.is_available():
+        mend = "Install the torch that goes with your driver: https://pytorch.org/get-started/locally"
+        return Finding(name="cuda", status="slow", detail=f"{devices} devices that torch cannot use", mend=mend)
+    names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
+    return Finding(name="cuda", status="ok", detail=f"{devices} x {', '.join(sorted(names))}")
+
+
+def _configured() -> Iterator[Finding]:
+    """What depends on the options that the environment sets."""
+    try:
+        config = EngineConfig()
+    except DashInferVLMError as error:
+        yield Finding(name="options", status="broken", detail=error.message, mend="Unset it, or mend its value.")
+        return
+    yield _cache(config)
+    yield _disk(config)
+    yield _dashinfer(config)
+
+
+def _cache(config: EngineConfig) -> Finding:
+    folder = config.cache_folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return Finding(name="cache", status="ok", detail=str(folder))
+    except OSError as error:
+        mend = "Make it writable, or choose another by --cache-dir or DASHINFER_VLM_CACHE_DIR."
+        return Finding(name="cache", status="broken", detail=f"{folder}: {error.strerror}", mend=mend)
+
+
+def _disk(config: EngineConfig) -> Finding:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    free = {folder: shutil.disk_usage(_existing(folder)).free for folder in (config.cache_folder, Path(HF_HUB_CACHE))}
+    folder, least = min(free.items(), key=lambda item: item[1])
+    detail = f"{least / 1e9:.1f} GB free at {folder}"
+    if least < LITTLE_BYTES:
+        return Finding(name="disk", status="slow", detail=detail, mend="Free some before you download a model.")
+    return Finding(name="disk", status="ok", detail=detail)
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in [folder, *folder.parents] if path.exists())
+
+
+def _dashinfer(config: EngineConfig) -> Finding:
+    needed: Status | None = "broken" if config.decoder == "dashinfer" else None
+    try:
+        findings = examine(find_environment(config))
+    except MissingDependency as error:
+        return Finding(name="dashinfer", status=needed or "missing", detail="not installed", mend=error.message)
+    if findings.problem:
+        mend = "Run: dashinfer-vlm dashinfer status"
+        return Finding(name="dashinfer", status=needed or "unusable", detail=findings.problem, mend=mend)
+    detail = f"{findings.version} under Python {findings.python}, {findings.cuda} CUDA devices"
+    return Finding(name="dashinfer", status="ok", detail=detail)
+
+
+def _answer() -> Finding:
+    """Everything together: the bundled model describes a picture."""
+    from dashinfer_vlm_core.engine import Engine
+
+    content = [{"type": "image_url", "image_url": {"url": _red_circle()}}, {"type": "text", "text": QUESTION}]
+    request = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 32}
+    try:
+        with Engine(EngineConfig(model="demo")) as engine:
+            text = engine.chat(request).choices[0].message.content
+            decoder = engine.status().decoder
+    except DashInferVLMError as error:
+        return Finding(name="self test", status="broken", detail="it cannot answer", mend=error.message)
+    if text != TRUTH:
+        mend = f"Run: pip install --force-reinstall --no-deps {DISTRIBUTION}. If that does not help, report it."
+        return Finding(name="self test", status="broken", detail=f"a wrong answer: {text!r}", mend=mend)
+    return Finding(name="self test", status="ok", detail=f"the decoder {decoder} sees: {text}")
+
+
+def _red_circle() -> str:
+    from PIL import Image, ImageDraw
+
+    picture = Image.new("RGB", (112, 112), "white")
+    ImageDraw.Draw(picture).ellipse((28, 28, 84, 84), fill="red")
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -1,0 +1,140 @@
+"""`--config FILE`: a command's options from a file."""
+
+from __future__ import annotations
+
+import json
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from dashinfer_vlm_core.cli_options import config_options
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.config_file import ConfiguredCommand
+from dashinfer_vlm_core.errors import ConfigError
+from dashinfer_vlm_server.plugin import serve
+
+
+@click.command(cls=ConfiguredCommand)
+@click.option("--port", type=int, default=8000)
+@click.option("--api-key", "keys", multiple=True, envvar="TEST_KEYS")
+@click.option("--loud", is_flag=True)
+@config_options
+def command(*, port, keys, loud, config):
+    options = {"port": port, "keys": keys, "loud": loud, "pixels": config.max_pixels, "cache": config.prefix_cache}
+    options |= {"domains": config.allowed_media_domains, "limits": str(config.limit_mm_per_prompt)}
+    click.echo(json.dumps(options))
+
+
+@pytest.fixture
+def result(tmp_path):
+    """What the command makes of a file and of words on the command line."""
+
+    def result(text, *words, mode=0o600, **environment):
+        file = tmp_path / "options.yaml"
+        file.write_text(text)
+        file.chmod(mode)
+        result = CliRunner().invoke(command, ["--config", str(file), *words], env=environment)
+        if isinstance(result.exception, ConfigError):
+            raise result.exception
+        return result
+
+    return result
+
+
+@pytest.fixture
+def options(result):
+    return lambda *arguments, **environment: json.loads(result(*arguments, **environment).stdout)
+
+
+def test_keys_are_the_flags_with_dashes_or_underscores(options):
+    found = options("port: 9000\nmax-pixels: 100352\nprefix_cache: no\nloud: true\n")
+    assert (found["port"], found["pixels"], found["cache"], found["loud"]) == (9000, 100352, False, True)
+
+
+def test_lists_and_mappings(options):
+    found = options(
+        "api_key: [one, two]\nallowed_media_domains: [a.example, b.example]\nlimit_mm_per_prompt: {image: 3}\n"
+    )
+    assert found["keys"] == ["one", "two"]
+    assert found["domains"] == ["a.example", "b.example"]
+    assert found["limits"] == "image=3,video=4"
+
+
+def test_an_empty_file_changes_nothing(options):
+    assert options("# nothing yet\n")["port"] == 8000
+
+
+def test_the_command_line_comes_before_the_file_and_the_file_before_the_environment(options):
+    file = "port: 9000\napi-key: [file]\nmax_pixels: 100352\n"
+    environment = {"TEST_KEYS": "environment", "DASHINFER_VLM_MAX_PIXELS": "200704"}
+    assert options("", **environment) == options("") | {"keys": ["environment"], "pixels": 200704}
+    found = options(file, **environment)
+    assert (found["port"], found["keys"], found["pixels"]) == (9000, ["file"], 100352)
+    found = options(file, "--port", "1", "--api-key", "line", "--max-pixels", "784", **environment)
+    assert (found["port"], found["keys"], found["pixels"]) == (1, ["line"], 784)
+
+
+def test_text_stays_text(options):
+    """YAML would make numbers of them: an octal one, and minutes and seconds."""
+    assert options("api_key: [0123, 12:34, on]\n")["keys"] == ["0123", "12:34", "on"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot: 1", r"line 1: there is no option 'prot'\. Did you mean 'port'\?"),
+        ("port: 1\nmax_pixel: 9", r"line 2: there is no option 'max_pixel'\. Did you mean 'max-pixels'\?"),
+        ("qqqq: 1", "`--help` lists all options"),
+        ("no-prefix-cache: true", "there is no option 'no-prefix-cache'"),
+        ("config: other.yaml", "there is no option 'config'"),
+        ("port: 1\nport: 2", "line 2: 'port' is set twice"),
+        ("max_pixels: 1000\nmax-pixels: 2000", "line 2: 'max-pixels' is set twice"),
+        ("port:", "line 1: 'port' has no value"),
+        ("api_key: [[1]]", "nested too deep"),
+        ("- port", "has to hold options by their names"),
+        ("port: [", "is no YAML"),
+        ("loud: maybe", "`--loud` of the configuration file is either true or false"),
+        ("max_pixels: 3", "max_pixels"),
+    ],
+)
+def test_what_is_wrong_is_named(result, text, message):
+    with pytest.raises(ConfigError, match=message):
+        result(text)
+
+
+def test_nothing_in_a_file_is_run(result, tmp_path):
+    with pytest.raises(ConfigError):
+        result(f"port: !!python/object/apply:os.mkdir ['{tmp_path}/made']")
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_value_that_the_option_refuses_is_said_to_come_from_the_file(result):
+    refused = result("port: x")
+    assert refused.exit_code == 2
+    assert "Invalid value for '--port': 'x' is not a valid integer. It comes from " in refused.output
+    assert "comes from" not in result("port: 1", "--port", "x").output
+
+
+def test_a_file_that_is_not_there_is_named():
+    refused = CliRunner().invoke(command, ["--config", "none.yaml"])
+    assert isinstance(refused.exception, ConfigError)
+    assert refused.exception.message.startswith("none.yaml cannot be read: No such file or directory.")
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "warned"),
+    [("api_key: [k]", 0o644, True), ("api_key: [k]", 0o600, False), ("port: 1", 0o644, False)],
+)
+def test_keys_that_everybody_can_read_are_warned_of(result, text, mode, warned):
+    assert ("chmod 600" in result(text, mode=mode).stderr) is warned
+
+
+def test_the_server_takes_a_file_with_each_of_its_options():
+    assert isinstance(serve, ConfiguredCommand)
+    assert {"config_file", "port", *EngineConfig.model_fields} <= {param.name for param in serve.params}
+
+
+def test_help_lists_the_options_of_the_engine_behind_the_commands_own():
+    text = CliRunner().invoke(command, ["--help"]).output
+    assert text.index("--port") < text.index("--config") < text.index("Options of the engine") < text.index("--model")
