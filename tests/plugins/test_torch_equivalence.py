@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.errors import ConfigError
+from dashinfer_vlm_core.kernels import choose_kernels
+
 from .oracle import IMAGE, SHAPES, collect, decoding, ids, prompt, text, visual
 
 PROMPTS = {
@@ -241,3 +245,53 @@ def test_an_answer_may_fill_the_context(oracle):
     tokens = asyncio.run(run())
     assert len(tokens) == 44
     assert ids(tokens) == oracle.logits(request, ids(tokens)).argmax(-1).tolist()
+
+
+native = pytest.mark.skipif(
+    not choose_kernels("cpu", torch.bfloat16, EngineConfig()).quantises, reason="no AVX-512 BF16, or no C compiler"
+)
+
+
+@native
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_in_bfloat16_company_and_chunks_change_no_bit(oracle, quantization):
+    """With the kernels in C: tokens and log-probabilities, to the last bit."""
+
+    async def answers(together, **options):
+        requests_ = [replace(request, sampling=replace(request.sampling, logprobs=3)) for request in requests(oracle)]
+        async with decoding(oracle.decoder(dtype="bfloat16", quantization=quantization, **options)) as decoder:
+            if together:
+                return await asyncio.gather(*(collect(decoder, request) for request in requests_))
+            return [await collect(decoder, request) for request in requests_]
+
+    alone = asyncio.run(answers(False, prefix_cache=False))
+    assert asyncio.run(answers(True, prefill_chunk=16)) == alone
+    assert asyncio.run(answers(True, max_batch_size=3)) == alone
+
+
+@native
+def test_eight_bits_stay_close(oracle):
+    answer = oracle.greedy(prompt(1, 20))
+    forced = prompt(1, 20, logprobs=0, max_tokens=len(answer), ignore_eos=True)
+
+    async def ours():
+        async with decoding(oracle.decoder(dtype="bfloat16", quantization="int8")) as decoder:
+            return await collect(decoder, forced)
+
+    first = asyncio.run(ours())[0]
+    assert first.id == answer[0]
+    assert first.logprob == pytest.approx(float(oracle.logits(forced, answer).log_softmax(-1)[0, answer[0]]), abs=0.2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quantization": "uint4", "dtype": "bfloat16"},
+        {"quantization": "int8", "dtype": "float32"},
+        {"quantization": "int8", "dtype": "bfloat16", "cpu_kernels": "torch"},
+    ],
+)
+def test_a_quantization_that_is_not_possible_is_refused(oracle, options):
+    with pytest.raises(ConfigError, match="it knows int8 alone") as caught:
+        oracle.decoder(**options)
+    assert caught.value.param == "quantization"
