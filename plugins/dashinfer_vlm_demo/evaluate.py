@@ -27,6 +27,13 @@ MIXTURES = {
 """Other orders of text and pictures, over several tasks in turn."""
 FIRST_SEED = 1_000_000
 
+OWN_ENGINES = {
+    "own": {"dtype": "float32"},
+    "own-bfloat16": {"dtype": "bfloat16"},
+    "own-int8": {"dtype": "bfloat16", "quantization": "int8"},
+}
+"""Names for our own engine, by its options."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
@@ -69,10 +76,10 @@ def _sample(name: str, index: int) -> Sample:
 
 def _engine(name: str, checkpoint: Path) -> Answer:
     """Engines take seconds to import: too long for `--help`."""
-    if name == "own":
+    if name in OWN_ENGINES:
         from dashinfer_vlm_demo.own_engine import OwnEngine
 
-        return OwnEngine(checkpoint).answer
+        return OwnEngine(checkpoint, **OWN_ENGINES[name]).answer
     from dashinfer_vlm_demo.transformers_engine import TransformersEngine
 
     return TransformersEngine(checkpoint).answer
@@ -84,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--n", type=int, default=300, help="samples per task")
     parser.add_argument("--task", action="append", help="only this task; may be given more than once")
     parser.add_argument("--wrong", type=int, default=0, help="wrong answers to show per task")
-    parser.add_argument("--engine", choices=("transformers", "own"), default="transformers", help="what answers")
+    parser.add_argument("--engine", choices=("transformers", *OWN_ENGINES), default="transformers", help="what answers")
     options = parser.parse_args(arguments)
     results = []
     for result in evaluate(_engine(options.engine, options.checkpoint), options.n, options.task):

@@ -29,10 +29,13 @@ def data_url(picture: Image.Image) -> str:
 
 
 class OwnEngine:
-    """Answers samples greedily, all at once; `answer` is what `evaluate` wants of an engine."""
+    """Answers samples greedily, all at once; `answer` is what `evaluate` wants of an engine.
 
-    def __init__(self, checkpoint: Path) -> None:
-        self._config = EngineConfig(model=str(checkpoint), dtype="float32", max_waiting=100_000)
+    `options` are those of `EngineConfig`.
+    """
+
+    def __init__(self, checkpoint: Path, **options: Any) -> None:
+        self._config = EngineConfig(model=str(checkpoint), max_waiting=100_000, **options)
 
     def answer(self, samples: Sequence[Sample]) -> list[str]:
         return asyncio.run(self._answer(samples))
