@@ -42,6 +42,7 @@ class Seen:
         source_size: width and height before resizing, in pixels; None for embeddings.
         size: width and height of what the model sees, in pixels.
         grid: patches along time, height and width.
+        cells: visual tokens along time, height and width: each is of `merge_size` by `merge_size` patches.
         tokens: visual tokens.
         frame_count: frames that the model sees, those that a video is padded with included; 1 for a picture.
         frames: up to `MAX_FRAMES` of them, evenly chosen with the first and the last; none for embeddings.
@@ -52,6 +53,7 @@ class Seen:
     source_size: tuple[int, int] | None
     size: tuple[int, int]
     grid: Grid
+    cells: tuple[int, int, int]
     tokens: int
     frame_count: int
     frames: tuple[Frame, ...]
@@ -87,6 +89,7 @@ def seen(media: Media, item: Patches | Embedded, spec: PixelSpec) -> Seen:
         source_size=_source_size(media),
         size=(item.grid.w * spec.patch_size, item.grid.h * spec.patch_size),
         grid=item.grid,
+        cells=(item.grid.t, item.grid.h // spec.merge_size, item.grid.w // spec.merge_size),
         tokens=item.tokens,
         frame_count=item.grid.t * spec.temporal_patch_size if frames is None else len(frames),
         frames=() if frames is None else _chosen(frames),

@@ -129,6 +129,7 @@ def _item(item: Seen) -> dict[str, Any]:
         "source_size": item.source_size,
         "size": item.size,
         "grid": item.grid,
+        "cells": item.cells,
         "tokens": item.tokens,
         "frame_count": item.frame_count,
         "frames": [{"index": frame.index, "url": _data_url(frame.png)} for frame in item.frames],
