@@ -150,6 +150,7 @@ def visit(browser, artifacts) -> Iterator[Callable[..., Visit]]:
 class Scripted(NamedTuple):
     server: RunningServer
     script: Script
+    engine: Engine
 
 
 @pytest.fixture
@@ -159,9 +160,9 @@ def scripted() -> Iterator[Callable[..., Scripted]]:
 
         def start(*answers, delay=0.0, wrap=lambda app: app, **options) -> Scripted:
             script = Script(*answers, delay=delay, honours=EVERYTHING)
-            engine = Engine(EngineConfig(decoder="scripted", **options), registry=scripted_registry(script))
-            server = stack.enter_context(serving(stack.enter_context(engine), wrap=wrap))
-            return Scripted(server, script)
+            config = EngineConfig(decoder="scripted", **options)
+            engine = stack.enter_context(Engine(config, registry=scripted_registry(script)))
+            return Scripted(stack.enter_context(serving(engine, wrap=wrap)), script, engine)
 
         yield start
 

@@ -3,11 +3,11 @@ that the page's policy forbade, no request to another server."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
-import threading
 
 import pytest
 from playwright.sync_api import expect
@@ -32,7 +32,7 @@ print("<b>2</b>")
 
 
 def test_two_pictures_are_dropped_seen_asked_about_stopped_and_asked_about_again(visit, scripted):
-    server, script = scripted(LONG, "Two stars.", delay=0.02)
+    server, script, _ = scripted(LONG, "Two stars.", delay=0.02)
     tab = visit(server)
     tab.drop(PICTURES / "pair.png", PICTURES / "circle.png")
     expect(tab.tile("pair.png")).to_contain_text("30 tokens · 168×140")
@@ -71,7 +71,7 @@ def test_an_answer_comes_with_its_measures(visit, demo):
 
 
 def test_a_conversation_goes_on_and_begins_anew(visit, scripted):
-    server, script = scripted("One.", "Two.", "Three.")
+    server, script, _ = scripted("One.", "Two.", "Three.")
     tab = visit(server)
     tab.page.get_by_label("System prompt").fill("Be short.")
     lengths = []
@@ -89,7 +89,7 @@ def test_a_conversation_goes_on_and_begins_anew(visit, scripted):
 
 
 def test_an_error_stands_by_its_question_which_is_kept(visit, scripted):
-    server, _ = scripted(QueueFull("7 requests wait already: try again in a moment.", retry_after=2), "Now.")
+    server, *_ = scripted(QueueFull("7 requests wait already: try again in a moment.", retry_after=2), "Now.")
     tab = visit(server)
     tab.failing = True
     tab.ask("Is there a place?")
@@ -107,19 +107,17 @@ def test_an_error_stands_by_its_question_which_is_kept(visit, scripted):
 
 
 def test_what_breaks_off_in_the_midst_keeps_what_came(visit, scripted):
-    server, script = scripted(LONG, delay=0.02)
+    server, _, engine = scripted(LONG, delay=0.02)
     tab = visit(server)
-    tab.failing = True
     tab.ask("Go on.")
     expect(tab.answer()).to_contain_text("It goes on and on.")
-    script.delay = 0.0
-    script.fail()
+    engine.close()
     expect(tab.answer().get_by_role("alert")).to_contain_text("closed")
     expect(tab.answer()).to_contain_text("It goes on and on.")
 
 
 def test_a_file_that_is_no_picture_says_so_where_it_lies(visit, scripted, tmp_path):
-    server, _ = scripted("Never.")
+    server, *_ = scripted("Never.")
     tab = visit(server)
     tab.failing = True
     (tmp_path / "broken.png").write_bytes(b"no picture")
@@ -132,7 +130,7 @@ def test_a_file_that_is_no_picture_says_so_where_it_lies(visit, scripted, tmp_pa
 
 
 def test_pictures_can_be_pasted_chosen_and_sampled(visit, scripted):
-    server, _ = scripted("Fine.")
+    server, *_ = scripted("Fine.")
     tab = visit(server)
     tab.drop(PICTURES / "circle.png", by="paste")
     tab.page.locator("input[type=file]").set_input_files([PICTURES / "circle.png", PICTURES / "moving.mp4"])
@@ -155,7 +153,7 @@ def test_the_frames_that_the_model_sees_are_shown(visit, demo):
 
 
 def test_a_url_that_the_server_may_not_fetch_is_refused_by_name(visit, scripted):
-    server, _ = scripted("Never.", allow_remote_media=False)
+    server, *_ = scripted("Never.", allow_remote_media=False)
     tab = visit(server)
     tab.failing = True
     tab.page.get_by_role("button", name="Add a URL").click()
@@ -167,7 +165,7 @@ def test_a_url_that_the_server_may_not_fetch_is_refused_by_name(visit, scripted)
 
 
 def test_the_settings_are_what_is_asked_for(visit, scripted):
-    server, script = scripted("Cut off here.", '{"shapes": []}')
+    server, script, _ = scripted("Cut off here.", '{"shapes": []}')
     tab = visit(server)
     for label, value in (("Temperature", "0.5"), ("Top p", "0.9"), ("Top k", "7"), ("Seed", "3"), ("Most tokens", "2"), ("Repetition", "1.1")):
         tab.page.get_by_label(label, exact=True).fill(value)
@@ -189,7 +187,7 @@ def test_the_settings_are_what_is_asked_for(visit, scripted):
 
 
 def test_an_answer_is_shown_as_text_whatever_it_holds(visit, scripted):
-    server, _ = scripted(RICH)
+    server, *_ = scripted(RICH)
     tab = visit(server)
     tab.ask("Count them.")
     answer = tab.finished()
@@ -200,7 +198,7 @@ def test_an_answer_is_shown_as_text_whatever_it_holds(visit, scripted):
 
 
 def test_a_key_is_asked_for_and_kept_for_this_tab_alone(visit, scripted):
-    server, _ = scripted("Come in.", wrap=lambda app: Locked(app, "sesame"))
+    server, *_ = scripted("Come in.", wrap=lambda app: Locked(app, "sesame"))
     tab = visit(server)
     tab.failing = True
     field = tab.page.get_by_label("API key")
@@ -225,7 +223,7 @@ def test_a_key_is_asked_for_and_kept_for_this_tab_alone(visit, scripted):
 def test_everybody_can_use_it(visit, scripted, scheme, width):
     """axe finds no fault, in any state, and nothing is wider than the screen."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    server, _ = scripted(RICH, QueueFull("Busy."))
+    server, *_ = scripted(RICH, QueueFull("Busy."))
     tab = visit(server, color_scheme=scheme, viewport={"width": width, "height": 700}, reduced_motion="reduce")
     tab.failing = True
 
@@ -260,7 +258,7 @@ def test_everybody_can_use_it(visit, scripted, scheme, width):
 
 
 def test_a_keyboard_is_enough(visit, scripted):
-    server, script = scripted(LONG, "Short.", delay=0.02)
+    server, script, _ = scripted(LONG, "Short.", delay=0.02)
     tab = visit(server)
     keys = tab.page.keyboard
     field = tab.page.get_by_label("Question", exact=True)
@@ -297,7 +295,7 @@ def test_a_keyboard_is_enough(visit, scripted):
 
 
 def test_screen_readers_hear_an_answer_once(visit, scripted):
-    server, _ = scripted("A star. " * 20, delay=0.005)
+    server, *_ = scripted("A star. " * 20, delay=0.005)
     tab = visit(server)
     tab.page.evaluate(
         """() => { window.heard = [];
@@ -337,15 +335,13 @@ def test_the_code_that_the_page_gives_runs_and_says_the_same(visit, demo, tmp_pa
     assert ended.returncode == 0, ended.stderr
     output = ended.stdout
     if language == "curl":
-        import json
-
         output = json.loads(output)["choices"][0]["message"]["content"]
     assert " ".join(output.split()) == " ".join(said.split())
     assert said.strip().startswith("{")
 
 
 def test_the_code_can_be_copied(visit, scripted):
-    server, _ = scripted("Never.")
+    server, *_ = scripted("Never.")
     tab = visit(server, permissions=["clipboard-read", "clipboard-write"])
     tab.page.get_by_role("button", name="Code", exact=True).click()
     tab.page.get_by_role("button", name="Copy").click()
