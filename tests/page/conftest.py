@@ -1,4 +1,4 @@
-"""The page in a real browser: Chromium, driven by Playwright; tests are skipped, with the reason, where there is none."""
+"""The page in a real browser: Chromium, driven by Playwright. Where there is none, the tests are skipped and say so."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 WATCH = """document.addEventListener("securitypolicyviolation", (event) =>
   console.error(`policy: ${event.violatedDirective} forbids ${event.blockedURI || event.sample}`))"""
 
-DROP = """async ([files, target]) => {
+DROP = """([files, events]) => {
   const transfer = new DataTransfer();
   for (const { name, type, data } of files) {
     transfer.items.add(new File([Uint8Array.from(atob(data), (c) => c.charCodeAt(0))], name, { type }));
   }
-  const fire = (name) => document.body.dispatchEvent(new DragEvent(name, { dataTransfer: transfer, bubbles: true, cancelable: true }));
-  if (target === "paste") {
-    document.body.dispatchEvent(new ClipboardEvent("paste", { clipboardData: transfer, bubbles: true, cancelable: true }));
-  } else for (const name of target) fire(name);
+  const usual = { bubbles: true, cancelable: true };
+  const make = (name) =>
+    name === "paste"
+      ? new ClipboardEvent(name, { ...usual, clipboardData: transfer })
+      : new DragEvent(name, { ...usual, dataTransfer: transfer });
+  for (const name of events) document.body.dispatchEvent(make(name));
 }"""
 
 
@@ -76,7 +78,7 @@ class Visit:
         self.page.add_init_script(WATCH)
 
     def drop(self, *paths: Path, by=("dragenter", "dragover", "drop")) -> None:
-        """Drop files on the page, or paste them."""
+        """Drop files on the page, or paste them, by these events."""
         self.page.evaluate(DROP, [[_file(path) for path in paths], by])
 
     def ask(self, question: str) -> None:

@@ -42,7 +42,9 @@ def test_every_file_comes_under_a_strict_policy(http):
         assert answer.headers["Referrer-Policy"] == "no-referrer"
 
 
-@pytest.mark.parametrize("path", ["/page/", "/page/index.html", "/page/../page.py", "/page/%2e%2e/page.py", "/page/none.js"])
+@pytest.mark.parametrize(
+    "path", ["/page/", "/page/index.html", "/page/../page.py", "/page/%2e%2e/page.py", "/page/none.js"]
+)
 def test_nothing_else_can_be_asked_for(http, path):
     assert http.get(path).json()["error"]["code"] == "unknown_url"
 
@@ -59,7 +61,9 @@ def test_the_page_can_be_left_out(engine):
 def test_nothing_is_loaded_from_elsewhere_and_nothing_is_inline(path):
     text = path.read_text(encoding="utf-8")
     assert not re.search(r"""(?:src|href|url|import|from)\W{1,3}(?:https?:)?//""", text)
-    assert not re.search(r"<style|\sstyle=|<script>|\son\w+=\"|javascript:|innerHTML|outerHTML|insertAdjacent|eval\(", text)
+    assert not re.search(
+        r"<style|\sstyle=|<script>|\son\w+=\"|javascript:|innerHTML|outerHTML|insertAdjacent|eval\(", text
+    )
 
 
 def test_a_preview_shows_frames_and_counts(http):
@@ -76,7 +80,8 @@ def test_a_preview_shows_frames_and_counts(http):
 
 
 def test_a_preview_is_refused_as_a_request_is(http):
-    refused = http.post("/v1/media/preview", json={"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}]})
+    content = [{"type": "image_url", "image_url": {"url": "data:,x"}}]
+    refused = http.post("/v1/media/preview", json={"messages": [{"role": "user", "content": content}]})
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "messages[0].content[0]"
     assert http.post("/v1/media/preview", content=b"{").json()["error"]["code"] == "invalid_json"

@@ -1,5 +1,8 @@
-"""The page as a person uses it, in a real browser. Each test ends with a look at the console: no error, no warning, nothing
-that the page's policy forbade, no request to another server."""
+"""The page as a person uses it, in a real browser.
+
+Each test ends with a look at the console: no error, no warning, nothing that the page's policy forbade, no request to
+another server.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,14 @@ import subprocess
 import sys
 
 import pytest
-from playwright.sync_api import expect
+from fastapi.responses import JSONResponse
 
 from dashinfer_vlm_core.errors import QueueFull
 from tests.page.conftest import PICTURES
 from tests.server.conftest import eventually
 
 pytestmark = pytest.mark.slow
+expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed").expect
 
 LONG = "It goes on and on. " * 60
 RICH = """Two shapes:
@@ -66,7 +70,13 @@ def test_an_answer_comes_with_its_measures(visit, demo):
     tab.ask("Describe the picture.")
     answer = tab.finished()
     expect(answer).to_contain_text("A red circle.")
-    for measure in (r"First token\s*\d+ ms", r"Speed\s*[\d.]+ tokens/s", r"Prompt\s*\d+ tokens, 16 of them seen", r"Answer\s*\d+ tokens"):
+    measures = (
+        r"First token\s*\d+ ms",
+        r"Speed\s*[\d.]+ tokens/s",
+        r"Prompt\s*\d+ tokens, 16 of them seen",
+        r"Answer\s*\d+ tokens",
+    )
+    for measure in measures:
         expect(answer).to_contain_text(re.compile(measure))
 
 
@@ -109,6 +119,7 @@ def test_an_error_stands_by_its_question_which_is_kept(visit, scripted):
 def test_what_breaks_off_in_the_midst_keeps_what_came(visit, scripted):
     server, _, engine = scripted(LONG, delay=0.02)
     tab = visit(server)
+    tab.failing = True
     tab.ask("Go on.")
     expect(tab.answer()).to_contain_text("It goes on and on.")
     engine.close()
@@ -132,7 +143,7 @@ def test_a_file_that_is_no_picture_says_so_where_it_lies(visit, scripted, tmp_pa
 def test_pictures_can_be_pasted_chosen_and_sampled(visit, scripted):
     server, *_ = scripted("Fine.")
     tab = visit(server)
-    tab.drop(PICTURES / "circle.png", by="paste")
+    tab.drop(PICTURES / "circle.png", by=["paste"])
     tab.page.locator("input[type=file]").set_input_files([PICTURES / "circle.png", PICTURES / "moving.mp4"])
     tab.page.get_by_role("button", name="Take a sample picture").click()
     expect(tab.page.get_by_text(re.compile(r"3 pictures · 1 video · \d+ tokens"))).to_be_visible()
@@ -147,8 +158,10 @@ def test_the_frames_that_the_model_sees_are_shown(visit, demo):
     tab.page.get_by_role("button", name="What the model sees of moving.mp4").click()
     dialog = tab.page.get_by_role("dialog", name="What the model sees of moving.mp4")
     expect(dialog).to_contain_text("112×112 pixels become 112×112: 2 × 4 × 4 cells, 32 tokens; 2 frames share theirs.")
-    frames = dialog.get_by_role("img")
-    assert [frame.evaluate("image => [image.naturalWidth, image.naturalHeight]") for frame in frames.all()] == [[112, 112]] * 4
+    frames = dialog.get_by_role("img").all()
+    assert [frame.evaluate("image => [image.naturalWidth, image.naturalHeight]") for frame in frames] == [
+        [112, 112]
+    ] * 4
     tab.screenshot("6-frames")
 
 
@@ -164,10 +177,13 @@ def test_a_url_that_the_server_may_not_fetch_is_refused_by_name(visit, scripted)
     expect(tab.finished().get_by_role("alert")).to_contain_text("messages[0].content[0]")
 
 
+CHOSEN = {"Temperature": "0.5", "Top p": "0.9", "Top k": "7", "Seed": "3", "Most tokens": "2", "Repetition": "1.1"}
+
+
 def test_the_settings_are_what_is_asked_for(visit, scripted):
     server, script, _ = scripted("Cut off here.", '{"shapes": []}')
     tab = visit(server)
-    for label, value in (("Temperature", "0.5"), ("Top p", "0.9"), ("Top k", "7"), ("Seed", "3"), ("Most tokens", "2"), ("Repetition", "1.1")):
+    for label, value in CHOSEN.items():
         tab.page.get_by_label(label, exact=True).fill(value)
     tab.ask("Hello?")
     expect(tab.finished()).to_contain_text("It was cut off at the most tokens")
@@ -177,10 +193,11 @@ def test_the_settings_are_what_is_asked_for(visit, scripted):
 
     tab.page.get_by_label("Most tokens").fill("")
     tab.page.get_by_label("Format of the answer").select_option("json_schema")
-    tab.page.get_by_label("JSON schema", exact=True).fill("{")
+    schema = tab.page.get_by_label("JSON schema", exact=True)
+    schema.fill("{")
     tab.ask("Again?")
-    expect(tab.page.get_by_label("JSON schema", exact=True)).to_be_focused()
-    tab.page.get_by_label("JSON schema", exact=True).fill('{"type": "object", "properties": {"shapes": {"type": "array"}}}')
+    expect(schema).to_be_focused()
+    schema.fill('{"type": "object", "properties": {"shapes": {"type": "array"}}}')
     tab.page.get_by_label("Question", exact=True).press("Enter")
     expect(tab.finished()).to_contain_text('"shapes"')
     assert script.requests[1].guide is not None
@@ -258,7 +275,7 @@ def test_everybody_can_use_it(visit, scripted, scheme, width):
 
 
 def test_a_keyboard_is_enough(visit, scripted):
-    server, script, _ = scripted(LONG, "Short.", delay=0.02)
+    server, *_ = scripted(LONG, "Short.", delay=0.02)
     tab = visit(server)
     keys = tab.page.keyboard
     field = tab.page.get_by_label("Question", exact=True)
@@ -329,8 +346,9 @@ def test_the_code_that_the_page_gives_runs_and_says_the_same(visit, demo, tmp_pa
     said = tab.finished().locator(".answer-text").inner_text()
     program = code_of(tab, language)
     environment = os.environ | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    command = [*PROGRAMS[language], program]
     ended = subprocess.run(
-        [*PROGRAMS[language], program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110, check=False
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110, check=False
     )
     assert ended.returncode == 0, ended.stderr
     output = ended.stdout
@@ -357,11 +375,14 @@ def code_of(tab, language):
     return code
 
 
+NAME = "(it => it.ariaLabel || it.labels?.[0]?.innerText || it.innerText)(document.activeElement)"
+
+
 def reach(tab, name, key="Tab"):
     """Press `key` until what has this name has the focus."""
     for _ in range(40):
         tab.page.keyboard.press(key)
-        if tab.page.evaluate("(e => e.ariaLabel || e.labels?.[0]?.innerText || e.innerText)(document.activeElement)").strip() == name:
+        if tab.page.evaluate(NAME).strip() == name:
             return
     raise AssertionError(f"{name} cannot be reached")
 
@@ -374,9 +395,9 @@ class Locked:
         self.key = f"Bearer {key}".encode()
 
     async def __call__(self, scope, receive, send):
-        if scope["type"] != "http" or not scope["path"].startswith("/v1") or dict(scope["headers"]).get(b"authorization") == self.key:
+        inside = scope["type"] != "http" or not scope["path"].startswith("/v1")
+        if inside or dict(scope["headers"]).get(b"authorization") == self.key:
             await self.app(scope, receive, send)
             return
-        body = b'{"error": {"message": "Give a key.", "type": "authentication_error", "param": null, "code": "invalid_api_key"}}'
-        await send({"type": "http.response.start", "status": 401, "headers": [(b"content-type", b"application/json")]})
-        await send({"type": "http.response.body", "body": body})
+        error = {"message": "Give a key.", "type": "authentication_error", "param": None, "code": "invalid_api_key"}
+        await JSONResponse({"error": error}, status_code=401)(scope, receive, send)

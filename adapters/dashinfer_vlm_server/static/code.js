@@ -13,8 +13,8 @@ const MARKED = new RegExp(`${MARK}(\\d+)${MARK}`, "g");
 
 /** A file that stands for its data URL. */
 class FileUrl {
-  constructor({ name, file }) {
-    Object.assign(this, { name, type: file.type, file });
+  constructor({ name, file, local }) {
+    Object.assign(this, { name, type: file.type, local });
   }
 }
 
@@ -44,7 +44,7 @@ export function showCode(shown) {
   const tabs = [...byId("code-tabs").children];
   select(tabs.find((tab) => tab.ariaSelected === "true"), tabs);
   const files = filesOf(request);
-  const links = files.map(({ name, file }) => element("a", { href: URL.createObjectURL(file), download: name }, name));
+  const links = files.map(({ name, local }) => element("a", { href: local, download: name }, name));
   byId("code-files").replaceChildren(
     ...(files.length ? [`It reads ${counted(files.length, "file")} in the folder where it runs: `, ...separated(links), "."] : []),
   );

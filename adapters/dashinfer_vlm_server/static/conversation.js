@@ -23,7 +23,7 @@ export class Turn extends EventTarget {
 
   constructor({ text, attachments }) {
     super();
-    Object.assign(this, { text, attachments, answer: "", state: "new", request: null });
+    Object.assign(this, { text, attachments, answer: "", state: "new", failure: null });
     this.body = element("div", { class: "answer-text" });
     this.foot = element("div", { class: "answer-foot" });
     this.element = element(
@@ -53,7 +53,7 @@ export class Turn extends EventTarget {
 
   /** Ask, and show the answer while it comes. */
   async ask(request) {
-    this.request = request;
+    this.failure = null;
     this.#controller = new AbortController();
     this.answer = "";
     this.measures = { asked: performance.now(), first: null, last: null, usage: null, finish: null };
@@ -98,16 +98,15 @@ export class Turn extends EventTarget {
     this.state = state;
     this.place.dataset.state = state;
     this.place.setAttribute("aria-busy", String(state === "running"));
-    this.foot.replaceChildren(...(state === "running" ? [] : [...notes(this), measured(this.measures), this.#actions()]));
+    this.foot.replaceChildren(...(state === "running" ? [] : [...notes(this), ...measured(this.measures), this.#actions()]));
     this.#draw();
     this.dispatchEvent(new Event("state"));
   }
 
   #fail(error) {
-    const failure = error instanceof Failure ? error : new Failure("This page failed to read the answer.");
-    this.failure = failure;
+    this.failure = error instanceof Failure ? error : new Failure("This page failed to read the answer.");
     this.#enter("failed");
-    this.foot.prepend(problem(failure));
+    this.foot.prepend(problem(this.failure));
     this.dispatchEvent(new Event("grow"));
   }
 
@@ -150,7 +149,8 @@ function measured({ asked, first, last, usage }) {
   const rows = [];
   if (first) rows.push(["First token", time(first - asked)]);
   if (usage) rows.push(...used(usage, last - first));
-  return element("dl", { class: "measures" }, ...rows.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))));
+  const shown = rows.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)));
+  return rows.length ? [element("dl", { class: "measures" }, ...shown)] : [];
 }
 
 function used({ completion_tokens: written, prompt_tokens: read, prompt_tokens_details: details }, elapsed) {

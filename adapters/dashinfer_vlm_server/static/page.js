@@ -1,6 +1,6 @@
 // The page: a question is made below, asked, and joins the conversation above.
 
-import { Failure, health, key, model } from "./api.js";
+import { health, key, model } from "./api.js";
 import { copy, openCode, showCode, urlInCode } from "./code.js";
 import { Turn } from "./conversation.js";
 import { announce, byId, closable, counted } from "./dom.js";
@@ -37,8 +37,7 @@ function ask(event) {
   byId("turns").append(turn.element);
   question.value = "";
   grow();
-  attachments = [];
-  drawTray();
+  hold([]);
   start(turn);
 }
 
@@ -65,8 +64,7 @@ function edit(turn) {
   turns = turns.filter((other) => other !== turn);
   turn.element.remove();
   question.value = turn.text;
-  attachments = turn.attachments;
-  drawTray();
+  hold(turn.attachments);
   drawState();
   grow();
   question.focus();
@@ -96,7 +94,7 @@ function drawState() {
   if (!busy && focused === byId("stop")) question.focus();
   byId("welcome").hidden = turns.length > 0;
   turns.forEach((turn, index) => turn.element.classList.toggle("last", index === turns.length - 1));
-  if (turns.at(-1)?.failure?.status === 401) askForKey();
+  if (turns.at(-1)?.state === "failed") connect(); // it may have been started anew, with another model or a key
 }
 
 /** Follow an answer as it grows, unless its reader has scrolled away from its end. */
@@ -125,21 +123,22 @@ async function addFiles(files) {
 }
 
 function add(attachment) {
-  attachments = [...attachments, attachment];
   attachment.addEventListener("change", drawTally);
-  drawTray();
+  hold([...attachments, attachment]);
   question.focus();
 }
 
 function remove(attachment) {
   const index = attachments.indexOf(attachment);
-  attachments = attachments.filter((other) => other !== attachment);
-  drawTray();
+  hold(attachments.filter((other) => other !== attachment));
   (byId("tray").querySelectorAll(".remove")[index] ?? byId("choose")).focus();
 }
 
-function drawTray() {
-  byId("tray").replaceChildren(...attachments.map((attachment) => tile(attachment, () => remove(attachment))));
+/** Have these in the tray; those that stay keep their tiles. */
+function hold(wanted) {
+  const tiles = new Map(attachments.map((attachment, index) => [attachment, byId("tray").children[index]]));
+  attachments = wanted;
+  byId("tray").replaceChildren(...wanted.map((attachment) => tiles.get(attachment) ?? tile(attachment, () => remove(attachment))));
   drawTally();
 }
 
@@ -195,6 +194,7 @@ function toggleSettings(open = !document.body.classList.contains("with-settings"
 function askForKey() {
   byId("key-field").hidden = false;
   toggleSettings(true);
+  byId("key").focus();
 }
 
 async function connect() {
@@ -203,7 +203,7 @@ async function connect() {
     served = await model();
     tell(status === "ready" ? "ready" : "down", status === "ready" ? `${served} · ${decoder} · ${length.toLocaleString("en")} tokens` : `${served} is ${status}`);
   } catch (error) {
-    if (error instanceof Failure && error.status === 401) {
+    if (error.status === 401) {
       askForKey();
       tell("down", "An API key is needed");
     } else tell("down", "Not reachable");
