@@ -36,6 +36,11 @@ KINDS: Mapping[str, str] = MappingProxyType(
 )
 """The operating system's table may say otherwise, and `nosniff` would then have the browser refuse the files."""
 
+FILES: Mapping[str, Path] = MappingProxyType(
+    {"/" if path.name == "index.html" else f"/page/{path.name}": path for path in sorted(STATIC.iterdir())}
+)
+"""The page's files by their paths, which need no key."""
+
 POLICY = "; ".join(
     [
         "default-src 'none'",
@@ -79,9 +84,8 @@ def add_page(app: FastAPI, engine: object, read: Callable[[Request], Awaitable[C
         engine: what answers there.
         read: gets the request out of a body, under the application's limits.
     """
-    for path in sorted(STATIC.iterdir()):
-        name = "/" if path.name == "index.html" else f"/page/{path.name}"
-        app.add_api_route(name, _File.read(path).answer, response_model=None, include_in_schema=False)
+    for path, file in FILES.items():
+        app.add_api_route(path, _File.read(file).answer, response_model=None, include_in_schema=False)
     if isinstance(engine, Previewer):
         route = _PreviewRoute(engine=engine, read=read)
         app.add_api_route("/v1/media/preview", route.answer, methods=["POST"], response_model=None)

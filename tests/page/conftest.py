@@ -16,6 +16,7 @@ import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.testing import EVERYTHING, Script, scripted_registry
+from dashinfer_vlm_server import create_app
 from tests.server.conftest import RunningServer, serving
 
 PICTURES = Path(__file__).parents[2] / "examples" / "pictures"
@@ -164,7 +165,8 @@ def scripted() -> Iterator[Callable[..., Scripted]]:
             script = Script(*answers, delay=delay, honours=EVERYTHING)
             config = EngineConfig(decoder="scripted", **options)
             engine = stack.enter_context(Engine(config, registry=scripted_registry(script)))
-            return Scripted(stack.enter_context(serving(engine, wrap=wrap)), script, engine)
+            server = stack.enter_context(RunningServer(wrap(create_app(engine))).running())
+            return Scripted(server, script, engine)
 
         yield start
 

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from dashinfer_vlm_core.testing import scripted_engine
-from dashinfer_vlm_server.page import STATIC
+from dashinfer_vlm_server.page import FILES, STATIC
 from tests.conversations import as_openai, picture, user
 from tests.server.conftest import serving
 
@@ -31,7 +31,8 @@ def http(engine):
 
 
 def test_every_file_comes_under_a_strict_policy(http):
-    for path in ["/", *(f"/page/{file.name}" for file in STATIC.iterdir() if file.name != "index.html")]:
+    assert {"/", "/page/page.js", "/page/page.css"} <= set(FILES)
+    for path in FILES:
         answer = http.get(path)
         assert answer.status_code == 200
         policy = answer.headers["Content-Security-Policy"]

@@ -63,12 +63,9 @@ def eventually(condition: Callable[[], bool], *, within: float = 10.0) -> float:
 
 
 @contextlib.contextmanager
-def serving(engine: ChatEngine, *, wrap=lambda app: app, **options) -> Iterator[RunningServer]:
-    """`engine` behind a server; a real checkpoint is not needed for one that is made for the test.
-
-    `wrap` may put something in front of the application.
-    """
-    with RunningServer(wrap(create_app(engine, **options))).running() as server:
+def serving(engine: ChatEngine, **options) -> Iterator[RunningServer]:
+    """`engine` behind a server; a real checkpoint is not needed for one that is made for the test."""
+    with RunningServer(create_app(engine, **options)).running() as server:
         yield server
 
 

@@ -5,7 +5,16 @@ import { baseUrl, key } from "./api.js";
 import { byId, closable, counted, element } from "./dom.js";
 
 const KEY = "OPENAI_API_KEY";
-const OPENAI_HAS = new Set(["model", "messages", "temperature", "top_p", "seed", "max_tokens", "stop", "response_format"]);
+const OPENAI_HAS = new Set([
+  "model",
+  "messages",
+  "temperature",
+  "top_p",
+  "seed",
+  "max_tokens",
+  "stop",
+  "response_format",
+]);
 const LANGCHAIN_HAS = new Set(["temperature", "top_p", "seed", "max_tokens", "stop"]);
 const WIDTH = 100;
 const MARK = "\uFDD0"; // Unicode promises that no text holds it
@@ -42,11 +51,16 @@ export function openCode() {
 export function showCode(shown) {
   request = shown;
   const tabs = [...byId("code-tabs").children];
-  select(tabs.find((tab) => tab.ariaSelected === "true"), tabs);
+  select(
+    tabs.find((tab) => tab.ariaSelected === "true"),
+    tabs,
+  );
   const files = filesOf(request);
   const links = files.map(({ name, local }) => element("a", { href: local, download: name }, name));
   byId("code-files").replaceChildren(
-    ...(files.length ? [`It reads ${counted(files.length, "file")} in the folder where it runs: `, ...separated(links), "."] : []),
+    ...(files.length
+      ? [`It reads ${counted(files.length, "file")} in the folder where it runs: `, ...separated(links), "."]
+      : []),
   );
   byId("code-dialog").showModal();
 }
@@ -96,7 +110,8 @@ function curl(body) {
 
 const shellQuoted = (text) => (/^[\w:/.-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
 
-const substitution = ({ name, type }) => `data:${type};base64,$(base64 < ${shellQuoted(name.startsWith("-") ? `./${name}` : name)} | tr -d '\\n')`;
+const substitution = ({ name, type }) =>
+  `data:${type};base64,$(base64 < ${shellQuoted(name.startsWith("-") ? `./${name}` : name)} | tr -d '\\n')`;
 
 // Python
 
@@ -135,7 +150,11 @@ function langchain({ model, messages, ...options }) {
 
 function imports(value, libraries) {
   const files = filesOf(value).length > 0;
-  const lines = [...(files ? ["import base64"] : []), ...(key() ? ["import os"] : []), ...(files ? ["from pathlib import Path"] : [])];
+  const lines = [
+    ...(files ? ["import base64"] : []),
+    ...(key() ? ["import os"] : []),
+    ...(files ? ["from pathlib import Path"] : []),
+  ];
   const head = [...lines, ...(lines.length ? [""] : []), ...libraries, ""];
   const helper = [
     "",
@@ -163,5 +182,7 @@ function python(value, indent = 0) {
   const line = open + items(0).join(", ") + close;
   if (indent + line.length <= WIDTH && !line.includes("\n")) return line;
   const space = " ".repeat(indent);
-  return `${open}\n${items(indent + 4).map((item) => `${space}    ${item},\n`).join("")}${space}${close}`;
+  return `${open}\n${items(indent + 4)
+    .map((item) => `${space}    ${item},\n`)
+    .join("")}${space}${close}`;
 }

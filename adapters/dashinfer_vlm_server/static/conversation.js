@@ -48,7 +48,9 @@ export class Turn extends EventTarget {
 
   /** Question and answer, for the questions after it; nothing if there is no answer to go on from. */
   history(urlOf) {
-    return this.answer && this.state !== "failed" ? [this.message(urlOf), { role: "assistant", content: this.answer }] : [];
+    return this.answer && this.state !== "failed"
+      ? [this.message(urlOf), { role: "assistant", content: this.answer }]
+      : [];
   }
 
   /** Ask, and show the answer while it comes. */
@@ -98,7 +100,9 @@ export class Turn extends EventTarget {
     this.state = state;
     this.place.dataset.state = state;
     this.place.setAttribute("aria-busy", String(state === "running"));
-    this.foot.replaceChildren(...(state === "running" ? [] : [...notes(this), ...measured(this.measures), this.#actions()]));
+    this.foot.replaceChildren(
+      ...(state === "running" ? [] : [...notes(this), ...measured(this.measures), this.#actions()]),
+    );
     this.#draw();
     this.dispatchEvent(new Event("state"));
   }
@@ -157,9 +161,13 @@ function used({ completion_tokens: written, prompt_tokens: read, prompt_tokens_d
   const seen = (details?.image_tokens ?? 0) + (details?.video_tokens ?? 0);
   const rows = [];
   if (written > 1 && elapsed > 0) rows.push(["Speed", `${(((written - 1) / elapsed) * 1000).toFixed(1)} tokens/s`]);
-  rows.push(["Prompt", `${counted(read, "token")}${seen ? `, ${seen} of them seen` : ""}`], ["Answer", counted(written, "token")]);
+  rows.push(
+    ["Prompt", `${counted(read, "token")}${seen ? `, ${seen} of them seen` : ""}`],
+    ["Answer", counted(written, "token")],
+  );
   if (details?.cached_tokens) rows.push(["From cache", counted(details.cached_tokens, "token")]);
   return rows;
 }
 
-const time = (milliseconds) => (milliseconds < 1000 ? `${milliseconds.toFixed(0)} ms` : `${(milliseconds / 1000).toFixed(2)} s`);
+const time = (milliseconds) =>
+  milliseconds < 1000 ? `${milliseconds.toFixed(0)} ms` : `${(milliseconds / 1000).toFixed(2)} s`;

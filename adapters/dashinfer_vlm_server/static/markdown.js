@@ -25,9 +25,11 @@ export function render(place, text) {
 
 function blocksOf(lines) {
   const blocks = [];
-  for (let at = 0; at < lines.length; ) {
+  for (let at = 0; at < lines.length;) {
     if (!lines[at].trim()) at += 1;
-    else at = (fence(lines, at, blocks) || heading(lines, at, blocks) || list(lines, at, blocks) || prose(lines, at, blocks));
+    else
+      at =
+        fence(lines, at, blocks) || heading(lines, at, blocks) || list(lines, at, blocks) || prose(lines, at, blocks);
   }
   return blocks;
 }

@@ -21,7 +21,12 @@ export class Attachment extends EventTarget {
   static async fromFile(file) {
     const kind = file.type.split("/")[0];
     if (kind !== "image" && kind !== "video") return null;
-    return new Attachment({ kind, name: unique(file.name || `pasted.${file.type.split("/")[1]}`), url: await dataUrl(file), file });
+    return new Attachment({
+      kind,
+      name: unique(file.name || `pasted.${file.type.split("/")[1]}`),
+      url: await dataUrl(file),
+      file,
+    });
   }
 
   static fromUrl(url, kind = VIDEO.test(new URL(url).pathname) ? "video" : "image") {
@@ -76,7 +81,11 @@ export function tile(attachment, onremove = null) {
         attachment.thumbnail
           ? element("img", { src: attachment.thumbnail, alt: "" })
           : element("span", { class: "no-picture", "aria-hidden": "true" }, attachment.kind),
-        element("span", { class: "hidden" }, attachment.fault ? `Look again at ${attachment.name}` : `What the model sees of ${attachment.name}`),
+        element(
+          "span",
+          { class: "hidden" },
+          attachment.fault ? `Look again at ${attachment.name}` : `What the model sees of ${attachment.name}`,
+        ),
       ),
       element("span", { class: "tile-name", title: attachment.name }, attachment.name),
       element("span", { class: "tile-cost" }, cost(attachment)),
@@ -99,7 +108,9 @@ function cost(attachment) {
 /** The dialog with the frames that the model sees. */
 export function openFrames() {
   closable(byId("frames-dialog"));
-  byId("frames-grid").addEventListener("change", () => byId("frames").classList.toggle("plain", !byId("frames-grid").checked));
+  byId("frames-grid").addEventListener("change", () =>
+    byId("frames").classList.toggle("plain", !byId("frames-grid").checked),
+  );
 }
 
 function show({ name, seen }) {
@@ -119,7 +130,11 @@ function facts({ kind, source_size: source, size, cells: [time, rows, columns], 
 }
 
 function frameOf({ index, url }, { kind, size: [width, height], cells: [, rows, columns] }) {
-  const picture = element("span", { class: "cells" }, element("img", { src: url, width, height, alt: kind === "video" ? `Frame ${index + 1}` : "The picture" }));
+  const picture = element(
+    "span",
+    { class: "cells" },
+    element("img", { src: url, width, height, alt: kind === "video" ? `Frame ${index + 1}` : "The picture" }),
+  );
   picture.style.setProperty("--columns", columns);
   picture.style.setProperty("--rows", rows);
   return element("figure", {}, picture, kind === "video" ? element("figcaption", {}, `Frame ${index + 1}`) : null);

@@ -138,13 +138,20 @@ function remove(attachment) {
 function hold(wanted) {
   const tiles = new Map(attachments.map((attachment, index) => [attachment, byId("tray").children[index]]));
   attachments = wanted;
-  byId("tray").replaceChildren(...wanted.map((attachment) => tiles.get(attachment) ?? tile(attachment, () => remove(attachment))));
+  byId("tray").replaceChildren(
+    ...wanted.map((attachment) => tiles.get(attachment) ?? tile(attachment, () => remove(attachment))),
+  );
   drawTally();
 }
 
 function drawTally() {
   const count = (kind) => attachments.filter((attachment) => attachment.kind === kind).length;
-  const kinds = [["image", "picture"], ["video", "video"]].filter(([kind]) => count(kind)).map(([kind, noun]) => counted(count(kind), noun));
+  const kinds = [
+    ["image", "picture"],
+    ["video", "video"],
+  ]
+    .filter(([kind]) => count(kind))
+    .map(([kind, noun]) => counted(count(kind), noun));
   const known = attachments.every((attachment) => attachment.seen);
   const tokens = attachments.reduce((sum, attachment) => sum + attachment.tokens, 0);
   byId("tally").textContent = kinds.length ? [...kinds, ...(known ? [counted(tokens, "token")] : [])].join(" · ") : "";
@@ -201,7 +208,10 @@ async function connect() {
   try {
     const { status, decoder, max_model_len: length } = await health();
     served = await model();
-    tell(status === "ready" ? "ready" : "down", status === "ready" ? `${served} · ${decoder} · ${length.toLocaleString("en")} tokens` : `${served} is ${status}`);
+    tell(
+      status === "ready" ? "ready" : "down",
+      status === "ready" ? `${served} · ${decoder} · ${length.toLocaleString("en")} tokens` : `${served} is ${status}`,
+    );
   } catch (error) {
     if (error.status === 401) {
       askForKey();

@@ -8,7 +8,11 @@ const NUMBERS = ["temperature", "top_p", "top_k", "seed", "max_tokens", "repetit
 const SCHEMA = {
   type: "object",
   properties: {
-    shapes: { type: "array", items: { type: "string", enum: ["circle", "square", "triangle", "star", "cross"] }, maxItems: 4 },
+    shapes: {
+      type: "array",
+      items: { type: "string", enum: ["circle", "square", "triangle", "star", "cross"] },
+      maxItems: 4,
+    },
   },
   required: ["shapes"],
 };
