@@ -52,7 +52,7 @@ export async function* stream(request, signal) {
     if (chunk.error) throw new Failure(chunk.error.message, chunk.error);
     yield chunk;
   }
-  throw new Failure("The connection broke off before the answer was complete.");
+  throw new Failure("The connection broke off before the answer was complete. Ask again.");
 }
 
 async function call(path, { body, signal }) {
@@ -64,7 +64,7 @@ async function call(path, { body, signal }) {
     response = await fetch(path, { ...options, headers, signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Failure("The server cannot be reached.");
+    throw new Failure("The server cannot be reached: see whether it runs, then ask again.");
   }
   if (!response.ok) throw await failure(response);
   return response;

@@ -9,7 +9,6 @@ const SPOKEN = 600; // characters of an answer that are read out by themselves; 
 
 /** What a person can do where the server's own words do not say. */
 const NEXT_STEP = {
-  0: "See whether it runs, then ask again.",
   401: "Enter the API key in the settings, then ask again.",
   403: "Enter another API key in the settings, then ask again.",
   413: "Take out a picture or a video, or send a smaller one.",
