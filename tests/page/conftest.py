@@ -61,13 +61,13 @@ class Visit:
 
     Attributes:
         page: Playwright's page.
-        server: what it came from.
+        home: the address that it came from.
         faults: errors of its console and its scripts, what its policy forbade, and requests to other servers.
         failing: whether answers with an error are part of the test; a browser's console reports each.
     """
 
     page: object
-    server: RunningServer
+    home: str
     artifacts: Path
     faults: list[str] = field(default_factory=list)
     failing: bool = False
@@ -107,7 +107,7 @@ class Visit:
             self.faults.append(message.text)
 
     def _check(self, request) -> None:
-        if not request.url.startswith((self.server.url, "blob:", "data:")):
+        if not request.url.startswith((self.home, "blob:", "data:")):
             self.faults.append(f"a request to {request.url}")
 
 
@@ -141,9 +141,9 @@ def visit(browser, artifacts) -> Iterator[Callable[..., Visit]]:
                 contextlib.closing(browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options}))
             )
             context.set_default_timeout(15_000)
-            visits.append(Visit(context.new_page(), server, artifacts))
+            visits.append(Visit(context.new_page(), f"{server.url}/", artifacts))
             visits[-1].watch()
-            visits[-1].page.goto(f"{server.url}/")
+            visits[-1].page.goto(visits[-1].home)
             return visits[-1]
 
         yield open_page

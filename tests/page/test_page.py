@@ -63,21 +63,25 @@ def test_two_pictures_are_dropped_seen_asked_about_stopped_and_asked_about_again
 
 
 def test_an_answer_comes_with_its_measures(visit, demo):
-    tab = visit(demo)
-    tab.drop(PICTURES / "circle.png")
-    expect(tab.tile("circle.png")).to_contain_text("36 tokens")
+    """Its screenshot is the one of docs/page.md."""
+    tab = visit(demo, viewport={"width": 1280, "height": 720})
+    tab.drop(PICTURES / "before.png", PICTURES / "after.png")
+    expect(tab.page.get_by_text("2 pictures · 72 tokens")).to_be_visible()
     tab.page.get_by_label("Temperature").fill("0")
-    tab.ask("Describe the picture.")
+    tab.ask("Which picture has a red square?")
     answer = tab.finished()
-    expect(answer).to_contain_text("A red circle.")
+    expect(answer).to_contain_text("The second picture.")
     measures = (
         r"First token\s*\d+ ms",
         r"Speed\s*[\d.]+ tokens/s",
-        r"Prompt\s*\d+ tokens, 36 of them seen",
+        r"Prompt\s*\d+ tokens, 72 of them seen",
         r"Answer\s*\d+ tokens",
     )
     for measure in measures:
         expect(answer).to_contain_text(re.compile(measure))
+    tab.drop(PICTURES / "pair.png", PICTURES / "moving.mp4")
+    expect(tab.page.get_by_text("1 picture · 1 video · 62 tokens")).to_be_visible()
+    tab.screenshot("page")
 
 
 def test_a_conversation_goes_on_and_begins_anew(visit, scripted):
@@ -135,7 +139,7 @@ def test_a_file_that_is_no_picture_says_so_where_it_lies(visit, scripted, tmp_pa
     (tmp_path / "notes.txt").write_text("words")
     tab.drop(tmp_path / "broken.png", tmp_path / "notes.txt")
     expect(tab.tile("broken.png")).to_contain_text("save it again in one of these formats")
-    expect(tab.page.get_by_text("notes.txt is neither a picture nor a video.")).to_be_visible()
+    expect(tab.page.get_by_text("Neither a picture nor a video: notes.txt")).to_be_visible()
     tab.page.get_by_role("button", name="Remove broken.png").click()
     expect(tab.page.get_by_role("button", name="Add files")).to_be_focused()
 

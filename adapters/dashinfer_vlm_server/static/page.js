@@ -115,11 +115,13 @@ function startAnew() {
 // Pictures and videos
 
 async function addFiles(files) {
+  const refused = [];
   for (const file of files) {
     const attachment = await Attachment.fromFile(file);
     if (attachment) add(attachment);
-    else byId("tally").textContent = `${file.name} is neither a picture nor a video.`;
+    else refused.push(file.name);
   }
+  byId("refused").textContent = refused.length ? `Neither a picture nor a video: ${refused.join(", ")}` : "";
 }
 
 function add(attachment) {
