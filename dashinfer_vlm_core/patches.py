@@ -332,7 +332,8 @@ def uncut(pixels: Pixels, grid: Grid, spec: PixelSpec) -> Pixels:
     span, side, merge = spec.temporal_patch_size, spec.patch_size, spec.merge_size
     blocks = pixels.reshape(grid.t, grid.h // merge, grid.w // merge, merge, merge, 3, span, side, side)
     ordered = blocks.transpose(0, 6, 1, 3, 7, 2, 4, 8, 5)
-    return ordered.reshape(grid.t * span, grid.h * side, grid.w * side, 3)
+    frames: Pixels = ordered.reshape(grid.t * span, grid.h * side, grid.w * side, 3)
+    return frames
 
 
 def _digest(what: str, grid: Grid, rows: npt.NDArray[Any]) -> bytes:

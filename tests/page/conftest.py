@@ -40,7 +40,7 @@ DROP = """([files, events]) => {
 }"""
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")  # no longer: while it runs, no other test of this thread can have an event loop
 def browser():
     """A running Chromium: the system's, else the one that `playwright install chromium` brings."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[dev]'")
