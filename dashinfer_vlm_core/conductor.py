@@ -18,10 +18,11 @@ from .guide import GuideMaker
 from .ids import MediaIds
 from .media import Embeddings, Media, MediaLoader
 from .patches import Embedded, Patcher, Patches, embedded
+from .preview import Preview, Seen, seen
 from .prompt import Prompt, PromptBuilder
 from .reply import PromptCounts, Reply
 from .sampling import Sampling
-from .schema import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, ChatRequest
+from .schema import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, ChatRequest, MediaPart
 from .vision import Item, VisionService, VisualTokens
 
 if TYPE_CHECKING:
@@ -131,6 +132,21 @@ class Conductor:
                     reply.ending()  # says what is wrong
             for chunk in replies[0].closing(replies[1:]):
                 yield chunk
+
+    async def preview(self, request: ChatRequest) -> Preview:
+        """What the model would see; neither the tower nor the decoder runs, and nothing is remembered."""
+        with _faults(), self.places.take():
+            self._admit(request)
+            parts = await asyncio.to_thread(request.media)
+            _check_given(parts)
+            cut = self._cutter({}, seen=[])
+
+            def show(media: Media) -> Seen:
+                return seen(media, cut(media), self.spec.pixels)
+
+            items = await self.media.load(parts, then=show)
+            prompt = await asyncio.to_thread(self.prompts.build, request, items)
+            return Preview(items=items, prompt_tokens=len(prompt), max_model_len=self.prompts.max_model_len)
 
     async def close(self) -> None:
         await self.decoder.close()
@@ -290,6 +306,15 @@ class Conductor:
         )
         others = range(1, len(replies))
         return [first, *(replace(first, id=f"{first.id}-{i}", sampling=sampling.seeded(i)) for i in others)]
+
+
+def _check_given(parts: Sequence[MediaPart]) -> None:
+    """Of what comes by its name alone, only its visual tokens are left."""
+    for part in parts:
+        if not part.given:
+            raise InvalidParameter(
+                f"`{part.part}` is a name alone, which cannot be shown: send the {part.kind} along.", param=part.part
+            )
 
 
 async def merged(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[tuple[int, _T], None]:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from .model import ModelSpec
+    from .preview import Preview
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +142,19 @@ class Engine:
         async with contextlib.aclosing(running.loop.aiterate(running.conductor.stream(parsed))) as chunks:
             async for chunk in chunks:
                 yield chunk
+
+    def preview(self, request: Request) -> Preview:
+        """What the model would see of a request, and the tokens of its prompt; nothing is encoded or answered.
+
+        Raises as `chat`; a picture or video that comes by its `uuid` alone cannot be shown.
+        """
+        running, parsed = self._ready(), ChatRequest.parse(request)
+        return running.loop.call(running.conductor.preview(parsed))
+
+    async def apreview(self, request: Request) -> Preview:
+        """As `preview`, for callers on an event loop of their own."""
+        running, parsed = self._ready(), ChatRequest.parse(request)
+        return await running.loop.acall(running.conductor.preview(parsed))
 
     def status(self) -> EngineStatus:
         running = self._running

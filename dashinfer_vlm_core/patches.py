@@ -327,6 +327,15 @@ def _cut(frames: Pixels, spec: PixelSpec) -> tuple[Pixels, Grid]:
     return ordered.reshape(grid.patches, 3 * span * side * side), grid
 
 
+def uncut(pixels: Pixels, grid: Grid, spec: PixelSpec) -> Pixels:
+    """The frames that rows as in `Patches.pixels` were cut from: uint8 [frames, height, width, 3], padding included."""
+    span, side, merge = spec.temporal_patch_size, spec.patch_size, spec.merge_size
+    blocks = pixels.reshape(grid.t, grid.h // merge, grid.w // merge, merge, merge, 3, span, side, side)
+    ordered = blocks.transpose(0, 6, 1, 3, 7, 2, 4, 8, 5)
+    frames: Pixels = ordered.reshape(grid.t * span, grid.h * side, grid.w * side, 3)
+    return frames
+
+
 def _digest(what: str, grid: Grid, rows: npt.NDArray[Any]) -> bytes:
     """32 bytes; the header's own length stands first, so that no header and rows can be read as others."""
     header = f"{what} {grid.t} {grid.h} {grid.w} {rows.shape[1]}".encode()

@@ -26,6 +26,10 @@ for name, cases in (("default", 1000), ("nightly", 20_000)):
 settings.load_profile("default")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--artifacts", metavar="DIR", help="Folder that keeps what tests show, such as screenshots.")
+
+
 @pytest.fixture(autouse=True)
 def clean_environment() -> Iterator[None]:
     """Tests neither see the options of the person who runs them, nor leave their own behind."""

@@ -13,6 +13,7 @@ from openai.types import Model
 from dashinfer_vlm_core.errors import ModelNotFound
 
 from .errors import HANDLERS
+from .page import add_page
 from .requests import read_chat_request, unless_disconnected
 from .sse import EventStream
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from dashinfer_vlm_core.engine import ChatEngine
+    from dashinfer_vlm_core.schema import ChatRequest
 
 MAX_BODY_BYTES = 288 * 1024 * 1024
 """Most bytes of a request by default: a video of 200 MiB is 267 MiB in base64."""
@@ -29,7 +31,11 @@ MAX_BODY_PAUSE = 60.0
 
 
 def create_app(
-    engine: ChatEngine, *, max_body_bytes: int = MAX_BODY_BYTES, max_body_pause: float = MAX_BODY_PAUSE
+    engine: ChatEngine,
+    *,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    max_body_pause: float = MAX_BODY_PAUSE,
+    page: bool = True,
 ) -> FastAPI:
     """An ASGI application that answers OpenAI's chat completions with `engine`.
 
@@ -39,6 +45,7 @@ def create_app(
         engine: what answers.
         max_body_bytes: most bytes of a request's body; larger ones are refused with 413.
         max_body_pause: most seconds between two pieces of it; after longer ones it is refused with 408.
+        page: whether `/` answers with the page, see `page`.
     """
     routes = _Routes(engine=engine, max_body_bytes=max_body_bytes, max_body_pause=max_body_pause)
     app = FastAPI(title="dashinfer-vlm", redirect_slashes=False, openapi_url=None)
@@ -48,6 +55,8 @@ def create_app(
     app.add_api_route("/v1/models", routes.models, response_model=None)
     app.add_api_route("/v1/models/{name:path}", routes.model, response_model=None)
     app.add_api_route("/health", routes.health, response_model=None)
+    if page:
+        add_page(app, engine, routes.read)
     return app
 
 
@@ -59,10 +68,13 @@ class _Routes:
     started: int = field(default_factory=lambda: int(time.time()))
 
     async def chat_completions(self, request: Request) -> Response:
-        chat = await read_chat_request(request, max_bytes=self.max_body_bytes, max_pause=self.max_body_pause)
+        chat = await self.read(request)
         if chat.stream:
             return EventStream(self.engine.astream(chat))
         return _json(await unless_disconnected(request.receive, self.engine.achat(chat)))
+
+    async def read(self, request: Request) -> ChatRequest:
+        return await read_chat_request(request, max_bytes=self.max_body_bytes, max_pause=self.max_body_pause)
 
     async def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [self._model().model_dump()]})

@@ -24,8 +24,9 @@ def register_commands(group: click.Group) -> None:
 @click.option(
     "--max-body-mib", default=288, show_default=True, type=click.IntRange(min=1), help="Largest request, in MiB."
 )
+@click.option("--page/--no-page", default=True, show_default=True, help="Whether / answers with a page to ask from.")
 @config_options
-def serve(*, host: str, port: int, max_body_mib: int, config: EngineConfig) -> None:
+def serve(*, host: str, port: int, max_body_mib: int, page: bool, config: EngineConfig) -> None:
     """Answer OpenAI's chat completions over HTTP.
 
     There are no keys and no encryption: listen on addresses of this machine, or behind a proxy that adds both.
@@ -36,4 +37,4 @@ def serve(*, host: str, port: int, max_body_mib: int, config: EngineConfig) -> N
         raise MissingDependency(
             f"The server needs {error.name}, which is not installed. Run: pip install 'dashinfer-vlm-adapters[server]'"
         ) from error
-    run(config, host=host, port=port, max_body_bytes=max_body_mib * MIB)
+    run(config, host=host, port=port, max_body_bytes=max_body_mib * MIB, page=page)

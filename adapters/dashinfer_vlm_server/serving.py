@@ -36,7 +36,7 @@ FAREWELL_SECONDS = 1
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def run(config: EngineConfig, *, host: str, port: int, max_body_bytes: int) -> None:
+def run(config: EngineConfig, *, host: str, port: int, max_body_bytes: int, page: bool) -> None:
     """Load a model and serve it until SIGINT or SIGTERM, which end the process with 0.
 
     Raises:
@@ -48,7 +48,7 @@ def run(config: EngineConfig, *, host: str, port: int, max_body_bytes: int) -> N
         _on_signal(_leave)
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # `_announce` says better that it has started
         settings = uvicorn.Config(
-            create_app(engine, max_body_bytes=max_body_bytes),
+            create_app(engine, max_body_bytes=max_body_bytes, page=page),
             log_config=None,
             ws="none",
             server_header=False,

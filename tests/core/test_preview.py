@@ -1,0 +1,106 @@
+"""What a preview shows is what the tower would get, and looking at it leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dashinfer_vlm_core import EngineConfig
+from dashinfer_vlm_core.errors import ContextLengthExceeded, InvalidParameter, MediaTooLarge, QueueFull
+from dashinfer_vlm_core.media import Clip, Picture
+from dashinfer_vlm_core.model import PixelSpec
+from dashinfer_vlm_core.patches import Patcher, uncut
+from dashinfer_vlm_core.preview import MAX_FRAMES, seen
+from dashinfer_vlm_core.testing import scripted_engine
+from tests.conversations import as_openai, picture, user
+from tests.samples import noise
+
+SPEC = PixelSpec()
+PART = "messages[0].content[0]"
+
+
+@pytest.fixture
+def engine(tiny_checkpoint):
+    with scripted_engine("Never asked.", model=str(tiny_checkpoint)) as engine:
+        yield engine
+
+
+def request(*parts):
+    return {"messages": as_openai([user(*parts)])}
+
+
+def moving(count):
+    return np.stack([noise(56, 84, seed) for seed in range(count)])
+
+
+def pixels_of(frame):
+    return np.asarray(Image.open(io.BytesIO(frame.png)))
+
+
+def test_cutting_can_be_undone():
+    frames = moving(5)
+    patches = Patcher(SPEC, EngineConfig()).cut(Clip(frames=frames, part=PART))
+    assert np.array_equal(uncut(patches.pixels, patches.grid, SPEC), [*frames, frames[-1]])
+
+
+def test_a_picture_is_shown_as_pillow_resizes_it(engine):
+    image = picture(1, 300, 200)
+    (item,) = engine.preview(request(image, "What is this?")).items
+    (frame,) = item.frames
+    assert (item.kind, item.part, item.source_size, item.frame_count) == ("image", PART, (300, 200), 1)
+    assert np.array_equal(pixels_of(frame), np.asarray(image.resize(item.size, Image.Resampling.BICUBIC)))
+    assert item.tokens == item.size[0] * item.size[1] // 784
+
+
+def test_the_tokens_are_those_that_an_answer_is_billed_for(engine):
+    asked = request(picture(1), [picture(2)] * 3, "Compare.")
+    preview, usage = engine.preview(asked), engine.chat(asked).usage
+    assert preview.prompt_tokens == usage.prompt_tokens
+    assert [item.kind for item in preview.items] == ["image", "video"]
+    assert sum(item.tokens for item in preview.items) == sum(
+        getattr(usage.prompt_tokens_details, f"{kind}_tokens") for kind in ("image", "video")
+    )
+
+
+def test_a_long_video_is_shown_by_some_of_its_frames():
+    clip = Clip(frames=moving(41), part=PART)
+    item = seen(clip, Patcher(SPEC, EngineConfig()).cut(clip), SPEC)
+    assert item.frame_count == 42
+    assert len(item.frames) == MAX_FRAMES
+    assert [item.frames[0].index, item.frames[-1].index] == [0, 41]
+
+
+def test_nothing_is_encoded_decoded_or_remembered(engine):
+    asked = request(picture(1), "What is this?")
+    asked["messages"][0]["content"][0]["uuid"] = "one"
+    asyncio.run(engine.apreview(asked))
+    conductor = engine._running.conductor
+    assert conductor.vision.stats.passes == 0
+    assert conductor.decoder._script.requests == []
+    asked["messages"][0]["content"][0] = {"type": "image_url", "uuid": "one"}
+    with pytest.raises(InvalidParameter, match="a name alone"):
+        engine.preview(asked)
+
+
+def test_a_preview_has_the_limits_of_a_request(tiny_checkpoint):
+    limits = {"max_model_len": 64, "max_batch_size": 1, "max_waiting": 0}
+    with scripted_engine("Slow.", delay=0.2, model=str(tiny_checkpoint), **limits) as engine:
+        with pytest.raises(ContextLengthExceeded):
+            engine.preview(request(*[picture(seed) for seed in range(4)]))
+        with pytest.raises(MediaTooLarge, match="up to 32 image parts"):
+            engine.preview(request(*[picture(1)] * 33))
+        running = engine.submit(request("Hello"))
+        with pytest.raises(QueueFull):
+            engine.preview(request("Hello"))
+        running.cancel()
+
+
+def test_a_picture_that_fits_is_not_touched():
+    image = Image.fromarray(noise(56, 84))
+    media = Picture(image=image, part=PART)
+    item = seen(media, Patcher(SPEC, EngineConfig()).cut(media), SPEC)
+    assert np.array_equal(pixels_of(item.frames[0]), np.asarray(image))

@@ -1,0 +1,97 @@
+"""The page's files and its endpoint, without a browser."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import zipfile
+
+import pytest
+from PIL import Image
+
+from dashinfer_vlm_core.testing import scripted_engine
+from dashinfer_vlm_server.page import FILES, STATIC
+from tests.conversations import as_openai, picture, user
+from tests.server.conftest import serving
+
+TEXTS = [path for path in STATIC.iterdir() if path.suffix in {".css", ".html", ".js", ".svg"}]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with scripted_engine("Yes.", max_batch_size=1, max_waiting=0) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def http(engine):
+    with serving(engine) as server, server.http() as client:
+        yield client
+
+
+def test_every_file_comes_under_a_strict_policy(http):
+    assert {"/", "/page/page.js", "/page/page.css"} <= set(FILES)
+    for path in FILES:
+        answer = http.get(path)
+        assert answer.status_code == 200
+        policy = answer.headers["Content-Security-Policy"]
+        assert "default-src 'none'" in policy
+        assert "frame-ancestors 'none'" in policy
+        assert "unsafe" not in policy
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+        assert answer.headers["Referrer-Policy"] == "no-referrer"
+
+
+@pytest.mark.parametrize(
+    "path", ["/page/", "/page/index.html", "/page/../page.py", "/page/%2e%2e/page.py", "/page/none.js"]
+)
+def test_nothing_else_can_be_asked_for(http, path):
+    assert http.get(path).json()["error"]["code"] == "unknown_url"
+
+
+def test_the_page_can_be_left_out(engine):
+    with serving(engine, page=False) as server, server.http() as client:
+        for path in ("/", "/page/page.js"):
+            assert client.get(path).status_code == 404
+        assert client.post("/v1/media/preview", json={}).status_code == 404
+        assert client.get("/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+def test_nothing_is_loaded_from_elsewhere_and_nothing_is_inline(path):
+    text = path.read_text(encoding="utf-8")
+    assert not re.search(r"""(?:src|href|url|import|from)\W{1,3}(?:https?:)?//""", text)
+    assert not re.search(
+        r"<style|\sstyle=|<script>|\son\w+=\"|javascript:|innerHTML|outerHTML|insertAdjacent|eval\(", text
+    )
+
+
+def test_a_preview_shows_frames_and_counts(http):
+    body = {"messages": as_openai([user(picture(1, 200, 100), [picture(2)] * 3, "Compare.")])}
+    answer = http.post("/v1/media/preview", json=body).json()
+    image, video = answer["data"]
+    assert answer["object"] == "media.preview"
+    assert (image["part"], image["kind"], image["source_size"]) == ("messages[0].content[0]", "image", [200, 100])
+    assert image["tokens"] == image["cells"][1] * image["cells"][2]
+    assert [frame["index"] for frame in video["frames"]] == [0, 1, 2, 3]
+    shown = Image.open(io.BytesIO(base64.b64decode(image["frames"][0]["url"].partition(",")[2])))
+    assert list(shown.size) == image["size"]
+    assert answer["prompt_tokens"] > image["tokens"] + video["tokens"]
+
+
+def test_a_preview_is_refused_as_a_request_is(http):
+    content = [{"type": "image_url", "image_url": {"url": "data:,x"}}]
+    refused = http.post("/v1/media/preview", json={"messages": [{"role": "user", "content": content}]})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "messages[0].content[0]"
+    assert http.post("/v1/media/preview", content=b"{").json()["error"]["code"] == "invalid_json"
+    assert http.get("/v1/media/preview").status_code == 405
+
+
+def test_the_wheel_holds_the_page(tmp_path):
+    from hatchling.builders.wheel import WheelBuilder
+
+    (wheel,) = WheelBuilder(str(STATIC.parents[2])).build(directory=str(tmp_path), versions=["standard"])
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {f"dashinfer_vlm_server/static/{file.name}" for file in STATIC.iterdir()} <= set(names)

@@ -1,0 +1,132 @@
+"""The documentation as a site: it builds without a warning, its links lead somewhere, nothing is loaded from elsewhere.
+
+The programs of the pages that have no test of their own print what they say.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.schema import fields
+from dashinfer_vlm_core.testing import scripted_engine
+from dashinfer_vlm_server import create_app
+from dashinfer_vlm_server.errors import STATUS
+from tests.pages import ROOT, check_programs, text_of
+from tests.server.conftest import serving
+
+LARGEST_PICTURE = 150_000
+PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with Engine(EngineConfig()) as engine, serving(engine) as server:
+        yield server
+
+
+@pytest.mark.parametrize("page", ["index.md", "openai.md", "plugins.md", "api.md"])
+def test_the_programs_print_what_the_page_says(page, demo, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    check_programs(page, server=demo.url)
+
+
+def test_the_http_page_names_every_route_field_and_status():
+    text = text_of("http.md")
+    elsewhere = "".join(text_of(page) for page in PAGES if page == "operations.md")
+    app = create_app(scripted_engine("Yes."))
+    paths = {route.path.replace("{name:path}", "{name}") for route in app.routes}
+    routes = [path for path in paths if not path.startswith("/page/")]
+    assert [route for route in routes if f" {route}`" not in text + elsewhere] == []
+    assert [name for name in fields.HONOURED if f"`{name}`" not in text] == []
+    assert [status for status in set(STATUS.values()) if f"| {status} |" not in text] == []
+
+
+def test_the_preview_of_the_http_page_is_a_real_one(demo):
+    blocks = re.findall(r"^```json\n(.*?)^```$", text_of("http.md"), re.MULTILINE | re.DOTALL)
+    shown = next(block for block in map(json.loads, blocks) if block.get("object") == "media.preview")
+    picture = {"type": "image_url", "image_url": {"url": _data_url("circle.png")}}
+    content = [picture, {"type": "text", "text": "What is this?"}]
+    with demo.http() as client:
+        answer = client.post("/v1/media/preview", json={"messages": [{"role": "user", "content": content}]}).json()
+    answer["data"][0]["frames"][0]["url"] = "data:image/png;base64,..."
+    assert answer == shown
+
+
+def _data_url(name):
+    return "data:image/png;base64," + base64.b64encode((ROOT / "examples/pictures" / name).read_bytes()).decode()
+
+
+class Document(HTMLParser):
+    """What a page of the site refers to, and what can be referred to in it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.assets: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.ids |= {given[name] for name in ("id", "name") if given.get(name)}
+        if tag == "a" and given.get("href"):
+            self.links.append(given["href"])
+        if tag in {"script", "img", "source", "iframe"} and given.get("src"):
+            self.assets.append(given["src"])
+        if tag == "link" and given.get("rel") in {"stylesheet", "icon", "preload", "preconnect"}:
+            self.assets.append(given["href"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    if importlib.util.find_spec("mkdocs") is None:
+        pytest.skip("mkdocs is not installed: pip install '.[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # the theme's advertisement of its successor
+    built = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=110, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return {path: Document(path) for path in folder.rglob("*.html")}, folder
+
+
+@pytest.mark.slow
+def test_every_link_leads_somewhere(site):
+    documents, _ = site
+    assert {Path(page).stem for page in PAGES} <= {path.stem for path in documents}
+    links = [(path, link) for path, document in documents.items() for link in document.links if _is_inner(path, link)]
+    assert [f"{path.name}: {link}" for path, link in links if not _leads(path, link, documents)] == []
+
+
+def _is_inner(path, link):
+    """The page for what is not found stands at any address, so that its own links begin at the root of the site."""
+    return path.name != "404.html" and not urlsplit(link).scheme
+
+
+def _leads(path, link, documents):
+    target, fragment = (unquote(part) for part in (urlsplit(link).path, urlsplit(link).fragment))
+    there = (path.parent / target).resolve() if target else path
+    there = there / "index.html" if there.is_dir() else there
+    return there.exists() and (not fragment or fragment in documents[there].ids)
+
+
+@pytest.mark.slow
+def test_nothing_of_the_site_comes_from_elsewhere(site):
+    documents, _ = site
+    assert [asset for document in documents.values() for asset in document.assets if urlsplit(asset).netloc] == []
+
+
+def test_pictures_are_small():
+    assert [path.name for path in (ROOT / "docs" / "images").iterdir() if path.stat().st_size > LARGEST_PICTURE] == []
