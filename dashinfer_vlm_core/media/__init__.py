@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .address import Resolver
+from .fetch import FetchStats
 from .loader import MediaLoader
 from .readers import READERS, PyAVReader
 from .types import Clip, Embeddings, Kind, Media, OpenVideo, Picture, Pixels, StopCheck, VideoInfo, VideoReader
@@ -11,6 +12,7 @@ __all__ = [
     "READERS",
     "Clip",
     "Embeddings",
+    "FetchStats",
     "Kind",
     "Media",
     "MediaLoader",
