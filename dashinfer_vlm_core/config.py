@@ -104,9 +104,7 @@ class EngineConfig(BaseSettings):
     decoder_restarts: int = Field(
         3, ge=0, description="Times that a decoder which has died is started again, until it is given up on."
     )
-    step_timeout: float = Field(
-        600.0, gt=0, description="Seconds after which one step of the decoder counts as hung."
-    )
+    step_timeout: float = Field(600.0, gt=0, description="Seconds after which one step of the decoder counts as hung.")
 
     # DashInfer alone
     tensor_parallel: int = Field(1, ge=1, le=64, description="CUDA devices that share the weights (DashInfer).")

@@ -300,7 +300,8 @@ def _refused(error: Exception) -> InvalidParameter:
 
     if type(error) is TemplateError:  # by `raise_exception`; Jinja itself raises subclasses
         return InvalidParameter(f"The model's chat template refuses these messages: {error}", param="messages")
-    logger.warning("the chat template failed on a request with %s", type(error).__name__)  # its text may quote the request
+    # Not Jinja's text: it may quote the request.
+    logger.warning("the chat template failed on a request with %s", type(error).__name__)
     return InvalidParameter(
         "The model's chat template cannot render these messages: leave out what is unusual in them.", param="messages"
     )

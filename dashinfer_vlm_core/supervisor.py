@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable
 
-from .decoder import Decoder, DecoderStats, DecodeRequest, Token
+from .decoder import Decoder, DecodeRequest, DecoderStats, Token
 from .errors import DashInferVLMError, DecoderFailed, EngineClosed
 
 logger = logging.getLogger(__name__)

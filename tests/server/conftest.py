@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import MappingProxyType
 from typing import NamedTuple
 
 import httpx
@@ -17,13 +18,18 @@ from dashinfer_vlm_core.engine import ChatEngine
 from dashinfer_vlm_core.sampling import SAMPLING_PARAMETERS
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_server import create_app
+from dashinfer_vlm_server.listening import Address
+from dashinfer_vlm_server.serving import http_settings
+from dashinfer_vlm_server.settings import Settings
 
 
 class RunningServer:
     """An application behind a real socket, in a thread of its own."""
 
     def __init__(self, app: FastAPI) -> None:
-        self._uvicorn = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, ws="none"))
+        settings = http_settings(app, Address())
+        settings.port = 0
+        self._uvicorn = uvicorn.Server(settings)
 
     @property
     def port(self) -> int:
@@ -65,7 +71,7 @@ def eventually(condition: Callable[[], bool], *, within: float = 10.0) -> float:
 @contextlib.contextmanager
 def serving(engine: ChatEngine, **options) -> Iterator[RunningServer]:
     """`engine` behind a server; a real checkpoint is not needed for one that is made for the test."""
-    with RunningServer(create_app(engine, **options)).running() as server:
+    with RunningServer(create_app(engine, Settings(**options))).running() as server:
         yield server
 
 
@@ -81,12 +87,17 @@ def scripted(tiny_checkpoint) -> Iterator[Callable[..., Scripted]]:
     with contextlib.ExitStack() as stack:
 
         def start(
-            *answers, delay=0.0, honours=SAMPLING_PARAMETERS, max_body_bytes=10_000_000, max_body_pause=60.0, **options
+            *answers,
+            delay=0.0,
+            honours=SAMPLING_PARAMETERS,
+            max_body_bytes=10_000_000,
+            settings=MappingProxyType({}),
+            **options,
         ) -> Scripted:
             script = Script(*answers, delay=delay, honours=honours)
             config = EngineConfig(model=str(tiny_checkpoint), served_model_name="tiny", decoder="scripted", **options)
             engine = stack.enter_context(Engine(config, registry=scripted_registry(script)))
-            served = serving(engine, max_body_bytes=max_body_bytes, max_body_pause=max_body_pause)
+            served = serving(engine, max_body_bytes=max_body_bytes, **settings)
             return Scripted(stack.enter_context(served), engine, script)
 
         yield start

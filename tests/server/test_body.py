@@ -97,7 +97,7 @@ def test_a_body_over_the_cap_is_refused(scripted, chunked):
 
 @pytest.mark.parametrize("sent", [b"", b'{"messages": ['], ids=["nothing", "a part"])
 def test_a_body_that_stands_still_is_refused(scripted, sent):
-    server = scripted("Fine.", max_body_pause=0.2).server
+    server = scripted("Fine.", settings={"max_body_pause": 0.2}).server
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: test\r\nContent-Length: 1000\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
         connection.sendall(head + sent)
@@ -114,7 +114,7 @@ def test_a_body_that_stands_still_is_refused(scripted, sent):
 def test_a_slow_body_is_read_as_long_as_it_moves(scripted):
     """In all it takes longer than it may stand still."""
     body = json.dumps(HELLO).encode()
-    with scripted("Fine.", max_body_pause=2.0).server.http() as client:
+    with scripted("Fine.", settings={"max_body_pause": 2.0}).server.http() as client:
         assert client.post("/v1/chat/completions", content=slowly(body)).status_code == 200
 
 

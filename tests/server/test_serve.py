@@ -17,13 +17,14 @@ from typing import NamedTuple
 import click
 import httpx
 import pytest
-import uvicorn
 from click.testing import CliRunner
 
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_core.testing import Script, scripted_registry
+from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
 from dashinfer_vlm_server import create_app, plugin
-from dashinfer_vlm_server.serving import Server
+from dashinfer_vlm_server.listening import Address
+from dashinfer_vlm_server.serving import Server, http_settings
+from dashinfer_vlm_server.settings import Gate
 from tests.server.conftest import eventually
 
 MAIN = "from dashinfer_vlm_core.cli import main; main()"
@@ -102,9 +103,11 @@ class Stopping(NamedTuple):
     thread: threading.Thread
 
     @classmethod
-    def start(cls, app, end):
-        settings = uvicorn.Config(app, port=0, log_config=None, ws="none", lifespan="off")
-        server = Server(settings, ready=lambda: None, end=end, grace=0.2)
+    def start(cls, engine, app=None, *, grace=0.2):
+        gate = Gate()
+        settings = http_settings(app or create_app(engine, gate=gate), Address())
+        settings.port = 0
+        server = Server(settings, engine=engine, gate=gate, grace=grace)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         eventually(lambda: server.started)
@@ -128,7 +131,7 @@ def stopping(tiny_checkpoint):
     script = Script("A long answer that goes on and on. " * 100, delay=0.2)
     config = EngineConfig(model=str(tiny_checkpoint), decoder="scripted")
     with Engine(config, registry=scripted_registry(script)) as engine:
-        yield Stopping.start(create_app(engine), engine.aclose)
+        yield Stopping.start(engine)
 
 
 def test_requests_that_outlast_the_grace_are_told_why(stopping):
@@ -165,12 +168,8 @@ async def much(_scope, _receive, send):
     await send({"type": "http.response.body"})
 
 
-async def nothing():
-    """There is no engine to end."""
-
-
-def test_a_client_that_reads_no_more_does_not_hold_the_server(caplog):
-    stopping = Stopping.start(much, nothing)
+def test_a_client_that_reads_no_more_does_not_hold_the_server(tiny_checkpoint, caplog):
+    stopping = Stopping.start(scripted_engine("Fine.", model=str(tiny_checkpoint)), much)
     with socket.create_connection(("127.0.0.1", stopping.port)) as stalled:
         stalled.sendall(request_head(0))
         assert stalled.recv(12) == b"HTTP/1.1 200"
