@@ -26,6 +26,10 @@ for name, cases in (("default", 1000), ("nightly", 20_000)):
 settings.load_profile("default")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak-minutes", default=2, help="how long tests/soak lasts; 20 in nightly runs")
+
+
 @pytest.fixture(autouse=True)
 def clean_environment() -> Iterator[None]:
     """Tests neither see the options of the person who runs them, nor leave their own behind."""

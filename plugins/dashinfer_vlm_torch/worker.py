@@ -116,7 +116,7 @@ class Worker:
         with self._lock:
             self._ended = self._ended or EngineClosed
             self._lock.notify()
-        self._thread.join(timeout=STOP_SECONDS)
+        self._thread.join(timeout=min(STOP_SECONDS, self._step_timeout))
         if self._thread.is_alive():
             self._end_all()
             raise DecoderFailed("A step of the decoder hangs, which only the end of the process ends. Start it anew.")
