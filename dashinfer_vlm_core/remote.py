@@ -64,6 +64,8 @@ KIND_OF_STATUS: Mapping[int, type[DashInferVLMError]] = MappingProxyType(
 
 
 STATES = frozenset(get_args(State))
+DRAINING = "draining"
+"""What a server of ours says that is about to end."""
 
 
 class RemoteEngine:
@@ -239,10 +241,10 @@ def _retry_after(error: openai.APIError) -> float:
 
 def _told(health: Any) -> EngineStatus | None:
     """The status that our server's `/health` holds; None if it is another server's."""
-    if not isinstance(health, dict) or health.get("status") not in STATES:
+    if not isinstance(health, dict) or health.get("status") not in {*STATES, DRAINING}:
         return None
     return EngineStatus(
-        state=health["status"],
+        state="closed" if health["status"] == DRAINING else health["status"],
         model=str(health.get("model", "")),
         decoder=str(health.get("decoder", "")),
         decoder_reason=str(health.get("reason", "")),

@@ -18,7 +18,10 @@ WRITE_SECONDS = 30.0
 """How long a client may not read while an answer waits for it."""
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Most bytes of the head of a request."""
+"""Most bytes of the head of a request, up to a slice."""
+
+_SLICE = 8 * 1024
+"""Bytes of a head that are looked at in one go: h11 minds its size only while it is not whole."""
 
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
 """Socket options of Linux: a peer that is gone without a word is noticed within a minute."""
@@ -49,6 +52,11 @@ class Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        while self.conn.their_state is h11.IDLE and len(data) > _SLICE and not self.transport.is_closing():
+            super().data_received(data[:_SLICE])
+            data = data[_SLICE:]
+        if self.transport.is_closing():
+            return
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._stop_waiting()  # for the head: the rest of the request is waited for where it is read

@@ -62,12 +62,10 @@ def test_a_damaged_model_folder_ends_the_server_with_words(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["a file in its place", "not to be written to", "no such disk"])
-def test_a_cache_folder_that_cannot_be_written_to_is_named(tmp_path, kind):
-    """Where DashInfer's environment would be put; as root nothing is forbidden, so that a file and /proc stand in."""
-    folder = {"a file in its place": tmp_path / "file", "not to be written to": "/proc/self/none"}.get(
-        kind, "/dev/null/x"
-    )
+@pytest.mark.parametrize("where", ["file", "/proc/self/none", "/dev/null/none"])
+def test_a_cache_folder_that_cannot_be_written_to_is_named(tmp_path, where):
+    """Where DashInfer's environment would be put; root may write anywhere, so that a file and devices stand in."""
+    folder = tmp_path / where
     (tmp_path / "file").write_text("precious")
     command = [sys.executable, "-c", MAIN, "dashinfer", "install", "--cpu", "--cache-dir", str(folder)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
