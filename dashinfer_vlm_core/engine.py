@@ -182,6 +182,10 @@ class Engine:
         """The text of token ids. Raises as `chat`."""
         return await asyncio.to_thread(self._ready().conductor.prompts.decode, ids)
 
+    async def aspell(self, ids: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary spells them. Raises as `chat`."""
+        return await asyncio.to_thread(self._ready().conductor.prompts.spell, ids)
+
     # Look after
 
     def watch(self, watcher: Watcher) -> None:

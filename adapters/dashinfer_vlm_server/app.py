@@ -32,7 +32,7 @@ from .requests import read_request, unless_disconnected
 from .settings import Gate, Settings
 from .sse import EventStream
 from .tokens import Detokenized, Tokenized, detokenize, tokenize
-from .visits import HEADER, Visits
+from .visits import HEADER, Budget, Visits, visit_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -75,7 +75,7 @@ def create_app(engine: ChatEngine, settings: Settings | None = None, *, gate: Ga
             allow_headers=["Authorization", "Content-Type", HEADER],
             expose_headers=[HEADER, "Retry-After"],
         )
-    app.add_middleware(Visits, metrics=metrics, tracer=settings.tracer)
+    app.add_middleware(Visits, metrics=metrics, budget=Budget(settings.max_held_bytes), tracer=settings.tracer)
     return app
 
 
@@ -182,7 +182,13 @@ class _Routes:
         if self.gate.draining:
             raise EngineClosed("The server is ending: ask another one, or try again when it is back.", code="draining")
         settings = self.settings
-        return await read_request(request, parse, max_bytes=settings.max_body_bytes, max_pause=settings.max_body_pause)
+        return await read_request(
+            request,
+            parse,
+            max_bytes=settings.max_body_bytes,
+            max_pause=settings.max_body_pause,
+            hold=visit_of(request.scope).hold,
+        )
 
     async def _unless_left(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
         return await unless_disconnected(request.receive, within(work, self.settings.request_timeout))

@@ -76,6 +76,8 @@ _TRUST = (
 )  # fmt: skip
 _LIMITS = (
     _option("--max-body-mib", default=288, type=click.IntRange(min=1), help="Largest request, in MiB."),
+    _option("--max-held-mib", default=2048, type=click.IntRange(min=1),
+            help="Requests that are served at one time, all of them together, in MiB."),
     _option("--max-body-pause", default=60.0, type=click.FloatRange(0, min_open=True),
             help="Seconds that the body of a request may stand still."),
     _option("--request-timeout", type=click.FloatRange(0, min_open=True),
@@ -119,6 +121,7 @@ def _settings(options: dict[str, Any]) -> Settings:
     origins = (origin.strip() for origin in options["allowed_origins"].split(","))
     return Settings(
         max_body_bytes=options["max_body_mib"] * MIB,
+        max_held_bytes=options["max_held_mib"] * MIB,
         max_body_pause=options["max_body_pause"],
         request_timeout=options["request_timeout"],
         keys=Keys.read(options["api_keys"], options["api_key_file"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http
 import json
 import socket
 from typing import Any
@@ -102,7 +103,11 @@ class Protocol(H11Protocol):
         body = json.dumps({"error": error}).encode()
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
         with contextlib.suppress(h11.LocalProtocolError):  # an answer has begun: to cut it is all that is left
-            for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+            for event in (
+                h11.Response(status_code=status, headers=headers, reason=http.HTTPStatus(status).phrase),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 

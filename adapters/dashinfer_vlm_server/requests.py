@@ -31,9 +31,18 @@ MAX_DEPTH = 64
 """How deep the values of a body may be nested."""
 
 
-async def read_request(request: Request, parse: Callable[[object], T], *, max_bytes: int, max_pause: float) -> T:
+async def read_request(
+    request: Request, parse: Callable[[object], T], *, max_bytes: int, max_pause: float, hold: Callable[[int], None]
+) -> T:
     """Read a request whole; what `parse` makes of its object. The content type is not looked at: there is but one that
     it could be.
+
+    Args:
+        request: whose body was not read yet.
+        parse: makes something of an object; called in a thread where that takes long.
+        max_bytes: most bytes of the body.
+        max_pause: most seconds between two pieces of it.
+        hold: told the size of each piece before it is kept; may raise.
 
     Raises:
         HTTPException: 413, the body exceeds `max_bytes`; no more of it was kept. 408, nothing of it came for
@@ -41,7 +50,7 @@ async def read_request(request: Request, parse: Callable[[object], T], *, max_by
         RequestError: it is no JSON object, or `parse` refuses it.
         ClientDisconnect: the client left before its request was complete.
     """
-    body = await _read_body(request, max_bytes, max_pause)
+    body = await _read_body(request, max_bytes, max_pause, hold)
     if len(body) <= PARSED_INLINE:
         return parse(parse_object(body))
     return await asyncio.to_thread(lambda: parse(parse_object(body)))
@@ -91,16 +100,17 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _read_body(request: Request, max_bytes: int, max_pause: float) -> bytearray:
+async def _read_body(request: Request, max_bytes: int, max_pause: float, hold: Callable[[int], None]) -> bytearray:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
     body = bytearray()
     pieces = request.stream()
     while (piece := await _next(pieces, max_pause)) is not None:
-        body += piece
-        if len(body) > max_bytes:
+        if len(body) + len(piece) > max_bytes:
             raise _too_large(max_bytes)
+        hold(len(piece))
+        body += piece
     return body
 
 

@@ -20,6 +20,7 @@ class Settings:
     Attributes:
         max_body_bytes: most bytes of a request's body; larger ones are refused with 413. A video of 200 MiB is
             267 MiB in base64.
+        max_held_bytes: most bytes of the bodies of all requests in work; those above it are refused with 429.
         max_body_pause: most seconds between two pieces of it; after longer ones it is refused with 408.
         request_timeout: seconds that an answer may take, from when its request was read; None sets no limit.
         keys: one of which a request must bring, unless there are none.
@@ -28,6 +29,7 @@ class Settings:
     """
 
     max_body_bytes: int = 288 * MIB
+    max_held_bytes: int = 2048 * MIB
     max_body_pause: float = 60.0
     request_timeout: float | None = None
     keys: Keys = field(default_factory=Keys)

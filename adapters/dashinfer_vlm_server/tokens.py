@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Tokenized(BaseModel):
-    """Token ids of a prompt, and their texts if they were asked for."""
+    """Token ids of a prompt, and if they were asked for, the tokens as the vocabulary spells them."""
 
     count: int
     max_model_len: int
@@ -41,6 +41,8 @@ class Tokenizing(Protocol):
 
     async def adecode(self, ids: Sequence[int]) -> str: ...
 
+    async def aspell(self, ids: Sequence[int]) -> list[str]: ...
+
 
 async def tokenize(engine: ChatEngine, request: TokenizePrompt | TokenizeChat) -> Tokenized:
     """Answer `/tokenize`.
@@ -55,7 +57,7 @@ async def tokenize(engine: ChatEngine, request: TokenizePrompt | TokenizeChat) -
         ids = await tokenizing.aencode(request.prompt)
     else:
         ids = await tokenizing.atokenize(request)
-    texts = [await tokenizing.adecode([index]) for index in ids] if request.return_token_strs else None
+    texts = await tokenizing.aspell(ids) if request.return_token_strs else None
     return Tokenized(count=len(ids), max_model_len=engine.status().max_model_len, tokens=ids, token_strs=texts)
 
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
 
+from dashinfer_vlm_core.errors import QueueFull
+
 from .errors import CLIENT_GONE, error_response, status_of
 
 if TYPE_CHECKING:
@@ -47,17 +49,41 @@ OUTCOMES = {
 """What became of a request, by status; others are `success` (below 400), `invalid` (4xx) and `error` (5xx)."""
 
 
+class Budget:
+    """Memory for the bodies of all requests together: a body is held until its request is over.
+
+    Args:
+        limit: in bytes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._left = limit
+
+    def take(self, size: int) -> None:
+        """Raises QueueFull if there is not as much left."""
+        if size > self._left:
+            raise QueueFull("The server holds as many large requests as it can: try again in a moment.")
+        self._left -= size
+
+    def give_back(self, size: int) -> None:
+        self._left += size
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Visit:
     """One request at the door.
 
     Attributes:
         id: its name, in answers and logs.
+        budget: for its body.
+        held: bytes of the budget that it has taken.
         status: of the answer; that of a client that left, until there is one.
         route: pattern of its path; `other` for those that nothing answers.
     """
 
     id: str
+    budget: Budget
+    held: int = 0
     status: int = CLIENT_GONE
     route: str = "other"
     start: float = field(default_factory=time.monotonic)
@@ -66,6 +92,11 @@ class Visit:
     def outcome(self) -> str:
         other = "success" if self.status < 400 else "invalid" if self.status < 500 else "error"
         return OUTCOMES.get(self.status, other)
+
+    def hold(self, size: int) -> None:
+        """So many bytes of its body have come. Raises QueueFull if there is no room for them."""
+        self.budget.take(size)
+        self.held += size
 
     def fail(self, error: Exception) -> None:
         """It went wrong after the head of the answer was sent."""
@@ -80,8 +111,9 @@ def visit_of(scope: Scope) -> Visit:
 class Visits:
     """ASGI middleware around everything else."""
 
-    def __init__(self, app: ASGIApp, *, metrics: Metrics, tracer: Tracer | None = None) -> None:
+    def __init__(self, app: ASGIApp, *, metrics: Metrics, budget: Budget, tracer: Tracer | None = None) -> None:
         self._app = app
+        self._budget = budget
         self._metrics = metrics
         self._tracer = tracer
 
@@ -89,12 +121,13 @@ class Visits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        visit = scope[_VISIT] = Visit(id=_id(scope))
+        visit = scope[_VISIT] = Visit(id=_id(scope), budget=self._budget)
         token = REQUEST_ID.set(visit.id)
         try:
             with self._metrics.in_flight.track_inprogress(), self._span(scope, visit):
                 await self._serve(visit, scope, receive, send)
         finally:
+            self._budget.give_back(visit.held)
             self._leave(visit, scope)
             REQUEST_ID.reset(token)
 

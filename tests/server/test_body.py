@@ -10,6 +10,7 @@ import pytest
 
 from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_server.requests import PARSED_INLINE, parse_object
+from tests.server.conftest import eventually
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 
@@ -116,6 +117,27 @@ def test_a_slow_body_is_read_as_long_as_it_moves(scripted):
     body = json.dumps(HELLO).encode()
     with scripted("Fine.", settings={"max_body_pause": 2.0}).server.http() as client:
         assert client.post("/v1/chat/completions", content=slowly(body)).status_code == 200
+
+
+def test_bodies_of_all_requests_together_have_a_limit(scripted):
+    """Each alone is small enough; what one held is free again when it is over."""
+    body = json.dumps(HELLO | {"user": "x" * 6000}).encode()
+    served = scripted("A long answer. " * 50, "Fine.", delay=0.2, settings={"max_held_bytes": 10_000})
+    with served.server.http() as client, client.stream("POST", "/v1/chat/completions", content=stream(body)) as first:
+        next(first.iter_lines())
+        with served.server.http() as other:
+            reply = other.post("/v1/chat/completions", content=body)
+        assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
+        assert reply.json()["error"]["code"] == "queue_full"
+    served.script.delay = 0.0
+    with served.server.http() as client:
+        eventually(lambda: served.script.running == 0)
+        for _ in range(5):
+            assert client.post("/v1/chat/completions", content=body).status_code == 200
+
+
+def stream(body):
+    return body[:-1] + b', "stream": true}'
 
 
 def slowly(body):
