@@ -74,9 +74,13 @@ class Supervisor:
             async with contextlib.aclosing(decoder.decode(request)) as tokens:
                 async for token in tokens:
                     yield token
-        except (EngineClosed, DecoderFailed):
-            if self._closed or (decoder is self._decoder and not decoder.trouble):
+        except EngineClosed:
+            if self._closed:
                 raise
+            raise DecoderFailed(_DIED) from None
+        except DecoderFailed:
+            if decoder is self._decoder and not decoder.trouble:
+                raise  # it failed on this request alone
             raise DecoderFailed(_DIED) from None
 
     async def _healthy(self) -> Decoder:
@@ -130,4 +134,4 @@ class Supervisor:
         return decoder
 
 
-_DIED = "The decoder failed while the request ran, and is being started again. Try again."
+_DIED = "The decoder failed while the request ran. Try again in a moment."
