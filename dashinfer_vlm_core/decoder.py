@@ -180,27 +180,31 @@ class DecoderStats:
     Attributes:
         running: requests that are decoded now.
         waiting: requests that wait for a place in the batch.
-        kv_used: tokens' worth of memory for keys and values that is taken.
+        kv_used: tokens' worth of memory for keys and values that running requests hold.
+        kv_cached: tokens' worth that is kept for later requests.
         kv_size: tokens' worth that there is.
         started: requests that got a place.
         queue_seconds: that they waited for it, together.
         steps: passes of the language model.
         step_requests: requests that had a part in each, together.
-        prefix_queries: prompt tokens that were looked for in the prefix cache.
-        prefix_hits: those of them that were found there.
-        preemptions: requests that lost their place to others for a while.
+        queries: prompts that were looked up in the prefix cache.
+        hits: prompts of which a part was found there.
+        cached_tokens: prompt tokens that were found there.
+        preemptions: times that a running request had to wait again.
     """
 
     running: int = 0
     waiting: int = 0
     kv_used: int = 0
+    kv_cached: int = 0
     kv_size: int = 0
     started: int = 0
     queue_seconds: float = 0.0
     steps: int = 0
     step_requests: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
+    queries: int = 0
+    hits: int = 0
+    cached_tokens: int = 0
     preemptions: int = 0
 
     @classmethod

@@ -158,11 +158,13 @@ def _decoder(stats: EngineStats) -> Iterator[Metric]:
     yield _gauge("num_requests_waiting", "Answers that wait for a place in it.", decoder.waiting)
     yield _mean("request_queue_time_seconds", "That answers waited for it.", decoder.started, decoder.queue_seconds)
     yield _mean("decode_batch_size", "Answers of each step.", decoder.steps, decoder.step_requests)
-    yield _gauge("kv_cache_used_tokens", "Tokens' worth of keys and values that is taken.", decoder.kv_used)
+    yield _gauge("kv_cache_used_tokens", "Tokens' worth of keys and values that answers hold.", decoder.kv_used)
+    yield _gauge("kv_cache_cached_tokens", "Tokens' worth that is kept for later prompts.", decoder.kv_cached)
     yield _gauge("kv_cache_size_tokens", "Tokens' worth that there is.", decoder.kv_size)
-    yield _count("prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", decoder.prefix_queries)
-    yield _count("prefix_cache_hits", "Those that were found there.", decoder.prefix_hits)
-    yield _count("num_preemptions", "Answers that lost their place for a while.", decoder.preemptions)
+    yield _count("prefix_cache_queries", "Prompts that were looked up in the prefix cache.", decoder.queries)
+    yield _count("prefix_cache_hits", "Those of which a part was found there.", decoder.hits)
+    yield _count("prefix_cache_hit_tokens", "Tokens of these parts.", decoder.cached_tokens)
+    yield _count("num_preemptions", "Times that an answer lost its place for a while.", decoder.preemptions)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:
