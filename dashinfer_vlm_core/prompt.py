@@ -92,6 +92,9 @@ class PromptBuilder:
         """
         from transformers import AutoTokenizer
 
+        if not any((spec.folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+            # transformers would make an empty one
+            raise CheckpointError(f"{spec.folder} has no tokenizer.json: copy or download the checkpoint again.")
         try:
             tokenizer = AutoTokenizer.from_pretrained(spec.folder, trust_remote_code=False, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:

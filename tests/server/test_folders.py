@@ -14,6 +14,7 @@ from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import SetupError
 from tests.server.test_serve import MAIN, refusal
 from tests.tiny import write_checkpoint
+from tests.web import body, serve
 
 
 @pytest.fixture
@@ -75,30 +76,43 @@ def test_a_cache_folder_that_cannot_be_written_to_is_named(tmp_path, where):
     assert (tmp_path / "file").read_text() == "precious"
 
 
-@pytest.mark.slow
-def test_a_full_disk_is_named_where_a_download_ends_there(tmp_path):
-    """A limit on the size of files stands for a disk that is full; a server on loopback for the hub."""
-    from tests.web import body, serve
+COMMIT = "0" * 40
+HEAD = (f"X-Repo-Commit: {COMMIT}", 'ETag: "abc"')
+HUB = {
+    "/api/models/maker/tiny/revision/main": body(
+        b'{"id": "maker/tiny", "sha": "%s", "siblings": [{"rfilename": "model.safetensors"}]}' % COMMIT.encode(), *HEAD
+    ),
+    f"/api/models/maker/tiny/tree/{COMMIT}?recursive=true&expand=false": body(
+        b'[{"type": "file", "oid": "a", "size": 200000, "path": "model.safetensors"}]', *HEAD
+    ),
+    f"/maker/tiny/resolve/{COMMIT}/model.safetensors": body(bytes(200_000), *HEAD),
+}
+"""What is asked of a hub for a model of one file."""
 
-    commit = "0" * 40
-    weights = os.urandom(200_000)
-    head = [f"X-Repo-Commit: {commit}", 'ETag: "abc"']
-    listing = b'{"id": "maker/tiny", "sha": "%s", "siblings": [{"rfilename": "model.safetensors"}]}' % commit.encode()
-    answers = {
-        "/api/models/maker/tiny/revision/main": body(listing, *head),
-        f"/maker/tiny/resolve/{commit}/model.safetensors": body(weights, *head),
-    }
-    with serve(answers) as web:
-        environment = {**os.environ, "HF_ENDPOINT": web.url(""), "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1",
-                       "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}  # fmt: skip
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cache", "room", "words"),
+    [("cache", 100_000, "File too large"), ("/dev/null/cache", resource.RLIM_INFINITY, "Not a directory")],
+    ids=["a full disk", "a cache that cannot be written to"],
+)
+def test_a_download_that_finds_no_room_says_so(tmp_path, cache, room, words):
+    """A limit on the size of files stands for a disk that is full; a server on loopback for the hub."""
+    with serve(HUB) as web:
+        variables = {"HF_ENDPOINT": web.url(""), "HF_HOME": str(tmp_path / cache), "HF_HUB_DISABLE_XET": "1"}
         ended = subprocess.run(
             [sys.executable, "-c", MAIN, "serve", "--port", "0", "--model", "maker/tiny"],
-            env=environment, capture_output=True, text=True, timeout=110, check=False,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
-        )  # fmt: skip
+            env={**os.environ, **variables, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"},
+            capture_output=True,
+            text=True,
+            timeout=110,
+            check=False,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)),
+        )
+    line = ended.stderr.splitlines()[-1]
     assert ended.returncode == 2, ended.stderr
     assert "Traceback" not in ended.stderr
-    assert "Downloading 'maker/tiny' failed" in ended.stderr.splitlines()[-1]
+    assert line.startswith(f"dashinfer-vlm: Downloading 'maker/tiny' failed: {words}. See whether")
 
 
 def test_write_checkpoint_makes_what_is_damaged_here(tmp_path):
