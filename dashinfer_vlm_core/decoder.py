@@ -143,7 +143,9 @@ class Decoder(Protocol):
     max_model_len: int
     honours: frozenset[str]
     blind: str
-    trouble: str
+
+    @property
+    def trouble(self) -> str: ...
 
     async def start(self) -> None:
         """Load what is needed and be ready for `decode`.

@@ -74,14 +74,14 @@ class Supervisor:
             async with contextlib.aclosing(decoder.decode(request)) as tokens:
                 async for token in tokens:
                     yield token
-        except EngineClosed:
-            if self._closed:
+        except (EngineClosed, DecoderFailed):
+            if self._closed or self._well(decoder):
                 raise
             raise DecoderFailed(_DIED) from None
-        except DecoderFailed:
-            if decoder is self._decoder and not decoder.trouble:
-                raise  # it failed on this request alone
-            raise DecoderFailed(_DIED) from None
+
+    def _well(self, decoder: Decoder) -> bool:
+        """Whether it is in use and in no trouble: what it says is about one request alone."""
+        return decoder is self._decoder and self._ready.is_set() and not self.trouble and not decoder.trouble
 
     async def _healthy(self) -> Decoder:
         """The decoder, once it is in no trouble.

@@ -129,7 +129,10 @@ class _Routes:
         add("/tokenize", self.tokenize, Tokenized, tokens, openapi_extra=body(TokenizePrompt, TokenizeChat), **post)
         add("/detokenize", self.detokenize, Detokenized, tokens, openapi_extra=body(DetokenizeRequest), **post)
         add("/health", self.health, Health, ())
-        ready = {200: {"model": Health}, 503: {"model": Health, "description": "Requests cannot be answered now"}}
+        ready: dict[int | str, dict[str, Any]] = {
+            200: {"model": Health},
+            503: {"model": Health, "description": "Requests cannot be answered now"},
+        }
         app.add_api_route("/health/ready", self.ready, response_model=None, responses=ready)
         add("/version", self.version, Version, plain)
         app.add_api_route("/metrics", self.show_metrics, response_model=None, include_in_schema=False)

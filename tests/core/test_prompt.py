@@ -229,7 +229,8 @@ def test_a_refusing_template_is_the_requests_fault(spec):
     assert caught.value.param == "messages"
 
 
-def test_jinjas_own_words_are_not_for_the_caller(base, spec, caplog):
+def test_jinjas_own_words_are_not_for_the_caller(spec, caplog):
+    base = PromptBuilder.load(spec, EngineConfig(), max_model_len=512)
     template = "{{ messages[0].content.nothing.at_all }}"
     builder = PromptBuilder(base._renderer, template=template, spec=spec, max_model_len=512)
     with pytest.raises(InvalidParameter, match="cannot render these messages") as caught:

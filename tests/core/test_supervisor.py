@@ -143,6 +143,7 @@ def test_a_request_that_comes_while_it_is_replaced_waits_for_that(start, kept):
     stream = engine.stream(LONG)
     next(stream)
     kept.kill()
+    until(lambda: kept.made[0].trouble or len(kept.made) > 1)
     assert engine.chat(HELLO).usage.completion_tokens == 4
     stream.close()
 

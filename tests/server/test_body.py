@@ -124,7 +124,8 @@ def test_bodies_of_all_requests_together_have_a_limit(scripted):
     body = json.dumps(HELLO | {"user": "x" * 6000}).encode()
     served = scripted("A long answer. " * 50, "Fine.", delay=0.2, settings={"max_held_bytes": 10_000})
     with served.server.http() as client, client.stream("POST", "/v1/chat/completions", content=stream(body)) as first:
-        next(first.iter_lines())
+        lines = first.iter_lines()  # which would end with the stream if it were let go
+        next(lines)
         with served.server.http() as other:
             reply = other.post("/v1/chat/completions", content=body)
         assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
