@@ -95,5 +95,11 @@ def download(repo_id: str, *, revision: str | None = None) -> Path:
             f"The hub cannot be reached and {repo_id!r} is not in the cache: connect, or give a folder instead.",
             param="model",
         ) from error
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError) as error:
         raise CheckpointError(f"Downloading {repo_id!r} failed: {error}", param="model") from error
+    except OSError as error:
+        raise CheckpointError(
+            f"Downloading {repo_id!r} failed: {error.strerror or error}. See whether the folder of the hub's cache"
+            " (HF_HOME) can be written to, and has room.",
+            param="model",
+        ) from error

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from .decoder import GUIDE, Decoder, DecodeRequest, Guide, Token, VisualSpan
+from .decoder import GUIDE, DecodeRequest, Guide, Token, VisualSpan
 from .errors import DashInferVLMError, EngineError, InvalidParameter, ModelNotFound, QueueFull, UnsupportedParameter
 from .forms import form_of
 from .guide import GuideMaker
@@ -23,7 +23,9 @@ from .prompt import Prompt, PromptBuilder
 from .reply import PromptCounts, Reply
 from .sampling import Sampling
 from .schema import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, ChatRequest, MediaPart
+from .supervisor import Supervisor
 from .vision import Item, VisionService, VisualTokens
+from .watch import Stopwatch, Watcher
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -51,11 +53,16 @@ class Generation:
 
 
 class Places:
-    """As many answers as are decoded or wait at one time; used on one event loop."""
+    """As many answers as are decoded or wait at one time; used on one event loop.
+
+    Attributes:
+        limit: most of them.
+        taken: those that there are now.
+    """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._taken = 0
+        self.limit = limit
+        self.taken = 0
 
     @contextlib.contextmanager
     def take(self, answers: int = 1) -> Iterator[None]:
@@ -65,15 +72,15 @@ class Places:
             InvalidParameter: there were never so many.
             QueueFull: not so many are left.
         """
-        if answers > self._limit:
-            raise InvalidParameter(f"`n` can be {self._limit} at most: ask for fewer answers.", param="n")
-        if self._taken + answers > self._limit:
-            raise QueueFull(f"{self._taken} requests are served or wait already: try again in a moment.")
-        self._taken += answers
+        if answers > self.limit:
+            raise InvalidParameter(f"`n` can be {self.limit} at most: ask for fewer answers.", param="n")
+        if self.taken + answers > self.limit:
+            raise QueueFull(f"{self.taken} requests are served or wait already: try again in a moment.")
+        self.taken += answers
         try:
             yield
         finally:
-            self._taken -= answers
+            self.taken -= answers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -84,6 +91,7 @@ class Conductor:
         name: the model's name in answers.
         aliases: names that requests may use for it besides.
         places: bounds the requests that are anywhere between here and their answer.
+        watcher: is told what happens to requests.
     """
 
     name: str
@@ -96,31 +104,36 @@ class Conductor:
     vision: VisionService
     ids: MediaIds
     guides: GuideMaker
-    decoder: Decoder
+    decoder: Supervisor
+    watcher: Watcher
 
     async def chat(self, request: ChatRequest) -> ChatCompletion:
         return (await self.generate(request)).completion
 
     async def generate(self, request: ChatRequest) -> Generation:
         with _faults(), self.places.take(request.n):
+            stopwatch = Stopwatch(self.watcher, answers=request.n)
             replies, decodes = await self._prepare(request)
             ids: list[list[int]] = [[] for _ in replies]
-            async with contextlib.aclosing(self._tokens(replies, decodes)) as tokens:
+            async with contextlib.aclosing(self._tokens(replies, decodes, stopwatch)) as tokens:
                 async for index, token in tokens:
                     replies[index].feed(token)
                     ids[index].append(token.id)
+            completion = replies[0].completion(replies[1:])
+            stopwatch.answered(replies[0].usage(replies[1:]))
             return Generation(
-                completion=replies[0].completion(replies[1:]),
+                completion=completion,
                 prompt_token_ids=tuple(decodes[0].token_ids.tolist()),
                 token_ids=tuple(map(tuple, ids)),
             )
 
     async def stream(self, request: ChatRequest) -> AsyncGenerator[ChatCompletionChunk, None]:
         with _faults(), self.places.take(request.n):
+            stopwatch = Stopwatch(self.watcher, answers=request.n)
             replies, decodes = await self._prepare(request)
             # They go out with the first token: what fails before is an error, not a stream.
             opening = [reply.opening() for reply in replies]
-            async with contextlib.aclosing(self._tokens(replies, decodes)) as tokens:
+            async with contextlib.aclosing(self._tokens(replies, decodes, stopwatch)) as tokens:
                 async for index, token in tokens:
                     reply = replies[index]
                     chunks = [*opening, *reply.feed(token), *(reply.ending() if reply.finished else ())]
@@ -130,6 +143,7 @@ class Conductor:
             for reply in replies:
                 if not reply.finished:
                     reply.ending()  # says what is wrong
+            stopwatch.answered(replies[0].usage(replies[1:]))
             for chunk in replies[0].closing(replies[1:]):
                 yield chunk
 
@@ -148,6 +162,14 @@ class Conductor:
             prompt = await asyncio.to_thread(self.prompts.build, request, items)
             return Preview(items=items, prompt_tokens=len(prompt), max_model_len=self.prompts.max_model_len)
 
+    async def tokenize(self, request: ChatRequest) -> list[int]:
+        """The prompt of a request, each picture and video as its placeholders; none is encoded."""
+        with _faults(), self.places.take():
+            self._admit(request)
+            _, prompt = await self._read(request)
+            ids: list[int] = prompt.token_ids.tolist()
+            return ids
+
     async def close(self) -> None:
         await self.decoder.close()
         await self.vision.close()
@@ -156,12 +178,20 @@ class Conductor:
     async def _prepare(self, request: ChatRequest) -> tuple[list[Reply], list[DecodeRequest]]:
         """The answers of a request, not begun, and how to decode each; all have one prompt."""
         sampling = self._admit(request)
-        guide = await self._guide(request)
-        items = await self._items(request)
-        prompt = await asyncio.to_thread(self.prompts.build, request, items)
-        visual = await self.vision.embed(items, salt=request.cache_salt or "")
+        with self.watcher.stage("grammar"):
+            guide = await self._guide(request)
+        items, prompt = await self._read(request)
+        with self.watcher.stage("vision"):
+            visual = await self.vision.embed(items, salt=request.cache_salt or "")
         replies = self._replies(request, prompt, guided=guide is not None)
         return replies, self._decode_requests(replies, prompt, visual, sampling, guide, salt=request.cache_salt or "")
+
+    async def _read(self, request: ChatRequest) -> tuple[list[Item], Prompt]:
+        """The pictures and videos of a request, cut, and its prompt."""
+        with self.watcher.stage("media"):
+            items = await self._items(request)
+        with self.watcher.stage("prompt"):
+            return items, await asyncio.to_thread(self.prompts.build, request, items)
 
     async def _guide(self, request: ChatRequest) -> Guide | None:
         """The compiled grammar of an answer that has to follow one."""
@@ -203,15 +233,17 @@ class Conductor:
         return items
 
     async def _tokens(
-        self, replies: Sequence[Reply], requests: Sequence[DecodeRequest]
+        self, replies: Sequence[Reply], requests: Sequence[DecodeRequest], stopwatch: Stopwatch
     ) -> AsyncGenerator[tuple[int, Token], None]:
         """The tokens of all answers as they come, each with the answer's index; none of an answer that is finished."""
         streams = [self.decoder.decode(request) for request in requests]
-        async with contextlib.aclosing(merged(streams)) as tokens:
-            async for index, token in tokens:
-                yield index, token
-                if replies[index].finished:
-                    await streams[index].aclose()
+        with self.watcher.stage("decode"):
+            async with contextlib.aclosing(merged(streams)) as tokens:
+                async for index, token in tokens:
+                    stopwatch.token(index)
+                    yield index, token
+                    if replies[index].finished:
+                        await streams[index].aclose()
 
     def _admit(self, request: ChatRequest) -> Sampling:
         """Refuse what this model and this decoder cannot do, before any work is done."""

@@ -112,6 +112,11 @@ class EngineConfig(BaseSettings):
         16384, ge=4, description="Patches of several pictures that share one pass of the vision tower."
     )
 
+    decoder_restarts: int = Field(
+        3, ge=0, description="Times that a decoder which has died is started again, until it is given up on."
+    )
+    step_timeout: float = Field(600.0, gt=0, description="Seconds after which one step of the decoder counts as hung.")
+
     # DashInfer alone
     tensor_parallel: int = Field(1, ge=1, le=64, description="CUDA devices that share the weights (DashInfer).")
     quantization: Literal["none", "int8", "uint4"] = Field(
@@ -178,6 +183,9 @@ class EngineConfig(BaseSettings):
     video_decode_timeout: float = Field(30.0, gt=0, description="Seconds for decoding one video.")
     image_fetch_timeout: float = Field(5.0, gt=0, description="Seconds for fetching one picture.")
     video_fetch_timeout: float = Field(30.0, gt=0, description="Seconds for fetching one video.")
+    max_fetched_bytes: int = Field(
+        512 * MIB, ge=1, description="Most bytes that are fetched for one request, all of its media together."
+    )
     max_fetches: int = Field(16, ge=1, description="Sources fetched at the same time by one engine.")
 
     def __init__(self, **options: Any) -> None:

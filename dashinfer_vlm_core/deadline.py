@@ -31,7 +31,7 @@ async def within(work: Awaitable[T], seconds: float | None) -> T:
             return await work
     except TimeoutError:
         raise DeadlineExceeded(
-            f"The answer was not complete within {seconds:g} seconds: ask for fewer tokens, or wait longer (`timeout`)."
+            f"The answer was not complete within {seconds:g} seconds: ask for fewer tokens, or allow it more time."
         ) from None
 
 
@@ -64,4 +64,6 @@ async def _next(items: AsyncGenerator[T, None], seconds: float) -> T | object:
         with anyio.fail_after(max(seconds, 0.0)):
             return await anext(items, _END)
     except TimeoutError:
-        raise DeadlineExceeded("The stream was cut off at its deadline (`timeout`, `first_token_timeout`).") from None
+        raise DeadlineExceeded(
+            "The stream was cut off at its deadline: ask for fewer tokens, or allow it more time."
+        ) from None

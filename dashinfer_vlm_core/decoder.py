@@ -24,6 +24,7 @@ __all__ = [
     "DecodeRequest",
     "Decoder",
     "DecoderFactory",
+    "DecoderStats",
     "FinishReason",
     "Fitness",
     "Guide",
@@ -136,13 +137,17 @@ class Decoder(Protocol):
         blind: why it takes no pictures and videos, and the next step; the engine refuses requests that hold some. Empty
             if it takes them.
         trouble: why it cannot decode at all any more, though it was started; empty while it can. For `/health`.
+
+    One that counts what it does says so by a method `snapshot() -> DecoderStats`.
     """
 
     name: str
     max_model_len: int
     honours: frozenset[str]
     blind: str
-    trouble: str
+
+    @property
+    def trouble(self) -> str: ...
 
     async def start(self) -> None:
         """Load what is needed and be ready for `decode`.
@@ -152,7 +157,11 @@ class Decoder(Protocol):
         """
 
     async def close(self) -> None:
-        """Free everything; running requests end with EngineClosed. Closing twice is allowed."""
+        """Free everything; running requests end with EngineClosed. Closing twice is allowed.
+
+        Raises:
+            DecoderFailed: it hangs; only the end of the process frees what it holds.
+        """
 
     def decode(self, request: DecodeRequest) -> AsyncGenerator[Token, None]:
         """Yield the answer's tokens; the last one carries `finish`.
@@ -166,6 +175,48 @@ class Decoder(Protocol):
             DecoderFailed: the decoder died while the request ran.
             EngineClosed: the decoder was closed.
         """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderStats:
+    """What a decoder does and has done; zero for what it does not count.
+
+    Attributes:
+        running: requests that are decoded now.
+        waiting: requests that wait for a place in the batch.
+        kv_used: tokens' worth of memory for keys and values that running requests hold.
+        kv_cached: tokens' worth that is kept for later requests.
+        kv_size: tokens' worth that there is.
+        started: requests that got a place.
+        queue_seconds: that they waited for it, together.
+        steps: passes of the language model.
+        step_requests: requests that had a part in each, together.
+        queries: prompts that were looked up in the prefix cache.
+        hits: prompts of which a part was found there.
+        cached_tokens: prompt tokens that were found there.
+        preemptions: times that a running request had to wait again.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    kv_used: int = 0
+    kv_cached: int = 0
+    kv_size: int = 0
+    started: int = 0
+    queue_seconds: float = 0.0
+    steps: int = 0
+    step_requests: int = 0
+    queries: int = 0
+    hits: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> DecoderStats:
+        """What a decoder counts; nothing if it does not."""
+        snapshot = getattr(decoder, "snapshot", cls)
+        counted: DecoderStats = snapshot()
+        return counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

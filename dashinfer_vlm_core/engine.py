@@ -6,25 +6,27 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from .checkpoint import find_model, model_type
 from .conductor import Conductor, Generation, Places
 from .config import MIB, EngineConfig
-from .decoder import DecoderFactory, Fitness
-from .errors import SetupError
+from .decoder import DecoderFactory, DecoderStats, Fitness
+from .errors import EngineClosed, SetupError
 from .guide import GuideMaker
 from .ids import MediaIds
 from .loop import LoopThread, closed
-from .media import MediaLoader
+from .media import FetchStats, MediaLoader
 from .patches import Patcher
 from .plugins import Registry, load_plugins
 from .prompt import PromptBuilder
 from .reply import Detokeniser
 from .schema import ChatRequest
-from .vision import VisionService
+from .supervisor import Supervisor
+from .vision import VisionService, VisionStats
+from .watch import Watcher, Watchers
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Request = ChatRequest | Mapping[str, Any]
+State = Literal["closed", "loading", "ready", "restarting", "failed"]
 
 
 class ChatEngine(Protocol):
@@ -60,7 +63,8 @@ class EngineStatus:
     """How an engine is.
 
     Attributes:
-        state: `closed` before `start` and after `close`.
+        state: `closed` before `start` and after `close`, `loading` in between; `restarting` while a decoder that died
+            is being replaced, and `failed` when it cannot be.
         model: the name that requests use.
         decoder: name of the decoder in use; empty while closed.
         decoder_reason: why this decoder and no other.
@@ -68,12 +72,33 @@ class EngineStatus:
         trouble: why a `failed` engine cannot answer any more; it has to be started again.
     """
 
-    state: Literal["closed", "ready", "failed"]
+    state: State
     model: str
     decoder: str = ""
     decoder_reason: str = ""
     max_model_len: int = 0
     trouble: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStats:
+    """What an engine does and has done.
+
+    Attributes:
+        answers: that are being made or wait, from their request's arrival on.
+        places: most of them.
+        restarts: how often the decoder was replaced.
+        vision: of the tower and its cache.
+        fetches: of media from the web.
+        decoder: of the language model.
+    """
+
+    answers: int
+    places: int
+    restarts: int
+    vision: VisionStats
+    fetches: FetchStats
+    decoder: DecoderStats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -100,7 +125,9 @@ class Engine:
         self.config = config or EngineConfig()
         self._name = self.config.name
         self._registry = registry
+        self._watchers = Watchers()
         self._running: _Running | None = None
+        self._loading = False
         self._life = threading.Lock()
 
     # Ask
@@ -156,13 +183,50 @@ class Engine:
         running, parsed = self._ready(), ChatRequest.parse(request)
         return await running.loop.acall(running.conductor.preview(parsed))
 
+    async def atokenize(self, request: Request) -> list[int]:
+        """The token ids of a request's prompt; pictures and videos stand there as placeholders. Raises as `chat`."""
+        running, parsed = self._ready(), ChatRequest.parse(request)
+        return await running.loop.acall(running.conductor.tokenize(parsed))
+
+    async def aencode(self, text: str) -> list[int]:
+        """The token ids of a rendered prompt, whose control tokens count as such. Raises as `chat`."""
+        return await asyncio.to_thread(self._ready().conductor.prompts.encode, text)
+
+    async def adecode(self, ids: Sequence[int]) -> str:
+        """The text of token ids. Raises as `chat`."""
+        return await asyncio.to_thread(self._ready().conductor.prompts.decode, ids)
+
+    async def aspell(self, ids: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary spells them. Raises as `chat`."""
+        return await asyncio.to_thread(self._ready().conductor.prompts.spell, ids)
+
+    # Look after
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell `watcher` what happens to requests from now on."""
+        self._watchers.add(watcher)
+
+    def stats(self) -> EngineStats | None:
+        """What it does and has done since it was started; None while it is closed."""
+        if self._running is None:
+            return None
+        conductor = self._running.conductor
+        return EngineStats(
+            answers=conductor.places.taken,
+            places=conductor.places.limit,
+            restarts=conductor.decoder.restarted,
+            vision=conductor.vision.stats,
+            fetches=conductor.media.stats,
+            decoder=conductor.decoder.snapshot(),
+        )
+
     def status(self) -> EngineStatus:
         running = self._running
         if running is None:
-            return EngineStatus(state="closed", model=self._name)
+            return EngineStatus(state="loading" if self._loading else "closed", model=self._name)
         decoder = running.conductor.decoder
         return EngineStatus(
-            state="failed" if decoder.trouble else "ready",
+            state="failed" if decoder.trouble else "restarting" if decoder.restarting else "ready",
             model=self._name,
             decoder=decoder.name,
             decoder_reason=running.reason,
@@ -180,14 +244,22 @@ class Engine:
         """
         with self._life:
             if self._running is None:
-                loop = LoopThread("dashinfer-vlm-engine")
+                self._loading = True
                 try:
-                    conductor, reason = loop.call(open_conductor(self.config, self._registry or load_plugins()))
-                except BaseException:
-                    loop.stop()
-                    raise
-                self._running = _Running(loop=loop, conductor=conductor, reason=reason)
+                    self._running = self._load()
+                finally:
+                    self._loading = False
         return self
+
+    def _load(self) -> _Running:
+        loop = LoopThread("dashinfer-vlm-engine")
+        try:
+            registry = self._registry or load_plugins()
+            conductor, reason = loop.call(open_conductor(self.config, registry, self._watchers))
+        except BaseException:
+            loop.stop()
+            raise
+        return _Running(loop=loop, conductor=conductor, reason=reason)
 
     def close(self) -> None:
         """Free everything; running requests end with EngineClosed. Closing twice is allowed."""
@@ -222,12 +294,15 @@ class Engine:
         await self.aclose()
 
     def _ready(self) -> _Running:
-        if self._running is None:
+        running = self._running
+        if running is None:
+            if self._loading:
+                raise EngineClosed("The model is being loaded: try again in a moment.", code="engine_loading")
             raise closed()
-        return self._running
+        return running
 
 
-async def open_conductor(config: EngineConfig, registry: Registry) -> tuple[Conductor, str]:
+async def open_conductor(config: EngineConfig, registry: Registry, watcher: Watcher) -> tuple[Conductor, str]:
     """Load what `config` names; a conductor that can answer, and why it has the decoder that it has.
 
     Raises:
@@ -238,7 +313,7 @@ async def open_conductor(config: EngineConfig, registry: Registry) -> tuple[Cond
     spec = architecture.read(folder)
     factory, reason = choose_decoder(registry, spec, config)
     logger.info("model %s from %s, decoder %s: %s", config.name, folder, factory.name, reason)
-    decoder = factory.create(spec, config)
+    decoder = Supervisor(lambda: factory.create(spec, config), restarts=config.decoder_restarts)
     prompts = await asyncio.to_thread(PromptBuilder.load, spec, config, max_model_len=decoder.max_model_len)
     Detokeniser(
         prompts.tokenizer
@@ -264,6 +339,7 @@ async def open_conductor(config: EngineConfig, registry: Registry) -> tuple[Cond
         ids=MediaIds(vision, limit=config.max_media_ids),
         guides=GuideMaker(prompts.tokenizer, spec),
         decoder=decoder,
+        watcher=watcher,
     )
     return conductor, reason
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,8 @@ from .hermes import as_text, with_objects
 from .model import ModelSpec
 from .patches import Grid, Visual
 from .schema import ChatRequest
+
+logger = logging.getLogger(__name__)
 
 # Characters that Unicode leaves to private agreement; one that no message holds marks what is not to be read as a
 # control token.
@@ -89,6 +92,9 @@ class PromptBuilder:
         """
         from transformers import AutoTokenizer
 
+        if not any((spec.folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+            # transformers would make an empty one
+            raise CheckpointError(f"{spec.folder} has no tokenizer.json: copy or download the checkpoint again.")
         try:
             tokenizer = AutoTokenizer.from_pretrained(spec.folder, trust_remote_code=False, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
@@ -131,6 +137,28 @@ class PromptBuilder:
         self._check_length(len(prompt), request)
         return prompt
 
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a rendered prompt: control tokens in it count as such.
+
+        Raises:
+            ContextLengthExceeded: it is far too long for the model.
+        """
+        self._check_size(text)
+        return [index for run in self._encode(self._pieces(text, mark="")) for index in run]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, control tokens included.
+
+        Raises:
+            InvalidParameter: an id that the model does not have.
+        """
+        list(self._checked_ids(tuple(ids), param="tokens"))
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def spell(self, ids: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary spells them; empty for ids that the model has and the tokenizer has not."""
+        return [self.tokenizer.id_to_token(index) or "" for index in ids]
+
     def check_template(self) -> None:
         """Render the plainest conversation there is, so that a broken template is the operator's trouble, at start-up.
 
@@ -142,7 +170,8 @@ class PromptBuilder:
         try:
             self.render([{"role": "user", "content": "Hello"}])
         except (TemplateError, InvalidParameter, TypeError, ValueError, KeyError) as error:
-            raise ConfigError(f"The chat template cannot be used: {error}. Mend it, or give another one.") from error
+            cause = error.__cause__ or error
+            raise ConfigError(f"The chat template cannot be used: {cause}. Mend it, or give another one.") from error
 
     def render(self, messages: list[dict[str, Any]], tools: Sequence[Any] = ()) -> str:
         """The chat template's text for `messages` and `tools`, ready for an answer.
@@ -161,9 +190,7 @@ class PromptBuilder:
                 add_generation_prompt=True,
             )
         except TemplateError as error:
-            raise InvalidParameter(
-                f"The model's chat template refuses these messages: {error}", param="messages"
-            ) from error
+            raise _refused(error) from error
         return str(text)
 
     def _runs(self, request: ChatRequest) -> Iterable[list[int]]:
@@ -184,11 +211,11 @@ class PromptBuilder:
         guarded = [[_guard(item, self._first, mark) for item in items] for items in (messages, tools)]
         return self._encode(self._pieces(self.render(*guarded), mark))
 
-    def _checked_ids(self, ids: tuple[int, ...]) -> Iterable[list[int]]:
+    def _checked_ids(self, ids: tuple[int, ...], *, param: str = "prompt_token_ids") -> Iterable[list[int]]:
         if not all(0 <= index < self._spec.vocab_size for index in ids):
             raise InvalidParameter(
                 f"Token ids of this model are 0 to {self._spec.vocab_size - 1}: encode the prompt with its tokenizer.",
-                param="prompt_token_ids",
+                param=param,
             )
         return ([index] for index in ids)
 
@@ -272,6 +299,19 @@ class PromptBuilder:
                 limit=self.max_model_len,
                 param="max_completion_tokens" if request.max_completion_tokens else "max_tokens",
             )
+
+
+def _refused(error: Exception) -> InvalidParameter:
+    """A refusal in the template's own words, if it has chosen any; Jinja's are for the operator's log."""
+    from jinja2 import TemplateError
+
+    if type(error) is TemplateError:  # by `raise_exception`; Jinja itself raises subclasses
+        return InvalidParameter(f"The model's chat template refuses these messages: {error}", param="messages")
+    # Not Jinja's text: it may quote the request.
+    logger.warning("the chat template failed on a request with %s", type(error).__name__)
+    return InvalidParameter(
+        "The model's chat template cannot render these messages: leave out what is unusual in them.", param="messages"
+    )
 
 
 def mrope_positions(length: int, spans: Sequence[Span], grids: Sequence[Grid], *, merge: int) -> npt.NDArray[np.int64]:

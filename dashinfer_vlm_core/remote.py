@@ -6,14 +6,14 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import httpx
 import openai
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from . import errors
-from .engine import EngineStatus, Request
+from .engine import EngineStatus, Request, State
 from .errors import (
     AccessDenied,
     ConfigError,
@@ -61,6 +61,11 @@ KIND_OF_STATUS: Mapping[int, type[DashInferVLMError]] = MappingProxyType(
     }
 )
 """What is left to go by where the code says nothing; others are InvalidParameter (4xx) and EngineError."""
+
+
+STATES = frozenset(get_args(State))
+DRAINING = "draining"
+"""What a server of ours says that is about to end."""
 
 
 class RemoteEngine:
@@ -236,10 +241,10 @@ def _retry_after(error: openai.APIError) -> float:
 
 def _told(health: Any) -> EngineStatus | None:
     """The status that our server's `/health` holds; None if it is another server's."""
-    if not isinstance(health, dict) or health.get("status") not in {"closed", "ready", "failed"}:
+    if not isinstance(health, dict) or health.get("status") not in {*STATES, DRAINING}:
         return None
     return EngineStatus(
-        state=health["status"],
+        state="closed" if health["status"] == DRAINING else health["status"],
         model=str(health.get("model", "")),
         decoder=str(health.get("decoder", "")),
         decoder_reason=str(health.get("reason", "")),

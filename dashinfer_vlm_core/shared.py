@@ -134,8 +134,8 @@ class SharedEngines:
 
 
 def _usable(future: Future[Engine]) -> bool:
-    """Whether an engine is ready or on its way."""
-    return not future.done() or future.result().status().state == "ready"
+    """Whether an engine is ready or on its way, for the first time or again."""
+    return not future.done() or future.result().status().state in {"ready", "restarting"}
 
 
 SHARED = SharedEngines()

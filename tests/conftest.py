@@ -28,6 +28,7 @@ settings.load_profile("default")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--artifacts", metavar="DIR", help="Folder that keeps what tests show, such as screenshots.")
+    parser.addoption("--soak-minutes", default=2, help="how long tests/soak lasts; 20 in nightly runs")
 
 
 @pytest.fixture(autouse=True)

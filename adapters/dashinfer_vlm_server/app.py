@@ -9,72 +9,157 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from openai.types import Model
+from openai.types.chat import ChatCompletion
+from pydantic import BaseModel
+from starlette.middleware.cors import CORSMiddleware
 
-from dashinfer_vlm_core.errors import ModelNotFound
+from dashinfer_vlm_core.deadline import stream_within, within
+from dashinfer_vlm_core.errors import EngineClosed, ModelNotFound
+from dashinfer_vlm_core.schema import (
+    ChatRequest,
+    DetokenizeRequest,
+    TokenizeChat,
+    TokenizePrompt,
+    parse_tokenize,
+)
+from dashinfer_vlm_core.version import __version__
 
-from .errors import HANDLERS
-from .page import add_page
-from .requests import read_chat_request, unless_disconnected
+from . import openapi
+from .errors import HANDLERS, LATER_SECONDS
+from .keys import OPEN_ROUTES, Locked
+from .metrics import Metrics, Watched
+from .page import FILES, add_page
+from .requests import read_request, unless_disconnected
+from .settings import Gate, Settings
 from .sse import EventStream
+from .tokens import Detokenized, Tokenized, detokenize, tokenize
+from .visits import HEADER, Budget, Visits, visit_of
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
+    from collections.abc import Callable, Coroutine
+    from typing import TypeVar
 
     from dashinfer_vlm_core.engine import ChatEngine
-    from dashinfer_vlm_core.schema import ChatRequest
 
-MAX_BODY_BYTES = 288 * 1024 * 1024
-"""Most bytes of a request by default: a video of 200 MiB is 267 MiB in base64."""
-
-MAX_BODY_PAUSE = 60.0
-"""Seconds that a request's body may stand still by default: one that has stalled would be kept for ever."""
+    T = TypeVar("T")
 
 
-def create_app(
-    engine: ChatEngine,
-    *,
-    max_body_bytes: int = MAX_BODY_BYTES,
-    max_body_pause: float = MAX_BODY_PAUSE,
-    page: bool = True,
-) -> FastAPI:
+def create_app(engine: ChatEngine, settings: Settings | None = None, *, gate: Gate | None = None) -> FastAPI:
     """An ASGI application that answers OpenAI's chat completions with `engine`.
 
-    Starting and closing the engine is left to the caller; `/health` answers 503 while it is closed.
+    Starting and closing the engine is left to the caller; until it is ready, `/health/ready` and every question are
+    answered with 503.
 
     Args:
         engine: what answers.
-        max_body_bytes: most bytes of a request's body; larger ones are refused with 413.
-        max_body_pause: most seconds between two pieces of it; after longer ones it is refused with 408.
-        page: whether `/` answers with the page, see `page`.
+        settings: limits, keys and origins; `Settings()` if None.
+        gate: closed by whoever is about to end the server, so that nothing new is begun.
     """
-    routes = _Routes(engine=engine, max_body_bytes=max_body_bytes, max_body_pause=max_body_pause)
-    app = FastAPI(title="dashinfer-vlm", redirect_slashes=False, openapi_url=None)
+    settings, metrics = settings or Settings(), Metrics(engine)
+    if settings.tracer and isinstance(engine, Watched):
+        engine.watch(settings.tracer)
+    app = FastAPI(
+        title="dashinfer-vlm",
+        description="OpenAI's chat completions about pictures and videos.",
+        redirect_slashes=False,
+        openapi_url=None,
+    )
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)
-    app.add_api_route("/v1/chat/completions", routes.chat_completions, methods=["POST"], response_model=None)
-    app.add_api_route("/v1/models", routes.models, response_model=None)
-    app.add_api_route("/v1/models/{name:path}", routes.model, response_model=None)
-    app.add_api_route("/health", routes.health, response_model=None)
-    if page:
-        add_page(app, engine, routes.read)
+    routes = _Routes(engine=engine, settings=settings, gate=gate or Gate(), metrics=metrics)
+    routes.add_to(app)
+    if settings.page:
+        add_page(app, engine, routes.read_chat)
+    app.add_middleware(Locked, keys=settings.keys, open_routes=OPEN_ROUTES.union(FILES if settings.page else ()))
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", HEADER],
+            expose_headers=[HEADER, "Retry-After"],
+        )
+    app.add_middleware(Visits, metrics=metrics, budget=Budget(settings.max_held_bytes), tracer=settings.tracer)
     return app
+
+
+class ModelList(BaseModel):
+    """The models that are served: one."""
+
+    object: str
+    data: list[Model]
+
+
+class Health(BaseModel):
+    """How the engine is."""
+
+    status: str
+    model: str
+    decoder: str
+    reason: str
+    max_model_len: int
+    trouble: str | None = None
+
+
+class Version(BaseModel):
+    """Of this package."""
+
+    version: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Routes:
     engine: ChatEngine
-    max_body_bytes: int
-    max_body_pause: float
+    settings: Settings
+    gate: Gate
+    metrics: Metrics
     started: int = field(default_factory=lambda: int(time.time()))
 
-    async def chat_completions(self, request: Request) -> Response:
-        chat = await self.read(request)
-        if chat.stream:
-            return EventStream(self.engine.astream(chat))
-        return _json(await unless_disconnected(request.receive, self.engine.achat(chat)))
+    def add_to(self, app: FastAPI) -> None:
+        """Every route, with what its OpenAPI document says."""
 
-    async def read(self, request: Request) -> ChatRequest:
-        return await read_chat_request(request, max_bytes=self.max_body_bytes, max_pause=self.max_body_pause)
+        def add(path: str, answer: Callable[..., Any], model: Any, statuses: tuple[int, ...], **options: Any) -> None:
+            responses = {200: {"model": model}, **openapi.errors_of(statuses)}
+            app.add_api_route(path, answer, response_model=None, responses=responses, **options)
+
+        chat, tokens, plain = openapi.CHAT_STATUSES, openapi.TOKEN_STATUSES, openapi.PLAIN_STATUSES
+        post: dict[str, Any] = {"methods": ["POST"]}
+        body = openapi.body_of
+        add(
+            "/v1/chat/completions", self.chat_completions, ChatCompletion, chat, openapi_extra=body(ChatRequest), **post
+        )
+        add("/v1/models", self.models, ModelList, plain)
+        add("/v1/models/{name:path}", self.model, Model, plain)
+        add("/tokenize", self.tokenize, Tokenized, tokens, openapi_extra=body(TokenizePrompt, TokenizeChat), **post)
+        add("/detokenize", self.detokenize, Detokenized, tokens, openapi_extra=body(DetokenizeRequest), **post)
+        add("/health", self.health, Health, ())
+        ready: dict[int | str, dict[str, Any]] = {
+            200: {"model": Health},
+            503: {"model": Health, "description": "Requests cannot be answered now"},
+        }
+        app.add_api_route("/health/ready", self.ready, response_model=None, responses=ready)
+        add("/version", self.version, Version, plain)
+        app.add_api_route("/metrics", self.show_metrics, response_model=None, include_in_schema=False)
+        app.add_api_route(
+            "/openapi.json", lambda: JSONResponse(openapi.document(app)), response_model=None, include_in_schema=False
+        )
+
+    async def chat_completions(self, request: Request) -> Response:
+        chat = await self.read_chat(request)
+        seconds = self.settings.request_timeout
+        if chat.stream:
+            return EventStream(stream_within(self.engine.astream(chat), seconds=seconds, first=None))
+        return _json(await self._unless_left(request, self.engine.achat(chat)))
+
+    async def read_chat(self, request: Request) -> ChatRequest:
+        return await self._read(request, ChatRequest.parse)
+
+    async def tokenize(self, request: Request) -> Response:
+        return _json(await self._unless_left(request, tokenize(self.engine, await self._read(request, parse_tokenize))))
+
+    async def detokenize(self, request: Request) -> Response:
+        tokens = await self._read(request, DetokenizeRequest.parse)
+        return _json(await self._unless_left(request, detokenize(self.engine, tokens)))
 
     async def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [self._model().model_dump()]})
@@ -86,22 +171,54 @@ class _Routes:
         return _json(model)
 
     async def health(self) -> Response:
+        """The process serves, whatever became of its engine."""
+        return _json(self._health())
+
+    async def ready(self) -> Response:
+        """Whether a question would be answered."""
+        health = self._health()
+        if health.status == "ready":
+            return _json(health)
+        return _json(health, status=503, headers={"Retry-After": str(LATER_SECONDS)})
+
+    async def version(self) -> Response:
+        return _json(Version(version=__version__))
+
+    async def show_metrics(self, request: Request) -> Response:
+        text, content_type = self.metrics.text(request.headers.get("accept", ""))
+        return Response(text, media_type=content_type)
+
+    async def _read(self, request: Request, parse: Callable[[object], T]) -> T:
+        if self.gate.draining:
+            raise EngineClosed("The server is ending: ask another one, or try again when it is back.", code="draining")
+        settings = self.settings
+        return await read_request(
+            request,
+            parse,
+            max_bytes=settings.max_body_bytes,
+            max_pause=settings.max_body_pause,
+            hold=visit_of(request.scope).hold,
+        )
+
+    async def _unless_left(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
+        return await unless_disconnected(request.receive, within(work, self.settings.request_timeout))
+
+    def _health(self) -> Health:
         status = self.engine.status()
-        body: dict[str, Any] = {
-            "status": status.state,
-            "model": status.model,
-            "decoder": status.decoder,
-            "reason": status.decoder_reason,
-            "max_model_len": status.max_model_len,
-        }
-        if status.trouble:
-            body["trouble"] = status.trouble
-        return JSONResponse(body, status_code=200 if status.state == "ready" else 503)
+        health = Health(
+            status="draining" if self.gate.draining else status.state,
+            model=status.model,
+            decoder=status.decoder,
+            reason=status.decoder_reason,
+            max_model_len=status.max_model_len,
+        )
+        return health.model_copy(update={"trouble": status.trouble}) if status.trouble else health
 
     def _model(self) -> Model:
         return Model(id=self.engine.status().model, object="model", created=self.started, owned_by="dashinfer-vlm")
 
 
-def _json(reply: BaseModel) -> Response:
+def _json(reply: BaseModel, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """OpenAI's wire form: fields that were set to null stay null, fields that were not set stay away."""
-    return Response(reply.model_dump_json(exclude_unset=True), media_type="application/json")
+    text = reply.model_dump_json(exclude_unset=True)
+    return Response(text, status_code=status, headers=headers, media_type="application/json")

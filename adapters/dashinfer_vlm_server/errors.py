@@ -5,6 +5,7 @@ The body is `{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 
 from __future__ import annotations
 
+import http
 import logging
 import math
 from collections.abc import Callable, Coroutine, Mapping
@@ -58,7 +59,13 @@ CLIENT_GONE = 499
 
 INTERNAL_ERROR = "The server failed on this request; its log says why. Other requests are not affected."
 
-ROUTES = "POST /v1/chat/completions, GET /v1/models, GET /v1/models/{model} and GET /health"
+ROUTES = (
+    "POST /v1/chat/completions, GET /v1/models, GET /v1/models/{model}, POST /tokenize, POST /detokenize, GET /health,"
+    " GET /health/ready, GET /metrics, GET /version and GET /openapi.json"
+)
+
+LATER_SECONDS = 5
+"""When to ask again a server that is loading, restarting or ending."""
 
 
 def status_of(error: Exception) -> int:
@@ -83,7 +90,18 @@ def error_response(error: Exception) -> JSONResponse:
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if isinstance(error, QueueFull):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    elif isinstance(error, (EngineClosed, DecoderFailed)):
+        headers["Retry-After"] = str(LATER_SECONDS)
     return JSONResponse(error_body(error), status_code=status_of(error), headers=headers)
+
+
+def unauthorized() -> HTTPException:
+    """No key, or a wrong one: which of them is not told."""
+    return HTTPException(
+        401,
+        "A valid API key is needed: send the header `Authorization: Bearer KEY`.",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
 
 
 async def answer_error(_request: Request, error: Exception) -> Response:
@@ -91,13 +109,6 @@ async def answer_error(_request: Request, error: Exception) -> Response:
     if isinstance(error, SetupError):  # the operator can mend it, the caller cannot
         logger.error("a request failed: %s", error.message)
     return error_response(error)
-
-
-async def answer_unforeseen(_request: Request, error: Exception) -> Response:
-    """Exception handler for bugs. They reach uvicorn as well, which logs them and closes the connection."""
-    response = error_response(error)
-    response.headers["Connection"] = "close"
-    return response
 
 
 async def answer_nobody(_request: Request, _error: Exception) -> Response:
@@ -109,11 +120,17 @@ HANDLERS: Mapping[type[Exception], Callable[[Request, Exception], Coroutine[Any,
     DashInferVLMError: answer_error,
     HTTPException: answer_error,
     ClientDisconnect: answer_nobody,
-    Exception: answer_unforeseen,
 }
 
 _CODES: Mapping[int, str] = MappingProxyType(
-    {404: "unknown_url", 405: "method_not_allowed", 408: "request_timeout", 413: "request_too_large"}
+    {
+        401: "invalid_api_key",
+        404: "unknown_url",
+        405: "method_not_allowed",
+        408: "request_timeout",
+        413: "request_too_large",
+        501: "not_supported",
+    }
 )
 
 
@@ -127,3 +144,8 @@ def _explain(error: HTTPException) -> str:
     if error.status_code == 405:
         return f"This URL answers {(error.headers or {}).get('Allow', 'other methods')} only."
     return error.detail
+
+
+def status_text(status: int) -> str:
+    """What a status says, for the document."""
+    return http.HTTPStatus(status).phrase

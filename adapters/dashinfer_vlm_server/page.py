@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from dashinfer_vlm_core.schema import ChatRequest
+
+from . import openapi
 from .requests import unless_disconnected
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.engine import Request as ChatRequestLike
     from dashinfer_vlm_core.preview import Preview, Seen
-    from dashinfer_vlm_core.schema import ChatRequest
 
 STATIC = Path(__file__).with_name("static")
 
@@ -88,7 +90,14 @@ def add_page(app: FastAPI, engine: object, read: Callable[[Request], Awaitable[C
         app.add_api_route(path, _File.read(file).answer, response_model=None, include_in_schema=False)
     if isinstance(engine, Previewer):
         route = _PreviewRoute(engine=engine, read=read)
-        app.add_api_route("/v1/media/preview", route.answer, methods=["POST"], response_model=None)
+        app.add_api_route(
+            "/v1/media/preview",
+            route.answer,
+            methods=["POST"],
+            response_model=None,
+            responses=openapi.errors_of(openapi.CHAT_STATUSES),
+            openapi_extra=openapi.body_of(ChatRequest),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

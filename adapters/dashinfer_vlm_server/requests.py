@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from collections.abc import AsyncGenerator, Coroutine
+import re
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import anyio
@@ -12,7 +14,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from dashinfer_vlm_core.errors import InvalidParameter
-from dashinfer_vlm_core.schema import ChatRequest
 
 if TYPE_CHECKING:
     from fastapi import Request
@@ -23,30 +24,49 @@ T = TypeVar("T")
 PARSED_INLINE = 256 * 1024
 """Bytes up to which a body is parsed on the event loop: about a millisecond. A thread costs less beyond that."""
 
+MAX_VALUES = 250_000
+"""Most values and keys of a body: an empty array takes three bytes of it, but 64 of memory."""
 
-async def read_chat_request(request: Request, *, max_bytes: int, max_pause: float) -> ChatRequest:
-    """Read and check a request whole. The content type is not looked at: there is but one that it could be.
+MAX_DEPTH = 64
+"""How deep the values of a body may be nested."""
+
+
+async def read_request(
+    request: Request, parse: Callable[[object], T], *, max_bytes: int, max_pause: float, hold: Callable[[int], None]
+) -> T:
+    """Read a request whole; what `parse` makes of its object. The content type is not looked at: there is but one that
+    it could be.
+
+    Args:
+        request: whose body was not read yet.
+        parse: makes something of an object; called in a thread where that takes long.
+        max_bytes: most bytes of the body.
+        max_pause: most seconds between two pieces of it.
+        hold: told the size of each piece before it is kept; may raise.
 
     Raises:
         HTTPException: 413, the body exceeds `max_bytes`; no more of it was kept. 408, nothing of it came for
             `max_pause` seconds.
-        RequestError: it is no JSON object, or no chat completion request.
+        RequestError: it is no JSON object, or `parse` refuses it.
         ClientDisconnect: the client left before its request was complete.
     """
-    body = await _read_body(request, max_bytes, max_pause)
+    body = await _read_body(request, max_bytes, max_pause, hold)
     if len(body) <= PARSED_INLINE:
-        return ChatRequest.parse(parse_object(body))
-    return await asyncio.to_thread(lambda: ChatRequest.parse(parse_object(body)))
+        return parse(parse_object(body))
+    return await asyncio.to_thread(lambda: parse(parse_object(body)))
 
 
 def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     """A JSON object, in any of JSON's encodings.
 
     Raises:
-        InvalidParameter: it is something else, has a key twice or a number unknown to JSON, or is nested too deep.
+        InvalidParameter: it is something else, has a key twice or a number unknown to JSON, is nested too deep, or has
+            too many values.
     """
     try:
-        value = json.loads(body, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+        text = body.decode(json.detect_encoding(body), "surrogatepass")
+        _check_shape(text)
+        value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise _bad_json(f"The body is not valid JSON: {error.msg} at {where}.") from None
@@ -80,16 +100,17 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _read_body(request: Request, max_bytes: int, max_pause: float) -> bytearray:
+async def _read_body(request: Request, max_bytes: int, max_pause: float, hold: Callable[[int], None]) -> bytearray:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
     body = bytearray()
     pieces = request.stream()
     while (piece := await _next(pieces, max_pause)) is not None:
-        body += piece
-        if len(body) > max_bytes:
+        if len(body) + len(piece) > max_bytes:
             raise _too_large(max_bytes)
+        hold(len(piece))
+        body += piece
     return body
 
 
@@ -108,6 +129,29 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+def _check_shape(text: str) -> None:
+    """Refuse what would take far more memory than its text, before any object is made of it.
+
+    What is counted is punctuation: each value but the first has a comma, a colon or a bracket before it.
+    """
+    if sum(map(text.count, ",:[{")) < MAX_DEPTH:
+        return
+    bare = text.replace(r"\\", "").replace(r"\"", "")
+    if bare.count('"') > 2 * MAX_VALUES:
+        raise _too_many_values()
+    outside = "".join(bare.split('"')[::2])
+    if sum(map(outside.count, ",:[{")) > MAX_VALUES:
+        raise _too_many_values()
+    if _depth(outside) > MAX_DEPTH:
+        raise _bad_json(f"The body is nested too deep: {MAX_DEPTH} levels are read.")
+
+
+def _depth(outside: str) -> int:
+    """The deepest level of brackets, in what is outside of strings."""
+    steps = (1 if bracket in "[{" else -1 for bracket in re.findall(r"[\[\]{}]", outside))
+    return max(itertools.accumulate(steps), default=0)
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Parsers differ in which of two equal keys counts; what one checks, another may not see."""
     found = dict(pairs)
@@ -122,6 +166,10 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def _bad_json(message: str) -> InvalidParameter:
     return InvalidParameter(message, code="invalid_json")
+
+
+def _too_many_values() -> InvalidParameter:
+    return _bad_json(f"The body has more than {MAX_VALUES} values: send less.")
 
 
 def _too_large(max_bytes: int) -> HTTPException:

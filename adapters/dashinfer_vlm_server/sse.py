@@ -15,6 +15,7 @@ from dashinfer_vlm_core.errors import DashInferVLMError
 
 from .errors import error_body
 from .requests import unless_disconnected
+from .visits import Visit, visit_of
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionChunk
@@ -48,16 +49,21 @@ class EventStream(StreamingResponse):
         self._chunks = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.suppress(ClientDisconnect):  # nobody is left who could be told
-            await unless_disconnected(receive, self._send(send))
+        visit = visit_of(scope)
+        try:
+            await unless_disconnected(receive, self._send(send, visit))
+        except ClientDisconnect as error:  # nobody is left who could be told
+            visit.fail(error)
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, visit: Visit) -> None:
         async with contextlib.aclosing(self._chunks) as chunks:
-            self.body_iterator = _events(await anext(chunks), chunks)
+            self.body_iterator = _events(await anext(chunks), chunks, visit)
             await self.stream_response(send)
 
 
-async def _events(first: ChatCompletionChunk, rest: AsyncIterator[ChatCompletionChunk]) -> AsyncGenerator[str, None]:
+async def _events(
+    first: ChatCompletionChunk, rest: AsyncIterator[ChatCompletionChunk], visit: Visit
+) -> AsyncGenerator[str, None]:
     yield _chunk_event(first)
     try:
         async for chunk in rest:
@@ -65,6 +71,7 @@ async def _events(first: ChatCompletionChunk, rest: AsyncIterator[ChatCompletion
     except Exception as error:  # a request ends here; its status is out, so the stream must tell
         if not isinstance(error, DashInferVLMError):
             logger.exception("a stream failed")
+        visit.fail(error)
         yield _event(json.dumps(error_body(error)))
     else:
         yield DONE

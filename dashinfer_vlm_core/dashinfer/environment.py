@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import EngineConfig
-from ..errors import MissingDependency
+from ..errors import MissingDependency, SetupError
 from . import worker
 
 VERSION = "2.1.0"
@@ -130,9 +130,20 @@ def cuda_devices() -> int:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[bool]:
-    """Hold the lock file `path` against other threads and processes; yields whether it had to wait."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    """Hold the lock file `path` against other threads and processes; yields whether it had to wait.
+
+    Raises:
+        SetupError: its folder cannot be made or written to.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        opened = path.open("w")
+    except OSError as error:
+        raise SetupError(
+            f"The cache folder {path.parent} cannot be written to ({error.strerror or error}): make it writable, or"
+            " choose another by cache_dir."
+        ) from error
+    with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             waited = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,7 +62,7 @@ class Native:
 
     name = "native"
     quantises = True
-    turn = CPU_TURNS
+    turn: AbstractContextManager[None] = CPU_TURNS
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .address import Resolver
+    from .fetch import FetchStats
     from .loader import MediaLoader
     from .readers import READERS, PyAVReader
     from .types import Clip, Embeddings, Kind, Media, OpenVideo, Picture, Pixels, StopCheck, VideoInfo, VideoReader
@@ -15,6 +16,7 @@ __all__ = [
     "READERS",
     "Clip",
     "Embeddings",
+    "FetchStats",
     "Kind",
     "Media",
     "MediaLoader",
@@ -29,7 +31,13 @@ __all__ = [
 ]
 
 # Names are imported on use: the built-in plugin registers READERS whenever the command line starts, `--help` included.
-_ROOMS = {"Resolver": "address", "MediaLoader": "loader", "READERS": "readers", "PyAVReader": "readers"}
+_ROOMS = {
+    "FetchStats": "fetch",
+    "MediaLoader": "loader",
+    "PyAVReader": "readers",
+    "READERS": "readers",
+    "Resolver": "address",
+}
 
 
 def __getattr__(name: str) -> Any:

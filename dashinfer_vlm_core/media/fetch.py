@@ -6,12 +6,13 @@ import asyncio
 import ssl
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import anyio
 import httpx
 
 from ..config import EngineConfig
-from ..errors import MediaRefused, MediaTooLarge, MediaUnreachable
+from ..errors import MediaError, MediaRefused, MediaTooLarge, MediaUnreachable, QueueFull
 from ..version import __version__
 from .address import Resolver, SystemResolver, addresses, check_url
 from .types import Kind
@@ -26,6 +27,42 @@ HEADERS = {
     "Accept": "*/*",
     "Accept-Encoding": "identity",  # a compressed body could grow without bound after it was counted
 }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FetchStats:
+    """What a `Fetcher` has done so far.
+
+    Attributes:
+        fetched: sources that came whole.
+        failed: sources that did not, for whatever reason but a caller that left.
+        bytes: of those that came whole.
+    """
+
+    fetched: int = 0
+    failed: int = 0
+    bytes: int = 0
+
+
+class Allowance:
+    """Bytes that may still be fetched for one request."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._taken = 0
+
+    def take(self, size: int, part: str) -> None:
+        """Count bytes that came.
+
+        Raises:
+            MediaTooLarge: those of the request are too many.
+        """
+        self._taken += size
+        if self._taken > self._limit:
+            raise MediaTooLarge(
+                f"The media of the request has more than {self._limit} bytes together; send fewer or smaller ones.",
+                param=part,
+            )
 
 
 class Fetcher:
@@ -53,36 +90,64 @@ class Fetcher:
         self._system = SystemResolver()
         self._resolve = resolve or self._system
         self._slots = asyncio.Semaphore(config.max_fetches)
+        self._fetched = self._failed = self._bytes = 0
         self._transport = transport or direct_transport()
 
-    async def get(self, url: httpx.URL, *, kind: Kind, part: str) -> bytes:
+    @property
+    def stats(self) -> FetchStats:
+        return FetchStats(fetched=self._fetched, failed=self._failed, bytes=self._bytes)
+
+    async def get(self, url: httpx.URL, *, kind: Kind, part: str, allowance: Allowance | None = None) -> bytes:
         """The body behind `url`, which `check_url` has passed.
+
+        Args:
+            url: where it is.
+            kind: says which limits it has.
+            part: where it stands in the request.
+            allowance: of the request, which it is counted against.
 
         Raises:
             MediaRefused: a redirect or an address that is forbidden, or too many redirects.
-            MediaTooLarge: the body exceeds the limit of its kind.
+            MediaTooLarge: the body exceeds the limit of its kind, or all bodies of the request their allowance.
             MediaUnreachable: no whole answer in time, or an answer that is not the media.
+            QueueFull: no other fetch came to its end for as long as this one may take.
         """
         seconds = self._config.image_fetch_timeout if kind == "image" else self._config.video_fetch_timeout
-        async with self._slots:
-            try:
-                with anyio.fail_after(seconds):  # `asyncio.wait_for` may lose a cancellation, see `deadline`
-                    return await self._follow(url, kind, part)
-            except (httpx.HTTPError, OSError, UnicodeError) as error:  # a timeout is an OSError
-                raise MediaUnreachable(
-                    "The media could not be fetched whole and in time; check the URL, or send a data: URL.", param=part
-                ) from error
+        await self._take_slot(seconds)
+        try:
+            with anyio.fail_after(seconds):  # `asyncio.wait_for` may lose a cancellation, see `deadline`
+                body = await self._follow(url, kind, part, allowance or Allowance(self._config.max_fetched_bytes))
+        except (httpx.HTTPError, OSError, UnicodeError) as error:  # a timeout is an OSError
+            self._failed += 1
+            raise MediaUnreachable(
+                "The media could not be fetched whole and in time; check the URL, or send a data: URL.", param=part
+            ) from error
+        except MediaError:
+            self._failed += 1
+            raise
+        finally:
+            self._slots.release()
+        self._fetched += 1
+        self._bytes += len(body)
+        return body
 
     async def close(self) -> None:
         self._system.close()
         await self._transport.aclose()
 
-    async def _follow(self, url: httpx.URL, kind: Kind, part: str) -> bytes:
+    async def _take_slot(self, seconds: float) -> None:
+        try:
+            with anyio.fail_after(seconds):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise QueueFull("Too many pictures and videos are being fetched: try again in a moment.") from None
+
+    async def _follow(self, url: httpx.URL, kind: Kind, part: str, allowance: Allowance) -> bytes:
         for _ in range(MAX_REDIRECTS + 1):
             response = await self._request(url, part)
             try:
                 if not response.has_redirect_location:
-                    return await self._body(response, kind, part)
+                    return await self._body(response, kind, part, allowance)
             finally:
                 await response.aclose()
             url = check_url(response.headers["Location"], part=part, config=self._config, base=url)
@@ -99,7 +164,7 @@ class Fetcher:
                 return await self._transport.handle_async_request(_request_to(address, url))
         return await self._transport.handle_async_request(_request_to(found[-1], url))
 
-    async def _body(self, response: httpx.Response, kind: Kind, part: str) -> bytes:
+    async def _body(self, response: httpx.Response, kind: Kind, part: str, allowance: Allowance) -> bytes:
         if response.status_code != httpx.codes.OK:
             raise MediaUnreachable("The host of this URL did not answer with the media; check the URL.", param=part)
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
@@ -107,7 +172,7 @@ class Fetcher:
         limit = self._config.image_max_bytes if kind == "image" else self._config.video_max_bytes
         if int(response.headers.get("Content-Length", 0)) > limit:
             raise too_large(limit, part)
-        return await _read(response, limit, part)
+        return await _read(response, limit, part, allowance)
 
 
 def direct_transport(tls: ssl.SSLContext | None = None) -> httpx.AsyncHTTPTransport:
@@ -120,10 +185,11 @@ def direct_transport(tls: ssl.SSLContext | None = None) -> httpx.AsyncHTTPTransp
     )
 
 
-async def _read(response: httpx.Response, limit: int, part: str) -> bytes:
+async def _read(response: httpx.Response, limit: int, part: str, allowance: Allowance) -> bytes:
     chunks, size = [], 0
     async for chunk in response.aiter_raw():
         size += len(chunk)
+        allowance.take(len(chunk), part)
         if size > limit:
             raise too_large(limit, part)
         chunks.append(chunk)

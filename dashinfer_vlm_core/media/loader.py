@@ -19,7 +19,7 @@ from ..config import EngineConfig
 from ..errors import EngineClosed, MediaTooLarge, UnsupportedParameter
 from ..schema import EncodedEmbeddings, MediaPart
 from .address import Resolver
-from .fetch import Fetcher
+from .fetch import Allowance, Fetcher, FetchStats
 from .image import count_pixels, decode_picture
 from .memory import fingerprint, take
 from .source import Inline, Local, Source, decode, locate, read
@@ -49,6 +49,10 @@ class MediaLoader:
         self._threads = ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix="dashinfer-vlm-media")
         self._running: set[asyncio.Task[Any]] = set()
         self._closed = False
+
+    @property
+    def stats(self) -> FetchStats:
+        return self._fetcher.stats
 
     def check(self, parts: Sequence[MediaPart]) -> None:
         """Refuse what this server does not take, whichever way it comes; nothing is fetched or decoded.
@@ -112,7 +116,11 @@ class MediaLoader:
     ) -> tuple[T, ...]:
         sources = await self._run(self._locate, parts)
         share = asyncio.Semaphore(max(1, self._config.max_fetches // 2))  # the rest is left to other requests
-        fetched = {source: asyncio.ensure_future(self._get(source, share)) for source in dict.fromkeys(chain(*sources))}
+        allowance = Allowance(self._config.max_fetched_bytes)
+        fetched = {
+            source: asyncio.ensure_future(self._get(source, share, allowance))
+            for source in dict.fromkeys(chain(*sources))
+        }
         made = [self._make(part, found, fetched, then, stop) for part, found in zip(parts, sources, strict=True)]
         return tuple(await _together(made, fetched.values()))
 
@@ -126,13 +134,13 @@ class MediaLoader:
         known: dict[Source, Source] = {}
         return [[known.setdefault(source, source) for source in _sources(part, self._config)] for part in parts]
 
-    async def _get(self, source: Source, share: asyncio.Semaphore) -> bytes:
+    async def _get(self, source: Source, share: asyncio.Semaphore, allowance: Allowance) -> bytes:
         if isinstance(source, Inline):
             return await self._run(decode, source)
         if isinstance(source, Local):
             return await self._run(read, source)
         async with share:
-            return await self._fetcher.get(source.url, kind=source.kind, part=source.part)
+            return await self._fetcher.get(source.url, kind=source.kind, part=source.part, allowance=allowance)
 
     async def _make(
         self,

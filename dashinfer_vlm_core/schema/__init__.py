@@ -7,13 +7,18 @@ Unknown keys are tolerated at every level, `null` means absent, numbers are fini
 
 from .messages import LOW_DETAIL_PIXELS, EncodedEmbeddings, MediaPart
 from .request import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, ChatRequest, OfflineRequest
+from .tokens import DetokenizeRequest, TokenizeChat, TokenizePrompt, parse_tokenize
 
 __all__ = [
     "DEFAULT_MAX_TOKENS",
     "DEFAULT_MODEL",
     "LOW_DETAIL_PIXELS",
     "ChatRequest",
+    "DetokenizeRequest",
     "EncodedEmbeddings",
     "MediaPart",
     "OfflineRequest",
+    "TokenizeChat",
+    "TokenizePrompt",
+    "parse_tokenize",
 ]

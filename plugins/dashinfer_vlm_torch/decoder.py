@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncGenerator
 
 from dashinfer_vlm_core.config import MIB, EngineConfig
-from dashinfer_vlm_core.decoder import GUIDE, SAMPLING_PARAMETERS, DecodeRequest, Token, check_request
+from dashinfer_vlm_core.decoder import GUIDE, SAMPLING_PARAMETERS, DecodeRequest, DecoderStats, Token, check_request
 from dashinfer_vlm_core.errors import ConfigError, EngineClosed
 from dashinfer_vlm_core.kernels import Kernels, choose_kernels
 from dashinfer_vlm_core.model import ModelSpec
@@ -20,7 +20,7 @@ from .attention import KVCache
 from .model import TextModel
 from .runner import Runner
 from .scheduler import Run, Scheduler, Stats
-from .worker import Mailbox, Worker
+from .worker import Counts, Mailbox, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class TorchDecoder:
 
     name = "torch"
     honours = SAMPLING_PARAMETERS | {GUIDE}
-    blind = trouble = ""
+    blind = ""
 
     def __init__(self, spec: ModelSpec, config: EngineConfig) -> None:
         self._spec = spec
@@ -59,10 +59,18 @@ class TorchDecoder:
         """Who runs and waits, and how much memory for keys and values is taken."""
         return self._worker.stats if self._worker else self._scheduler().stats
 
+    def snapshot(self) -> DecoderStats:
+        counts = self._worker.counts if self._worker else Counts()
+        return DecoderStats(**self.stats._asdict(), **counts._asdict())
+
+    @property
+    def trouble(self) -> str:
+        return self._worker.trouble if self._worker else ""
+
     async def start(self) -> None:
         if self._worker is None:
             runner = await asyncio.to_thread(self._load)
-            self._worker = Worker(runner, self._scheduler())
+            self._worker = Worker(runner, self._scheduler(), step_timeout=self._config.step_timeout)
 
     async def close(self) -> None:
         worker, self._worker = self._worker, None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
@@ -19,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 Reply: TypeAlias = Token | EngineError
 
+STOP_SECONDS = 10.0
+"""How long the step that is under way may go on when the worker is stopped."""
+
 
 class Mailbox(NamedTuple):
     """Where a reader waits: a queue, and the event loop that it belongs to."""
@@ -27,15 +32,33 @@ class Mailbox(NamedTuple):
     queue: asyncio.Queue[Reply]
 
 
+class Counts(NamedTuple):
+    """What a worker has done; as in `DecoderStats`."""
+
+    steps: int = 0
+    step_requests: int = 0
+    started: int = 0
+    queue_seconds: float = 0.0
+
+
 class Worker:
     """Runs the model in a thread of its own; all methods may be called from any thread.
 
-    `_lock` guards the scheduler and the mailboxes. It is never held while the model runs.
+    `_lock` guards the scheduler, the mailboxes and what is counted. It is never held while the model runs.
+
+    Args:
+        runner: runs the model.
+        scheduler: says what each step does.
+        step_timeout: seconds after which a step counts as hung.
     """
 
-    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
+    def __init__(self, runner: Runner, scheduler: Scheduler, *, step_timeout: float) -> None:
         self._runner = runner
         self._scheduler = scheduler
+        self._step_timeout = step_timeout
+        self._step_began = math.inf
+        self._counts = Counts()
+        self._queued: dict[Run, float] = {}
         self._mailboxes: dict[Run, Mailbox] = {}
         self._lock = threading.Condition()
         self._ended: type[EngineError] | None = None
@@ -46,6 +69,20 @@ class Worker:
     def stats(self) -> Stats:
         with self._lock:
             return self._scheduler.stats
+
+    @property
+    def counts(self) -> Counts:
+        with self._lock:
+            return self._counts
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing is decoded any more, though nobody has stopped the worker; empty while something is."""
+        with self._lock:
+            if self._ended is DecoderFailed:
+                return _ENDED
+            hung = time.monotonic() - self._step_began > self._step_timeout
+        return f"A step of the decoder has taken more than {self._step_timeout:g} seconds." if hung else ""
 
     def submit(self, run: Run, mailbox: Mailbox) -> None:
         """Queue a run; its tokens, or the error that ends it, arrive in the mailbox.
@@ -60,20 +97,29 @@ class Worker:
                 raise self._ended(_ENDED)
             self._scheduler.add(run)
             self._mailboxes[run] = mailbox
+            self._queued[run] = time.monotonic()
             self._lock.notify()
 
     def cancel(self, run: Run) -> None:
         """Forget a run and free what it held; one that has ended already is no error."""
         with self._lock:
+            self._queued.pop(run, None)
             if self._mailboxes.pop(run, None):
                 self._scheduler.remove(run)
 
     def stop(self) -> None:
-        """End all runs with EngineClosed, after the step that is under way."""
+        """End all runs with EngineClosed, after the step that is under way.
+
+        Raises:
+            DecoderFailed: that step does not end.
+        """
         with self._lock:
             self._ended = self._ended or EngineClosed
             self._lock.notify()
-        self._thread.join()
+        self._thread.join(timeout=min(STOP_SECONDS, self._step_timeout))
+        if self._thread.is_alive():
+            self._end_all()
+            raise DecoderFailed("A step of the decoder hangs, which only the end of the process ends. Start it anew.")
 
     def _work(self) -> None:
         try:
@@ -89,7 +135,22 @@ class Worker:
         """What to do next, after waiting for something to do; None if the worker was stopped."""
         with self._lock:
             self._lock.wait_for(lambda: self._ended or self._scheduler.busy)
-            return None if self._ended else self._scheduler.plan()
+            if self._ended:
+                return None
+            step = self._scheduler.plan()
+            self._count(step.chunks)
+            return step
+
+    def _count(self, chunks: Sequence[Chunk]) -> None:
+        self._step_began = now = time.monotonic()
+        arrivals = [self._queued.pop(chunk.run) for chunk in chunks if chunk.run in self._queued]
+        steps, step_requests, started, queue_seconds = self._counts
+        self._counts = Counts(
+            steps=steps + 1,
+            step_requests=step_requests + len(chunks),
+            started=started + len(arrivals),
+            queue_seconds=queue_seconds + sum(now - arrival for arrival in arrivals),
+        )
 
     def _attempt(self, chunks: Sequence[Chunk]) -> dict[Run, Outcome]:
         """Run a step; should it fail, run each of its chunks alone, so that only the one to blame fails."""
@@ -105,6 +166,7 @@ class Worker:
 
     def _finish_step(self, chunks: Sequence[Chunk], choices: dict[Run, Outcome]) -> None:
         with self._lock:
+            self._step_began = math.inf
             replies = self._scheduler.commit(chunks, choices)
             posts = [(self._mailboxes[run], reply) for run, reply in replies]
             for run, reply in replies:
@@ -118,6 +180,7 @@ class Worker:
             self._scheduler.clear()
             posts: list[tuple[Mailbox, Reply]] = [(mailbox, error(_ENDED)) for mailbox in self._mailboxes.values()]
             self._mailboxes.clear()
+            self._queued.clear()
         self._deliver(posts)
 
     def _deliver(self, posts: Sequence[tuple[Mailbox, Reply]]) -> None:

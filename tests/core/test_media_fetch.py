@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.errors import MediaError, MediaRefused, MediaTooLarge, MediaUnreachable
+from dashinfer_vlm_core.errors import MediaError, MediaRefused, MediaTooLarge, MediaUnreachable, QueueFull
 from dashinfer_vlm_core.media.address import RESOLVER_THREADS, check_url, is_public
-from dashinfer_vlm_core.media.fetch import Fetcher, direct_transport
+from dashinfer_vlm_core.media.fetch import Allowance, Fetcher, FetchStats, direct_transport
 from tests.web import Loopback, body, names, raw, redirect, serve
 
 PART = "messages[0].content[1]"
@@ -515,3 +515,52 @@ def test_after_every_failure_the_next_fetch_works():
                 await fetcher.close()
 
         assert asyncio.run(run()) == PICTURE
+
+
+def test_who_waits_too_long_for_a_slot_is_told_to_come_back():
+    """Not that the media cannot be fetched: nobody has tried."""
+    config = EngineConfig(allow_private_addresses=True, max_fetches=1, image_fetch_timeout=0.3, video_fetch_timeout=9)
+
+    async def run(url):
+        fetcher = Fetcher(config)
+        checked = check_url(url, part=PART, config=config)
+        slow = asyncio.ensure_future(fetcher.get(checked, kind="video", part=PART))
+        await asyncio.sleep(0.05)
+        with pytest.raises(QueueFull):
+            await fetcher.get(checked, kind="image", part=PART)
+        go.set()
+        assert await slow == PICTURE
+        assert await fetcher.get(checked, kind="image", part=PART) == PICTURE
+        await fetcher.close()
+        return fetcher.stats
+
+    go = threading.Event()
+
+    def slowly(stream):
+        go.wait(9)
+        body(PICTURE)(stream)
+
+    with serve({"/": slowly}) as web:
+        stats = asyncio.run(run(web.url("/")))
+    assert stats == FetchStats(fetched=2, failed=0, bytes=2 * len(PICTURE))
+
+
+@pytest.mark.parametrize(("room", "refused"), [(2 * len(PICTURE), False), (2 * len(PICTURE) - 1, True)])
+def test_the_media_of_one_request_have_a_limit_together(room, refused):
+    config = EngineConfig(allow_private_addresses=True, max_fetched_bytes=room)
+
+    async def run(web):
+        fetcher, allowance = Fetcher(config), Allowance(config.max_fetched_bytes)
+        urls = [check_url(web.url(path), part=PART, config=config) for path in ("/a", "/b")]
+        try:
+            return [await fetcher.get(url, kind="image", part=PART, allowance=allowance) for url in urls]
+        finally:
+            await fetcher.close()
+
+    with serve({"/a": body(PICTURE), "/b": body(PICTURE)}) as web:
+        if refused:
+            with pytest.raises(MediaTooLarge, match="together") as caught:
+                asyncio.run(run(web))
+            assert caught.value.param == PART
+        else:
+            assert asyncio.run(run(web)) == [PICTURE, PICTURE]

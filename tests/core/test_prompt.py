@@ -229,6 +229,17 @@ def test_a_refusing_template_is_the_requests_fault(spec):
     assert caught.value.param == "messages"
 
 
+def test_jinjas_own_words_are_not_for_the_caller(spec, caplog):
+    base = PromptBuilder.load(spec, EngineConfig(), max_model_len=512)
+    template = "{{ messages[0].content.nothing.at_all }}"
+    builder = PromptBuilder(base._renderer, template=template, spec=spec, max_model_len=512)
+    with pytest.raises(InvalidParameter, match="cannot render these messages") as caught:
+        builder.build(request(user("a very private question")), [])
+    assert "nothing" not in caught.value.message
+    assert "UndefinedError" in caplog.text
+    assert "private" not in caplog.text
+
+
 def test_the_operators_template_replaces_the_checkpoints(spec, tmp_path):
     path = tmp_path / "short.jinja"
     path.write_text("{{ messages[0]['content'] }}")

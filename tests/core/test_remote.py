@@ -81,6 +81,14 @@ def test_every_way_in_gives_the_engines_answer(remote):
     assert [fields(chunk) for chunk in asyncio.run(collect(engine.astream(ChatRequest.parse(request))))] == chunks
 
 
+@pytest.mark.parametrize(
+    ("said", "state"), [("loading", "loading"), ("restarting", "restarting"), ("draining", "closed")]
+)
+def test_a_server_that_cannot_answer_now_says_why(said, state):
+    with answering(json.dumps({"status": said, "model": "tiny"}).encode()) as engine:
+        assert (engine.status().state, engine.status().model) == (state, "tiny")
+
+
 def test_the_status_is_the_servers(remote):
     engine, local, _ = remote("Yes.")
     assert engine.status() == local.status()

@@ -248,7 +248,7 @@ def test_health_says_that_a_worker_was_given_up_on(environment, talking_checkpoi
     async def health(engine):
         transport = httpx.ASGITransport(create_app(engine))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.get("/health")
+            return await client.get("/health/ready")
 
     with Engine(config) as engine:
         well = asyncio.run(health(engine))

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import MappingProxyType
 from typing import NamedTuple
 
 import httpx
@@ -17,17 +19,36 @@ from dashinfer_vlm_core.engine import ChatEngine
 from dashinfer_vlm_core.sampling import SAMPLING_PARAMETERS
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_server import create_app
+from dashinfer_vlm_server.listening import Address
+from dashinfer_vlm_server.protocol import Protocol
+from dashinfer_vlm_server.serving import http_settings
+from dashinfer_vlm_server.settings import Settings
 
 
 class RunningServer:
     """An application behind a real socket, in a thread of its own."""
 
-    def __init__(self, app: FastAPI) -> None:
-        self._uvicorn = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, ws="none"))
+    def __init__(
+        self,
+        app: FastAPI,
+        address: Address | None = None,
+        listener: socket.socket | None = None,
+        *,
+        protocol: type[Protocol] = Protocol,
+    ) -> None:
+        settings = http_settings(app, address or Address())
+        settings.port = 0
+        settings.http_protocol_class = protocol
+        self._sockets = [listener] if listener else None
+        self._uvicorn = uvicorn.Server(settings)
 
     @property
     def port(self) -> int:
         return self._uvicorn.servers[0].sockets[0].getsockname()[1]
+
+    @property
+    def connections(self) -> int:
+        return len(self._uvicorn.server_state.connections)
 
     @property
     def url(self) -> str:
@@ -42,7 +63,7 @@ class RunningServer:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[RunningServer]:
-        thread = threading.Thread(target=self._uvicorn.run)
+        thread = threading.Thread(target=self._uvicorn.run, args=[self._sockets])
         thread.start()
         try:
             eventually(lambda: self._uvicorn.started)
@@ -63,9 +84,9 @@ def eventually(condition: Callable[[], bool], *, within: float = 10.0) -> float:
 
 
 @contextlib.contextmanager
-def serving(engine: ChatEngine, **options) -> Iterator[RunningServer]:
+def serving(engine: ChatEngine, *, protocol: type[Protocol] = Protocol, **options) -> Iterator[RunningServer]:
     """`engine` behind a server; a real checkpoint is not needed for one that is made for the test."""
-    with RunningServer(create_app(engine, **options)).running() as server:
+    with RunningServer(create_app(engine, Settings(**options)), protocol=protocol).running() as server:
         yield server
 
 
@@ -81,12 +102,18 @@ def scripted(tiny_checkpoint) -> Iterator[Callable[..., Scripted]]:
     with contextlib.ExitStack() as stack:
 
         def start(
-            *answers, delay=0.0, honours=SAMPLING_PARAMETERS, max_body_bytes=10_000_000, max_body_pause=60.0, **options
+            *answers,
+            delay=0.0,
+            honours=SAMPLING_PARAMETERS,
+            max_body_bytes=10_000_000,
+            settings=MappingProxyType({}),
+            protocol=Protocol,
+            **options,
         ) -> Scripted:
             script = Script(*answers, delay=delay, honours=honours)
             config = EngineConfig(model=str(tiny_checkpoint), served_model_name="tiny", decoder="scripted", **options)
             engine = stack.enter_context(Engine(config, registry=scripted_registry(script)))
-            served = serving(engine, max_body_bytes=max_body_bytes, max_body_pause=max_body_pause)
+            served = serving(engine, protocol=protocol, max_body_bytes=max_body_bytes, **settings)
             return Scripted(stack.enter_context(served), engine, script)
 
         yield start

@@ -10,6 +10,7 @@ import pytest
 
 from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_server.requests import PARSED_INLINE, parse_object
+from tests.server.conftest import eventually
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 
@@ -97,7 +98,7 @@ def test_a_body_over_the_cap_is_refused(scripted, chunked):
 
 @pytest.mark.parametrize("sent", [b"", b'{"messages": ['], ids=["nothing", "a part"])
 def test_a_body_that_stands_still_is_refused(scripted, sent):
-    server = scripted("Fine.", max_body_pause=0.2).server
+    server = scripted("Fine.", settings={"max_body_pause": 0.2}).server
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: test\r\nContent-Length: 1000\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
         connection.sendall(head + sent)
@@ -114,8 +115,30 @@ def test_a_body_that_stands_still_is_refused(scripted, sent):
 def test_a_slow_body_is_read_as_long_as_it_moves(scripted):
     """In all it takes longer than it may stand still."""
     body = json.dumps(HELLO).encode()
-    with scripted("Fine.", max_body_pause=2.0).server.http() as client:
+    with scripted("Fine.", settings={"max_body_pause": 2.0}).server.http() as client:
         assert client.post("/v1/chat/completions", content=slowly(body)).status_code == 200
+
+
+def test_bodies_of_all_requests_together_have_a_limit(scripted):
+    """Each alone is small enough; what one held is free again when it is over."""
+    body = json.dumps(HELLO | {"user": "x" * 6000}).encode()
+    served = scripted("A long answer. " * 50, "Fine.", delay=0.2, settings={"max_held_bytes": 10_000})
+    with served.server.http() as client, client.stream("POST", "/v1/chat/completions", content=stream(body)) as first:
+        lines = first.iter_lines()  # which would end with the stream if it were let go
+        next(lines)
+        with served.server.http() as other:
+            reply = other.post("/v1/chat/completions", content=body)
+        assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
+        assert reply.json()["error"]["code"] == "queue_full"
+    served.script.delay = 0.0
+    with served.server.http() as client:
+        eventually(lambda: served.script.running == 0)
+        for _ in range(5):
+            assert client.post("/v1/chat/completions", content=body).status_code == 200
+
+
+def stream(body):
+    return body[:-1] + b', "stream": true}'
 
 
 def slowly(body):

@@ -168,6 +168,6 @@ def test_health_says_what_answers(scripted):
             "max_model_len": served.engine.status().max_model_len,
         }
         served.engine.close()
-        reply = client.get("/health")
-    assert reply.status_code == 503
-    assert reply.json()["status"] == "closed"
+        replies = [client.get("/health"), client.get("/health/ready")]
+    assert [reply.status_code for reply in replies] == [200, 503]
+    assert [reply.json()["status"] for reply in replies] == ["closed", "closed"]

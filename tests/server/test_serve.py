@@ -17,13 +17,15 @@ from typing import NamedTuple
 import click
 import httpx
 import pytest
-import uvicorn
 from click.testing import CliRunner
 
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_core.testing import Script, scripted_registry
+from dashinfer_vlm_core.errors import ConfigError
+from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
 from dashinfer_vlm_server import create_app, plugin
-from dashinfer_vlm_server.serving import Server
+from dashinfer_vlm_server.listening import Address
+from dashinfer_vlm_server.serving import Server, http_settings
+from dashinfer_vlm_server.settings import Gate
 from tests.server.conftest import eventually
 
 MAIN = "from dashinfer_vlm_core.cli import main; main()"
@@ -102,9 +104,11 @@ class Stopping(NamedTuple):
     thread: threading.Thread
 
     @classmethod
-    def start(cls, app, end):
-        settings = uvicorn.Config(app, port=0, log_config=None, ws="none", lifespan="off")
-        server = Server(settings, ready=lambda: None, end=end, grace=0.2)
+    def start(cls, engine, app=None, *, grace=0.2):
+        gate = Gate()
+        settings = http_settings(app or create_app(engine, gate=gate), Address())
+        settings.port = 0
+        server = Server(settings, engine=engine, gate=gate, grace=grace)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         eventually(lambda: server.started)
@@ -128,7 +132,7 @@ def stopping(tiny_checkpoint):
     script = Script("A long answer that goes on and on. " * 100, delay=0.2)
     config = EngineConfig(model=str(tiny_checkpoint), decoder="scripted")
     with Engine(config, registry=scripted_registry(script)) as engine:
-        yield Stopping.start(create_app(engine), engine.aclose)
+        yield Stopping.start(engine)
 
 
 def test_requests_that_outlast_the_grace_are_told_why(stopping):
@@ -165,12 +169,8 @@ async def much(_scope, _receive, send):
     await send({"type": "http.response.body"})
 
 
-async def nothing():
-    """There is no engine to end."""
-
-
-def test_a_client_that_reads_no_more_does_not_hold_the_server(caplog):
-    stopping = Stopping.start(much, nothing)
+def test_a_client_that_reads_no_more_does_not_hold_the_server(tiny_checkpoint, caplog):
+    stopping = Stopping.start(scripted_engine("Fine.", model=str(tiny_checkpoint)), much)
     with socket.create_connection(("127.0.0.1", stopping.port)) as stalled:
         stalled.sendall(request_head(0))
         assert stalled.recv(12) == b"HTTP/1.1 200"
@@ -233,6 +233,110 @@ def test_wrong_options_are_named(runner, options):
     result = runner("serve", *options)
     assert result.exit_code == 2
     assert options[0] in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--api-key", ""], "API key"),
+        (["--api-key-file", "none.txt"], "--api-key-file: none.txt cannot be read"),
+        (["--ssl-keyfile", "key.pem"], "go with --ssl-certfile"),
+        (["--ssl-ca-certs", "ca.pem"], "go with --ssl-certfile"),
+        (["--root-path", "vision"], "--root-path begins with a slash"),
+        (["--root-path", "/vision/"], "--root-path begins with a slash"),
+        (["--ssl-certfile", "none.pem", "--port", "0"], "--ssl-certfile"),
+        (["--uds", "none/socket"], "Choose another --uds"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(runner, options, words):
+    refusal = runner("serve", *options).exception
+    assert isinstance(refusal, ConfigError)
+    assert words in refusal.message
+
+
+def test_keys_on_the_command_line_and_open_doors_are_warned_of(runner, caplog):
+    broken = ["--api-key-file", "none.txt"]  # it ends before it serves
+    runner("serve", "--api-key", "sk-secret", "--root-path", "x")
+    assert "sk-secret" not in caplog.text
+    runner("serve", "--host", "0.0.0.0", "--uds", "none/socket", "--api-key", "sk-secret")
+    assert "`ps` shows the keys" in caplog.text
+    assert "sk-secret" not in caplog.text
+    assert "sk-secret" not in runner("serve", *broken).output
+
+
+@pytest.mark.slow
+def test_keys_may_come_from_the_environment(tiny_checkpoint, tmp_path):
+    log, keys = tmp_path / "log", {"DASHINFER_VLM_API_KEYS": "sk-one sk-two"}
+    options = ["--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0, "--log-format", "json"]
+    with process(log, *options, environment=keys) as server:
+        eventually(lambda: ready(log) or server.poll() is not None, within=90)
+        with httpx.Client(base_url=ready(log)[1], trust_env=False, timeout=30) as client:
+            codes = [
+                client.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
+                for key in ("sk-one", "sk-two", "sk-one sk-two", "x")
+            ]
+        server.terminate()
+        assert server.wait(timeout=30) == 0
+    assert codes == [200, 200, 401, 401]
+    assert "sk-one" not in log.read_text()
+    lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    assert [line["status"] for line in lines if line["logger"] == "dashinfer_vlm_server.visits"] == codes
+
+
+LOST = """
+from dashinfer_vlm_core import hookimpl
+from dashinfer_vlm_core.decoder import Fitness
+from dashinfer_vlm_core.errors import DecoderFailed
+
+
+class Dying:
+    name, honours, blind, trouble, max_model_len = "dying", frozenset(), "", "", 64
+
+    @hookimpl
+    def register_decoders(self, register):
+        register(self)
+
+    def fitness(self, spec, config):
+        return Fitness(score=99, reason="a test")
+
+    def create(self, spec, config):
+        return self
+
+    async def start(self):
+        pass
+
+    async def close(self):
+        pass
+
+    async def decode(self, request):
+        self.trouble = "It is dead."
+        raise DecoderFailed("The decoder died.")
+        yield
+
+
+plugin = Dying()
+"""
+
+
+@pytest.mark.slow
+def test_a_server_whose_decoder_is_lost_ends_with_a_code_of_its_own(tiny_checkpoint, tmp_path):
+    """Its decoder is that of a plugin which is installed: a module, and the files by which pip tells of it."""
+    information = tmp_path / "lost-1.0.dist-info"
+    information.mkdir()
+    (tmp_path / "lost.py").write_text(LOST)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: lost\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[dashinfer_vlm]\nlost = lost:plugin\n")
+    log, path = tmp_path / "log", {"PYTHONPATH": str(tmp_path)}
+    options = ["--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0, "--decoder-restarts", 0]
+    with process(log, *options, environment=path) as server:
+        served = re.compile(r"^Serving tiny \(decoder dying\) at (\S+)/v1$", re.MULTILINE)
+        eventually(lambda: served.search(log.read_text()) or server.poll() is not None, within=90)
+        url = served.search(log.read_text())[1]
+        reply = httpx.post(f"{url}/v1/chat/completions", json=HELLO, trust_env=False, timeout=30)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "decoder_failed")
+        assert server.wait(timeout=30) == 3
+    assert "this process ends, to be started again" in log.read_text()
+    assert "Traceback" not in log.read_text()
 
 
 @pytest.mark.slow

@@ -1,0 +1,312 @@
+"""Lines 17 to 22 of the security rules: keys, limits of the door, overload, labels and logs, loading, sockets."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import itertools
+import json
+import logging
+import pickle
+import re
+import socket
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from dashinfer_vlm_core import Engine, EngineConfig, hookimpl
+from dashinfer_vlm_core.dashinfer import process
+from dashinfer_vlm_core.decoder import Fitness
+from dashinfer_vlm_core.errors import CheckpointError, DecoderFailed
+from dashinfer_vlm_core.plugins import load_plugins
+from dashinfer_vlm_core.testing import Script, scripted_registry
+from dashinfer_vlm_server import create_app
+from dashinfer_vlm_server.keys import Keys
+from dashinfer_vlm_server.protocol import MAX_HEAD_BYTES
+from tests.samples import picture_url
+from tests.security.conftest import LEAKS
+from tests.server.conftest import eventually, serving
+from tests.tiny import write_checkpoint
+
+HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
+CHAT = "/v1/chat/completions"
+KEY = "sk-0123456789abcdef"
+
+
+@contextlib.contextmanager
+def door(checkpoint: Path, *answers: Any, delay: float = 0.0, engine_options: dict[str, Any] | None = None, **settings):
+    """A server whose engine plays a script; its script and a client besides."""
+    script = Script(*answers, delay=delay)
+    config = EngineConfig(model=str(checkpoint), decoder="scripted", **(engine_options or {}))
+    engine = Engine(config, registry=scripted_registry(script))
+    with engine, serving(engine, **settings) as server, server.http() as client:
+        yield server, client, script, engine
+
+
+def routes(app) -> list[tuple[str, str]]:
+    """Every method and path that the application knows."""
+    return [
+        (method, route.path.replace("{name:path}", "x"))
+        for route in app.routes
+        for method in sorted(route.methods or ())
+    ]
+
+
+def test_security_17_every_route_but_health_asks_for_the_key(tiny_checkpoint):
+    with door(tiny_checkpoint, "Fine.", keys=Keys([KEY])) as (_, client, _, engine):
+        known = routes(create_app(engine))
+        assert len(known) >= 10
+        for method, path in [*known, ("GET", "/nothing"), ("GET", "/health/../metrics"), ("GET", "//health/x")]:
+            free = path in {"/health", "/health/ready"}
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}, {"X-Api-Key": KEY}):
+                reply = client.request(method, path, headers=headers)
+                assert (reply.status_code != 401) == free, (method, path, reply.text)
+                assert free or reply.json()["error"]["code"] == "invalid_api_key"
+            reply = client.request(method, path, headers={"Authorization": f"Bearer {KEY}"})
+            assert reply.status_code != 401
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [("Authorization", "Bearer wrong"), ("Authorization", f"Bearer {KEY}")],
+        [("Authorization", f"Bearer {KEY}"), ("Authorization", "Bearer wrong")],
+        [("Authorization", f"Bearer {KEY[:-1]}")],
+        [("Authorization", f"Bearer {KEY}x")],
+        [("Authorization", "Bearer")],
+        [("Authorization", f"Basic {KEY}")],
+        [("Host", "health"), ("X-Original-Url", "/health")],
+        [("X-Forwarded-Prefix", "/health"), ("X-Rewrite-Url", "/health")],
+    ],
+)
+def test_security_17_nothing_else_opens(tiny_checkpoint, headers):
+    with door(tiny_checkpoint, "Fine.", keys=Keys([KEY])) as (_, client, script, _):
+        assert client.post(CHAT, json=HELLO, headers=headers).status_code == 401
+        assert not script.requests
+        assert client.post(CHAT, json=HELLO, headers={"Authorization": f"bearer {KEY}"}).status_code == 200
+
+
+def test_security_17_keys_are_compared_in_constant_time_and_not_kept():
+    """By their digests, whose comparison is the standard library's; how much of a key is right makes no difference."""
+    keys = Keys([KEY, "other"])
+    assert KEY not in repr(vars(keys)) + repr(keys)
+
+    def seconds(value: bytes) -> float:
+        samples = []
+        for _ in range(300):
+            start = time.perf_counter()
+            keys.open(value)
+            samples.append(time.perf_counter() - start)
+        return statistics.median(samples)
+
+    near, far = seconds(b"Bearer " + KEY[:-1].encode() + b"x"), seconds(b"Bearer " + b"x" * len(KEY))
+    assert near < 5 * far
+    assert far < 5 * near
+
+
+def test_security_18_a_body_or_a_head_that_is_too_large_is_not_kept(tiny_checkpoint):
+    with door(tiny_checkpoint, "Fine.", max_body_bytes=10_000) as (server, client, script, _):
+        assert client.post(CHAT, content=b" " * 10_001).status_code == 413
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+            with contextlib.suppress(OSError):
+                connection.sendall(b"GET /health HTTP/1.1\r\nX: " + b"a" * MAX_HEAD_BYTES * 4)
+            with contextlib.suppress(OSError):
+                assert connection.recv(100).startswith(b"HTTP/1.1 400")
+        assert not script.requests
+        assert client.post(CHAT, json=HELLO).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1", "/v2/models", "/v1/chat/completions/", "/docs", "/redoc", "/%00", "/..%2f"])
+def test_security_18_unknown_paths_are_answered_as_openai_does(tiny_checkpoint, path):
+    with door(tiny_checkpoint, "Fine.") as (_, client, _, _):
+        reply = client.get(path)
+    assert reply.status_code == 404
+    assert reply.json()["error"].keys() == {"message", "type", "param", "code"}
+
+
+def test_security_18_no_stack_trace_ever(tiny_checkpoint):
+    def broken(_request):
+        raise RuntimeError("/etc/secret at 0x7f00")
+
+    with door(tiny_checkpoint, broken) as (_, client, _, _):
+        for body in (HELLO, HELLO | {"stream": True}):
+            reply = client.post(CHAT, json=body)
+            assert reply.status_code == 500
+            assert not LEAKS.search(reply.text), reply.text
+
+
+def test_security_19_a_full_queue_says_when_to_come_back(tiny_checkpoint):
+    options = {"max_batch_size": 1, "max_waiting": 1}
+    with door(tiny_checkpoint, "word " * 200, delay=0.2, engine_options=options) as (server, client, script, _):
+        busy = [connect(server) for _ in range(2)]
+        eventually(lambda: script.running == 2)
+        reply = client.post(CHAT, json=HELLO)
+        assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
+        assert reply.json()["error"]["type"] == "rate_limit_error"
+        for connection in busy:
+            connection.close()
+
+
+def connect(server):
+    body = json.dumps(HELLO | {"stream": True}).encode()
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    connection.sendall(b"POST %s HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % (CHAT.encode(), len(body)) + body)
+    return connection
+
+
+def test_security_19_a_client_that_leaves_frees_its_place_within_a_second(tiny_checkpoint):
+    with door(tiny_checkpoint, "word " * 500, delay=0.05) as (server, _, script, engine):
+        connection = connect(server)
+        eventually(lambda: script.running == 1)
+        connection.close()
+        assert eventually(lambda: engine.stats().answers == 0) < 1.0
+
+
+class Dying:
+    """A decoder that dies of its first request, and the plugin that brings it."""
+
+    name, honours, blind, trouble = "dying", frozenset(), "", ""
+
+    @hookimpl
+    def register_decoders(self, register):
+        register(self)
+
+    def fitness(self, spec, config):
+        return Fitness(score=1, reason="a test")
+
+    def create(self, spec, config):
+        self.max_model_len = spec.max_model_len
+        return self
+
+    async def start(self):
+        """Nothing has to be loaded."""
+
+    async def close(self):
+        """Nothing has to be freed."""
+
+    async def decode(self, request):
+        self.trouble = "The decoder is dead."
+        raise DecoderFailed("The decoder has died.")
+        yield
+
+
+def test_security_19_a_dead_decoder_answers_503_and_health_says_so(tiny_checkpoint):
+    registry = load_plugins()
+    registry.add_plugin(Dying(), name="dying")
+    config = EngineConfig(model=str(tiny_checkpoint), decoder="dying", decoder_restarts=0)
+    with Engine(config, registry=registry) as engine, serving(engine) as server, server.http() as client:
+        assert client.get("/health/ready").status_code == 200
+        assert client.post(CHAT, json=HELLO).status_code == 503
+        eventually(lambda: client.get("/health").json()["status"] == "failed")
+        assert client.get("/health/ready").status_code == 503
+        assert client.get("/health").json()["trouble"] == "The decoder is dead."
+        again = client.post(CHAT, json=HELLO)
+        assert (again.status_code, again.json()["error"]["code"]) == (503, "decoder_failed")
+
+
+def test_security_20_no_request_makes_a_new_label(tiny_checkpoint):
+    with door(tiny_checkpoint, "Fine.") as (_, client, _, _):
+
+        def series() -> set[tuple[str, ...]]:
+            families = text_string_to_metric_families(client.get("/metrics").text)
+            return {(s.name, *itertools.chain(*sorted(s.labels.items()))) for f in families for s in f.samples}
+
+        def knock(tag: str) -> None:
+            for path in (f"/{tag}", f"/v1/models/{tag}", f"/v1/{tag}/x", CHAT):
+                client.get(path, headers={"X-Request-Id": tag, "User-Agent": tag})
+            client.request(tag, "/health")
+            client.post(CHAT, json=HELLO | {"model": tag, "user": tag})
+            client.post(CHAT, json=HELLO)
+
+        knock("first")
+        client.get("/metrics")
+        before = series()
+        for index in range(20):
+            knock(f"tag{index}")
+        assert series() == before
+
+
+SECRETS = ("a very private question", KEY, "private-host.example", "iVBORw0KGgo", "Fine answer.")
+
+
+def test_security_20_logs_hold_no_prompts_media_keys_or_addresses(tiny_checkpoint, caplog):
+    caplog.set_level(logging.INFO)
+    parts = [
+        {"type": "text", "text": SECRETS[0]},
+        {"type": "image_url", "image_url": {"url": picture_url()}},
+    ]
+    content = [{"role": "user", "content": parts}]
+    remote = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"https://{SECRETS[2]}/a"}}]}]
+    bearer = {"Authorization": f"Bearer {KEY}"}
+    with door(tiny_checkpoint, "Fine answer.", keys=Keys([KEY])) as (_, client, _, _):
+        for body in ({"messages": content}, {"messages": content, "stream": True}, {"messages": content, "n": 0}):
+            client.post(CHAT, json=body, headers=bearer)
+        client.post(CHAT, json={"messages": remote}, headers=bearer)
+        client.post(CHAT, content=SECRETS[0], headers=bearer)
+        client.post("/tokenize", json={"prompt": SECRETS[0]}, headers=bearer)
+        client.post(CHAT, json={"messages": content}, headers={"Authorization": f"Bearer {KEY}x"})
+        client.get(f"/{SECRETS[0]}?key={KEY}", headers=bearer)
+    ours = [record.getMessage() for record in caplog.records if not record.name.startswith(("httpx", "httpcore"))]
+    assert len(ours) >= 8
+    assert not [line for line in ours for secret in SECRETS if secret in line]
+
+
+def test_security_21_a_checkpoint_of_pickles_is_not_read(tmp_path):
+    folder = write_checkpoint(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    trap = tmp_path / "sprung"
+
+    class Trap:
+        def __reduce__(self):
+            return (Path.touch, (trap,))
+
+    for name in ("pytorch_model.bin", "model.pt"):
+        torch.save({"weights": torch.zeros(1)}, folder / name)
+        (folder / name).write_bytes(pickle.dumps(Trap()))
+    with pytest.raises(CheckpointError):
+        Engine(EngineConfig(model=str(folder), decoder="torch")).start()
+    assert not trap.exists()
+
+
+def test_security_21_code_of_a_checkpoint_is_not_run(tmp_path):
+    folder = write_checkpoint(tmp_path / "model")
+    trap = tmp_path / "sprung"
+    (folder / "trap.py").write_text(f"open({str(trap)!r}, 'w')\nclass T: pass\n")
+    for name in ("config.json", "tokenizer_config.json"):
+        values = json.loads((folder / name).read_text())
+        values["auto_map"] = {"AutoConfig": "trap.T", "AutoModel": "trap.T", "AutoTokenizer": ["trap.T", "trap.T"]}
+        (folder / name).write_text(json.dumps(values))
+    with Engine(EngineConfig(model=str(folder), decoder="torch")) as engine:
+        assert engine.chat(HELLO | {"max_tokens": 1}).usage.completion_tokens == 1
+    assert not trap.exists()
+
+
+SOURCES = [
+    path
+    for folder in ("dashinfer_vlm_core", "adapters", "plugins")
+    for path in (Path(__file__).parents[2] / folder).rglob("*.py")
+]
+
+
+def test_security_22_nothing_of_ours_unpickles():
+    assert len(SOURCES) > 80
+    for path in SOURCES:
+        imported = {
+            alias.name.split(".")[0]
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+            for alias in ([ast.alias(node.module or "")] if isinstance(node, ast.ImportFrom) else node.names)
+        }
+        assert not imported & {"pickle", "shelve", "marshal", "dill", "cloudpickle", "multiprocessing"}, path
+        assert not re.search(r"torch\.load\((?!.*weights_only=True)", path.read_text(encoding="utf-8")), path
+
+
+def test_security_22_the_worker_is_reached_by_a_pair_of_sockets_without_a_name():
+    source = Path(process.__file__).read_text(encoding="utf-8")
+    assert "socket.socketpair()" in source
+    assert ".bind(" not in source

@@ -1,0 +1,89 @@
+"""The operator's guide: its programs run, and its tables are those of the code."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import shlex
+
+import click
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from dashinfer_vlm_core.testing import scripted_engine
+from dashinfer_vlm_server import openapi, plugin
+from dashinfer_vlm_server.app import create_app
+from dashinfer_vlm_server.metrics import PREFIX
+from dashinfer_vlm_server.serving import DECODER_LOST, GRACE_SECONDS
+from dashinfer_vlm_server.visits import OUTCOMES
+from tests.pages import check_programs, text_of
+from tests.server.conftest import serving
+
+TEXT = text_of("operations.md")
+
+
+@pytest.mark.slow
+def test_the_programs_print_what_the_page_says():
+    check_programs("operations.md")
+
+
+def test_the_table_of_metrics_is_that_of_the_code(tiny_checkpoint):
+    engine = scripted_engine("Fine.", model=str(tiny_checkpoint))
+    with engine, serving(engine) as server, server.http() as client:
+        text = client.get("/metrics").text
+    helps = re.findall(rf"^# HELP {PREFIX}(\S+) (.+)$", text, re.MULTILINE)
+    kinds = dict(re.findall(rf"^# TYPE {PREFIX}(\S+) (\S+)$", text, re.MULTILINE))
+    made = [(name, kinds[name], words) for name, words in helps if not name.endswith("_created")]
+    assert made == re.findall(
+        r"^\| `([a-z0-9_]+)` \| (counter|gauge|histogram|summary) \| (.+) \|$", TEXT, re.MULTILINE
+    )
+
+
+def test_the_table_of_routes_is_that_of_the_document(tiny_checkpoint):
+    told = re.findall(r"`(?:GET|POST) (/[^`]*)`", TEXT)
+    paths = openapi.document(create_app(scripted_engine("Fine.", model=str(tiny_checkpoint))))["paths"]
+    assert {path.replace("{name}", "{model}") for path in paths} | {"/metrics", "/openapi.json"} == set(told)
+
+
+def test_the_outcomes_are_those_of_the_code():
+    section = TEXT[TEXT.index("| Outcome |") :]
+    told = re.findall(r"^\| `([a-z]+)` \| ", section, re.MULTILINE)
+    assert set(told) == {*OUTCOMES.values(), "success", "invalid", "error"}
+
+
+OPTIONS = sorted(set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", TEXT)) - {"--no-cache-dir", "--create-home"})
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_of_the_page_exists(option):
+    known = {name for parameter in plugin.serve.params for name in parameter.opts}
+    assert option in known | {"--help", "--log-level", "--stop-timeout"}
+
+
+def test_the_commands_of_the_page_are_understood():
+    """As far as an engine: what they name is not there."""
+    group = click.Group()
+    plugin.register_commands(group)
+    unit = configparser.ConfigParser(interpolation=None)
+    unit.read_string(fence("ini"))
+    pod = yaml.safe_load(fence("yaml"))["containers"][0]
+    for command in (
+        shlex.split(fence("bash"))[2:],
+        shlex.split(unit["Service"]["ExecStart"])[2:],
+        pod["args"],
+        shlex.split(fence("bash", 1).partition("IMAGE")[2]),
+    ):
+        result = CliRunner().invoke(group, ["serve", *command])
+        assert "No such option" not in result.output
+        assert "--api-key-file" in str(result.exception), result.output
+    assert pod["readinessProbe"]["httpGet"]["path"] == "/health/ready"
+
+
+def test_the_numbers_of_the_page_are_those_of_the_code():
+    assert f"`--grace` seconds ({GRACE_SECONDS:g} by default)" in " ".join(TEXT.split())
+    assert f"| {DECODER_LOST} | the decoder is lost |" in TEXT
+
+
+def fence(language, index=0):
+    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)[index]

@@ -1,0 +1,150 @@
+"""Metrics: what they count, and that nobody can make them grow."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from dashinfer_vlm_core import Engine, EngineConfig, errors
+from dashinfer_vlm_core.testing import scripted_engine
+from dashinfer_vlm_server.metrics import PREFIX
+from tests.samples import picture_url
+from tests.server.conftest import eventually, serving
+from tests.web import serve
+
+HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
+CHAT = "/v1/chat/completions"
+
+
+def sample(client, name, **labels):
+    """The value of one metric; 0 if it has not been counted yet."""
+    text = client.get("/metrics").text
+    for family in text_string_to_metric_families(text):
+        for found in family.samples:
+            if found.name == PREFIX + name and found.labels == labels:
+                return found.value
+    return 0
+
+
+def picture(url):
+    return {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]}
+
+
+def test_whole_answers_are_counted_as_their_usage_says(scripted):
+    with scripted("A red circle.").server.http() as client:
+        usages = [client.post(CHAT, json=body).json()["usage"] for body in (HELLO, picture(picture_url(60, 90)))]
+        streamed = HELLO | {"stream": True}
+        client.post(CHAT, json=streamed)
+        usages.append(usages[0])
+        assert sample(client, "prompt_tokens_total") == sum(usage["prompt_tokens"] for usage in usages)
+        assert sample(client, "generation_tokens_total") == sum(usage["completion_tokens"] for usage in usages)
+        images = usages[1]["prompt_tokens_details"]["image_tokens"]
+        assert sample(client, "visual_tokens_total", kind="image") == images
+        assert sample(client, "request_prompt_tokens_count") == 3
+        assert sample(client, "time_to_first_token_seconds_count") == 3
+        assert sample(client, "e2e_request_latency_seconds_count") == 3
+        gaps = sum(usage["completion_tokens"] - 1 for usage in usages)
+        assert sample(client, "inter_token_latency_seconds_count") == gaps
+        assert sample(client, "stage_seconds_count", stage="decode") == 3
+        assert sample(client, "vision_batch_size_sum") == 1
+        assert sample(client, "requests_in_flight") == 1  # that which asks
+
+
+OUTCOMES = {
+    "success": ("Fine.", HELLO),
+    "invalid": ("Fine.", {"messages": []}),
+    "rejected": (errors.QueueFull("Busy."), HELLO),
+    "unavailable": (errors.DecoderFailed("It died."), HELLO),
+    "timeout": (errors.DeadlineExceeded("Late."), HELLO),
+    "error": (ValueError("A bug."), HELLO),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("outcome", "answer", "body"), [(name, *case) for name, case in OUTCOMES.items()])
+def test_every_request_has_one_outcome(scripted, outcome, answer, body, stream):
+    with scripted(answer).server.http() as client:
+        client.post(CHAT, json=body | {"stream": stream})
+        assert sample(client, "requests_total", route=CHAT, outcome=outcome) == 1
+        assert sum_of(client.get("/metrics").text, "requests_total", route=CHAT) == 1
+
+
+def sum_of(text, name, **labels):
+    families = text_string_to_metric_families(text)
+    return sum(
+        found.value
+        for family in families
+        for found in family.samples
+        if found.name == PREFIX + name and labels.items() <= found.labels.items()
+    )
+
+
+def test_a_client_that_left_is_counted_as_such(scripted):
+    served = scripted("A long answer. " * 100, delay=0.1)
+    with served.server.http() as client:
+        with client.stream("POST", CHAT, json=HELLO | {"stream": True}) as reply:
+            next(reply.iter_lines())
+        eventually(lambda: sample(client, "requests_total", route=CHAT, outcome="cancelled") == 1)
+
+
+def test_a_stream_that_breaks_off_is_no_success(scripted):
+    served = scripted("A long answer. " * 100, delay=0.05)
+    with served.server.http() as client:
+        with client.stream("POST", CHAT, json=HELLO | {"stream": True}) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            served.engine.close()
+            assert "engine_closed" in "".join(lines)
+        assert sample(client, "requests_total", route=CHAT, outcome="unavailable") == 1
+
+
+def test_fetches_that_fail_are_counted(scripted):
+    with serve({}) as web, scripted("Fine.", allow_private_addresses=True).server.http() as client:
+        assert client.post(CHAT, json=picture(web.url("/none.png"))).status_code == 400
+        assert sample(client, "media_fetch_failures_total") == 1
+        assert sample(client, "media_fetches_total") == 0
+
+
+def test_the_cache_of_pictures_is_counted(scripted):
+    with scripted("Fine.").server.http() as client:
+        for _ in range(3):
+            client.post(CHAT, json=picture(picture_url(60, 90)))
+        counted = [sample(client, f"mm_cache_{name}") for name in ("queries_total", "hits_total", "bytes")]
+    assert counted[:2] == [3, 2]
+    assert counted[2] > 0
+
+
+def test_the_torch_decoder_counts_its_steps(tiny_checkpoint):
+    config = EngineConfig(model=str(tiny_checkpoint), decoder="torch")
+    with Engine(config) as engine, serving(engine) as server, server.http() as client:
+        usage = client.post(CHAT, json=HELLO | {"max_tokens": 5, "ignore_eos": True}).json()["usage"]
+        assert usage["completion_tokens"] == 5
+        assert sample(client, "decode_batch_size_count") == 5
+        assert sample(client, "decode_batch_size_sum") == 5
+        assert sample(client, "request_queue_time_seconds_count") == 1
+        assert sample(client, "kv_cache_size_tokens") > 0
+        assert sample(client, "num_requests_running") == 0
+        assert sample(client, "ready") == 1
+
+
+def test_there_are_metrics_before_there_is_an_engine(tiny_checkpoint):
+    with serving(scripted_engine("Fine.", model=str(tiny_checkpoint))) as server, server.http() as client:
+        assert sample(client, "ready") == 0
+        assert "answer_places" not in client.get("/metrics").text
+
+
+def test_each_application_counts_for_itself(tiny_checkpoint):
+    for _ in range(2):
+        engine = scripted_engine("Fine.", model=str(tiny_checkpoint))
+        with engine, serving(engine) as server, server.http() as client:
+            client.post(CHAT, json=HELLO)
+            assert sample(client, "requests_total", route=CHAT, outcome="success") == 1
+
+
+def test_every_metric_has_our_prefix_or_is_of_the_process(tiny_checkpoint):
+    with serving(scripted_engine("Fine.", model=str(tiny_checkpoint))) as server, server.http() as client:
+        names = re.findall(r"^# TYPE (\S+)", client.get("/metrics").text, re.MULTILINE)
+    assert all(name.startswith((PREFIX, "process_")) for name in names)
+    assert len(names) == len(set(names))

@@ -1,0 +1,81 @@
+"""Traces: one span for a request and one for each of its stages, and no cost where they are off."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+from dashinfer_vlm_server.tracing import Tracer
+from tests.samples import picture_url
+
+SECRET = "a very private question"
+CHAT = "/v1/chat/completions"
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+BODY = {
+    "messages": [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": SECRET}, {"type": "image_url", "image_url": {"url": picture_url()}}],
+        }
+    ]
+}
+
+
+@pytest.fixture
+def spans():
+    return InMemorySpanExporter()
+
+
+@pytest.fixture
+def tracer(spans):
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    yield Tracer(provider)
+    provider.shutdown()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_and_its_stages_are_one_trace_which_continues_the_callers(scripted, tracer, spans, stream):
+    with scripted("Fine.", settings={"tracer": tracer}).server.http() as client:
+        client.post(CHAT, json=BODY | {"stream": stream}, headers={"traceparent": PARENT, "X-Request-Id": "one"})
+    *stages, request = spans.get_finished_spans()
+    assert [span.name for span in stages] == ["grammar", "media", "prompt", "vision", "decode"]
+    assert request.name == f"POST {CHAT}"
+    assert format(request.context.trace_id, "032x") == PARENT.split("-")[1]
+    assert format(request.parent.span_id, "016x") == PARENT.split("-")[2]
+    assert all(span.parent.span_id == request.context.span_id for span in stages)
+    assert request.attributes["dashinfer_vlm.request_id"] == "one"
+    assert request.attributes["gen_ai.usage.output_tokens"] > 0
+    assert SECRET not in "".join(span.to_json() for span in [*stages, request])
+
+
+def test_the_stage_that_failed_is_marked(scripted, tracer, spans):
+    def broken(_request):
+        raise ValueError(SECRET)
+
+    with scripted(broken, settings={"tracer": tracer}).server.http() as client:
+        assert client.post(CHAT, json=BODY).status_code == 500
+    marked = {span.name for span in spans.get_finished_spans() if span.status.status_code is StatusCode.ERROR}
+    assert marked == {"decode", f"POST {CHAT}"}
+    assert SECRET not in "".join(span.to_json() for span in spans.get_finished_spans())
+
+
+def test_a_parent_that_is_none_begins_a_new_trace(scripted, tracer, spans):
+    with scripted("Fine.", settings={"tracer": tracer}).server.http() as client:
+        client.get("/version", headers={"traceparent": "00-nonsense-01"})
+    (span,) = spans.get_finished_spans()
+    assert span.parent is None
+    assert span.name == "GET /version"
+
+
+@pytest.mark.slow
+def test_nothing_of_it_is_imported_where_it_is_off():
+    """Of its interface FastAPI imports what is there."""
+    script = "import sys, dashinfer_vlm_server.serving; sys.exit('opentelemetry.sdk' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=110, check=False).returncode == 0

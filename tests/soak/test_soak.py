@@ -1,0 +1,98 @@
+"""Mixed traffic with faults, for minutes: every request has one outcome, and nothing is left behind.
+
+The decoder dies now and then, the server of pictures is down for a while, clients leave in the midst of answers, and
+there are more of them than the queue takes.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import resource
+import time
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.plugins import load_plugins
+from tests.core.test_supervisor import Kept
+from tests.samples import encode, noise
+from tests.server.conftest import eventually, serving
+from tests.soak.traffic import CHAT, Clients, Ledger
+from tests.web import body, serve
+
+CLIENTS = 12
+FAULT_SECONDS = 4.0
+WARM_UP = 1 / 3
+"""Share of the time after which memory should not grow any more: caches are full then, and arenas are warm."""
+
+GROWTH = 1.05
+OPTIONS = {"max_batch_size": 4, "max_waiting": 4, "vision_cache_mib": 1, "decoder_restarts": 10_000}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)  # it has an end of its own
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="memory and descriptors are read from /proc")
+def test_mixed_traffic_with_faults(tiny_checkpoint, soak_seconds):
+    kept, registry, ledger = Kept(), load_plugins(), Ledger()
+    registry.add_plugin(kept, name="kept")
+    config = EngineConfig(model=str(tiny_checkpoint), decoder="kept", allow_private_addresses=True, **OPTIONS)
+    pictures = {"/picture.png": body(encode(noise(40, 60)))}
+    engine = Engine(config, registry=registry)
+    with engine, serving(engine) as server, serve(dict(pictures)) as web, server.http() as client:
+        clients = Clients(server.url, web.url(""), ledger)
+        clients.start(CLIENTS)
+        warm = _trouble(soak_seconds * WARM_UP, kept, web, pictures)
+        end = _trouble(soak_seconds * (1 - WARM_UP), kept, web, pictures)
+        clients.stop()
+        eventually(lambda: engine.stats().answers == 0, within=30)
+        eventually(lambda: counted(client, "requests_total", CHAT) == sum(ledger.outcomes.values()), within=30)
+        report = f"{dict(ledger.outcomes)}, restarts {engine.stats().restarts}, MiB {warm[0]:.0f} -> {end[0]:.0f}"
+        print(report)  # noqa: T201 - for whoever runs it alone
+        check_outcomes(client, ledger, report)
+        assert counted(client, "prompt_tokens_total") == ledger.prompt_tokens
+        assert counted(client, "generation_tokens_total") == ledger.completion_tokens
+        assert engine.stats().restarts > 0
+    assert not ledger.strange
+    assert end[0] < GROWTH * warm[0], report
+    assert end[1] <= warm[1] + 2 * CLIENTS, (warm, end)
+
+
+def check_outcomes(client, ledger, report):
+    """Each request was counted once, as what its client saw; to one who left, something else may have come first."""
+    seen = dict(ledger.outcomes)
+    left = seen.pop("left")
+    counts = {name: counted(client, "requests_total", CHAT, outcome=name) for name in (*seen, "cancelled")}
+    cancelled = counts.pop("cancelled")
+    others = sum(counts[name] - seen[name] for name in seen)
+    assert all(counts[name] >= seen[name] for name in seen), (counts, report)
+    assert cancelled + others == left, (counts, cancelled, report)
+    assert {"success", "invalid", "rejected"} <= seen.keys(), report
+
+
+def counted(client, name, route=None, outcome=None):
+    wanted = {key: value for key, value in (("route", route), ("outcome", outcome)) if value}
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    samples = [sample for family in families for sample in family.samples if sample.name == f"dashinfer_vlm_{name}"]
+    return sum(sample.value for sample in samples if wanted.items() <= sample.labels.items())
+
+
+def _trouble(seconds, kept, web, pictures):
+    """Make trouble for a while; then the memory (MiB, the least of some moments) and the descriptors."""
+    rng, end = random.Random(0), time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(min(FAULT_SECONDS, max(0.0, end - time.monotonic())))
+        if rng.random() < 0.5:
+            kept.kill()
+        else:
+            web.answers.clear() if web.answers else web.answers.update(pictures)
+    samples = [_memory() for _ in range(20)]
+    return min(samples), len(list(Path("/proc/self/fd").iterdir()))
+
+
+def _memory():
+    time.sleep(0.1)
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
