@@ -60,8 +60,8 @@ CLIENT_GONE = 499
 INTERNAL_ERROR = "The server failed on this request; its log says why. Other requests are not affected."
 
 ROUTES = (
-    "POST /v1/chat/completions, GET /v1/models, GET /v1/models/{model}, POST /tokenize, POST /detokenize, GET /health,"
-    " GET /health/ready, GET /metrics, GET /version and GET /openapi.json"
+    "POST /v1/chat/completions, GET /v1/models, GET /v1/models/{model}, POST /v1/media/preview, POST /tokenize,"
+    " POST /detokenize, GET /health, GET /health/ready, GET /metrics, GET /version and GET /openapi.json"
 )
 
 LATER_SECONDS = 5

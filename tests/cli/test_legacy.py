@@ -118,18 +118,12 @@ def test_a_model_has_to_be_named_as_before():
     assert "--model" in refused.output
 
 
-LATER = {"--api-keys", "--ssl", "--allowed-origins"}
-
-
 @pytest.mark.parametrize(
     ("flag", "words"),
     [(flag, words) for flag, _, words in ROWS if isinstance(words, list)]
     + [("--ssl", ["--ssl-keyfile", "--ssl-certfile"])],
 )
-def test_what_they_are_mapped_to_are_options_of_the_server(flag, words, request):
-    if flag in LATER:
-        reason = "the server's keys, TLS and origins are on a branch of their own"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+def test_what_they_are_mapped_to_are_options_of_the_server(flag, words):
     assert {word for word in words if word.startswith("--")} <= SERVER_OPTIONS
 
 

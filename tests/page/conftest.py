@@ -161,11 +161,11 @@ def scripted() -> Iterator[Callable[..., Scripted]]:
     """Start a server with the bundled model, whose decoder plays a script."""
     with contextlib.ExitStack() as stack:
 
-        def start(*answers, delay=0.0, wrap=lambda app: app, **options) -> Scripted:
+        def start(*answers, delay=0.0, settings=None, **options) -> Scripted:
             script = Script(*answers, delay=delay, honours=EVERYTHING)
             config = EngineConfig(decoder="scripted", **options)
             engine = stack.enter_context(Engine(config, registry=scripted_registry(script)))
-            server = stack.enter_context(RunningServer(wrap(create_app(engine))).running())
+            server = stack.enter_context(RunningServer(create_app(engine, settings)).running())
             return Scripted(server, script, engine)
 
         yield start

@@ -13,9 +13,10 @@ import subprocess
 import sys
 
 import pytest
-from fastapi.responses import JSONResponse
 
 from dashinfer_vlm_core.errors import QueueFull
+from dashinfer_vlm_server.keys import Keys
+from dashinfer_vlm_server.settings import Settings
 from tests.page.conftest import PICTURES
 from tests.server.conftest import eventually
 
@@ -219,7 +220,7 @@ def test_an_answer_is_shown_as_text_whatever_it_holds(visit, scripted):
 
 
 def test_a_key_is_asked_for_and_kept_for_this_tab_alone(visit, scripted):
-    server, *_ = scripted("Come in.", wrap=lambda app: Locked(app, "sesame"))
+    server, *_ = scripted("Come in.", settings=Settings(keys=Keys(["sesame"])))
     tab = visit(server)
     tab.failing = True
     field = tab.page.get_by_label("API key")
@@ -389,19 +390,3 @@ def reach(tab, name, key="Tab"):
         if tab.page.evaluate(NAME).strip() == name:
             return
     raise AssertionError(f"{name} cannot be reached")
-
-
-class Locked:
-    """An application in front of another one, which asks for a key wherever the API is."""
-
-    def __init__(self, app, key):
-        self.app = app
-        self.key = f"Bearer {key}".encode()
-
-    async def __call__(self, scope, receive, send):
-        inside = scope["type"] != "http" or not scope["path"].startswith("/v1")
-        if inside or dict(scope["headers"]).get(b"authorization") == self.key:
-            await self.app(scope, receive, send)
-            return
-        error = {"message": "Give a key.", "type": "authentication_error", "param": None, "code": "invalid_api_key"}
-        await JSONResponse({"error": error}, status_code=401)(scope, receive, send)

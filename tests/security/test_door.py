@@ -27,6 +27,7 @@ from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_server import create_app
 from dashinfer_vlm_server.keys import Keys
+from dashinfer_vlm_server.page import FILES
 from dashinfer_vlm_server.protocol import MAX_HEAD_BYTES
 from tests.samples import picture_url
 from tests.security.conftest import LEAKS
@@ -57,12 +58,12 @@ def routes(app) -> list[tuple[str, str]]:
     ]
 
 
-def test_security_17_every_route_but_health_asks_for_the_key(tiny_checkpoint):
+def test_security_17_every_route_but_health_and_the_page_asks_for_the_key(tiny_checkpoint):
     with door(tiny_checkpoint, "Fine.", keys=Keys([KEY])) as (_, client, _, engine):
         known = routes(create_app(engine))
         assert len(known) >= 10
         for method, path in [*known, ("GET", "/nothing"), ("GET", "/health/../metrics"), ("GET", "//health/x")]:
-            free = path in {"/health", "/health/ready"}
+            free = path in {"/health", "/health/ready", *FILES}
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}, {"X-Api-Key": KEY}):
                 reply = client.request(method, path, headers=headers)
                 assert (reply.status_code != 401) == free, (method, path, reply.text)

@@ -43,7 +43,7 @@ def test_the_table_of_metrics_is_that_of_the_code(tiny_checkpoint):
 def test_the_table_of_routes_is_that_of_the_document(tiny_checkpoint):
     told = re.findall(r"`(?:GET|POST) (/[^`]*)`", TEXT)
     paths = openapi.document(create_app(scripted_engine("Fine.", model=str(tiny_checkpoint))))["paths"]
-    assert {path.replace("{name}", "{model}") for path in paths} | {"/metrics", "/openapi.json"} == set(told)
+    assert {path.replace("{name}", "{model}") for path in paths} | {"/", "/metrics", "/openapi.json"} == set(told)
 
 
 def test_the_outcomes_are_those_of_the_code():

@@ -17,6 +17,7 @@ from schemathesis.specs.openapi.checks import (
 
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_server import create_app, openapi
+from dashinfer_vlm_server.page import FILES
 from tests.server.conftest import serving
 
 CHECKS = (
@@ -48,6 +49,7 @@ ROUTES = {
     "/v1/chat/completions": "POST",
     "/v1/models": "GET",
     "/v1/models/{name}": "GET",
+    "/v1/media/preview": "POST",
     "/tokenize": "POST",
     "/detokenize": "POST",
     "/health": "GET",
@@ -76,7 +78,7 @@ def test_every_answer_is_one_that_the_document_names(server, path, method, mode)
 def test_every_route_is_in_the_document(tiny_checkpoint):
     app = create_app(scripted_engine("Fine.", model=str(tiny_checkpoint)))
     told = openapi.document(app)
-    left_out = {"/metrics", "/openapi.json"}
+    left_out = {"/metrics", "/openapi.json", *FILES}
     served = {getattr(route, "path", "").replace(":path", "") for route in app.routes}
     assert set(told["paths"]) == set(ROUTES) == served - left_out
     schema = told["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
