@@ -57,7 +57,7 @@ OPTIONS = sorted(set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", TEXT)) - {"--no-c
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_of_the_page_exists(option):
-    known = {name for parameter in plugin.serve.params for name in parameter.opts}
+    known = {name for parameter in plugin.serve.params for name in (*parameter.opts, *parameter.secondary_opts)}
     assert option in known | {"--help", "--log-level", "--stop-timeout"}
 
 
