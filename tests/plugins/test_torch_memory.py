@@ -17,7 +17,7 @@ from dashinfer_vlm_core.patches import Grid
 from dashinfer_vlm_core.qwen2_vl.config import read_text_config
 from dashinfer_vlm_torch.arena import Arena, Slab
 from dashinfer_vlm_torch.attention import KVCache
-from dashinfer_vlm_torch.memory import Memory
+from dashinfer_vlm_torch.memory import Memory, Move
 from dashinfer_vlm_torch.prefix import BLOCK, Trail
 from dashinfer_vlm_torch.scheduler import Choice, Run, Scheduler
 
@@ -86,10 +86,11 @@ def test_another_position_ends_it_on_any_axis(axis):
 
 
 def test_another_place_within_the_same_picture_ends_it():
-    """As if the picture began two tokens later, with positions made to fit."""
+    """As if the picture began again halfway, at positions made to fit."""
     (span,) = PICTURE.spans
-    rest = replace(span, start=22, tokens=replace(span.tokens, embedding=span.tokens.embedding[:18]))
-    assert shared(PICTURE, replace(PICTURE, spans=(rest,))) == 20
+    half = replace(span.tokens, embedding=span.tokens.embedding[:10])
+    halves = tuple(replace(span, start=start, tokens=half) for start in (20, 30))
+    assert shared(PICTURE, replace(PICTURE, spans=halves)) == 30
 
 
 def test_a_picture_is_no_video_of_the_same_digest():
@@ -156,12 +157,10 @@ def test_what_was_not_used_for_longest_goes_first_and_loses_its_end():
     memory = Memory(300, caching=True)
     for content in (1, 2, 3):
         keep(memory, prompt(content, 100))
-    twin = memory.hold(Trail(prompt(1, 101)), 1)  # a look at the oldest makes it the newest
-    assert twin is None or twin.read == 100
-    memory.release(twin)
-    fresh = memory.hold(Trail(prompt(4, 40)), 40)
-    assert fresh.read == 0
-    assert [shared_with(memory, content) for content in (1, 2, 3)] == [99, 60, 99]
+    memory.release(memory.hold(Trail(prompt(1, 100)), 100))  # whoever uses the oldest makes it the newest
+    for content, left in ((4, 60), (5, 20)):
+        assert memory.hold(Trail(prompt(content, 40)), 40).read == 0
+        assert [shared_with(memory, kept) for kept in (1, 2, 3)] == [99, left, 99]
 
 
 def shared_with(memory, content):
@@ -177,6 +176,18 @@ def test_what_a_run_reads_from_is_not_given_up_for_it():
     slab = memory.hold(Trail(replace(other, token_ids=at(other.token_ids, slice(50, 90), 1))), 90)
     assert slab.read == 50
     assert (source.start, source.read) == (0, 100)
+
+
+def test_what_is_copied_first_may_be_overwritten_next():
+    """The first run copies what the second one's rows are then taken from."""
+    memory = Memory(300, caching=True)
+    for content in (1, 2):
+        keep(memory, prompt(content, 100))
+    for content, length in ((1, 90), (2, 100)):
+        other = prompt(content, length)
+        memory.hold(Trail(replace(other, token_ids=at(other.token_ids, slice(50, None), 1))), length)
+    assert memory.take_moves() == [Move(0, 200, 50), Move(100, 0, 50)]
+    assert memory.take_moves() == []
 
 
 def test_where_there_is_no_other_room_the_source_itself_is_taken_over():
