@@ -18,7 +18,7 @@ from ..qwen2_vl.config import read_text_config
 from .convert import Converted, convert
 from .environment import cuda_devices, find_environment
 from .options import HONOURED_ON_CPU, HONOURED_ON_CUDA, check_sampling, generate_config, stop_tokens
-from .plan import make_plan
+from .plan import check_salt, make_plan
 from .process import LOG_MARK, WorkerDied, WorkerProcess
 
 if TYPE_CHECKING:
@@ -133,6 +133,7 @@ class DashInferDecoder:
         if self._keeper is None or self._closed:
             raise EngineClosed("The decoder is not running. Start the engine first.")
         check_request(request, self._spec, max_model_len=self.max_model_len)
+        check_salt(request.salt, self._plan)
         check_sampling(request.sampling)
         if unsupported := sorted(request.sampling.asked() - self.honours):
             raise UnsupportedParameter(f"DashInfer cannot honour {unsupported[0]} here.", param=unsupported[0])
@@ -259,7 +260,7 @@ class DashInferDecoder:
             "compute_unit": self._plan.compute_unit,
             "engine_max_length": self.max_model_len + ENDS,
             "engine_max_batch": self._plan.places,
-            "enable_prefix_cache": self._config.prefix_cache,
+            "enable_prefix_cache": self._plan.prefix_cache,
         }
 
     async def _serve(self, worker: WorkerProcess) -> None:

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from ..config import MIB, EngineConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedParameter
 from ..model import ModelSpec
 from ..qwen2_vl.config import TextConfig
 from .convert import BYTES, Form
@@ -25,12 +25,14 @@ class Plan:
         form: how the weights are written.
         max_model_len: tokens that prompt and answer may have together.
         places: requests that are decoded together.
+        prefix_cache: whether prompts share what others have read; then texts of different salts meet.
     """
 
     compute_unit: str
     form: Form
     max_model_len: int
     places: int
+    prefix_cache: bool = False
 
     @property
     def on_cpu(self) -> bool:
@@ -63,7 +65,22 @@ def make_plan(spec: ModelSpec, text: TextConfig, config: EngineConfig, *, cuda: 
         form=Form(dtype=dtype, quantization=config.quantization, split=config.tensor_parallel > 1),
         max_model_len=context,
         places=config.max_batch_size,
+        prefix_cache=config.prefix_cache,
     )
+
+
+def check_salt(salt: str, plan: Plan) -> None:
+    """Refuse what the engine would not keep apart.
+
+    Raises:
+        UnsupportedParameter: there is a salt, and the engine's cache of prefixes, which knows none.
+    """
+    if salt and plan.prefix_cache:
+        raise UnsupportedParameter(
+            "DashInfer's prefix cache keeps texts of different `cache_salt` not apart: start the engine with"
+            " --no-prefix-cache, or leave it out.",
+            param="cache_salt",
+        )
 
 
 def _first_device(device: str, cuda: int) -> int | None:

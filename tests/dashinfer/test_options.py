@@ -11,7 +11,7 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.dashinfer import worker
 from dashinfer_vlm_core.dashinfer.environment import PROGRAM
 from dashinfer_vlm_core.dashinfer.options import check_sampling, generate_config, stop_tokens
-from dashinfer_vlm_core.dashinfer.plan import make_plan
+from dashinfer_vlm_core.dashinfer.plan import check_salt, make_plan
 from dashinfer_vlm_core.decoder import DecodeRequest
 from dashinfer_vlm_core.errors import ConfigError, InvalidParameter, UnsupportedParameter
 from dashinfer_vlm_core.qwen2_vl.config import read_spec, read_text_config
@@ -83,6 +83,15 @@ def test_values_the_engine_cannot_take_are_refused(asked, kind, param):
 
 def plan(folder, *, cuda, **config):
     return make_plan(read_spec(folder), read_text_config(folder), EngineConfig(**config), cuda=cuda)
+
+
+def test_salts_are_refused_where_the_engine_keeps_prefixes(tiny_checkpoint):
+    with pytest.raises(UnsupportedParameter, match="--no-prefix-cache") as caught:
+        check_salt("tenant", plan(tiny_checkpoint, cuda=1))
+    assert caught.value.param == "cache_salt"
+    check_salt("", plan(tiny_checkpoint, cuda=1))
+    check_salt("tenant", plan(tiny_checkpoint, cuda=1, prefix_cache=False))
+    check_salt("tenant", plan(tiny_checkpoint, cuda=0))  # on a CPU the engine keeps none
 
 
 def test_a_plan_for_cuda(tiny_checkpoint):
