@@ -11,7 +11,7 @@ from .errors import CheckpointError
 
 # What a text model needs; archives, other frameworks' weights and pickles stay on the hub.
 FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def find_model(name: str, *, registered: Mapping[str, Path], revision: str | None = None) -> Path:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Command = Callable[..., Any]
 
-ENVIRONMENT = f"The environment sets the same options: {ENV_PREFIX}MAX_PIXELS for --max-pixels, and so on."
+ENVIRONMENT = f"The environment sets options of the engine: {ENV_PREFIX}MAX_PIXELS for --max-pixels, and so on."
 
 
 def config_options(command: Command) -> Command:

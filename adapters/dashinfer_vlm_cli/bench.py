@@ -208,7 +208,13 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def _show(found: Measurement) -> None:
-    show_table(("What", "Value"), [(name.replace("_", " "), f"{value:,.2f}") for name, value in found.rates().items()])
+    show_table(
+        ("What", "Value"),
+        [
+            (name.replace("_", " "), f"{value:,}" if isinstance(value, int) else f"{value:,.2f}")
+            for name, value in found.rates().items()
+        ],
+    )
     click.echo()
     rows = [
         (name.removesuffix("_ms").upper() + " (ms)", *(f"{value:,.1f}" for value in values.values()))
@@ -228,3 +234,7 @@ def _picture(rng: random.Random, size: tuple[int, int]) -> str:
     buffer = io.BytesIO()
     tile.resize(size, Image.Resampling.BILINEAR).save(buffer, "JPEG", quality=90)
     return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"

@@ -25,7 +25,7 @@ from dashinfer_vlm_core.schema import (
 from dashinfer_vlm_core.version import __version__
 
 from . import openapi
-from .errors import HANDLERS, LATER_SECONDS
+from .errors import DRAINING, HANDLERS, LATER_SECONDS
 from .keys import OPEN_ROUTES, Locked
 from .metrics import Metrics, Watched
 from .page import FILES, add_page
@@ -190,7 +190,7 @@ class _Routes:
 
     async def _read(self, request: Request, parse: Callable[[object], T]) -> T:
         if self.gate.draining:
-            raise EngineClosed("The server is ending: ask another one, or try again when it is back.", code="draining")
+            raise EngineClosed("The server is ending: ask another one, or try again when it is back.", code=DRAINING)
         settings = self.settings
         return await read_request(
             request,

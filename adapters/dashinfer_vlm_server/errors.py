@@ -64,6 +64,10 @@ ROUTES = (
     " POST /detokenize, GET /health, GET /health/ready, GET /metrics, GET /version and GET /openapi.json"
 )
 
+DRAINING = "draining"
+
+NOT_NOW = "The server is loading, ending or has ended: try again in a moment, or ask another one."
+
 LATER_SECONDS = 5
 """When to ask again a server that is loading, restarting or ending."""
 
@@ -81,6 +85,8 @@ def error_body(error: Exception) -> dict[str, Any]:
     body = {"message": INTERNAL_ERROR, "type": _type(status), "param": None, "code": "internal_error"}
     if isinstance(error, (RequestError, EngineError, MissingDependency)):
         body |= {"message": error.message, "param": error.param, "code": error.code}
+        if isinstance(error, EngineClosed) and error.code != DRAINING:
+            body["message"] = NOT_NOW  # the engine's own words are for those who hold it
     elif isinstance(error, HTTPException):
         body |= {"message": _explain(error), "code": _CODES.get(status)}
     return {"error": body}

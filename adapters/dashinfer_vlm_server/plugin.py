@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 KEYS_VARIABLE = f"{ENV_PREFIX}API_KEYS"
 
+KEY_VARIABLE = f"{ENV_PREFIX}API_KEY"
+"""What clients read: a server that finds it set alone is not meant to be open."""
+
 _Command = Callable[..., Any]
 
 
@@ -64,7 +67,7 @@ _LISTEN = (
 )
 _TRUST = (
     _option(
-        "--api-key", "api_keys", multiple=True, envvar=KEYS_VARIABLE, metavar="KEY",
+        "--api-key", "api_keys", multiple=True, envvar=[KEYS_VARIABLE, KEY_VARIABLE], metavar="KEY",
         help=f"Key that requests must bring; give it again for others. Safer in {KEYS_VARIABLE} (separated by blanks)"
         " or in a file: `ps` shows command lines to everybody.",
     ),

@@ -162,11 +162,15 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let nothing new in, wait for what runs, and then end it; meanwhile newcomers are told so."""
         self._gate.draining = True
+        if self.signal is not None:
+            running, name = len(self.server_state.tasks), signal.Signals(self.signal).name
+            logger.info("%s: %d requests may go on for %g seconds.", name, running, self._grace)
         if self._loading is not None:
             self._loading.cancel()
         with anyio.move_on_after(self._grace):
             await self._finished()
         if self.server_state.tasks and self._engine.status().state != "loading":
+            logger.warning("%d requests outlasted the grace, and are ended.", len(self.server_state.tasks))
             await self._engine.aclose()
         ending = asyncio.create_task(self._cut_connections())
         await super().shutdown(sockets)

@@ -24,9 +24,9 @@ def choose_kernels(device: str, dtype: torch.dtype, config: EngineConfig) -> Ker
 
     Why the ones in C are not taken where they could have been is logged.
     """
-    if device != "cpu" or dtype != torch.bfloat16 or config.cpu_kernels == "torch":
+    if torch.device(device).type != "cpu" or dtype != torch.bfloat16 or config.cpu_kernels == "torch":
         return Plain(device)
-    kernels, reason = load_native(config.cache_folder / "kernels")
+    kernels, reason = load_native(config)
     if kernels is None:
         logger.warning("PyTorch's kernels are used, which are slower than those in C: %s.", reason)
     return kernels or Plain(device)

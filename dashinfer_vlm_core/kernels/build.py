@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -29,17 +32,37 @@ def build(source: Path, cache: Path) -> Path:
     """The compiled library of `source`, from `cache` if it was made before.
 
     Raises:
-        BuildError: there is no compiler, it fails, or the cache cannot be written.
+        BuildError: no compiler can do it, or the cache cannot be written or is open to others.
     """
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
+    compilers = list(filter(None, map(shutil.which, COMPILERS)))
+    if not compilers:
         raise BuildError("no C compiler was found; install gcc or clang")
     flags = [*FLAGS, *map(str, _openmp_of_torch())]
-    key = hashlib.sha256("\0".join([source.read_text(), compiler, *flags]).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\0".join([source.read_text(), *compilers, *flags]).encode()).hexdigest()[:16]
     library = cache / f"{source.stem}-{key}.so"
+    _own_folder(cache)
     if not library.exists():
-        _compile(compiler, source, flags, library)
+        _compile_by_any(compilers, source, flags, library)
     return library
+
+
+def _own_folder(folder: Path) -> None:
+    """What lies there is run: nobody else may have put it there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = folder.stat()
+    except OSError as error:
+        raise BuildError(f"the cache {folder} cannot be made: {error.strerror}") from error
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise BuildError(f"other users can write to the cache {folder}; choose another one by cache_dir")
+
+
+def _compile_by_any(compilers: Sequence[str], source: Path, flags: Sequence[str], library: Path) -> None:
+    """By the first compiler that can: an old one may stand before a newer one."""
+    for compiler in compilers[:-1]:
+        with contextlib.suppress(BuildError):
+            return _compile(compiler, source, flags, library)
+    return _compile(compilers[-1], source, flags, library)
 
 
 def _openmp_of_torch() -> list[Path]:
@@ -48,14 +71,13 @@ def _openmp_of_torch() -> list[Path]:
     return sorted([*root.glob("lib/libgomp*.so*"), *root.parent.glob("torch.libs/libgomp*.so*")])[:1]
 
 
-def _compile(compiler: str, source: Path, flags: list[str], library: Path) -> None:
+def _compile(compiler: str, source: Path, flags: Sequence[str], library: Path) -> None:
     """Written beside and moved, so that processes that compile at the same time do not meet."""
     try:
-        library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder, library.name)
             command = [compiler, str(source), *flags, "-o", str(made)]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE)  # noqa: S603 our own command
+            subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=PATIENCE)  # noqa: S603 our own command
             made.replace(library)
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip().splitlines() or ["no message"])[-1]

@@ -12,12 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..config import EngineConfig
 from .build import BuildError, build
+from .plain import Plain
 from .turns import CPU_TURNS
 from .types import Activation, Linear, Spans
 
 PANEL = 32
 QUANT_BLOCK = 128
+
+MOST_SHARING = 192
+"""Heads that share keys: their queries of one token are worked on together."""
 
 _INT, _LONG, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -76,6 +81,8 @@ class Native:
         wide: bool = False,
         int8: bool = False,
     ) -> Linear:
+        if weight.shape[1] % 4:  # four inputs of a weight stand side by side
+            return Plain("cpu").linear(weight, bias, activation=activation, wide=wide)
         made = _Int8Linear if int8 else _Linear
         return made(self._library, weight.contiguous(), bias, activation, wide)
 
@@ -102,6 +109,8 @@ class Native:
         rows, heads, width = q.shape
         assert k.stride() == v.stride()
         assert q.stride(2) == k.stride(2) == 1
+        if width % 2 or heads > MOST_SHARING * len(k):
+            return Plain("cpu").attend(q, k, v, spans)
         out = torch.empty(rows, heads * width, dtype=q.dtype)
         threads = _threads()
         space = torch.empty(threads * self._library.attend_space(width), dtype=torch.uint8)
@@ -127,8 +136,7 @@ class _Linear:
         self._outputs, self._inputs = weight.shape
         gated = activation is Activation.SILU_GATE
         self._columns = self._outputs // 2 if gated else self._outputs
-        assert self._inputs % 4 == 0
-        assert not gated or (self._outputs % PANEL == 0 and bias is None)
+        assert not gated or bias is None
         self._pack(weight, gated)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -190,14 +198,14 @@ class Loaded(NamedTuple):
 
 
 @functools.cache
-def load_native(cache: Path) -> Loaded:
-    """The kernels in C, compiled into `cache` where they are not there yet."""
+def load_native(config: EngineConfig) -> Loaded:
+    """The kernels in C, compiled into the cache of `config` where they are not there yet."""
     missing = [name for name in ("avx512_bf16", "avx512_vnni") if name not in _cpu_flags()]
     if missing:
         return Loaded(None, f"this CPU has no {' and no '.join(missing)}")
     try:
-        library = ctypes.CDLL(str(build(Path(__file__).with_name("avx512.c"), cache)))
-    except (BuildError, OSError) as error:
+        library = ctypes.CDLL(str(build(Path(__file__).with_name("avx512.c"), config.cache_folder / "kernels")))
+    except (BuildError, OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
         return Loaded(None, str(error))
     for name, types in SIGNATURES.items():
         getattr(library, name).argtypes = types

@@ -23,7 +23,8 @@ class Plain:
     quantises = False
 
     def __init__(self, device: str) -> None:
-        self.turn: AbstractContextManager[None] = CPU_TURNS if device == "cpu" else contextlib.nullcontext()
+        alone = torch.device(device).type != "cpu"
+        self.turn: AbstractContextManager[None] = contextlib.nullcontext() if alone else CPU_TURNS
 
     def linear(
         self,

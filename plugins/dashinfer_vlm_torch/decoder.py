@@ -48,7 +48,7 @@ class TorchDecoder:
         self._dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, self._device))
         self._kernels = choose_kernels(self._device, self._dtype, config)
         self._int8 = config.quantization == "int8"
-        _check_quantization(config, self._kernels)
+        _check_options(config, self._kernels)
         context = min(spec.max_model_len, config.max_model_len or spec.max_model_len)
         self._kv_tokens = self._affordable_tokens(context)
         self.max_model_len = min(context, self._kv_tokens)
@@ -112,6 +112,8 @@ class TorchDecoder:
             model = TextModel(
                 weights, self._text, self._kernels, device=self._device, dtype=self._dtype, int8=self._int8
             )
+        weights_as = "int8" if self._int8 else str(self._dtype).removeprefix("torch.")
+        logger.info("Weights in %s on %s, with the kernels %r.", weights_as, self._device, self._kernels.name)
         return Runner(model, KVCache(self._text, self._kv_tokens, device=self._device, dtype=self._dtype))
 
     def _scheduler(self) -> Scheduler:
@@ -124,12 +126,21 @@ class TorchDecoder:
         )
 
 
-def _check_quantization(config: EngineConfig, kernels: Kernels) -> None:
+def _check_options(config: EngineConfig, kernels: Kernels) -> None:
+    if config.tensor_parallel > 1:
+        raise ConfigError(
+            f"`tensor_parallel` {config.tensor_parallel}: the PyTorch decoder runs on one device. Leave it out, or take"
+            " the decoder dashinfer.",
+            param="tensor_parallel",
+        )
     if config.quantization == "none" or (config.quantization == "int8" and kernels.quantises):
         return
+    if config.quantization == "int8" and config.cpu_kernels == "torch":
+        fault = "`quantization` int8 needs the kernels in C: leave `cpu_kernels` torch out."
+        raise ConfigError(fault, param="quantization")
     raise ConfigError(
         f"`quantization` {config.quantization!r} is not possible with the PyTorch decoder here: it knows int8 alone,"
         " for bfloat16 on a CPU with AVX-512 BF16 and VNNI and a C compiler. Leave it out, or take the decoder"
-        " dashinfer.",
+        " dashinfer on CUDA.",
         param="quantization",
     )

@@ -213,6 +213,7 @@ class Scheduler:
         self, *, kv_tokens: int, max_batch_size: int, max_waiting: int, prefill_chunk: int, prefix_cache: bool = True
     ) -> None:
         self._memory = Memory(kv_tokens, caching=prefix_cache)
+        self._prefix_cache = prefix_cache
         self._max_batch_size = max_batch_size
         self._max_waiting = max_waiting
         self._prefill_chunk = prefill_chunk
@@ -375,6 +376,8 @@ class Scheduler:
         To read takes time by the token, so that two who read the same take twice as long, both. Who has mostly
         something else to read does not wait.
         """
+        if not self._prefix_cache:
+            return list(runs)
         going: list[Run] = []
         ahead: set[bytes] = set()
         for run in runs:

@@ -204,13 +204,36 @@ def test_other_number_types_take_pytorch(device, dtype):
 
 @needs_native
 def test_the_library_is_compiled_once(tmp_path):
-    first = load_native(tmp_path)
+    config = EngineConfig(cache_dir=tmp_path)
+    first = load_native(config)
     assert first.kernels is not None
-    (library,) = tmp_path.iterdir()
+    (library,) = (tmp_path / "kernels").iterdir()
     made = library.stat().st_mtime_ns
     load_native.cache_clear()
-    assert load_native(tmp_path).kernels is not None
-    assert [path.stat().st_mtime_ns for path in tmp_path.iterdir()] == [made]
+    assert load_native(config).kernels is not None
+    assert [path.stat().st_mtime_ns for path in (tmp_path / "kernels").iterdir()] == [made]
+
+
+def test_a_cache_that_others_can_write_is_not_run_from(tmp_path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    source = tmp_path / "fine.c"
+    source.write_text("int f(void) { return 0; }\n")
+    with pytest.raises(BuildError, match=r"other users can write to the cache|no C compiler"):
+        build(source, tmp_path / "open")
+
+
+@needs_native
+def test_shapes_that_the_kernels_in_c_do_not_know_are_left_to_pytorch(native):
+    weight, x = numbers(33, 66) / 8, numbers(5, 66, seed=1)
+    assert error(native.linear(weight)(x), F.linear(x.float(), weight.float())) < 5e-3
+    gated = numbers(40, 64) / 8
+    gate, up = F.linear(numbers(5, 64, seed=1).float(), gated.float()).chunk(2, dim=-1)
+    found = native.linear(gated, activation=Activation.SILU_GATE)(numbers(5, 64, seed=1))
+    assert error(found, F.silu(gate) * up) < 1e-2
+    q, (k, v) = numbers(2, 200, 8), numbers(2, 4, 8, seed=1).split(1)
+    spans = [Span(0, 2, 0, 4, 2)]
+    assert error(native.attend(q, k, v, Spans(spans)), attention(q, k, v, spans)) < 1e-2
 
 
 def test_source_that_does_not_compile_is_named(tmp_path):

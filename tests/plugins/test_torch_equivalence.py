@@ -283,6 +283,12 @@ def test_eight_bits_stay_close(oracle):
     assert first.logprob == pytest.approx(float(oracle.logits(forced, answer).log_softmax(-1)[0, answer[0]]), abs=0.2)
 
 
+def test_several_devices_are_refused(oracle):
+    with pytest.raises(ConfigError, match="runs on one device") as caught:
+        oracle.decoder(tensor_parallel=2)
+    assert caught.value.param == "tensor_parallel"
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -292,6 +298,6 @@ def test_eight_bits_stay_close(oracle):
     ],
 )
 def test_a_quantization_that_is_not_possible_is_refused(oracle, options):
-    with pytest.raises(ConfigError, match="it knows int8 alone") as caught:
+    with pytest.raises(ConfigError, match=r"it knows int8 alone|leave `cpu_kernels` torch out") as caught:
         oracle.decoder(**options)
     assert caught.value.param == "quantization"

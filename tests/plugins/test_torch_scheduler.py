@@ -187,6 +187,13 @@ def test_a_prompt_that_another_run_is_reading_is_read_once():
     assert queue.stats.cached_tokens == 39
 
 
+def test_without_a_prefix_cache_nobody_waits_for_another_to_read():
+    queue = scheduler(kv_tokens=1000, prefill_chunk=512, prefix_cache=False)
+    for _ in range(4):
+        queue.add(run(32))
+    assert len(queue.plan().chunks) == 4
+
+
 def test_who_has_mostly_something_else_to_read_does_not_wait():
     """They have their first 16 tokens in common."""
     one, other = run(60), run(60)
