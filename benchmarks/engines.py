@@ -22,6 +22,11 @@ from .client import EngineTarget, HTTPTarget
 from .environments import Peers
 from .limits import cores
 
+NOT_FOUND = 404
+
+READY = "/health/ready"
+"""Ours lists its model while it still loads."""
+
 START_SECONDS = 900.0
 """vLLM's CPU build compiles for minutes."""
 FAREWELL_SECONDS = 20.0
@@ -106,10 +111,15 @@ class Server:
             if self._process.poll() is not None:
                 raise RuntimeError(f"{self.name} ended with {self._process.returncode}: {_tail(self._log)}")
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{self.base}/models", trust_env=False, timeout=5).is_success:
+                if self._answers("/v1/models") and self._answers(READY, missing=True):
                     return
             time.sleep(0.02)
         raise RuntimeError(f"{self.name} was not ready after {START_SECONDS:.0f} s: {_tail(self._log)}")
+
+    def _answers(self, path: str, *, missing: bool = False) -> bool:
+        """Whether a page can be had; one that the server does not know counts as `missing`."""
+        answer = httpx.get(httpx.URL(self.base).join(path), trust_env=False, timeout=5)
+        return missing if answer.status_code == NOT_FOUND else answer.is_success
 
 
 class InProcess:

@@ -41,6 +41,7 @@ from dashinfer_vlm_core.reply import PromptCounts, Reply
 from dashinfer_vlm_core.schema import ChatRequest
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_core.vision import VisualTokens
+from dashinfer_vlm_core.watch import Watcher
 from dashinfer_vlm_server import create_app
 from dashinfer_vlm_torch.sampler import choose
 from dashinfer_vlm_torch.scheduler import Run
@@ -124,7 +125,7 @@ class Pictures(ThreadingHTTPServer):
 
 @contextlib.asynccontextmanager
 async def opened(config: EngineConfig) -> AsyncIterator[Conductor]:
-    conductor, _ = await open_conductor(config, load_plugins())
+    conductor, _ = await open_conductor(config, load_plugins(), Watcher())
     try:
         yield conductor
     finally:

@@ -66,6 +66,7 @@ class Terminal:
         self.seen = ""
         self._pid, self._end = pty.fork()
         if self._pid == 0:  # pragma: no cover - the child becomes the program
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # shells have their background jobs ignore it
             os.execve(command[0], command, environment)
         fcntl.ioctl(self._end, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))
 

@@ -80,7 +80,7 @@ def test_nothing_is_encoded_decoded_or_remembered(engine):
     asyncio.run(engine.apreview(asked))
     conductor = engine._running.conductor
     assert conductor.vision.stats.passes == 0
-    assert conductor.decoder._script.requests == []
+    assert conductor.decoder._decoder._script.requests == []
     asked["messages"][0]["content"][0] = {"type": "image_url", "uuid": "one"}
     with pytest.raises(InvalidParameter, match="a name alone"):
         engine.preview(asked)

@@ -86,7 +86,8 @@ def test_every_way_in_gives_the_engines_answer(remote):
 )
 def test_a_server_that_cannot_answer_now_says_why(said, state):
     with answering(json.dumps({"status": said, "model": "tiny"}).encode()) as engine:
-        assert (engine.status().state, engine.status().model) == (state, "tiny")
+        status = engine.status()
+    assert (status.state, status.model) == (state, "tiny")
 
 
 def test_the_status_is_the_servers(remote):

@@ -97,7 +97,7 @@ def test_no_request_ends_the_worker(talking_checkpoint, cache):
         await asyncio.gather(*(ask_in_turn(engine, numbers) for _ in range(TOGETHER)))
 
     with Engine(config) as engine:
-        decoder = engine._ready().conductor.decoder
+        decoder = engine._ready().conductor.decoder._decoder
         pid = decoder.pid
         asyncio.run(all_cases(engine))
         assert (decoder.pid, decoder.restarts) == (pid, 0)

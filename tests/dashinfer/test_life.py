@@ -41,9 +41,16 @@ def descriptors():
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def children():
+def all_children():
     """Processes that any thread of ours started."""
-    return [pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
+    return {pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()}
+
+
+@pytest.fixture
+def children():
+    """Lists the processes that were started since the test began."""
+    others = all_children()
+    return lambda: sorted(all_children() - others)
 
 
 def shared_files():
@@ -178,7 +185,7 @@ def test_what_the_engine_might_not_survive_never_reaches_it(decoder, oracle):
     assert asyncio.run(run()) == (12, 0)
 
 
-def test_a_killed_worker_fails_its_own_requests_and_is_replaced(decoder, oracle):
+def test_a_killed_worker_fails_its_own_requests_and_is_replaced(decoder, oracle, children):
     """Twenty times, with eight streams each; then nothing is left of any of them."""
     expected = oracle.greedy(prompt(1, 10))
 
@@ -225,7 +232,7 @@ def broken_on_demand(environment, folder):
     return python
 
 
-def test_a_worker_that_does_not_start_is_given_up_on(environment, decoder, tmp_path):
+def test_a_worker_that_does_not_start_is_given_up_on(environment, decoder, tmp_path, children):
     python = broken_on_demand(environment, tmp_path)
 
     async def run():
@@ -239,7 +246,7 @@ def test_a_worker_that_does_not_start_is_given_up_on(environment, decoder, tmp_p
     assert not children()
 
 
-def test_health_says_that_a_worker_was_given_up_on(environment, talking_checkpoint, cache, tmp_path):
+def test_health_says_that_a_worker_was_given_up_on(environment, talking_checkpoint, cache, tmp_path, children):
     python = broken_on_demand(environment, tmp_path)
     config = EngineConfig(
         model=str(talking_checkpoint), decoder="dashinfer", device="cpu", cache_dir=cache, dashinfer_python=python
