@@ -16,6 +16,9 @@ T = TypeVar("T")
 _END = object()
 
 
+NOT_RUNNING = "The engine is not running: use it inside `with Engine(...)`, or call start() first."
+
+
 class LoopThread:
     """Runs coroutines for other threads until it is stopped."""
 
@@ -118,7 +121,7 @@ class LoopThread:
 
 
 def closed() -> EngineClosed:
-    return EngineClosed("The engine is not running: use it inside `with Engine(...)`, or call start() first.")
+    return EngineClosed(NOT_RUNNING)
 
 
 async def _drain(items: AsyncGenerator[T, None], put: Callable[[object], None]) -> None:

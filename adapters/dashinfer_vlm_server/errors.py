@@ -29,6 +29,7 @@ from dashinfer_vlm_core.errors import (
     RequestError,
     SetupError,
 )
+from dashinfer_vlm_core.loop import NOT_RUNNING
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +86,8 @@ def error_body(error: Exception) -> dict[str, Any]:
     body = {"message": INTERNAL_ERROR, "type": _type(status), "param": None, "code": "internal_error"}
     if isinstance(error, (RequestError, EngineError, MissingDependency)):
         body |= {"message": error.message, "param": error.param, "code": error.code}
-        if isinstance(error, EngineClosed) and error.code != DRAINING:
-            body["message"] = NOT_NOW  # the engine's own words are for those who hold it
+        if error.message == NOT_RUNNING:  # words for those who hold the engine
+            body["message"] = NOT_NOW
     elif isinstance(error, HTTPException):
         body |= {"message": _explain(error), "code": _CODES.get(status)}
     return {"error": body}
