@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequen
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from .checkpoint import find_model, model_type
+from .checkpoint import find_model
 from .conductor import Conductor, Generation, Places
 from .config import MIB, EngineConfig
 from .decoder import DecoderFactory, DecoderStats, Fitness
@@ -309,7 +309,7 @@ async def open_conductor(config: EngineConfig, registry: Registry, watcher: Watc
         SetupError: something of the set-up is missing or wrong; the message says what to mend.
     """
     folder = await asyncio.to_thread(find_model, config.model, registered=registry.models, revision=config.revision)
-    architecture = registry.architecture(model_type(folder))
+    architecture = registry.architecture_of(folder)
     spec = architecture.read(folder)
     factory, reason = choose_decoder(registry, spec, config)
     logger.info("model %s from %s, decoder %s: %s", config.name, folder, factory.name, reason)

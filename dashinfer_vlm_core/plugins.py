@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import pluggy
 
 from . import hookspecs
+from .checkpoint import model_type
 from .errors import MissingDependency, PluginError
 from .hookspecs import GROUP
 
@@ -63,6 +64,15 @@ class Registry:
 
     def architecture(self, model_type: str) -> Architecture:
         return _named("architecture", model_type, self.architectures)
+
+    def architecture_of(self, folder: Path) -> Architecture:
+        """What reads the checkpoint in a folder.
+
+        Raises:
+            CheckpointError: it does not say what it is.
+            PluginError: nobody reads such checkpoints.
+        """
+        return self.architecture(model_type(folder))
 
     def decoder(self, name: str) -> DecoderFactory:
         return _named("decoder", name, self.decoders)

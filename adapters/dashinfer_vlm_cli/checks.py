@@ -125,22 +125,15 @@ def _plugins() -> Finding:
 
 
 def _cpu() -> Finding:
-    flags = _cpu_flags()
+    from dashinfer_vlm_core.kernels.native import cpu_flags
+
+    flags = cpu_flags()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     fast = [name for flag, name in FAST_CPU.items() if flag in flags]
     if fast or not flags:
         return Finding(name="cpu", status="ok", detail=f"{cores} cores, bfloat16 by {', '.join(fast) or 'unknown'}")
     mend = "On this CPU, `--dtype float32` is usually faster than bfloat16, in twice the memory. A GPU needs no change."
     return Finding(name="cpu", status="slow", detail=f"{cores} cores, no bfloat16 in hardware", mend=mend)
-
-
-def _cpu_flags() -> set[str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return set()
-    found = re.search(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)
-    return set(found[1].split()) if found else set()
 
 
 def _cuda() -> Finding:
@@ -165,6 +158,7 @@ def _configured() -> Iterator[Finding]:
         yield Finding(name="options", status="broken", detail=error.message, mend="Unset it, or mend its value.")
         return
     yield _cache(config)
+    yield _kernels(config)
     yield _disk(config)
     yield _dashinfer(config)
 
@@ -178,6 +172,20 @@ def _cache(config: EngineConfig) -> Finding:
     except OSError as error:
         mend = "Make it writable, or choose another by --cache-dir or DASHINFER_VLM_CACHE_DIR."
         return Finding(name="cache", status="broken", detail=f"{folder}: {error.strerror}", mend=mend)
+
+
+def _kernels(config: EngineConfig) -> Finding:
+    """Whose arithmetic bfloat16 gets on this CPU; the kernels in C are compiled here if they were not yet."""
+    from dashinfer_vlm_core.kernels.native import load_native
+
+    kernels, reason = load_native(config)
+    if kernels:
+        return Finding(name="kernels", status="ok", detail="in C")
+    if reason.startswith("this CPU"):
+        return Finding(name="kernels", status="ok", detail=f"PyTorch's: {reason}")
+    return Finding(
+        name="kernels", status="slow", detail="PyTorch's, which are slower than those in C", mend=f"{reason}."
+    )
 
 
 def _disk(config: EngineConfig) -> Finding:

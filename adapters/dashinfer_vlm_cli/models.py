@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from dashinfer_vlm_core.checkpoint import downloaded, model_type
+from dashinfer_vlm_core.checkpoint import downloaded
 from dashinfer_vlm_core.errors import CheckpointError, PluginError
 from dashinfer_vlm_core.plugins import Registry, load_plugins
 from dashinfer_vlm_core.terminal import show_table
@@ -80,7 +80,7 @@ def _row(registry: Registry, name: str, origin: str, folder: Path) -> ModelRow:
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     row = ModelRow(name=name, origin=origin, folder=str(folder), bytes=size)
     try:
-        spec = registry.architecture(model_type(folder)).read(folder)
+        spec = registry.architecture_of(folder).read(folder)
     except (CheckpointError, PluginError) as error:
         return dataclasses.replace(row, problem=error.message.split(";")[0])
     return dataclasses.replace(row, dtype=spec.dtype, context=spec.max_model_len)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from langchain_core.language_models.model_profile import ModelProfile
 
-from dashinfer_vlm_core.checkpoint import model_type
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.engine import Engine
 from dashinfer_vlm_core.plugins import load_plugins
@@ -34,7 +33,7 @@ def _length(config: EngineConfig) -> int | None:
 def _context_of(model: str) -> int | None:
     registry = load_plugins()
     folder = registry.models.get(model, Path(model).expanduser())
-    return registry.architecture(model_type(folder)).read(folder).max_model_len if folder.is_dir() else None
+    return registry.architecture_of(folder).read(folder).max_model_len if folder.is_dir() else None
 
 
 def _abilities(*, structured: bool) -> ModelProfile:

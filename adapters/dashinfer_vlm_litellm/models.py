@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import litellm
 
-from dashinfer_vlm_core.checkpoint import model_type
 from dashinfer_vlm_core.errors import SetupError
 from dashinfer_vlm_core.plugins import load_plugins
 
@@ -45,7 +44,7 @@ def introduce_registered(provider: str) -> None:
 def _length(registry: Registry, folder: Path) -> int | None:
     """The context size of a checkpoint; None if it cannot be read."""
     try:
-        return registry.architecture(model_type(folder)).read(folder).max_model_len
+        return registry.architecture_of(folder).read(folder).max_model_len
     except SetupError as error:
         logger.warning("LiteLLM is not told about a model: %s", error.message)
         return None

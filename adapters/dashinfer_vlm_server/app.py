@@ -69,7 +69,7 @@ def create_app(engine: ChatEngine, settings: Settings | None = None, *, gate: Ga
     routes = _Routes(engine=engine, settings=settings, gate=gate or Gate(), metrics=metrics)
     routes.add_to(app)
     if settings.page:
-        add_page(app, engine, routes.read_chat)
+        add_page(app, engine, read=routes.read_chat, finish=routes.unless_left)
     app.add_middleware(Locked, keys=settings.keys, open_routes=OPEN_ROUTES.union(FILES if settings.page else ()))
     if settings.allowed_origins:
         app.add_middleware(
@@ -149,17 +149,17 @@ class _Routes:
         seconds = self.settings.request_timeout
         if chat.stream:
             return EventStream(stream_within(self.engine.astream(chat), seconds=seconds, first=None))
-        return _json(await self._unless_left(request, self.engine.achat(chat)))
+        return _json(await self.unless_left(request, self.engine.achat(chat)))
 
     async def read_chat(self, request: Request) -> ChatRequest:
         return await self._read(request, ChatRequest.parse)
 
     async def tokenize(self, request: Request) -> Response:
-        return _json(await self._unless_left(request, tokenize(self.engine, await self._read(request, parse_tokenize))))
+        return _json(await self.unless_left(request, tokenize(self.engine, await self._read(request, parse_tokenize))))
 
     async def detokenize(self, request: Request) -> Response:
         tokens = await self._read(request, DetokenizeRequest.parse)
-        return _json(await self._unless_left(request, detokenize(self.engine, tokens)))
+        return _json(await self.unless_left(request, detokenize(self.engine, tokens)))
 
     async def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [self._model().model_dump()]})
@@ -200,7 +200,7 @@ class _Routes:
             hold=visit_of(request.scope).hold,
         )
 
-    async def _unless_left(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
+    async def unless_left(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
         return await unless_disconnected(request.receive, within(work, self.settings.request_timeout))
 
     def _health(self) -> Health:

@@ -7,11 +7,11 @@ where the API asks for one, the page does.
 from __future__ import annotations
 
 import base64
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -19,7 +19,6 @@ from fastapi.responses import JSONResponse, Response
 from dashinfer_vlm_core.schema import ChatRequest
 
 from . import openapi
-from .requests import unless_disconnected
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.engine import Request as ChatRequestLike
@@ -78,18 +77,23 @@ class Previewer(Protocol):
     async def apreview(self, request: ChatRequestLike) -> Preview: ...
 
 
-def add_page(app: FastAPI, engine: object, read: Callable[[Request], Awaitable[ChatRequest]]) -> None:
+Read: TypeAlias = Callable[[Request], Awaitable[ChatRequest]]
+Finish: TypeAlias = "Callable[[Request, Coroutine[Any, Any, Preview]], Awaitable[Preview]]"
+
+
+def add_page(app: FastAPI, engine: object, *, read: Read, finish: Finish) -> None:
     """Add `GET /`, the page's files under `/page/`, and, where the engine can, `POST /v1/media/preview`.
 
     Args:
         app: the application of the API that the page asks.
         engine: what answers there.
         read: gets the request out of a body, under the application's limits.
+        finish: waits for the answer, as long as the application allows and the client stays.
     """
     for path, file in FILES.items():
         app.add_api_route(path, _File.read(file).answer, response_model=None, include_in_schema=False)
     if isinstance(engine, Previewer):
-        route = _PreviewRoute(engine=engine, read=read)
+        route = _PreviewRoute(engine=engine, read=read, finish=finish)
         app.add_api_route(
             "/v1/media/preview",
             route.answer,
@@ -118,12 +122,13 @@ class _File:
 @dataclass(frozen=True, kw_only=True)
 class _PreviewRoute:
     engine: Previewer
-    read: Callable[[Request], Awaitable[ChatRequest]]
+    read: Read
+    finish: Finish
 
     async def answer(self, request: Request) -> Response:
         """What the model would see of a chat completion request."""
         chat = await self.read(request)
-        return JSONResponse(_as_json(await unless_disconnected(request.receive, self.engine.apreview(chat))))
+        return JSONResponse(_as_json(await self.finish(request, self.engine.apreview(chat))))
 
 
 def _as_json(preview: Preview) -> dict[str, Any]:

@@ -16,7 +16,7 @@
 typedef uint16_t bf16;
 
 enum { PANEL = 32, LANES = 16, TILE_ROWS = 12, TILE_ROWS_INT8 = 6, ROW_GROUP = 192, QUANT_BLOCK = 128, KEY_CHUNK = 512 };
-enum { NONE = 0, QUICK_GELU = 1, SILU_GATE = 2 };
+enum { NONE = 0, QUICK_GELU = 1, SILU_GATE = 2 }; /* native.py applies the others */
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 12")
@@ -106,31 +106,12 @@ INLINE void tile(const int rows, const int vectors, const bf16 *a, ptrdiff_t lda
 }
 
 /* Calls BODY with the constant `rows`, so that each number of rows gets registers of its own. */
-#define WITH_ROWS(rows_, BODY) \
-    switch (rows_) { \
-    case 1: { enum { rows = 1 }; BODY; } break; \
-    case 2: { enum { rows = 2 }; BODY; } break; \
-    case 3: { enum { rows = 3 }; BODY; } break; \
-    case 4: { enum { rows = 4 }; BODY; } break; \
-    case 5: { enum { rows = 5 }; BODY; } break; \
-    case 6: { enum { rows = 6 }; BODY; } break; \
-    case 7: { enum { rows = 7 }; BODY; } break; \
-    case 8: { enum { rows = 8 }; BODY; } break; \
-    case 9: { enum { rows = 9 }; BODY; } break; \
-    case 10: { enum { rows = 10 }; BODY; } break; \
-    case 11: { enum { rows = 11 }; BODY; } break; \
-    default: { enum { rows = 12 }; BODY; } break; \
-    }
-
-#define WITH_FEW_ROWS(rows_, BODY) \
-    switch (rows_) { \
-    case 1: { enum { rows = 1 }; BODY; } break; \
-    case 2: { enum { rows = 2 }; BODY; } break; \
-    case 3: { enum { rows = 3 }; BODY; } break; \
-    case 4: { enum { rows = 4 }; BODY; } break; \
-    case 5: { enum { rows = 5 }; BODY; } break; \
-    default: { enum { rows = 6 }; BODY; } break; \
-    }
+#define CASE(count, BODY) case count: { enum { rows = count }; BODY; } break;
+#define CASES_TO_6(BODY) CASE(1, BODY) CASE(2, BODY) CASE(3, BODY) CASE(4, BODY) CASE(5, BODY) CASE(6, BODY)
+#define CASES_TO_12(BODY) \
+    CASES_TO_6(BODY) CASE(7, BODY) CASE(8, BODY) CASE(9, BODY) CASE(10, BODY) CASE(11, BODY) CASE(12, BODY)
+#define WITH_ROWS(count, BODY) switch (count) { CASES_TO_12(BODY) }
+#define WITH_FEW_ROWS(count, BODY) switch (count) { CASES_TO_6(BODY) }
 
 /* What becomes of the sums of a linear layer: see `linear` in native.py. */
 typedef struct {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
@@ -200,7 +201,7 @@ class Loaded(NamedTuple):
 @functools.cache
 def load_native(config: EngineConfig) -> Loaded:
     """The kernels in C, compiled into the cache of `config` where they are not there yet."""
-    missing = [name for name in ("avx512_bf16", "avx512_vnni") if name not in _cpu_flags()]
+    missing = [name for name in ("avx512_bf16", "avx512_vnni") if name not in cpu_flags()]
     if missing:
         return Loaded(None, f"this CPU has no {' and no '.join(missing)}")
     try:
@@ -214,13 +215,14 @@ def load_native(config: EngineConfig) -> Loaded:
     return Loaded(Native(library), "")
 
 
-def _cpu_flags() -> frozenset[str]:
+def cpu_flags() -> frozenset[str]:
     """The processor's features in Linux's words; empty where they cannot be known."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return frozenset()
-    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
+    found = re.search(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)
+    return frozenset(found[1].split()) if found else frozenset()
 
 
 def _threads() -> int:

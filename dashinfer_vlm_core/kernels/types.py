@@ -18,13 +18,13 @@ class Activation(IntEnum):
     NONE = 0
     QUICK_GELU = 1
     """x * sigmoid(1.702 x) (arXiv:1606.08415, 2)."""
-    GELU = 3
     SILU_GATE = 2
     """The weights are a gate's rows and then as many of an up projection: silu(gate) * up (arXiv:2002.05202)."""
+    GELU = 3
 
 
 class Linear(Protocol):
-    """A linear layer, its weights laid out as the kernels want them. `outputs` is the width of its result."""
+    """A linear layer, its weights laid out as the kernels want them."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, outputs] of x [rows, inputs]; the last dimension of x is contiguous."""
@@ -82,8 +82,8 @@ class Kernels(Protocol):
     Attributes:
         name: for people.
         quantises: whether `linear` knows int8.
-        turn: entered for a stretch of work that should not be shared with others on the same cores; some tens of
-            milliseconds at most, so that others come on.
+        turn: entered for a stretch of work that should not be shared with others on the same cores: a step of the
+            decoder, or a quarter of a second of the tower, so that others come on.
     """
 
     name: str

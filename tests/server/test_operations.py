@@ -336,6 +336,13 @@ def test_what_cannot_be_counted_is_refused_by_name(scripted, path, body, param):
 # Deadlines
 
 
+def test_a_preview_has_to_be_there_in_time(scripted):
+    served = scripted("Never asked.", settings={"request_timeout": 0.0001})
+    with served.server.http() as client:
+        reply = client.post("/v1/media/preview", json=HELLO)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_has_to_be_there_in_time(scripted, stream):
     served = scripted("A long answer. " * 50, "Fine.", delay=0.1, settings={"request_timeout": 0.5})
