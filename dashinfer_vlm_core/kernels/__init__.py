@@ -12,9 +12,12 @@ import torch
 from ..config import EngineConfig
 from .native import load_native
 from .plain import Plain
-from .types import Activation, Kernels, Linear, Span, Spans
+from .types import Activation, DecoderLayer, DecoderLayers, DecoderShape, Kernels, Linear, Pass, Span, Spans
 
-__all__ = ["Activation", "Kernels", "Linear", "Span", "Spans", "choose_kernels"]
+__all__ = [
+    "Activation", "DecoderLayer", "DecoderLayers", "DecoderShape", "Kernels", "Linear", "Pass", "Span", "Spans",
+    "choose_kernels",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 

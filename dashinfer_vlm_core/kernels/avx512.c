@@ -113,21 +113,30 @@ INLINE void tile(const int rows, const int vectors, const bf16 *a, ptrdiff_t lda
 #define WITH_ROWS(count, BODY) switch (count) { CASES_TO_12(BODY) }
 #define WITH_FEW_ROWS(count, BODY) switch (count) { CASES_TO_6(BODY) }
 
-/* What becomes of the sums of a linear layer: see `linear` in native.py. */
+/* A linear layer: see `linear` in native.py. */
 typedef struct {
-    const bf16 *bias;  /* [columns], or null */
-    void *out;         /* [rows, columns] of bf16, or of float if `wide` */
-    int64_t stride;    /* between rows of `out` */
-    int64_t columns;   /* of `out`; half of the panels' with SILU_GATE */
+    const void *packed;
+    const float *scales; /* of the packed rows, if the weights have 8 bits; else null */
+    const bf16 *bias;    /* [columns], or null */
+    int64_t outputs;     /* the weights' own rows */
+    int64_t inputs;
+    int64_t columns;     /* of results; half of the outputs with SILU_GATE */
     int32_t activation;
-    int32_t add;       /* to what `out` holds */
-    int32_t wide;
+    int32_t wide;        /* results are float */
+} Matrix;
+
+/* What becomes of its sums. */
+typedef struct {
+    const Matrix *m;
+    void *out;      /* [rows, columns] */
+    int64_t stride; /* between rows of `out` */
+    int32_t add;    /* to what `out` holds */
 } Ending;
 
 INLINE void put(const Ending *end, ptrdiff_t row, ptrdiff_t column, __m512 x)
 {
-    __mmask16 lanes = first(end->columns - column);
-    if (end->wide) {
+    __mmask16 lanes = first(end->m->columns - column);
+    if (end->m->wide) {
         _mm512_mask_storeu_ps((float *)end->out + row * end->stride + column, lanes, x);
         return;
     }
@@ -137,16 +146,17 @@ INLINE void put(const Ending *end, ptrdiff_t row, ptrdiff_t column, __m512 x)
 
 INLINE void finish(const Ending *end, ptrdiff_t row, ptrdiff_t panel, __m512 left, __m512 right)
 {
-    if (end->activation == SILU_GATE) {
+    const Matrix *m = end->m;
+    if (m->activation == SILU_GATE) {
         put(end, row, panel * LANES, _mm512_mul_ps(swish(left, 1.0f), right));
         return;
     }
     ptrdiff_t column = panel * PANEL;
-    if (end->bias) {
-        left = _mm512_add_ps(left, load(end->bias + column, first(end->columns - column)));
-        right = _mm512_add_ps(right, load(end->bias + column + LANES, first(end->columns - column - LANES)));
+    if (m->bias) {
+        left = _mm512_add_ps(left, load(m->bias + column, first(m->columns - column)));
+        right = _mm512_add_ps(right, load(m->bias + column + LANES, first(m->columns - column - LANES)));
     }
-    if (end->activation == QUICK_GELU) left = swish(left, 1.702f), right = swish(right, 1.702f);
+    if (m->activation == QUICK_GELU) left = swish(left, 1.702f), right = swish(right, 1.702f);
     put(end, row, column, left);
     put(end, row, column + LANES, right);
 }
@@ -176,10 +186,11 @@ void pack_bf16(const uint32_t *weight, int64_t outputs, int64_t inputs, int32_t 
             }
 }
 
-static void linear_rows(const bf16 *x, ptrdiff_t stride, const bf16 *packed, ptrdiff_t panel, ptrdiff_t pairs,
-                        ptrdiff_t start, ptrdiff_t stop, const Ending *end)
+static void linear_rows(const bf16 *x, ptrdiff_t stride, ptrdiff_t panel, ptrdiff_t start, ptrdiff_t stop,
+                        const Ending *end)
 {
-    const bf16 *weights = packed + panel * pairs * 2 * PANEL;
+    ptrdiff_t pairs = end->m->inputs / 2;
+    const bf16 *weights = (const bf16 *)end->m->packed + panel * pairs * 2 * PANEL;
     ptrdiff_t blocks = (stop - start + TILE_ROWS - 1) / TILE_ROWS;
     for (ptrdiff_t block = 0; block < blocks; block++) {
         ptrdiff_t row = start + (stop - start) * block / blocks, next = start + (stop - start) * (block + 1) / blocks;
@@ -191,25 +202,28 @@ static void linear_rows(const bf16 *x, ptrdiff_t stride, const bf16 *packed, ptr
     }
 }
 
-/* x [rows, inputs] times packed weights; `outputs` are the weights' own rows. */
-void linear_bf16(const bf16 *x, int64_t stride, const bf16 *packed, int64_t rows, int64_t outputs, int64_t inputs,
-                 const Ending *end, int32_t threads)
+static void linear_bf16(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Ending *end, int threads)
 {
-    ptrdiff_t panels = (outputs + PANEL - 1) / PANEL, groups = (rows + ROW_GROUP - 1) / ROW_GROUP;
+    ptrdiff_t panels = (end->m->outputs + PANEL - 1) / PANEL, groups = (rows + ROW_GROUP - 1) / ROW_GROUP;
 #pragma omp parallel for schedule(dynamic, groups > 1 ? 1 : 2) num_threads(threads)
     for (ptrdiff_t task = 0; task < panels * groups; task++) {
         ptrdiff_t panel = task / groups, group = task % groups;
-        linear_rows(x, stride, packed, panel, inputs / 2, rows * group / groups, rows * (group + 1) / groups, end);
+        linear_rows(x, stride, panel, rows * group / groups, rows * (group + 1) / groups, end);
     }
 }
 
 /* Products of int8 ------------------------------------------------------------------------------------------------- */
 
+/* The largest magnitude; NaN, if there is one: without their sign, numbers are ordered as integers, NaN last. */
 static float largest(const bf16 *x, ptrdiff_t count)
 {
-    __m512 most = _mm512_setzero_ps();
-    for (ptrdiff_t k = 0; k < count; k += LANES) most = _mm512_max_ps(most, _mm512_abs_ps(load(x + k, first(count - k))));
-    return _mm512_reduce_max_ps(most);
+    __m512i most = _mm512_setzero_si512();
+    for (ptrdiff_t k = 0; k < count; k += LANES)
+        most = _mm512_max_epu32(most, _mm512_castps_si512(_mm512_abs_ps(load(x + k, first(count - k)))));
+    uint32_t bits = _mm512_reduce_max_epu32(most);
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
 }
 
 /* Weights as bytes, 128 added: row r is (byte - 128) * scales[r]. The packed rows of a panel are in its order. */
@@ -289,38 +303,51 @@ INLINE void tile_int8(const int rows, const Quantised *x, ptrdiff_t row, ptrdiff
     }
 }
 
-static void linear_rows_int8(const Quantised *x, const uint8_t *packed, const float *scales, ptrdiff_t panel,
-                             ptrdiff_t inputs, ptrdiff_t start, ptrdiff_t stop, const Ending *end)
+static void linear_rows_int8(const Quantised *x, ptrdiff_t panel, ptrdiff_t start, ptrdiff_t stop, const Ending *end)
 {
-    __m512 left = _mm512_loadu_ps(scales + panel * PANEL), right = _mm512_loadu_ps(scales + panel * PANEL + LANES);
+    const float *scales = end->m->scales + panel * PANEL;
+    __m512 left = _mm512_loadu_ps(scales), right = _mm512_loadu_ps(scales + LANES);
+    ptrdiff_t inputs = end->m->inputs;
+    const uint8_t *weights = (const uint8_t *)end->m->packed + panel * inputs * PANEL;
     ptrdiff_t blocks = (stop - start + TILE_ROWS_INT8 - 1) / TILE_ROWS_INT8;
     for (ptrdiff_t block = 0; block < blocks; block++) {
         ptrdiff_t row = start + (stop - start) * block / blocks, next = start + (stop - start) * (block + 1) / blocks;
         WITH_FEW_ROWS(next - row, {
             __m512 acc[TILE_ROWS_INT8][2];
-            tile_int8(rows, x, row, inputs, packed + panel * inputs * PANEL, acc);
+            tile_int8(rows, x, row, inputs, weights, acc);
             UNROLL for (int m = 0; m < rows; m++)
                 finish(end, row + m, panel, _mm512_mul_ps(acc[m][0], left), _mm512_mul_ps(acc[m][1], right));
         })
     }
 }
 
-void linear_int8(const bf16 *x, int64_t stride, const uint8_t *packed, const float *scales, int64_t rows, int64_t outputs,
-                 int64_t inputs, const Quantised *space, const Ending *end, int32_t threads)
+static void linear_int8(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Ending *end, char *space, int threads)
 {
-    ptrdiff_t panels = (outputs + PANEL - 1) / PANEL, groups = (rows + ROW_GROUP - 1) / ROW_GROUP;
-    ptrdiff_t blocks = (inputs + QUANT_BLOCK - 1) / QUANT_BLOCK;
+    ptrdiff_t panels = (end->m->outputs + PANEL - 1) / PANEL, groups = (rows + ROW_GROUP - 1) / ROW_GROUP;
+    ptrdiff_t inputs = end->m->inputs, blocks = (inputs + QUANT_BLOCK - 1) / QUANT_BLOCK;
+    Quantised q = {.scales = (float *)space, .offsets = (int32_t *)space + rows * blocks};
+    q.bytes = (int8_t *)(q.offsets + rows * blocks);
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for
         for (ptrdiff_t row = 0; row < rows; row++)
-            quantise_row(x + row * stride, inputs, space->bytes + row * inputs, space->scales + row * blocks,
-                         space->offsets + row * blocks);
+            quantise_row(x + row * stride, inputs, q.bytes + row * inputs, q.scales + row * blocks, q.offsets + row * blocks);
 #pragma omp for schedule(dynamic, groups > 1 ? 1 : 2)
         for (ptrdiff_t task = 0; task < panels * groups; task++)
-            linear_rows_int8(space, packed, scales, task / groups, inputs, rows * (task % groups) / groups,
-                             rows * (task % groups + 1) / groups, end);
+            linear_rows_int8(&q, task / groups, rows * (task % groups) / groups, rows * (task % groups + 1) / groups, end);
     }
+}
+
+/* Bytes that `linear` needs for rows of so many inputs, if the weights have 8 bits. */
+int64_t linear_space(int64_t rows, int64_t inputs) { return rows * (inputs + 8 * ((inputs + QUANT_BLOCK - 1) / QUANT_BLOCK)); }
+
+/* x [rows, inputs] times the weights, into `out` or, with `add`, on top of it. */
+void linear(const Matrix *m, const bf16 *x, int64_t stride, int64_t rows, void *out, int64_t out_stride, int32_t add,
+            char *space, int32_t threads)
+{
+    Ending end = {m, out, out_stride, add};
+    if (m->scales) linear_int8(x, stride, rows, &end, space, threads);
+    else linear_bf16(x, stride, rows, &end, threads);
 }
 
 /* Norms and rotary positions --------------------------------------------------------------------------------------- */
@@ -347,7 +374,7 @@ INLINE void norm_row(const bf16 *x, const bf16 *weight, const bf16 *bias, float 
     }
 }
 
-void norm_bf16(const bf16 *x, int64_t stride, const bf16 *weight, const bf16 *bias, float eps, bf16 *out, int64_t rows,
+void norm(const bf16 *x, int64_t stride, const bf16 *weight, const bf16 *bias, float eps, bf16 *out, int64_t rows,
                int64_t columns, int32_t threads)
 {
 #pragma omp parallel for num_threads(threads) if (rows > 16)
@@ -356,7 +383,7 @@ void norm_bf16(const bf16 *x, int64_t stride, const bf16 *weight, const bf16 *bi
 }
 
 /* Turns each pair (x[i], x[i + half]) of `heads` heads, in place; cos and sin are [rows, half]. */
-void rotate_bf16(bf16 *x, int64_t stride, const float *cos, const float *sin, int64_t rows, int64_t heads, int64_t half,
+void rotate(bf16 *x, int64_t stride, const float *cos, const float *sin, int64_t rows, int64_t heads, int64_t half,
                  int32_t threads)
 {
 #pragma omp parallel for num_threads(threads) if (rows > 16)
@@ -548,7 +575,7 @@ static void attend_tile(const Heads *h, const Span *span, const Scratch *s, ptrd
 }
 
 /* Attention of each segment's queries to its own keys. `space` has `attend_space` bytes for each thread. */
-void attend_bf16(const Heads *h, const Span *spans, int64_t count, char *space, int32_t threads)
+void attend(const Heads *h, const Span *spans, int64_t count, char *space, int32_t threads)
 {
     ptrdiff_t group = h->heads / h->kv_heads, step = ROW_GROUP / group, bytes = rounded(scratch_bytes(h->width), 64);
     ptrdiff_t tiles = 0;
@@ -567,3 +594,88 @@ void attend_bf16(const Heads *h, const Span *spans, int64_t count, char *space, 
 }
 
 int64_t attend_space(int64_t width) { return rounded(scratch_bytes(width), 64); }
+
+/* Layers of a decoder ---------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const bf16 *input_norm;
+    const Matrix *qkv, *output;
+    const bf16 *mlp_norm;
+    const Matrix *gate_up, *down;
+} Layer;
+
+typedef struct { /* new tokens of many requests: see `Pass` in types.py */
+    bf16 *x;       /* [rows, hidden]; overwritten */
+    int64_t rows, hidden;
+    const float *cos, *sin;
+    const int64_t *slots;
+    const Span *spans;
+    int64_t span_count;
+    const int64_t *last; /* increasing */
+    int64_t last_count;
+    const Span *last_spans;
+    bf16 *out;   /* [last_count, hidden] */
+    bf16 *cache; /* [layers, 2 * kv_heads, cache_rows, width] */
+    int64_t cache_rows;
+    bf16 *normed, *qkv, *mixed, *inner; /* room for one result of each kind */
+    char *linear_space, *attend_space;
+} Pass;
+
+typedef struct {
+    int64_t heads, kv_heads, width;
+    float scale, eps;
+} Shape;
+
+static void store_keys_values(const Pass *p, const Shape *s, bf16 *cache)
+{
+    ptrdiff_t stride = (s->heads + 2 * s->kv_heads) * s->width;
+    for (ptrdiff_t row = 0; row < p->rows; row++)
+        for (ptrdiff_t head = 0; head < 2 * s->kv_heads; head++)
+            memcpy(cache + (head * p->cache_rows + p->slots[row]) * s->width,
+                   p->qkv + row * stride + (s->heads + head) * s->width, 2 * s->width);
+}
+
+/* The rows that are asked for: their hidden states into `out`, their queries to the front. */
+static void keep_last(const Pass *p, const Shape *s)
+{
+    ptrdiff_t stride = (s->heads + 2 * s->kv_heads) * s->width;
+    for (ptrdiff_t i = 0; i < p->last_count; i++) {
+        memcpy(p->out + i * p->hidden, p->x + p->last[i] * p->hidden, 2 * p->hidden);
+        if (p->last[i] > i) memcpy(p->qkv + i * stride, p->qkv + p->last[i] * stride, 2 * s->heads * s->width);
+    }
+}
+
+/* Attention and then the MLP of a layer, added to `x`. */
+static void mix(const Layer *l, const Pass *p, const Shape *s, const bf16 *cache, bf16 *x, ptrdiff_t rows,
+                const Span *spans, ptrdiff_t span_count, int threads)
+{
+    ptrdiff_t head = p->cache_rows * s->width, mixed = s->heads * s->width, inner = l->gate_up->columns;
+    Heads h = {
+        p->qkv, cache, cache + s->kv_heads * head, p->mixed, mixed + 2 * s->kv_heads * s->width, s->width, s->width,
+        head, mixed, s->heads, s->kv_heads, s->width, s->scale,
+    };
+    attend(&h, spans, span_count, p->attend_space, threads);
+    linear(l->output, p->mixed, mixed, rows, x, p->hidden, 1, p->linear_space, threads);
+    norm(x, p->hidden, l->mlp_norm, NULL, s->eps, p->normed, rows, p->hidden, threads);
+    linear(l->gate_up, p->normed, p->hidden, rows, p->inner, inner, 0, p->linear_space, threads);
+    linear(l->down, p->inner, inner, rows, x, p->hidden, 1, p->linear_space, threads);
+}
+
+/* All layers, in one call: handing the interpreter's lock over for each of their parts took a third of a step. */
+void decode(const Layer *layers, int64_t count, const Shape *s, const Pass *p, int32_t threads)
+{
+    ptrdiff_t heads = s->heads + s->kv_heads, stride = (heads + s->kv_heads) * s->width;
+    for (ptrdiff_t i = 0; i < count; i++) {
+        bf16 *cache = p->cache + i * 2 * s->kv_heads * p->cache_rows * s->width;
+        norm(p->x, p->hidden, layers[i].input_norm, NULL, s->eps, p->normed, p->rows, p->hidden, threads);
+        linear(layers[i].qkv, p->normed, p->hidden, p->rows, p->qkv, stride, 0, p->linear_space, threads);
+        rotate(p->qkv, stride, p->cos, p->sin, p->rows, heads, s->width / 2, threads);
+        store_keys_values(p, s, cache);
+        if (i + 1 < count) {
+            mix(layers + i, p, s, cache, p->x, p->rows, p->spans, p->span_count, threads);
+        } else if (p->last_count) {
+            keep_last(p, s);
+            mix(layers + i, p, s, cache, p->out, p->last_count, p->last_spans, p->last_count, threads);
+        }
+    }
+}

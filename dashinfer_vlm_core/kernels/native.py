@@ -5,22 +5,22 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import EngineConfig
 from .build import BuildError, build
+from .layers import ComposedLayers
+from .native_layers import NativeLayers
+from .native_linear import NativeInt8Linear, NativeLinear
 from .plain import Plain
 from .turns import CPU_TURNS
-from .types import Activation, Linear, Spans
-
-PANEL = 32
-QUANT_BLOCK = 128
+from .types import Activation, DecoderLayer, DecoderLayers, DecoderShape, Linear, Spans
 
 MOST_SHARING = 192
 """Heads that share keys: their queries of one token are worked on together."""
@@ -30,27 +30,14 @@ _INT, _LONG, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, 
 SIGNATURES = {
     "pack_bf16": (_POINTER, _LONG, _LONG, _INT, _POINTER, _INT),
     "pack_int8": (_POINTER, _LONG, _LONG, _INT, _POINTER, _POINTER, _INT),
-    "linear_bf16": (_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _POINTER, _INT),
-    "linear_int8": (_POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _INT),
-    "norm_bf16": (_POINTER, _LONG, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG, _INT),
-    "rotate_bf16": (_POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, _LONG, _INT),
-    "attend_bf16": (_POINTER, _POINTER, _LONG, _POINTER, _INT),
+    "linear": (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, _INT, _POINTER, _INT),
+    "norm": (_POINTER, _LONG, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG, _INT),
+    "rotate": (_POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, _LONG, _INT),
+    "attend": (_POINTER, _POINTER, _LONG, _POINTER, _INT),
+    "decode": (_POINTER, _LONG, _POINTER, _POINTER, _INT),
+    "linear_space": (_LONG, _LONG),
+    "attend_space": (_LONG,),
 }
-
-
-class Ending(ctypes.Structure):
-    """`Ending` in C."""
-
-    _fields_ = (
-        ("bias", _POINTER), ("out", _POINTER), ("stride", _LONG), ("columns", _LONG), ("activation", _INT),
-        ("add", _INT), ("wide", _INT),
-    )  # fmt: skip
-
-
-class Quantised(ctypes.Structure):
-    """`Quantised` in C."""
-
-    _fields_ = (("bytes", _POINTER), ("scales", _POINTER), ("offsets", _POINTER))
 
 
 class Heads(ctypes.Structure):
@@ -84,7 +71,7 @@ class Native:
     ) -> Linear:
         if weight.shape[1] % 4:  # four inputs of a weight stand side by side
             return Plain("cpu").linear(weight, bias, activation=activation, wide=wide)
-        made = _Int8Linear if int8 else _Linear
+        made = NativeInt8Linear if int8 else NativeLinear
         return made(self._library, weight.contiguous(), bias, activation, wide)
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -92,7 +79,7 @@ class Native:
         assert x.stride(1) == 1
         out = torch.empty(rows, columns, dtype=x.dtype)
         shift = None if bias is None else bias.data_ptr()
-        self._library.norm_bf16(
+        self._library.norm(
             x.data_ptr(), x.stride(0), weight.data_ptr(), shift, eps, out.data_ptr(), rows, columns, _threads()
         )
         return out
@@ -102,7 +89,7 @@ class Native:
         assert x.stride()[1:] == (width, 1)
         assert cos.is_contiguous()
         assert sin.is_contiguous()
-        self._library.rotate_bf16(
+        self._library.rotate(
             x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), rows, heads, width // 2, _threads()
         )
 
@@ -110,7 +97,7 @@ class Native:
         rows, heads, width = q.shape
         assert k.stride() == v.stride()
         assert q.stride(2) == k.stride(2) == 1
-        if width % 2 or heads > MOST_SHARING * len(k):
+        if not _attends(heads, len(k), width):
             return Plain("cpu").attend(q, k, v, spans)
         out = torch.empty(rows, heads * width, dtype=q.dtype)
         threads = _threads()
@@ -120,75 +107,19 @@ class Native:
             k.stride(0), heads * width, heads, len(k), width, width**-0.5,
         )  # fmt: skip
         table = spans.table
-        self._library.attend_bf16(ctypes.byref(description), table.data_ptr(), len(table), space.data_ptr(), threads)
+        self._library.attend(ctypes.byref(description), table.data_ptr(), len(table), space.data_ptr(), threads)
         return out
 
-
-class _Linear:
-    """bfloat16 weights in panels."""
-
-    def __init__(
-        self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None, activation: Activation, wide: bool
-    ) -> None:
-        self._library = library
-        self._bias = bias
-        self._activation = activation
-        self._wide = wide
-        self._outputs, self._inputs = weight.shape
-        gated = activation is Activation.SILU_GATE
-        self._columns = self._outputs // 2 if gated else self._outputs
-        assert not gated or bias is None
-        self._pack(weight, gated)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        out = torch.empty(len(x), self._columns, dtype=torch.float32 if self._wide else torch.bfloat16)
-        self._run(x, self._ending(out, add=False))
-        return F.gelu(out) if self._activation is Activation.GELU else out
-
-    def add_to(self, total: Tensor, x: Tensor) -> None:
-        self._run(x, self._ending(total, add=True))
-
-    def _ending(self, out: Tensor, *, add: bool) -> Ending:
-        bias = None if self._bias is None else self._bias.data_ptr()
-        return Ending(bias, out.data_ptr(), out.stride(0), self._columns, self._activation, add, self._wide)
-
-    def _pack(self, weight: Tensor, gated: bool) -> None:
-        panels = -(-self._outputs // PANEL)
-        self._packed = torch.empty(panels * PANEL * self._inputs, dtype=torch.bfloat16)
-        self._library.pack_bf16(
-            weight.data_ptr(), self._outputs, self._inputs, gated, self._packed.data_ptr(), _threads()
-        )
-
-    def _run(self, x: Tensor, ending: Ending) -> None:
-        assert x.stride(1) == 1
-        self._library.linear_bf16(
-            x.data_ptr(), x.stride(0), self._packed.data_ptr(), len(x), self._outputs, self._inputs,
-            ctypes.byref(ending), _threads(),
-        )  # fmt: skip
+    def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> DecoderLayers:
+        ours = all(isinstance(part, Tensor | NativeLinear) for layer in layers for part in layer)
+        if ours and _attends(shape.heads, shape.kv_heads, shape.width):
+            return NativeLayers(self._library, layers, shape)
+        return ComposedLayers(self, layers, shape)
 
 
-class _Int8Linear(_Linear):
-    """Weights of 8 bits in panels, one scale per output; activations get 8 bits and a scale per 128 inputs."""
-
-    def _pack(self, weight: Tensor, gated: bool) -> None:
-        panels = -(-self._outputs // PANEL)
-        self._packed = torch.empty(panels * PANEL * self._inputs, dtype=torch.uint8)
-        self._scales = torch.empty(panels * PANEL, dtype=torch.float32)
-        self._library.pack_int8(
-            weight.data_ptr(), self._outputs, self._inputs, gated, self._packed.data_ptr(), self._scales.data_ptr(),
-            _threads(),
-        )  # fmt: skip
-
-    def _run(self, x: Tensor, ending: Ending) -> None:
-        assert x.stride(1) == 1
-        rows, blocks = len(x), -(-self._inputs // QUANT_BLOCK)
-        data = torch.empty(rows, self._inputs, dtype=torch.int8)
-        scales = torch.empty(2, rows, blocks, dtype=torch.float32)  # the second half holds int32 offsets
-        space = Quantised(data.data_ptr(), scales[0].data_ptr(), scales[1].data_ptr())
-        self._library.linear_int8(
-            x.data_ptr(), x.stride(0), self._packed.data_ptr(), self._scales.data_ptr(), rows, self._outputs,
-            self._inputs, ctypes.byref(space), ctypes.byref(ending), _threads(),
-        )  # fmt: skip
+def _attends(heads: int, kv_heads: int, width: int) -> bool:
+    """Whether attention of that shape is known in C."""
+    return width % 2 == 0 and heads <= MOST_SHARING * kv_heads
 
 
 class Loaded(NamedTuple):
@@ -210,8 +141,7 @@ def load_native(config: EngineConfig) -> Loaded:
         return Loaded(None, str(error))
     for name, types in SIGNATURES.items():
         getattr(library, name).argtypes = types
-        getattr(library, name).restype = None
-    library.attend_space.argtypes, library.attend_space.restype = (_LONG,), _LONG
+        getattr(library, name).restype = _LONG if name.endswith("_space") else None
     return Loaded(Native(library), "")
 
 

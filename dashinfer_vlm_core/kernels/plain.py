@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import groupby
 from typing import Any
@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .layers import ComposedLayers
 from .turns import CPU_TURNS
-from .types import Activation, Linear, Span, Spans
+from .types import Activation, DecoderLayer, DecoderLayers, DecoderShape, Linear, Span, Spans
 
 
 class Plain:
@@ -58,6 +59,9 @@ class Plain:
             for span, mask in zip(spans.spans, spans.masks, strict=True)
             for rows in [slice(span.row, span.row + span.keys)]
         ])  # fmt: skip
+
+    def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> DecoderLayers:
+        return ComposedLayers(self, layers, shape)
 
 
 class _Linear:

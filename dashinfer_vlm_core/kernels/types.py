@@ -76,6 +76,79 @@ def _mask(span: Span, device: torch.device | str) -> Tensor | None:
     return torch.ones(span.tokens, span.keys, dtype=torch.bool, device=device).tril(span.start)
 
 
+class DecoderLayer(NamedTuple):
+    """One layer of a decoder, without biases but those of `qkv`.
+
+    Attributes:
+        input_norm: weight of an RMSNorm.
+        qkv: query, key and value heads, one under the other.
+        output: of attention.
+        mlp_norm: weight of an RMSNorm.
+        gate_up: silu(gate) * up.
+        down: back to the hidden size.
+    """
+
+    input_norm: Tensor
+    qkv: Linear
+    output: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class DecoderShape(NamedTuple):
+    """What all layers of a decoder have in common.
+
+    Attributes:
+        heads: of queries.
+        kv_heads: of keys, and of values.
+        width: of a head.
+        eps: of the norms.
+    """
+
+    heads: int
+    kv_heads: int
+    width: int
+    eps: float
+
+
+class Pass(NamedTuple):
+    """New tokens of many requests, one request after the other.
+
+    Attributes:
+        cos: float32 [tokens, width / 2], see `Kernels.rotate_`.
+        sin: likewise.
+        slots: int64 [tokens], the rows of the cache that take each token's keys and values.
+        spans: one per request.
+        last: int64, increasing: the tokens whose hidden states are asked for.
+        last_spans: one per token of `last`.
+        cache: [layers, 2 * kv_heads, rows, width]: keys, and then values, of all tokens before.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    slots: Tensor
+    spans: Spans
+    last: Tensor
+    last_spans: Spans
+    cache: Tensor
+
+
+class DecoderLayers(Protocol):
+    """All layers of a decoder, one after the other."""
+
+    def __call__(self, x: Tensor, batch: Pass) -> Tensor:
+        """Hidden states after the last layer; keys and values of the new tokens are written to the cache.
+
+        Args:
+            x: [tokens, hidden], contiguous; overwritten.
+            batch: what else there is to know of them.
+
+        Returns:
+            [len(batch.last), hidden]: the last layer computes no others.
+        """
+
+
 class Kernels(Protocol):
     """Stateless; used by any thread.
 
@@ -126,3 +199,6 @@ class Kernels(Protocol):
         Returns:
             [rows, heads * width].
         """
+
+    def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> DecoderLayers:
+        """Layers whose linear layers these kernels made."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dashinfer_vlm_core.kernels import Activation, Kernels, Linear, Spans
+from dashinfer_vlm_core.kernels import Activation, DecoderLayer, DecoderShape, Kernels, Linear, Pass, Spans
 from dashinfer_vlm_core.qwen2_vl.config import TextConfig
 from dashinfer_vlm_core.qwen2_vl.weights import Weights
 
@@ -21,15 +21,10 @@ from .attention import KVCache
 
 
 class Batch(NamedTuple):
-    """New tokens of many requests, one request after the other.
+    """New tokens of many requests, one request after the other; all but the positions as in `Pass`.
 
     Attributes:
         positions: int64 [3, tokens].
-        slots: int64 [tokens], the rows of the cache that take each token's keys and values.
-        spans: one per request.
-        last: int64, the tokens whose hidden states are asked for.
-        last_spans: one per token of `last`.
-        cache: keys and values of all tokens before.
     """
 
     positions: Tensor
@@ -37,25 +32,6 @@ class Batch(NamedTuple):
     spans: Spans
     last: Tensor
     last_spans: Spans
-    cache: KVCache
-
-
-class Layer(NamedTuple):
-    """Weights of one layer.
-
-    Attributes:
-        number: counts from 0.
-        qkv: query, key and value heads, one under the other.
-        gate_up: silu(gate) * up.
-    """
-
-    number: int
-    input_norm: Tensor
-    qkv: Linear
-    output: Linear
-    mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
 
 
 class TextModel:
@@ -79,7 +55,10 @@ class TextModel:
         read = _Reader(weights, kernels, device, dtype, int8)
         hidden, vocab = config.hidden_size, config.vocab_size
         self._embedding = read.tensor("model.embed_tokens.weight", vocab, hidden)
-        self._layers = [_read_layer(read, config, number) for number in range(config.num_hidden_layers)]
+        self._layers = kernels.decoder_layers(
+            [_read_layer(read, config, number) for number in range(config.num_hidden_layers)],
+            DecoderShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.rms_norm_eps),
+        )
         self._norm = read.tensor("model.norm.weight", hidden)
         head = self._embedding if config.tie_word_embeddings else read.tensor("lm_head.weight", vocab, hidden)
         self._head = kernels.linear(head, wide=True, int8=int8)
@@ -89,44 +68,14 @@ class TextModel:
         """[tokens, hidden_size] of int64 [tokens]; memory of its own, to be written to."""
         return F.embedding(token_ids, self._embedding)
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        """Hidden states after the last layer; keys and values of the new tokens are written to the cache.
-
-        Args:
-            x: [tokens, hidden_size], embeddings of the spans' new tokens one after the other; overwritten.
-            batch: what else there is to know of them.
-
-        Returns:
-            [len(batch.last), hidden_size], not normalised: `logits` does that. The last layer computes no others.
-        """
-        turn = self._rotary(batch.positions)
-        for layer in self._layers[:-1]:
-            self._mix(layer, x, self._queries(layer, x, batch, turn), batch.spans, batch.cache)
-        queries = self._queries(self._layers[-1], x, batch, turn)
-        x = x[batch.last]
-        if len(x):
-            self._mix(self._layers[-1], x, queries[batch.last], batch.last_spans, batch.cache)
-        return x
+    def forward(self, x: Tensor, batch: Batch, cache: KVCache) -> Tensor:
+        """Hidden states after the last layer, not normalised, which `logits` does; see `DecoderLayers`."""
+        cos, sin = self._rotary(batch.positions)
+        return self._layers(x, Pass(cos, sin, *batch[1:], cache.pool))
 
     def logits(self, x: Tensor) -> Tensor:
         """float32 [rows, vocab_size] of hidden states [rows, hidden_size]."""
-        return self._head(self._normalise(x, self._norm))
-
-    def _normalise(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.kernels.norm(x, weight, None, self.config.rms_norm_eps)
-
-    def _queries(self, layer: Layer, x: Tensor, batch: Batch, turn: Turn) -> Tensor:
-        """[tokens, heads, head_dim]; keys and values go into the cache."""
-        heads = self.config.num_attention_heads
-        qkv = layer.qkv(self._normalise(x, layer.input_norm)).view(len(x), -1, self.config.head_dim)
-        self.kernels.rotate_(qkv[:, : heads + self.config.num_key_value_heads], turn.cos, turn.sin)
-        batch.cache.write(layer.number, batch.slots, qkv[:, heads:])
-        return qkv[:, :heads]
-
-    def _mix(self, layer: Layer, x: Tensor, queries: Tensor, spans: Spans, cache: KVCache) -> None:
-        """Add attention and then the MLP to x, in place."""
-        layer.output.add_to(x, self.kernels.attend(queries, *cache.layer(layer.number), spans))
-        layer.down.add_to(x, layer.gate_up(self._normalise(x, layer.mlp_norm)))
+        return self._head(self.kernels.norm(x, self._norm, None, self.config.rms_norm_eps))
 
 
 class Turn(NamedTuple):
@@ -171,14 +120,13 @@ class _Reader(NamedTuple):
         return self.kernels.linear(weight, bias, activation=activation, int8=self.int8)
 
 
-def _read_layer(read: _Reader, config: TextConfig, number: int) -> Layer:
+def _read_layer(read: _Reader, config: TextConfig, number: int) -> DecoderLayer:
     prefix = f"model.layers.{number}"
     hidden, inner = config.hidden_size, config.intermediate_size
     query, key = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
     qkv = [f"{prefix}.self_attn.{name}_proj" for name in ("q", "k", "v")]
     gate_up = [f"{prefix}.mlp.{name}_proj.weight" for name in ("gate", "up")]
-    return Layer(
-        number=number,
+    return DecoderLayer(
         input_norm=read.tensor(f"{prefix}.input_layernorm.weight", hidden),
         qkv=read.linear(
             read.fused([f"{name}.weight" for name in qkv], [query, key, key], hidden),

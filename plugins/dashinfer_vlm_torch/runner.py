@@ -49,10 +49,8 @@ class Runner:
         whole = [(chunk.run, span) for chunk, span in zip(chunks, spans, strict=True) if chunk.last]
         last = torch.tensor([span.first + span.tokens - 1 for _, span in whole], dtype=torch.int64, device=x.device)
         last_spans = [Span(i, 1, span.row, span.keys, span.keys - 1) for i, (_, span) in enumerate(whole)]
-        batch = Batch(
-            positions, slots, Spans(spans, device=x.device), last, Spans(last_spans, device=x.device), self._cache
-        )
-        x = self._model.forward(x, batch)
+        batch = Batch(positions, slots, Spans(spans, device=x.device), last, Spans(last_spans, device=x.device))
+        x = self._model.forward(x, batch, self._cache)
         if not whole:
             return {}
         runs = [run for run, _ in whole]

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.kernels import Activation, Span, Spans, choose_kernels
+from dashinfer_vlm_core.kernels import Activation, DecoderLayer, DecoderShape, Pass, Span, Spans, choose_kernels
 from dashinfer_vlm_core.kernels.build import BuildError, build
+from dashinfer_vlm_core.kernels.layers import ComposedLayers
 from dashinfer_vlm_core.kernels.native import load_native
 from dashinfer_vlm_core.kernels.plain import Plain
 
@@ -189,6 +190,76 @@ def test_what_is_not_looked_at_does_not_matter(native):
     clean = native.attend(q, k, v, spans)
     pool[:, :100] = pool[:, 160:] = torch.nan
     assert torch.equal(native.attend(q, k, v, spans), clean)
+
+
+SHAPE = DecoderShape(heads=6, kv_heads=2, width=40, eps=1e-6)
+HIDDEN, INNER = 96, 136
+
+
+def decoder_layer(kernels, number, *, int8):
+    def linear(outputs, inputs, seed, **options):
+        return kernels.linear(numbers(outputs, inputs, seed=10 * number + seed) / 8, int8=int8, **options)
+
+    heads, keys = SHAPE.heads * SHAPE.width, 2 * SHAPE.kv_heads * SHAPE.width
+    return DecoderLayer(
+        input_norm=numbers(HIDDEN, seed=1),
+        qkv=linear(heads + keys, HIDDEN, 2, bias=numbers(heads + keys, seed=3)),
+        output=linear(HIDDEN, heads, 4),
+        mlp_norm=numbers(HIDDEN, seed=5),
+        gate_up=linear(2 * INNER, HIDDEN, 6, activation=Activation.SILU_GATE),
+        down=linear(HIDDEN, INNER, 7),
+    )
+
+
+def decoder_pass(cache):
+    """The end of a prompt of 40 tokens, one token of an answer, and a part of a prompt whose end comes later."""
+    spans = [Span(0, 30, 0, 40, 10), Span(30, 1, 60, 17, 16), Span(31, 20, 80, 20, 0)]
+    slots = torch.tensor([span.row + span.start + i for span in spans for i in range(span.tokens)])
+    angles = torch.randn(51, SHAPE.width // 2, generator=torch.Generator().manual_seed(8))
+    last_spans = Spans([Span(0, 1, 0, 40, 39), Span(1, 1, 60, 17, 16)])
+    return Pass(angles.cos(), angles.sin(), slots, Spans(spans), torch.tensor([29, 30]), last_spans, cache)
+
+
+@needs_native
+@pytest.mark.parametrize("int8", [False, True])
+def test_layers_in_one_call_are_what_their_parts_are_to_the_bit(native, int8):
+    layers = [decoder_layer(native, number, int8=int8) for number in range(3)]
+    whole, parts = native.decoder_layers(layers, SHAPE), ComposedLayers(native, layers, SHAPE)
+    assert type(whole) is not type(parts)
+    x, caches = numbers(51, HIDDEN), [numbers(3, 2 * SHAPE.kv_heads, 120, SHAPE.width, seed=9) for _ in range(2)]
+    found, expected = (run(x.clone(), decoder_pass(cache)) for run, cache in zip((whole, parts), caches, strict=True))
+    assert torch.equal(found, expected)
+    assert torch.equal(*caches)
+    assert not torch.equal(caches[0], numbers(*caches[0].shape, seed=9))
+
+
+@needs_native
+def test_layers_of_which_no_row_is_asked_for_still_fill_the_cache(native):
+    layers = [decoder_layer(native, number, int8=False) for number in range(2)]
+    caches = [torch.zeros(2, 2 * SHAPE.kv_heads, 120, SHAPE.width).bfloat16() for _ in range(2)]
+    for cache, asked in zip(caches, (True, False), strict=True):
+        batch = decoder_pass(cache)
+        none = batch._replace(last=torch.zeros(0, dtype=torch.int64), last_spans=Spans([]))
+        native.decoder_layers(layers, SHAPE)(numbers(51, HIDDEN), batch if asked else none)
+    assert torch.equal(*caches)
+
+
+@needs_native
+def test_layers_that_c_does_not_know_are_composed(native):
+    odd = native.linear(numbers(HIDDEN, 66))  # 66 inputs are left to PyTorch
+    layer = decoder_layer(native, 0, int8=False)
+    assert isinstance(native.decoder_layers([layer._replace(output=odd)], SHAPE), ComposedLayers)
+    assert isinstance(native.decoder_layers([layer], SHAPE._replace(width=41)), ComposedLayers)
+    assert not isinstance(native.decoder_layers([layer], SHAPE), ComposedLayers)
+
+
+@needs_native
+def test_a_number_that_is_none_is_not_lost_in_eight_bits(native):
+    layer, x = native.linear(numbers(64, 256) / 8, int8=True), numbers(3, 256, seed=1)
+    for broken in (torch.nan, torch.inf, -torch.inf):
+        x[1, 130] = broken
+        assert not layer(x)[1].isfinite().any()
+        assert layer(x)[[0, 2]].isfinite().all()
 
 
 def test_very_large_scores_overflow_nowhere(kernels):

@@ -269,11 +269,11 @@ def test_rows_are_moved_whole_also_onto_themselves(oracle):
     config = read_text_config(oracle.folder)
     cache = KVCache(config, 50, device="cpu", dtype=torch.float32)
     for source, target, rows in [(0, 30, 20), (10, 3, 30), (3, 10, 30), (5, 5, 9)]:
-        cache._pool.copy_(torch.randn(cache._pool.shape))
-        before = cache._pool.clone()
+        cache.pool.copy_(torch.randn(cache.pool.shape))
+        before = cache.pool.clone()
         cache.move(source, target, rows)
         before[:, :, target : target + rows] = before[:, :, source : source + rows].clone()
-        assert torch.equal(cache._pool, before)
+        assert torch.equal(cache.pool, before)
 
 
 # Everything together

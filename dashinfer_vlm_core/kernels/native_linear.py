@@ -1,0 +1,93 @@
+"""Linear layers of the kernels in C."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .types import Activation
+
+PANEL = 32
+
+_INT, _LONG, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+
+
+class Matrix(ctypes.Structure):
+    """`Matrix` in C."""
+
+    _fields_ = (
+        ("packed", _POINTER), ("scales", _POINTER), ("bias", _POINTER), ("outputs", _LONG), ("inputs", _LONG),
+        ("columns", _LONG), ("activation", _INT), ("wide", _INT),
+    )  # fmt: skip
+
+
+class NativeLinear:
+    """bfloat16 weights in panels."""
+
+    def __init__(
+        self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None, activation: Activation, wide: bool
+    ) -> None:
+        self._library = library
+        self._wide = wide
+        self._activation = activation
+        outputs, inputs = weight.shape
+        gated = activation is Activation.SILU_GATE
+        self.columns = outputs // 2 if gated else outputs
+        self.inputs = inputs
+        assert not gated or bias is None
+        packed, scales = self._pack(weight, gated)
+        self._kept = (packed, scales, bias)
+        self.matrix = Matrix(
+            *(None if kept is None else kept.data_ptr() for kept in self._kept), outputs, inputs, self.columns,
+            activation, wide,
+        )  # fmt: skip
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = torch.empty(len(x), self.columns, dtype=torch.float32 if self._wide else torch.bfloat16)
+        self._run(x, out, add=False)
+        return F.gelu(out) if self._activation is Activation.GELU else out
+
+    def add_to(self, total: Tensor, x: Tensor) -> None:
+        self._run(x, total, add=True)
+
+    def space(self, rows: int) -> int:
+        """Bytes of scratch memory that so many rows need."""
+        return 0
+
+    def _pack(self, weight: Tensor, gated: bool) -> tuple[Tensor, Tensor | None]:
+        outputs, inputs = weight.shape
+        packed = torch.empty(_padded(outputs) * inputs, dtype=torch.bfloat16)
+        self._library.pack_bf16(weight.data_ptr(), outputs, inputs, gated, packed.data_ptr(), torch.get_num_threads())
+        return packed, None
+
+    def _run(self, x: Tensor, out: Tensor, *, add: bool) -> None:
+        assert x.stride(1) == 1
+        space = torch.empty(self.space(len(x)), dtype=torch.uint8)
+        self._library.linear(
+            ctypes.byref(self.matrix), x.data_ptr(), x.stride(0), len(x), out.data_ptr(), out.stride(0), add,
+            space.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+
+
+class NativeInt8Linear(NativeLinear):
+    """Weights of 8 bits in panels, one scale per output; activations get 8 bits and a scale per 128 inputs."""
+
+    def space(self, rows: int) -> int:
+        return int(self._library.linear_space(rows, self.inputs))
+
+    def _pack(self, weight: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
+        outputs, inputs = weight.shape
+        packed = torch.empty(_padded(outputs) * inputs, dtype=torch.uint8)
+        scales = torch.empty(_padded(outputs), dtype=torch.float32)
+        self._library.pack_int8(
+            weight.data_ptr(), outputs, inputs, gated, packed.data_ptr(), scales.data_ptr(), torch.get_num_threads()
+        )
+        return packed, scales
+
+
+def _padded(outputs: int) -> int:
+    """Columns of whole panels."""
+    return -(-outputs // PANEL) * PANEL
