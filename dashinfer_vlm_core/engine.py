@@ -262,7 +262,11 @@ class Engine:
         return _Running(loop=loop, conductor=conductor, reason=reason)
 
     def close(self) -> None:
-        """Free everything; running requests end with EngineClosed. Closing twice is allowed."""
+        """Free everything; running requests end with EngineClosed. Closing twice is allowed.
+
+        Raises:
+            DecoderFailed: a step of the decoder hangs, and `status` did not say so yet; all else was freed.
+        """
         with self._life:
             running, self._running = self._running, None
             if running is not None:

@@ -65,8 +65,11 @@ class Supervisor:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
         self._ready.set()
-        with contextlib.suppress(DecoderFailed):  # it was given up on because it cannot be closed
+        try:
             await self._decoder.close()
+        except DecoderFailed:
+            if not self.trouble:  # else it was given up on because it cannot be closed
+                raise
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[Token, None]:
         decoder = await self._healthy()
