@@ -24,7 +24,7 @@ class Supervisor:
     started, the trouble is for good.
 
     Args:
-        make: a decoder that is not started yet.
+        make: a decoder that is not started yet; called here for the first one, and in a thread for the others.
         restarts: how often it is replaced.
 
     Attributes:
@@ -128,7 +128,7 @@ class Supervisor:
         return ""
 
     async def _started(self) -> Decoder:
-        decoder = self._make()
+        decoder = await asyncio.to_thread(self._make)
         try:
             await decoder.start()
         except BaseException:
