@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dashinfer_vlm_core.config_file import ConfiguredCommand
-from dashinfer_vlm_core.errors import DashInferVLMError
+from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError
 from dashinfer_vlm_core.terminal import printable
 
 from .answers import ask
@@ -52,8 +52,7 @@ def chat(
     conversation = Conversation()
     conversation.tell(system)
     for setting in settings:
-        name, _, value = setting.partition("=")
-        conversation.set(name.strip(), value)
+        _set(conversation, setting)
     for part in [*(media_part("image", item) for item in images), *(media_part("video", item) for item in videos)]:
         conversation.attach(part)
     at_terminal = prompt is None and not as_json and sys.stdin.isatty() and sys.stdout.isatty()
@@ -62,6 +61,13 @@ def chat(
             _talk(engine, conversation, source)
         elif not _answer_all(engine, conversation, _questions(prompt), as_json=as_json):
             sys.exit(1)
+
+
+def _set(conversation: Conversation, setting: str) -> None:
+    name, equals, value = setting.partition("=")
+    if not equals:
+        raise ConfigError(f"`--set {setting}` has no value: write --set NAME=VALUE, as in --set temperature=0.")
+    conversation.set(name.strip(), value.strip())
 
 
 def _questions(prompt: str | None) -> Iterator[str]:
