@@ -12,7 +12,7 @@ import click
 
 from dashinfer_vlm_core.config_file import ConfiguredCommand
 from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError
-from dashinfer_vlm_core.terminal import printable
+from dashinfer_vlm_core.terminal import printable, show_aside
 
 from .answers import ask
 from .conversation import Conversation
@@ -117,13 +117,10 @@ def _talk(engine: AnyEngine, conversation: Conversation, source: Source) -> None
     from .lines import line_reader
     from .talk import COMMANDS, Talk
 
-    talk = Talk(engine=engine, conversation=conversation, write=_shown, note=_noted)
+    talk = Talk(engine=engine, conversation=conversation, write=_shown, note=show_aside)
     read = line_reader(source.config.cache_folder, [f"/{name}" for name in COMMANDS])
-    _noted(f"{engine.status().model}: ask, drop pictures, or type /help. Ctrl-C stops an answer, Ctrl-D ends.")
+    show_aside(f"{engine.status().model}: ask, drop pictures, or type /help. Ctrl-C stops an answer, Ctrl-D ends.")
     while not talk.over:
         with contextlib.suppress(KeyboardInterrupt):  # at the prompt: the line is dropped
             talk.take(read())
 
-
-def _noted(line: str) -> None:
-    click.secho(printable(line), dim=True)

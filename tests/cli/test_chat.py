@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -407,6 +408,22 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(terminal, address, program):
     chat.see(">")
     chat.type("\x04")
     assert chat.ended() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("environment", "forbidden"),
+    [({"TERM": "dumb"}, r"\x1b"), ({"NO_COLOR": "1"}, r"\x1b\[[1-9][0-9;]*m"), ({"TERM": "xterm"}, r"\x1b\[2m")],
+    ids=["dumb", "no colour", "able"],
+)
+def test_escapes_and_colours_are_for_terminals_that_can(terminal, address, environment, forbidden):
+    chat = terminal("chat", "--api-base", address("Yes."), **environment)
+    shown = chat.see("Ctrl-D ends.") + chat.see(">")
+    chat.type("Is it?\r")
+    shown += chat.see("tokens/s") + chat.see(">")
+    chat.type("/exit\r")
+    assert chat.ended() == 0
+    assert (re.search(forbidden, shown + chat.seen) is None) == (environment != {"TERM": "xterm"})
 
 
 @pytest.mark.slow
