@@ -30,11 +30,12 @@ INTERRUPTED = 130
 @click.command(cls=ConfiguredCommand)
 @click.argument("requests", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-              help="File for the answers. [default: REQUESTS with .answers.jsonl]")  # fmt: skip
+              help="File for the answers.  [default: REQUESTS with .answers.jsonl]")  # fmt: skip
 @click.option("--errors", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-              help="File for requests without an answer. [default: OUTPUT with .errors.jsonl]")  # fmt: skip
-@click.option("--concurrency", default=16, show_default=True, type=click.IntRange(1, 1024), help="Requests at once.")
-@click.option("--retries", default=3, show_default=True, type=click.IntRange(min=0),
+              help="File for requests without an answer.  [default: OUTPUT with .errors.jsonl]")  # fmt: skip
+@click.option("--concurrency", default=16, show_default=True, type=click.IntRange(1, 1024), metavar="INT",
+              help="Requests at once.")  # fmt: skip
+@click.option("--retries", default=3, show_default=True, type=click.IntRange(min=0), metavar="INT",
               help="Further tries of a request that may succeed later.")  # fmt: skip
 @engine_options
 def batch(
@@ -43,8 +44,8 @@ def batch(
     """Answer a file of requests, in OpenAI's batch format.
 
     REQUESTS holds one request a line: custom_id, method, url, body. Answers are appended to the output as they come,
-    in any order. Run it again to go on after an interruption: what has an answer is not asked again, what failed or was
-    changed is.
+    in any order. Run it again to go on after an interruption: what has an answer is not asked again; what failed, or
+    was changed since, is.
 
     Exits with 0 if every request has an answer, with 1 if some have none.
     """

@@ -139,7 +139,9 @@ class Ledger:
             partial.replace(where)
         except OSError as error:
             partial.unlink(missing_ok=True)
-            fault = f"{where} still holds answers to requests that were changed: {error.strerror}. The later ones count."
+            fault = (
+                f"{where} still holds answers to requests that were changed: {error.strerror}. The later ones count."
+            )
             raise ConfigError(fault) from error
 
     def close(self) -> None:

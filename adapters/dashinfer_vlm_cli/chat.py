@@ -27,11 +27,15 @@ WHOLE_INPUT = "-"
 
 @click.command(cls=ConfiguredCommand)
 @click.argument("prompt", required=False)
-@click.option("--image", "images", multiple=True, metavar="PATH|URL", help="Picture for the first question; repeat it.")
-@click.option("--video", "videos", multiple=True, metavar="PATH|URL", help="Video for the first question; repeat it.")
+@click.option(
+    "--image", "images", multiple=True, metavar="PATH|URL", help="Picture for the first question; repeat it for more."
+)
+@click.option(
+    "--video", "videos", multiple=True, metavar="PATH|URL", help="Video for the first question; repeat it for more."
+)
 @click.option("--system", default="", metavar="TEXT", help="How the model is to behave.")
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE",
-              help="Option of the requests, such as temperature=0; repeat it.")  # fmt: skip
+              help="Option of the requests, such as temperature=0; repeat it for more.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print each answer as a line of JSON.")
 @engine_options
 def chat(
@@ -123,4 +127,3 @@ def _talk(engine: AnyEngine, conversation: Conversation, source: Source) -> None
     while not talk.over:
         with contextlib.suppress(KeyboardInterrupt):  # at the prompt: the line is dropped
             talk.take(read())
-

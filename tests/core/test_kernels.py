@@ -17,8 +17,8 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.engine import open_conductor
 from dashinfer_vlm_core.kernels import Activation, Span, Spans, choose_kernels
-from dashinfer_vlm_core.kernels.build import BuildError, build
 from dashinfer_vlm_core.kernels import native as native_module
+from dashinfer_vlm_core.kernels.build import BuildError, build
 from dashinfer_vlm_core.kernels.native import load_native
 from dashinfer_vlm_core.kernels.plain import Plain
 from dashinfer_vlm_core.plugins import load_plugins
@@ -274,7 +274,7 @@ def test_an_engine_that_compiles_does_not_hold_its_event_loop(tmp_path, compiler
 
     async def load():
         opening = asyncio.create_task(open_conductor(config, load_plugins(), Watchers()))
-        while not compiler.runs:
+        while not compiler.runs:  # noqa: ASYNC110 - another process says so
             await asyncio.sleep(0.01)
         compiler.go()
         conductor, _ = await opening
