@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -313,6 +314,25 @@ def test_source_that_does_not_compile_is_named(tmp_path):
     with pytest.raises(BuildError, match=r"failed \(|no C compiler"):
         build(source, tmp_path / "cache")
     assert not list((tmp_path / "cache").glob("*"))
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no folder that nobody can write, whoever runs the tests")
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    source = tmp_path / "fine.c"
+    source.write_text("int f(void) { return 0; }\n")
+    ours = Path("/proc", str(os.getpid()))
+    with pytest.raises(BuildError, match=r"the cache /proc/\d+ cannot be written: .*; choose another|no C compiler"):
+        build(source, ours)
+
+
+def test_a_compiler_that_does_not_run_is_named(tmp_path, monkeypatch):
+    source = tmp_path / "fine.c"
+    source.write_text("int f(void) { return 0; }\n")
+    (tmp_path / "cc").write_text("no program")
+    (tmp_path / "cc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BuildError, match=r"cc does not run: .*; install gcc 11 or clang 14"):
+        build(source, tmp_path / "cache")
 
 
 def test_without_a_compiler_pytorch_computes_and_the_log_says_why(tmp_path):
