@@ -27,7 +27,7 @@ def cli(log_level: str) -> None:
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
-@cli.command("plugins")
+@cli.command("plugins", short_help="List the plugins, what each one provides, and what is wrong.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--strict", is_flag=True, help="Exit with 1 if a plugin is broken.")
 def list_plugins(as_json: bool, strict: bool) -> None:

@@ -10,13 +10,25 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 import click
 from click.shell_completion import CompletionItem
 
-from .config import ENV_PREFIX, EngineConfig
+from .config import ENV_PREFIX, MIB, EngineConfig
 from .config_file import EngineOption
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 Command = Callable[..., Any]
+
+METAVARS = {
+    "model": "NAME|FOLDER",
+    "allowed_media_domains": "NAME,...",
+    "limit_mm_per_prompt": "image=N,video=N",
+    "rgba_background": "R,G,B",
+}
+"""What stands for a value in the help, where its type and unit do not say it."""
+
+UNITS = {"mib": "MIB", "bytes": "BYTES", "pixels": "PIXELS", "patches": "PATCHES", "seconds": "SECONDS",
+         "timeout": "SECONDS", "frames": "FRAMES"}  # fmt: skip
+"""Last words of fields that have a unit."""
 
 ENVIRONMENT = f"The environment sets options of the engine: {ENV_PREFIX}MAX_PIXELS for --max-pixels, and so on."
 
@@ -45,7 +57,8 @@ def config_options(command: Command) -> Command:
 
 def _option(name: str, field: FieldInfo) -> Callable[[Command], Command]:
     flag = name.replace("_", "-")
-    text = f"{field.description} [default: {_shown(field.default)}]"
+    default = _shown(name, field.default)
+    text = f"{field.description}  [default: {default}]" if default else field.description
     if field.annotation is bool:
         return click.option(f"--{flag}/--no-{flag}", name, cls=EngineOption, default=None, help=text)
     # Values stay text here: EngineConfig alone converts and checks them, for every way in.
@@ -54,7 +67,7 @@ def _option(name: str, field: FieldInfo) -> Callable[[Command], Command]:
         name,
         cls=EngineOption,
         default=None,
-        metavar=_metavar(field.annotation),
+        metavar=_metavar(name, field.annotation),
         help=text,
         shell_complete=functools.partial(_complete, name, field.annotation),
     )
@@ -81,20 +94,25 @@ def _words(annotation: Any) -> tuple[str, ...]:
     return get_args(annotation) if get_origin(annotation) is Literal else ()
 
 
-def _shown(default: object) -> str:
+def _shown(name: str, default: object) -> str:
+    """A default for the help; empty where the description says what happens without a value."""
     if default is None or default == ():
-        return "none"
+        return ""
+    if isinstance(default, bool):
+        return name.replace("_", "-") if default else f"no-{name.replace('_', '-')}"
     if isinstance(default, tuple):
         return ",".join(map(str, default))
-    return str(default)
+    if isinstance(default, int) and name.endswith("_bytes"):
+        return f"{default}, {default // MIB} MiB"
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
-def _metavar(annotation: Any) -> str:
+def _metavar(name: str, annotation: Any) -> str:
     if words := _words(annotation):
         return f"[{'|'.join(words)}]"
-    kinds = _kinds(annotation)
-    name = {int: "INT", float: "NUMBER", Path: "PATH"}.get(kinds[0], "TEXT")
-    return ",".join([name] * len(kinds)) if get_origin(annotation) is tuple and len(kinds) > 1 else name
+    if known := METAVARS.get(name) or UNITS.get(name.rsplit("_", maxsplit=1)[-1]):
+        return known
+    return {int: "INT", float: "NUMBER", Path: "PATH"}.get(_kinds(annotation)[0], "NAME")
 
 
 def _kinds(annotation: Any) -> list[Any]:

@@ -171,9 +171,12 @@ class Conductor:
             return ids
 
     async def close(self) -> None:
-        await self.decoder.close()
-        await self.vision.close()
-        await self.media.close()
+        """Free everything. Raises DecoderFailed, when all else is freed, if the decoder hangs."""
+        try:
+            await self.decoder.close()
+        finally:
+            await self.vision.close()
+            await self.media.close()
 
     async def _prepare(self, request: ChatRequest) -> tuple[list[Reply], list[DecodeRequest]]:
         """The answers of a request, not begun, and how to decode each; all have one prompt."""

@@ -68,9 +68,9 @@ class EngineConfig(BaseSettings):
     served_model_name: str | None = Field(
         None, description="Name that requests use for the model; its own name by default."
     )
-    revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub id; its main branch by default.")
     chat_template: Path | None = Field(
-        None, description="File with a Jinja chat template that replaces the checkpoint's."
+        None, description="File with a Jinja chat template; the checkpoint's own by default."
     )
     decoder: str = Field(
         "auto", description="Decoder to use by registered name; `auto` takes the best that can run here."
@@ -81,11 +81,20 @@ class EngineConfig(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Number type of the weights; `auto` takes the checkpoint's."
     )
-
+    quantization: Literal["none", "int8", "uint4"] = Field(
+        "none",
+        description="Number type that weights are rounded to: int8 on a CPU with AVX-512, int8 or uint4 with DashInfer"
+        " on CUDA.",
+    )
     cpu_kernels: Literal["auto", "torch"] = Field(
         "auto",
         description="Whose arithmetic runs bfloat16 models on a CPU: `auto` takes ours in C where the processor has"
         " AVX-512 BF16 and there is a C compiler, else PyTorch's.",
+    )
+    cache_dir: Path | None = Field(
+        None,
+        description="Folder for what is made here: compiled kernels, converted models, DashInfer's environment; by"
+        " default in the user's cache.",
     )
 
     # How much at once
@@ -119,20 +128,12 @@ class EngineConfig(BaseSettings):
 
     # DashInfer alone
     tensor_parallel: int = Field(1, ge=1, le=64, description="CUDA devices that share the weights (DashInfer).")
-    quantization: Literal["none", "int8", "uint4"] = Field(
-        "none",
-        description="Number type that weights are rounded to: int8 on a CPU with AVX-512, int8 or uint4 with DashInfer"
-        " on CUDA.",
-    )
     approximate_vision: bool = Field(
         False,
         description="Whether DashInfer answers about pictures on a CPU, where it ignores their rows and columns.",
     )
     dashinfer_python: Path | None = Field(
         None, description="Interpreter of an environment that has DashInfer; by default the one that was installed."
-    )
-    cache_dir: Path | None = Field(
-        None, description="Folder for DashInfer's environment and converted models; by default in the user's cache."
     )
 
     # Pictures and videos
@@ -163,7 +164,7 @@ class EngineConfig(BaseSettings):
     # Where media may come from
     allow_remote_media: bool = Field(True, description="Whether http and https sources are fetched.")
     allowed_media_domains: Names = Field(
-        (), description="Host names that may be fetched from; empty allows all public ones."
+        (), description="Host names that may be fetched from; all public ones by default."
     )
     allow_private_addresses: bool = Field(
         False, description="Whether loopback, private and link-local addresses may be fetched."

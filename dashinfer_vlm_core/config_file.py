@@ -72,8 +72,8 @@ _CONFIG = click.Option(
     type=click.Path(),
     expose_value=False,
     metavar="FILE",
-    help="YAML file with any of these options, by their long names; the command line comes before it, and it before"
-    " the environment.",
+    help="YAML file with any of these options, by their long names. The command line overrides it, and it overrides the"
+    " environment.",
 )
 
 

@@ -240,7 +240,7 @@ class DecoderFactory(Protocol):
     def fitness(self, spec: ModelSpec, config: EngineConfig) -> Fitness: ...
 
     def create(self, spec: ModelSpec, config: EngineConfig) -> Decoder:
-        """A decoder that is not started yet: cheap."""
+        """A decoder that is not started yet; called in a thread, since it may have to compile something."""
 
 
 def check_request(request: DecodeRequest, spec: ModelSpec, *, max_model_len: int) -> None:

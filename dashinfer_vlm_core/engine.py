@@ -262,7 +262,11 @@ class Engine:
         return _Running(loop=loop, conductor=conductor, reason=reason)
 
     def close(self) -> None:
-        """Free everything; running requests end with EngineClosed. Closing twice is allowed."""
+        """Free everything; running requests end with EngineClosed. Closing twice is allowed.
+
+        Raises:
+            DecoderFailed: a step of the decoder hangs, and `status` did not say so yet; all else was freed.
+        """
         with self._life:
             running, self._running = self._running, None
             if running is not None:
@@ -313,7 +317,9 @@ async def open_conductor(config: EngineConfig, registry: Registry, watcher: Watc
     spec = architecture.read(folder)
     factory, reason = choose_decoder(registry, spec, config)
     logger.info("model %s from %s, decoder %s: %s", config.name, folder, factory.name, reason)
-    decoder = Supervisor(lambda: factory.create(spec, config), restarts=config.decoder_restarts)
+    decoder = await asyncio.to_thread(
+        Supervisor, lambda: factory.create(spec, config), restarts=config.decoder_restarts
+    )
     prompts = await asyncio.to_thread(PromptBuilder.load, spec, config, max_model_len=decoder.max_model_len)
     Detokeniser(
         prompts.tokenizer

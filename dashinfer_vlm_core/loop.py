@@ -114,10 +114,12 @@ class LoopThread:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if last is not None:
-            await last
-        await self._loop.shutdown_asyncgens()
-        await self._loop.shutdown_default_executor()
+        try:
+            if last is not None:
+                await last
+        finally:
+            await self._loop.shutdown_asyncgens()
+            await self._loop.shutdown_default_executor()
 
 
 def closed() -> EngineClosed:

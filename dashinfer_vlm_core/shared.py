@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import threading
@@ -96,17 +97,21 @@ class SharedEngines:
 
         Args:
             wait: whether to wait for one that is being loaded, and to end it too.
+
+        Raises:
+            DecoderFailed: a step of one of them hangs; all others are ended.
         """
         with self._lock:
             local, remote = self._local.get(), self._remote.get()
             futures, engines = list(local.values()), list(remote.values())
             local.clear()
             remote.clear()
-        for future in futures:
-            if (wait or future.done()) and future.exception() is None:
-                future.result().close()
-        for engine in engines:
-            engine.close()
+        with contextlib.ExitStack() as ended:  # one that cannot be closed must not keep the others
+            for engine in engines:
+                ended.callback(engine.close)
+            for future in futures:
+                if (wait or future.done()) and future.exception() is None:
+                    ended.callback(future.result().close)
 
     def _claim(self, config: EngineConfig) -> tuple[Future[Engine], Callable[[], None] | None]:
         """The place of an engine; and what the caller has to do that it gets there, if nobody does it already."""

@@ -24,7 +24,7 @@ class Supervisor:
     started, the trouble is for good.
 
     Args:
-        make: a decoder that is not started yet.
+        make: a decoder that is not started yet; called here for the first one, and in a thread for the others.
         restarts: how often it is replaced.
 
     Attributes:
@@ -65,8 +65,11 @@ class Supervisor:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
         self._ready.set()
-        with contextlib.suppress(DecoderFailed):  # it was given up on because it cannot be closed
+        try:
             await self._decoder.close()
+        except DecoderFailed:
+            if not self.trouble:  # else it was given up on because it cannot be closed
+                raise
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[Token, None]:
         decoder = await self._healthy()
@@ -125,7 +128,7 @@ class Supervisor:
         return ""
 
     async def _started(self) -> Decoder:
-        decoder = self._make()
+        decoder = await asyncio.to_thread(self._make)
         try:
             await decoder.start()
         except BaseException:

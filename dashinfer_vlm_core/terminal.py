@@ -27,6 +27,14 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub("", text)
 
 
+def show_aside(text: str) -> None:
+    """Print what is about the rest rather than part of it: dim, where that is possible."""
+    if is_rich():
+        click.secho(printable(text), dim=True)
+    else:
+        click.echo(printable(text))
+
+
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table: with rich, or as columns of plain text."""
     if is_rich():

@@ -30,11 +30,12 @@ INTERRUPTED = 130
 @click.command(cls=ConfiguredCommand)
 @click.argument("requests", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-              help="File for the answers. [default: REQUESTS with .answers.jsonl]")  # fmt: skip
+              help="File for the answers.  [default: REQUESTS with .answers.jsonl]")  # fmt: skip
 @click.option("--errors", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-              help="File for requests without an answer. [default: OUTPUT with .errors.jsonl]")  # fmt: skip
-@click.option("--concurrency", default=16, show_default=True, type=click.IntRange(1, 1024), help="Requests at once.")
-@click.option("--retries", default=3, show_default=True, type=click.IntRange(min=0),
+              help="File for requests without an answer.  [default: OUTPUT with .errors.jsonl]")  # fmt: skip
+@click.option("--concurrency", default=16, show_default=True, type=click.IntRange(1, 1024), metavar="INT",
+              help="Requests at once.")  # fmt: skip
+@click.option("--retries", default=3, show_default=True, type=click.IntRange(min=0), metavar="INT",
               help="Further tries of a request that may succeed later.")  # fmt: skip
 @engine_options
 def batch(
@@ -43,7 +44,8 @@ def batch(
     """Answer a file of requests, in OpenAI's batch format.
 
     REQUESTS holds one request a line: custom_id, method, url, body. Answers are appended to the output as they come,
-    in any order. Run it again to go on after an interruption: what has an answer is not asked again, what failed is.
+    in any order. Run it again to go on after an interruption: what has an answer is not asked again; what failed, or
+    was changed since, is.
 
     Exits with 0 if every request has an answer, with 1 if some have none.
     """
@@ -51,7 +53,10 @@ def batch(
     errors = errors or output.with_suffix(".errors.jsonl")
     entries = read_entries(requests)
     with Ledger(output) as answers:
-        left = [entry for entry in entries if entry.custom_id not in answers.done]
+        left = [entry for entry in entries if answers.done.get(entry.custom_id) != entry.line_id]
+        changed = sum(entry.custom_id in answers.done for entry in left)
+        if changed:
+            click.echo(f"Changed since {output} answered them, and asked again: {changed}.", err=True)
         with Ledger(errors, fresh=True) as faults:
             job = _Job(requests=requests, answers=answers, faults=faults, retries=retries)
             try:
@@ -61,6 +66,8 @@ def batch(
                 sys.exit(INTERRUPTED)
         if not job.failed:
             errors.unlink(missing_ok=True)
+        if changed:
+            answers.keep_last()
     told = f"{len(left) - job.failed} answered, {len(entries) - len(left)} were answered before, {job.failed} failed"
     click.echo(f"{told}. Answers: {output}{f'; failures: {errors}' if job.failed else ''}", err=True)
     sys.exit(1 if job.failed else 0)
@@ -82,9 +89,9 @@ class _Job:
             completion = await self._try(engine, body)
         except DashInferVLMError as error:
             self.failed += 1
-            self.faults.append(failed(entry.custom_id, error))
+            self.faults.append(failed(entry, error))
         else:
-            self.answers.append(answered(entry.custom_id, completion.model_dump(mode="json", exclude_unset=True)))
+            self.answers.append(answered(entry, completion.model_dump(mode="json", exclude_unset=True)))
 
     async def _try(self, engine: AnyEngine, body: dict[str, object]) -> ChatCompletion:
         for _ in range(self.retries):

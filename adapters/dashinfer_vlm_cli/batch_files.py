@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
-import uuid
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -30,10 +31,12 @@ class Entry:
     Attributes:
         custom_id: the caller's name for it, unique in the file.
         offset: first byte of its line.
+        line_id: the `id` of lines that answer it: a digest of its name and body, however they are written.
     """
 
     custom_id: str
     offset: int
+    line_id: str
 
 
 def read_entries(path: Path) -> list[Entry]:
@@ -46,11 +49,12 @@ def read_entries(path: Path) -> list[Entry]:
     lines: dict[str, int] = {}
     for number, offset, line in _lines(path):
         where = f"{path}, line {number}"
-        custom_id = _checked(line, where)["custom_id"]
+        request = _checked(line, where)
+        custom_id = request["custom_id"]
         if custom_id in lines:
             raise ConfigError(f"{where}: the custom_id {custom_id!r} is that of line {lines[custom_id]} too.")
         lines[custom_id] = number
-        entries.append(Entry(custom_id=custom_id, offset=offset))
+        entries.append(Entry(custom_id=custom_id, offset=offset, line_id=_line_id(request)))
     return entries
 
 
@@ -63,22 +67,22 @@ def read_body(path: Path, entry: Entry) -> dict[str, Any]:
     with path.open("rb") as file:
         file.seek(entry.offset)
         request = _checked(file.readline(), str(path))
-    if request["custom_id"] != entry.custom_id:
+    if _line_id(request) != entry.line_id:
         raise ConfigError(f"{path} was changed while it was read. Run the batch again.")
     body: dict[str, Any] = request["body"]
     return body
 
 
-def answered(custom_id: str, body: Mapping[str, Any]) -> dict[str, Any]:
+def answered(entry: Entry, body: Mapping[str, Any]) -> dict[str, Any]:
     """The line of an answer; `body` is the chat completion."""
     response = {"status_code": HTTPStatus.OK.value, "request_id": body["id"], "body": body}
-    return {"id": _line_id(), "custom_id": custom_id, "response": response, "error": None}
+    return {"id": entry.line_id, "custom_id": entry.custom_id, "response": response, "error": None}
 
 
-def failed(custom_id: str, error: DashInferVLMError) -> dict[str, Any]:
+def failed(entry: Entry, error: DashInferVLMError) -> dict[str, Any]:
     """The line of a request that has no answer."""
     fault = {"code": error.code, "message": error.message, "param": error.param}
-    return {"id": _line_id(), "custom_id": custom_id, "response": None, "error": fault}
+    return {"id": entry.line_id, "custom_id": entry.custom_id, "response": None, "error": fault}
 
 
 class Ledger:
@@ -91,7 +95,7 @@ class Ledger:
         fresh: whether to begin anew, instead of going on behind what is there.
 
     Attributes:
-        done: the custom_ids that the file holds.
+        done: the custom_ids that the file holds, with the `id` of the last line of each.
 
     Raises:
         ConfigError: it cannot be written, another process writes it, or it holds something else, which stays as it is.
@@ -101,8 +105,7 @@ class Ledger:
         self.path = path
         self._file = _locked(path)
         try:
-            lines, torn = _read(path)
-            self.done = frozenset(lines)
+            self.done, torn = _read(path)
             if fresh or torn:
                 os.ftruncate(self._file, 0 if fresh else path.stat().st_size - torn)
         except BaseException:
@@ -117,6 +120,29 @@ class Ledger:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be written: {error.strerror}. Run it again to go on.") from error
+
+    def keep_last(self) -> None:
+        """Drop each line that a later one of the same custom_id has replaced: the file is written anew beside, and
+        moved. To be called last.
+
+        Raises ConfigError if that cannot be done; the file stays as it is.
+        """
+        where = self.path.resolve()
+        partial = where.with_name(f".{where.name}.partial")
+        last = {_name(line, str(where))[0]: number for number, _, line in _lines(where)}
+        kept = frozenset(last.values())
+        try:
+            with partial.open("wb") as file:
+                file.writelines(line for number, _, line in _lines(where) if number in kept)
+                os.fsync(file.fileno())
+            shutil.copymode(where, partial)
+            partial.replace(where)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            fault = (
+                f"{where} still holds answers to requests that were changed: {error.strerror}. The later ones count."
+            )
+            raise ConfigError(fault) from error
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # a pipe, or another thing without a disk behind it
@@ -140,29 +166,34 @@ def _locked(path: Path) -> int:
         if not path.is_file():
             raise ConfigError(f"{path} is no file that a batch can go on with. Choose another file.")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(file), path.stat()):
+            raise BlockingIOError  # another batch has just put a new file there
     except BaseException as error:
         os.close(file)
-        if isinstance(error, BlockingIOError):
+        if isinstance(error, (BlockingIOError, FileNotFoundError)):
             raise ConfigError(f"{path} is being written by another batch. Wait for it, or choose another.") from None
         raise
     return file
 
 
-def _read(path: Path) -> tuple[set[str], int]:
-    """The custom_ids of a file of ours, and the bytes of a line at its end that was cut off."""
-    found: set[str] = set()
+def _read(path: Path) -> tuple[dict[str, str], int]:
+    """The custom_ids of a file of ours and the `id` of their lines, and the bytes of a line at its end that was cut
+    off."""
+    found: dict[str, str] = {}
     for number, _, line in _lines(path):
         if not line.endswith(b"\n") and line.startswith(BEGINNING[: len(line)]):
             return found, len(line)
-        found.add(_custom_id(line, f"{path}, line {number}"))
+        custom_id, line_id = _name(line, f"{path}, line {number}")
+        found[custom_id] = line_id
     return found, 0
 
 
-def _custom_id(line: bytes, where: str) -> str:
+def _name(line: bytes, where: str) -> tuple[str, str]:
+    """The custom_id and the id of a line of ours."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         read = json.loads(line)
         if {"response", "error"} <= set(read):
-            return str(read["custom_id"])
+            return str(read["custom_id"]), str(read["id"])
     raise ConfigError(f"{where} is no answer of a batch. Write to another file.")
 
 
@@ -193,5 +224,7 @@ def _checked(line: bytes, where: str) -> dict[str, Any]:
     return request
 
 
-def _line_id() -> str:
-    return f"batch_req_{uuid.uuid4().hex}"
+def _line_id(request: Mapping[str, Any]) -> str:
+    """The same for the same request, in whatever order its keys stand: OpenAI's format leaves it to whoever answers."""
+    asked = json.dumps([request["custom_id"], request["body"]], sort_keys=True)
+    return f"batch_req_{hashlib.sha256(asked.encode()).hexdigest()[:32]}"

@@ -10,7 +10,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from dashinfer_vlm_core.errors import DashInferVLMError
 from dashinfer_vlm_core.terminal import show_table
 
 from .answers import Answer
-from .engines import Source, engine_options
+from .engines import Command, Source, engine_options
 
 if TYPE_CHECKING:
     from .engines import AnyEngine
@@ -111,17 +111,26 @@ class Measurement:
         return {**self.rates(), **self.times(), "errors": sorted(set(self.faults))}
 
 
+def _count(*names: str, least: int, most: int | None = None, default: int, says: str) -> Callable[[Command], Command]:
+    return click.option(
+        *names, default=default, show_default=True, type=click.IntRange(least, most), metavar="INT", help=says
+    )
+
+
 @click.command(cls=ConfiguredCommand)
-@click.option("-n", "--requests", default=32, show_default=True, type=click.IntRange(min=1), help="Chats to measure.")
-@click.option("--concurrency", default=8, show_default=True, type=click.IntRange(1, 4096), help="Chats at once.")
+@_count("-n", "--requests", least=1, default=32, says="Chats to measure.")
+@_count("--concurrency", least=1, most=4096, default=8, says="Chats at once.")
 @click.option("--rate", type=click.FloatRange(min=0, min_open=True), metavar="NUMBER",
               help="Chats that begin per second, at random moments (Poisson); all at once by default.")  # fmt: skip
-@click.option("--pictures", default=1, show_default=True, type=click.IntRange(0, 32), help="Pictures per chat.")
-@click.option("--size", default="448x448", show_default=True, type=Size(), help="Size of a picture, in pixels.")
-@click.option("--words", default=16, show_default=True, type=click.IntRange(0, 100_000), help="Words per question.")
-@click.option("--max-tokens", default=64, show_default=True, type=click.IntRange(min=1), help="Tokens per answer.")
-@click.option("--warmup", default=2, show_default=True, type=click.IntRange(min=0), help="Chats before, not measured.")
-@click.option("--seed", default=0, show_default=True, help="Another seed makes other pictures and words.")
+@_count("--pictures", least=0, most=32, default=1, says="Pictures per chat.")
+@click.option("--size", default="448x448", show_default=True, type=Size(), metavar=Size.name,
+              help="Pixels of a picture.")  # fmt: skip
+@_count("--words", least=0, most=100_000, default=16, says="Words per question.")
+@_count("--max-tokens", least=1, default=64, says="Tokens per answer.")
+@_count("--warmup", least=0, default=2, says="Chats before the first that is measured.")
+@click.option(
+    "--seed", default=0, show_default=True, metavar="INT", help="Another seed makes other pictures and words."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @engine_options
 def bench(
@@ -234,7 +243,3 @@ def _picture(rng: random.Random, size: tuple[int, int]) -> str:
     buffer = io.BytesIO()
     tile.resize(size, Image.Resampling.BILINEAR).save(buffer, "JPEG", quality=90)
     return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-
-
-def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from dashinfer_vlm_core.config_file import ConfiguredCommand
-from dashinfer_vlm_core.errors import DashInferVLMError
-from dashinfer_vlm_core.terminal import printable
+from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError
+from dashinfer_vlm_core.terminal import printable, show_aside
 
 from .answers import ask
 from .conversation import Conversation
@@ -27,11 +27,15 @@ WHOLE_INPUT = "-"
 
 @click.command(cls=ConfiguredCommand)
 @click.argument("prompt", required=False)
-@click.option("--image", "images", multiple=True, metavar="PATH|URL", help="Picture for the first question; repeat it.")
-@click.option("--video", "videos", multiple=True, metavar="PATH|URL", help="Video for the first question; repeat it.")
+@click.option(
+    "--image", "images", multiple=True, metavar="PATH|URL", help="Picture for the first question; repeat it for more."
+)
+@click.option(
+    "--video", "videos", multiple=True, metavar="PATH|URL", help="Video for the first question; repeat it for more."
+)
 @click.option("--system", default="", metavar="TEXT", help="How the model is to behave.")
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE",
-              help="Option of the requests, such as temperature=0; repeat it.")  # fmt: skip
+              help="Option of the requests, such as temperature=0; repeat it for more.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print each answer as a line of JSON.")
 @engine_options
 def chat(
@@ -52,8 +56,7 @@ def chat(
     conversation = Conversation()
     conversation.tell(system)
     for setting in settings:
-        name, _, value = setting.partition("=")
-        conversation.set(name.strip(), value)
+        _set(conversation, setting)
     for part in [*(media_part("image", item) for item in images), *(media_part("video", item) for item in videos)]:
         conversation.attach(part)
     at_terminal = prompt is None and not as_json and sys.stdin.isatty() and sys.stdout.isatty()
@@ -62,6 +65,13 @@ def chat(
             _talk(engine, conversation, source)
         elif not _answer_all(engine, conversation, _questions(prompt), as_json=as_json):
             sys.exit(1)
+
+
+def _set(conversation: Conversation, setting: str) -> None:
+    name, equals, value = setting.partition("=")
+    if not equals:
+        raise ConfigError(f"`--set {setting}` has no value: write --set NAME=VALUE, as in --set temperature=0.")
+    conversation.set(name.strip(), value.strip())
 
 
 def _questions(prompt: str | None) -> Iterator[str]:
@@ -111,13 +121,9 @@ def _talk(engine: AnyEngine, conversation: Conversation, source: Source) -> None
     from .lines import line_reader
     from .talk import COMMANDS, Talk
 
-    talk = Talk(engine=engine, conversation=conversation, write=_shown, note=_noted)
+    talk = Talk(engine=engine, conversation=conversation, write=_shown, note=show_aside)
     read = line_reader(source.config.cache_folder, [f"/{name}" for name in COMMANDS])
-    _noted(f"{engine.status().model}: ask, drop pictures, or type /help. Ctrl-C stops an answer, Ctrl-D ends.")
+    show_aside(f"{engine.status().model}: ask, drop pictures, or type /help. Ctrl-C stops an answer, Ctrl-D ends.")
     while not talk.over:
         with contextlib.suppress(KeyboardInterrupt):  # at the prompt: the line is dropped
             talk.take(read())
-
-
-def _noted(line: str) -> None:
-    click.secho(printable(line), dim=True)

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.config import ENV_PREFIX, EngineConfig
 from dashinfer_vlm_core.dashinfer.environment import cuda_devices, examine, find_environment
 from dashinfer_vlm_core.errors import DashInferVLMError, MissingDependency
 from dashinfer_vlm_core.plugins import DISTRIBUTION, load_plugins
@@ -155,7 +155,8 @@ def _configured() -> Iterator[Finding]:
     try:
         config = EngineConfig()
     except DashInferVLMError as error:
-        yield Finding(name="options", status="broken", detail=error.message, mend="Unset it, or mend its value.")
+        mend = f"Mend the value of its variable, {ENV_PREFIX} and its name in capitals, or `unset` that."
+        yield Finding(name="options", status="broken", detail=error.message, mend=mend)
         return
     yield _cache(config)
     yield _kernels(config)
@@ -164,28 +165,37 @@ def _configured() -> Iterator[Finding]:
 
 
 def _cache(config: EngineConfig) -> Finding:
+    """Only DashInfer cannot do without: what is compiled is else done by slower kernels, which `_kernels` tells."""
     folder = config.cache_folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return Finding(name="cache", status="ok", detail=str(folder))
     except OSError as error:
-        mend = "Make it writable, or choose another by --cache-dir or DASHINFER_VLM_CACHE_DIR."
-        return Finding(name="cache", status="broken", detail=f"{folder}: {error.strerror}", mend=mend)
+        mend = f"Make it writable, or choose another: `export {ENV_PREFIX}CACHE_DIR=FOLDER`, or --cache-dir FOLDER."
+        status: Status = "broken" if config.decoder == "dashinfer" else "unusable"
+        return Finding(name="cache", status=status, detail=f"{folder}: {error.strerror}", mend=mend)
 
 
 def _kernels(config: EngineConfig) -> Finding:
     """Whose arithmetic bfloat16 gets on this CPU; the kernels in C are compiled here if they were not yet."""
     from dashinfer_vlm_core.kernels.native import load_native
 
+    if config.cpu_kernels == "torch":
+        return Finding(name="kernels", status="ok", detail="PyTorch's, as `cpu_kernels` asks")
     kernels, reason = load_native(config)
     if kernels:
         return Finding(name="kernels", status="ok", detail="in C")
     if reason.startswith("this CPU"):
         return Finding(name="kernels", status="ok", detail=f"PyTorch's: {reason}")
+    why, _, mend = reason.partition("; ")
     return Finding(
-        name="kernels", status="slow", detail="PyTorch's, which are slower than those in C", mend=f"{reason}."
+        name="kernels", status="slow", detail=f"PyTorch's, slower than those in C: {why}", mend=_sentence(mend or why)
     )
+
+
+def _sentence(words: str) -> str:
+    return f"{words[:1].upper()}{words[1:].rstrip('.')}."
 
 
 def _disk(config: EngineConfig) -> Finding:
@@ -195,8 +205,14 @@ def _disk(config: EngineConfig) -> Finding:
     folder, least = min(free.items(), key=lambda item: item[1])
     detail = f"{least / 1e9:.1f} GB free at {folder}"
     if least < LITTLE_BYTES:
-        return Finding(name="disk", status="slow", detail=detail, mend="Free some before you download a model.")
+        return Finding(name="disk", status="slow", detail=detail, mend=_DISK_FULL)
     return Finding(name="disk", status="ok", detail=detail)
+
+
+_DISK_FULL = (
+    "Free some before you download a model, or keep models elsewhere: `export HF_HOME=FOLDER` for downloads, `export"
+    f" {ENV_PREFIX}CACHE_DIR=FOLDER` for what is converted."
+)
 
 
 def _existing(folder: Path) -> Path:

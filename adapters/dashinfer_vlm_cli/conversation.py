@@ -15,7 +15,10 @@ from .media import Part
 
 Message = dict[str, Any]
 
-NO_OPTIONS = frozenset({"messages", "model", "n", "stream", "stream_options", "tools", "tool_choice", "logprobs"})
+NO_OPTIONS = frozenset(
+    {"messages", "model", "n", "stream", "stream_options", "tools", "tool_choice", "parallel_tool_calls", "logprobs",
+     "top_logprobs"}
+)  # fmt: skip
 """Fields of a request that are not for a person in a conversation to set."""
 
 
@@ -88,20 +91,19 @@ class Conversation:
         """Set an option of the requests from what was typed: JSON, or text; nothing unsets it. The value.
 
         Raises:
-            RequestError: there is no such option, or it cannot have this value.
+            RequestError: there is no such option, or it cannot have this value; in the words of the engine.
         """
+        from dashinfer_vlm_core.forms import form_of
         from dashinfer_vlm_core.schema import ChatRequest
 
         known = sorted(set(ChatRequest.model_fields) - NO_OPTIONS)
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"Did you mean `{close[0]}`?" if close else f"There is: {', '.join(known)}."
-            raise InvalidParameter(f"There is no option `{name}`. {hint}", param=name)
+            raise InvalidParameter(f"There is no option `{name}`. {_nearest(name, known)}", param=name)
         if not text:
             self.options.pop(name, None)
             return None
         value = _value(text)
-        ChatRequest.parse({**self.options, name: value, "messages": [{"role": "user", "content": "?"}]})
+        form_of(ChatRequest.parse({**self.options, name: value, "messages": [{"role": "user", "content": "?"}]}))
         self.options[name] = value
         return value
 
@@ -138,8 +140,13 @@ class Conversation:
         return max(places, default=None)
 
 
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=3)
+    return f"Did you mean {' or '.join(f'`{one}`' for one in close)}?" if close else f"There is: {', '.join(known)}."
+
+
 def _value(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

@@ -17,7 +17,7 @@ def line_reader(folder: Path, commands: Iterable[str]) -> Callable[[], str]:
         commands: words that are completed at the beginning of a line.
     """
     history = _history_file(folder)
-    read = _plain_reader() if find_spec("prompt_toolkit") is None else _toolkit_reader(history, list(commands))
+    read = _toolkit_reader(history, list(commands)) if _has_toolkit() else _plain_reader()
 
     def line() -> str:
         try:
@@ -26,6 +26,15 @@ def line_reader(folder: Path, commands: Iterable[str]) -> Callable[[], str]:
             return "/exit"
 
     return line
+
+
+def _has_toolkit() -> bool:
+    """Whether prompt_toolkit is there, and the terminal knows the escapes by which it edits."""
+    if find_spec("prompt_toolkit") is None:
+        return False
+    from prompt_toolkit.utils import is_dumb_terminal
+
+    return not is_dumb_terminal()
 
 
 def _history_file(folder: Path) -> Path | None:

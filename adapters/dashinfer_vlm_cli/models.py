@@ -44,7 +44,7 @@ class ModelRow:
 @click.command()
 @click.option("--folder", "folders", multiple=True, metavar="PATH",
               type=click.Path(exists=True, file_okay=False, path_type=Path),
-              help="Look for checkpoints in this folder and the folders in it; repeat it.")  # fmt: skip
+              help="Look for checkpoints in this folder and the folders in it; repeat it for more.")  # fmt: skip
 @click.option("--all", "everything", is_flag=True, help="Also list downloads that cannot be served here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def models(*, folders: tuple[Path, ...], everything: bool, as_json: bool) -> None:

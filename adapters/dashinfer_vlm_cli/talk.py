@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -144,7 +145,7 @@ class Talk:
     def set(self, argument: str) -> None:
         if not argument:
             return self.note(", ".join(f"{key} {value}" for key, value in self.conversation.options.items()) or "none")
-        name, _, text = argument.partition(" ")
+        name, text = [*re.split(r"\s*=\s*|\s+", argument, maxsplit=1), ""][:2]  # as /set, and as --set have it
         value = self.conversation.set(name, text.strip())
         return self.note(f"{name} is {'what the engine takes by itself' if value is None else value}")
 

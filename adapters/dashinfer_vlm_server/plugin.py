@@ -51,24 +51,30 @@ def _options(section: str, *options: Callable[..., _Command]) -> Callable[[_Comm
 
 
 def _option(*names: str, help: str, **attributes: Any) -> Callable[..., Callable[[_Command], _Command]]:  # noqa: A002 - click's word
-    shown = "default" in attributes and attributes["default"] is not None
+    shown = attributes.get("default") not in (None, "")
     return partial(click.option, *names, cls=Option, help=help, show_default=shown, **attributes)
 
 
 _file = click.Path(path_type=Path, dir_okay=False)
 
 _LISTEN = (
-    _option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 is all of them."),
-    _option("--port", default=8000, type=click.IntRange(0, 65535), help="Port to listen on; 0 is a free one."),
+    _option("--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on; 0.0.0.0 is all of them."),
+    _option(
+        "--port",
+        default=8000,
+        type=click.IntRange(0, 65535),
+        metavar="PORT",
+        help="Port to listen on; 0 is a free one.",
+    ),
     _option("--uds", type=_file, help="Unix socket to listen on, in place of host and port."),
     _option("--uds-mode", default="600", type=click.Choice(["600", "660"]), help="Permissions of that socket."),
     _option("--page/--no-page", default=True, help="Whether / answers with a page to ask from."),
-    _option("--root-path", default="", help="Prefix of all paths, which a proxy in front takes off."),
+    _option("--root-path", default="", metavar="PATH", help="Prefix of all paths, which a proxy in front takes off."),
 )
 _TRUST = (
     _option(
         "--api-key", "api_keys", multiple=True, envvar=[KEYS_VARIABLE, KEY_VARIABLE], metavar="KEY",
-        help=f"Key that requests must bring; give it again for others. Safer in {KEYS_VARIABLE} (separated by blanks)"
+        help=f"Key that requests must bring; repeat it for more. Safer in {KEYS_VARIABLE} (separated by blanks)"
         " or in a file: `ps` shows command lines to everybody.",
     ),
     _option("--api-key-file", type=_file, help="File with such keys, one a line."),
@@ -76,18 +82,19 @@ _TRUST = (
     _option("--ssl-keyfile", type=_file, help="Key of that certificate."),
     _option("--ssl-keyfile-password", envvar=f"{ENV_PREFIX}SSL_KEYFILE_PASSWORD", help="Password of that key."),
     _option("--ssl-ca-certs", type=_file, help="Authorities: clients must bring a certificate of one of them."),
-    _option("--allowed-origins", default="", help="Origins whose pages may ask (CORS), by commas; * is all of them."),
+    _option("--allowed-origins", default="", metavar="URL,...",
+            help="Origins whose pages may ask (CORS), by commas; * is all of them."),
 )  # fmt: skip
 _LIMITS = (
-    _option("--max-body-mib", default=288, type=click.IntRange(min=1), help="Largest request, in MiB."),
-    _option("--max-held-mib", default=2048, type=click.IntRange(min=1),
-            help="Requests that are served at one time, all of them together, in MiB."),
-    _option("--max-body-pause", default=60.0, type=click.FloatRange(0, min_open=True),
-            help="Seconds that the body of a request may stand still."),
-    _option("--request-timeout", type=click.FloatRange(0, min_open=True),
-            help="Seconds that an answer may take; no limit by default."),
-    _option("--grace", default=20.0, type=click.FloatRange(0),
-            help="Seconds that running requests may go on after a signal."),
+    _option("--max-body-mib", default=288, type=click.IntRange(min=1), metavar="MIB", help="Largest request."),
+    _option("--max-held-mib", default=2048, type=click.IntRange(min=1), metavar="MIB",
+            help="All requests together that are served at one time."),
+    _option("--max-body-pause", default=60.0, type=click.FloatRange(0, min_open=True), metavar="SECONDS",
+            help="How long the body of a request may stand still."),
+    _option("--request-timeout", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
+            help="How long an answer may take; no limit by default."),
+    _option("--grace", default=20.0, type=click.FloatRange(0), metavar="SECONDS",
+            help="How long running requests may go on after a signal."),
 )  # fmt: skip
 _INSIGHT = (
     _option("--log-format", default="text", type=click.Choice(["text", "json"]), help="How log lines are written."),

@@ -23,7 +23,7 @@ import click
 import uvicorn
 
 from dashinfer_vlm_core.engine import Engine
-from dashinfer_vlm_core.errors import ConfigError
+from dashinfer_vlm_core.errors import ConfigError, DecoderFailed
 
 from .app import create_app
 from .listening import Address, opened
@@ -171,7 +171,7 @@ class Server(uvicorn.Server):
             await self._finished()
         if self.server_state.tasks and self._engine.status().state != "loading":
             logger.warning("%d requests outlasted the grace, and are ended.", len(self.server_state.tasks))
-            await self._engine.aclose()
+            await asyncio.to_thread(_close, self._engine)
         ending = asyncio.create_task(self._cut_connections())
         await super().shutdown(sockets)
         ending.cancel()
@@ -230,8 +230,16 @@ def _end(engine: Engine, server: Server) -> int:
         logger.error("The decoder is lost (%s): this process ends, to be started again.", engine.status().trouble)
         logging.shutdown()
         os._exit(DECODER_LOST)  # what hangs would hold an orderly exit up
-    engine.close()
+    _close(engine)
     return 0
+
+
+def _close(engine: Engine) -> None:
+    """Whoever sent the signal wants the end: that a step hangs is told, and changes nothing else."""
+    try:
+        engine.close()
+    except DecoderFailed as error:
+        logger.error("%s", error.message)  # noqa: TRY400 - it was made for people
 
 
 async def _in_thread(work: Callable[[], object]) -> None:

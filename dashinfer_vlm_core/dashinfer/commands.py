@@ -14,7 +14,7 @@ from .install import install
 _CACHE = click.option(
     "--cache-dir",
     type=click.Path(path_type=Path),
-    help="Folder to use in place of the user's cache; see `serve --help`.",
+    help="Folder to use in place of the user's cache.",
 )
 
 
@@ -23,7 +23,7 @@ def dashinfer() -> None:
     """The DashInfer decoder: its environment, and its models."""
 
 
-@dashinfer.command("install")
+@dashinfer.command("install", short_help="Make DashInfer's own environment, and try it.")
 @click.option("--python", type=click.Path(path_type=Path), help="A CPython 3.10; by default one is looked for.")
 @click.option("--cpu", is_flag=True, help="For machines without a GPU driver: compile stand-ins for its libraries.")
 @_CACHE
@@ -37,7 +37,7 @@ def install_command(python: Path | None, cpu: bool, cache_dir: Path | None) -> N
     click.echo(f"DashInfer {findings.version} loads under Python {findings.python}, {_devices(findings)}.")
 
 
-@dashinfer.command("status")
+@dashinfer.command("status", short_help="Say what is installed, and whether it loads.")
 @_CACHE
 @click.pass_context
 def status_command(context: click.Context, cache_dir: Path | None) -> None:

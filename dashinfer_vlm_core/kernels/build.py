@@ -20,12 +20,14 @@ FLAGS = (
 
 COMPILERS = ("cc", "gcc", "clang")
 
+OTHER_CACHE = "choose another one by `cache_dir` (DASHINFER_VLM_CACHE_DIR)"
+
 PATIENCE = 120.0
 """Seconds that a compiler may take; it takes five."""
 
 
 class BuildError(Exception):
-    """The library could not be made; the message says why and what helps."""
+    """The library could not be made; the message says why and, behind a semicolon, what helps."""
 
 
 def build(source: Path, cache: Path) -> Path:
@@ -36,7 +38,7 @@ def build(source: Path, cache: Path) -> Path:
     """
     compilers = list(filter(None, map(shutil.which, COMPILERS)))
     if not compilers:
-        raise BuildError("no C compiler was found; install gcc or clang")
+        raise BuildError("no C compiler was found; install gcc or clang, by `apt-get install gcc` or `dnf install gcc`")
     flags = [*FLAGS, *map(str, _openmp_of_torch())]
     key = hashlib.sha256("\0".join([source.read_text(), *compilers, *flags]).encode()).hexdigest()[:16]
     library = cache / f"{source.stem}-{key}.so"
@@ -52,9 +54,9 @@ def _own_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = folder.stat()
     except OSError as error:
-        raise BuildError(f"the cache {folder} cannot be made: {error.strerror}") from error
+        raise BuildError(f"the cache {folder} cannot be made: {error.strerror}; {OTHER_CACHE}") from error
     if found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise BuildError(f"other users can write to the cache {folder}; choose another one by cache_dir")
+        raise BuildError(f"other users can write to the cache {folder}; run `chmod go-w {folder}`, or {OTHER_CACHE}")
 
 
 def _compile_by_any(compilers: Sequence[str], source: Path, flags: Sequence[str], library: Path) -> None:
@@ -76,11 +78,20 @@ def _compile(compiler: str, source: Path, flags: Sequence[str], library: Path) -
     try:
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder, library.name)
-            command = [compiler, str(source), *flags, "-o", str(made)]
-            subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=PATIENCE)  # noqa: S603 our own command
+            _run([compiler, str(source), *flags, "-o", str(made)])
             made.replace(library)
+    except OSError as error:
+        raise BuildError(f"the cache {library.parent} cannot be written: {error.strerror}; {OTHER_CACHE}") from error
+
+
+def _run(command: Sequence[str]) -> None:
+    compiler = command[0]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=PATIENCE)  # noqa: S603 our own command
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip().splitlines() or ["no message"])[-1]
         raise BuildError(f"{compiler} failed ({last}); gcc 11 and clang 14 can do it") from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{compiler} or the cache {library.parent} failed: {error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{compiler} took more than {PATIENCE:g} s; try again when the machine is idle") from error
+    except OSError as error:
+        raise BuildError(f"{compiler} does not run: {error.strerror}; install gcc 11 or clang 14") from error

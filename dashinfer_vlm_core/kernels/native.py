@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -129,9 +130,20 @@ class Loaded(NamedTuple):
     reason: str
 
 
-@functools.cache
+_LOADING = threading.Lock()
+
+
 def load_native(config: EngineConfig) -> Loaded:
-    """The kernels in C, compiled into the cache of `config` where they are not there yet."""
+    """The kernels in C, compiled into the cache of `config` where they are not there yet: that takes seconds.
+
+    Whoever asks meanwhile waits for that.
+    """
+    with _LOADING:  # a cache alone would let two that ask at once compile twice
+        return _load(config)
+
+
+@functools.cache
+def _load(config: EngineConfig) -> Loaded:
     missing = [name for name in ("avx512_bf16", "avx512_vnni") if name not in cpu_flags()]
     if missing:
         return Loaded(None, f"this CPU has no {' and no '.join(missing)}")

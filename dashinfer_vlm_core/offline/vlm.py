@@ -130,7 +130,10 @@ class VLM:
         return self._answer([messages] if alone else messages, make, sampling_params, alone, use_tqdm)
 
     def close(self) -> None:
-        """Free the model; what still runs ends with EngineClosed. Closing twice is allowed."""
+        """Free the model; what still runs ends with EngineClosed. Closing twice is allowed.
+
+        Raises as `Engine.close`.
+        """
         if self._owned:
             self.engine.close()
 

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 from dashinfer_vlm_core.decoder import Token
 from dashinfer_vlm_core.errors import DecoderFailed, EngineClosed, EngineError
+from dashinfer_vlm_core.kernels.turns import CPU_TURNS
 
 from .runner import Runner
 from .scheduler import Chunk, Outcome, Run, Scheduler, Stats, Step
@@ -118,6 +119,7 @@ class Worker:
             self._lock.notify()
         self._thread.join(timeout=min(STOP_SECONDS, self._step_timeout))
         if self._thread.is_alive():
+            CPU_TURNS.take_from(self._thread.ident)  # a tower that waits for it goes on, and can be closed
             self._end_all()
             raise DecoderFailed("A step of the decoder hangs, which only the end of the process ends. Start it anew.")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dashinfer_vlm_cli.batch_files import Ledger, failed, read_entries
+from dashinfer_vlm_cli.batch_files import Entry, Ledger, failed, read_body, read_entries
 from dashinfer_vlm_cli.crowd import crowd
 from dashinfer_vlm_core.errors import ConfigError, DecoderFailed, InvalidParameter, QueueFull
 from tests.cli.conftest import process
@@ -32,6 +32,10 @@ def requests(tmp_path):
         return path
 
     return write
+
+
+def told(item):
+    return item["response"]["body"]["choices"][0]["message"]["content"]
 
 
 def read(path):
@@ -79,6 +83,48 @@ def test_what_was_answered_is_not_asked_again_and_what_failed_is(run, address, r
     }
     assert texts == {"a": "Yes.", "b": "Now.", "c": "Yes."}
     assert "0 answered, 3 were answered before" in run("batch", "--api-base", "http://127.0.0.1:9/v1", file).stderr
+
+
+def test_a_request_that_was_changed_is_asked_again_and_has_one_answer(run, address, requests, tmp_path):
+    url = address("Old.", "Old.", "New.")
+    file = requests(line("a"), line("b"))
+    output = tmp_path / "requests.answers.jsonl"
+    assert run("batch", "--concurrency", 1, "--api-base", url, file).exit_code == 0
+    output.chmod(0o640)
+    result = run("batch", "--api-base", url, requests(line("a"), line("b", text="Goodbye")))
+    assert result.exit_code == 0
+    assert f"Changed since {output} answered them, and asked again: 1.\n" in result.stderr
+    assert "1 answered, 1 were answered before, 0 failed" in result.stderr
+    assert [(item["custom_id"], told(item)) for item in read(output)] == [("a", "Old."), ("b", "New.")]
+    assert output.stat().st_mode & 0o777 == 0o640
+    assert sorted(path.name for path in tmp_path.iterdir() if "jsonl" in path.name) == [output.name, file.name]
+    again = run("batch", "--api-base", "http://127.0.0.1:9/v1", file)
+    assert "0 answered, 2 were answered before" in again.stderr
+    assert "Changed" not in again.stderr
+
+
+def test_an_old_answer_stays_until_there_is_a_new_one(run, address, requests, tmp_path):
+    url = address("Old.", InvalidParameter("No."), "New.")
+    output = tmp_path / "requests.answers.jsonl"
+    for text, answers in (("Hello", ["Old."]), ("Goodbye", ["Old."]), ("Goodbye", ["New."])):
+        run("batch", "--api-base", url, requests(line("a", text=text)))
+        assert [told(item) for item in read(output)] == answers
+
+
+def test_a_request_that_is_only_written_in_another_way_is_the_same(requests):
+    body = line("a", temperature=0.5, stop=["x", "é"])
+    first = read_entries(requests(body))
+    other = dict(reversed(body.items())) | {"body": dict(reversed(body["body"].items()))}
+    assert [entry.line_id for entry in read_entries(requests(json.dumps(other, ensure_ascii=False)))] == [
+        entry.line_id for entry in first
+    ]
+
+
+def test_a_file_that_is_changed_while_it_is_read_is_named(requests):
+    (entry,) = read_entries(requests(line("a")))
+    file = requests(line("a", text="Goodbye"))
+    with pytest.raises(ConfigError, match="was changed while it was read"):
+        read_body(file, entry)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +226,8 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
 
 def test_wherever_a_run_was_cut_off_no_answer_is_lost_or_doubled(tmp_path):
     path = tmp_path / "out.jsonl"
-    lines = [failed(f"é{index}", QueueFull("Busy.")) for index in range(20)]
+    entries = [Entry(custom_id=f"é{index}", offset=0, line_id=f"batch_req_{index}") for index in range(20)]
+    lines = [failed(entry, QueueFull("Busy.")) for entry in entries]
     with Ledger(path) as ledger:
         for item in lines:
             ledger.append(item)

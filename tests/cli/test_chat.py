@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -158,10 +159,30 @@ def test_options_are_checked_when_they_are_set():
         talk.set("temperature", "9")
     with pytest.raises(InvalidParameter, match="Did you mean `temperature`"):
         talk.set("temprature", "1")
+    with pytest.raises(InvalidParameter, match="Did you mean `max_tokens` or `min_tokens`"):
+        talk.set("ma_tokens", "1")
+    with pytest.raises(InvalidParameter, match="`temperature` must be a finite number; got 'x'"):
+        talk.set("temperature", "x")
+    with pytest.raises(InvalidParameter, match="`stop` must have at most 256 characters"):
+        talk.set("stop", "[" * 100_000 + "]" * 100_000)
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "strange"}}}
+    with pytest.raises(InvalidParameter, match=r"`response_format\.json_schema\.schema`"):
+        talk.set("response_format", json.dumps(schema))
     with pytest.raises(InvalidParameter, match="There is no option `stream`"):
         talk.set("stream", "true")
     talk.set("stop", "")
     assert talk.options == {"temperature": 0.2}
+
+
+@pytest.mark.parametrize("written", ["temperature", "temperature 0.2", ""])
+def test_an_option_without_a_value_is_refused(run, written):
+    with pytest.raises(ConfigError, match="has no value: write --set NAME=VALUE"):
+        run("chat", "--api-base", "http://127.0.0.1:9/v1", "--set", written, "x")
+
+
+def test_a_wrong_option_is_refused_before_anything_is_loaded(run):
+    with pytest.raises(InvalidParameter, match="`temperature` must be a finite number; got 'x'"):
+        run("chat", "--model", "/none", "--set", "temperature=x", "Is it?")
 
 
 def test_a_conversation_is_saved_and_loaded_with_its_pictures(tmp_path, pictures):
@@ -265,6 +286,10 @@ def test_settings_and_system(talk):
     assert talking.shown[-1] == "temperature is 0.2"
     talking.take("/set")
     assert talking.shown[-1] == "temperature 0.2"
+    talking.take("/set temperature=x")
+    assert talking.shown[-1] == "`temperature` must be a finite number; got 'x'."
+    talking.take("/set temperature = 0.3")
+    assert talking.shown[-1] == "temperature is 0.3"
     talking.take("/set temperature")
     assert talking.conversation.options == {}
     talking.take("/system Be short.")
@@ -383,6 +408,22 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(terminal, address, program):
     chat.see(">")
     chat.type("\x04")
     assert chat.ended() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("environment", "forbidden"),
+    [({"TERM": "dumb"}, r"\x1b"), ({"NO_COLOR": "1"}, r"\x1b\[[1-9][0-9;]*m"), ({"TERM": "xterm"}, r"\x1b\[2m")],
+    ids=["dumb", "no colour", "able"],
+)
+def test_escapes_and_colours_are_for_terminals_that_can(terminal, address, environment, forbidden):
+    chat = terminal("chat", "--api-base", address("Yes."), **environment)
+    shown = chat.see("Ctrl-D ends.") + chat.see(">")
+    chat.type("Is it?\r")
+    shown += chat.see("tokens/s") + chat.see(">")
+    chat.type("/exit\r")
+    assert chat.ended() == 0
+    assert (re.search(forbidden, shown + chat.seen) is None) == (environment != {"TERM": "xterm"})
 
 
 @pytest.mark.slow

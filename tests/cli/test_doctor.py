@@ -51,10 +51,52 @@ def test_what_the_environment_sets_wrongly_is_named(tmp_path):
     found = findings(process("doctor", "--json", DASHINFER_VLM_MAX_PIXELS="3"))
     assert found["options"]["status"] == "broken"
     assert "max_pixels" in found["options"]["detail"]
+
+
+def kernels_in_c(found):
+    """Whether this machine could have them: else nothing is missing."""
+    return not found["kernels"]["detail"].startswith("PyTorch's: this CPU")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("decoder", "status", "code"), [("torch", "unusable", 0), ("dashinfer", "broken", 1)])
+def test_a_cache_that_cannot_be_written_costs_what_needs_it(tmp_path, decoder, status, code):
     (tmp_path / "file").write_text("")
-    ended = process("doctor", "--json", DASHINFER_VLM_CACHE_DIR=str(tmp_path / "file" / "cache"))
-    assert ended.returncode == 1
-    assert findings(ended)["cache"]["status"] == "broken"
+    folder = tmp_path / "file" / "cache"
+    ended = process("doctor", "--json", DASHINFER_VLM_CACHE_DIR=str(folder), DASHINFER_VLM_DECODER=decoder)
+    found = findings(ended)
+    assert ended.returncode == code
+    assert found["cache"]["status"] == status
+    assert "`export DASHINFER_VLM_CACHE_DIR=FOLDER`" in found["cache"]["mend"]
+    if kernels_in_c(found):
+        assert found["kernels"]["status"] == "slow"
+        assert f"the cache {folder}/kernels cannot be made: Not a directory" in found["kernels"]["detail"]
+        assert found["kernels"]["mend"].startswith("Choose another one by `cache_dir`")
+
+
+@pytest.mark.slow
+def test_without_a_compiler_the_kernels_are_slow_and_the_command_is_told(tmp_path):
+    found = findings(process("doctor", "--json", PATH=str(tmp_path), DASHINFER_VLM_CACHE_DIR=str(tmp_path / "cache")))
+    if kernels_in_c(found):
+        assert found["kernels"]["status"] == "slow"
+        assert found["kernels"]["detail"].endswith(": no C compiler was found")
+        assert "`apt-get install gcc`" in found["kernels"]["mend"]
+    assert found["cache"]["status"] == "ok"
+
+
+@pytest.mark.slow
+def test_kernels_that_are_not_asked_for_are_not_missed(tmp_path):
+    environment = {"DASHINFER_VLM_CPU_KERNELS": "torch", "DASHINFER_VLM_CACHE_DIR": str(tmp_path / "cache")}
+    found = findings(process("doctor", "--json", PATH=str(tmp_path), **environment))
+    assert (found["kernels"]["status"], found["kernels"]["mend"]) == ("ok", "")
+
+
+@pytest.mark.slow
+def test_what_is_not_ok_comes_with_what_mends_it(tmp_path):
+    (tmp_path / "file").write_text("")
+    environment = {"PATH": str(tmp_path), "DASHINFER_VLM_CACHE_DIR": str(tmp_path / "file" / "cache")}
+    for row in findings(process("doctor", "--json", **environment)).values():
+        assert (row["status"] == "ok") == (row["mend"] == ""), row
 
 
 @pytest.mark.slow

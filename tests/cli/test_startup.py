@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
+import click
 import pytest
 
 from dashinfer_vlm_cli.plugin import COMMANDS
+from dashinfer_vlm_core.cli import cli as core
+from dashinfer_vlm_core.plugins import add_commands
 from tests.cli.conftest import process
 
 HEAVY = ("torch", "transformers", "tokenizers", "openai", "huggingface_hub", "litellm", "fastapi", "av")
@@ -35,3 +40,44 @@ def test_the_group_lists_each_command_with_what_it_does(run):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_summary_is_the_first_line_of_the_help(run, name):
     assert COMMANDS[name].rstrip(".") in " ".join(run(name, "--help").output.split())
+
+
+def helps(group, *path):
+    """The help of every command of a group, as at a terminal of 80 columns."""
+    with click.Context(group, info_name="dashinfer-vlm", terminal_width=80) as context:
+        yield " ".join(path), group.get_help(context)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from helps(command, *path, name)
+        else:
+            made = command.make_context(name, [], resilient_parsing=True, terminal_width=80)
+            yield " ".join([*path, name]), made.command.get_help(made)
+
+
+def test_help_is_free_of_noise():
+    cli = click.Group(params=core.params, commands=dict(core.commands))
+    add_commands(cli)
+    found = dict(helps(cli))
+    assert {"", "serve", "chat", "batch", "bench", "models", "doctor", "plugins", "dashinfer install"} <= set(found)
+    for name, text in found.items():
+        words = " ".join(text.split())
+        assert "..." not in re.sub(r"[],]\.\.\.", "", words), f"{name}: a summary is cut short"
+        for noise in ('[default: ""]', "[default: True]", "[default: False]", "INTEGER", "FLOAT", "XHEIGHT"):
+            assert noise not in words, f"{name}: {noise}"
+        assert re.findall(r"(\S+) \[[^]]*\] [^[]*\[default: none\]", words) in ([], ["--quantization"]), name
+        assert max(map(len, text.splitlines())) <= 80, name
+
+
+def test_help_says_units_and_defaults(run):
+    text = " ".join(run("chat", "--help").output.split())
+    for words in (
+        "--image-max-bytes BYTES Most bytes of one encoded picture. [default: 20971520, 20 MiB]",
+        "--kv-cache-mib MIB ",
+        "--video-fetch-timeout SECONDS ",
+        "--limit-mm-per-prompt image=N,video=N ",
+        "[default: prefix-cache]",
+        "[default: no-enable-mm-embeds]",
+        "--revision NAME Branch, tag or commit of a hub id; its main branch by default. --",
+    ):
+        assert words in text

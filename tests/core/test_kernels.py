@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,11 +16,16 @@ import torch.nn.functional as F
 from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision
 
 from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.engine import open_conductor
 from dashinfer_vlm_core.kernels import Activation, DecoderLayer, DecoderShape, Pass, Span, Spans, choose_kernels
+from dashinfer_vlm_core.kernels import native as native_module
 from dashinfer_vlm_core.kernels.build import BuildError, build
 from dashinfer_vlm_core.kernels.layers import ComposedLayers
 from dashinfer_vlm_core.kernels.native import load_native
 from dashinfer_vlm_core.kernels.plain import Plain
+from dashinfer_vlm_core.plugins import load_plugins
+from dashinfer_vlm_core.watch import Watchers
+from tests.waiting import until
 
 ROWS = [1, 5, 12, 13, 16, 29, 200]
 SHAPES = [(96, 64), (70, 132), (33, 260)]  # (outputs, inputs): whole panels, part of one, blocks of 8 bits cut short
@@ -280,9 +288,73 @@ def test_the_library_is_compiled_once(tmp_path):
     assert first.kernels is not None
     (library,) = (tmp_path / "kernels").iterdir()
     made = library.stat().st_mtime_ns
-    load_native.cache_clear()
+    native_module._load.cache_clear()
     assert load_native(config).kernels is not None
     assert [path.stat().st_mtime_ns for path in (tmp_path / "kernels").iterdir()] == [made]
+
+
+class Compiler:
+    """A compiler that says when it begins, and compiles once it is let go; nobody waits for it for more than 20 s."""
+
+    def __init__(self, folder):
+        self._log, self._go = folder / "log", folder / "go"
+        (folder / "cc").write_text(
+            f"""#!/bin/sh
+export PATH='{os.environ["PATH"]}'
+echo begun >> '{self._log}'
+for i in $(seq 400); do [ -e '{self._go}' ] && exec cc "$@"; sleep 0.05; done
+exit 1
+"""
+        )
+        (folder / "cc").chmod(0o755)
+
+    @property
+    def runs(self):
+        return self._log.read_text().count("begun") if self._log.exists() else 0
+
+    def go(self):
+        self._go.touch()
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    folder = tmp_path / "compiler"
+    folder.mkdir()
+    made = Compiler(folder)
+    monkeypatch.setenv("PATH", str(folder))
+    return made
+
+
+@needs_native
+def test_two_that_ask_at_once_compile_once(tmp_path, compiler):
+    config = EngineConfig(cache_dir=tmp_path / "cache")
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(load_native, config) for _ in range(2)]
+        until(lambda: compiler.runs)
+        done, _ = concurrent.futures.wait(asked, timeout=0.5)  # long enough for another one to begin
+        assert not done
+        compiler.go()
+        first, second = (future.result(timeout=100).kernels for future in asked)
+    assert first is not None
+    assert first is second
+    assert compiler.runs == 1
+
+
+@needs_native
+def test_an_engine_that_compiles_does_not_hold_its_event_loop(tmp_path, compiler):
+    config = EngineConfig(decoder="torch", cache_dir=tmp_path / "cache")
+
+    async def load():
+        opening = asyncio.create_task(open_conductor(config, load_plugins(), Watchers()))
+        while not compiler.runs:  # noqa: ASYNC110 - another process says so
+            await asyncio.sleep(0.01)
+        compiler.go()
+        conductor, _ = await opening
+        await conductor.close()
+
+    asyncio.run(load())
+    assert load_native(config).kernels is not None
+    assert compiler.runs == 1
 
 
 def test_a_cache_that_others_can_write_is_not_run_from(tmp_path):
@@ -313,6 +385,25 @@ def test_source_that_does_not_compile_is_named(tmp_path):
     with pytest.raises(BuildError, match=r"failed \(|no C compiler"):
         build(source, tmp_path / "cache")
     assert not list((tmp_path / "cache").glob("*"))
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no folder that nobody can write, whoever runs the tests")
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    source = tmp_path / "fine.c"
+    source.write_text("int f(void) { return 0; }\n")
+    ours = Path("/proc", str(os.getpid()))
+    with pytest.raises(BuildError, match=r"the cache /proc/\d+ cannot be written: .*; choose another|no C compiler"):
+        build(source, ours)
+
+
+def test_a_compiler_that_does_not_run_is_named(tmp_path, monkeypatch):
+    source = tmp_path / "fine.c"
+    source.write_text("int f(void) { return 0; }\n")
+    (tmp_path / "cc").write_text("no program")
+    (tmp_path / "cc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BuildError, match=r"cc does not run: .*; install gcc 11 or clang 14"):
+        build(source, tmp_path / "cache")
 
 
 def test_without_a_compiler_pytorch_computes_and_the_log_says_why(tmp_path):

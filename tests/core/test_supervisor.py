@@ -8,7 +8,9 @@ import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig, hookimpl
 from dashinfer_vlm_core.errors import DecoderFailed, EngineClosed, SetupError
+from dashinfer_vlm_core.kernels.turns import CPU_TURNS
 from dashinfer_vlm_core.plugins import load_plugins
+from tests.conversations import as_openai, picture, user
 from tests.waiting import until
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "ignore_eos": True}
@@ -42,10 +44,11 @@ class Kept:
             worker._scheduler.plan = lambda: 1 / 0
 
     def hang(self):
-        """Let it come to no end; what is returned lets it go on."""
+        """Let it come to no end in its turn on the cores; what is returned lets it go on."""
         go = threading.Event()
-        step = self.made[-1]._worker._runner.step
-        self.made[-1]._worker._runner.step = lambda chunks: (go.wait(60), step(chunks))[1]
+        runner = self.made[-1]._worker._runner
+        step = runner._step
+        runner._step = lambda chunks: (go.wait(60), step(chunks))[1]
         return go
 
 
@@ -152,10 +155,35 @@ def test_a_close_while_it_hangs_does_not_hang(start, kept):
     engine = start(step_timeout=2.0)
     go = kept.hang()
     try:
-        stream = engine.submit(HELLO)
+        answer = engine.submit(HELLO)
         until(lambda: engine.stats().decoder.running == 1)
-        engine.close()
+        with pytest.raises(DecoderFailed, match="A step of the decoder hangs"):
+            engine.close()
         with pytest.raises(EngineClosed):
-            stream.result(timeout=10)
+            answer.result(timeout=10)
+        assert engine.status().state == "closed"
     finally:
         go.set()
+
+
+def test_a_close_while_it_hangs_does_not_wait_for_a_tower_that_waits_for_its_turn(start, kept):
+    engine = start(step_timeout=2.0)
+    go = kept.hang()
+    try:
+        engine.submit(HELLO)
+        until(lambda: CPU_TURNS._owner is not None)
+        answer = engine.submit({"messages": as_openai([user(picture(1), "What is this?")]), "max_tokens": 4})
+        until(lambda: CPU_TURNS._waiting)
+        hanging = kept.made[-1]._worker._thread
+        with pytest.raises(DecoderFailed, match="A step of the decoder hangs"):
+            engine.close()
+        assert hanging.is_alive()
+        with pytest.raises(EngineClosed):
+            answer.result(timeout=10)
+        with start() as other:  # in the same process, where the step hangs on
+            assert other.chat(HELLO).usage.completion_tokens == 4
+        assert hanging.is_alive()
+    finally:
+        go.set()
+    hanging.join(timeout=10)
+    assert CPU_TURNS._owner is None

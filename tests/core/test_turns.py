@@ -54,3 +54,32 @@ def test_a_turn_that_fails_is_given_on():
         raise ZeroDivisionError
     with turns:
         pass
+
+
+def test_a_turn_can_be_taken_from_whoever_hangs_and_does_not_end_that_of_the_next():
+    turns, inside, go, later = Turns(), threading.Event(), threading.Event(), threading.Event()
+
+    def hang():
+        with turns:
+            inside.set()
+            go.wait(60)
+
+    def work():
+        with turns:
+            later.wait(60)
+
+    hanging, next_one = threading.Thread(target=hang), threading.Thread(target=work)
+    hanging.start()
+    assert inside.wait(10)
+    next_one.start()
+    until(lambda: turns._waiting)
+    turns.take_from(next_one.ident)  # it has none
+    assert turns._owner == hanging.ident
+    turns.take_from(hanging.ident)
+    until(lambda: turns._owner == next_one.ident)
+    go.set()
+    hanging.join()
+    assert turns._owner == next_one.ident
+    later.set()
+    next_one.join()
+    assert turns._owner is None

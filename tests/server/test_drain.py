@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.server.conftest import eventually
-from tests.server.test_serve import process, ready
+from tests.server.test_serve import MAIN, process, ready
 
 STREAMS = 16
 
@@ -54,6 +54,31 @@ def test_sigterm_during_sixteen_streams(tiny_checkpoint, tmp_path, grace, tokens
         assert server.wait(timeout=60) == 0
     assert set(ended) == outcomes
     assert "Traceback" not in log.read_text()
+
+
+HANGS = "import dashinfer_vlm_torch.runner as r, threading; r.Runner._step = lambda *_: threading.Event().wait()\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_sigterm_while_a_step_hangs_ends_the_process_and_says_so(tiny_checkpoint, tmp_path):
+    log = tmp_path / "log"
+    options = ["--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0, "--grace", 0.5]
+    with process(log, *options, program=HANGS + MAIN) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        eventually(lambda: ready(log) or server.poll() is not None, within=90)
+        url = ready(log)[1]
+        body = {"messages": [{"role": "user", "content": "Hello"}]}
+        answer = pool.submit(httpx.post, f"{url}/v1/chat/completions", json=body, trust_env=False, timeout=100)
+        eventually(lambda: "dashinfer_vlm_num_requests_running 1" in metrics(url), within=30)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=60) == 0
+        assert answer.result(timeout=10).json()["error"]["code"] == "engine_closed"
+    assert "ERROR dashinfer_vlm_server.serving: A step of the decoder hangs" in log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
+def metrics(url):
+    return httpx.get(f"{url}/metrics", trust_env=False, timeout=30).text
 
 
 def refused(url):

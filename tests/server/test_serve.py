@@ -32,16 +32,16 @@ MAIN = "from dashinfer_vlm_core.cli import main; main()"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 
 
-def command(*options):
-    return [sys.executable, "-c", MAIN, "serve", *map(str, options)]
+def command(*options, program=MAIN):
+    return [sys.executable, "-c", program, "serve", *map(str, options)]
 
 
 @contextlib.contextmanager
-def process(log, *options, environment=MappingProxyType({})):
+def process(log, *options, environment=MappingProxyType({}), program=MAIN):
     with (
         log.open("w") as file,
         subprocess.Popen(
-            command(*options), stderr=file, stdout=subprocess.PIPE, env={**os.environ, **environment}
+            command(*options, program=program), stderr=file, stdout=subprocess.PIPE, env={**os.environ, **environment}
         ) as server,
     ):
         try:
