@@ -264,6 +264,30 @@ def test_a_preempted_run_waits_ahead_of_all_others():
     assert not queue.busy
 
 
+def first_token_of(run, queue):
+    return next(token for _ in range(400) for whose, token in step(queue)[1] if whose is run)
+
+
+@pytest.mark.parametrize("known", [0, 32])
+def test_what_a_preempted_run_has_read_itself_does_not_count_as_found(known):
+    """It is put back while its prompt is being read; `known` tokens of that another run had read before."""
+    queue = scheduler(kv_tokens=300, prefill_chunk=2)
+    queue.add(before := run(max(known, 1), max_tokens=1, content=2))
+    first_token_of(before, queue)
+    queue.add(filler := run(160, content=3))
+    queue.add(old := run(2, max_tokens=120, content=1))
+    first_token_of(old, queue)
+    queue.remove(filler, failed=True)
+    queue.add(young := run(150, content=2))
+    read = [young.read for _ in range(100) if step(queue) and not queue.stats.preemptions][-1]
+    assert read > known
+    assert not young.answer
+    while young not in queue._running:
+        step(queue)
+    assert young.read > known  # it finds some of its own rows again
+    assert first_token_of(young, queue).cached == known
+
+
 def test_a_run_alone_may_take_the_whole_pool_wherever_it_began():
     other, one = run(40, max_tokens=60, content=1), run(40, max_tokens=60, content=2)
     queue = scheduler(kv_tokens=201, prefill_chunk=100)
