@@ -313,9 +313,7 @@ async def open_conductor(config: EngineConfig, registry: Registry, watcher: Watc
     spec = architecture.read(folder)
     factory, reason = choose_decoder(registry, spec, config)
     logger.info("model %s from %s, decoder %s: %s", config.name, folder, factory.name, reason)
-    decoder = await asyncio.to_thread(
-        Supervisor, lambda: factory.create(spec, config), restarts=config.decoder_restarts
-    )
+    decoder = Supervisor(lambda: factory.create(spec, config), restarts=config.decoder_restarts)
     prompts = await asyncio.to_thread(PromptBuilder.load, spec, config, max_model_len=decoder.max_model_len)
     Detokeniser(
         prompts.tokenizer
