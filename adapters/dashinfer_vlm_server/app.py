@@ -79,7 +79,8 @@ def create_app(engine: ChatEngine, settings: Settings | None = None, *, gate: Ga
             allow_headers=["Authorization", "Content-Type", HEADER],
             expose_headers=[HEADER, "Retry-After"],
         )
-    app.add_middleware(Visits, metrics=metrics, budget=Budget(settings.max_held_bytes), tracer=settings.tracer)
+    budget = Budget(settings.max_held_bytes)
+    app.add_middleware(Visits, routes=app.routes, metrics=metrics, budget=budget, tracer=settings.tracer)
     return app
 
 
