@@ -271,20 +271,21 @@ def first_token_of(run, queue):
 @pytest.mark.parametrize("known", [0, 32])
 def test_what_a_preempted_run_has_read_itself_does_not_count_as_found(known):
     """It is put back while its prompt is being read; `known` tokens of that another run had read before."""
-    queue = scheduler(kv_tokens=300, prefill_chunk=2)
-    queue.add(before := run(max(known, 1), max_tokens=1, content=2))
-    first_token_of(before, queue)
-    queue.add(filler := run(160, content=3))
+    queue = scheduler(kv_tokens=232, prefill_chunk=2)
+    if known:
+        queue.add(before := run(known, max_tokens=1, content=2))
+        first_token_of(before, queue)
+    queue.add(filler := run(160, content=3))  # so that the young one lies in front of the old one, which grows
     queue.add(old := run(2, max_tokens=120, content=1))
     first_token_of(old, queue)
     queue.remove(filler, failed=True)
-    queue.add(young := run(150, content=2))
-    read = [young.read for _ in range(100) if step(queue) and not queue.stats.preemptions][-1]
-    assert read > known
-    assert not young.answer
-    while young not in queue._running:
+    queue.add(young := run(160, content=2))
+    while not (queue.stats.preemptions or young.answer):
         step(queue)
-    assert young.read > known  # it finds some of its own rows again
+    assert list(queue._waiting) == [young]
+    while not young.read:
+        step(queue)
+    assert young.read > known  # it finds rows of its own again
     assert first_token_of(young, queue).cached == known
 
 
