@@ -17,7 +17,7 @@ from dashinfer_vlm_core.errors import ConfigError, MissingDependency
 from dashinfer_vlm_core.hookspecs import hookimpl
 
 from .help import Option, SectionedCommand
-from .keys import Keys
+from .keys import KEY_VARIABLE, KEYS_VARIABLE, Keys
 from .listening import Address, Tls
 from .settings import Settings
 
@@ -25,11 +25,6 @@ if TYPE_CHECKING:
     from .tracing import Tracer
 
 logger = logging.getLogger(__name__)
-
-KEYS_VARIABLE = f"{ENV_PREFIX}API_KEYS"
-
-KEY_VARIABLE = f"{ENV_PREFIX}API_KEY"
-"""What clients read: a server that finds it set alone is not meant to be open."""
 
 _Command = Callable[..., Any]
 

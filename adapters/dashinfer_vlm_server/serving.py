@@ -26,6 +26,7 @@ from dashinfer_vlm_core.engine import Engine
 from dashinfer_vlm_core.errors import ConfigError
 
 from .app import create_app
+from .keys import KEY_VARIABLE
 from .listening import Address, opened
 from .protocol import MAX_HEAD_BYTES, Protocol, detect_lost_peers
 from .settings import Gate, Settings
@@ -51,6 +52,8 @@ FAREWELL_SECONDS = 1.0
 DECODER_LOST = 3
 """Exit code for a decoder that cannot be replaced: whoever supervises the process should start it again."""
 
+HELLO = '{"messages": [{"role": "user", "content": "Hello!"}]}'
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -71,7 +74,7 @@ def run(config: EngineConfig, settings: Settings, address: Address, *, grace: fl
             engine=engine,
             gate=gate,
             grace=grace,
-            ready=lambda: _announce(address, listener, engine),
+            ready=lambda: _announce(address.url(listener), address, settings, engine),
         )
         server.run(sockets=[listener])
     if engine.status().state == "loading":
@@ -250,12 +253,17 @@ async def _in_thread(work: Callable[[], object]) -> None:
     await asyncio.shield(asyncio.wrap_future(done))
 
 
-def _announce(address: Address, listener: socket.socket, engine: Engine) -> None:
-    url, status = address.url(listener), engine.status()
+def _announce(url: str, address: Address, settings: Settings, engine: Engine) -> None:
+    status = engine.status()
     click.echo(f"Serving {status.model} (decoder {status.decoder}) at {url}", err=True)
     if address.path is None:
-        body = '{"messages": [{"role": "user", "content": "Hello!"}]}'
-        click.echo(f"Try: curl {url}/chat/completions -d '{body}'", err=True)
+        click.echo(f"Try: {_curl(url, keyed=len(settings.keys) > 0)}", err=True)
+
+
+def _curl(url: str, *, keyed: bool) -> str:
+    """A first question as a command; its key is for whoever runs it to put into the environment."""
+    key = f'-H "Authorization: Bearer ${KEY_VARIABLE}" ' if keyed else ""
+    return f"curl {url}/chat/completions {key}-d '{HELLO}'"
 
 
 def _on_signal(handler: Callable[[int, FrameType | None], None]) -> None:

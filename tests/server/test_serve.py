@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -262,6 +263,24 @@ def test_keys_on_the_command_line_and_open_doors_are_warned_of(runner, caplog):
     assert "`ps` shows the keys" in caplog.text
     assert "sk-secret" not in caplog.text
     assert "sk-secret" not in runner("serve", *broken).output
+
+
+TRY = r"^Try: (curl http://127\.0\.0\.1:\d+/v1/chat/completions .*)$"
+
+
+@pytest.mark.slow
+def test_the_first_question_that_it_shows_brings_a_key_where_one_is_needed(tiny_checkpoint, tmp_path):
+    log, key = tmp_path / "log", {"DASHINFER_VLM_API_KEY": "sk-secret"}
+    with process(log, "--model", tiny_checkpoint, "--port", 0, environment=key) as server:
+        eventually(lambda: re.search(TRY, log.read_text(), re.MULTILINE) or server.poll() is not None, within=90)
+        shown = re.search(TRY, log.read_text(), re.MULTILINE)[1]
+        _, url, _, header, _, body = shlex.split(shown)
+        assert header == "Authorization: Bearer $DASHINFER_VLM_API_KEY"
+        assert f'-H "{header}"' in shown  # in quotes that let the shell fill it in
+        name, value = header.replace("$DASHINFER_VLM_API_KEY", "sk-secret").split(": ")
+        reply = httpx.post(url, headers={name: value}, content=body, trust_env=False, timeout=60)
+    assert reply.status_code == 200
+    assert "sk-secret" not in log.read_text()
 
 
 @pytest.mark.slow
