@@ -91,7 +91,7 @@ class _Route(APIRoute):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        if "GET" in self.methods:
+        if self.methods and "GET" in self.methods:
             self.methods.add("HEAD")
 
 

@@ -71,6 +71,6 @@ def _told(routes: Iterable[BaseRoute]) -> list[BaseRoute]:
     """The routes without HEAD, of which the document need not tell: it goes with GET everywhere."""
     told = [copy.copy(route) for route in routes]
     for route in told:
-        if isinstance(route, APIRoute):
+        if isinstance(route, APIRoute) and route.methods:
             route.methods = route.methods - {"HEAD"}
     return told
