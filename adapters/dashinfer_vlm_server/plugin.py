@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from dashinfer_vlm_core.cli_options import config_options
-from dashinfer_vlm_core.config import ENV_PREFIX, MIB, EngineConfig
+from dashinfer_vlm_core.config import MIB, EngineConfig
+from dashinfer_vlm_core.config_file import place_of
 from dashinfer_vlm_core.errors import ConfigError, MissingDependency
 from dashinfer_vlm_core.hookspecs import hookimpl
 
-from .help import Option, SectionedCommand
+from .help import Number, Option, SectionedCommand, Whole
 from .keys import KEY_VARIABLE, KEYS_VARIABLE, Keys
 from .listening import Address, Tls
+from .logs import LogFormat, set_format
 from .settings import Settings
 
 if TYPE_CHECKING:
@@ -50,11 +53,18 @@ def _option(*names: str, help: str, **attributes: Any) -> Callable[..., Callable
     return partial(click.option, *names, cls=Option, help=help, show_default=shown, **attributes)
 
 
+def _set_format(context: click.Context, _option: click.Parameter, log_format: LogFormat) -> LogFormat:
+    """At once, so that what is wrong with other options is written so too."""
+    if not context.resilient_parsing:
+        set_format(log_format)
+    return log_format
+
+
 _file = click.Path(path_type=Path, dir_okay=False)
 
 _LISTEN = (
     _option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 is all of them."),
-    _option("--port", default=8000, type=click.IntRange(0, 65535), help="Port to listen on; 0 is a free one."),
+    _option("--port", default=8000, type=Whole(0, 65535), help="Port to listen on; 0 is a free one."),
     _option("--uds", type=_file, help="Unix socket to listen on, in place of host and port."),
     _option("--uds-mode", default="600", type=click.Choice(["600", "660"]), help="Permissions of that socket."),
     _option("--page/--no-page", default=True, help="Whether / answers with a page to ask from."),
@@ -69,23 +79,25 @@ _TRUST = (
     _option("--api-key-file", type=_file, help="File with such keys, one a line."),
     _option("--ssl-certfile", type=_file, help="Certificate of the server, with its chain: turns TLS on."),
     _option("--ssl-keyfile", type=_file, help="Key of that certificate."),
-    _option("--ssl-keyfile-password", envvar=f"{ENV_PREFIX}SSL_KEYFILE_PASSWORD", help="Password of that key."),
+    _option("--ssl-keyfile-password", help="Password of that key."),
     _option("--ssl-ca-certs", type=_file, help="Authorities: clients must bring a certificate of one of them."),
-    _option("--allowed-origins", default="", help="Origins whose pages may ask (CORS), by commas; * is all of them."),
+    _option("--allowed-origins", default="", also=list,
+            help="Origins whose pages may ask (CORS), by commas; * is all of them."),
 )  # fmt: skip
 _LIMITS = (
-    _option("--max-body-mib", default=288, type=click.IntRange(min=1), help="Largest request, in MiB."),
-    _option("--max-held-mib", default=2048, type=click.IntRange(min=1),
+    _option("--max-body-mib", default=288, type=Whole(min=1), help="Largest request, in MiB."),
+    _option("--max-held-mib", default=2048, type=Whole(min=1),
             help="Requests that are served at one time, all of them together, in MiB."),
-    _option("--max-body-pause", default=60.0, type=click.FloatRange(0, min_open=True),
+    _option("--max-body-pause", default=60.0, type=Number(0, min_open=True),
             help="Seconds that the body of a request may stand still."),
-    _option("--request-timeout", type=click.FloatRange(0, min_open=True),
+    _option("--request-timeout", type=Number(0, min_open=True),
             help="Seconds that an answer may take; no limit by default."),
-    _option("--grace", default=20.0, type=click.FloatRange(0),
+    _option("--grace", default=20.0, type=Number(0),
             help="Seconds that running requests may go on after a signal."),
 )  # fmt: skip
 _INSIGHT = (
-    _option("--log-format", default="text", type=click.Choice(["text", "json"]), help="How log lines are written."),
+    _option("--log-format", default="text", type=click.Choice(["text", "json"]), callback=_set_format,
+            help="How log lines are written."),
     _option("--otlp-traces-endpoint", metavar="URL",
             help="Where traces go, by OTLP over HTTP: http://127.0.0.1:4318/v1/traces, for example."),
 )  # fmt: skip
@@ -102,15 +114,15 @@ def serve(*, config: EngineConfig, **options: Any) -> None:
 
     It listens on this machine alone, without keys and encryption, unless told otherwise. SIGTERM ends it in order. Exit
     codes: 0 ended by a signal, 2 something has to be mended first, 3 the decoder is lost: start it again.
+
+    The environment sets options of the server: DASHINFER_VLM_PORT for --port, and so on.
     """
     try:
-        from .logs import set_format
         from .serving import run
     except ModuleNotFoundError as error:
         raise MissingDependency(
             f"The server needs {error.name}, which is not installed. Run: pip install 'dashinfer-vlm-adapters[server]'"
         ) from error
-    set_format(options["log_format"])
     settings, address = _settings(options), _address(options)
     _warn(settings, address)
     sys.exit(run(config, settings, address, grace=options["grace"]))
@@ -166,7 +178,7 @@ def _tracer(endpoint: str | None) -> Tracer | None:
 def _warn(settings: Settings, address: Address) -> None:
     """What an operator may not have meant."""
     context = click.get_current_context()
-    if context.get_parameter_source("api_keys") is click.core.ParameterSource.COMMANDLINE:
+    if context.get_parameter_source("api_keys") is ParameterSource.COMMANDLINE and not place_of("api_keys"):
         logger.warning("`ps` shows the keys of --api-key to everybody here: use %s or --api-key-file.", KEYS_VARIABLE)
     if address.public and not len(settings.keys):
         logger.warning("Other machines can reach this server, and it asks for no key: see --api-key-file.")

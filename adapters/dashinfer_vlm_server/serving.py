@@ -28,6 +28,7 @@ from dashinfer_vlm_core.errors import ConfigError
 from .app import create_app
 from .keys import KEY_VARIABLE
 from .listening import Address, opened
+from .logs import last_line, writes_json
 from .protocol import MAX_HEAD_BYTES, Protocol, detect_lost_peers
 from .settings import Gate, Settings
 
@@ -221,7 +222,7 @@ def leave_at_once(number: int, _frame: FrameType | None) -> None:
     them."""
     try:
         # Not click.echo: the signal may have come in the midst of another write to the same stream.
-        os.write(sys.stderr.fileno(), f"dashinfer-vlm: ended by {signal.Signals(number).name}.\n".encode())
+        os.write(sys.stderr.fileno(), last_line(f"ended by {signal.Signals(number).name}.").encode())
     finally:
         os._exit(0)
 
@@ -255,7 +256,11 @@ async def _in_thread(work: Callable[[], object]) -> None:
 
 def _announce(url: str, address: Address, settings: Settings, engine: Engine) -> None:
     status = engine.status()
-    click.echo(f"Serving {status.model} (decoder {status.decoder}) at {url}", err=True)
+    served = f"Serving {status.model} (decoder {status.decoder}) at {url}"
+    if writes_json():
+        logger.info("%s", served, extra={"fields": {"model": status.model, "decoder": status.decoder, "url": url}})
+        return
+    click.echo(served, err=True)
     if address.path is None:
         click.echo(f"Try: {_curl(url, keyed=len(settings.keys) > 0)}", err=True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import logging
 import re
 import time
@@ -19,6 +18,7 @@ from starlette.routing import Match
 from dashinfer_vlm_core.errors import QueueFull
 
 from .errors import CLIENT_GONE, error_response, status_of
+from .logs import REQUEST_ID
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from .tracing import Tracer
 
 logger = logging.getLogger(__name__)
-
-REQUEST_ID: contextvars.ContextVar[str] = contextvars.ContextVar("dashinfer_vlm_request_id", default="")
-"""The request that is being served; set in the engine's stages too."""
 
 HEADER = "X-Request-Id"
 QUIET = frozenset({"/health", "/health/ready", "/metrics"})
