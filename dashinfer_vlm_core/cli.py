@@ -9,6 +9,7 @@ import sys
 
 import click
 
+from .config import variable
 from .errors import DashInferVLMError
 from .plugins import PluginRow, add_commands, load_plugins
 from .terminal import show_table
@@ -21,6 +22,7 @@ SETUP_FAILED = 2
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="dashinfer-vlm")
 @click.option("--log-level", default="info", show_default=True, help="Least level of log lines on standard error.",
+              envvar=variable("log-level"), show_envvar=True,
               type=click.Choice(["debug", "info", "warning", "error"]))  # fmt: skip
 def cli(log_level: str) -> None:
     """Ask Qwen2-VL models about pictures and videos, on your own machines."""

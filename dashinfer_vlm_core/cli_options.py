@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 import click
 from click.shell_completion import CompletionItem
 
-from .config import ENV_PREFIX, MIB, EngineConfig
-from .config_file import EngineOption
+from .config import ENV_PREFIX, MIB, EngineConfig, MediaLimits
+from .config_file import EngineOption, place_of
+from .errors import ConfigError
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -45,7 +46,7 @@ def config_options(command: Command) -> Command:
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
         given = {name: kwargs.pop(name) for name in EngineConfig.model_fields}
-        config = EngineConfig(**{name: value for name, value in given.items() if value is not None})
+        config = _config({name: value for name, value in given.items() if value is not None})
         return command(*args, config=config, **kwargs)
 
     run.__doc__ = f"{command.__doc__}\n\n    {ENVIRONMENT}"
@@ -53,6 +54,14 @@ def config_options(command: Command) -> Command:
     for name, field in reversed(EngineConfig.model_fields.items()):
         decorated = _option(name, field)(decorated)
     return decorated
+
+
+def _config(given: dict[str, Any]) -> EngineConfig:
+    try:
+        return EngineConfig(**given)
+    except ConfigError as error:
+        place = place_of(error.param)
+        raise ConfigError(f"{place}: {error.message}" if place else error.message, param=error.param) from None
 
 
 def _option(name: str, field: FieldInfo) -> Callable[[Command], Command]:
@@ -68,6 +77,7 @@ def _option(name: str, field: FieldInfo) -> Callable[[Command], Command]:
         cls=EngineOption,
         default=None,
         metavar=_metavar(name, field.annotation),
+        also=dict if field.annotation is MediaLimits else list if get_origin(field.annotation) is tuple else None,
         help=text,
         shell_complete=functools.partial(_complete, name, field.annotation),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,6 +13,7 @@ from pydantic import ConfigDict, Field, NonNegativeInt, ValidationError, field_v
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from .errors import ConfigError
+from .wording import words_of
 
 ENV_PREFIX = "DASHINFER_VLM_"
 MIB = 1024 * 1024
@@ -193,7 +195,7 @@ class EngineConfig(BaseSettings):
         try:
             super().__init__(**options)
         except ValidationError as error:
-            raise ConfigError(_explain(error)) from None
+            raise _explain(error, options) from None
 
     @classmethod
     def settings_customise_sources(
@@ -217,6 +219,13 @@ class EngineConfig(BaseSettings):
             return dict(pair.split("=", 1) for pair in value.replace(" ", "").split(",") if pair)
         except ValueError:
             raise ValueError('write image=4,video=1, or {"image": 4, "video": 1}') from None
+
+    @field_validator("rgba_background", mode="before")
+    @classmethod
+    def _three(cls, value: object) -> object:
+        if isinstance(value, tuple) and len(value) != 3:
+            raise ValueError("write three numbers, as in 255,255,255")
+        return value
 
     @field_validator("allowed_media_domains", "rgba_background", mode="before")
     @classmethod
@@ -249,9 +258,26 @@ class EngineConfig(BaseSettings):
         return self.served_model_name or (folder.resolve().name if folder.is_dir() else self.model)
 
 
-def _explain(error: ValidationError) -> str:
-    """All faults of a configuration in one line each, by the option's name."""
-    faults = [
-        f"{'.'.join(map(str, fault['loc']))}: {fault['msg']} (got {fault['input']!r})" for fault in error.errors()
+def variable(option: str) -> str:
+    """The variable that sets an option, by the name of its field or its flag."""
+    return ENV_PREFIX + option.replace("-", "_").upper()
+
+
+def _explain(error: ValidationError, given: Mapping[str, Any]) -> ConfigError:
+    """All faults of a configuration in one line, by the names of the options, and of the variables that they come from;
+    `param` is the first option."""
+    faults = error.errors(include_url=False)
+    texts = [
+        f"{'.'.join(map(str, fault['loc']))}{_source(str(fault['loc'][0]), given)}: {words_of(fault)}"
+        f" (got {fault['input']!r})"
+        for fault in faults
     ]
-    return "Invalid option " + "; ".join(faults) + ". `dashinfer-vlm serve --help` lists every option."
+    message = f"Invalid option {'; '.join(texts)}. `dashinfer-vlm serve --help` lists every option."
+    return ConfigError(message, param=str(faults[0]["loc"][0]))
+
+
+def _source(option: str, given: Mapping[str, Any]) -> str:
+    if option in given:
+        return ""
+    ours, vllms = variable(option), VLLM_VARIABLES.get(option)
+    return f" (from {vllms if vllms and ours not in os.environ else ours})"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import click
 
@@ -16,16 +17,52 @@ from .errors import ConfigError
 if TYPE_CHECKING:
     import yaml
 
+logger = logging.getLogger(__name__)
+
 Value: TypeAlias = "str | list[str] | dict[str, str]"
 
 SECRETS = ("key", "token", "password", "secret")
 """Last words of the flags of options that other users of the machine should not read."""
 
+_PAIRED = frozenset("[{'\"")
+
 _TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-class EngineOption(click.Option):
+PLACES = f"{__name__}.places"
+"""Where in a context's `meta` it stands from which line of a file an option has its value, by the option's name."""
+
+
+class FileOption(click.Option):
+    """An option that takes more than a text in a file.
+
+    Args:
+        also: the type of what it takes: a list, whose items are then joined by commas, or a mapping, as JSON.
+    """
+
+    def __init__(self, *args: Any, also: type[list[str] | dict[str, str]] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.also = also
+
+
+class EngineOption(FileOption):
     """An option of the engine, as many commands have it: help lists it behind the command's own."""
+
+
+class Setting(NamedTuple):
+    """An option that a file sets.
+
+    Attributes:
+        option: which.
+        key: as the file has it.
+        value: as text.
+        where: the file and its line.
+    """
+
+    option: click.Option
+    key: str
+    value: Value
+    where: str
 
 
 class ConfiguredCommand(click.Command):
@@ -45,14 +82,19 @@ class ConfiguredCommand(click.Command):
         file = given.get("config_file")
         if not isinstance(file, str) or ctx.resilient_parsing:
             return super().parse_args(ctx, args)
-        options = read_options(Path(file), self)
-        written = [word for option, value in options if option.name not in given for word in _words(option, value)]
+        found = read_options(Path(file), self)
+        settings = {setting.option.name: setting for setting in found if setting.option.name not in given}
+        written = [word for setting in settings.values() for word in _words(setting)]
+        ctx.meta[PLACES] = {name: setting.where for name, setting in settings.items()}
         try:
-            return super().parse_args(ctx, [*written, *args])
+            left = super().parse_args(ctx, [*written, *args])
         except click.BadParameter as error:
-            if any(option is error.param and option.name not in given for option, _ in options):
-                raise click.BadParameter(f"{error.message} It comes from {file}.", error.ctx, error.param) from error
+            if error.param and error.param.name in settings:
+                where = settings[error.param.name].where
+                raise click.BadParameter(f"{error.message} It comes from {where}.", error.ctx, error.param) from error
             raise
+        _warn_of_readers(Path(file), found)
+        return left
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         own: list[tuple[str, str]] = []
@@ -77,26 +119,29 @@ _CONFIG = click.Option(
 )
 
 
-def read_options(path: Path, command: click.Command) -> list[tuple[click.Option, Value]]:
+def read_options(path: Path, command: click.Command) -> list[Setting]:
     """The options of `command` that a file sets, with their values as text.
-
-    A file with keys or passwords in it that others may read is warned of.
 
     Raises:
         ConfigError: the file cannot be read, is no mapping in YAML, or has a key that is no option; the message names
             the line, and the option that may have been meant.
     """
     known = dict(_keys(command))
-    found = {}
-    for name, line, value in _pairs(path):
+    found: dict[click.Option, Setting] = {}
+    for name, where, value in _pairs(path):
         option = known.get(name.replace("_", "-"))
         if option is None:
-            raise ConfigError(f"{path}, line {line}: there is no option {name!r}. {_nearest(name, known)}", param=name)
+            raise ConfigError(f"{where}: there is no option {name!r}. {_nearest(name, known)}", param=name)
         if option in found:
-            raise ConfigError(f"{path}, line {line}: {name!r} is set twice. Keep one of the two.", param=name)
-        found[option] = value
-    _warn_of_readers(path, [option for option in found if _flag(option).split("-")[-1] in SECRETS])
-    return list(found.items())
+            raise ConfigError(f"{where}: {name!r} is set twice. Keep one of the two.", param=name)
+        found[option] = Setting(option, name, value, where)
+    return list(found.values())
+
+
+def place_of(name: str | None) -> str | None:
+    """The file and line from which an option of the running command has its value, if it has it from a file."""
+    context = click.get_current_context(silent=True)
+    return context.meta.get(PLACES, {}).get(name) if context else None
 
 
 def _keys(command: click.Command) -> Iterator[tuple[str, click.Option]]:
@@ -105,25 +150,47 @@ def _keys(command: click.Command) -> Iterator[tuple[str, click.Option]]:
             yield from ((flag[2:], option) for flag in option.opts if flag.startswith("--"))
 
 
-def _pairs(path: Path) -> Iterator[tuple[str, int, Value]]:
-    """Key, line and value of each entry. Values stay text: what they mean is for the option to say, not for YAML."""
+def _pairs(path: Path) -> Iterator[tuple[str, str, Value]]:
+    """Key, place and value of each entry. Values stay text: what they mean is for the option to say, not for YAML."""
     import yaml
 
-    try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}. Check the path (`--config`).") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} cannot be read: it is no text in UTF-8.") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}.") from error
+    root = _parse(path)
     if root is None:
         return
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path} has to hold options by their names, such as `port: 8000`.")
     for key, node in root.value:
-        line = key.start_mark.line + 1
-        yield str(key.value), line, _value(node, f"{path}, line {line}: {key.value!r}")
+        where = f"{path}, line {key.start_mark.line + 1}"
+        name = _text(key, f"{where}: the name of an option")
+        yield name, where, _value(node, f"{where}: {name!r}")
+
+
+def _parse(path: Path) -> yaml.Node | None:
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}. Check the path (`--config`).") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} cannot be read: it is no text in UTF-8.") from error
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(_explain(path, text, error)) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} has characters that YAML does not allow. Write it anew as plain text.") from error
+
+
+def _explain(path: Path, text: str, error: yaml.MarkedYAMLError) -> str:
+    """Where a file is no YAML, and what to write there: a tab, something without its end, or anything else."""
+    mark, begin = error.problem_mark or error.context_mark, error.context_mark
+    assert mark
+    line = f"{path}, line {mark.line + 1}"
+    if text[mark.index : mark.index + 1] == "\t":
+        return f"{line}: there is a tab. Write blanks in its place: YAML allows no tabs there."
+    if begin and not text[mark.index :].strip() and text[begin.index : begin.index + 1] in _PAIRED:
+        return f"{path}, line {begin.line + 1}: {text[begin.index]} has no end. Write the one that closes it."
+    return f"{line}: this is no YAML. Write `name: value`, and quotes around a value that has `: ` or ` #` in it."
 
 
 def _value(node: yaml.Node, where: str) -> Value:
@@ -155,11 +222,16 @@ def _check_tag(node: yaml.Node, where: str) -> None:
         raise ConfigError(f"{where} has the tag {node.tag}: write values without tags.")
 
 
-def _words(option: click.Option, value: Value) -> list[str]:
+def _words(setting: Setting) -> list[str]:
     """A value as it would be written on the command line."""
+    option, value = setting.option, setting.value
     flag = _flag(option)
     if option.is_flag:
-        return _flag_words(option, flag, value)
+        return _flag_words(setting)
+    also = list if option.multiple else getattr(option, "also", None)
+    if not isinstance(value, str) and not isinstance(value, also or str):
+        kind = "a list" if isinstance(value, list) else "keys of its own"
+        raise ConfigError(f"{setting.where}: {setting.key!r} takes one value, not {kind}.", param=setting.key)
     if isinstance(value, dict):
         value = json.dumps(value)
     if isinstance(value, list):
@@ -171,11 +243,12 @@ def _flag(option: click.Option) -> str:
     return next(flag for flag in option.opts if flag.startswith("--"))
 
 
-def _flag_words(option: click.Option, flag: str, value: Value) -> list[str]:
+def _flag_words(setting: Setting) -> list[str]:
+    value = setting.value
     wanted = _TRUTHS.get(value.lower()) if isinstance(value, str) else None
     if wanted is None:
-        raise ConfigError(f"`{flag}` of the configuration file is either true or false.", param=option.name)
-    return [flag] if wanted else option.secondary_opts[:1]
+        raise ConfigError(f"{setting.where}: {setting.key!r} is either true or false.", param=setting.key)
+    return [_flag(setting.option)] if wanted else setting.option.secondary_opts[:1]
 
 
 def _nearest(name: str, known: Mapping[str, click.Option]) -> str:
@@ -183,9 +256,8 @@ def _nearest(name: str, known: Mapping[str, click.Option]) -> str:
     return f"Did you mean {close[0]!r}?" if close else "`--help` lists all options."
 
 
-def _warn_of_readers(path: Path, secrets: list[click.Option]) -> None:
-    if secrets and path.stat().st_mode & stat.S_IROTH:
-        click.echo(
-            f"Warning: everybody on this machine can read the `{_flag(secrets[0])}` in {path}. Run: chmod 600 {path}",
-            err=True,
-        )
+def _warn_of_readers(path: Path, settings: Iterable[Setting]) -> None:
+    flags = [_flag(setting.option) for setting in settings]
+    secret = next((flag for flag in flags if flag.split("-")[-1] in SECRETS), None)
+    if secret and path.stat().st_mode & stat.S_IROTH:
+        logger.warning("Everybody on this machine can read the `%s` in %s. Run: chmod 600 %s", secret, path, path)

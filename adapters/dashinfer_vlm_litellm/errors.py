@@ -68,8 +68,7 @@ CLASSES: Mapping[type[DashInferVLMError], _Make] = MappingProxyType(
         DecoderFailed: _plain(exceptions.ServiceUnavailableError),
         EngineError: _plain(exceptions.InternalServerError),
         AccessDenied: _plain(exceptions.AuthenticationError),
-        # The Router tries another deployment, which may be set up better.
-        SetupError: _plain(exceptions.InternalServerError),
+        SetupError: _plain(exceptions.BadRequestError),  # who calls has chosen the model and its options
         DashInferVLMError: _plain(exceptions.InternalServerError),
     }
 )
@@ -86,13 +85,17 @@ def as_litellm(error: DashInferVLMError, *, model: str, provider: str, hide_setu
         hide_setup: whether the caller is not the one who set the engine up, and is not to see its paths.
     """
     message, param = error.message, error.param
+    kind = next(kind for kind in type(error).__mro__ if kind in CLASSES)
     if hide_setup and isinstance(error, SetupError):
         logger.error("a request failed: %s", error.message)
         message, param = HIDDEN, None
-    make = next(CLASSES[kind] for kind in type(error).__mro__ if kind in CLASSES)
-    made = make(error, message, model, provider)
+        # No fault of the request: the Router tries another deployment, which may be set up better.
+        kind = EngineError if kind is SetupError else kind
+    made = CLASSES[kind](error, message, model, provider)
     made.param, made.code = param, error.code
-    made.type = "invalid_request_error" if isinstance(error, RequestError) else made.type
+    made.type = (
+        "invalid_request_error" if isinstance(made, openai.BadRequestError | openai.NotFoundError) else made.type
+    )
     made.body = {"message": message, "type": made.type, "param": param, "code": error.code}
     return made
 

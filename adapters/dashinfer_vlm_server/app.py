@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
 from openai.types import Model
 from openai.types.chat import ChatCompletion
 from pydantic import BaseModel
@@ -64,6 +65,7 @@ def create_app(engine: ChatEngine, settings: Settings | None = None, *, gate: Ga
         redirect_slashes=False,
         openapi_url=None,
     )
+    app.router.route_class = _Route
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)
     routes = _Routes(engine=engine, settings=settings, gate=gate or Gate(), metrics=metrics)
@@ -79,8 +81,18 @@ def create_app(engine: ChatEngine, settings: Settings | None = None, *, gate: Ga
             allow_headers=["Authorization", "Content-Type", HEADER],
             expose_headers=[HEADER, "Retry-After"],
         )
-    app.add_middleware(Visits, metrics=metrics, budget=Budget(settings.max_held_bytes), tracer=settings.tracer)
+    budget = Budget(settings.max_held_bytes)
+    app.add_middleware(Visits, routes=app.routes, metrics=metrics, budget=budget, tracer=settings.tracer)
     return app
+
+
+class _Route(APIRoute):
+    """What answers GET answers HEAD too (RFC 9110, 9.1); the HTTP server leaves the body out."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self.methods and "GET" in self.methods:
+            self.methods.add("HEAD")
 
 
 class ModelList(BaseModel):

@@ -149,7 +149,8 @@ def _explain(error: HTTPException) -> str:
     if error.status_code == 404:
         return f"There is nothing at this URL. This server answers {ROUTES}."
     if error.status_code == 405:
-        return f"This URL answers {(error.headers or {}).get('Allow', 'other methods')} only."
+        allowed = (error.headers or {}).get("Allow", "other methods")
+        return f"This URL answers {' and '.join(sorted(allowed.split(', ')))} only."
     return error.detail
 
 

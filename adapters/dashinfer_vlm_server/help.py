@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from dashinfer_vlm_core.config_file import ConfiguredCommand
+from dashinfer_vlm_core.config import variable
+from dashinfer_vlm_core.config_file import ConfiguredCommand, FileOption
+
+from .logs import endings_as_records
 
 ENGINE_SECTIONS: Mapping[str, str] = {
     "model": "What answers",
@@ -19,16 +23,53 @@ ENGINE_SECTIONS: Mapping[str, str] = {
 """Fields of EngineConfig with which a section begins."""
 
 
-class Option(click.Option):
-    """An option that belongs to a section of the help."""
+class Whole(click.IntRange):
+    """Whole numbers, which errors call by that name."""
 
-    def __init__(self, *args: Any, section: str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    name = "whole number"
+
+
+class Number(click.FloatRange):
+    """Numbers, likewise."""
+
+    name = "number"
+
+
+class Option(FileOption):
+    """An option of the server: it belongs to a section of the help, and the environment sets it too.
+
+    Args:
+        section: its title.
+        envvar: its variables, if they are not as those of the engine's options are.
+    """
+
+    def __init__(self, *args: Any, section: str, envvar: list[str] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, envvar=envvar, **kwargs)
         self.section = section
+        self.envvar = envvar or variable(next(flag for flag in self.opts if flag.startswith("--"))[2:])
+
+    def process_value(self, ctx: click.Context, value: Any) -> Any:
+        try:
+            return super().process_value(ctx, value)
+        except click.BadParameter as error:
+            if ctx.get_parameter_source(self.name or "") is not ParameterSource.ENVIRONMENT:
+                raise
+            raise click.BadParameter(f"{error.message} {self._mend(str(value))}", ctx, self) from error
+
+    def _mend(self, value: str) -> str:
+        """What to do about a value from the environment."""
+        if value.startswith("tcp://"):
+            why = f"Kubernetes sets {self.envvar} for a Service of that name"
+            return f"{why}: write `enableServiceLinks: false` into the pod's spec, or give {self.opts[0]}."
+        return f"It comes from the environment: set {self.envvar} to another value, or unset it."
 
 
 class SectionedCommand(ConfiguredCommand):
     """A command whose options are listed by section, in the order in which they were declared."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with endings_as_records():
+            return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}

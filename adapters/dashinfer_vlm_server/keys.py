@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dashinfer_vlm_core.config import ENV_PREFIX
 from dashinfer_vlm_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,6 +18,11 @@ OPEN_ROUTES = frozenset({"/health", "/health/ready"})
 """Paths that need no key: whoever watches over the process may have none."""
 
 LONGEST_KEY = 4096
+
+KEYS_VARIABLE = f"{ENV_PREFIX}API_KEYS"
+
+KEY_VARIABLE = f"{ENV_PREFIX}API_KEY"
+"""What clients read: a server that finds it set alone is not meant to be open."""
 
 
 class Keys:

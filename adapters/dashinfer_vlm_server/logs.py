@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import json
 import logging
+import sys
 import time
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from .visits import REQUEST_ID
+import click
+
+from dashinfer_vlm_core.cli import SETUP_FAILED
+from dashinfer_vlm_core.errors import DashInferVLMError
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID: contextvars.ContextVar[str] = contextvars.ContextVar("dashinfer_vlm_request_id", default="")
+"""The request that is being served; set in the engine's stages too."""
 
 LogFormat = Literal["text", "json"]
 
@@ -40,7 +52,40 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_format(log_format: LogFormat) -> None:
-    """Have the handlers of the root logger write so."""
+    """Have the handlers of the root logger write so; JSON, warnings of libraries too."""
     formatter = JsonFormatter() if log_format == "json" else TextFormatter(TEXT)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(formatter)
+    logging.captureWarnings(log_format == "json")
+
+
+def writes_json() -> bool:
+    """Whether what the program says is for a program to read."""
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+
+
+def last_line(message: str) -> str:
+    """What a program says that ends at once, and that has no time for handlers."""
+    if not writes_json():
+        return f"dashinfer-vlm: {message}\n"
+    record = logging.LogRecord(__name__, logging.INFO, __file__, 0, message, None, None)
+    return JsonFormatter().format(record) + "\n"
+
+
+@contextlib.contextmanager
+def endings_as_records() -> Iterator[None]:
+    """Where lines are JSON, the error that ends the program is one of them, and the exit code is as ever."""
+    try:
+        yield
+    except (click.ClickException, click.exceptions.Exit, click.Abort):
+        raise
+    except DashInferVLMError as error:
+        if not writes_json():
+            raise
+        logger.error("%s", error.message)  # noqa: TRY400 - it is for people, who are told what to do
+        sys.exit(SETUP_FAILED)
+    except Exception:
+        if not writes_json():
+            raise
+        logger.exception("the program failed")
+        sys.exit(1)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
@@ -15,6 +18,7 @@ from .errors import status_text
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+    from starlette.routing import BaseRoute
 
 REF = "#/components/schemas/{model}"
 REQUESTS = (ChatRequest, TokenizePrompt, TokenizeChat, DetokenizeRequest)
@@ -54,10 +58,19 @@ def errors_of(statuses: tuple[int, ...]) -> dict[int | str, dict[str, Any]]:
 def document(app: FastAPI) -> dict[str, Any]:
     """The document of an application, made once."""
     if not app.openapi_schema:
-        made = get_openapi(title=app.title, version=__version__, routes=app.routes, description=app.description)
+        made = get_openapi(title=app.title, version=__version__, routes=_told(app.routes), description=app.description)
         _, schemas = models_json_schema([(model, "validation") for model in REQUESTS], ref_template=REF)
         made["components"]["schemas"] |= schemas["$defs"]
         made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         made["security"] = [{"key": []}, {}]
         app.openapi_schema = made
     return app.openapi_schema
+
+
+def _told(routes: Iterable[BaseRoute]) -> list[BaseRoute]:
+    """The routes without HEAD, of which the document need not tell: it goes with GET everywhere."""
+    told = [copy.copy(route) for route in routes]
+    for route in told:
+        if isinstance(route, APIRoute) and route.methods:
+            route.methods = route.methods - {"HEAD"}
+    return told

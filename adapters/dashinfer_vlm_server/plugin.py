@@ -10,26 +10,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from dashinfer_vlm_core.cli_options import config_options
-from dashinfer_vlm_core.config import ENV_PREFIX, MIB, EngineConfig
+from dashinfer_vlm_core.config import MIB, EngineConfig
+from dashinfer_vlm_core.config_file import place_of
 from dashinfer_vlm_core.errors import ConfigError, MissingDependency
 from dashinfer_vlm_core.hookspecs import hookimpl
 
-from .help import Option, SectionedCommand
-from .keys import Keys
+from .help import Number, Option, SectionedCommand, Whole
+from .keys import KEY_VARIABLE, KEYS_VARIABLE, Keys
 from .listening import Address, Tls
+from .logs import LogFormat, set_format
 from .settings import Settings
 
 if TYPE_CHECKING:
     from .tracing import Tracer
 
 logger = logging.getLogger(__name__)
-
-KEYS_VARIABLE = f"{ENV_PREFIX}API_KEYS"
-
-KEY_VARIABLE = f"{ENV_PREFIX}API_KEY"
-"""What clients read: a server that finds it set alone is not meant to be open."""
 
 _Command = Callable[..., Any]
 
@@ -55,6 +53,13 @@ def _option(*names: str, help: str, **attributes: Any) -> Callable[..., Callable
     return partial(click.option, *names, cls=Option, help=help, show_default=shown, **attributes)
 
 
+def _set_format(context: click.Context, _option: click.Parameter, log_format: LogFormat) -> LogFormat:
+    """At once, so that what is wrong with other options is written so too."""
+    if not context.resilient_parsing:
+        set_format(log_format)
+    return log_format
+
+
 _file = click.Path(path_type=Path, dir_okay=False)
 
 _LISTEN = (
@@ -62,7 +67,7 @@ _LISTEN = (
     _option(
         "--port",
         default=8000,
-        type=click.IntRange(0, 65535),
+        type=Whole(0, 65535),
         metavar="PORT",
         help="Port to listen on; 0 is a free one.",
     ),
@@ -80,24 +85,25 @@ _TRUST = (
     _option("--api-key-file", type=_file, help="File with such keys, one a line."),
     _option("--ssl-certfile", type=_file, help="Certificate of the server, with its chain: turns TLS on."),
     _option("--ssl-keyfile", type=_file, help="Key of that certificate."),
-    _option("--ssl-keyfile-password", envvar=f"{ENV_PREFIX}SSL_KEYFILE_PASSWORD", help="Password of that key."),
+    _option("--ssl-keyfile-password", help="Password of that key."),
     _option("--ssl-ca-certs", type=_file, help="Authorities: clients must bring a certificate of one of them."),
-    _option("--allowed-origins", default="", metavar="URL,...",
+    _option("--allowed-origins", default="", metavar="URL,...", also=list,
             help="Origins whose pages may ask (CORS), by commas; * is all of them."),
 )  # fmt: skip
 _LIMITS = (
-    _option("--max-body-mib", default=288, type=click.IntRange(min=1), metavar="MIB", help="Largest request."),
-    _option("--max-held-mib", default=2048, type=click.IntRange(min=1), metavar="MIB",
+    _option("--max-body-mib", default=288, type=Whole(min=1), metavar="MIB", help="Largest request."),
+    _option("--max-held-mib", default=2048, type=Whole(min=1), metavar="MIB",
             help="All requests together that are served at one time."),
-    _option("--max-body-pause", default=60.0, type=click.FloatRange(0, min_open=True), metavar="SECONDS",
+    _option("--max-body-pause", default=60.0, type=Number(0, min_open=True), metavar="SECONDS",
             help="How long the body of a request may stand still."),
-    _option("--request-timeout", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
+    _option("--request-timeout", type=Number(0, min_open=True), metavar="SECONDS",
             help="How long an answer may take; no limit by default."),
-    _option("--grace", default=20.0, type=click.FloatRange(0), metavar="SECONDS",
+    _option("--grace", default=20.0, type=Number(0), metavar="SECONDS",
             help="How long running requests may go on after a signal."),
 )  # fmt: skip
 _INSIGHT = (
-    _option("--log-format", default="text", type=click.Choice(["text", "json"]), help="How log lines are written."),
+    _option("--log-format", default="text", type=click.Choice(["text", "json"]), callback=_set_format,
+            help="How log lines are written."),
     _option("--otlp-traces-endpoint", metavar="URL",
             help="Where traces go, by OTLP over HTTP: http://127.0.0.1:4318/v1/traces, for example."),
 )  # fmt: skip
@@ -114,15 +120,15 @@ def serve(*, config: EngineConfig, **options: Any) -> None:
 
     It listens on this machine alone, without keys and encryption, unless told otherwise. SIGTERM ends it in order. Exit
     codes: 0 ended by a signal, 2 something has to be mended first, 3 the decoder is lost: start it again.
+
+    The environment sets options of the server: DASHINFER_VLM_PORT for --port, and so on.
     """
     try:
-        from .logs import set_format
         from .serving import run
     except ModuleNotFoundError as error:
         raise MissingDependency(
             f"The server needs {error.name}, which is not installed. Run: pip install 'dashinfer-vlm-adapters[server]'"
         ) from error
-    set_format(options["log_format"])
     settings, address = _settings(options), _address(options)
     _warn(settings, address)
     sys.exit(run(config, settings, address, grace=options["grace"]))
@@ -178,7 +184,7 @@ def _tracer(endpoint: str | None) -> Tracer | None:
 def _warn(settings: Settings, address: Address) -> None:
     """What an operator may not have meant."""
     context = click.get_current_context()
-    if context.get_parameter_source("api_keys") is click.core.ParameterSource.COMMANDLINE:
+    if context.get_parameter_source("api_keys") is ParameterSource.COMMANDLINE and not place_of("api_keys"):
         logger.warning("`ps` shows the keys of --api-key to everybody here: use %s or --api-key-file.", KEYS_VARIABLE)
     if address.public and not len(settings.keys):
         logger.warning("Other machines can reach this server, and it asks for no key: see --api-key-file.")

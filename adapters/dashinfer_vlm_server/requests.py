@@ -27,6 +27,8 @@ PARSED_INLINE = 256 * 1024
 MAX_VALUES = 250_000
 """Most values and keys of a body: an empty array takes three bytes of it, but 64 of memory."""
 
+EXAMPLE = 'a JSON object, such as {"messages": [{"role": "user", "content": "Hello!"}]}'
+
 MAX_DEPTH = 64
 """How deep the values of a body may be nested."""
 
@@ -68,8 +70,7 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
         _check_shape(text)
         value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise _bad_json(f"The body is not valid JSON: {error.msg} at {where}.") from None
+        raise _bad_json(_explain(error)) from None
     except UnicodeDecodeError:
         raise _bad_json("The body is not valid JSON: it is not UTF-8 text.") from None
     except ValueError:  # an integer of more digits than Python reads
@@ -77,8 +78,21 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     except RecursionError:
         raise _bad_json("The body is nested too deep.") from None
     if not isinstance(value, dict):
-        raise _bad_json('The body must be a JSON object, such as {"messages": [...]}.')
+        raise _bad_json(f"The body must be {EXAMPLE}.")
     return value
+
+
+def _explain(error: json.JSONDecodeError) -> str:
+    """Where a body is no JSON; the parser's words differ between versions of Python, and name no next step."""
+    where = f"line {error.lineno}, column {error.colno}"
+    if not error.doc.strip():
+        return f"The body is empty: send {EXAMPLE}."
+    if not error.doc[error.pos :].strip():
+        return f"The body is not valid JSON: it ends at {where}, in the midst of a value. Send the rest of it."
+    return (
+        f"The body is not valid JSON: it cannot be read from {where} on, {error.doc[error.pos : error.pos + 20]!r}."
+        " JSON has double quotes around names and texts, and commas between values alone."
+    )
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -26,7 +26,9 @@ from dashinfer_vlm_core.engine import Engine
 from dashinfer_vlm_core.errors import ConfigError, DecoderFailed
 
 from .app import create_app
+from .keys import KEY_VARIABLE
 from .listening import Address, opened
+from .logs import last_line, writes_json
 from .protocol import MAX_HEAD_BYTES, Protocol, detect_lost_peers
 from .settings import Gate, Settings
 
@@ -51,6 +53,8 @@ FAREWELL_SECONDS = 1.0
 DECODER_LOST = 3
 """Exit code for a decoder that cannot be replaced: whoever supervises the process should start it again."""
 
+HELLO = '{"messages": [{"role": "user", "content": "Hello!"}]}'
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -71,7 +75,7 @@ def run(config: EngineConfig, settings: Settings, address: Address, *, grace: fl
             engine=engine,
             gate=gate,
             grace=grace,
-            ready=lambda: _announce(address, listener, engine),
+            ready=lambda: _announce(address.url(listener), address, settings, engine),
         )
         server.run(sockets=[listener])
     if engine.status().state == "loading":
@@ -218,7 +222,7 @@ def leave_at_once(number: int, _frame: FrameType | None) -> None:
     them."""
     try:
         # Not click.echo: the signal may have come in the midst of another write to the same stream.
-        os.write(sys.stderr.fileno(), f"dashinfer-vlm: ended by {signal.Signals(number).name}.\n".encode())
+        os.write(sys.stderr.fileno(), last_line(f"ended by {signal.Signals(number).name}.").encode())
     finally:
         os._exit(0)
 
@@ -258,12 +262,21 @@ async def _in_thread(work: Callable[[], object]) -> None:
     await asyncio.shield(asyncio.wrap_future(done))
 
 
-def _announce(address: Address, listener: socket.socket, engine: Engine) -> None:
-    url, status = address.url(listener), engine.status()
-    click.echo(f"Serving {status.model} (decoder {status.decoder}) at {url}", err=True)
+def _announce(url: str, address: Address, settings: Settings, engine: Engine) -> None:
+    status = engine.status()
+    served = f"Serving {status.model} (decoder {status.decoder}) at {url}"
+    if writes_json():
+        logger.info("%s", served, extra={"fields": {"model": status.model, "decoder": status.decoder, "url": url}})
+        return
+    click.echo(served, err=True)
     if address.path is None:
-        body = '{"messages": [{"role": "user", "content": "Hello!"}]}'
-        click.echo(f"Try: curl {url}/chat/completions -d '{body}'", err=True)
+        click.echo(f"Try: {_curl(url, keyed=len(settings.keys) > 0)}", err=True)
+
+
+def _curl(url: str, *, keyed: bool) -> str:
+    """A first question as a command; its key is for whoever runs it to put into the environment."""
+    key = f'-H "Authorization: Bearer ${KEY_VARIABLE}" ' if keyed else ""
+    return f"curl {url}/chat/completions {key}-d '{HELLO}'"
 
 
 def _on_signal(handler: Callable[[int, FrameType | None], None]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import logging
 import re
 import time
@@ -14,21 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 
 from dashinfer_vlm_core.errors import QueueFull
 
 from .errors import CLIENT_GONE, error_response, status_of
+from .logs import REQUEST_ID
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from starlette.routing import BaseRoute
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from .metrics import Metrics
     from .tracing import Tracer
 
 logger = logging.getLogger(__name__)
-
-REQUEST_ID: contextvars.ContextVar[str] = contextvars.ContextVar("dashinfer_vlm_request_id", default="")
-"""The request that is being served; set in the engine's stages too."""
 
 HEADER = "X-Request-Id"
 QUIET = frozenset({"/health", "/health/ready", "/metrics"})
@@ -109,10 +110,26 @@ def visit_of(scope: Scope) -> Visit:
 
 
 class Visits:
-    """ASGI middleware around everything else."""
+    """ASGI middleware around everything else.
 
-    def __init__(self, app: ASGIApp, *, metrics: Metrics, budget: Budget, tracer: Tracer | None = None) -> None:
+    Args:
+        app: what is inside.
+        routes: of the application: what is refused on the way to its router is counted under the route that it asked
+            for.
+        metrics, budget, tracer: of the application.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        routes: Sequence[BaseRoute],
+        metrics: Metrics,
+        budget: Budget,
+        tracer: Tracer | None = None,
+    ) -> None:
         self._app = app
+        self._routes = routes
         self._budget = budget
         self._metrics = metrics
         self._tracer = tracer
@@ -154,7 +171,13 @@ class Visits:
             logger.exception("a request failed")
             await error_response(error)(scope, receive, tell)
         finally:
-            visit.route = getattr(scope.get("route"), "path", "other")
+            visit.route = self._route(scope)
+
+    def _route(self, scope: Scope) -> str:
+        route = scope.get("route") or next(
+            (route for route in self._routes if route.matches(scope)[0] is not Match.NONE), None
+        )
+        return getattr(route, "path", "other")
 
     def _leave(self, visit: Visit, scope: Scope) -> None:
         self._metrics.request(visit.route, visit.outcome)

@@ -2,60 +2,54 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from ..errors import InvalidParameter
+from ..wording import words_of
 from .base import TAGS
 
 SHOWN_CHARACTERS = 60
 
-_WORDS: Mapping[str, str] = MappingProxyType(
-    {
-        "missing": "is required",
-        "string_type": "must be a string",
-        "int_type": "must be an integer",
-        "float_type": "must be a finite number",
-        "finite_number": "must be a finite number",
-        "bool_type": "must be true or false",
-        "tuple_type": "must be an array",
-        "dict_type": "must be an object",
-        "model_type": "must be an object",
-        "string_or_array": "must be a string or an array",
-        "string_or_object": "must be a string or an object",
-        "greater_than": "must be above {gt}",
-        "greater_than_equal": "must be at least {ge}",
-        "less_than_equal": "must be at most {le}",
-        "literal_error": "must be {expected}",
-        "too_short": "must not be empty",
-        "too_long": "must have at most {max_length} entries",
-        "string_too_short": "must not be empty",
-        "string_too_long": "must have at most {max_length} characters",
-        "string_unicode": "must be valid Unicode, without lone surrogates",
-        "string_pattern_mismatch": "must map token ids to numbers",
-        "value_error": "{error}",
-        "extra_forbidden": "is no option that is known here: leave it out",
-    }
-)
-
 _NEXT_STEPS: Mapping[str, str] = MappingProxyType(
     {
+        "messages": ' Write "messages": [{"role": "user", "content": "..."}].',
+        "role": ' Write "role": "user", for what the model is asked.',
+        "function": ' Write "function": {"name": "...", "parameters": {...}}.',
+        "tools": ' Write "tools": [{"type": "function", "function": {"name": "...", "parameters": {...}}}].',
+        "response_format": ' Write "response_format": {"type": "json_object"}.',
+        "stream_options": ' Write "stream_options": {"include_usage": true}.',
         "image_url": ' Write "image_url": {"url": "..."}.',
         "video_url": ' Write "video_url": {"url": "..."}.',
     }
 )
 
 
+_SHAPES = frozenset({"missing", "model_type", "tuple_type", "too_short"})
+
+_PLAIN = re.compile(r"-?\d{1,20}(\.\d{1,20})?|true|false")
+
+
 def explain(error: ValidationError) -> InvalidParameter:
     """The first fault, as an error that names the field and what it may hold."""
     fault = error.errors(include_url=False)[0]
     param = _param(fault["loc"])
-    words = _WORDS.get(fault["type"], "has the wrong type or shape").format(**fault.get("ctx", {}))
+    words = words_of(fault)
     got = "" if fault["type"] in {"missing", "too_short", "string_too_short"} else f"; got {show(fault['input'])}"
-    next_step = _NEXT_STEPS.get(param.rpartition(".")[2], "") if fault["type"] in {"model_type", "missing"} else ""
+    next_step = _quoted(fault) or (_NEXT_STEPS.get(param.rpartition(".")[2], "") if fault["type"] in _SHAPES else "")
     return InvalidParameter(f"{f'`{param}`' if param else 'The request'} {words}{got}.{next_step}", param=param or None)
+
+
+def _quoted(fault: ErrorDetails) -> str:
+    """The next step for a number or a truth value that came as a text: a common slip, and not mended here."""
+    value = fault["input"]
+    if fault["type"] not in {"int_type", "float_type", "bool_type"} or not isinstance(value, str):
+        return ""
+    return " Write it without quotes." if _PLAIN.fullmatch(value) else ""
 
 
 def _param(location: tuple[int | str, ...]) -> str:

@@ -57,6 +57,7 @@ class Run:
         answer: tokens chosen so far.
         walk: the answer's way through the request's grammar, if it has one.
         cached: tokens that were found, and not read, before its first answer token.
+        own: tokens that it had read itself when it was put back: to find those again is no gain.
     """
 
     request: DecodeRequest
@@ -69,6 +70,7 @@ class Run:
     answer: list[int] = field(default_factory=list)
     walk: Walk | None = None
     cached: int = 0
+    own: int = 0
 
     @classmethod
     def of(cls, request: DecodeRequest, stop: Iterable[int]) -> Run:
@@ -330,7 +332,7 @@ class Scheduler:
             self._waiting.popleft()
             self._running[run] = run.held = held
             if not run.answer:
-                run.cached = held.read
+                run.cached = max(held.read - run.own, 0)
 
     def _make_room(self) -> None:
         """Rows for the next token of everybody, the oldest first, at the cost of the youngest."""
@@ -346,6 +348,7 @@ class Scheduler:
         return self._memory.grow(held, run.wish) or self._memory.grow(held, least)
 
     def _preempt(self, run: Run) -> None:
+        run.own = run.read - run.cached
         self._memory.release(self._running.pop(run))
         run.held = None
         self._waiting.appendleft(run)

@@ -86,12 +86,12 @@ def test_text_from_environment_and_command_line_is_read_alike(name, text, value)
 def test_a_wrong_option_is_named_with_the_next_step(options, named):
     with pytest.raises(ConfigError, match=rf"Invalid option {named}(\.\w+)?: .*--help") as caught:
         EngineConfig(**options)
-    assert "pydantic" not in caught.value.message
+    assert not re.search("pydantic|Input should|Field required", caught.value.message)
 
 
 def test_a_wrong_environment_is_named_too():
     os.environ["DASHINFER_VLM_PREFILL_CHUNK"] = "0"
-    with pytest.raises(ConfigError, match="prefill_chunk"):
+    with pytest.raises(ConfigError, match=r"prefill_chunk \(from DASHINFER_VLM_PREFILL_CHUNK\): must be at least 1"):
         EngineConfig()
 
 
@@ -105,7 +105,7 @@ def test_timeouts_of_vllm_s_users_are_read_where_ours_are_not_set():
 
 def test_a_timeout_of_vllm_s_that_is_wrong_is_named():
     os.environ["VLLM_IMAGE_FETCH_TIMEOUT"] = "soon"
-    with pytest.raises(ConfigError, match="image_fetch_timeout"):
+    with pytest.raises(ConfigError, match=r"image_fetch_timeout \(from VLLM_IMAGE_FETCH_TIMEOUT\): must be a number"):
         EngineConfig()
 
 

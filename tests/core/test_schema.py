@@ -102,6 +102,35 @@ def test_stop_strings(stop, strings):
     assert ChatRequest.parse(request(stop=stop)).stop_strings == strings
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": None}, '`messages` is required. Write "messages": [{"role": "user", "content": "..."}].'),
+        (
+            {"messages": "Hi"},
+            '`messages` must be an array; got \'Hi\'. Write "messages": [{"role": "user", "content": "..."}].',
+        ),
+        ({"temperature": "0.5"}, "`temperature` must be a finite number; got '0.5'. Write it without quotes."),
+        ({"temperature": "hot"}, "`temperature` must be a finite number; got 'hot'."),
+        ({"temperature": 3}, "`temperature` must be at most 2; got 3."),
+        ({"stream": "true"}, "`stream` must be true or false; got 'true'. Write it without quotes."),
+        ({"model": 5}, "`model` must be a string; got 5."),
+        (
+            {"tools": [{"type": "function"}]},
+            '`tools[0].function` is required. Write "function": {"name": "...", "parameters": {...}}.',
+        ),
+        (
+            {"response_format": "json"},
+            '`response_format` must be an object; got \'json\'. Write "response_format": {"type": "json_object"}.',
+        ),
+    ],
+)
+def test_a_fault_comes_with_the_next_step(fields, message):
+    with pytest.raises(InvalidParameter) as caught:
+        ChatRequest.parse(request(**fields))
+    assert caught.value.message == message
+
+
 def test_include_usage():
     assert ChatRequest.parse(request(stream=True, stream_options={"include_usage": True})).include_usage
     assert not ChatRequest.parse(request(stream=True, stream_options={})).include_usage
@@ -516,11 +545,10 @@ def test_an_error_says_the_next_step():
         "`messages[0].content[0].image_url` must be an object; got 'https://example.com/a.png'."
         ' Write "image_url": {"url": "..."}.'
     )
-    assert refusal_of(request(temperature=3)).message == "`temperature` must be at most 2.0; got 3."
+    assert refusal_of(request(temperature=3)).message == "`temperature` must be at most 2; got 3."
     assert refusal_of(request(temperature=math.nan)).message == "`temperature` must be a finite number; got nan."
     assert refusal_of(request(seed=10**400)).message.endswith("; got a huge number.")
     assert refusal_of(request(stream=1)).message == "`stream` must be true or false; got 1."
-    assert refusal_of({}).message == "`messages` is required."
     assert refusal_of(request(best_of=3)).message == (
         "`best_of` cannot be 3 here. Answers are not ranked here: leave it out, and write `n`."
     )

@@ -24,12 +24,12 @@ CLASSES = {
     errors.DeadlineExceeded: litellm.Timeout,
     errors.EngineClosed: litellm.ServiceUnavailableError,
     errors.DecoderFailed: litellm.ServiceUnavailableError,
-    errors.SetupError: litellm.InternalServerError,
-    errors.ConfigError: litellm.InternalServerError,
-    errors.CheckpointError: litellm.InternalServerError,
-    errors.MissingDependency: litellm.InternalServerError,
+    errors.SetupError: litellm.BadRequestError,
+    errors.ConfigError: litellm.BadRequestError,
+    errors.CheckpointError: litellm.BadRequestError,
+    errors.MissingDependency: litellm.BadRequestError,
     errors.AccessDenied: litellm.AuthenticationError,
-    errors.PluginError: litellm.InternalServerError,
+    errors.PluginError: litellm.BadRequestError,
 }
 
 
@@ -48,10 +48,19 @@ def test_every_error_has_a_class():
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_the_router_tries_again_what_may_succeed_elsewhere(kind):
-    """Which is what is no fault of the request; the set-up of another deployment may be better."""
-    error = shown(kind("Wrong."))
+    """Which is what is no fault of the request; the set-up of a proxy's other deployment may be better."""
+    error = shown(kind("Wrong."), proxied=True)
     retried = litellm.should_retry(error.status_code) or isinstance(error, litellm.AuthenticationError)
     assert retried is not issubclass(kind, errors.RequestError)
+
+
+def test_a_mistake_in_the_set_up_is_that_of_the_program_which_made_it():
+    error = shown(errors.ConfigError("`max_model_len` is wrong.", param="max_model_len"))
+    assert (type(error), error.type, error.param) == (litellm.BadRequestError, "invalid_request_error", "max_model_len")
+    assert error.message == "litellm.BadRequestError: `max_model_len` is wrong."
+    assert not litellm.should_retry(error.status_code)
+    hidden = shown(errors.ConfigError("`max_model_len` is wrong.", param="max_model_len"), proxied=True)
+    assert (type(hidden), hidden.param) == (litellm.InternalServerError, None)
 
 
 def test_an_error_names_the_field_and_the_kind():

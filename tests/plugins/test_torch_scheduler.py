@@ -264,6 +264,31 @@ def test_a_preempted_run_waits_ahead_of_all_others():
     assert not queue.busy
 
 
+def first_token_of(run, queue):
+    return next(token for _ in range(400) for whose, token in step(queue)[1] if whose is run)
+
+
+@pytest.mark.parametrize("known", [0, 32])
+def test_what_a_preempted_run_has_read_itself_does_not_count_as_found(known):
+    """It is put back while its prompt is being read; `known` tokens of that another run had read before."""
+    queue = scheduler(kv_tokens=232, prefill_chunk=2)
+    if known:
+        queue.add(before := run(known, max_tokens=1, content=2))
+        first_token_of(before, queue)
+    queue.add(filler := run(160, content=3))  # so that the young one lies in front of the old one, which grows
+    queue.add(old := run(2, max_tokens=120, content=1))
+    first_token_of(old, queue)
+    queue.remove(filler, failed=True)
+    queue.add(young := run(160, content=2))
+    while not (queue.stats.preemptions or young.answer):
+        step(queue)
+    assert list(queue._waiting) == [young]
+    while not young.read:
+        step(queue)
+    assert young.read > known  # it finds rows of its own again
+    assert first_token_of(young, queue).cached == known
+
+
 def test_a_run_alone_may_take_the_whole_pool_wherever_it_began():
     other, one = run(40, max_tokens=60, content=1), run(40, max_tokens=60, content=2)
     queue = scheduler(kv_tokens=201, prefill_chunk=100)

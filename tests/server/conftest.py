@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 import time
@@ -23,6 +24,16 @@ from dashinfer_vlm_server.listening import Address
 from dashinfer_vlm_server.protocol import Protocol
 from dashinfer_vlm_server.serving import http_settings
 from dashinfer_vlm_server.settings import Settings
+
+
+@pytest.fixture(autouse=True)
+def log_format() -> Iterator[None]:
+    """The command, run in this process, sets the format of all logs."""
+    handlers = {handler: handler.formatter for handler in logging.getLogger().handlers}
+    yield
+    for handler, formatter in handlers.items():
+        handler.setFormatter(formatter)
+    logging.captureWarnings(False)
 
 
 class RunningServer:

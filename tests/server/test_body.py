@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 
@@ -46,6 +47,24 @@ def test_what_is_no_json_object_is_refused(body):
         parse_object(body)
     assert caught.value.code == "invalid_json"
     assert len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", 'The body is empty: send a JSON object, such as {"messages": '),
+        (b"hello=1", "cannot be read from line 1, column 1 on, 'hello=1'. JSON has double quotes around names"),
+        (b"{'a': 1}", "from line 1, column 2 on, \"'a': 1}\". JSON has double quotes around names and texts"),
+        (b'{"a": [],}', "from line 1, column 10 on, '}'. JSON has double quotes around names and texts, and commas"),
+        (b'{"a": 1', "it ends at line 1, column 8, in the midst of a value. Send the rest of it."),
+        (b"[]", 'The body must be a JSON object, such as {"messages": '),
+    ],
+)
+def test_what_is_wrong_with_json_is_said_in_our_words(body, words):
+    with pytest.raises(InvalidParameter) as caught:
+        parse_object(body)
+    assert words in caught.value.message
+    assert not re.search("Expecting|delimiter|Extra data|Illegal", caught.value.message)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])

@@ -61,7 +61,7 @@ def test_every_option_of_the_page_exists(option):
     assert option in known | {"--help", "--log-level", "--stop-timeout"}
 
 
-def test_the_commands_of_the_page_are_understood():
+def test_the_commands_of_the_page_are_understood(caplog):
     """As far as an engine: what they name is not there."""
     group = click.Group()
     plugin.register_commands(group)
@@ -76,7 +76,8 @@ def test_the_commands_of_the_page_are_understood():
     ):
         result = CliRunner().invoke(group, ["serve", *command])
         assert "No such option" not in result.output
-        assert "--api-key-file" in str(result.exception), result.output
+        assert "--api-key-file" in f"{result.exception} {caplog.text}", result.output
+        caplog.clear()
     assert pod["readinessProbe"]["httpGet"]["path"] == "/health/ready"
 
 

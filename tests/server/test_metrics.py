@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dashinfer_vlm_core import Engine, EngineConfig, errors
 from dashinfer_vlm_core.testing import scripted_engine
+from dashinfer_vlm_server.keys import Keys
 from dashinfer_vlm_server.metrics import PREFIX
 from tests.samples import picture_url
 from tests.server.conftest import eventually, serving
@@ -79,6 +80,24 @@ def sum_of(text, name, **labels):
         for found in family.samples
         if found.name == PREFIX + name and labels.items() <= found.labels.items()
     )
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "route"),
+    [
+        ("POST", CHAT, CHAT),
+        ("GET", "/v1/models/anything", "/v1/models/{name:path}"),
+        ("GET", "/metrics", "/metrics"),
+        ("DELETE", "/version", "/version"),
+        ("GET", "/nothing", "other"),
+    ],
+)
+def test_who_has_no_key_is_counted_under_the_route_that_was_asked_for(scripted, method, path, route):
+    with scripted("Fine.", settings={"keys": Keys(["right"])}).server.http() as client:
+        assert client.request(method, path).status_code == 401
+        client.headers["Authorization"] = "Bearer right"
+        assert sample(client, "requests_total", route=route, outcome="unauthorized") == 1
+        assert sum_of(client.get("/metrics").text, "requests_total", outcome="unauthorized") == 1
 
 
 def test_a_client_that_left_is_counted_as_such(scripted):

@@ -81,6 +81,9 @@ def test_every_route_is_in_the_document(tiny_checkpoint):
     left_out = {"/metrics", "/openapi.json", *FILES}
     served = {getattr(route, "path", "").replace(":path", "") for route in app.routes}
     assert set(told["paths"]) == set(ROUTES) == served - left_out
+    assert {path: [method.upper() for method in told["paths"][path]] for path in ROUTES} == {
+        path: [method] for path, method in ROUTES.items()
+    }
     schema = told["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert schema == {"$ref": "#/components/schemas/ChatRequest"}
     assert {"messages", "temperature", "tools"} < set(told["components"]["schemas"]["ChatRequest"]["properties"])

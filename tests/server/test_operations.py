@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import ssl
 import threading
 from pathlib import Path
@@ -83,6 +84,34 @@ def test_a_draining_server_says_so_and_begins_nothing(tiny_checkpoint):
 def test_the_version_is_told(scripted):
     with scripted("Fine.").server.http() as client:
         assert client.get("/version").json() == {"version": __version__}
+
+
+# HEAD
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/health", "/health/ready", "/v1/models", "/v1/models/tiny", "/version", "/metrics"]
+)
+def test_head_is_answered_as_get_without_a_body(scripted, path):
+    with scripted("Fine.").server.http() as client:
+        whole, head = client.get(path), client.head(path)
+        assert (head.status_code, head.headers["content-type"]) == (200, whole.headers["content-type"])
+        if path != "/metrics":
+            assert head.headers["content-length"] == str(len(whole.content))
+        with socket.create_connection((client.base_url.host, client.base_url.port)) as bare:
+            bare.sendall(f"HEAD {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n".encode())
+            assert bare.makefile("rb").read().endswith(b"\r\n\r\n")
+
+
+def test_head_needs_a_key_where_get_does_and_names_what_is_not_there(scripted):
+    with scripted("Fine.", settings={"keys": Keys(["right"])}).server.http() as client:
+        assert [client.head(path).status_code for path in ("/health", "/v1/models")] == [200, 401]
+        client.headers["Authorization"] = "Bearer right"
+        replies = [client.head(path) for path in ("/v1/models", "/v1/models/none", "/nothing", CHAT)]
+        counted = client.get("/metrics").text
+    assert [reply.status_code for reply in replies] == [200, 404, 404, 405]
+    assert 'requests_total{outcome="unauthorized",route="/v1/models"} 1.0' in counted
+    assert 'requests_total{outcome="success",route="/v1/models"} 1.0' in counted
 
 
 # Names of requests

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -220,10 +221,11 @@ def runner():
 
 
 def test_its_help_lists_every_option_of_the_engine(runner):
-    text = runner("serve", "--help").output
+    text = " ".join(runner("serve", "--help").output.split())
     assert all(f"--{name.replace('_', '-')}" in text for name in EngineConfig.model_fields)
     assert "--port" in text
-    assert "DASHINFER_VLM_MAX_PIXELS" in text
+    assert "DASHINFER_VLM_PORT for --port" in text
+    assert "DASHINFER_VLM_MAX_PIXELS for --max-pixels" in text
 
 
 @pytest.mark.parametrize(
@@ -254,6 +256,88 @@ def test_options_that_cannot_be_meant_are_refused(runner, options, words):
     assert words in refusal.message
 
 
+VALUES = {
+    "host": "0.0.0.0", "port": "9000", "uds": "a/socket", "uds_mode": "660", "page": "false", "root_path": "/vision",
+    "api_key_file": "keys.txt", "ssl_certfile": "cert.pem", "ssl_keyfile": "key.pem", "ssl_keyfile_password": "secret",
+    "ssl_ca_certs": "ca.pem", "allowed_origins": "https://a.example", "max_body_mib": "7", "max_held_mib": "8",
+    "max_body_pause": "9.5", "request_timeout": "60", "grace": "3", "log_format": "json",
+    "otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces",
+}  # fmt: skip
+"""A value of each option of the server, other than its default."""
+
+
+def parsed(*words):
+    """The options of the server as its command reads them."""
+    with plugin.serve.make_context("serve", [*words]) as context:
+        return {name: value for name, value in context.params.items() if name not in EngineConfig.model_fields}
+
+
+def test_the_environment_sets_each_option_as_the_command_line_does():
+    defaults = parsed()
+    assert VALUES.keys() == defaults.keys() - {"api_keys"}  # which have variables of their own
+    flags = {name: f"--{name.replace('_', '-')}" for name in VALUES}
+    words = [word for name, value in VALUES.items() if name != "page" for word in (flags[name], value)]
+    expected = parsed("--no-page", *words)
+    os.environ.update({f"DASHINFER_VLM_{name.upper()}": value for name, value in VALUES.items()})
+    found = parsed()
+    assert found == expected
+    assert all(found[name] != defaults[name] for name in VALUES)
+
+
+def test_the_environment_yields_to_a_file_and_both_to_the_command_line(tmp_path):
+    file = tmp_path / "options.yaml"
+    file.write_text("port: 2\ngrace: 2\n")
+    os.environ.update({f"DASHINFER_VLM_{name}": "3" for name in ("PORT", "GRACE", "MAX_BODY_MIB")})
+    os.environ["DASHINFER_VLM_HOST"] = ""  # which is to say nothing
+    found = parsed("--config", str(file), "--port", "1")
+    assert {name: found[name] for name in ("port", "grace", "max_body_mib", "max_held_mib", "host")} == {
+        "port": 1,
+        "grace": 2,
+        "max_body_mib": 3,
+        "max_held_mib": 2048,
+        "host": "127.0.0.1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("PORT", "x", "'x' is not a valid whole number. It comes from the environment: set DASHINFER_VLM_PORT to"),
+        (
+            "PORT",
+            "65536",
+            "65536 is not in the range 0<=x<=65535. It comes from the environment: set",
+        ),
+        ("PORT", "tcp://10.0.0.1:80", "write `enableServiceLinks: false` into the pod's spec, or give --port"),
+        ("GRACE", "soon", "'soon' is not a valid number. It comes from the environment: set DASHINFER_VLM_GRACE"),
+        ("PAGE", "maybe", "set DASHINFER_VLM_PAGE to another value"),
+        (
+            "LOG_FORMAT",
+            "xml",
+            "is not one of 'text', 'json'. It comes from the environment: set",
+        ),
+    ],
+)
+def test_a_variable_that_cannot_be_read_is_named(runner, name, value, words):
+    os.environ[f"DASHINFER_VLM_{name}"] = value
+    refused = runner("serve")
+    assert refused.exit_code == 2
+    assert words in " ".join(refused.output.split())
+
+
+def test_what_is_wrong_on_the_command_line_is_not_said_to_come_from_the_environment(runner):
+    os.environ["DASHINFER_VLM_PORT"] = "9000"
+    assert "environment" not in runner("serve", "--port", "x").output
+
+
+def test_keys_of_a_file_are_not_said_to_be_on_the_command_line(runner, caplog, tmp_path):
+    file = tmp_path / "options.yaml"
+    file.write_text("api-key: [sk-secret]\nuds: none/socket\n")
+    file.chmod(0o600)
+    runner("serve", "--config", str(file))
+    assert "`ps`" not in caplog.text
+
+
 def test_keys_on_the_command_line_and_open_doors_are_warned_of(runner, caplog):
     broken = ["--api-key-file", "none.txt"]  # it ends before it serves
     runner("serve", "--api-key", "sk-secret", "--root-path", "x")
@@ -264,13 +348,83 @@ def test_keys_on_the_command_line_and_open_doors_are_warned_of(runner, caplog):
     assert "sk-secret" not in runner("serve", *broken).output
 
 
+def records(text):
+    return [json.loads(line) for line in text.splitlines()]  # every line is one
+
+
+@pytest.mark.slow
+def test_every_line_is_json_where_logs_are(tiny_checkpoint, tmp_path):
+    log, file = tmp_path / "log", tmp_path / "options.yaml"
+    file.write_text("api-key: [sk-secret]\nlog-format: json\n")
+    file.chmod(0o644)
+    options = ["--config", file, "--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0]
+    with process(log, *options) as server:
+        eventually(lambda: '"url"' in log.read_text() or server.poll() is not None, within=90)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=30) == 0
+        assert server.stdout.read() == b""
+    lines = records(log.read_text())
+    (serving,) = [line for line in lines if "url" in line]
+    assert serving["message"] == f"Serving tiny (decoder torch) at {serving['url']}"
+    assert (serving["model"], serving["decoder"], serving["level"]) == ("tiny", "torch", "info")
+    assert any("chmod 600" in line["message"] for line in lines)
+
+
+@pytest.mark.slow
+def test_what_ends_it_is_json_where_logs_are(tmp_path):
+    for wrong in (["--model", tmp_path / "none"], ["--max-batch-size", 0], ["--root-path", "x"]):
+        options = ["--port", 0, "--log-format", "json", *wrong]
+        ended = subprocess.run(command(*options), capture_output=True, text=True, timeout=110, check=False)
+        assert ended.returncode == 2
+        assert records(ended.stderr)[-1]["level"] == "error"
+        assert records(ended.stderr)[-1]["message"]
+
+
+def test_the_last_line_of_a_server_that_ends_at_once_is_json_too():
+    code = (
+        "import logging, os, signal, sys\n"
+        "from dashinfer_vlm_server.logs import set_format\n"
+        "from dashinfer_vlm_server.serving import leave_at_once\n"
+        "logging.basicConfig()\n"
+        "set_format(sys.argv[1])\n"
+        "leave_at_once(signal.SIGTERM, None)\n"
+    )
+    said = {
+        kind: subprocess.run(
+            [sys.executable, "-c", code, kind], capture_output=True, text=True, timeout=110, check=False
+        ).stderr
+        for kind in ("json", "text")
+    }
+    assert records(said["json"])[0]["message"] == "ended by SIGTERM."
+    assert said["text"] == "dashinfer-vlm: ended by SIGTERM.\n"
+
+
+TRY = r"^Try: (curl http://127\.0\.0\.1:\d+/v1/chat/completions .*)$"
+
+
+@pytest.mark.slow
+def test_the_first_question_that_it_shows_brings_a_key_where_one_is_needed(tiny_checkpoint, tmp_path):
+    log, key = tmp_path / "log", {"DASHINFER_VLM_API_KEY": "sk-secret"}
+    with process(log, "--model", tiny_checkpoint, "--port", 0, environment=key) as server:
+        eventually(lambda: re.search(TRY, log.read_text(), re.MULTILINE) or server.poll() is not None, within=90)
+        shown = re.search(TRY, log.read_text(), re.MULTILINE)[1]
+        _, url, _, header, _, body = shlex.split(shown)
+        assert header == "Authorization: Bearer $DASHINFER_VLM_API_KEY"
+        assert f'-H "{header}"' in shown  # in quotes that let the shell fill it in
+        name, value = header.replace("$DASHINFER_VLM_API_KEY", "sk-secret").split(": ")
+        reply = httpx.post(url, headers={name: value}, content=body, trust_env=False, timeout=60)
+    assert reply.status_code == 200
+    assert "sk-secret" not in log.read_text()
+
+
 @pytest.mark.slow
 def test_keys_may_come_from_the_environment(tiny_checkpoint, tmp_path):
     log, keys = tmp_path / "log", {"DASHINFER_VLM_API_KEYS": "sk-one sk-two"}
     options = ["--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0, "--log-format", "json"]
     with process(log, *options, environment=keys) as server:
-        eventually(lambda: ready(log) or server.poll() is not None, within=90)
-        with httpx.Client(base_url=ready(log)[1], trust_env=False, timeout=30) as client:
+        eventually(lambda: '"url"' in log.read_text() or server.poll() is not None, within=90)
+        url = next(line["url"] for line in records(log.read_text()) if "url" in line)
+        with httpx.Client(base_url=url.removesuffix("/v1"), trust_env=False, timeout=30) as client:
             codes = [
                 client.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
                 for key in ("sk-one", "sk-two", "sk-one sk-two", "x")
@@ -279,7 +433,7 @@ def test_keys_may_come_from_the_environment(tiny_checkpoint, tmp_path):
         assert server.wait(timeout=30) == 0
     assert codes == [200, 200, 401, 401]
     assert "sk-one" not in log.read_text()
-    lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    lines = records(log.read_text())
     assert [line["status"] for line in lines if line["logger"] == "dashinfer_vlm_server.visits"] == codes
 
 
