@@ -14,7 +14,7 @@ from .checkpoint import find_model
 from .conductor import Conductor, Generation, Places
 from .config import MIB, EngineConfig
 from .decoder import DecoderFactory, DecoderStats, Fitness
-from .errors import EngineClosed, SetupError
+from .errors import DecoderFailed, EngineClosed, SetupError
 from .guide import GuideMaker
 from .ids import MediaIds
 from .loop import LoopThread, closed
@@ -265,7 +265,7 @@ class Engine:
         """Free everything; running requests end with EngineClosed. Closing twice is allowed.
 
         Raises:
-            DecoderFailed: a step of the decoder hangs, and `status` did not say so yet; all else was freed.
+            DecoderFailed: a step of the decoder does not end soon, and `status` did not say so yet; all else was freed.
         """
         with self._life:
             running, self._running = self._running, None
@@ -287,7 +287,7 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._leave(error)
 
     async def __aenter__(self) -> Self:
         return await self.astart()
@@ -295,7 +295,16 @@ class Engine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.aclose()
+        await asyncio.to_thread(self._leave, error)
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Close; what went wrong in the `with` block is for its caller to see, and not what goes wrong here."""
+        try:
+            self.close()
+        except DecoderFailed as failure:
+            if error is None:
+                raise
+            logger.warning("%s", failure.message)
 
     def _ready(self) -> _Running:
         running = self._running

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -14,10 +15,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from .config import EngineConfig
 from .engine import Engine
+from .errors import DecoderFailed
 from .remote import RemoteEngine
 
 if TYPE_CHECKING:
     from .plugins import Registry
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -99,7 +103,7 @@ class SharedEngines:
             wait: whether to wait for one that is being loaded, and to end it too.
 
         Raises:
-            DecoderFailed: a step of one of them hangs; all others are ended.
+            DecoderFailed: a step of one of them does not end soon; all others are ended.
         """
         with self._lock:
             local, remote = self._local.get(), self._remote.get()
@@ -152,5 +156,12 @@ def close_shared() -> None:
     SHARED.close()
 
 
+def _close_at_exit() -> None:
+    try:
+        SHARED.close(wait=False)
+    except DecoderFailed as error:
+        logger.warning("%s", error.message)
+
+
 # Not by atexit: its turn comes when concurrent.futures takes no work any more, without which no engine can be closed.
-threading._register_atexit(SHARED.close, wait=False)  # type: ignore[attr-defined]  # noqa: SLF001 - concurrent.futures uses it too
+threading._register_atexit(_close_at_exit)  # type: ignore[attr-defined]  # noqa: SLF001 - concurrent.futures uses it too

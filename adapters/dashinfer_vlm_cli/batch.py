@@ -66,7 +66,7 @@ def batch(
                 sys.exit(INTERRUPTED)
         if not job.failed:
             errors.unlink(missing_ok=True)
-        if changed:
+        if changed or answers.superseded:
             answers.keep_last()
     told = f"{len(left) - job.failed} answered, {len(entries) - len(left)} were answered before, {job.failed} failed"
     click.echo(f"{told}. Answers: {output}{f'; failures: {errors}' if job.failed else ''}", err=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError
 
@@ -96,6 +96,7 @@ class Ledger:
 
     Attributes:
         done: the custom_ids that the file holds, with the `id` of the last line of each.
+        superseded: whether it held, when it was opened, lines that later ones have replaced.
 
     Raises:
         ConfigError: it cannot be written, another process writes it, or it holds something else, which stays as it is.
@@ -105,7 +106,7 @@ class Ledger:
         self.path = path
         self._file = _locked(path)
         try:
-            self.done, torn = _read(path)
+            self.done, self.superseded, torn = _read(path)
             if fresh or torn:
                 os.ftruncate(self._file, 0 if fresh else path.stat().st_size - torn)
         except BaseException:
@@ -132,7 +133,8 @@ class Ledger:
         last = {_name(line, str(where))[0]: number for number, _, line in _lines(where)}
         kept = frozenset(last.values())
         try:
-            with partial.open("wb") as file:
+            partial.unlink(missing_ok=True)
+            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.writelines(line for number, _, line in _lines(where) if number in kept)
                 os.fsync(file.fileno())
             shutil.copymode(where, partial)
@@ -176,16 +178,24 @@ def _locked(path: Path) -> int:
     return file
 
 
-def _read(path: Path) -> tuple[dict[str, str], int]:
-    """The custom_ids of a file of ours and the `id` of their lines, and the bytes of a line at its end that was cut
-    off."""
-    found: dict[str, str] = {}
+class _Found(NamedTuple):
+    """What a file of ours holds: the custom_ids with the `id` of the last line of each, whether there are more lines
+    than those, and the bytes of a line at its end that was cut off."""
+
+    done: dict[str, str]
+    superseded: bool
+    torn: int
+
+
+def _read(path: Path) -> _Found:
+    found, lines = dict[str, str](), 0
     for number, _, line in _lines(path):
         if not line.endswith(b"\n") and line.startswith(BEGINNING[: len(line)]):
-            return found, len(line)
+            return _Found(found, lines > len(found), len(line))
         custom_id, line_id = _name(line, f"{path}, line {number}")
         found[custom_id] = line_id
-    return found, 0
+        lines += 1
+    return _Found(found, lines > len(found), 0)
 
 
 def _name(line: bytes, where: str) -> tuple[str, str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from dashinfer_vlm_core.config import ENV_PREFIX, EngineConfig
+from dashinfer_vlm_core.cpu import cpu_flags
 from dashinfer_vlm_core.dashinfer.environment import cuda_devices, examine, find_environment
 from dashinfer_vlm_core.errors import DashInferVLMError, MissingDependency
 from dashinfer_vlm_core.plugins import DISTRIBUTION, load_plugins
@@ -125,8 +126,6 @@ def _plugins() -> Finding:
 
 
 def _cpu() -> Finding:
-    from dashinfer_vlm_core.kernels.native import cpu_flags
-
     flags = cpu_flags()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     fast = [name for flag, name in FAST_CPU.items() if flag in flags]
@@ -141,8 +140,10 @@ def _cuda() -> Finding:
     devices = cuda_devices()
     if not devices:
         return Finding(name="cuda", status="ok", detail="no device: models run on the CPU")
-    import torch
-
+    try:
+        import torch
+    except ImportError:
+        return _without_torch("cuda")
     if not torch.cuda.is_available():
         mend = "Install the torch that goes with your driver: https://pytorch.org/get-started/locally"
         return Finding(name="cuda", status="slow", detail=f"{devices} devices that torch cannot use", mend=mend)
@@ -179,8 +180,10 @@ def _cache(config: EngineConfig) -> Finding:
 
 def _kernels(config: EngineConfig) -> Finding:
     """Whose arithmetic bfloat16 gets on this CPU; the kernels in C are compiled here if they were not yet."""
-    from dashinfer_vlm_core.kernels.native import load_native
-
+    try:
+        from dashinfer_vlm_core.kernels.native import load_native
+    except ImportError:
+        return _without_torch("kernels")
     if config.cpu_kernels == "torch":
         return Finding(name="kernels", status="ok", detail="PyTorch's, as `cpu_kernels` asks")
     kernels, reason = load_native(config)
@@ -192,6 +195,10 @@ def _kernels(config: EngineConfig) -> Finding:
     return Finding(
         name="kernels", status="slow", detail=f"PyTorch's, slower than those in C: {why}", mend=_sentence(mend or why)
     )
+
+
+def _without_torch(name: str) -> Finding:
+    return Finding(name=name, status="unusable", detail="torch does not load", mend="Mend torch first: see above.")
 
 
 def _sentence(words: str) -> str:

@@ -116,5 +116,5 @@ def _given() -> set[str]:
 def quiet() -> None:
     """Log warnings only, unless the person asks for more: the command itself says what matters."""
     root = click.get_current_context().find_root()
-    if root.get_parameter_source("log_level") is not ParameterSource.COMMANDLINE:
+    if root.get_parameter_source("log_level") is ParameterSource.DEFAULT:
         logging.getLogger().setLevel(logging.WARNING)

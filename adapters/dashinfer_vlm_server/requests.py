@@ -87,6 +87,12 @@ def _explain(error: json.JSONDecodeError) -> str:
     where = f"line {error.lineno}, column {error.colno}"
     if not error.doc.strip():
         return f"The body is empty: send {EXAMPLE}."
+    if error.msg.startswith("Unterminated string"):
+        return f"The body is not valid JSON: it ends within the text that begins at {where}. Send the rest of it."
+    if error.msg.startswith("Invalid control character"):
+        return f"The body is not valid JSON: write \\n for the line break, or \\u and four digits, at {where}."
+    if error.msg.startswith("Invalid \\"):
+        return f"The body is not valid JSON: there is a lone backslash at {where}. Write \\\\ for a backslash."
     if not error.doc[error.pos :].strip():
         return f"The body is not valid JSON: it ends at {where}, in the midst of a value. Send the rest of it."
     return (

@@ -188,7 +188,7 @@ class Visits:
             "outcome": visit.outcome,
             "seconds": round(time.monotonic() - visit.start, 4),
         }
-        level = logging.DEBUG if visit.route in QUIET else logging.INFO
+        level = logging.DEBUG if visit.route in QUIET and visit.status != 401 else logging.INFO
         logger.log(level, "%s", " ".join(map(str, fields.values())), extra={"fields": fields})
 
 

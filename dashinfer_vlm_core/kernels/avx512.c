@@ -4,7 +4,7 @@
  * so that one instruction multiplies 16 columns; activations are read as they lie. Sums run over the inputs in one fixed
  * order, whatever the number of rows or threads: a row's result is the same to the bit in any company.
  *
- * Built by build.py, called by native.py, which checks all shapes. Strides count elements.
+ * Built by build.py, called by the native*.py beside it, which answer for all shapes. Strides count elements.
  */
 #include <immintrin.h>
 #include <omp.h>
@@ -16,7 +16,7 @@
 typedef uint16_t bf16;
 
 enum { PANEL = 32, LANES = 16, TILE_ROWS = 12, TILE_ROWS_INT8 = 6, ROW_GROUP = 192, QUANT_BLOCK = 128, KEY_CHUNK = 512 };
-enum { NONE = 0, QUICK_GELU = 1, SILU_GATE = 2 }; /* native.py applies the others */
+enum { NONE = 0, QUICK_GELU = 1, SILU_GATE = 2 }; /* native_linear.py applies the others */
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 12")
@@ -113,7 +113,7 @@ INLINE void tile(const int rows, const int vectors, const bf16 *a, ptrdiff_t lda
 #define WITH_ROWS(count, BODY) switch (count) { CASES_TO_12(BODY) }
 #define WITH_FEW_ROWS(count, BODY) switch (count) { CASES_TO_6(BODY) }
 
-/* A linear layer: see `linear` in native.py. */
+/* A linear layer: see native_linear.py. */
 typedef struct {
     const void *packed;
     const float *scales; /* of the packed rows, if the weights have 8 bits; else null */
@@ -661,7 +661,7 @@ static void mix(const Layer *l, const Pass *p, const Shape *s, const bf16 *cache
     linear(l->down, p->inner, inner, rows, x, p->hidden, 1, p->linear_space, threads);
 }
 
-/* All layers, in one call: handing the interpreter's lock over for each of their parts took a third of a step. */
+/* All layers, in one call: handing the interpreter's lock over for each of their parts took a tenth of a step. */
 void decode(const Layer *layers, int64_t count, const Shape *s, const Pass *p, int32_t threads)
 {
     ptrdiff_t heads = s->heads + s->kv_heads, stride = (heads + s->kv_heads) * s->width;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
@@ -15,7 +16,7 @@ import torch
 
 FLAGS = (
     "-O3", "-std=c11", "-shared", "-fPIC", "-fopenmp", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq",
-    "-mavx512bf16", "-mavx512vnni", "-mfma",
+    "-mavx512bf16", "-mavx512vnni", "-mfma", "-Wl,-Bsymbolic-functions",
 )  # fmt: skip
 
 COMPILERS = ("cc", "gcc", "clang")
@@ -55,7 +56,9 @@ def _own_folder(folder: Path) -> None:
         found = folder.stat()
     except OSError as error:
         raise BuildError(f"the cache {folder} cannot be made: {error.strerror}; {OTHER_CACHE}") from error
-    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+    if found.st_uid != os.geteuid():
+        raise BuildError(f"the cache {folder} belongs to another user; {OTHER_CACHE}")
+    if found.st_mode & 0o022:
         raise BuildError(f"other users can write to the cache {folder}; run `chmod go-w {folder}`, or {OTHER_CACHE}")
 
 
@@ -89,6 +92,10 @@ def _run(command: Sequence[str]) -> None:
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=PATIENCE)  # noqa: S603 our own command
     except subprocess.CalledProcessError as error:
+        if os.strerror(errno.ENOSPC) in error.stderr:
+            raise BuildError(
+                f"the disk of the cache or of temporary files is full; free some MB, or {OTHER_CACHE}"
+            ) from error
         last = (error.stderr.strip().splitlines() or ["no message"])[-1]
         raise BuildError(f"{compiler} failed ({last}); gcc 11 and clang 14 can do it") from error
     except subprocess.TimeoutExpired as error:

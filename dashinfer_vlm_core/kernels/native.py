@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import re
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..config import EngineConfig
-from .build import BuildError, build
+from ..cpu import cpu_flags
+from .build import OTHER_CACHE, BuildError, build
 from .layers import ComposedLayers
 from .native_layers import NativeLayers
 from .native_linear import NativeInt8Linear, NativeLinear
@@ -149,22 +149,14 @@ def _load(config: EngineConfig) -> Loaded:
         return Loaded(None, f"this CPU has no {' and no '.join(missing)}")
     try:
         library = ctypes.CDLL(str(build(Path(__file__).with_name("avx512.c"), config.cache_folder / "kernels")))
-    except (BuildError, OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
+    except (BuildError, RuntimeError) as error:  # RuntimeError: there is no home folder
         return Loaded(None, str(error))
+    except OSError as error:
+        return Loaded(None, f"the compiled kernels do not load ({error}); {OTHER_CACHE}")
     for name, types in SIGNATURES.items():
         getattr(library, name).argtypes = types
         getattr(library, name).restype = _LONG if name.endswith("_space") else None
     return Loaded(Native(library), "")
-
-
-def cpu_flags() -> frozenset[str]:
-    """The processor's features in Linux's words; empty where they cannot be known."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return frozenset()
-    found = re.search(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)
-    return frozenset(found[1].split()) if found else frozenset()
 
 
 def _threads() -> int:

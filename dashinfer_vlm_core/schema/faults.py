@@ -15,11 +15,13 @@ from .base import TAGS
 
 SHOWN_CHARACTERS = 60
 
+_INDEX = re.compile(r"\[\d+\]")
+
 _NEXT_STEPS: Mapping[str, str] = MappingProxyType(
     {
         "messages": ' Write "messages": [{"role": "user", "content": "..."}].',
         "role": ' Write "role": "user", for what the model is asked.',
-        "function": ' Write "function": {"name": "...", "parameters": {...}}.',
+        "tools[].function": ' Write "function": {"name": "...", "parameters": {...}}.',
         "tools": ' Write "tools": [{"type": "function", "function": {"name": "...", "parameters": {...}}}].',
         "response_format": ' Write "response_format": {"type": "json_object"}.',
         "stream_options": ' Write "stream_options": {"include_usage": true}.',
@@ -31,7 +33,14 @@ _NEXT_STEPS: Mapping[str, str] = MappingProxyType(
 
 _SHAPES = frozenset({"missing", "model_type", "tuple_type", "too_short"})
 
-_PLAIN = re.compile(r"-?\d{1,20}(\.\d{1,20})?|true|false")
+_PLAIN: Mapping[str, re.Pattern[str]] = MappingProxyType(
+    {
+        "int_type": re.compile(r"-?\d{1,20}"),
+        "float_type": re.compile(r"-?\d{1,20}(\.\d{1,20})?"),
+        "bool_type": re.compile(r"true|false"),
+    }
+)
+"""What would be right without the quotes around it."""
 
 
 def explain(error: ValidationError) -> InvalidParameter:
@@ -40,16 +49,21 @@ def explain(error: ValidationError) -> InvalidParameter:
     param = _param(fault["loc"])
     words = words_of(fault)
     got = "" if fault["type"] in {"missing", "too_short", "string_too_short"} else f"; got {show(fault['input'])}"
-    next_step = _quoted(fault) or (_NEXT_STEPS.get(param.rpartition(".")[2], "") if fault["type"] in _SHAPES else "")
+    next_step = _quoted(fault) or (_shape(param) if fault["type"] in _SHAPES else "")
     return InvalidParameter(f"{f'`{param}`' if param else 'The request'} {words}{got}.{next_step}", param=param or None)
+
+
+def _shape(param: str) -> str:
+    """What to write at a place: by its whole name, or by its last part, where that means the same everywhere."""
+    place = _INDEX.sub("[]", param)
+    return _NEXT_STEPS.get(place) or _NEXT_STEPS.get(param.rpartition(".")[2], "")
 
 
 def _quoted(fault: ErrorDetails) -> str:
     """The next step for a number or a truth value that came as a text: a common slip, and not mended here."""
-    value = fault["input"]
-    if fault["type"] not in {"int_type", "float_type", "bool_type"} or not isinstance(value, str):
-        return ""
-    return " Write it without quotes." if _PLAIN.fullmatch(value) else ""
+    value, plain = fault["input"], _PLAIN.get(fault["type"])
+    meant = plain is not None and isinstance(value, str) and plain.fullmatch(value)
+    return " Write it without quotes." if meant else ""
 
 
 def _param(location: tuple[int | str, ...]) -> str:

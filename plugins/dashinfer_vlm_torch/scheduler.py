@@ -332,7 +332,7 @@ class Scheduler:
             self._waiting.popleft()
             self._running[run] = run.held = held
             if not run.answer:
-                run.cached = max(held.read - run.own, 0)
+                run.cached = min(held.read, run.cached) + max(held.read - run.cached - run.own, 0)
 
     def _make_room(self) -> None:
         """Rows for the next token of everybody, the oldest first, at the cost of the youngest."""

@@ -112,16 +112,20 @@ class Worker:
         """End all runs with EngineClosed, after the step that is under way.
 
         Raises:
-            DecoderFailed: that step does not end.
+            DecoderFailed: that step does not end soon.
         """
         with self._lock:
             self._ended = self._ended or EngineClosed
             self._lock.notify()
-        self._thread.join(timeout=min(STOP_SECONDS, self._step_timeout))
+        seconds = min(STOP_SECONDS, self._step_timeout)
+        self._thread.join(timeout=seconds)
         if self._thread.is_alive():
             CPU_TURNS.take_from(self._thread.ident)  # a tower that waits for it goes on, and can be closed
             self._end_all()
-            raise DecoderFailed("A step of the decoder hangs, which only the end of the process ends. Start it anew.")
+            raise DecoderFailed(
+                f"A step of the decoder has not ended within {seconds:g} seconds. It ends with the process at the latest:"
+                " start that anew."
+            )
 
     def _work(self) -> None:
         try:

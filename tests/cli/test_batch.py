@@ -103,6 +103,18 @@ def test_a_request_that_was_changed_is_asked_again_and_has_one_answer(run, addre
     assert "Changed" not in again.stderr
 
 
+def test_answers_that_were_replaced_before_an_interruption_are_dropped_by_the_next_run(
+    run, address, requests, tmp_path
+):
+    output = tmp_path / "requests.answers.jsonl"
+    for text in ("Hello", "Goodbye"):
+        run("batch", "--api-base", address("Old.", "New."), requests(line("a", text=text)))
+    new = output.read_text()
+    output.write_text(new.replace("New.", "Old.") + new)  # as a run leaves it that is cut off before it drops any
+    run("batch", "--api-base", "http://127.0.0.1:9/v1", requests(line("a", text="Goodbye")))
+    assert output.read_text() == new
+
+
 def test_an_old_answer_stays_until_there_is_a_new_one(run, address, requests, tmp_path):
     url = address("Old.", InvalidParameter("No."), "New.")
     output = tmp_path / "requests.answers.jsonl"

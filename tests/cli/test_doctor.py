@@ -47,6 +47,16 @@ def test_a_missing_extra_costs_nothing_and_a_missing_library_everything():
 
 
 @pytest.mark.slow
+def test_without_torch_the_rest_is_still_looked_at():
+    ended = process("doctor", "--json", program=f"import sys\nsys.modules['torch'] = None\n{MAIN}")
+    found = findings(ended)
+    assert ended.returncode == 1
+    assert found["torch"]["status"] == "broken"
+    assert (found["kernels"]["status"], found["kernels"]["detail"]) == ("unusable", "torch does not load")
+    assert found["cpu"]["detail"]
+
+
+@pytest.mark.slow
 def test_what_the_environment_sets_wrongly_is_named(tmp_path):
     found = findings(process("doctor", "--json", DASHINFER_VLM_MAX_PIXELS="3"))
     assert found["options"]["status"] == "broken"

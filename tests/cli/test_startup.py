@@ -10,7 +10,7 @@ import pytest
 from dashinfer_vlm_cli.plugin import COMMANDS
 from dashinfer_vlm_core.cli import cli as core
 from dashinfer_vlm_core.plugins import add_commands
-from tests.cli.conftest import process
+from tests.cli.conftest import MAIN, process
 
 HEAVY = ("torch", "transformers", "tokenizers", "openai", "huggingface_hub", "litellm", "fastapi", "av")
 
@@ -28,6 +28,15 @@ def test_help_imports_nothing_heavy(words):
     ended = process(*words, "--help", program=PROGRAM)
     assert ended.stdout.splitlines()[-1] == "LOADED []"
     assert "Usage: " in ended.stdout
+
+
+@pytest.mark.slow
+def test_the_environment_may_ask_for_more_of_the_log():
+    """Than warnings, which is what commands that say themselves what matters log."""
+    program = f"import atexit, logging\natexit.register(lambda: print(logging.getLogger().level))\n{MAIN}"
+    for level, number in (("", 30), ("info", 20), ("debug", 10)):
+        asked = {"DASHINFER_VLM_LOG_LEVEL": level} if level else {}
+        assert process("models", program=program, **asked).stdout.splitlines()[-1] == str(number)
 
 
 def test_the_group_lists_each_command_with_what_it_does(run):

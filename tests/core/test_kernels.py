@@ -201,7 +201,7 @@ def test_what_is_not_looked_at_does_not_matter(native):
 
 
 SHAPE = DecoderShape(heads=6, kv_heads=2, width=40, eps=1e-6)
-HIDDEN, INNER = 96, 136
+HIDDEN, INNER = 96, 328  # wider than all heads, and not in whole panels
 
 
 def decoder_layer(kernels, number, *, int8):
@@ -220,12 +220,12 @@ def decoder_layer(kernels, number, *, int8):
 
 
 def decoder_pass(cache):
-    """The end of a prompt of 40 tokens, one token of an answer, and a part of a prompt whose end comes later."""
-    spans = [Span(0, 30, 0, 40, 10), Span(30, 1, 60, 17, 16), Span(31, 20, 80, 20, 0)]
+    """The end of a prompt of 240 tokens, one token of an answer, and a part of a prompt whose end comes later."""
+    spans = [Span(0, 230, 0, 240, 10), Span(230, 1, 260, 17, 16), Span(231, 20, 280, 20, 0)]
     slots = torch.tensor([span.row + span.start + i for span in spans for i in range(span.tokens)])
-    angles = torch.randn(51, SHAPE.width // 2, generator=torch.Generator().manual_seed(8))
-    last_spans = Spans([Span(0, 1, 0, 40, 39), Span(1, 1, 60, 17, 16)])
-    return Pass(angles.cos(), angles.sin(), slots, Spans(spans), torch.tensor([29, 30]), last_spans, cache)
+    angles = torch.randn(251, SHAPE.width // 2, generator=torch.Generator().manual_seed(8))
+    last_spans = Spans([Span(0, 1, 0, 240, 239), Span(1, 1, 260, 17, 16)])
+    return Pass(angles.cos(), angles.sin(), slots, Spans(spans), torch.tensor([229, 230]), last_spans, cache)
 
 
 @needs_native
@@ -234,7 +234,7 @@ def test_layers_in_one_call_are_what_their_parts_are_to_the_bit(native, int8):
     layers = [decoder_layer(native, number, int8=int8) for number in range(3)]
     whole, parts = native.decoder_layers(layers, SHAPE), ComposedLayers(native, layers, SHAPE)
     assert type(whole) is not type(parts)
-    x, caches = numbers(51, HIDDEN), [numbers(3, 2 * SHAPE.kv_heads, 120, SHAPE.width, seed=9) for _ in range(2)]
+    x, caches = numbers(251, HIDDEN), [numbers(3, 2 * SHAPE.kv_heads, 320, SHAPE.width, seed=9) for _ in range(2)]
     found, expected = (run(x.clone(), decoder_pass(cache)) for run, cache in zip((whole, parts), caches, strict=True))
     assert torch.equal(found, expected)
     assert torch.equal(*caches)
@@ -244,11 +244,11 @@ def test_layers_in_one_call_are_what_their_parts_are_to_the_bit(native, int8):
 @needs_native
 def test_layers_of_which_no_row_is_asked_for_still_fill_the_cache(native):
     layers = [decoder_layer(native, number, int8=False) for number in range(2)]
-    caches = [torch.zeros(2, 2 * SHAPE.kv_heads, 120, SHAPE.width).bfloat16() for _ in range(2)]
+    caches = [torch.zeros(2, 2 * SHAPE.kv_heads, 320, SHAPE.width).bfloat16() for _ in range(2)]
     for cache, asked in zip(caches, (True, False), strict=True):
         batch = decoder_pass(cache)
         none = batch._replace(last=torch.zeros(0, dtype=torch.int64), last_spans=Spans([]))
-        native.decoder_layers(layers, SHAPE)(numbers(51, HIDDEN), batch if asked else none)
+        native.decoder_layers(layers, SHAPE)(numbers(251, HIDDEN), batch if asked else none)
     assert torch.equal(*caches)
 
 

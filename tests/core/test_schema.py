@@ -114,6 +114,9 @@ def test_stop_strings(stop, strings):
         ({"temperature": "hot"}, "`temperature` must be a finite number; got 'hot'."),
         ({"temperature": 3}, "`temperature` must be at most 2; got 3."),
         ({"stream": "true"}, "`stream` must be true or false; got 'true'. Write it without quotes."),
+        ({"seed": "0.5"}, "`seed` must be an integer; got '0.5'."),
+        ({"stream": "5"}, "`stream` must be true or false; got '5'."),
+        ({"tool_choice": {"type": "function"}}, "`tool_choice.function` is required."),
         ({"model": 5}, "`model` must be a string; got 5."),
         (
             {"tools": [{"type": "function"}]},

@@ -57,6 +57,9 @@ def test_what_is_no_json_object_is_refused(body):
         (b"{'a': 1}", "from line 1, column 2 on, \"'a': 1}\". JSON has double quotes around names and texts"),
         (b'{"a": [],}', "from line 1, column 10 on, '}'. JSON has double quotes around names and texts, and commas"),
         (b'{"a": 1', "it ends at line 1, column 8, in the midst of a value. Send the rest of it."),
+        (b'{"a": "hel', "it ends within the text that begins at line 1, column 7. Send the rest of it."),
+        (b'{"a": "b\nc"}', "write \\n for the line break, or \\u and four digits, at line 1, column 9."),
+        (b'{"a": "b\\c"}', "there is a lone backslash at line 1, column 9. Write \\\\ for a backslash."),
         (b"[]", 'The body must be a JSON object, such as {"messages": '),
     ],
 )

@@ -73,7 +73,7 @@ def test_sigterm_while_a_step_hangs_ends_the_process_and_says_so(tiny_checkpoint
         server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=60) == 0
         assert answer.result(timeout=10).json()["error"]["code"] == "engine_closed"
-    assert "ERROR dashinfer_vlm_server.serving: A step of the decoder hangs" in log.read_text()
+    assert "ERROR dashinfer_vlm_server.serving: A step of the decoder has not ended within" in log.read_text()
     assert "Traceback" not in log.read_text()
 
 

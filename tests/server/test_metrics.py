@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 
 import pytest
@@ -92,12 +93,14 @@ def sum_of(text, name, **labels):
         ("GET", "/nothing", "other"),
     ],
 )
-def test_who_has_no_key_is_counted_under_the_route_that_was_asked_for(scripted, method, path, route):
+def test_who_has_no_key_is_counted_under_the_route_that_was_asked_for(scripted, method, path, route, caplog):
+    caplog.set_level(logging.INFO)
     with scripted("Fine.", settings={"keys": Keys(["right"])}).server.http() as client:
         assert client.request(method, path).status_code == 401
         client.headers["Authorization"] = "Bearer right"
         assert sample(client, "requests_total", route=route, outcome="unauthorized") == 1
         assert sum_of(client.get("/metrics").text, "requests_total", outcome="unauthorized") == 1
+    assert f"{method} {route} 401" in caplog.text
 
 
 def test_a_client_that_left_is_counted_as_such(scripted):

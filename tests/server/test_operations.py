@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 from openai.types import Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import ConfigError
@@ -389,12 +390,30 @@ def test_an_answer_has_to_be_there_in_time(scripted, stream):
 # Types
 
 
-def test_openais_types_read_every_answer(scripted):
-    with scripted("Fine.").server.openai() as client:
-        assert all(isinstance(model, Model) for model in client.models.list())
-        raw = client.chat.completions.with_raw_response.create(model="tiny", messages=HELLO["messages"])
-        assert raw.parse().to_dict() == json.loads(raw.text)
-        chunks = client.chat.completions.with_raw_response.create(
-            model="tiny", messages=HELLO["messages"], stream=True, stream_options={"include_usage": True}
-        )
-        assert [chunk.object for chunk in chunks.parse()][-1] == "chat.completion.chunk"
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "it"}}\n</tool_call>'
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("answer", "options"),
+    [
+        ("Fine.", {}),
+        ("Fine.", {"n": 2, "logprobs": True, "top_logprobs": 1, "stream_options": {"include_usage": True}}),
+        (f"Let me see. {CALL}", {"tools": [LOOK]}),
+    ],
+    ids=["plain", "everything listed", "calls"],
+)
+def test_openais_types_read_every_answer(scripted, answer, options):
+    """Checked here: their client builds its objects of whatever comes."""
+    with scripted(*[answer] * 4).server.http() as client:
+        whole = {name: value for name, value in options.items() if name != "stream_options"}
+        completion = ChatCompletion.model_validate_json(client.post(CHAT, json=HELLO | whole).content)
+        events = client.post(CHAT, json=HELLO | options | {"stream": True}).text.split("\n\n")
+        chunks = [ChatCompletionChunk.model_validate_json(event.removeprefix("data: ")) for event in events[:-2]]
+        models = [Model.model_validate(model) for model in client.get("/v1/models").json()["data"]]
+    assert len(completion.choices) == options.get("n", 1)
+    assert bool(completion.choices[0].message.tool_calls) == ("tools" in options)
+    assert any(chunk.choices and chunk.choices[0].delta.tool_calls for chunk in chunks) == ("tools" in options)
+    assert bool(completion.choices[0].logprobs) == ("logprobs" in options)
+    assert bool(chunks[-1].usage) == ("stream_options" in options)
+    assert [model.id for model in models] == ["tiny"]

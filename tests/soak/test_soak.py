@@ -29,6 +29,9 @@ WARM_UP = 1 / 3
 """Share of the time after which memory should not grow any more: caches are full then, and arenas are warm."""
 
 GROWTH = 1.05
+SPARE = 4
+"""Descriptors that may be open in the end and were not in the beginning: kept connections for pictures. There are more
+restarts than that."""
 OPTIONS = {"max_batch_size": 4, "max_waiting": 4, "vision_cache_mib": 1, "decoder_restarts": 10_000}
 
 
@@ -42,6 +45,7 @@ def test_mixed_traffic_with_faults(tiny_checkpoint, soak_seconds):
     pictures = {"/picture.png": body(encode(noise(40, 60)))}
     engine = Engine(config, registry=registry)
     with engine, serving(engine) as server, serve(dict(pictures)) as web, server.http() as client:
+        idle = _descriptors()
         clients = Clients(server.url, web.url(""), ledger)
         clients.start(CLIENTS)
         warm = _trouble(soak_seconds * WARM_UP, kept, web, pictures)
@@ -49,15 +53,18 @@ def test_mixed_traffic_with_faults(tiny_checkpoint, soak_seconds):
         clients.stop()
         eventually(lambda: engine.stats().answers == 0, within=30)
         eventually(lambda: counted(client, "requests_total", CHAT) == sum(ledger.outcomes.values()), within=30)
-        report = f"{dict(ledger.outcomes)}, restarts {engine.stats().restarts}, MiB {warm[0]:.0f} -> {end[0]:.0f}"
+        eventually(lambda: _descriptors() <= idle + SPARE, within=30)
+        report = (
+            f"{dict(ledger.outcomes)}, restarts {engine.stats().restarts}, MiB {warm:.0f} -> {end:.0f},"
+            f" descriptors {idle} -> {_descriptors()}"
+        )
         print(report)  # noqa: T201 - for whoever runs it alone
         check_outcomes(client, ledger, report)
         assert counted(client, "prompt_tokens_total") == ledger.prompt_tokens
         assert counted(client, "generation_tokens_total") == ledger.completion_tokens
         assert engine.stats().restarts > 0
     assert not ledger.strange
-    assert end[0] < GROWTH * warm[0], report
-    assert end[1] <= warm[1] + 2 * CLIENTS, (warm, end)
+    assert end < GROWTH * warm, report
 
 
 def check_outcomes(client, ledger, report):
@@ -80,7 +87,7 @@ def counted(client, name, route=None, outcome=None):
 
 
 def _trouble(seconds, kept, web, pictures):
-    """Make trouble for a while; then the memory (MiB, the least of some moments) and the descriptors."""
+    """Make trouble for a while; then the memory, in MiB, the least of some moments."""
     rng, end = random.Random(0), time.monotonic() + seconds
     while time.monotonic() < end:
         time.sleep(min(FAULT_SECONDS, max(0.0, end - time.monotonic())))
@@ -88,8 +95,11 @@ def _trouble(seconds, kept, web, pictures):
             kept.kill()
         else:
             web.answers.clear() if web.answers else web.answers.update(pictures)
-    samples = [_memory() for _ in range(20)]
-    return min(samples), len(list(Path("/proc/self/fd").iterdir()))
+    return min(_memory() for _ in range(20))
+
+
+def _descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def _memory():
