@@ -123,7 +123,7 @@ class Worker:
             CPU_TURNS.take_from(self._thread.ident)  # a tower that waits for it goes on, and can be closed
             self._end_all()
             raise DecoderFailed(
-                f"A step of the decoder has not ended within {seconds:g} seconds. It ends with the process at the latest:"
+                f"A step of the decoder has not ended within {seconds:g} seconds. It ends with the process at last:"
                 " start that anew."
             )
 
