@@ -27,7 +27,12 @@ OVERFLOW = "The model's numbers left the range of its dtype. Try bfloat16 or flo
 
 MAX_ALTERNATIVES = 20
 NUCLEUS_WIDTH = 1024
-"""A nucleus is looked for among so many tokens before a whole vocabulary is sorted, which takes 20 times as long."""
+"""A nucleus is looked for among so many tokens first: with eight rows that is three times as fast."""
+
+DIGIT_BITS = 16
+LOW_DIGITS = 1 << DIGIT_BITS
+HIGH_DIGITS = (0x3F800000 >> DIGIT_BITS) + 1
+"""The upper half of the bits of a weight, which is 1 at most."""
 
 LARGEST_UNIFORM = 1 - 2.0**-52
 """So that `uniform * total` is below `total` after rounding."""
@@ -184,14 +189,35 @@ def _keep_top_p(weights: Tensor, top_p: Sequence[float]) -> None:
 
 
 def _nucleus_floors(weights: Tensor, top_p: Tensor) -> Tensor:
-    """[rows, 1], the least weight within each row's nucleus (Holtzman et al., arXiv 1904.09751)."""
+    """[rows, 1], the least weight within each row's nucleus (Holtzman et al., arXiv 1904.09751): the least of which the
+    larger ones do not reach p."""
     largest = weights.topk(min(NUCLEUS_WIDTH, weights.shape[-1])).values
     cumulative = largest.cumsum(dim=-1, dtype=torch.float64)
     if bool((cumulative[:, -1:] < top_p).any()):
-        largest = weights.sort(dim=-1, descending=True).values
-        cumulative = largest.cumsum(dim=-1, dtype=torch.float64)
+        return _wide_nucleus_floors(weights, top_p)
     inside = (cumulative - largest < top_p).sum(dim=-1, keepdim=True)
     return largest.gather(1, inside.clamp(min=1) - 1)  # none is inside where weights are NaN
+
+
+def _wide_nucleus_floors(weights: Tensor, top_p: Tensor) -> Tensor:
+    """The same of nuclei of any width, without sorting: digit by digit, as a radix sort would, since floats without a
+    sign are ordered as their bits are."""
+    bits = weights.view(torch.int32)
+    high, above = _last_within(weights, (bits >> DIGIT_BITS).clamp(0, HIGH_DIGITS - 1), HIGH_DIGITS, top_p)
+    inside = weights.masked_fill(bits >> DIGIT_BITS != high, 0)
+    low, _ = _last_within(inside, bits & (LOW_DIGITS - 1), LOW_DIGITS, top_p - above)
+    return (high << DIGIT_BITS | low).to(torch.int32).view(torch.float32)
+
+
+def _last_within(weights: Tensor, digits: Tensor, count: int, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The least digit whose larger ones hold less weight than is wanted, and how much they hold; both [rows, 1]."""
+    held = torch.zeros(len(weights), count, dtype=torch.float64, device=weights.device)
+    held.scatter_add_(1, digits.long(), weights.double())
+    larger = held.flip(1).cumsum(1).roll(1, dims=1)
+    larger[:, 0] = 0
+    larger = larger.flip(1)
+    digit = (larger >= wanted).sum(dim=1, keepdim=True).clamp(max=count - 1)
+    return digit, larger.gather(1, digit)
 
 
 def _log_probabilities(logits: Tensor, ids: Tensor, runs: Sequence[Run]) -> dict[int, tuple[float, Alternatives]]:

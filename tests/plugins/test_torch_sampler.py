@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dashinfer_vlm_core.errors import DecoderFailed
-from dashinfer_vlm_torch.sampler import NUCLEUS_WIDTH, choose, uniform
+from dashinfer_vlm_torch.sampler import _nucleus_floors, _wide_nucleus_floors, choose, uniform
 from dashinfer_vlm_torch.scheduler import Run
 
 from .oracle import text
@@ -120,14 +120,24 @@ def test_steps_of_one_run_draw_independent_numbers():
     assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.08
 
 
-def test_a_nucleus_wider_than_the_first_look_is_found():
-    """A nearly flat distribution over a large vocabulary."""
-    vocab = 4 * NUCLEUS_WIDTH
-    logits = torch.from_numpy(np.random.default_rng(4).normal(scale=0.1, size=(40, vocab)).astype(np.float32))
-    runs = [run(seed=seed, top_p=0.9 if seed % 2 else 0.01, prompt=(1,)) for seed in range(40)]
-    for row, (one, choice) in enumerate(zip(runs, choose(logits, runs), strict=True)):
-        border = np.cumsum(probabilities(logits[row], one))
-        assert choice.id == int(np.searchsorted(border, uniform(one), side="right"))
+@pytest.mark.parametrize("scale", [0.01, 0.5, 4, 30])
+def test_a_nucleus_ends_where_sorting_says(scale):
+    """Flat and peaked distributions over a large vocabulary, with equal weights among them."""
+    weights = torch.from_numpy(np.random.default_rng(4).normal(scale=scale, size=(6, 20_000)).astype(np.float32))
+    weights = weights.mul(8).round().div(8).softmax(-1)
+    for p in (1e-9, 0.01, 0.5, 0.9, 0.999):
+        ordered = weights.sort(dim=-1, descending=True).values
+        before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
+        expected = ordered.gather(1, (before < p).sum(dim=-1, keepdim=True) - 1)
+        for floors_of in (_nucleus_floors, _wide_nucleus_floors):
+            assert torch.equal(floors_of(weights, torch.full((6, 1), p, dtype=torch.float64)), expected)
+
+
+def test_a_nucleus_of_what_is_no_number_is_found_too():
+    weights = torch.full((2, 50), torch.nan)
+    weights[1] = 0.02
+    for floors_of in (_nucleus_floors, _wide_nucleus_floors):
+        assert floors_of(weights, torch.tensor([[0.5], [0.5]], dtype=torch.float64))[1] == weights[1, 0]
 
 
 def test_equal_logits_are_all_kept():
