@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import matplotlib as mpl
+import numpy as np
 
 mpl.use("svg")
 
@@ -21,31 +22,35 @@ def draw(results: Results, folder: Path) -> None:
 
 def _ratios(results: Results, file: Path) -> None:
     """How many times better the base is than each other engine, by the first figure of each workload."""
-    rows = list({row.workload: row for row in reversed(results.rows)}.values())
+    rows = list({row.workload: row for row in reversed(results.rows)}.values())[::-1]
     others = [name for name in results.engines if name not in (results.base, LIMIT)]
     if not others:
         return
     figure, axes = plt.subplots(figsize=(9, 1 + 0.25 * len(rows) * len(others)), layout="constrained")
     height = 0.8 / len(others)
     for index, name in enumerate(others):
-        for place, row in enumerate(rows):
-            low, middle, high = _times_better(results, row, name)
-            spread = [[middle - low], [high - middle]]
-            bar = axes.barh(place + index * height, middle, height, xerr=spread, color=f"C{index}")
-        bar.set_label(name)
+        bars = {place: times for place, row in enumerate(rows) if (times := _times_better(results, row, name))}
+        low, middle, high = np.array([*bars.values()]).reshape(-1, 3).T
+        places = np.array([*bars]) + index * height
+        axes.barh(places, middle - 1, height, left=1, xerr=(middle - low, high - middle), color=f"C{index}", label=name)
     axes.axvline(1, color="black", linewidth=1)
-    axes.set_yticks(range(len(rows)), [f"{row.title}, {row.metric.split(',')[0]}" for row in rows])
-    axes.set_xlabel(f"times that {results.base} is better; bars: least and largest of the rounds")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_yticks(
+        np.arange(len(rows)) + 0.4 - height / 2, [f"{row.title}, {row.metric.split(',')[0]}" for row in rows]
+    )
+    axes.invert_yaxis()
+    axes.set_xlabel(f"times that {results.base} is better; lines: least and largest of the rounds")
     axes.legend()
     figure.savefig(file)
     plt.close(figure)
 
 
-def _times_better(results: Results, row: Row, name: str) -> tuple[float, float, float]:
+def _times_better(results: Results, row: Row, name: str) -> tuple[float, float, float] | None:
     """Least, median and largest; nothing where it was not measured."""
     ratio = results.ratio(row, name)
     if ratio is None:
-        return 0.0, 0.0, 0.0
+        return None
     if row.higher:
         return ratio.least, ratio.middle, ratio.most
     return 1 / ratio.most, 1 / ratio.middle, 1 / ratio.least
