@@ -1,0 +1,85 @@
+"""The thread between callers and the engine's stages: who reads gets everything, in order, and the end of it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from dashinfer_vlm_core.loop import LoopThread
+from tests.waiting import until
+
+
+@pytest.fixture
+def thread():
+    made = LoopThread("tested")
+    yield made
+    made.stop()
+
+
+async def numbers(count):
+    for number in range(count):
+        await asyncio.sleep(0)
+        yield number
+
+
+def test_each_of_many_readers_gets_its_items_in_order_and_their_end(thread):
+    async def read(count):
+        return [number async for number in thread.aiterate(numbers(count))]
+
+    async def read_all():
+        return await asyncio.gather(*map(read, range(30)))
+
+    assert asyncio.run(read_all()) == [list(range(count)) for count in range(30)]
+
+
+def test_readers_on_several_loops_do_not_mix(thread):
+    async def read(count):
+        return [number async for number in thread.aiterate(numbers(count))]
+
+    found = {}
+    readers = [
+        threading.Thread(target=lambda count=count: found.update({count: asyncio.run(read(count))}))
+        for count in (100, 200, 300)
+    ]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(30)
+    assert found == {count: list(range(count)) for count in (100, 200, 300)}
+
+
+def test_an_error_comes_behind_the_items_before_it(thread):
+    async def broken():
+        yield 1
+        raise KeyError("told")
+
+    async def read(found):
+        async for item in thread.aiterate(broken()):
+            found.append(item)
+
+    found = []
+    with pytest.raises(KeyError, match="told"):
+        asyncio.run(read(found))
+    assert found == [1]
+
+
+def test_a_reader_whose_loop_is_closed_costs_the_others_nothing(thread):
+    async def endless():
+        while True:
+            await asyncio.sleep(0.001)
+            yield 0
+
+    gone = asyncio.new_event_loop()
+    left = thread.aiterate(endless())
+    gone.run_until_complete(anext(left))
+    gone.close()
+
+    async def read():
+        return [number async for number in thread.aiterate(numbers(200))]
+
+    assert asyncio.run(read()) == list(range(200))
+    with pytest.raises(StopIteration):
+        left.aclose().send(None)
+    until(lambda: not thread._tasks)
