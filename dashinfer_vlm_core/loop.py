@@ -7,9 +7,7 @@ import concurrent.futures
 import contextlib
 import queue
 import threading
-from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
-from functools import partial
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from typing import Any, TypeVar
 
 from .errors import EngineClosed
@@ -26,7 +24,6 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._outbox = _Outbox(self._loop)
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._stopping = False
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -73,7 +70,11 @@ class LoopThread:
         caller = asyncio.get_running_loop()
         arrived: asyncio.Queue[Any] = asyncio.Queue()
 
-        future = self._pour(items, partial(self._outbox.post, caller, arrived))
+        def put(item: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody is left to read
+                caller.call_soon_threadsafe(arrived.put_nowait, item)
+
+        future = self._pour(items, put)
         try:
             while (item := await arrived.get()) is not _END:
                 yield item
@@ -119,41 +120,6 @@ class LoopThread:
         finally:
             await self._loop.shutdown_asyncgens()
             await self._loop.shutdown_default_executor()
-
-
-class _Outbox:
-    """What goes to readers on other event loops: all that comes up in one pass of this loop is handed over together.
-
-    To wake a loop for each of its readers would have two threads take the interpreter's lock from each other as often.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._lock = threading.Lock()
-        self._mail: list[tuple[asyncio.AbstractEventLoop, asyncio.Queue[Any], object]] = []
-
-    def post(self, reader: asyncio.AbstractEventLoop, arrived: asyncio.Queue[Any], item: object) -> None:
-        """Put an item in a queue of another loop, soon; in any thread, in order."""
-        with self._lock:
-            self._mail.append((reader, arrived, item))
-            first = len(self._mail) == 1
-        if first:
-            self._loop.call_soon_threadsafe(self._flush)
-
-    def _flush(self) -> None:
-        with self._lock:
-            mail, self._mail = self._mail, []
-        by_reader = defaultdict(list)
-        for reader, arrived, item in mail:
-            by_reader[reader].append((arrived, item))
-        for reader, items in by_reader.items():
-            with contextlib.suppress(RuntimeError):  # the reader's loop is closed: nobody is left to read
-                reader.call_soon_threadsafe(_put_all, items)
-
-
-def _put_all(items: Sequence[tuple[asyncio.Queue[Any], object]]) -> None:
-    for arrived, item in items:
-        arrived.put_nowait(item)
 
 
 def closed() -> EngineClosed:
