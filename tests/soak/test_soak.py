@@ -7,6 +7,7 @@ there are more of them than the queue takes.
 from __future__ import annotations
 
 import gc
+import logging
 import random
 import resource
 import time
@@ -35,7 +36,16 @@ restarts than that."""
 OPTIONS = {"max_batch_size": 4, "max_waiting": 4, "vision_cache_mib": 1, "decoder_restarts": 10_000}
 
 
+@pytest.fixture
+def unlogged():
+    """pytest keeps every record, and with a traceback all that its frames hold: a decoder that died, with its memory."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("unlogged")
 @pytest.mark.timeout(0)  # it has an end of its own
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="memory and descriptors are read from /proc")
 def test_mixed_traffic_with_faults(tiny_checkpoint, soak_seconds):
