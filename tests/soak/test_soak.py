@@ -38,7 +38,7 @@ OPTIONS = {"max_batch_size": 4, "max_waiting": 4, "vision_cache_mib": 1, "decode
 
 @pytest.fixture
 def unlogged():
-    """pytest keeps every record, and with a traceback all that its frames hold: a decoder that died, with its memory."""
+    """pytest keeps every record, and with a traceback what its frames hold: a decoder that died, with its memory."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
