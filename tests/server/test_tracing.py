@@ -13,6 +13,7 @@ from opentelemetry.trace import StatusCode
 
 from dashinfer_vlm_server.tracing import Tracer
 from tests.samples import picture_url
+from tests.server.conftest import eventually
 
 SECRET = "a very private question"
 CHAT = "/v1/chat/completions"
@@ -40,11 +41,17 @@ def tracer(spans):
     provider.shutdown()
 
 
+def finished(spans, count):
+    """So many spans, the request's last: it ends when its client may have read the answer already."""
+    eventually(lambda: len(spans.get_finished_spans()) == count)
+    return spans.get_finished_spans()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_and_its_stages_are_one_trace_which_continues_the_callers(scripted, tracer, spans, stream):
     with scripted("Fine.", settings={"tracer": tracer}).server.http() as client:
         client.post(CHAT, json=BODY | {"stream": stream}, headers={"traceparent": PARENT, "X-Request-Id": "one"})
-    *stages, request = spans.get_finished_spans()
+    *stages, request = finished(spans, 6)
     assert [span.name for span in stages] == ["grammar", "media", "prompt", "vision", "decode"]
     assert request.name == f"POST {CHAT}"
     assert format(request.context.trace_id, "032x") == PARENT.split("-")[1]
@@ -61,7 +68,7 @@ def test_the_stage_that_failed_is_marked(scripted, tracer, spans):
 
     with scripted(broken, settings={"tracer": tracer}).server.http() as client:
         assert client.post(CHAT, json=BODY).status_code == 500
-    marked = {span.name for span in spans.get_finished_spans() if span.status.status_code is StatusCode.ERROR}
+    marked = {span.name for span in finished(spans, 6) if span.status.status_code is StatusCode.ERROR}
     assert marked == {"decode", f"POST {CHAT}"}
     assert SECRET not in "".join(span.to_json() for span in spans.get_finished_spans())
 
@@ -69,7 +76,7 @@ def test_the_stage_that_failed_is_marked(scripted, tracer, spans):
 def test_a_parent_that_is_none_begins_a_new_trace(scripted, tracer, spans):
     with scripted("Fine.", settings={"tracer": tracer}).server.http() as client:
         client.get("/version", headers={"traceparent": "00-nonsense-01"})
-    (span,) = spans.get_finished_spans()
+    (span,) = finished(spans, 1)
     assert span.parent is None
     assert span.name == "GET /version"
 
