@@ -171,7 +171,7 @@ class Conductor:
             return ids
 
     async def close(self) -> None:
-        """Free everything. Raises DecoderFailed, when all else is freed, if the decoder hangs."""
+        """Free everything. Raises DecoderFailed, when all else is freed, if a step of the decoder does not end soon."""
         try:
             await self.decoder.close()
         finally:
@@ -357,7 +357,7 @@ async def merged(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[
 
     A generator is asked for more when what it gave has been dealt with, never before. All are closed in the end.
     """
-    if len(streams) == 1:  # without a task per item, which is half of what an item costs here
+    if len(streams) == 1:  # without a task per item
         async with contextlib.aclosing(streams[0]) as only:
             async for item in only:
                 yield 0, item

@@ -31,8 +31,6 @@ class NativeLinear:
         self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None, activation: Activation, wide: bool
     ) -> None:
         self._library = library
-        self._wide = wide
-        self._activation = activation
         outputs, inputs = weight.shape
         gated = activation is Activation.SILU_GATE
         self.columns = outputs // 2 if gated else outputs
@@ -46,9 +44,9 @@ class NativeLinear:
         )  # fmt: skip
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = torch.empty(len(x), self.columns, dtype=torch.float32 if self._wide else torch.bfloat16)
+        out = torch.empty(len(x), self.columns, dtype=torch.float32 if self.matrix.wide else torch.bfloat16)
         self._run(x, out, add=False)
-        return F.gelu(out) if self._activation is Activation.GELU else out
+        return F.gelu(out) if self.matrix.activation == Activation.GELU else out
 
     def add_to(self, total: Tensor, x: Tensor) -> None:
         self._run(x, total, add=True)

@@ -292,19 +292,14 @@ def test_what_a_preempted_run_has_read_itself_does_not_count_as_found(known):
 @pytest.mark.parametrize(("found", "cached"), [(160, 32), (96, 32), (20, 20), (200, 72)])
 def test_what_was_found_counts_whatever_is_left_of_what_a_run_has_read_itself(found, cached):
     """32 tokens were found and 128 read when it was put back; `found` is what is there when its turn comes again."""
-    waiting = replace_counts(run(300, content=2), cached=32, own=128)
+    waiting = run(300, content=2)
+    waiting.cached, waiting.own = 32, 128
     queue = scheduler(kv_tokens=1000, prefill_chunk=1)
     queue.add(before := run(found, max_tokens=1, content=2))
     first_token_of(before, queue)
     queue.add(waiting)
     queue.plan()
     assert waiting.cached == cached
-
-
-def replace_counts(run, **counts):
-    for name, value in counts.items():
-        setattr(run, name, value)
-    return run
 
 
 def test_a_run_alone_may_take_the_whole_pool_wherever_it_began():
