@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
@@ -13,9 +15,12 @@ from click.shell_completion import CompletionItem
 from .config import ENV_PREFIX, MIB, EngineConfig, MediaLimits
 from .config_file import EngineOption, place_of
 from .errors import ConfigError
+from .variables import unknown_variables
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
+
+logger = logging.getLogger(__name__)
 
 Command = Callable[..., Any]
 
@@ -37,7 +42,7 @@ ENVIRONMENT = f"The environment sets options of the engine: {ENV_PREFIX}MAX_PIXE
 def config_options(command: Command) -> Command:
     """Decorate a click command: it gets options for all fields of EngineConfig, and a parameter `config` made of them.
 
-    Its help also says how the environment sets them.
+    Its help also says how the environment sets them; variables that look like them and set nothing are logged.
 
     Raises, when the command runs:
         ConfigError: a value is out of range; the message names the option.
@@ -45,6 +50,8 @@ def config_options(command: Command) -> Command:
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
+        for line in unknown_variables(os.environ, click.get_current_context()):
+            logger.warning(line)
         given = {name: kwargs.pop(name) for name in EngineConfig.model_fields}
         config = _config({name: value for name, value in given.items() if value is not None})
         return command(*args, config=config, **kwargs)

@@ -9,7 +9,10 @@ import pytest
 
 from dashinfer_vlm_cli.plugin import COMMANDS
 from dashinfer_vlm_core.cli import cli as core
+from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.plugins import add_commands
+from dashinfer_vlm_core.variables import unknown_variables
+from dashinfer_vlm_server.plugin import serve
 from tests.cli.conftest import MAIN, process
 
 HEAVY = ("torch", "transformers", "tokenizers", "openai", "huggingface_hub", "litellm", "fastapi", "av")
@@ -90,3 +93,42 @@ def test_help_says_units_and_defaults(run):
         "--revision NAME Branch, tag or commit of a hub id; its main branch by default. --",
     ):
         assert words in text
+
+
+@pytest.fixture
+def told(group):
+    """What is said about variables, by their names, of the program with all commands."""
+    group.add_command(serve)
+
+    def told(*names):
+        with click.Context(group) as context:
+            return list(unknown_variables(names, context))
+
+    return told
+
+
+@pytest.mark.parametrize(
+    ("name", "mend"),
+    [
+        ("DASHINFER_VLM_MAX_PIXEL", "Did you mean DASHINFER_VLM_MAX_PIXELS?"),
+        ("DASHINFER_VLM_HOTS", "Did you mean DASHINFER_VLM_HOST?"),
+        ("DASHINFER_VLM_ZQX", "`dashinfer-vlm serve --help` lists those that do."),
+    ],
+)
+def test_a_variable_that_sets_nothing_is_told(told, name, mend):
+    assert told(name) == [f"{name} is set in the environment, and sets no option. {mend}"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["DASHINFER_VLM_MAX_PIXELS", "DASHINFER_VLM_ROOT_PATH", "DASHINFER_VLM_LOG_LEVEL", "DASHINFER_VLM_API_KEYS",
+     "DASHINFER_VLM_SERVICE_HOST", "DASHINFER_VLM_PORT_8000_TCP_ADDR", "VLLM_IMAGE_FETCH_TIMEOUT", "DASHINFER"],
+)  # fmt: skip
+def test_a_variable_of_any_command_or_of_kubernetes_is_fine(told, name):
+    assert told(name) == []
+
+
+def test_a_command_tells_it(run, caplog, tmp_path):
+    with pytest.raises(CheckpointError):
+        run("chat", "Hello?", "--model", tmp_path, DASHINFER_VLM_MAX_PIXEL="784")
+    assert "Did you mean DASHINFER_VLM_MAX_PIXELS?" in caplog.text
