@@ -10,6 +10,8 @@ import click
 
 from .config import ENV_PREFIX, EngineConfig, variable
 
+SHOWN = "`dashinfer-vlm serve --help`"
+
 _KUBERNETES = re.compile(r"SERVICE_(HOST|PORT(_.+)?)|PORT(_\d+_.+)?")
 """What stands behind the prefix in the variables that Kubernetes sets for a Service named `dashinfer-vlm`."""
 
@@ -29,7 +31,7 @@ def unknown_variables(names: Iterable[str], context: click.Context) -> Iterator[
     for name in unknown:
         if name not in known:
             near = difflib.get_close_matches(name.removeprefix(ENV_PREFIX), words, n=1)
-            mend = f"Did you mean {ENV_PREFIX}{near[0]}?" if near else "`dashinfer-vlm serve --help` lists those that do."
+            mend = f"Did you mean {ENV_PREFIX}{near[0]}?" if near else f"{SHOWN} lists those that do."
             yield f"{name} is set in the environment, and sets no option. {mend}"
 
 
