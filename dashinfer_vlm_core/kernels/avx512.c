@@ -16,6 +16,7 @@
 typedef uint16_t bf16;
 
 enum { PANEL = 32, LANES = 16, TILE_ROWS = 12, TILE_ROWS_INT8 = 6, ROW_GROUP = 192, QUANT_BLOCK = 128, KEY_CHUNK = 512 };
+enum { AHEAD = 8192 }; /* bytes by which weights are asked for before their use: a hundredth of a core's L2 */
 enum { NONE = 0, QUICK_GELU = 1, SILU_GATE = 2 }; /* native_linear.py applies the others */
 
 #define INLINE static inline __attribute__((always_inline))
@@ -89,12 +90,21 @@ INLINE void transpose(__m512i r[LANES])
 
 /* Products of bf16 ------------------------------------------------------------------------------------------------- */
 
-/* acc[m][z] = sum over `pairs` of row m of `a` times columns [16 z, 16 z + 16) of a panel that is `width` columns wide. */
-INLINE void tile(const int rows, const int vectors, const bf16 *a, ptrdiff_t lda, const bf16 *panel, ptrdiff_t width,
-                 ptrdiff_t pairs, __m512 acc[TILE_ROWS][2])
+/* Two cache lines of a panel of weights, on their way from memory to L2 while others are multiplied. */
+INLINE void ask_for(const void *weights)
+{
+    _mm_prefetch((const char *)weights + AHEAD, _MM_HINT_T1);
+    _mm_prefetch((const char *)weights + AHEAD + 64, _MM_HINT_T1);
+}
+
+/* acc[m][z] = sum over `pairs` of row m of `a` times columns [16 z, 16 z + 16) of a panel that is `width` columns wide,
+ * and `far` if it comes from memory. */
+INLINE void tile(const int rows, const int vectors, const int far, const bf16 *a, ptrdiff_t lda, const bf16 *panel,
+                 ptrdiff_t width, ptrdiff_t pairs, __m512 acc[TILE_ROWS][2])
 {
     UNROLL for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = _mm512_setzero_ps();
     for (ptrdiff_t p = 0; p < pairs; p++, panel += 2 * width) {
+        if (far) ask_for(panel);
         __m512bh left = (__m512bh)_mm512_loadu_si512(panel);
         __m512bh right = vectors > 1 ? (__m512bh)_mm512_loadu_si512(panel + 2 * LANES) : left;
         UNROLL for (int m = 0; m < rows; m++) {
@@ -196,7 +206,7 @@ static void linear_rows(const bf16 *x, ptrdiff_t stride, ptrdiff_t panel, ptrdif
         ptrdiff_t row = start + (stop - start) * block / blocks, next = start + (stop - start) * (block + 1) / blocks;
         WITH_ROWS(next - row, {
             __m512 acc[TILE_ROWS][2];
-            tile(rows, 2, x + row * stride, stride, weights, PANEL, pairs, acc);
+            tile(rows, 2, 1, x + row * stride, stride, weights, PANEL, pairs, acc);
             UNROLL for (int m = 0; m < rows; m++) finish(end, row + m, panel, acc[m][0], acc[m][1]);
         })
     }
@@ -205,7 +215,7 @@ static void linear_rows(const bf16 *x, ptrdiff_t stride, ptrdiff_t panel, ptrdif
 static void linear_bf16(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Ending *end, int threads)
 {
     ptrdiff_t panels = (end->m->outputs + PANEL - 1) / PANEL, groups = (rows + ROW_GROUP - 1) / ROW_GROUP;
-#pragma omp parallel for schedule(dynamic, groups > 1 ? 1 : 2) num_threads(threads)
+#pragma omp parallel for schedule(guided, 2) num_threads(threads)
     for (ptrdiff_t task = 0; task < panels * groups; task++) {
         ptrdiff_t panel = task / groups, group = task % groups;
         linear_rows(x, stride, panel, rows * group / groups, rows * (group + 1) / groups, end);
@@ -288,6 +298,7 @@ INLINE void tile_int8(const int rows, const Quantised *x, ptrdiff_t row, ptrdiff
         ptrdiff_t stop = (block + 1) * QUANT_BLOCK < inputs ? (block + 1) * QUANT_BLOCK : inputs;
         for (ptrdiff_t k = block * QUANT_BLOCK; k < stop; k += 4, panel += 4 * PANEL) {
             __m512i left = _mm512_loadu_si512(panel), right = _mm512_loadu_si512(panel + 4 * LANES);
+            ask_for(panel);
             UNROLL for (int m = 0; m < rows; m++) {
                 int32_t quad;
                 memcpy(&quad, bytes + m * inputs + k, sizeof quad);
@@ -332,7 +343,7 @@ static void linear_int8(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const E
 #pragma omp for
         for (ptrdiff_t row = 0; row < rows; row++)
             quantise_row(x + row * stride, inputs, q.bytes + row * inputs, q.scales + row * blocks, q.offsets + row * blocks);
-#pragma omp for schedule(dynamic, groups > 1 ? 1 : 2)
+#pragma omp for schedule(guided, 2)
         for (ptrdiff_t task = 0; task < panels * groups; task++)
             linear_rows_int8(&q, task / groups, rows * (task % groups) / groups, rows * (task % groups + 1) / groups, end);
     }
@@ -517,7 +528,7 @@ static void attend_block(const Heads *h, const Scratch *s, ptrdiff_t row, ptrdif
     WITH_ROWS(row_count, {
         __m512 acc[TILE_ROWS][2];
         for (ptrdiff_t key = 0; key < padded; key += PANEL) {
-            tile(rows, 2, s->queries + row * h->width, h->width, s->keys + key * h->width, PANEL, pairs, acc);
+            tile(rows, 2, 0, s->queries + row * h->width, h->width, s->keys + key * h->width, PANEL, pairs, acc);
             UNROLL for (int m = 0; m < rows; m++) {
                 _mm512_storeu_ps(s->scores + m * KEY_CHUNK + key, _mm512_mul_ps(acc[m][0], scale));
                 _mm512_storeu_ps(s->scores + m * KEY_CHUNK + key + LANES, _mm512_mul_ps(acc[m][1], scale));
@@ -531,8 +542,8 @@ static void attend_block(const Heads *h, const Scratch *s, ptrdiff_t row, ptrdif
         }
         for (ptrdiff_t c = 0; c < columns; c += PANEL) {
             int both = c + LANES < columns;
-            if (both) tile(rows, 2, s->weights, KEY_CHUNK, s->values + 2 * c, columns, (count + 1) / 2, acc);
-            else tile(rows, 1, s->weights, KEY_CHUNK, s->values + 2 * c, columns, (count + 1) / 2, acc);
+            if (both) tile(rows, 2, 0, s->weights, KEY_CHUNK, s->values + 2 * c, columns, (count + 1) / 2, acc);
+            else tile(rows, 1, 0, s->weights, KEY_CHUNK, s->values + 2 * c, columns, (count + 1) / 2, acc);
             UNROLL for (int m = 0; m < rows; m++) {
                 float *sum = s->sums + (row + m) * columns + c;
                 __m512 by = _mm512_set1_ps(shrink[m]);
