@@ -5,10 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +21,8 @@ from .native_linear import NativeInt8Linear, NativeLinear
 from .plain import Plain
 from .turns import CPU_TURNS
 from .types import Activation, DecoderLayer, DecoderLayers, DecoderShape, Linear, Spans
+
+T = TypeVar("T")
 
 MOST_SHARING = 192
 """Heads that share keys: their queries of one token are worked on together."""
@@ -56,10 +57,12 @@ class Native:
 
     name = "native"
     quantises = True
-    turn: AbstractContextManager[None] = CPU_TURNS
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
+
+    def compute(self, work: Callable[[], T]) -> T:
+        return CPU_TURNS.run(work)
 
     def linear(
         self,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +14,8 @@ from .layers import ComposedLayers
 from .turns import CPU_TURNS
 from .types import Activation, DecoderLayer, DecoderLayers, DecoderShape, Linear, Span, Spans
 
+T = TypeVar("T")
+
 
 class Plain:
     """See `Kernels`."""
@@ -24,8 +24,10 @@ class Plain:
     quantises = False
 
     def __init__(self, device: str) -> None:
-        alone = torch.device(device).type != "cpu"
-        self.turn: AbstractContextManager[None] = contextlib.nullcontext() if alone else CPU_TURNS
+        self._on_cpu = torch.device(device).type == "cpu"
+
+    def compute(self, work: Callable[[], T]) -> T:
+        return CPU_TURNS.run(work) if self._on_cpu else work()
 
     def linear(
         self,

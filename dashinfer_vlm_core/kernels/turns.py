@@ -1,50 +1,88 @@
-"""Whose turn it is to compute on this process's cores.
+"""The one thread of this process that computes on its cores: tower and decoder take turns there.
 
-Tower and decoder each use all cores from a thread of their own. Both at once would wait at every barrier for threads
-that the other keeps from running.
+Each of them uses all cores. Both at once would wait at every barrier for threads that the other keeps from running. And
+OpenMP keeps a team of threads for each thread that computes: where there are more of them than cores, GNU's puts a team
+to sleep at each barrier, a hundred times in a decode step, which then takes a fifth longer.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from types import TracebackType
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class _Turn(NamedTuple):
+    """Work that somebody waits for; `thread` is theirs, by its `ident`."""
+
+    work: Callable[[], Any]
+    thread: int
+    result: Future[Any]
+
+    def take(self) -> None:
+        try:
+            self.result.set_result(self.work())
+        except BaseException as error:  # noqa: BLE001 - whoever waits has it
+            self.result.set_exception(error)
 
 
 class Turns:
-    """A lock that is given in the order in which it was asked for: who asks again at once does not get it again.
-
-    It is there for speed alone: two that compute at once are slower, and right.
-    """
+    """Does what is asked for on a thread of its own, in the order of asking."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
-        self._owner: int | None = None
-        self._waiting: deque[tuple[int, threading.Event]] = deque()
+        self._changed = threading.Condition()
+        self._waiting: deque[_Turn] = deque()
+        self._taken: _Turn | None = None
+        self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> None:
-        me = threading.get_ident()
-        with self._guard:
-            if self._owner is None:
-                self._owner = me
-                return
-            mine = threading.Event()
-            self._waiting.append((me, mine))
-        mine.wait()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.take_from(threading.get_ident())
+    def run(self, work: Callable[[], T]) -> T:
+        """What `work` returns, or raises. Work of that thread itself is done at once."""
+        if threading.current_thread() is self._thread:
+            return work()
+        turn = _Turn(work, threading.get_ident(), Future())
+        with self._changed:
+            self._waiting.append(turn)
+            if not (self._thread and self._thread.is_alive()):  # it does not outlive a fork
+                self._begin()
+            self._changed.notify_all()
+        try:
+            result: T = turn.result.result()
+            return result
+        finally:
+            del turn  # its error's traceback holds this frame
 
     def take_from(self, thread: int | None) -> None:
-        """End the turn of a thread, by its `ident`, if it has it: one that hangs must not keep others waiting."""
-        with self._guard:
-            if self._owner != thread:
-                return
-            self._owner, given = self._waiting.popleft() if self._waiting else (None, None)
-        if given is not None:
-            given.set()
+        """Give up on what is done for a thread, by its `ident`, and hangs: it must not keep others waiting."""
+        with self._changed:
+            if self._taken and self._taken.thread == thread:
+                self._begin()
+                self._changed.notify_all()
+
+    def _begin(self) -> None:
+        self._taken = None
+        self._thread = threading.Thread(target=self._work, name="dashinfer-vlm-compute", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while turn := self._next():
+            turn.take()
+            del turn  # what it has computed is others' to keep
+
+    def _next(self) -> _Turn | None:
+        """The next one, when there is one; None if another thread has taken over meanwhile."""
+        me = threading.current_thread()
+        with self._changed:
+            if self._thread is me:
+                self._taken = None
+            self._changed.wait_for(lambda: self._waiting or self._thread is not me)
+            if self._thread is not me:
+                return None
+            self._taken = self._waiting.popleft()
+            return self._taken
 
 
 CPU_TURNS = Turns()

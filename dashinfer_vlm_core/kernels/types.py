@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class Activation(IntEnum):
@@ -155,13 +156,17 @@ class Kernels(Protocol):
     Attributes:
         name: for people.
         quantises: whether `linear` knows int8.
-        turn: entered for a stretch of work that should not be shared with others on the same cores: a step of the
-            decoder, or a quarter of a second of the tower, so that others come on.
     """
 
     name: str
     quantises: bool
-    turn: AbstractContextManager[None]
+
+    def compute(self, work: Callable[[], T]) -> T:
+        """What `work` returns, or raises; on a CPU it has all cores, in a thread for that, while others wait.
+
+        All that computes goes through here, in parts that others can wait for: a step of the decoder, or a quarter of
+        a second of the tower.
+        """
 
     def linear(
         self,

@@ -5,7 +5,7 @@ In shapes, `n` is the patches of all items, `d` the width of the tower and `c` t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -97,16 +97,19 @@ class Tower:
     blocks: Sequence[Block]
     merger: Merger
 
-    def __call__(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """Normalised patches [n, columns] of items with `grids`, to [n / spatial_merge_size ** 2, hidden_size]."""
+    def __call__(self, patches: torch.Tensor, grids: Sequence[Grid]) -> Generator[None, None, torch.Tensor]:
+        """Normalised patches [n, columns] of items with `grids`, to [n / spatial_merge_size ** 2, hidden_size].
+
+        It pauses where others may compute.
+        """
         frames = Frames(grids, self.config, patches.device)
         x = self.patch_embed(patches)
         stretch = max(1, int(TURN_FLOP / (24 * len(x) * self.config.embed_dim**2)))
         for first in range(0, len(self.blocks), stretch):
-            with self.kernels.turn:
-                for block in self.blocks[first : first + stretch]:
-                    block.proj.add_to(x, self._attend(block, x, frames))
-                    block.fc2.add_to(x, block.fc1(self._norm(x, block.norm2)))
+            for block in self.blocks[first : first + stretch]:
+                block.proj.add_to(x, self._attend(block, x, frames))
+                block.fc2.add_to(x, block.fc1(self._norm(x, block.norm2)))
+            yield
         window = self.config.embed_dim * self.config.spatial_merge_size**2
         return self.merger.fc2(self.merger.fc1(self._norm(x, self.merger.norm).view(-1, window)))
 
@@ -136,18 +139,26 @@ class Qwen2VLEncoder:
         self.mean = 255 * torch.tensor(pixels.mean, device=tower.device).repeat_interleave(columns)
         self.std = 255 * torch.tensor(pixels.std, device=tower.device).repeat_interleave(columns)
 
-    @torch.inference_mode()
     def encode(self, batch: Sequence[Patches]) -> list[torch.Tensor]:
+        parts, encoded = self._encode(batch), None
+        while encoded is None:
+            encoded = self.tower.kernels.compute(lambda: next(parts))
+        return encoded
+
+    @torch.inference_mode()
+    def _encode(self, batch: Sequence[Patches]) -> Iterator[list[torch.Tensor] | None]:
+        """None where others may compute, and at last what came out."""
         # Sorted, so that equal frames become neighbours; cloned, so that an item does not hold its batch's memory.
         order = sorted(range(len(batch)), key=lambda index: frame_length(batch[index].grid))
         grids = [batch[index].grid for index in order]
         pixels = torch.from_numpy(np.concatenate([batch[index].pixels for index in order]))
         window = self.tower.config.spatial_merge_size**2
-        rows = torch.split(self.tower(self.normalise(pixels), grids), [grid.patches // window for grid in grids])
-        return [item.clone() for _, item in sorted(zip(order, rows, strict=True))]
+        encoded = yield from self.tower(self.normalise(pixels), grids)
+        rows = torch.split(encoded, [grid.patches // window for grid in grids])
+        yield [item.clone() for _, item in sorted(zip(order, rows, strict=True))]
 
     def adopt(self, rows: npt.NDArray[np.float32]) -> torch.Tensor:
-        return torch.from_numpy(rows).to(self.tower.device, self.tower.dtype)
+        return self.tower.kernels.compute(lambda: torch.from_numpy(rows).to(self.tower.device, self.tower.dtype))
 
     def normalise(self, pixels: torch.Tensor) -> torch.Tensor:
         """uint8 [n, columns] to the tower's dtype on its device, each channel around 0."""
@@ -163,9 +174,11 @@ def load_encoder(spec: ModelSpec, config: EngineConfig) -> Qwen2VLEncoder:
     """The tower of a checkpoint; see `Architecture.load_vision`."""
     device = resolve_device(config.device)
     dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, device))
+    kernels = choose_kernels(device, dtype, config)
     with Weights.open(spec.folder) as weights:
-        reader = _Reader(weights, choose_kernels(device, dtype, config), device, dtype)
-        return Qwen2VLEncoder(load_tower(read_vision_config(spec.folder), reader), spec.pixels)
+        reader = _Reader(weights, kernels, device, dtype)
+        tower = kernels.compute(lambda: load_tower(read_vision_config(spec.folder), reader))
+        return Qwen2VLEncoder(tower, spec.pixels)
 
 
 class _Reader(NamedTuple):

@@ -3,7 +3,7 @@ whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -29,18 +29,21 @@ class Runner:
         self._model = model
         self._cache = cache
 
-    @torch.inference_mode()
-    def move(self, moves: Iterable[Move]) -> None:
+    def move(self, moves: Collection[Move]) -> None:
         """Copy rows of the cache, one move after the other."""
+        if moves:
+            self._model.kernels.compute(lambda: self._move(moves))
+
+    def step(self, chunks: Sequence[Chunk]) -> dict[Run, Outcome]:
+        """Read all chunks; the choices of those that are their run's last."""
+        return self._model.kernels.compute(lambda: self._step(chunks))
+
+    @torch.inference_mode()
+    def _move(self, moves: Collection[Move]) -> None:
         for move in moves:
             self._cache.move(*move)
 
     @torch.inference_mode()
-    def step(self, chunks: Sequence[Chunk]) -> dict[Run, Outcome]:
-        """Read all chunks; the choices of those that are their run's last."""
-        with self._model.kernels.turn:
-            return self._step(chunks)
-
     def _step(self, chunks: Sequence[Chunk]) -> dict[Run, Outcome]:
         ids, positions, slots = self._pack(chunks)
         x = self._model.embed(ids)

@@ -185,7 +185,7 @@ def test_a_close_while_it_hangs_does_not_wait_for_a_tower_that_waits_for_its_tur
     go = kept.hang()
     try:
         engine.submit(HELLO)
-        until(lambda: CPU_TURNS._owner is not None)
+        until(lambda: CPU_TURNS._taken is not None)
         answer = engine.submit({"messages": as_openai([user(picture(1), "What is this?")]), "max_tokens": 4})
         until(lambda: CPU_TURNS._waiting)
         hanging = kept.made[-1]._worker._thread
@@ -200,4 +200,4 @@ def test_a_close_while_it_hangs_does_not_wait_for_a_tower_that_waits_for_its_tur
     finally:
         go.set()
     hanging.join(timeout=10)
-    assert CPU_TURNS._owner is None
+    assert CPU_TURNS._taken is None

@@ -1,8 +1,13 @@
-"""Turns on the cores: one at a time, in the order of asking."""
+"""The thread that computes: one piece of work at a time, in the order of asking."""
 
 from __future__ import annotations
 
+import functools
+import gc
+import os
+import signal
 import threading
+import weakref
 
 import pytest
 
@@ -10,76 +15,114 @@ from dashinfer_vlm_core.kernels.turns import Turns
 from tests.waiting import until
 
 
-def test_turns_are_given_in_the_order_of_asking():
-    turns, order, threads = Turns(), [], []
+@pytest.fixture
+def turns():
+    return Turns()
 
-    def work(name):
-        with turns:
-            order.append(name)
 
-    with turns:
-        for name in ("a", "b", "c"):
-            threads.append(threading.Thread(target=work, args=(name,)))
-            threads[-1].start()
-            until(lambda: len(turns._waiting) == len(threads))
-    with turns:  # asked for last
-        order.append("again")
+@pytest.fixture
+def ask():
+    """Have a thread of its own ask for work; it is returned, and joined in the end."""
+    threads = []
+
+    def ask(turns, work):
+        threads.append(threading.Thread(target=turns.run, args=(work,)))
+        threads[-1].start()
+        return threads[-1]
+
+    yield ask
     for thread in threads:
-        thread.join()
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_turns_are_taken_in_the_order_of_asking(turns, ask):
+    order, begun, go = [], threading.Event(), threading.Event()
+    ask(turns, lambda: (begun.set(), go.wait(60)))
+    assert begun.wait(10)
+    for count, name in enumerate("abc", start=1):
+        ask(turns, lambda name=name: order.append(name))
+        until(lambda count=count: len(turns._waiting) == count)
+    go.set()
+    turns.run(lambda: order.append("again"))  # asked for last
     assert order == ["a", "b", "c", "again"]
 
 
-def test_only_one_is_inside():
-    turns, inside, most = Turns(), [], []
+def test_all_is_done_on_one_thread_and_one_at_a_time(turns, ask):
+    inside, seen = [], []
 
     def work():
-        for _ in range(200):
-            with turns:
-                inside.append(1)
-                most.append(len(inside))
-                inside.pop()
+        inside.append(1)
+        seen.append((len(inside), threading.get_ident()))
+        inside.pop()
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
+    threads = [ask(turns, work) for _ in range(50)]
     for thread in threads:
         thread.join()
-    assert max(most) == 1
-    assert len(most) == 800
+    assert seen == [(1, turns._thread.ident)] * 50
 
 
-def test_a_turn_that_fails_is_given_on():
-    turns = Turns()
-    with pytest.raises(ZeroDivisionError), turns:
-        raise ZeroDivisionError
-    with turns:
-        pass
+def test_whoever_asks_gets_what_it_returns_or_raises(turns):
+    assert turns.run(lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        turns.run(lambda: 1 // 0)
+    with pytest.raises(SystemExit):
+        turns.run(exit_)
+    assert turns.run(lambda: 8) == 8
 
 
-def test_a_turn_can_be_taken_from_whoever_hangs_and_does_not_end_that_of_the_next():
-    turns, inside, go, later = Turns(), threading.Event(), threading.Event(), threading.Event()
+def exit_():
+    raise SystemExit
 
-    def hang():
-        with turns:
-            inside.set()
-            go.wait(60)
 
-    def work():
-        with turns:
-            later.wait(60)
+def test_work_may_ask_for_work(turns):
+    assert turns.run(lambda: turns.run(lambda: 7)) == 7
 
-    hanging, next_one = threading.Thread(target=hang), threading.Thread(target=work)
-    hanging.start()
+
+def test_neither_a_result_nor_an_error_is_held(turns):
+    class Large:
+        """Something that a reference can be weak to."""
+
+    def fail(large):
+        raise ValueError(large)
+
+    kept = weakref.ref(turns.run(Large))
+    large = Large()
+    failed = weakref.ref(large)
+    with pytest.raises(ValueError, match="Large"):
+        turns.run(functools.partial(fail, large))
+    del large
+    gc.collect()
+    until(lambda: kept() is None)
+    until(lambda: failed() is None)
+
+
+def test_what_hangs_is_given_up_and_does_not_end_the_next_turn(turns, ask):
+    inside, go, later = threading.Event(), threading.Event(), threading.Event()
+    hanging = ask(turns, lambda: (inside.set(), go.wait(60)))
     assert inside.wait(10)
-    next_one.start()
+    first = turns._thread
+    next_one = ask(turns, lambda: later.wait(60))
     until(lambda: turns._waiting)
     turns.take_from(next_one.ident)  # it has none
-    assert turns._owner == hanging.ident
+    assert turns._taken.thread == hanging.ident
     turns.take_from(hanging.ident)
-    until(lambda: turns._owner == next_one.ident)
+    until(lambda: turns._taken and turns._taken.thread == next_one.ident)
     go.set()
     hanging.join()
-    assert turns._owner == next_one.ident
+    first.join(10)
+    assert not first.is_alive()
+    assert turns._taken.thread == next_one.ident
     later.set()
     next_one.join()
-    assert turns._owner is None
+    assert turns.run(lambda: 7) == 7
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of later Pythons, which is what is tried here
+def test_a_child_has_a_thread_of_its_own(turns):
+    assert turns.run(lambda: 7) == 7
+    child = os.fork()
+    if not child:  # pragma: no cover - what is seen is the exit code
+        signal.alarm(20)
+        os._exit(turns.run(lambda: 8))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 8
