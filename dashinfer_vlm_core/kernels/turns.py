@@ -23,12 +23,6 @@ class _Turn(NamedTuple):
     thread: int
     result: Future[Any]
 
-    def take(self) -> None:
-        try:
-            self.result.set_result(self.work())
-        except BaseException as error:  # noqa: BLE001 - whoever waits has it
-            self.result.set_exception(error)
-
 
 class Turns:
     """Does what is asked for on a thread of its own, in the order of asking."""
@@ -53,7 +47,7 @@ class Turns:
             result: T = turn.result.result()
             return result
         finally:
-            del turn  # its error's traceback holds this frame
+            del turn  # as in _take
 
     def take_from(self, thread: int | None) -> None:
         """Give up on what is done for a thread, by its `ident`, and hangs: it must not keep others waiting."""
@@ -69,7 +63,7 @@ class Turns:
 
     def _work(self) -> None:
         while turn := self._next():
-            turn.take()
+            _take(turn)
             del turn  # what it has computed is others' to keep
 
     def _next(self) -> _Turn | None:
@@ -83,6 +77,15 @@ class Turns:
                 return None
             self._taken = self._waiting.popleft()
             return self._taken
+
+
+def _take(turn: _Turn) -> None:
+    try:
+        turn.result.set_result(turn.work())
+    except BaseException as error:  # noqa: BLE001 - whoever waits has it
+        turn.result.set_exception(error)
+    finally:
+        del turn  # the error's traceback holds this frame
 
 
 CPU_TURNS = Turns()
