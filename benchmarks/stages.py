@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 import statistics
 import threading
@@ -40,6 +41,7 @@ from dashinfer_vlm_core.qwen2_vl.config import read_text_config, read_vision_con
 from dashinfer_vlm_core.reply import PromptCounts, Reply
 from dashinfer_vlm_core.schema import ChatRequest
 from dashinfer_vlm_core.testing import scripted_engine
+from dashinfer_vlm_core.turns import CPU_TURNS
 from dashinfer_vlm_core.vision import VisualTokens
 from dashinfer_vlm_core.watch import Watcher
 from dashinfer_vlm_server import create_app
@@ -243,10 +245,15 @@ def _sampling(clock: Clock, conductor: Conductor) -> None:
         request = ChatRequest.parse({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, **options})
         prompt = conductor.prompts.build(request, [])
         run = Run.of(_decode_request(request, prompt, []), conductor.spec.tokens.stop)
-        with clock.time(f"{name} 1"), torch.inference_mode():
-            choose(logits[:1], [run])
-        with clock.time(f"{name} {BATCH}"), torch.inference_mode():
-            choose(logits, [run] * BATCH)
+        with clock.time(f"{name} 1"):
+            CPU_TURNS.run(functools.partial(_choose, logits[:1], [run]))
+        with clock.time(f"{name} {BATCH}"):
+            CPU_TURNS.run(functools.partial(_choose, logits, [run] * BATCH))
+
+
+@torch.inference_mode()
+def _choose(logits: torch.Tensor, runs: list[Run]) -> None:
+    choose(logits, runs)
 
 
 async def _transport(clock: Clock, repeats: int) -> None:

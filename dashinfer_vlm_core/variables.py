@@ -12,8 +12,8 @@ from .config import ENV_PREFIX, EngineConfig, variable
 
 SHOWN = "`dashinfer-vlm serve --help`"
 
-_KUBERNETES = re.compile(r"SERVICE_(HOST|PORT(_.+)?)|PORT(_\d+_.+)?")
-"""What stands behind the prefix in the variables that Kubernetes sets for a Service named `dashinfer-vlm`."""
+_KUBERNETES = re.compile(r"(.+_)?(SERVICE_(HOST|PORT(_.+)?)|PORT(_\d+_.+)?)")
+"""What stands behind the prefix in the variables that Kubernetes sets for Services whose names begin so."""
 
 
 def unknown_variables(names: Iterable[str], context: click.Context) -> Iterator[str]:
@@ -26,7 +26,7 @@ def unknown_variables(names: Iterable[str], context: click.Context) -> Iterator[
     unknown = sorted(name for name in names if _ours(name) and name not in known)
     if not unknown or not isinstance(group, click.Group):
         return
-    known.update(_variables(group, context.find_root()))
+    known.update(_variables(group, context.find_root()), _variables(context.command, context))
     words = [name.removeprefix(ENV_PREFIX) for name in known]
     for name in unknown:
         if name not in known:
@@ -40,7 +40,7 @@ def _ours(name: str) -> bool:
 
 
 def _variables(command: click.Command, context: click.Context) -> Iterator[str]:
-    """Of a command and of those below it, which may be imported for that."""
+    """Of a command and of those below it, as far as they are loaded."""
     for param in command.params:
         yield from (param.envvar,) if isinstance(param.envvar, str) else param.envvar or ()
     if isinstance(command, click.Group):

@@ -71,7 +71,7 @@ Item: TypeAlias = Patches | Embedded | Recalled
 
 
 class VisionEncoder(Protocol):
-    """A vision tower; called from one thread at a time.
+    """A vision tower; called from one thread at a time. On a CPU it computes by `Kernels.compute`, in parts.
 
     Attributes:
         batch_patches: patches that keep the device busy; with more in a pass, the first ones only wait for the last.
@@ -128,8 +128,8 @@ class VisionStats:
 class VisionService:
     """Encodes each content once, caches it, and lets requests share passes of the tower.
 
-    Belongs to one event loop. The tower runs in a thread of its own, so the loop never waits for it; whatever is asked
-    for meanwhile goes into the next pass.
+    Belongs to one event loop. A thread of its own waits for the tower, so the loop never does; whatever is asked for
+    meanwhile goes into the next pass.
 
     Args:
         encoder: the tower.
@@ -204,7 +204,7 @@ class VisionService:
         return await next(encoding).tokens(item.part)
 
     async def _adopt(self, item: Embedded, name: bytes) -> VisualTokens:
-        """Beside the tower, in its thread; cached, so that it can be named later."""
+        """Between two passes of the tower; cached, so that it can be named later."""
         loop = asyncio.get_running_loop()
         embedding = await loop.run_in_executor(self._thread, self._encoder.adopt, item.rows)
         self._cache.put(self._model_key + name, embedding)
@@ -270,7 +270,7 @@ class VisionService:
             self._finish(job, embedding)
 
     async def _pass(self, batch: list[Patches]) -> list[torch.Tensor]:
-        """Run the tower in its thread, and hold it to its contract."""
+        """Run the tower, and hold it to its contract."""
         embeddings = await asyncio.get_running_loop().run_in_executor(self._thread, self._encoder.encode, batch)
         rows, expected = [len(embedding) for embedding in embeddings], [item.tokens for item in batch]
         if rows != expected:

@@ -15,6 +15,7 @@ from ..decoder import DecodeRequest, FinishReason, Token, check_request
 from ..errors import DecoderFailed, EngineClosed, EngineError, QueueFull, SetupError, UnsupportedParameter
 from ..model import ModelSpec
 from ..qwen2_vl.config import read_text_config
+from ..turns import CPU_TURNS
 from .convert import Converted, convert
 from .environment import cuda_devices, find_environment
 from .options import HONOURED_ON_CPU, HONOURED_ON_CUDA, check_sampling, generate_config, stop_tokens
@@ -294,6 +295,6 @@ def _arrays(request: DecodeRequest) -> list[Array]:
     if request.spans:
         arrays.append(np.ascontiguousarray(request.positions[:, np.newaxis], dtype=np.int32))
     for span in request.spans:
-        embedding = span.tokens.embedding.detach().float().cpu().numpy()
+        embedding = CPU_TURNS.run(span.tokens.embedding.detach().float).cpu().numpy()
         arrays += [np.ascontiguousarray(embedding), np.frombuffer(span.tokens.digest, dtype=np.int32)]
     return arrays

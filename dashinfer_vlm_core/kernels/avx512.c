@@ -215,7 +215,7 @@ static void linear_rows(const bf16 *x, ptrdiff_t stride, ptrdiff_t panel, ptrdif
 static void linear_bf16(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Ending *end, int threads)
 {
     ptrdiff_t panels = (end->m->outputs + PANEL - 1) / PANEL, groups = (rows + ROW_GROUP - 1) / ROW_GROUP;
-#pragma omp parallel for schedule(guided, 2) num_threads(threads)
+#pragma omp parallel for schedule(guided, groups > 1 ? 1 : 2) num_threads(threads)
     for (ptrdiff_t task = 0; task < panels * groups; task++) {
         ptrdiff_t panel = task / groups, group = task % groups;
         linear_rows(x, stride, panel, rows * group / groups, rows * (group + 1) / groups, end);
@@ -343,7 +343,7 @@ static void linear_int8(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const E
 #pragma omp for
         for (ptrdiff_t row = 0; row < rows; row++)
             quantise_row(x + row * stride, inputs, q.bytes + row * inputs, q.scales + row * blocks, q.offsets + row * blocks);
-#pragma omp for schedule(guided, 2)
+#pragma omp for schedule(guided, groups > 1 ? 1 : 2)
         for (ptrdiff_t task = 0; task < panels * groups; task++)
             linear_rows_int8(&q, task / groups, rows * (task % groups) / groups, rows * (task % groups + 1) / groups, end);
     }

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ..config import EngineConfig
 from ..cpu import cpu_flags
+from ..turns import CPU_TURNS
 from .build import OTHER_CACHE, BuildError, build
 from .layers import ComposedLayers
 from .native_layers import NativeLayers
 from .native_linear import NativeInt8Linear, NativeLinear
 from .plain import Plain
-from .turns import CPU_TURNS
 from .types import Activation, DecoderLayer, DecoderLayers, DecoderShape, Linear, Spans
 
 T = TypeVar("T")

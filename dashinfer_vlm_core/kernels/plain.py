@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..turns import CPU_TURNS
 from .layers import ComposedLayers
-from .turns import CPU_TURNS
 from .types import Activation, DecoderLayer, DecoderLayers, DecoderShape, Linear, Span, Spans
 
 T = TypeVar("T")

@@ -164,8 +164,8 @@ class Kernels(Protocol):
     def compute(self, work: Callable[[], T]) -> T:
         """What `work` returns, or raises; on a CPU it has all cores, in a thread for that, while others wait.
 
-        All that computes goes through here, in parts that others can wait for: a step of the decoder, or a quarter of
-        a second of the tower.
+        All that computes goes through here, in parts that others can wait for: a step of the decoder, a quarter of a
+        second of the tower, a layer that is read.
         """
 
     def linear(

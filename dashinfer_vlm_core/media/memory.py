@@ -26,6 +26,7 @@ from PIL import Image
 from ..config import EngineConfig
 from ..errors import InvalidParameter
 from ..schema import EncodedEmbeddings, MediaPart
+from ..turns import CPU_TURNS
 from .image import check_size, convert_picture
 from .tensors import Array, as_grid, as_rows, read_embeddings
 from .types import Clip, Embeddings, Media, Picture, Pixels, StopCheck
@@ -162,7 +163,7 @@ def _array(value: Any, name: str) -> Array | None:
         return None
     try:
         tensor = value.detach().cpu()
-        found: Array = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+        found: Array = (CPU_TURNS.run(tensor.float) if tensor.is_floating_point() else tensor).numpy()
     except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         raise InvalidParameter("This tensor cannot be read: give a dense one with its data.", param=name) from error
     return found

@@ -5,6 +5,7 @@ In shapes, `n` is the patches of all items, `d` the width of the tower and `c` t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -97,11 +98,9 @@ class Tower:
     blocks: Sequence[Block]
     merger: Merger
 
-    def __call__(self, patches: torch.Tensor, grids: Sequence[Grid]) -> Generator[None, None, torch.Tensor]:
-        """Normalised patches [n, columns] of items with `grids`, to [n / spatial_merge_size ** 2, hidden_size].
-
-        It pauses where others may compute.
-        """
+    def parts(self, patches: torch.Tensor, grids: Sequence[Grid]) -> Generator[None, None, torch.Tensor]:
+        """Yields where others may compute; returns [n / spatial_merge_size ** 2, hidden_size] of normalised patches
+        [n, columns] of items with `grids`."""
         frames = Frames(grids, self.config, patches.device)
         x = self.patch_embed(patches)
         stretch = max(1, int(TURN_FLOP / (24 * len(x) * self.config.embed_dim**2)))
@@ -153,7 +152,7 @@ class Qwen2VLEncoder:
         grids = [batch[index].grid for index in order]
         pixels = torch.from_numpy(np.concatenate([batch[index].pixels for index in order]))
         window = self.tower.config.spatial_merge_size**2
-        encoded = yield from self.tower(self.normalise(pixels), grids)
+        encoded = yield from self.tower.parts(self.normalise(pixels), grids)
         rows = torch.split(encoded, [grid.patches // window for grid in grids])
         yield [item.clone() for _, item in sorted(zip(order, rows, strict=True))]
 
@@ -174,11 +173,9 @@ def load_encoder(spec: ModelSpec, config: EngineConfig) -> Qwen2VLEncoder:
     """The tower of a checkpoint; see `Architecture.load_vision`."""
     device = resolve_device(config.device)
     dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, device))
-    kernels = choose_kernels(device, dtype, config)
     with Weights.open(spec.folder) as weights:
-        reader = _Reader(weights, kernels, device, dtype)
-        tower = kernels.compute(lambda: load_tower(read_vision_config(spec.folder), reader))
-        return Qwen2VLEncoder(tower, spec.pixels)
+        reader = _Reader(weights, choose_kernels(device, dtype, config), device, dtype)
+        return Qwen2VLEncoder(load_tower(read_vision_config(spec.folder), reader), spec.pixels)
 
 
 class _Reader(NamedTuple):
@@ -204,20 +201,24 @@ class _Reader(NamedTuple):
 
 
 def load_tower(config: VisionConfig, read: _Reader) -> Tower:
-    """The tower of an opened checkpoint.
+    """The tower of an opened checkpoint, read part by part, so that others may compute meanwhile.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape.
     """
     patch = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
+    kernels = read.kernels
     return Tower(
         config=config,
-        kernels=read.kernels,
+        kernels=kernels,
         device=torch.device(read.device),
         dtype=read.dtype,
-        patch_embed=read.convolution("patch_embed.proj", config.embed_dim, *patch),
-        blocks=[_load_block(f"blocks.{number}", config, read) for number in range(config.depth)],
-        merger=_load_merger(config, read),
+        patch_embed=kernels.compute(lambda: read.convolution("patch_embed.proj", config.embed_dim, *patch)),
+        blocks=[
+            kernels.compute(functools.partial(_load_block, f"blocks.{number}", config, read))
+            for number in range(config.depth)
+        ],
+        merger=kernels.compute(lambda: _load_merger(config, read)),
     )
 
 

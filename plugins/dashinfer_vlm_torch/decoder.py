@@ -69,7 +69,7 @@ class TorchDecoder:
 
     async def start(self) -> None:
         if self._worker is None:
-            runner = await asyncio.to_thread(self._kernels.compute, self._load)
+            runner = await asyncio.to_thread(self._load)
             self._worker = Worker(runner, self._scheduler(), step_timeout=self._config.step_timeout)
 
     async def close(self) -> None:

@@ -6,6 +6,7 @@ one matrix.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -54,14 +55,17 @@ class TextModel:
         self.kernels = kernels
         read = _Reader(weights, kernels, device, dtype, int8)
         hidden, vocab = config.hidden_size, config.vocab_size
-        self._embedding = read.tensor("model.embed_tokens.weight", vocab, hidden)
+        # A part after the other, so that others may compute meanwhile.
+        self._embedding = kernels.compute(lambda: read.tensor("model.embed_tokens.weight", vocab, hidden))
         self._layers = kernels.decoder_layers(
-            [_read_layer(read, config, number) for number in range(config.num_hidden_layers)],
+            [
+                kernels.compute(functools.partial(_read_layer, read, config, number))
+                for number in range(config.num_hidden_layers)
+            ],
             DecoderShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.rms_norm_eps),
         )
         self._norm = read.tensor("model.norm.weight", hidden)
-        head = self._embedding if config.tie_word_embeddings else read.tensor("lm_head.weight", vocab, hidden)
-        self._head = kernels.linear(head, wide=True, int8=int8)
+        self._head = kernels.compute(lambda: _read_head(read, config, self._embedding))
         self._rotary = Rotary(config, device)
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -118,6 +122,12 @@ class _Reader(NamedTuple):
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = Activation.NONE) -> Linear:
         return self.kernels.linear(weight, bias, activation=activation, int8=self.int8)
+
+
+def _read_head(read: _Reader, config: TextConfig, embedding: Tensor) -> Linear:
+    tied = config.tie_word_embeddings
+    weight = embedding if tied else read.tensor("lm_head.weight", config.vocab_size, config.hidden_size)
+    return read.kernels.linear(weight, wide=True, int8=read.int8)
 
 
 def _read_layer(read: _Reader, config: TextConfig, number: int) -> DecoderLayer:

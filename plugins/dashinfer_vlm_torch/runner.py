@@ -3,7 +3,8 @@ whole."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from .model import Batch, TextModel
 from .sampler import choose
 from .scheduler import Chunk, Outcome, Run
 
+T = TypeVar("T")
+
 
 class Runner:
     """Model and cache on one device; used by one thread at a time.
@@ -29,22 +32,19 @@ class Runner:
         self._model = model
         self._cache = cache
 
-    def move(self, moves: Collection[Move]) -> None:
-        """Copy rows of the cache, one move after the other."""
-        if moves:
-            self._model.kernels.compute(lambda: self._move(moves))
-
-    def step(self, chunks: Sequence[Chunk]) -> dict[Run, Outcome]:
-        """Read all chunks; the choices of those that are their run's last."""
-        return self._model.kernels.compute(lambda: self._step(chunks))
+    def compute(self, work: Callable[[], T]) -> T:
+        """What `work` returns, or raises: where moves and steps are to be done. See `Kernels.compute`."""
+        return self._model.kernels.compute(work)
 
     @torch.inference_mode()
-    def _move(self, moves: Collection[Move]) -> None:
+    def move(self, moves: Iterable[Move]) -> None:
+        """Copy rows of the cache, one move after the other."""
         for move in moves:
             self._cache.move(*move)
 
     @torch.inference_mode()
-    def _step(self, chunks: Sequence[Chunk]) -> dict[Run, Outcome]:
+    def step(self, chunks: Sequence[Chunk]) -> dict[Run, Outcome]:
+        """Read all chunks; the choices of those that are their run's last."""
         ids, positions, slots = self._pack(chunks)
         x = self._model.embed(ids)
         _place_visual_tokens(x, chunks)

@@ -1,8 +1,9 @@
-"""The thread that runs step after step, and hands tokens to whatever event loops their readers live in."""
+"""The thread that has step after step computed, and hands tokens to whatever event loops their readers live in."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import threading
@@ -13,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 from dashinfer_vlm_core.decoder import Token
 from dashinfer_vlm_core.errors import DecoderFailed, EngineClosed, EngineError
-from dashinfer_vlm_core.kernels.turns import CPU_TURNS
+from dashinfer_vlm_core.turns import CPU_TURNS
 
 from .runner import Runner
 from .scheduler import Chunk, Outcome, Run, Scheduler, Stats, Step
@@ -43,7 +44,7 @@ class Counts(NamedTuple):
 
 
 class Worker:
-    """Runs the model in a thread of its own; all methods may be called from any thread.
+    """Has the model run, and waits for it in a thread of its own; all methods may be called from any thread.
 
     `_lock` guards the scheduler, the mailboxes and what is counted. It is never held while the model runs.
 
@@ -130,8 +131,7 @@ class Worker:
     def _work(self) -> None:
         try:
             while step := self._next_step():
-                self._runner.move(step.moves)
-                self._finish_step(step.chunks, self._attempt(step.chunks))
+                self._finish_step(step.chunks, self._runner.compute(functools.partial(self._take, step)))
         except Exception:
             logger.exception("The decoder's thread died; every request fails until the engine is started again.")
         finally:
@@ -157,6 +157,10 @@ class Worker:
             started=started + len(arrivals),
             queue_seconds=queue_seconds + sum(now - arrival for arrival in arrivals),
         )
+
+    def _take(self, step: Step) -> dict[Run, Outcome]:
+        self._runner.move(step.moves)
+        return self._attempt(step.chunks)
 
     def _attempt(self, chunks: Sequence[Chunk]) -> dict[Run, Outcome]:
         """Run a step; should it fail, run each of its chunks alone, so that only the one to blame fails."""

@@ -121,9 +121,19 @@ def test_a_variable_that_sets_nothing_is_told(told, name, mend):
 
 @pytest.mark.parametrize(
     "name",
-    ["DASHINFER_VLM_MAX_PIXELS", "DASHINFER_VLM_ROOT_PATH", "DASHINFER_VLM_LOG_LEVEL", "DASHINFER_VLM_API_KEYS",
-     "DASHINFER_VLM_SERVICE_HOST", "DASHINFER_VLM_PORT_8000_TCP_ADDR", "VLLM_IMAGE_FETCH_TIMEOUT", "DASHINFER"],
-)  # fmt: skip
+    [
+        "DASHINFER_VLM_MAX_PIXELS",
+        "DASHINFER_VLM_ROOT_PATH",
+        "DASHINFER_VLM_LOG_LEVEL",
+        "DASHINFER_VLM_API_KEYS",
+        "DASHINFER_VLM_SERVICE_HOST",
+        "DASHINFER_VLM_METRICS_PORT",
+        "DASHINFER_VLM_METRICS_SERVICE_PORT_HTTP",
+        "DASHINFER_VLM_PORT_8000_TCP_ADDR",
+        "VLLM_IMAGE_FETCH_TIMEOUT",
+        "DASHINFER",
+    ],
+)
 def test_a_variable_of_any_command_or_of_kubernetes_is_fine(told, name):
     assert told(name) == []
 

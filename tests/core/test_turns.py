@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 
-from dashinfer_vlm_core.kernels.turns import Turns
+from dashinfer_vlm_core.turns import CPU_TURNS, Turns
 from tests.waiting import until
 
 
@@ -123,10 +123,19 @@ def test_what_hangs_is_given_up_and_does_not_end_the_next_turn(turns, ask):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of later Pythons, which is what is tried here
-def test_a_child_has_a_thread_of_its_own(turns):
-    assert turns.run(lambda: 7) == 7
+def test_a_child_has_a_thread_of_its_own_and_not_what_waits_in_the_parent(ask):
+    begun, go = threading.Event(), threading.Event()
+    ask(CPU_TURNS, lambda: (begun.set(), go.wait(60)))
+    assert begun.wait(10)
+    ask(CPU_TURNS, lambda: 1)
+    until(lambda: CPU_TURNS._waiting)
     child = os.fork()
     if not child:  # pragma: no cover - what is seen is the exit code
         signal.alarm(20)
-        os._exit(turns.run(lambda: 8))
+        try:
+            code = CPU_TURNS.run(lambda: 8)
+            os._exit(code + len(CPU_TURNS._waiting))
+        finally:
+            os._exit(1)
+    go.set()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 8

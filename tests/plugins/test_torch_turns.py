@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from itertools import pairwise
 
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig, hookimpl
 from dashinfer_vlm_core.decoder import Fitness
+from dashinfer_vlm_core.kernels.plain import Plain
 from dashinfer_vlm_core.plugins import load_plugins
+from dashinfer_vlm_core.qwen2_vl.vit import Qwen2VLEncoder
+from dashinfer_vlm_core.turns import THREAD
+from dashinfer_vlm_torch import runner
+from dashinfer_vlm_torch.attention import KVCache
 from dashinfer_vlm_torch.decoder import TorchDecoder
 from dashinfer_vlm_torch.runner import Runner
 from tests.conversations import as_openai, assistant, picture, user
@@ -154,3 +160,34 @@ def test_a_salt_keeps_text_and_pictures_to_itself(salts):
         asked = [door.ask(turns()[0], cache_salt=salt or None) for salt in (first, second, first)]
     assert [cached(usage) for _, usage, *_ in asked] == [0, 0, asked[0][1].prompt_tokens - 1]
     assert [passes for _, _, passes, _ in asked] == [1, 1, 0]
+
+
+def test_all_that_computes_does_so_on_the_thread_for_that(monkeypatch):
+    """Else OpenMP has a second team of threads, and every step is slower for it."""
+    seen = {}
+
+    def note(owner, name):
+        plain = getattr(owner, name)
+
+        def noted(*arguments, **options):
+            seen.setdefault(name, set()).add(threading.current_thread().name)
+            return plain(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(Plain, "linear")  # weights, as they are read
+    note(Plain, "norm")
+    note(Plain, "attend")
+    note(Qwen2VLEncoder, "normalise")
+    note(runner, "choose")
+    note(KVCache, "move")
+    with Counting() as door:
+        door.ask(user(picture(1), "What is in the picture?"))
+        door.ask(user(picture(1), "Is it red?"))
+        bodies = [{"messages": as_openai([user(picture(1), f"{word}?")]), "max_tokens": 8} for word in ("A", "B", "C")]
+
+        async def all_at_once():
+            await asyncio.gather(*map(door.engine.achat, bodies))
+
+        asyncio.run(all_at_once())
+    assert seen == {name: {THREAD} for name in ("linear", "norm", "attend", "normalise", "choose", "move")}

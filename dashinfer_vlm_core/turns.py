@@ -7,6 +7,7 @@ to sleep at each barrier, a hundred times in a decode step, which then takes a f
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
+
+THREAD = "dashinfer-vlm-compute"
 
 
 class _Turn(NamedTuple):
@@ -25,9 +28,16 @@ class _Turn(NamedTuple):
 
 
 class Turns:
-    """Does what is asked for on a thread of its own, in the order of asking."""
+    """Does what is asked for on a thread of its own, in the order of asking.
+
+    What torch keeps by thread, such as the number of its threads, is what it was when that thread began.
+    """
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """As new, for a child of a process that had forked: threads do not outlive that."""
         self._changed = threading.Condition()
         self._waiting: deque[_Turn] = deque()
         self._taken: _Turn | None = None
@@ -39,9 +49,9 @@ class Turns:
             return work()
         turn = _Turn(work, threading.get_ident(), Future())
         with self._changed:
-            self._waiting.append(turn)
-            if not (self._thread and self._thread.is_alive()):  # it does not outlive a fork
+            if self._thread is None:
                 self._begin()
+            self._waiting.append(turn)
             self._changed.notify_all()
         try:
             result: T = turn.result.result()
@@ -57,9 +67,9 @@ class Turns:
                 self._changed.notify_all()
 
     def _begin(self) -> None:
-        self._taken = None
-        self._thread = threading.Thread(target=self._work, name="dashinfer-vlm-compute", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._work, name=THREAD, daemon=True)
+        thread.start()  # it waits for the lock that is held here
+        self._taken, self._thread = None, thread
 
     def _work(self) -> None:
         while turn := self._next():
@@ -89,3 +99,4 @@ def _take(turn: _Turn) -> None:
 
 
 CPU_TURNS = Turns()
+os.register_at_fork(after_in_child=CPU_TURNS.reset)
