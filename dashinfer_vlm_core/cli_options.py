@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 import click
 from click.shell_completion import CompletionItem
 
-from .config import ENV_PREFIX, MIB, EngineConfig, MediaLimits
+from .config import ENV_PREFIX, MIB, EngineConfig, MediaLimits, variables_set
 from .config_file import EngineOption, place_of
 from .errors import ConfigError
 from .variables import unknown_variables
@@ -50,7 +49,7 @@ def config_options(command: Command) -> Command:
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
-        for line in unknown_variables(os.environ, click.get_current_context()):
+        for line in unknown_variables(variables_set(), click.get_current_context()):
             logger.warning(line)
         given = {name: kwargs.pop(name) for name in EngineConfig.model_fields}
         config = _config({name: value for name, value in given.items() if value is not None})

@@ -263,6 +263,11 @@ def variable(option: str) -> str:
     return ENV_PREFIX + option.replace("-", "_").upper()
 
 
+def variables_set() -> list[str]:
+    """Names of the variables that begin as ours do, known or not."""
+    return [name for name in os.environ if name.startswith(ENV_PREFIX)]
+
+
 def _explain(error: ValidationError, given: Mapping[str, Any]) -> ConfigError:
     """All faults of a configuration in one line, by the names of the options, and of the variables that they come from;
     `param` is the first option."""

@@ -18,7 +18,7 @@ from dashinfer_vlm_core.schema import MediaPart
 from tests.samples import data_url, encode, movie, noise
 from tests.web import body, serve
 
-MOST = 0.020
+MOST = 0.030
 
 
 def image(url, index=0):

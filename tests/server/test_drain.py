@@ -56,7 +56,7 @@ def test_sigterm_during_sixteen_streams(tiny_checkpoint, tmp_path, grace, tokens
     assert "Traceback" not in log.read_text()
 
 
-HANGS = "import dashinfer_vlm_torch.runner as r, threading; r.Runner._step = lambda *_: threading.Event().wait()\n"
+HANGS = "import dashinfer_vlm_torch.runner as r, threading; r.Runner.step = lambda *_: threading.Event().wait()\n"
 
 
 @pytest.mark.slow
