@@ -12,10 +12,10 @@ import torch
 from ..config import EngineConfig
 from .native import load_native
 from .plain import Plain
-from .types import Activation, DecoderLayer, DecoderLayers, DecoderShape, Kernels, Linear, Pass, Span, Spans
+from .types import Activation, DecoderLayer, DecoderLayers, DecoderShape, Head, Kernels, Linear, Pass, Span, Spans
 
 __all__ = [
-    "Activation", "DecoderLayer", "DecoderLayers", "DecoderShape", "Kernels", "Linear", "Pass", "Span", "Spans",
+    "Activation", "DecoderLayer", "DecoderLayers", "DecoderShape", "Head", "Kernels", "Linear", "Pass", "Span", "Spans",
     "choose_kernels",
 ]  # fmt: skip
 

@@ -7,6 +7,7 @@
  * Built by build.py, called by the native*.py beside it, which answer for all shapes. Strides count elements.
  */
 #include <immintrin.h>
+#include <math.h>
 #include <omp.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -15,7 +16,7 @@
 
 typedef uint16_t bf16;
 
-enum { PANEL = 32, LANES = 16, TILE_ROWS = 12, TILE_ROWS_INT8 = 6, ROW_GROUP = 192, QUANT_BLOCK = 128, KEY_CHUNK = 512 };
+enum { PANEL = 32, LANES = 16, TILE_ROWS = 12, TILE_ROWS_INT8 = 8, ROW_GROUP = 192, QUANT_BLOCK = 128, KEY_CHUNK = 512 };
 enum { AHEAD = 8192 }; /* bytes by which weights are asked for before their use: a hundredth of a core's L2 */
 enum { NONE = 0, QUICK_GELU = 1, SILU_GATE = 2 }; /* native_linear.py applies the others */
 
@@ -117,11 +118,10 @@ INLINE void tile(const int rows, const int vectors, const int far, const bf16 *a
 
 /* Calls BODY with the constant `rows`, so that each number of rows gets registers of its own. */
 #define CASE(count, BODY) case count: { enum { rows = count }; BODY; } break;
-#define CASES_TO_6(BODY) CASE(1, BODY) CASE(2, BODY) CASE(3, BODY) CASE(4, BODY) CASE(5, BODY) CASE(6, BODY)
 #define CASES_TO_12(BODY) \
-    CASES_TO_6(BODY) CASE(7, BODY) CASE(8, BODY) CASE(9, BODY) CASE(10, BODY) CASE(11, BODY) CASE(12, BODY)
+    CASE(1, BODY) CASE(2, BODY) CASE(3, BODY) CASE(4, BODY) CASE(5, BODY) CASE(6, BODY) \
+    CASE(7, BODY) CASE(8, BODY) CASE(9, BODY) CASE(10, BODY) CASE(11, BODY) CASE(12, BODY)
 #define WITH_ROWS(count, BODY) switch (count) { CASES_TO_12(BODY) }
-#define WITH_FEW_ROWS(count, BODY) switch (count) { CASES_TO_6(BODY) }
 
 /* A linear layer: see native_linear.py. */
 typedef struct {
@@ -285,14 +285,17 @@ typedef struct {
     int32_t *offsets; /* [rows, blocks] */
 } Quantised;
 
+/* Twelve rows in one tile read a panel once; where there are more, eight are faster. */
+INLINE ptrdiff_t int8_tiles(ptrdiff_t rows) { return rows <= TILE_ROWS ? 1 : (rows + TILE_ROWS_INT8 - 1) / TILE_ROWS_INT8; }
+
 INLINE void tile_int8(const int rows, const Quantised *x, ptrdiff_t row, ptrdiff_t inputs, const uint8_t *panel,
-                      __m512 acc[TILE_ROWS_INT8][2])
+                      __m512 acc[TILE_ROWS][2])
 {
     ptrdiff_t blocks = (inputs + QUANT_BLOCK - 1) / QUANT_BLOCK;
     const int8_t *bytes = x->bytes + row * inputs;
     UNROLL for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = _mm512_setzero_ps();
     for (ptrdiff_t block = 0; block < blocks; block++) {
-        __m512i sums[TILE_ROWS_INT8][2];
+        __m512i sums[TILE_ROWS][2];
         UNROLL for (int m = 0; m < rows; m++)
             sums[m][0] = sums[m][1] = _mm512_set1_epi32(x->offsets[(row + m) * blocks + block]);
         ptrdiff_t stop = (block + 1) * QUANT_BLOCK < inputs ? (block + 1) * QUANT_BLOCK : inputs;
@@ -320,11 +323,11 @@ static void linear_rows_int8(const Quantised *x, ptrdiff_t panel, ptrdiff_t star
     __m512 left = _mm512_loadu_ps(scales), right = _mm512_loadu_ps(scales + LANES);
     ptrdiff_t inputs = end->m->inputs;
     const uint8_t *weights = (const uint8_t *)end->m->packed + panel * inputs * PANEL;
-    ptrdiff_t blocks = (stop - start + TILE_ROWS_INT8 - 1) / TILE_ROWS_INT8;
+    ptrdiff_t blocks = int8_tiles(stop - start);
     for (ptrdiff_t block = 0; block < blocks; block++) {
         ptrdiff_t row = start + (stop - start) * block / blocks, next = start + (stop - start) * (block + 1) / blocks;
-        WITH_FEW_ROWS(next - row, {
-            __m512 acc[TILE_ROWS_INT8][2];
+        WITH_ROWS(next - row, {
+            __m512 acc[TILE_ROWS][2];
             tile_int8(rows, x, row, inputs, weights, acc);
             UNROLL for (int m = 0; m < rows; m++)
                 finish(end, row + m, panel, _mm512_mul_ps(acc[m][0], left), _mm512_mul_ps(acc[m][1], right));
@@ -359,6 +362,162 @@ void linear(const Matrix *m, const bf16 *x, int64_t stride, int64_t rows, void *
     Ending end = {m, out, out_stride, add};
     if (m->scales) linear_int8(x, stride, rows, &end, space, threads);
     else linear_bf16(x, stride, rows, &end, threads);
+}
+
+/* The largest result ----------------------------------------------------------------------------------------------- */
+
+/* A matrix as it is and in 8 bits, and how far the two can be apart. */
+typedef struct {
+    const Matrix *exact, *rough;
+    const float *norms;  /* [outputs]: of the rows in 8 bits, at most */
+    const float *errors; /* [outputs]: of what the rounding took from them, at most */
+} Screen;
+
+typedef struct { float value; int64_t column; } Largest;
+
+enum { WORTH = 8 }; /* up to an eighth of the panels are multiplied anew */
+
+static float length(__m512 squares) { return 1.001f * __builtin_sqrtf(_mm512_reduce_add_ps(squares)); }
+
+void screen_bounds(const bf16 *weight, int64_t outputs, int64_t inputs, const float *scales, float *norms, float *errors,
+                   int32_t threads)
+{
+#pragma omp parallel for num_threads(threads)
+    for (ptrdiff_t row = 0; row < outputs; row++) {
+        __m512 scale = _mm512_set1_ps(scales[row]), inverse = _mm512_set1_ps(scales[row] > 0 ? 1.0f / scales[row] : 0.0f);
+        __m512 whole = _mm512_setzero_ps(), lost = _mm512_setzero_ps();
+        for (ptrdiff_t k = 0; k < inputs; k += LANES) {
+            __m512 x = load(weight + row * inputs + k, first(inputs - k));
+            __m512i near = _mm512_cvtps_epi32(_mm512_mul_ps(x, inverse));
+            __m512 part = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(near), scale, x);
+            lost = _mm512_fmadd_ps(part, part, lost);
+            whole = _mm512_fmadd_ps(x, x, whole);
+        }
+        errors[row] = length(lost);
+        norms[row] = length(whole) + errors[row];
+    }
+}
+
+/* What the norm of a weight's row, and that of its error, are to be multiplied by: how far a row of activations is from
+ * its bytes, with what adding up in floats can lose; and its norm. */
+static void row_reach(const bf16 *x, const Quantised *q, ptrdiff_t row, ptrdiff_t inputs, float reach[2])
+{
+    ptrdiff_t blocks = (inputs + QUANT_BLOCK - 1) / QUANT_BLOCK;
+    __m512 whole = _mm512_setzero_ps(), lost = _mm512_setzero_ps();
+    for (ptrdiff_t k = 0; k < inputs; k += LANES) {
+        __mmask16 lanes = first(inputs - k);
+        __m512 value = load(x + k, lanes), scale = _mm512_set1_ps(q->scales[row * blocks + k / QUANT_BLOCK]);
+        __m512i bytes = _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(lanes, q->bytes + row * inputs + k));
+        __m512 part = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(bytes), scale, value);
+        lost = _mm512_fmadd_ps(part, part, lost);
+        whole = _mm512_fmadd_ps(value, value, whole);
+    }
+    reach[1] = length(whole);
+    reach[0] = length(lost) + (inputs + LANES) * 0x1p-23f * reach[1];
+}
+
+/* The most that the largest result of a panel can be, for each row. */
+static void screen_panel(const Screen *s, const Quantised *q, const float *reach, ptrdiff_t rows, ptrdiff_t panel,
+                         float *most, ptrdiff_t panels)
+{
+    ptrdiff_t inputs = s->rough->inputs, column = panel * PANEL, blocks = int8_tiles(rows);
+    const uint8_t *weights = (const uint8_t *)s->rough->packed + panel * inputs * PANEL;
+    __mmask16 lanes[2];
+    __m512 scales[2], norms[2], errors[2];
+    UNROLL for (int z = 0; z < 2; z++) {
+        lanes[z] = first(s->rough->outputs - column - z * LANES);
+        scales[z] = _mm512_loadu_ps(s->rough->scales + column + z * LANES);
+        norms[z] = _mm512_maskz_loadu_ps(lanes[z], s->norms + column + z * LANES);
+        errors[z] = _mm512_maskz_loadu_ps(lanes[z], s->errors + column + z * LANES);
+    }
+    for (ptrdiff_t block = 0; block < blocks; block++) {
+        ptrdiff_t row = rows * block / blocks, next = rows * (block + 1) / blocks;
+        WITH_ROWS(next - row, {
+            __m512 acc[TILE_ROWS][2];
+            tile_int8(rows, q, row, inputs, weights, acc);
+            for (int m = 0; m < rows; m++) {
+                __m512 norm = _mm512_set1_ps(reach[2 * (row + m) + 1]);
+                __m512 lost = _mm512_set1_ps(reach[2 * (row + m)]);
+                float high[2];
+                UNROLL for (int z = 0; z < 2; z++) {
+                    __m512 far = _mm512_fmadd_ps(errors[z], norm, _mm512_mul_ps(norms[z], lost));
+                    high[z] = _mm512_mask_reduce_max_ps(lanes[z], _mm512_fmadd_ps(acc[m][z], scales[z], far));
+                }
+                most[(row + m) * panels + panel] = high[0] > high[1] ? high[0] : high[1];
+            }
+        })
+    }
+}
+
+static void take_largest(const Screen *s, const bf16 *x, ptrdiff_t panel, Largest *found)
+{
+    ptrdiff_t pairs = s->exact->inputs / 2;
+    __m512 acc[TILE_ROWS][2];
+    tile(1, 2, 1, x, 0, (const bf16 *)s->exact->packed + panel * pairs * 2 * PANEL, PANEL, pairs, acc);
+    for (int z = 0; z < 2; z++) {
+        ptrdiff_t column = panel * PANEL + z * LANES;
+        __mmask16 lanes = first(s->exact->outputs - column);
+        float value = _mm512_mask_reduce_max_ps(lanes, acc[0][z]);
+        __mmask16 equal = _mm512_mask_cmp_ps_mask(lanes, acc[0][z], _mm512_set1_ps(value), _CMP_EQ_OQ);
+        if (!equal) continue;
+        column += __builtin_ctz(equal);
+#pragma omp critical
+        if (value > found->value || (value == found->value && column < found->column)) *found = (Largest){value, column};
+    }
+}
+
+/* Takes the panel that promises most, and says what others have to reach; NaN, if too many could for it to be worth it. */
+static float row_floor(const Screen *s, const bf16 *x, const float *most, ptrdiff_t panels, float norm, Largest *found)
+{
+    ptrdiff_t best = 0, count = 0;
+    for (ptrdiff_t panel = 1; panel < panels; panel++) best = most[panel] > most[best] ? panel : best;
+    take_largest(s, x, best, found);
+    for (ptrdiff_t panel = 0; panel < panels; panel++) count += most[panel] >= found->value;
+    if (norm < 1e18f && WORTH * count <= panels + WORTH) return found->value;
+    found->column = -1;
+    return NAN;
+}
+
+/* Which result of each row of x times the weights is the largest, the first of equals; -1 where it is quicker to compute
+ * them all, or where numbers are too large.
+ *
+ * With 8 bits, which are half as much to read, results are known but for an error, which the inequality of Cauchy and
+ * Schwarz bounds: |w h - w' h'| <= |w'| |h - h'| + |w - w'| |h|. The panel that promises most is then multiplied as it is,
+ * as `linear` does it, to the bit; and so are those that could still hold more. */
+void largest_columns(const Screen *s, const bf16 *x, int64_t stride, int64_t rows, int64_t *out, char *space, int32_t threads)
+{
+    ptrdiff_t inputs = s->rough->inputs, panels = (s->rough->outputs + PANEL - 1) / PANEL;
+    ptrdiff_t blocks = (inputs + QUANT_BLOCK - 1) / QUANT_BLOCK;
+    Largest *found = (Largest *)space;
+    float *reach = (float *)(found + rows), *floors = reach + 2 * rows, *most = floors + rows;
+    Quantised q = {.scales = most + rows * panels, .offsets = (int32_t *)(most + rows * panels) + rows * blocks};
+    q.bytes = (int8_t *)(q.offsets + rows * blocks);
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for
+        for (ptrdiff_t row = 0; row < rows; row++) {
+            quantise_row(x + row * stride, inputs, q.bytes + row * inputs, q.scales + row * blocks, q.offsets + row * blocks);
+            row_reach(x + row * stride, &q, row, inputs, reach + 2 * row);
+            found[row] = (Largest){-INFINITY, -1};
+        }
+#pragma omp for schedule(guided, 2)
+        for (ptrdiff_t panel = 0; panel < panels; panel++) screen_panel(s, &q, reach, rows, panel, most, panels);
+#pragma omp for
+        for (ptrdiff_t row = 0; row < rows; row++)
+            floors[row] = row_floor(s, x + row * stride, most + row * panels, panels, reach[2 * row + 1], found + row);
+#pragma omp for schedule(dynamic, 16)
+        for (ptrdiff_t panel = 0; panel < panels; panel++)
+            for (ptrdiff_t row = 0; row < rows; row++)
+                if (most[row * panels + panel] >= floors[row]) take_largest(s, x + row * stride, panel, found + row);
+    }
+    for (ptrdiff_t row = 0; row < rows; row++) out[row] = found[row].column;
+}
+
+/* Bytes that `largest_columns` needs. */
+int64_t largest_space(int64_t rows, int64_t inputs, int64_t outputs)
+{
+    ptrdiff_t panels = (outputs + PANEL - 1) / PANEL;
+    return rows * (sizeof(Largest) + sizeof(float) * (3 + panels)) + linear_space(rows, inputs);
 }
 
 /* Norms and rotary positions --------------------------------------------------------------------------------------- */

@@ -1,4 +1,4 @@
-"""The layers of a decoder, out of what a set of kernels can do."""
+"""The layers of a decoder, and its output layer, out of what a set of kernels can do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .types import DecoderLayer, DecoderShape, Kernels, Pass, Spans
+from .types import DecoderLayer, DecoderShape, Kernels, Linear, Pass, Spans
 
 
 class ComposedLayers:
@@ -44,3 +44,16 @@ class ComposedLayers:
 
     def _normalise(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._kernels.norm(x, weight, None, self._shape.eps)
+
+
+class WholeHead:
+    """See `Head`; the largest result is found among all of them."""
+
+    def __init__(self, linear: Linear) -> None:
+        self._linear = linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._linear(x)
+
+    def best(self, x: Tensor) -> None:
+        return None

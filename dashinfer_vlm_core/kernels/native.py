@@ -16,11 +16,11 @@ from ..config import EngineConfig
 from ..cpu import cpu_flags
 from ..turns import CPU_TURNS
 from .build import OTHER_CACHE, BuildError, build
-from .layers import ComposedLayers
+from .layers import ComposedLayers, WholeHead
 from .native_layers import NativeLayers
-from .native_linear import NativeInt8Linear, NativeLinear
+from .native_linear import NativeHead, NativeInt8Linear, NativeLinear
 from .plain import Plain
-from .types import Activation, DecoderLayer, DecoderLayers, DecoderShape, Linear, Spans
+from .types import Activation, DecoderLayer, DecoderLayers, DecoderShape, Head, Linear, Spans
 
 T = TypeVar("T")
 
@@ -37,7 +37,10 @@ SIGNATURES = {
     "rotate": (_POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, _LONG, _INT),
     "attend": (_POINTER, _POINTER, _LONG, _POINTER, _INT),
     "decode": (_POINTER, _LONG, _POINTER, _POINTER, _INT),
+    "screen_bounds": (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT),
+    "largest_columns": (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT),
     "linear_space": (_LONG, _LONG),
+    "largest_space": (_LONG, _LONG, _LONG),
     "attend_space": (_LONG,),
 }
 
@@ -77,6 +80,11 @@ class Native:
             return Plain("cpu").linear(weight, bias, activation=activation, wide=wide)
         made = NativeInt8Linear if int8 else NativeLinear
         return made(self._library, weight.contiguous(), bias, activation, wide)
+
+    def head(self, weight: Tensor, *, int8: bool = False) -> Head:
+        if int8 or weight.shape[1] % 4:
+            return WholeHead(self.linear(weight, wide=True, int8=int8))
+        return NativeHead(self._library, weight.contiguous())
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         rows, columns = x.shape

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..turns import CPU_TURNS
-from .layers import ComposedLayers
-from .types import Activation, DecoderLayer, DecoderLayers, DecoderShape, Linear, Span, Spans
+from .layers import ComposedLayers, WholeHead
+from .types import Activation, DecoderLayer, DecoderLayers, DecoderShape, Head, Linear, Span, Spans
 
 T = TypeVar("T")
 
@@ -41,6 +41,9 @@ class Plain:
         assert not int8
         packed = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _onednn_has_bf16()
         return (_PackedLinear if packed else _Linear)(weight, bias, activation, wide)
+
+    def head(self, weight: Tensor, *, int8: bool = False) -> Head:
+        return WholeHead(self.linear(weight, wide=True, int8=int8))
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         if bias is None:

@@ -34,6 +34,17 @@ class Linear(Protocol):
         """Add the result for x [rows, inputs] to `total` [rows, outputs], in place."""
 
 
+class Head(Protocol):
+    """An output layer: a linear layer with float32 results, of which often only the largest is asked for."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """float32 [rows, outputs] of x [rows, inputs]; the last dimension of x is contiguous."""
+
+    def best(self, x: Tensor) -> Tensor | None:
+        """int64 [rows]: which result of each row is the largest, the first of equals; None if only computing them all
+        would tell, or would be quicker."""
+
+
 class Span(NamedTuple):
     """Queries that stand side by side in a batch, and the keys that they look at.
 
@@ -186,6 +197,9 @@ class Kernels(Protocol):
             wide: float32 results.
             int8: round the weights to 8 bits, with one scale per output, and activations to 8 bits on the way.
         """
+
+    def head(self, weight: Tensor, *, int8: bool = False) -> Head:
+        """An output layer of weights [outputs, inputs]; see `linear`."""
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """LayerNorm of [rows, columns]; without a bias, RMSNorm."""

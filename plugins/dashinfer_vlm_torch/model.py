@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dashinfer_vlm_core.kernels import Activation, DecoderLayer, DecoderShape, Kernels, Linear, Pass, Spans
+from dashinfer_vlm_core.kernels import Activation, DecoderLayer, DecoderShape, Head, Kernels, Linear, Pass, Spans
 from dashinfer_vlm_core.qwen2_vl.config import TextConfig
 from dashinfer_vlm_core.qwen2_vl.weights import Weights
 
@@ -79,7 +79,14 @@ class TextModel:
 
     def logits(self, x: Tensor) -> Tensor:
         """float32 [rows, vocab_size] of hidden states [rows, hidden_size]."""
-        return self._head(self.kernels.norm(x, self._norm, None, self.config.rms_norm_eps))
+        return self._head(self._normalise(x))
+
+    def likeliest(self, x: Tensor) -> Tensor | None:
+        """int64 [rows], the token of each row's largest logit; None if `logits` is the way to find it."""
+        return self._head.best(self._normalise(x))
+
+    def _normalise(self, x: Tensor) -> Tensor:
+        return self.kernels.norm(x, self._norm, None, self.config.rms_norm_eps)
 
 
 class Turn(NamedTuple):
@@ -124,10 +131,10 @@ class _Reader(NamedTuple):
         return self.kernels.linear(weight, bias, activation=activation, int8=self.int8)
 
 
-def _read_head(read: _Reader, config: TextConfig, embedding: Tensor) -> Linear:
+def _read_head(read: _Reader, config: TextConfig, embedding: Tensor) -> Head:
     tied = config.tie_word_embeddings
     weight = embedding if tied else read.tensor("lm_head.weight", config.vocab_size, config.hidden_size)
-    return read.kernels.linear(weight, wide=True, int8=read.int8)
+    return read.kernels.head(weight, int8=read.int8)
 
 
 def _read_layer(read: _Reader, config: TextConfig, number: int) -> DecoderLayer:

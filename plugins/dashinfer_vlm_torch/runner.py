@@ -15,8 +15,8 @@ from dashinfer_vlm_core.kernels import Span, Spans
 from .attention import KVCache
 from .memory import Move
 from .model import Batch, TextModel
-from .sampler import choose
-from .scheduler import Chunk, Outcome, Run
+from .sampler import choose, takes_likeliest
+from .scheduler import Choice, Chunk, Outcome, Run
 
 T = TypeVar("T")
 
@@ -57,7 +57,13 @@ class Runner:
         if not whole:
             return {}
         runs = [run for run, _ in whole]
-        return dict(zip(runs, choose(self._model.logits(x), runs), strict=True))
+        return dict(zip(runs, self._choose(x, runs), strict=True))
+
+    def _choose(self, x: Tensor, runs: Sequence[Run]) -> list[Outcome]:
+        """The next token of each run, whose hidden states are a row of x."""
+        if all(map(takes_likeliest, runs)) and (tokens := self._model.likeliest(x)) is not None:
+            return list(map(Choice, tokens.tolist()))
+        return choose(self._model.logits(x), runs)
 
     def _pack(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, Tensor]:
         """Token ids [tokens], positions [3, tokens] and cache rows [tokens] of the chunks one after the other, in one

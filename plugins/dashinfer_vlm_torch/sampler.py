@@ -63,6 +63,13 @@ def choose(logits: Tensor, runs: Sequence[Run]) -> list[Outcome]:
     ]
 
 
+def takes_likeliest(run: Run) -> bool:
+    """Whether `choose` would take the token of the largest logit, whatever the others are."""
+    sampling = run.request.sampling
+    edited = sampling.logit_bias or run.walk or (run.stops and run.too_short) or _is_penalised(run)
+    return sampling.temperature < GREEDY_BELOW and sampling.logprobs is None and not edited
+
+
 def uniform(run: Run) -> float:
     """The random number in [0, 1) of a run's next token: a function of its seed and of how many tokens came before.
 

@@ -119,6 +119,127 @@ def test_eight_bits_of_zeros_are_zero(native):
     assert not native.linear(numbers(64, 128), int8=True)(torch.zeros(3, 128).bfloat16()).any()
 
 
+def largest(head, x):
+    """The first of each row's largest results, among all of them."""
+    logits = head(x).numpy()
+    return torch.from_numpy(logits.argmax(axis=1))
+
+
+@needs_native
+@pytest.mark.parametrize("shape", [(4096, 64), (5001, 260), (40010, 896)])
+def test_the_largest_result_is_that_of_all(native, shape):
+    head = native.head(numbers(*shape) / 8)
+    for rows in ROWS:
+        x = numbers(rows, 2 * shape[1], seed=rows)[:, : shape[1]]
+        assert torch.equal(head.best(x), largest(head, x))
+
+
+@needs_native
+@pytest.mark.parametrize("apart", [0, 2**-8, 2**-6])
+def test_the_largest_of_many_that_eight_bits_cannot_tell_apart(native, apart):
+    """A hundred rows of the weights are one, with a few inputs rounded otherwise, or are equal."""
+    weight = numbers(8192, 128) / 8
+    weight[3000:3100] = 4 * weight[3000]
+    weight[3000:3100] *= 1 + apart * (torch.rand(100, 128, generator=torch.Generator().manual_seed(1)) > 0.9)
+    head, x = native.head(weight), numbers(12, 128, seed=2)
+    x[:6] = weight[3000] * 10 + x[:6] / 10
+    best = head.best(x)
+    assert torch.equal(best, largest(head, x))
+    assert ((best >= 3000) & (best < 3100)).sum() >= 6
+    assert apart or 3000 in best  # the first of equals
+
+
+INPUTS = 256
+
+
+@needs_native
+def test_the_largest_whose_weights_all_were_rounded_down(native):
+    """By nearly half a step each, in the direction of the activations, which 8 bits hold as they are."""
+    weight, x = numbers(4096, INPUTS) / 100, numbers(1, INPUTS, seed=1).sign()
+    weight[100] = 0.4375 * x[0]
+    weight[2000] = torch.where(torch.arange(INPUTS) % 10 < 3, x[0], 0)
+    weight[[100, 2000], 0] = 127 * x[0, 0]  # so that a step is 1, and nothing is left of the first
+    head = native.head(weight)
+    assert largest(head, x).item() == head.best(x).item() == 100
+
+
+@needs_native
+def test_the_largest_of_activations_that_all_were_rounded_down(native):
+    """By nearly half a step each, in the direction of the weights, which 8 bits hold as they are."""
+    weight, x = numbers(4096, INPUTS) / 100, torch.zeros(1, INPUTS).bfloat16()
+    weight[100] = numbers(INPUTS, seed=1).sign()
+    x[0] = 0.4375 * weight[100]
+    x[0, ::128] = 127  # so that a step is 1, and nothing is left of the others
+    weight[100, ::128] = weight[2000] = 0
+    weight[2000, 0] = 0.3 * INPUTS / 127
+    head = native.head(weight)
+    assert largest(head, x).item() == head.best(x).item() == 100
+
+
+@needs_native
+def test_the_first_of_equals_though_a_later_panel_promises_more(native):
+    weight, x = numbers(4096, INPUTS) / 100, numbers(1, INPUTS, seed=1)
+    weight[100] = weight[3000] = x[0]
+    weight[3001, ::2] = 128 * x[0, 1::2]
+    weight[3001, 1::2] = -128 * x[0, ::2]  # at right angles to x, and long
+    head = native.head(weight)
+    assert largest(head, x).item() == head.best(x).item() == 100
+
+
+@needs_native
+def test_the_largest_where_all_are_negative_and_the_last_panel_is_cut_short(native):
+    weight = -numbers(4100, 64).abs() - 1
+    weight[4096:] /= 2
+    head, x = native.head(weight), numbers(9, 64).abs() + 0.5
+    assert head(x).max() < 0
+    assert torch.equal(head.best(x), largest(head, x))
+
+
+@needs_native
+def test_the_largest_where_an_input_is_many_times_the_others(native):
+    weight, x = numbers(32768, 512) / 8, numbers(7, 512, seed=1)
+    x[:, 3] *= 30
+    x[2, 400:] *= 1000
+    head = native.head(weight)
+    assert torch.equal(head.best(x), largest(head, x))
+
+
+@needs_native
+def test_the_largest_is_left_open_where_all_are_alike_or_no_numbers(native):
+    weight, x = numbers(4096, 64) / 8, numbers(3, 64, seed=1)
+    assert native.head(weight).best(torch.zeros_like(x)) is None
+    assert native.head(numbers(1, 64).repeat(4096, 1)).best(x) is None
+    for value in (math.nan, math.inf, 1e30):
+        strange = x.clone()
+        strange[1, 5] = value
+        assert native.head(weight).best(strange) is None
+        strange = weight.clone()
+        strange[4000, 7] = value
+        assert native.head(strange).best(x) is None
+
+
+@needs_native
+def test_the_largest_is_looked_for_more_rarely_where_that_is_in_vain(native):
+    head, x = native.head(numbers(4096, 64) / 8), numbers(3, 64, seed=1)
+
+    def steps_until_it_is_tried():
+        return next(steps for steps in range(1, 1000) if head.best(x) is not None)
+
+    for vain, steps in ((0, 1), (1, 2), (3, 4), (7, 8), (63, 64), (127, 64)):
+        assert [head.best(torch.zeros_like(x)) for _ in range(vain)] == [None] * vain
+        assert steps_until_it_is_tried() == steps
+        assert steps_until_it_is_tried() == 1
+
+
+def test_an_output_layer_without_screening_leaves_the_largest_open(kernels):
+    weight, x = numbers(70, 66), numbers(5, 66, seed=1)  # 66 inputs are left to PyTorch
+    head = kernels.head(weight)
+    assert head.best(x) is None
+    assert error(head(x), F.linear(x.float(), weight.float())) < 5e-3
+    if kernels.quantises:
+        assert kernels.head(numbers(4096, 64), int8=True).best(numbers(5, 64, seed=1)) is None
+
+
 @needs_native
 @pytest.mark.parametrize("int8", [False, True])
 def test_a_row_is_the_same_to_the_bit_in_any_company(native, int8):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dashinfer_vlm_core.errors import DecoderFailed
-from dashinfer_vlm_torch.sampler import _nucleus_floors, _wide_nucleus_floors, choose, uniform
-from dashinfer_vlm_torch.scheduler import Run
+from dashinfer_vlm_torch.sampler import _nucleus_floors, _wide_nucleus_floors, choose, takes_likeliest, uniform
+from dashinfer_vlm_torch.scheduler import Choice, Run
 
 from .oracle import text
 
@@ -84,6 +84,33 @@ def test_every_row_of_a_mixed_batch_is_drawn_as_by_the_plain_sampler():
         if np.abs(border - point).min() > 1e-5:  # else rounding decides
             assert choice.id == int(np.searchsorted(border, point, side="right")), one.request.sampling
     assert torch.equal(logits, before)
+
+
+def test_rows_that_take_the_likeliest_token_depend_on_nothing_else():
+    chance = np.random.default_rng(1)
+    runs = [run(chance.integers(0, 96, chance.integers(0, 12)).tolist(), **random_sampling(chance)) for _ in range(600)]
+    runs += [run(temperature=0), run(temperature=0, top_p=0.5, top_k=3, min_tokens=4, ignore_eos=True)]
+    logits = torch.from_numpy(chance.normal(scale=2, size=(602, 96)).astype(np.float32))
+    rows = [row for row, one in enumerate(runs) if takes_likeliest(one)]
+    choices = choose(logits, runs)
+    assert [choices[row] for row in rows] == [Choice(int(logits[row].argmax())) for row in rows]
+    assert rows[-2:] == [600, 601]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.5},
+        {"logprobs": 0},
+        {"logit_bias": {3: 1.0}},
+        {"repetition_penalty": 1.5},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": 0.5},
+        {"min_tokens": 2},
+    ],
+)
+def test_what_asks_for_more_than_the_likeliest_token(options):
+    assert not takes_likeliest(run(**{"temperature": 0} | options))
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it():
@@ -201,6 +228,10 @@ def test_what_a_grammar_bars_is_never_chosen():
         chosen = {choose(logits, [guided(Barring([3, 4]), seed=seed, **options)])[0].id for seed in range(30)}
         assert chosen <= {3, 4}, options
     assert len({choose(logits, [guided(Barring([3, 4]), seed=seed)])[0].id for seed in range(30)}) == 2
+
+
+def test_a_grammar_asks_for_more_than_the_likeliest_token():
+    assert not takes_likeliest(guided(Barring([3]), temperature=0))
 
 
 def test_a_grammar_of_one_row_leaves_the_others_alone():
