@@ -74,6 +74,33 @@ def test_it_says_when_it_is_ready_answers_and_ends_in_peace(tiny_checkpoint, tmp
     assert re.search(r"^Try: curl http://\S+/v1/chat/completions -d '\{.*\}'$", log.read_text(), re.MULTILINE)
 
 
+COLLECTING = f"""
+import atexit, gc, sys
+seen = {{}}
+def note(phase, _):
+    key = "torch" in sys.modules, gc.get_freeze_count() > 100_000
+    seen[key] = seen.get(key, 0) + 1
+gc.callbacks.append(note)
+atexit.register(lambda: print(sorted(seen)))
+{MAIN}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_garbage_is_collected_once_all_is_loaded_and_what_is_loaded_is_passed_over(tiny_checkpoint, tmp_path):
+    log = tmp_path / "log"
+    options = ("--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0)
+    with process(log, *options, program=COLLECTING) as server:
+        eventually(lambda: ready(log) or server.poll() is not None, within=90)
+        with httpx.Client(base_url=ready(log)[1], trust_env=False, timeout=30) as client:
+            for _ in range(20):
+                assert client.post("/v1/chat/completions", json=HELLO).status_code == 200
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=30) == 0
+        assert server.stdout.read() == b"[(False, False), (True, True)]\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_while_the_model_is_downloaded(tmp_path, ending):
