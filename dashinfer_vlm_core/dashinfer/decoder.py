@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -67,8 +68,8 @@ class DashInferDecoder:
     """Decodes in DashInfer's engine; implements `dashinfer_vlm_core.decoder.Decoder`. Belongs to one event loop.
 
     The engine runs in a worker process under its own interpreter. Should that die, the requests in it fail, and are
-    retryable; those that wait go to the next worker, which is started at once. A worker that dies at its start
-    `STARTS` times in a row is given up on.
+    retryable; those that wait go to the next worker, which is started at once. One that has requests and says nothing
+    for `EngineConfig.step_timeout` is killed. A worker that dies at its start `STARTS` times in a row is given up on.
 
     Attributes:
         restarts: how often a worker was replaced after it had been ready.
@@ -93,6 +94,7 @@ class DashInferDecoder:
         self._waiting = 0
         self._runs: dict[int, _Run] = {}
         self._numbers = 0
+        self._heard = 0.0
         self._closed = False
 
     @property
@@ -163,6 +165,8 @@ class DashInferDecoder:
     def _enter(self, request: DecodeRequest, arrays: list[Array]) -> _Run:
         """Send the request to the worker; from here on, `_release` alone gives its place back."""
         assert self._worker is not None
+        if not self._runs:
+            self._heard = time.monotonic()
         self._numbers += 1
         run = self._runs[self._numbers] = _Run(self._numbers, request)
         keys = [int(request.token_ids[span.start]) for span in request.spans]
@@ -268,16 +272,32 @@ class DashInferDecoder:
         """Until the worker dies; then nothing of it is left, and its requests have failed."""
         self._worker = worker
         self._settled.set()
+        watch = asyncio.create_task(self._watch(worker), name="dashinfer-watch")
         try:
             async for frame in worker.frames():
+                self._heard = time.monotonic()
                 self._book(frame)
         except WorkerDied as error:
             logger.warning("DashInfer's worker died with %d requests: %s", len(self._runs), error)
         finally:
+            watch.cancel()
             self._worker = None
             self._settled.clear()
             await worker.close()
             self._end_runs(EngineClosed(_CLOSED) if self._closed else DecoderFailed(_DIED))
+
+    async def _watch(self, worker: WorkerProcess) -> None:
+        """Kill a worker that has requests and says nothing: it is replaced as any other that died."""
+        patience, silence = self._config.step_timeout, 0.0
+        while silence < patience:
+            await asyncio.sleep(patience - silence)
+            silence = time.monotonic() - self._heard if self._runs else 0.0
+        logger.error(
+            "DashInfer's worker has said nothing for %g seconds, with %d requests: it is killed.",
+            patience,
+            len(self._runs),
+        )
+        worker.kill()
 
     def _end_runs(self, error: EngineError) -> None:
         for run in list(self._runs.values()):

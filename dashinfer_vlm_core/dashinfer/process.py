@@ -99,10 +99,14 @@ class WorkerProcess:
         while True:
             yield await self._receive()
 
-    async def close(self) -> None:
-        """Kill it and wait until it is gone; a worker holds nothing that it would have to put in order."""
+    def kill(self) -> None:
+        """End it; `frames` says so. A worker holds nothing that it would have to put in order."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
+
+    async def close(self) -> None:
+        """Kill it and wait until it is gone."""
+        self.kill()
         self._writer.close()
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
@@ -126,8 +130,7 @@ class WorkerProcess:
         with anyio.move_on_after(LINGER_SECONDS):
             await self._process.wait()
         if self._process.returncode is None:  # it has closed its socket only
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            self.kill()
         status = await self._process.wait()
         await self._log
         how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"

@@ -224,6 +224,31 @@ def test_a_killed_worker_fails_its_own_requests_and_is_replaced(decoder, oracle,
     assert np.median(seconds) < 5
 
 
+def test_a_worker_that_hangs_is_replaced_and_one_that_idles_is_not(decoder, oracle, children, caplog):
+    expected = oracle.greedy(prompt(1, 10))
+
+    async def run():
+        async with decoding(decoder(step_timeout=1)) as running:
+            assert ids(await collect(running, prompt(1, 10))) == expected
+            await asyncio.sleep(1.5)
+            assert ids(await collect(running, prompt(1, 10))) == expected
+            assert running.restarts == 0
+            stream = running.decode(prompt(2, 5, **LONG))
+            await anext(stream)
+            os.kill(running.pid, signal.SIGSTOP)
+            with pytest.raises(DecoderFailed, match="it is being restarted") as failure:
+                async for _ in stream:
+                    pass
+            assert ids(await collect(running, prompt(1, 10))) == expected
+            return failure.value, running.restarts
+
+    failure, restarts = asyncio.run(run())
+    assert failure.retryable
+    assert restarts == 1
+    assert "said nothing for 1 seconds, with 1 requests" in caplog.text
+    assert not children()
+
+
 def broken_on_demand(environment, folder):
     """An interpreter that works until the file `broken` stands beside it."""
     python = folder / "python"
