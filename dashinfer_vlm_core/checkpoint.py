@@ -75,6 +75,7 @@ def download(repo_id: str, *, revision: str | None = None) -> Path:
         CheckpointError: the hub does not have it, refuses it, or cannot be reached and the cache does not hold it
             whole.
     """
+    import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -97,6 +98,12 @@ def download(repo_id: str, *, revision: str | None = None) -> Path:
         ) from error
     except (HfHubHTTPError, HFValidationError) as error:
         raise CheckpointError(f"Downloading {repo_id!r} failed: {error}", param="model") from error
+    except httpx.TransportError as error:  # the hub's client takes only some of these as "not reached"
+        raise CheckpointError(
+            f"The connection to the hub broke while {repo_id!r} was fetched ({error}): try again, what has come is"
+            " kept.",
+            param="model",
+        ) from error
     except OSError as error:
         raise CheckpointError(
             f"Downloading {repo_id!r} failed: {error.strerror or error}. See whether the folder of the hub's cache"

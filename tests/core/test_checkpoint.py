@@ -31,13 +31,16 @@ class Hub(BaseHTTPRequestHandler):
 
     folder: Path
     asked: list[str]
+    mute = False
 
     def do_HEAD(self):
         self.do_GET()
 
     def do_GET(self):
         self.asked.append(f"{self.command} {self.path}")
-        if self.path.startswith("/api/models/maker/tiny/tree/"):
+        if self.mute:
+            self.close_connection = True
+        elif self.path.startswith("/api/models/maker/tiny/tree/"):
             self.answer(json.dumps([self.entry(path) for path in sorted(self.folder.iterdir())]).encode())
         elif self.path.startswith("/api/models/maker/tiny/"):
             files = [{"rfilename": path.name} for path in sorted(self.folder.iterdir())]
@@ -124,6 +127,18 @@ def test_a_hub_id_is_downloaded_once_and_then_found_without_the_hub(hub, tmp_pat
     hub.shutdown()
     hub.server_close()
     assert Path(find("maker/tiny", tmp_path, endpoint).stdout.strip()) == folder
+
+
+@pytest.mark.slow
+def test_a_connection_that_breaks_is_explained(hub, tmp_path):
+    endpoint = f"http://127.0.0.1:{hub.server_port}"
+    hub.RequestHandlerClass.mute = True
+    broken = find("maker/tiny", tmp_path, endpoint)
+    assert broken.returncode == 1
+    assert broken.stderr.startswith("The connection to the hub broke while 'maker/tiny' was fetched (")
+    assert broken.stderr.endswith("try again, what has come is kept.\n")
+    hub.RequestHandlerClass.mute = False
+    assert find("maker/tiny", tmp_path, endpoint).returncode == 0
 
 
 @pytest.mark.slow

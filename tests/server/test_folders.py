@@ -77,7 +77,7 @@ def test_a_cache_folder_that_cannot_be_written_to_is_named(tmp_path, where):
 
 
 COMMIT = "0" * 40
-HEAD = (f"X-Repo-Commit: {COMMIT}", 'ETag: "abc"')
+HEAD = (f"X-Repo-Commit: {COMMIT}", 'ETag: "abc"', "Connection: close")
 HUB = {
     "/api/models/maker/tiny/revision/main": body(
         b'{"id": "maker/tiny", "sha": "%s", "siblings": [{"rfilename": "model.safetensors"}]}' % COMMIT.encode(), *HEAD
