@@ -18,7 +18,9 @@ from dashinfer_vlm_core.schema import MediaPart
 from tests.samples import data_url, encode, movie, noise
 from tests.web import body, serve
 
-MOST = 0.030
+MOST = 0.020
+TRIES = 3
+"""What blocks the loop does so each time; what the machine takes from a core meanwhile counts as its time only once."""
 
 
 def image(url, index=0):
@@ -83,12 +85,13 @@ def measure(parts):
 
 @pytest.mark.parametrize("media", [photographs, the_same_large_one_twice, frames, a_film])
 def test_the_loop_goes_on_while_media_are_decoded(media, large):
-    assert measure(media(large)) < MOST
+    parts = media(large)
+    assert any(measure(parts) < MOST for _ in range(TRIES))
 
 
 def test_the_loop_goes_on_while_media_are_fetched(large):
     with serve({"/large": body(large)}) as web:
-        assert measure([image(web.url("/large"))]) < MOST
+        assert any(measure([image(web.url("/large"))]) < MOST for _ in range(TRIES))
 
 
 def test_a_loop_that_is_blocked_is_noticed():
@@ -99,5 +102,5 @@ def test_a_loop_that_is_blocked_is_noticed():
         np.sort(np.random.default_rng(0).random(1_000_000))
 
     loop = LoopThread("busy")
-    assert loop.call(longest_step(busy())) > MOST
+    assert all(loop.call(longest_step(busy())) > MOST for _ in range(TRIES))
     loop.stop()

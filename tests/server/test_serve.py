@@ -76,11 +76,8 @@ def test_it_says_when_it_is_ready_answers_and_ends_in_peace(tiny_checkpoint, tmp
 
 COLLECTING = f"""
 import atexit, gc, sys
-seen = {{}}
-def note(phase, _):
-    key = "torch" in sys.modules, gc.get_freeze_count() > 100_000
-    seen[key] = seen.get(key, 0) + 1
-gc.callbacks.append(note)
+seen = set()
+gc.callbacks.append(lambda *_: seen.add(("torch" in sys.modules, gc.get_freeze_count() > 100_000)))
 atexit.register(lambda: print(sorted(seen)))
 {MAIN}
 """
