@@ -17,7 +17,8 @@
 typedef uint16_t bf16;
 
 enum { PANEL = 32, LANES = 16, TILE_ROWS = 12, TILE_ROWS_INT8 = 8, ROW_GROUP = 192, QUANT_BLOCK = 128, KEY_CHUNK = 512 };
-enum { AHEAD = 8192 }; /* bytes by which weights are asked for before their use: a hundredth of a core's L2 */
+/* How long before its use memory is asked for, as measured: weights in bytes, more where rows are many; keys and values. */
+enum { AHEAD = 8192, AHEAD_OF_FEW = 1024, FEW = 2, KEYS_AHEAD = 64 };
 enum { NONE = 0, QUICK_GELU = 1, SILU_GATE = 2 }; /* native_linear.py applies the others */
 
 #define INLINE static inline __attribute__((always_inline))
@@ -91,21 +92,27 @@ INLINE void transpose(__m512i r[LANES])
 
 /* Products of bf16 ------------------------------------------------------------------------------------------------- */
 
-/* Two cache lines of a panel of weights, on their way from memory to L2 while others are multiplied. */
-INLINE void ask_for(const void *weights)
+/* Two cache lines, on their way from memory to L2 while others are multiplied. One by one, between multiplications: many
+ * at once would keep what is needed first waiting. */
+INLINE void ask_for(const void *memory)
 {
-    _mm_prefetch((const char *)weights + AHEAD, _MM_HINT_T1);
-    _mm_prefetch((const char *)weights + AHEAD + 64, _MM_HINT_T1);
+    _mm_prefetch((const char *)memory, _MM_HINT_T1);
+    _mm_prefetch((const char *)memory + 64, _MM_HINT_T1);
 }
 
-/* acc[m][z] = sum over `pairs` of row m of `a` times columns [16 z, 16 z + 16) of a panel that is `width` columns wide,
- * and `far` if it comes from memory. */
-INLINE void tile(const int rows, const int vectors, const int far, const bf16 *a, ptrdiff_t lda, const bf16 *panel,
+INLINE const char *ahead_of(const void *weights, const int rows)
+{
+    return (const char *)weights + (rows > FEW ? AHEAD : AHEAD_OF_FEW);
+}
+
+/* acc[m][z] = sum over `pairs` of row m of `a` times columns [16 z, 16 z + 16) of a panel that is `width` columns wide.
+ * `next` is what will be read from memory after it, two lines of it for each pair; null, if nothing. */
+INLINE void tile(const int rows, const int vectors, const char *next, const bf16 *a, ptrdiff_t lda, const bf16 *panel,
                  ptrdiff_t width, ptrdiff_t pairs, __m512 acc[TILE_ROWS][2])
 {
     UNROLL for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = _mm512_setzero_ps();
     for (ptrdiff_t p = 0; p < pairs; p++, panel += 2 * width) {
-        if (far) ask_for(panel);
+        if (next) ask_for(next + 128 * p);
         __m512bh left = (__m512bh)_mm512_loadu_si512(panel);
         __m512bh right = vectors > 1 ? (__m512bh)_mm512_loadu_si512(panel + 2 * LANES) : left;
         UNROLL for (int m = 0; m < rows; m++) {
@@ -206,7 +213,7 @@ static void linear_rows(const bf16 *x, ptrdiff_t stride, ptrdiff_t panel, ptrdif
         ptrdiff_t row = start + (stop - start) * block / blocks, next = start + (stop - start) * (block + 1) / blocks;
         WITH_ROWS(next - row, {
             __m512 acc[TILE_ROWS][2];
-            tile(rows, 2, 1, x + row * stride, stride, weights, PANEL, pairs, acc);
+            tile(rows, 2, ahead_of(weights, rows), x + row * stride, stride, weights, PANEL, pairs, acc);
             UNROLL for (int m = 0; m < rows; m++) finish(end, row + m, panel, acc[m][0], acc[m][1]);
         })
     }
@@ -301,7 +308,7 @@ INLINE void tile_int8(const int rows, const Quantised *x, ptrdiff_t row, ptrdiff
         ptrdiff_t stop = (block + 1) * QUANT_BLOCK < inputs ? (block + 1) * QUANT_BLOCK : inputs;
         for (ptrdiff_t k = block * QUANT_BLOCK; k < stop; k += 4, panel += 4 * PANEL) {
             __m512i left = _mm512_loadu_si512(panel), right = _mm512_loadu_si512(panel + 4 * LANES);
-            ask_for(panel);
+            ask_for(ahead_of(panel, rows));
             UNROLL for (int m = 0; m < rows; m++) {
                 int32_t quad;
                 memcpy(&quad, bytes + m * inputs + k, sizeof quad);
@@ -420,7 +427,7 @@ static void row_reach(const bf16 *x, const Quantised *q, ptrdiff_t row, ptrdiff_
 static void screen_panel(const Screen *s, const Quantised *q, const float *reach, ptrdiff_t rows, ptrdiff_t panel,
                          float *most, ptrdiff_t panels)
 {
-    ptrdiff_t inputs = s->rough->inputs, column = panel * PANEL, blocks = int8_tiles(rows);
+    ptrdiff_t inputs = s->rough->inputs, column = panel * PANEL, blocks = (rows + TILE_ROWS_INT8 - 1) / TILE_ROWS_INT8;
     const uint8_t *weights = (const uint8_t *)s->rough->packed + panel * inputs * PANEL;
     __mmask16 lanes[2];
     __m512 scales[2], norms[2], errors[2];
@@ -453,7 +460,7 @@ static void take_largest(const Screen *s, const bf16 *x, ptrdiff_t panel, Larges
 {
     ptrdiff_t pairs = s->exact->inputs / 2;
     __m512 acc[TILE_ROWS][2];
-    tile(1, 2, 1, x, 0, (const bf16 *)s->exact->packed + panel * pairs * 2 * PANEL, PANEL, pairs, acc);
+    tile(1, 2, NULL, x, 0, (const bf16 *)s->exact->packed + panel * pairs * 2 * PANEL, PANEL, pairs, acc);
     for (int z = 0; z < 2; z++) {
         ptrdiff_t column = panel * PANEL + z * LANES;
         __mmask16 lanes = first(s->exact->outputs - column);
@@ -678,39 +685,89 @@ INLINE float weigh(float *scores, bf16 *weights, ptrdiff_t count, ptrdiff_t padd
     return shrink;
 }
 
-/* Up to TILE_ROWS queries against a chunk of keys: their sums, largest scores and totals go on. */
-static void attend_block(const Heads *h, const Scratch *s, ptrdiff_t row, ptrdiff_t row_count, const ptrdiff_t *limits,
-                         ptrdiff_t chunk, ptrdiff_t count)
+/* acc[m] = sum over `count` keys of weight times value, for up to PANEL columns of values that lie as they are: like
+ * `tile` on packed ones, to the bit. */
+INLINE void tile_values(const int rows, const bf16 *weights, const bf16 *v, ptrdiff_t stride, ptrdiff_t count,
+                        ptrdiff_t columns, __m512 acc[TILE_ROWS][2])
+{
+    const __m512i left = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i right = _mm512_add_epi32(left, _mm512_set1_epi32(8));
+    __mmask32 lanes = columns >= PANEL ? ~0u : (1u << columns) - 1;
+    UNROLL for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = _mm512_setzero_ps();
+    for (ptrdiff_t key = 0; key < count; key += 2, v += 2 * stride) {
+        _mm_prefetch((const char *)(v + KEYS_AHEAD * stride), _MM_HINT_T1);
+        _mm_prefetch((const char *)(v + (KEYS_AHEAD + 1) * stride), _MM_HINT_T1);
+        __m512i even = _mm512_maskz_loadu_epi16(lanes, v);
+        __m512i odd = _mm512_maskz_loadu_epi16(key + 1 < count ? lanes : 0, v + stride);
+        __m512bh low = (__m512bh)_mm512_unpacklo_epi16(even, odd), high = (__m512bh)_mm512_unpackhi_epi16(even, odd);
+        UNROLL for (int m = 0; m < rows; m++) {
+            __m512bh weight = pair(weights + m * KEY_CHUNK + key);
+            acc[m][0] = _mm512_dpbf16_ps(acc[m][0], weight, low);
+            acc[m][1] = _mm512_dpbf16_ps(acc[m][1], weight, high);
+        }
+    }
+    UNROLL for (int m = 0; m < rows; m++) {
+        __m512 low = acc[m][0], high = acc[m][1];
+        acc[m][0] = _mm512_permutex2var_ps(low, left, high);
+        acc[m][1] = _mm512_permutex2var_ps(low, right, high);
+    }
+}
+
+/* Up to TILE_ROWS queries against a chunk of keys: their sums, largest scores and totals go on. Keys and values are those
+ * that are packed in `s` or, with `once`, lie at k and v and are not looked at by any other query. */
+INLINE void attend_rows(const int rows, const int once, const Heads *h, const Scratch *s, ptrdiff_t row,
+                        const ptrdiff_t *limits, ptrdiff_t chunk, ptrdiff_t count, const bf16 *k, const bf16 *v)
 {
     ptrdiff_t pairs = h->width / 2, columns = rounded(h->width, LANES), padded = rounded(count, PANEL);
-    __m512 scale = _mm512_set1_ps(h->scale * 1.44269504f);
-    WITH_ROWS(row_count, {
-        __m512 acc[TILE_ROWS][2];
-        for (ptrdiff_t key = 0; key < padded; key += PANEL) {
-            tile(rows, 2, 0, s->queries + row * h->width, h->width, s->keys + key * h->width, PANEL, pairs, acc);
-            UNROLL for (int m = 0; m < rows; m++) {
-                _mm512_storeu_ps(s->scores + m * KEY_CHUNK + key, _mm512_mul_ps(acc[m][0], scale));
-                _mm512_storeu_ps(s->scores + m * KEY_CHUNK + key + LANES, _mm512_mul_ps(acc[m][1], scale));
-            }
+    __m512 scale = _mm512_set1_ps(h->scale * 1.44269504f), acc[TILE_ROWS][2];
+    for (ptrdiff_t key = 0; key < padded; key += PANEL) {
+        const bf16 *keys = s->keys + (once ? 0 : key * h->width), *next = NULL;
+        if (once) {
+            ptrdiff_t later = key + KEYS_AHEAD;
+            next = later < padded ? k + later * h->kv_token : v + (later - padded) * h->kv_token;
+            pack_keys(k + key * h->kv_token, h->kv_token, count - key < PANEL ? count - key : PANEL, h->width, s->keys);
         }
-        float shrink[TILE_ROWS];
-        for (int m = 0; m < rows; m++) {
-            ptrdiff_t seen = limits[row + m] - chunk;
-            shrink[m] = weigh(s->scores + m * KEY_CHUNK, s->weights + m * KEY_CHUNK, seen < count ? seen : count, padded,
-                              s->most + row + m, s->total + row + m);
+        tile(rows, 2, (const char *)next, s->queries + row * h->width, h->width, keys, PANEL, pairs, acc);
+        UNROLL for (int m = 0; m < rows; m++) {
+            _mm512_storeu_ps(s->scores + m * KEY_CHUNK + key, _mm512_mul_ps(acc[m][0], scale));
+            _mm512_storeu_ps(s->scores + m * KEY_CHUNK + key + LANES, _mm512_mul_ps(acc[m][1], scale));
         }
-        for (ptrdiff_t c = 0; c < columns; c += PANEL) {
-            int both = c + LANES < columns;
-            if (both) tile(rows, 2, 0, s->weights, KEY_CHUNK, s->values + 2 * c, columns, (count + 1) / 2, acc);
-            else tile(rows, 1, 0, s->weights, KEY_CHUNK, s->values + 2 * c, columns, (count + 1) / 2, acc);
-            UNROLL for (int m = 0; m < rows; m++) {
-                float *sum = s->sums + (row + m) * columns + c;
-                __m512 by = _mm512_set1_ps(shrink[m]);
-                _mm512_storeu_ps(sum, _mm512_fmadd_ps(_mm512_loadu_ps(sum), by, acc[m][0]));
-                if (both) _mm512_storeu_ps(sum + LANES, _mm512_fmadd_ps(_mm512_loadu_ps(sum + LANES), by, acc[m][1]));
-            }
+    }
+    float shrink[TILE_ROWS];
+    for (int m = 0; m < rows; m++) {
+        ptrdiff_t seen = limits[row + m] - chunk;
+        shrink[m] = weigh(s->scores + m * KEY_CHUNK, s->weights + m * KEY_CHUNK, seen < count ? seen : count, padded,
+                          s->most + row + m, s->total + row + m);
+    }
+    for (ptrdiff_t c = 0; c < columns; c += PANEL) {
+        int both = c + LANES < columns;
+        if (once) tile_values(rows, s->weights, v + c, h->kv_token, count, h->width - c, acc);
+        else if (both) tile(rows, 2, NULL, s->weights, KEY_CHUNK, s->values + 2 * c, columns, (count + 1) / 2, acc);
+        else tile(rows, 1, NULL, s->weights, KEY_CHUNK, s->values + 2 * c, columns, (count + 1) / 2, acc);
+        UNROLL for (int m = 0; m < rows; m++) {
+            float *sum = s->sums + (row + m) * columns + c;
+            __m512 by = _mm512_set1_ps(shrink[m]);
+            _mm512_storeu_ps(sum, _mm512_fmadd_ps(_mm512_loadu_ps(sum), by, acc[m][0]));
+            if (both) _mm512_storeu_ps(sum + LANES, _mm512_fmadd_ps(_mm512_loadu_ps(sum + LANES), by, acc[m][1]));
         }
-    })
+    }
+}
+
+/* All queries of a tile against a chunk of keys that start at k and v. */
+static void attend_chunk(const Heads *h, const Scratch *s, ptrdiff_t row_count, const ptrdiff_t *limits, ptrdiff_t chunk,
+                         ptrdiff_t count, const bf16 *k, const bf16 *v)
+{
+    if (row_count <= TILE_ROWS) {
+        WITH_ROWS(row_count, attend_rows(rows, 1, h, s, 0, limits, chunk, count, k, v))
+        return;
+    }
+    pack_keys(k, h->kv_token, count, h->width, s->keys);
+    pack_values(v, h->kv_token, count, h->width, s->values);
+    for (ptrdiff_t row = 0; row < row_count; row += TILE_ROWS) {
+        ptrdiff_t here = row_count - row < TILE_ROWS ? row_count - row : TILE_ROWS;
+        if (limits[row + here - 1] <= chunk) continue;
+        WITH_ROWS(here, attend_rows(rows, 0, h, s, row, limits, chunk, count, k, v))
+    }
 }
 
 /* Queries of tokens [token, end) of a segment, for all heads that share the keys of `kv`. */
@@ -729,12 +786,8 @@ static void attend_tile(const Heads *h, const Span *span, const Scratch *s, ptrd
     memset(s->sums, 0, sizeof(float) * rows * columns);
     ptrdiff_t keys = limits[rows - 1], offset = span->row * h->kv_token + kv * h->kv_head;
     for (ptrdiff_t chunk = 0; chunk < keys; chunk += KEY_CHUNK) {
-        ptrdiff_t count = keys - chunk < KEY_CHUNK ? keys - chunk : KEY_CHUNK;
-        pack_keys(h->k + offset + chunk * h->kv_token, h->kv_token, count, h->width, s->keys);
-        pack_values(h->v + offset + chunk * h->kv_token, h->kv_token, count, h->width, s->values);
-        for (ptrdiff_t row = 0; row < rows; row += TILE_ROWS)
-            if (limits[rows - row < TILE_ROWS ? rows - 1 : row + TILE_ROWS - 1] > chunk)
-                attend_block(h, s, row, rows - row < TILE_ROWS ? rows - row : TILE_ROWS, limits, chunk, count);
+        ptrdiff_t count = keys - chunk < KEY_CHUNK ? keys - chunk : KEY_CHUNK, from = offset + chunk * h->kv_token;
+        attend_chunk(h, s, rows, limits, chunk, count, h->k + from, h->v + from);
     }
     for (ptrdiff_t row = 0; row < rows; row++) {
         bf16 *out = h->out + (span->first + token + row / group) * h->out_token + (kv * group + row % group) * h->width;

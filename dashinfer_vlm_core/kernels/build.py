@@ -24,7 +24,7 @@ COMPILERS = ("cc", "gcc", "clang")
 OTHER_CACHE = "choose another one by `cache_dir` (DASHINFER_VLM_CACHE_DIR)"
 
 PATIENCE = 120.0
-"""Seconds that a compiler may take; it takes five."""
+"""Seconds that a compiler may take; it takes ten."""
 
 
 class BuildError(Exception):

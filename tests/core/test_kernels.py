@@ -302,22 +302,24 @@ def test_causal_attention_of_many_requests(kernels, heads, width):
 
 
 @needs_native
-def test_a_query_is_the_same_to_the_bit_alone_and_in_chunks(native):
-    q, (k, v) = numbers(600, 14, 64), numbers(4, 700, 64, seed=1).split(2)
+@pytest.mark.parametrize(("heads", "width"), [(14, 64), (24, 128), (8, 40), (2, 8)])
+def test_a_query_is_the_same_to_the_bit_alone_and_in_chunks(native, heads, width):
+    q, (k, v) = numbers(600, heads, width), numbers(4, 700, width, seed=1).split(2)
     whole = native.attend(q, k, v, Spans([Span(0, 600, 50, 600, 0)]))
-    for start, stop in [(0, 1), (0, 513), (513, 600), (599, 600)]:
+    for start, stop in [(0, 1), (0, 513), (33, 34), (513, 600), (544, 545), (598, 599), (599, 600)]:
         chunk = native.attend(q[start:stop], k, v, Spans([Span(0, stop - start, 50, stop, start)]))
         assert torch.equal(chunk, whole[start:stop])
 
 
 @needs_native
-def test_what_is_not_looked_at_does_not_matter(native):
+@pytest.mark.parametrize("span", [Span(0, 20, 100, 60, 40), Span(0, 1, 100, 60, 59), Span(0, 1, 100, 33, 32)])
+def test_what_is_not_looked_at_does_not_matter(native, span):
     """Rows of the pool that nobody has written may hold anything."""
-    q, pool = numbers(20, 4, 64), numbers(4, 300, 64, seed=1)
-    spans = Spans([Span(0, 20, 100, 60, 40)])
+    q, pool = numbers(span.tokens, 4, 64), numbers(4, 300, 64, seed=1)
+    spans = Spans([span])
     k, v = pool.split(2)
     clean = native.attend(q, k, v, spans)
-    pool[:, :100] = pool[:, 160:] = torch.nan
+    pool[:, :100] = pool[:, 100 + span.keys :] = torch.nan
     assert torch.equal(native.attend(q, k, v, spans), clean)
 
 
