@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from dashinfer_vlm_core.errors import DecoderFailed
-from dashinfer_vlm_torch.sampler import _nucleus_floors, _wide_nucleus_floors, choose, takes_likeliest, uniform
+from dashinfer_vlm_torch.sampler import (
+    LARGEST_UNIFORM,
+    _nucleus_floors,
+    _pick,
+    _wide_nucleus_floors,
+    choose,
+    takes_likeliest,
+    uniform,
+)
 from dashinfer_vlm_torch.scheduler import Choice, Run
 
 from .oracle import text
@@ -134,6 +142,25 @@ def test_draws_follow_the_distribution(options):
     freedom = int(kept.sum()) - 1
     statistic = float(((seen - expected)[kept] ** 2 / expected[kept]).sum())
     assert statistic < freedom * (1 - 2 / (9 * freedom) + 3.09 * math.sqrt(2 / (9 * freedom))) ** 3  # Wilson-Hilferty
+
+
+@pytest.mark.parametrize("count", [1, 96, 128, 1000, 4096])
+@pytest.mark.parametrize("decades", [1, 50], ids=["alike", "of all sizes"])
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.999, LARGEST_UNIFORM])
+def test_a_draw_is_where_the_running_sum_exceeds_its_share(count, decades, share):
+    weights = 10 ** (-decades * torch.rand(40, count, generator=torch.Generator().manual_seed(count)))
+    weights[:, : count // 2][:20] = 0  # whole blocks of nothing
+    weights[:, count // 2 + 1 :][10:30] = 0
+    weights[:, count // 2] = 0.5  # as in any softmax, not all is next to nothing
+    shares = torch.full((40, 1), share, dtype=torch.float64)
+    ids = _pick(weights, shares)
+    exact = np.cumsum(weights.numpy().astype(np.longdouble), axis=1)
+    for row, token in enumerate(ids.tolist()):
+        assert weights[row, token] > 0
+        point, slack = share * exact[row, -1], 1e-12 * exact[row, -1]
+        assert exact[row, token] > point - slack
+        assert token == 0 or exact[row, token - 1] <= point + slack
+        assert _pick(weights[row : row + 1], shares[:1]) == token
 
 
 def test_steps_of_one_run_draw_independent_numbers():
