@@ -92,12 +92,11 @@ INLINE void transpose(__m512i r[LANES])
 
 /* Products of bf16 ------------------------------------------------------------------------------------------------- */
 
-/* Two cache lines, on their way from memory to L2 while others are multiplied. One by one, between multiplications: many
+/* Cache lines, on their way from memory to L2 while others are multiplied. A few at a time, between multiplications: many
  * at once would keep what is needed first waiting. */
-INLINE void ask_for(const void *memory)
+INLINE void ask_for(const void *memory, const int lines)
 {
-    _mm_prefetch((const char *)memory, _MM_HINT_T1);
-    _mm_prefetch((const char *)memory + 64, _MM_HINT_T1);
+    UNROLL for (int line = 0; line < lines; line++) _mm_prefetch((const char *)memory + 64 * line, _MM_HINT_T1);
 }
 
 INLINE const char *ahead_of(const void *weights, const int rows)
@@ -112,7 +111,7 @@ INLINE void tile(const int rows, const int vectors, const char *next, const bf16
 {
     UNROLL for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = _mm512_setzero_ps();
     for (ptrdiff_t p = 0; p < pairs; p++, panel += 2 * width) {
-        if (next) ask_for(next + 128 * p);
+        if (next) ask_for(next + 128 * p, 2);
         __m512bh left = (__m512bh)_mm512_loadu_si512(panel);
         __m512bh right = vectors > 1 ? (__m512bh)_mm512_loadu_si512(panel + 2 * LANES) : left;
         UNROLL for (int m = 0; m < rows; m++) {
@@ -134,6 +133,7 @@ INLINE void tile(const int rows, const int vectors, const char *next, const bf16
 typedef struct {
     const void *packed;
     const float *scales; /* of the packed rows, if the weights have 8 bits; else null */
+    const char *codes;   /* of the panels, if the weights have 12 bits; else null */
     const bf16 *bias;    /* [columns], or null */
     int64_t outputs;     /* the weights' own rows */
     int64_t inputs;
@@ -203,29 +203,212 @@ void pack_bf16(const uint32_t *weight, int64_t outputs, int64_t inputs, int32_t 
             }
 }
 
-static void linear_rows(const bf16 *x, ptrdiff_t stride, ptrdiff_t panel, ptrdiff_t start, ptrdiff_t stop,
-                        const Ending *end)
+/* Weights of 12 bits, which lose nothing ----------------------------------------------------------------------------- */
+
+/* Of the 16 bits of a weight, the upper eight (its sign, and its exponent but for one bit) are nearly always one of a few:
+ * 16 of them get a code of 4 bits, in each panel those that it has most; of the others, its strays, there is a list. The
+ * idea is that of DFloat11 (arXiv:2504.11651); codes of one length are told apart by one shuffle.
+ *
+ * Four inputs of a panel, 128 weights, are a group: their lower bytes, then two codes in a byte. */
+enum { GROUP = 4, GROUP_BYTES = 3 * 64, SAMPLE = 64, ONE_STRAY_IN = 256 };
+
+typedef struct {
+    uint32_t group;
+    uint8_t place; /* among the group's bytes */
+    uint8_t high;
+} Stray;
+
+typedef struct {
+    uint8_t high[LANES]; /* byte of each code */
+    Stray strays[];      /* in order, and one more, of no group */
+} Codes;
+
+static ptrdiff_t most_strays(ptrdiff_t inputs) { return (inputs * PANEL + ONE_STRAY_IN - 1) / ONE_STRAY_IN; }
+
+/* Bytes of the codes of a panel. */
+int64_t codes_space(int64_t inputs) { return sizeof(Codes) + (most_strays(inputs) + 1) * sizeof(Stray); }
+
+INLINE const Codes *codes_of(const char *codes, ptrdiff_t panel, ptrdiff_t inputs)
 {
-    ptrdiff_t pairs = end->m->inputs / 2;
-    const bf16 *weights = (const bf16 *)end->m->packed + panel * pairs * 2 * PANEL;
+    return (const Codes *)(codes + panel * codes_space(inputs));
+}
+
+/* Lower and upper bytes of 64 weights, in the order in which `both_bytes` takes them. */
+INLINE __m512i lower_bytes(const __m512i w[2])
+{
+    __m512i byte = _mm512_set1_epi16(0xff);
+    return _mm512_packus_epi16(_mm512_and_si512(w[0], byte), _mm512_and_si512(w[1], byte));
+}
+
+INLINE __m512i upper_bytes(const __m512i w[2])
+{
+    return _mm512_packus_epi16(_mm512_srli_epi16(w[0], 8), _mm512_srli_epi16(w[1], 8));
+}
+
+INLINE void both_bytes(__m512i lower, __m512i upper, __m512bh w[2])
+{
+    w[0] = (__m512bh)_mm512_unpacklo_epi8(lower, upper);
+    w[1] = (__m512bh)_mm512_unpackhi_epi8(lower, upper);
+}
+
+/* The 16 upper bytes that a panel has most, as a sample of it tells. */
+static void choose_codes(const __m512i *panel, ptrdiff_t groups, uint8_t high[LANES])
+{
+    uint32_t counts[256] = {0};
+    uint8_t bytes[64];
+    for (ptrdiff_t i = 0; i < SAMPLE; i++) {
+        const __m512i *group = panel + 4 * (groups * i / SAMPLE);
+        for (int half = 0; half < 4; half += 2) {
+            _mm512_storeu_si512(bytes, upper_bytes(group + half));
+            for (int k = 0; k < 64; k++) counts[bytes[k]]++;
+        }
+    }
+    for (int code = 0; code < LANES; code++) {
+        int most = 0;
+        for (int byte = 1; byte < 256; byte++) most = counts[byte] > counts[most] ? byte : most;
+        high[code] = most;
+        counts[most] = 0;
+    }
+}
+
+/* Codes of 64 upper bytes, and which of them have none. */
+static __m512i coded(__m512i upper, const uint8_t high[LANES], __mmask64 *strays)
+{
+    __m512i codes = _mm512_setzero_si512();
+    *strays = ~(__mmask64)0;
+    for (int code = 0; code < LANES; code++) {
+        __mmask64 equal = _mm512_cmpeq_epi8_mask(upper, _mm512_set1_epi8(high[code])) & *strays;
+        codes = _mm512_mask_mov_epi8(codes, equal, _mm512_set1_epi8(code));
+        *strays &= ~equal;
+    }
+    return codes;
+}
+
+/* False, if there are too many strays. */
+static int code_panel(const __m512i *panel, ptrdiff_t inputs, uint8_t *packed, Codes *codes)
+{
+    ptrdiff_t groups = inputs / GROUP, count = 0, most = most_strays(inputs);
+    choose_codes(panel, groups, codes->high);
+    for (ptrdiff_t group = 0; group < groups; group++, panel += 4, packed += GROUP_BYTES) {
+        __m512i pieces[2];
+        for (int half = 0; half < 2; half++) {
+            __mmask64 strays;
+            __m512i upper = upper_bytes(panel + 2 * half);
+            uint8_t bytes[64];
+            _mm512_storeu_si512(bytes, upper);
+            _mm512_storeu_si512(packed + 64 * half, lower_bytes(panel + 2 * half));
+            pieces[half] = coded(upper, codes->high, &strays);
+            for (; strays; strays &= strays - 1) {
+                int place = __builtin_ctzll(strays);
+                if (count == most) return 0;
+                codes->strays[count++] = (Stray){group, 64 * half + place, bytes[place]};
+            }
+        }
+        _mm512_storeu_si512(packed + 128, _mm512_or_si512(pieces[0], _mm512_slli_epi16(pieces[1], 4)));
+    }
+    codes->strays[count].group = UINT32_MAX;
+    return 1;
+}
+
+/* What `pack_bf16` has made, at an address that is a multiple of 64, in 12 bits; false, if there are too many strays. */
+int32_t pack_codes(const bf16 *panels, int64_t outputs, int64_t inputs, uint8_t *packed, char *codes, int32_t threads)
+{
+    int good = 1;
+#pragma omp parallel for num_threads(threads) reduction(& : good)
+    for (ptrdiff_t panel = 0; panel < (outputs + PANEL - 1) / PANEL; panel++)
+        good &= code_panel((const __m512i *)(panels + panel * inputs * PANEL), inputs,
+                           packed + panel * (inputs / GROUP) * GROUP_BYTES, (Codes *)codes_of(codes, panel, inputs));
+    return good;
+}
+
+/* A panel's groups, read one after the other. */
+typedef struct {
+    const uint8_t *packed;
+    const Stray *stray; /* the next one */
+    __m512i high;       /* byte of each code */
+} Reader;
+
+INLINE Reader read_panel(const Matrix *m, ptrdiff_t panel)
+{
+    const Codes *codes = codes_of(m->codes, panel, m->inputs);
+    ask_for(codes_of(m->codes, panel + 1, m->inputs), 2);
+    __m512i high = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)codes->high));
+    return (Reader){(const uint8_t *)m->packed + panel * (m->inputs / GROUP) * GROUP_BYTES, codes->strays, high};
+}
+
+INLINE void read_group(Reader *r, ptrdiff_t group, __m512bh w[4])
+{
+    __m512i low = _mm512_set1_epi8(15), codes = _mm512_loadu_si512(r->packed + 128), upper[2];
+    upper[0] = _mm512_shuffle_epi8(r->high, _mm512_and_si512(codes, low));
+    upper[1] = _mm512_shuffle_epi8(r->high, _mm512_and_si512(_mm512_srli_epi16(codes, 4), low));
+    for (; __builtin_expect(r->stray->group == group, 0); r->stray++) {
+        __mmask64 place = (__mmask64)1 << r->stray->place % 64, front = r->stray->place < 64 ? place : 0;
+        __m512i high = _mm512_set1_epi8(r->stray->high);
+        upper[0] = _mm512_mask_mov_epi8(upper[0], front, high);
+        upper[1] = _mm512_mask_mov_epi8(upper[1], place & ~front, high);
+    }
+    both_bytes(_mm512_loadu_si512(r->packed), upper[0], w);
+    both_bytes(_mm512_loadu_si512(r->packed + 64), upper[1], w + 2);
+    r->packed += GROUP_BYTES;
+}
+
+/* As `tile`, to the bit; into `plain`, unless that is null, goes the panel as `tile` takes it. */
+INLINE void tile_coded(const int rows, const bf16 *a, ptrdiff_t lda, Reader r, ptrdiff_t inputs, bf16 *plain,
+                       __m512 acc[TILE_ROWS][2])
+{
+    UNROLL for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = _mm512_setzero_ps();
+    for (ptrdiff_t group = 0; group < inputs / GROUP; group++, a += GROUP) {
+        __m512bh w[4];
+        ask_for(r.packed + AHEAD, 3);
+        read_group(&r, group, w);
+        if (plain) UNROLL for (int i = 0; i < 4; i++) _mm512_storeu_si512(plain + (4 * group + i) * PANEL, (__m512i)w[i]);
+        UNROLL for (int m = 0; m < rows; m++) {
+            __m512bh x = pair(a + m * lda), y = pair(a + m * lda + 2);
+            acc[m][0] = _mm512_dpbf16_ps(acc[m][0], x, w[0]);
+            acc[m][1] = _mm512_dpbf16_ps(acc[m][1], x, w[1]);
+            acc[m][0] = _mm512_dpbf16_ps(acc[m][0], y, w[2]);
+            acc[m][1] = _mm512_dpbf16_ps(acc[m][1], y, w[3]);
+        }
+    }
+}
+
+/* Linear layers of bf16 -------------------------------------------------------------------------------------------- */
+
+/* So many tiles read the codes of a panel, each for itself; of more, the first writes it out for the others. */
+enum { CODED_TILES = 6 };
+
+/* `plain` has room for a panel, where there are rows for more than `CODED_TILES`. */
+static void linear_rows(const bf16 *x, ptrdiff_t stride, ptrdiff_t panel, ptrdiff_t start, ptrdiff_t stop,
+                        const Ending *end, bf16 *plain)
+{
+    const Matrix *m = end->m;
+    const bf16 *weights = m->codes ? plain : (const bf16 *)m->packed + panel * m->inputs * PANEL;
     ptrdiff_t blocks = (stop - start + TILE_ROWS - 1) / TILE_ROWS;
+    int write = blocks > CODED_TILES;
     for (ptrdiff_t block = 0; block < blocks; block++) {
         ptrdiff_t row = start + (stop - start) * block / blocks, next = start + (stop - start) * (block + 1) / blocks;
+        const bf16 *a = x + row * stride;
         WITH_ROWS(next - row, {
             __m512 acc[TILE_ROWS][2];
-            tile(rows, 2, ahead_of(weights, rows), x + row * stride, stride, weights, PANEL, pairs, acc);
-            UNROLL for (int m = 0; m < rows; m++) finish(end, row + m, panel, acc[m][0], acc[m][1]);
+            if (!m->codes)
+                tile(rows, 2, ahead_of(weights, rows), a, stride, weights, PANEL, m->inputs / 2, acc);
+            else if (block && write)
+                tile(rows, 2, NULL, a, stride, weights, PANEL, m->inputs / 2, acc);
+            else
+                tile_coded(rows, a, stride, read_panel(m, panel), m->inputs, write ? plain : NULL, acc);
+            UNROLL for (int i = 0; i < rows; i++) finish(end, row + i, panel, acc[i][0], acc[i][1]);
         })
     }
 }
 
-static void linear_bf16(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Ending *end, int threads)
+static void linear_bf16(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Ending *end, char *space, int threads)
 {
     ptrdiff_t panels = (end->m->outputs + PANEL - 1) / PANEL, groups = (rows + ROW_GROUP - 1) / ROW_GROUP;
 #pragma omp parallel for schedule(guided, groups > 1 ? 1 : 2) num_threads(threads)
     for (ptrdiff_t task = 0; task < panels * groups; task++) {
         ptrdiff_t panel = task / groups, group = task % groups;
-        linear_rows(x, stride, panel, rows * group / groups, rows * (group + 1) / groups, end);
+        linear_rows(x, stride, panel, rows * group / groups, rows * (group + 1) / groups, end,
+                    (bf16 *)space + omp_get_thread_num() * end->m->inputs * PANEL);
     }
 }
 
@@ -308,7 +491,7 @@ INLINE void tile_int8(const int rows, const Quantised *x, ptrdiff_t row, ptrdiff
         ptrdiff_t stop = (block + 1) * QUANT_BLOCK < inputs ? (block + 1) * QUANT_BLOCK : inputs;
         for (ptrdiff_t k = block * QUANT_BLOCK; k < stop; k += 4, panel += 4 * PANEL) {
             __m512i left = _mm512_loadu_si512(panel), right = _mm512_loadu_si512(panel + 4 * LANES);
-            ask_for(ahead_of(panel, rows));
+            ask_for(ahead_of(panel, rows), 2);
             UNROLL for (int m = 0; m < rows; m++) {
                 int32_t quad;
                 memcpy(&quad, bytes + m * inputs + k, sizeof quad);
@@ -359,8 +542,17 @@ static void linear_int8(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const E
     }
 }
 
-/* Bytes that `linear` needs for rows of so many inputs, if the weights have 8 bits. */
-int64_t linear_space(int64_t rows, int64_t inputs) { return rows * (inputs + 8 * ((inputs + QUANT_BLOCK - 1) / QUANT_BLOCK)); }
+static int64_t quantised_space(int64_t rows, int64_t inputs)
+{
+    return rows * (inputs + 8 * ((inputs + QUANT_BLOCK - 1) / QUANT_BLOCK));
+}
+
+/* Bytes that `linear` needs: for rows in 8 bits, or for the panel that each thread is at. */
+int64_t linear_space(const Matrix *m, int64_t rows, int32_t threads)
+{
+    if (m->scales) return quantised_space(rows, m->inputs);
+    return m->codes && rows > CODED_TILES * TILE_ROWS ? threads * m->inputs * PANEL * (int64_t)sizeof(bf16) : 0;
+}
 
 /* x [rows, inputs] times the weights, into `out` or, with `add`, on top of it. */
 void linear(const Matrix *m, const bf16 *x, int64_t stride, int64_t rows, void *out, int64_t out_stride, int32_t add,
@@ -368,7 +560,7 @@ void linear(const Matrix *m, const bf16 *x, int64_t stride, int64_t rows, void *
 {
     Ending end = {m, out, out_stride, add};
     if (m->scales) linear_int8(x, stride, rows, &end, space, threads);
-    else linear_bf16(x, stride, rows, &end, threads);
+    else linear_bf16(x, stride, rows, &end, space, threads);
 }
 
 /* The largest result ----------------------------------------------------------------------------------------------- */
@@ -458,9 +650,11 @@ static void screen_panel(const Screen *s, const Quantised *q, const float *reach
 
 static void take_largest(const Screen *s, const bf16 *x, ptrdiff_t panel, Largest *found)
 {
-    ptrdiff_t pairs = s->exact->inputs / 2;
+    const Matrix *m = s->exact;
+    const bf16 *plain = (const bf16 *)m->packed + panel * m->inputs * PANEL;
     __m512 acc[TILE_ROWS][2];
-    tile(1, 2, NULL, x, 0, (const bf16 *)s->exact->packed + panel * pairs * 2 * PANEL, PANEL, pairs, acc);
+    if (m->codes) tile_coded(1, x, 0, read_panel(m, panel), m->inputs, NULL, acc);
+    else tile(1, 2, NULL, x, 0, plain, PANEL, m->inputs / 2, acc);
     for (int z = 0; z < 2; z++) {
         ptrdiff_t column = panel * PANEL + z * LANES;
         __mmask16 lanes = first(s->exact->outputs - column);
@@ -524,7 +718,7 @@ void largest_columns(const Screen *s, const bf16 *x, int64_t stride, int64_t row
 int64_t largest_space(int64_t rows, int64_t inputs, int64_t outputs)
 {
     ptrdiff_t panels = (outputs + PANEL - 1) / PANEL;
-    return rows * (sizeof(Largest) + sizeof(float) * (3 + panels)) + linear_space(rows, inputs);
+    return rows * (sizeof(Largest) + sizeof(float) * (3 + panels)) + quantised_space(rows, inputs);
 }
 
 /* Norms and rotary positions --------------------------------------------------------------------------------------- */

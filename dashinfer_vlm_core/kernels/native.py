@@ -31,6 +31,7 @@ _INT, _LONG, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, 
 
 SIGNATURES = {
     "pack_bf16": (_POINTER, _LONG, _LONG, _INT, _POINTER, _INT),
+    "pack_codes": (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT),
     "pack_int8": (_POINTER, _LONG, _LONG, _INT, _POINTER, _POINTER, _INT),
     "linear": (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, _INT, _POINTER, _INT),
     "norm": (_POINTER, _LONG, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG, _INT),
@@ -39,9 +40,18 @@ SIGNATURES = {
     "decode": (_POINTER, _LONG, _POINTER, _POINTER, _INT),
     "screen_bounds": (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT),
     "largest_columns": (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT),
-    "linear_space": (_LONG, _LONG),
+    "codes_space": (_LONG,),
+    "linear_space": (_POINTER, _LONG, _INT),
     "largest_space": (_LONG, _LONG, _LONG),
     "attend_space": (_LONG,),
+}
+
+RESULTS = {
+    "pack_codes": _INT,
+    "codes_space": _LONG,
+    "linear_space": _LONG,
+    "largest_space": _LONG,
+    "attend_space": _LONG,
 }
 
 
@@ -166,7 +176,7 @@ def _load(config: EngineConfig) -> Loaded:
         return Loaded(None, f"the compiled kernels do not load ({error}); {OTHER_CACHE}")
     for name, types in SIGNATURES.items():
         getattr(library, name).argtypes = types
-        getattr(library, name).restype = _LONG if name.endswith("_space") else None
+        getattr(library, name).restype = RESULTS.get(name)
     return Loaded(Native(library), "")
 
 

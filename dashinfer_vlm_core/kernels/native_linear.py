@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import huge_pages
 from .types import Activation
 
 PANEL = 32
@@ -25,13 +27,27 @@ class Matrix(ctypes.Structure):
     """`Matrix` in C."""
 
     _fields_ = (
-        ("packed", _POINTER), ("scales", _POINTER), ("bias", _POINTER), ("outputs", _LONG), ("inputs", _LONG),
-        ("columns", _LONG), ("activation", _INT), ("wide", _INT),
+        ("packed", _POINTER), ("scales", _POINTER), ("codes", _POINTER), ("bias", _POINTER), ("outputs", _LONG),
+        ("inputs", _LONG), ("columns", _LONG), ("activation", _INT), ("wide", _INT),
     )  # fmt: skip
 
 
+class Packed(NamedTuple):
+    """Weights as C wants them.
+
+    Attributes:
+        weights: in panels.
+        scales: of 8-bit weights.
+        codes: of 12-bit weights.
+    """
+
+    weights: Tensor
+    scales: Tensor | None = None
+    codes: Tensor | None = None
+
+
 class NativeLinear:
-    """bfloat16 weights in panels."""
+    """bfloat16 weights in panels: of 12 bits, from which C restores all 16; where that cannot be, of 16."""
 
     def __init__(
         self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None, activation: Activation, wide: bool
@@ -42,8 +58,7 @@ class NativeLinear:
         self.columns = outputs // 2 if gated else outputs
         self.inputs = inputs
         assert not gated or bias is None
-        packed, scales = self._pack(weight, gated)
-        self._kept = (packed, scales, bias)
+        self._kept = (*self._pack(weight, gated), bias)
         self.matrix = Matrix(
             *(None if kept is None else kept.data_ptr() for kept in self._kept), outputs, inputs, self.columns,
             activation, wide,
@@ -59,13 +74,24 @@ class NativeLinear:
 
     def space(self, rows: int) -> int:
         """Bytes of scratch memory that so many rows need."""
-        return 0
+        return int(self._library.linear_space(ctypes.byref(self.matrix), rows, torch.get_num_threads()))
 
-    def _pack(self, weight: Tensor, gated: bool) -> tuple[Tensor, Tensor | None]:
+    def _pack(self, weight: Tensor, gated: bool) -> Packed:
+        panels = self._panels(weight, gated)
         outputs, inputs = weight.shape
-        packed = torch.empty(_padded(outputs) * inputs, dtype=torch.bfloat16)
-        self._library.pack_bf16(weight.data_ptr(), outputs, inputs, gated, packed.data_ptr(), torch.get_num_threads())
-        return packed, None
+        packed = huge_pages.empty(len(panels) // 2 * 3, torch.uint8)
+        codes = torch.empty(_padded(outputs) // PANEL * self._library.codes_space(inputs), dtype=torch.uint8)
+        coded = self._library.pack_codes(
+            panels.data_ptr(), outputs, inputs, packed.data_ptr(), codes.data_ptr(), torch.get_num_threads()
+        )  # fmt: skip
+        return Packed(packed, codes=codes) if coded else Packed(panels)
+
+    def _panels(self, weight: Tensor, gated: bool) -> Tensor:
+        """All 16 bits."""
+        outputs, inputs = weight.shape
+        panels = torch.empty(_padded(outputs) * inputs, dtype=torch.bfloat16)
+        self._library.pack_bf16(weight.data_ptr(), outputs, inputs, gated, panels.data_ptr(), torch.get_num_threads())
+        return panels
 
     def _run(self, x: Tensor, out: Tensor, *, add: bool) -> None:
         assert x.stride(1) == 1
@@ -79,17 +105,14 @@ class NativeLinear:
 class NativeInt8Linear(NativeLinear):
     """Weights of 8 bits in panels, one scale per output; activations get 8 bits and a scale per 128 inputs."""
 
-    def space(self, rows: int) -> int:
-        return int(self._library.linear_space(rows, self.inputs))
-
-    def _pack(self, weight: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
+    def _pack(self, weight: Tensor, gated: bool) -> Packed:
         outputs, inputs = weight.shape
-        packed = torch.empty(_padded(outputs) * inputs, dtype=torch.uint8)
+        packed = huge_pages.empty(_padded(outputs) * inputs, torch.uint8)
         scales = torch.empty(_padded(outputs), dtype=torch.float32)
         self._library.pack_int8(
             weight.data_ptr(), outputs, inputs, gated, packed.data_ptr(), scales.data_ptr(), torch.get_num_threads()
         )
-        return packed, scales
+        return Packed(packed, scales)
 
 
 class Screen(ctypes.Structure):

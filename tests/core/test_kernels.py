@@ -22,6 +22,7 @@ from dashinfer_vlm_core.kernels import native as native_module
 from dashinfer_vlm_core.kernels.build import BuildError, build
 from dashinfer_vlm_core.kernels.layers import ComposedLayers
 from dashinfer_vlm_core.kernels.native import load_native
+from dashinfer_vlm_core.kernels.native_linear import NativeLinear, Packed
 from dashinfer_vlm_core.kernels.plain import Plain
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.watch import Watchers
@@ -247,6 +248,99 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(native, int8):
     whole = layer(x)
     for rows in (1, 2, 7, 12, 13, 30, 199):
         assert torch.equal(layer(x[:rows]), whole[:rows])
+
+
+class AllBits(NativeLinear):
+    """Weights of 16 bits, though 12 would do."""
+
+    def _pack(self, weight, gated):
+        return Packed(self._panels(weight, gated))
+
+
+def in_all_bits(native, weight, activation=Activation.NONE):
+    return AllBits(native._library, weight, None, activation, wide=activation is Activation.NONE)
+
+
+def with_strays(outputs, inputs):
+    """Weights of which some are far smaller or larger than the others, also side by side, first and last."""
+    weight = numbers(outputs, inputs) / 16
+    bits = weight.view(torch.int16)
+    for number, column in enumerate([0, 1, 2, 3, 4, inputs - 1]):
+        for row in (0, 1, 17, 31, outputs - 1):
+            bits[row, column] = (3 + 7 * number + row) << 7 | 0x55
+    weight[5, 8:12] = torch.tensor([-0.0, 1e30, -1e30, 2e-38]).bfloat16()
+    return weight
+
+
+def is_coded(layer):
+    return layer.matrix.codes is not None
+
+
+@needs_native
+@pytest.mark.parametrize("shape", [(96, 256), (33, 1028)])
+@pytest.mark.parametrize("many", [False, True])
+def test_twelve_bits_give_back_all_sixteen(native, shape, many):
+    weight = with_strays(*shape)
+    layer = native.linear(weight, wide=True)
+    assert is_coded(layer)
+    inputs = torch.eye(shape[1]).bfloat16()
+    found = layer(inputs) if many else torch.cat([layer(part) for part in inputs.split(9)])
+    assert torch.equal(found, weight.T.float())
+
+
+@needs_native
+@pytest.mark.parametrize("rows", [*range(1, 14), 24, 25, 72, 73, 80, 192, 193, 500])
+def test_twelve_bits_multiply_as_sixteen_to_the_bit(native, rows):
+    weight, x = numbers(70, 260) / 8, numbers(rows, 260, seed=1)
+    layer = native.linear(weight, wide=True)
+    assert is_coded(layer)
+    assert torch.equal(layer(x), in_all_bits(native, weight)(x))
+
+
+@needs_native
+def test_threads_do_not_write_over_each_others_panels(native):
+    weight, x = numbers(3200, 512) / 8, numbers(96, 512, seed=1)
+    expected, before = in_all_bits(native, weight)(x), torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        assert torch.equal(native.linear(weight, wide=True)(x), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_native
+def test_twelve_bits_with_a_gate_and_rows_that_are_not_side_by_side(native):
+    weight, x = numbers(2 * 48, 256) / 8, numbers(90, 300, seed=1)[:, :256]
+    layer = native.linear(weight, activation=Activation.SILU_GATE)
+    assert is_coded(layer)
+    assert torch.equal(layer(x), in_all_bits(native, weight, Activation.SILU_GATE)(x))
+
+
+@needs_native
+def test_weights_of_every_magnitude_keep_sixteen_bits(native):
+    bits = torch.randint(0x0080, 0x5F00, (64, 128), generator=torch.Generator().manual_seed(0))
+    weight = bits.to(torch.int16).view(torch.bfloat16)
+    layer = native.linear(weight, wide=True)
+    assert not is_coded(layer)
+    assert torch.equal(layer(torch.eye(128).bfloat16()), weight.T.float())
+
+
+@needs_native
+def test_a_matrix_of_which_one_panel_has_too_many_strays_keeps_sixteen_bits(native):
+    weight = numbers(96, 256) / 16
+    weight[40, ::2] = (2.0 ** torch.arange(-64, 64)).bfloat16()
+    layer = native.linear(weight, wide=True)
+    assert not is_coded(layer)
+    assert torch.equal(layer(torch.eye(256).bfloat16()), weight.T.float())
+
+
+@needs_native
+def test_the_largest_result_of_weights_of_sixteen_bits(native):
+    weight, x = numbers(4096, 64), numbers(9, 64, seed=1)
+    weight[7, :] = 2.0 ** torch.arange(-32, 32)
+    head = native.head(weight)
+    assert not is_coded(head)
+    assert torch.equal(largest(head, x), head(x).argmax(dim=1))
 
 
 @pytest.mark.parametrize("columns", [64, 100])
