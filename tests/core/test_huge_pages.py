@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from dashinfer_vlm_core.kernels import huge_pages
+from tests.waiting import until
 
 MIB = 1 << 20
 
@@ -34,14 +37,52 @@ def test_none_at_all():
     assert huge_pages.empty(0, torch.uint8).shape == (0,)
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux tells how much memory is taken")
-def test_memory_is_free_again_when_its_last_tensor_is():
-    def taken():
-        gc.collect()
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+def taken():
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
+
+def in_huge_pages():
+    """Bytes of this process, as Linux counts them."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("AnonHugePages"))
+
+
+def joins_pages():
+    """Whether this system does it at once; older ones, and those that forbid it, do not."""
+    piece = mmap.mmap(-1, 3 * huge_pages.PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    piece[:] = bytes(len(piece))
+    before = in_huge_pages()
+    huge_pages.join(piece)
+    return in_huge_pages() > before
+
+
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much memory is taken")
+
+
+@needs_linux
+def test_memory_is_free_again_when_its_last_tensor_is():
     before = taken()
     tensors = [huge_pages.empty(size * MIB, torch.uint8).zero_() for size in (5, 5, 5, 5, 40, 5)]
     assert taken() > before + 60 * MIB
+    del tensors
+    assert taken() < before + 10 * MIB
+
+
+@needs_linux
+def test_pages_are_joined_when_all_is_loaded_and_hold_what_they_held():
+    if not joins_pages():
+        pytest.skip("this Linux does not join pages when it is asked to")
+    before = in_huge_pages()
+    tensors = [huge_pages.empty(6 * MIB, torch.uint8).fill_(number) for number in range(8)]
+    assert in_huge_pages() < before + 8 * MIB
+    until(lambda: in_huge_pages() > before + 36 * MIB)
+    assert [int(tensor.sum()) for tensor in tensors] == [number * 6 * MIB for number in range(8)]
+
+
+@needs_linux
+def test_memory_that_waits_to_be_joined_is_free_when_nobody_wants_it():
+    before = taken()
+    tensors = [huge_pages.empty(20 * MIB, torch.uint8).zero_() for _ in range(4)]
     del tensors
     assert taken() < before + 10 * MIB
