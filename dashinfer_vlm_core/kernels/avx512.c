@@ -547,11 +547,12 @@ static int64_t quantised_space(int64_t rows, int64_t inputs)
     return rows * (inputs + 8 * ((inputs + QUANT_BLOCK - 1) / QUANT_BLOCK));
 }
 
-/* Bytes that `linear` needs: for rows in 8 bits, or for the panel that each thread is at. */
+/* Bytes that `linear` needs, for any weights of that shape in 8 bits or in more: for rows in 8 bits, or for the panel that
+ * each thread is at. */
 int64_t linear_space(const Matrix *m, int64_t rows, int32_t threads)
 {
     if (m->scales) return quantised_space(rows, m->inputs);
-    return m->codes && rows > CODED_TILES * TILE_ROWS ? threads * m->inputs * PANEL * (int64_t)sizeof(bf16) : 0;
+    return rows > CODED_TILES * TILE_ROWS ? threads * m->inputs * PANEL * (int64_t)sizeof(bf16) : 0;
 }
 
 /* x [rows, inputs] times the weights, into `out` or, with `add`, on top of it. */

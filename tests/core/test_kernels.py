@@ -323,6 +323,7 @@ def test_weights_of_every_magnitude_keep_sixteen_bits(native):
     layer = native.linear(weight, wide=True)
     assert not is_coded(layer)
     assert torch.equal(layer(torch.eye(128).bfloat16()), weight.T.float())
+    assert layer.space(100) == native.linear(numbers(64, 128)).space(100) > 0  # all layers share that of the first one
 
 
 @needs_native
