@@ -17,7 +17,8 @@
 typedef uint16_t bf16;
 
 enum { PANEL = 32, LANES = 16, TILE_ROWS = 12, TILE_ROWS_INT8 = 8, ROW_GROUP = 192, QUANT_BLOCK = 128, KEY_CHUNK = 512 };
-/* How long before its use memory is asked for, as measured: weights in bytes, more where rows are many; keys and values. */
+/* How long before its use memory is asked for, as measured: weights in bytes, those of 8 and 16 bits later where rows are
+ * few; keys and values. */
 enum { AHEAD = 8192, AHEAD_OF_FEW = 1024, FEW = 2, KEYS_AHEAD = 64 };
 enum { NONE = 0, QUICK_GELU = 1, SILU_GATE = 2 }; /* native_linear.py applies the others */
 
@@ -683,7 +684,7 @@ static float row_floor(const Screen *s, const bf16 *x, const float *most, ptrdif
 /* Which result of each row of x times the weights is the largest, the first of equals; -1 where it is quicker to compute
  * them all, or where numbers are too large.
  *
- * With 8 bits, which are half as much to read, results are known but for an error, which the inequality of Cauchy and
+ * With 8 bits, which are a third less to read, results are known but for an error, which the inequality of Cauchy and
  * Schwarz bounds: |w h - w' h'| <= |w'| |h - h'| + |w - w'| |h|. The panel that promises most is then multiplied as it is,
  * as `linear` does it, to the bit; and so are those that could still hold more. */
 void largest_columns(const Screen *s, const bf16 *x, int64_t stride, int64_t rows, int64_t *out, char *space, int32_t threads)

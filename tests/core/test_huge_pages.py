@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gc
 import mmap
+import os
+import signal
 import sys
+import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,17 @@ from dashinfer_vlm_core.kernels import huge_pages
 from tests.waiting import until
 
 MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def pieces(monkeypatch):
+    """No others' memory, and no others' pages that are being joined."""
+    until(lambda: not joining())
+    monkeypatch.setattr(huge_pages, "_PIECES", huge_pages._Pieces())
+
+
+def joining():
+    return any(thread.name == "huge-pages" for thread in threading.enumerate())
 
 
 def test_tensors_share_nothing_and_begin_at_cache_lines():
@@ -39,7 +54,7 @@ def test_none_at_all():
 
 def taken():
     gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def in_huge_pages():
@@ -49,11 +64,11 @@ def in_huge_pages():
 
 
 def joins_pages():
-    """Whether this system does it at once; older ones, and those that forbid it, do not."""
-    piece = mmap.mmap(-1, 3 * huge_pages.PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    piece[:] = bytes(len(piece))
+    """Whether this system does it when it is asked to; older ones do not, and others have done it before."""
+    memory = mmap.mmap(-1, 3 * huge_pages.PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory[:] = bytes(len(memory))
     before = in_huge_pages()
-    huge_pages.join(piece)
+    huge_pages.join(weakref.ref(memory), len(memory))
     return in_huge_pages() > before
 
 
@@ -81,8 +96,39 @@ def test_pages_are_joined_when_all_is_loaded_and_hold_what_they_held():
 
 
 @needs_linux
-def test_memory_that_waits_to_be_joined_is_free_when_nobody_wants_it():
+def test_pages_that_wait_to_be_joined_are_free_when_nobody_wants_them(monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def join(memory, end):
+        begun.set()
+        go_on.wait(10)
+
+    monkeypatch.setattr(huge_pages, "join", join)
     before = taken()
     tensors = [huge_pages.empty(20 * MIB, torch.uint8).zero_() for _ in range(4)]
+    assert begun.wait(10)
     del tensors
     assert taken() < before + 10 * MIB
+    go_on.set()
+
+
+@needs_linux
+def test_a_page_that_is_not_taken_as_a_whole_is_left_alone():
+    if not joins_pages():
+        pytest.skip("this Linux does not join pages when it is asked to")
+    before = in_huge_pages()
+    tensors = [huge_pages.empty(size, torch.uint8).zero_() for size in (17 * MIB, 20 * MIB + 4096)]
+    until(lambda: not joining())
+    assert before + 34 * MIB < in_huge_pages() <= before + 36 * MIB
+    del tensors
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of later Pythons, which is what is tried here
+def test_a_child_takes_memory_of_its_own(monkeypatch):
+    monkeypatch.undo()
+    with huge_pages._PIECES._lock:  # as if another thread of the parent had it
+        child = os.fork()
+        if not child:
+            signal.alarm(20)  # should it hang
+            os._exit(len(huge_pages.empty(1000, torch.uint8)) != 1000)
+    assert os.waitpid(child, 0)[1] == 0

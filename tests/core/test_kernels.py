@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -286,6 +287,31 @@ def test_twelve_bits_give_back_all_sixteen(native, shape, many):
     inputs = torch.eye(shape[1]).bfloat16()
     found = layer(inputs) if many else torch.cat([layer(part) for part in inputs.split(9)])
     assert torch.equal(found, weight.T.float())
+
+
+def decoded(layer):
+    """The bits of the panels of `layer`, from its codes."""
+    packed, _, codes, _ = layer._kept
+    panels = packed.numpy().reshape(-(-layer.columns // 32), layer.inputs // 4, 3, 64)
+    heads = codes.numpy().reshape(len(panels), -1)
+    low, pairs = panels[:, :, :2], panels[:, :, 2]
+    high = np.stack([heads[np.arange(len(panels))[:, None, None], code] for code in (pairs & 15, pairs >> 4)], axis=2)
+    for panel, head in enumerate(heads):
+        strays = head[16:].view([("group", "<u4"), ("place", "u1"), ("high", "u1"), ("", "<u2")])
+        for group, place, byte, _ in strays[: strays["group"].tolist().index(2**32 - 1)]:
+            high[panel, group, place // 64, place % 64] = byte
+    both = high.astype(np.uint16) << 8 | low
+    return both.reshape(*both.shape[:3], 4, 2, 8).transpose(0, 1, 2, 4, 3, 5).reshape(-1)
+
+
+@needs_native
+def test_twelve_bits_keep_numbers_that_are_none_and_the_sign_of_zero(native):
+    weight = numbers(50, 4096) / 16
+    odd = torch.arange(256).repeat(2) << 8 | torch.arange(512) % 251
+    weight[torch.arange(512) % 50, 8 * torch.arange(512)] = odd.to(torch.uint16).view(torch.bfloat16)
+    layer = native.linear(weight)
+    assert is_coded(layer)
+    assert np.array_equal(decoded(layer), layer._panels(weight, False).view(torch.int16).numpy().view(np.uint16))
 
 
 @needs_native
