@@ -57,19 +57,33 @@ def taken():
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
-def in_huge_pages():
-    """Bytes of this process, as Linux counts them."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("AnonHugePages"))
+def mapping(address):
+    """What Linux tells of the memory at an address."""
+    found = False
+    told = {}
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if not name.endswith(":"):
+            begin, end = (int(part, 16) for part in name.split("-"))
+            found = begin <= address < end
+        elif found:
+            told[name] = values
+    return told
+
+
+def in_huge_pages(address):
+    """Bytes of the memory around an address."""
+    return int(mapping(address)["AnonHugePages:"][0]) * 1024
 
 
 def joins_pages():
     """Whether this system does it when it is asked to; older ones do not, and others have done it before."""
     memory = mmap.mmap(-1, 3 * huge_pages.PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory[:] = bytes(len(memory))
-    before = in_huge_pages()
+    page = huge_pages._address(memory) + huge_pages.PAGE
+    before = in_huge_pages(page)
     huge_pages.join(weakref.ref(memory), len(memory))
-    return in_huge_pages() > before
+    return in_huge_pages(page) > before
 
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much memory is taken")
@@ -88,10 +102,9 @@ def test_memory_is_free_again_when_its_last_tensor_is():
 def test_pages_are_joined_when_all_is_loaded_and_hold_what_they_held():
     if not joins_pages():
         pytest.skip("this Linux does not join pages when it is asked to")
-    before = in_huge_pages()
     tensors = [huge_pages.empty(6 * MIB, torch.uint8).fill_(number) for number in range(8)]
-    assert in_huge_pages() < before + 8 * MIB
-    until(lambda: in_huge_pages() > before + 36 * MIB)
+    inner = [tensor.data_ptr() + 2 * MIB for tensor in (tensors[0], tensors[3], tensors[5])]
+    until(lambda: all(in_huge_pages(address) >= 4 * MIB for address in inner))
     assert [int(tensor.sum()) for tensor in tensors] == [number * 6 * MIB for number in range(8)]
 
 
@@ -116,11 +129,11 @@ def test_pages_that_wait_to_be_joined_are_free_when_nobody_wants_them(monkeypatc
 def test_a_page_that_is_not_taken_as_a_whole_is_left_alone():
     if not joins_pages():
         pytest.skip("this Linux does not join pages when it is asked to")
-    before = in_huge_pages()
-    tensors = [huge_pages.empty(size, torch.uint8).zero_() for size in (17 * MIB, 20 * MIB + 4096)]
+    first, last = (huge_pages.empty(size, torch.uint8).zero_() for size in (17 * MIB, 20 * MIB + 4096))
     until(lambda: not joining())
-    assert before + 34 * MIB < in_huge_pages() <= before + 36 * MIB
-    del tensors
+    assert "hg" in mapping(first.data_ptr())["VmFlags:"]
+    assert "hg" in mapping(last.data_ptr() + 19 * MIB)["VmFlags:"]
+    assert "hg" not in mapping(last.data_ptr() + 20 * MIB)["VmFlags:"]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of later Pythons, which is what is tried here
