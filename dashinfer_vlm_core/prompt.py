@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import tokenizers
 
+from .chat_template import ChatTemplate, read_chat_template, unusable
 from .config import EngineConfig
-from .errors import CheckpointError, ConfigError, ContextLengthExceeded, InvalidParameter
+from .errors import ContextLengthExceeded, InvalidParameter
 from .hermes import as_text, with_objects
 from .model import ModelSpec
 from .patches import Grid, Visual
 from .schema import ChatRequest
-
-logger = logging.getLogger(__name__)
+from .tokenizer import CheckpointTokenizer, read_tokenizer
 
 # Characters that Unicode leaves to private agreement; one that no message holds marks what is not to be read as a
 # control token.
@@ -67,18 +63,19 @@ class Prompt:
 class PromptBuilder:
     """Turns messages into token ids and positions for one checkpoint; may be called from several threads."""
 
-    def __init__(self, tokenizer: Any, *, template: str | None, spec: ModelSpec, max_model_len: int) -> None:
-        self._renderer = tokenizer
+    def __init__(
+        self, tokenizer: CheckpointTokenizer, template: ChatTemplate, *, spec: ModelSpec, max_model_len: int
+    ) -> None:
         self._template = template
         self._spec = spec
         self.max_model_len = max_model_len
-        self.tokenizer: tokenizers.Tokenizer = tokenizer.backend_tokenizer
+        self.tokenizer = tokenizer.backend
         # Control tokens come from the template alone and are looked up by name; everything else is encoded as plain
         # text.
         self.tokenizer.encode_special_tokens = True
-        self._control = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        added = self.tokenizer.get_added_tokens_decoder()
+        self._control = {token.content: index for index, token in added.items() if token.special}
         self._split = re.compile("|".join(re.escape(name) for name in sorted(self._control, key=len, reverse=True)))
-        self._knows_tools = _knows_tools(template or tokenizer.chat_template)
         self._first = sorted({name[0] for name in self._control})
         self._longest = max(len(token) for token in self.tokenizer.get_vocab(with_added_tokens=True))
 
@@ -88,25 +85,11 @@ class PromptBuilder:
 
         Raises:
             CheckpointError: the folder has no tokenizer, or no chat template.
-            ConfigError: the file of `EngineConfig.chat_template` cannot be read.
+            ConfigError: the file of `EngineConfig.chat_template` cannot be read, or nothing can be rendered with it.
         """
-        from transformers import AutoTokenizer
-
-        if not any((spec.folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
-            # transformers would make an empty one
-            raise CheckpointError(f"{spec.folder} has no tokenizer.json: copy or download the checkpoint again.")
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(spec.folder, trust_remote_code=False, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(
-                f"{spec.folder} has no tokenizer that can be read ({error}); it needs tokenizer.json."
-            ) from error
-        template = _read_template(spec.folder, config.chat_template)
-        if template is None and tokenizer.chat_template is None:
-            raise CheckpointError(
-                f"{spec.folder} has no chat template: use an instruct checkpoint, or give one by --chat-template."
-            )
-        builder = cls(tokenizer, template=template, spec=spec, max_model_len=max_model_len)
+        tokenizer = read_tokenizer(spec.folder)
+        template = read_chat_template(spec.folder, config.chat_template, tokenizer.templates, tokenizer.names)
+        builder = cls(tokenizer, template, spec=spec, max_model_len=max_model_len)
         builder.check_template()
         return builder
 
@@ -165,13 +148,10 @@ class PromptBuilder:
         Raises:
             ConfigError: the template has an error, or refuses even that.
         """
-        from jinja2 import TemplateError
-
         try:
             self.render([{"role": "user", "content": "Hello"}])
-        except (TemplateError, InvalidParameter, TypeError, ValueError, KeyError) as error:
-            cause = error.__cause__ or error
-            raise ConfigError(f"The chat template cannot be used: {cause}. Mend it, or give another one.") from error
+        except InvalidParameter as error:
+            raise unusable(error.__cause__ or error) from error
 
     def render(self, messages: list[dict[str, Any]], tools: Sequence[Any] = ()) -> str:
         """The chat template's text for `messages` and `tools`, ready for an answer.
@@ -179,19 +159,9 @@ class PromptBuilder:
         Raises:
             InvalidParameter: the template refuses them.
         """
-        from jinja2 import TemplateError
-
-        try:
-            text = self._renderer.apply_chat_template(
-                messages if self._knows_tools else as_text(messages, tools),
-                tools=list(tools) if tools and self._knows_tools else None,
-                chat_template=self._template,
-                tokenize=False,
-                add_generation_prompt=True,
-            )
-        except TemplateError as error:
-            raise _refused(error) from error
-        return str(text)
+        if self._template.knows_tools:
+            return self._template.render(messages, tools)
+        return self._template.render(as_text(messages, tools))
 
     def _runs(self, request: ChatRequest) -> Iterable[list[int]]:
         """Token ids in order; each control token is a run of its own."""
@@ -301,19 +271,6 @@ class PromptBuilder:
             )
 
 
-def _refused(error: Exception) -> InvalidParameter:
-    """A refusal in the template's own words, if it has chosen any; Jinja's are for the operator's log."""
-    from jinja2 import TemplateError
-
-    if type(error) is TemplateError:  # by `raise_exception`; Jinja itself raises subclasses
-        return InvalidParameter(f"The model's chat template refuses these messages: {error}", param="messages")
-    # Not Jinja's text: it may quote the request.
-    logger.warning("the chat template failed on a request with %s", type(error).__name__)
-    return InvalidParameter(
-        "The model's chat template cannot render these messages: leave out what is unusual in them.", param="messages"
-    )
-
-
 def mrope_positions(length: int, spans: Sequence[Span], grids: Sequence[Grid], *, merge: int) -> npt.NDArray[np.int64]:
     """Positions of a prompt along time, height and width, int64 [3, length].
 
@@ -332,37 +289,6 @@ def mrope_positions(length: int, spans: Sequence[Span], grids: Sequence[Grid], *
         position += text + max(shape)
     positions[:, index:] = np.arange(position, position + length - index)
     return positions
-
-
-def _knows_tools(template: object) -> bool:
-    """Whether a chat template tells of tools itself; one that cannot be read is refused by `check_template`."""
-    from jinja2 import Environment, TemplateSyntaxError, meta
-
-    if isinstance(template, Mapping):  # several templates by name: transformers takes that for tools
-        return "tool_use" in template
-    try:
-        parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(str(template))  # noqa: S701 - never rendered
-    except TemplateSyntaxError:
-        return "tools" in str(template)
-    return "tools" in meta.find_undeclared_variables(parsed)
-
-
-def _read_template(folder: Path, override: Path | None) -> str | None:
-    """The operator's template, else the one in a file of its own in the checkpoint; None leaves the tokenizer's."""
-    if override is not None:
-        try:
-            return override.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"chat_template: {override} cannot be read: {error}.") from error
-    text, wrapped = folder / "chat_template.jinja", folder / "chat_template.json"
-    try:
-        if text.is_file():
-            return text.read_text(encoding="utf-8")
-        if wrapped.is_file():
-            return str(json.loads(wrapped.read_text(encoding="utf-8"))["chat_template"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"The chat template in {folder} cannot be read: {error!r}. Download it again.") from error
-    return None
 
 
 def _guard(value: Any, first: Sequence[str], mark: str) -> Any:

@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from dashinfer_vlm_core.chat_template import ChatTemplate
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError, ConfigError, ContextLengthExceeded, InvalidParameter
 from dashinfer_vlm_core.patches import Grid, Patches
 from dashinfer_vlm_core.prompt import PromptBuilder, Span, mrope_positions
 from dashinfer_vlm_core.qwen2_vl.config import read_spec
 from dashinfer_vlm_core.schema import ChatRequest
+from dashinfer_vlm_core.tokenizer import read_tokenizer
 from tests.tiny import SPECIAL
 
 
@@ -24,6 +26,11 @@ def spec(tiny_checkpoint):
 @pytest.fixture(scope="module")
 def builder(spec):
     return PromptBuilder.load(spec, EngineConfig(), max_model_len=512)
+
+
+def templated(spec, template):
+    tokenizer = read_tokenizer(spec.folder)
+    return PromptBuilder(tokenizer, ChatTemplate({"default": template}, {}), spec=spec, max_model_len=512)
 
 
 @pytest.fixture(scope="module")
@@ -158,9 +165,7 @@ def test_control_tokens_cannot_be_assembled_from_neighbouring_parts(builder, ora
 
 def test_control_tokens_in_names_and_tool_calls_stay_text(spec):
     template = "{% if tools %}{% endif %}{{ messages[0]['name'] }}{{ messages[1]['tool_calls'] | tojson }}<|im_end|>"
-    config = EngineConfig()
-    builder = PromptBuilder.load(spec, config, max_model_len=512)
-    builder = PromptBuilder(builder._renderer, template=template, spec=spec, max_model_len=512)
+    builder = templated(spec, template)
     call = {
         "id": "<|im_end|>",
         "type": "function",
@@ -221,18 +226,14 @@ def test_a_template_that_misplaces_pictures_is_told(builder, media):
 
 
 def test_a_refusing_template_is_the_requests_fault(spec):
-    base = PromptBuilder.load(spec, EngineConfig(), max_model_len=512)
-    template = "{{ raise_exception('roles must alternate') }}"
-    builder = PromptBuilder(base._renderer, template=template, spec=spec, max_model_len=512)
+    builder = templated(spec, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidParameter, match="roles must alternate") as caught:
         builder.build(request(user("x")), [])
     assert caught.value.param == "messages"
 
 
 def test_jinjas_own_words_are_not_for_the_caller(spec, caplog):
-    base = PromptBuilder.load(spec, EngineConfig(), max_model_len=512)
-    template = "{{ messages[0].content.nothing.at_all }}"
-    builder = PromptBuilder(base._renderer, template=template, spec=spec, max_model_len=512)
+    builder = templated(spec, "{{ messages[0].content.nothing.at_all }}")
     with pytest.raises(InvalidParameter, match="cannot render these messages") as caught:
         builder.build(request(user("a very private question")), [])
     assert "nothing" not in caught.value.message
