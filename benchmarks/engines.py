@@ -107,19 +107,22 @@ class Server:
 
     def _wait(self) -> None:
         end = time.monotonic() + START_SECONDS
-        while time.monotonic() < end:
-            if self._process.poll() is not None:
-                raise RuntimeError(f"{self.name} ended with {self._process.returncode}: {_tail(self._log)}")
-            with contextlib.suppress(httpx.TransportError):
-                if self._answers("/v1/models") and self._answers(READY, missing=True):
-                    return
-            time.sleep(0.02)
+        # One client: making another for each question takes the cores that the engine starts on.
+        with httpx.Client(base_url=self.base.removesuffix("/v1"), trust_env=False, timeout=5) as client:
+            while time.monotonic() < end:
+                if self._process.poll() is not None:
+                    raise RuntimeError(f"{self.name} ended with {self._process.returncode}: {_tail(self._log)}")
+                with contextlib.suppress(httpx.TransportError):
+                    if _answers(client, "/v1/models") and _answers(client, READY, missing=True):
+                        return
+                time.sleep(0.02)
         raise RuntimeError(f"{self.name} was not ready after {START_SECONDS:.0f} s: {_tail(self._log)}")
 
-    def _answers(self, path: str, *, missing: bool = False) -> bool:
-        """Whether a page can be had; one that the server does not know counts as `missing`."""
-        answer = httpx.get(httpx.URL(self.base).join(path), trust_env=False, timeout=5)
-        return missing if answer.status_code == NOT_FOUND else answer.is_success
+
+def _answers(client: httpx.Client, path: str, *, missing: bool = False) -> bool:
+    """Whether a page can be had; one that the server does not know counts as `missing`."""
+    answer = client.get(path)
+    return missing if answer.status_code == NOT_FOUND else answer.is_success
 
 
 class InProcess:
