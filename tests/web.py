@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import ssl
 import threading
@@ -77,7 +78,7 @@ def serve(answers: dict[str, Answer], tls: ssl.SSLContext | None = None) -> Iter
 
 def body(data: bytes, *headers: str, status: str = "200 OK") -> Answer:
     """A well-behaved answer."""
-    head = [f"HTTP/1.1 {status}", f"Content-Length: {len(data)}", *headers]
+    head = [f"HTTP/1.1 {status}", f"Content-Length: {len(data)}", "Connection: close", *headers]
     return lambda stream: stream.sendall("\r\n".join([*head, "", ""]).encode() + data)
 
 
@@ -129,7 +130,13 @@ def names(table: dict[str, list[Any]]) -> Callable[[str, int], Any]:
 
 
 def _head(stream: socket.socket) -> str:
+    """Of a request, which is read to its end: what lies unread when a connection is closed resets it."""
     received = b""
     while b"\r\n\r\n" not in received:
         received += stream.recv(4096) or b"\r\n\r\n"
-    return received.decode("latin-1")
+    head, _, content = received.partition(b"\r\n\r\n")
+    stated = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
+    missing = int(stated[1]) - len(content) if stated else 0
+    while missing > 0 and (more := stream.recv(missing)):
+        missing -= len(more)
+    return head.decode("latin-1")
