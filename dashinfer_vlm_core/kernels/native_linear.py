@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import huge_pages
+from . import huge_pages, temporary
 from .types import Activation
 
 PANEL = 32
@@ -80,7 +80,7 @@ class NativeLinear:
         panels = self._panels(weight, gated)
         outputs, inputs = weight.shape
         packed = huge_pages.empty(len(panels) // 2 * 3, torch.uint8)
-        codes = torch.empty(_padded(outputs) // PANEL * self._library.codes_space(inputs), dtype=torch.uint8)
+        codes = huge_pages.empty(_padded(outputs) // PANEL * self._library.codes_space(inputs), torch.uint8)
         coded = self._library.pack_codes(
             panels.data_ptr(), outputs, inputs, packed.data_ptr(), codes.data_ptr(), torch.get_num_threads()
         )  # fmt: skip
@@ -91,7 +91,7 @@ class NativeLinear:
     def _panels(self, weight: Tensor, gated: bool) -> Tensor:
         """All 16 bits."""
         outputs, inputs = weight.shape
-        panels = torch.empty(_padded(outputs) * inputs, dtype=torch.bfloat16)
+        panels = temporary.empty([_padded(outputs) * inputs], torch.bfloat16)
         self._library.pack_bf16(weight.data_ptr(), outputs, inputs, gated, panels.data_ptr(), torch.get_num_threads())
         return panels
 

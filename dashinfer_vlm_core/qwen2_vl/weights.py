@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError, ConfigError
+from ..kernels import temporary
 from .files import damaged, stored_tensors
 
 if TYPE_CHECKING:
@@ -49,9 +50,16 @@ class Weights:
         Raises:
             CheckpointError: it is not there, has another shape, or its file is damaged.
         """
-        found = torch.empty(*shape, device=device, dtype=dtype)
+        found = self.empty(shape, device=device, dtype=dtype)
         self.read(name, found)
         return found
+
+    @staticmethod
+    def empty(shape: Sequence[int], *, device: str, dtype: torch.dtype) -> torch.Tensor:
+        """Memory to read weights into, which many of them leave again at once for a layout of their own."""
+        if device == "cpu":
+            return temporary.empty(shape, dtype)
+        return torch.empty(*shape, device=device, dtype=dtype)
 
     def read(self, name: str, into: torch.Tensor) -> None:
         """Read one tensor into another of the same shape, a part of a larger one perhaps, converting as it goes.

@@ -122,7 +122,7 @@ class _Reader(NamedTuple):
 
     def fused(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
         """The named tensors one under the other, each read to where it belongs."""
-        fused = torch.empty(sum(rows), *columns, device=self.device, dtype=self.dtype)
+        fused = self.weights.empty([sum(rows), *columns], device=self.device, dtype=self.dtype)
         for name, part in zip(names, torch.split(fused, list(rows)), strict=True):
             self.weights.read(name, part)
         return fused
