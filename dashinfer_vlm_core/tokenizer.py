@@ -64,8 +64,7 @@ def _as_it_stands(folder: Path) -> CheckpointTokenizer | None:
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     if not _holds(backend, config):
         return None
-    names = {key: _content(value) for key, value in config.items() if key.endswith("_token") and _is_token(value)}
-    return CheckpointTokenizer(backend=backend, names=names, templates=_templates(config.get("chat_template")))
+    return CheckpointTokenizer(backend=backend, names=_names(config), templates=_templates(config.get("chat_template")))
 
 
 def _holds(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> bool:
@@ -80,18 +79,21 @@ def _holds(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> bool:
     )
 
 
+def _names(config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens that have a name of their own there; numbers and switches may be called alike."""
+    return {
+        key: _content(value)
+        for key, value in config.items()
+        if key.endswith("_token") and (isinstance(value, str) or (isinstance(value, Mapping) and "content" in value))
+    }
+
+
 def _special(config: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in config.items():
-        if key.endswith("_token") and _is_token(value):
-            yield _content(value)
+    yield from _names(config).values()
     for key in ("additional_special_tokens", "extra_special_tokens"):
         more = config.get(key) or ()
         listed: Iterable[Any] = more.values() if isinstance(more, Mapping) else more
         yield from map(_content, listed)
-
-
-def _is_token(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, Mapping) and "content" in value)
 
 
 def _content(token: str | Mapping[str, Any]) -> str:
