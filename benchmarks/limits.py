@@ -14,8 +14,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
+from dashinfer_vlm_core import EngineConfig
+from dashinfer_vlm_core.kernels.native import load_native
 from dashinfer_vlm_core.patches import DEFAULT_TOKENS, smart_resize
 from dashinfer_vlm_core.qwen2_vl.config import (
     TextConfig,
@@ -25,8 +28,12 @@ from dashinfer_vlm_core.qwen2_vl.config import (
     read_vision_config,
 )
 
-BF16 = 2
+BF16 = 2.0
 """Bytes of a weight."""
+PACKED_BF16 = 1.5
+"""Bytes of a bfloat16 weight of a layer, as our kernels in C keep and read it."""
+PACKED_HEAD = 1.0
+"""Bytes of a weight of the output layer that a greedy step reads with our kernels in C."""
 GIB = 1 << 30
 
 
@@ -36,11 +43,14 @@ class Rates:
 
     Attributes:
         read_gb_s: memory that is read, in 1e9 bytes a second.
-        bf16_gflop_s: multiplications and additions of large bfloat16 matrices, in 1e9 a second.
+        bf16_gflop_s: multiplications and additions of large bfloat16 matrices, in 1e9 a second, by the fastest kernels
+            at hand.
+        kernels: the name of those kernels.
     """
 
     read_gb_s: float
     bf16_gflop_s: float
+    kernels: str
 
 
 def cores() -> int:
@@ -74,9 +84,15 @@ def prefill_flop(config: TextConfig, tokens: int) -> float:
     return float(2 * tokens * _layer_weights(config) + attention + 2 * config.vocab_size * config.hidden_size)
 
 
-def step_bytes(config: TextConfig) -> int:
-    """Bytes of weights that one decode step reads: all layers and the output layer, in bfloat16."""
-    return BF16 * (_layer_weights(config) + config.vocab_size * config.hidden_size)
+def step_bytes(config: TextConfig, *, packed: bool) -> float:
+    """Bytes of weights that one greedy decode step reads: all layers and the output layer.
+
+    Args:
+        config: of the decoder.
+        packed: in the formats of our kernels in C; else both are bfloat16.
+    """
+    layer, head = (PACKED_BF16, PACKED_HEAD) if packed else (BF16, BF16)
+    return layer * _layer_weights(config) + head * config.vocab_size * config.hidden_size
 
 
 def _layer_weights(config: TextConfig) -> int:
@@ -101,8 +117,9 @@ def picture_seconds(model: Path, rates: Rates, *, prompt: int) -> float:
 
 
 def step_seconds(model: Path, rates: Rates) -> float:
-    """What a decode step takes at least: its weights have to be read."""
-    return step_bytes(read_text_config(model)) / (rates.read_gb_s * 1e9)
+    """What a greedy decode step of ours takes at least: its weights have to be read."""
+    packed = load_native(EngineConfig()).kernels is not None
+    return step_bytes(read_text_config(model), packed=packed) / (rates.read_gb_s * 1e9)
 
 
 def _best(work: Callable[[], object], seconds: float = 1.0) -> float:
@@ -121,10 +138,15 @@ def main() -> None:
 
     memory = torch.ones(GIB // 8, dtype=torch.int64)  # far beyond any cache
     matrix = torch.randn(4096, 4096).to(torch.bfloat16)
+    layers = {"torch": partial(torch.mm, matrix, matrix)}
+    ours = load_native(EngineConfig()).kernels
+    if ours:
+        layers[ours.name] = partial(ours.linear(matrix), matrix)
     with torch.inference_mode():
         read = _best(memory.sum)
-        product = _best(lambda: torch.mm(matrix, matrix))
-    rates = Rates(read_gb_s=GIB / read / 1e9, bf16_gflop_s=2 * 4096**3 / product / 1e9)
+        products = {name: _best(work) for name, work in layers.items()}
+    fastest = min(products, key=products.__getitem__)
+    rates = Rates(read_gb_s=GIB / read / 1e9, bf16_gflop_s=2 * 4096**3 / products[fastest] / 1e9, kernels=fastest)
     print(json.dumps(asdict(rates)))
 
 

@@ -88,10 +88,10 @@ class EngineConfig(BaseSettings):
         description="Number type that weights are rounded to: int8 on a CPU with AVX-512, int8 or uint4 with DashInfer"
         " on CUDA.",
     )
-    cpu_kernels: Literal["auto", "torch"] = Field(
+    cpu_kernels: Literal["auto", "amx", "avx512", "torch"] = Field(
         "auto",
-        description="Whose arithmetic runs bfloat16 models on a CPU: `auto` takes ours in C where the processor has"
-        " AVX-512 BF16 and there is a C compiler, else PyTorch's.",
+        description="Kernels that run bfloat16 models on a CPU: `amx` and `avx512` are in C and need a processor with"
+        " AMX or AVX-512 BF16 and a C compiler, `torch` are PyTorch's; `auto` takes the fastest that can run here.",
     )
     cache_dir: Path | None = Field(
         None,

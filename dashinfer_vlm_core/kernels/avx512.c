@@ -373,6 +373,10 @@ INLINE void tile_coded(const int rows, const bf16 *a, ptrdiff_t lda, Reader r, p
     }
 }
 
+#ifdef TILES
+#include "tiles.h"
+#include "tiles_linear.h"
+#else
 /* Linear layers of bf16 -------------------------------------------------------------------------------------------- */
 
 /* So many tiles read the codes of a panel, each for itself; of more, the first writes it out for the others. */
@@ -402,6 +406,22 @@ static void linear_rows(const bf16 *x, ptrdiff_t stride, ptrdiff_t panel, ptrdif
     }
 }
 
+/* One row against one panel, for `take_largest`. */
+static void multiply_row(const Matrix *m, const bf16 *x, ptrdiff_t panel, __m512 sums[2])
+{
+    __m512 acc[TILE_ROWS][2];
+    if (m->codes) tile_coded(1, x, 0, read_panel(m, panel), m->inputs, NULL, acc);
+    else tile(1, 2, NULL, x, 0, (const bf16 *)m->packed + panel * m->inputs * PANEL, PANEL, m->inputs / 2, acc);
+    sums[0] = acc[0][0];
+    sums[1] = acc[0][1];
+}
+
+/* Of the panel that each thread is at. */
+static int64_t linear_bf16_space(int64_t rows, int64_t inputs, int32_t threads)
+{
+    return rows > CODED_TILES * TILE_ROWS ? threads * inputs * PANEL * (int64_t)sizeof(bf16) : 0;
+}
+
 static void linear_bf16(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Ending *end, char *space, int threads)
 {
     ptrdiff_t panels = (end->m->outputs + PANEL - 1) / PANEL, groups = (rows + ROW_GROUP - 1) / ROW_GROUP;
@@ -412,6 +432,8 @@ static void linear_bf16(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const E
                     (bf16 *)space + omp_get_thread_num() * end->m->inputs * PANEL);
     }
 }
+
+#endif
 
 /* Products of int8 ------------------------------------------------------------------------------------------------- */
 
@@ -450,9 +472,10 @@ void pack_int8(const bf16 *weight, int64_t outputs, int64_t inputs, int32_t gate
     }
 }
 
-/* Activations of one row: bytes, and for each block of inputs a scale and -128 times the sum of its bytes, which takes
- * back what was added to the weights. Blocks, since a few inputs of these models are hundreds of times the others. */
-static void quantise_row(const bf16 *x, ptrdiff_t inputs, int8_t *bytes, float *scales, int32_t *offsets)
+/* Activations of one row: bytes, 64 at a time, `step` bytes apart; and for each block of inputs a scale and -128 times the
+ * sum of its bytes, which takes back what was added to the weights. Blocks, since a few inputs of these models are hundreds
+ * of times the others. */
+static void quantise_row(const bf16 *x, ptrdiff_t inputs, int8_t *bytes, ptrdiff_t step, float *scales, int32_t *offsets)
 {
     for (ptrdiff_t k = 0, block = 0; k < inputs; k += QUANT_BLOCK, block++) {
         ptrdiff_t count = inputs - k < QUANT_BLOCK ? inputs - k : QUANT_BLOCK;
@@ -463,7 +486,7 @@ static void quantise_row(const bf16 *x, ptrdiff_t inputs, int8_t *bytes, float *
             __mmask16 lanes = first(count - i);
             __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(load(x + k + i, lanes), inverse));
             sum = _mm512_add_epi32(sum, whole);
-            _mm_mask_storeu_epi8(bytes + k + i, lanes, _mm512_cvtsepi32_epi8(whole));
+            _mm_mask_storeu_epi8(bytes + (k + i) / 64 * step + (k + i) % 64, lanes, _mm512_cvtsepi32_epi8(whole));
         }
         scales[block] = scale;
         offsets[block] = -128 * _mm512_reduce_add_epi32(sum);
@@ -536,7 +559,7 @@ static void linear_int8(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const E
     {
 #pragma omp for
         for (ptrdiff_t row = 0; row < rows; row++)
-            quantise_row(x + row * stride, inputs, q.bytes + row * inputs, q.scales + row * blocks, q.offsets + row * blocks);
+            quantise_row(x + row * stride, inputs, q.bytes + row * inputs, 64, q.scales + row * blocks, q.offsets + row * blocks);
 #pragma omp for schedule(guided, groups > 1 ? 1 : 2)
         for (ptrdiff_t task = 0; task < panels * groups; task++)
             linear_rows_int8(&q, task / groups, rows * (task % groups) / groups, rows * (task % groups + 1) / groups, end);
@@ -548,12 +571,18 @@ static int64_t quantised_space(int64_t rows, int64_t inputs)
     return rows * (inputs + 8 * ((inputs + QUANT_BLOCK - 1) / QUANT_BLOCK));
 }
 
-/* Bytes that `linear` needs, for any weights of that shape in 8 bits or in more: for rows in 8 bits, or for the panel that
- * each thread is at. */
+#ifdef TILES
+#include "tiles_int8.h"
+#endif
+
+/* Bytes that `linear` needs, for any weights of that shape in 8 bits or in more. */
 int64_t linear_space(const Matrix *m, int64_t rows, int32_t threads)
 {
-    if (m->scales) return quantised_space(rows, m->inputs);
-    return rows > CODED_TILES * TILE_ROWS ? threads * m->inputs * PANEL * (int64_t)sizeof(bf16) : 0;
+    if (!m->scales) return linear_bf16_space(rows, m->inputs, threads);
+#ifdef TILES
+    if (rows > FEW_INT8) return linear_tiles_int8_space(rows, m->inputs);
+#endif
+    return quantised_space(rows, m->inputs);
 }
 
 /* x [rows, inputs] times the weights, into `out` or, with `add`, on top of it. */
@@ -561,8 +590,11 @@ void linear(const Matrix *m, const bf16 *x, int64_t stride, int64_t rows, void *
             char *space, int32_t threads)
 {
     Ending end = {m, out, out_stride, add};
-    if (m->scales) linear_int8(x, stride, rows, &end, space, threads);
-    else linear_bf16(x, stride, rows, &end, space, threads);
+    if (!m->scales) linear_bf16(x, stride, rows, &end, space, threads);
+#ifdef TILES
+    else if (rows > FEW_INT8) linear_tiles_int8(x, stride, rows, &end, space, threads);
+#endif
+    else linear_int8(x, stride, rows, &end, space, threads);
 }
 
 /* The largest result ----------------------------------------------------------------------------------------------- */
@@ -653,10 +685,8 @@ static void screen_panel(const Screen *s, const Quantised *q, const float *reach
 static void take_largest(const Screen *s, const bf16 *x, ptrdiff_t panel, Largest *found)
 {
     const Matrix *m = s->exact;
-    const bf16 *plain = (const bf16 *)m->packed + panel * m->inputs * PANEL;
-    __m512 acc[TILE_ROWS][2];
-    if (m->codes) tile_coded(1, x, 0, read_panel(m, panel), m->inputs, NULL, acc);
-    else tile(1, 2, NULL, x, 0, plain, PANEL, m->inputs / 2, acc);
+    __m512 acc[1][2];
+    multiply_row(m, x, panel, acc[0]);
     for (int z = 0; z < 2; z++) {
         ptrdiff_t column = panel * PANEL + z * LANES;
         __mmask16 lanes = first(s->exact->outputs - column);
@@ -699,7 +729,7 @@ void largest_columns(const Screen *s, const bf16 *x, int64_t stride, int64_t row
     {
 #pragma omp for
         for (ptrdiff_t row = 0; row < rows; row++) {
-            quantise_row(x + row * stride, inputs, q.bytes + row * inputs, q.scales + row * blocks, q.offsets + row * blocks);
+            quantise_row(x + row * stride, inputs, q.bytes + row * inputs, 64, q.scales + row * blocks, q.offsets + row * blocks);
             row_reach(x + row * stride, &q, row, inputs, reach + 2 * row);
             found[row] = (Largest){-INFINITY, -1};
         }
@@ -790,6 +820,20 @@ typedef struct {
     float scale;
 } Heads;
 
+INLINE ptrdiff_t rounded(ptrdiff_t x, ptrdiff_t to) { return (x + to - 1) / to * to; }
+
+static void *carve(char **from, size_t bytes)
+{
+    char *part = *from;
+    *from += rounded(bytes, 64);
+    return part;
+}
+
+#ifdef TILES
+#include "tiles_attention.h"
+#else
+enum { QUERY_ROWS = ROW_GROUP };
+
 typedef struct { /* of one thread */
     bf16 *queries; /* [ROW_GROUP, width] */
     bf16 *keys;    /* KEY_CHUNK / PANEL panels of [width / 2, PANEL] pairs */
@@ -800,15 +844,6 @@ typedef struct { /* of one thread */
     float *most;   /* [ROW_GROUP], the largest score so far */
     float *total;  /* [ROW_GROUP], of the weights so far */
 } Scratch;
-
-INLINE ptrdiff_t rounded(ptrdiff_t x, ptrdiff_t to) { return (x + to - 1) / to * to; }
-
-static void *carve(char **from, size_t bytes)
-{
-    char *part = *from;
-    *from += rounded(bytes, 64);
-    return part;
-}
 
 static size_t scratch_bytes(ptrdiff_t width)
 {
@@ -993,10 +1028,12 @@ static void attend_tile(const Heads *h, const Span *span, const Scratch *s, ptrd
     }
 }
 
+#endif
+
 /* Attention of each segment's queries to its own keys. `space` has `attend_space` bytes for each thread. */
 void attend(const Heads *h, const Span *spans, int64_t count, char *space, int32_t threads)
 {
-    ptrdiff_t group = h->heads / h->kv_heads, step = ROW_GROUP / group, bytes = rounded(scratch_bytes(h->width), 64);
+    ptrdiff_t group = h->heads / h->kv_heads, step = QUERY_ROWS / group, bytes = rounded(scratch_bytes(h->width), 64);
     ptrdiff_t tiles = 0;
     for (ptrdiff_t i = 0; i < count; i++) tiles += (spans[i].tokens + step - 1) / step;
 #pragma omp parallel num_threads(threads)

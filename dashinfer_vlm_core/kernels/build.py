@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 FLAGS = (
-    "-O3", "-std=c11", "-shared", "-fPIC", "-fopenmp", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq",
+    "-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq",
     "-mavx512bf16", "-mavx512vnni", "-mfma", "-Wl,-Bsymbolic-functions",
 )  # fmt: skip
 
@@ -31,8 +31,14 @@ class BuildError(Exception):
     """The library could not be made; the message says why and, behind a semicolon, what helps."""
 
 
-def build(source: Path, cache: Path) -> Path:
+def build(source: Path, cache: Path, name: str = "", flags: Sequence[str] = ()) -> Path:
     """The compiled library of `source`, from `cache` if it was made before.
+
+    Args:
+        source: a C file; it may include the headers in its folder.
+        cache: folder of the libraries.
+        name: of the library; that of the source by default.
+        flags: of the compiler, in addition to `FLAGS`.
 
     Raises:
         BuildError: no compiler can do it, or the cache cannot be written or is open to others.
@@ -40,9 +46,10 @@ def build(source: Path, cache: Path) -> Path:
     compilers = list(filter(None, map(shutil.which, COMPILERS)))
     if not compilers:
         raise BuildError("no C compiler was found; install gcc or clang, by `apt-get install gcc` or `dnf install gcc`")
-    flags = [*FLAGS, *map(str, _openmp_of_torch())]
-    key = hashlib.sha256("\0".join([source.read_text(), *compilers, *flags]).encode()).hexdigest()[:16]
-    library = cache / f"{source.stem}-{key}.so"
+    flags = [*FLAGS, *flags, *map(str, _openmp_of_torch())]
+    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
+    key = hashlib.sha256("\0".join([*texts, *compilers, *flags]).encode()).hexdigest()[:16]
+    library = cache / f"{name or source.stem}-{key}.so"
     _own_folder(cache)
     if not library.exists():
         _compile_by_any(compilers, source, flags, library)

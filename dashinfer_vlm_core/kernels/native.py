@@ -1,4 +1,7 @@
-"""Kernels in C (`avx512.c`), called through ctypes. A row's result is the same to the bit in any company."""
+"""Kernels in C (`avx512.c`), called through ctypes.
+
+A row's result is bit-exact regardless of the rows that are computed with it.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +58,33 @@ RESULTS = {
 }
 
 
+class Variant(NamedTuple):
+    """One way to compile `avx512.c`.
+
+    Attributes:
+        name: of the kernel set, and the value of `cpu_kernels` that selects it.
+        flags: of the compiler.
+        features: of the processor that it needs, as /proc/cpuinfo spells them.
+    """
+
+    name: str
+    flags: tuple[str, ...] = ()
+    features: tuple[str, ...] = ("avx512_bf16", "avx512_vnni")
+
+
+AVX512 = Variant("avx512")
+AMX = Variant(
+    "amx",
+    ("-DTILES", "-DTILES_AMX", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+    (*AVX512.features, "amx_tile", "amx_bf16", "amx_int8"),
+)
+PORTABLE_TILES = Variant("portable_tiles", ("-DTILES",))
+"""The kernels of `AMX` with its instructions spelled out in C, bit-exact and slow: for tests on every machine."""
+
+VARIANTS = (AMX, AVX512)
+"""Fastest first."""
+
+
 class Heads(ctypes.Structure):
     """`Heads` in C."""
 
@@ -68,11 +98,11 @@ class Heads(ctypes.Structure):
 class Native:
     """See `Kernels`. For bfloat16 on a CPU; widths of inputs are even."""
 
-    name = "native"
     quantises = True
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, name: str) -> None:
         self._library = library
+        self.name = name
 
     def compute(self, work: Callable[[], T]) -> T:
         return CPU_TURNS.run(work)
@@ -165,19 +195,33 @@ def load_native(config: EngineConfig) -> Loaded:
 
 @functools.cache
 def _load(config: EngineConfig) -> Loaded:
-    missing = [name for name in ("avx512_bf16", "avx512_vnni") if name not in cpu_flags()]
+    wanted = [variant for variant in VARIANTS if config.cpu_kernels in ("auto", variant.name)]
+    loaded = Loaded(None, "")
+    for variant in wanted:
+        loaded = load_variant(variant, config)
+        if loaded.kernels:
+            break
+    return loaded
+
+
+def load_variant(variant: Variant, config: EngineConfig) -> Loaded:
+    """One variant of the kernels in C, compiled where it is not in the cache of `config`, or why it cannot be used."""
+    missing = [name for name in variant.features if name not in cpu_flags()]
     if missing:
         return Loaded(None, f"this CPU has no {' and no '.join(missing)}")
+    source = Path(__file__).with_name("avx512.c")
     try:
-        library = ctypes.CDLL(str(build(Path(__file__).with_name("avx512.c"), config.cache_folder / "kernels")))
+        library = ctypes.CDLL(str(build(source, config.cache_folder / "kernels", variant.name, variant.flags)))
     except (BuildError, RuntimeError) as error:  # RuntimeError: there is no home folder
         return Loaded(None, str(error))
     except OSError as error:
         return Loaded(None, f"the compiled kernels do not load ({error}); {OTHER_CACHE}")
+    if variant is AMX and not library.tiles_permitted():
+        return Loaded(None, "the system does not permit this process to use AMX; Linux 5.16 or newer does")
     for name, types in SIGNATURES.items():
         getattr(library, name).argtypes = types
         getattr(library, name).restype = RESULTS.get(name)
-    return Loaded(Native(library), "")
+    return Loaded(Native(library, variant.name), "")
 
 
 def _threads() -> int:

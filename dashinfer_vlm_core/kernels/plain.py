@@ -24,7 +24,13 @@ class Plain:
     quantises = False
 
     def __init__(self, device: str) -> None:
-        self._on_cpu = torch.device(device).type == "cpu"
+        kind = torch.device(device).type
+        self._on_cpu = kind == "cpu"
+        if kind == "cuda":
+            # Where torch prefers cuDNN's attention (2.11 does on Blackwell), each new shape costs an execution plan of
+            # nearly half a second, and every decode step has a new number of keys. The switch is the process's: a
+            # context manager around each call would race between the tower's thread and the decoder's.
+            torch.backends.cuda.enable_cudnn_sdp(False)
 
     def compute(self, work: Callable[[], T]) -> T:
         return CPU_TURNS.run(work) if self._on_cpu else work()

@@ -36,6 +36,15 @@ class Runner:
         """What `work` returns, or raises: where moves and steps are to be done. See `Kernels.compute`."""
         return self._model.kernels.compute(work)
 
+    def check_device(self) -> None:
+        """Compute next to nothing on the device.
+
+        Raises:
+            RuntimeError: the device is lost. After a fault such as an illegal memory access, every later call of a CUDA
+                context fails.
+        """
+        torch.zeros(1, device=self._model.device).item()
+
     @torch.inference_mode()
     def move(self, moves: Iterable[Move]) -> None:
         """Copy rows of the cache, one move after the other."""

@@ -163,11 +163,16 @@ class Worker:
         return self._attempt(step.chunks)
 
     def _attempt(self, chunks: Sequence[Chunk]) -> dict[Run, Outcome]:
-        """Run a step; should it fail, run each of its chunks alone, so that only the one to blame fails."""
+        """Run a step; should it fail, run each of its chunks alone, so that only the one to blame fails.
+
+        Raises:
+            RuntimeError: the device is lost, so that no request can be computed any more.
+        """
         try:
             return self._runner.step(chunks)
         except Exception:
             if len(chunks) == 1:
+                self._runner.check_device()
                 run = chunks[0].run
                 logger.exception("Request %s failed in the decoder.", run.request.id)
                 return {run: DecoderFailed("The decoder failed on this request; the engine's log has the cause.")}

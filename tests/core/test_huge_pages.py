@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import mmap
 import os
 import signal
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from dashinfer_vlm_core.kernels import huge_pages
-from tests.waiting import until
+from tests.waiting import HANG, until
 
 MIB = 1 << 20
 
@@ -52,11 +51,6 @@ def test_none_at_all():
     assert huge_pages.empty(0, torch.uint8).shape == (0,)
 
 
-def taken():
-    gc.collect()
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-
-
 def mapping(address):
     """What Linux tells of the memory at an address."""
     found = False
@@ -89,13 +83,36 @@ def joins_pages():
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much memory is taken")
 
 
-@needs_linux
-def test_memory_is_free_again_when_its_last_tensor_is():
-    before = taken()
+@pytest.fixture
+def mappings(monkeypatch):
+    """Weak references to all memory taken from now on. Python unmaps what nobody holds; the resident memory of a
+    process depends on its other tests, too."""
+    made, new_memory = [], huge_pages._new_memory
+
+    def recorded(size):
+        memory, start = new_memory(size)
+        made.append(weakref.ref(memory))
+        return memory, start
+
+    monkeypatch.setattr(huge_pages, "_new_memory", recorded)
+    monkeypatch.setattr(huge_pages, "_PIECES", huge_pages._Pieces())
+    return made
+
+
+def held(mappings):
+    return [memory for reference in mappings if (memory := reference())]
+
+
+def test_memory_is_unmapped_with_its_last_tensor(mappings):
     tensors = [huge_pages.empty(size * MIB, torch.uint8).zero_() for size in (5, 5, 5, 5, 40, 5)]
-    assert taken() > before + 60 * MIB
+    assert sum(map(len, held(mappings))) > 60 * MIB
+    first, last = tensors[0], tensors.pop()
     del tensors
-    assert taken() < before + 10 * MIB
+    until(lambda: len(held(mappings)) == 2)  # pages may be joined right now
+    assert not first.any()
+    assert not last.any()
+    del first, last
+    until(lambda: not held(mappings))
 
 
 @needs_linux
@@ -109,19 +126,18 @@ def test_pages_are_joined_when_all_is_loaded_and_hold_what_they_held():
 
 
 @needs_linux
-def test_pages_that_wait_to_be_joined_are_free_when_nobody_wants_them(monkeypatch):
+def test_pages_that_wait_to_be_joined_are_free_when_nobody_wants_them(monkeypatch, mappings):
     begun, go_on = threading.Event(), threading.Event()
 
     def join(memory, end):
         begun.set()
-        go_on.wait(10)
+        go_on.wait(timeout=HANG)
 
     monkeypatch.setattr(huge_pages, "join", join)
-    before = taken()
     tensors = [huge_pages.empty(20 * MIB, torch.uint8).zero_() for _ in range(4)]
-    assert begun.wait(10)
+    assert begun.wait(timeout=HANG)
     del tensors
-    assert taken() < before + 10 * MIB
+    assert not held(mappings)
     go_on.set()
 
 
@@ -142,6 +158,6 @@ def test_a_child_takes_memory_of_its_own(monkeypatch):
     with huge_pages._PIECES._lock:  # as if another thread of the parent had it
         child = os.fork()
         if not child:
-            signal.alarm(20)  # should it hang
+            signal.alarm(int(HANG))  # should it hang
             os._exit(len(huge_pages.empty(1000, torch.uint8)) != 1000)
     assert os.waitpid(child, 0)[1] == 0

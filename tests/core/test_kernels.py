@@ -18,33 +18,47 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.engine import open_conductor
+from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.kernels import Activation, DecoderLayer, DecoderShape, Pass, Span, Spans, choose_kernels
 from dashinfer_vlm_core.kernels import native as native_module
 from dashinfer_vlm_core.kernels.build import BuildError, build
 from dashinfer_vlm_core.kernels.layers import ComposedLayers
-from dashinfer_vlm_core.kernels.native import load_native
+from dashinfer_vlm_core.kernels.native import AMX, AVX512, PORTABLE_TILES, load_native, load_variant
 from dashinfer_vlm_core.kernels.native_linear import NativeLinear, Packed
 from dashinfer_vlm_core.kernels.plain import Plain
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.watch import Watchers
-from tests.waiting import until
+from tests.waiting import HANG, until
 
 ROWS = [1, 5, 12, 13, 16, 29, 200]
 SHAPES = [(96, 64), (70, 132), (33, 260)]  # (outputs, inputs): whole panels, part of one, blocks of 8 bits cut short
 
 needs_native = pytest.mark.skipif(
-    not choose_kernels("cpu", torch.bfloat16, EngineConfig()).quantises, reason="no AVX-512 BF16, or no C compiler"
+    load_variant(AVX512, EngineConfig()).kernels is None, reason="no AVX-512 BF16, or no C compiler"
 )
+needs_amx = pytest.mark.skipif(load_variant(AMX, EngineConfig()).kernels is None, reason="no AMX, or no C compiler")
+
+VARIANT_PARAMS = [
+    pytest.param(AVX512, id="avx512", marks=needs_native),
+    pytest.param(PORTABLE_TILES, id="portable_tiles", marks=needs_native),
+    pytest.param(AMX, id="amx", marks=needs_amx),
+]
 
 
-@pytest.fixture(params=["torch", pytest.param("auto", marks=needs_native)])
+def load(variant):
+    loaded = load_variant(variant, EngineConfig())
+    assert loaded.kernels is not None, loaded.reason
+    return loaded.kernels
+
+
+@pytest.fixture(params=[pytest.param(None, id="torch"), *VARIANT_PARAMS])
 def kernels(request):
-    return choose_kernels("cpu", torch.bfloat16, EngineConfig(cpu_kernels=request.param))
+    return load(request.param) if request.param else Plain("cpu")
 
 
-@pytest.fixture
-def native():
-    return choose_kernels("cpu", torch.bfloat16, EngineConfig())
+@pytest.fixture(params=VARIANT_PARAMS)
+def native(request):
+    return load(request.param)
 
 
 def numbers(*shape, seed=0):
@@ -128,10 +142,10 @@ def largest(head, x):
 
 
 @needs_native
-@pytest.mark.parametrize("shape", [(4096, 64), (5001, 260), (40010, 896)])
+@pytest.mark.parametrize("shape", [(4096, 64), (5001, 260), (20010, 896)])
 def test_the_largest_result_is_that_of_all(native, shape):
     head = native.head(numbers(*shape) / 8)
-    for rows in ROWS:
+    for rows in (1, 5, 12, 13, 29):
         x = numbers(rows, 2 * shape[1], seed=rows)[:, : shape[1]]
         assert torch.equal(head.best(x), largest(head, x))
 
@@ -249,6 +263,53 @@ def test_a_row_is_the_same_to_the_bit_in_any_company(native, int8):
     whole = layer(x)
     for rows in (1, 2, 7, 12, 13, 30, 199):
         assert torch.equal(layer(x[:rows]), whole[:rows])
+
+
+def bits(*tensors):
+    return [tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16) for tensor in tensors]
+
+
+@needs_amx
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 32, 33, 100])
+@pytest.mark.parametrize("inputs", [64, 260, 1380])  # whole steps, part of one, more than one part
+def test_tile_instructions_equal_portable_tiles(rows, inputs):
+    weight, x = numbers(100, inputs) / 8, numbers(rows, inputs, seed=1)
+    x[0, :40] *= 2.0**-120  # denormal products, and sums of them
+    weight[3, :] *= 2.0**-20
+    weight[5, 1] = x[0, 3] = 2.0**-130  # denormal numbers
+    for options in ({"wide": True}, {"wide": True, "int8": True}, {"activation": Activation.SILU_GATE}):
+        found, expected = (load(variant).linear(weight, **options)(x) for variant in (AMX, PORTABLE_TILES))
+        assert torch.equal(*bits(found, expected))
+
+
+@needs_amx
+@pytest.mark.parametrize("tokens", [1, 20, 90])
+def test_attention_by_tile_instructions_equals_portable_tiles(tokens):
+    q, (k, v) = numbers(tokens, 6, 80), numbers(4, 700, 80, seed=1).split(2)
+    spans = Spans([Span(0, tokens, 10, 600, 600 - tokens)])
+    found, expected = (load(variant).attend(q, k, v, spans) for variant in (AMX, PORTABLE_TILES))
+    assert torch.equal(*bits(found, expected))
+
+
+@needs_native
+def test_tiles_multiply_eight_bits_as_vectors_do():
+    weight, x = numbers(70, 260) / 8, numbers(40, 260, seed=1)
+    found, expected = (load(variant).linear(weight, int8=True)(x) for variant in (PORTABLE_TILES, AVX512))
+    assert torch.equal(found, expected)
+
+
+def test_kernels_that_cannot_run_here_are_refused_by_name(monkeypatch):
+    config = EngineConfig(cpu_kernels="amx")
+    monkeypatch.setattr(native_module, "cpu_flags", frozenset)
+    native_module._load.cache_clear()
+    try:
+        with pytest.raises(
+            ConfigError, match=r"`cpu_kernels` 'amx' cannot be used: this CPU has no avx512_bf16"
+        ) as caught:
+            choose_kernels("cpu", torch.bfloat16, config)
+    finally:
+        native_module._load.cache_clear()
+    assert caught.value.param == "cpu_kernels"
 
 
 class AllBits(NativeLinear):
@@ -391,16 +452,17 @@ def test_rotation_equals_transformers(kernels, width):
 
 
 def attention(q, k, v, spans):
-    """By the formula, one query and head at a time."""
+    """By the formula, one span and head at a time."""
     rows, heads, width = q.shape
     out = torch.zeros(rows, heads, width)
     for span in spans:
-        for token in range(span.tokens):
-            seen = slice(span.row, span.row + (span.keys if span.start < 0 else span.start + token + 1))
-            for head in range(heads):
-                shared = head * len(k) // heads
-                scores = k[shared, seen].float() @ q[span.first + token, head].float() / math.sqrt(width)
-                out[span.first + token, head] = scores.softmax(0) @ v[shared, seen].float()
+        queries, keys = slice(span.first, span.first + span.tokens), slice(span.row, span.row + span.keys)
+        hidden = torch.ones(span.tokens, span.keys).triu(span.start + 1) > 0 if span.start >= 0 else torch.tensor(False)
+        for head in range(heads):
+            shared = head * len(k) // heads
+            scores = q[queries, head].float() @ k[shared, keys].float().T / math.sqrt(width)
+            weights = scores.masked_fill(hidden, -math.inf).softmax(1)
+            out[queries, head] = weights @ v[shared, keys].float()
     return out.flatten(1)
 
 
@@ -578,7 +640,7 @@ def test_two_that_ask_at_once_compile_once(tmp_path, compiler):
         done, _ = concurrent.futures.wait(asked, timeout=0.5)  # long enough for another one to begin
         assert not done
         compiler.go()
-        first, second = (future.result(timeout=100).kernels for future in asked)
+        first, second = (future.result(timeout=HANG).kernels for future in asked)
     assert first is not None
     assert first is second
     assert compiler.runs == 1
@@ -660,8 +722,18 @@ print(choose_kernels("cpu", torch.bfloat16, EngineConfig()).name)
 """
     environment = {**os.environ, "PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, timeout=HANG
     )
     assert done.stdout == "torch\n"
     assert "PyTorch's kernels are used" in done.stderr
     assert "no C compiler was found; install gcc or clang" in done.stderr or "this CPU has no" in done.stderr
+
+
+def test_cuda_attention_stays_off_cudnn():
+    """cuDNN would build a plan for each number of keys. The switch can be looked at without a GPU."""
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        Plain("cuda")
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
