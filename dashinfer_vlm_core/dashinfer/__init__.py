@@ -2,11 +2,13 @@
 cheap.
 
     environment.py  install.py  commands.py    the interpreter that DashInfer needs, and `dashinfer-vlm dashinfer`
+    stand_ins.py    gpu_code.py                what makes an environment for the CPU only, without CUDA's libraries
     convert.py      serialize.py               a checkpoint's language model in DashInfer's format, once
+    torch_placeholder.py                       what that needs of torch, in numpy, for the CPU only
     plan.py         options.py                 EngineConfig and Sampling in DashInfer's terms, checked
     decoder.py      process.py     worker.py   the decoder, its worker process, and the program that runs there
 
-`serialize.py` and `worker.py` run in DashInfer's environment and import nothing of ours.
+`serialize.py`, `torch_placeholder.py` and `worker.py` run in DashInfer's environment and import nothing of ours.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class DashInferFactory:
         try:
             text = read_text_config(spec.folder)
             environment = find_environment(config)
-            plan = make_plan(spec, text, config, cuda=cuda_devices())
+            plan = make_plan(spec, text, config, cuda=cuda_devices(), cpu_only=environment.cpu_only)
         except SetupError as error:
             return Fitness(score=0, reason=error.message)
         if text.head_dim not in HEAD_DIMS:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -81,7 +80,14 @@ class DashInferDecoder:
     def __init__(self, spec: ModelSpec, config: EngineConfig) -> None:
         self._spec = spec
         self._config = config
-        self._plan = make_plan(spec, read_text_config(spec.folder), config, cuda=cuda_devices())
+        self._environment = find_environment(config)
+        self._plan = make_plan(
+            spec,
+            read_text_config(spec.folder),
+            config,
+            cuda=cuda_devices(),
+            cpu_only=self._environment.cpu_only,
+        )
         self.max_model_len = self._plan.max_model_len
         self.honours = HONOURED_ON_CPU if self._plan.on_cpu else HONOURED_ON_CUDA
         self.blind = BLIND if self._plan.on_cpu and not config.approximate_vision else ""
@@ -104,7 +110,7 @@ class DashInferDecoder:
     async def start(self) -> None:
         if self._keeper is not None:
             return
-        environment = find_environment(self._config)
+        environment = self._environment
         cache = self._config.cache_folder / "models"
         model = await asyncio.to_thread(convert, self._spec, self._plan.form, environment=environment, cache=cache)
         self._keeper = asyncio.create_task(self._keep(environment, model), name="dashinfer-keeper")
@@ -166,7 +172,7 @@ class DashInferDecoder:
         """Send the request to the worker; from here on, `_release` alone gives its place back."""
         assert self._worker is not None
         if not self._runs:
-            self._heard = time.monotonic()
+            self._heard = asyncio.get_running_loop().time()
         self._numbers += 1
         run = self._runs[self._numbers] = _Run(self._numbers, request)
         keys = [int(request.token_ids[span.start]) for span in request.spans]
@@ -275,7 +281,7 @@ class DashInferDecoder:
         watch = asyncio.create_task(self._watch(worker), name="dashinfer-watch")
         try:
             async for frame in worker.frames():
-                self._heard = time.monotonic()
+                self._heard = asyncio.get_running_loop().time()
                 self._book(frame)
         except WorkerDied as error:
             logger.warning("DashInfer's worker died with %d requests: %s", len(self._runs), error)
@@ -291,7 +297,7 @@ class DashInferDecoder:
         patience, silence = self._config.step_timeout, 0.0
         while silence < patience:
             await asyncio.sleep(patience - silence)
-            silence = time.monotonic() - self._heard if self._runs else 0.0
+            silence = asyncio.get_running_loop().time() - self._heard if self._runs else 0.0
         logger.error(
             "DashInfer's worker has said nothing for %g seconds, with %d requests: it is killed.",
             patience,

@@ -36,11 +36,15 @@ class Environment:
         python: the interpreter.
         origin: how it came to be used; it is shown to everybody, and holds no path.
         stubs: folder of stand-ins for the GPU driver's libraries, where they were made.
+        cpu_only: whether it was installed for the CPU only, with stand-ins for all of CUDA's libraries.
+        folder: what was installed for it; None for an interpreter that the user installed.
     """
 
     python: Path
     origin: str
     stubs: Path | None
+    cpu_only: bool = False
+    folder: Path | None = None
 
     def command(self, program: Path, *arguments: str) -> list[str]:
         """`program` under this interpreter, which sees nothing of ours: no PYTHONPATH, no user site."""
@@ -56,12 +60,14 @@ class Findings:
         cuda: number of CUDA devices that it sees.
         version: the engine's; empty if it cannot be loaded.
         problem: why not; empty if it can.
+        cpu_only: whether it was installed for the CPU only.
     """
 
     python: str = ""
     cuda: int = 0
     version: str = ""
     problem: str = ""
+    cpu_only: bool = False
 
 
 def private_folder(config: EngineConfig) -> Path:
@@ -70,7 +76,19 @@ def private_folder(config: EngineConfig) -> Path:
 
 def private_environment(folder: Path) -> Environment:
     """The environment in `folder`, whether it is there or not."""
-    return Environment(python=folder / "env" / "bin" / "python", origin="in its own environment", stubs=_stubs(folder))
+    python = folder / "env" / "bin" / "python"
+    return Environment(
+        python=python,
+        origin="in its own environment",
+        stubs=_stubs(folder),
+        cpu_only=stand_ins_folder(python).is_dir(),
+        folder=folder,
+    )
+
+
+def stand_ins_folder(python: Path) -> Path:
+    """The folder of stand-ins whose existence marks the environment of `python` as one for the CPU only."""
+    return python.parent.parent / worker.CPU_ONLY
 
 
 def _stubs(folder: Path) -> Path | None:
@@ -93,7 +111,10 @@ def find_environment(config: EngineConfig) -> Environment:
                 f"`dashinfer_python` {config.dashinfer_python} is no file.", param="dashinfer_python"
             )
         return Environment(
-            python=config.dashinfer_python, origin="in the environment that dashinfer_python names", stubs=stubs
+            python=config.dashinfer_python,
+            origin="in the environment that dashinfer_python names",
+            stubs=stubs,
+            cpu_only=stand_ins_folder(config.dashinfer_python).is_dir(),
         )
     if sys.version_info[:2] == PYTHON and importlib.util.find_spec("dashinfer") is not None:
         return Environment(python=Path(sys.executable), origin="in this interpreter", stubs=stubs)
@@ -120,6 +141,12 @@ def examine(environment: Environment) -> Findings:
     except (IndexError, ValueError, TypeError):
         last = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
         return Findings(problem=last[0])
+
+
+def disk_bytes(folder: Path) -> int:
+    """Bytes of disk that the files under `folder` take: what is allocated, so that holes in files do not count."""
+    found = (path.lstat() for path in folder.rglob("*"))
+    return 512 * sum({stat.st_ino: stat.st_blocks for stat in found}.values())
 
 
 @functools.cache

@@ -1,4 +1,8 @@
-"""Makes DashInfer's own environment: a CPython 3.10, pinned wheels, and where asked stand-ins for the GPU driver."""
+"""Makes DashInfer's own environment: a CPython 3.10, pinned wheels, and for the CPU stand-ins for CUDA's libraries.
+
+There are two kinds. The full one has torch, which brings CUDA's libraries, and runs on GPUs and CPUs. The one for the
+CPU only has the wheel of DashInfer and numpy: a thirtieth of the disk.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +20,30 @@ from .environment import (
     MARKER,
     PYTHON,
     Findings,
+    cuda_devices,
     examine,
     find_environment,
     locked,
     private_environment,
     private_folder,
+    stand_ins_folder,
     write_json,
 )
+from .gpu_code import remove_gpu_code
+from .stand_ins import ALL, DRIVER, compile_stand_ins, find_compiler
 
 Tell = Callable[[str], None]
 
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
-NEEDED_BYTES = 12 * 10**9
-"""The wheels (3 GB) and what they unpack to (6.2 GB), with room to spare."""
+CPU_ONLY_PACKAGES = frozenset({"dashinfer", "numpy"})
+"""What an environment for the CPU only gets of them."""
+
+FULL_BYTES = 12 * 10**9
+"""The wheels (3.4 GB) and what they unpack to (6.6 GB), with room to spare."""
+CPU_ONLY_BYTES = 2 * 10**9
+"""The wheels (0.32 GB) and what they unpack to (0.9 GB, until the GPU code is removed), with room to spare."""
+
+EXTENSION = "env/lib/python*/site-packages/dashinfer/allspark/_allspark.cpython-*.so"
 
 NAME = f"python{PYTHON[0]}.{PYTHON[1]}"
 _SUITS = (
@@ -36,29 +51,17 @@ _SUITS = (
     f"sys.exit(sys.implementation.name != 'cpython' or sys.version_info[:2] != {PYTHON} or sys.maxsize < 2**32)"
 )
 
-# What the engine calls of the driver's management library at start-up. Each call fails, as without a GPU.
-_NVML = (
-    "nvmlInit_v2",
-    "nvmlShutdown",
-    "nvmlDeviceGetCount_v2",
-    "nvmlDeviceGetHandleByIndex_v2",
-    "nvmlDeviceGetMemoryInfo",
-    "nvmlDeviceGetUtilizationRates",
-)
-STUBS = {
-    "libcuda.so.1": "int dashinfer_vlm_stub;\n",
-    "libnvidia-ml.so.1": "".join(f"int {name}(void) {{ return 9; }}\n" for name in _NVML)
-    + 'const char *nvmlErrorString(int code) { return "no GPU driver"; }\n',
-}
-
 
 def install(config: EngineConfig, *, python: Path | None, cpu: bool, tell: Tell) -> Findings:
     """Make the private environment, unless there is one that works; what it says about itself.
 
+    A full environment serves a CPU too, so that it is kept. One for the CPU only is kept as well, unless this machine
+    has a GPU and `cpu` does not ask for it.
+
     Args:
         config: says where.
         python: the CPython 3.10 to build on; looked for if None.
-        cpu: whether to make stand-ins for the GPU driver's libraries, without which the engine does not load.
+        cpu: whether to make an environment for the CPU only.
         tell: gets a line per step.
 
     Raises:
@@ -70,19 +73,26 @@ def install(config: EngineConfig, *, python: Path | None, cpu: bool, tell: Tell)
     with locked(folder.with_suffix(".lock")) as waited:
         if waited:
             tell("Another installation has just ended.")
-        if cpu:
-            make_stubs(folder / "stubs", tell)
-        if (findings := _working(config)) is not None:
-            tell(f"DashInfer {findings.version} is installed already.")
+        findings = _working(config, cpu=cpu, tell=tell)
+        if findings is not None and (cpu or not findings.cpu_only or not cuda_devices()):
+            tell(f"DashInfer {findings.version} is installed already{', for the CPU only' * findings.cpu_only}.")
             return findings
-        _build(folder, python or find_python(tell), tell)
-        return _finish(folder)
+        if cpu:
+            return _build_cpu_only(folder, python or find_python(tell), tell)
+        return _build_full(folder, python or find_python(tell), tell)
 
 
-def _working(config: EngineConfig) -> Findings | None:
-    """What the environment that would be used says about itself; None if there is none, or none that loads."""
+def _working(config: EngineConfig, *, cpu: bool, tell: Tell) -> Findings | None:
+    """What the environment that would be used says about itself; None if there is none, or none that loads.
+
+    One that has CUDA's libraries, and lacks only the driver's, gets stand-ins for these if `cpu` allows them.
+    """
     try:
-        findings = examine(find_environment(config))
+        environment = find_environment(config)
+        findings = examine(environment)
+        if findings.problem and cpu and findings.python and not findings.cpu_only:
+            make_stubs(private_folder(config) / "stubs", tell)
+            findings = examine(find_environment(config))
     except MissingDependency:
         return None
     return None if findings.problem else findings
@@ -124,17 +134,12 @@ def make_stubs(folder: Path, tell: Tell) -> None:
 
     Raises:
         MissingDependency: there is no C compiler.
+        SetupError: it failed.
     """
-    if all((folder / name).exists() for name in STUBS):
+    if all((folder / library.soname).exists() for library in DRIVER):
         return
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        raise MissingDependency("`--cpu` compiles two small C files, and there is no C compiler: install gcc.")
     tell("Compiling stand-ins for the GPU driver's libraries.")
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, source in STUBS.items():
-        command = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{name}", "-x", "c", "-", "-o", str(folder / name)]
-        _run(command, text=source)
+    compile_stand_ins(DRIVER, folder)
 
 
 def _check_platform() -> None:
@@ -162,42 +167,69 @@ def _found_by_uv(uv: str) -> Iterator[Path]:
         yield Path(found)
 
 
-def _build(folder: Path, python: Path, tell: Tell) -> None:
+def _build_full(folder: Path, python: Path, tell: Tell) -> Findings:
+    _make_environment(folder, python, FULL_BYTES, tell)
+    tell("Installing DashInfer and what it links: 3.4 GB to download, 6.6 GB on disk.")
+    _pip_install(folder, _requirements())
+    return _finish(folder)
+
+
+def _build_cpu_only(folder: Path, python: Path, tell: Tell) -> Findings:
+    find_compiler()  # before anything that exists is replaced
+    _make_environment(folder, python, CPU_ONLY_BYTES, tell)
+    tell("Compiling stand-ins for the libraries of CUDA and of the GPU driver.")
+    compile_stand_ins(ALL, stand_ins_folder(private_environment(folder).python))
+    tell("Installing DashInfer for the CPU: 0.32 GB to download.")
+    _pip_install(folder, [line for line in _requirements() if line.partition("==")[0] in CPU_ONLY_PACKAGES])
+    removed = sum(remove_gpu_code(path) for path in folder.glob(EXTENSION))
+    if removed:
+        tell(f"Removed the GPU code of DashInfer's extension: {removed / 1e6:.0f} MB of disk are free again.")
+    return _finish(folder, gpu_code_removed=removed)
+
+
+def _make_environment(folder: Path, python: Path, needed: int, tell: Tell) -> None:
     if not suits(python):
         raise MissingDependency(f"{python} is no CPython {PYTHON[0]}.{PYTHON[1]} with venv; name another by --python.")
-    _check_space(folder)
+    _check_space(folder, needed)
     (folder / MARKER).unlink(missing_ok=True)
     tell(f"Making an environment in {folder} with {python}.")
     _run([str(python), "-I", "-m", "venv", "--clear", str(folder / "env")])
-    tell("Installing DashInfer and what it links: 3 GB to download, 6 GB on disk.")
+
+
+def _requirements() -> list[str]:
+    lines = REQUIREMENTS.read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def _pip_install(folder: Path, requirements: list[str]) -> None:
     pip = [str(private_environment(folder).python), "-m", "pip", "--disable-pip-version-check", "install"]
-    _run([*pip, "--no-deps", "--requirement", str(REQUIREMENTS)])
+    _run([*pip, "--no-deps", *requirements])
 
 
-def _finish(folder: Path) -> Findings:
-    """Try what was installed, and only then say that it is there."""
+def _finish(folder: Path, **record: int) -> Findings:
+    """Try what was installed, and only then say that it is there; `record` is kept with what it says about itself."""
     findings = examine(private_environment(folder))
     if findings.problem:
         hint = " On a machine without a GPU driver, add `--cpu`." if "libcuda" in findings.problem else ""
         raise SetupError(f"DashInfer was installed, but does not load: {findings.problem}.{hint}")
-    write_json(folder / MARKER, dataclasses.asdict(findings))
+    write_json(folder / MARKER, dataclasses.asdict(findings) | record)
     return findings
 
 
-def _check_space(folder: Path) -> None:
+def _check_space(folder: Path, needed: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
-    if free < NEEDED_BYTES:
+    if free < needed:
         raise SetupError(
-            f"{folder} has {free / 1e9:.1f} GB left, and DashInfer needs {NEEDED_BYTES / 1e9:.0f}."
+            f"{folder} has {free / 1e9:.1f} GB left, and DashInfer needs {needed / 1e9:.0f}."
             " Free some, or choose another disk by --cache-dir."
         )
 
 
-def _run(command: list[str], *, text: str | None = None) -> None:
+def _run(command: list[str]) -> None:
     """A step whose output the person sees."""
     try:
-        subprocess.run(command, input=text, text=True, check=True)  # noqa: S603 - commands are ours, paths the operator's
+        subprocess.run(command, check=True)  # noqa: S603 - commands are ours, paths the operator's
     except (OSError, subprocess.CalledProcessError) as error:
         raise SetupError(
             f"`{' '.join(command[:6])} ...` failed: {error}. Mend what it says above, and run it again."

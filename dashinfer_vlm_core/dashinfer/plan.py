@@ -39,13 +39,19 @@ class Plan:
         return self.compute_unit.startswith("CPU")
 
 
-def make_plan(spec: ModelSpec, text: TextConfig, config: EngineConfig, *, cuda: int) -> Plan:
-    """How to run here; `cuda` is the number of CUDA devices.
+def make_plan(spec: ModelSpec, text: TextConfig, config: EngineConfig, *, cuda: int, cpu_only: bool = False) -> Plan:
+    """How to run here; `cuda` is the number of CUDA devices, `cpu_only` whether DashInfer was installed without CUDA.
 
     Raises:
         ConfigError: an option that DashInfer cannot honour on this device.
     """
     first = _first_device(config.device, cuda)
+    if first is not None and cpu_only:
+        raise ConfigError(
+            f"`device` {config.device!r} means a GPU here, and DashInfer is installed for the CPU only: run"
+            " `dashinfer-vlm dashinfer install` for one that uses the GPU, or set `device` to cpu.",
+            param="device",
+        )
     context = min(spec.max_model_len, config.max_model_len or spec.max_model_len)
     if first is None:
         return _plan_cpu(text, config, context)

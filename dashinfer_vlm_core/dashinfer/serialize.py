@@ -14,8 +14,11 @@ The job, written by `convert.py`:
     config     the text model's configuration, in Hugging Face's words and DashInfer's
 
 Progress goes to standard output, as one JSON object per line that begins with `{"progress":`; DashInfer's own prints
-stand between them. Beside `worker.py`, this file imports nothing of ours, for it runs under another interpreter
-(CPython 3.8 or 3.10).
+stand between them. Apart from `worker.py` and `torch_placeholder.py`, this file imports nothing of ours, for it runs
+under another interpreter (CPython 3.8 or 3.10).
+
+In an environment for the CPU only there is no torch: `torch_placeholder.py` takes its place, for float32 alone. What is
+written is the same, byte for byte.
 """
 
 from __future__ import annotations
@@ -34,23 +37,24 @@ GROUPS = {"int8": -1, "uint4": 128}
 def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as file:
         job = json.load(file)
-    load_libraries(*sys.argv[2:])
+    worker = load_program("worker")
+    worker.load_libraries(*sys.argv[2:])
     tell(0, "reading")
-    state = read(job)
+    state = read_without_torch(job) if worker.is_cpu_only() else read(job)
     tell(0.5, "writing")
     write(job, state)
     tell(1, "done")
 
 
-def load_libraries(*stubs: str) -> None:
-    """What the extension links, by path, as the worker does it."""
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker.py")
-    spec = importlib.util.spec_from_file_location("worker", path)
+def load_program(name: str) -> Any:
+    """The module in the file NAME.py in the folder of this one."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), name + ".py")
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    worker = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(worker)
-    worker.load_libraries(*stubs)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def tell(progress: float, what: str) -> None:
@@ -72,9 +76,24 @@ def read(job: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
+def read_without_torch(job: dict[str, Any]) -> dict[str, Any]:
+    """The same tensors, each read from its file when it is written; puts the placeholders in the place of torch."""
+    if job["dtype"] != "float32" or job["weights"] != "none":
+        raise SystemExit("DashInfer is installed for the CPU only: it converts to float32 alone, without quantization.")
+    torch = load_program("torch_placeholder")
+    for name in ("safetensors", "safetensors.torch"):
+        sys.modules[name] = Unused(name)
+    sys.modules.update({"torch": torch, "torch.cuda": torch.cuda})
+    files = {path: torch.SafetensorsFile(path) for path, _ in job["tensors"].values()}
+    state = {name: files[path].tensor(stored) for name, (path, stored) in job["tensors"].items()}
+    if job["tied"]:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    return state
+
+
 class Unused(types.ModuleType):
-    """Stands in for transformers, which DashInfer imports for a loader of its own: that would take twice as long as the
-    rest, and tie this to the versions that it knows.
+    """Takes the place of a module that DashInfer imports for a loader of its own, which is not used here. Importing
+    transformers would take twice as long as the rest, and tie this to the versions that DashInfer knows.
     """
 
     def __getattr__(self, name: str) -> Any:

@@ -65,6 +65,9 @@ CUDA_LIBRARIES = (
 )
 DRIVER_LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
 
+CPU_ONLY = "cpu-only"
+"""Folder of an environment for the CPU only, where stand-ins for all these libraries lie; others do not have it."""
+
 
 # Frames
 
@@ -124,14 +127,24 @@ class Connection:
 def load_libraries(stubs: str | None = None) -> None:
     """Load by path what DashInfer's extension links, so that no LD_LIBRARY_PATH is needed.
 
-    `stubs` is a folder that holds stand-ins for the GPU driver's libraries; they are used where there is no driver.
+    `stubs` is a folder that holds stand-ins for the GPU driver's libraries; they are used where there is no driver. An
+    environment for the CPU only has stand-ins for all of them, and loads no others, whatever the machine has.
     """
     folders = [sysconfig.get_config_var("LIBDIR") or "", os.path.join(sys.base_prefix, "lib"), None]
     _preload("libpython%d.%d.so.1.0" % sys.version_info[:2], folders)
+    if is_cpu_only():
+        for name in (*DRIVER_LIBRARIES, *map(os.path.basename, CUDA_LIBRARIES)):
+            _preload(name, [os.path.join(sys.prefix, CPU_ONLY)])
+        return
     for name in DRIVER_LIBRARIES:
         _preload(name, [None] + ([stubs] if stubs else []))
     for relative in CUDA_LIBRARIES:
         _preload(os.path.basename(relative), [os.path.dirname(path) for path in _find("nvidia/" + relative)] + [None])
+
+
+def is_cpu_only() -> bool:
+    """Whether this interpreter's environment was installed for the CPU only."""
+    return os.path.isdir(os.path.join(sys.prefix, CPU_ONLY))
 
 
 def load_extension(stubs: str | None = None) -> Any:
@@ -329,6 +342,8 @@ def serve(descriptor: int) -> None:
     os.environ.setdefault("GLOG_minloglevel", "2")
     connection = Connection(socket.socket(fileno=descriptor))
     load, _ = connection.receive()
+    if is_cpu_only() and not load["model"]["compute_unit"].startswith("CPU"):
+        raise RuntimeError("DashInfer is installed for the CPU only: run `dashinfer-vlm dashinfer install` for a GPU.")
     service = Service(load_extension(load["libraries"]), connection, load["model"])
     connection.send({"is": "ready", "version": service.version})
     while True:
@@ -341,7 +356,8 @@ def serve(descriptor: int) -> None:
 
 def check(stubs: str | None = None) -> None:
     os.environ.setdefault("GLOG_minloglevel", "2")
-    found = {"python": "%d.%d.%d" % sys.version_info[:3], "cuda": cuda_devices()}
+    found = {"python": "%d.%d.%d" % sys.version_info[:3], "cpu_only": is_cpu_only()}
+    found["cuda"] = 0 if is_cpu_only() else cuda_devices()
     try:
         found["version"] = load_extension(stubs).AsEngine().get_version_full()
     except Exception as error:
@@ -356,9 +372,11 @@ def main() -> None:
     try:
         serve(int(sys.argv[2]))
     except (EOFError, OSError):  # the parent has closed its end, or died
-        pass
-    finally:
-        os._exit(0)  # leaving the usual way would stop the engine, which aborts while requests run
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    os._exit(status)  # leaving the usual way would stop the engine, which aborts while requests run
 
 
 if __name__ == "__main__":

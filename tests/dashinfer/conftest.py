@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.dashinfer.decoder import DashInferDecoder
 from dashinfer_vlm_core.dashinfer.environment import Environment, find_environment, private_folder
+from dashinfer_vlm_core.decoder import DecodeRequest, Token
 from dashinfer_vlm_core.errors import MissingDependency
+from dashinfer_vlm_core.loop import LoopThread
 from dashinfer_vlm_core.qwen2_vl.config import read_spec
-from tests.plugins.oracle import Oracle
+from tests.plugins.oracle import Oracle, collect
 from tests.tiny import write_checkpoint
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Of the engine's and of the oracle's: models are tiny, and threads would wait for each other."""
+    """For the engine: models are tiny, and threads would wait for each other."""
     os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """For transformers in this process, which has read its environment already."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -34,10 +47,13 @@ def environment() -> Environment:
 
 @pytest.fixture(scope="session")
 def cache(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of our own for converted models, with the installed environment in it."""
+    """A cache for the models that the tests convert, with the installed environment and the compiled kernels in it."""
     folder = tmp_path_factory.mktemp("cache")
     installed = private_folder(EngineConfig())
     (folder / installed.name).symlink_to(installed)
+    kernels = installed.parent / "kernels"
+    kernels.mkdir(mode=0o700, exist_ok=True)
+    (folder / kernels.name).symlink_to(kernels)
     return folder
 
 
@@ -66,6 +82,49 @@ def decoder(cache: Path, oracle: Oracle) -> Callable[..., DashInferDecoder]:
         return DashInferDecoder(read_spec(folder), config)
 
     return make
+
+
+class SharedDecoder:
+    """A decoder with default options, started once for the tests that change nothing about it.
+
+    Its event loop runs in a thread, so that it lives longer than a test.
+    """
+
+    def __init__(self, decoder: DashInferDecoder) -> None:
+        self._decoder = decoder
+        self._loop = LoopThread("shared-decoder")
+        self._loop.call(decoder.start())
+
+    def answers(self, requests: list[DecodeRequest], *, together: bool = True) -> list[list[Token]]:
+        """The tokens of each request, decoded together or one after the other."""
+        return self._loop.call(self._answers(requests, together))
+
+    async def _answers(self, requests: list[DecodeRequest], together: bool) -> list[list[Token]]:
+        if together:
+            return await asyncio.gather(*(collect(self._decoder, request) for request in requests))
+        return [await collect(self._decoder, request) for request in requests]
+
+    def close(self) -> None:
+        self._loop.stop(self._decoder.close())
+
+
+@pytest.fixture(scope="session")
+def shared(cache: Path, oracle: Oracle) -> Iterator[SharedDecoder]:
+    """A decoder of the random model with default options, already started."""
+    config = EngineConfig(device="cpu", max_model_len=512, max_waiting=2000, cache_dir=cache)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        running = SharedDecoder(DashInferDecoder(read_spec(oracle.folder), config))
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def full_environment(environment: Environment) -> Environment:
+    """An environment that has torch, for what one for the CPU only cannot do."""
+    if environment.cpu_only:
+        pytest.skip("DashInfer is installed for the CPU only: run `dashinfer-vlm dashinfer install` for the full one.")
+    return environment
 
 
 @asynccontextmanager

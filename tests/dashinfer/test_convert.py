@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from dashinfer_vlm_core.dashinfer.convert import Converted, Form, check_space, convert
 from dashinfer_vlm_core.errors import CheckpointError, SetupError
@@ -47,22 +51,48 @@ def test_two_at_once_write_it_once(spec, environment, tmp_path):
     assert len(list(tmp_path.glob("*.lock"))) == 1
 
 
-def test_other_weights_and_forms_are_other_entries(spec, environment, tmp_path):
+def test_other_weights_are_another_entry(spec, environment, tmp_path):
     first = convert(spec, FLOAT32, environment=environment, cache=tmp_path)
-    half = convert(spec, Form(dtype="bfloat16"), environment=environment, cache=tmp_path)
-    assert half.weights.stat().st_size < 0.6 * first.weights.stat().st_size
     os.utime(spec.folder / "model.safetensors", ns=(1, 1))
-    assert convert(spec, FLOAT32, environment=environment, cache=tmp_path).graph.parent not in {
-        first.graph.parent,
-        half.graph.parent,
-    }
+    assert convert(spec, FLOAT32, environment=environment, cache=tmp_path).graph.parent != first.graph.parent
+
+
+def test_another_form_is_another_entry(spec, full_environment, tmp_path):
+    first = convert(spec, FLOAT32, environment=full_environment, cache=tmp_path)
+    half = convert(spec, Form(dtype="bfloat16"), environment=full_environment, cache=tmp_path)
+    assert half.weights.stat().st_size < 0.6 * first.weights.stat().st_size
+    assert half.graph.parent != first.graph.parent
+
+
+@pytest.mark.parametrize("form", [Form(dtype="bfloat16"), Form(dtype="float32", quantization="int8")])
+def test_cpu_only_environment_converts_to_float32_alone(spec, environment, tmp_path, form):
+    if not environment.cpu_only:
+        pytest.skip("DashInfer is installed with torch here.")
+    with pytest.raises(SetupError, match="it converts to float32 alone, without quantization"):
+        convert(spec, form, environment=environment, cache=tmp_path)
+
+
+CONVERTED_BY_TORCH = "a9788e609af97e7f1e554f0cbb1d8c0b7ca6a2aea3831745318efb535c1cd4be"
+"""SHA-256 of the weights of the next test, as the full environment writes them with torch 2.6."""
+
+
+def test_weights_are_those_that_torch_writes(spec, environment, tmp_path):
+    """Of bfloat16 weights that are the same everywhere, whatever a library's random numbers are."""
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(spec.folder, checkpoint)
+    stored = load_file(checkpoint / "model.safetensors")
+    bits = {name: torch.arange(stored[name].numel()) * 40503 % 0x7F80 for name in sorted(stored)}
+    weights = {name: bits[name].to(torch.int16).view(torch.bfloat16).reshape(stored[name].shape) for name in bits}
+    save_file(weights, checkpoint / "model.safetensors")
+    converted = convert(read_spec(checkpoint), FLOAT32, environment=environment, cache=tmp_path / "cache")
+    assert hashlib.sha256(converted.weights.read_bytes()).hexdigest() == CONVERTED_BY_TORCH
 
 
 @pytest.mark.parametrize(("quantization", "share"), [("int8", 0.6), ("uint4", 0.35)])
-def test_weights_are_quantised_as_they_are_written(spec, environment, tmp_path, quantization, share):
+def test_weights_are_quantised_as_they_are_written(spec, full_environment, tmp_path, quantization, share):
     """The embedding table stays as it is."""
     form = Form(dtype="bfloat16", quantization=quantization)
-    small = convert(spec, form, environment=environment, cache=tmp_path)
+    small = convert(spec, form, environment=full_environment, cache=tmp_path)
     stored = (spec.folder / "model.safetensors").stat().st_size
     assert small.weights.stat().st_size < share * stored / 2
 

@@ -55,12 +55,12 @@ def test_injected_embeddings_equal_transformers_on_sequential_positions(oracle, 
     assert [ids(tokens) for tokens in found] == [oracle.greedy(request) for request in requests]
 
 
-def test_thirty_two_together_equal_each_alone(decoder):
+def test_thirty_two_together_equal_each_alone(shared):
     lengths = np.random.default_rng(0).integers(1, 150, 32)
     requests = [prompt(seed, int(length), max_tokens=40) for seed, length in enumerate(lengths)]
     requests += [prompt(seed, 20, max_tokens=40, temperature=1.3, top_k=50, seed=seed) for seed in range(8)]
-    together = answers(decoder(), requests)
-    alone = answers(decoder(), requests, together=False)
+    together = shared.answers(requests)
+    alone = shared.answers(requests, together=False)
     assert [ids(tokens) for tokens in together] == [ids(tokens) for tokens in alone]
 
 
@@ -84,11 +84,11 @@ def test_the_bundled_model_answers_as_in_transformers(cache):
             assert answer.usage.completion_tokens == len(expected)
 
 
-def test_log_probabilities_are_the_models_own(oracle, decoder):
+def test_log_probabilities_are_the_models_own(oracle, shared):
     """Before temperature, and of every request in company of others."""
     requests = [prompt(seed, 8 + seed, logprobs=count, max_tokens=6) for seed, count in enumerate((0, 3, 10))]
     requests += [prompt(9, 12, logprobs=2, max_tokens=6, temperature=1.7, seed=4), prompt(10, 30)]
-    for request, tokens in zip(requests, answers(decoder(), requests), strict=True):
+    for request, tokens in zip(requests, shared.answers(requests), strict=True):
         count = request.sampling.logprobs
         if count is None:
             assert all(token.logprob is None and not token.top for token in tokens)
@@ -101,7 +101,7 @@ def test_log_probabilities_are_the_models_own(oracle, decoder):
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 2.0])
-def test_the_repetition_penalty_is_the_fields(oracle, decoder, penalty):
+def test_the_repetition_penalty_is_the_fields(oracle, shared, penalty):
     """Compared with the PyTorch decoder, whose sampler is compared with the definition."""
     requests = [prompt(seed, 20, repetition_penalty=penalty) for seed in range(4)]
 
@@ -109,25 +109,25 @@ def test_the_repetition_penalty_is_the_fields(oracle, decoder, penalty):
         async with decoding(oracle.decoder()) as ours:
             return [await collect(ours, request) for request in requests]
 
-    assert [ids(tokens) for tokens in answers(decoder(), requests)] == [ids(tokens) for tokens in asyncio.run(torch())]
+    assert [ids(tokens) for tokens in shared.answers(requests)] == [ids(tokens) for tokens in asyncio.run(torch())]
 
 
-def first_tokens(decoder, count, **sampling):
+def first_tokens(shared, count, **sampling):
     """The first token of `count` answers to one prompt, each with a seed of its own."""
     requests = [prompt(1, 12, max_tokens=1, seed=seed, **sampling) for seed in range(count)]
-    return [tokens[0].id for tokens in answers(decoder, requests)]
+    return [tokens[0].id for tokens in shared.answers(requests)]
 
 
 def probabilities(oracle, temperature):
     return (oracle.logits(prompt(1, 12), [0])[0] / temperature).softmax(-1).double().numpy()
 
 
-def test_top_p_1_is_the_whole_distribution(oracle, decoder):
+def test_top_p_1_is_the_whole_distribution(oracle, shared):
     """The engine would lower it to 0.99 in silence: then no token outside of that nucleus could ever be drawn."""
     expected = probabilities(oracle, 2.0)
     order = np.argsort(-expected)
     inside = set(order[: int((expected[order].cumsum() < 0.99).sum()) + 1].tolist())
-    drawn = first_tokens(decoder(), 1500, temperature=2.0, top_p=1.0)
+    drawn = first_tokens(shared, 1500, temperature=2.0, top_p=1.0)
     outside = sum(token not in inside for token in drawn)
     mass = 1500 * (1 - sum(expected[token] for token in inside))
     assert mass / 3 < outside < 3 * mass, (outside, mass)
@@ -137,24 +137,24 @@ def test_top_p_1_is_the_whole_distribution(oracle, decoder):
     assert np.abs(deviations).max() < 4.5
 
 
-def test_truncation_keeps_what_it_says(oracle, decoder):
+def test_truncation_keeps_what_it_says(oracle, shared):
     order = np.argsort(-probabilities(oracle, 2.0)).tolist()
     cumulative = np.sort(probabilities(oracle, 2.0))[::-1].cumsum()
-    assert set(first_tokens(decoder(), 200, temperature=2.0, top_k=3)) == set(order[:3])
+    assert set(first_tokens(shared, 200, temperature=2.0, top_k=3)) == set(order[:3])
     nucleus = order[: int((cumulative < 0.5).sum()) + 1]
-    assert set(first_tokens(decoder(), 400, temperature=2.0, top_p=0.5)) <= set(nucleus)
-    assert set(first_tokens(decoder(), 20, temperature=2.0, top_p=1e-9)) == {order[0]}
-    assert set(first_tokens(decoder(), 20, temperature=2.0, top_k=1)) == {order[0]}
+    assert set(first_tokens(shared, 400, temperature=2.0, top_p=0.5)) <= set(nucleus)
+    assert set(first_tokens(shared, 20, temperature=2.0, top_p=1e-9)) == {order[0]}
+    assert set(first_tokens(shared, 20, temperature=2.0, top_k=1)) == {order[0]}
 
 
-def test_a_seed_decides(decoder):
+def test_a_seed_decides(shared):
     requests = [prompt(1, 12, max_tokens=30, temperature=1.5, seed=seed) for seed in (5, 5, 6, -1)]
-    first, again, other, negative = (ids(tokens) for tokens in answers(decoder(), requests))
+    first, again, other, negative = (ids(tokens) for tokens in shared.answers(requests))
     assert first == again
     assert len({tuple(first), tuple(other), tuple(negative)}) == 3
 
 
-def test_stop_tokens_end_the_answer(oracle, decoder):
+def test_stop_tokens_end_the_answer(oracle, shared):
     plain = oracle.greedy(prompt(1, 20))
     stops = (plain[5], plain[9])
     requests = [
@@ -162,19 +162,19 @@ def test_stop_tokens_end_the_answer(oracle, decoder):
         prompt(1, 20, stop_token_ids=(plain[0],)),
         prompt(1, 20, max_tokens=1),
     ]
-    stopped, at_once, one = answers(decoder(), requests)
+    stopped, at_once, one = shared.answers(requests)
     first = min(plain.index(token) for token in stops)
     assert (ids(stopped), stopped[-1].finish) == (plain[: first + 1], "stop")
     assert (ids(at_once), at_once[-1].finish) == (plain[:1], "stop")
     assert (ids(one), one[-1].finish) == (plain[:1], "length")
 
 
-def test_the_models_end_token_ends_unless_it_is_ignored(decoder):
+def test_the_models_end_token_ends_unless_it_is_ignored(shared):
     """Of a few sampled answers, some are ended by the model itself."""
     requests = [prompt(seed, 5, max_tokens=60, temperature=2.0, seed=seed) for seed in range(30)]
     ignoring = [replace(request, sampling=replace(request.sampling, ignore_eos=True)) for request in requests]
     ended = 0
-    for plain, on in zip(answers(decoder(), requests), answers(decoder(), ignoring), strict=True):
+    for plain, on in zip(shared.answers(requests), shared.answers(ignoring), strict=True):
         ended += plain[-1].finish == "stop"
         assert (plain[-1].id == STOP) == (plain[-1].finish == "stop")
         assert (len(on), on[-1].finish) == (60, "length")

@@ -1,4 +1,4 @@
-"""5,000 requests, right and wrong, through the public interface: none of them ends the worker."""
+"""1,500 requests, right and wrong, through the public interface: none of them ends the worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.conversations import as_openai, picture, user
 
 pytestmark = pytest.mark.dashinfer
 
-CASES = 5000
+CASES = 1500
 TOGETHER = 24
 VOCAB = 320
 EDGES = (
@@ -105,6 +105,6 @@ def test_no_request_ends_the_worker(talking_checkpoint, cache):
         assert again.usage.completion_tokens
     assert outcomes.total() == CASES
     assert outcomes["answered"] > 0.5 * CASES
-    assert outcomes["InvalidParameter"] > 50
-    assert outcomes["UnsupportedParameter"] > 50
-    assert outcomes["ContextLengthExceeded"] > 50
+    assert outcomes["InvalidParameter"] > 15
+    assert outcomes["UnsupportedParameter"] > 15
+    assert outcomes["ContextLengthExceeded"] > 15

@@ -81,8 +81,8 @@ def test_values_the_engine_cannot_take_are_refused(asked, kind, param):
     assert refusal.value.param == param
 
 
-def plan(folder, *, cuda, **config):
-    return make_plan(read_spec(folder), read_text_config(folder), EngineConfig(**config), cuda=cuda)
+def plan(folder, *, cuda, cpu_only=False, **config):
+    return make_plan(read_spec(folder), read_text_config(folder), EngineConfig(**config), cuda=cuda, cpu_only=cpu_only)
 
 
 def test_salts_are_refused_where_the_engine_keeps_prefixes(tiny_checkpoint):
@@ -113,6 +113,18 @@ def test_a_plan_for_the_cpu_keeps_within_the_memory_for_keys_and_values(tiny_che
     assert (small.compute_unit, small.max_model_len, small.places) == ("CPU:0", 1000, 2)
     tight = plan(tiny_checkpoint, cuda=4, device="cpu", kv_cache_mib=1)
     assert (tight.max_model_len, tight.places) == (2048, 1)
+
+
+@pytest.mark.parametrize(("device", "cuda"), [("auto", 1), ("cuda", 1), ("cuda", 0), ("cuda:1", 2)])
+def test_a_cpu_only_environment_never_gets_a_gpu(tiny_checkpoint, device, cuda):
+    with pytest.raises(ConfigError, match="run `dashinfer-vlm dashinfer install` for one") as refusal:
+        plan(tiny_checkpoint, cuda=cuda, cpu_only=True, device=device)
+    assert refusal.value.param == "device"
+
+
+@pytest.mark.parametrize(("device", "cuda"), [("auto", 0), ("cpu", 0), ("cpu", 4)])
+def test_a_cpu_only_environment_runs_on_the_cpu(tiny_checkpoint, device, cuda):
+    assert plan(tiny_checkpoint, cuda=cuda, cpu_only=True, device=device).compute_unit == "CPU:0"
 
 
 @pytest.mark.parametrize(
@@ -163,6 +175,6 @@ def test_a_head_of_absurd_length_is_refused():
 
 
 def test_the_programs_import_nothing_of_ours():
-    for name in ("worker.py", "serialize.py"):
+    for name in ("worker.py", "serialize.py", "torch_placeholder.py"):
         source = (PROGRAM.parent / name).read_text()
         assert not re.search(r"^\s*(from \.|import dashinfer_vlm|from dashinfer_vlm)", source, re.MULTILINE), name
