@@ -164,10 +164,11 @@ def _figure(value: float | None) -> str:
 def _heading(results: Results) -> str:
     reads = _spread([rates.read_gb_s for rates in results.rates])
     products = _spread([rates.bf16_gflop_s for rates in results.rates])
+    kernels = ", ".join(sorted({rates.kernels for rates in results.rates}))
     return (
         f"Model {results.model}; {len(results.rates)} rounds; {cores()} cores, {_processor()};"
         f" torch {torch.__version__}, version {__version__}. The machine in the same rounds: memory reads {reads} GB/s,"
-        f" bfloat16 products {products} GFLOP/s.\n\n"
+        f" bfloat16 products {products} GFLOP/s ({kernels}).\n\n"
         f"Each cell: the median of the engine, then the ratio of {results.base} to it: the median of the rounds, and"
         " the least and largest."
     )

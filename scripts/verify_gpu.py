@@ -1,0 +1,35 @@
+"""Verify the vision tower and the PyTorch decoder on a GPU against transformers, and time the model `small` there.
+
+Prints a report in Markdown. Exit code 0: all checks passed; 1: one failed; 2: it cannot run here. Nothing is downloaded
+and nothing has to be installed: it runs from a checkout, in an environment that has torch, transformers, numpy, pillow,
+safetensors, tokenizers and jinja2. A machine without a network needs these wheels too, 5 MB together, fetched elsewhere
+for its version of Python and unpacked into a folder:
+
+    pip download --no-deps --only-binary=:all: --python-version 3.12 -d wheels -c constraints.txt \\
+        openai distro sniffio pluggy pydantic pydantic-core annotated-types typing-inspection pydantic-settings \\
+        python-dotenv
+    for wheel in wheels/*.whl; do python3 -m zipfile -e "$wheel" site; done
+    PYTHONPATH=site python3 scripts/verify_gpu.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run() -> int:
+    """The exit code."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "plugins")]
+    try:
+        from benchmarks.verification.command import main
+    except ModuleNotFoundError as error:
+        print(f"The module {error.name!r} is missing in {sys.executable}.\n\n{__doc__}", file=sys.stderr)
+        return 2
+    return main(help_text=__doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(run())
