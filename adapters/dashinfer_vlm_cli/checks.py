@@ -12,14 +12,14 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, distributions, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 from dashinfer_vlm_core.config import ENV_PREFIX, EngineConfig
 from dashinfer_vlm_core.cpu import cpu_flags
-from dashinfer_vlm_core.dashinfer.environment import cuda_devices, examine, find_environment
+from dashinfer_vlm_core.dashinfer.environment import cuda_devices, disk_bytes, examine, find_environment
 from dashinfer_vlm_core.errors import DashInferVLMError, MissingDependency
 from dashinfer_vlm_core.plugins import DISTRIBUTION, load_plugins
 
@@ -37,6 +37,9 @@ EXTRAS = {
 
 FAST_CPU = {"avx512_bf16": "AVX-512 BF16", "amx_bf16": "AMX", "bf16": "Arm BF16"}
 """Flags of CPUs that multiply bfloat16 in hardware, as Linux names them."""
+
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+"""PyTorch's own index of builds without CUDA; PyPI has none for Linux."""
 
 LITTLE_BYTES = 10 * 10**9
 """Free disk below which a model of 2 billion parameters does not fit beside what it is made into."""
@@ -138,17 +141,32 @@ def _cpu() -> Finding:
 def _cuda() -> Finding:
     """What the driver has, and whether torch can use it."""
     devices = cuda_devices()
-    if not devices:
-        return Finding(name="cuda", status="ok", detail="no device: models run on the CPU")
     try:
         import torch
     except ImportError:
         return _without_torch("cuda")
+    if not devices:
+        return _without_gpu(torch.__version__, torch.version.cuda)
     if not torch.cuda.is_available():
         mend = "Install the torch that goes with your driver: https://pytorch.org/get-started/locally"
         return Finding(name="cuda", status="slow", detail=f"{devices} devices that torch cannot use", mend=mend)
     names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
     return Finding(name="cuda", status="ok", detail=f"{devices} x {', '.join(sorted(names))}")
+
+
+def _without_gpu(torch_version: str, cuda_version: str | None) -> Finding:
+    """There is no device: a build of torch for CUDA is several GB too large."""
+    if cuda_version is None:
+        return Finding(name="cuda", status="ok", detail="no device: models run on the CPU")
+    names = {distribution.name.lower() for distribution in distributions()}
+    libraries = sorted(name for name in names if re.fullmatch(r"(nvidia|cuda)-.*|triton", name))
+    release = torch_version.partition("+")[0]
+    mend = (
+        f"Run: pip uninstall -y {' '.join(['torch', *libraries])} && pip install torch=={release} --index-url"
+        f" {CPU_INDEX}. If this machine has a GPU, check its driver with `nvidia-smi`."
+    )
+    detail = f"no device, but torch {torch_version} is a build for CUDA {cuda_version}, with GB of unused libraries"
+    return Finding(name="cuda", status="unusable", detail=detail, mend=mend)
 
 
 def _configured() -> Iterator[Finding]:
@@ -188,7 +206,7 @@ def _kernels(config: EngineConfig) -> Finding:
         return Finding(name="kernels", status="ok", detail="PyTorch's, as `cpu_kernels` asks")
     kernels, reason = load_native(config)
     if kernels:
-        return Finding(name="kernels", status="ok", detail="in C")
+        return Finding(name="kernels", status="ok", detail=f"{kernels.name}, in C")
     if reason.startswith("this CPU"):
         return Finding(name="kernels", status="ok", detail=f"PyTorch's: {reason}")
     why, _, mend = reason.partition("; ")
@@ -229,13 +247,16 @@ def _existing(folder: Path) -> Path:
 def _dashinfer(config: EngineConfig) -> Finding:
     needed: Status | None = "broken" if config.decoder == "dashinfer" else None
     try:
-        findings = examine(find_environment(config))
+        environment = find_environment(config)
     except MissingDependency as error:
         return Finding(name="dashinfer", status=needed or "missing", detail="not installed", mend=error.message)
+    findings = examine(environment)
     if findings.problem:
         mend = "Run: dashinfer-vlm dashinfer status"
         return Finding(name="dashinfer", status=needed or "unusable", detail=findings.problem, mend=mend)
-    detail = f"{findings.version} under Python {findings.python}, {findings.cuda} CUDA devices"
+    devices = "for the CPU only" if findings.cpu_only else f"full, {findings.cuda} CUDA devices"
+    size = f", {disk_bytes(environment.folder) / 1e9:.2f} GB" if environment.folder else ""
+    detail = f"{findings.version} under Python {findings.python}, {devices}{size}"
     return Finding(name="dashinfer", status="ok", detail=detail)
 
 

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 
 import pytest
+import torch
 
 from dashinfer_vlm_cli.checks import EXTRAS, NEEDED
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.dashinfer.environment import (
+    cuda_devices,
+    disk_bytes,
+    private_environment,
+    private_folder,
+    stand_ins_folder,
+)
 from tests.cli.conftest import MAIN, process
 
 
@@ -61,6 +71,21 @@ def test_what_the_environment_sets_wrongly_is_named(tmp_path):
     found = findings(process("doctor", "--json", DASHINFER_VLM_MAX_PIXELS="3"))
     assert found["options"]["status"] == "broken"
     assert "max_pixels" in found["options"]["detail"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(cuda_devices() > 0, reason="There is a GPU here.")
+def test_cuda_build_without_gpu_is_reported_with_the_command():
+    """As if torch were another build: its metadata alone say so."""
+    program = f"import torch\ntorch.version.cuda = '13.0'\n{MAIN}"
+    ended = process("doctor", "--json", program=program, DASHINFER_VLM_CPU_KERNELS="torch")
+    cuda = findings(ended)["cuda"]
+    release = torch.__version__.partition("+")[0]
+    assert cuda["status"] == "unusable"
+    assert "is a build for CUDA 13.0" in cuda["detail"]
+    assert cuda["mend"].startswith("Run: pip uninstall -y torch")
+    assert f"pip install torch=={release} --index-url https://download.pytorch.org/whl/cpu" in cuda["mend"]
+    assert ended.returncode == 0
 
 
 def kernels_in_c(found):
@@ -132,3 +157,21 @@ def test_a_person_is_told_the_command_that_mends(run, tmp_path):
     assert "WHAT" in result.stdout.splitlines()[0]
     assert "\ndashinfer: DashInfer is not installed. Run `dashinfer-vlm dashinfer install`" in result.stdout
     assert os.fspath(tmp_path) in result.stdout
+
+
+@pytest.mark.skipif(sys.version_info[:2] == (3, 10), reason="this interpreter may have DashInfer itself")
+def test_doctor_reports_kind_and_size_of_dashinfers_environment(run, tmp_path):
+    """Of an interpreter that answers as one with DashInfer does."""
+    folder = private_folder(EngineConfig(cache_dir=tmp_path))
+    python = private_environment(folder).python
+    stand_ins_folder(python).mkdir(parents=True)
+    python.parent.mkdir()
+    found = {"python": "3.10.13", "cuda": 0, "version": "2.1.0", "cpu_only": True}
+    python.write_text(f"#!/bin/sh\necho '{json.dumps(found)}'\n")
+    python.chmod(0o755)
+    (folder / "environment.json").write_text("{}")
+    rows = {
+        row["name"]: row for row in json.loads(run("doctor", "--json", DASHINFER_VLM_CACHE_DIR=str(tmp_path)).stdout)
+    }
+    size = f"{disk_bytes(folder) / 1e9:.2f} GB"
+    assert rows["dashinfer"]["detail"] == f"2.1.0 under Python 3.10.13, for the CPU only, {size}"

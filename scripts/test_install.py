@@ -1,0 +1,235 @@
+"""Install into a fresh environment by README's own lines, and try what was installed.
+
+For each VERSION, such as 3.12, or path of an interpreter: a new environment in a temporary folder, the first
+`pip install` line of README.md, `dashinfer-vlm serve`, README's program for the openai client, and one test module of
+each adapter. Ends with one line for each version; exits with 1 unless all of them passed.
+
+The CPU build of torch is installed where its index can be reached, else the one that pip finds, which brings several GB
+of CUDA libraries on Linux. Environments are deleted afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+INDEX_OPTION = re.compile(r"\s--extra-index-url (\S+)")
+READY = re.compile(r"^Serving \S+ \(decoder \S+\) at (\S+)/v1", re.MULTILINE)
+READY_WITHIN = 300.0
+STEP_WITHIN = 3600.0
+EXTRAS = ".[server,litellm,langchain,video,cli]"
+TOOLS = ("pytest", "pytest-timeout", "hypothesis", "langchain-tests")
+"""What the tests below need; langchain-tests brings the plugins that pyproject.toml configures."""
+MODULES = {
+    "server": "tests/server/test_chat.py",
+    "litellm": "tests/litellm/test_completion.py",
+    "langchain": "tests/langchain/test_chat.py",
+    "cli": "tests/cli/test_chat.py",
+}
+FACTS = "import platform, torch; print(platform.python_version(), torch.__version__)"
+
+
+class StepFailed(Exception):
+    """A step ended with an error; the message names it."""
+
+
+class NotRun(Exception):
+    """The version cannot be tried here; the message says why."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("versions", nargs="+", metavar="VERSION", help="such as 3.12, or the path of an interpreter")
+    outcomes = {version: _outcome(version) for version in parser.parse_args().versions}
+    print()
+    for version, (_, line) in outcomes.items():
+        print(f"Python {version}: {line}")
+    return 0 if all(passed for passed, _ in outcomes.values()) else 1
+
+
+def _outcome(version: str) -> tuple[bool, str]:
+    """Whether all steps passed, and the closing line."""
+    try:
+        return True, f"passed ({_try(version)})"
+    except NotRun as reason:
+        return False, f"not run: {reason}"
+    except StepFailed as failure:
+        return False, f"FAILED: {failure}"
+
+
+def _try(version: str) -> str:
+    """All steps in a new environment; what was found.
+
+    Raises:
+        NotRun: there is no such interpreter.
+        StepFailed: a step failed; its output was printed.
+    """
+    interpreter = _interpreter(version)
+    with tempfile.TemporaryDirectory(prefix="dashinfer-vlm-install-") as scratch:
+        folder = Path(scratch)
+        binaries = folder / "venv" / "bin"
+        environment = _environment(binaries, folder)
+        _step("venv", [str(interpreter), "-m", "venv", str(folder / "venv")], os.environ)
+        begin = time.monotonic()
+        _step("README's pip line", [str(binaries / "python"), "-m", *_pip_line()], environment)
+        seconds = time.monotonic() - begin
+        facts = _step("import torch", [str(binaries / "python"), "-c", FACTS], environment).split()
+        with _server(binaries, environment) as address:
+            program = _block("python", "from openai import OpenAI").replace("http://127.0.0.1:8000", address)
+            answer = _step("README's openai program", [str(binaries / "python"), "-c", program], environment).strip()
+        counts = _tests(binaries, environment)
+    found = f"{facts[0]}, torch {facts[1]}, installed in {seconds:.0f} s, openai client: {answer!r}"
+    return "; ".join([found, *counts])
+
+
+def _tests(binaries: Path, environment: dict[str, str]) -> list[str]:
+    """One test module of each adapter; pytest's count of each."""
+    pip = [str(binaries / "python"), "-m", *_without_index(["pip", "install", "-c", "constraints.txt"])]
+    _step("pip install of the adapters' extras and pytest", [*pip, EXTRAS, *TOOLS], environment)
+    outcomes = {adapter: _test(adapter, module, binaries, environment) for adapter, module in MODULES.items()}
+    failed = [line for passed, line in outcomes.values() if not passed]
+    if failed:
+        raise StepFailed("; ".join(failed))
+    return [line for _, line in outcomes.values()]
+
+
+def _test(adapter: str, module: str, binaries: Path, environment: dict[str, str]) -> tuple[bool, str]:
+    """Whether one module passed, and what to report."""
+    command = [str(binaries / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", module]
+    try:
+        return True, f"{adapter}: {_step(f'tests of {adapter}', command, environment).strip().splitlines()[-1]}"
+    except StepFailed as failure:
+        return False, str(failure)
+
+
+def _interpreter(version: str) -> Path:
+    """The interpreter of that version: a path, a program on PATH, or one of pyenv's.
+
+    Raises:
+        NotRun: there is none.
+    """
+    if os.sep in version:
+        if not os.access(version, os.X_OK):
+            raise NotRun(f"{version} is not a program")
+        return Path(version).absolute()
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    candidates = [*sorted(pyenv.glob(f"{version}*/bin/python"), reverse=True)]
+    if on_path := shutil.which(f"python{version}"):
+        candidates.append(Path(on_path))
+    for candidate in candidates:  # pyenv's shims are on PATH for versions that are not active, too
+        probe = [str(candidate), "-c", "import platform; print(platform.python_version())"]
+        done = subprocess.run(probe, capture_output=True, text=True, check=False)
+        if done.returncode == 0 and f"{done.stdout.strip()}.".startswith(f"{version}."):
+            return candidate
+    raise NotRun(f"there is no Python {version} on this machine; name the path of an interpreter")
+
+
+def _environment(binaries: Path, folder: Path) -> dict[str, str]:
+    """Variables for the new environment: nothing of the caller's Python, and a cache of its own."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    own = {
+        "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "PIP_CACHE_DIR": os.environ.get("PIP_CACHE_DIR", str(Path.home() / ".cache" / "pip")),
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else importing it fetches prices from the network
+        "NO_PROXY": "127.0.0.1",
+        "no_proxy": "127.0.0.1",
+    }
+    return kept | own
+
+
+def _pip_line() -> list[str]:
+    """README's first `pip install`, as a list."""
+    return _without_index(shlex.split(_block("bash", "pip install")))
+
+
+def _without_index(command: list[str]) -> list[str]:
+    """The command with the index of README's line if that can be reached, else without."""
+    index = INDEX_OPTION.search(_block("bash", "pip install"))
+    line = INDEX_OPTION.sub("", shlex.join(command))
+    if index and _is_reachable(index[1]):
+        return [*shlex.split(line), "--extra-index-url", index[1]]
+    return shlex.split(line)
+
+
+def _is_reachable(url: str) -> bool:
+    """pip would try again for every package, for minutes."""
+    try:
+        with urllib.request.urlopen(f"{url}/torch/", timeout=10):  # noqa: S310 - README's own URL
+            return True
+    except (urllib.error.URLError, OSError):
+        print(f"== {url} cannot be reached: pip takes torch from elsewhere", flush=True)
+        return False
+
+
+def _block(language: str, text: str) -> str:
+    """README's first block of that language that holds the text."""
+    blocks = re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return str(next(block for block in blocks if text in block))
+
+
+def _step(name: str, command: Sequence[str], environment: os._Environ[str] | dict[str, str]) -> str:
+    """The standard output of a program that has to succeed.
+
+    Raises:
+        StepFailed: it did not; the end of its output was printed.
+    """
+    print(f"== {name}: {shlex.join(command)[:200].splitlines()[0]}", flush=True)
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=STEP_WITHIN
+        )
+    except subprocess.TimeoutExpired:
+        raise StepFailed(f"{name} took more than {STEP_WITHIN:.0f} s") from None
+    if done.returncode:
+        for output in (done.stdout, done.stderr):
+            print("\n".join(output.splitlines()[-30:]), flush=True)
+        raise StepFailed(f"{name} (exit code {done.returncode}; see its output above)")
+    return done.stdout
+
+
+@contextlib.contextmanager
+def _server(binaries: Path, environment: dict[str, str]) -> Iterator[str]:
+    """README's server on a free port; its address.
+
+    Raises:
+        StepFailed: it does not become ready.
+    """
+    line = re.sub(r"--port \d+", "--port 0", _block("bash", "dashinfer-vlm serve"))
+    print(f"== {line.strip()}", flush=True)
+    with tempfile.TemporaryFile("w+") as log:
+        command = [str(binaries / shlex.split(line)[0]), *shlex.split(line)[1:]]
+        with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log) as server:
+            try:
+                yield _ready(server, log.fileno())
+            finally:
+                server.terminate()
+
+
+def _ready(server: subprocess.Popen[bytes], log: int) -> str:
+    end = time.monotonic() + READY_WITHIN
+    while time.monotonic() < end and server.poll() is None:
+        text = os.pread(log, 1 << 20, 0).decode(errors="replace")
+        if found := READY.search(text):
+            return found[1]
+        time.sleep(0.2)
+    print("\n".join(os.pread(log, 1 << 20, 0).decode(errors="replace").splitlines()[-30:]), flush=True)
+    raise StepFailed("dashinfer-vlm serve did not become ready; see its output above")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
