@@ -24,6 +24,8 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._executor = concurrent.futures.ThreadPoolExecutor(thread_name_prefix=name)
+        self._loop.set_default_executor(self._executor)
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._stopping = False
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -37,6 +39,9 @@ class LoopThread:
         try:
             asyncio.run_coroutine_threadsafe(self._finish(last), self._loop).result()
         finally:
+            # Not by asyncio's shutdown_default_executor, which starts a thread: since Python 3.12 that fails while the
+            # interpreter shuts down, when shared engines are closed.
+            self._executor.shutdown()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
@@ -119,7 +124,6 @@ class LoopThread:
                 await last
         finally:
             await self._loop.shutdown_asyncgens()
-            await self._loop.shutdown_default_executor()
 
 
 def closed() -> EngineClosed:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,9 +27,20 @@ for name, cases in (("default", 1000), ("nightly", 20_000)):
 settings.load_profile("default")
 
 
+COMPILER = Path(__file__).parent / "compiler"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep compiled kernels between runs, and leave each worker its share of the cores; processes inherit both."""
+    if any(map(shutil.which, ("cc", "gcc", "clang"))):
+        os.environ["PATH"] = f"{COMPILER}{os.pathsep}{os.environ['PATH']}"
+    if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--artifacts", metavar="DIR", help="Folder that keeps what tests show, such as screenshots.")
-    parser.addoption("--soak-minutes", default=2, help="how long tests/soak lasts; 20 in nightly runs")
+    parser.addoption("--soak-minutes", default=0, help="how long tests/soak lasts; else 30 faults")
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from typing import Any
 
 import numpy as np
@@ -49,3 +50,8 @@ def movie_frame(index: int, height: int, width: int) -> npt.NDArray[np.uint8]:
     """What frame `index` of `movie` shows, before encoding."""
     y, x = np.mgrid[:height, :width]
     return np.stack([x * 3 + index * 5, y * 4 + index * 3, np.full_like(x, index * 8)], axis=-1).astype(np.uint8)
+
+
+def label(value: object) -> str:
+    """An id for a test's parameter, the same in every process: without addresses, and of a line's length."""
+    return re.sub(r" at 0x[0-9A-Fa-f]+", "", " ".join(str(value).split()))[:80]

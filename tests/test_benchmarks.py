@@ -76,7 +76,8 @@ def test_the_limits_are_those_of_the_shape():
         spatial_merge_size=2, in_channels=3, hidden_act="quick_gelu",
     )  # fmt: skip
     assert limits.tower_flop(vision, 1024) / 1e9 == pytest.approx(210.1, abs=0.1)
-    assert limits.step_bytes(text) / 1e9 == pytest.approx(0.988, abs=0.001)
+    assert limits.step_bytes(text, packed=False) / 1e9 == pytest.approx(0.988, abs=0.001)
+    assert limits.step_bytes(text, packed=True) / 1e9 == pytest.approx(0.673, abs=0.001)
     assert limits.prefill_flop(text, 296) / 1e9 == pytest.approx(216, abs=0.5)
 
 

@@ -25,6 +25,7 @@ from dashinfer_vlm_server import create_app
 from dashinfer_vlm_server.errors import STATUS
 from tests.pages import ROOT, check_programs, text_of
 from tests.server.conftest import serving
+from tests.waiting import HANG
 
 LARGEST_PICTURE = 150_000
 PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
@@ -97,7 +98,7 @@ def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # the theme's advertisement of its successor
-    built = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=110, check=False)
+    built = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=HANG, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
     return {path: Document(path) for path in folder.rglob("*.html")}, folder
 

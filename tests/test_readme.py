@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import HANG
+
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
@@ -44,7 +46,7 @@ def server():
             pytest.fail("the server ended before it was ready")
         yield found.group()
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=HANG)
     assert process.returncode == 0
 
 
@@ -65,8 +67,10 @@ def test_the_tests_run():
 
 
 def test_the_package_can_be_installed():
+    """Without the index of PyTorch's builds: nothing of it is installed here, and it may be out of reach."""
+    line = re.sub(r"--extra-index-url \S+", "", block("pip install"))
     assert "Would install dashinfer-vlm-adapters" in run(
-        ["bash", "-c", f"{block('pip install')} --dry-run --ignore-installed --no-deps"]
+        ["bash", "-c", f"{line} --dry-run --ignore-installed --no-deps"]
     )
 
 

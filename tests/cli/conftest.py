@@ -22,6 +22,7 @@ from dashinfer_vlm_cli import plugin
 from dashinfer_vlm_core.cli import cli
 from dashinfer_vlm_core.testing import Answer, scripted_engine
 from tests.server.conftest import serving
+from tests.waiting import HANG
 
 MAIN = "from dashinfer_vlm_core.cli import main; main()"
 
@@ -135,7 +136,9 @@ def process(*words, input="", program=MAIN, **environment) -> subprocess.Complet
     """Run the command line as a process of its own, without a terminal."""
     variables = {**os.environ, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", **environment}
     command = [sys.executable, "-c", program, *map(str, words)]
-    return subprocess.run(command, input=input, env=variables, capture_output=True, text=True, timeout=110, check=False)
+    return subprocess.run(
+        command, input=input, env=variables, capture_output=True, text=True, timeout=HANG, check=False
+    )
 
 
 @pytest.fixture

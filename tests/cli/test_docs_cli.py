@@ -13,6 +13,7 @@ import pytest
 from dashinfer_vlm_cli.plugin import COMMANDS
 from dashinfer_vlm_cli.talk import COMMANDS as SPOKEN
 from tests.pages import ROOT, text_of
+from tests.waiting import HANG
 
 TEXT = text_of("cli.md")
 CONSOLE = re.findall(r"^```console\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
@@ -44,7 +45,7 @@ def shell(tmp_path, pictures):
             env=environment,
             capture_output=True,
             text=True,
-            timeout=110,
+            timeout=HANG,
             check=False,
         )
         assert ended.returncode == 0, ended.stderr

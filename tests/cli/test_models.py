@@ -11,6 +11,7 @@ import pytest
 
 from dashinfer_vlm_demo import CHECKPOINT
 from tests.cli.conftest import MAIN
+from tests.waiting import HANG
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def listed(hub):
     def listed(*words):
         command = [sys.executable, "-c", MAIN, "models", "--json", *map(str, words)]
         environment = {**os.environ, "HF_HUB_CACHE": str(hub)}
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=True)
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG, check=True)
         return {row["name"]: row for row in json.loads(ended.stdout)}
 
     return listed

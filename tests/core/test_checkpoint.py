@@ -13,6 +13,7 @@ import pytest
 
 from dashinfer_vlm_core.checkpoint import find_model
 from dashinfer_vlm_core.errors import CheckpointError
+from tests.waiting import HANG
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FIND = """
@@ -90,7 +91,7 @@ def find(name, home, endpoint):
         "no_proxy": "127.0.0.1",  # where both are set, the small letters win
     }
     return subprocess.run(
-        [sys.executable, "-c", FIND, name], capture_output=True, text=True, env=environment, check=False, timeout=110
+        [sys.executable, "-c", FIND, name], capture_output=True, text=True, env=environment, check=False, timeout=HANG
     )
 
 

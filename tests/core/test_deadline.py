@@ -2,17 +2,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 
 import pytest
 
 from dashinfer_vlm_core.deadline import stream_within, within
 from dashinfer_vlm_core.errors import DeadlineExceeded, QueueFull
+from tests.clock import run, skippable_loop
+from tests.waiting import HANG
+
+NEVER = math.inf
 
 
 async def numbers(closed, *pauses):
+    """Numbers, after so many seconds each; a deadline within a pause ends it there."""
     try:
         for index, pause in enumerate(pauses):
-            await asyncio.sleep(pause)
+            await (skippable_loop().askip(pause) if pause < NEVER else asyncio.Event().wait())
             yield index
     finally:
         closed.append(True)
@@ -27,7 +33,7 @@ async def pour(stream, items):
         items.append(item)
 
 
-@pytest.mark.parametrize("seconds", [None, 60])
+@pytest.mark.parametrize("seconds", [None, HANG])
 def test_what_is_there_in_time_is_handed_on(seconds):
     async def main():
         closed = []
@@ -35,7 +41,7 @@ def test_what_is_there_in_time_is_handed_on(seconds):
         assert await collect(stream_within(numbers(closed, 0, 0), seconds=seconds, first=seconds)) == [0, 1]
         assert closed
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_what_takes_too_long_is_cancelled():
@@ -44,25 +50,26 @@ def test_what_takes_too_long_is_cancelled():
 
         async def work():
             try:
-                await asyncio.sleep(60)
+                await skippable_loop().askip(601)
+                await asyncio.Event().wait()
             finally:
                 cancelled.set()
 
-        with pytest.raises(DeadlineExceeded, match=r"0\.01 seconds"):
-            await within(work(), 0.01)
+        with pytest.raises(DeadlineExceeded, match=r"600 seconds"):
+            await within(work(), 600)
         assert cancelled.is_set()
 
-    asyncio.run(main())
+    run(main())
 
 
 @pytest.mark.parametrize(
     ("pauses", "limits", "expected"),
     [
-        ((60,), {"seconds": 0.01, "first": None}, []),
-        ((60,), {"seconds": None, "first": 0.01}, []),
-        ((60,), {"seconds": 60, "first": 0.01}, []),
-        ((0, 60), {"seconds": 0.05, "first": 60}, [0]),
-        ((0, 0.3, 60), {"seconds": 1.0, "first": 0.1}, [0, 1]),
+        ((601, NEVER), {"seconds": 600, "first": None}, []),
+        ((601, NEVER), {"seconds": None, "first": 600}, []),
+        ((601, NEVER), {"seconds": 6000, "first": 600}, []),
+        ((0, 601, NEVER), {"seconds": 600, "first": 6000}, [0]),
+        ((0, 3000, 3000, 1000, NEVER), {"seconds": 6500, "first": 1000}, [0, 1, 2]),
     ],
 )
 def test_a_stream_is_closed_at_its_deadline(pauses, limits, expected):
@@ -73,7 +80,7 @@ def test_a_stream_is_closed_at_its_deadline(pauses, limits, expected):
         assert closed
         assert items == expected
 
-    asyncio.run(main())
+    run(main())
 
 
 def test_errors_pass():
@@ -82,7 +89,7 @@ def test_errors_pass():
 
     async def main():
         with pytest.raises(QueueFull):
-            await within(fail(), 60)
+            await within(fail(), HANG)
 
     asyncio.run(main())
 
@@ -107,7 +114,7 @@ def test_a_reader_that_is_cancelled_as_an_item_comes_leaves_nothing_running(turn
         for _ in range(turns):
             await asyncio.sleep(0)
         reader.cancel()
-        await asyncio.wait({reader}, timeout=5)
+        await asyncio.wait({reader}, timeout=HANG)
         assert reader.cancelled()
         assert closed
 
@@ -117,8 +124,8 @@ def test_a_reader_that_is_cancelled_as_an_item_comes_leaves_nothing_running(turn
 def test_leaving_a_stream_closes_it():
     async def main():
         closed = []
-        async with contextlib.aclosing(stream_within(numbers(closed, 0, 60), seconds=None, first=None)) as stream:
+        async with contextlib.aclosing(stream_within(numbers(closed, 0, NEVER), seconds=None, first=None)) as stream:
             await anext(stream)
         assert closed
 
-    asyncio.run(main())
+    run(main())

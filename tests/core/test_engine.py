@@ -3,11 +3,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from types import MappingProxyType
 
 import pytest
-from openai.types.chat import ChatCompletion
 
 from dashinfer_vlm_core import Engine, EngineConfig, hookimpl
 from dashinfer_vlm_core.engine import choose_decoder
@@ -24,11 +22,12 @@ from dashinfer_vlm_core.errors import (
     SetupError,
     UnsupportedParameter,
 )
+from dashinfer_vlm_core.media.image import decode_picture
 from dashinfer_vlm_core.plugins import Registry, load_plugins
 from dashinfer_vlm_core.sampling import SAMPLING_PARAMETERS
 from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
 from tests.conversations import as_openai, data_url, picture, user
-from tests.waiting import until
+from tests.waiting import HANG, until
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
 LONG = "A long answer that goes on and on and on. " * 20
@@ -191,7 +190,7 @@ def test_cancelling_a_caller_frees_its_request(scripted):
             await task
 
     asyncio.run(cancel())
-    until(lambda: script.running == 0, seconds=10)
+    until(lambda: script.running == 0)
 
 
 def test_leaving_an_async_stream_frees_its_request(scripted):
@@ -206,7 +205,7 @@ def test_leaving_an_async_stream_frees_its_request(scripted):
         await stream.aclose()
 
     asyncio.run(leave())
-    until(lambda: script.running == 0, seconds=10)
+    until(lambda: script.running == 0)
 
 
 def test_leaving_a_sync_stream_frees_its_request(scripted):
@@ -214,7 +213,7 @@ def test_leaving_a_sync_stream_frees_its_request(scripted):
     stream = engine.stream(HELLO)
     next(stream)
     stream.close()
-    until(lambda: script.running == 0, seconds=10)
+    until(lambda: script.running == 0)
 
 
 def test_a_stop_string_frees_the_decoder_before_its_answer_ends(scripted):
@@ -240,14 +239,22 @@ def test_closing_ends_running_requests_with_an_error(scripted, way):
     thread.start()
     until(lambda: script.running == 1)
     engine.close()
-    thread.join(5)
+    thread.join(timeout=HANG)
     assert len(caught) == 1
     assert script.running == 0
 
 
-def test_closing_while_pictures_are_decoded_ends_every_request_with_the_same_error(scripted):
+def test_closing_while_pictures_are_decoded_ends_every_request_with_the_same_error(scripted, monkeypatch):
     engine, _ = scripted("ok")
-    parts = [{"type": "image_url", "image_url": {"url": data_url(picture(seed, 900, 900))}} for seed in range(8)]
+    begun, go = threading.Event(), threading.Event()
+
+    def held(*arguments, **options):
+        begun.set()
+        go.wait(timeout=HANG)
+        return decode_picture(*arguments, **options)
+
+    monkeypatch.setattr("dashinfer_vlm_core.media.loader.decode_picture", held)
+    parts = [{"type": "image_url", "image_url": {"url": data_url(picture(seed, 90, 90))}} for seed in range(8)]
     request = {"messages": [{"role": "user", "content": parts}], "max_tokens": 5}
     outcomes = []
 
@@ -260,13 +267,13 @@ def test_closing_while_pictures_are_decoded_ends_every_request_with_the_same_err
     threads = [threading.Thread(target=ask) for _ in range(6)]
     for thread in threads:
         thread.start()
-    time.sleep(0.05)
+    assert begun.wait(timeout=HANG)
     engine.close()
     for thread in threads:
-        thread.join(30)
-    assert len(outcomes) == 6
-    assert {type(outcome) for outcome in outcomes} <= {EngineClosed, ChatCompletion}
-    assert EngineClosed in {type(outcome) for outcome in outcomes}
+        thread.join(timeout=HANG)
+    assert not go.is_set()
+    go.set()
+    assert [type(outcome) for outcome in outcomes] == [EngineClosed] * 6
 
 
 def test_more_requests_than_may_wait_are_refused_before_any_work(scripted):

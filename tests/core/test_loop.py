@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from dashinfer_vlm_core.loop import LoopThread
-from tests.waiting import until
+from tests.waiting import HANG, until
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_readers_on_several_loops_do_not_mix(thread):
     for reader in readers:
         reader.start()
     for reader in readers:
-        reader.join(30)
+        reader.join(timeout=HANG)
     assert found == {count: list(range(count)) for count in (100, 200, 300)}
 
 
@@ -83,3 +83,17 @@ def test_a_reader_whose_loop_is_closed_costs_the_others_nothing(thread):
     with pytest.raises(StopIteration):
         left.aclose().send(None)
     until(lambda: not thread._tasks)
+
+
+def test_stop_starts_no_thread(monkeypatch):
+    """Since Python 3.12, none can be started while the interpreter shuts down, when shared engines are closed."""
+    thread, started, start = LoopThread("tested"), [], threading.Thread.start
+    thread.call(asyncio.to_thread(int))
+
+    def record(self):
+        started.append(self.name)
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", record)
+    thread.stop()
+    assert started == []

@@ -18,7 +18,7 @@ from dashinfer_vlm_core.errors import InvalidParameter, MediaTooLarge, MediaUnde
 from dashinfer_vlm_core.media import MediaLoader
 from dashinfer_vlm_core.media.memory import fingerprint, take
 from dashinfer_vlm_core.schema import EncodedEmbeddings, MediaPart
-from tests.samples import data_url, encode, noise, picture_url
+from tests.samples import data_url, encode, label, noise, picture_url
 
 PART = "messages[0].content[1]"
 RGB = noise(20, 30)
@@ -137,7 +137,7 @@ def test_an_opened_file_that_is_damaged_is_refused():
         (torch.eye(3).to_sparse(), "a dense one"),
         (torch.empty(4, 4, device="meta"), "a dense one"),
     ],
-    ids=str,
+    ids=label,
 )
 def test_what_is_no_picture_is_refused_with_the_next_step(content, message):
     assert message in refused(InvalidParameter, content)

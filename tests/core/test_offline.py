@@ -30,7 +30,7 @@ from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registr
 from dashinfer_vlm_demo import CHECKPOINT
 from dashinfer_vlm_demo.transformers_engine import TransformersEngine
 from tests.conversations import CONVERSATIONS, data_url, picture, user
-from tests.samples import movie
+from tests.samples import label, movie
 from tests.waiting import until
 
 TOKENS = 24
@@ -318,7 +318,7 @@ def test_a_name_is_bound_to_what_it_came_with(demo, media, uuids, code):
         (about({"image": [picture(1), picture(2)]}), InvalidParameter, "prompt"),
         (about({"video": [picture(1), picture(2)]}), InvalidParameter, "prompt"),
     ],
-    ids=str,
+    ids=label,
 )  # fmt: skip
 def test_a_wrong_prompt_is_named(demo, prompt, error, param):
     with pytest.raises(error) as caught:
@@ -364,7 +364,7 @@ def test_embeddings_that_do_not_fit_are_refused_and_the_next_ones_work(demo, row
         ({"type": "image_url", "image_url": {"url": "/etc/hostname"}}, "messages[0].content[0]"),
         (3, "messages[0].content[0]"),
     ],
-    ids=str,
+    ids=label,
 )  # fmt: skip
 def test_a_wrong_part_is_named(demo, part, param):
     with pytest.raises(RequestError) as caught:

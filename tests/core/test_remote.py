@@ -13,7 +13,8 @@ from dashinfer_vlm_core import Engine, EngineConfig, errors
 from dashinfer_vlm_core.remote import RemoteEngine
 from dashinfer_vlm_core.schema import ChatRequest
 from dashinfer_vlm_core.testing import Script, scripted_registry
-from tests.server.conftest import eventually, serving
+from tests.server.conftest import serving
+from tests.waiting import until
 from tests.web import body, raw, serve
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -126,24 +127,24 @@ def test_leaving_cancels_on_the_server(remote):
     next(stream)
     assert script.running == 1
     stream.close()
-    eventually(lambda: script.running == 0)
+    until(lambda: script.running == 0)
 
     async def leave():
         task = asyncio.create_task(engine.achat(HELLO))
-        await asyncio.to_thread(eventually, lambda: script.running == 1)
+        await asyncio.to_thread(until, lambda: script.running == 1)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
 
     asyncio.run(leave())
-    eventually(lambda: script.running == 0)
+    until(lambda: script.running == 0)
 
 
 def test_a_server_that_keeps_silent_is_given_up(remote):
     engine, _, script = remote(LONG, delay=30, timeout=0.5)
     with pytest.raises(errors.DeadlineExceeded):
         engine.chat(HELLO)
-    eventually(lambda: script.running == 0)
+    until(lambda: script.running == 0)
 
 
 def test_closing_ends_running_requests(remote):

@@ -15,6 +15,7 @@ from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError, EngineClosed
 from dashinfer_vlm_core.shared import PerProcess, SharedEngines
 from dashinfer_vlm_core.testing import Script, scripted_registry
+from tests.waiting import HANG
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 
@@ -125,5 +126,5 @@ def test_a_process_that_closes_nothing_ends_in_order():
         f"SHARED.get(EngineConfig()).chat({HELLO | {'max_tokens': 2}!r})\n"
         "SHARED.remote('http://127.0.0.1:9/v1')\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=110, check=False)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")

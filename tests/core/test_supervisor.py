@@ -10,11 +10,33 @@ from dashinfer_vlm_core import Engine, EngineConfig, hookimpl
 from dashinfer_vlm_core.errors import DecoderFailed, EngineClosed, SetupError
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.turns import CPU_TURNS
+from tests.brake import Brake
 from tests.conversations import as_openai, picture, user
-from tests.waiting import until
+from tests.waiting import HANG, until
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "ignore_eos": True}
 LONG = HELLO | {"max_tokens": 1500}
+
+
+class Hang:
+    """The next step of `runner` does not end until `end` is called.
+
+    A request that is counted as running may not be in a step yet: what needs one that hangs waits for `entered`.
+    """
+
+    def __init__(self, runner):
+        self.entered = threading.Event()
+        self._go = threading.Event()
+        self._step = runner.step
+        runner.step = self._hang
+
+    def _hang(self, chunks):
+        self.entered.set()
+        self._go.wait(timeout=HANG)
+        return self._step(chunks)
+
+    def end(self):
+        self._go.set()
 
 
 class Kept:
@@ -43,17 +65,25 @@ class Kept:
         if worker := self.made[-1]._worker:
             worker._scheduler.plan = lambda: 1 / 0
 
-    def hang(self):
-        """Let it come to no end in its turn on the cores; what is returned lets it go on."""
-        go = threading.Event()
-        runner = self.made[-1]._worker._runner
-        step = runner.step
-        runner.step = lambda chunks: (go.wait(60), step(chunks))[1]
-        return go
+    def die_in(self, engine):
+        """A stream of `engine`, whose decoder dies in the midst of it."""
+        brake = Brake(self.made[-1], steps=2)
+        stream = engine.stream(LONG)
+        next(stream)
+        self.kill()
+        brake.release()
+        return stream
+
+    def hang(self, step_timeout=600.0):
+        """Let its next step come to no end, in its turn on the cores."""
+        worker = self.made[-1]._worker
+        worker._step_timeout = step_timeout  # now: no step before could take so long
+        return Hang(worker._runner)
 
 
 @pytest.fixture
-def kept():
+def kept(monkeypatch):
+    monkeypatch.setattr("dashinfer_vlm_torch.worker.STOP_SECONDS", 0.5)  # what hangs is given up on soon
     return Kept()
 
 
@@ -77,9 +107,7 @@ def start(tiny_checkpoint, kept):
 def test_a_decoder_that_dies_is_replaced_and_its_requests_are_told(start, kept, caplog):
     engine = start()
     before = engine.chat(HELLO).usage
-    stream = engine.stream(LONG)
-    next(stream)
-    kept.kill()
+    stream = kept.die_in(engine)
     with pytest.raises(DecoderFailed, match="failed while the request ran"):
         list(stream)
     assert engine.chat(HELLO).usage == before
@@ -92,9 +120,7 @@ def test_a_decoder_that_dies_is_replaced_and_its_requests_are_told(start, kept, 
 def test_it_is_replaced_though_nobody_asks(start, kept):
     engine = start()
     engine.chat(HELLO)
-    stream = engine.stream(LONG)
-    next(stream)
-    kept.kill()
+    stream = kept.die_in(engine)
     until(lambda: engine.stats().restarts == 1)
     stream.close()
 
@@ -102,9 +128,7 @@ def test_it_is_replaced_though_nobody_asks(start, kept):
 def test_after_some_deaths_it_is_given_up_on(start, kept):
     engine = start(decoder_restarts=1)
     for _ in range(2):
-        stream = engine.stream(LONG)
-        next(stream)
-        kept.kill()
+        stream = kept.die_in(engine)
         with pytest.raises(DecoderFailed):
             list(stream)
     until(lambda: engine.status().state == "failed")
@@ -116,10 +140,8 @@ def test_after_some_deaths_it_is_given_up_on(start, kept):
 
 def test_one_that_cannot_be_made_again_says_why(start, kept):
     engine = start()
-    stream = engine.stream(LONG)
-    next(stream)
     kept.refuses = True
-    kept.kill()
+    stream = kept.die_in(engine)
     until(lambda: engine.status().state == "failed")
     assert engine.status().trouble == "There is no memory left."
     with pytest.raises(DecoderFailed, match="no memory left"):
@@ -128,76 +150,74 @@ def test_one_that_cannot_be_made_again_says_why(start, kept):
 
 
 def test_one_that_hangs_fails_its_requests_and_is_given_up_on(start, kept):
-    engine = start(step_timeout=2.0)
+    engine = start()
     engine.chat(HELLO)
-    go = kept.hang()
+    hang = kept.hang(step_timeout=0.5)
     try:
         with pytest.raises(DecoderFailed):
             engine.chat(HELLO)
         until(lambda: engine.status().state == "failed")
-        assert "has not ended within 2 seconds" in engine.status().trouble
+        assert "has not ended within 0.5 seconds" in engine.status().trouble
         assert engine.stats().answers == 0
     finally:
-        go.set()
+        hang.end()
 
 
 def test_a_request_that_comes_while_it_is_replaced_waits_for_that(start, kept):
     engine = start()
-    stream = engine.stream(LONG)
-    next(stream)
-    kept.kill()
+    stream = kept.die_in(engine)
     until(lambda: kept.made[0].trouble or len(kept.made) > 1)
     assert engine.chat(HELLO).usage.completion_tokens == 4
     stream.close()
 
 
 def test_a_close_while_it_hangs_does_not_hang(start, kept):
-    engine = start(step_timeout=2.0)
-    go = kept.hang()
+    engine = start()
+    hang = kept.hang()
     try:
         answer = engine.submit(HELLO)
-        until(lambda: engine.stats().decoder.running == 1)
-        with pytest.raises(DecoderFailed, match="has not ended within 2 seconds"):
+        assert hang.entered.wait(timeout=HANG)
+        with pytest.raises(DecoderFailed, match=r"has not ended within 0\.5 seconds"):
             engine.close()
         with pytest.raises(EngineClosed):
-            answer.result(timeout=10)
+            answer.result(timeout=HANG)
         assert engine.status().state == "closed"
     finally:
-        go.set()
+        hang.end()
 
 
 def test_a_step_that_does_not_end_does_not_hide_the_error_of_the_block_around_it(start, kept, caplog):
-    engine = start(step_timeout=1.0)
-    go = kept.hang()
+    engine = start()
+    hang = kept.hang()
     try:
         engine.submit(HELLO)
-        until(lambda: engine.stats().decoder.running == 1)
+        assert hang.entered.wait(timeout=HANG)
         with pytest.raises(KeyboardInterrupt), engine:
             raise KeyboardInterrupt
-        assert "has not ended within 1 seconds" in caplog.text
+        assert "has not ended within 0.5 seconds" in caplog.text
         assert engine.status().state == "closed"
     finally:
-        go.set()
+        hang.end()
 
 
 def test_a_close_while_it_hangs_does_not_wait_for_a_tower_that_waits_for_its_turn(start, kept):
-    engine = start(step_timeout=2.0)
-    go = kept.hang()
+    engine = start()
+    hang = kept.hang()
     try:
         engine.submit(HELLO)
-        until(lambda: CPU_TURNS._taken is not None)
+        assert hang.entered.wait(timeout=HANG)
         answer = engine.submit({"messages": as_openai([user(picture(1), "What is this?")]), "max_tokens": 4})
         until(lambda: CPU_TURNS._waiting)
         hanging = kept.made[-1]._worker._thread
-        with pytest.raises(DecoderFailed, match="has not ended within 2 seconds"):
+        with pytest.raises(DecoderFailed, match=r"has not ended within 0\.5 seconds"):
             engine.close()
         assert hanging.is_alive()
         with pytest.raises(EngineClosed):
-            answer.result(timeout=10)
+            answer.result(timeout=HANG)
         with start() as other:  # in the same process, where the step hangs on
             assert other.chat(HELLO).usage.completion_tokens == 4
         assert hanging.is_alive()
     finally:
-        go.set()
-    hanging.join(timeout=10)
+        hang.end()
+    hanging.join(timeout=HANG)
     until(lambda: CPU_TURNS._taken is None)

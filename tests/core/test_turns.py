@@ -13,7 +13,7 @@ import weakref
 import pytest
 
 from dashinfer_vlm_core.turns import CPU_TURNS, Turns
-from tests.waiting import until
+from tests.waiting import HANG, until
 
 
 @pytest.fixture
@@ -33,14 +33,14 @@ def ask():
 
     yield ask
     for thread in threads:
-        thread.join(60)
+        thread.join(timeout=HANG)
         assert not thread.is_alive()
 
 
 def test_turns_are_taken_in_the_order_of_asking(turns, ask):
     order, begun, go = [], threading.Event(), threading.Event()
-    ask(turns, lambda: (begun.set(), go.wait(60)))
-    assert begun.wait(10)
+    ask(turns, lambda: (begun.set(), go.wait(timeout=HANG)))
+    assert begun.wait(timeout=HANG)
     for count, name in enumerate("abc", start=1):
         ask(turns, lambda name=name: order.append(name))
         until(lambda count=count: len(turns._waiting) == count)
@@ -103,10 +103,10 @@ def test_neither_a_result_nor_an_error_is_held(turns):
 
 def test_what_hangs_is_given_up_and_does_not_end_the_next_turn(turns, ask):
     inside, go, later = threading.Event(), threading.Event(), threading.Event()
-    hanging = ask(turns, lambda: (inside.set(), go.wait(60)))
-    assert inside.wait(10)
+    hanging = ask(turns, lambda: (inside.set(), go.wait(timeout=HANG)))
+    assert inside.wait(timeout=HANG)
     first = turns._thread
-    next_one = ask(turns, lambda: later.wait(60))
+    next_one = ask(turns, lambda: later.wait(timeout=HANG))
     until(lambda: turns._waiting)
     turns.take_from(next_one.ident)  # it has none
     assert turns._taken.thread == hanging.ident
@@ -114,7 +114,7 @@ def test_what_hangs_is_given_up_and_does_not_end_the_next_turn(turns, ask):
     until(lambda: turns._taken and turns._taken.thread == next_one.ident)
     go.set()
     hanging.join()
-    first.join(10)
+    first.join(timeout=HANG)
     assert not first.is_alive()
     assert turns._taken.thread == next_one.ident
     later.set()
@@ -125,13 +125,13 @@ def test_what_hangs_is_given_up_and_does_not_end_the_next_turn(turns, ask):
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of later Pythons, which is what is tried here
 def test_a_child_has_a_thread_of_its_own_and_not_what_waits_in_the_parent(ask):
     begun, go = threading.Event(), threading.Event()
-    ask(CPU_TURNS, lambda: (begun.set(), go.wait(60)))
-    assert begun.wait(10)
+    ask(CPU_TURNS, lambda: (begun.set(), go.wait(timeout=HANG)))
+    assert begun.wait(timeout=HANG)
     ask(CPU_TURNS, lambda: 1)
     until(lambda: CPU_TURNS._waiting)
     child = os.fork()
     if not child:  # pragma: no cover - what is seen is the exit code
-        signal.alarm(20)
+        signal.alarm(int(HANG))
         try:
             code = CPU_TURNS.run(lambda: 8)
             os._exit(code + len(CPU_TURNS._waiting))

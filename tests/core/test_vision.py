@@ -11,6 +11,7 @@ import torch
 from dashinfer_vlm_core.errors import EngineClosed, EngineError
 from dashinfer_vlm_core.vision import VisionService
 from tests.patches import random_patches
+from tests.waiting import HANG
 
 WIDTH = 4
 A, B, C, D = (random_patches(1, 4, 4, seed=seed) for seed in range(4))
@@ -40,7 +41,7 @@ class MeanTower:
         self.passes.append([item.digest for item in batch])
         self.threads.add(threading.current_thread())
         self.started.release()
-        assert self.gate.wait(timeout=10)
+        assert self.gate.wait(timeout=HANG)
         if any(item.digest in self.poison for item in batch):
             raise RuntimeError("this tower cannot stomach that")
         return [mean_of(item)[item.digest in self.short :] for item in batch]
@@ -62,7 +63,7 @@ def run(scenario, *, cache_bytes=10 * ITEM_BYTES, batch_patches=64):
         tower = MeanTower()
         service = VisionService(tower, cache_bytes=cache_bytes, batch_patches=batch_patches)
         try:
-            await asyncio.wait_for(scenario(tower, service), timeout=10)
+            await asyncio.wait_for(scenario(tower, service), timeout=HANG)
         finally:
             tower.gate.set()
             await service.close()

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.pages import ROOT, check_programs, programs_of
+from tests.waiting import HANG
 
 PICTURES = "examples/pictures"
 
@@ -41,6 +42,6 @@ def test_the_programs_print_what_the_page_says(monkeypatch):
 )
 def test_the_examples_run(program, arguments, expected):
     command = [sys.executable, f"examples/langchain/{program}", *arguments]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG, check=False)
     assert ended.returncode == 0, ended.stderr
     assert re.fullmatch(expected, ended.stdout.strip())

@@ -10,7 +10,7 @@ import pytest
 from litellm.exceptions import MidStreamFallbackError
 
 from tests.litellm.conftest import HELLO
-from tests.server.conftest import eventually
+from tests.waiting import HANG, until
 
 LONG = "A long answer that goes on and on and on. " * 20
 
@@ -38,7 +38,7 @@ def test_an_answer_that_takes_too_long_is_a_timeout(slow, streamed):
         list(litellm.completion(slow.model, messages=HELLO, timeout=0.5, stream=streamed))
     assert isinstance(cause(caught.value), litellm.Timeout)
     assert cause(caught.value).status_code == 504
-    eventually(idle(slow))
+    until(idle(slow))
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -51,18 +51,18 @@ def test_an_answer_that_takes_too_long_is_a_timeout_on_an_event_loop_too(slow, s
     with pytest.raises((litellm.Timeout, MidStreamFallbackError)) as caught:
         asyncio.run(ask())
     assert isinstance(cause(caught.value), litellm.Timeout)
-    eventually(idle(slow))
+    until(idle(slow))
 
 
 def test_a_stream_may_have_a_deadline_for_its_first_token_alone(slow):
-    stream = litellm.completion(slow.model, messages=HELLO, first_token_timeout=60, timeout=100, stream=True)
+    stream = litellm.completion(slow.model, messages=HELLO, first_token_timeout=HANG, timeout=HANG, stream=True)
     assert next(iter(stream)).choices
     stream.completion_stream.close()
     slow.script.delay = 30
     with pytest.raises(MidStreamFallbackError) as caught:
         list(litellm.completion(slow.model, messages=HELLO, first_token_timeout=0.3, stream=True))
     assert isinstance(cause(caught.value), litellm.Timeout)
-    eventually(idle(slow))
+    until(idle(slow))
 
 
 @pytest.mark.parametrize(
@@ -78,13 +78,13 @@ def test_a_deadline_that_is_none_is_refused(scripted, name, value):
 def test_cancelling_a_task_frees_its_request(slow):
     async def leave():
         task = asyncio.create_task(litellm.acompletion(slow.model, messages=HELLO))
-        await asyncio.to_thread(eventually, lambda: slow.script.running == 1)
+        await asyncio.to_thread(until, lambda: slow.script.running == 1)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
 
     asyncio.run(leave())
-    eventually(idle(slow))
+    until(idle(slow))
 
 
 def test_closing_a_stream_frees_its_request(slow):
@@ -96,7 +96,7 @@ def test_closing_a_stream_frees_its_request(slow):
         await stream.aclose()
 
     asyncio.run(leave())
-    eventually(idle(slow))
+    until(idle(slow))
 
 
 def test_closing_a_sync_stream_frees_its_request(slow):
@@ -105,4 +105,4 @@ def test_closing_a_sync_stream_frees_its_request(slow):
     next(iter(stream))
     assert slow.script.running == 1
     stream.completion_stream.close()
-    eventually(idle(slow))
+    until(idle(slow))

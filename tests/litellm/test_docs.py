@@ -12,6 +12,7 @@ from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.shared import SHARED
 from tests.pages import ROOT, programs_of
 from tests.server.conftest import serving
+from tests.waiting import HANG
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +23,7 @@ def run(*arguments):
     variables = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     command = [sys.executable, *arguments]
     ended = subprocess.run(
-        command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=110, check=False
+        command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=HANG, check=False
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout

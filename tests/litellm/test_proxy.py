@@ -9,7 +9,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,7 +22,8 @@ from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.shared import SHARED
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from tests.litellm.conftest import HELLO, counts, text_of
-from tests.server.conftest import eventually, serving
+from tests.server.conftest import serving
+from tests.waiting import HANG, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -39,7 +39,7 @@ import sys
 import uvicorn
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_server import create_app
-with scripted_engine("One, two, three, four. " * 50, delay=0.1, model=sys.argv[1], served_model_name="tiny") as engine:
+with scripted_engine("One, two, three, four. " * 50, delay=0.2, model=sys.argv[1], served_model_name="tiny") as engine:
     uvicorn.run(create_app(engine), port=int(sys.argv[2]), log_level="error")
 """
 
@@ -61,13 +61,13 @@ def running(command, url, log, **variables):
     environment = {**os.environ, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", **variables}
     with log.open("w") as output, subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process:
         try:
-            eventually(lambda: process.poll() is not None or answers(url), within=START_SECONDS)
+            until(lambda: process.poll() is not None or answers(url), seconds=START_SECONDS)
             assert process.poll() is None, log.read_text()[-3000:]
             yield process
         finally:
             process.terminate()
             try:
-                process.wait(timeout=30)
+                process.wait(timeout=HANG)
             except subprocess.TimeoutExpired:
                 process.kill()
 
@@ -123,7 +123,7 @@ def proxy(folder, remote, dying):
 
 def connect(url):
     transport = openai.DefaultHttpxClient(trust_env=False)
-    return openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=120, http_client=transport)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=HANG, http_client=transport)
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def test_the_usage_of_a_stream_is_shown_to_whom_asks_for_it(client):
 def test_the_models_and_their_health_are_listed(client, proxy):
     assert {model.id for model in client.models.list()} == {"demo", "served", "narrow", "remote", "dying"}
     headers = {"Authorization": f"Bearer {KEY}"}
-    health = httpx.get(f"{proxy}/health?model=demo", headers=headers, timeout=100, trust_env=False).json()
+    health = httpx.get(f"{proxy}/health?model=demo", headers=headers, timeout=HANG, trust_env=False).json()
     assert (health["healthy_count"], health["unhealthy_count"]) == (1, 0)
 
 
@@ -206,12 +206,12 @@ def test_a_bad_request_is_named_as_openai_names_it(client, model, options, param
 
 
 def test_an_overloaded_engine_is_a_rate_limit(client):
-    forever = {"extra_body": {"ignore_eos": True}, "max_tokens": 1500}
+    forever = {"extra_body": {"ignore_eos": True}, "max_tokens": 3900}
     with client.chat.completions.create(model="narrow", messages=HELLO, stream=True, **forever) as stream:
         next(stream)
         with pytest.raises(openai.RateLimitError):
             client.chat.completions.create(model="narrow", messages=HELLO, max_tokens=1)
-    eventually(lambda: answered(client, "narrow"), within=30)
+    until(lambda: answered(client, "narrow"))
 
 
 def answered(client, model):
@@ -228,23 +228,24 @@ def test_a_client_that_leaves_frees_its_request(proxy, remote, streamed):
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: test\r\nAuthorization: Bearer {KEY}\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     port = int(proxy.rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=HANG) as connection:
         connection.sendall(head.encode() + body)
-        eventually(lambda: script.running == 1, within=30)
+        until(lambda: script.running == 1)
         if streamed:
             assert connection.recv(4096).startswith(b"HTTP/1.1 200")
-    eventually(lambda: script.running == 0, within=30)
+    until(lambda: script.running == 0)
 
 
 def test_a_server_that_is_killed_is_replaced_by_another_deployment(client, dying):
     """LiteLLM does not continue a text that another model began: that stream ends with an error, all else goes on."""
-    process, _ = dying
+    process, url = dying
     ask = {"model": "dying", "messages": CONVERSATIONS["text"], "temperature": 0}
     with ThreadPoolExecutor(1) as pool:
         begun = client.chat.completions.create(stream=True, **ask)
         assert text_of([next(begun) for _ in range(4)]).startswith("One")
         waiting = pool.submit(client.chat.completions.create, **ask)
-        time.sleep(1)  # it is on its way to a server that needs a minute for it
+        running = "dashinfer_vlm_answers 2"
+        until(lambda: running in httpx.get(url.replace("/v1", "/metrics"), trust_env=False, timeout=HANG).text)
         process.kill()
         with pytest.raises(openai.APIError, match="cannot be reached"):
             list(begun)

@@ -12,6 +12,7 @@ from litellm.proxy.types_utils.utils import get_instance_fn
 import dashinfer_vlm_litellm
 from dashinfer_vlm_core.plugins import load_adapter
 from tests.litellm.conftest import HELLO
+from tests.waiting import HANG
 
 
 def test_the_entry_point_is_register():
@@ -60,5 +61,5 @@ def test_without_litellm_the_adapter_says_what_to_install():
         "except MissingDependency as error:\n"
         "    print(error)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=110, check=False)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG, check=False)
     assert "pip install 'dashinfer-vlm-adapters[litellm]'" in ended.stdout

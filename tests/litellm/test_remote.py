@@ -11,7 +11,8 @@ import pytest
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from tests.litellm.conftest import HELLO, ask, counts, stream, text_of
-from tests.server.conftest import eventually, serving
+from tests.server.conftest import serving
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -70,4 +71,4 @@ def test_a_deadline_frees_the_request_on_the_server(served):
     call, _, script = served("A long answer. " * 50, delay=0.5)
     with pytest.raises(litellm.Timeout):
         litellm.completion(timeout=1.0, **call)
-    eventually(lambda: script.running == 0)
+    until(lambda: script.running == 0)

@@ -9,6 +9,7 @@ import pytest
 
 from dashinfer_vlm_core.errors import DecoderFailed, InvalidParameter, QueueFull
 from tests.litellm.conftest import HELLO, text_of
+from tests.waiting import until
 
 BUSY, DEAD = QueueFull("Busy.", retry_after=0), DecoderFailed("Dead.")
 
@@ -79,15 +80,15 @@ def test_another_group_answers_where_one_fails(scripted, router, ask):
 
 
 def test_a_late_stream_is_answered_by_another_group(scripted, router):
-    slow, good = scripted("No.", delay=20), scripted("Yes.")
+    slow, good = scripted("No.", delay=60), scripted("Yes.")
     both = router(
-        deployment("eyes", slow, first_token_timeout=3),
+        deployment("eyes", slow, first_token_timeout=0.5),
         deployment("other", good),
         num_retries=0,
         fallbacks=[{"eyes": ["other"]}],
     )
     assert asyncio.run(streamed(both)) == "Yes."
-    assert slow.script.running == 0
+    until(lambda: slow.script.running == 0)
 
 
 def test_a_prompt_that_does_not_fit_goes_to_the_larger_context(scripted, router):
@@ -116,7 +117,7 @@ def test_a_deployment_that_fails_rests(scripted, router):
 
 def test_a_deadline_of_the_router_is_kept(scripted, router):
     provider = scripted("A long answer. " * 50, delay=0.5)
-    slow = router(deployment("eyes", provider, timeout=2), num_retries=0)
+    slow = router(deployment("eyes", provider, timeout=0.5), num_retries=0)
     with pytest.raises(litellm.Timeout):
         asyncio.run(asked(slow))
-    assert provider.script.running == 0
+    until(lambda: provider.script.running == 0)

@@ -18,6 +18,7 @@ from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.testing import EVERYTHING, Script, scripted_registry
 from dashinfer_vlm_server import create_app
 from tests.server.conftest import RunningServer, serving
+from tests.waiting import HANG
 
 PICTURES = Path(__file__).parents[2] / "examples" / "pictures"
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -45,6 +46,7 @@ def browser():
     """A running Chromium: the system's, else the one that `playwright install chromium` brings."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[dev]'")
     path = next(filter(None, map(shutil.which, NAMES)), None)
+    playwright.expect.set_options(timeout=1000 * HANG)
     with playwright.sync_playwright() as driver:
         try:
             # No sandbox can be made by root, who runs the tests in containers; all that is opened here is our own page.
@@ -140,7 +142,7 @@ def visit(browser, artifacts) -> Iterator[Callable[..., Visit]]:
             context = stack.enter_context(
                 contextlib.closing(browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options}))
             )
-            context.set_default_timeout(15_000)
+            context.set_default_timeout(1000 * HANG)
             visits.append(Visit(context.new_page(), f"{server.url}/", artifacts))
             visits[-1].watch()
             visits[-1].page.goto(visits[-1].home)

@@ -18,7 +18,7 @@ from dashinfer_vlm_core.errors import QueueFull
 from dashinfer_vlm_server.keys import Keys
 from dashinfer_vlm_server.settings import Settings
 from tests.page.conftest import PICTURES
-from tests.server.conftest import eventually
+from tests.waiting import HANG, until
 
 pytestmark = pytest.mark.slow
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed").expect
@@ -51,7 +51,7 @@ def test_two_pictures_are_dropped_seen_asked_about_stopped_and_asked_about_again
     assert script.running == 1
     tab.page.get_by_role("button", name="Stop").click()
     expect(tab.answer()).to_contain_text("You stopped it here.")
-    eventually(lambda: script.running == 0)
+    until(lambda: script.running == 0)
     assert len(tab.answer().inner_text()) < len(LONG)
     tab.screenshot("3-stopped")
 
@@ -353,7 +353,7 @@ def test_the_code_that_the_page_gives_runs_and_says_the_same(visit, demo, tmp_pa
     environment = os.environ | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     command = [*PROGRAMS[language], program]
     ended = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110, check=False
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG, check=False
     )
     assert ended.returncode == 0, ended.stderr
     output = ended.stdout

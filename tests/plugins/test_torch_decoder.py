@@ -25,11 +25,15 @@ from dashinfer_vlm_core.errors import (
 )
 from dashinfer_vlm_core.qwen2_vl.config import read_spec
 from dashinfer_vlm_torch import register_decoders
+from dashinfer_vlm_torch.runner import Runner
 from dashinfer_vlm_torch.scheduler import ROOM
+from dashinfer_vlm_torch.worker import Worker
+from tests.brake import Brake
+from tests.waiting import until
 
 from .oracle import collect, decoding, ids, prompt, visual
 
-LONG = {"max_tokens": 3000, "ignore_eos": True}  # outlasts what a test does meanwhile, also on a busy machine
+LONG = {"max_tokens": 3000, "ignore_eos": True}
 IDLE = {"running": 0, "waiting": 0, "kv_used": 0}
 
 
@@ -41,11 +45,7 @@ def load(decoder):
 
 async def reaches(decoder, **state):
     """Wait until `load` is `state`: the worker's thread may be ahead of this one, or behind."""
-    for _ in range(2000):
-        if state.items() <= load(decoder).items():
-            return
-        await asyncio.sleep(0.005)
-    assert state.items() <= load(decoder).items()
+    await asyncio.to_thread(until, lambda: state.items() <= load(decoder).items())
 
 
 async def cancelled(tasks):
@@ -64,12 +64,15 @@ def with_embedding(request, embedding, **changes):
 def test_cancelling_frees_everything_at_once(oracle):
     async def run():
         async with decoding(oracle.decoder()) as decoder:
-            stays = asyncio.create_task(collect(decoder, prompt(1, 20, max_tokens=800, ignore_eos=True)))
+            brake = Brake(decoder, steps=4)
+            stays = asyncio.create_task(collect(decoder, prompt(1, 20, max_tokens=200, ignore_eos=True)))
             async with aclosing(decoder.decode(prompt(2, 30, **LONG))) as tokens:
                 async for _ in tokens:
                     break
+                await reaches(decoder, running=2)
                 held = load(decoder)
             after = load(decoder)
+            brake.release()
             answer = await stays
             return held, after, ids(answer), load(decoder)
 
@@ -86,11 +89,13 @@ def test_cancelling_the_readers_task_frees_everything(oracle):
 
     async def run():
         async with decoding(oracle.decoder(max_batch_size=2, prefill_chunk=1)) as decoder:
+            brake = Brake(decoder, steps=8)
             requests = [prompt(1, 3, **LONG), prompt(2, 300, **LONG), prompt(3, 3, **LONG)]
             tasks = [asyncio.create_task(collect(decoder, request)) for request in requests]
             await reaches(decoder, running=2, waiting=1)
-            ends = await cancelled(tasks)
-            return ends, load(decoder)
+            ends, after = await cancelled(tasks), load(decoder)
+            brake.release()
+            return ends, after
 
     ends, after = asyncio.run(run())
     assert all(isinstance(end, asyncio.CancelledError) for end in ends)
@@ -98,8 +103,8 @@ def test_cancelling_the_readers_task_frees_everything(oracle):
 
 
 def test_requests_wait_for_memory_and_all_are_served(oracle):
-    """2048 tokens fit; each request comes to take 1220."""
-    requests = [prompt(seed, 20, max_tokens=1200, ignore_eos=True) for seed in range(4)]
+    """2048 tokens fit; each request comes to take 620."""
+    requests = [prompt(seed, 20, max_tokens=600, ignore_eos=True) for seed in range(4)]
 
     async def run():
         async with decoding(oracle.decoder(kv_cache_mib=1)) as decoder:
@@ -107,7 +112,7 @@ def test_requests_wait_for_memory_and_all_are_served(oracle):
             return await asyncio.gather(*tasks), load(decoder), decoder.stats.preemptions
 
     answers, idle, preemptions = asyncio.run(run())
-    assert [len(tokens) for tokens in answers] == [1200] * 4
+    assert [len(tokens) for tokens in answers] == [600] * 4
     assert preemptions > 0
     assert idle == IDLE
 
@@ -115,11 +120,13 @@ def test_requests_wait_for_memory_and_all_are_served(oracle):
 def test_a_full_queue_refuses(oracle):
     async def run():
         async with decoding(oracle.decoder(max_batch_size=1, max_waiting=1)) as decoder:
+            brake = Brake(decoder, steps=4)
             tasks = [asyncio.create_task(collect(decoder, prompt(seed, 5, **LONG))) for seed in range(2)]
             await reaches(decoder, running=1, waiting=1)
             with pytest.raises(QueueFull, match="1 requests wait"):
                 await collect(decoder, prompt(3, 5))
             await cancelled(tasks)
+            brake.release()
             return await collect(decoder, prompt(3, 5))
 
     assert ids(asyncio.run(run())) == oracle.greedy(prompt(3, 5))
@@ -149,9 +156,13 @@ def test_closing_ends_running_and_waiting_requests(oracle):
     async def run():
         decoder = oracle.decoder(max_batch_size=1)
         await decoder.start()
+        brake, worker = Brake(decoder, steps=4), decoder._worker
         tasks = [asyncio.create_task(collect(decoder, prompt(seed, 5, **LONG))) for seed in range(3)]
         await reaches(decoder, running=1, waiting=2)
-        await decoder.close()
+        closing = asyncio.create_task(decoder.close())
+        await asyncio.to_thread(until, lambda: worker._ended)
+        brake.release()
+        await closing
         await decoder.close()
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         with pytest.raises(EngineClosed):
@@ -219,15 +230,47 @@ def test_a_request_that_breaks_its_step_fails_alone(oracle, embedding):
     async def run():
         async with decoding(oracle.decoder(prefill_chunk=20)) as decoder:
             alone = await collect(decoder, seeded)
+            brake = Brake(decoder, steps=2)  # some are in their prompt then, and some in their answer
             neighbours = [asyncio.create_task(collect(decoder, one)) for one in (prompt(1, 20), seeded, good)]
-            await asyncio.sleep(0.002)
+            await reaches(decoder, running=3)
+            joining = asyncio.create_task(collect(decoder, bad))
+            await asyncio.to_thread(until, lambda: decoder.stats.running + decoder.stats.waiting == 4)
+            brake.release()
             with pytest.raises(DecoderFailed):
-                await collect(decoder, bad)
+                await joining
             return ids(alone), [ids(tokens) for tokens in await asyncio.gather(*neighbours)], load(decoder)
 
     alone, neighbours, idle = asyncio.run(run())
     assert neighbours == [oracle.greedy(prompt(1, 20)), alone, oracle.greedy(good)]
     assert idle == IDLE
+
+
+class LostDevice(Runner):
+    """Every call fails, as after an illegal memory access in a CUDA context."""
+
+    def step(self, chunks):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def check_device(self):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+def test_lost_device_ends_the_decoder(oracle):
+    """Failing each request alone would go on forever; a decoder that has ended is replaced or reported."""
+    decoder = oracle.decoder()
+    runner = decoder._load()
+    decoder._worker = Worker(LostDevice(runner._model, runner._cache), decoder._scheduler(), step_timeout=600)
+
+    async def run():
+        requests = [prompt(seed, 5) for seed in range(3)]
+        ends = await asyncio.gather(*(collect(decoder, one) for one in requests), return_exceptions=True)
+        trouble = decoder.trouble
+        await decoder.close()
+        return ends, trouble
+
+    ends, trouble = asyncio.run(run())
+    assert [type(end) for end in ends] == [DecoderFailed] * 3
+    assert trouble == "The decoder has stopped. Start the engine again."
 
 
 @pytest.mark.parametrize("options", [{"logit_bias": {96: 1.0}}, {"logit_bias": {-1: 1.0}}, {"stop_token_ids": (96,)}])
@@ -268,14 +311,11 @@ def test_an_event_loop_that_is_closed_under_its_readers_holds_nothing(oracle):
     asyncio.run(decoder.start())
     loop = asyncio.new_event_loop()
     tokens = decoder.decode(prompt(1, 5, max_tokens=3000, ignore_eos=True))
+    brake = Brake(decoder, steps=2)
     loop.run_until_complete(anext(tokens))
     loop.close()
-    freed = threading.Event()
-    for _ in range(500):
-        if load(decoder) == IDLE:
-            break
-        freed.wait(0.01)
-    assert load(decoder) == IDLE
+    brake.release()
+    until(lambda: load(decoder) == IDLE)
     asyncio.run(decoder.close())
     del tokens
     gc.collect()

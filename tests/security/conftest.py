@@ -7,6 +7,7 @@ which loopback and local files are out of reach. Whatever a test does, its door 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import httpx
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
+from tests.clock import SkippableLoop
 from tests.samples import data_url, encode, noise, picture_url
 from tests.server.conftest import serving
 
@@ -30,8 +32,8 @@ LIMITS: dict[str, Any] = {
     "allow_private_addresses": True,
     "image_max_bytes": 100_000,
     "video_max_bytes": 300_000,
-    "image_fetch_timeout": 2.0,
-    "video_fetch_timeout": 2.0,
+    "image_fetch_timeout": 15.0,
+    "video_fetch_timeout": 15.0,
     "max_fetches": 4,
     "limit_mm_per_prompt": {"image": 8, "video": 1},
     "max_decoded_pixels": 1_000_000,
@@ -46,6 +48,12 @@ class Door:
     def __init__(self, engine: Engine, http: httpx.Client) -> None:
         self.engine = engine
         self._http = http
+
+    def skip(self, seconds: float) -> None:
+        """Move the engine's clock forward."""
+        loop = self.engine._running.loop._loop
+        assert isinstance(loop, SkippableLoop)
+        loop.skip(seconds)
 
     def post(self, body: str) -> httpx.Response:
         return self._http.post("/v1/chat/completions", content=body)
@@ -99,7 +107,11 @@ GOOD = image(picture_url())
 @contextlib.contextmanager
 def opened(**options: Any) -> Iterator[Door]:
     config = EngineConfig(model="demo", decoder="torch", **options)
-    with Engine(config) as engine, serving(engine, max_body_bytes=10_000_000) as server, server.http() as http:
+    engine = Engine(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncio, "new_event_loop", SkippableLoop)
+        engine.start()
+    with contextlib.closing(engine), serving(engine, max_body_bytes=10_000_000) as server, server.http() as http:
         yield Door(engine, http)
 
 

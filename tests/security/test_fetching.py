@@ -15,10 +15,11 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import MediaError, MediaRefused
 from dashinfer_vlm_core.media import READERS, MediaLoader
 from dashinfer_vlm_core.media.address import check_url
-from dashinfer_vlm_core.media.fetch import Fetcher
+from dashinfer_vlm_core.media.fetch import SILENCE_SECONDS, Fetcher
 from dashinfer_vlm_core.schema import MediaPart
 from tests.samples import data_url, encode, noise, picture_url
-from tests.security.conftest import GOOD, image, picture, text, video
+from tests.security.conftest import GOOD, LIMITS, image, picture, text, video
+from tests.waiting import HANG
 from tests.web import Loopback, body, names, raw, redirect, serve
 
 PART = "messages[0].content[0]"
@@ -353,9 +354,9 @@ LIES = {
     "a redirect to an odd place": raw(b"HTTP/1.1 302 Found\r\nLocation: \xff\xfe://\r\nContent-Length: 0\r\n\r\n"),
 }
 SLOW = {
-    "/drip": raw(HEAD + b"Content-Length: 1000\r\n\r\n", *[b"x"] * 100, pause=0.1),
-    "/head": raw(*[bytes([letter]) for letter in HEAD * 20], pause=0.05),
-    "/silence": raw(b"", pause=10.0),
+    "/drip": [HEAD + b"Content-Length: 1000\r\n\r\n", b"x"],
+    "/head": [HEAD[:5], HEAD[5:9]],
+    "/silence": [b"", b""],
 }
 
 
@@ -385,11 +386,36 @@ def test_security_05_a_server_that_lies_is_told_in_fixed_words(open_door, lie):
 
 
 def test_security_04_what_is_slow_ends_by_the_clock_and_holds_up_nobody(open_door):
-    with serve(SLOW) as web, ThreadPoolExecutor(len(SLOW)) as pool:
+    """The engine's clock is skipped to just before the end of the time, where something comes once more."""
+    begun, over = threading.Semaphore(0), threading.Event()
+
+    def answer(first, then):
+        def send(stream):
+            stream.sendall(first)
+            begun.release()
+            more.wait(HANG)
+            stream.sendall(then)
+            begun.release()
+            over.wait(HANG)
+
+        return send
+
+    def all_have_sent():
+        assert all(begun.acquire(timeout=HANG) for _ in SLOW)
+
+    more = threading.Event()
+    answers = {path: answer(*pieces) for path, pieces in SLOW.items()}
+    with serve(answers) as web, ThreadPoolExecutor(len(SLOW)) as pool:
         slow = [pool.submit(open_door.refuses, image(web.url(path)), code="media_unreachable") for path in SLOW]
+        all_have_sent()
         assert open_door.ask(WORDS).status_code == 200
         assert not any(future.done() for future in slow)
-        assert len({future.result() for future in slow}) == 1
+        open_door.skip(SILENCE_SECONDS - 1)
+        more.set()
+        all_have_sent()
+        open_door.skip(LIMITS["image_fetch_timeout"] - SILENCE_SECONDS + 2)
+        assert len({future.result(timeout=HANG) for future in slow}) == 1
+        over.set()
 
 
 def test_security_04_no_more_is_fetched_at_once_than_allowed(open_door):

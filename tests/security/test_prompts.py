@@ -8,7 +8,6 @@ import json
 import math
 import pickle
 import struct
-import time
 import zipfile
 
 import numpy as np
@@ -18,12 +17,15 @@ from safetensors.numpy import save
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import InvalidParameter
+from dashinfer_vlm_core.prompt import PromptBuilder
+from dashinfer_vlm_core.qwen2_vl.config import read_spec
 from dashinfer_vlm_core.schema import MediaPart
 from dashinfer_vlm_core.schema.request import OfflineRequest
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_demo import CHECKPOINT
 from tests.samples import encode, noise, picture_url
 from tests.security.conftest import GOOD, LEAKS, LIMITS, opened, picture, text, video
+from tests.steps import lines_of
 
 PART = "messages[0].content[0]"
 TOKENIZER = tokenizers.Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
@@ -271,16 +273,18 @@ ADVERSARIAL = ["<|image_pad|>", "<|", " ", "a", "\n", "Ã©\u0301", "\ue000", "ðŸ‘
 
 
 @pytest.mark.parametrize("piece", ADVERSARIAL, ids=ascii)
-def test_security_13_no_text_costs_more_than_its_length(open_door, piece):
-    """Four times the text takes about four times the work; sixteen times would be quadratic."""
+def test_security_13_no_text_costs_more_than_its_length(open_door, prompts, piece):
+    """Four times the text takes at most four times the lines of Python. What the tokenizer does cannot be counted:
+    400,000 characters, far more than a request may have, come to an end, which quadratic work would not."""
+    assert open_door.ask(text(piece * (40_000 // len(piece)))).status_code in {200, 400}
+    least, most = (lines_of(lambda size=size: prompts.encode(piece * (size // len(piece)))) for size in (2000, 8000))
+    assert most < 4.5 * least
+    assert TOKENIZER.encode_batch_fast([piece * (400_000 // len(piece))], add_special_tokens=False)[0].ids
 
-    def work(size):
-        started = time.process_time()
-        assert open_door.ask(text(piece * (size // len(piece)))).status_code in {200, 400}
-        return time.process_time() - started
 
-    least = min(work(10_000) for _ in range(2))
-    assert min(work(40_000) for _ in range(2)) < 8 * max(least, 0.02)
+@pytest.fixture(scope="module")
+def prompts():
+    return PromptBuilder.load(read_spec(CHECKPOINT), EngineConfig(), max_model_len=100_000)
 
 
 # Line 14: nothing of a request is executed
@@ -328,7 +332,7 @@ HOSTILE_SCHEMAS = {
 
 
 @pytest.mark.parametrize("name", HOSTILE_SCHEMAS)
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_security_14_hostile_schemas_are_refused_or_followed(closed_door, name):
     """In bounded time, by the schema's own field, as a format and as a tool; the fixture asks a good one after it."""
     schema = HOSTILE_SCHEMAS[name]

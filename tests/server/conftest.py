@@ -4,7 +4,6 @@ import contextlib
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from types import MappingProxyType
 from typing import NamedTuple
@@ -24,6 +23,8 @@ from dashinfer_vlm_server.listening import Address
 from dashinfer_vlm_server.protocol import Protocol
 from dashinfer_vlm_server.serving import http_settings
 from dashinfer_vlm_server.settings import Settings
+from tests.clock import SkippableLoop, run
+from tests.waiting import HANG, until
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +52,7 @@ class RunningServer:
         settings.port = 0
         settings.http_protocol_class = protocol
         self._sockets = [listener] if listener else None
+        self.loop = SkippableLoop()
         self._uvicorn = uvicorn.Server(settings)
 
     @property
@@ -62,36 +64,37 @@ class RunningServer:
         return len(self._uvicorn.server_state.connections)
 
     @property
+    def tasks(self) -> int:
+        """Requests whose head was read, and that have not ended."""
+        return len(self._uvicorn.server_state.tasks)
+
+    @property
+    def writers_paused(self) -> bool:
+        """Whether a client does not read what waits for it."""
+        return any(connection.flow.write_paused for connection in tuple(self._uvicorn.server_state.connections))
+
+    @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def http(self, **options) -> httpx.Client:
-        return httpx.Client(base_url=self.url, trust_env=False, timeout=30, **options)
+        return httpx.Client(base_url=self.url, trust_env=False, timeout=HANG, **options)
 
     def openai(self) -> openai.OpenAI:
         client = openai.DefaultHttpxClient(trust_env=False)
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30, http_client=client)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=HANG, http_client=client)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[RunningServer]:
-        thread = threading.Thread(target=self._uvicorn.run, args=[self._sockets])
+        thread = threading.Thread(target=run, args=[self._uvicorn.serve(self._sockets), self.loop])
         thread.start()
         try:
-            eventually(lambda: self._uvicorn.started)
+            until(lambda: self._uvicorn.started)
             yield self
         finally:
             self._uvicorn.should_exit = True
-            thread.join(timeout=20)
+            thread.join(timeout=HANG)
             assert not thread.is_alive()
-
-
-def eventually(condition: Callable[[], bool], *, within: float = 10.0) -> float:
-    """Wait until `condition` holds; the seconds that took."""
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < within, f"not within {within} s"
-        time.sleep(0.005)
-    return time.monotonic() - start
 
 
 @contextlib.contextmanager

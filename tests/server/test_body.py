@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import socket
-import time
 
 import pytest
 
 from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_server.requests import PARSED_INLINE, parse_object
-from tests.server.conftest import eventually
+from tests.waiting import HANG, until
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 
@@ -120,14 +119,16 @@ def test_a_body_over_the_cap_is_refused(scripted, chunked):
 
 @pytest.mark.parametrize("sent", [b"", b'{"messages": ['], ids=["nothing", "a part"])
 def test_a_body_that_stands_still_is_refused(scripted, sent):
-    server = scripted("Fine.", settings={"max_body_pause": 0.2}).server
+    server = scripted("Fine.", settings={"max_body_pause": 10 * HANG}).server
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: test\r\nContent-Length: 1000\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=HANG) as connection:
         connection.sendall(head + sent)
+        until(lambda: server.tasks)
+        server.loop.skip(11 * HANG)
         reply = b"".join(iter(lambda: connection.recv(4096), b""))
     assert reply.startswith(b"HTTP/1.1 408")
     assert json.loads(reply.partition(b"\r\n\r\n")[2])["error"] == {
-        "message": "Nothing of the body came for 0.2 seconds: send the request again.",
+        "message": "Nothing of the body came for 1200 seconds: send the request again.",
         "type": "invalid_request_error",
         "param": None,
         "code": "request_timeout",
@@ -137,8 +138,9 @@ def test_a_body_that_stands_still_is_refused(scripted, sent):
 def test_a_slow_body_is_read_as_long_as_it_moves(scripted):
     """In all it takes longer than it may stand still."""
     body = json.dumps(HELLO).encode()
-    with scripted("Fine.", settings={"max_body_pause": 2.0}).server.http() as client:
-        assert client.post("/v1/chat/completions", content=slowly(body)).status_code == 200
+    server = scripted("Fine.", settings={"max_body_pause": 10 * HANG}).server
+    with server.http() as client:
+        assert client.post("/v1/chat/completions", content=slowly(server, body)).status_code == 200
 
 
 def test_bodies_of_all_requests_together_have_a_limit(scripted):
@@ -154,7 +156,7 @@ def test_bodies_of_all_requests_together_have_a_limit(scripted):
         assert reply.json()["error"]["code"] == "queue_full"
     served.script.delay = 0.0
     with served.server.http() as client:
-        eventually(lambda: served.script.running == 0)
+        until(lambda: served.script.running == 0)
         for _ in range(5):
             assert client.post("/v1/chat/completions", content=body).status_code == 200
 
@@ -163,10 +165,13 @@ def stream(body):
     return body[:-1] + b', "stream": true}'
 
 
-def slowly(body):
-    for start in range(0, len(body), 4):
-        time.sleep(0.2)
-        yield body[start : start + 4]
+def slowly(server, body):
+    """Pieces with pauses that are too long together."""
+    yield body[:4]
+    until(lambda: server.tasks)
+    for start in range(4, len(body), 12):
+        server.loop.skip(6 * HANG)
+        yield body[start : start + 12]
 
 
 def pieces(body):
@@ -177,6 +182,6 @@ def pieces(body):
 def test_a_declared_length_over_the_cap_is_refused_before_the_body_is_sent(scripted):
     server = scripted("Fine.", max_body_bytes=100_000).server
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: test\r\nContent-Length: 999999999999\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=HANG) as connection:
         connection.sendall(head.encode())
         assert connection.recv(4096).startswith(b"HTTP/1.1 413")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import socket
 
-from tests.server.conftest import eventually
+from tests.waiting import HANG, until
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 LONG = "A long answer that goes on and on and on. " * 20
@@ -18,7 +18,7 @@ def connect(server, body, *, declared=None):
     """A bare connection over which a request was sent."""
     data = json.dumps(body).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: test\r\nContent-Length: {declared or len(data)}\r\n\r\n"
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=HANG)
     connection.sendall(head.encode() + data)
     return connection
 
@@ -32,9 +32,9 @@ def assert_answers(served):
 def test_leaving_before_a_whole_answer(scripted):
     served = scripted(LONG, "Fine.", delay=0.5)
     connection = connect(served.server, HELLO)
-    eventually(lambda: served.script.running == 1)
+    until(lambda: served.script.running == 1)
     connection.close()
-    eventually(lambda: served.script.running == 0)
+    until(lambda: served.script.running == 0)
     assert_answers(served)
 
 
@@ -44,16 +44,16 @@ def test_leaving_in_the_middle_of_a_stream(scripted):
     assert connection.recv(4096).startswith(b"HTTP/1.1 200")
     assert served.script.running == 1
     connection.close()
-    eventually(lambda: served.script.running == 0)
+    until(lambda: served.script.running == 0)
     assert_answers(served)
 
 
 def test_leaving_before_the_first_piece_of_a_stream(scripted):
     served = scripted(LONG, "Fine.", delay=60)
     connection = connect(served.server, HELLO | {"stream": True})
-    eventually(lambda: served.script.running == 1)
+    until(lambda: served.script.running == 1)
     connection.close()
-    eventually(lambda: served.script.running == 0)
+    until(lambda: served.script.running == 0)
     assert_answers(served)
 
 

@@ -52,7 +52,9 @@ def test_the_outcomes_are_those_of_the_code():
     assert set(told) == {*OUTCOMES.values(), "success", "invalid", "error"}
 
 
-OPTIONS = sorted(set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", TEXT)) - {"--no-cache-dir", "--create-home"})
+OTHERS = {"--no-cache-dir", "--create-home", "--extra-index-url"}
+"""Options of pip and useradd in the Dockerfile."""
+OPTIONS = sorted(set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", TEXT)) - OTHERS)
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -14,6 +14,7 @@ from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import SetupError
 from tests.server.test_serve import MAIN, refusal
 from tests.tiny import write_checkpoint
+from tests.waiting import HANG
 from tests.web import body, serve
 
 
@@ -69,7 +70,7 @@ def test_a_cache_folder_that_cannot_be_written_to_is_named(tmp_path, where):
     folder = tmp_path / where
     (tmp_path / "file").write_text("precious")
     command = [sys.executable, "-c", MAIN, "dashinfer", "install", "--cpu", "--cache-dir", str(folder)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
     assert ended.returncode == 2, ended.stderr
     assert "Traceback" not in ended.stderr
     assert str(folder) in ended.stderr.splitlines()[-1]
@@ -105,7 +106,7 @@ def test_a_download_that_finds_no_room_says_so(tmp_path, cache, room, words):
             env={**os.environ, **variables, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"},
             capture_output=True,
             text=True,
-            timeout=110,
+            timeout=HANG,
             check=False,
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)),
         )

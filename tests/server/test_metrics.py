@@ -13,7 +13,8 @@ from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_server.keys import Keys
 from dashinfer_vlm_server.metrics import PREFIX
 from tests.samples import picture_url
-from tests.server.conftest import eventually, serving
+from tests.server.conftest import serving
+from tests.waiting import until
 from tests.web import serve
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -70,7 +71,7 @@ def test_every_request_has_one_outcome(scripted, outcome, answer, body, stream):
     with scripted(answer).server.http() as client:
         client.post(CHAT, json=body | {"stream": stream})
         # A stream's request is over a moment after its last byte.
-        eventually(lambda: sum_of(client.get("/metrics").text, "requests_total", route=CHAT) == 1)
+        until(lambda: sum_of(client.get("/metrics").text, "requests_total", route=CHAT) == 1)
         assert sample(client, "requests_total", route=CHAT, outcome=outcome) == 1
 
 
@@ -109,7 +110,7 @@ def test_a_client_that_left_is_counted_as_such(scripted):
     with served.server.http() as client:
         with client.stream("POST", CHAT, json=HELLO | {"stream": True}) as reply:
             next(reply.iter_lines())
-        eventually(lambda: sample(client, "requests_total", route=CHAT, outcome="cancelled") == 1)
+        until(lambda: sample(client, "requests_total", route=CHAT, outcome="cancelled") == 1)
 
 
 def test_a_stream_that_breaks_off_is_no_success(scripted):

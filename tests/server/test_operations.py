@@ -7,6 +7,7 @@ import logging
 import socket
 import ssl
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -25,7 +26,8 @@ from dashinfer_vlm_server.logs import JsonFormatter, TextFormatter
 from dashinfer_vlm_server.serving import Server, http_settings
 from dashinfer_vlm_server.settings import Gate, Settings
 from tests.samples import picture_url
-from tests.server.conftest import RunningServer, create_app, eventually
+from tests.server.conftest import RunningServer, create_app
+from tests.waiting import HANG, until
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 CHAT = "/v1/chat/completions"
@@ -40,7 +42,7 @@ def test_it_is_alive_and_not_ready_while_the_model_loads(tiny_checkpoint):
     class Slow(Engine):
         def start(self):
             self._loading = True
-            go.wait(20)
+            go.wait(timeout=HANG)
             return super().start()
 
     script = Script("Fine.")
@@ -51,19 +53,19 @@ def test_it_is_alive_and_not_ready_while_the_model_loads(tiny_checkpoint):
     server = Server(settings, engine=engine, gate=gate, grace=0.2)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    eventually(lambda: server.started)
+    until(lambda: server.started)
     url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    with httpx.Client(base_url=url, trust_env=False, timeout=30) as client:
-        eventually(lambda: client.get("/health").json()["status"] == "loading")
+    with httpx.Client(base_url=url, trust_env=False, timeout=HANG) as client:
+        until(lambda: client.get("/health").json()["status"] == "loading")
         assert client.get("/health").status_code == 200
         ready, asked = client.get("/health/ready"), client.post(CHAT, json=HELLO)
         assert (ready.status_code, ready.json()["status"], ready.headers["retry-after"]) == (503, "loading", "5")
         assert (asked.status_code, asked.json()["error"]["code"]) == (503, "engine_loading")
         go.set()
-        eventually(lambda: client.get("/health/ready").status_code == 200)
+        until(lambda: client.get("/health/ready").status_code == 200)
         assert client.post(CHAT, json=HELLO).status_code == 200
     server.should_exit = True
-    thread.join(timeout=20)
+    thread.join(timeout=HANG)
     assert not thread.is_alive()
     engine.close()
 
@@ -260,7 +262,7 @@ def test_a_unix_socket_is_for_those_whom_its_permissions_let_in(engine, tmp_path
         assert address.path.stat().st_mode & 0o777 == mode
         server = RunningServer(create_app(engine), address, listener)
         transport = httpx.HTTPTransport(uds=str(address.path))
-        with server.running(), httpx.Client(transport=transport, base_url="http://server", timeout=30) as client:
+        with server.running(), httpx.Client(transport=transport, base_url="http://server", timeout=HANG) as client:
             assert client.post(CHAT, json=HELLO).json()["choices"][0]["message"]["content"] == "Fine."
     assert not address.path.exists()
 
@@ -288,7 +290,7 @@ def test_tls_encrypts(engine):
         trust = ssl.create_default_context(cafile=str(PEM))
         trust.check_hostname = False
         url = server.url.replace("http:", "https:")
-        with httpx.Client(verify=trust, base_url=url, trust_env=False, timeout=30) as client:
+        with httpx.Client(verify=trust, base_url=url, trust_env=False, timeout=HANG) as client:
             assert client.post(CHAT, json=HELLO).status_code == 200
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"{server.url}/health", trust_env=False)
@@ -367,7 +369,7 @@ def test_what_cannot_be_counted_is_refused_by_name(scripted, path, body, param):
 
 
 def test_a_preview_has_to_be_there_in_time(scripted):
-    served = scripted("Never asked.", settings={"request_timeout": 0.0001})
+    served = scripted("Never asked.", settings={"request_timeout": 1e-9})
     with served.server.http() as client:
         reply = client.post("/v1/media/preview", json=HELLO)
     assert (reply.status_code, reply.json()["error"]["code"]) == (504, "deadline_exceeded")
@@ -375,16 +377,31 @@ def test_a_preview_has_to_be_there_in_time(scripted):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_has_to_be_there_in_time(scripted, stream):
-    served = scripted("A long answer. " * 50, "Fine.", delay=0.1, settings={"request_timeout": 0.5})
+    served = scripted("A long answer. " * 50, "Fine.", delay=0.1, settings={"request_timeout": 10 * HANG})
+    with served.server.http() as client, ThreadPoolExecutor(1) as pool:
+        begun = threading.Event()
+        answer = pool.submit(read, client, HELLO | {"stream": stream}, begun)
+        until(lambda: begun.is_set() if stream else served.script.running)
+        served.server.loop.skip(11 * HANG)
+        status, text = answer.result(timeout=HANG)
+        until(lambda: served.script.running == 0)
+    served.script.delay = 0.0
     with served.server.http() as client:
-        reply = client.post(CHAT, json=HELLO | {"stream": stream})
-        eventually(lambda: served.script.running == 0)
-        served.script.delay = 0.0
         assert client.post(CHAT, json=HELLO).status_code == 200
-    error = json.loads(reply.text.rsplit("data: ", 1)[-1])["error"]
-    assert reply.status_code == (200 if stream else 504)
+    error = json.loads(text.rsplit("data: ", 1)[-1])["error"]
+    assert status == (200 if stream else 504)
     assert error["code"] == "deadline_exceeded"
-    assert "[DONE]" not in reply.text
+    assert "[DONE]" not in text
+
+
+def read(client, request, begun):
+    """The status and the body of an answer; `begun` is set at its first piece."""
+    with client.stream("POST", CHAT, json=request) as reply:
+        text = ""
+        for piece in reply.iter_text():
+            begun.set()
+            text += piece
+        return reply.status_code, text
 
 
 # Types

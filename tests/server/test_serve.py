@@ -27,7 +27,7 @@ from dashinfer_vlm_server import create_app, plugin
 from dashinfer_vlm_server.listening import Address
 from dashinfer_vlm_server.serving import Server, http_settings
 from dashinfer_vlm_server.settings import Gate
-from tests.server.conftest import eventually
+from tests.waiting import HANG, until
 
 MAIN = "from dashinfer_vlm_core.cli import main; main()"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
@@ -62,13 +62,13 @@ def ready(log):
 def test_it_says_when_it_is_ready_answers_and_ends_in_peace(tiny_checkpoint, tmp_path, ending):
     log = tmp_path / "log"
     with process(log, "--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0) as server:
-        eventually(lambda: ready(log) or server.poll() is not None, within=90)
+        until(lambda: ready(log) or server.poll() is not None)
         assert ready(log), log.read_text()
-        with httpx.Client(base_url=ready(log)[1], trust_env=False, timeout=30) as client:
+        with httpx.Client(base_url=ready(log)[1], trust_env=False, timeout=HANG) as client:
             assert client.get("/health").json()["status"] == "ready"
             assert client.post("/v1/chat/completions", json=HELLO).json()["usage"]["completion_tokens"] <= 4
         server.send_signal(ending)
-        assert server.wait(timeout=30) == 0
+        assert server.wait(timeout=HANG) == 0
         assert server.stdout.read() == b""
     assert "Traceback" not in log.read_text()
     assert re.search(r"^Try: curl http://\S+/v1/chat/completions -d '\{.*\}'$", log.read_text(), re.MULTILINE)
@@ -89,12 +89,12 @@ def test_garbage_is_collected_once_all_is_loaded_and_what_is_loaded_is_passed_ov
     log = tmp_path / "log"
     options = ("--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0)
     with process(log, *options, program=COLLECTING) as server:
-        eventually(lambda: ready(log) or server.poll() is not None, within=90)
-        with httpx.Client(base_url=ready(log)[1], trust_env=False, timeout=30) as client:
+        until(lambda: ready(log) or server.poll() is not None)
+        with httpx.Client(base_url=ready(log)[1], trust_env=False, timeout=HANG) as client:
             for _ in range(20):
                 assert client.post("/v1/chat/completions", json=HELLO).status_code == 200
         server.send_signal(signal.SIGTERM)
-        assert server.wait(timeout=30) == 0
+        assert server.wait(timeout=HANG) == 0
         assert server.stdout.read() == b"[(False, False), (True, True)]\n"
 
 
@@ -103,7 +103,7 @@ def test_garbage_is_collected_once_all_is_loaded_and_what_is_loaded_is_passed_ov
 def test_a_signal_ends_it_while_the_model_is_downloaded(tmp_path, ending):
     """From a hub that takes connections and never answers; its client would wait for ten minutes."""
     with socket.create_server(("127.0.0.1", 0)) as hub:
-        hub.settimeout(90)
+        hub.settimeout(HANG)
         environment = {
             "HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}",
             "HF_HOME": str(tmp_path),
@@ -117,7 +117,7 @@ def test_a_signal_ends_it_while_the_model_is_downloaded(tmp_path, ending):
             connection, _ = hub.accept()
             with connection:
                 server.send_signal(ending)
-                assert server.wait(timeout=10) == 0
+                assert server.wait(timeout=HANG) == 0
     assert log.read_text().splitlines()[-1] == f"dashinfer-vlm: ended by {ending.name}."
     assert "Traceback" not in log.read_text()
 
@@ -136,7 +136,7 @@ class Stopping(NamedTuple):
         server = Server(settings, engine=engine, gate=gate, grace=grace)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
-        eventually(lambda: server.started)
+        until(lambda: server.started)
         return cls(server, thread)
 
     @property
@@ -147,7 +147,7 @@ class Stopping(NamedTuple):
         self.server.should_exit = True
 
     def assert_ends(self):
-        self.thread.join(timeout=20)
+        self.thread.join(timeout=HANG)
         assert not self.thread.is_alive()
 
 
@@ -180,7 +180,7 @@ def request_head(length):
 def test_a_client_that_sends_no_more_does_not_hold_the_server(stopping, caplog):
     with socket.create_connection(("127.0.0.1", stopping.port)) as stalled:
         stalled.sendall(request_head(1000) + b'{"messages": [')
-        eventually(lambda: stopping.server.server_state.tasks)
+        until(lambda: stopping.server.server_state.tasks)
         stopping.stop()
         stopping.assert_ends()
     assert "Traceback" not in caplog.text
@@ -206,7 +206,7 @@ def test_a_client_that_reads_no_more_does_not_hold_the_server(tiny_checkpoint, c
 
 def refusal(*options):
     """What a server that does not start says, and its exit code."""
-    ended = subprocess.run(command(*options), capture_output=True, text=True, timeout=110, check=False)
+    ended = subprocess.run(command(*options), capture_output=True, text=True, timeout=HANG, check=False)
     assert "Traceback" not in ended.stderr
     return ended.stderr.splitlines()[-1], ended.returncode
 
@@ -383,9 +383,9 @@ def test_every_line_is_json_where_logs_are(tiny_checkpoint, tmp_path):
     file.chmod(0o644)
     options = ["--config", file, "--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0]
     with process(log, *options) as server:
-        eventually(lambda: '"url"' in log.read_text() or server.poll() is not None, within=90)
+        until(lambda: '"url"' in log.read_text() or server.poll() is not None)
         server.send_signal(signal.SIGTERM)
-        assert server.wait(timeout=30) == 0
+        assert server.wait(timeout=HANG) == 0
         assert server.stdout.read() == b""
     lines = records(log.read_text())
     (serving,) = [line for line in lines if "url" in line]
@@ -398,7 +398,7 @@ def test_every_line_is_json_where_logs_are(tiny_checkpoint, tmp_path):
 def test_what_ends_it_is_json_where_logs_are(tmp_path):
     for wrong in (["--model", tmp_path / "none"], ["--max-batch-size", 0], ["--root-path", "x"]):
         options = ["--port", 0, "--log-format", "json", *wrong]
-        ended = subprocess.run(command(*options), capture_output=True, text=True, timeout=110, check=False)
+        ended = subprocess.run(command(*options), capture_output=True, text=True, timeout=HANG, check=False)
         assert ended.returncode == 2
         assert records(ended.stderr)[-1]["level"] == "error"
         assert records(ended.stderr)[-1]["message"]
@@ -415,7 +415,7 @@ def test_the_last_line_of_a_server_that_ends_at_once_is_json_too():
     )
     said = {
         kind: subprocess.run(
-            [sys.executable, "-c", code, kind], capture_output=True, text=True, timeout=110, check=False
+            [sys.executable, "-c", code, kind], capture_output=True, text=True, timeout=HANG, check=False
         ).stderr
         for kind in ("json", "text")
     }
@@ -430,13 +430,13 @@ TRY = r"^Try: (curl http://127\.0\.0\.1:\d+/v1/chat/completions .*)$"
 def test_the_first_question_that_it_shows_brings_a_key_where_one_is_needed(tiny_checkpoint, tmp_path):
     log, key = tmp_path / "log", {"DASHINFER_VLM_API_KEY": "sk-secret"}
     with process(log, "--model", tiny_checkpoint, "--port", 0, environment=key) as server:
-        eventually(lambda: re.search(TRY, log.read_text(), re.MULTILINE) or server.poll() is not None, within=90)
+        until(lambda: re.search(TRY, log.read_text(), re.MULTILINE) or server.poll() is not None)
         shown = re.search(TRY, log.read_text(), re.MULTILINE)[1]
         _, url, _, header, _, body = shlex.split(shown)
         assert header == "Authorization: Bearer $DASHINFER_VLM_API_KEY"
         assert f'-H "{header}"' in shown  # in quotes that let the shell fill it in
         name, value = header.replace("$DASHINFER_VLM_API_KEY", "sk-secret").split(": ")
-        reply = httpx.post(url, headers={name: value}, content=body, trust_env=False, timeout=60)
+        reply = httpx.post(url, headers={name: value}, content=body, trust_env=False, timeout=HANG)
     assert reply.status_code == 200
     assert "sk-secret" not in log.read_text()
 
@@ -446,15 +446,15 @@ def test_keys_may_come_from_the_environment(tiny_checkpoint, tmp_path):
     log, keys = tmp_path / "log", {"DASHINFER_VLM_API_KEYS": "sk-one sk-two"}
     options = ["--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0, "--log-format", "json"]
     with process(log, *options, environment=keys) as server:
-        eventually(lambda: '"url"' in log.read_text() or server.poll() is not None, within=90)
+        until(lambda: '"url"' in log.read_text() or server.poll() is not None)
         url = next(line["url"] for line in records(log.read_text()) if "url" in line)
-        with httpx.Client(base_url=url.removesuffix("/v1"), trust_env=False, timeout=30) as client:
+        with httpx.Client(base_url=url.removesuffix("/v1"), trust_env=False, timeout=HANG) as client:
             codes = [
                 client.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
                 for key in ("sk-one", "sk-two", "sk-one sk-two", "x")
             ]
         server.terminate()
-        assert server.wait(timeout=30) == 0
+        assert server.wait(timeout=HANG) == 0
     assert codes == [200, 200, 401, 401]
     assert "sk-one" not in log.read_text()
     lines = records(log.read_text())
@@ -508,11 +508,11 @@ def test_a_server_whose_decoder_is_lost_ends_with_a_code_of_its_own(tiny_checkpo
     options = ["--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0, "--decoder-restarts", 0]
     with process(log, *options, environment=path) as server:
         served = re.compile(r"^Serving tiny \(decoder dying\) at (\S+)/v1$", re.MULTILINE)
-        eventually(lambda: served.search(log.read_text()) or server.poll() is not None, within=90)
+        until(lambda: served.search(log.read_text()) or server.poll() is not None)
         url = served.search(log.read_text())[1]
-        reply = httpx.post(f"{url}/v1/chat/completions", json=HELLO, trust_env=False, timeout=30)
+        reply = httpx.post(f"{url}/v1/chat/completions", json=HELLO, trust_env=False, timeout=HANG)
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "decoder_failed")
-        assert server.wait(timeout=30) == 3
+        assert server.wait(timeout=HANG) == 3
     assert "this process ends, to be started again" in log.read_text()
     assert "Traceback" not in log.read_text()
 
@@ -524,7 +524,7 @@ def test_without_its_extra_the_plugin_loads_and_the_command_says_what_to_install
         "sys.modules.update({'fastapi': None, 'uvicorn': None, 'starlette': None})\n"
         "sys.argv[1:] = ['serve']\n" + MAIN
     )
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=110, check=False)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG, check=False)
     assert ended.returncode == 2
     assert "pip install 'dashinfer-vlm-adapters[server]'" in ended.stderr.splitlines()[-1]
     assert "Traceback" not in ended.stderr

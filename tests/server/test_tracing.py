@@ -13,7 +13,7 @@ from opentelemetry.trace import StatusCode
 
 from dashinfer_vlm_server.tracing import Tracer
 from tests.samples import picture_url
-from tests.server.conftest import eventually
+from tests.waiting import HANG, until
 
 SECRET = "a very private question"
 CHAT = "/v1/chat/completions"
@@ -43,7 +43,7 @@ def tracer(spans):
 
 def finished(spans, count):
     """So many spans, the request's last: it ends when its client may have read the answer already."""
-    eventually(lambda: len(spans.get_finished_spans()) == count)
+    until(lambda: len(spans.get_finished_spans()) == count)
     return spans.get_finished_spans()
 
 
@@ -85,4 +85,4 @@ def test_a_parent_that_is_none_begins_a_new_trace(scripted, tracer, spans):
 def test_nothing_of_it_is_imported_where_it_is_off():
     """Of its interface FastAPI imports what is there."""
     script = "import sys, dashinfer_vlm_server.serving; sys.exit('opentelemetry.sdk' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], timeout=110, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", script], timeout=HANG, check=False).returncode == 0

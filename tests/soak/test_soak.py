@@ -1,4 +1,4 @@
-"""Mixed traffic with faults, for minutes: every request has one outcome, and nothing is left behind.
+"""Mixed traffic with faults: every request has one outcome, and nothing is left behind.
 
 The decoder dies now and then, the server of pictures is down for a while, clients leave in the midst of answers, and
 there are more of them than the queue takes.
@@ -7,6 +7,7 @@ there are more of them than the queue takes.
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import random
 import resource
@@ -20,14 +21,15 @@ from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.plugins import load_plugins
 from tests.core.test_supervisor import Kept
 from tests.samples import encode, noise
-from tests.server.conftest import eventually, serving
+from tests.server.conftest import serving
 from tests.soak.traffic import CHAT, Clients, Ledger
+from tests.waiting import until
 from tests.web import body, serve
 
 CLIENTS = 12
-FAULT_SECONDS = 4.0
+FAULT_REQUESTS = 80
 WARM_UP = 1 / 3
-"""Share of the time after which memory should not grow any more: caches are full then, and arenas are warm."""
+"""Share of the soak after which memory should not grow any more: caches are full then, and arenas are warm."""
 
 GROWTH = 1.05
 SPARE = 4
@@ -48,7 +50,7 @@ def unlogged():
 @pytest.mark.usefixtures("unlogged")
 @pytest.mark.timeout(0)  # it has an end of its own
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="memory and descriptors are read from /proc")
-def test_mixed_traffic_with_faults(tiny_checkpoint, soak_seconds):
+def test_mixed_traffic_with_faults(tiny_checkpoint, soak_lasts):
     kept, registry, ledger = Kept(), load_plugins(), Ledger()
     registry.add_plugin(kept, name="kept")
     config = EngineConfig(model=str(tiny_checkpoint), decoder="kept", allow_private_addresses=True, **OPTIONS)
@@ -58,12 +60,13 @@ def test_mixed_traffic_with_faults(tiny_checkpoint, soak_seconds):
         idle = _descriptors()
         clients = Clients(server.url, web.url(""), ledger)
         clients.start(CLIENTS)
-        warm = _trouble(soak_seconds * WARM_UP, kept, web, pictures)
-        end = _trouble(soak_seconds * (1 - WARM_UP), kept, web, pictures)
+        faults = _faults(ledger, kept, web, pictures)
+        warm = _trouble(faults, lambda count: soak_lasts(count, WARM_UP))
+        end = _trouble(faults, lambda count: soak_lasts(count, 1))
         clients.stop()
-        eventually(lambda: engine.stats().answers == 0, within=30)
-        eventually(lambda: counted(client, "requests_total", CHAT) == sum(ledger.outcomes.values()), within=30)
-        eventually(lambda: _descriptors() <= idle + SPARE, within=30)
+        until(lambda: engine.stats().answers == 0)
+        until(lambda: counted(client, "requests_total", CHAT) == sum(ledger.outcomes.values()))
+        until(lambda: _descriptors() <= idle + SPARE)
         report = (
             f"{dict(ledger.outcomes)}, restarts {engine.stats().restarts}, MiB {warm:.0f} -> {end:.0f},"
             f" descriptors {idle} -> {_descriptors()}"
@@ -96,15 +99,23 @@ def counted(client, name, route=None, outcome=None):
     return sum(sample.value for sample in samples if wanted.items() <= sample.labels.items())
 
 
-def _trouble(seconds, kept, web, pictures):
-    """Make trouble for a while; then the memory, in MiB, the least of some moments."""
-    rng, end = random.Random(0), time.monotonic() + seconds
-    while time.monotonic() < end:
-        time.sleep(min(FAULT_SECONDS, max(0.0, end - time.monotonic())))
+def _faults(ledger, kept, web, pictures):
+    """Make a fault after each `FAULT_REQUESTS` requests; yields the number of faults so far."""
+    rng = random.Random(0)
+    for count in itertools.count():
+        yield count
+        enough = sum(ledger.outcomes.values()) + FAULT_REQUESTS
+        until(lambda enough=enough: sum(ledger.outcomes.values()) >= enough)
         if rng.random() < 0.5:
             kept.kill()
         else:
             web.answers.clear() if web.answers else web.answers.update(pictures)
+
+
+def _trouble(faults, lasts):
+    """Make faults as long as it `lasts`; then the memory, in MiB, the least of some moments."""
+    while lasts(next(faults)):
+        pass
     return min(_memory() for _ in range(20))
 
 

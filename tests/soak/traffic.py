@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from tests.samples import picture_url
+from tests.waiting import HANG
 
 CHAT = "/v1/chat/completions"
 QUESTION = {"type": "text", "text": "What is this?"}
@@ -75,14 +76,14 @@ class Clients:
     def stop(self) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(timeout=100)
+            thread.join(timeout=HANG)
             assert not thread.is_alive(), "a client never got its answer"
 
     def _run(self, rng: random.Random) -> None:
         deeds: list[Callable[[httpx.Client, random.Random], None]] = [
             self._whole, self._whole, self._streamed, self._streamed, self._leaves, self._wrong, self._fetched,
         ]  # fmt: skip
-        with httpx.Client(base_url=self._url, trust_env=False, timeout=90) as client:
+        with httpx.Client(base_url=self._url, trust_env=False, timeout=HANG) as client:
             while not self._stop.is_set():
                 try:
                     rng.choice(deeds)(client, rng)
@@ -109,7 +110,7 @@ class Clients:
         """In the midst of an answer that takes long; a refusal may come first."""
         body = json.dumps(question(rng) | {"stream": True, "max_tokens": 1500}).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nHost: soak\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-        with socket.create_connection((client.base_url.host, client.base_url.port or 80), timeout=60) as connection:
+        with socket.create_connection((client.base_url.host, client.base_url.port or 80), timeout=HANG) as connection:
             connection.sendall(head + body)
             answer = connection.recv(65536)
             while b"\r\n\r\n" not in answer:

@@ -1,0 +1,36 @@
+"""A decoder that stands still in the midst of an answer: however fast the machine, the answer is not over too soon."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from dashinfer_vlm_torch.decoder import TorchDecoder
+from tests.waiting import HANG
+
+
+class Brake:
+    """Lets a started decoder take some steps; the next one waits until `release` is called.
+
+    Args:
+        decoder: a decoder that runs.
+        steps: how many steps it takes before it stands still.
+    """
+
+    def __init__(self, decoder: TorchDecoder, steps: int) -> None:
+        assert decoder._worker is not None
+        self._left = steps
+        self._released = threading.Event()
+        self._runner = decoder._worker._runner
+        self._compute = self._runner.compute
+        self._runner.compute = self._next  # type: ignore[method-assign]
+
+    def _next(self, work: Callable[[], Any]) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            self._released.wait(HANG)
+        return self._compute(work)
+
+    def release(self) -> None:
+        self._released.set()
