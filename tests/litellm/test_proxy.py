@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,7 +30,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 PICTURES = Path(__file__).parents[2] / "examples/pictures"
 EXAMPLE = Path(__file__).parents[2] / "examples/litellm/config.yaml"
-KEY = "sk-0123456789abcdef0123456789abcdef"
+KEY = f"sk-{uuid.uuid4().hex}"
+DYING_NAME = f"dying-{uuid.uuid4().hex}"
 TRUTH = "I know circles, squares, triangles, stars and crosses"
 LONG = "A long answer that goes on and on and on. " * 20
 START_SECONDS = 200
@@ -39,8 +41,9 @@ import sys
 import uvicorn
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_server import create_app
-with scripted_engine("One, two, three, four. " * 50, delay=0.2, model=sys.argv[1], served_model_name="tiny") as engine:
-    uvicorn.run(create_app(engine), port=int(sys.argv[2]), log_level="error")
+script, (checkpoint, name, port) = "One, two, three, four. " * 50, sys.argv[1:]
+with scripted_engine(script, delay=0.2, model=checkpoint, served_model_name=name) as engine:
+    uvicorn.run(create_app(engine), port=int(port), log_level="error")
 """
 
 
@@ -49,27 +52,40 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def answers(url):
+def serves(port, model):
+    """Whether the server at `port` is the one that was started here: no other takes our key and has that model."""
+    headers = {"Authorization": f"Bearer {KEY}"}
     with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(url, trust_env=False).status_code < 500
+        found = httpx.get(f"http://127.0.0.1:{port}/v1/models", headers=headers, timeout=HANG, trust_env=False)
+        return found.status_code == 200 and model in {item["id"] for item in found.json()["data"]}
     return False
 
 
 @contextlib.contextmanager
-def running(command, url, log, **variables):
-    """A process, once it answers at `url`."""
+def running(command, model, log, **variables):
+    """A process, once it serves `model`, and its port, which is the last word of its command. A port that was free may
+    be taken by somebody else before the process listens: then it gets another."""
     environment = {**os.environ, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", **variables}
-    with log.open("w") as output, subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process:
-        try:
-            until(lambda: process.poll() is not None or answers(url), seconds=START_SECONDS)
-            assert process.poll() is None, log.read_text()[-3000:]
-            yield process
-        finally:
-            process.terminate()
+    for _ in range(5):
+        port = free_port()
+        with (
+            log.open("w") as output,
+            subprocess.Popen([*command, str(port)], env=environment, stdout=output, stderr=output) as process,
+        ):
             try:
-                process.wait(timeout=HANG)
-            except subprocess.TimeoutExpired:
-                process.kill()
+                until(lambda: process.poll() is not None or serves(port, model), seconds=START_SECONDS)  # noqa: B023
+                if process.poll() is None:
+                    yield process, port
+                    return
+            finally:
+                process.terminate()
+                try:
+                    process.wait(timeout=HANG)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+        if "address already in use" not in log.read_text():
+            break
+    raise AssertionError(log.read_text()[-3000:])
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +105,8 @@ def remote(tiny_checkpoint):
 @pytest.fixture(scope="module")
 def dying(folder, tiny_checkpoint):
     """A server of its own process, to be killed; its address."""
-    port = free_port()
-    command = [sys.executable, "-c", DYING, str(tiny_checkpoint), str(port)]
-    with running(command, f"http://127.0.0.1:{port}/health", folder / "dying.log") as process:
+    command = [sys.executable, "-c", DYING, str(tiny_checkpoint), DYING_NAME]
+    with running(command, DYING_NAME, folder / "dying.log") as (process, port):
         yield process, f"http://127.0.0.1:{port}/v1"
 
 
@@ -108,16 +123,15 @@ def proxy(folder, remote, dying):
     config["model_list"] += [
         deployment("narrow", engine_options={"max_batch_size": 1, "max_waiting": 0}),
         deployment("remote", "tiny", api_base=f"{server.url}/v1"),
-        deployment("dying", "tiny", api_base=dying[1]),
+        deployment("dying", DYING_NAME, api_base=dying[1]),
     ]
     config["router_settings"]["fallbacks"].append({"dying": ["demo"]})
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
-    port = free_port()
     command = [sys.executable, "-c", "from litellm import run_server; run_server()", "--config", str(path)]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--port"]
     variables = {"LITELLM_MASTER_KEY": KEY, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    with running(command, f"http://127.0.0.1:{port}/health/liveliness", folder / "proxy.log", **variables):
+    with running(command, "dying", folder / "proxy.log", **variables) as (_, port):
         yield f"http://127.0.0.1:{port}"
 
 
