@@ -35,7 +35,10 @@ from .conftest import decoding
 
 pytestmark = pytest.mark.dashinfer
 
-LONG = {"max_tokens": 480, "ignore_eos": True}
+LONG = {"max_tokens": 3000, "ignore_eos": True}
+"""Seconds of the engine's work, in a context of `ROOM`: however late a test goes on, most of it is to come."""
+
+ROOM = 4096
 
 
 def descriptors():
@@ -119,7 +122,7 @@ def test_leaving_a_stream_stops_it_and_frees_its_place(decoder, oracle):
 
 def test_cancelling_readers_that_run_and_wait_leaves_the_others_alone(decoder, oracle):
     async def run():
-        async with decoding(decoder(max_batch_size=2)) as running:
+        async with decoding(decoder(max_batch_size=2, max_model_len=ROOM)) as running:
             tasks = await reading(running, [prompt(seed, 10, **LONG) for seed in range(6)])
             for task in tasks:
                 task.cancel()
@@ -149,7 +152,7 @@ def test_two_hundred_wait_for_four_places(decoder, oracle):
 
 def test_closing_ends_what_runs_and_waits(decoder):
     async def run():
-        running = decoder(max_batch_size=1)
+        running = decoder(max_batch_size=1, max_model_len=ROOM)
         await running.start()
         pid = running.pid
         tasks = await reading(running, [prompt(seed, 5, **LONG) for seed in range(3)])
@@ -210,7 +213,7 @@ def test_a_killed_worker_fails_its_own_requests_and_is_replaced(decoder, oracle,
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     async def run():
-        async with decoding(decoder()) as running:
+        async with decoding(decoder(max_model_len=ROOM)) as running:
             ends = []
             for kill in range(6):
                 ends += await streams(running)
@@ -268,7 +271,7 @@ def test_a_worker_that_hangs_is_replaced_and_one_that_idles_is_not(decoder, orac
     timeout = EngineConfig().step_timeout
 
     async def run():
-        async with decoding(decoder()) as running:
+        async with decoding(decoder(max_model_len=ROOM)) as running:
             assert ids(await collect(running, prompt(1, 10))) == expected
             while running._runs:  # noqa: ASYNC110 - nothing says that the engine has let go of a request
                 await asyncio.sleep(0.001)
@@ -329,7 +332,7 @@ def test_request_that_waits_when_the_worker_dies_goes_on_in_the_next(environment
         return await asyncio.gather(reader, waiter, return_exceptions=True)
 
     async def run():
-        async with decoding(decoder(max_batch_size=1, dashinfer_python=python)) as running:
+        async with decoding(decoder(max_batch_size=1, max_model_len=ROOM, dashinfer_python=python)) as running:
             replaced = await die_with_one_waiting(running)
             (tmp_path / "broken").touch()
             async with passing_time(1):  # the pauses between starts

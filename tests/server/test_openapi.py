@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import schemathesis
+import schemathesis.openapi.loaders
+import schemathesis.specs.openapi.schemas  # not first in a test: see below
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
@@ -20,6 +22,8 @@ from dashinfer_vlm_server import create_app, openapi
 from dashinfer_vlm_server.page import FILES
 from tests.server.conftest import serving
 
+# pytest parses what it imports of schemathesis. That has to be done before a server's thread runs: CPython 3.11 can
+# fail with "AST constructor recursion depth mismatch" if threads change meanwhile.
 CHECKS = (
     not_a_server_error,
     status_code_conformance,
