@@ -21,12 +21,12 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_core.checkpoint import find_model
-from dashinfer_vlm_core.grammar import Rules, any_object, json_schema
-from dashinfer_vlm_core.guide import GrammarGuide, GuideMaker
-from dashinfer_vlm_core.model import ModelSpec
+from dashinfer_vlm_core.models.checkpoint import find_model
+from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
+from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.plugins import load_plugins
-from dashinfer_vlm_core.qwen2_vl import Qwen2VL
+from dashinfer_vlm_core.structured_output.grammar import Rules, any_object, json_schema
+from dashinfer_vlm_core.structured_output.guide import GrammarGuide, GuideMaker
 
 LARGE = 151_936
 SCENE: dict[str, Any] = {

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.kernels.native import load_native
-from dashinfer_vlm_core.patches import DEFAULT_TOKENS, smart_resize
-from dashinfer_vlm_core.qwen2_vl.config import (
+from dashinfer_vlm_core.models.patches import DEFAULT_TOKENS, smart_resize
+from dashinfer_vlm_core.models.qwen2_vl.config import (
     TextConfig,
     VisionConfig,
     read_spec,

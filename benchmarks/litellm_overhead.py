@@ -22,7 +22,7 @@ import litellm
 from litellm.utils import custom_llm_setup
 
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_core.shared import SharedEngines
+from dashinfer_vlm_core.engine.shared import SharedEngines
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_litellm import DashInferVLM
 

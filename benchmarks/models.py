@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dashinfer_vlm_core import EngineConfig
-from dashinfer_vlm_core.checkpoint import find_model
+from dashinfer_vlm_core.models.checkpoint import find_model
 from dashinfer_vlm_core.plugins import load_plugins
 
 CACHE = EngineConfig().cache_folder / "benchmarks" / "models"

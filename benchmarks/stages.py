@@ -27,23 +27,23 @@ import torch
 import uvicorn
 
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_core.cli_options import config_options
-from dashinfer_vlm_core.conductor import Conductor
-from dashinfer_vlm_core.decoder import DecodeRequest, Token, VisualSpan
+from dashinfer_vlm_core.cli.options import config_options
+from dashinfer_vlm_core.concurrency.turns import CPU_TURNS
+from dashinfer_vlm_core.decoders import DecodeRequest, Token, VisualSpan
 from dashinfer_vlm_core.engine import open_conductor
+from dashinfer_vlm_core.engine.conductor import Conductor
+from dashinfer_vlm_core.engine.watch import Watcher
 from dashinfer_vlm_core.media import Picture
 from dashinfer_vlm_core.media.fetch import Fetcher
 from dashinfer_vlm_core.media.image import decode_picture
-from dashinfer_vlm_core.patches import Patches
+from dashinfer_vlm_core.models.interface import VisualTokens
+from dashinfer_vlm_core.models.patches import Patches
+from dashinfer_vlm_core.models.qwen2_vl.config import read_text_config, read_vision_config
 from dashinfer_vlm_core.plugins import load_plugins
-from dashinfer_vlm_core.prompt import Prompt
-from dashinfer_vlm_core.qwen2_vl.config import read_text_config, read_vision_config
-from dashinfer_vlm_core.reply import PromptCounts, Reply
-from dashinfer_vlm_core.schema import ChatRequest
+from dashinfer_vlm_core.preprocessing.prompt import Prompt
+from dashinfer_vlm_core.protocol import ChatRequest
+from dashinfer_vlm_core.response.reply import PromptCounts, Reply
 from dashinfer_vlm_core.testing import scripted_engine
-from dashinfer_vlm_core.turns import CPU_TURNS
-from dashinfer_vlm_core.vision import VisualTokens
-from dashinfer_vlm_core.watch import Watcher
 from dashinfer_vlm_server import create_app
 from dashinfer_vlm_torch.sampler import choose
 from dashinfer_vlm_torch.scheduler import Run

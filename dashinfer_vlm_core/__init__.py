@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .errors import DashInferVLMError, EngineError, MediaError, RequestError, SetupError
     from .hookspecs import hookimpl
     from .offline import VLM, SamplingParams
-    from .schema import ChatRequest
+    from .protocol import ChatRequest
     from .version import __version__
 
 __all__ = [
@@ -38,7 +38,7 @@ _ROOMS = {
     "errors": ("DashInferVLMError", "EngineError", "MediaError", "RequestError", "SetupError"),
     "hookspecs": ("hookimpl",),
     "offline": ("VLM", "SamplingParams"),
-    "schema": ("ChatRequest",),
+    "protocol": ("ChatRequest",),
     "version": ("__version__",),
 }
 

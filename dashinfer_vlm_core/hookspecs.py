@@ -11,9 +11,9 @@ import pluggy
 if TYPE_CHECKING:
     import click
 
-    from .decoder import DecoderFactory
+    from .decoders import DecoderFactory
     from .media.types import VideoReader
-    from .vision import Architecture
+    from .models.interface import Architecture
 
 GROUP = "dashinfer_vlm"
 """Name of the pluggy project, and of the entry-point group that plugins are found by."""

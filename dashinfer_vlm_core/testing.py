@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from .config import EngineConfig
-from .decoder import GUIDE, DecodeRequest, DecoderFactory, FinishReason, Fitness, Token
+from .decoders import GUIDE, DecodeRequest, DecoderFactory, FinishReason, Fitness, Token
 from .engine import Engine
 from .errors import DecoderFailed, EngineClosed
 from .hookspecs import hookimpl
 from .plugins import Registry, load_plugins
-from .sampling import SAMPLING_PARAMETERS
+from .protocol.sampling import SAMPLING_PARAMETERS
 
 if TYPE_CHECKING:
-    from .model import ModelSpec
+    from .models.spec import ModelSpec
 
 EVERYTHING = SAMPLING_PARAMETERS | {GUIDE}
 Answer = str | Exception | Callable[[DecodeRequest], str]

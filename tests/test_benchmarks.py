@@ -15,7 +15,7 @@ from benchmarks.client import Sample
 from benchmarks.report import LIMIT, Ratio, Results, Row
 from benchmarks.workloads import Run
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_core.qwen2_vl.config import TextConfig, VisionConfig
+from dashinfer_vlm_core.models.qwen2_vl.config import TextConfig, VisionConfig
 
 
 @pytest.mark.slow

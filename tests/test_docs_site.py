@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_core.schema import fields
+from dashinfer_vlm_core.protocol import fields
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_server import create_app
 from dashinfer_vlm_server.errors import STATUS

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dashinfer_vlm_core.config_file import ConfiguredCommand
+from dashinfer_vlm_core.config.config_file import ConfiguredCommand
 from dashinfer_vlm_core.errors import DashInferVLMError
 
 from .batch_files import Entry, Ledger, answered, failed, read_body, read_entries

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dashinfer_vlm_core.config_file import ConfiguredCommand
+from dashinfer_vlm_core.cli.terminal import show_table
+from dashinfer_vlm_core.config.config_file import ConfiguredCommand
 from dashinfer_vlm_core.errors import DashInferVLMError
-from dashinfer_vlm_core.terminal import show_table
 
 from .answers import Answer
 from .engines import Command, Source, engine_options

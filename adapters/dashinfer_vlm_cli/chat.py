@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dashinfer_vlm_core.config_file import ConfiguredCommand
+from dashinfer_vlm_core.cli.terminal import printable, show_aside
+from dashinfer_vlm_core.config.config_file import ConfiguredCommand
 from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError
-from dashinfer_vlm_core.terminal import printable, show_aside
 
 from .answers import ask
 from .conversation import Conversation

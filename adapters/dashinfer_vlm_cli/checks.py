@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Literal
 
 from dashinfer_vlm_core.config import ENV_PREFIX, EngineConfig
-from dashinfer_vlm_core.cpu import cpu_flags
-from dashinfer_vlm_core.dashinfer.environment import cuda_devices, disk_bytes, examine, find_environment
+from dashinfer_vlm_core.decoders.dashinfer.environment import cuda_devices, disk_bytes, examine, find_environment
 from dashinfer_vlm_core.errors import DashInferVLMError, MissingDependency
+from dashinfer_vlm_core.kernels.cpu import cpu_flags
 from dashinfer_vlm_core.plugins import DISTRIBUTION, load_plugins
 
 Status = Literal["ok", "missing", "unusable", "slow", "broken"]

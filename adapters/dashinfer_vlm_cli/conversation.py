@@ -93,8 +93,8 @@ class Conversation:
         Raises:
             RequestError: there is no such option, or it cannot have this value; in the words of the engine.
         """
-        from dashinfer_vlm_core.forms import form_of
-        from dashinfer_vlm_core.schema import ChatRequest
+        from dashinfer_vlm_core.protocol import ChatRequest
+        from dashinfer_vlm_core.structured_output.forms import form_of
 
         known = sorted(set(ChatRequest.model_fields) - NO_OPTIONS)
         if name not in known:
@@ -125,7 +125,7 @@ class Conversation:
             OSError: it cannot be read.
             RequestError: it is no request; the message says why.
         """
-        from dashinfer_vlm_core.schema import ChatRequest
+        from dashinfer_vlm_core.protocol import ChatRequest
 
         try:
             body = json.loads(path.read_text(encoding="utf-8"))

@@ -8,7 +8,7 @@ import sys
 
 import click
 
-from dashinfer_vlm_core.terminal import show_table
+from dashinfer_vlm_core.cli.terminal import show_table
 
 from .checks import Finding, all_findings
 from .engines import quiet

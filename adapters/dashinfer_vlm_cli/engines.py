@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from dashinfer_vlm_core.cli_options import config_options
+from dashinfer_vlm_core.cli.options import config_options
 from dashinfer_vlm_core.config import ENV_PREFIX, EngineConfig
 from dashinfer_vlm_core.errors import ConfigError, EngineClosed
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from dashinfer_vlm_core.engine import Engine
-    from dashinfer_vlm_core.remote import RemoteEngine
+    from dashinfer_vlm_core.engine.remote import RemoteEngine
 
     AnyEngine: TypeAlias = Engine | RemoteEngine
 
@@ -62,7 +62,7 @@ class Source:
                 yield remote
 
     def _remote(self, api_base: str) -> RemoteEngine:
-        from dashinfer_vlm_core.remote import RemoteEngine
+        from dashinfer_vlm_core.engine.remote import RemoteEngine
 
         remote = RemoteEngine(api_base, api_key=self.api_key, model=self.model)
         status = remote.status()

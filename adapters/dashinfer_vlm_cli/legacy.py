@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from dashinfer_vlm_core.cli import cli, run
+from dashinfer_vlm_core.cli.main import cli, run
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.plugins import add_commands
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import click
 
-from dashinfer_vlm_core.checkpoint import downloaded
+from dashinfer_vlm_core.cli.terminal import show_table
 from dashinfer_vlm_core.errors import CheckpointError, PluginError
+from dashinfer_vlm_core.models.checkpoint import downloaded
 from dashinfer_vlm_core.plugins import Registry, load_plugins
-from dashinfer_vlm_core.terminal import show_table
 
 from .engines import quiet
 

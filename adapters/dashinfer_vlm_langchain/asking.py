@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from dashinfer_vlm_core.deadline import stream_within, within
+from dashinfer_vlm_core.concurrency.deadline import stream_within, within
+from dashinfer_vlm_core.concurrency.loop import LoopThread
+from dashinfer_vlm_core.engine.shared import PerProcess
 from dashinfer_vlm_core.errors import DashInferVLMError, DeadlineExceeded
-from dashinfer_vlm_core.loop import LoopThread
-from dashinfer_vlm_core.shared import PerProcess
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk

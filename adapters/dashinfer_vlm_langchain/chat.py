@@ -16,10 +16,10 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.engine.shared import SHARED, SharedEngines
 from dashinfer_vlm_core.errors import InvalidParameter, UnsupportedParameter
-from dashinfer_vlm_core.schema import ChatRequest
-from dashinfer_vlm_core.schema.fields import HONOURED, NO_EFFECT, REFUSED
-from dashinfer_vlm_core.shared import SHARED, SharedEngines
+from dashinfer_vlm_core.protocol import ChatRequest
+from dashinfer_vlm_core.protocol.fields import HONOURED, NO_EFFECT, REFUSED
 
 from .asking import LOOP, Call, ask, stream
 from .messages import to_openai

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from litellm.llms.custom_llm import CustomLLM
 from litellm.types.utils import GenericStreamingChunk, ModelResponse, ModelResponseStream
 
-from dashinfer_vlm_core.deadline import stream_within, within
-from dashinfer_vlm_core.loop import LoopThread
-from dashinfer_vlm_core.shared import SHARED, PerProcess, SharedEngines
+from dashinfer_vlm_core.concurrency.deadline import stream_within, within
+from dashinfer_vlm_core.concurrency.loop import LoopThread
+from dashinfer_vlm_core.engine.shared import SHARED, PerProcess, SharedEngines
 
 from .call import Call, is_proxied, read_call
 from .errors import litellm_errors

@@ -14,15 +14,9 @@ from openai.types.chat import ChatCompletion
 from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 
-from dashinfer_vlm_core.deadline import stream_within, within
+from dashinfer_vlm_core.concurrency.deadline import stream_within, within
 from dashinfer_vlm_core.errors import EngineClosed, ModelNotFound
-from dashinfer_vlm_core.schema import (
-    ChatRequest,
-    DetokenizeRequest,
-    TokenizeChat,
-    TokenizePrompt,
-    parse_tokenize,
-)
+from dashinfer_vlm_core.protocol import ChatRequest, DetokenizeRequest, TokenizeChat, TokenizePrompt, parse_tokenize
 from dashinfer_vlm_core.version import __version__
 
 from . import openapi

@@ -17,6 +17,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from dashinfer_vlm_core.concurrency.loop import NOT_RUNNING
 from dashinfer_vlm_core.errors import (
     DashInferVLMError,
     DeadlineExceeded,
@@ -29,7 +30,6 @@ from dashinfer_vlm_core.errors import (
     RequestError,
     SetupError,
 )
-from dashinfer_vlm_core.loop import NOT_RUNNING
 
 logger = logging.getLogger(__name__)
 

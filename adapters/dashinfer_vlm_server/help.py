@@ -9,7 +9,7 @@ import click
 from click.core import ParameterSource
 
 from dashinfer_vlm_core.config import variable
-from dashinfer_vlm_core.config_file import ConfiguredCommand, FileOption
+from dashinfer_vlm_core.config.config_file import ConfiguredCommand, FileOption
 
 from .logs import endings_as_records
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import click
 
-from dashinfer_vlm_core.cli import SETUP_FAILED
+from dashinfer_vlm_core.cli.main import SETUP_FAILED
 from dashinfer_vlm_core.errors import DashInferVLMError
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from dashinfer_vlm_core.engine.watch import Stage, Watcher
 from dashinfer_vlm_core.version import __version__
-from dashinfer_vlm_core.watch import Stage, Watcher
 
 if TYPE_CHECKING:
     from openai.types import CompletionUsage

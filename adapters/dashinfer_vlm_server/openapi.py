@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from dashinfer_vlm_core.schema import ChatRequest, DetokenizeRequest, TokenizeChat, TokenizePrompt
+from dashinfer_vlm_core.protocol import ChatRequest, DetokenizeRequest, TokenizeChat, TokenizePrompt
 from dashinfer_vlm_core.version import __version__
 
 from .errors import status_text

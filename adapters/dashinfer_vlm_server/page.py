@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from dashinfer_vlm_core.schema import ChatRequest
+from dashinfer_vlm_core.protocol import ChatRequest
 
 from . import openapi
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.engine import Request as ChatRequestLike
-    from dashinfer_vlm_core.preview import Preview, Seen
+    from dashinfer_vlm_core.preprocessing.preview import Preview, Seen
 
 STATIC = Path(__file__).with_name("static")
 

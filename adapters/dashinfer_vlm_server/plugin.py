@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from dashinfer_vlm_core.cli_options import config_options
+from dashinfer_vlm_core.cli.options import config_options
 from dashinfer_vlm_core.config import MIB, EngineConfig
-from dashinfer_vlm_core.config_file import place_of
+from dashinfer_vlm_core.config.config_file import place_of
 from dashinfer_vlm_core.errors import ConfigError, MissingDependency
 from dashinfer_vlm_core.hookspecs import hookimpl
 

@@ -9,11 +9,11 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from dashinfer_vlm_core.errors import ModelNotFound
-from dashinfer_vlm_core.schema import DEFAULT_MODEL, TokenizeChat, TokenizePrompt
+from dashinfer_vlm_core.protocol import DEFAULT_MODEL, TokenizeChat, TokenizePrompt
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.engine import ChatEngine, Request
-    from dashinfer_vlm_core.schema import DetokenizeRequest
+    from dashinfer_vlm_core.protocol import DetokenizeRequest
 
 
 class Tokenized(BaseModel):

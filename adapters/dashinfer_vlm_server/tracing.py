@@ -17,8 +17,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from dashinfer_vlm_core.engine.watch import Stage, Watcher
 from dashinfer_vlm_core.version import __version__
-from dashinfer_vlm_core.watch import Stage, Watcher
 
 if TYPE_CHECKING:
     from openai.types import CompletionUsage

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.decoder import Decoder, DecodeRequest, Sampling, Token, VisualSpan
+from dashinfer_vlm_core.decoders import Decoder, DecodeRequest, Sampling, Token, VisualSpan
+from dashinfer_vlm_core.models.interface import VisualTokens
 from dashinfer_vlm_core.plugins import Registry
-from dashinfer_vlm_core.prompt import mrope_positions
-from dashinfer_vlm_core.vision import VisualTokens
+from dashinfer_vlm_core.preprocessing.prompt import mrope_positions
 from dashinfer_vlm_torch.sampler import choose
 from dashinfer_vlm_torch.scheduler import Choice, Run
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-import dashinfer_vlm_core.qwen2_vl
+import dashinfer_vlm_core.models.qwen2_vl
 import dashinfer_vlm_torch
 from dashinfer_vlm_core.plugins import Registry
 
@@ -27,7 +27,7 @@ MODELS = {
 def built_in_registry() -> Registry:
     """The parts that run, registered by hand: there need not be an installation with entry points."""
     registry = Registry()
-    registry.add_plugin(dashinfer_vlm_core.qwen2_vl, name="qwen2_vl")
+    registry.add_plugin(dashinfer_vlm_core.models.qwen2_vl, name="qwen2_vl")
     registry.add_plugin(dashinfer_vlm_torch, name="torch")
     return registry
 

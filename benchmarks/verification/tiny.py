@@ -16,9 +16,9 @@ from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.media import Picture
-from dashinfer_vlm_core.patches import Patcher, Patches
-from dashinfer_vlm_core.prompt import Span
-from dashinfer_vlm_core.qwen2_vl.config import read_spec
+from dashinfer_vlm_core.models.patches import Patcher, Patches
+from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
+from dashinfer_vlm_core.preprocessing.prompt import Span
 
 VOCABULARY = 512
 ORDINARY = 500

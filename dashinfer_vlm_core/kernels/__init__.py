@@ -6,38 +6,23 @@ or without AMX.
 
 from __future__ import annotations
 
-import logging
+import importlib
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ..config import EngineConfig
-from ..errors import ConfigError
-from .native import load_native
-from .plain import Plain
-from .types import Activation, DecoderLayer, DecoderLayers, DecoderShape, Head, Kernels, Linear, Pass, Span, Spans
+if TYPE_CHECKING:
+    from .choice import choose_kernels
+    from .types import Activation, DecoderLayer, DecoderLayers, DecoderShape, Head, Kernels, Linear, Pass, Span, Spans
 
 __all__ = [
     "Activation", "DecoderLayer", "DecoderLayers", "DecoderShape", "Head", "Kernels", "Linear", "Pass", "Span", "Spans",
     "choose_kernels",
 ]  # fmt: skip
 
-logger = logging.getLogger(__name__)
+# Names are imported on use: what the processor can do is asked without torch.
 
 
-def choose_kernels(device: str, dtype: torch.dtype, config: EngineConfig) -> Kernels:
-    """The fastest kernels for models on `device` in `dtype`, both resolved.
-
-    Why those in C are not taken where they could have been is logged.
-
-    Raises:
-        ConfigError: `cpu_kernels` names a set that cannot run here.
-    """
-    if torch.device(device).type != "cpu" or dtype != torch.bfloat16 or config.cpu_kernels == "torch":
-        return Plain(device)
-    kernels, reason = load_native(config)
-    if kernels is None and config.cpu_kernels != "auto":
-        fault = f"`cpu_kernels` {config.cpu_kernels!r} cannot be used: {reason}. Leave it out, or take `torch`."
-        raise ConfigError(fault, param="cpu_kernels")
-    if kernels is None:
-        logger.warning("PyTorch's kernels are used, which are slower than those in C: %s.", reason)
-    return kernels or Plain(device)
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        module = "choice" if name == "choose_kernels" else "types"
+        return getattr(importlib.import_module(f".{module}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,10 +15,10 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ..concurrency.turns import CPU_TURNS
 from ..config import EngineConfig
-from ..cpu import cpu_flags
-from ..turns import CPU_TURNS
 from .build import OTHER_CACHE, BuildError, build
+from .cpu import cpu_flags
 from .layers import ComposedLayers, WholeHead
 from .native_layers import NativeLayers
 from .native_linear import NativeHead, NativeInt8Linear, NativeLinear

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..turns import CPU_TURNS
+from ..concurrency.turns import CPU_TURNS
 from .layers import ComposedLayers, WholeHead
 from .types import Activation, DecoderLayer, DecoderLayers, DecoderShape, Head, Linear, Span, Spans
 

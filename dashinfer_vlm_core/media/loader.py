@@ -17,7 +17,7 @@ from PIL import Image
 
 from ..config import EngineConfig
 from ..errors import EngineClosed, MediaTooLarge, UnsupportedParameter
-from ..schema import EncodedEmbeddings, MediaPart
+from ..protocol import EncodedEmbeddings, MediaPart
 from .address import Resolver
 from .fetch import Allowance, Fetcher, FetchStats
 from .image import count_pixels, decode_picture

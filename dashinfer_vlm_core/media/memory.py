@@ -23,10 +23,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from PIL import Image
 
+from ..concurrency.turns import CPU_TURNS
 from ..config import EngineConfig
 from ..errors import InvalidParameter
-from ..schema import EncodedEmbeddings, MediaPart
-from ..turns import CPU_TURNS
+from ..protocol import EncodedEmbeddings, MediaPart
 from .image import check_size, convert_picture
 from .tensors import Array, as_grid, as_rows, read_embeddings
 from .types import Clip, Embeddings, Media, Picture, Pixels, StopCheck

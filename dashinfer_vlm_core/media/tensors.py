@@ -22,7 +22,7 @@ import numpy.typing as npt
 import safetensors
 
 from ..errors import InvalidParameter, MediaUndecodable
-from ..schema import EncodedEmbeddings
+from ..protocol import EncodedEmbeddings
 from .source import check_base64, from_base64
 
 Array: TypeAlias = npt.NDArray[Any]

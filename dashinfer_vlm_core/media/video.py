@@ -19,7 +19,7 @@ from ..errors import (
     RequestError,
     UnsupportedParameter,
 )
-from ..schema import MediaPart
+from ..protocol import MediaPart
 from .types import Clip, OpenVideo, Pixels, StopCheck, VideoInfo, VideoReader
 
 FRAME_FACTOR = 2

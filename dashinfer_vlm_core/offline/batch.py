@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
-from ..conductor import Generation
 from ..engine import Engine
+from ..engine.conductor import Generation
 from ..errors import DashInferVLMError, QueueFull
-from ..schema import OfflineRequest
+from ..protocol import OfflineRequest
 
 Outcome = Generation | DashInferVLMError
 Make = Callable[[], OfflineRequest]

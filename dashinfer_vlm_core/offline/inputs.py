@@ -9,9 +9,9 @@ from PIL import Image
 
 from ..errors import InvalidParameter, UnsupportedParameter
 from ..media.types import Kind
-from ..schema import MediaPart, OfflineRequest
-from ..schema.faults import show
-from ..schema.fields import NO_AUDIO
+from ..protocol import MediaPart, OfflineRequest
+from ..protocol.faults import show
+from ..protocol.fields import NO_AUDIO
 from .media import is_object, media_part, wire_part
 from .params import SamplingParams
 

@@ -11,9 +11,9 @@ from pydantic import ValidationError
 
 from ..errors import InvalidParameter, UnsupportedParameter
 from ..media.types import Kind
-from ..schema import EncodedEmbeddings, MediaPart
-from ..schema.faults import explain, show
-from ..schema.messages import Part
+from ..protocol import EncodedEmbeddings, MediaPart
+from ..protocol.faults import explain, show
+from ..protocol.messages import Part
 
 OPTIONS: Mapping[Kind, Mapping[str, str]] = {
     "image": {"min_pixels": "min_pixels", "max_pixels": "max_pixels"},

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..schema import ChatRequest
+from ..protocol import ChatRequest
 
 _ANY_MESSAGE = {"role": "user", "content": "Hello"}
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import EngineConfig
 from ..engine import Engine
 from ..errors import ConfigError, DashInferVLMError, InvalidParameter
-from ..schema import OfflineRequest
+from ..protocol import OfflineRequest
 from .batch import Batch, Make, Outcome
 from .inputs import from_messages, from_prompt, is_one_conversation, is_one_prompt, text_of
 from .outputs import RequestOutput, answered

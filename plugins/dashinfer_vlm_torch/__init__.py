@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dashinfer_vlm_core.decoder import Decoder, DecoderFactory, Fitness
+from dashinfer_vlm_core.decoders import Decoder, DecoderFactory, Fitness
 from dashinfer_vlm_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.config import EngineConfig
-    from dashinfer_vlm_core.model import ModelSpec
+    from dashinfer_vlm_core.models.spec import ModelSpec
 
 ARCHITECTURE = "qwen2_vl"
 

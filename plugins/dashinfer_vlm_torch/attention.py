@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dashinfer_vlm_core.qwen2_vl.config import TextConfig
+from dashinfer_vlm_core.models.qwen2_vl.config import TextConfig
 
 
 class KVCache:

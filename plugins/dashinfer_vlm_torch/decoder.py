@@ -8,13 +8,13 @@ import logging
 from collections.abc import AsyncGenerator
 
 from dashinfer_vlm_core.config import MIB, EngineConfig
-from dashinfer_vlm_core.decoder import GUIDE, SAMPLING_PARAMETERS, DecodeRequest, DecoderStats, Token, check_request
+from dashinfer_vlm_core.decoders import GUIDE, SAMPLING_PARAMETERS, DecodeRequest, DecoderStats, Token, check_request
 from dashinfer_vlm_core.errors import ConfigError, EngineClosed
 from dashinfer_vlm_core.kernels import Kernels, choose_kernels
-from dashinfer_vlm_core.model import ModelSpec
-from dashinfer_vlm_core.qwen2_vl.config import read_text_config
-from dashinfer_vlm_core.qwen2_vl.placement import resolve_device, resolve_dtype
-from dashinfer_vlm_core.qwen2_vl.weights import Weights, torch_dtype
+from dashinfer_vlm_core.models.qwen2_vl.config import read_text_config
+from dashinfer_vlm_core.models.qwen2_vl.placement import resolve_device, resolve_dtype
+from dashinfer_vlm_core.models.qwen2_vl.weights import Weights, torch_dtype
+from dashinfer_vlm_core.models.spec import ModelSpec
 
 from .attention import KVCache
 from .model import TextModel
@@ -28,7 +28,7 @@ LEAST_TOKENS = 16
 
 
 class TorchDecoder:
-    """Decodes with continuous batching; implements `dashinfer_vlm_core.decoder.Decoder`.
+    """Decodes with continuous batching; implements `dashinfer_vlm_core.decoders.Decoder`.
 
     What is guaranteed: a request's tokens depend on its own content alone, up to the rounding of matrix products, whose
     order of summation may change with the number of rows. In float32 that is around 1e-6 of a logit, so that greedy

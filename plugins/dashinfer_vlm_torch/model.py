@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dashinfer_vlm_core.kernels import Activation, DecoderLayer, DecoderShape, Head, Kernels, Linear, Pass, Spans
-from dashinfer_vlm_core.qwen2_vl.config import TextConfig
-from dashinfer_vlm_core.qwen2_vl.weights import Weights
+from dashinfer_vlm_core.models.qwen2_vl.config import TextConfig
+from dashinfer_vlm_core.models.qwen2_vl.weights import Weights
 
 from .attention import KVCache
 

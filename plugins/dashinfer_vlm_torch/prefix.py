@@ -8,7 +8,7 @@ import struct
 import numpy as np
 import numpy.typing as npt
 
-from dashinfer_vlm_core.decoder import DecodeRequest
+from dashinfer_vlm_core.decoders import DecodeRequest
 
 BLOCK = 16
 """Tokens that are looked up together; the block in which two sequences part is compared token by token."""

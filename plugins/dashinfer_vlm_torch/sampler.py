@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dashinfer_vlm_core.errors import DecoderFailed
-from dashinfer_vlm_core.sampling import GREEDY_BELOW
+from dashinfer_vlm_core.protocol.sampling import GREEDY_BELOW
 
 from .scheduler import Choice, Outcome, Run
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from dashinfer_vlm_core.decoder import DecodeRequest, FinishReason, Token, Walk
+from dashinfer_vlm_core.decoders import DecodeRequest, FinishReason, Token, Walk
 from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
 
 from .arena import Slab

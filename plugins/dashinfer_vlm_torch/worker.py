@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
-from dashinfer_vlm_core.decoder import Token
+from dashinfer_vlm_core.concurrency.turns import CPU_TURNS
+from dashinfer_vlm_core.decoders import Token
 from dashinfer_vlm_core.errors import DecoderFailed, EngineClosed, EngineError
-from dashinfer_vlm_core.turns import CPU_TURNS
 
 from .runner import Runner
 from .scheduler import Chunk, Outcome, Run, Scheduler, Stats, Step

@@ -19,12 +19,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dashinfer_vlm_cli import plugin
-from dashinfer_vlm_core.cli import cli
+from dashinfer_vlm_core.cli.main import cli
 from dashinfer_vlm_core.testing import Answer, scripted_engine
 from tests.server.conftest import serving
 from tests.waiting import HANG
 
-MAIN = "from dashinfer_vlm_core.cli import main; main()"
+MAIN = "from dashinfer_vlm_core.cli.main import main; main()"
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from PIL import Image
 from dashinfer_vlm_cli.conversation import Conversation
 from dashinfer_vlm_cli.media import clipboard_part, find_media, media_part
 from dashinfer_vlm_cli.talk import COMMANDS, Talk
+from dashinfer_vlm_core.cli.terminal import printable
 from dashinfer_vlm_core.errors import (
     ConfigError,
     InvalidParameter,
@@ -22,7 +23,6 @@ from dashinfer_vlm_core.errors import (
     MissingDependency,
     QueueFull,
 )
-from dashinfer_vlm_core.terminal import printable
 from dashinfer_vlm_core.testing import scripted_engine
 from tests.cli.conftest import MAIN, process
 from tests.samples import data_url

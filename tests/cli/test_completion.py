@@ -32,7 +32,7 @@ def offered(line):
     words = line.split(" ")
     ended = process(
         _DASHINFER_VLM_COMPLETE="bash_complete", COMP_WORDS=line, COMP_CWORD=str(len(words) - 1),
-        program="import sys; sys.argv[0] = 'dashinfer-vlm'; from dashinfer_vlm_core.cli import main; main()",
+        program="import sys; sys.argv[0] = 'dashinfer-vlm'; from dashinfer_vlm_core.cli.main import main; main()",
     )  # fmt: skip
     assert ended.returncode in {0, 1}, ended.stderr
     return {item.split(",", 1)[1] for item in ended.stdout.splitlines()}

@@ -9,9 +9,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from dashinfer_vlm_core.cli_options import config_options
+from dashinfer_vlm_core.cli.options import config_options
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.config_file import ConfiguredCommand
+from dashinfer_vlm_core.config.config_file import ConfiguredCommand
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_server.plugin import serve
 

@@ -11,7 +11,7 @@ import torch
 
 from dashinfer_vlm_cli.checks import EXTRAS, NEEDED
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.dashinfer.environment import (
+from dashinfer_vlm_core.decoders.dashinfer.environment import (
     cuda_devices,
     disk_bytes,
     private_environment,

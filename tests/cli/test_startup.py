@@ -8,10 +8,10 @@ import click
 import pytest
 
 from dashinfer_vlm_cli.plugin import COMMANDS
-from dashinfer_vlm_core.cli import cli as core
+from dashinfer_vlm_core.cli.main import cli as core
+from dashinfer_vlm_core.config.environment import unknown_variables
 from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.plugins import add_commands
-from dashinfer_vlm_core.variables import unknown_variables
 from dashinfer_vlm_server.plugin import serve
 from tests.cli.conftest import MAIN, process
 
@@ -20,7 +20,7 @@ HEAVY = ("torch", "transformers", "tokenizers", "openai", "huggingface_hub", "li
 PROGRAM = f"""
 import atexit, sys
 atexit.register(lambda: print("LOADED", sorted(set(sys.modules) & set({HEAVY!r}))))
-from dashinfer_vlm_core.cli import main
+from dashinfer_vlm_core.cli.main import main
 main()
 """
 

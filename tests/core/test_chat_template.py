@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from dashinfer_vlm_core.chat_template import ChatTemplate, read_chat_template
 from dashinfer_vlm_core.errors import CheckpointError, ConfigError, InvalidParameter
-from dashinfer_vlm_core.tokenizer import read_tokenizer
+from dashinfer_vlm_core.tokenization.chat_template import ChatTemplate, read_chat_template
+from dashinfer_vlm_core.tokenization.tokenizer import read_tokenizer
 from dashinfer_vlm_demo import CHECKPOINT
 from tests.tiny import TEMPLATE, write_tokenizer
 

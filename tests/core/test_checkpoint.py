@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from dashinfer_vlm_core.checkpoint import find_model
 from dashinfer_vlm_core.errors import CheckpointError
+from dashinfer_vlm_core.models.checkpoint import find_model
 from tests.waiting import HANG
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FIND = """
 import sys
-from dashinfer_vlm_core.checkpoint import find_model
+from dashinfer_vlm_core.models.checkpoint import find_model
 from dashinfer_vlm_core.errors import CheckpointError
 try:
     print(find_model(sys.argv[1], registered={}))

@@ -10,7 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from dashinfer_vlm_core.cli_options import config_options
+from dashinfer_vlm_core.cli.options import config_options
 from dashinfer_vlm_core.config import EngineConfig, MediaLimits
 from dashinfer_vlm_core.errors import ConfigError
 
@@ -126,13 +126,13 @@ def test_only_config_reads_the_environment():
         for path in (root / folder).rglob("*.py")
         if re.search(r"os\.environ|getenv|environb", path.read_text(encoding="utf-8")) and "demo" not in path.parts[-2]
     }
-    assert readers <= {"config.py", "worker.py"}  # the worker sets defaults for DashInfer, in a process of its own
+    # The worker sets defaults for DashInfer, in a process of its own.
+    assert readers <= {"engine_config.py", "worker.py"}
 
 
 def test_importing_the_public_names_is_cheap():
     """A plugin that imports `hookimpl`, and `dashinfer-vlm --help`, must not wait for torch or transformers."""
-    code = (
-        "import sys, dashinfer_vlm_core.cli, dashinfer_vlm_core as c; c.hookimpl; c.EngineConfig; print(*sys.modules)"
-    )
+    code = "import sys, dashinfer_vlm_core.cli.main, dashinfer_vlm_core as c; "
+    code += "c.hookimpl; c.EngineConfig; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "transformers", "openai", "fastapi"} & set(modules)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from dashinfer_vlm_core.deadline import stream_within, within
+from dashinfer_vlm_core.concurrency.deadline import stream_within, within
 from dashinfer_vlm_core.errors import DeadlineExceeded, QueueFull
 from tests.clock import run, skippable_loop
 from tests.waiting import HANG

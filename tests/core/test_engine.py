@@ -24,7 +24,7 @@ from dashinfer_vlm_core.errors import (
 )
 from dashinfer_vlm_core.media.image import decode_picture
 from dashinfer_vlm_core.plugins import Registry, load_plugins
-from dashinfer_vlm_core.sampling import SAMPLING_PARAMETERS
+from dashinfer_vlm_core.protocol.sampling import SAMPLING_PARAMETERS
 from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
 from tests.conversations import as_openai, data_url, picture, user
 from tests.waiting import HANG, until
@@ -395,7 +395,7 @@ def test_a_folder_that_is_no_checkpoint_is_named(tmp_path):
 
 
 def test_without_a_decoder_that_can_run_each_ones_reason_is_given(tiny_checkpoint):
-    from dashinfer_vlm_core.qwen2_vl.config import read_spec
+    from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 
     with pytest.raises(SetupError, match=r"No decoder can run here \(none is registered\)"):
         choose_decoder(Registry(), read_spec(tiny_checkpoint), EngineConfig())

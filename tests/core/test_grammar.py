@@ -17,9 +17,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from dashinfer_vlm_core.errors import InvalidParameter
-from dashinfer_vlm_core.grammar import Rules, SchemaFault, any_object, json_schema
-from dashinfer_vlm_core.grammar.numbers import numbers_between
-from dashinfer_vlm_core.guide import MAX_GUIDES, GuideMaker
+from dashinfer_vlm_core.structured_output.grammar import Rules, SchemaFault, any_object, json_schema
+from dashinfer_vlm_core.structured_output.grammar.numbers import numbers_between
+from dashinfer_vlm_core.structured_output.guide import MAX_GUIDES, GuideMaker
 from tests.schemas import damaged, random_schema
 
 CHECKPOINT = Path(__file__).parents[2] / "plugins" / "dashinfer_vlm_demo" / "checkpoint"

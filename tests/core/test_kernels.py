@@ -18,6 +18,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.engine import open_conductor
+from dashinfer_vlm_core.engine.watch import Watchers
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.kernels import Activation, DecoderLayer, DecoderShape, Pass, Span, Spans, choose_kernels
 from dashinfer_vlm_core.kernels import native as native_module
@@ -27,7 +28,6 @@ from dashinfer_vlm_core.kernels.native import AMX, AVX512, PORTABLE_TILES, load_
 from dashinfer_vlm_core.kernels.native_linear import NativeLinear, Packed
 from dashinfer_vlm_core.kernels.plain import Plain
 from dashinfer_vlm_core.plugins import load_plugins
-from dashinfer_vlm_core.watch import Watchers
 from tests.waiting import HANG, until
 
 ROWS = [1, 5, 12, 13, 16, 29, 200]

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from dashinfer_vlm_core.loop import LoopThread
+from dashinfer_vlm_core.concurrency.loop import LoopThread
 from tests.waiting import HANG, until
 
 

@@ -24,7 +24,7 @@ from dashinfer_vlm_core.errors import (
     UnsupportedParameter,
 )
 from dashinfer_vlm_core.media import READERS, Clip, MediaLoader, Picture, VideoInfo
-from dashinfer_vlm_core.schema import MediaPart
+from dashinfer_vlm_core.protocol import MediaPart
 from tests.samples import data_url, encode, movie, noise, picture_url
 from tests.waiting import HANG, until
 from tests.web import body, serve

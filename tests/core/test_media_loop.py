@@ -10,17 +10,27 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from dashinfer_vlm_core.concurrency.loop import LoopThread
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.loop import LoopThread
 from dashinfer_vlm_core.media import READERS, MediaLoader
-from dashinfer_vlm_core.model import PixelSpec
-from dashinfer_vlm_core.patches import Patcher
-from dashinfer_vlm_core.schema import MediaPart
+from dashinfer_vlm_core.models.patches import Patcher
+from dashinfer_vlm_core.models.spec import PixelSpec
+from dashinfer_vlm_core.protocol import MediaPart
 from tests.samples import data_url, encode, movie, noise
 from tests.waiting import HANG
 from tests.web import body, serve
 
-HEAVY = ("PIL", "av", "base64", "binascii", "_hashlib", "_sha2", "_sha256", "numpy", "dashinfer_vlm_core.patches")
+HEAVY = (
+    "PIL",
+    "av",
+    "base64",
+    "binascii",
+    "_hashlib",
+    "_sha2",
+    "_sha256",
+    "numpy",
+    "dashinfer_vlm_core.models.patches",
+)
 """Packages that decode, digest or resize."""
 
 LARGE = 200_000

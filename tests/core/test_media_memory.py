@@ -17,7 +17,7 @@ from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.errors import InvalidParameter, MediaTooLarge, MediaUndecodable, UnsupportedParameter
 from dashinfer_vlm_core.media import MediaLoader
 from dashinfer_vlm_core.media.memory import fingerprint, take
-from dashinfer_vlm_core.schema import EncodedEmbeddings, MediaPart
+from dashinfer_vlm_core.protocol import EncodedEmbeddings, MediaPart
 from tests.samples import data_url, encode, label, noise, picture_url
 
 PART = "messages[0].content[1]"

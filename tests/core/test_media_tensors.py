@@ -17,7 +17,7 @@ from safetensors.torch import save as save_safetensors
 
 from dashinfer_vlm_core.errors import InvalidParameter, MediaTooLarge, MediaUndecodable
 from dashinfer_vlm_core.media.tensors import as_grid, read_embeddings
-from dashinfer_vlm_core.schema import EncodedEmbeddings
+from dashinfer_vlm_core.protocol import EncodedEmbeddings
 
 PART = "messages[0].content[1]"
 ROWS = torch.randn((6, 8), generator=torch.Generator().manual_seed(1))

@@ -17,7 +17,7 @@ from dashinfer_vlm_core.errors import InvalidParameter, MediaTooLarge, MediaUnde
 from dashinfer_vlm_core.media import READERS, PyAVReader
 from dashinfer_vlm_core.media.types import VideoInfo
 from dashinfer_vlm_core.media.video import available, decode_clip, frame_count, stack_frames
-from dashinfer_vlm_core.schema import MediaPart
+from dashinfer_vlm_core.protocol import MediaPart
 from tests.samples import movie, movie_frame, noise
 from tests.web import body, serve
 
@@ -318,7 +318,7 @@ MEMORY = """
 import asyncio, pathlib, sys
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.media import READERS, MediaLoader
-from dashinfer_vlm_core.schema import MediaPart
+from dashinfer_vlm_core.protocol import MediaPart
 
 def peak():  # not ru_maxrss: a child inherits that of its parent
     status = pathlib.Path("/proc/self/status").read_text()

@@ -9,8 +9,8 @@ from PIL import Image
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError, InvalidParameter
 from dashinfer_vlm_core.media import Clip, Picture
-from dashinfer_vlm_core.model import PixelSpec
-from dashinfer_vlm_core.patches import Patcher, PixelLimits, normalise, smart_resize
+from dashinfer_vlm_core.models.patches import Patcher, PixelLimits, normalise, smart_resize
+from dashinfer_vlm_core.models.spec import PixelSpec
 from tests.samples import noise
 
 PART = "messages[0].content[0]"

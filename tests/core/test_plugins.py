@@ -14,12 +14,12 @@ from click.testing import CliRunner
 from PIL import Image
 
 from dashinfer_vlm_core import hookimpl
-from dashinfer_vlm_core.cli import cli
+from dashinfer_vlm_core.cli.main import cli
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import MissingDependency, PluginError
 from dashinfer_vlm_core.media import MediaLoader
 from dashinfer_vlm_core.plugins import Registry, load_adapter, load_plugins
-from dashinfer_vlm_core.schema import MediaPart
+from dashinfer_vlm_core.protocol import MediaPart
 from tests.samples import data_url, encode
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "write_a_plugin"
@@ -172,7 +172,7 @@ def test_a_plugin_adds_commands_and_a_broken_one_leaves_the_command_line_alone(t
         "@hookimpl\ndef register_commands(group):\n    group.command('greet')(lambda: click.echo('hello'))\n",
     )
     install("broken_plugin", "1 / 0")
-    code = "import sys; from dashinfer_vlm_core.cli import main; sys.argv = ['dashinfer-vlm', 'greet']; main()"
+    code = "import sys; from dashinfer_vlm_core.cli.main import main; sys.argv = ['dashinfer-vlm', 'greet']; main()"
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert result.stdout == "hello\n"

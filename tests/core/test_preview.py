@@ -12,9 +12,9 @@ from PIL import Image
 from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.errors import ContextLengthExceeded, InvalidParameter, MediaTooLarge, QueueFull
 from dashinfer_vlm_core.media import Clip, Picture
-from dashinfer_vlm_core.model import PixelSpec
-from dashinfer_vlm_core.patches import Patcher, uncut
-from dashinfer_vlm_core.preview import MAX_FRAMES, seen
+from dashinfer_vlm_core.models.patches import Patcher, uncut
+from dashinfer_vlm_core.models.spec import PixelSpec
+from dashinfer_vlm_core.preprocessing.preview import MAX_FRAMES, seen
 from dashinfer_vlm_core.testing import scripted_engine
 from tests.conversations import as_openai, picture, user
 from tests.samples import noise

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from dashinfer_vlm_core.chat_template import ChatTemplate
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError, ConfigError, ContextLengthExceeded, InvalidParameter
-from dashinfer_vlm_core.patches import Grid, Patches
-from dashinfer_vlm_core.prompt import PromptBuilder, Span, mrope_positions
-from dashinfer_vlm_core.qwen2_vl.config import read_spec
-from dashinfer_vlm_core.schema import ChatRequest
-from dashinfer_vlm_core.tokenizer import read_tokenizer
+from dashinfer_vlm_core.models.patches import Grid, Patches
+from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
+from dashinfer_vlm_core.preprocessing.prompt import PromptBuilder, Span, mrope_positions
+from dashinfer_vlm_core.protocol import ChatRequest
+from dashinfer_vlm_core.tokenization.chat_template import ChatTemplate
+from dashinfer_vlm_core.tokenization.tokenizer import read_tokenizer
 from tests.tiny import SPECIAL
 
 

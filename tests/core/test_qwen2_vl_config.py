@@ -7,8 +7,14 @@ import pytest
 from transformers import AutoConfig
 
 from dashinfer_vlm_core.errors import CheckpointError
-from dashinfer_vlm_core.model import PixelSpec
-from dashinfer_vlm_core.qwen2_vl.config import TextConfig, VisionConfig, read_spec, read_text_config, read_vision_config
+from dashinfer_vlm_core.models.qwen2_vl.config import (
+    TextConfig,
+    VisionConfig,
+    read_spec,
+    read_text_config,
+    read_vision_config,
+)
+from dashinfer_vlm_core.models.spec import PixelSpec
 
 PUBLISHED_2B = {
     "architectures": ["Qwen2VLForConditionalGeneration"],

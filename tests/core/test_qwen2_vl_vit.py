@@ -14,9 +14,9 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import get_vision_position_i
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError
-from dashinfer_vlm_core.patches import Grid, Patches
-from dashinfer_vlm_core.qwen2_vl import Qwen2VL
-from dashinfer_vlm_core.qwen2_vl.rope import patch_positions
+from dashinfer_vlm_core.models.patches import Grid, Patches
+from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
+from dashinfer_vlm_core.models.qwen2_vl.rope import patch_positions
 from tests.patches import random_patches
 from tests.tiny import write_checkpoint
 
@@ -174,6 +174,6 @@ def test_tensor_of_another_shape_is_refused(tmp_path):
 
 
 def test_importing_the_plugin_does_not_import_torch():
-    script = "import sys, dashinfer_vlm_core.qwen2_vl; sys.exit('torch' in sys.modules)"
+    script = "import sys, dashinfer_vlm_core.models.qwen2_vl; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

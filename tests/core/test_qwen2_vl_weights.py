@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2VLForConditionalGeneration
 
 from dashinfer_vlm_core.errors import CheckpointError, ConfigError
-from dashinfer_vlm_core.qwen2_vl.placement import resolve_device, resolve_dtype
-from dashinfer_vlm_core.qwen2_vl.weights import Weights, torch_dtype
+from dashinfer_vlm_core.models.qwen2_vl.placement import resolve_device, resolve_dtype
+from dashinfer_vlm_core.models.qwen2_vl.weights import Weights, torch_dtype
 from tests.tiny import write_checkpoint
 
 NORM = "model.norm.weight"
@@ -82,7 +82,7 @@ def test_tensor_is_converted_and_is_no_view_of_the_file(tied, published):
 MEASURE = """
 import sys, torch
 from pathlib import Path
-from dashinfer_vlm_core.qwen2_vl.weights import Weights
+from dashinfer_vlm_core.models.qwen2_vl.weights import Weights
 
 def peak():  # not ru_maxrss: a child inherits that of its parent
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))

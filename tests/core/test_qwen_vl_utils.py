@@ -15,9 +15,9 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_core.media import READERS, Clip
 from dashinfer_vlm_core.media.video import decode_clip, frame_count, frame_indices
-from dashinfer_vlm_core.model import PixelSpec
-from dashinfer_vlm_core.patches import Patcher
-from dashinfer_vlm_core.schema import MediaPart
+from dashinfer_vlm_core.models.patches import Patcher
+from dashinfer_vlm_core.models.spec import PixelSpec
+from dashinfer_vlm_core.protocol import MediaPart
 from tests.samples import movie
 
 LENGTHS = [*range(2, 60), 61, 99, 128, 240, 299, 300, 301, 767, 768, 769, 1000, 4321, 9000, 18_000, 36_000, 144_000]

@@ -10,8 +10,8 @@ import os
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig, errors
-from dashinfer_vlm_core.remote import RemoteEngine
-from dashinfer_vlm_core.schema import ChatRequest
+from dashinfer_vlm_core.engine.remote import RemoteEngine
+from dashinfer_vlm_core.protocol import ChatRequest
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from tests.server.conftest import serving
 from tests.waiting import until

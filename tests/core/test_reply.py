@@ -10,10 +10,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from dashinfer_vlm_core.decoder import Token
+from dashinfer_vlm_core.decoders import Token
 from dashinfer_vlm_core.errors import CheckpointError, DecoderFailed
-from dashinfer_vlm_core.reply import Detokeniser, PromptCounts, Reply, StopStrings
-from dashinfer_vlm_core.schema import ChatRequest
+from dashinfer_vlm_core.protocol import ChatRequest
+from dashinfer_vlm_core.response.reply import PromptCounts, Reply, StopStrings
+from dashinfer_vlm_core.tokenization.detokenizer import Detokeniser
 from tests.steps import lines_of
 
 MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("Ġ", "w"), ("ð", "Ł"), ("æ", "Ĺ"), ("o", "Ġw"), ("æĹ", "¥")]

@@ -16,9 +16,9 @@ from openai.types.chat.completion_create_params import (
 from pydantic import ValidationError
 
 from dashinfer_vlm_core.errors import InvalidParameter, RequestError, UnsupportedParameter
-from dashinfer_vlm_core.sampling import Sampling
-from dashinfer_vlm_core.schema import LOW_DETAIL_PIXELS, ChatRequest, MediaPart
-from dashinfer_vlm_core.schema.fields import HONOURED, NO_EFFECT, REFUSED
+from dashinfer_vlm_core.protocol import LOW_DETAIL_PIXELS, ChatRequest, MediaPart
+from dashinfer_vlm_core.protocol.fields import HONOURED, NO_EFFECT, REFUSED
+from dashinfer_vlm_core.protocol.sampling import Sampling
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 VIDEO = {"type": "video_url", "video_url": {"url": "https://example.com/a.mp4"}}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dashinfer_vlm_core.errors import InvalidParameter, RequestError
-from dashinfer_vlm_core.schema import ChatRequest, EncodedEmbeddings, MediaPart, OfflineRequest
+from dashinfer_vlm_core.protocol import ChatRequest, EncodedEmbeddings, MediaPart, OfflineRequest
 
 URL = "data:image/png;base64,AAAA"
 IMAGE = {"type": "image_url", "image_url": {"url": URL}}

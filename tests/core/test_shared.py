@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dashinfer_vlm_core import EngineConfig
+from dashinfer_vlm_core.engine.shared import PerProcess, SharedEngines
 from dashinfer_vlm_core.errors import CheckpointError, EngineClosed
-from dashinfer_vlm_core.shared import PerProcess, SharedEngines
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from tests.waiting import HANG
 
@@ -122,7 +122,7 @@ def test_a_forked_process_makes_its_own():
 def test_a_process_that_closes_nothing_ends_in_order():
     program = (
         "from dashinfer_vlm_core import EngineConfig\n"
-        "from dashinfer_vlm_core.shared import SHARED\n"
+        "from dashinfer_vlm_core.engine.shared import SHARED\n"
         f"SHARED.get(EngineConfig()).chat({HELLO | {'max_tokens': 2}!r})\n"
         "SHARED.remote('http://127.0.0.1:9/v1')\n"
     )

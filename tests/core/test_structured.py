@@ -10,7 +10,7 @@ import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import InvalidParameter, UnsupportedParameter
-from dashinfer_vlm_core.sampling import SAMPLING_PARAMETERS
+from dashinfer_vlm_core.protocol.sampling import SAMPLING_PARAMETERS
 from dashinfer_vlm_core.testing import scripted_engine
 from tests.samples import picture_url
 from tests.schemas import random_schema

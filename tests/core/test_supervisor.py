@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig, hookimpl
+from dashinfer_vlm_core.concurrency.turns import CPU_TURNS
 from dashinfer_vlm_core.errors import DecoderFailed, EngineClosed, SetupError
 from dashinfer_vlm_core.plugins import load_plugins
-from dashinfer_vlm_core.turns import CPU_TURNS
 from tests.brake import Brake
 from tests.conversations import as_openai, picture, user
 from tests.waiting import HANG, until

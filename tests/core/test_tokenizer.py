@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dashinfer_vlm_core.errors import CheckpointError
-from dashinfer_vlm_core.tokenizer import read_tokenizer
+from dashinfer_vlm_core.tokenization.tokenizer import read_tokenizer
 from dashinfer_vlm_demo import CHECKPOINT
 from tests.tiny import SPECIAL, write_tokenizer
 
@@ -46,7 +46,7 @@ def encoded(folder, text):
 def by_transformers(folder):
     """Whether reading took transformers, asked of a process of its own."""
     program = (
-        "import sys, pathlib, dashinfer_vlm_core.tokenizer as t\n"
+        "import sys, pathlib, dashinfer_vlm_core.tokenization.tokenizer as t\n"
         "t.read_tokenizer(pathlib.Path(sys.argv[1]))\n"
         "print('transformers' in sys.modules)"
     )

@@ -9,10 +9,10 @@ import jsonschema
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_core.calls import Argued, Called, CallReader, Said
 from dashinfer_vlm_core.errors import DecoderFailed, InvalidParameter, UnsupportedParameter
-from dashinfer_vlm_core.sampling import SAMPLING_PARAMETERS
-from dashinfer_vlm_core.schema import ChatRequest
+from dashinfer_vlm_core.protocol import ChatRequest
+from dashinfer_vlm_core.protocol.sampling import SAMPLING_PARAMETERS
+from dashinfer_vlm_core.structured_output.calls import Argued, Called, CallReader, Said
 from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
 from tests.waiting import until
 

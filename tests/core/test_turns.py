@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 
-from dashinfer_vlm_core.turns import CPU_TURNS, Turns
+from dashinfer_vlm_core.concurrency.turns import CPU_TURNS, Turns
 from tests.waiting import HANG, until
 
 

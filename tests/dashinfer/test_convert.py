@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dashinfer_vlm_core.dashinfer.convert import Converted, Form, check_space, convert
+from dashinfer_vlm_core.decoders.dashinfer.convert import Converted, Form, check_space, convert
 from dashinfer_vlm_core.errors import CheckpointError, SetupError
-from dashinfer_vlm_core.qwen2_vl.config import read_spec
+from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 
 pytestmark = pytest.mark.dashinfer
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from dashinfer_vlm_core.cli import cli
+from dashinfer_vlm_core.cli.main import cli
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.dashinfer import DashInferFactory
-from dashinfer_vlm_core.dashinfer.environment import (
+from dashinfer_vlm_core.decoders.dashinfer import DashInferFactory
+from dashinfer_vlm_core.decoders.dashinfer.environment import (
     Environment,
     cuda_devices,
     disk_bytes,
@@ -25,11 +25,11 @@ from dashinfer_vlm_core.dashinfer.environment import (
     private_folder,
     stand_ins_folder,
 )
-from dashinfer_vlm_core.dashinfer.install import CPU_ONLY_PACKAGES, _requirements, install, make_stubs, suits
-from dashinfer_vlm_core.dashinfer.stand_ins import DRIVER
+from dashinfer_vlm_core.decoders.dashinfer.install import CPU_ONLY_PACKAGES, _requirements, install, make_stubs, suits
+from dashinfer_vlm_core.decoders.dashinfer.stand_ins import DRIVER
 from dashinfer_vlm_core.errors import MissingDependency
+from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_core.plugins import add_commands
-from dashinfer_vlm_core.qwen2_vl.config import read_spec
 
 needs_3_11 = pytest.mark.skipif(sys.version_info[:2] == (3, 10), reason="this interpreter may serve DashInfer itself")
 

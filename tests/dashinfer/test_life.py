@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_core.dashinfer.decoder import STARTS
+from dashinfer_vlm_core.decoders.dashinfer.decoder import STARTS
 from dashinfer_vlm_core.errors import (
     ContextLengthExceeded,
     DecoderFailed,
@@ -409,8 +409,8 @@ PARENT = """
 import asyncio, sys
 from pathlib import Path
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.dashinfer.decoder import DashInferDecoder
-from dashinfer_vlm_core.qwen2_vl.config import read_spec
+from dashinfer_vlm_core.decoders.dashinfer.decoder import DashInferDecoder
+from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 
 async def main():
     config = EngineConfig(device="cpu", max_model_len=512, cache_dir=sys.argv[2])

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.dashinfer import worker
-from dashinfer_vlm_core.dashinfer.environment import PROGRAM
-from dashinfer_vlm_core.dashinfer.options import check_sampling, generate_config, stop_tokens
-from dashinfer_vlm_core.dashinfer.plan import check_salt, make_plan
-from dashinfer_vlm_core.decoder import DecodeRequest
+from dashinfer_vlm_core.decoders import DecodeRequest
+from dashinfer_vlm_core.decoders.dashinfer import worker
+from dashinfer_vlm_core.decoders.dashinfer.environment import PROGRAM
+from dashinfer_vlm_core.decoders.dashinfer.options import check_sampling, generate_config, stop_tokens
+from dashinfer_vlm_core.decoders.dashinfer.plan import check_salt, make_plan
 from dashinfer_vlm_core.errors import ConfigError, InvalidParameter, UnsupportedParameter
-from dashinfer_vlm_core.qwen2_vl.config import read_spec, read_text_config
-from dashinfer_vlm_core.sampling import Sampling
+from dashinfer_vlm_core.models.qwen2_vl.config import read_spec, read_text_config
+from dashinfer_vlm_core.protocol.sampling import Sampling
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from dashinfer_vlm_core.dashinfer import worker
-from dashinfer_vlm_core.dashinfer.gpu_code import remove_gpu_code
-from dashinfer_vlm_core.dashinfer.process import WorkerDied, WorkerProcess
-from dashinfer_vlm_core.dashinfer.stand_ins import ALL, DRIVER, StandIn, compile_stand_ins
+from dashinfer_vlm_core.decoders.dashinfer import worker
+from dashinfer_vlm_core.decoders.dashinfer.gpu_code import remove_gpu_code
+from dashinfer_vlm_core.decoders.dashinfer.process import WorkerDied, WorkerProcess
+from dashinfer_vlm_core.decoders.dashinfer.stand_ins import ALL, DRIVER, StandIn, compile_stand_ins
 from dashinfer_vlm_core.errors import MissingDependency, SetupError
 
 needs_compiler = pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="there is no C compiler")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dashinfer_vlm_core.dashinfer import torch_placeholder as placeholder
+from dashinfer_vlm_core.decoders.dashinfer import torch_placeholder as placeholder
 
 
 @pytest.mark.parametrize("value", [True, False, 0, -7, 2**40, 1.5, 1e-6, 10000.0, [1, 2], [0.5, 3.0]])

@@ -7,8 +7,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from dashinfer_vlm_core.schema import ChatRequest
-from dashinfer_vlm_core.schema.fields import NO_EFFECT, REFUSED
+from dashinfer_vlm_core.protocol import ChatRequest
+from dashinfer_vlm_core.protocol.fields import NO_EFFECT, REFUSED
 from tests.samples import data_url, encode, noise
 
 PICTURE = data_url(encode(noise(6, 8)))

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from PIL import Image
 
+from dashinfer_vlm_core.concurrency.loop import LoopThread
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import RequestError
-from dashinfer_vlm_core.loop import LoopThread
 from dashinfer_vlm_core.media import READERS, MediaLoader
-from dashinfer_vlm_core.model import PixelSpec
-from dashinfer_vlm_core.patches import Patcher
-from dashinfer_vlm_core.schema import MediaPart
+from dashinfer_vlm_core.models.patches import Patcher
+from dashinfer_vlm_core.models.spec import PixelSpec
+from dashinfer_vlm_core.protocol import MediaPart
 from tests.fuzz.mutations import damaged
 from tests.samples import data_url, encode, movie, noise
 

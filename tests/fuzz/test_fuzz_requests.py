@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dashinfer_vlm_core.errors import RequestError
-from dashinfer_vlm_core.sampling import Sampling
-from dashinfer_vlm_core.schema import ChatRequest
+from dashinfer_vlm_core.protocol import ChatRequest
+from dashinfer_vlm_core.protocol.sampling import Sampling
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_server.requests import parse_object
 from tests.fuzz.mutations import REQUESTS, damaged, requests

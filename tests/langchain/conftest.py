@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import tokenizers
 
-from dashinfer_vlm_core.shared import SharedEngines
+from dashinfer_vlm_core.engine.shared import SharedEngines
 from dashinfer_vlm_core.testing import EVERYTHING, Script, scripted_registry
 from dashinfer_vlm_langchain import ChatDashInferVLM
 

@@ -11,6 +11,7 @@ from langchain_core.messages import AIMessageChunk, HumanMessage
 from pydantic import ValidationError
 
 from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.engine.shared import SHARED
 from dashinfer_vlm_core.errors import (
     ConfigError,
     ContextLengthExceeded,
@@ -23,7 +24,6 @@ from dashinfer_vlm_core.errors import (
     QueueFull,
     UnsupportedParameter,
 )
-from dashinfer_vlm_core.shared import SHARED
 from dashinfer_vlm_core.testing import SAMPLING_PARAMETERS, Script, scripted_engine, scripted_registry
 from dashinfer_vlm_langchain import ChatDashInferVLM
 from tests.server.conftest import serving
@@ -394,7 +394,7 @@ def test_a_decoder_that_cannot_be_held_to_a_schema_says_so(scripted):
 
 
 def test_engines_are_shared_by_equal_models(tiny_checkpoint):
-    from dashinfer_vlm_core.shared import SharedEngines
+    from dashinfer_vlm_core.engine.shared import SharedEngines
 
     engines = SharedEngines(scripted_registry(Script("Yes.")))
     options = {"model": str(tiny_checkpoint), "engines": engines, "engine_options": {"decoder": "scripted"}}

@@ -17,7 +17,7 @@ from langchain_core.messages import (
 )
 
 from dashinfer_vlm_core.errors import InvalidParameter, MediaUndecodable, UnsupportedParameter
-from dashinfer_vlm_core.schema import ChatRequest
+from dashinfer_vlm_core.protocol import ChatRequest
 from dashinfer_vlm_langchain import ChatDashInferVLM
 from dashinfer_vlm_langchain.messages import to_openai
 from tests.samples import data_url, encode, movie, noise

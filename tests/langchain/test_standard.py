@@ -14,7 +14,7 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
 from dashinfer_vlm_core import hookimpl
-from dashinfer_vlm_core.shared import SharedEngines
+from dashinfer_vlm_core.engine.shared import SharedEngines
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_langchain import ChatDashInferVLM
 from tests.samples import encode, noise

@@ -16,8 +16,8 @@ from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
 from dashinfer_vlm_core import EngineConfig
+from dashinfer_vlm_core.engine.shared import SHARED
 from dashinfer_vlm_core.errors import InvalidParameter, UnsupportedParameter
-from dashinfer_vlm_core.shared import SHARED
 from dashinfer_vlm_langchain import ChatDashInferVLM
 from tests.langchain.test_chat import four_ways
 from tests.langchain.test_content import CIRCLE, text

@@ -13,8 +13,8 @@ with warnings.catch_warnings():
     import litellm
 
 import dashinfer_vlm_litellm
-from dashinfer_vlm_core.sampling import SAMPLING_PARAMETERS
-from dashinfer_vlm_core.shared import SharedEngines
+from dashinfer_vlm_core.engine.shared import SharedEngines
+from dashinfer_vlm_core.protocol.sampling import SAMPLING_PARAMETERS
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_litellm import DashInferVLM
 

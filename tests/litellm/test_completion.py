@@ -11,8 +11,8 @@ from litellm.exceptions import MidStreamFallbackError
 
 import dashinfer_vlm_litellm
 from dashinfer_vlm_core import EngineConfig
+from dashinfer_vlm_core.engine.shared import SHARED
 from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
-from dashinfer_vlm_core.shared import SHARED
 from dashinfer_vlm_core.testing import EVERYTHING
 from tests.litellm.conftest import HELLO, ask, counts, stream, text_of
 from tests.samples import data_url, movie, picture_url

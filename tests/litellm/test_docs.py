@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from dashinfer_vlm_core import EngineConfig
-from dashinfer_vlm_core.shared import SHARED
+from dashinfer_vlm_core.engine.shared import SHARED
 from tests.pages import ROOT, programs_of
 from tests.server.conftest import serving
 from tests.waiting import HANG

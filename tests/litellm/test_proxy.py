@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_core.shared import SHARED
+from dashinfer_vlm_core.engine.shared import SHARED
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from tests.litellm.conftest import HELLO, counts, text_of
 from tests.server.conftest import serving

@@ -12,11 +12,11 @@ import torch
 from transformers import DynamicCache, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.decoder import DecodeRequest, VisualSpan
-from dashinfer_vlm_core.patches import Grid
-from dashinfer_vlm_core.qwen2_vl.config import read_spec
-from dashinfer_vlm_core.sampling import Sampling
-from dashinfer_vlm_core.vision import VisualTokens
+from dashinfer_vlm_core.decoders import DecodeRequest, VisualSpan
+from dashinfer_vlm_core.models.interface import VisualTokens
+from dashinfer_vlm_core.models.patches import Grid
+from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
+from dashinfer_vlm_core.protocol.sampling import Sampling
 from dashinfer_vlm_torch.decoder import TorchDecoder
 
 VOCAB = 96

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.decoder import GUIDE, SAMPLING_PARAMETERS
+from dashinfer_vlm_core.decoders import GUIDE, SAMPLING_PARAMETERS
 from dashinfer_vlm_core.errors import (
     CheckpointError,
     ConfigError,
@@ -23,7 +23,7 @@ from dashinfer_vlm_core.errors import (
     InvalidParameter,
     QueueFull,
 )
-from dashinfer_vlm_core.qwen2_vl.config import read_spec
+from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_torch import register_decoders
 from dashinfer_vlm_torch.runner import Runner
 from dashinfer_vlm_torch.scheduler import ROOM

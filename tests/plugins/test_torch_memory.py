@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dashinfer_vlm_core.decoder import DecodeRequest
+from dashinfer_vlm_core.decoders import DecodeRequest
 from dashinfer_vlm_core.errors import QueueFull
-from dashinfer_vlm_core.patches import Grid
-from dashinfer_vlm_core.qwen2_vl.config import read_text_config
+from dashinfer_vlm_core.models.patches import Grid
+from dashinfer_vlm_core.models.qwen2_vl.config import read_text_config
 from dashinfer_vlm_torch.arena import Arena, Slab
 from dashinfer_vlm_torch.attention import KVCache
 from dashinfer_vlm_torch.memory import Memory, Move

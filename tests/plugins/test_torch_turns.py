@@ -9,11 +9,11 @@ from itertools import pairwise
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig, hookimpl
-from dashinfer_vlm_core.decoder import Fitness
+from dashinfer_vlm_core.concurrency.turns import THREAD
+from dashinfer_vlm_core.decoders import Fitness
 from dashinfer_vlm_core.kernels.plain import Plain
+from dashinfer_vlm_core.models.qwen2_vl.vit import Qwen2VLEncoder
 from dashinfer_vlm_core.plugins import load_plugins
-from dashinfer_vlm_core.qwen2_vl.vit import Qwen2VLEncoder
-from dashinfer_vlm_core.turns import THREAD
 from dashinfer_vlm_torch import runner
 from dashinfer_vlm_torch.attention import KVCache
 from dashinfer_vlm_torch.decoder import TorchDecoder

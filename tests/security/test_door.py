@@ -20,8 +20,8 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from dashinfer_vlm_core import Engine, EngineConfig, hookimpl
-from dashinfer_vlm_core.dashinfer import process
-from dashinfer_vlm_core.decoder import Fitness
+from dashinfer_vlm_core.decoders import Fitness
+from dashinfer_vlm_core.decoders.dashinfer import process
 from dashinfer_vlm_core.errors import CheckpointError, DecoderFailed
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.testing import Script, scripted_registry

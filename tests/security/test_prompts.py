@@ -17,10 +17,10 @@ from safetensors.numpy import save
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import InvalidParameter
-from dashinfer_vlm_core.prompt import PromptBuilder
-from dashinfer_vlm_core.qwen2_vl.config import read_spec
-from dashinfer_vlm_core.schema import MediaPart
-from dashinfer_vlm_core.schema.request import OfflineRequest
+from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
+from dashinfer_vlm_core.preprocessing.prompt import PromptBuilder
+from dashinfer_vlm_core.protocol import MediaPart
+from dashinfer_vlm_core.protocol.request import OfflineRequest
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_demo import CHECKPOINT
 from tests.samples import encode, noise, picture_url

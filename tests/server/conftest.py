@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.engine import ChatEngine
-from dashinfer_vlm_core.sampling import SAMPLING_PARAMETERS
+from dashinfer_vlm_core.protocol.sampling import SAMPLING_PARAMETERS
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_server import create_app
 from dashinfer_vlm_server.listening import Address

@@ -29,7 +29,7 @@ from dashinfer_vlm_server.serving import Server, http_settings
 from dashinfer_vlm_server.settings import Gate
 from tests.waiting import HANG, until
 
-MAIN = "from dashinfer_vlm_core.cli import main; main()"
+MAIN = "from dashinfer_vlm_core.cli.main import main; main()"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 
 
@@ -463,7 +463,7 @@ def test_keys_may_come_from_the_environment(tiny_checkpoint, tmp_path):
 
 LOST = """
 from dashinfer_vlm_core import hookimpl
-from dashinfer_vlm_core.decoder import Fitness
+from dashinfer_vlm_core.decoders import Fitness
 from dashinfer_vlm_core.errors import DecoderFailed
 
 

@@ -1,0 +1,69 @@
+"""The command line: `dashinfer-vlm`. Adapters add their commands through the hook `register_commands`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import sys
+
+import click
+
+from ..config import variable
+from ..errors import DashInferVLMError
+from ..plugins import PluginRow, add_commands, load_plugins
+from ..version import __version__
+from .terminal import show_table
+
+SETUP_FAILED = 2
+"""Exit code for what the operator has to mend; click uses the same for a wrong command line."""
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="dashinfer-vlm")
+@click.option("--log-level", default="info", show_default=True, help="Least level of log lines on standard error.",
+              envvar=variable("log-level"), show_envvar=True,
+              type=click.Choice(["debug", "info", "warning", "error"]))  # fmt: skip
+def cli(log_level: str) -> None:
+    """Ask Qwen2-VL models about pictures and videos, on your own machines."""
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+@cli.command("plugins", short_help="List the plugins, what each one provides, and what is wrong.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--strict", is_flag=True, help="Exit with 1 if a plugin is broken.")
+def list_plugins(as_json: bool, strict: bool) -> None:
+    """List the plugins that are installed, what each one provides, and what is wrong with the broken ones."""
+    logging.getLogger("dashinfer_vlm_core.plugins").setLevel(logging.CRITICAL)  # the list itself names the broken ones
+    rows = load_plugins().rows
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
+    elif rows:
+        _show(rows)
+    else:
+        click.echo("No plugins are installed; not even the built-in ones: is the package installed, or only on a path?")
+    if strict and any(row.status != "ok" for row in rows):
+        sys.exit(1)
+
+
+def _show(rows: list[PluginRow]) -> None:
+    cells = [(row.name, row.status, row.distribution, ", ".join(row.provides) or "commands only") for row in rows]
+    show_table(("Plugin", "Status", "From", "Provides"), cells)
+    for row in rows:
+        if row.problem:
+            click.echo(f"\n{row.name}: {row.problem}")
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    add_commands(cli)
+    run(cli)
+
+
+def run(command: click.Command) -> None:
+    """Run a program's command: errors made for people are shown as such, without a traceback."""
+    try:
+        command()
+    except DashInferVLMError as error:
+        click.echo(f"dashinfer-vlm: {error.message}", err=True)
+        sys.exit(SETUP_FAILED)

@@ -1,0 +1,288 @@
+"""EngineConfig: every option of an engine in one frozen object; the only reader of the environment."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, NonNegativeInt, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+from ..errors import ConfigError
+from ..protocol.wording import words_of
+
+ENV_PREFIX = "DASHINFER_VLM_"
+MIB = 1024 * 1024
+
+# In the environment and on the command line, lists are separated by commas.
+Names = Annotated[tuple[str, ...], NoDecode]
+Colour = Annotated[tuple[int, int, int], NoDecode]
+
+VLLM_VARIABLES = {
+    "image_fetch_timeout": "VLLM_IMAGE_FETCH_TIMEOUT",
+    "video_fetch_timeout": "VLLM_VIDEO_FETCH_TIMEOUT",
+}
+"""Variables of vLLM that are read where our own are not set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaLimits:
+    """Pictures and videos allowed in one request."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    image: NonNegativeInt = 32
+    video: NonNegativeInt = 4
+
+    def __str__(self) -> str:
+        return f"image={self.image},video={self.video}"
+
+
+class _VllmEnvironment(PydanticBaseSettingsSource):
+    """The last source: what vLLM's users have set already."""
+
+    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
+        return os.environ.get(VLLM_VARIABLES.get(field_name, "")), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        return {name: os.environ[variable] for name, variable in VLLM_VARIABLES.items() if os.environ.get(variable)}
+
+
+class EngineConfig(BaseSettings):
+    """Options of an engine.
+
+    Values come from the arguments, then from the environment (`DASHINFER_VLM_` and the field's name in upper case, else
+    `VLLM_VARIABLES`), then from the defaults below. Equal configurations compare and hash equal, so that adapters can
+    share an engine.
+
+    Raises:
+        ConfigError: an unknown name, or a value out of range; the message names the option.
+    """
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
+
+    # What answers
+    model: str = Field("demo", description="Model to load: a registered name, a checkpoint folder, or a hub id.")
+    served_model_name: str | None = Field(
+        None, description="Name that requests use for the model; its own name by default."
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub id; its main branch by default.")
+    chat_template: Path | None = Field(
+        None, description="File with a Jinja chat template; the checkpoint's own by default."
+    )
+    decoder: str = Field(
+        "auto", description="Decoder to use by registered name; `auto` takes the best that can run here."
+    )
+    device: str = Field(
+        "auto", description="Torch device, such as `cpu` or `cuda:0`; `auto` takes CUDA where there is one."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Number type of the weights; `auto` takes the checkpoint's."
+    )
+    quantization: Literal["none", "int8", "uint4"] = Field(
+        "none",
+        description="Number type that weights are rounded to: int8 on a CPU with AVX-512, int8 or uint4 with DashInfer"
+        " on CUDA.",
+    )
+    cpu_kernels: Literal["auto", "amx", "avx512", "torch"] = Field(
+        "auto",
+        description="Kernels that run bfloat16 models on a CPU: `amx` and `avx512` are in C and need a processor with"
+        " AMX or AVX-512 BF16 and a C compiler, `torch` are PyTorch's; `auto` takes the fastest that can run here.",
+    )
+    cache_dir: Path | None = Field(
+        None,
+        description="Folder for what is made here: compiled kernels, converted models, DashInfer's environment; by"
+        " default in the user's cache.",
+    )
+
+    # How much at once
+    max_model_len: int | None = Field(
+        None, ge=16, description="Tokens of prompt plus answer; the checkpoint's limit by default."
+    )
+    max_batch_size: int = Field(32, ge=1, le=4096, description="Requests that are decoded together.")
+    max_waiting: int = Field(
+        256, ge=0, description="Requests that may wait for a place in the batch; more are refused."
+    )
+    prefill_chunk: int = Field(
+        512, ge=1, description="Prompt tokens that are read per step at most; half as many beside answers."
+    )
+    kv_cache_mib: int = Field(
+        4096, ge=1, description="Memory for keys and values, of running requests and of earlier prompts, in MiB."
+    )
+    prefix_cache: bool = Field(
+        True, description="Whether keys and values of earlier prompts are used again (DashInfer: on CUDA alone)."
+    )
+    vision_cache_mib: int = Field(
+        256, ge=0, description="Memory for visual embeddings kept by content, in MiB; 0 keeps none."
+    )
+    vision_batch_patches: int = Field(
+        16384, ge=4, description="Patches of several pictures that share one pass of the vision tower."
+    )
+
+    decoder_restarts: int = Field(
+        3, ge=0, description="Times that a decoder which has died is started again, until it is given up on."
+    )
+    step_timeout: float = Field(600.0, gt=0, description="Seconds after which one step of the decoder counts as hung.")
+
+    # DashInfer alone
+    tensor_parallel: int = Field(1, ge=1, le=64, description="CUDA devices that share the weights (DashInfer).")
+    approximate_vision: bool = Field(
+        False,
+        description="Whether DashInfer answers about pictures on a CPU, where it ignores their rows and columns.",
+    )
+    dashinfer_python: Path | None = Field(
+        None, description="Interpreter of an environment that has DashInfer; by default the one that was installed."
+    )
+
+    # Pictures and videos
+    min_pixels: int | None = Field(
+        None, ge=784, description="Least pixels of a resized picture; the checkpoint's by default."
+    )
+    max_pixels: int | None = Field(
+        None, ge=784, description="Most pixels of a resized picture; 1280 tokens' worth by default."
+    )
+    video_max_pixels: int = Field(768 * 28 * 28, ge=784, description="Most pixels of one resized video frame.")
+    video_total_pixels: int = Field(
+        16384 * 28 * 28, ge=784, description="Most pixels of all frames of a resized video together."
+    )
+    video_fps: float = Field(2.0, gt=0, le=120, description="Frames per second that are sampled from a video file.")
+    video_min_frames: int = Field(4, ge=2, description="Least frames sampled from a video file, if it has as many.")
+    video_max_frames: int = Field(768, ge=2, description="Most frames of one video, sampled or given as a list.")
+    limit_mm_per_prompt: Annotated[MediaLimits, NoDecode] = Field(
+        MediaLimits(), description="Pictures and videos allowed in one request, as image=N,video=N or JSON."
+    )
+    enable_mm_embeds: bool = Field(
+        False, description="Whether requests may bring visual embeddings in place of pictures (`image_embeds`)."
+    )
+    max_media_ids: int = Field(
+        4096, ge=0, description="Names (`uuid`) of pictures and videos that are remembered with their contents."
+    )
+    rgba_background: Colour = Field((255, 255, 255), description="Colour under transparent pictures, as R,G,B.")
+
+    # Where media may come from
+    allow_remote_media: bool = Field(True, description="Whether http and https sources are fetched.")
+    allowed_media_domains: Names = Field(
+        (), description="Host names that may be fetched from; all public ones by default."
+    )
+    allow_private_addresses: bool = Field(
+        False, description="Whether loopback, private and link-local addresses may be fetched."
+    )
+    allowed_local_media_path: Path | None = Field(
+        None, description="Folder under which local files may be read; none by default."
+    )
+    image_max_bytes: int = Field(20 * MIB, ge=1, description="Most bytes of one encoded picture.")
+    video_max_bytes: int = Field(200 * MIB, ge=1, description="Most bytes of one encoded video.")
+    max_decoded_pixels: int = Field(
+        64_000_000, ge=784, le=89_478_485, description="Most pixels of a picture before resizing, read from its header."
+    )
+    video_max_seconds: float = Field(600.0, gt=0, description="Longest video, in seconds.")
+    video_max_decoded_pixels: int = Field(
+        768_000_000, ge=784, description="Most pixels of all frames of one video before resizing."
+    )
+    video_decode_timeout: float = Field(30.0, gt=0, description="Seconds for decoding one video.")
+    image_fetch_timeout: float = Field(5.0, gt=0, description="Seconds for fetching one picture.")
+    video_fetch_timeout: float = Field(30.0, gt=0, description="Seconds for fetching one video.")
+    max_fetched_bytes: int = Field(
+        512 * MIB, ge=1, description="Most bytes that are fetched for one request, all of its media together."
+    )
+    max_fetches: int = Field(16, ge=1, description="Sources fetched at the same time by one engine.")
+
+    def __init__(self, **options: Any) -> None:
+        try:
+            super().__init__(**options)
+        except ValidationError as error:
+            raise _explain(error, options) from None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, _VllmEnvironment(settings_cls)
+
+    @field_validator("limit_mm_per_prompt", mode="before")
+    @classmethod
+    def _limits(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        try:
+            if value.lstrip().startswith("{"):
+                return json.loads(value)
+            return dict(pair.split("=", 1) for pair in value.replace(" ", "").split(",") if pair)
+        except ValueError:
+            raise ValueError('write image=4,video=1, or {"image": 4, "video": 1}') from None
+
+    @field_validator("rgba_background", mode="before")
+    @classmethod
+    def _three(cls, value: object) -> object:
+        if isinstance(value, tuple) and len(value) != 3:
+            raise ValueError("write three numbers, as in 255,255,255")
+        return value
+
+    @field_validator("allowed_media_domains", "rgba_background", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return tuple(item.strip() for item in value.split(",") if item.strip()) if isinstance(value, str) else value
+
+    @field_validator("allowed_media_domains")
+    @classmethod
+    def _lower_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name.lower().rstrip(".") for name in value)
+
+    @field_validator("rgba_background")
+    @classmethod
+    def _levels(cls, value: tuple[int, int, int]) -> tuple[int, int, int]:
+        if not all(0 <= level <= 255 for level in value):
+            raise ValueError("each of R,G,B must be 0 to 255")
+        return value
+
+    @property
+    def cache_folder(self) -> Path:
+        """Where this package keeps what it has made: `cache_dir`, else as the XDG Base Directory Specification says."""
+        if self.cache_dir is not None:
+            return self.cache_dir.expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dashinfer-vlm"
+
+    @property
+    def name(self) -> str:
+        """The model's name in requests and answers; a folder goes by its last part, so that answers hold no path."""
+        folder = Path(self.model).expanduser()
+        return self.served_model_name or (folder.resolve().name if folder.is_dir() else self.model)
+
+
+def variable(option: str) -> str:
+    """The variable that sets an option, by the name of its field or its flag."""
+    return ENV_PREFIX + option.replace("-", "_").upper()
+
+
+def variables_set() -> list[str]:
+    """Names of the variables that begin as ours do, known or not."""
+    return [name for name in os.environ if name.startswith(ENV_PREFIX)]
+
+
+def _explain(error: ValidationError, given: Mapping[str, Any]) -> ConfigError:
+    """All faults of a configuration in one line, by the names of the options, and of the variables that they come from;
+    `param` is the first option."""
+    faults = error.errors(include_url=False)
+    texts = [
+        f"{'.'.join(map(str, fault['loc']))}{_source(str(fault['loc'][0]), given)}: {words_of(fault)}"
+        f" (got {fault['input']!r})"
+        for fault in faults
+    ]
+    message = f"Invalid option {'; '.join(texts)}. `dashinfer-vlm serve --help` lists every option."
+    return ConfigError(message, param=str(faults[0]["loc"][0]))
+
+
+def _source(option: str, given: Mapping[str, Any]) -> str:
+    if option in given:
+        return ""
+    ours, vllms = variable(option), VLLM_VARIABLES.get(option)
+    return f" (from {vllms if vllms and ours not in os.environ else ours})"

@@ -1,0 +1,76 @@
+"""DashInfer: a language decoder that runs in a process of its own, under its own interpreter. Importing this package is
+cheap.
+
+    environment.py  install.py  commands.py    the interpreter that DashInfer needs, and `dashinfer-vlm dashinfer`
+    stand_ins.py    gpu_code.py                what makes an environment for the CPU only, without CUDA's libraries
+    convert.py      serialize.py               a checkpoint's language model in DashInfer's format, once
+    torch_placeholder.py                       what that needs of torch, in numpy, for the CPU only
+    plan.py         options.py                 EngineConfig and Sampling in DashInfer's terms, checked
+    decoder.py      process.py     worker.py   the decoder, its worker process, and the program that runs there
+
+`serialize.py`, `torch_placeholder.py` and `worker.py` run in DashInfer's environment and import nothing of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ...errors import SetupError
+from ...hookspecs import hookimpl
+from ..interface import Decoder, DecoderFactory, Fitness
+
+if TYPE_CHECKING:
+    import click
+
+    from ...config import EngineConfig
+    from ...models.spec import ModelSpec
+
+ARCHITECTURE = "qwen2_vl"
+HEAD_DIMS = (64, 128)
+
+BEST, ON_REQUEST = 20, 1
+"""Above every decoder for any device where there is CUDA; below them on a CPU, where it has to be asked for."""
+
+
+class DashInferFactory:
+    """Registers as `dashinfer`."""
+
+    name = "dashinfer"
+
+    def fitness(self, spec: ModelSpec, config: EngineConfig) -> Fitness:
+        from ...models.qwen2_vl.config import read_text_config
+        from .environment import cuda_devices, find_environment
+        from .plan import make_plan
+
+        if spec.architecture != ARCHITECTURE:
+            return Fitness(score=0, reason=f"It reads {ARCHITECTURE} only, not {spec.architecture}.")
+        try:
+            text = read_text_config(spec.folder)
+            environment = find_environment(config)
+            plan = make_plan(spec, text, config, cuda=cuda_devices(), cpu_only=environment.cpu_only)
+        except SetupError as error:
+            return Fitness(score=0, reason=error.message)
+        if text.head_dim not in HEAD_DIMS:
+            return Fitness(score=0, reason=f"Its kernels take heads of 64 or 128 numbers, not of {text.head_dim}.")
+        where = f"DashInfer runs {environment.origin}, on {plan.compute_unit}"
+        if plan.on_cpu:
+            return Fitness(score=ON_REQUEST, reason=f"{where}: exact for text alone, so only where it is asked for.")
+        return Fitness(score=BEST, reason=f"{where}.")
+
+    def create(self, spec: ModelSpec, config: EngineConfig) -> Decoder:
+        from .decoder import DashInferDecoder
+
+        return DashInferDecoder(spec, config)
+
+
+@hookimpl
+def register_decoders(register: Callable[[DecoderFactory], None]) -> None:
+    register(DashInferFactory())
+
+
+@hookimpl
+def register_commands(group: click.Group) -> None:
+    from .commands import dashinfer
+
+    group.add_command(dashinfer)

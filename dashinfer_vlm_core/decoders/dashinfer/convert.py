@@ -1,0 +1,211 @@
+"""A checkpoint's language model in DashInfer's format: written once, in its environment, into the user's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+import subprocess
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointError, SetupError
+from ...models.qwen2_vl.config import TextConfig, read_text_config
+from ...models.qwen2_vl.files import stored_tensors
+from ...models.spec import ModelSpec
+from .environment import VERSION, Environment, locked, write_json
+
+logger = logging.getLogger(__name__)
+
+PROGRAM = Path(__file__).with_name("serialize.py")
+NAME = "model"
+MANIFEST = "manifest.json"
+FORMAT = 1
+"""Raised when what `serialize.py` writes changes, so that older entries of the cache are not used."""
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CHUNK = 1 << 24
+LOG_LINES = 20
+
+Tensors = Mapping[str, tuple[Path, str]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """How weights are written.
+
+    Attributes:
+        dtype: `float32`, `bfloat16` or `float16`.
+        quantization: as in EngineConfig.
+        split: whether several devices will share them.
+    """
+
+    dtype: str
+    quantization: str = "none"
+    split: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Converted:
+    """The two files of a converted model."""
+
+    graph: Path
+    weights: Path
+
+    @classmethod
+    def at(cls, folder: Path) -> Converted:
+        return cls(graph=folder / f"{NAME}.asgraph", weights=folder / f"{NAME}.asparam")
+
+
+def convert(spec: ModelSpec, form: Form, *, environment: Environment, cache: Path) -> Converted:
+    """The checkpoint's language model in DashInfer's format; from the cache if a whole one is there.
+
+    The key is the identity of the weights (names, sizes and times of their files), the configuration, the form and the
+    engine's version. An entry appears whole or not at all; its checksums are compared each time, which costs a fraction
+    of the loading that follows.
+
+    Raises:
+        CheckpointError: tensors are missing or files are damaged.
+        SetupError: too little disk space, or DashInfer failed; its words are in the message.
+    """
+    tensors = {name: place for name, place in stored_tensors(spec.folder).items() if not name.startswith("visual.")}
+    text = read_text_config(spec.folder)
+    _check_tensors(tensors, text, spec)
+    folder = cache / _key(tensors, text, form)
+    with locked(folder.with_suffix(".lock")) as waited:
+        if waited:
+            logger.info("waited for another process that converts the same model")
+        if _is_whole(folder):
+            return Converted.at(folder)
+        if folder.exists():
+            logger.warning("the converted model in %s is damaged: it is made again", folder)
+        _rebuild(folder, _job(tensors, text, form), environment=environment, needed=_size(tensors, spec, form))
+    return Converted.at(folder)
+
+
+def _check_tensors(tensors: Tensors, text: TextConfig, spec: ModelSpec) -> None:
+    """Something is of every layer; what DashInfer does not find besides, it names itself."""
+    last = f"model.layers.{text.num_hidden_layers - 1}."
+    wanted = {"model.embed_tokens.weight", "model.norm.weight"} | (
+        set() if text.tie_word_embeddings else {"lm_head.weight"}
+    )
+    missing = sorted(wanted - set(tensors)) or ([] if any(name.startswith(last) for name in tensors) else [f"{last}*"])
+    if missing:
+        raise CheckpointError(f"{spec.folder} has no tensor {missing[0]!r}. Copy or download its safetensors again.")
+
+
+def _key(tensors: Tensors, text: TextConfig, form: Form) -> str:
+    files = sorted({file for file, _ in tensors.values()})
+    stats = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
+    identity = json.dumps([FORMAT, VERSION, asdict(form), asdict(text), stats], sort_keys=True)
+    return hashlib.sha256(identity.encode()).hexdigest()[:32]
+
+
+def _job(tensors: Tensors, text: TextConfig, form: Form) -> dict[str, Any]:
+    """What `serialize.py` reads; the configuration in the words of Hugging Face, and in those of DashInfer."""
+    fields = asdict(text)
+    config = {
+        **{name: fields[name] for name in fields if name not in {"mrope_section", "head_dim", "tie_word_embeddings"}},
+        "model_type": "Qwen_v20",
+        "hidden_act": "silu",
+        "rotary_emb_base": text.rope_theta,
+        "size_per_head": text.head_dim,
+        "rope_scaling": {"type": "mrope", "mrope_section": list(text.mrope_section)},
+    }
+    return {
+        "name": NAME,
+        "dtype": form.dtype,
+        "weights": form.quantization,
+        "split": form.split,
+        "tensors": {name: [str(file), stored] for name, (file, stored) in tensors.items()},
+        "tied": text.tie_word_embeddings,
+        "config": config,
+    }
+
+
+def _size(tensors: Tensors, spec: ModelSpec, form: Form) -> int:
+    """An upper bound of what will be written, in bytes; the tower's share of the files is counted in."""
+    stored = sum(file.stat().st_size for file in {file for file, _ in tensors.values()})
+    return 2 * stored * BYTES[form.dtype] // BYTES[spec.dtype]
+
+
+def _rebuild(folder: Path, job: dict[str, Any], *, environment: Environment, needed: int) -> None:
+    partial = folder.with_suffix(".partial")
+    for leftover in (folder, partial):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        check_space(partial, needed)
+        logger.info(
+            "converting the language model to DashInfer's format, once: up to %.1f GB in %s", needed / 1e9, folder
+        )
+        _run({**job, "folder": str(partial)}, partial, environment)
+        write_json(partial / MANIFEST, _checksums(partial))
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Refuse what would fill the disk.
+
+    Raises:
+        SetupError: there are fewer than `needed` bytes left in `folder`.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise SetupError(
+            f"Converting the model needs {needed / 1e9:.1f} GB in {folder.parent}, where {free / 1e9:.1f} GB are left."
+            " Free some, or choose another disk by cache_dir."
+        )
+
+
+def _run(job: dict[str, Any], folder: Path, environment: Environment) -> None:
+    """Run `serialize.py`, passing its progress on to the log."""
+    path = folder / "job.json"
+    write_json(path, job)
+    stubs = [str(environment.stubs)] if environment.stubs else []
+    lines: deque[str] = deque(maxlen=LOG_LINES)
+    with subprocess.Popen(  # noqa: S603 - the interpreter is the operator's choice, the program is ours
+        environment.command(PROGRAM, str(path), *stubs), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            _tell(line)
+    path.unlink()
+    if process.returncode:
+        raise SetupError(f"DashInfer could not convert the model (exit status {process.returncode}): {''.join(lines)}")
+
+
+def _tell(line: str) -> None:
+    if line.startswith('{"progress"'):
+        step = json.loads(line)
+        logger.info("converting: %d %%, %s", round(100 * step["progress"]), step["what"])
+    else:
+        logger.debug("converting: %s", line.rstrip())
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        expected = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        return bool(expected == _checksums(folder))
+    except (OSError, ValueError):
+        return False
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    files = Converted.at(folder)
+    return {file.name: _sha256(file) for file in (files.graph, files.weights)}
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,243 @@
+"""Stand-ins for the CUDA and driver libraries that DashInfer's extension links, so that it loads on a machine without
+them. The dynamic loader needs the libraries and every symbol to exist; on the CPU none of them does any work.
+
+The symbols are the undefined ones of the wheel's extension (`nm -D --undefined-only`); a test compares the two. While
+the engine loads and generates on a CPU, only `__cudaRegister*` and `__cudaUnregister*` are called. These and the other
+`__cuda*` return 0, `*ErrorName` and `*ErrorString` a text, and the rest the library's own code for an absent device.
+
+Compiled on the user's machine rather than shipped: the sources are generated from this table, compile in a second, and
+leave the wheel without binaries that nobody could review.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...errors import MissingDependency, SetupError
+
+COMPILERS = ("cc", "gcc", "clang")
+FLAGS = ("-shared", "-fPIC", "-nostdlib", "-s", "-fno-builtin", "-x", "c")
+COMPILE_SECONDS = 60
+
+_TEXTS = ("ErrorName", "ErrorString")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StandIn:
+    """One library.
+
+    Attributes:
+        soname: its name, for the dynamic loader and as a file.
+        symbols: the functions that it has to define.
+        error: what they return: the library's own code for a missing device or driver.
+        versioned: whether the extension asks for its symbols under a version, which is named like the library. The
+            loader aborts the process where a library defines none.
+    """
+
+    soname: str
+    symbols: tuple[str, ...] = ()
+    error: int = 1
+    versioned: bool = False
+
+    @property
+    def source(self) -> str:
+        """The library in C."""
+        return "".join(map(self._function, self.symbols)) or "/* The extension links it, and uses nothing of it. */\n"
+
+    @property
+    def version_script(self) -> str:
+        """What the linker's `--version-script` takes; empty for symbols without a version."""
+        return f"{self.soname} {{ global: *; }};\n" if self.versioned else ""
+
+    def _function(self, name: str) -> str:
+        if name.endswith(_TEXTS):
+            return f'const char *{name}(void) {{ return "There is no GPU: DashInfer is installed for the CPU."; }}\n'
+        return f"long {name}(void) {{ return {0 if name.startswith('__cuda') else self.error}; }}\n"
+
+
+CUDA = StandIn(soname="libcuda.so.1")
+NVML = StandIn(
+    soname="libnvidia-ml.so.1",
+    error=9,  # NVML_ERROR_DRIVER_NOT_LOADED
+    symbols=(
+        "nvmlDeviceGetCount_v2",
+        "nvmlDeviceGetHandleByIndex_v2",
+        "nvmlDeviceGetMemoryInfo",
+        "nvmlDeviceGetUtilizationRates",
+        "nvmlErrorString",
+        "nvmlInit_v2",
+        "nvmlShutdown",
+    ),
+)
+DRIVER = (CUDA, NVML)
+"""What a GPU driver installs: enough where CUDA's own libraries are installed."""
+
+RUNTIME = StandIn(
+    soname="libcudart.so.12",
+    error=100,  # cudaErrorNoDevice
+    versioned=True,
+    symbols=(
+        "__cudaInitModule",
+        "__cudaPopCallConfiguration",
+        "__cudaPushCallConfiguration",
+        "__cudaRegisterFatBinary",
+        "__cudaRegisterFatBinaryEnd",
+        "__cudaRegisterFunction",
+        "__cudaRegisterVar",
+        "__cudaUnregisterFatBinary",
+        "cudaDeviceGetAttribute",
+        "cudaEventCreate",
+        "cudaEventCreateWithFlags",
+        "cudaEventDestroy",
+        "cudaEventElapsedTime",
+        "cudaEventQuery",
+        "cudaEventRecord",
+        "cudaEventSynchronize",
+        "cudaFree",
+        "cudaFreeAsync",
+        "cudaFreeHost",
+        "cudaFuncGetAttributes",
+        "cudaFuncSetAttribute",
+        "cudaGetDevice",
+        "cudaGetDeviceCount",
+        "cudaGetDeviceProperties_v2",
+        "cudaGetErrorName",
+        "cudaGetErrorString",
+        "cudaGetLastError",
+        "cudaHostAlloc",
+        "cudaLaunchKernel",
+        "cudaMalloc",
+        "cudaMallocAsync",
+        "cudaMallocHost",
+        "cudaMemGetInfo",
+        "cudaMemcpy",
+        "cudaMemcpy2D",
+        "cudaMemcpy2DAsync",
+        "cudaMemcpyAsync",
+        "cudaMemset",
+        "cudaMemsetAsync",
+        "cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags",
+        "cudaPeekAtLastError",
+        "cudaSetDevice",
+        "cudaStreamCreateWithFlags",
+        "cudaStreamDestroy",
+        "cudaStreamSynchronize",
+        "cudaStreamWaitEvent",
+    ),
+)
+CUBLAS_LT = StandIn(
+    soname="libcublasLt.so.12",  # error 1: CUBLAS_STATUS_NOT_INITIALIZED
+    versioned=True,
+    symbols=(
+        "cublasLtMatmul",
+        "cublasLtMatmulAlgoGetHeuristic",
+        "cublasLtMatmulDescCreate",
+        "cublasLtMatmulDescSetAttribute",
+        "cublasLtMatmulPreferenceCreate",
+        "cublasLtMatmulPreferenceSetAttribute",
+        "cublasLtMatrixLayoutCreate",
+        "cublasLtMatrixLayoutInit_internal",
+    ),
+)
+CUBLAS = StandIn(
+    soname="libcublas.so.12",  # error 1: CUBLAS_STATUS_NOT_INITIALIZED
+    versioned=True,
+    symbols=(
+        "cublasCreate_v2",
+        "cublasDestroy_v2",
+        "cublasGemmBatchedEx",
+        "cublasGemmEx",
+        "cublasGemmStridedBatchedEx",
+        "cublasGetMathMode",
+        "cublasSetMathMode",
+        "cublasSetStream_v2",
+        "cublasSetWorkspace_v2",
+    ),
+)
+CUSPARSE = StandIn(
+    soname="libcusparse.so.12",  # error 1: CUSPARSE_STATUS_NOT_INITIALIZED
+    versioned=True,
+    symbols=(
+        "cusparseCreate",
+        "cusparseCreateCsr",
+        "cusparseCreateDnMat",
+        "cusparseSetStream",
+        "cusparseSpMM",
+        "cusparseSpMM_bufferSize",
+    ),
+)
+NCCL = StandIn(
+    soname="libnccl.so.2",  # error 1: ncclUnhandledCudaError
+    symbols=(
+        "ncclAllGather",
+        "ncclAllReduce",
+        "ncclBcast",
+        "ncclCommDestroy",
+        "ncclCommInitRank",
+        "ncclGetErrorString",
+        "ncclGetUniqueId",
+    ),
+)
+ALL = (*DRIVER, RUNTIME, CUBLAS_LT, CUBLAS, StandIn(soname="libnvJitLink.so.12"), CUSPARSE, NCCL)
+"""Everything of NVIDIA's that the extension links."""
+
+
+def find_compiler() -> str:
+    """A C compiler.
+
+    Raises:
+        MissingDependency: there is none; the message says how to get one.
+    """
+    for name in COMPILERS:
+        if found := shutil.which(name):
+            return found
+    raise MissingDependency(
+        "`--cpu` compiles a few lines of C, and no C compiler was found. Install gcc or clang, by"
+        " `apt-get install gcc` or `dnf install gcc`."
+    )
+
+
+def compile_stand_ins(libraries: Iterable[StandIn], folder: Path) -> None:
+    """Compile `libraries` into `folder`; a library appears there whole or not at all.
+
+    Raises:
+        MissingDependency: there is no C compiler.
+        SetupError: the compiler failed, or the folder cannot be written.
+    """
+    compiler = find_compiler()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+            for library in libraries:
+                made = _compile(compiler, library, Path(temporary))
+                made.replace(folder / library.soname)
+    except OSError as error:
+        raise SetupError(
+            f"The folder {folder} cannot be written ({error.strerror or error}). Make it writable, or choose another"
+            " by --cache-dir."
+        ) from error
+
+
+def _compile(compiler: str, library: StandIn, folder: Path) -> Path:
+    source, script, made = folder / "source.c", folder / "version_script", folder / library.soname
+    source.write_text(library.source)
+    script.write_text(library.version_script)
+    command = [compiler, *FLAGS, str(source), f"-Wl,-soname,{library.soname}", "-o", str(made)]
+    if library.versioned:
+        command.append(f"-Wl,--version-script={script}")
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS)  # noqa: S603 our own command
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip().splitlines() or ["no message"])[-1]
+        raise SetupError(f"{compiler} could not compile {library.soname} ({last}). Install gcc 8 or newer.") from error
+    except subprocess.TimeoutExpired as error:
+        raise SetupError(
+            f"{compiler} took more than {COMPILE_SECONDS} seconds for {library.soname}. Try again when the machine is"
+            " idle."
+        ) from error
+    return made

@@ -1,0 +1,148 @@
+"""Keeps a decoder running: one that has died is replaced, a bounded number of times."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+from collections.abc import AsyncGenerator, Callable
+
+from ..errors import DashInferVLMError, DecoderFailed, EngineClosed
+from .interface import Decoder, DecodeRequest, DecoderStats, Token
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.2
+"""How often it is asked whether the decoder has died, should nobody be decoding who would notice."""
+
+
+class Supervisor:
+    """A decoder that outlives its death; implements `Decoder` and belongs to one event loop.
+
+    When the decoder says that it is in `trouble`, it is closed, which fails the requests in it, and another one is made
+    and started; requests that come meanwhile wait for that. After `restarts` of them, or where one cannot be closed or
+    started, the trouble is for good.
+
+    Args:
+        make: a decoder that is not started yet; called here for the first one, and in a thread for the others.
+        restarts: how often it is replaced.
+
+    Attributes:
+        restarted: how often it was replaced.
+        restarting: whether it is being replaced now.
+        trouble: why it was given up on; empty while it was not.
+    """
+
+    def __init__(self, make: Callable[[], Decoder], *, restarts: int) -> None:
+        self._make = make
+        self._left = restarts
+        self._decoder = make()
+        self._ready = asyncio.Event()
+        self._keeper: asyncio.Task[None] | None = None
+        self._closed = False
+        self.restarted = 0
+        self.trouble = ""
+        self.max_model_len = self._decoder.max_model_len
+        self.honours = self._decoder.honours
+        self.blind = self._decoder.blind
+        self.name = self._decoder.name
+
+    @property
+    def restarting(self) -> bool:
+        return self._keeper is not None and not self._ready.is_set()
+
+    def snapshot(self) -> DecoderStats:
+        return DecoderStats.of(self._decoder)
+
+    async def start(self) -> None:
+        await self._decoder.start()
+        self._ready.set()
+        self._keeper = asyncio.create_task(self._keep(), name="decoder-supervisor")
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        self._ready.set()
+        try:
+            await self._decoder.close()
+        except DecoderFailed:
+            if not self.trouble:  # else it was given up on because it cannot be closed
+                raise
+
+    async def decode(self, request: DecodeRequest) -> AsyncGenerator[Token, None]:
+        decoder = await self._healthy()
+        try:
+            async with contextlib.aclosing(decoder.decode(request)) as tokens:
+                async for token in tokens:
+                    yield token
+        except (EngineClosed, DecoderFailed):
+            if self._closed or self._well(decoder):
+                raise
+            raise DecoderFailed(_DIED) from None
+
+    def _well(self, decoder: Decoder) -> bool:
+        """Whether it is in use and in no trouble: what it says is about one request alone."""
+        return decoder is self._decoder and self._ready.is_set() and not self.trouble and not decoder.trouble
+
+    async def _healthy(self) -> Decoder:
+        """The decoder, once it is in no trouble.
+
+        Raises:
+            DecoderFailed: it was given up on.
+        """
+        if self._decoder.trouble and not self.trouble and not self._closed:
+            self._ready.clear()  # its death is not known to `_keep` yet
+        await self._ready.wait()
+        if self.trouble:
+            raise DecoderFailed(self.trouble)
+        return self._decoder
+
+    async def _keep(self) -> None:
+        """Look after the decoder until it is given up on, or we are cancelled."""
+        while not self.trouble:
+            await asyncio.sleep(LOOK_SECONDS)
+            if trouble := self._decoder.trouble:
+                self._ready.clear()
+                self.trouble = await self._replace(trouble)
+                self._ready.set()
+
+    async def _replace(self, trouble: str) -> str:
+        """Close the decoder and start another one; why that is not possible, or nothing if it is done."""
+        logger.error("The decoder %s has failed: %s", self.name, trouble)
+        try:
+            await self._decoder.close()
+            if not self._left:
+                return trouble
+            self._left -= 1
+            self._decoder = await self._started()
+        except DashInferVLMError as error:
+            logger.error("The decoder cannot be replaced: %s", error.message)  # noqa: TRY400 - it was made for people
+            return error.message
+        except Exception:
+            logger.exception("The decoder cannot be replaced.")
+            return "The decoder failed and could not be started again; the log has the cause."
+        await asyncio.to_thread(_give_back)
+        self.restarted += 1
+        logger.warning("The decoder was started again; this may happen %d more times.", self._left)
+        return ""
+
+    async def _started(self) -> Decoder:
+        decoder = await asyncio.to_thread(self._make)
+        try:
+            await decoder.start()
+        except BaseException:
+            await decoder.close()
+            raise
+        return decoder
+
+
+def _give_back() -> None:
+    """Return to the system what a dead decoder has freed in pieces: glibc keeps it, and each death leaves more."""
+    with contextlib.suppress(OSError, TypeError, AttributeError):  # there is no such function outside of glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+_DIED = "The decoder failed while the request ran. Try again in a moment."

@@ -1,0 +1,401 @@
+"""The conductor: one line per stage of a request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from ..decoders import GUIDE, DecodeRequest, Guide, Token, VisualSpan
+from ..decoders.supervisor import Supervisor
+from ..errors import DashInferVLMError, EngineError, InvalidParameter, ModelNotFound, QueueFull, UnsupportedParameter
+from ..media import Embeddings, Media, MediaLoader
+from ..models.interface import VisualTokens
+from ..models.patches import Embedded, Patcher, Patches, embedded
+from ..preprocessing.preview import Preview, Seen, seen
+from ..preprocessing.prompt import Prompt, PromptBuilder
+from ..protocol import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, ChatRequest, MediaPart
+from ..protocol.sampling import Sampling
+from ..response.reply import PromptCounts, Reply
+from ..structured_output.forms import form_of
+from ..structured_output.guide import GuideMaker
+from ..vision import Item, VisionService
+from ..vision.ids import MediaIds
+from .watch import Stopwatch, Watcher
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+    from ..models.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Generation:
+    """The answers of one request, with the tokens that they were read from and written in.
+
+    Attributes:
+        completion: the answers.
+        prompt_token_ids: of the prompt; pictures and videos stand there as placeholders.
+        token_ids: of each answer, the one that ends it included.
+    """
+
+    completion: ChatCompletion
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[tuple[int, ...], ...]
+
+
+class Places:
+    """As many answers as are decoded or wait at one time; used on one event loop.
+
+    Attributes:
+        limit: most of them.
+        taken: those that there are now.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.taken = 0
+
+    @contextlib.contextmanager
+    def take(self, answers: int = 1) -> Iterator[None]:
+        """Hold a place for each answer of a request.
+
+        Raises:
+            InvalidParameter: there were never so many.
+            QueueFull: not so many are left.
+        """
+        if answers > self.limit:
+            raise InvalidParameter(f"`n` can be {self.limit} at most: ask for fewer answers.", param="n")
+        if self.taken + answers > self.limit:
+            raise QueueFull(f"{self.taken} requests are served or wait already: try again in a moment.")
+        self.taken += answers
+        try:
+            yield
+        finally:
+            self.taken -= answers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Conductor:
+    """The rooms of a running engine, in the order a request walks through them.
+
+    Attributes:
+        name: the model's name in answers.
+        aliases: names that requests may use for it besides.
+        places: bounds the requests that are anywhere between here and their answer.
+        watcher: is told what happens to requests.
+    """
+
+    name: str
+    aliases: frozenset[str]
+    places: Places
+    spec: ModelSpec
+    media: MediaLoader
+    patcher: Patcher
+    prompts: PromptBuilder
+    vision: VisionService
+    ids: MediaIds
+    guides: GuideMaker
+    decoder: Supervisor
+    watcher: Watcher
+
+    async def chat(self, request: ChatRequest) -> ChatCompletion:
+        return (await self.generate(request)).completion
+
+    async def generate(self, request: ChatRequest) -> Generation:
+        with _faults(), self.places.take(request.n):
+            stopwatch = Stopwatch(self.watcher, answers=request.n)
+            replies, decodes = await self._prepare(request)
+            ids: list[list[int]] = [[] for _ in replies]
+            async with contextlib.aclosing(self._tokens(replies, decodes, stopwatch)) as tokens:
+                async for index, token in tokens:
+                    replies[index].feed(token)
+                    ids[index].append(token.id)
+            completion = replies[0].completion(replies[1:])
+            stopwatch.answered(replies[0].usage(replies[1:]))
+            return Generation(
+                completion=completion,
+                prompt_token_ids=tuple(decodes[0].token_ids.tolist()),
+                token_ids=tuple(map(tuple, ids)),
+            )
+
+    async def stream(self, request: ChatRequest) -> AsyncGenerator[ChatCompletionChunk, None]:
+        with _faults(), self.places.take(request.n):
+            stopwatch = Stopwatch(self.watcher, answers=request.n)
+            replies, decodes = await self._prepare(request)
+            # They go out with the first token: what fails before is an error, not a stream.
+            opening = [reply.opening() for reply in replies]
+            async with contextlib.aclosing(self._tokens(replies, decodes, stopwatch)) as tokens:
+                async for index, token in tokens:
+                    reply = replies[index]
+                    chunks = [*opening, *reply.feed(token), *(reply.ending() if reply.finished else ())]
+                    opening.clear()
+                    for chunk in chunks:
+                        yield chunk
+            for reply in replies:
+                if not reply.finished:
+                    reply.ending()  # says what is wrong
+            stopwatch.answered(replies[0].usage(replies[1:]))
+            for chunk in replies[0].closing(replies[1:]):
+                yield chunk
+
+    async def preview(self, request: ChatRequest) -> Preview:
+        """What the model would see; neither the tower nor the decoder runs, and nothing is remembered."""
+        with _faults(), self.places.take():
+            self._admit(request)
+            parts = await asyncio.to_thread(request.media)
+            _check_given(parts)
+            cut = self._cutter({}, seen=[])
+
+            def show(media: Media) -> Seen:
+                return seen(media, cut(media), self.spec.pixels)
+
+            items = await self.media.load(parts, then=show)
+            prompt = await asyncio.to_thread(self.prompts.build, request, items)
+            return Preview(items=items, prompt_tokens=len(prompt), max_model_len=self.prompts.max_model_len)
+
+    async def tokenize(self, request: ChatRequest) -> list[int]:
+        """The prompt of a request, each picture and video as its placeholders; none is encoded."""
+        with _faults(), self.places.take():
+            self._admit(request)
+            _, prompt = await self._read(request)
+            ids: list[int] = prompt.token_ids.tolist()
+            return ids
+
+    async def close(self) -> None:
+        """Free everything. Raises DecoderFailed, when all else is freed, if a step of the decoder does not end soon."""
+        try:
+            await self.decoder.close()
+        finally:
+            await self.vision.close()
+            await self.media.close()
+
+    async def _prepare(self, request: ChatRequest) -> tuple[list[Reply], list[DecodeRequest]]:
+        """The answers of a request, not begun, and how to decode each; all have one prompt."""
+        sampling = self._admit(request)
+        with self.watcher.stage("grammar"):
+            guide = await self._guide(request)
+        items, prompt = await self._read(request)
+        with self.watcher.stage("vision"):
+            visual = await self.vision.embed(items, salt=request.cache_salt or "")
+        replies = self._replies(request, prompt, guided=guide is not None)
+        return replies, self._decode_requests(replies, prompt, visual, sampling, guide, salt=request.cache_salt or "")
+
+    async def _read(self, request: ChatRequest) -> tuple[list[Item], Prompt]:
+        """The pictures and videos of a request, cut, and its prompt."""
+        with self.watcher.stage("media"):
+            items = await self._items(request)
+        with self.watcher.stage("prompt"):
+            return items, await asyncio.to_thread(self.prompts.build, request, items)
+
+    async def _guide(self, request: ChatRequest) -> Guide | None:
+        """The compiled grammar of an answer that has to follow one."""
+        if GUIDE not in self.decoder.honours:
+            self._refuse_forms(request)
+            return None
+        form = await asyncio.to_thread(form_of, request)
+        if form is None:
+            return None
+        if request.ignore_eos:
+            raise InvalidParameter(
+                "`ignore_eos` goes on after the end that the format sets: leave one of them out.", param="ignore_eos"
+            )
+        return await self.guides.make(form.rules, form.start, param=form.param)
+
+    def _refuse_forms(self, request: ChatRequest) -> None:
+        """Refuse what only a grammar can ensure; tools may still be offered, and calls are found in the answer."""
+        wanted = request.response_format
+        strict = [f"tools[{i}].function.strict" for i, tool in enumerate(request.tools) if tool.function.strict]
+        forced = ["tool_choice"] if request.must_call else []
+        formats = ["response_format"] if wanted and wanted.type != "text" else []
+        for param in [*formats, *forced, *(strict if request.callable_tools else ())]:
+            raise UnsupportedParameter(
+                f"The decoder {self.decoder.name!r} cannot honour {param}: leave it out and ask for it in the prompt,"
+                " or start the engine with another decoder.",
+                param=param,
+            )
+
+    async def _items(self, request: ChatRequest) -> list[Item]:
+        """The pictures and videos: those that come along are loaded, the others are recalled by their names."""
+        parts = await asyncio.to_thread(request.media)  # which may cut megabytes of frames apart
+        salt, sources = request.cache_salt or "", dict[str, bytes]()
+        self.media.check(parts)
+        recalled = self.ids.recall(parts, salt=salt)
+        cut = self._cutter(sources, seen=[item.tokens for item in recalled.values()])
+        loaded = iter(await self.media.load([part for part in parts if part.given], then=cut))
+        items = [recalled.get(part.part) or next(loaded) for part in parts]
+        self.ids.bind(parts, items, sources, salt=salt)
+        return items
+
+    async def _tokens(
+        self, replies: Sequence[Reply], requests: Sequence[DecodeRequest], stopwatch: Stopwatch
+    ) -> AsyncGenerator[tuple[int, Token], None]:
+        """The tokens of all answers as they come, each with the answer's index; none of an answer that is finished."""
+        streams = [self.decoder.decode(request) for request in requests]
+        with self.watcher.stage("decode"):
+            async with contextlib.aclosing(merged(streams)) as tokens:
+                async for index, token in tokens:
+                    stopwatch.token(index)
+                    yield index, token
+                    if replies[index].finished:
+                        await streams[index].aclose()
+
+    def _admit(self, request: ChatRequest) -> Sampling:
+        """Refuse what this model and this decoder cannot do, before any work is done."""
+        if request.model not in {self.name, DEFAULT_MODEL, *self.aliases}:
+            raise ModelNotFound(
+                f"The model {request.model!r} is not served here: ask for {self.name!r}.", param="model"
+            )
+        if self.decoder.blind and (media := request.media()):
+            raise UnsupportedParameter(self.decoder.blind, param=media[0].part)
+        sampling = request.sampling()
+        for name in sorted(sampling.asked() - self.decoder.honours):
+            raise UnsupportedParameter(
+                f"The decoder {self.decoder.name!r} cannot honour {name}: leave it out, or start the engine with"
+                " another decoder.",
+                param=name,
+            )
+        for name, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
+            if unknown := [index for index in ids if index >= self.spec.vocab_size]:
+                raise InvalidParameter(
+                    f"{name} names the token {unknown[0]}, but the model's ids end at {self.spec.vocab_size - 1}.",
+                    param=name,
+                )
+        if sampling.min_tokens and len({*sampling.stop_token_ids, *self.spec.tokens.stop}) >= self.spec.vocab_size:
+            raise InvalidParameter(
+                "min_tokens bans stop_token_ids, which leave no other token.", param="stop_token_ids"
+            )
+        return sampling
+
+    def _cutter(self, sources: dict[str, bytes], seen: list[int]) -> Callable[[Media], Patches | Embedded]:
+        """What becomes of each picture and video of one request; it is called in several threads.
+
+        What the context could never hold is refused before it is resized.
+
+        Args:
+            sources: gets the digest of what each was decoded from.
+            seen: visual tokens of those that need no cutting; gets those of the others.
+        """
+
+        def cut(media: Media) -> Patches | Embedded:
+            sources[media.part] = media.source
+            seen.append(len(media.rows) if isinstance(media, Embeddings) else self.patcher.tokens(media))
+            self.prompts.check_media(sum(seen))
+            return embedded(media, self.spec) if isinstance(media, Embeddings) else self.patcher.cut(media)
+
+        return cut
+
+    def _replies(self, request: ChatRequest, prompt: Prompt, *, guided: bool) -> list[Reply]:
+        counts = PromptCounts(
+            prompt_tokens=len(prompt), image_tokens=prompt.image_tokens, video_tokens=prompt.video_tokens
+        )
+        name, created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
+        return [
+            Reply(
+                tokenizer=self.prompts.tokenizer,
+                request=request,
+                id=name,
+                created=created,
+                model=self.name,
+                counts=counts,
+                index=index,
+                guided=guided,
+            )
+            for index in range(request.n)
+        ]
+
+    def _decode_requests(
+        self,
+        replies: Sequence[Reply],
+        prompt: Prompt,
+        visual: Sequence[VisualTokens],
+        sampling: Sampling,
+        guide: Guide | None,
+        *,
+        salt: str,
+    ) -> list[DecodeRequest]:
+        max_tokens = min(sampling.max_tokens or DEFAULT_MAX_TOKENS, self.prompts.max_model_len - len(prompt))
+        if sampling.min_tokens > max_tokens:
+            raise InvalidParameter(
+                f"min_tokens is {sampling.min_tokens}, but the answer can have {max_tokens} tokens at most.",
+                param="min_tokens",
+            )
+        spans = sorted(zip(prompt.spans, visual, strict=True), key=lambda pair: pair[0].start)
+        sampling = replace(sampling, max_tokens=max_tokens)
+        first = DecodeRequest(
+            id=replies[0].id,
+            token_ids=prompt.token_ids,
+            positions=prompt.positions,
+            spans=tuple(VisualSpan(start=span.start, tokens=tokens) for span, tokens in spans),
+            sampling=sampling,
+            guide=guide,
+            salt=salt,
+        )
+        others = range(1, len(replies))
+        return [first, *(replace(first, id=f"{first.id}-{i}", sampling=sampling.seeded(i)) for i in others)]
+
+
+def _check_given(parts: Sequence[MediaPart]) -> None:
+    """Of what comes by its name alone, only its visual tokens are left."""
+    for part in parts:
+        if not part.given:
+            raise InvalidParameter(
+                f"`{part.part}` is a name alone, which cannot be shown: send the {part.kind} along.", param=part.part
+            )
+
+
+async def merged(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[tuple[int, _T], None]:
+    """What several generators yield, as it comes, each with its generator's index.
+
+    A generator is asked for more when what it gave has been dealt with, never before. All are closed in the end.
+    """
+    if len(streams) == 1:  # without a task per item
+        async with contextlib.aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
+    waiting: dict[asyncio.Future[_T | None], int] = {}
+    try:
+        for index, stream in enumerate(streams):
+            waiting[asyncio.ensure_future(_next(stream))] = index
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index = waiting.pop(task)
+                if (found := task.result()) is not None:
+                    yield index, found
+                    waiting[asyncio.ensure_future(_next(streams[index]))] = index
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
+
+
+async def _next(stream: AsyncGenerator[_T, None]) -> _T | None:
+    return await anext(stream, None)
+
+
+@contextlib.contextmanager
+def _faults() -> Iterator[None]:
+    """Where a request ends: what no room foresaw is logged, and told to the caller without its inner details."""
+    try:
+        yield
+    except DashInferVLMError:
+        raise
+    except Exception as error:
+        logger.exception("a request failed")
+        raise EngineError(
+            "The engine failed on this request; its log says why. Other requests are not affected.",
+            code="internal_error",
+        ) from error

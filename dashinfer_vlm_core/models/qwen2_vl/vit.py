@@ -1,0 +1,243 @@
+"""The vision tower (Qwen2-VL, arXiv:2409.12191): many pictures and videos in one packed pass.
+
+In shapes, `n` is the patches of all items, `d` the width of the tower and `c` that of a head.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...config import EngineConfig
+from ...kernels import Activation, Kernels, Linear, Span, Spans, choose_kernels
+from ..patches import Grid, Patches
+from ..spec import ModelSpec, PixelSpec
+from .config import VisionConfig, read_vision_config
+from .placement import resolve_device, resolve_dtype
+from .rope import rotary_tables
+from .weights import Weights, torch_dtype
+
+LAYER_NORM_EPS = 1e-6
+
+BATCH_PATCHES_CPU = 2048
+"""Two pictures of 448x448: one alone runs a CPU's matrix units at nine tenths of what many do."""
+
+BATCH_PATCHES = 65536
+
+TURN_FLOP = 100e9
+"""Floating-point operations of a stretch of blocks, after which others may compute: a quarter of a second on two cores.
+With shorter ones, decode steps of few answers take half of the time while many pictures wait."""
+
+ACTIVATIONS = {"quick_gelu": Activation.QUICK_GELU, "gelu": Activation.GELU}
+
+
+class Norm(NamedTuple):
+    """Of a LayerNorm over the width of the tower; both [d]."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+
+class Block(NamedTuple):
+    """One block of the tower."""
+
+    norm1: Norm
+    qkv: Linear
+    proj: Linear
+    norm2: Norm
+    fc1: Linear
+    fc2: Linear
+
+
+class Merger(NamedTuple):
+    """Each window of patches, which stand together in patch order, becomes one visual token."""
+
+    norm: Norm
+    fc1: Linear
+    fc2: Linear
+
+
+class Frames:
+    """Which patches attend to each other, and where they stand: made once per pass, used by every block.
+
+    Attributes:
+        spans: one per frame, since attention stays within a frame.
+        cos: float32 [n, c / 2].
+        sin: float32 [n, c / 2].
+    """
+
+    def __init__(self, grids: Sequence[Grid], config: VisionConfig, device: torch.device) -> None:
+        lengths = [frame_length(grid) for grid in grids for _ in range(grid.t)]
+        starts = np.cumsum([0, *lengths[:-1]]).tolist()
+        spans = [Span(start, count, start, count) for start, count in zip(starts, lengths, strict=True)]
+        self.spans = Spans(spans, device=device)
+        head_dim = config.embed_dim // config.num_heads
+        self.cos, self.sin = rotary_tables(grids, head_dim=head_dim, merge=config.spatial_merge_size, device=device)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tower:
+    """The published tower on one device, in one dtype.
+
+    Attributes:
+        patch_embed: the published convolution strides by its own size: on patches that are cut already it is a matrix
+            product.
+    """
+
+    config: VisionConfig
+    kernels: Kernels
+    device: torch.device
+    dtype: torch.dtype
+    patch_embed: Linear
+    blocks: Sequence[Block]
+    merger: Merger
+
+    def parts(self, patches: torch.Tensor, grids: Sequence[Grid]) -> Generator[None, None, torch.Tensor]:
+        """Yields where others may compute; returns [n / spatial_merge_size ** 2, hidden_size] of normalised patches
+        [n, columns] of items with `grids`."""
+        frames = Frames(grids, self.config, patches.device)
+        x = self.patch_embed(patches)
+        stretch = max(1, int(TURN_FLOP / (24 * len(x) * self.config.embed_dim**2)))
+        for first in range(0, len(self.blocks), stretch):
+            for block in self.blocks[first : first + stretch]:
+                block.proj.add_to(x, self._attend(block, x, frames))
+                block.fc2.add_to(x, block.fc1(self._norm(x, block.norm2)))
+            yield
+        window = self.config.embed_dim * self.config.spatial_merge_size**2
+        return self.merger.fc2(self.merger.fc1(self._norm(x, self.merger.norm).view(-1, window)))
+
+    def _norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return self.kernels.norm(x, norm.weight, norm.bias, LAYER_NORM_EPS)
+
+    def _attend(self, block: Block, x: torch.Tensor, frames: Frames) -> torch.Tensor:
+        heads = self.config.num_heads
+        qkv = block.qkv(self._norm(x, block.norm1)).view(len(x), 3 * heads, -1)
+        self.kernels.rotate_(qkv[:, : 2 * heads], frames.cos, frames.sin)
+        query, key, value = torch.split(qkv, heads, dim=1)
+        return self.kernels.attend(query, key.transpose(0, 1), value.transpose(0, 1), frames.spans)
+
+
+class Qwen2VLEncoder:
+    """The tower as a `VisionEncoder`.
+
+    Rows of an item depend on the rest of its batch by rounding alone, since libraries may add up in another order for
+    another number of rows: in float32 within 1e-5 of the largest value. With the native kernels they do not depend on
+    it at all.
+    """
+
+    def __init__(self, tower: Tower, pixels: PixelSpec) -> None:
+        self.tower = tower
+        self.batch_patches = BATCH_PATCHES_CPU if tower.device.type == "cpu" else BATCH_PATCHES
+        columns = tower.config.temporal_patch_size * tower.config.patch_size**2
+        self.mean = 255 * torch.tensor(pixels.mean, device=tower.device).repeat_interleave(columns)
+        self.std = 255 * torch.tensor(pixels.std, device=tower.device).repeat_interleave(columns)
+
+    def encode(self, batch: Sequence[Patches]) -> list[torch.Tensor]:
+        parts, encoded = self._encode(batch), None
+        while encoded is None:
+            encoded = self.tower.kernels.compute(lambda: next(parts))
+        return encoded
+
+    @torch.inference_mode()
+    def _encode(self, batch: Sequence[Patches]) -> Iterator[list[torch.Tensor] | None]:
+        """None where others may compute, and at last what came out."""
+        # Sorted, so that equal frames become neighbours; cloned, so that an item does not hold its batch's memory.
+        order = sorted(range(len(batch)), key=lambda index: frame_length(batch[index].grid))
+        grids = [batch[index].grid for index in order]
+        pixels = torch.from_numpy(np.concatenate([batch[index].pixels for index in order]))
+        window = self.tower.config.spatial_merge_size**2
+        encoded = yield from self.tower.parts(self.normalise(pixels), grids)
+        rows = torch.split(encoded, [grid.patches // window for grid in grids])
+        yield [item.clone() for _, item in sorted(zip(order, rows, strict=True))]
+
+    def adopt(self, rows: npt.NDArray[np.float32]) -> torch.Tensor:
+        return self.tower.kernels.compute(lambda: torch.from_numpy(rows).to(self.tower.device, self.tower.dtype))
+
+    def normalise(self, pixels: torch.Tensor) -> torch.Tensor:
+        """uint8 [n, columns] to the tower's dtype on its device, each channel around 0."""
+        return ((pixels.to(self.tower.device).float() - self.mean) / self.std).to(self.tower.dtype)
+
+
+def frame_length(grid: Grid) -> int:
+    """Patches of one frame."""
+    return grid.h * grid.w
+
+
+def load_encoder(spec: ModelSpec, config: EngineConfig) -> Qwen2VLEncoder:
+    """The tower of a checkpoint; see `Architecture.load_vision`."""
+    device = resolve_device(config.device)
+    dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, device))
+    with Weights.open(spec.folder) as weights:
+        reader = _Reader(weights, choose_kernels(device, dtype, config), device, dtype)
+        return Qwen2VLEncoder(load_tower(read_vision_config(spec.folder), reader), spec.pixels)
+
+
+class _Reader(NamedTuple):
+    """Reads the tower's parameters one by one, straight to where they stay."""
+
+    weights: Weights
+    kernels: Kernels
+    device: str
+    dtype: torch.dtype
+
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        return self.weights.tensor(f"visual.{name}", shape, device=self.device, dtype=self.dtype)
+
+    def norm(self, name: str, width: int) -> Norm:
+        return Norm(self.tensor(f"{name}.weight", width), self.tensor(f"{name}.bias", width))
+
+    def linear(self, name: str, outputs: int, inputs: int, activation: Activation = Activation.NONE) -> Linear:
+        weight = self.tensor(f"{name}.weight", outputs, inputs)
+        return self.kernels.linear(weight, self.tensor(f"{name}.bias", outputs), activation=activation)
+
+    def convolution(self, name: str, *shape: int) -> Linear:
+        return self.kernels.linear(self.tensor(f"{name}.weight", *shape).flatten(1))
+
+
+def load_tower(config: VisionConfig, read: _Reader) -> Tower:
+    """The tower of an opened checkpoint, read part by part, so that others may compute meanwhile.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape.
+    """
+    patch = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
+    kernels = read.kernels
+    return Tower(
+        config=config,
+        kernels=kernels,
+        device=torch.device(read.device),
+        dtype=read.dtype,
+        patch_embed=kernels.compute(lambda: read.convolution("patch_embed.proj", config.embed_dim, *patch)),
+        blocks=[
+            kernels.compute(functools.partial(_load_block, f"blocks.{number}", config, read))
+            for number in range(config.depth)
+        ],
+        merger=kernels.compute(lambda: _load_merger(config, read)),
+    )
+
+
+def _load_block(name: str, config: VisionConfig, read: _Reader) -> Block:
+    width, inner = config.embed_dim, int(config.embed_dim * config.mlp_ratio)
+    return Block(
+        norm1=read.norm(f"{name}.norm1", width),
+        qkv=read.linear(f"{name}.attn.qkv", 3 * width, width),
+        proj=read.linear(f"{name}.attn.proj", width, width),
+        norm2=read.norm(f"{name}.norm2", width),
+        fc1=read.linear(f"{name}.mlp.fc1", inner, width, ACTIVATIONS[config.hidden_act]),
+        fc2=read.linear(f"{name}.mlp.fc2", width, inner),
+    )
+
+
+def _load_merger(config: VisionConfig, read: _Reader) -> Merger:
+    window = config.embed_dim * config.spatial_merge_size**2
+    return Merger(
+        norm=read.norm("merger.ln_q", config.embed_dim),
+        fc1=read.linear("merger.mlp.0", window, window, Activation.GELU),
+        fc2=read.linear("merger.mlp.2", config.hidden_size, window),
+    )

@@ -1,0 +1,1 @@
+"""Messages and grids -> prompt; what the model would see of a request."""

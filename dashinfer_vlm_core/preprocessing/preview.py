@@ -1,0 +1,119 @@
+"""What the model would see of a request: its pictures and frames after resizing, and what they cost in tokens."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from ..media.types import Clip, Kind, Media, Picture, Pixels
+from ..models.patches import Embedded, Grid, Patches, uncut
+from ..models.spec import PixelSpec
+
+MAX_FRAMES = 16
+"""Frames of one video that a preview shows."""
+
+FASTEST = 1
+"""zlib's level: the rest of a preview takes less time than its better levels do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """One frame as the model sees it.
+
+    Attributes:
+        index: among the frames that the model sees, from 0.
+        png: it, as a PNG file: no pixel is another than the vision tower's.
+    """
+
+    index: int
+    png: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """One picture or video as the model sees it.
+
+    Attributes:
+        kind: what it is.
+        part: where it stands in the request.
+        source_size: width and height before resizing, in pixels; None for embeddings.
+        size: width and height of what the model sees, in pixels.
+        grid: patches along time, height and width.
+        cells: visual tokens along time, height and width: each is of `merge_size` by `merge_size` patches.
+        tokens: visual tokens.
+        frame_count: frames that the model sees, those that a video is padded with included; 1 for a picture.
+        frames: up to `MAX_FRAMES` of them, evenly chosen with the first and the last; none for embeddings.
+    """
+
+    kind: Kind
+    part: str
+    source_size: tuple[int, int] | None
+    size: tuple[int, int]
+    grid: Grid
+    cells: tuple[int, int, int]
+    tokens: int
+    frame_count: int
+    frames: tuple[Frame, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preview:
+    """What the model would see of a request.
+
+    Attributes:
+        items: its pictures and videos, in its order.
+        prompt_tokens: of the whole prompt, with the visual ones.
+        max_model_len: tokens that prompt and answer may have together.
+    """
+
+    items: tuple[Seen, ...]
+    prompt_tokens: int
+    max_model_len: int
+
+
+def seen(media: Media, item: Patches | Embedded, spec: PixelSpec) -> Seen:
+    """Show one picture or video. What is shown is put together from the patches, so that it is what the tower gets.
+
+    Args:
+        media: as it was decoded.
+        item: what was cut from it.
+        spec: how it was cut.
+    """
+    frames = _frames(item, spec) if isinstance(item, Patches) else None
+    return Seen(
+        kind=item.kind,
+        part=item.part,
+        source_size=_source_size(media),
+        size=(item.grid.w * spec.patch_size, item.grid.h * spec.patch_size),
+        grid=item.grid,
+        cells=(item.grid.t, item.grid.h // spec.merge_size, item.grid.w // spec.merge_size),
+        tokens=item.tokens,
+        frame_count=item.grid.t * spec.temporal_patch_size if frames is None else len(frames),
+        frames=() if frames is None else _chosen(frames),
+    )
+
+
+def _frames(patches: Patches, spec: PixelSpec) -> Pixels:
+    """uint8 [frames, height, width, 3]; a picture is cut as a clip that repeats it, and is shown once."""
+    frames = uncut(patches.pixels, patches.grid, spec)
+    return frames[:1] if patches.kind == "image" else frames
+
+
+def _chosen(frames: Pixels) -> tuple[Frame, ...]:
+    indices = np.linspace(0, len(frames) - 1, min(len(frames), MAX_FRAMES)).round().astype(int).tolist()
+    return tuple(Frame(index=index, png=_png(frames[index])) for index in indices)
+
+
+def _png(frame: Pixels) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(frame).save(buffer, "PNG", compress_level=FASTEST)
+    return buffer.getvalue()
+
+
+def _source_size(media: Media) -> tuple[int, int] | None:
+    if isinstance(media, Picture):
+        return media.image.size
+    return (media.frames.shape[2], media.frames.shape[1]) if isinstance(media, Clip) else None

@@ -1,0 +1,1 @@
+"""Tokens -> objects of OpenAI's API."""

@@ -1,0 +1,105 @@
+"""What a request wants its answer to look like -> a grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InvalidParameter
+from ..protocol import ChatRequest
+from ..protocol.output import ToolFunction
+from ..tokenization.hermes import CLOSE, OPEN
+from .grammar import COLON, COMMA, Rules, SchemaFault, any_object, json_schema, literal
+
+MAX_CALLS = 16
+"""Most calls of one answer."""
+
+NEXT = f"\n{OPEN}"
+_ANYTHING = r"/(.|\n)*/"
+SCHEMA_PARAM = "response_format.json_schema.schema"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Form:
+    """A grammar that an answer has to follow.
+
+    Attributes:
+        rules: of the grammar.
+        start: the rule that the answer follows.
+        param: the field that asks for it.
+    """
+
+    rules: Rules
+    start: str
+    param: str
+
+    @property
+    def field(self) -> str:
+        """The field of the request that `param` belongs to."""
+        return self.param.partition(".")[0].partition("[")[0]
+
+
+def form_of(request: ChatRequest) -> Form | None:
+    """The grammar that a request asks for; None if its answer is free.
+
+    Tools that may be called, but need not, are part of it: text is free until a call begins.
+
+    Raises:
+        InvalidParameter: a schema is malformed or too large, or cannot be guaranteed; `param` names it.
+    """
+    rules = Rules()
+    content = _content(rules, request)
+    if not request.callable_tools:
+        return content
+    calls = _calls(rules, request)
+    if request.must_call:
+        return Form(rules=rules, start=f"{literal(OPEN)} {calls}", param="tool_choice")
+    if content:
+        return Form(rules=rules, start=f"{content.start} | {literal(OPEN)} {calls}", param=content.param)
+    text = rules.terminal(f"{_ANYTHING} & ~/(.|\\n)*{OPEN}(.|\\n)*/")
+    return Form(rules=rules, start=f"{text} | {_until_call(rules)} {calls}", param="tools")
+
+
+def _content(rules: Rules, request: ChatRequest) -> Form | None:
+    wanted = request.response_format
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.json_schema is None:
+        return Form(rules=rules, start=any_object(rules), param="response_format")
+    start = _compiled(rules, wanted.json_schema.json_schema, SCHEMA_PARAM)
+    return Form(rules=rules, start=start, param=SCHEMA_PARAM)
+
+
+def _until_call(rules: Rules) -> str:
+    return rules.lazy(f"{rules.terminal(_ANYTHING)} {literal(OPEN)}")
+
+
+def _calls(rules: Rules, request: ChatRequest) -> str:
+    """What follows the first tag: a call, and more of them where there may be several."""
+    allowed = {tool.function.name for tool in request.callable_tools}
+    calls = [
+        _call(rules, tool.function, f"tools[{index}].function.parameters")
+        for index, tool in enumerate(request.tools)
+        if tool.function.name in allowed
+    ]
+    call = rules.either(calls)
+    return call if request.parallel_tool_calls is False else f"{call} ({literal(NEXT)} {call}){{0,{MAX_CALLS - 1}}}"
+
+
+def _call(rules: Rules, tool: ToolFunction, param: str) -> str:
+    schema = tool.parameters or {"properties": {}}
+    if schema.get("type", "object") != "object":
+        raise InvalidParameter(f"`{param}` must be a schema of type object.", param=param)
+    arguments = _compiled(rules, {**schema, "type": "object"}, param, lenient=not tool.strict)
+    name, key = literal(f'"{tool.name}"'), literal('"arguments"')
+    begin, end = literal('\n{"name"'), literal("}\n" + CLOSE)
+    return rules.add(f"{begin} {COLON} {name} {COMMA} {key} {COLON} {arguments} {end}")
+
+
+def _compiled(rules: Rules, schema: Mapping[str, Any], param: str, *, lenient: bool = False) -> str:
+    try:
+        return json_schema(rules, schema, field=param, lenient=lenient)
+    except SchemaFault as fault:
+        place = f" at {fault.place!r}" if fault.place else ""
+        raise InvalidParameter(f"`{param}`{place} {fault.words}.", param=param) from None

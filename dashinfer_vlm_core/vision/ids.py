@@ -1,0 +1,143 @@
+"""Callers' names for pictures and videos: what was sent once under a `uuid` need not be sent again.
+
+A name belongs to the salt that it came with, and to the content that it first came with: another content under the same
+name is refused, as is a name whose content is not in the cache (any more).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ..errors import InvalidParameter
+from ..media.types import Kind
+from ..models.patches import Embedded, Grid
+from ..protocol import MediaPart
+from .service import Item, Recalled, VisionService
+
+MAX_CUTS = 8
+"""Ways of cutting one content that are remembered under its name."""
+
+_Name: TypeAlias = tuple[str, Kind, str]
+_Options: TypeAlias = tuple[object, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Content:
+    """One content, cut as some options say."""
+
+    digest: bytes
+    grid: Grid
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Bound:
+    """What a name stands for.
+
+    Attributes:
+        source: digest of what it was decoded from.
+        cuts: by the options that bound its pixels and frames.
+    """
+
+    source: bytes
+    cuts: OrderedDict[_Options, _Content] = field(default_factory=OrderedDict)
+
+    def keep(self, options: _Options, content: _Content) -> None:
+        """Remember one cut more, at the cost of the oldest."""
+        self.cuts[options] = content
+        while len(self.cuts) > MAX_CUTS:
+            self.cuts.popitem(last=False)
+
+    def find(self, part: MediaPart) -> _Content | None:
+        """What came before with these options; those that its content did not heed do not count."""
+        found = (self.cuts.get(options) for options in (_sampled(part), _resized(part), _AS_IT_IS))
+        return next((content for content in found if content), None)
+
+
+class MediaIds:
+    """The names of one engine; used on one event loop.
+
+    Args:
+        vision: where the contents are cached.
+        limit: most names; those least recently used are forgotten.
+    """
+
+    def __init__(self, vision: VisionService, *, limit: int) -> None:
+        self._vision = vision
+        self._limit = limit
+        self._bound: OrderedDict[_Name, _Bound] = OrderedDict()
+
+    def recall(self, parts: Sequence[MediaPart], *, salt: str = "") -> dict[str, Recalled]:
+        """The parts that come by name alone, by their place in the request.
+
+        Raises:
+            InvalidParameter: a name is not known, or its content is not cached any more.
+        """
+        return {part.part: self._recall(part, salt) for part in parts if not part.given}
+
+    def bind(
+        self, parts: Sequence[MediaPart], items: Sequence[Item], sources: Mapping[str, bytes], *, salt: str = ""
+    ) -> None:
+        """Remember the parts that came with a name.
+
+        Args:
+            parts: of one request.
+            items: what became of them, in the same order.
+            sources: digests of what they were decoded from, by their place in the request.
+            salt: of the request.
+
+        Raises:
+            InvalidParameter: a name belongs to another content already.
+        """
+        for part, item in zip(parts, items, strict=True):
+            if part.uuid is not None and not isinstance(item, Recalled):
+                bound = self._bind(part, part.uuid, sources[part.part], salt)
+                bound.keep(_cut(part, item), _Content(digest=item.digest, grid=item.grid, tokens=item.tokens))
+
+    def _bind(self, part: MediaPart, uuid: str, source: bytes, salt: str) -> _Bound:
+        name = (salt, part.kind, uuid)
+        bound = self._bound.setdefault(name, _Bound(source=source))
+        if bound.source != source:
+            raise InvalidParameter(
+                f"`{part.part}.uuid` was sent with another content before: give this one a name of its own.",
+                param=f"{part.part}.uuid",
+                code="uuid_conflict",
+            )
+        self._bound.move_to_end(name)
+        while len(self._bound) > self._limit:
+            self._bound.popitem(last=False)
+        return bound
+
+    def _recall(self, part: MediaPart, salt: str) -> Recalled:
+        bound = self._bound.get((salt, part.kind, part.uuid or ""))
+        content = bound.find(part) if bound else None
+        visual = self._vision.find(content.digest, content.grid, salt=salt) if content else None
+        if content is None or visual is None:
+            raise InvalidParameter(
+                f"`{part.part}.uuid` names nothing that is cached here with these options: send it along.",
+                param=f"{part.part}.uuid",
+                code="uuid_not_cached",
+            )
+        self._bound.move_to_end((salt, part.kind, part.uuid or ""))
+        return Recalled(visual=visual, tokens=content.tokens, kind=part.kind, part=part.part)
+
+
+def _cut(part: MediaPart, item: Item) -> _Options:
+    """The options that shaped what became of a part: embeddings heed none, and only video files are sampled."""
+    if isinstance(item, Embedded):
+        return _AS_IT_IS
+    return _sampled(part) if part.kind == "video" and isinstance(part.url, str) else _resized(part)
+
+
+def _sampled(part: MediaPart) -> _Options:
+    return ("sampled", part.fps, part.num_frames, *_resized(part))
+
+
+def _resized(part: MediaPart) -> _Options:
+    return ("resized", part.min_pixels, part.max_pixels, part.total_pixels, part.background)
+
+
+_AS_IT_IS: _Options = ("as it is",)
