@@ -55,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", type=Path, help="folder of a checkpoint whose tokenizer is used")
     given = parser.parse_args().tokenizer
-    spec = Qwen2VL().read(find_model("demo", registered=load_plugins().models, revision=None))
+    spec = Qwen2VL().load_spec(find_model("demo", registered=load_plugins().models, revision=None))
     step = {batch: step_time(batch) for batch in (1, 8)}
     print("the bundled model:", ", ".join(f"{1000 * value:.2f} ms a step at {key}" for key, value in step.items()))
     report(Tokenizer.from_file(str(spec.folder / "tokenizer.json")), spec, step)

@@ -18,15 +18,16 @@ from functools import partial
 from pathlib import Path
 
 from dashinfer_vlm_core import EngineConfig
-from dashinfer_vlm_core.kernels.native import load_native
-from dashinfer_vlm_core.models.patches import DEFAULT_TOKENS, smart_resize
+from dashinfer_vlm_core.models.patches import smart_resize
 from dashinfer_vlm_core.models.qwen2_vl.config import (
-    TextConfig,
     VisionConfig,
     read_spec,
-    read_text_config,
+    read_text_model,
     read_vision_config,
 )
+from dashinfer_vlm_core.models.qwen2_vl.image_processor import DEFAULT_TOKENS
+from dashinfer_vlm_core.models.spec import TextModelSpec
+from dashinfer_vlm_cpu.native import load_native
 
 BF16 = 2.0
 """Bytes of a weight."""
@@ -77,14 +78,14 @@ def tower_flop(config: VisionConfig, patches: int) -> float:
     return float(config.depth * block + 2 * patches * columns * width + merger)
 
 
-def prefill_flop(config: TextConfig, tokens: int) -> float:
+def prefill_flop(config: TextModelSpec, tokens: int) -> float:
     """Floating-point operations of reading a prompt of `tokens` tokens; attention is causal."""
     queries = config.num_attention_heads * config.head_dim
     attention = 2 * tokens**2 * queries * config.num_hidden_layers
     return float(2 * tokens * _layer_weights(config) + attention + 2 * config.vocab_size * config.hidden_size)
 
 
-def step_bytes(config: TextConfig, *, packed: bool) -> float:
+def step_bytes(config: TextModelSpec, *, packed: bool) -> float:
     """Bytes of weights that one greedy decode step reads: all layers and the output layer.
 
     Args:
@@ -95,7 +96,7 @@ def step_bytes(config: TextConfig, *, packed: bool) -> float:
     return layer * _layer_weights(config) + head * config.vocab_size * config.hidden_size
 
 
-def _layer_weights(config: TextConfig) -> int:
+def _layer_weights(config: TextModelSpec) -> int:
     """Of all layers together."""
     queries, keys = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
     attention = config.hidden_size * (2 * queries + 2 * keys)
@@ -112,14 +113,14 @@ def picture_patches(model: Path, side: int = 448) -> int:
 
 def picture_seconds(model: Path, rates: Rates, *, prompt: int) -> float:
     """What a picture and a prompt of `prompt` tokens take at least before the first token: tower and prefill."""
-    flop = tower_flop(read_vision_config(model), picture_patches(model)) + prefill_flop(read_text_config(model), prompt)
+    flop = tower_flop(read_vision_config(model), picture_patches(model)) + prefill_flop(read_text_model(model), prompt)
     return flop / (rates.bf16_gflop_s * 1e9)
 
 
 def step_seconds(model: Path, rates: Rates) -> float:
     """What a greedy decode step of ours takes at least: its weights have to be read."""
     packed = load_native(EngineConfig()).kernels is not None
-    return step_bytes(read_text_config(model), packed=packed) / (rates.read_gb_s * 1e9)
+    return step_bytes(read_text_model(model), packed=packed) / (rates.read_gb_s * 1e9)
 
 
 def _best(work: Callable[[], object], seconds: float = 1.0) -> float:

@@ -28,7 +28,7 @@ import uvicorn
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.cli.options import config_options
-from dashinfer_vlm_core.concurrency.turns import CPU_TURNS
+from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR
 from dashinfer_vlm_core.decoders import DecodeRequest, Token, VisualSpan
 from dashinfer_vlm_core.engine import open_conductor
 from dashinfer_vlm_core.engine.conductor import Conductor
@@ -36,9 +36,8 @@ from dashinfer_vlm_core.engine.watch import Watcher
 from dashinfer_vlm_core.media import Picture
 from dashinfer_vlm_core.media.fetch import Fetcher
 from dashinfer_vlm_core.media.image import decode_picture
-from dashinfer_vlm_core.models.interface import VisualTokens
-from dashinfer_vlm_core.models.patches import Patches
-from dashinfer_vlm_core.models.qwen2_vl.config import read_text_config, read_vision_config
+from dashinfer_vlm_core.models.interface import Patches, VisualTokens
+from dashinfer_vlm_core.models.qwen2_vl.config import read_text_model, read_vision_config
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.preprocessing.prompt import Prompt
 from dashinfer_vlm_core.protocol import ChatRequest
@@ -160,7 +159,7 @@ async def _one(clock: Clock, conductor: Conductor, fetcher: Fetcher, url: str, s
     with clock.time("decode"):
         image = decode_picture(data, part=PART, max_pixels=1 << 24, background=(255, 255, 255))
     with clock.time("resize"):
-        patches = conductor.patcher.cut(Picture(image=image, part=PART))
+        patches = conductor.processor.process(Picture(image=image, part=PART))
     with clock.time("tower"):
         visual = await conductor.vision.embed([patches])
     with clock.time("prompt"):
@@ -181,7 +180,8 @@ def _decode_request(request: ChatRequest, prompt: Prompt, visual: Sequence[Visua
         token_ids=prompt.token_ids,
         positions=prompt.positions,
         spans=tuple(
-            VisualSpan(start=span.start, tokens=tokens) for span, tokens in zip(prompt.spans, visual, strict=True)
+            VisualSpan(start=span.start, tokens=visual[span.item], row=span.row, length=span.length)
+            for span in prompt.spans
         ),
         sampling=replace(request.sampling(), max_tokens=request.max_tokens),
     )
@@ -235,7 +235,7 @@ async def _tower_pass(clock: Clock, conductor: Conductor, source: random.Random)
 
 def _patches(conductor: Conductor, source: random.Random) -> Patches:
     image = decode_picture(jpeg(source), part=PART, max_pixels=1 << 24, background=(255, 255, 255))
-    return conductor.patcher.cut(Picture(image=image, part=PART))
+    return conductor.processor.process(Picture(image=image, part=PART))
 
 
 def _sampling(clock: Clock, conductor: Conductor) -> None:
@@ -246,9 +246,9 @@ def _sampling(clock: Clock, conductor: Conductor) -> None:
         prompt = conductor.prompts.build(request, [])
         run = Run.of(_decode_request(request, prompt, []), conductor.spec.tokens.stop)
         with clock.time(f"{name} 1"):
-            CPU_TURNS.run(functools.partial(_choose, logits[:1], [run]))
+            CPU_EXECUTOR.run(functools.partial(_choose, logits[:1], [run]))
         with clock.time(f"{name} {BATCH}"):
-            CPU_TURNS.run(functools.partial(_choose, logits, [run] * BATCH))
+            CPU_EXECUTOR.run(functools.partial(_choose, logits, [run] * BATCH))
 
 
 @torch.inference_mode()
@@ -294,7 +294,7 @@ def _stages(clock: Clock, conductor: Conductor, rates: Rates, prompt: int) -> li
     folder = conductor.spec.folder
     speed = rates.bf16_gflop_s * 1e9
     tower = tower_flop(read_vision_config(folder), picture_patches(folder)) / speed
-    prefill = prefill_flop(read_text_config(folder), prompt) / speed
+    prefill = prefill_flop(read_text_model(folder), prompt) / speed
     step = step_seconds(folder, rates)
     first = max(0.0, clock.median("server first") - clock.median("engine first"))
     chunk = max(0.0, clock.median("server") - clock.median("engine")) / (TOKENS - 1)

@@ -1,4 +1,4 @@
-"""Ask Qwen2-VL models about pictures and videos, on your own machines."""
+"""Ask vision-language models about images and videos, on your own machines."""
 
 from __future__ import annotations
 

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     import click
 
     from .decoders import DecoderFactory
+    from .kernels.choice import KernelFactory
     from .media.types import VideoReader
-    from .models.interface import Architecture
+    from .models.interface import ModelFamily
 
 GROUP = "dashinfer_vlm"
 """Name of the pluggy project, and of the entry-point group that plugins are found by."""
@@ -28,13 +29,18 @@ def register_models(register: Callable[[str, Path], None]) -> None:
 
 
 @hookspec
-def register_architectures(register: Callable[[Architecture], None]) -> None:
-    """Teach the engine to read checkpoints of another `model_type`."""
+def register_model_families(register: Callable[[ModelFamily], None]) -> None:
+    """Teach the engine to read and run checkpoints of another `model_type`."""
 
 
 @hookspec
 def register_decoders(register: Callable[[DecoderFactory], None]) -> None:
     """Add a language decoder that `EngineConfig.decoder` can name."""
+
+
+@hookspec
+def register_kernels(register: Callable[[KernelFactory], None]) -> None:
+    """Add kernels, which run models faster than PyTorch's on some devices."""
 
 
 @hookspec

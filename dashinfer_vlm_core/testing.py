@@ -23,6 +23,7 @@ from .plugins import Registry, load_plugins
 from .protocol.sampling import SAMPLING_PARAMETERS
 
 if TYPE_CHECKING:
+    from .kernels.choice import KernelSelector
     from .models.spec import ModelSpec
 
 EVERYTHING = SAMPLING_PARAMETERS | {GUIDE}
@@ -132,7 +133,7 @@ class ScriptedPlugin:
     def fitness(self, spec: ModelSpec, config: EngineConfig) -> Fitness:
         return Fitness(score=1, reason="a script is played")
 
-    def create(self, spec: ModelSpec, config: EngineConfig) -> ScriptedDecoder:
+    def create(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> ScriptedDecoder:
         return ScriptedDecoder(self._script, spec=spec, config=config)
 
 

@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 
-from dashinfer_vlm_core.models.patches import Grid, Patches
+from dashinfer_vlm_core.models.interface import Grid, Patches
 
 
 def random_patches(t: int, h: int, w: int, *, seed: int = 0, part: str = "messages[0].content[0]") -> Patches:

@@ -24,8 +24,8 @@ class Recorder:
     def fitness(self, spec, config):
         return self._factory.fitness(spec, config)
 
-    def create(self, spec, config):
-        return _Watched(self._factory.create(spec, config), self.tokens)
+    def create(self, spec, config, kernels):
+        return _Watched(self._factory.create(spec, config, kernels), self.tokens)
 
     def registry(self):
         registry = load_plugins()

@@ -15,7 +15,8 @@ from benchmarks.client import Sample
 from benchmarks.report import LIMIT, Ratio, Results, Row
 from benchmarks.workloads import Run
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_core.models.qwen2_vl.config import TextConfig, VisionConfig
+from dashinfer_vlm_core.models.qwen2_vl.config import VisionConfig
+from dashinfer_vlm_core.models.spec import RotarySpec, TextModelSpec
 
 
 @pytest.mark.slow
@@ -66,10 +67,10 @@ def test_a_model_of_random_weights_answers(tmp_path):
 def test_the_limits_are_those_of_the_shape():
     """Counted by hand for `small`, in 1e9 operations and bytes: 14.9 M weights in each of 24 layers, and 136 M in the
     output layer."""
-    text = TextConfig(
+    text = TextModelSpec(
         hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
-        head_dim=64, vocab_size=151_936, max_position_embeddings=32_768, rms_norm_eps=1e-6, rope_theta=1e6,
-        mrope_section=(8, 12, 12), tie_word_embeddings=True,
+        head_dim=64, vocab_size=151_936, max_position_embeddings=32_768, norm_eps=1e-6,
+        rotary=RotarySpec(theta=1e6, axes=(0,) * 8 + (1,) * 12 + (2,) * 12), tie_word_embeddings=True,
     )  # fmt: skip
     vision = VisionConfig(
         depth=16, embed_dim=640, hidden_size=896, num_heads=8, mlp_ratio=4, patch_size=14, temporal_patch_size=2,

@@ -20,6 +20,7 @@ from typing import Literal
 from dashinfer_vlm_core.config import ENV_PREFIX, EngineConfig
 from dashinfer_vlm_core.decoders.dashinfer.environment import cuda_devices, disk_bytes, examine, find_environment
 from dashinfer_vlm_core.errors import DashInferVLMError, MissingDependency
+from dashinfer_vlm_core.kernels.choice import TORCH
 from dashinfer_vlm_core.kernels.cpu import cpu_flags
 from dashinfer_vlm_core.plugins import DISTRIBUTION, load_plugins
 
@@ -198,21 +199,32 @@ def _cache(config: EngineConfig) -> Finding:
 
 def _kernels(config: EngineConfig) -> Finding:
     """Whose arithmetic bfloat16 gets on this CPU; the kernels in C are compiled here if they were not yet."""
-    try:
-        from dashinfer_vlm_core.kernels.native import load_native
-    except ImportError:
-        return _without_torch("kernels")
     if config.cpu_kernels == "torch":
         return Finding(name="kernels", status="ok", detail="PyTorch's, as `cpu_kernels` asks")
-    kernels, reason = load_native(config)
-    if kernels:
-        return Finding(name="kernels", status="ok", detail=f"{kernels.name}, in C")
+    try:
+        name, reason = _fastest_kernels(config)
+    except ImportError:
+        return _without_torch("kernels")
+    if name != TORCH:
+        return Finding(name="kernels", status="ok", detail=f"{name}, in C")
     if reason.startswith("this CPU"):
         return Finding(name="kernels", status="ok", detail=f"PyTorch's: {reason}")
     why, _, mend = reason.partition("; ")
     return Finding(
         name="kernels", status="slow", detail=f"PyTorch's, slower than those in C: {why}", mend=_sentence(mend or why)
     )
+
+
+def _fastest_kernels(config: EngineConfig) -> tuple[str, str]:
+    """The name of the fastest kernels that can run here, and why the next faster ones cannot."""
+    reason = ""
+    for factory in sorted(load_plugins().kernels.values(), key=lambda factory: -factory.priority):
+        if config.cpu_kernels in ("auto", factory.name) or factory.name == TORCH:
+            kernels, problem = factory.load("cpu", config)
+            if kernels:
+                return kernels.name, reason
+            reason = problem
+    return TORCH, reason
 
 
 def _without_torch(name: str) -> Finding:

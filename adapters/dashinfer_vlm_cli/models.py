@@ -50,7 +50,7 @@ class ModelRow:
 def models(*, folders: tuple[Path, ...], everything: bool, as_json: bool) -> None:
     """List the models that are here: registered, downloaded, in folders.
 
-    What the hub's cache holds of other architectures is left out, unless --all asks for it.
+    What the hub's cache holds of other kinds of models is left out, unless --all asks for it.
     """
     quiet()
     rows = list(find_models(load_plugins(), folders, everything=everything))
@@ -59,7 +59,7 @@ def models(*, folders: tuple[Path, ...], everything: bool, as_json: bool) -> Non
         return
     cells = [(row.name, row.origin, _size(row.bytes), row.dtype, str(row.context or ""), row.problem) for row in rows]
     show_table(("Model", "From", "Size", "Numbers", "Context", "Problem"), cells)
-    click.echo("\nOthers are downloaded on first use: dashinfer-vlm serve --model Qwen/Qwen2-VL-2B-Instruct")
+    click.echo("\nOthers are downloaded on first use: dashinfer-vlm serve --model OWNER/NAME")
 
 
 def find_models(registry: Registry, folders: tuple[Path, ...], *, everything: bool) -> Iterator[ModelRow]:
@@ -80,7 +80,7 @@ def _row(registry: Registry, name: str, origin: str, folder: Path) -> ModelRow:
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     row = ModelRow(name=name, origin=origin, folder=str(folder), bytes=size)
     try:
-        spec = registry.architecture_of(folder).read(folder)
+        spec = registry.family_of(folder).load_spec(folder)
     except (CheckpointError, PluginError) as error:
         return dataclasses.replace(row, problem=error.message.split(";")[0])
     return dataclasses.replace(row, dtype=spec.dtype, context=spec.max_model_len)

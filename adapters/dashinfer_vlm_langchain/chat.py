@@ -55,7 +55,7 @@ class PerCall(BaseModel):
 
 
 class ChatDashInferVLM(BaseChatModel):
-    """A Qwen2-VL model as LangChain's chat model.
+    """A vision-language model as LangChain's chat model.
 
     By default the model runs in this process: it is loaded when it is first asked, once per configuration, and shared
     by all chat models, threads and event loops. With `base_url` a server is asked instead, with `engine` an engine that

@@ -9,6 +9,7 @@ from langchain_core.language_models.model_profile import ModelProfile
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.engine import Engine
+from dashinfer_vlm_core.models.spec import ModelSpec, Profile
 from dashinfer_vlm_core.plugins import load_plugins
 
 
@@ -17,33 +18,30 @@ def profile_of(source: object) -> ModelProfile | None:
     config = source.config if isinstance(source, Engine) else source
     if not isinstance(config, EngineConfig):
         return None
-    length = _length(config)
+    spec = _spec_of(config.model)
+    lengths = [length for length in (config.max_model_len, spec and spec.max_model_len) if length]
+    length = min(lengths, default=None)
     sizes = ModelProfile(max_input_tokens=length, max_output_tokens=length) if length else ModelProfile()
-    return ModelProfile(**sizes, **_abilities(structured=config.decoder != "dashinfer"))
-
-
-def _length(config: EngineConfig) -> int | None:
-    """Tokens that prompt and answer may have together; None for a hub id, whose checkpoint may not be here yet."""
-    known = _context_of(config.model)
-    lengths = [length for length in (config.max_model_len, known) if length]
-    return min(lengths, default=None)
+    profile = spec.profile if spec else Profile()
+    return ModelProfile(**sizes, **_abilities(profile, structured=config.decoder != "dashinfer"))
 
 
 @lru_cache(maxsize=64)
-def _context_of(model: str) -> int | None:
+def _spec_of(model: str) -> ModelSpec | None:
+    """What a checkpoint says about itself; None for a hub id, whose checkpoint may not be here yet."""
     registry = load_plugins()
     folder = registry.models.get(model, Path(model).expanduser())
-    return registry.architecture_of(folder).read(folder).max_model_len if folder.is_dir() else None
+    return registry.family_of(folder).load_spec(folder) if folder.is_dir() else None
 
 
-def _abilities(*, structured: bool) -> ModelProfile:
+def _abilities(profile: Profile, *, structured: bool) -> ModelProfile:
     """`structured` is whether the decoder can be held to a schema: DashInfer's cannot."""
     return ModelProfile(
         text_inputs=True,
-        image_inputs=True,
-        image_url_inputs=True,
-        video_inputs=True,
-        image_tool_message=True,
+        image_inputs=profile.images,
+        image_url_inputs=profile.images,
+        video_inputs=profile.videos,
+        image_tool_message=profile.images,
         audio_inputs=False,
         pdf_inputs=False,
         pdf_tool_message=False,
@@ -52,9 +50,9 @@ def _abilities(*, structured: bool) -> ModelProfile:
         audio_outputs=False,
         video_outputs=False,
         reasoning_output=False,
-        tool_calling=True,
-        tool_choice=structured,
-        tool_call_streaming=True,
+        tool_calling=profile.tools,
+        tool_choice=profile.tools and structured,
+        tool_call_streaming=profile.tools,
         structured_output=structured,
         temperature=True,
     )

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 import litellm
 
 from dashinfer_vlm_core.errors import SetupError
+from dashinfer_vlm_core.models.spec import Profile
 from dashinfer_vlm_core.plugins import load_plugins
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from dashinfer_vlm_core.models.spec import ModelSpec
     from dashinfer_vlm_core.plugins import Registry
 
 logger = logging.getLogger(__name__)
@@ -21,43 +23,46 @@ _lengths: dict[str, int] = {}
 """What was told to LiteLLM from here: context sizes by name."""
 
 
-def introduce(name: str, length: int) -> None:
+def introduce(name: str, length: int, profile: Profile | None = None) -> None:
     """Tell LiteLLM about a model, unless its user has done so.
 
     Args:
         name: with the provider in front.
         length: tokens that prompt and answer may have together.
+        profile: what the model can do; all of it by default.
     """
     if _lengths.get(name) != length and (name in _lengths or name not in litellm.model_cost):
         _lengths[name] = length
-        litellm.register_model({name: _info(name.partition("/")[0], length)})
+        litellm.register_model({name: _info(name.partition("/")[0], length, profile or Profile())})
 
 
 def introduce_registered(provider: str) -> None:
     """Tell LiteLLM about the models that plugins bring, such as the bundled `demo`, without loading them."""
     registry = load_plugins()
     for name, folder in registry.models.items():
-        if length := _length(registry, folder):
-            introduce(f"{provider}/{name}", length)
+        if spec := _spec(registry, folder):
+            introduce(f"{provider}/{name}", spec.max_model_len, spec.profile)
 
 
-def _length(registry: Registry, folder: Path) -> int | None:
-    """The context size of a checkpoint; None if it cannot be read."""
+def _spec(registry: Registry, folder: Path) -> ModelSpec | None:
+    """What a checkpoint says about itself; None if it cannot be read."""
     try:
-        return registry.architecture_of(folder).read(folder).max_model_len
+        return registry.family_of(folder).load_spec(folder)
     except SetupError as error:
         logger.warning("LiteLLM is not told about a model: %s", error.message)
         return None
 
 
-def _info(provider: str, length: int) -> dict[str, object]:
+def _info(provider: str, length: int, profile: Profile) -> dict[str, object]:
     costs = ("input_cost_per_token", "output_cost_per_token")
     cache_costs = ("cache_creation_input_token_cost", "cache_read_input_token_cost")
-    abilities = ("supports_vision", "supports_video_input", "supports_system_messages", "supports_native_streaming")
     return {
         "litellm_provider": provider,
         "mode": "chat",
         **dict.fromkeys(("max_tokens", "max_input_tokens", "max_output_tokens"), length),
         **dict.fromkeys((*costs, *cache_costs), 0.0),
-        **dict.fromkeys(abilities, True),
+        "supports_vision": profile.images,
+        "supports_video_input": profile.videos,
+        "supports_system_messages": True,
+        "supports_native_streaming": True,
     }

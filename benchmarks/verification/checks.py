@@ -26,9 +26,10 @@ from torch import Tensor
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.decoders import Decoder, DecodeRequest, Sampling, Token, VisualSpan
+from dashinfer_vlm_core.kernels import KernelSelector
 from dashinfer_vlm_core.models.interface import VisualTokens
+from dashinfer_vlm_core.models.qwen2_vl.prompt_layout import mrope_positions
 from dashinfer_vlm_core.plugins import Registry
-from dashinfer_vlm_core.preprocessing.prompt import mrope_positions
 from dashinfer_vlm_torch.sampler import choose
 from dashinfer_vlm_torch.scheduler import Choice, Run
 
@@ -170,13 +171,14 @@ def _compute(subject: _Subject, dtype: str) -> _Answers:
         kv_cache_mib=64,
         prefill_chunk=64,  # the long text takes several chunks
     )
-    architecture = subject.registry.architecture_of(subject.folder)
-    spec = architecture.read(subject.folder)
-    tower = architecture.load_vision(spec, config)
+    family = subject.registry.family_of(subject.folder)
+    spec = family.load_spec(subject.folder)
+    kernels = KernelSelector(subject.registry.kernels.values(), config)
+    tower = family.load_vision_encoder(spec, config, kernels)
     embeddings = tower.encode([image for prompt in subject.prompts for image in prompt.images])
     waiting = iter(embeddings)
     requests = [_request(prompt, [next(waiting) for _ in prompt.images]) for prompt in subject.prompts]
-    decoder = subject.registry.decoder("torch").create(spec, config)
+    decoder = subject.registry.decoder("torch").create(spec, config, kernels)
     first, second = asyncio.run(_decode_twice(decoder, requests))
     return _Answers(visual=torch.cat(embeddings), first=first, second=second)
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 
+import dashinfer_vlm_core.kernels
 import dashinfer_vlm_core.models.qwen2_vl
+import dashinfer_vlm_cpu
 import dashinfer_vlm_torch
 from dashinfer_vlm_core.plugins import Registry
 
@@ -28,6 +30,8 @@ def built_in_registry() -> Registry:
     """The parts that run, registered by hand: there need not be an installation with entry points."""
     registry = Registry()
     registry.add_plugin(dashinfer_vlm_core.models.qwen2_vl, name="qwen2_vl")
+    registry.add_plugin(dashinfer_vlm_core.kernels, name="kernels")
+    registry.add_plugin(dashinfer_vlm_cpu, name="cpu")
     registry.add_plugin(dashinfer_vlm_torch, name="torch")
     return registry
 

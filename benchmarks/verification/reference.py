@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2VLForConditionalGeneration
 
-from dashinfer_vlm_core.models.patches import Patches
+from dashinfer_vlm_core.models.interface import Patches
 
 from .tiny import IMAGE, PREPROCESSOR, TinyPrompt
 

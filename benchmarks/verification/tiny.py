@@ -16,8 +16,9 @@ from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.media import Picture
-from dashinfer_vlm_core.models.patches import Patcher, Patches
+from dashinfer_vlm_core.models.interface import Patches
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
+from dashinfer_vlm_core.models.qwen2_vl.image_processor import Qwen2VLImageProcessor
 from dashinfer_vlm_core.preprocessing.prompt import Span
 
 VOCABULARY = 512
@@ -94,12 +95,12 @@ def write_tiny_model(folder: Path) -> None:
 
 def tiny_prompts(folder: Path) -> list[TinyPrompt]:
     """A batch of four: a short text, one of several prefill chunks, one image, and two images of other sizes."""
-    patcher = Patcher(read_spec(folder).pixels, EngineConfig())
+    processor = Qwen2VLImageProcessor(read_spec(folder).pixels, EngineConfig())
     random = np.random.default_rng(0)
 
     def image(height: int, width: int) -> Patches:
         pixels = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
-        return patcher.cut(Picture(image=PILImage.fromarray(pixels), part="image"))
+        return processor.process(Picture(image=PILImage.fromarray(pixels), part="image"))
 
     def prompt(name: str, *parts: int | Patches) -> TinyPrompt:
         return _prompt(name, parts, random)

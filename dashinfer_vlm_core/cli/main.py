@@ -25,7 +25,7 @@ SETUP_FAILED = 2
               envvar=variable("log-level"), show_envvar=True,
               type=click.Choice(["debug", "info", "warning", "error"]))  # fmt: skip
 def cli(log_level: str) -> None:
-    """Ask Qwen2-VL models about pictures and videos, on your own machines."""
+    """Ask vision-language models about images and videos, on your own machines."""
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 

@@ -145,13 +145,26 @@ class EngineConfig(BaseSettings):
     max_pixels: int | None = Field(
         None, ge=784, description="Most pixels of a resized picture; 1280 tokens' worth by default."
     )
-    video_max_pixels: int = Field(768 * 28 * 28, ge=784, description="Most pixels of one resized video frame.")
-    video_total_pixels: int = Field(
-        16384 * 28 * 28, ge=784, description="Most pixels of all frames of a resized video together."
+    video_max_pixels: int | None = Field(
+        None, ge=784, description="Most pixels of one resized video frame; the model's by default."
     )
-    video_fps: float = Field(2.0, gt=0, le=120, description="Frames per second that are sampled from a video file.")
-    video_min_frames: int = Field(4, ge=2, description="Least frames sampled from a video file, if it has as many.")
-    video_max_frames: int = Field(768, ge=2, description="Most frames of one video, sampled or given as a list.")
+    video_total_pixels: int | None = Field(
+        None,
+        ge=784,
+        description="Most pixels of a resized video's frames together; the model's by default.",
+    )
+    video_fps: float | None = Field(
+        None,
+        gt=0,
+        le=120,
+        description="Frames per second that are sampled from a video file; the model's by default.",
+    )
+    video_min_frames: int | None = Field(
+        None, ge=2, description="Least frames sampled from a video file, if it has as many; the model's by default."
+    )
+    video_max_frames: int | None = Field(
+        None, ge=2, description="Most frames of one video, sampled or given as a list; the model's by default."
+    )
     limit_mm_per_prompt: Annotated[MediaLimits, NoDecode] = Field(
         MediaLimits(), description="Pictures and videos allowed in one request, as image=N,video=N or JSON."
     )

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from ..config import EngineConfig
+    from ..kernels.choice import KernelSelector
     from ..models.interface import VisualTokens
     from ..models.spec import ModelSpec
 
@@ -45,19 +46,24 @@ GUIDE = "guide"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class VisualSpan:
-    """Where the visual tokens of one picture or video stand in the prompt.
+    """Where visual tokens of one picture or video stand in the prompt.
 
     Attributes:
         start: index of the first placeholder token.
-        tokens: its embeddings; `tokens.embedding` has as many rows as there are placeholders.
+        tokens: all of the item's visual tokens.
+        row: the first one of `tokens.embedding` that stands here.
+        length: how many they are; all that follow by default.
     """
 
     start: int
     tokens: VisualTokens
+    row: int = 0
+    length: int | None = None
 
     @property
     def stop(self) -> int:
-        return self.start + len(self.tokens.embedding)
+        """Index behind the last placeholder token."""
+        return self.start + (len(self.tokens.embedding) - self.row if self.length is None else self.length)
 
 
 class Walk(Protocol):
@@ -127,7 +133,7 @@ class Token:
 
 
 class Decoder(Protocol):
-    """Turns prompts into tokens, many at a time.
+    """ComputeExecutor prompts into tokens, many at a time.
 
     Attributes:
         name: as listed by `dashinfer-vlm plugins` and `/health`.
@@ -239,8 +245,14 @@ class DecoderFactory(Protocol):
 
     def fitness(self, spec: ModelSpec, config: EngineConfig) -> Fitness: ...
 
-    def create(self, spec: ModelSpec, config: EngineConfig) -> Decoder:
-        """A decoder that is not started yet; called in a thread, since it may have to compile something."""
+    def create(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> Decoder:
+        """A decoder that is not started yet; called in a thread, since it may have to compile something.
+
+        Args:
+            spec: of the model.
+            config: of the engine.
+            kernels: chooses kernels, for decoders that compute with torch.
+        """
 
 
 def check_request(request: DecodeRequest, spec: ModelSpec, *, max_model_len: int) -> None:
@@ -285,8 +297,12 @@ def _fault(request: DecodeRequest, spec: ModelSpec) -> str | None:
     end = 0
     for span in request.spans:
         shape = tuple(span.tokens.embedding.shape)
-        if len(shape) != 2 or shape[1] != spec.hidden_size:
-            return f"visual tokens are {shape}, not (rows, {spec.hidden_size})"
+        if len(shape) != 2 or shape[1] != spec.visual_width:
+            return f"visual tokens are {shape}, not (rows, {spec.visual_width})"
+        if not 0 <= span.row < span.row + span.stop - span.start <= shape[0]:
+            return (
+                f"a span at {span.start} takes rows from {span.row} on of {shape[0]} visual tokens, which are too few"
+            )
         if span.start < end or span.stop > length:
             return f"a span of {shape[0]} visual tokens at {span.start} is outside of the prompt or on top of another"
         end = span.stop

@@ -15,8 +15,8 @@ from ..decoders import GUIDE, DecodeRequest, Guide, Token, VisualSpan
 from ..decoders.supervisor import Supervisor
 from ..errors import DashInferVLMError, EngineError, InvalidParameter, ModelNotFound, QueueFull, UnsupportedParameter
 from ..media import Embeddings, Media, MediaLoader
-from ..models.interface import VisualTokens
-from ..models.patches import Embedded, Patcher, Patches, embedded
+from ..models.interface import Embedded, ImageProcessor, Patches, VisualTokens
+from ..models.patches import embedded
 from ..preprocessing.preview import Preview, Seen, seen
 from ..preprocessing.prompt import Prompt, PromptBuilder
 from ..protocol import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, ChatRequest, MediaPart
@@ -100,7 +100,7 @@ class Conductor:
     places: Places
     spec: ModelSpec
     media: MediaLoader
-    patcher: Patcher
+    processor: ImageProcessor
     prompts: PromptBuilder
     vision: VisionService
     ids: MediaIds
@@ -157,7 +157,7 @@ class Conductor:
             cut = self._cutter({}, seen=[])
 
             def show(media: Media) -> Seen:
-                return seen(media, cut(media), self.spec.pixels)
+                return seen(media, cut(media), self.processor)
 
             items = await self.media.load(parts, then=show)
             prompt = await asyncio.to_thread(self.prompts.build, request, items)
@@ -202,7 +202,7 @@ class Conductor:
         if GUIDE not in self.decoder.honours:
             self._refuse_forms(request)
             return None
-        form = await asyncio.to_thread(form_of, request)
+        form = await asyncio.to_thread(form_of, request, self.spec.conversation)
         if form is None:
             return None
         if request.ignore_eos:
@@ -288,9 +288,11 @@ class Conductor:
 
         def cut(media: Media) -> Patches | Embedded:
             sources[media.part] = media.source
-            seen.append(len(media.rows) if isinstance(media, Embeddings) else self.patcher.tokens(media))
+            seen.append(len(media.rows) if isinstance(media, Embeddings) else self.processor.count_tokens(media))
             self.prompts.check_media(sum(seen))
-            return embedded(media, self.spec) if isinstance(media, Embeddings) else self.patcher.cut(media)
+            if isinstance(media, Embeddings):
+                return embedded(media, self.spec, self.processor)
+            return self.processor.process(media)
 
         return cut
 
@@ -309,6 +311,7 @@ class Conductor:
                 counts=counts,
                 index=index,
                 guided=guided,
+                conversation=self.spec.conversation,
             )
             for index in range(request.n)
         ]
@@ -329,13 +332,15 @@ class Conductor:
                 f"min_tokens is {sampling.min_tokens}, but the answer can have {max_tokens} tokens at most.",
                 param="min_tokens",
             )
-        spans = sorted(zip(prompt.spans, visual, strict=True), key=lambda pair: pair[0].start)
         sampling = replace(sampling, max_tokens=max_tokens)
         first = DecodeRequest(
             id=replies[0].id,
             token_ids=prompt.token_ids,
             positions=prompt.positions,
-            spans=tuple(VisualSpan(start=span.start, tokens=tokens) for span, tokens in spans),
+            spans=tuple(
+                VisualSpan(start=span.start, tokens=visual[span.item], row=span.row, length=span.length)
+                for span in prompt.spans
+            ),
             sampling=sampling,
             guide=guide,
             salt=salt,

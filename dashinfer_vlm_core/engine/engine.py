@@ -15,9 +15,9 @@ from ..config import MIB, EngineConfig
 from ..decoders import DecoderFactory, DecoderStats, Fitness
 from ..decoders.supervisor import Supervisor
 from ..errors import DecoderFailed, EngineClosed, SetupError
+from ..kernels.choice import KernelSelector
 from ..media import FetchStats, MediaLoader
 from ..models.checkpoint import find_model
-from ..models.patches import Patcher
 from ..plugins import Registry, load_plugins
 from ..preprocessing.prompt import PromptBuilder
 from ..protocol import ChatRequest
@@ -322,19 +322,22 @@ async def open_conductor(config: EngineConfig, registry: Registry, watcher: Watc
         SetupError: something of the set-up is missing or wrong; the message says what to mend.
     """
     folder = await asyncio.to_thread(find_model, config.model, registered=registry.models, revision=config.revision)
-    architecture = registry.architecture_of(folder)
-    spec = architecture.read(folder)
+    family = registry.family_of(folder)
+    spec = family.load_spec(folder)
     factory, reason = choose_decoder(registry, spec, config)
     logger.info("model %s from %s, decoder %s: %s", config.name, folder, factory.name, reason)
+    kernels = KernelSelector(registry.kernels.values(), config)
     decoder = await asyncio.to_thread(
-        Supervisor, lambda: factory.create(spec, config), restarts=config.decoder_restarts
+        Supervisor, lambda: factory.create(spec, config, kernels), restarts=config.decoder_restarts
     )
-    prompts = await asyncio.to_thread(PromptBuilder.load, spec, config, max_model_len=decoder.max_model_len)
+    prompts = await asyncio.to_thread(
+        PromptBuilder.load, spec, family.prompt_layout(spec), config, max_model_len=decoder.max_model_len
+    )
     Detokeniser(
         prompts.tokenizer
     )  # refuses, now rather than at the first answer, a tokenizer whose tokens are no bytes
-    patcher = Patcher(spec.pixels, config)
-    tower = await asyncio.to_thread(architecture.load_vision, spec, config)
+    processor = family.image_processor(spec, config)
+    tower = await asyncio.to_thread(family.load_vision_encoder, spec, config, kernels)
     try:
         await decoder.start()
     except BaseException:
@@ -347,8 +350,8 @@ async def open_conductor(config: EngineConfig, registry: Registry, watcher: Watc
         aliases=frozenset({config.model}),
         places=Places(config.max_batch_size + config.max_waiting),
         spec=spec,
-        media=MediaLoader(config, list(registry.video_readers.values())),
-        patcher=patcher,
+        media=MediaLoader(config, list(registry.video_readers.values()), policy=spec.video),
+        processor=processor,
         prompts=prompts,
         vision=vision,
         ids=MediaIds(vision, limit=config.max_media_ids),

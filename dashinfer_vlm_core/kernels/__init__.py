@@ -1,21 +1,54 @@
-"""The arithmetic that tower and decoder share: linear layers, norms, rotary positions, attention.
+"""The arithmetic that vision encoder and decoder share: linear layers, norms, rotary positions, attention.
 
-Implementations of one protocol: `plain`, in PyTorch, for any device; `native`, in C, for CPUs with AVX-512 BF16, with
-or without AMX.
+`types` is the interface, `plain` implements it in PyTorch, for any device; plugins register faster ones, and `choice`
+takes the fastest that can run here.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..hookspecs import hookimpl
+
 if TYPE_CHECKING:
-    from .choice import choose_kernels
-    from .types import Activation, DecoderLayer, DecoderLayers, DecoderShape, Head, Kernels, Linear, Pass, Span, Spans
+    import torch
+
+    from ..config import EngineConfig
+    from ..models.spec import TextModelSpec
+    from .choice import KernelFactory, KernelSelector, Loaded
+    from .types import (
+        Activation,
+        Additions,
+        DecoderLayer,
+        DecoderLayers,
+        DecoderShape,
+        Head,
+        Kernels,
+        Linear,
+        Norm,
+        Pass,
+        Span,
+        Spans,
+    )
 
 __all__ = [
-    "Activation", "DecoderLayer", "DecoderLayers", "DecoderShape", "Head", "Kernels", "Linear", "Pass", "Span", "Spans",
-    "choose_kernels",
+    "Activation",
+    "Additions",
+    "DecoderLayer",
+    "DecoderLayers",
+    "DecoderShape",
+    "Head",
+    "KernelFactory",
+    "KernelSelector",
+    "Kernels",
+    "Linear",
+    "Loaded",
+    "Norm",
+    "Pass",
+    "Span",
+    "Spans",
 ]  # fmt: skip
 
 # Names are imported on use: what the processor can do is asked without torch.
@@ -23,6 +56,30 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        module = "choice" if name == "choose_kernels" else "types"
+        module = "choice" if name in ("KernelFactory", "KernelSelector", "Loaded") else "types"
         return getattr(importlib.import_module(f".{module}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class TorchKernelFactory:
+    """PyTorch's kernels, for any device and number type; see `KernelFactory`."""
+
+    name = "torch"
+    priority = 0
+
+    def applies(self, device: str, dtype: torch.dtype) -> bool:
+        return True
+
+    def unsupported_reason(self, text: TextModelSpec) -> str:
+        return ""
+
+    def load(self, device: str, config: EngineConfig) -> Loaded:
+        from .choice import Loaded
+        from .plain import Plain
+
+        return Loaded(Plain(device))
+
+
+@hookimpl
+def register_kernels(register: Callable[[KernelFactory], None]) -> None:
+    register(TorchKernelFactory())

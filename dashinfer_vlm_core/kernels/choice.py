@@ -1,34 +1,96 @@
-"""The fastest kernels that can run here."""
+"""Which kernels run a model here. No torch: factories import it."""
 
 from __future__ import annotations
 
 import logging
-
-import torch
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..config import EngineConfig
 from ..errors import ConfigError
-from .native import load_native
-from .plain import Plain
-from .types import Kernels
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..models.spec import TextModelSpec
+    from .types import Kernels
+
+TORCH = "torch"
+"""The kernels that run whatever the others do not."""
 
 logger = logging.getLogger(__name__)
 
 
-def choose_kernels(device: str, dtype: torch.dtype, config: EngineConfig) -> Kernels:
-    """The fastest kernels for models on `device` in `dtype`, both resolved.
+class Loaded(NamedTuple):
+    """Kernels, or why there are none."""
 
-    Why those in C are not taken where they could have been is logged.
+    kernels: Kernels | None
+    reason: str = ""
 
-    Raises:
-        ConfigError: `cpu_kernels` names a set that cannot run here.
+
+class KernelFactory(Protocol):
+    """Makes one set of kernels; a plugin registers one by `register_kernels`.
+
+    Attributes:
+        name: what `cpu_kernels` calls it.
+        priority: sets are tried from the highest to the lowest.
     """
-    if torch.device(device).type != "cpu" or dtype != torch.bfloat16 or config.cpu_kernels == "torch":
-        return Plain(device)
-    kernels, reason = load_native(config)
-    if kernels is None and config.cpu_kernels != "auto":
-        fault = f"`cpu_kernels` {config.cpu_kernels!r} cannot be used: {reason}. Leave it out, or take `torch`."
-        raise ConfigError(fault, param="cpu_kernels")
-    if kernels is None:
-        logger.warning("PyTorch's kernels are used, which are slower than those in C: %s.", reason)
-    return kernels or Plain(device)
+
+    name: str
+    priority: int
+
+    def applies(self, device: str, dtype: torch.dtype) -> bool:
+        """Whether the set is made for models on such a device, in such a number type; if not, it is left out without a
+        word."""
+
+    def unsupported_reason(self, text: TextModelSpec) -> str:
+        """Why the set cannot run a text model; empty if it can."""
+
+    def load(self, device: str, config: EngineConfig) -> Loaded:
+        """The kernels, or why they cannot run on this machine. It may compile them, into the cache of `config`."""
+
+
+class KernelSelector:
+    """Chooses among the kernels that plugins registered.
+
+    Args:
+        factories: of the registered sets, `TORCH` among them.
+        config: `cpu_kernels` of it names one, or `auto`.
+    """
+
+    def __init__(self, factories: Iterable[KernelFactory], config: EngineConfig) -> None:
+        self._factories = sorted(factories, key=lambda factory: -factory.priority)
+        self._config = config
+
+    def choose(self, device: str, dtype: torch.dtype, text: TextModelSpec | None = None) -> Kernels:
+        """The fastest kernels for models on `device` in `dtype`, both resolved.
+
+        Why others than PyTorch's are not taken where they could have been is logged.
+
+        Args:
+            device: as torch names it.
+            dtype: of the weights.
+            text: the text model that they are to run, if it is one.
+
+        Raises:
+            ConfigError: `cpu_kernels` names a set that cannot run here.
+        """
+        wanted, reason = self._config.cpu_kernels, ""
+        for factory in self._factories:
+            if factory.name == TORCH and reason and wanted != "auto":
+                fault = f"`cpu_kernels` {wanted!r} cannot be used: {reason}. Leave it out, or take `torch`."
+                raise ConfigError(fault, param="cpu_kernels")
+            if wanted in ("auto", factory.name) or factory.name == TORCH:
+                loaded = self._load(factory, device, dtype, text)
+                if loaded.kernels is not None:
+                    if factory.name == TORCH and reason:
+                        logger.warning("PyTorch's kernels are used, which are slower than those in C: %s.", reason)
+                    return loaded.kernels
+                reason = loaded.reason or reason
+        raise ConfigError("No kernels are registered: `dashinfer-vlm plugins` says which plugins are broken.")
+
+    def _load(self, factory: KernelFactory, device: str, dtype: torch.dtype, text: TextModelSpec | None) -> Loaded:
+        if not factory.applies(device, dtype):
+            return Loaded(None)
+        reason = factory.unsupported_reason(text) if text else ""
+        return Loaded(None, reason) if reason else factory.load(device, self._config)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .types import DecoderLayer, DecoderShape, Kernels, Linear, Pass, Spans
+from .types import DecoderLayer, DecoderShape, Kernels, Linear, Norm, Pass, Spans
 
 
 class ComposedLayers:
@@ -20,8 +20,11 @@ class ComposedLayers:
 
     def __call__(self, x: Tensor, batch: Pass) -> Tensor:
         *others, final = zip(self._layers, batch.cache, strict=True)
-        for layer, cache in others:
+        levels = len(batch.additions.values) if batch.additions else 0
+        for number, (layer, cache) in enumerate(others):
             self._mix(layer, x, self._queries(layer, x, batch, cache), batch.spans, cache)
+            if batch.additions and number < levels:
+                x.index_add_(0, batch.additions.rows, batch.additions.values[number])
         queries = self._queries(final[0], x, batch, final[1])
         x = x[batch.last]
         if len(x):
@@ -32,6 +35,12 @@ class ComposedLayers:
         """[tokens, heads, width]; keys and values go into the cache."""
         heads = self._shape.heads
         qkv = layer.qkv(self._normalise(x, layer.input_norm)).view(len(x), -1, self._shape.width)
+        if layer.query_norm and layer.key_norm:
+            qkv = torch.cat([
+                self._normalise_heads(qkv[:, :heads], layer.query_norm),
+                self._normalise_heads(qkv[:, heads : heads + self._shape.kv_heads], layer.key_norm),
+                qkv[:, heads + self._shape.kv_heads :],
+            ], dim=1)  # fmt: skip
         self._kernels.rotate_(qkv[:, : heads + self._shape.kv_heads], batch.cos, batch.sin)
         cache.index_copy_(1, batch.slots, qkv[:, heads:].transpose(0, 1))
         return qkv[:, :heads]
@@ -42,8 +51,12 @@ class ComposedLayers:
         layer.output.add_to(x, self._kernels.attend(queries, keys, values, spans))
         layer.down.add_to(x, layer.gate_up(self._normalise(x, layer.mlp_norm)))
 
-    def _normalise(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self._kernels.norm(x, weight, None, self._shape.eps)
+    def _normalise(self, x: Tensor, norm: Norm) -> Tensor:
+        return self._kernels.norm(x, norm.weight, norm.bias, self._shape.eps)
+
+    def _normalise_heads(self, x: Tensor, norm: Norm) -> Tensor:
+        """Of [rows, heads, width], each head by itself."""
+        return self._normalise(x.reshape(-1, x.shape[-1]), norm).view(x.shape)
 
 
 class WholeHead:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..concurrency.turns import CPU_TURNS
 from .layers import ComposedLayers, WholeHead
 from .types import Activation, DecoderLayer, DecoderLayers, DecoderShape, Head, Linear, Span, Spans
-
-T = TypeVar("T")
 
 
 class Plain:
@@ -25,15 +22,11 @@ class Plain:
 
     def __init__(self, device: str) -> None:
         kind = torch.device(device).type
-        self._on_cpu = kind == "cpu"
         if kind == "cuda":
             # Where torch prefers cuDNN's attention (2.11 does on Blackwell), each new shape costs an execution plan of
             # nearly half a second, and every decode step has a new number of keys. The switch is the process's: a
             # context manager around each call would race between the tower's thread and the decoder's.
             torch.backends.cuda.enable_cudnn_sdp(False)
-
-    def compute(self, work: Callable[[], T]) -> T:
-        return CPU_TURNS.run(work) if self._on_cpu else work()
 
     def linear(
         self,

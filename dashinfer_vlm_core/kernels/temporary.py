@@ -1,7 +1,7 @@
 """Memory that the system has back as soon as nobody holds it.
 
 The C library keeps what is freed, and cannot give a matrix the place of the one before it once something small lies in
-there: loading Qwen2-VL-2B left it with 3 GB.
+there: loading a model of 2 billion parameters left it with 3 GB.
 """
 
 from __future__ import annotations

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from functools import cached_property
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-
-T = TypeVar("T")
 
 
 class Activation(IntEnum):
@@ -88,24 +86,35 @@ def _mask(span: Span, device: torch.device | str) -> Tensor | None:
     return torch.ones(span.tokens, span.keys, dtype=torch.bool, device=device).tril(span.start)
 
 
+class Norm(NamedTuple):
+    """A LayerNorm; without a bias, an RMSNorm."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
 class DecoderLayer(NamedTuple):
-    """One layer of a decoder, without biases but those of `qkv`.
+    """One layer of a decoder.
 
     Attributes:
-        input_norm: weight of an RMSNorm.
+        input_norm: before attention.
         qkv: query, key and value heads, one under the other.
         output: of attention.
-        mlp_norm: weight of an RMSNorm.
+        mlp_norm: before the MLP.
         gate_up: silu(gate) * up.
         down: back to the hidden size.
+        query_norm: of each query head, before it is rotated.
+        key_norm: of each key head, likewise.
     """
 
-    input_norm: Tensor
+    input_norm: Norm
     qkv: Linear
     output: Linear
-    mlp_norm: Tensor
+    mlp_norm: Norm
     gate_up: Linear
     down: Linear
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
 
 
 class DecoderShape(NamedTuple):
@@ -116,12 +125,14 @@ class DecoderShape(NamedTuple):
         kv_heads: of keys, and of values.
         width: of a head.
         eps: of the norms.
+        levels: of `Pass.additions`, at most.
     """
 
     heads: int
     kv_heads: int
     width: int
     eps: float
+    levels: int = 0
 
 
 class Pass(NamedTuple):
@@ -135,6 +146,7 @@ class Pass(NamedTuple):
         last: int64, increasing: the tokens whose hidden states are asked for.
         last_spans: one per token of `last`.
         cache: [layers, 2 * kv_heads, rows, width]: keys, and then values, of all tokens before.
+        additions: what is added to the hidden states of some tokens after the first layers.
     """
 
     cos: Tensor
@@ -144,6 +156,19 @@ class Pass(NamedTuple):
     last: Tensor
     last_spans: Spans
     cache: Tensor
+    additions: Additions | None = None
+
+
+class Additions(NamedTuple):
+    """Rows that are added to hidden states: `values[i]` after layer i.
+
+    Attributes:
+        rows: int64 [count]: the tokens of the pass that get them.
+        values: [levels, count, hidden], fewer levels than there are layers.
+    """
+
+    rows: Tensor
+    values: Tensor
 
 
 class DecoderLayers(Protocol):
@@ -171,13 +196,6 @@ class Kernels(Protocol):
 
     name: str
     quantises: bool
-
-    def compute(self, work: Callable[[], T]) -> T:
-        """What `work` returns, or raises; on a CPU it has all cores, in a thread for that, while others wait.
-
-        All that computes goes through here, in parts that others can wait for: a step of the decoder, a quarter of a
-        second of the tower, a layer that is read.
-        """
 
     def linear(
         self,

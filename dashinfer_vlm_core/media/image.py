@@ -12,7 +12,7 @@ from PIL import Image
 from ..errors import DashInferVLMError, InvalidParameter, MediaTooLarge, MediaUndecodable
 
 MAX_ASPECT = 200
-"""How many times longer one side of a picture may be than the other: the limit of Qwen2-VL's processor."""
+"""How many times longer one side of a picture may be than the other."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 _ORIENTATION = 0x0112

@@ -22,6 +22,7 @@ from .address import Resolver
 from .fetch import Allowance, Fetcher, FetchStats
 from .image import count_pixels, decode_picture
 from .memory import fingerprint, take
+from .sampling import VideoSamplingPolicy
 from .source import Inline, Local, Source, decode, locate, read
 from .types import Clip, Media, Picture, Pixels, StopCheck, VideoReader
 from .video import available, check_frames, check_total, decode_clip, frame_name, stack_frames
@@ -37,13 +38,20 @@ class MediaLoader:
     Args:
         config: limits and permissions.
         readers: of video files, in any order.
+        policy: how the model's videos are sampled, where the configuration does not say.
         resolve: finds the addresses of a host name; the operating system does by default.
     """
 
     def __init__(
-        self, config: EngineConfig, readers: Sequence[VideoReader], *, resolve: Resolver | None = None
+        self,
+        config: EngineConfig,
+        readers: Sequence[VideoReader],
+        *,
+        policy: VideoSamplingPolicy | None = None,
+        resolve: Resolver | None = None,
     ) -> None:
         self._config = config
+        self._policy = (policy or VideoSamplingPolicy()).within(config)
         self._readers = readers
         self._fetcher = Fetcher(config, resolve=resolve)
         self._threads = ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix="dashinfer-vlm-media")
@@ -132,7 +140,10 @@ class MediaLoader:
         if any(part.kind == "video" and isinstance(part.url, str) for part in parts):
             available(self._readers)
         known: dict[Source, Source] = {}
-        return [[known.setdefault(source, source) for source in _sources(part, self._config)] for part in parts]
+        return [
+            [known.setdefault(source, source) for source in _sources(part, self._config, self._policy)]
+            for part in parts
+        ]
 
     async def _get(self, source: Source, share: asyncio.Semaphore, allowance: Allowance) -> bytes:
         if isinstance(source, Inline):
@@ -170,12 +181,19 @@ class MediaLoader:
     def _decode(self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck) -> Media:
         check_stop()
         if part.content is not None:
-            return take(part, self._config, check_stop)
+            return take(part, self._config, self._policy, check_stop)
         if isinstance(part.url, tuple):
             return self._frames(part, data, check_stop)
         if part.kind == "video":
             readers = available(self._readers)
-            return decode_clip(data[0], part=part, readers=readers, config=self._config, check_stop=check_stop)
+            return decode_clip(
+                data[0],
+                part=part,
+                readers=readers,
+                config=self._config,
+                policy=self._policy,
+                check_stop=check_stop,
+            )
         image = self._image(data[0], part, part.part)
         return Picture(image=image, part=part.part, min_pixels=part.min_pixels, max_pixels=part.max_pixels)
 
@@ -191,7 +209,7 @@ class MediaLoader:
                 check_stop()
                 yield np.asarray(self._image(encoded, part, name))
 
-        return stack_frames(decoded(), len(frames), part)
+        return stack_frames(decoded(), len(frames), part, self._policy)
 
     def _image(self, data: bytes, part: MediaPart, name: str) -> Image.Image:
         background = part.background or self._config.rgba_background
@@ -212,12 +230,12 @@ def _check_counts(parts: Sequence[MediaPart], config: EngineConfig) -> None:
             )
 
 
-def _sources(part: MediaPart, config: EngineConfig) -> list[Source]:
+def _sources(part: MediaPart, config: EngineConfig, policy: VideoSamplingPolicy) -> list[Source]:
     if part.url is None:
         return []  # it is there already
     if isinstance(part.url, str):
         return [locate(part.url, kind=part.kind, part=part.part, config=config)]
-    check_frames(len(part.url), part=part, config=config)
+    check_frames(len(part.url), part=part, policy=policy)
     return [locate(url, kind="image", part=frame_name(part, i), config=config) for i, url in enumerate(part.url)]
 
 

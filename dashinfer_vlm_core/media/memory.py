@@ -23,11 +23,12 @@ from typing import Any, TypeAlias
 import numpy as np
 from PIL import Image
 
-from ..concurrency.turns import CPU_TURNS
+from ..concurrency.compute import CPU_EXECUTOR
 from ..config import EngineConfig
 from ..errors import InvalidParameter
 from ..protocol import EncodedEmbeddings, MediaPart
 from .image import check_size, convert_picture
+from .sampling import VideoSamplingPolicy
 from .tensors import Array, as_grid, as_rows, read_embeddings
 from .types import Clip, Embeddings, Media, Picture, Pixels, StopCheck
 from .video import check_frames, check_total, frame_name, stack_frames
@@ -38,7 +39,7 @@ _Frame: TypeAlias = Image.Image | Pixels
 _LOCKS = tuple(threading.Lock() for _ in range(61))
 
 
-def take(part: MediaPart, config: EngineConfig, check_stop: StopCheck) -> Media:
+def take(part: MediaPart, config: EngineConfig, policy: VideoSamplingPolicy, check_stop: StopCheck) -> Media:
     """What a caller of this process handed over as `part.content`, within the limits of `config`.
 
     Raises:
@@ -50,7 +51,7 @@ def take(part: MediaPart, config: EngineConfig, check_stop: StopCheck) -> Media:
     if isinstance(part.content, (Mapping, EncodedEmbeddings)):
         return _embeddings(part.content, part, config)
     if part.kind == "video":
-        return _clip(part.content, part, config, check_stop)
+        return _clip(part.content, part, config, policy, check_stop)
     frame = _frame(part.content, part.part, config)
     image = Image.fromarray(frame) if isinstance(frame, np.ndarray) else frame
     return Picture(
@@ -91,14 +92,16 @@ def _embeddings(content: Mapping[Any, Any] | EncodedEmbeddings, part: MediaPart,
     return Embeddings(rows=rows, grid=grid, kind=part.kind, part=part.part)
 
 
-def _clip(content: object, part: MediaPart, config: EngineConfig, check_stop: StopCheck) -> Clip:
+def _clip(
+    content: object, part: MediaPart, config: EngineConfig, policy: VideoSamplingPolicy, check_stop: StopCheck
+) -> Clip:
     found = _array(content, part.part)
     given = content if isinstance(content, (list, tuple)) else None if found is None else _channels_last(found)
     if given is None or (found is not None and found.ndim != 4):
         raise InvalidParameter(
             "A video is an array of the shape [frames, height, width, 3], or a list of pictures.", param=part.part
         )
-    check_frames(len(given), part=part, config=config)
+    check_frames(len(given), part=part, policy=policy)
     frames = [_frame(frame, frame_name(part, index), config) for index, frame in enumerate(given)]
     check_total(sum(width * height for width, height in map(_size, frames)), part=part, config=config)
 
@@ -107,7 +110,7 @@ def _clip(content: object, part: MediaPart, config: EngineConfig, check_stop: St
             check_stop()
             yield _rgb(frame, part, frame_name(part, index), config)
 
-    return stack_frames(pixels(), len(frames), part)
+    return stack_frames(pixels(), len(frames), part, policy)
 
 
 def _frame(content: object, name: str, config: EngineConfig) -> _Frame:
@@ -163,7 +166,7 @@ def _array(value: Any, name: str) -> Array | None:
         return None
     try:
         tensor = value.detach().cpu()
-        found: Array = (CPU_TURNS.run(tensor.float) if tensor.is_floating_point() else tensor).numpy()
+        found: Array = (CPU_EXECUTOR.run(tensor.float) if tensor.is_floating_point() else tensor).numpy()
     except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         raise InvalidParameter("This tensor cannot be read: give a dense one with its data.", param=name) from error
     return found

@@ -36,8 +36,7 @@ class PyAVReader:
 
 
 READERS: tuple[VideoReader, ...] = (PyAVReader(),)
-"""Best first. decord, which qwen-vl-utils reads with, is none of them: of damaged files, every few hundredth ends its
-process."""
+"""Best first. decord is none of them: of damaged files, every few hundredth ends its process."""
 
 
 class _PyAVVideo:

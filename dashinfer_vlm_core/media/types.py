@@ -1,4 +1,4 @@
-"""Decoded media: what leaves this room."""
+"""Decoded media: what leaves this package."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ class Clip:
     Attributes:
         frames: uint8 [frames, height, width, 3], at least one.
         part: where it stands in the request.
+        times: seconds at which each frame is shown.
         source: as in `Picture`.
         min_pixels: least pixels of a frame after resizing that the request asks for.
         max_pixels: most pixels of a frame after resizing that the request asks for.
@@ -48,6 +49,7 @@ class Clip:
 
     frames: Pixels
     part: str
+    times: tuple[float, ...] = ()
     source: bytes = b""
     min_pixels: int | None = None
     max_pixels: int | None = None

@@ -20,9 +20,9 @@ from ..errors import (
     UnsupportedParameter,
 )
 from ..protocol import MediaPart
+from .sampling import VideoSamplingPolicy
 from .types import Clip, OpenVideo, Pixels, StopCheck, VideoInfo, VideoReader
 
-FRAME_FACTOR = 2
 MAX_FPS = 240.0
 
 _FRAMES = ".video_url.url"  # where the frames of a part stand in JSON
@@ -30,45 +30,36 @@ _FRAMES = ".video_url.url"  # where the frames of a part stand in JSON
 logger = logging.getLogger(__name__)
 
 
-def frame_count(total: int, fps: float, *, part: MediaPart, config: EngineConfig) -> int:
-    """How many frames of a file to sample: `smart_nframes` of qwen-vl-utils 0.0.14, with its FRAME_FACTOR of 2.
-
-    At a rate of `part.fps`, or `config.video_fps`, but `config.video_min_frames` to `config.video_max_frames`, never
-    more than there are, rounded down to an even number; or `part.num_frames` rounded to an even number. Unlike there, a
-    file of one frame gives that frame.
+def frame_count(total: int, fps: float, *, part: MediaPart, policy: VideoSamplingPolicy) -> int:
+    """How many frames of a file to sample: as the policy says, or `part.num_frames` rounded to what it allows.
 
     Args:
         total: frames in the file.
         fps: frames per second of the file.
 
     Raises:
-        InvalidParameter: `num_frames` is more than the file or the server's limit has, or rounds to none.
+        InvalidParameter: `num_frames` is more than the file or the limit has, or rounds to none.
     """
-    if part.num_frames is not None:
-        return _asked_count(part.num_frames, total, part, config)
-    if total < FRAME_FACTOR:
-        return total
-    least = math.ceil(config.video_min_frames / FRAME_FACTOR) * FRAME_FACTOR
-    most = math.floor(min(config.video_max_frames, total) / FRAME_FACTOR) * FRAME_FACTOR
-    wanted = total / fps * (part.fps or config.video_fps)
-    return math.floor(min(max(wanted, least), most) / FRAME_FACTOR) * FRAME_FACTOR
-
-
-def frame_indices(total: int, count: int) -> list[int]:
-    """`count` frames evenly spread from the first of `total` frames to the last.
-
-    They are those of `torch.linspace(0, total - 1, count).round()`, which qwen-vl-utils 0.0.14 takes: in float32, from
-    both ends to the middle, with products that are rounded once. In long videos exact arithmetic would take others.
-    """
-    last = total - 1
-    step = float(np.float32(last) / np.float32(max(count - 1, 1)))
-    order = np.arange(count)
-    spread = np.where(order < count // 2, step * order, last - step * (count - 1 - order))
-    return [int(index) for index in spread.astype(np.float32).round()]
+    if part.num_frames is None:
+        return policy.count(total, fps, rate=part.fps)
+    factor = policy.frame_factor
+    count = round(part.num_frames / factor) * factor
+    most = min(total, policy.max_frames)
+    if not factor <= count <= most:
+        raise InvalidParameter(
+            f"num_frames must be {factor} to {most} for this video.", param=f"{part.part}.video_url.num_frames"
+        )
+    return count
 
 
 def decode_clip(
-    data: bytes, *, part: MediaPart, readers: Sequence[VideoReader], config: EngineConfig, check_stop: StopCheck
+    data: bytes,
+    *,
+    part: MediaPart,
+    readers: Sequence[VideoReader],
+    config: EngineConfig,
+    policy: VideoSamplingPolicy,
+    check_stop: StopCheck,
 ) -> Clip:
     """The sampled frames of an encoded video, by the first of `readers` that can read it.
 
@@ -81,7 +72,7 @@ def decode_clip(
     for reader in readers:
         check()
         try:
-            return _sample(reader.open(data), part, config, check)
+            return _sample(reader.open(data), part, config, policy, check)
         except MediaUndecodable:
             continue
         except (RequestError, EngineError):
@@ -91,13 +82,13 @@ def decode_clip(
     raise undecodable(part.part)
 
 
-def stack_frames(frames: Iterable[Pixels], count: int, part: MediaPart) -> Clip:
+def stack_frames(frames: Iterable[Pixels], count: int, part: MediaPart, policy: VideoSamplingPolicy) -> Clip:
     """A clip of `count` decoded pictures, which must be of one size.
 
     Raises:
         InvalidParameter: one is not; the error names it.
     """
-    return _clip(stack(_of_one_size(frames, part), count), part)
+    return _clip(stack(_of_one_size(frames, part), count), part, policy.even_times(count))
 
 
 def stack(frames: Iterable[Pixels], count: int) -> Pixels:
@@ -117,7 +108,7 @@ def frame_name(part: MediaPart, index: int) -> str:
     return f"{part.part}{_FRAMES if part.content is None else ''}[{index}]"
 
 
-def check_frames(count: int, *, part: MediaPart, config: EngineConfig) -> None:
+def check_frames(count: int, *, part: MediaPart, policy: VideoSamplingPolicy) -> None:
     """Refuse a list of frames that is to be sampled, is empty, or is too long.
 
     Raises:
@@ -129,9 +120,9 @@ def check_frames(count: int, *, part: MediaPart, config: EngineConfig) -> None:
                 f"{name} samples a video file; a list of frames is taken whole, so send the frames you want.",
                 param=f"{part.part}.video_url.{name}" if part.content is None else f"{part.part}.{name}",
             )
-    if not 0 < count <= config.video_max_frames:
+    if not 0 < count <= policy.max_frames:
         raise InvalidParameter(
-            f"A video is a list of 1 to {config.video_max_frames} frames, and this one has {count}.",
+            f"A video is a list of 1 to {policy.max_frames} frames, and this one has {count}.",
             param=part.part + (_FRAMES if part.content is None else ""),
         )
 
@@ -201,12 +192,16 @@ def _in_time(check_stop: StopCheck, part: MediaPart, config: EngineConfig) -> St
     return check
 
 
-def _sample(video: OpenVideo, part: MediaPart, config: EngineConfig, check_stop: StopCheck) -> Clip:
+def _sample(
+    video: OpenVideo, part: MediaPart, config: EngineConfig, policy: VideoSamplingPolicy, check_stop: StopCheck
+) -> Clip:
     info = video.info
     _check_header(info, part, config)
-    count = frame_count(info.frames, info.fps, part=part, config=config)
+    count = frame_count(info.frames, info.fps, part=part, policy=policy)
     check_total(count * info.height * info.width, part=part, config=config)
-    return _clip(video.frames(frame_indices(info.frames, count), check_stop), part)
+    indices = policy.indices(info.frames, count)
+    times = tuple(index / info.fps for index in indices)
+    return _clip(video.frames(indices, check_stop), part, times)
 
 
 def _check_header(info: VideoInfo, part: MediaPart, config: EngineConfig) -> None:
@@ -224,19 +219,10 @@ def _check_header(info: VideoInfo, part: MediaPart, config: EngineConfig) -> Non
         )
 
 
-def _asked_count(asked: int, total: int, part: MediaPart, config: EngineConfig) -> int:
-    count = round(asked / FRAME_FACTOR) * FRAME_FACTOR
-    most = min(total, config.video_max_frames)
-    if not FRAME_FACTOR <= count <= most:
-        raise InvalidParameter(
-            f"num_frames must be {FRAME_FACTOR} to {most} for this video.", param=f"{part.part}.video_url.num_frames"
-        )
-    return count
-
-
-def _clip(frames: Pixels, part: MediaPart) -> Clip:
+def _clip(frames: Pixels, part: MediaPart, times: tuple[float, ...]) -> Clip:
     return Clip(
         frames=frames,
+        times=times,
         part=part.part,
         min_pixels=part.min_pixels,
         max_pixels=part.max_pixels,

@@ -1,1 +1,1 @@
-"""Models: what a checkpoint says, where it lies, patches, and what an architecture gives to the engine."""
+"""Models: families, what a checkpoint says, where it lies, patches and weights."""

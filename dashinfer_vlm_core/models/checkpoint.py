@@ -30,7 +30,7 @@ def find_model(name: str, *, registered: Mapping[str, Path], revision: str | Non
     known = ", ".join(sorted(registered)) or "none"
     raise CheckpointError(
         f"There is no model {name!r}: it is no registered name (known: {known}), no folder, and no hub id such as"
-        " Qwen/Qwen2-VL-2B-Instruct.",
+        " owner/name.",
         param="model",
     )
 

@@ -1,9 +1,13 @@
-"""ModelSpec: what a checkpoint says about itself, in the words that every room shares."""
+"""ModelSpec: what a checkpoint says about itself, in words that all packages share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+from ..media.sampling import VideoSamplingPolicy
+from ..tokenization.conversation import ConversationFormat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,9 +17,9 @@ class PixelSpec:
     Attributes:
         patch_size: side of a square patch, in pixels.
         temporal_patch_size: frames that one patch spans.
-        merge_size: patches per side that the tower merges into one visual token.
-        min_pixels: least pixels (height times width) of a resized picture.
-        max_pixels: most pixels of a resized picture that the checkpoint allows.
+        merge_size: patches per side that the vision encoder merges into one visual token.
+        min_pixels: least pixels (height times width) of a resized image.
+        max_pixels: most pixels of a resized image that the checkpoint allows.
         mean: per channel (red, green, blue), on a scale of 0 to 1.
         std: per channel.
     """
@@ -30,7 +34,7 @@ class PixelSpec:
 
     @property
     def factor(self) -> int:
-        """Both sides of a resized picture are multiples of this, in pixels."""
+        """Both sides of a resized image are multiples of this, in pixels."""
         return self.patch_size * self.merge_size
 
 
@@ -39,7 +43,7 @@ class TokenSpec:
     """Token ids that have a meaning to the engine (`config.json`, `generation_config.json`).
 
     Attributes:
-        image: placeholder that stands for one visual token of a picture.
+        image: placeholder that stands for one visual token of an image.
         video: placeholder that stands for one visual token of a video.
         stop: tokens that end an answer.
     """
@@ -50,23 +54,150 @@ class TokenSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RotarySpec:
+    """Rotary position embedding of the text model (arXiv:2104.09864), along several axes (M-RoPE, arXiv:2409.12191).
+
+    Attributes:
+        theta: base of the frequencies `theta ** (-2 i / head_dim)`.
+        axes: for each frequency the axis of the positions that it rotates by: 0 is time, 1 height, 2 width.
+        pairs: which columns of a head are rotated together: `halves` are (i, i + head_dim / 2), `neighbors` are
+            (2 i, 2 i + 1).
+    """
+
+    theta: float
+    axes: tuple[int, ...]
+    pairs: Literal["halves", "neighbors"] = "halves"
+
+    @property
+    def sections(self) -> tuple[int, int, int] | None:
+        """Numbers of frequencies for time, height and width, if these stand one after the other; else None."""
+        time, height, width = (self.axes.count(axis) for axis in range(3))
+        in_blocks = (0,) * time + (1,) * height + (2,) * width == self.axes
+        return (time, height, width) if in_blocks else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextWeightNames:
+    """Names of the text model's tensors, after `ModelSpec.tensor_renames`. Names of modules lack `.weight`.
+
+    Attributes:
+        layer: of a layer, `{}` being its number; the attributes behind it are names within a layer.
+    """
+
+    embedding: str = "model.embed_tokens"
+    norm: str = "model.norm"
+    head: str = "lm_head"
+    layer: str = "model.layers.{}"
+    input_norm: str = "input_layernorm"
+    query: str = "self_attn.q_proj"
+    key: str = "self_attn.k_proj"
+    value: str = "self_attn.v_proj"
+    query_norm: str = "self_attn.q_norm"
+    key_norm: str = "self_attn.k_norm"
+    output: str = "self_attn.o_proj"
+    mlp_norm: str = "post_attention_layernorm"
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextModelSpec:
+    """The text model as data: decoders build their layers from it, or say what of it they do not support.
+
+    A pre-norm transformer with grouped-query attention and a gated MLP (`silu(gate) * up`).
+
+    Attributes:
+        head_dim: width of one attention head.
+        num_key_value_heads: divides `num_attention_heads`.
+        norm: of the layers, of queries and keys, and of the end.
+        norm_bias: whether norms have biases.
+        qkv_bias: whether the projections to queries, keys and values have biases.
+        qk_norm: whether queries and keys are normalized, each head by itself, before they are rotated.
+        tie_word_embeddings: whether the output layer is the embedding table.
+        visual_levels: rows of `hidden_size` that a visual token has in addition to its embedding. The first is added
+            to its hidden state after the first layer, the second after the second, and so on (DeepStack,
+            arXiv:2406.04334); fewer than there are layers.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    norm_eps: float
+    rotary: RotarySpec
+    tie_word_embeddings: bool
+    norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
+    norm_bias: bool = False
+    qkv_bias: bool = True
+    qk_norm: bool = False
+    visual_levels: int = 0
+    weights: TextWeightNames = TextWeightNames()
+
+    @property
+    def visual_width(self) -> int:
+        """Columns of a visual token's row: the embedding, and then the additional levels."""
+        return self.hidden_size * (1 + self.visual_levels)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """What a model can do, for the adapters to report.
+
+    Attributes:
+        images: whether it reads images.
+        videos: whether it reads videos.
+        tools: whether it was trained to call tools.
+    """
+
+    images: bool = True
+    videos: bool = True
+    tools: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
     """One checkpoint.
 
     Attributes:
         folder: where its files are.
-        architecture: `model_type` of its configuration; the key of the architecture that reads it.
+        model_type: of its configuration; the key of the family that reads it.
         max_model_len: tokens that prompt and answer may have together.
-        vocab_size: rows of the output layer; token ids are below it.
-        hidden_size: width of a token's embedding, visual tokens included.
         dtype: number type of the stored weights, as torch names it.
+        video: which frames of a video the model sees.
+        conversation: how it writes calls of tools.
+        profile: what it can do, for the adapters to report.
+        tensor_renames: pairs of a regular expression and what replaces it, from the stored names of tensors to those
+            that the family and `text.weights` use; applied in this order.
     """
 
     folder: Path
-    architecture: str
+    model_type: str
     max_model_len: int
-    vocab_size: int
-    hidden_size: int
     dtype: str
     pixels: PixelSpec
     tokens: TokenSpec
+    text: TextModelSpec
+    video: VideoSamplingPolicy
+    conversation: ConversationFormat
+    profile: Profile
+    tensor_renames: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output layer; token ids are below it."""
+        return self.text.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of a token's embedding."""
+        return self.text.hidden_size
+
+    @property
+    def visual_width(self) -> int:
+        """Columns of a visual token's row."""
+        return self.text.visual_width

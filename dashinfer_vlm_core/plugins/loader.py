@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     import click
 
     from ..decoders import DecoderFactory
+    from ..kernels.choice import KernelFactory
     from ..media.types import VideoReader
-    from ..models.interface import Architecture
+    from ..models.interface import ModelFamily
 
 ADAPTER_GROUP = f"{GROUP}.adapters"
 DISTRIBUTION = "dashinfer-vlm-adapters"
@@ -57,22 +58,23 @@ class Registry:
     """Everything that plugins registered, by name."""
 
     models: dict[str, Path] = field(default_factory=dict)
-    architectures: dict[str, Architecture] = field(default_factory=dict)
+    families: dict[str, ModelFamily] = field(default_factory=dict)
     decoders: dict[str, DecoderFactory] = field(default_factory=dict)
+    kernels: dict[str, KernelFactory] = field(default_factory=dict)
     video_readers: dict[str, VideoReader] = field(default_factory=dict)
     rows: list[PluginRow] = field(default_factory=list)
 
-    def architecture(self, model_type: str) -> Architecture:
-        return _named("architecture", model_type, self.architectures)
+    def family(self, model_type: str) -> ModelFamily:
+        return _named("model family", model_type, self.families)
 
-    def architecture_of(self, folder: Path) -> Architecture:
+    def family_of(self, folder: Path) -> ModelFamily:
         """What reads the checkpoint in a folder.
 
         Raises:
             CheckpointError: it does not say what it is.
             PluginError: nobody reads such checkpoints.
         """
-        return self.architecture(model_type(folder))
+        return self.family(model_type(folder))
 
     def decoder(self, name: str) -> DecoderFactory:
         return _named("decoder", name, self.decoders)
@@ -101,11 +103,14 @@ class Registry:
     def call(self, manager: pluggy.PluginManager) -> None:
         hook = manager.hook
         hook.register_models(register=functools.partial(_put, "model", self.models))
-        hook.register_architectures(
-            register=lambda item: _put("architecture", self.architectures, item.model_type, item)
-        )
+        hook.register_model_families(register=self._add_family)
         hook.register_decoders(register=lambda item: _put("decoder", self.decoders, item.name, item))
+        hook.register_kernels(register=lambda item: _put("kernels", self.kernels, item.name, item))
         hook.register_video_readers(register=lambda item: _put("video reader", self.video_readers, item.name, item))
+
+    def _add_family(self, family: ModelFamily) -> None:
+        for name in sorted(family.model_types):
+            _put("model family", self.families, name, family)
 
     def names(self) -> tuple[str, ...]:
         return tuple(f"{kind} {name}" for kind, items in self._tables() for name in items)
@@ -113,8 +118,9 @@ class Registry:
     def _tables(self) -> tuple[tuple[str, dict[str, Any]], ...]:
         return (
             ("model", self.models),
-            ("architecture", self.architectures),
+            ("model family", self.families),
             ("decoder", self.decoders),
+            ("kernels", self.kernels),
             ("video reader", self.video_readers),
         )
 

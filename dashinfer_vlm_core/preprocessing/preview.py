@@ -9,8 +9,7 @@ import numpy as np
 from PIL import Image
 
 from ..media.types import Clip, Kind, Media, Picture, Pixels
-from ..models.patches import Embedded, Grid, Patches, uncut
-from ..models.spec import PixelSpec
+from ..models.interface import Embedded, Grid, ImageProcessor, Patches
 
 MAX_FRAMES = 16
 """Frames of one video that a preview shows."""
@@ -42,9 +41,10 @@ class Seen:
         source_size: width and height before resizing, in pixels; None for embeddings.
         size: width and height of what the model sees, in pixels.
         grid: patches along time, height and width.
-        cells: visual tokens along time, height and width: each is of `merge_size` by `merge_size` patches.
+        cells: visual tokens along time, height and width.
         tokens: visual tokens.
         frame_count: frames that the model sees, those that a video is padded with included; 1 for a picture.
+        times: seconds at which each frame of a video is shown, before any padding.
         frames: up to `MAX_FRAMES` of them, evenly chosen with the first and the last; none for embeddings.
     """
 
@@ -56,6 +56,7 @@ class Seen:
     cells: tuple[int, int, int]
     tokens: int
     frame_count: int
+    times: tuple[float, ...]
     frames: tuple[Frame, ...]
 
 
@@ -74,32 +75,28 @@ class Preview:
     max_model_len: int
 
 
-def seen(media: Media, item: Patches | Embedded, spec: PixelSpec) -> Seen:
-    """Show one picture or video. What is shown is put together from the patches, so that it is what the tower gets.
+def seen(media: Media, item: Patches | Embedded, processor: ImageProcessor) -> Seen:
+    """Show one picture or video. What is shown is put together from the patches, so that it is what the model gets.
 
     Args:
         media: as it was decoded.
         item: what was cut from it.
-        spec: how it was cut.
+        processor: what cut it.
     """
-    frames = _frames(item, spec) if isinstance(item, Patches) else None
+    frames = processor.frames(item) if isinstance(item, Patches) else None
+    shape = processor.shape(item.grid)
     return Seen(
         kind=item.kind,
         part=item.part,
         source_size=_source_size(media),
-        size=(item.grid.w * spec.patch_size, item.grid.h * spec.patch_size),
+        size=(shape.width, shape.height),
         grid=item.grid,
-        cells=(item.grid.t, item.grid.h // spec.merge_size, item.grid.w // spec.merge_size),
+        cells=shape.cells,
         tokens=item.tokens,
-        frame_count=item.grid.t * spec.temporal_patch_size if frames is None else len(frames),
+        frame_count=shape.frames if frames is None else len(frames),
+        times=item.times,
         frames=() if frames is None else _chosen(frames),
     )
-
-
-def _frames(patches: Patches, spec: PixelSpec) -> Pixels:
-    """uint8 [frames, height, width, 3]; a picture is cut as a clip that repeats it, and is shown once."""
-    frames = uncut(patches.pixels, patches.grid, spec)
-    return frames[:1] if patches.kind == "image" else frames
 
 
 def _chosen(frames: Pixels) -> tuple[Frame, ...]:

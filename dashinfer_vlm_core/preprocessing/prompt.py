@@ -1,4 +1,4 @@
-"""Messages and grids -> Prompt: chat template, placeholders, M-RoPE positions, context check. No torch."""
+"""Messages and media -> Prompt: chat template, placeholders, positions, context check. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ..config import EngineConfig
 from ..errors import ContextLengthExceeded, InvalidParameter
-from ..models.patches import Grid, Visual
+from ..models.interface import Placeholder, PromptLayout, Span, Visual
 from ..models.spec import ModelSpec
 from ..protocol import ChatRequest
 from ..tokenization.chat_template import ChatTemplate, read_chat_template, unusable
@@ -25,27 +25,14 @@ from ..tokenization.tokenizer import CheckpointTokenizer, read_tokenizer
 MARKS = tuple(chr(code) for code in range(0xE000, 0xE100))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
-    """Placeholders of one picture or video.
-
-    Attributes:
-        start: index of the first placeholder in the prompt.
-        length: number of placeholders, which is the number of visual tokens.
-    """
-
-    start: int
-    length: int
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prompt:
     """What the decoder reads.
 
     Attributes:
         token_ids: int64 [length]; each picture or video stands there as a run of placeholders.
-        positions: int64 [3, length]: time, height, width (M-RoPE).
-        spans: one per picture or video, in the order of the request.
+        positions: int64 [3, length]: time, height, width.
+        spans: of visual tokens, in the order of the prompt.
         image_tokens: placeholders of pictures.
         video_tokens: placeholders of videos.
     """
@@ -61,13 +48,23 @@ class Prompt:
 
 
 class PromptBuilder:
-    """Turns messages into token ids and positions for one checkpoint; may be called from several threads."""
+    """ComputeExecutor messages into token ids and positions for one checkpoint; may be called from several threads."""
 
     def __init__(
-        self, tokenizer: CheckpointTokenizer, template: ChatTemplate, *, spec: ModelSpec, max_model_len: int
+        self,
+        tokenizer: CheckpointTokenizer,
+        template: ChatTemplate,
+        *,
+        spec: ModelSpec,
+        layout: PromptLayout,
+        max_model_len: int,
     ) -> None:
         self._template = template
         self._spec = spec
+        self._layout = layout
+        self._placeholders: dict[int, list[Placeholder]] = {}
+        for placeholder in sorted(layout.placeholders, key=lambda one: -len(one.tokens)):
+            self._placeholders.setdefault(placeholder.tokens[0], []).append(placeholder)
         self.max_model_len = max_model_len
         self.tokenizer = tokenizer.backend
         # Control tokens come from the template alone and are looked up by name; everything else is encoded as plain
@@ -80,7 +77,7 @@ class PromptBuilder:
         self._longest = max(len(token) for token in self.tokenizer.get_vocab(with_added_tokens=True))
 
     @classmethod
-    def load(cls, spec: ModelSpec, config: EngineConfig, *, max_model_len: int) -> PromptBuilder:
+    def load(cls, spec: ModelSpec, layout: PromptLayout, config: EngineConfig, *, max_model_len: int) -> PromptBuilder:
         """Read the tokenizer and the chat template of a checkpoint.
 
         Raises:
@@ -89,7 +86,7 @@ class PromptBuilder:
         """
         tokenizer = read_tokenizer(spec.folder)
         template = read_chat_template(spec.folder, config.chat_template, tokenizer.templates, tokenizer.names)
-        builder = cls(tokenizer, template, spec=spec, max_model_len=max_model_len)
+        builder = cls(tokenizer, template, spec=spec, layout=layout, max_model_len=max_model_len)
         builder.check_template()
         return builder
 
@@ -110,9 +107,7 @@ class PromptBuilder:
             raise _misplaced(raw=request.raw_prompt is not None) from None
         prompt = Prompt(
             token_ids=np.concatenate(ids),
-            positions=mrope_positions(
-                sum(map(len, ids)), spans, [item.grid for item in visuals], merge=self._spec.pixels.merge_size
-            ),
+            positions=self._layout.positions(sum(map(len, ids)), spans, visuals),
             spans=tuple(spans),
             image_tokens=sum(item.tokens for item in visuals if item.kind == "image"),
             video_tokens=sum(item.tokens for item in visuals if item.kind == "video"),
@@ -161,7 +156,7 @@ class PromptBuilder:
         """
         if self._template.knows_tools:
             return self._template.render(messages, tools)
-        return self._template.render(as_text(messages, tools))
+        return self._template.render(as_text(messages, tools, self._spec.conversation))
 
     def _runs(self, request: ChatRequest) -> Iterable[list[int]]:
         """Token ids in order; each control token is a run of its own."""
@@ -205,27 +200,42 @@ class PromptBuilder:
     def _expand(
         self, runs: Iterable[list[int]], visuals: Sequence[Visual]
     ) -> tuple[list[npt.NDArray[np.int64]], list[Span]]:
-        """Each placeholder becomes as many as the next picture or video of its kind has visual tokens."""
+        """Each placeholder becomes the tokens of the next image or video of its kind."""
         ids: list[npt.NDArray[np.int64]] = []
-        spans: dict[int, Span] = {}
-        waiting = {
-            placeholder: deque(index for index, item in enumerate(visuals) if item.kind == kind)
-            for placeholder, kind in ((self._spec.tokens.image, "image"), (self._spec.tokens.video, "video"))
-        }
-        length = 0
-        for run in runs:
-            if len(run) == 1 and run[0] in waiting:
-                if not waiting[run[0]]:
-                    raise _Misplaced
-                index = waiting[run[0]].popleft()
-                spans[index] = Span(start=length, length=visuals[index].tokens)
-                ids.append(np.full(visuals[index].tokens, run[0], np.int64))
+        spans: list[Span] = []
+        waiting: dict[str, deque[int]] = {"image": deque(), "video": deque()}
+        for index, item in enumerate(visuals):
+            waiting[item.kind].append(index)
+        runs, length, at = [run for run in runs if run], 0, 0
+        while at < len(runs):
+            placeholder = self._placeholder_at(runs, at)
+            if placeholder is None:
+                ids.append(np.asarray(runs[at], np.int64))
             else:
-                ids.append(np.asarray(run, np.int64))
+                if not waiting[placeholder.kind]:
+                    raise _Misplaced
+                index = waiting[placeholder.kind].popleft()
+                expansion = self._layout.expand(visuals[index], self._encode_plain)
+                spans += _placed(expansion.spans, length, index)
+                ids.append(expansion.token_ids)
             length += len(ids[-1])
-        if len(spans) != len(visuals):
+            at += len(placeholder.tokens) if placeholder else 1
+        if any(waiting.values()):
             raise _Misplaced
-        return ids, [spans[index] for index in range(len(visuals))]
+        return ids, spans
+
+    def _placeholder_at(self, runs: Sequence[list[int]], at: int) -> Placeholder | None:
+        """What begins at a run, each token of a placeholder being a run of its own."""
+        if len(runs[at]) != 1:
+            return None
+        for placeholder in self._placeholders.get(runs[at][0], ()):
+            if [*map(list, zip(placeholder.tokens))] == list(runs[at : at + len(placeholder.tokens)]):
+                return placeholder
+        return None
+
+    def _encode_plain(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
     def _check_size(self, texts: Any) -> None:
         """Refuse a text that is too long before spending time on it: a token spans only so many characters."""
@@ -271,24 +281,12 @@ class PromptBuilder:
             )
 
 
-def mrope_positions(length: int, spans: Sequence[Span], grids: Sequence[Grid], *, merge: int) -> npt.NDArray[np.int64]:
-    """Positions of a prompt along time, height and width, int64 [3, length].
-
-    Text advances on all three axes together. A visual token stands at the start of its span plus its frame, row and
-    column, and what follows starts at the largest position so far + 1. Source: the Qwen2-VL paper (arXiv 2409.12191,
-    section 2.1) and the code published with it.
-    """
-    positions = np.empty((3, length), np.int64)
-    index = position = 0
-    for span, grid in sorted(zip(spans, grids, strict=True), key=lambda pair: pair[0].start):
-        text = span.start - index
-        positions[:, index : span.start] = np.arange(position, position + text)
-        shape = (grid.t, grid.h // merge, grid.w // merge)
-        positions[:, span.start : span.start + span.length] = position + text + np.indices(shape).reshape(3, -1)
-        index = span.start + span.length
-        position += text + max(shape)
-    positions[:, index:] = np.arange(position, position + length - index)
-    return positions
+def _placed(runs: Iterable[tuple[int, int]], start: int, item: int) -> Iterator[Span]:
+    """The runs of an item's expansion, which begins at token `start` of the prompt, as spans of the prompt."""
+    row = 0
+    for index, length in runs:
+        yield Span(start=start + index, length=length, item=item, row=row)
+        row += length
 
 
 def _guard(value: Any, first: Sequence[str], mark: str) -> Any:

@@ -24,6 +24,7 @@ from ..decoders import FinishReason, Token
 from ..errors import DecoderFailed
 from ..protocol import ChatRequest
 from ..structured_output.calls import Called, CallReader, Event, Said
+from ..tokenization.conversation import ConversationFormat
 from ..tokenization.detokenizer import Detokeniser
 from ..tokenization.stops import StopStrings
 
@@ -65,6 +66,7 @@ class Reply:
         counts: lengths of the prompt.
         index: which of the request's answers it is.
         guided: whether a grammar guides its calls.
+        conversation: how the model writes calls; the default one's by default.
 
     Attributes:
         completion_tokens: tokens of the answer so far.
@@ -85,6 +87,7 @@ class Reply:
         counts: PromptCounts,
         index: int = 0,
         guided: bool = False,
+        conversation: ConversationFormat | None = None,
     ) -> None:
         self.id = id
         self._index = index
@@ -95,7 +98,7 @@ class Reply:
         self._detokeniser = Detokeniser(tokenizer)
         self._stops = StopStrings(request.stop_strings)
         tools = {tool.function.name for tool in request.callable_tools}
-        self._reader = CallReader(tools, guided=guided)
+        self._reader = CallReader(tools, guided=guided, conversation=conversation)
         self._one_call = request.parallel_tool_calls is False
         self._text: list[str] = []
         self._calls: list[_Call] = []

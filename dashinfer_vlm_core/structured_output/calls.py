@@ -1,4 +1,4 @@
-"""Text of the answer, piece by piece -> content and calls, as `hermes` taught the model to write them."""
+"""Text of the answer, piece by piece -> content and calls, which the model writes as a `ConversationFormat` says."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from ..tokenization.hermes import CLOSE, OPEN
+from ..tokenization.conversation import ConversationFormat
 from ..tokenization.stops import StopStrings
 
 
@@ -51,9 +51,6 @@ class Argued:
 
 Event: TypeAlias = Said | Called | Argued
 
-_HEAD = re.compile(rf'\s*{OPEN}\s*\{{"name": ?"([^"\\]*)", ?"arguments": ?\{{')
-_END = "}\n" + CLOSE
-
 
 class CallReader:
     """Finds the calls in an answer.
@@ -64,18 +61,24 @@ class CallReader:
     Args:
         names: of the tools that may be called; none if the answer is text and nothing else.
         guided: whether a grammar guides the answer.
+        conversation: how the model writes calls; the default one's by default.
 
     Attributes:
         calls: how many have begun.
         complete: how many have ended.
     """
 
-    def __init__(self, names: Collection[str], *, guided: bool) -> None:
+    def __init__(self, names: Collection[str], *, guided: bool, conversation: ConversationFormat | None = None) -> None:
+        conversation = conversation or ConversationFormat()
+        self._tags = conversation.call_begin, conversation.call_end
+        self._head = re.compile(
+            rf'\s*{re.escape(conversation.call_begin)}\s*\{{"name": ?"([^"\\]*)", ?"arguments": ?\{{'
+        )
         self.calls = self.complete = 0
         self._names = names
         self._guided = guided
         self._state: Callable[[str], list[Event]] = self._read_text
-        self._opening, self._end = _opening(), _ending()
+        self._opening, self._end = self._new_opening(), self._new_end()
         self._settled = 0  # characters that became content, or part of a call
         self._raw = ""  # those after them
         self._ready = 0  # those of `_raw` that begin no call
@@ -104,16 +107,16 @@ class CallReader:
         if text and not self._is_gap(text):
             events = self._say(text)
         if self._opening.matched:
-            self._opening, self._ready, self._state = _opening(), 0, self._read_call
+            self._opening, self._ready, self._state = self._new_opening(), 0, self._read_call
         return events
 
     def _read_call(self, character: str) -> list[Event]:
         self._raw += character
-        if self._guided and character == "{" and (head := _HEAD.fullmatch(self._raw)) and head[1] in self._names:
+        if self._guided and character == "{" and (head := self._head.fullmatch(self._raw)) and head[1] in self._names:
             self._settle()
-            self._end, self._state = _ending(), self._read_arguments
+            self._end, self._state = self._new_end(), self._read_arguments
             return [self._begin(head[1]), *self._read_arguments("{")]
-        return self._close() if self._raw.endswith(CLOSE) else []
+        return self._close() if self._raw.endswith(self._tags[1]) else []
 
     def _read_arguments(self, character: str) -> list[Event]:
         self._settled += 1
@@ -126,7 +129,8 @@ class CallReader:
     def _close(self) -> list[Event]:
         """A call that was read to its end; text if it is none."""
         self._state = self._read_text
-        found = _parsed(self._raw.partition(OPEN)[2].removesuffix(CLOSE))
+        begin, end = self._tags
+        found = _parsed(self._raw.partition(begin)[2].removesuffix(end))
         if found is None or found[0] not in self._names:
             return self._say(self._raw)
         self._settle()
@@ -148,17 +152,15 @@ class CallReader:
         self._raw, self._ready = self._raw[len(text) :], 0
         return [event]
 
+    def _new_opening(self) -> StopStrings:
+        return StopStrings((self._tags[0], f"\n{self._tags[0]}"))
+
+    def _new_end(self) -> StopStrings:
+        return StopStrings(("}\n" + self._tags[1],))
+
     def _settle(self) -> None:
         self._settled += len(self._raw)
         self._raw, self._ready = "", 0
-
-
-def _opening() -> StopStrings:
-    return StopStrings((OPEN, f"\n{OPEN}"))
-
-
-def _ending() -> StopStrings:
-    return StopStrings((_END,))
 
 
 def _parsed(text: str) -> tuple[str, str] | None:

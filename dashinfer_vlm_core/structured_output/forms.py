@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,13 +10,12 @@ from typing import Any
 from ..errors import InvalidParameter
 from ..protocol import ChatRequest
 from ..protocol.output import ToolFunction
-from ..tokenization.hermes import CLOSE, OPEN
+from ..tokenization.conversation import ConversationFormat
 from .grammar import COLON, COMMA, Rules, SchemaFault, any_object, json_schema, literal
 
 MAX_CALLS = 16
 """Most calls of one answer."""
 
-NEXT = f"\n{OPEN}"
 _ANYTHING = r"/(.|\n)*/"
 SCHEMA_PARAM = "response_format.json_schema.schema"
 
@@ -40,10 +40,14 @@ class Form:
         return self.param.partition(".")[0].partition("[")[0]
 
 
-def form_of(request: ChatRequest) -> Form | None:
+def form_of(request: ChatRequest, conversation: ConversationFormat | None = None) -> Form | None:
     """The grammar that a request asks for; None if its answer is free.
 
     Tools that may be called, but need not, are part of it: text is free until a call begins.
+
+    Args:
+        request: says what it wants.
+        conversation: how the model writes calls; the default one's by default.
 
     Raises:
         InvalidParameter: a schema is malformed or too large, or cannot be guaranteed; `param` names it.
@@ -52,13 +56,15 @@ def form_of(request: ChatRequest) -> Form | None:
     content = _content(rules, request)
     if not request.callable_tools:
         return content
-    calls = _calls(rules, request)
+    conversation = conversation or ConversationFormat()
+    begin, calls = literal(conversation.call_begin), _calls(rules, request, conversation)
     if request.must_call:
-        return Form(rules=rules, start=f"{literal(OPEN)} {calls}", param="tool_choice")
+        return Form(rules=rules, start=f"{begin} {calls}", param="tool_choice")
     if content:
-        return Form(rules=rules, start=f"{content.start} | {literal(OPEN)} {calls}", param=content.param)
-    text = rules.terminal(f"{_ANYTHING} & ~/(.|\\n)*{OPEN}(.|\\n)*/")
-    return Form(rules=rules, start=f"{text} | {_until_call(rules)} {calls}", param="tools")
+        return Form(rules=rules, start=f"{content.start} | {begin} {calls}", param=content.param)
+    tag = re.escape(conversation.call_begin).replace("/", r"\/")
+    text = rules.terminal(f"{_ANYTHING} & ~/(.|\\n)*{tag}(.|\\n)*/")
+    return Form(rules=rules, start=f"{text} | {_until_call(rules, begin)} {calls}", param="tools")
 
 
 def _content(rules: Rules, request: ChatRequest) -> Form | None:
@@ -71,29 +77,32 @@ def _content(rules: Rules, request: ChatRequest) -> Form | None:
     return Form(rules=rules, start=start, param=SCHEMA_PARAM)
 
 
-def _until_call(rules: Rules) -> str:
-    return rules.lazy(f"{rules.terminal(_ANYTHING)} {literal(OPEN)}")
+def _until_call(rules: Rules, begin: str) -> str:
+    return rules.lazy(f"{rules.terminal(_ANYTHING)} {begin}")
 
 
-def _calls(rules: Rules, request: ChatRequest) -> str:
+def _calls(rules: Rules, request: ChatRequest, conversation: ConversationFormat) -> str:
     """What follows the first tag: a call, and more of them where there may be several."""
     allowed = {tool.function.name for tool in request.callable_tools}
     calls = [
-        _call(rules, tool.function, f"tools[{index}].function.parameters")
+        _call(rules, tool.function, f"tools[{index}].function.parameters", conversation)
         for index, tool in enumerate(request.tools)
         if tool.function.name in allowed
     ]
     call = rules.either(calls)
-    return call if request.parallel_tool_calls is False else f"{call} ({literal(NEXT)} {call}){{0,{MAX_CALLS - 1}}}"
+    if request.parallel_tool_calls is False:
+        return call
+    following = literal("\n" + conversation.call_begin)
+    return f"{call} ({following} {call}){{0,{MAX_CALLS - 1}}}"
 
 
-def _call(rules: Rules, tool: ToolFunction, param: str) -> str:
+def _call(rules: Rules, tool: ToolFunction, param: str, conversation: ConversationFormat) -> str:
     schema = tool.parameters or {"properties": {}}
     if schema.get("type", "object") != "object":
         raise InvalidParameter(f"`{param}` must be a schema of type object.", param=param)
     arguments = _compiled(rules, {**schema, "type": "object"}, param, lenient=not tool.strict)
     name, key = literal(f'"{tool.name}"'), literal('"arguments"')
-    begin, end = literal('\n{"name"'), literal("}\n" + CLOSE)
+    begin, end = literal('\n{"name"'), literal("}\n" + conversation.call_end)
     return rules.add(f"{begin} {COLON} {name} {COMMA} {key} {COLON} {arguments} {end}")
 
 

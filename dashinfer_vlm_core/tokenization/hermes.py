@@ -1,4 +1,4 @@
-"""Tools as models of this kind read and write them: the Hermes format, in the words of Qwen2.5's published template.
+"""Tools and calls as text, in the words of a `ConversationFormat`.
 
     tools, messages ─▶ messages of plain text, for templates that know nothing of tools
 
@@ -12,25 +12,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, TypeAlias
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-DEFAULT_SYSTEM = "You are a helpful assistant."
-"""What templates of this kind say where a conversation has no system message."""
-
-_TOOLS = """
-
-# Tools
-
-You may call one or more functions to assist with the user query.
-
-You are provided with function signatures within <tools></tools> XML tags:
-<tools>
-{tools}
-</tools>
-
-For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
-<tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""
+from .conversation import ConversationFormat
 
 Message: TypeAlias = dict[str, Any]
 
@@ -48,22 +30,30 @@ def with_objects(messages: list[Message]) -> list[Message]:
     ]
 
 
-def as_text(messages: list[Message], tools: Sequence[Any]) -> list[Message]:
+def as_text(
+    messages: list[Message], tools: Sequence[Any], conversation: ConversationFormat | None = None
+) -> list[Message]:
     """The conversation in messages of system, user and assistant alone, without any field but the content.
 
     Args:
         messages: as `ChatRequest.template_messages` gives them, after `with_objects`.
         tools: what may be called; told at the end of the system message.
+        conversation: how the model writes calls; the default one's by default.
     """
+    conversation = conversation or ConversationFormat()
     if tools:
         first, rest = messages[:1], messages[1:]
         if not first or first[0]["role"] != "system":
-            first, rest = [{"role": "system", "content": DEFAULT_SYSTEM}], messages
-        told = _TOOLS.format(tools="\n".join(map(_spelled, tools)))
+            first, rest = [{"role": "system", "content": conversation.default_system}], messages
+        told = conversation.tools_prompt.format(tools="\n".join(map(_spelled, tools)))
         messages = [{"role": "system", "content": _joined([first[0]["content"], told])}, *rest]
     groups = [(of_tools, list(group)) for of_tools, group in groupby(messages, key=lambda item: item["role"] == "tool")]
     return [
-        turn for of_tools, group in groups for turn in ([_results(group)] if of_tools else map(_without_calls, group))
+        turn
+        for of_tools, group in groups
+        for turn in (
+            [_results(group, conversation)] if of_tools else [_without_calls(item, conversation) for item in group]
+        )
     ]
 
 
@@ -76,9 +66,15 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
     return call | {"function": function | {"arguments": arguments}}
 
 
-def _without_calls(message: Message) -> Message:
+def _without_calls(message: Message, conversation: ConversationFormat) -> Message:
     calls = [
-        f"{OPEN}\n{_spelled({key: call['function'][key] for key in ('name', 'arguments')})}\n{CLOSE}"
+        "\n".join(
+            [
+                conversation.call_begin,
+                _spelled({key: call["function"][key] for key in ("name", "arguments")}),
+                conversation.call_end,
+            ]
+        )
         for call in message.get("tool_calls", ())
     ]
     if not calls:
@@ -88,11 +84,12 @@ def _without_calls(message: Message) -> Message:
     return plain | {"content": _joined([content, "\n" if content else "", "\n".join(calls)])}
 
 
-def _results(messages: list[Message]) -> Message:
+def _results(messages: list[Message], conversation: ConversationFormat) -> Message:
     """One turn of the user for the results of calls that were made together."""
     pieces: list[Any] = []
     for message in messages:
-        pieces += ["\n" if pieces else "", "<tool_response>\n", message["content"], "\n</tool_response>"]
+        begin, end = f"{conversation.result_begin}\n", f"\n{conversation.result_end}"
+        pieces += ["\n" if pieces else "", begin, message["content"], end]
     return {"role": "user", "content": _joined(pieces)}
 
 

@@ -1,6 +1,7 @@
 """A checkpoint's tokenizer: `tokenizer.json` as it stands, else what transformers makes of the older files.
 
-transformers takes apart `tokenizer.json` too and builds it anew: with its import 2 s for Qwen2-VL's, in place of 0.3.
+transformers takes apart `tokenizer.json` too and builds it anew: with its import that takes 2 s for a vocabulary of
+152,000 tokens, in place of 0.3 s.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from ..errors import InvalidParameter
 from ..media.types import Kind
-from ..models.patches import Embedded, Grid
+from ..models.interface import Embedded, Grid, Patches
 from ..protocol import MediaPart
 from .service import Item, Recalled, VisionService
 
@@ -31,6 +31,7 @@ class _Content:
     digest: bytes
     grid: Grid
     tokens: int
+    times: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +96,7 @@ class MediaIds:
         for part, item in zip(parts, items, strict=True):
             if part.uuid is not None and not isinstance(item, Recalled):
                 bound = self._bind(part, part.uuid, sources[part.part], salt)
-                bound.keep(_cut(part, item), _Content(digest=item.digest, grid=item.grid, tokens=item.tokens))
+                bound.keep(_cut(part, item), _content(item))
 
     def _bind(self, part: MediaPart, uuid: str, source: bytes, salt: str) -> _Bound:
         name = (salt, part.kind, uuid)
@@ -122,7 +123,11 @@ class MediaIds:
                 code="uuid_not_cached",
             )
         self._bound.move_to_end((salt, part.kind, part.uuid or ""))
-        return Recalled(visual=visual, tokens=content.tokens, kind=part.kind, part=part.part)
+        return Recalled(visual=visual, tokens=content.tokens, kind=part.kind, part=part.part, times=content.times)
+
+
+def _content(item: Patches | Embedded) -> _Content:
+    return _Content(digest=item.digest, grid=item.grid, tokens=item.tokens, times=item.times)
 
 
 def _cut(part: MediaPart, item: Item) -> _Options:

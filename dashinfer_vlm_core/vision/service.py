@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ..errors import EngineClosed, EngineError
 from ..media.types import Kind
-from ..models.interface import VisionEncoder, VisualTokens
-from ..models.patches import Embedded, Grid, Patches
+from ..models.interface import Embedded, Grid, Patches, VisionEncoder, VisualTokens
 
 if TYPE_CHECKING:
     import torch
@@ -34,12 +33,14 @@ class Recalled:
         tokens: their number.
         kind: what it is.
         part: where it stands in the request.
+        times: as in `Patches`.
     """
 
     visual: VisualTokens
     tokens: int
     kind: Kind
     part: str
+    times: tuple[float, ...] = ()
 
     @property
     def grid(self) -> Grid:

@@ -11,9 +11,8 @@ from dashinfer_vlm_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.config import EngineConfig
+    from dashinfer_vlm_core.kernels.choice import KernelSelector
     from dashinfer_vlm_core.models.spec import ModelSpec
-
-ARCHITECTURE = "qwen2_vl"
 
 
 class TorchDecoderFactory:
@@ -22,14 +21,12 @@ class TorchDecoderFactory:
     name = "torch"
 
     def fitness(self, spec: ModelSpec, config: EngineConfig) -> Fitness:
-        if spec.architecture != ARCHITECTURE:
-            return Fitness(score=0, reason=f"It reads {ARCHITECTURE} only, not {spec.architecture}.")
         return Fitness(score=10, reason=f"PyTorch runs on any device; `device` is {config.device!r}.")
 
-    def create(self, spec: ModelSpec, config: EngineConfig) -> Decoder:
+    def create(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> Decoder:
         from .decoder import TorchDecoder
 
-        return TorchDecoder(spec, config)
+        return TorchDecoder(spec, config, kernels)
 
 
 @hookimpl

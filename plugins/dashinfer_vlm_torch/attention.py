@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dashinfer_vlm_core.models.qwen2_vl.config import TextConfig
+from dashinfer_vlm_core.models.spec import TextModelSpec
 
 
 class KVCache:
@@ -17,12 +17,12 @@ class KVCache:
         pool: [layers, 2 * kv heads, tokens, head_dim], keys first.
     """
 
-    def __init__(self, config: TextConfig, tokens: int, *, device: str, dtype: torch.dtype) -> None:
+    def __init__(self, config: TextModelSpec, tokens: int, *, device: str, dtype: torch.dtype) -> None:
         shape = (config.num_hidden_layers, 2 * config.num_key_value_heads, tokens, config.head_dim)
         self.pool = torch.empty(shape, device=device, dtype=dtype)
 
     @staticmethod
-    def bytes_per_token(config: TextConfig, dtype: torch.dtype) -> int:
+    def bytes_per_token(config: TextModelSpec, dtype: torch.dtype) -> int:
         return config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
 
     def move(self, source: int, target: int, rows: int) -> None:

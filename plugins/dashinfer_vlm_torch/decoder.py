@@ -10,11 +10,10 @@ from collections.abc import AsyncGenerator
 from dashinfer_vlm_core.config import MIB, EngineConfig
 from dashinfer_vlm_core.decoders import GUIDE, SAMPLING_PARAMETERS, DecodeRequest, DecoderStats, Token, check_request
 from dashinfer_vlm_core.errors import ConfigError, EngineClosed
-from dashinfer_vlm_core.kernels import Kernels, choose_kernels
-from dashinfer_vlm_core.models.qwen2_vl.config import read_text_config
-from dashinfer_vlm_core.models.qwen2_vl.placement import resolve_device, resolve_dtype
-from dashinfer_vlm_core.models.qwen2_vl.weights import Weights, torch_dtype
+from dashinfer_vlm_core.kernels import Kernels, KernelSelector
+from dashinfer_vlm_core.models.placement import resolve_device, resolve_dtype
 from dashinfer_vlm_core.models.spec import ModelSpec
+from dashinfer_vlm_core.models.weights import Weights, torch_dtype
 
 from .attention import KVCache
 from .model import TextModel
@@ -40,13 +39,13 @@ class TorchDecoder:
     honours = SAMPLING_PARAMETERS | {GUIDE}
     blind = ""
 
-    def __init__(self, spec: ModelSpec, config: EngineConfig) -> None:
+    def __init__(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> None:
         self._spec = spec
         self._config = config
-        self._text = read_text_config(spec.folder)
+        self._text = spec.text
         self._device = resolve_device(config.device)
         self._dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, self._device))
-        self._kernels = choose_kernels(self._device, self._dtype, config)
+        self._kernels = kernels.choose(self._device, self._dtype, self._text)
         self._int8 = config.quantization == "int8"
         _check_options(config, self._kernels)
         context = min(spec.max_model_len, config.max_model_len or spec.max_model_len)
@@ -108,7 +107,7 @@ class TorchDecoder:
         return min(tokens, context * self._config.max_batch_size)
 
     def _load(self) -> Runner:
-        with Weights.open(self._spec.folder) as weights:
+        with Weights.open(self._spec.folder, self._spec.tensor_renames) as weights:
             model = TextModel(
                 weights, self._text, self._kernels, device=self._device, dtype=self._dtype, int8=self._int8
             )

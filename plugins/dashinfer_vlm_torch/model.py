@@ -1,7 +1,7 @@
-"""The Qwen2 text model with M-RoPE: packed tokens of many requests in, logits of the rows that were asked for out.
+"""The text model: packed tokens of many requests in, logits of the rows that were asked for out.
 
-After the published `modeling_qwen2_vl`; transformers' is the oracle. Weights that read the same input are fused into
-one matrix.
+Its layers are built from a `TextModelSpec`; transformers' models are the oracle. Weights that read the same input are
+fused into one matrix.
 """
 
 from __future__ import annotations
@@ -14,9 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dashinfer_vlm_core.kernels import Activation, DecoderLayer, DecoderShape, Head, Kernels, Linear, Pass, Spans
-from dashinfer_vlm_core.models.qwen2_vl.config import TextConfig
-from dashinfer_vlm_core.models.qwen2_vl.weights import Weights
+from dashinfer_vlm_core.concurrency.compute import executor_for
+from dashinfer_vlm_core.kernels import (
+    Activation,
+    Additions,
+    DecoderLayer,
+    DecoderShape,
+    Head,
+    Kernels,
+    Linear,
+    Norm,
+    Pass,
+    Spans,
+)
+from dashinfer_vlm_core.models.spec import RotarySpec, TextModelSpec
+from dashinfer_vlm_core.models.weights import Weights
 
 from .attention import KVCache
 
@@ -33,6 +45,7 @@ class Batch(NamedTuple):
     spans: Spans
     last: Tensor
     last_spans: Spans
+    additions: Additions | None = None
 
 
 class TextModel:
@@ -41,7 +54,7 @@ class TextModel:
     def __init__(
         self,
         weights: Weights,
-        config: TextConfig,
+        config: TextModelSpec,
         kernels: Kernels,
         *,
         device: str,
@@ -53,20 +66,25 @@ class TextModel:
         self.device = device
         self.dtype = dtype
         self.kernels = kernels
-        read = _Reader(weights, kernels, device, dtype, int8)
-        hidden, vocab = config.hidden_size, config.vocab_size
+        self.executor = executor_for(device)
+        run = self.executor.run
+        read = _Reader(weights, kernels, device, dtype, int8, config)
+        names, hidden, vocab = config.weights, config.hidden_size, config.vocab_size
         # A part after the other, so that others may compute meanwhile.
-        self._embedding = kernels.compute(lambda: read.tensor("model.embed_tokens.weight", vocab, hidden))
+        self._embedding = run(lambda: read.tensor(f"{names.embedding}.weight", vocab, hidden))
         self._layers = kernels.decoder_layers(
-            [
-                kernels.compute(functools.partial(_read_layer, read, config, number))
-                for number in range(config.num_hidden_layers)
-            ],
-            DecoderShape(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.rms_norm_eps),
+            [run(functools.partial(_read_layer, read, config, number)) for number in range(config.num_hidden_layers)],
+            DecoderShape(
+                config.num_attention_heads,
+                config.num_key_value_heads,
+                config.head_dim,
+                config.norm_eps,
+                config.visual_levels,
+            ),
         )
-        self._norm = read.tensor("model.norm.weight", hidden)
-        self._head = kernels.compute(lambda: _read_head(read, config, self._embedding))
-        self._rotary = Rotary(config, device)
+        self._norm = read.norm(names.norm, hidden)
+        self._head = run(lambda: _read_head(read, config, self._embedding))
+        self._rotary = Rotary(config.rotary, config.head_dim, device)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[tokens, hidden_size] of int64 [tokens]; memory of its own, to be written to."""
@@ -75,7 +93,7 @@ class TextModel:
     def forward(self, x: Tensor, batch: Batch, cache: KVCache) -> Tensor:
         """Hidden states after the last layer, not normalised, which `logits` does; see `DecoderLayers`."""
         cos, sin = self._rotary(batch.positions)
-        return self._layers(x, Pass(cos, sin, *batch[1:], cache.pool))
+        return self._layers(x, Pass(cos, sin, *batch[1:-1], cache.pool, batch.additions))
 
     def logits(self, x: Tensor) -> Tensor:
         """float32 [rows, vocab_size] of hidden states [rows, hidden_size]."""
@@ -86,7 +104,7 @@ class TextModel:
         return self._head.best(self._normalise(x))
 
     def _normalise(self, x: Tensor) -> Tensor:
-        return self.kernels.norm(x, self._norm, None, self.config.rms_norm_eps)
+        return self.kernels.norm(x, self._norm.weight, self._norm.bias, self.config.norm_eps)
 
 
 class Turn(NamedTuple):
@@ -97,12 +115,12 @@ class Turn(NamedTuple):
 
 
 class Rotary:
-    """M-RoPE (Qwen2-VL, arXiv 2409.12191, section 2.1): each frequency turns with time, height or width."""
+    """M-RoPE (arXiv 2409.12191, section 2.1): each frequency turns with time, height or width."""
 
-    def __init__(self, config: TextConfig, device: str) -> None:
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        self._frequencies = (1.0 / config.rope_theta**exponents).to(device)
-        self._axes = torch.arange(3).repeat_interleave(torch.tensor(config.mrope_section)).to(device)
+    def __init__(self, rotary: RotarySpec, head_dim: int, device: str) -> None:
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        self._frequencies = (1.0 / rotary.theta**exponents).to(device)
+        self._axes = torch.tensor(rotary.axes).to(device)
 
     def __call__(self, positions: Tensor) -> Turn:
         """The turn of int64 positions [3, tokens]."""
@@ -116,6 +134,7 @@ class _Reader(NamedTuple):
     device: str
     dtype: torch.dtype
     int8: bool
+    spec: TextModelSpec
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self.weights.tensor(name, shape, device=self.device, dtype=self.dtype)
@@ -127,30 +146,65 @@ class _Reader(NamedTuple):
             self.weights.read(name, part)
         return fused
 
+    def norm(self, name: str, width: int) -> Norm:
+        weight = self.tensor(f"{name}.weight", width)
+        if self.spec.norm == "rms_norm":
+            return Norm(weight)
+        return Norm(weight, self.tensor(f"{name}.bias", width) if self.spec.norm_bias else torch.zeros_like(weight))
+
     def linear(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = Activation.NONE) -> Linear:
         return self.kernels.linear(weight, bias, activation=activation, int8=self.int8)
 
 
-def _read_head(read: _Reader, config: TextConfig, embedding: Tensor) -> Head:
-    tied = config.tie_word_embeddings
-    weight = embedding if tied else read.tensor("lm_head.weight", config.vocab_size, config.hidden_size)
+def _read_head(read: _Reader, config: TextModelSpec, embedding: Tensor) -> Head:
+    if config.tie_word_embeddings:
+        return read.kernels.head(embedding, int8=read.int8)
+    weight = read.tensor(f"{config.weights.head}.weight", config.vocab_size, config.hidden_size)
     return read.kernels.head(weight, int8=read.int8)
 
 
-def _read_layer(read: _Reader, config: TextConfig, number: int) -> DecoderLayer:
-    prefix = f"model.layers.{number}"
+def _read_layer(read: _Reader, config: TextModelSpec, number: int) -> DecoderLayer:
+    names, prefix = config.weights, config.weights.layer.format(number)
     hidden, inner = config.hidden_size, config.intermediate_size
-    query, key = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
-    qkv = [f"{prefix}.self_attn.{name}_proj" for name in ("q", "k", "v")]
-    gate_up = [f"{prefix}.mlp.{name}_proj.weight" for name in ("gate", "up")]
+    query = config.num_attention_heads * config.head_dim
+    gate_up = [f"{prefix}.{name}.weight" for name in (names.gate, names.up)]
     return DecoderLayer(
-        input_norm=read.tensor(f"{prefix}.input_layernorm.weight", hidden),
-        qkv=read.linear(
-            read.fused([f"{name}.weight" for name in qkv], [query, key, key], hidden),
-            read.fused([f"{name}.bias" for name in qkv], [query, key, key]),
-        ),
-        output=read.linear(read.tensor(f"{prefix}.self_attn.o_proj.weight", hidden, query)),
-        mlp_norm=read.tensor(f"{prefix}.post_attention_layernorm.weight", hidden),
+        input_norm=read.norm(f"{prefix}.{names.input_norm}", hidden),
+        qkv=_read_qkv(read, config, prefix),
+        output=read.linear(read.tensor(f"{prefix}.{names.output}.weight", hidden, query)),
+        mlp_norm=read.norm(f"{prefix}.{names.mlp_norm}", hidden),
         gate_up=read.linear(read.fused(gate_up, [inner, inner], hidden), activation=Activation.SILU_GATE),
-        down=read.linear(read.tensor(f"{prefix}.mlp.down_proj.weight", hidden, inner)),
+        down=read.linear(read.tensor(f"{prefix}.{names.down}.weight", hidden, inner)),
+        query_norm=_read_head_norm(read, config, f"{prefix}.{names.query_norm}"),
+        key_norm=_read_head_norm(read, config, f"{prefix}.{names.key_norm}"),
     )
+
+
+def _read_qkv(read: _Reader, config: TextModelSpec, prefix: str) -> Linear:
+    names, hidden = config.weights, config.hidden_size
+    query, key = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+    modules, rows = [f"{prefix}.{name}" for name in (names.query, names.key, names.value)], [query, key, key]
+    weight = read.fused([f"{name}.weight" for name in modules], rows, hidden)
+    bias = read.fused([f"{name}.bias" for name in modules], rows) if config.qkv_bias else None
+    if config.rotary.pairs == "neighbors":
+        weight[: query + key] = _as_halves(weight[: query + key], config.head_dim)
+        if bias is not None:
+            bias[: query + key] = _as_halves(bias[: query + key], config.head_dim)
+    return read.linear(weight, bias)
+
+
+def _read_head_norm(read: _Reader, config: TextModelSpec, name: str) -> Norm | None:
+    if not config.qk_norm:
+        return None
+    norm = read.norm(name, config.head_dim)
+    if config.rotary.pairs == "halves":
+        return norm
+    weight, bias = (None if part is None else _as_halves(part, config.head_dim) for part in norm)
+    assert weight is not None
+    return Norm(weight, bias)
+
+
+def _as_halves(rows: Tensor, head_dim: int) -> Tensor:
+    """Rows of heads, [heads * head_dim, ...], whose neighbors are rotated together, in the order in which the kernels
+    rotate them: of each head the even ones, and then the odd ones. Products of queries and keys stay the same."""
+    return torch.cat([torch.unflatten(rows, 0, (-1, head_dim))[:, start::2] for start in (0, 1)], dim=1).flatten(0, 1)

@@ -77,7 +77,7 @@ def _describe(request: DecodeRequest) -> npt.NDArray[np.int64]:
     for span in request.spans:
         part = rows[span.start : span.stop]
         part[:, 4:7] = span.tokens.grid
-        part[:, 7] = np.arange(len(part))
+        part[:, 7] = np.arange(span.row, span.row + len(part))
         part[:, 8:] = np.frombuffer(span.tokens.digest, np.int64)
     return rows
 

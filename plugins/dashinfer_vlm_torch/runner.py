@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dashinfer_vlm_core.kernels import Span, Spans
+from dashinfer_vlm_core.kernels import Additions, Span, Spans
 
 from .attention import KVCache
 from .memory import Move
@@ -33,8 +33,8 @@ class Runner:
         self._cache = cache
 
     def compute(self, work: Callable[[], T]) -> T:
-        """What `work` returns, or raises: where moves and steps are to be done. See `Kernels.compute`."""
-        return self._model.kernels.compute(work)
+        """What `work` returns, or raises: where moves and steps are to be done. See `Executor`."""
+        return self._model.executor.run(work)
 
     def check_device(self) -> None:
         """Compute next to nothing on the device.
@@ -56,12 +56,14 @@ class Runner:
         """Read all chunks; the choices of those that are their run's last."""
         ids, positions, slots = self._pack(chunks)
         x = self._model.embed(ids)
-        _place_visual_tokens(x, chunks)
+        additions = _place_visual_tokens(x, chunks)
         spans = _spans(chunks)
         whole = [(chunk.run, span) for chunk, span in zip(chunks, spans, strict=True) if chunk.last]
         last = torch.tensor([span.first + span.tokens - 1 for _, span in whole], dtype=torch.int64, device=x.device)
         last_spans = [Span(i, 1, span.row, span.keys, span.keys - 1) for i, (_, span) in enumerate(whole)]
-        batch = Batch(positions, slots, Spans(spans, device=x.device), last, Spans(last_spans, device=x.device))
+        batch = Batch(
+            positions, slots, Spans(spans, device=x.device), last, Spans(last_spans, device=x.device), additions
+        )
         x = self._model.forward(x, batch, self._cache)
         if not whole:
             return {}
@@ -98,13 +100,23 @@ def _spans(chunks: Sequence[Chunk]) -> list[Span]:
     ]
 
 
-def _place_visual_tokens(x: Tensor, chunks: Sequence[Chunk]) -> None:
-    """Overwrite the embeddings of placeholders, as far as they lie within the chunks."""
-    offset = 0
+def _place_visual_tokens(x: Tensor, chunks: Sequence[Chunk]) -> Additions | None:
+    """Overwrite the embeddings of placeholders, as far as they lie within the chunks; returns what is added later."""
+    offset, hidden = 0, x.shape[1]
+    places: list[int] = []
+    levels: list[Tensor] = []
     for run, start, stop in chunks:
         for span in run.request.spans:
             first, end = max(start, span.start), min(stop, span.stop)
             if first < end:
-                rows = span.tokens.embedding[first - span.start : end - span.start]
-                x[offset + first - start : offset + end - start].copy_(rows)
+                row = span.row + first - span.start
+                rows = span.tokens.embedding[row : row + end - first]
+                x[offset + first - start : offset + end - start].copy_(rows[:, :hidden])
+                if rows.shape[1] > hidden:
+                    places += range(offset + first - start, offset + end - start)
+                    levels.append(rows[:, hidden:].to(x.device, x.dtype))
         offset += stop - start
+    if not levels:
+        return None
+    values = torch.unflatten(torch.cat(levels), 1, (-1, hidden)).transpose(0, 1)
+    return Additions(torch.tensor(places, device=x.device), values)

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
-from dashinfer_vlm_core.concurrency.turns import CPU_TURNS
+from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR
 from dashinfer_vlm_core.decoders import Token
 from dashinfer_vlm_core.errors import DecoderFailed, EngineClosed, EngineError
 
@@ -121,7 +121,7 @@ class Worker:
         seconds = min(STOP_SECONDS, self._step_timeout)
         self._thread.join(timeout=seconds)
         if self._thread.is_alive():
-            CPU_TURNS.take_from(self._thread.ident)  # a tower that waits for it goes on, and can be closed
+            CPU_EXECUTOR.take_from(self._thread.ident)  # a tower that waits for it goes on, and can be closed
             self._end_all()
             raise DecoderFailed(
                 f"A step of the decoder has not ended within {seconds:g} seconds. It ends with the process at last:"

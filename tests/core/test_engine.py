@@ -390,7 +390,7 @@ def test_a_folder_that_is_no_checkpoint_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="no model_type"):
         Engine(EngineConfig(model=str(tmp_path))).start()
     (tmp_path / "config.json").write_text('{"model_type": "llava"}')
-    with pytest.raises(PluginError, match="No architecture is called 'llava'; there is: qwen2_vl"):
+    with pytest.raises(PluginError, match="No model family is called 'llava'; there is: qwen2_vl"):
         Engine(EngineConfig(model=str(tmp_path))).start()
 
 

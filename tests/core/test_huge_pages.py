@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dashinfer_vlm_core.kernels import huge_pages
+from dashinfer_vlm_cpu import huge_pages
 from tests.waiting import HANG, until
 
 MIB = 1 << 20

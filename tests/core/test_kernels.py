@@ -20,14 +20,15 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.engine import open_conductor
 from dashinfer_vlm_core.engine.watch import Watchers
 from dashinfer_vlm_core.errors import ConfigError
-from dashinfer_vlm_core.kernels import Activation, DecoderLayer, DecoderShape, Pass, Span, Spans, choose_kernels
-from dashinfer_vlm_core.kernels import native as native_module
-from dashinfer_vlm_core.kernels.build import BuildError, build
+from dashinfer_vlm_core.kernels import Activation, DecoderLayer, DecoderShape, Norm, Pass, Span, Spans
 from dashinfer_vlm_core.kernels.layers import ComposedLayers
-from dashinfer_vlm_core.kernels.native import AMX, AVX512, PORTABLE_TILES, load_native, load_variant
-from dashinfer_vlm_core.kernels.native_linear import NativeLinear, Packed
 from dashinfer_vlm_core.kernels.plain import Plain
 from dashinfer_vlm_core.plugins import load_plugins
+from dashinfer_vlm_cpu import native as native_module
+from dashinfer_vlm_cpu.build import BuildError, build
+from dashinfer_vlm_cpu.native import AMX, AVX512, PORTABLE_TILES, load_native, load_variant
+from dashinfer_vlm_cpu.native_linear import NativeLinear, Packed
+from tests.kernels import choose_kernels
 from tests.waiting import HANG, until
 
 ROWS = [1, 5, 12, 13, 16, 29, 200]
@@ -516,10 +517,10 @@ def decoder_layer(kernels, number, *, int8):
 
     heads, keys = SHAPE.heads * SHAPE.width, 2 * SHAPE.kv_heads * SHAPE.width
     return DecoderLayer(
-        input_norm=numbers(HIDDEN, seed=1),
+        input_norm=Norm(numbers(HIDDEN, seed=1)),
         qkv=linear(heads + keys, HIDDEN, 2, bias=numbers(heads + keys, seed=3)),
         output=linear(HIDDEN, heads, 4),
-        mlp_norm=numbers(HIDDEN, seed=5),
+        mlp_norm=Norm(numbers(HIDDEN, seed=5)),
         gate_up=linear(2 * INNER, HIDDEN, 6, activation=Activation.SILU_GATE),
         down=linear(HIDDEN, INNER, 7),
     )
@@ -716,7 +717,7 @@ def test_without_a_compiler_pytorch_computes_and_the_log_says_why(tmp_path):
     script = """
 import logging, torch
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.kernels import choose_kernels
+from tests.kernels import choose_kernels
 logging.basicConfig()
 print(choose_kernels("cpu", torch.bfloat16, EngineConfig()).name)
 """

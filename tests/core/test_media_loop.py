@@ -13,7 +13,7 @@ from PIL import Image
 from dashinfer_vlm_core.concurrency.loop import LoopThread
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.media import READERS, MediaLoader
-from dashinfer_vlm_core.models.patches import Patcher
+from dashinfer_vlm_core.models.qwen2_vl.image_processor import Qwen2VLImageProcessor
 from dashinfer_vlm_core.models.spec import PixelSpec
 from dashinfer_vlm_core.protocol import MediaPart
 from tests.samples import data_url, encode, movie, noise
@@ -30,6 +30,7 @@ HEAVY = (
     "_sha256",
     "numpy",
     "dashinfer_vlm_core.models.patches",
+    "dashinfer_vlm_core.models.qwen2_vl.image_processor",
 )
 """Packages that decode, digest or resize."""
 
@@ -102,15 +103,16 @@ async def heavy_calls(work):
 def load(parts):
     """The heavy calls of the loop's thread, and the threads that cut the media into patches."""
     config = EngineConfig(allow_private_addresses=True, image_max_bytes=30_000_000, image_fetch_timeout=HANG)
-    patcher, loop, threads = Patcher(PixelSpec(), config), LoopThread("engine"), set()
+    processor, loop, threads = Qwen2VLImageProcessor(PixelSpec(), config), LoopThread("engine"), set()
     loader = MediaLoader(config, READERS)
 
     def cut(media):
         threads.add(threading.current_thread().name)
-        return patcher.cut(media)
+        return processor.process(media)
 
     try:
-        loop.call(loader.load([image(data_url(encode(noise(9, 9))))], then=patcher.cut))  # imports, and starts threads
+        first = [image(data_url(encode(noise(9, 9))))]  # imports, and starts threads
+        loop.call(loader.load(first, then=processor.process))
         return loop.call(heavy_calls(loader.load(parts, then=cut))), threads
     finally:
         loop.stop(last=loader.close())

@@ -17,6 +17,7 @@ from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.errors import InvalidParameter, MediaTooLarge, MediaUndecodable, UnsupportedParameter
 from dashinfer_vlm_core.media import MediaLoader
 from dashinfer_vlm_core.media.memory import fingerprint, take
+from dashinfer_vlm_core.media.sampling import VideoSamplingPolicy
 from dashinfer_vlm_core.protocol import EncodedEmbeddings, MediaPart
 from tests.samples import data_url, encode, label, noise, picture_url
 
@@ -32,7 +33,9 @@ def part(content, kind="image", **options):
 
 
 def got(content, kind="image", *, config=None, **options):
-    return take(part(content, kind, **options), EngineConfig(**config or {}), lambda: None)
+    settings = EngineConfig(**config or {})
+    policy = VideoSamplingPolicy().within(settings)
+    return take(part(content, kind, **options), settings, policy, lambda: None)
 
 
 def pixels(content, **options):

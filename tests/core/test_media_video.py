@@ -15,12 +15,14 @@ import pytest
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import InvalidParameter, MediaTooLarge, MediaUndecodable, MissingDependency
 from dashinfer_vlm_core.media import READERS, PyAVReader
+from dashinfer_vlm_core.media.sampling import VideoSamplingPolicy
 from dashinfer_vlm_core.media.types import VideoInfo
 from dashinfer_vlm_core.media.video import available, decode_clip, frame_count, stack_frames
 from dashinfer_vlm_core.protocol import MediaPart
 from tests.samples import movie, movie_frame, noise
 from tests.web import body, serve
 
+POLICY = VideoSamplingPolicy()
 PART = "messages[0].content[0]"
 ONE = 1 << 16
 CONTAINERS = ["mp4", "mov", "matroska", "webm", "avi", "mpegts"]
@@ -32,7 +34,9 @@ def video(**options):
 
 def clip(data, readers=READERS, config=None, **options):
     config = config or EngineConfig()
-    return decode_clip(data, part=video(**options), readers=readers, config=config, check_stop=go_on)
+    return decode_clip(
+        data, part=video(**options), readers=readers, config=config, policy=POLICY.within(config), check_stop=go_on
+    )
 
 
 def go_on():
@@ -70,27 +74,27 @@ ANY = movie(1)
 
 def test_the_default_rate_and_both_limits_are_the_configuration_s():
     config = EngineConfig(video_fps=1.0, video_min_frames=6, video_max_frames=20)
-    counts = [frame_count(total, 10.0, part=video(), config=config) for total in (30, 100, 1000, 5)]
+    counts = [frame_count(total, 10.0, part=video(), policy=POLICY.within(config)) for total in (30, 100, 1000, 5)]
     assert counts == [6, 10, 20, 4]
 
 
 def test_a_request_cannot_raise_the_limit_of_frames():
     config = EngineConfig(video_max_frames=8)
-    assert frame_count(1000, 10.0, part=video(fps=10.0), config=config) == 8
+    assert frame_count(1000, 10.0, part=video(fps=10.0), policy=POLICY.within(config)) == 8
     with pytest.raises(InvalidParameter) as caught:
-        frame_count(1000, 10.0, part=video(num_frames=10), config=config)
+        frame_count(1000, 10.0, part=video(num_frames=10), policy=POLICY.within(config))
     assert caught.value.param == f"{PART}.video_url.num_frames"
 
 
 @pytest.mark.parametrize(("asked", "count"), [(2, 2), (3, 4), (4, 4), (5, 4), (6, 6), (7, 8), (100, 100)])
 def test_a_number_of_frames_is_rounded_to_an_even_one(asked, count):
-    assert frame_count(100, 10.0, part=video(num_frames=asked), config=EngineConfig()) == count
+    assert frame_count(100, 10.0, part=video(num_frames=asked), policy=POLICY) == count
 
 
 @pytest.mark.parametrize("asked", [1, 102, 1000])
 def test_a_number_of_frames_that_the_file_does_not_have_is_refused(asked):
     with pytest.raises(InvalidParameter) as caught:
-        frame_count(100, 10.0, part=video(num_frames=asked), config=EngineConfig())
+        frame_count(100, 10.0, part=video(num_frames=asked), policy=POLICY)
     assert caught.value.param == f"{PART}.video_url.num_frames"
 
 
@@ -303,14 +307,14 @@ def test_a_truncated_file_is_undecodable():
 
 def test_frames_of_a_list_become_a_clip():
     frames = [noise(4, 6, seed) for seed in range(3)]
-    stacked = stack_frames(frames, 3, video(min_pixels=1, max_pixels=2, total_pixels=3))
+    stacked = stack_frames(frames, 3, video(min_pixels=1, max_pixels=2, total_pixels=3), POLICY)
     np.testing.assert_array_equal(stacked.frames, frames)
     assert (stacked.min_pixels, stacked.max_pixels, stacked.total_pixels) == (1, 2, 3)
 
 
 def test_a_frame_of_another_size_is_named():
     with pytest.raises(InvalidParameter, match="6 x 4") as caught:
-        stack_frames([noise(4, 6), noise(4, 6), noise(6, 4)], 3, video())
+        stack_frames([noise(4, 6), noise(4, 6), noise(6, 4)], 3, video(), POLICY)
     assert caught.value.param == f"{PART}.video_url.url[2]"
 
 

@@ -9,7 +9,8 @@ from PIL import Image
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError, InvalidParameter
 from dashinfer_vlm_core.media import Clip, Picture
-from dashinfer_vlm_core.models.patches import Patcher, PixelLimits, normalise, smart_resize
+from dashinfer_vlm_core.models.patches import normalise, smart_resize
+from dashinfer_vlm_core.models.qwen2_vl.image_processor import PixelLimits, Qwen2VLImageProcessor
 from dashinfer_vlm_core.models.spec import PixelSpec
 from tests.samples import noise
 
@@ -27,7 +28,7 @@ def clip(frames, **limits):
 
 
 def cut(media, config=SMALL, spec=SPEC):
-    return Patcher(spec, config).cut(media)
+    return Qwen2VLImageProcessor(spec, config).process(media)
 
 
 @pytest.fixture(scope="module")
@@ -177,11 +178,13 @@ def test_the_digest_is_of_kind_grid_and_pixels():
     ],
 )
 def test_limits_of_a_picture(asked, options, limits):
-    assert Patcher(SPEC, EngineConfig(**options)).limits(picture(noise(2, 2), **asked)) == limits
+    assert Qwen2VLImageProcessor(SPEC, EngineConfig(**options)).limits(picture(noise(2, 2), **asked)) == limits
 
 
 def test_a_small_checkpoint_bounds_the_default():
-    assert Patcher(PixelSpec(max_pixels=50_000), EngineConfig()).limits(picture(noise(2, 2))).most == 50_000
+    assert (
+        Qwen2VLImageProcessor(PixelSpec(max_pixels=50_000), EngineConfig()).limits(picture(noise(2, 2))).most == 50_000
+    )
 
 
 @pytest.mark.parametrize(
@@ -207,24 +210,24 @@ def published_frame_limit(count, least, most=768 * 784, total=16384 * 784):
 def test_limits_of_a_frame_follow_the_published_rule(count):
     frames = np.zeros((count, 2, 2, 3), np.uint8)
     for least in (4 * 784, 128 * 784):
-        limits = Patcher(SPEC, EngineConfig()).limits(clip(frames, min_pixels=least))
+        limits = Qwen2VLImageProcessor(SPEC, EngineConfig()).limits(clip(frames, min_pixels=least))
         assert limits == PixelLimits(least, int(published_frame_limit(count + count % 2, least)))
 
 
 def test_a_request_lowers_the_limits_of_a_frame():
     frames = np.zeros((8, 2, 2, 3), np.uint8)
-    patcher = Patcher(SPEC, EngineConfig())
-    assert patcher.limits(clip(frames, max_pixels=50_000)).most == 50_000
-    assert patcher.limits(clip(frames, total_pixels=100_000)).most == 25_000
-    assert patcher.limits(clip(frames, total_pixels=1)).most == int(SPEC.min_pixels * 1.05)
+    processor = Qwen2VLImageProcessor(SPEC, EngineConfig())
+    assert processor.limits(clip(frames, max_pixels=50_000)).most == 50_000
+    assert processor.limits(clip(frames, total_pixels=100_000)).most == 25_000
+    assert processor.limits(clip(frames, total_pixels=1)).most == int(SPEC.min_pixels * 1.05)
 
 
 def test_at_most_more_than_the_server_s_most_is_the_server_s_most():
     frames = np.zeros((64, 2, 2, 3), np.uint8)
-    patcher = Patcher(SPEC, EngineConfig(video_total_pixels=100_000 * 32))
-    whole = patcher.limits(clip(frames))
+    processor = Qwen2VLImageProcessor(SPEC, EngineConfig(video_total_pixels=100_000 * 32))
+    whole = processor.limits(clip(frames))
     for asked in ({"max_pixels": 10**9}, {"total_pixels": 10**9}):
-        assert patcher.limits(clip(frames, **asked)) == whole
+        assert processor.limits(clip(frames, **asked)) == whole
 
 
 @pytest.mark.parametrize(
@@ -249,22 +252,22 @@ def test_all_frames_together_stay_within_the_total():
 
 def test_a_configuration_that_contradicts_itself_is_refused():
     with pytest.raises(ConfigError, match="min_pixels"):
-        Patcher(SPEC, EngineConfig(min_pixels=10_000, max_pixels=5_000))
+        Qwen2VLImageProcessor(SPEC, EngineConfig(min_pixels=10_000, max_pixels=5_000))
 
 
 def test_tokens_are_known_before_anything_is_resized():
-    patcher = Patcher(SPEC, SMALL)
+    processor = Qwen2VLImageProcessor(SPEC, SMALL)
     for height, width in [(2, 2), (28, 28), (300, 451), (90, 1300), (1200, 800)]:
         still = picture(noise(height, width))
-        assert patcher.tokens(still) == patcher.cut(still).tokens
+        assert processor.count_tokens(still) == processor.process(still).tokens
         for count in (1, 2, 5):
             moving = clip([noise(height, width)] * count)
-            assert patcher.tokens(moving) == patcher.cut(moving).tokens
+            assert processor.count_tokens(moving) == processor.process(moving).tokens
     vast = clip(np.broadcast_to(np.uint8(0), (1, 1_000_000, 1_000_000, 3)))  # which could not be resized
-    assert patcher.tokens(vast) == 27 * 27
+    assert processor.count_tokens(vast) == 27 * 27
 
 
 def test_tokens_of_what_cannot_be_cut_are_refused_as_cutting_it_is():
     with pytest.raises(InvalidParameter) as caught:
-        Patcher(SPEC, SMALL).tokens(picture(noise(1, 201)))
+        Qwen2VLImageProcessor(SPEC, SMALL).count_tokens(picture(noise(1, 201)))
     assert caught.value.param == PART

@@ -58,7 +58,7 @@ def row(name):
 def test_the_built_in_parts_come_in_by_the_same_door():
     registry = load_plugins(strict=True)
     assert registry.models["demo"].name == "checkpoint"
-    assert "qwen2_vl" in registry.architectures
+    assert "qwen2_vl" in registry.families
     assert "torch" in registry.decoders
     assert set(registry.video_readers) == {"pyav"}
     assert {row.status for row in registry.rows} == {"ok"}

@@ -12,7 +12,8 @@ from PIL import Image
 from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.errors import ContextLengthExceeded, InvalidParameter, MediaTooLarge, QueueFull
 from dashinfer_vlm_core.media import Clip, Picture
-from dashinfer_vlm_core.models.patches import Patcher, uncut
+from dashinfer_vlm_core.models.patches import uncut
+from dashinfer_vlm_core.models.qwen2_vl.image_processor import Qwen2VLImageProcessor
 from dashinfer_vlm_core.models.spec import PixelSpec
 from dashinfer_vlm_core.preprocessing.preview import MAX_FRAMES, seen
 from dashinfer_vlm_core.testing import scripted_engine
@@ -20,6 +21,7 @@ from tests.conversations import as_openai, picture, user
 from tests.samples import noise
 
 SPEC = PixelSpec()
+PROCESSOR = Qwen2VLImageProcessor(SPEC, EngineConfig())
 PART = "messages[0].content[0]"
 
 
@@ -43,7 +45,7 @@ def pixels_of(frame):
 
 def test_cutting_can_be_undone():
     frames = moving(5)
-    patches = Patcher(SPEC, EngineConfig()).cut(Clip(frames=frames, part=PART))
+    patches = Qwen2VLImageProcessor(SPEC, EngineConfig()).process(Clip(frames=frames, part=PART))
     assert np.array_equal(uncut(patches.pixels, patches.grid, SPEC), [*frames, frames[-1]])
 
 
@@ -68,7 +70,7 @@ def test_the_tokens_are_those_that_an_answer_is_billed_for(engine):
 
 def test_a_long_video_is_shown_by_some_of_its_frames():
     clip = Clip(frames=moving(41), part=PART)
-    item = seen(clip, Patcher(SPEC, EngineConfig()).cut(clip), SPEC)
+    item = seen(clip, PROCESSOR.process(clip), PROCESSOR)
     assert item.frame_count == 42
     assert len(item.frames) == MAX_FRAMES
     assert [item.frames[0].index, item.frames[-1].index] == [0, 41]
@@ -102,5 +104,5 @@ def test_a_preview_has_the_limits_of_a_request(tiny_checkpoint):
 def test_a_picture_that_fits_is_not_touched():
     image = Image.fromarray(noise(56, 84))
     media = Picture(image=image, part=PART)
-    item = seen(media, Patcher(SPEC, EngineConfig()).cut(media), SPEC)
+    item = seen(media, PROCESSOR.process(media), PROCESSOR)
     assert np.array_equal(pixels_of(item.frames[0]), np.asarray(image))

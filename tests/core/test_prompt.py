@@ -9,13 +9,18 @@ import torch
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError, ConfigError, ContextLengthExceeded, InvalidParameter
-from dashinfer_vlm_core.models.patches import Grid, Patches
+from dashinfer_vlm_core.models.interface import Grid, Patches, Span
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
-from dashinfer_vlm_core.preprocessing.prompt import PromptBuilder, Span, mrope_positions
+from dashinfer_vlm_core.models.qwen2_vl.prompt_layout import Qwen2VLPromptLayout, mrope_positions
+from dashinfer_vlm_core.preprocessing.prompt import PromptBuilder
 from dashinfer_vlm_core.protocol import ChatRequest
 from dashinfer_vlm_core.tokenization.chat_template import ChatTemplate
 from dashinfer_vlm_core.tokenization.tokenizer import read_tokenizer
 from tests.tiny import SPECIAL
+
+
+def load(spec, **options):
+    return PromptBuilder.load(spec, Qwen2VLPromptLayout(spec), EngineConfig(**options), max_model_len=512)
 
 
 @pytest.fixture(scope="module")
@@ -25,12 +30,15 @@ def spec(tiny_checkpoint):
 
 @pytest.fixture(scope="module")
 def builder(spec):
-    return PromptBuilder.load(spec, EngineConfig(), max_model_len=512)
+    return load(spec)
 
 
 def templated(spec, template):
     tokenizer = read_tokenizer(spec.folder)
-    return PromptBuilder(tokenizer, ChatTemplate({"default": template}, {}), spec=spec, max_model_len=512)
+    layout = Qwen2VLPromptLayout(spec)
+    return PromptBuilder(
+        tokenizer, ChatTemplate({"default": template}, {}), spec=spec, layout=layout, max_model_len=512
+    )
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +252,7 @@ def test_jinjas_own_words_are_not_for_the_caller(spec, caplog):
 def test_the_operators_template_replaces_the_checkpoints(spec, tmp_path):
     path = tmp_path / "short.jinja"
     path.write_text("{{ messages[0]['content'] }}")
-    builder = PromptBuilder.load(spec, EngineConfig(chat_template=path), max_model_len=512)
+    builder = load(spec, chat_template=path)
     assert builder.tokenizer.decode(builder.build(request(user("abc")), []).token_ids.tolist()) == "abc"
 
 
@@ -253,10 +261,10 @@ def test_a_broken_template_is_the_operators_fault_at_start(spec, tmp_path):
     for text in ("{{ messages[0]", "{{ raise_exception('never') }}", "{{ messages['nothing'].x.y }}"):
         path.write_text(text)
         with pytest.raises(ConfigError, match="The chat template cannot be used"):
-            PromptBuilder.load(spec, EngineConfig(chat_template=path), max_model_len=512)
+            load(spec, chat_template=path)
     path.write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="cannot be read"):
-        PromptBuilder.load(spec, EngineConfig(chat_template=path), max_model_len=512)
+        load(spec, chat_template=path)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", "1"])
@@ -264,14 +272,20 @@ def test_a_damaged_template_file_of_the_checkpoint_is_named(spec, tmp_path, cont
     folder = shutil.copytree(spec.folder, tmp_path / "copy")
     (folder / "chat_template.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"The chat template in .* cannot be read"):
-        PromptBuilder.load(dataclasses.replace(spec, folder=folder), EngineConfig(), max_model_len=512)
+        PromptBuilder.load(
+            dataclasses.replace(spec, folder=folder), Qwen2VLPromptLayout(spec), EngineConfig(), max_model_len=512
+        )
 
 
 def test_a_missing_template_file_is_the_operators_fault(spec, tmp_path):
     with pytest.raises(ConfigError, match=r"chat_template: .*none\.jinja"):
-        PromptBuilder.load(spec, EngineConfig(chat_template=tmp_path / "none.jinja"), max_model_len=512)
+        PromptBuilder.load(
+            spec, Qwen2VLPromptLayout(spec), EngineConfig(chat_template=tmp_path / "none.jinja"), max_model_len=512
+        )
 
 
 def test_a_folder_without_tokenizer_is_the_operators_fault(spec, tmp_path):
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
-        PromptBuilder.load(dataclasses.replace(spec, folder=tmp_path), EngineConfig(), max_model_len=512)
+        PromptBuilder.load(
+            dataclasses.replace(spec, folder=tmp_path), Qwen2VLPromptLayout(spec), EngineConfig(), max_model_len=512
+        )

@@ -8,13 +8,12 @@ from transformers import AutoConfig
 
 from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.models.qwen2_vl.config import (
-    TextConfig,
     VisionConfig,
     read_spec,
-    read_text_config,
+    read_text_model,
     read_vision_config,
 )
-from dashinfer_vlm_core.models.spec import PixelSpec
+from dashinfer_vlm_core.models.spec import PixelSpec, RotarySpec, TextModelSpec
 
 PUBLISHED_2B = {
     "architectures": ["Qwen2VLForConditionalGeneration"],
@@ -100,11 +99,11 @@ def edit(folder, name, path, value):
 def test_published_layout(published):
     spec = read_spec(published)
 
-    assert (spec.folder, spec.architecture, spec.dtype) == (published, "qwen2_vl", "bfloat16")
+    assert (spec.folder, spec.model_type, spec.dtype) == (published, "qwen2_vl", "bfloat16")
     assert (spec.max_model_len, spec.vocab_size, spec.hidden_size) == (32768, 151936, 1536)
     assert (spec.tokens.image, spec.tokens.video, spec.tokens.stop) == (151655, 151656, (151645, 151643))
     assert spec.pixels == PixelSpec(max_pixels=12845056)
-    assert read_text_config(published) == TextConfig(
+    assert read_text_model(published) == TextModelSpec(
         hidden_size=1536,
         intermediate_size=8960,
         num_hidden_layers=28,
@@ -113,9 +112,8 @@ def test_published_layout(published):
         head_dim=128,
         vocab_size=151936,
         max_position_embeddings=32768,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        mrope_section=(16, 24, 24),
+        norm_eps=1e-6,
+        rotary=RotarySpec(theta=1e6, axes=(0,) * 16 + (1,) * 24 + (2,) * 24),
         tie_word_embeddings=True,
     )
     assert read_vision_config(published) == VisionConfig(
@@ -139,7 +137,7 @@ def test_layout_that_transformers_writes_reads_the_same(published, tmp_path_fact
         shutil.copy(published / name, rewritten)
 
     assert "text_config" in json.loads((rewritten / "config.json").read_text())
-    assert read_text_config(rewritten) == read_text_config(published)
+    assert read_text_model(rewritten) == read_text_model(published)
     assert read_vision_config(rewritten) == read_vision_config(published)
     assert read_spec(rewritten).tokens == read_spec(published).tokens
     assert read_spec(rewritten).dtype == "bfloat16"
@@ -149,15 +147,15 @@ def test_rope_scaling_as_transformers_4_45_wrote_it(published):
     scaling = {"type": "mrope", "rope_type": "default", "mrope_section": [16, 24, 24]}
     edit(published, "config.json", "rope_scaling", scaling)
 
-    assert read_text_config(published).mrope_section == (16, 24, 24)
+    assert read_text_model(published).rotary.sections == (16, 24, 24)
 
 
 def test_output_layer_is_tied_if_either_level_says_so(published):
     edit(published, "config.json", "tie_word_embeddings", None)
-    assert not read_text_config(published).tie_word_embeddings
+    assert not read_text_model(published).tie_word_embeddings
 
     edit(published, "config.json", "tie_word_embeddings", value=True)
-    assert read_text_config(published).tie_word_embeddings
+    assert read_text_model(published).tie_word_embeddings
 
 
 @pytest.mark.parametrize(("found", "stop"), [(7, (7,)), ([7, 8], (7, 8))])

@@ -14,9 +14,10 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import get_vision_position_i
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError
-from dashinfer_vlm_core.models.patches import Grid, Patches
+from dashinfer_vlm_core.models.interface import Grid, Patches
 from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
 from dashinfer_vlm_core.models.qwen2_vl.rope import patch_positions
+from tests.kernels import selector
 from tests.patches import random_patches
 from tests.tiny import write_checkpoint
 
@@ -28,8 +29,8 @@ GRIDS = {"picture": PICTURE, "pictures": PICTURES, "video": VIDEO, "mixed": MIXE
 
 
 def load(folder, dtype="float32", **options):
-    architecture = Qwen2VL()
-    return architecture.load_vision(architecture.read(folder), EngineConfig(device="cpu", dtype=dtype, **options))
+    family, config = Qwen2VL(), EngineConfig(device="cpu", dtype=dtype, **options)
+    return family.load_vision_encoder(family.load_spec(folder), config, selector(config))
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +89,8 @@ def test_equals_transformers_in_half_precision(tiny_checkpoint, dtype):
 
 
 def test_auto_takes_the_stored_number_type(tiny_checkpoint):
-    architecture = Qwen2VL()
-    encoder = architecture.load_vision(architecture.read(tiny_checkpoint), EngineConfig())
+    family, config = Qwen2VL(), EngineConfig()
+    encoder = family.load_vision_encoder(family.load_spec(tiny_checkpoint), config, selector(config))
 
     assert encoder.encode(batch_of(PICTURE))[0].dtype == torch.float32
 

@@ -10,21 +10,22 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen2VLForConditionalGeneration
 
 from dashinfer_vlm_core.errors import CheckpointError, ConfigError
-from dashinfer_vlm_core.models.qwen2_vl.placement import resolve_device, resolve_dtype
-from dashinfer_vlm_core.models.qwen2_vl.weights import Weights, torch_dtype
+from dashinfer_vlm_core.models.placement import resolve_device, resolve_dtype
+from dashinfer_vlm_core.models.qwen2_vl.config import TENSOR_RENAMES
+from dashinfer_vlm_core.models.weights import Weights, torch_dtype
 from tests.tiny import write_checkpoint
 
 NORM = "model.norm.weight"
 
 
 def read(folder, name, shape, dtype=torch.float32):
-    with Weights.open(folder) as weights:
+    with Weights.open(folder, TENSOR_RENAMES) as weights:
         return weights.tensor(name, shape, device="cpu", dtype=dtype)
 
 
 def assert_holds(folder, expected):
     """`folder` has exactly the tensors of `expected`, bit by bit."""
-    with Weights.open(folder) as weights:
+    with Weights.open(folder, TENSOR_RENAMES) as weights:
         assert weights.names == expected.keys()
         for name, tensor in expected.items():
             found = weights.tensor(name, tensor.shape, device="cpu", dtype=tensor.dtype)
@@ -82,7 +83,8 @@ def test_tensor_is_converted_and_is_no_view_of_the_file(tied, published):
 MEASURE = """
 import sys, torch
 from pathlib import Path
-from dashinfer_vlm_core.models.qwen2_vl.weights import Weights
+from dashinfer_vlm_core.models.qwen2_vl.config import TENSOR_RENAMES
+from dashinfer_vlm_core.models.weights import Weights
 
 def peak():  # not ru_maxrss: a child inherits that of its parent
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))

@@ -14,12 +14,14 @@ import torch
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_core.media import READERS, Clip
-from dashinfer_vlm_core.media.video import decode_clip, frame_count, frame_indices
-from dashinfer_vlm_core.models.patches import Patcher
+from dashinfer_vlm_core.media.sampling import VideoSamplingPolicy
+from dashinfer_vlm_core.media.video import decode_clip, frame_count
+from dashinfer_vlm_core.models.qwen2_vl.image_processor import Qwen2VLImageProcessor
 from dashinfer_vlm_core.models.spec import PixelSpec
 from dashinfer_vlm_core.protocol import MediaPart
 from tests.samples import movie
 
+POLICY = VideoSamplingPolicy()
 LENGTHS = [*range(2, 60), 61, 99, 128, 240, 299, 300, 301, 767, 768, 769, 1000, 4321, 9000, 18_000, 36_000, 144_000]
 
 
@@ -61,7 +63,7 @@ def video(**options):
 def test_the_number_of_frames(published, rate):
     for total in LENGTHS:
         for wanted in (0.25, 0.5, 1.0, 2.0, 3.0, 10.0, 30.0, 100.0):
-            count = frame_count(total, rate, part=video(fps=wanted), config=EngineConfig())
+            count = frame_count(total, rate, part=video(fps=wanted), policy=POLICY)
             assert count == published.smart_nframes({"fps": wanted}, total, rate), (total, rate, wanted)
 
 
@@ -73,7 +75,7 @@ def test_a_number_of_frames_that_is_asked_for(published, asked):
 
     def ours(total):
         with suppress(InvalidParameter):
-            return frame_count(total, 25.0, part=video(num_frames=asked), config=EngineConfig())
+            return frame_count(total, 25.0, part=video(num_frames=asked), policy=POLICY)
 
     assert [ours(total) for total in LENGTHS] == [expected(total) for total in LENGTHS]
 
@@ -81,7 +83,7 @@ def test_a_number_of_frames_that_is_asked_for(published, asked):
 @pytest.mark.parametrize("total", LENGTHS)
 def test_which_frames(total):
     for count in range(2, min(total, 768) + 1, 2):
-        assert frame_indices(total, count) == torch.linspace(0, total - 1, count).round().long().tolist(), count
+        assert POLICY.indices(total, count) == torch.linspace(0, total - 1, count).round().long().tolist(), count
 
 
 @pytest.mark.parametrize("options", [{}, {"fps": 1.0}, {"fps": 5.0}, {"num_frames": 6}])
@@ -92,7 +94,12 @@ def test_a_file(published, tmp_path, options):
     asked = {"nframes" if name == "num_frames" else name: value for name, value in options.items()}
     frames, _, _ = published._read_video_decord({"video": str(path), **asked})
     ours = decode_clip(
-        path.read_bytes(), part=video(**options), readers=READERS, config=EngineConfig(), check_stop=lambda: None
+        path.read_bytes(),
+        part=video(**options),
+        readers=READERS,
+        config=EngineConfig(),
+        policy=POLICY,
+        check_stop=lambda: None,
     )
     np.testing.assert_array_equal(ours.frames, frames.permute(0, 2, 3, 1).numpy())
 
@@ -107,9 +114,9 @@ def test_the_size_of_frames(published, count, limits):
     """With its least pixels, and its most for all frames together where the request has none."""
     total = int(published.MODEL_SEQ_LEN * 784 * 0.9)
     spec = PixelSpec(max_pixels=16384 * 784)
-    patcher = Patcher(spec, EngineConfig(min_pixels=128 * 784, video_total_pixels=total))
+    processor = Qwen2VLImageProcessor(spec, EngineConfig(min_pixels=128 * 784, video_total_pixels=total))
     for height, width in SIZES:
         frames = np.broadcast_to(np.uint8(0), (count, height, width, 3))
         clip = Clip(frames=frames, part="here", **limits)
         expected = published.fetch_video({"video": f"{count} {height} {width}", **limits}).shape[2:]
-        assert patcher._size(clip) == tuple(expected), (height, width)
+        assert processor._size(clip) == tuple(expected), (height, width)

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig, hookimpl
-from dashinfer_vlm_core.concurrency.turns import CPU_TURNS
+from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR
 from dashinfer_vlm_core.errors import DecoderFailed, EngineClosed, SetupError
 from dashinfer_vlm_core.plugins import load_plugins
 from tests.brake import Brake
@@ -54,10 +54,10 @@ class Kept:
     def register_decoders(self, register):
         register(self)
 
-    def create(self, spec, config):
+    def create(self, spec, config, kernels):
         if self.refuses:
             raise SetupError("There is no memory left.")
-        self.made.append(self._factory.create(spec, config))
+        self.made.append(self._factory.create(spec, config, kernels))
         return self.made[-1]
 
     def kill(self):
@@ -207,7 +207,7 @@ def test_a_close_while_it_hangs_does_not_wait_for_a_tower_that_waits_for_its_tur
         engine.submit(HELLO)
         assert hang.entered.wait(timeout=HANG)
         answer = engine.submit({"messages": as_openai([user(picture(1), "What is this?")]), "max_tokens": 4})
-        until(lambda: CPU_TURNS._waiting)
+        until(lambda: CPU_EXECUTOR._waiting)
         hanging = kept.made[-1]._worker._thread
         with pytest.raises(DecoderFailed, match=r"has not ended within 0\.5 seconds"):
             engine.close()
@@ -220,4 +220,4 @@ def test_a_close_while_it_hangs_does_not_wait_for_a_tower_that_waits_for_its_tur
     finally:
         hang.end()
     hanging.join(timeout=HANG)
-    until(lambda: CPU_TURNS._taken is None)
+    until(lambda: CPU_EXECUTOR._taken is None)

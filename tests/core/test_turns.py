@@ -12,13 +12,13 @@ import weakref
 
 import pytest
 
-from dashinfer_vlm_core.concurrency.turns import CPU_TURNS, Turns
+from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR, ComputeExecutor
 from tests.waiting import HANG, until
 
 
 @pytest.fixture
 def turns():
-    return Turns()
+    return ComputeExecutor()
 
 
 @pytest.fixture
@@ -125,16 +125,16 @@ def test_what_hangs_is_given_up_and_does_not_end_the_next_turn(turns, ask):
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of later Pythons, which is what is tried here
 def test_a_child_has_a_thread_of_its_own_and_not_what_waits_in_the_parent(ask):
     begun, go = threading.Event(), threading.Event()
-    ask(CPU_TURNS, lambda: (begun.set(), go.wait(timeout=HANG)))
+    ask(CPU_EXECUTOR, lambda: (begun.set(), go.wait(timeout=HANG)))
     assert begun.wait(timeout=HANG)
-    ask(CPU_TURNS, lambda: 1)
-    until(lambda: CPU_TURNS._waiting)
+    ask(CPU_EXECUTOR, lambda: 1)
+    until(lambda: CPU_EXECUTOR._waiting)
     child = os.fork()
     if not child:  # pragma: no cover - what is seen is the exit code
         signal.alarm(int(HANG))
         try:
-            code = CPU_TURNS.run(lambda: 8)
-            os._exit(code + len(CPU_TURNS._waiting))
+            code = CPU_EXECUTOR.run(lambda: 8)
+            os._exit(code + len(CPU_EXECUTOR._waiting))
         finally:
             os._exit(1)
     go.set()

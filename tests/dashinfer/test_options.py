@@ -14,7 +14,7 @@ from dashinfer_vlm_core.decoders.dashinfer.environment import PROGRAM
 from dashinfer_vlm_core.decoders.dashinfer.options import check_sampling, generate_config, stop_tokens
 from dashinfer_vlm_core.decoders.dashinfer.plan import check_salt, make_plan
 from dashinfer_vlm_core.errors import ConfigError, InvalidParameter, UnsupportedParameter
-from dashinfer_vlm_core.models.qwen2_vl.config import read_spec, read_text_config
+from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_core.protocol.sampling import Sampling
 
 
@@ -82,7 +82,7 @@ def test_values_the_engine_cannot_take_are_refused(asked, kind, param):
 
 
 def plan(folder, *, cuda, cpu_only=False, **config):
-    return make_plan(read_spec(folder), read_text_config(folder), EngineConfig(**config), cuda=cuda, cpu_only=cpu_only)
+    return make_plan(read_spec(folder), EngineConfig(**config), cuda=cuda, cpu_only=cpu_only)
 
 
 def test_salts_are_refused_where_the_engine_keeps_prefixes(tiny_checkpoint):

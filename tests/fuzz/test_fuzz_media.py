@@ -10,7 +10,7 @@ from dashinfer_vlm_core.concurrency.loop import LoopThread
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import RequestError
 from dashinfer_vlm_core.media import READERS, MediaLoader
-from dashinfer_vlm_core.models.patches import Patcher
+from dashinfer_vlm_core.models.qwen2_vl.image_processor import Qwen2VLImageProcessor
 from dashinfer_vlm_core.models.spec import PixelSpec
 from dashinfer_vlm_core.protocol import MediaPart
 from tests.fuzz.mutations import damaged
@@ -41,11 +41,11 @@ VIDEOS = [movie(6, container=name) for name in ("mp4", "matroska", "webm", "avi"
 @pytest.fixture(scope="module")
 def load():
     config = EngineConfig(max_decoded_pixels=200_000, video_max_frames=16)
-    patcher, loop = Patcher(PixelSpec(), config), LoopThread("fuzz")
+    processor, loop = Qwen2VLImageProcessor(PixelSpec(), config), LoopThread("fuzz")
     loader = MediaLoader(config, READERS)
 
     def load(part):
-        (patches,) = loop.call(loader.load([part], then=patcher.cut))
+        (patches,) = loop.call(loader.load([part], then=processor.process))
         return patches
 
     yield load

@@ -13,11 +13,11 @@ from transformers import DynamicCache, Qwen2VLConfig, Qwen2VLForConditionalGener
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.decoders import DecodeRequest, VisualSpan
-from dashinfer_vlm_core.models.interface import VisualTokens
-from dashinfer_vlm_core.models.patches import Grid
+from dashinfer_vlm_core.models.interface import Grid, VisualTokens
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_core.protocol.sampling import Sampling
 from dashinfer_vlm_torch.decoder import TorchDecoder
+from tests.kernels import selector
 
 VOCAB = 96
 IMAGE, VIDEO, STOP = 90, 91, 95
@@ -95,7 +95,8 @@ class Oracle:
     def decoder(self, **options) -> TorchDecoder:
         """Ours, of the same weights; not started."""
         options = {"device": "cpu", "dtype": "float32", "kv_cache_mib": 64} | options
-        return TorchDecoder(read_spec(self.folder), EngineConfig(**options))
+        config = EngineConfig(**options)
+        return TorchDecoder(read_spec(self.folder), config, selector(config))
 
     @property
     def width(self) -> int:

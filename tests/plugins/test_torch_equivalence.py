@@ -11,7 +11,7 @@ import torch
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError
-from dashinfer_vlm_core.kernels import choose_kernels
+from tests.kernels import choose_kernels
 
 from .oracle import IMAGE, SHAPES, collect, decoding, ids, prompt, text, visual
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from dashinfer_vlm_core.decoders import DecodeRequest
 from dashinfer_vlm_core.errors import QueueFull
-from dashinfer_vlm_core.models.patches import Grid
-from dashinfer_vlm_core.models.qwen2_vl.config import read_text_config
+from dashinfer_vlm_core.models.interface import Grid
+from dashinfer_vlm_core.models.qwen2_vl.config import read_text_model
 from dashinfer_vlm_torch.arena import Arena, Slab
 from dashinfer_vlm_torch.attention import KVCache
 from dashinfer_vlm_torch.memory import Memory, Move
@@ -266,7 +266,7 @@ def test_the_first_range_that_comes_free_is_taken_from_its_end():
 
 
 def test_rows_are_moved_whole_also_onto_themselves(oracle):
-    config = read_text_config(oracle.folder)
+    config = read_text_model(oracle.folder)
     cache = KVCache(config, 50, device="cpu", dtype=torch.float32)
     for source, target, rows in [(0, 30, 20), (10, 3, 30), (3, 10, 30), (5, 5, 9)]:
         cache.pool.copy_(torch.randn(cache.pool.shape))

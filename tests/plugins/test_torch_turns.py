@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig, hookimpl
-from dashinfer_vlm_core.concurrency.turns import THREAD
+from dashinfer_vlm_core.concurrency.compute import THREAD
 from dashinfer_vlm_core.decoders import Fitness
 from dashinfer_vlm_core.kernels.plain import Plain
 from dashinfer_vlm_core.models.qwen2_vl.vit import Qwen2VLEncoder
@@ -48,8 +48,8 @@ class Counted:
     def fitness(self, spec, config):
         return Fitness(score=1, reason="for a test")
 
-    def create(self, spec, config):
-        self.decoder = CountingDecoder(spec, config)
+    def create(self, spec, config, kernels):
+        self.decoder = CountingDecoder(spec, config, kernels)
         return self.decoder
 
 

@@ -185,7 +185,7 @@ class Dying:
     def fitness(self, spec, config):
         return Fitness(score=1, reason="a test")
 
-    def create(self, spec, config):
+    def create(self, spec, config, kernels):
         self.max_model_len = spec.max_model_len
         return self
 

@@ -18,6 +18,7 @@ from safetensors.numpy import save
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
+from dashinfer_vlm_core.models.qwen2_vl.prompt_layout import Qwen2VLPromptLayout
 from dashinfer_vlm_core.preprocessing.prompt import PromptBuilder
 from dashinfer_vlm_core.protocol import MediaPart
 from dashinfer_vlm_core.protocol.request import OfflineRequest
@@ -284,7 +285,8 @@ def test_security_13_no_text_costs_more_than_its_length(open_door, prompts, piec
 
 @pytest.fixture(scope="module")
 def prompts():
-    return PromptBuilder.load(read_spec(CHECKPOINT), EngineConfig(), max_model_len=100_000)
+    spec = read_spec(CHECKPOINT)
+    return PromptBuilder.load(spec, Qwen2VLPromptLayout(spec), EngineConfig(), max_model_len=100_000)
 
 
 # Line 14: nothing of a request is executed

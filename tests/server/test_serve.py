@@ -477,7 +477,7 @@ class Dying:
     def fitness(self, spec, config):
         return Fitness(score=99, reason="a test")
 
-    def create(self, spec, config):
+    def create(self, spec, config, kernels):
         return self
 
     async def start(self):

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     import click
 
     from ...config import EngineConfig
+    from ...kernels.choice import KernelSelector
     from ...models.spec import ModelSpec
 
-ARCHITECTURE = "qwen2_vl"
 HEAD_DIMS = (64, 128)
 
 BEST, ON_REQUEST = 20, 1
@@ -39,26 +39,26 @@ class DashInferFactory:
     name = "dashinfer"
 
     def fitness(self, spec: ModelSpec, config: EngineConfig) -> Fitness:
-        from ...models.qwen2_vl.config import read_text_config
+        from .convert import unsupported
         from .environment import cuda_devices, find_environment
         from .plan import make_plan
 
-        if spec.architecture != ARCHITECTURE:
-            return Fitness(score=0, reason=f"It reads {ARCHITECTURE} only, not {spec.architecture}.")
+        if reason := unsupported(spec.text):
+            return Fitness(score=0, reason=f"It cannot decode {spec.model_type}: {reason}.")
         try:
-            text = read_text_config(spec.folder)
             environment = find_environment(config)
-            plan = make_plan(spec, text, config, cuda=cuda_devices(), cpu_only=environment.cpu_only)
+            plan = make_plan(spec, config, cuda=cuda_devices(), cpu_only=environment.cpu_only)
         except SetupError as error:
             return Fitness(score=0, reason=error.message)
-        if text.head_dim not in HEAD_DIMS:
-            return Fitness(score=0, reason=f"Its kernels take heads of 64 or 128 numbers, not of {text.head_dim}.")
+        if spec.text.head_dim not in HEAD_DIMS:
+            head_dim = spec.text.head_dim
+            return Fitness(score=0, reason=f"Its kernels take heads of 64 or 128 numbers, not of {head_dim}.")
         where = f"DashInfer runs {environment.origin}, on {plan.compute_unit}"
         if plan.on_cpu:
             return Fitness(score=ON_REQUEST, reason=f"{where}: exact for text alone, so only where it is asked for.")
         return Fitness(score=BEST, reason=f"{where}.")
 
-    def create(self, spec: ModelSpec, config: EngineConfig) -> Decoder:
+    def create(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> Decoder:
         from .decoder import DashInferDecoder
 
         return DashInferDecoder(spec, config)

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, SetupError
-from ...models.qwen2_vl.config import TextConfig, read_text_config
-from ...models.qwen2_vl.files import stored_tensors
-from ...models.spec import ModelSpec
+from ...models.files import stored_tensors
+from ...models.spec import ModelSpec, TextModelSpec, TextWeightNames
 from .environment import VERSION, Environment, locked, write_json
 
 logger = logging.getLogger(__name__)
@@ -26,6 +25,12 @@ NAME = "model"
 MANIFEST = "manifest.json"
 FORMAT = 1
 """Raised when what `serialize.py` writes changes, so that older entries of the cache are not used."""
+
+ENGINE_CLASS = "Qwen_v20"
+"""DashInfer's class for the text models of Qwen2 and Qwen2-VL."""
+
+TEXT = ("model.", "lm_head.")
+"""What the names of a text model's tensors begin with."""
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CHUNK = 1 << 24
@@ -72,8 +77,8 @@ def convert(spec: ModelSpec, form: Form, *, environment: Environment, cache: Pat
         CheckpointError: tensors are missing or files are damaged.
         SetupError: too little disk space, or DashInfer failed; its words are in the message.
     """
-    tensors = {name: place for name, place in stored_tensors(spec.folder).items() if not name.startswith("visual.")}
-    text = read_text_config(spec.folder)
+    stored, text = stored_tensors(spec.folder, spec.tensor_renames), spec.text
+    tensors = {name: place for name, place in stored.items() if name.startswith(TEXT)}
     _check_tensors(tensors, text, spec)
     folder = cache / _key(tensors, text, form)
     with locked(folder.with_suffix(".lock")) as waited:
@@ -87,7 +92,22 @@ def convert(spec: ModelSpec, form: Form, *, environment: Environment, cache: Pat
     return Converted.at(folder)
 
 
-def _check_tensors(tensors: Tensors, text: TextConfig, spec: ModelSpec) -> None:
+def unsupported(text: TextModelSpec) -> str:
+    """Why DashInfer has no class for a text model; empty if it has."""
+    needs = {
+        "RMSNorm": text.norm == "rms_norm",
+        "biases of queries, keys and values": text.qkv_bias,
+        "no norms of queries and keys": not text.qk_norm,
+        "rotary positions in halves, time before height before width": text.rotary.pairs == "halves"
+        and text.rotary.sections is not None,
+        "no additions after its first layers": not text.visual_levels,
+        "the names of tensors that Qwen2-VL has": text.weights == TextWeightNames(),
+    }
+    missing = [what for what, has in needs.items() if not has]
+    return f"its class {ENGINE_CLASS} needs {', '.join(missing)}" if missing else ""
+
+
+def _check_tensors(tensors: Tensors, text: TextModelSpec, spec: ModelSpec) -> None:
     """Something is of every layer; what DashInfer does not find besides, it names itself."""
     last = f"model.layers.{text.num_hidden_layers - 1}."
     wanted = {"model.embed_tokens.weight", "model.norm.weight"} | (
@@ -98,23 +118,30 @@ def _check_tensors(tensors: Tensors, text: TextConfig, spec: ModelSpec) -> None:
         raise CheckpointError(f"{spec.folder} has no tensor {missing[0]!r}. Copy or download its safetensors again.")
 
 
-def _key(tensors: Tensors, text: TextConfig, form: Form) -> str:
+def _key(tensors: Tensors, text: TextModelSpec, form: Form) -> str:
     files = sorted({file for file, _ in tensors.values()})
     stats = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
     identity = json.dumps([FORMAT, VERSION, asdict(form), asdict(text), stats], sort_keys=True)
     return hashlib.sha256(identity.encode()).hexdigest()[:32]
 
 
-def _job(tensors: Tensors, text: TextConfig, form: Form) -> dict[str, Any]:
+def _job(tensors: Tensors, text: TextModelSpec, form: Form) -> dict[str, Any]:
     """What `serialize.py` reads; the configuration in the words of Hugging Face, and in those of DashInfer."""
-    fields = asdict(text)
     config = {
-        **{name: fields[name] for name in fields if name not in {"mrope_section", "head_dim", "tie_word_embeddings"}},
-        "model_type": "Qwen_v20",
+        "hidden_size": text.hidden_size,
+        "intermediate_size": text.intermediate_size,
+        "num_hidden_layers": text.num_hidden_layers,
+        "num_attention_heads": text.num_attention_heads,
+        "num_key_value_heads": text.num_key_value_heads,
+        "vocab_size": text.vocab_size,
+        "max_position_embeddings": text.max_position_embeddings,
+        "rms_norm_eps": text.norm_eps,
+        "rope_theta": text.rotary.theta,
+        "model_type": ENGINE_CLASS,
         "hidden_act": "silu",
-        "rotary_emb_base": text.rope_theta,
+        "rotary_emb_base": text.rotary.theta,
         "size_per_head": text.head_dim,
-        "rope_scaling": {"type": "mrope", "mrope_section": list(text.mrope_section)},
+        "rope_scaling": {"type": "mrope", "mrope_section": list(text.rotary.sections or ())},
     }
     return {
         "name": NAME,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -10,12 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from ...concurrency.turns import CPU_TURNS
+from ...concurrency.compute import CPU_EXECUTOR
 from ...config import EngineConfig
 from ...errors import DecoderFailed, EngineClosed, EngineError, QueueFull, SetupError, UnsupportedParameter
-from ...models.qwen2_vl.config import read_text_config
 from ...models.spec import ModelSpec
-from ..interface import DecodeRequest, FinishReason, Token, check_request
+from ..interface import DecodeRequest, FinishReason, Token, VisualSpan, check_request
 from .convert import Converted, convert
 from .environment import cuda_devices, find_environment
 from .options import HONOURED_ON_CPU, HONOURED_ON_CUDA, check_sampling, generate_config, stop_tokens
@@ -83,7 +83,6 @@ class DashInferDecoder:
         self._environment = find_environment(config)
         self._plan = make_plan(
             spec,
-            read_text_config(spec.folder),
             config,
             cuda=cuda_devices(),
             cpu_only=self._environment.cpu_only,
@@ -315,12 +314,21 @@ _CLOSED = "The decoder was closed. Start the engine again."
 _DIED = "The decoder's process died while the request ran; it is being restarted. Try again."
 
 
+def _name(span: VisualSpan) -> bytes:
+    """32 bytes that name the rows of a span: the item's digest if they are all of it."""
+    digest, rows = span.tokens.digest, span.stop - span.start
+    if rows == len(span.tokens.embedding):
+        return digest
+    return hashlib.sha256(f"{span.row} {rows} ".encode() + digest).digest()
+
+
 def _arrays(request: DecodeRequest) -> list[Array]:
     """What the worker's `start` takes. Visual tokens may come from another device: this waits for it."""
     arrays: list[Array] = [np.ascontiguousarray(request.token_ids[np.newaxis], dtype=np.int64)]
     if request.spans:
         arrays.append(np.ascontiguousarray(request.positions[:, np.newaxis], dtype=np.int32))
     for span in request.spans:
-        embedding = CPU_TURNS.run(span.tokens.embedding.detach().float).cpu().numpy()
-        arrays += [np.ascontiguousarray(embedding), np.frombuffer(span.tokens.digest, dtype=np.int32)]
+        rows = span.tokens.embedding[span.row : span.row + span.stop - span.start]
+        embedding = CPU_EXECUTOR.run(rows.detach().float).cpu().numpy()
+        arrays += [np.ascontiguousarray(embedding), np.frombuffer(_name(span), dtype=np.int32)]
     return arrays

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from ...config import MIB, EngineConfig
 from ...errors import ConfigError, UnsupportedParameter
-from ...models.qwen2_vl.config import TextConfig
-from ...models.spec import ModelSpec
+from ...models.spec import ModelSpec, TextModelSpec
 from .convert import BYTES, Form
 
 logger = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ class Plan:
         return self.compute_unit.startswith("CPU")
 
 
-def make_plan(spec: ModelSpec, text: TextConfig, config: EngineConfig, *, cuda: int, cpu_only: bool = False) -> Plan:
+def make_plan(spec: ModelSpec, config: EngineConfig, *, cuda: int, cpu_only: bool = False) -> Plan:
     """How to run here; `cuda` is the number of CUDA devices, `cpu_only` whether DashInfer was installed without CUDA.
 
     Raises:
@@ -54,15 +53,15 @@ def make_plan(spec: ModelSpec, text: TextConfig, config: EngineConfig, *, cuda: 
         )
     context = min(spec.max_model_len, config.max_model_len or spec.max_model_len)
     if first is None:
-        return _plan_cpu(text, config, context)
+        return _plan_cpu(spec.text, config, context)
     last = first + config.tensor_parallel
     if last > cuda:
         fault = (
             f"`tensor_parallel` {config.tensor_parallel} from device {first} on needs {last} devices; here are {cuda}."
         )
         raise ConfigError(fault, param="tensor_parallel")
-    if text.num_key_value_heads % config.tensor_parallel:
-        heads = text.num_key_value_heads
+    heads = spec.text.num_key_value_heads
+    if heads % config.tensor_parallel:
         fault = f"`tensor_parallel` {config.tensor_parallel} does not divide the model's {heads} key-value heads."
         raise ConfigError(fault, param="tensor_parallel")
     dtype = spec.dtype if config.dtype == "auto" else config.dtype
@@ -99,7 +98,7 @@ def _first_device(device: str, cuda: int) -> int | None:
     return int(index or 0)
 
 
-def _plan_cpu(text: TextConfig, config: EngineConfig, context: int) -> Plan:
+def _plan_cpu(text: TextModelSpec, config: EngineConfig, context: int) -> Plan:
     """On a CPU the engine computes in float32, and each request takes memory for the longest context at once:
     `kv_cache_mib` bounds how many run together.
     """

@@ -1,4 +1,4 @@
-"""Qwen2-VL: the built-in architecture. Importing this package is cheap; torch is imported when a tower is loaded."""
+"""Qwen2-VL: the built-in family. Importing this package is cheap; torch is imported when a vision encoder is loaded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 from ...config import EngineConfig
 from ...hookspecs import hookimpl
-from ..interface import Architecture, VisionEncoder
+from ...kernels.choice import KernelSelector
+from ..interface import ImageProcessor, ModelFamily, PromptLayout, VisionEncoder
 from ..spec import ModelSpec
 from .config import MODEL_TYPE, read_spec
 
@@ -15,17 +16,27 @@ from .config import MODEL_TYPE, read_spec
 class Qwen2VL:
     """Reads Qwen2-VL checkpoints: 2B, 7B and 72B alike."""
 
-    model_type = MODEL_TYPE
+    model_types = frozenset({MODEL_TYPE})
 
-    def read(self, folder: Path) -> ModelSpec:
+    def load_spec(self, folder: Path) -> ModelSpec:
         return read_spec(folder)
 
-    def load_vision(self, spec: ModelSpec, config: EngineConfig) -> VisionEncoder:
+    def image_processor(self, spec: ModelSpec, config: EngineConfig) -> ImageProcessor:
+        from .image_processor import Qwen2VLImageProcessor
+
+        return Qwen2VLImageProcessor(spec.pixels, config)
+
+    def prompt_layout(self, spec: ModelSpec) -> PromptLayout:
+        from .prompt_layout import Qwen2VLPromptLayout
+
+        return Qwen2VLPromptLayout(spec)
+
+    def load_vision_encoder(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> VisionEncoder:
         from .vit import load_encoder
 
-        return load_encoder(spec, config)
+        return load_encoder(spec, config, kernels)
 
 
 @hookimpl
-def register_architectures(register: Callable[[Architecture], None]) -> None:
+def register_model_families(register: Callable[[ModelFamily], None]) -> None:
     register(Qwen2VL())

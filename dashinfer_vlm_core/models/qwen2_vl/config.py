@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ...errors import CheckpointError
-from ..spec import ModelSpec, PixelSpec, TokenSpec
+from ...media.sampling import VideoSamplingPolicy
+from ...tokenization.conversation import ConversationFormat
+from ..spec import ModelSpec, PixelSpec, Profile, RotarySpec, TextModelSpec, TokenSpec
 
 MODEL_TYPE = "qwen2_vl"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -26,32 +28,10 @@ GENERATION = "generation_config.json"
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR = "processor_config.json"
 
+TENSOR_RENAMES = ((r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model."))
+"""From the names that newer versions of transformers write to the published ones."""
+
 _STORED_PLAINLY = f"Take the checkpoint whose weights are {', '.join(DTYPES[:-1])} or {DTYPES[-1]}."
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TextConfig:
-    """Shapes and constants of the text model.
-
-    Attributes:
-        head_dim: width of one attention head; `num_attention_heads * head_dim == hidden_size`.
-        num_key_value_heads: divides `num_attention_heads` (grouped-query attention).
-        mrope_section: rotary frequencies that turn by time, height and width; they add up to `head_dim // 2`.
-        tie_word_embeddings: whether the output layer is the embedding table.
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope_theta: float
-    mrope_section: tuple[int, int, int]
-    tie_word_embeddings: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +57,7 @@ class VisionConfig:
     hidden_act: str
 
 
-def read_text_config(folder: Path) -> TextConfig:
+def read_text_model(folder: Path) -> TextModelSpec:
     """The text model of the checkpoint in `folder`.
 
     Raises:
@@ -88,7 +68,7 @@ def read_text_config(folder: Path) -> TextConfig:
     _refuse_other_text_models(text)
     heads = text.integer("num_attention_heads")
     hidden_size = text.integer("hidden_size")
-    read = TextConfig(
+    read = TextModelSpec(
         hidden_size=hidden_size,
         intermediate_size=text.integer("intermediate_size"),
         num_hidden_layers=text.integer("num_hidden_layers"),
@@ -97,9 +77,8 @@ def read_text_config(folder: Path) -> TextConfig:
         head_dim=text.integer("head_dim", default=hidden_size // heads),
         vocab_size=text.integer("vocab_size"),
         max_position_embeddings=text.integer("max_position_embeddings"),
-        rms_norm_eps=text.number("rms_norm_eps"),
-        rope_theta=_rope_theta(text),
-        mrope_section=_mrope_section(text),
+        norm_eps=text.number("rms_norm_eps"),
+        rotary=RotarySpec(theta=_rope_theta(text), axes=_axes(_mrope_section(text))),
         tie_word_embeddings=config.flag("tie_word_embeddings") or text.flag("tie_word_embeddings"),
     )
     _check_heads(text, read)
@@ -134,21 +113,19 @@ def read_vision_config(folder: Path) -> VisionConfig:
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """What every room needs to know of the checkpoint in `folder`.
+    """What every package needs to know of the checkpoint in `folder`.
 
     Raises:
         CheckpointError: a file is missing or wrong, files contradict each other, or ask for what we do not support.
     """
     config = _read_config(folder)
-    text, vision = read_text_config(folder), read_vision_config(folder)
+    text, vision = read_text_model(folder), read_vision_config(folder)
     if vision.hidden_size != text.hidden_size:
         config.fail("vision_config.hidden_size", f"is {vision.hidden_size}, but the text is {text.hidden_size} wide")
     return ModelSpec(
         folder=folder,
-        architecture=MODEL_TYPE,
+        model_type=MODEL_TYPE,
         max_model_len=text.max_position_embeddings,
-        vocab_size=text.vocab_size,
-        hidden_size=text.hidden_size,
         dtype=_dtype(config),
         pixels=_pixel_spec(folder, vision),
         tokens=TokenSpec(
@@ -156,6 +133,11 @@ def read_spec(folder: Path) -> ModelSpec:
             video=config.integer("video_token_id"),
             stop=_stop_tokens(folder, config),
         ),
+        text=text,
+        video=VideoSamplingPolicy(),
+        conversation=ConversationFormat(),
+        profile=Profile(),
+        tensor_renames=TENSOR_RENAMES,
     )
 
 
@@ -272,12 +254,17 @@ def _mrope_section(text: _Fields) -> tuple[int, int, int]:
     return int(time), int(height), int(width)
 
 
-def _check_heads(text: _Fields, read: TextConfig) -> None:
+def _axes(section: tuple[int, int, int]) -> tuple[int, ...]:
+    """The axis of each frequency: those of time stand first, then those of height, then those of width."""
+    return tuple(axis for axis, count in enumerate(section) for _ in range(count))
+
+
+def _check_heads(text: _Fields, read: TextModelSpec) -> None:
     if read.num_attention_heads * read.head_dim != read.hidden_size:
         text.fail("num_attention_heads", f"times `head_dim` {read.head_dim} is not `hidden_size` {read.hidden_size}")
     if read.num_attention_heads % read.num_key_value_heads:
         text.fail("num_key_value_heads", f"does not divide `num_attention_heads` {read.num_attention_heads}")
-    if 2 * sum(read.mrope_section) != read.head_dim:
+    if 2 * len(read.rotary.axes) != read.head_dim:
         _rope(text).fail("mrope_section", f"does not add up to half of `head_dim` {read.head_dim}")
 
 

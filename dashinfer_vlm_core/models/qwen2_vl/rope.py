@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..patches import Grid
+from ..interface import Grid
 from .config import VISION_ROPE_THETA
 
 

@@ -14,14 +14,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...concurrency.compute import executor_for
 from ...config import EngineConfig
-from ...kernels import Activation, Kernels, Linear, Span, Spans, choose_kernels
-from ..patches import Grid, Patches
+from ...kernels import Activation, Kernels, KernelSelector, Linear, Span, Spans
+from ..interface import Grid, Patches
+from ..placement import resolve_device, resolve_dtype
 from ..spec import ModelSpec, PixelSpec
+from ..weights import Weights, torch_dtype
 from .config import VisionConfig, read_vision_config
-from .placement import resolve_device, resolve_dtype
 from .rope import rotary_tables
-from .weights import Weights, torch_dtype
 
 LAYER_NORM_EPS = 1e-6
 
@@ -133,6 +134,7 @@ class Qwen2VLEncoder:
 
     def __init__(self, tower: Tower, pixels: PixelSpec) -> None:
         self.tower = tower
+        self.executor = executor_for(tower.device.type)
         self.batch_patches = BATCH_PATCHES_CPU if tower.device.type == "cpu" else BATCH_PATCHES
         columns = tower.config.temporal_patch_size * tower.config.patch_size**2
         self.mean = 255 * torch.tensor(pixels.mean, device=tower.device).repeat_interleave(columns)
@@ -141,7 +143,7 @@ class Qwen2VLEncoder:
     def encode(self, batch: Sequence[Patches]) -> list[torch.Tensor]:
         parts, encoded = self._encode(batch), None
         while encoded is None:
-            encoded = self.tower.kernels.compute(lambda: next(parts))
+            encoded = self.executor.run(lambda: next(parts))
         return encoded
 
     @torch.inference_mode()
@@ -157,7 +159,7 @@ class Qwen2VLEncoder:
         yield [item.clone() for _, item in sorted(zip(order, rows, strict=True))]
 
     def adopt(self, rows: npt.NDArray[np.float32]) -> torch.Tensor:
-        return self.tower.kernels.compute(lambda: torch.from_numpy(rows).to(self.tower.device, self.tower.dtype))
+        return self.executor.run(lambda: torch.from_numpy(rows).to(self.tower.device, self.tower.dtype))
 
     def normalise(self, pixels: torch.Tensor) -> torch.Tensor:
         """uint8 [n, columns] to the tower's dtype on its device, each channel around 0."""
@@ -169,12 +171,12 @@ def frame_length(grid: Grid) -> int:
     return grid.h * grid.w
 
 
-def load_encoder(spec: ModelSpec, config: EngineConfig) -> Qwen2VLEncoder:
-    """The tower of a checkpoint; see `Architecture.load_vision`."""
+def load_encoder(spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> Qwen2VLEncoder:
+    """The tower of a checkpoint; see `ModelFamily.load_vision_encoder`."""
     device = resolve_device(config.device)
     dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, device))
-    with Weights.open(spec.folder) as weights:
-        reader = _Reader(weights, choose_kernels(device, dtype, config), device, dtype)
+    with Weights.open(spec.folder, spec.tensor_renames) as weights:
+        reader = _Reader(weights, kernels.choose(device, dtype), device, dtype)
         return Qwen2VLEncoder(load_tower(read_vision_config(spec.folder), reader), spec.pixels)
 
 
@@ -207,18 +209,17 @@ def load_tower(config: VisionConfig, read: _Reader) -> Tower:
         CheckpointError: a tensor is missing or has another shape.
     """
     patch = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
-    kernels = read.kernels
+    kernels, run = read.kernels, executor_for(read.device).run
     return Tower(
         config=config,
         kernels=kernels,
         device=torch.device(read.device),
         dtype=read.dtype,
-        patch_embed=kernels.compute(lambda: read.convolution("patch_embed.proj", config.embed_dim, *patch)),
+        patch_embed=run(lambda: read.convolution("patch_embed.proj", config.embed_dim, *patch)),
         blocks=[
-            kernels.compute(functools.partial(_load_block, f"blocks.{number}", config, read))
-            for number in range(config.depth)
+            run(functools.partial(_load_block, f"blocks.{number}", config, read)) for number in range(config.depth)
         ],
-        merger=kernels.compute(lambda: _load_merger(config, read)),
+        merger=run(lambda: _load_merger(config, read)),
     )
 
 

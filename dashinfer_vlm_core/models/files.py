@@ -1,41 +1,41 @@
-"""Where a checkpoint's tensors are stored, by the names of the published checkpoints; no torch."""
+"""Where a checkpoint's tensors are stored, by the names that its family uses; no torch."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from ...errors import CheckpointError
+from ..errors import CheckpointError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-RENAMES = (
-    (re.compile(r"^model\.visual\."), "visual."),
-    (re.compile(r"^model\.language_model\."), "model."),
-)
-"""From the names that newer versions of transformers write to the published ones."""
 
+def stored_tensors(folder: Path, renames: Iterable[tuple[str, str]] = ()) -> dict[str, tuple[Path, str]]:
+    """Name -> (file, name in it) of every tensor of the checkpoint in `folder`.
 
-def stored_tensors(folder: Path) -> dict[str, tuple[Path, str]]:
-    """Published name -> (file, name in it) of every tensor of the checkpoint in `folder`.
+    Args:
+        folder: of the checkpoint.
+        renames: as in `ModelSpec.tensor_renames`.
 
     Raises:
         CheckpointError: there are no safetensors, a shard is missing, or a file is damaged.
     """
-    return {_published(name): (file, name) for file in _files(folder) for name in _names(file)}
+    rules = [(re.compile(pattern), replacement) for pattern, replacement in renames]
+    return {_renamed(name, rules): (file, name) for file in _files(folder) for name in _names(file)}
 
 
 def damaged(file: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{file} cannot be read: {error}. Copy or download it again.")
 
 
-def _published(name: str) -> str:
-    for pattern, prefix in RENAMES:
-        name = pattern.sub(prefix, name)
+def _renamed(name: str, rules: Iterable[tuple[re.Pattern[str], str]]) -> str:
+    for pattern, replacement in rules:
+        name = pattern.sub(replacement, name)
     return name
 
 
@@ -48,7 +48,7 @@ def _files(folder: Path) -> list[Path]:
         raise CheckpointError(
             f"{folder} holds weights as pickles only, which can run code when they are read. Convert them once, where "
             "you trust them, by transformers: "
-            "`Qwen2VLForConditionalGeneration.from_pretrained(folder).save_pretrained(other_folder)`."
+            "`AutoModelForImageTextToText.from_pretrained(folder).save_pretrained(other_folder)`."
         )
     raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}. Copy or download the checkpoint again.")
 

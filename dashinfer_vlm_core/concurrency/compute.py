@@ -1,4 +1,4 @@
-"""The one thread of this process that computes on its cores: tower and decoder take turns there.
+"""Where models compute: on a CPU one thread of this process, which vision encoder and decoder share.
 
 Each of them uses all cores. Both at once would wait at every barrier for threads that the other keeps from running. And
 OpenMP keeps a team of threads for each thread that computes: where there are more of them than cores, GNU's puts a team
@@ -12,11 +12,19 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 T = TypeVar("T")
 
 THREAD = "dashinfer-vlm-compute"
+
+
+class Executor(Protocol):
+    """Runs what computes, in parts that others can wait for: a step of the decoder, a quarter of a second of the vision
+    encoder, a layer that is read."""
+
+    def run(self, work: Callable[[], T]) -> T:
+        """What `work` returns, or raises."""
 
 
 class _Turn(NamedTuple):
@@ -27,7 +35,7 @@ class _Turn(NamedTuple):
     result: Future[Any]
 
 
-class Turns:
+class ComputeExecutor:
     """Does what is asked for on a thread of its own, in the order of asking.
 
     What torch keeps by thread, such as the number of its threads, is what it was when that thread began.
@@ -98,5 +106,19 @@ def _take(turn: _Turn) -> None:
         del turn  # the error's traceback holds this frame
 
 
-CPU_TURNS = Turns()
-os.register_at_fork(after_in_child=CPU_TURNS.reset)
+class _Direct:
+    """Computes where it is called: a GPU has queues of its own."""
+
+    def run(self, work: Callable[[], T]) -> T:
+        return work()
+
+
+CPU_EXECUTOR = ComputeExecutor()
+os.register_at_fork(after_in_child=CPU_EXECUTOR.reset)
+
+_DIRECT = _Direct()
+
+
+def executor_for(device: str) -> Executor:
+    """What runs the work of models on a device, such as `cpu` or `cuda:0`."""
+    return CPU_EXECUTOR if device.partition(":")[0] == "cpu" else _DIRECT

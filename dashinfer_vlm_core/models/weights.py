@@ -1,16 +1,16 @@
-"""safetensors files -> tensors, one at a time, under the names of the published checkpoints."""
+"""safetensors files -> tensors, one at a time, under the names that a family uses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ...errors import CheckpointError, ConfigError
-from ...kernels import temporary
+from ..errors import CheckpointError, ConfigError
+from ..kernels import temporary
 from .files import damaged, stored_tensors
 
 if TYPE_CHECKING:
@@ -26,23 +26,22 @@ class Weights:
     which would double the memory that loading a checkpoint needs. Opening it again costs less than a millisecond.
 
     Attributes:
-        names: the tensors, by published names: `visual.*`, `model.embed_tokens.weight`, `model.layers.0.*`,
-            `model.norm.weight`, and `lm_head.weight` where it is not tied.
+        names: the tensors.
     """
 
     def __init__(self, stored: Mapping[str, tuple[Path, str]]) -> None:
-        """Use `open`. `stored` maps a published name to the file and the name there."""
+        """Use `open`. `stored` maps a name to the file and the name there."""
         self._stored = dict(stored)
         self.names = frozenset(self._stored)
 
     @classmethod
-    def open(cls, folder: Path) -> Weights:
-        """List the tensors of the checkpoint in `folder`.
+    def open(cls, folder: Path, renames: Iterable[tuple[str, str]] = ()) -> Weights:
+        """List the tensors of the checkpoint in `folder`; `renames` as in `ModelSpec.tensor_renames`.
 
         Raises:
             CheckpointError: there are no safetensors, a shard is missing, or a file is damaged.
         """
-        return cls(stored_tensors(folder))
+        return cls(stored_tensors(folder, renames))
 
     def tensor(self, name: str, shape: Sequence[int], *, device: str, dtype: torch.dtype) -> torch.Tensor:
         """Read one tensor of `shape` into memory of its own, on `device` in `dtype`.

@@ -8,24 +8,23 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..concurrency.turns import CPU_TURNS
-from ..config import EngineConfig
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.kernels import Loaded
+from dashinfer_vlm_core.kernels.cpu import cpu_flags
+from dashinfer_vlm_core.kernels.layers import ComposedLayers, WholeHead
+from dashinfer_vlm_core.kernels.plain import Plain
+from dashinfer_vlm_core.kernels.types import Activation, DecoderLayer, DecoderLayers, DecoderShape, Head, Linear, Spans
+
 from .build import OTHER_CACHE, BuildError, build
-from .cpu import cpu_flags
-from .layers import ComposedLayers, WholeHead
 from .native_layers import NativeLayers
 from .native_linear import NativeHead, NativeInt8Linear, NativeLinear
-from .plain import Plain
-from .types import Activation, DecoderLayer, DecoderLayers, DecoderShape, Head, Linear, Spans
-
-T = TypeVar("T")
 
 MOST_SHARING = 192
 """Heads that share keys: their queries of one token are worked on together."""
@@ -104,9 +103,6 @@ class Native:
         self._library = library
         self.name = name
 
-    def compute(self, work: Callable[[], T]) -> T:
-        return CPU_TURNS.run(work)
-
     def linear(
         self,
         weight: Tensor,
@@ -163,10 +159,20 @@ class Native:
         return out
 
     def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> DecoderLayers:
-        ours = all(isinstance(part, Tensor | NativeLinear) for layer in layers for part in layer)
-        if ours and _attends(shape.heads, shape.kv_heads, shape.width):
+        if not shape.levels and all(map(_decodes, layers)) and _attends(shape.heads, shape.kv_heads, shape.width):
             return NativeLayers(self._library, layers, shape)
         return ComposedLayers(self, layers, shape)
+
+
+def _decodes(layer: DecoderLayer) -> bool:
+    """Whether `decode` in C knows such layers."""
+    norms = (layer.input_norm, layer.mlp_norm)
+    linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
+    return (
+        layer.query_norm is layer.key_norm is None
+        and all(norm.bias is None for norm in norms)
+        and all(isinstance(linear, NativeLinear) for linear in linears)
+    )
 
 
 def _attends(heads: int, kv_heads: int, width: int) -> bool:
@@ -174,30 +180,13 @@ def _attends(heads: int, kv_heads: int, width: int) -> bool:
     return width % 2 == 0 and heads <= MOST_SHARING * kv_heads
 
 
-class Loaded(NamedTuple):
-    """The kernels, or why there are none."""
-
-    kernels: Native | None
-    reason: str
-
-
 _LOADING = threading.Lock()
 
 
 def load_native(config: EngineConfig) -> Loaded:
-    """The kernels in C, compiled into the cache of `config` where they are not there yet: that takes seconds.
-
-    Whoever asks meanwhile waits for that.
-    """
-    with _LOADING:  # a cache alone would let two that ask at once compile twice
-        return _load(config)
-
-
-@functools.cache
-def _load(config: EngineConfig) -> Loaded:
-    wanted = [variant for variant in VARIANTS if config.cpu_kernels in ("auto", variant.name)]
+    """The fastest of these kernels that can run here, or why none can."""
     loaded = Loaded(None, "")
-    for variant in wanted:
+    for variant in VARIANTS:
         loaded = load_variant(variant, config)
         if loaded.kernels:
             break
@@ -205,7 +194,16 @@ def _load(config: EngineConfig) -> Loaded:
 
 
 def load_variant(variant: Variant, config: EngineConfig) -> Loaded:
-    """One variant of the kernels in C, compiled where it is not in the cache of `config`, or why it cannot be used."""
+    """One variant of the kernels in C, compiled where it is not in the cache of `config`, or why it cannot be used.
+
+    Compiling takes seconds; whoever asks meanwhile waits for that.
+    """
+    with _LOADING:  # a cache alone would let two that ask at once compile twice
+        return _load(variant, config)
+
+
+@functools.cache
+def _load(variant: Variant, config: EngineConfig) -> Loaded:
     missing = [name for name in variant.features if name not in cpu_flags()]
     if missing:
         return Loaded(None, f"this CPU has no {' and no '.join(missing)}")

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dashinfer_vlm_core.kernels.types import DecoderLayer, DecoderShape, Linear, Norm, Pass
+
 from .native_linear import NativeLinear
-from .types import DecoderLayer, DecoderShape, Linear, Pass
 
 _LONG, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -54,6 +55,7 @@ class NativeLayers:
         self._shape = Shape(shape.heads, shape.kv_heads, shape.width, shape.width**-0.5, shape.eps)
 
     def __call__(self, x: Tensor, batch: Pass) -> Tensor:
+        assert batch.additions is None
         assert all(part.is_contiguous() for part in (x, batch.cos, batch.sin, batch.slots, batch.last, batch.cache))
         rows, hidden = x.shape
         out = torch.empty(len(batch.last), hidden, dtype=x.dtype)
@@ -85,12 +87,18 @@ class NativeLayers:
 
 
 def _described(layer: DecoderLayer) -> Layer:
-    parts: tuple[Tensor | Linear, ...] = layer
-    return Layer(*map(_address, parts))
+    return Layer(
+        input_norm=_address(layer.input_norm),
+        qkv=_address(layer.qkv),
+        output=_address(layer.output),
+        mlp_norm=_address(layer.mlp_norm),
+        gate_up=_address(layer.gate_up),
+        down=_address(layer.down),
+    )
 
 
-def _address(part: Tensor | Linear) -> int:
-    if isinstance(part, Tensor):
-        return part.data_ptr()
+def _address(part: Norm | Linear) -> int:
+    if isinstance(part, Norm):
+        return part.weight.data_ptr()
     assert isinstance(part, NativeLinear)
     return ctypes.addressof(part.matrix)

@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import huge_pages, temporary
-from .types import Activation
+from dashinfer_vlm_core.kernels import temporary
+from dashinfer_vlm_core.kernels.types import Activation
+
+from . import huge_pages
 
 PANEL = 32
 

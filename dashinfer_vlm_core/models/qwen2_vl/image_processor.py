@@ -1,0 +1,141 @@
+"""Decoded media -> Patches, as Qwen2-VL's processor and qwen-vl-utils do it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...config import EngineConfig
+from ...errors import ConfigError, InvalidParameter
+from ...media.types import Clip, Kind, Picture, Pixels
+from ..interface import Grid, GridShape, Patches
+from ..patches import content_digest, frames_shape, grid_of, grid_shape, padded, patchify, resize, smart_resize, uncut
+from ..spec import PixelSpec
+
+DEFAULT_TOKENS = 1280
+"""Most visual tokens of an image, where nobody asks for another number."""
+
+VIDEO_MAX_PIXELS = 768 * 28 * 28
+VIDEO_TOTAL_PIXELS = 16384 * 28 * 28
+
+
+class PixelLimits(NamedTuple):
+    """Least and most pixels (height times width) of a resized picture or frame."""
+
+    least: int
+    most: int
+
+
+class Qwen2VLImageProcessor:
+    """See `ImageProcessor`.
+
+    Args:
+        spec: what the checkpoint says about pixels.
+        config: the server's limits.
+
+    Raises:
+        ConfigError: `config.min_pixels` is above the most pixels allowed.
+    """
+
+    def __init__(self, spec: PixelSpec, config: EngineConfig) -> None:
+        self._spec = spec
+        self._config = config
+        self._frame_most = config.video_max_pixels or VIDEO_MAX_PIXELS
+        self._video_most = config.video_total_pixels or VIDEO_TOTAL_PIXELS
+        self._least = config.min_pixels or spec.min_pixels
+        self._ceiling = config.max_pixels or spec.max_pixels
+        if self._least > self._ceiling:
+            raise ConfigError(f"min_pixels ({self._least}) is above max_pixels ({self._ceiling}); mend one of them.")
+
+    def process(self, media: Picture | Clip) -> Patches:
+        """Resize (bicubic, by Pillow, as transformers' processor does) and cut.
+
+        A clip is padded with its last frame to a multiple of `temporal_patch_size`; a picture is cut as a clip of one
+        frame.
+
+        Raises:
+            InvalidParameter: limits that contradict each other or the server's, or an aspect ratio above 200.
+        """
+        size = self._size(media)
+        pixels, grid = patchify(resize(media, size), self._spec)
+        kind: Kind = "image" if isinstance(media, Picture) else "video"
+        return Patches(
+            pixels=pixels,
+            grid=grid,
+            tokens=grid_shape(grid, self._spec).tokens,
+            kind=kind,
+            part=media.part,
+            digest=content_digest(kind, grid, pixels),
+            times=media.times if isinstance(media, Clip) else (),
+        )
+
+    def count_tokens(self, media: Picture | Clip) -> int:
+        """The visual tokens that `process` will give, by the size of the media alone: nothing is resized.
+
+        Raises:
+            InvalidParameter: as `process`.
+        """
+        return grid_shape(grid_of(frames_shape(media)[0], *self._size(media), self._spec), self._spec).tokens
+
+    def limits(self, media: Picture | Clip) -> PixelLimits:
+        """Pixels that a picture, or each frame of a clip, may have after resizing.
+
+        A picture has at least `min_pixels` of the configuration or the checkpoint, and at most `max_pixels` of the
+        configuration or what 1280 visual tokens show; a request may choose both. Its most is no more than `max_pixels`
+        of the configuration or the checkpoint: whoever asks for at most so many gets fewer.
+
+        For a frame, `fetch_video` of qwen-vl-utils computes the most, with an even number of frames:
+        `max(min(video_max_pixels, total_pixels / frames * 2), int(min_pixels * 1.05))`. The request may lower it, and
+        the checkpoint bounds it. The least is that of pictures; there it is always 128 tokens' worth, which would
+        enlarge the clips of small models.
+
+        Raises:
+            InvalidParameter: the request's limits contradict each other or the server's; the error names one.
+        """
+        return self._picture_limits(media) if isinstance(media, Picture) else self._frame_limits(media)
+
+    def _size(self, media: Picture | Clip) -> tuple[int, int]:
+        """(height, width) in pixels after resizing."""
+        limits = self.limits(media)
+        _, height, width = frames_shape(media)
+        return smart_resize(
+            height,
+            width,
+            factor=self._spec.factor,
+            min_pixels=limits.least,
+            max_pixels=limits.most,
+            part=media.part,
+        )
+
+    def _picture_limits(self, picture: Picture) -> PixelLimits:
+        default = min(self._ceiling, self._config.max_pixels or DEFAULT_TOKENS * self._spec.factor**2)
+        most = min(picture.max_pixels or max(default, self._least), self._ceiling)
+        limits = PixelLimits(picture.min_pixels or self._least, most)
+        field = f"{picture.part}.image_url"
+        _check_order(limits, field, picture)
+        return limits
+
+    def _frame_limits(self, clip: Clip) -> PixelLimits:
+        field = f"{clip.part}.video_url"
+        least = clip.min_pixels or self._least
+        ceiling = max(self._least, min(self._frame_most, self._spec.max_pixels))
+        _check_order(PixelLimits(least, min(clip.max_pixels or ceiling, ceiling)), field, clip)
+        span = self._spec.temporal_patch_size
+        total = min(clip.total_pixels or self._video_most, self._video_most)
+        share = total * span // padded(len(clip.frames), span)
+        most = max(min(self._frame_most, share), int(least * 1.05))
+        return PixelLimits(least, min(most, self._spec.max_pixels, clip.max_pixels or most))
+
+    def shape(self, grid: Grid) -> GridShape:
+        return grid_shape(grid, self._spec)
+
+    def frames(self, patches: Patches) -> Pixels:
+        frames = uncut(patches.pixels, patches.grid, self._spec)
+        return frames[:1] if patches.kind == "image" else frames
+
+
+def _check_order(limits: PixelLimits, field: str, media: Picture | Clip) -> None:
+    if limits.least > limits.most:
+        name = "max_pixels" if media.min_pixels is None else "min_pixels"
+        raise InvalidParameter(
+            f"min_pixels ({limits.least}) is above max_pixels ({limits.most}); set both.", param=f"{field}.{name}"
+        )

@@ -1,0 +1,49 @@
+"""How images and videos stand in a prompt of Qwen2-VL: one run of placeholders each, and M-RoPE positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ..interface import Expansion, Grid, Placeholder, Span, Visual
+from ..spec import ModelSpec
+
+
+class Qwen2VLPromptLayout:
+    """See `PromptLayout`."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._token = {"image": spec.tokens.image, "video": spec.tokens.video}
+        self._merge = spec.pixels.merge_size
+        self.placeholders: Sequence[Placeholder] = (
+            Placeholder("image", (spec.tokens.image,)),
+            Placeholder("video", (spec.tokens.video,)),
+        )
+
+    def expand(self, item: Visual, encode: Callable[[str], Sequence[int]]) -> Expansion:
+        return Expansion(np.full(item.tokens, self._token[item.kind], np.int64), ((0, item.tokens),))
+
+    def positions(self, length: int, spans: Sequence[Span], items: Sequence[Visual]) -> npt.NDArray[np.int64]:
+        return mrope_positions(length, spans, [items[span.item].grid for span in spans], merge=self._merge)
+
+
+def mrope_positions(length: int, spans: Sequence[Span], grids: Sequence[Grid], *, merge: int) -> npt.NDArray[np.int64]:
+    """Positions of a prompt along time, height and width, int64 [3, length]; spans in the order of the prompt.
+
+    Text advances on all three axes together. A visual token stands at the start of its span plus its frame, row and
+    column, and what follows starts at the largest position so far + 1. Source: the Qwen2-VL paper (arXiv 2409.12191,
+    section 2.1) and the code published with it.
+    """
+    positions = np.empty((3, length), np.int64)
+    index = position = 0
+    for span, grid in zip(spans, grids, strict=True):
+        text = span.start - index
+        positions[:, index : span.start] = np.arange(position, position + text)
+        shape = (grid.t, grid.h // merge, grid.w // merge)
+        positions[:, span.start : span.start + span.length] = position + text + np.indices(shape).reshape(3, -1)
+        index = span.start + span.length
+        position += text + max(shape)
+    positions[:, index:] = np.arange(position, position + length - index)
+    return positions

@@ -1,0 +1,173 @@
+"""Another kind of model, which lives in the tests as a plugin, answers as a plain implementation of it does."""
+
+from __future__ import annotations
+
+import base64
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.numpy import save
+
+from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.decoders.dashinfer import DashInferFactory
+from dashinfer_vlm_core.errors import InvalidParameter
+from dashinfer_vlm_core.plugins import load_plugins
+from tests.models import contrast_vl
+from tests.models.reference_vl import Reference
+from tests.samples import data_url, encode, movie, noise
+from tests.waiting import HANG
+
+COUNT = 12
+
+
+def image(height, width, seed=0):
+    return Image.fromarray(noise(height, width, seed))
+
+
+def frames(count, seed=0):
+    """A video as a list of images, which count as sampled once a second."""
+    return [(float(index), image(20, 30, seed + index)) for index in range(count)]
+
+
+REQUESTS = {
+    "text": ["What is there?"],
+    "image": [image(40, 24), "Describe it."],
+    "images": ["First ", image(16, 16, 1), " then ", image(100, 64, 2), "!"],
+    "video": [frames(3), "What moves?"],
+    "all": [image(17, 33, 3), "and", frames(2, 5), "and", image(17, 33, 3), "?"],
+    "long": ["word " * 60, image(48, 48, 4), "end"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return contrast_vl.write_checkpoint(tmp_path_factory.mktemp("contrast"))
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    reference = Reference(folder)
+    return {name: reference.answer(parts, COUNT) for name, parts in REQUESTS.items()}
+
+
+@pytest.fixture(scope="module")
+def start(folder):
+    def start(**options):
+        registry = load_plugins()
+        registry.add_plugin(contrast_vl, name="contrast_vl")
+        config = EngineConfig(model=str(folder), decoder="torch", device="cpu", kv_cache_mib=64, **options)
+        return Engine(config, registry=registry)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def engine(start):
+    with start(prefill_chunk=16) as engine:
+        yield engine
+
+
+def request(parts):
+    content = []
+    for part in parts:
+        if isinstance(part, str):
+            content.append({"type": "text", "text": part})
+        elif isinstance(part, list):
+            urls = [data_url(encode(np.asarray(frame))) for _, frame in part]
+            content.append({"type": "video_url", "video_url": {"url": urls}})
+        else:
+            content.append({"type": "image_url", "image_url": {"url": data_url(encode(np.asarray(part)))}})
+    messages = [{"role": "user", "content": content}]
+    return {"messages": messages, "max_tokens": COUNT, "temperature": 0, "ignore_eos": True}
+
+
+def generated(engine, asked):
+    """The answer with its token ids."""
+    return engine.submit(asked).result(timeout=HANG)
+
+
+def answer(engine, parts):
+    return list(generated(engine, request(parts)).token_ids[0])
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_answers_equal_the_reference(engine, expected, name):
+    assert answer(engine, REQUESTS[name]) == expected[name]
+
+
+def test_the_answers_depend_on_every_part(expected):
+    """Else the comparison would prove nothing."""
+    assert len(set(map(tuple, expected.values()))) == len(expected)
+
+
+def test_batched_answers_equal_the_reference(start, expected):
+    with start(prefix_cache=False) as engine, ThreadPoolExecutor(len(REQUESTS)) as threads:
+        answers = threads.map(lambda parts: answer(engine, parts), REQUESTS.values())
+        assert dict(zip(REQUESTS, answers, strict=True)) == expected
+
+
+def test_cached_answers_equal_the_reference(engine, expected):
+    answer(engine, REQUESTS["all"])
+    before = engine.stats()
+    assert answer(engine, REQUESTS["all"]) == expected["all"]
+    after = engine.stats()
+    assert after.decoder.cached_tokens > before.decoder.cached_tokens
+    assert after.vision.encoded == before.vision.encoded
+
+
+def test_equal_frames_at_other_times_have_one_embedding_and_two_prompts(engine, folder):
+    """The embedding is that of the content; the prompt says when it was."""
+    asked = [video(movie(4, fps=fps), "video/mp4", num_frames=4) for fps in (1, 2)]
+    first, second = (prompt_text(engine, folder, request) for request in asked)
+    assert "<3.0 seconds>" in first
+    assert "<1.5 seconds>" in second
+    generated(engine, asked[0])
+    before = engine.stats().vision.encoded
+    generated(engine, asked[1])
+    assert engine.stats().vision.encoded == before
+
+
+def video(data, kind, **options):
+    part = {"type": "video_url", "video_url": {"url": data_url(data, kind), **options}}
+    return request([]) | {"messages": [{"role": "user", "content": [part, {"type": "text", "text": "When?"}]}]}
+
+
+def prompt_text(engine, folder, asked):
+    ids = list(generated(engine, asked).prompt_token_ids)
+    return Reference(folder).tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_more_frames_than_the_family_samples_are_refused(engine):
+    with pytest.raises(InvalidParameter, match="1 to 5 frames"):
+        answer(engine, [frames(6)])
+
+
+def test_the_preview_shows_what_the_family_resized(engine):
+    preview = engine.preview(request([image(40, 25), frames(2)]))
+    assert [(item.size, item.cells, item.frame_count) for item in preview.items] == [
+        ((24, 40), (1, 5, 3), 1),
+        ((24, 16), (2, 2, 3), 2),
+    ]
+
+
+@pytest.mark.parametrize("width", [contrast_vl.HIDDEN, 3 * contrast_vl.HIDDEN])
+def test_ready_made_embeddings_are_as_wide_as_the_family_says(start, width):
+    rows = base64.b64encode(save({"image_embeds": np.zeros((2, width), np.float32)})).decode()
+    part = {"type": "image_embeds", "image_embeds": {"image_embeds": rows, "image_grid_thw": [1, 1, 2]}}
+    asked = request([]) | {"messages": [{"role": "user", "content": [part]}]}
+    with start(enable_mm_embeds=True) as engine:
+        if width == 3 * contrast_vl.HIDDEN:
+            assert len(generated(engine, asked).token_ids[0]) == COUNT
+        else:
+            with pytest.raises(InvalidParameter, match=r"\[tokens, 144\]"):
+                generated(engine, asked)
+
+
+def test_dashinfer_says_what_it_does_not_decode(folder):
+    spec = contrast_vl.ContrastVL().load_spec(folder)
+    fitness = DashInferFactory().fitness(spec, EngineConfig())
+    assert fitness.score == 0
+    assert "contrast_vl" in fitness.reason
+    assert "RMSNorm" in fitness.reason
