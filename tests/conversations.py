@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dashinfer_vlm_demo.own_engine import as_openai, data_url
+from training.own_engine import as_openai, data_url
 
 __all__ = ["CONVERSATIONS", "Message", "as_openai", "assistant", "data_url", "picture", "user"]
 

@@ -1,7 +1,4 @@
-"""A tiny Qwen2-VL that was trained from scratch on drawn shapes, and everything that made it.
-
-Importing this package is free of torch: whoever only wants the folder of the checkpoint pays for nothing else.
-"""
+"""The bundled model: a tiny checkpoint, trained from scratch on drawn shapes (`training/`, not in the wheel)."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from dashinfer_vlm_core import hookimpl
 __all__ = ["CHECKPOINT", "register_models"]
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"
-"""Folder of the trained model in the published Qwen2-VL file layout."""
+"""Folder of the trained model, in the published file layout of its family."""
 
 
 @hookimpl

@@ -7,10 +7,11 @@ import asyncio
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_demo import CHECKPOINT, frozen
-from dashinfer_vlm_demo.transformers_engine import TransformersEngine
+from dashinfer_vlm_demo import CHECKPOINT
 from tests.conversations import CONVERSATIONS, as_openai
 from tests.recorder import Recorder
+from training import frozen
+from training.transformers_engine import TransformersEngine
 
 TOKENS = 24
 

@@ -28,10 +28,10 @@ from dashinfer_vlm_core.errors import (
 )
 from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
 from dashinfer_vlm_demo import CHECKPOINT
-from dashinfer_vlm_demo.transformers_engine import TransformersEngine
 from tests.conversations import CONVERSATIONS, data_url, picture, user
 from tests.samples import label, movie
 from tests.waiting import until
+from training.transformers_engine import TransformersEngine
 
 TOKENS = 24
 DESCRIBE = {"type": "text", "text": "Describe the picture."}

@@ -10,9 +10,9 @@ import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_demo import CHECKPOINT
-from dashinfer_vlm_demo.transformers_engine import TransformersEngine
 from tests.conversations import user
 from tests.plugins.oracle import STOP, VOCAB, collect, ids, prompt, visual
+from training.transformers_engine import TransformersEngine
 
 from .conftest import decoding
 

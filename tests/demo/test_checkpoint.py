@@ -11,9 +11,10 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
-from dashinfer_vlm_demo import CHECKPOINT, evaluate, frozen, gallery, scenes, sizes
-from dashinfer_vlm_demo.frozen import FrozenPrompt
-from dashinfer_vlm_demo.transformers_engine import TransformersEngine
+from dashinfer_vlm_demo import CHECKPOINT
+from training import evaluate, frozen, gallery, scenes, sizes
+from training.frozen import FrozenPrompt
+from training.transformers_engine import TransformersEngine
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "pictures"
 SAMPLES = 10

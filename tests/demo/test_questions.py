@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dashinfer_vlm_demo import compose, drawing, questions, scenes, vocabulary
-from dashinfer_vlm_demo.drawing import Backdrop, Scene, Thing
+from training import compose, drawing, questions, scenes, vocabulary
+from training.drawing import Backdrop, Scene, Thing
 
 SWAPPED = {"left": "right", "right": "left"}
 

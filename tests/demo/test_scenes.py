@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from dashinfer_vlm_demo import compose, drawing, scenes, sizes
+from training import compose, drawing, scenes, sizes
 
 KINDS = ("describe_one", "list", "nth", "motion", "empty")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from dashinfer_vlm_demo import CHECKPOINT, drawing, scenes, tokenizer
+from dashinfer_vlm_demo import CHECKPOINT
+from training import drawing, scenes, tokenizer
 
 TEXTS = [
     "A red circle to the left of a blue square.",

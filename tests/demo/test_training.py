@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dashinfer_vlm_demo import batches, compose, labels, questions, tokenizer, train
-from dashinfer_vlm_demo.batches import Row, Story, Visual
-from dashinfer_vlm_demo.export import export
-from dashinfer_vlm_demo.learner import Learner
-from dashinfer_vlm_demo.network import Architecture, Batch, FastRmsNorm
-from dashinfer_vlm_demo.questions import Question
-from dashinfer_vlm_demo.transformers_engine import TransformersEngine
+from training import batches, compose, labels, questions, tokenizer, train
+from training.batches import Row, Story, Visual
+from training.export import export
+from training.learner import Learner
+from training.network import Architecture, Batch, FastRmsNorm
+from training.questions import Question
+from training.transformers_engine import TransformersEngine
 
 GRID = (3, 4)
 SMALL = Architecture(num_hidden_layers=2, depth=1)

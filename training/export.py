@@ -1,4 +1,4 @@
-"""Write a checkpoint in the published Qwen2-VL file layout: `python -m dashinfer_vlm_demo.export RUN CHECKPOINT`."""
+"""Write a checkpoint in the published Qwen2-VL file layout: `python -m training.export RUN CHECKPOINT`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dashinfer_vlm_demo import batches, sizes, tokenizer
-from dashinfer_vlm_demo.network import Architecture
-from dashinfer_vlm_demo.train import PLAN, PROGRESS
+from training import batches, sizes, tokenizer
+from training.network import Architecture
+from training.train import PLAN, PROGRESS
 
 CONTEXT = 4096
 
@@ -127,7 +127,7 @@ def _dump(path: Path, content: Any) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m dashinfer_vlm_demo.export", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m training.export", description=__doc__)
     parser.add_argument("run", type=Path, help="folder that the training wrote")
     parser.add_argument("checkpoint", type=Path, help="folder for the checkpoint")
     options = parser.parse_args(arguments)

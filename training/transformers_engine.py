@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from dashinfer_vlm_demo import batches, sizes
-from dashinfer_vlm_demo.scenes import Sample
+from training import batches, sizes
+from training.scenes import Sample
 
 Messages = list[dict[str, Any]]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
-from dashinfer_vlm_demo import labels
-from dashinfer_vlm_demo.network import Architecture, Batch, Network, initialise
+from training import labels
+from training.network import Architecture, Batch, Network, initialise
 
 CELL_WEIGHT, PLACE_WEIGHT = 0.2, 0.1
 """What one extra label counts for in the loss, beside 1 for the answers."""

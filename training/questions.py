@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from dashinfer_vlm_demo import vocabulary
-from dashinfer_vlm_demo.compose import CENTRE_MARGIN, Clip
-from dashinfer_vlm_demo.drawing import COLOURS, SHAPES, Scene, Thing
+from training import vocabulary
+from training.compose import CENTRE_MARGIN, Clip
+from training.drawing import COLOURS, SHAPES, Scene, Thing
 
 NUMBERS = ("no", "one", "two", "three", "four")
 ORDINALS = ("first", "second", "third")

@@ -1,4 +1,4 @@
-"""Exact match per task on fresh scenes: `python -m dashinfer_vlm_demo.evaluate CHECKPOINT [--n 300]`.
+"""Exact match per task on fresh scenes: `python -m training.evaluate CHECKPOINT [--n 300]`.
 
 Any engine can be measured: `evaluate(answer)` takes whatever turns samples into answers.
 """
@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dashinfer_vlm_demo import scenes
-from dashinfer_vlm_demo.scenes import Sample, sample
+from training import scenes
+from training.scenes import Sample, sample
 
 Answer = Callable[[Sequence[Sample]], list[str]]
 
@@ -77,16 +77,16 @@ def _sample(name: str, index: int) -> Sample:
 def _engine(name: str, checkpoint: Path) -> Answer:
     """Engines take seconds to import: too long for `--help`."""
     if name in OWN_ENGINES:
-        from dashinfer_vlm_demo.own_engine import OwnEngine
+        from training.own_engine import OwnEngine
 
         return OwnEngine(checkpoint, **OWN_ENGINES[name]).answer
-    from dashinfer_vlm_demo.transformers_engine import TransformersEngine
+    from training.transformers_engine import TransformersEngine
 
     return TransformersEngine(checkpoint).answer
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m dashinfer_vlm_demo.evaluate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m training.evaluate", description=__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--n", type=int, default=300, help="samples per task")
     parser.add_argument("--task", action="append", help="only this task; may be given more than once")

@@ -3,7 +3,7 @@
 An answer is frozen when the best logit leads by more than 1 at every step, in fp32 and in bf16: rounding in another
 order cannot change it. Pictures are not stored, they are drawn again from their seeds.
 
-`python -m dashinfer_vlm_demo.frozen [--checkpoint DIR]` writes `frozen_prompts.json`.
+`python -m training.frozen [--checkpoint DIR]` writes `frozen_prompts.json`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dashinfer_vlm_demo import CHECKPOINT, questions, scenes
-from dashinfer_vlm_demo.scenes import Sample, sample
+from dashinfer_vlm_demo import CHECKPOINT
+from training import questions, scenes
+from training.scenes import Sample, sample
 
 if TYPE_CHECKING:
-    from dashinfer_vlm_demo.transformers_engine import TransformersEngine
+    from training.transformers_engine import TransformersEngine
 
 FILE = Path(__file__).with_name("frozen_prompts.json")
 LEAD = 1.0
@@ -97,7 +98,7 @@ def freeze(checkpoint: Path) -> list[dict[str, Any]]:
     """Find prompts that are answered truly and with a wide lead."""
     import torch
 
-    from dashinfer_vlm_demo.transformers_engine import TransformersEngine
+    from training.transformers_engine import TransformersEngine
 
     engines = [TransformersEngine(checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16)]
     entries: list[dict[str, Any]] = []
@@ -147,7 +148,7 @@ def _read(entry: dict[str, Any]) -> FrozenPrompt:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m dashinfer_vlm_demo.frozen", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m training.frozen", description=__doc__)
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
     options = parser.parse_args(arguments)
     entries = freeze(options.checkpoint)

@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_demo.scenes import Sample
+from training.scenes import Sample
 
 Message = dict[str, Any]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from dashinfer_vlm_demo.compose import DIRECTIONS, Grid
-from dashinfer_vlm_demo.drawing import COLOURS, SHAPES, Scene, Thing
+from training.compose import DIRECTIONS, Grid
+from training.drawing import COLOURS, SHAPES, Scene, Thing
 
 TWELFTHS = 12
 CELLS = (len(COLOURS) + 1, len(SHAPES) + 1, TWELFTHS, TWELFTHS, len(DIRECTIONS) + 1)

@@ -9,8 +9,8 @@ import math
 import random
 from dataclasses import dataclass, replace
 
-from dashinfer_vlm_demo.drawing import COLOURS, FIELD, FIELDS, SHAPES, Backdrop, Rgb, Scene, Thing, paint
-from dashinfer_vlm_demo.sizes import FACTOR, smart_resize
+from training.drawing import COLOURS, FIELD, FIELDS, SHAPES, Backdrop, Rgb, Scene, Thing, paint
+from training.sizes import FACTOR, smart_resize
 
 Grid = tuple[int, int]
 

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dashinfer_vlm_demo import compose, drawing, labels, questions, tokenizer
-from dashinfer_vlm_demo.compose import Grid
-from dashinfer_vlm_demo.network import Batch
-from dashinfer_vlm_demo.questions import Mention, Question
-from dashinfer_vlm_demo.sizes import FACTOR, PATCH
+from training import compose, drawing, labels, questions, tokenizer
+from training.compose import Grid
+from training.network import Batch
+from training.questions import Mention, Question
+from training.sizes import FACTOR, PATCH
 
 ROWS, LENGTH = 10, 192
 """Rows of a batch and tokens of a row."""

@@ -13,10 +13,10 @@ from typing import Any
 
 from PIL import Image
 
-from dashinfer_vlm_demo import compose, questions
-from dashinfer_vlm_demo.compose import Clip, Grid
-from dashinfer_vlm_demo.drawing import Scene, render, render_clip
-from dashinfer_vlm_demo.questions import Question
+from training import compose, questions
+from training.compose import Clip, Grid
+from training.drawing import Scene, render, render_clip
+from training.questions import Question
 
 LAYOUTS = ("after", "before", "labelled")
 """The question comes after the pictures, before them, or after pictures that are announced one by one in the text."""

@@ -1,4 +1,4 @@
-"""Train the demo model from nothing: `python -m dashinfer_vlm_demo.train --out DIR`.
+"""Train the demo model from nothing: `python -m training.train --out DIR`.
 
 The schedule counts steps, and the scenes of a step follow from (seed, step, number of the batch in the step): a run
 that is stopped and started again ends with the same weights as one that was not, and a slow machine makes the same
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import distributed, multiprocessing
 
-from dashinfer_vlm_demo import batches as making
-from dashinfer_vlm_demo import questions
-from dashinfer_vlm_demo.learner import Learner, Tally
-from dashinfer_vlm_demo.network import Architecture, Batch
+from training import batches as making
+from training import questions
+from training.learner import Learner, Tally
+from training.network import Architecture, Batch
 
 PROGRESS = "progress.pt"
 """File in the output folder from which a stopped run goes on."""
@@ -217,7 +217,7 @@ class Reporter:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m dashinfer_vlm_demo.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m training.train", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the progress, and for going on from it")
     parser.add_argument("--processes", type=int, default=2, help="one thread each; more than cores is no use when idle")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Draw the pictures and the clip of the examples: `python -m dashinfer_vlm_demo.gallery FOLDER`."""
+"""Draw the pictures and the clip of the examples: `python -m training.gallery FOLDER`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from dashinfer_vlm_demo.drawing import Backdrop, Rgb, Scene, Thing, paint, render, render_clip
+from training.drawing import Backdrop, Rgb, Scene, Thing, paint, render, render_clip
 
 WHITE = Backdrop(rgb=(250, 250, 248))
 NIGHT = Backdrop(rgb=(22, 24, 34), slope=18, slope_angle=1.2)
@@ -70,7 +70,7 @@ def write_video(path: Path, frames: Sequence[Image.Image]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m dashinfer_vlm_demo.gallery", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m training.gallery", description=__doc__)
     parser.add_argument("folder", type=Path)
     folder: Path = parser.parse_args(arguments).folder
     folder.mkdir(parents=True, exist_ok=True)

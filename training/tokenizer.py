@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from dashinfer_vlm_demo import compose, questions, vocabulary
+from training import compose, questions, vocabulary
 
 VOCABULARY = 768
 SPECIAL_TOKENS = (
