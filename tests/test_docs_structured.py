@@ -13,6 +13,7 @@ from tests.pages import check_programs, programs_of, text_of
 TEXT = text_of("structured.md")
 
 
+@pytest.mark.slow
 def test_the_programs_print_what_the_page_says():
     check_programs("structured.md")
     assert len(programs_of("structured.md")) > 5

@@ -154,6 +154,7 @@ def test_a_line_that_was_cut_off_is_dropped_and_asked_again(run, address, reques
     assert sorted(item["custom_id"] for item in read(output)) == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_what_may_succeed_later_is_tried_again(run, address, requests):
     url = address(QueueFull("Busy.", retry_after=0.01), DecoderFailed("It died."), "Yes.")
     assert run("batch", "--api-base", url, "--retries", 2, requests(line("a"))).exit_code == 0

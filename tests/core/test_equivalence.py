@@ -103,6 +103,7 @@ def test_a_conversation_that_goes_on_equals_one_that_is_sent_whole(running, expe
     assert tokens[engine.chat(body("two turns")).id] == expected["two turns"]
 
 
+@pytest.mark.slow
 def test_frozen_prompts_come_out_token_by_token():
     """Their best logit leads by more than 1 at every step: no order of sums, and no dtype, can change them."""
     found = frozen.prompts()

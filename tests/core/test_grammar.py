@@ -154,6 +154,7 @@ def test_what_a_schema_allows(maker, schema, good, bad):
     assert [text for text in bad if accepts(guide, text)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(200))
 def test_numbers_of_a_range_are_those_of_the_range(seed):
     rng = Random(seed)
@@ -265,6 +266,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schema", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.timeout(300)
 def test_a_hostile_schema_is_refused_or_followed_in_bounded_time(maker, schema):
@@ -278,6 +280,7 @@ def test_a_hostile_schema_is_refused_or_followed_in_bounded_time(maker, schema):
             walk.take(token)
 
 
+@pytest.mark.slow
 def test_damaged_schemas_are_refused_or_followed(maker):
     """2,000 of them; nothing but the two errors that say what is wrong."""
     outcomes = Counter()

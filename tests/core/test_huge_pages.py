@@ -115,6 +115,7 @@ def test_memory_is_unmapped_with_its_last_tensor(mappings):
     until(lambda: not held(mappings))
 
 
+@pytest.mark.slow
 @needs_linux
 def test_pages_are_joined_when_all_is_loaded_and_hold_what_they_held():
     if not joins_pages():

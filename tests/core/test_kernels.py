@@ -713,6 +713,7 @@ def test_a_compiler_that_does_not_run_is_named(tmp_path, monkeypatch):
         build(source, tmp_path / "cache")
 
 
+@pytest.mark.slow
 def test_without_a_compiler_pytorch_computes_and_the_log_says_why(tmp_path):
     script = """
 import logging, torch

@@ -68,6 +68,7 @@ def test_a_broken_data_url_is_named(url):
     assert caught.value.param == PART
 
 
+@pytest.mark.slow
 def test_escapes_that_base64_does_not_need_cost_nothing():
     """A percent sign is no base64: to undo escapes in general would take a hundred times their size."""
     for sign in ("%", "%41"):

@@ -111,6 +111,7 @@ def named(uuids):
 # The same answers as the model gives elsewhere
 
 
+@pytest.mark.slow
 def test_conversations_with_objects_equal_transformers(exact, expected):
     outputs = exact.chat(list(CONVERSATIONS.values()), GREEDY)
     assert dict(zip(expected, map(tokens, outputs), strict=True)) == expected
@@ -563,6 +564,7 @@ def test_one_of_its_own_is_closed_and_says_so(tiny_checkpoint):
     assert [type(output.error) for output in vlm.generate(["a", "b"])] == [EngineClosed] * 2
 
 
+@pytest.mark.slow
 def test_the_example_runs():
     root = Path(__file__).parents[2]
     command = [sys.executable, "examples/offline.py", "examples/pictures/circle.png"]

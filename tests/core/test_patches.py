@@ -59,6 +59,7 @@ def sizes(count):
         yield (height, width) if i % 3 else (width, height)
 
 
+@pytest.mark.slow
 def test_random_sizes_equal_transformers(oracle):
     for seed, (height, width) in enumerate(sizes(240)):
         pixels = noise(height, width, seed)

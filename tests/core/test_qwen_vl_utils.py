@@ -59,6 +59,7 @@ def video(**options):
     return MediaPart(kind="video", part="messages[0].content[0]", url="data:", **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [1.0, 8.0, 12.5, 23.976, 25.0, 30.0, 60.0])
 def test_the_number_of_frames(published, rate):
     for total in LENGTHS:
@@ -67,6 +68,7 @@ def test_the_number_of_frames(published, rate):
             assert count == published.smart_nframes({"fps": wanted}, total, rate), (total, rate, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [1, 2, 3, 4, 5, 8, 9, 30, 31, 768])
 def test_a_number_of_frames_that_is_asked_for(published, asked):
     def expected(total):
@@ -108,6 +110,7 @@ SIZES = [(28, 28), (90, 160), (240, 320), (480, 640), (720, 1280), (1080, 1920),
 LIMITS = [{}, {"max_pixels": 150_000}, {"total_pixels": 2_000_000}, {"min_pixels": 200_000}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4, 10, 48])
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
 def test_the_size_of_frames(published, count, limits):

@@ -612,6 +612,7 @@ NEAR = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.one_of(JSON, NEAR), st.dictionaries(st.sampled_from(KNOWN), NEAR, max_size=3), NEAR, NEAR)
 @example([], {}, {"type": "video_url", "video_url": {"url": [{"image_url": None}]}}, None)

@@ -68,6 +68,7 @@ def check_schemas(engine, seeds):
         list(pool.map(check, seeds))
 
 
+@pytest.mark.slow
 def test_answers_follow_random_schemas(engine):
     check_schemas(engine, range(60))
 

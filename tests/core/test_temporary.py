@@ -32,6 +32,7 @@ print(grown(temporary.empty), grown(lambda shape, dtype: torch.empty(*shape, dty
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux how much memory is held")
 def test_what_is_not_held_is_given_back():
     """Less than the C library's own memory leaves: there this is to be seen, if it is to be seen at all."""

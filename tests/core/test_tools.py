@@ -204,6 +204,7 @@ def demo():
         yield engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 def test_the_bundled_model_calls_what_it_has_to(demo, seed, choice):

@@ -54,12 +54,14 @@ WEAK = {"list": 0.1, "changed": 0.0, "nth": 0.5, "absent": 0.5, "clip": 0.4, "de
 
 
 # Ten samples say little, so the floors are low: they catch a broken model.
+@pytest.mark.slow
 @pytest.mark.parametrize("task", scenes.TASKS)
 def test_answers_are_mostly_right(task: str, engine: TransformersEngine) -> None:
     (result,) = evaluate.evaluate(engine.answer, SAMPLES, [task])
     assert result.exact >= WEAK.get(task, 0.7), result.wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", evaluate.MIXTURES)
 def test_answers_are_mostly_right_in_other_orders(name: str, engine: TransformersEngine) -> None:
     (result,) = evaluate.evaluate(engine.answer, SAMPLES, [name])
@@ -82,6 +84,7 @@ def test_there_are_frozen_prompts_of_every_kind() -> None:
     assert min(min(prompt.leads) for prompt in found) > frozen.LEAD
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", frozen.prompts(), ids=lambda prompt: f"{prompt.kind}-{prompt.samples[-1].task}")
 def test_frozen_prompts_come_out_again(prompt: FrozenPrompt, engine: TransformersEngine) -> None:
     inputs = engine.inputs([prompt.messages()])

@@ -176,6 +176,7 @@ def average(out: Path) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [1, 2, 3, 5])
 def test_a_stopped_run_ends_like_one_that_was_not(
     stop: int, tmp_path: Path, whole_run: Path, capsys: pytest.CaptureFixture[str]

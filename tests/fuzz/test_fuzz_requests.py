@@ -16,7 +16,7 @@ from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_server.requests import parse_object
 from tests.fuzz.mutations import REQUESTS, damaged, requests
 
-pytestmark = pytest.mark.timeout(3600)  # of all cases; each is clocked by itself
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # of all cases; each is clocked by itself
 
 SHARE = settings.default.max_examples
 

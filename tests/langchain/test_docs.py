@@ -14,6 +14,7 @@ from tests.waiting import HANG
 PICTURES = "examples/pictures"
 
 
+@pytest.mark.slow
 def test_the_programs_print_what_the_page_says(monkeypatch):
     monkeypatch.chdir(ROOT)
     check_programs("langchain.md")

@@ -49,6 +49,7 @@ async def streamed(router, group="eyes", **options):
     return text_of([chunk async for chunk in await router.acompletion(group, messages=HELLO, stream=True, **options)])
 
 
+@pytest.mark.slow
 def test_what_failed_is_tried_again(scripted, router):
     provider = scripted(DEAD, BUSY, "Yes.")
     assert text(asyncio.run(asked(router(deployment("eyes", provider), num_retries=2)))) == "Yes."

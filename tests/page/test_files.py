@@ -89,6 +89,7 @@ def test_a_preview_is_refused_as_a_request_is(http):
     assert http.get("/v1/media/preview").status_code == 405
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_page(tmp_path):
     from hatchling.builders.wheel import WheelBuilder
 

@@ -402,6 +402,7 @@ arrivals = st.one_of(requests, st.tuples(st.integers(0, 5)))
 events = st.lists(st.one_of(arrivals, st.integers(1, 30), st.lists(arrivals, max_size=3)), min_size=1, max_size=25)
 
 
+@pytest.mark.slow
 @given(
     events=events,
     kv_tokens=st.integers(300, 700),

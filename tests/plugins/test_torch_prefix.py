@@ -84,6 +84,7 @@ def family(oracle):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("chunk", [5, 512])
 def test_cached_equals_uncached(oracles, shape, chunk):
@@ -176,6 +177,7 @@ def test_cancelling_at_any_time_leaves_only_what_is_right(oracle):
     assert (stats.running, stats.kv_used) == (0, 0)
 
 
+@pytest.mark.slow
 def test_under_pressure_answers_are_the_same(oracle):
     """2048 tokens of memory; the requests come to take 4000, and leave as much behind."""
     requests = [
@@ -197,6 +199,7 @@ def test_under_pressure_answers_are_the_same(oracle):
     assert without.preemptions > 3
 
 
+@pytest.mark.slow
 def test_a_preempted_answer_goes_on_with_the_same_random_numbers(oracle):
     requests = [
         prompt(content, 30, temperature=1.0, seed=content, max_tokens=600, ignore_eos=True, logprobs=2)

@@ -129,6 +129,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it():
     assert together == [choose(logits[row : row + 1], [one])[0] for row, one in enumerate(runs)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.8}, {"top_k": 5}, {"temperature": 0.5, "top_p": 0.9, "top_k": 12}])
 def test_draws_follow_the_distribution(options):
     """Chi-square over 20 000 draws with fixed seeds; the bound is the 99.9 % quantile for its degrees of freedom."""

@@ -273,6 +273,7 @@ def test_security_13_prompt_and_answer_must_fit_and_the_counts_are_told(open_doo
 ADVERSARIAL = ["<|image_pad|>", "<|", " ", "a", "\n", "é\u0301", "\ue000", "👩\u200d", "0", "'s", "\u200b", "{{", "a1 "]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece", ADVERSARIAL, ids=ascii)
 def test_security_13_no_text_costs_more_than_its_length(open_door, prompts, piece):
     """Four times the text takes at most four times the lines of Python. What the tokenizer does cannot be counted:
@@ -333,6 +334,7 @@ HOSTILE_SCHEMAS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE_SCHEMAS)
 @pytest.mark.timeout(300)
 def test_security_14_hostile_schemas_are_refused_or_followed(closed_door, name):

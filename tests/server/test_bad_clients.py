@@ -227,6 +227,7 @@ def test_requests_in_one_go_are_answered_one_after_the_other(served):
         assert rest(connection).count(b"HTTP/1.1 200 OK") == 6
 
 
+@pytest.mark.slow
 def test_an_answer_that_nobody_reads_is_cut_and_its_request_is_freed(scripted):
     served = scripted("word " * 400, delay=0.005, protocol=Patient, max_model_len=2048)
     with socket.socket() as connection:
@@ -255,6 +256,7 @@ STAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
 @pytest.mark.parametrize("sent", STAGES.values(), ids=STAGES)
 def test_who_leaves_at_any_stage_leaves_nothing_behind(scripted, sent, reset):

@@ -404,6 +404,7 @@ def test_what_ends_it_is_json_where_logs_are(tmp_path):
         assert records(ended.stderr)[-1]["message"]
 
 
+@pytest.mark.slow
 def test_the_last_line_of_a_server_that_ends_at_once_is_json_too():
     code = (
         "import logging, os, signal, sys\n"
