@@ -58,13 +58,13 @@ class RequestError(DashInferVLMError):
 class InvalidParameter(RequestError):
     """A value has the wrong type, range or shape."""
 
-    code = "invalid_value"
+    code: str = "invalid_value"
 
 
 class UnsupportedParameter(RequestError):
     """A known field that this engine or decoder cannot honour, so that it is refused rather than ignored."""
 
-    code = "unsupported_parameter"
+    code: str = "unsupported_parameter"
 
 
 class ContextLengthExceeded(RequestError):
@@ -75,7 +75,7 @@ class ContextLengthExceeded(RequestError):
         limit: tokens that prompt and answer may have together; None as above.
     """
 
-    code = "context_length_exceeded"
+    code: str = "context_length_exceeded"
 
     def __init__(
         self, message: str, *, prompt_tokens: int | None = None, limit: int | None = None, param: str = "messages"
@@ -88,7 +88,7 @@ class ContextLengthExceeded(RequestError):
 class ModelNotFound(RequestError):
     """No model of that name is served here."""
 
-    code = "model_not_found"
+    code: str = "model_not_found"
 
 
 class MediaError(RequestError):
@@ -98,25 +98,25 @@ class MediaError(RequestError):
 class MediaRefused(MediaError):
     """A policy forbids this source: its scheme, address, domain or folder."""
 
-    code = "media_refused"
+    code: str = "media_refused"
 
 
 class MediaTooLarge(MediaError):
     """A cap on bytes, pixels, frames, seconds or items was exceeded."""
 
-    code = "media_too_large"
+    code: str = "media_too_large"
 
 
 class MediaUnreachable(MediaError):
     """The source could not be fetched in time and whole."""
 
-    code = "media_unreachable"
+    code: str = "media_unreachable"
 
 
 class MediaUndecodable(MediaError):
     """The bytes are no picture or video that we read."""
 
-    code = "media_undecodable"
+    code: str = "media_undecodable"
 
 
 class EngineError(DashInferVLMError):
@@ -132,7 +132,7 @@ class QueueFull(EngineError):
         retry_after: seconds after which trying again is reasonable.
     """
 
-    code = "queue_full"
+    code: str = "queue_full"
 
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)
@@ -142,19 +142,19 @@ class QueueFull(EngineError):
 class DeadlineExceeded(EngineError):
     """The answer was not there in time."""
 
-    code = "deadline_exceeded"
+    code: str = "deadline_exceeded"
 
 
 class EngineClosed(EngineError):
     """The engine was not started, or was closed while the request ran."""
 
-    code = "engine_closed"
+    code: str = "engine_closed"
 
 
 class DecoderFailed(EngineError):
     """The decoder died or broke an invariant; the engine's log has the cause."""
 
-    code = "decoder_failed"
+    code: str = "decoder_failed"
 
 
 class SetupError(DashInferVLMError):
@@ -176,7 +176,7 @@ class MissingDependency(SetupError):
 class AccessDenied(SetupError):
     """The server that was asked in place of an engine wants another key."""
 
-    code = "access_denied"
+    code: str = "access_denied"
 
 
 class PluginError(SetupError):

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 GROUP = "dashinfer_vlm"
 """Name of the pluggy project, and of the entry-point group that plugins are found by."""
 
-hookspec = pluggy.HookspecMarker(GROUP)
-hookimpl = pluggy.HookimplMarker(GROUP)
+hookspec: pluggy.HookspecMarker = pluggy.HookspecMarker(GROUP)
+hookimpl: pluggy.HookimplMarker = pluggy.HookimplMarker(GROUP)
 
 
 @hookspec

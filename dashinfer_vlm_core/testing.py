@@ -50,7 +50,7 @@ class Script:
             raise ValueError("a script needs at least one answer")
         self._answers = answers
         self.delay = delay
-        self.honours = honours
+        self.honours: frozenset[str] = honours
         self.requests: list[DecodeRequest] = []
         self.running = 0
 
@@ -73,8 +73,8 @@ class ScriptedDecoder:
         self._spec = spec
         self._closed = False
         self._tokenizer = tokenizers.Tokenizer.from_file(str(spec.folder / "tokenizer.json"))
-        self.max_model_len = config.max_model_len or spec.max_model_len
-        self.honours = script.honours
+        self.max_model_len: int = config.max_model_len or spec.max_model_len
+        self.honours: frozenset[str] = script.honours
 
     async def start(self) -> None:
         """Nothing has to be loaded."""

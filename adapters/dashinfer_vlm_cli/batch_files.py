@@ -106,6 +106,8 @@ class Ledger:
         self.path = path
         self._file = _locked(path)
         try:
+            self.done: dict[str, str]
+            self.superseded: bool
             self.done, self.superseded, torn = _read(path)
             if fresh or torn:
                 os.ftruncate(self._file, 0 if fresh else path.stat().st_size - torn)

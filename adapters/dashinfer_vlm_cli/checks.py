@@ -27,7 +27,7 @@ from dashinfer_vlm_core.plugins import DISTRIBUTION, load_plugins
 Status = Literal["ok", "missing", "unusable", "slow", "broken"]
 
 NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "llguidance", "pillow", "numpy")
-EXTRAS = {
+EXTRAS: dict[str, tuple[str, ...]] = {
     "server": ("fastapi", "uvicorn"),
     "litellm": ("litellm",),
     "langchain": ("langchain_core",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
@@ -46,7 +46,7 @@ _SAMPLING = ("temperature", "max_tokens", "top_p", "seed", "n", "logprobs", "top
 class PerCall(BaseModel):
     """What is about asking rather than about the answer."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     timeout: float | None = Field(gt=0)
     first_token_timeout: float | None = Field(gt=0)
@@ -71,7 +71,7 @@ class ChatDashInferVLM(BaseChatModel):
         pydantic.ValidationError: an argument that there is not, or of another type.
     """
 
-    model_config = ConfigDict(
+    model_config: ClassVar[ConfigDict] = ConfigDict(
         populate_by_name=True, extra="forbid", arbitrary_types_allowed=True, protected_namespaces=()
     )
 

@@ -28,7 +28,7 @@ from dashinfer_vlm_core.errors import (
     UnsupportedParameter,
 )
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _Make: TypeAlias = Callable[[DashInferVLMError, str, str, str], openai.APIError]
 

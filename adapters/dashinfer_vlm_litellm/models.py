@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dashinfer_vlm_core.models.spec import ModelSpec
     from dashinfer_vlm_core.plugins import Registry
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _lengths: dict[str, int] = {}
 """What was told to LiteLLM from here: context sizes by name."""

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 PROVIDER = "dashinfer_vlm"
 
-Chunk = ModelResponseStream | GenericStreamingChunk
-
 
 class DashInferVLM(CustomLLM):
     """Answers LiteLLM's calls for `dashinfer_vlm/<model>`.
@@ -55,7 +53,7 @@ class DashInferVLM(CustomLLM):
 
     def streaming(  # type: ignore[override]
         self, *_: Any, **arguments: Any
-    ) -> Generator[Chunk, None, None]:
+    ) -> Generator[ModelResponseStream | GenericStreamingChunk, None, None]:
         return self._loop.get().iterate(self.astreaming(**arguments))
 
     async def acompletion(self, *_: Any, **arguments: Any) -> ModelResponse:
@@ -65,7 +63,7 @@ class DashInferVLM(CustomLLM):
 
     async def astreaming(  # type: ignore[override]
         self, *_: Any, **arguments: Any
-    ) -> AsyncGenerator[Chunk, None]:
+    ) -> AsyncGenerator[ModelResponseStream | GenericStreamingChunk, None]:
         with self._errors(arguments):
             call = read_call(arguments, stream=True)
             limited = stream_within(self._stream(call), seconds=call.timeout, first=call.first_token_timeout)

@@ -9,7 +9,7 @@ from litellm.utils import custom_llm_setup
 from .models import introduce_registered
 from .provider import PROVIDER, DashInferVLM
 
-handler = DashInferVLM()
+handler: DashInferVLM = DashInferVLM()
 """The provider's instance in this process; its engines are started on first use."""
 
 

@@ -31,7 +31,7 @@ from dashinfer_vlm_core.errors import (
     SetupError,
 )
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 STATUS: Mapping[type[DashInferVLMError], int] = MappingProxyType(
     {

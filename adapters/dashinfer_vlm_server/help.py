@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -46,7 +46,9 @@ class Option(FileOption):
     def __init__(self, *args: Any, section: str, envvar: list[str] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, envvar=envvar, **kwargs)
         self.section = section
-        self.envvar = envvar or variable(next(flag for flag in self.opts if flag.startswith("--"))[2:])
+        self.envvar: str | Sequence[str] | None = envvar or variable(
+            next(flag for flag in self.opts if flag.startswith("--"))[2:]
+        )
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:
         try:

@@ -16,7 +16,7 @@ import click
 from dashinfer_vlm_core.cli.main import SETUP_FAILED
 from dashinfer_vlm_core.errors import DashInferVLMError
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 REQUEST_ID: contextvars.ContextVar[str] = contextvars.ContextVar("dashinfer_vlm_request_id", default="")
 """The request that is being served; set in the engine's stages too."""

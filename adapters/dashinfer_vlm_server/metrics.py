@@ -46,7 +46,9 @@ class Metrics(Watcher):
     def __init__(self, engine: ChatEngine) -> None:
         self._registry = CollectorRegistry()
         self._requests = self._counter("requests", "Requests by what became of them.", ["route", "outcome"])
-        self.in_flight = Gauge(f"{PREFIX}requests_in_flight", "Requests at the door now.", registry=self._registry)
+        self.in_flight: Gauge = Gauge(
+            f"{PREFIX}requests_in_flight", "Requests at the door now.", registry=self._registry
+        )
         self._first = self._histogram("time_to_first_token_seconds", "From a request to its first token.", SECONDS)
         self._next = self._histogram("inter_token_latency_seconds", "From one token of an answer to the next.", GAPS)
         self._whole = self._histogram(

@@ -28,7 +28,7 @@ from .settings import Settings
 if TYPE_CHECKING:
     from .tracing import Tracer
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _Command = Callable[..., Any]
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from dashinfer_vlm_core.config import EngineConfig
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 65
 """Longer than clients and proxies keep idle connections (5 to 60 s), lest one closes while a request is under way."""
@@ -153,7 +153,7 @@ class Server(uvicorn.Server):
         self._loading: asyncio.Task[None] | None = None
         self.signal: int | None = None
         self.error: Exception | None = None
-        self.lost = False
+        self.lost: bool = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -195,8 +195,8 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.signal = sig
-        self.force_exit = self.should_exit  # uvicorn takes a second SIGINT so, but not a second SIGTERM
-        self.should_exit = True
+        self.force_exit: bool = self.should_exit  # uvicorn takes a second SIGINT so, but not a second SIGTERM
+        self.should_exit: bool = True
 
     async def _load(self) -> None:
         try:

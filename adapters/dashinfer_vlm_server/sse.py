@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
+from starlette.responses import AsyncContentStream
 
 from dashinfer_vlm_core.errors import DashInferVLMError
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionChunk
     from starlette.types import Receive, Scope, Send
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 DONE = "data: [DONE]\n\n"
 
@@ -57,7 +58,7 @@ class EventStream(StreamingResponse):
 
     async def _send(self, send: Send, visit: Visit) -> None:
         async with contextlib.aclosing(self._chunks) as chunks:
-            self.body_iterator = _events(await anext(chunks), chunks, visit)
+            self.body_iterator: AsyncContentStream = _events(await anext(chunks), chunks, visit)
             await self.stream_response(send)
 
 

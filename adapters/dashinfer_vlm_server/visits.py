@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .metrics import Metrics
     from .tracing import Tracer
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 HEADER = "X-Request-Id"
 QUIET = frozenset({"/health", "/health/ready", "/metrics"})

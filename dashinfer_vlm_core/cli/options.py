@@ -19,7 +19,7 @@ from ..errors import ConfigError
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 Command = Callable[..., Any]
 

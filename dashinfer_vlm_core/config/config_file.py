@@ -17,7 +17,7 @@ from ..errors import ConfigError
 if TYPE_CHECKING:
     import yaml
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 Value: TypeAlias = "str | list[str] | dict[str, str]"
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeInt, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
@@ -33,7 +33,7 @@ VLLM_VARIABLES = {
 class MediaLimits:
     """Pictures and videos allowed in one request."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     image: NonNegativeInt = 32
     video: NonNegativeInt = 4
@@ -63,7 +63,7 @@ class EngineConfig(BaseSettings):
         ConfigError: an unknown name, or a value out of range; the message names the option.
     """
 
-    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
+    model_config: ClassVar[SettingsConfigDict] = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
 
     # What answers
     model: str = Field("demo", description="Model to load: a registered name, a checkpoint folder, or a hub id.")

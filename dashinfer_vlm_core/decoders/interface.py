@@ -36,7 +36,7 @@ __all__ = [
     "check_request",
 ]
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 FinishReason = Literal["stop", "length"]
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable
 from ..errors import DashInferVLMError, DecoderFailed, EngineClosed
 from .interface import Decoder, DecodeRequest, DecoderStats, Token
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.2
 """How often it is asked whether the decoder has died, should nobody be decoding who would notice."""
@@ -41,12 +41,12 @@ class Supervisor:
         self._ready = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
         self._closed = False
-        self.restarted = 0
-        self.trouble = ""
-        self.max_model_len = self._decoder.max_model_len
-        self.honours = self._decoder.honours
-        self.blind = self._decoder.blind
-        self.name = self._decoder.name
+        self.restarted: int = 0
+        self.trouble: str = ""
+        self.max_model_len: int = self._decoder.max_model_len
+        self.honours: frozenset[str] = self._decoder.honours
+        self.blind: str = self._decoder.blind
+        self.name: str = self._decoder.name
 
     @property
     def restarting(self) -> bool:

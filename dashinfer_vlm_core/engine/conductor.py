@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from ..models.spec import ModelSpec
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -63,7 +63,7 @@ class Places:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.taken = 0
+        self.taken: int = 0
 
     @contextlib.contextmanager
     def take(self, answers: int = 1) -> Iterator[None]:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ..models.spec import ModelSpec
     from ..preprocessing.preview import Preview
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 Request = ChatRequest | Mapping[str, Any]
 State = Literal["closed", "loading", "ready", "restarting", "failed"]
@@ -122,7 +122,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig | None = None, *, registry: Registry | None = None) -> None:
-        self.config = config or EngineConfig()
+        self.config: EngineConfig = config or EngineConfig()
         self._name = self.config.name
         self._registry = registry
         self._watchers = Watchers()

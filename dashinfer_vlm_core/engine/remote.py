@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 10.0
 STATUS_SECONDS = 5.0
@@ -87,7 +87,7 @@ class RemoteEngine:
     def __init__(
         self, api_base: str, *, api_key: str | None = None, model: str | None = None, timeout: float = 600.0
     ) -> None:
-        self.api_base = _checked(api_base)
+        self.api_base: str = _checked(api_base)
         self.model = model
         self._http = openai.DefaultAsyncHttpxClient(
             timeout=httpx.Timeout(timeout, connect=min(timeout, CONNECT_SECONDS)),

@@ -21,7 +21,7 @@ from .remote import RemoteEngine
 if TYPE_CHECKING:
     from ..plugins import Registry
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

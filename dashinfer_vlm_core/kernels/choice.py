@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 TORCH = "torch"
 """The kernels that run whatever the others do not."""
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class Loaded(NamedTuple):

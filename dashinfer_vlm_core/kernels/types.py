@@ -65,7 +65,7 @@ class Spans:
     """The spans of one batch; what kernels derive from them is derived once, not once per layer."""
 
     def __init__(self, spans: Sequence[Span], *, device: torch.device | str = "cpu") -> None:
-        self.spans = tuple(spans)
+        self.spans: tuple[Span, ...] = tuple(spans)
         self._device = device
 
     @cached_property

@@ -27,7 +27,7 @@ MAX_FPS = 240.0
 
 _FRAMES = ".video_url.url"  # where the frames of a part stand in JSON
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 def frame_count(total: int, fps: float, *, part: MediaPart, policy: VideoSamplingPolicy) -> int:

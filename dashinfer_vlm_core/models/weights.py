@@ -32,7 +32,7 @@ class Weights:
     def __init__(self, stored: Mapping[str, tuple[Path, str]]) -> None:
         """Use `open`. `stored` maps a name to the file and the name there."""
         self._stored = dict(stored)
-        self.names = frozenset(self._stored)
+        self.names: frozenset[str] = frozenset(self._stored)
 
     @classmethod
     def open(cls, folder: Path, renames: Iterable[tuple[str, str]] = ()) -> Weights:

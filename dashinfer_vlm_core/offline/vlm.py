@@ -55,7 +55,7 @@ class VLM:
         if engine is not None and options:
             raise ConfigError("An engine that is there already has its options: give it to VLM without others.")
         self._owned = engine is None
-        self.engine = (engine or Engine(EngineConfig(**options))).start()
+        self.engine: Engine = (engine or Engine(EngineConfig(**options))).start()
         self._ids = itertools.count()
 
     def generate(self, prompts: Any, sampling_params: Sampling = None, *, use_tqdm: bool = True) -> list[RequestOutput]:

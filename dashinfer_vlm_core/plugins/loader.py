@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ADAPTER_GROUP = f"{GROUP}.adapters"
 DISTRIBUTION = "dashinfer-vlm-adapters"
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

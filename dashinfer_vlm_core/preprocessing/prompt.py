@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import tokenizers
 
 from ..config import EngineConfig
 from ..errors import ContextLengthExceeded, InvalidParameter
@@ -66,7 +67,7 @@ class PromptBuilder:
         for placeholder in sorted(layout.placeholders, key=lambda one: -len(one.tokens)):
             self._placeholders.setdefault(placeholder.tokens[0], []).append(placeholder)
         self.max_model_len = max_model_len
-        self.tokenizer = tokenizer.backend
+        self.tokenizer: tokenizers.Tokenizer = tokenizer.backend
         # Control tokens come from the template alone and are looked up by name; everything else is encoded as plain
         # text.
         self.tokenizer.encode_special_tokens = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, TypeAlias
+from typing import Annotated, ClassVar, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, model_validator
 
@@ -14,7 +14,7 @@ LARGEST = 2**31 - 1
 class Open(BaseModel):
     """Base of every object in a request: unknown keys are kept, nulls are absent, nothing is converted."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", strict=True, allow_inf_nan=False)
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="allow", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -25,7 +25,7 @@ class Open(BaseModel):
 class Closed(Open):
     """An object whose every key changes the answer: unknown ones are refused rather than ignored."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
 
 def encodable(text: str) -> str:

@@ -104,8 +104,8 @@ class Reply:
         self._calls: list[_Call] = []
         self._entries: list[_Entry] = []
         self._listed: list[_Entry] = []
-        self.completion_tokens = 0
-        self.cached_tokens = 0
+        self.completion_tokens: int = 0
+        self.cached_tokens: int = 0
         self._reason: FinishReason | None = None
 
     @property

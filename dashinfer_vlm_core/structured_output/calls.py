@@ -74,7 +74,8 @@ class CallReader:
         self._head = re.compile(
             rf'\s*{re.escape(conversation.call_begin)}\s*\{{"name": ?"([^"\\]*)", ?"arguments": ?\{{'
         )
-        self.calls = self.complete = 0
+        self.calls: int = 0
+        self.complete: int = 0
         self._names = names
         self._guided = guided
         self._state: Callable[[str], list[Event]] = self._read_text

@@ -22,7 +22,7 @@ import jinja2.utils
 
 from ..errors import CheckpointError, ConfigError, InvalidParameter
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 """Names of templates where there are several, as transformers knows them."""
@@ -57,7 +57,7 @@ class ChatTemplate:
             self._templates = {name: environment.from_string(source) for name, source in sources.items()}
         except jinja2.TemplateError as error:
             raise unusable(error) from error
-        self.knows_tools = WITH_TOOLS in sources or "tools" in jinja2.meta.find_undeclared_variables(
+        self.knows_tools: bool = WITH_TOOLS in sources or "tools" in jinja2.meta.find_undeclared_variables(
             environment.parse(sources[DEFAULT])
         )
         self._names = dict(names)

@@ -38,7 +38,7 @@ class Detokeniser:
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         if not isinstance(tokenizer.decoder, tokenizers.decoders.ByteLevel):
             raise CheckpointError("The tokenizer of this checkpoint is not byte-level (`decoder` in tokenizer.json).")
-        self.position = 0
+        self.position: int = 0
         self._tokenizer = tokenizer
         self._special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")

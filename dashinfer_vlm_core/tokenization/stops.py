@@ -44,7 +44,7 @@ class StopStrings:
     """
 
     def __init__(self, strings: tuple[str, ...]) -> None:
-        self.matched = False
+        self.matched: bool = False
         self._matchers = [_Matcher(string) for string in strings]
         self._held = ""
 

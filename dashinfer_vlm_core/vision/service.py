@@ -21,7 +21,7 @@ from ..models.interface import Embedded, Grid, Patches, VisionEncoder, VisualTok
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -10,7 +10,7 @@ import functools
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ MOST_SHARING = 192
 
 _INT, _LONG, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
-SIGNATURES = {
+SIGNATURES: dict[str, tuple[type[Any], ...]] = {
     "pack_bf16": (_POINTER, _LONG, _LONG, _INT, _POINTER, _INT),
     "pack_codes": (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT),
     "pack_int8": (_POINTER, _LONG, _LONG, _INT, _POINTER, _POINTER, _INT),
@@ -48,7 +48,7 @@ SIGNATURES = {
     "attend_space": (_LONG,),
 }
 
-RESULTS = {
+RESULTS: dict[str, type[Any]] = {
     "pack_codes": _INT,
     "codes_space": _LONG,
     "linear_space": _LONG,

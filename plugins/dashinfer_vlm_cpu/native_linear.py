@@ -57,11 +57,11 @@ class NativeLinear:
         self._library = library
         outputs, inputs = weight.shape
         gated = activation is Activation.SILU_GATE
-        self.columns = outputs // 2 if gated else outputs
+        self.columns: int = outputs // 2 if gated else outputs
         self.inputs = inputs
         assert not gated or bias is None
         self._kept = (*self._pack(weight, gated), bias)
-        self.matrix = Matrix(
+        self.matrix: Matrix = Matrix(
             *(None if kept is None else kept.data_ptr() for kept in self._kept), outputs, inputs, self.columns,
             activation, wide,
         )  # fmt: skip

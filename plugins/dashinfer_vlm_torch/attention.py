@@ -19,7 +19,7 @@ class KVCache:
 
     def __init__(self, config: TextModelSpec, tokens: int, *, device: str, dtype: torch.dtype) -> None:
         shape = (config.num_hidden_layers, 2 * config.num_key_value_heads, tokens, config.head_dim)
-        self.pool = torch.empty(shape, device=device, dtype=dtype)
+        self.pool: torch.Tensor = torch.empty(shape, device=device, dtype=dtype)
 
     @staticmethod
     def bytes_per_token(config: TextModelSpec, dtype: torch.dtype) -> int:

@@ -21,7 +21,7 @@ from .runner import Runner
 from .scheduler import Run, Scheduler, Stats
 from .worker import Counts, Mailbox, Worker
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 LEAST_TOKENS = 16
 
@@ -36,7 +36,7 @@ class TorchDecoder:
     """
 
     name = "torch"
-    honours = SAMPLING_PARAMETERS | {GUIDE}
+    honours: frozenset[str] = SAMPLING_PARAMETERS | {GUIDE}
     blind = ""
 
     def __init__(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> None:
@@ -50,7 +50,7 @@ class TorchDecoder:
         _check_options(config, self._kernels)
         context = min(spec.max_model_len, config.max_model_len or spec.max_model_len)
         self._kv_tokens = self._affordable_tokens(context)
-        self.max_model_len = min(context, self._kv_tokens)
+        self.max_model_len: int = min(context, self._kv_tokens)
         self._worker: Worker | None = None
 
     @property

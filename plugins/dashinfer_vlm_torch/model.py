@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dashinfer_vlm_core.concurrency.compute import executor_for
+from dashinfer_vlm_core.concurrency.compute import Executor, executor_for
 from dashinfer_vlm_core.kernels import (
     Activation,
     Additions,
@@ -66,7 +66,7 @@ class TextModel:
         self.device = device
         self.dtype = dtype
         self.kernels = kernels
-        self.executor = executor_for(device)
+        self.executor: Executor = executor_for(device)
         run = self.executor.run
         read = _Reader(weights, kernels, device, dtype, int8, config)
         names, hidden, vocab = config.weights, config.hidden_size, config.vocab_size

@@ -19,7 +19,7 @@ from dashinfer_vlm_core.errors import DecoderFailed, EngineClosed, EngineError
 from .runner import Runner
 from .scheduler import Chunk, Outcome, Run, Scheduler, Stats, Step
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 Reply: TypeAlias = Token | EngineError
 

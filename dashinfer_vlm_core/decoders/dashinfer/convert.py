@@ -18,7 +18,7 @@ from ...models.files import stored_tensors
 from ...models.spec import ModelSpec, TextModelSpec, TextWeightNames
 from .environment import VERSION, Environment, locked, write_json
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 PROGRAM = Path(__file__).with_name("serialize.py")
 NAME = "model"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     Array: TypeAlias = npt.NDArray[np.generic]
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 STARTS = 5
 """How often in a row a worker may die before it is ready, until it is given up on."""
@@ -87,11 +87,11 @@ class DashInferDecoder:
             cuda=cuda_devices(),
             cpu_only=self._environment.cpu_only,
         )
-        self.max_model_len = self._plan.max_model_len
-        self.honours = HONOURED_ON_CPU if self._plan.on_cpu else HONOURED_ON_CUDA
+        self.max_model_len: int = self._plan.max_model_len
+        self.honours: frozenset[str] = HONOURED_ON_CPU if self._plan.on_cpu else HONOURED_ON_CUDA
         self.blind = BLIND if self._plan.on_cpu and not config.approximate_vision else ""
-        self.trouble = ""
-        self.restarts = 0
+        self.trouble: str = ""
+        self.restarts: int = 0
         self._worker: WorkerProcess | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()

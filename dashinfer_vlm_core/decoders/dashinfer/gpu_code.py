@@ -13,7 +13,7 @@ import struct
 from pathlib import Path
 from typing import BinaryIO
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 SECTION = b".nv_fatbin"
 

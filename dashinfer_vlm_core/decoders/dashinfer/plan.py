@@ -10,7 +10,7 @@ from ...errors import ConfigError, UnsupportedParameter
 from ...models.spec import ModelSpec, TextModelSpec
 from .convert import BYTES, Form
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 LEAST_TOKENS = 16
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 1.0
 """How long a worker may take from closing its socket to its end."""
@@ -46,7 +46,7 @@ class WorkerProcess:
     """
 
     def __init__(self, process: Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.pid = process.pid
+        self.pid: int = process.pid
         self.version = ""
         self._process = process
         self._reader = reader

@@ -32,16 +32,16 @@ class dtype:  # noqa: N801 - torch's name for it
         return "torch." + self._name
 
 
-float64 = dtype("float64")
-float32 = dtype("float32")
-float16 = dtype("float16")
-bfloat16 = dtype("bfloat16")
-float8_e4m3fn = dtype("float8_e4m3fn")
-uint8 = dtype("uint8")
-int64 = dtype("int64")
-int32 = dtype("int32")
-int16 = dtype("int16")
-int8 = dtype("int8")
+float64: dtype = dtype("float64")
+float32: dtype = dtype("float32")
+float16: dtype = dtype("float16")
+bfloat16: dtype = dtype("bfloat16")
+float8_e4m3fn: dtype = dtype("float8_e4m3fn")
+uint8: dtype = dtype("uint8")
+int64: dtype = dtype("int64")
+int32: dtype = dtype("int32")
+int16: dtype = dtype("int16")
+int8: dtype = dtype("int8")
 
 
 class Tensor:
@@ -92,8 +92,8 @@ def to_dlpack(tensor: Tensor) -> Any:
 
 
 LongTensor = Tensor
-utils = types.SimpleNamespace(dlpack=types.SimpleNamespace(to_dlpack=to_dlpack))
-cuda = types.ModuleType("torch.cuda")
+utils: types.SimpleNamespace = types.SimpleNamespace(dlpack=types.SimpleNamespace(to_dlpack=to_dlpack))
+cuda: types.ModuleType = types.ModuleType("torch.cuda")
 vars(cuda)["is_available"] = lambda: False
 
 

@@ -16,7 +16,7 @@ from .config import MODEL_TYPE, read_spec
 class Qwen2VL:
     """Reads Qwen2-VL checkpoints: 2B, 7B and 72B alike."""
 
-    model_types = frozenset({MODEL_TYPE})
+    model_types: frozenset[str] = frozenset({MODEL_TYPE})
 
     def load_spec(self, folder: Path) -> ModelSpec:
         return read_spec(folder)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...concurrency.compute import executor_for
+from ...concurrency.compute import Executor, executor_for
 from ...config import EngineConfig
 from ...kernels import Activation, Kernels, KernelSelector, Linear, Span, Spans
 from ..interface import Grid, Patches
@@ -77,8 +77,10 @@ class Frames:
         lengths = [frame_length(grid) for grid in grids for _ in range(grid.t)]
         starts = np.cumsum([0, *lengths[:-1]]).tolist()
         spans = [Span(start, count, start, count) for start, count in zip(starts, lengths, strict=True)]
-        self.spans = Spans(spans, device=device)
+        self.spans: Spans = Spans(spans, device=device)
         head_dim = config.embed_dim // config.num_heads
+        self.cos: torch.Tensor
+        self.sin: torch.Tensor
         self.cos, self.sin = rotary_tables(grids, head_dim=head_dim, merge=config.spatial_merge_size, device=device)
 
 
@@ -134,11 +136,11 @@ class Qwen2VLEncoder:
 
     def __init__(self, tower: Tower, pixels: PixelSpec) -> None:
         self.tower = tower
-        self.executor = executor_for(tower.device.type)
+        self.executor: Executor = executor_for(tower.device.type)
         self.batch_patches = BATCH_PATCHES_CPU if tower.device.type == "cpu" else BATCH_PATCHES
         columns = tower.config.temporal_patch_size * tower.config.patch_size**2
-        self.mean = 255 * torch.tensor(pixels.mean, device=tower.device).repeat_interleave(columns)
-        self.std = 255 * torch.tensor(pixels.std, device=tower.device).repeat_interleave(columns)
+        self.mean: torch.Tensor = 255 * torch.tensor(pixels.mean, device=tower.device).repeat_interleave(columns)
+        self.std: torch.Tensor = 255 * torch.tensor(pixels.std, device=tower.device).repeat_interleave(columns)
 
     def encode(self, batch: Sequence[Patches]) -> list[torch.Tensor]:
         parts, encoded = self._encode(batch), None

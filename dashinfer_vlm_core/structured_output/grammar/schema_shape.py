@@ -49,7 +49,7 @@ class SchemaFault(Exception):
 
     def __init__(self, place: str, words: str) -> None:
         super().__init__(place, words)
-        self.place = place.removeprefix(".")
+        self.place: str = place.removeprefix(".")
         self.words = words
 
 
