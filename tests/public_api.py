@@ -1,0 +1,89 @@
+"""What others import: `python -m tests.public_api > tests/public_api.txt` writes it down anew."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+MODULES = (
+    "dashinfer_vlm_core",
+    "dashinfer_vlm_core.config",
+    "dashinfer_vlm_core.decoders",
+    "dashinfer_vlm_core.engine",
+    "dashinfer_vlm_core.engine.remote",
+    "dashinfer_vlm_core.engine.shared",
+    "dashinfer_vlm_core.errors",
+    "dashinfer_vlm_core.hookspecs",
+    "dashinfer_vlm_core.kernels",
+    "dashinfer_vlm_core.kernels.types",
+    "dashinfer_vlm_core.media",
+    "dashinfer_vlm_core.models.interface",
+    "dashinfer_vlm_core.models.spec",
+    "dashinfer_vlm_core.offline",
+    "dashinfer_vlm_core.plugins",
+    "dashinfer_vlm_core.protocol",
+    "dashinfer_vlm_core.testing",
+    "dashinfer_vlm_server",
+    "dashinfer_vlm_litellm",
+    "dashinfer_vlm_langchain",
+)
+
+
+def describe() -> Iterator[str]:
+    """A line for each public name, and for each member of a class of ours where that is named first."""
+    seen: set[type] = set()
+    for name in MODULES:
+        module = importlib.import_module(name)
+        for public in getattr(module, "__all__", None) or _defined(module):
+            thing = getattr(module, public)
+            yield f"{name}.{public}{_signature(thing)}"
+            if inspect.isclass(thing) and thing.__module__.startswith("dashinfer_vlm") and thing not in seen:
+                seen.add(thing)
+                yield from (f"{name}.{public}.{member}" for member in _members(thing))
+
+
+def _defined(module: Any) -> list[str]:
+    return sorted(
+        name
+        for name, thing in vars(module).items()
+        if not name.startswith("_") and getattr(thing, "__module__", None) == module.__name__
+    )
+
+
+def _members(kind: type) -> Iterator[str]:
+    fields = (
+        {field.name: str(field.type) for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
+    )
+    for name in sorted({*fields, *(name for name in vars(kind) if not name.startswith("_"))}):
+        if name in fields:
+            yield f"{name}: {fields[name]}"
+        elif name not in getattr(kind, "__annotations__", {}):
+            yield f"{name}{_signature(inspect.getattr_static(kind, name))}"
+        else:
+            yield f"{name}: {kind.__annotations__[name]}"
+    yield from (f"{name}: {kind.__annotations__[name]}" for name in _only_annotated(kind, fields))
+
+
+def _only_annotated(kind: type, fields: dict[str, str]) -> list[str]:
+    """Members that have a type and no value, as in protocols."""
+    annotated = vars(kind).get("__annotations__", {})
+    return sorted(name for name in annotated if name not in fields and name not in vars(kind) and name[0] != "_")
+
+
+def _signature(thing: Any) -> str:
+    if isinstance(thing, (staticmethod, classmethod)):
+        thing = thing.__func__
+    if isinstance(thing, property):
+        return f" -> {inspect.signature(thing.fget).return_annotation}" if thing.fget else ""
+    if inspect.isfunction(thing):
+        text = re.sub(r" at 0x[0-9a-f]+", "", str(inspect.signature(thing)))
+        return re.sub(r"(?<=frozenset\(\{)[^}]*", lambda found: ", ".join(sorted(found[0].split(", "))), text)
+    return ""
+
+
+if __name__ == "__main__":
+    print("\n".join(describe()))  # noqa: T201 - a program
