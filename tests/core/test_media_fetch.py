@@ -412,8 +412,14 @@ def test_another_status_is_unreachable_and_its_body_is_not_shown(status):
     assert "127.0.0.1" not in caught.value.message
 
 
-def test_a_slow_drip_ends_with_the_total_timeout():
-    """A byte every eight seconds: each pause is shorter than the limit of silence, and all of them are too long."""
+@pytest.fixture
+def patient(monkeypatch):
+    """What ends a fetch is its deadline: silence does not."""
+    monkeypatch.setattr("dashinfer_vlm_core.media.fetch.SILENCE_SECONDS", 100 * HANG)
+
+
+def test_a_slow_drip_ends_with_the_total_timeout(patient):
+    """A byte every eight seconds: each pause is short, and all of them are too long."""
     config = EngineConfig(allow_private_addresses=True, image_fetch_timeout=30)
     more, sent = threading.Semaphore(0), threading.Semaphore(0)
 
@@ -443,7 +449,7 @@ def test_a_slow_drip_ends_with_the_total_timeout():
 
 
 @pytest.mark.parametrize("prefix", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n"])
-def test_silence_ends_with_the_timeout_of_the_kind(prefix):
+def test_silence_ends_with_the_timeout_of_the_kind(patient, prefix):
     config = EngineConfig(allow_private_addresses=True, image_fetch_timeout=600, video_fetch_timeout=5)
     silent, stalled = threading.Event(), threading.Event()
     with serve({"/": raw(prefix, then=lambda: (silent.set(), stalled.wait()))}) as web:
