@@ -66,7 +66,7 @@ def test_what_is_here_is_listed(listed, tiny_checkpoint):
 @pytest.mark.slow
 def test_others_and_folders_are_listed_when_asked_for(listed, tmp_path, tiny_checkpoint):
     rows = listed("--all", "--folder", tiny_checkpoint.parent)
-    assert rows["maker/other"]["problem"] == "No architecture is called 'bert'"
+    assert rows["maker/other"]["problem"] == "No model family is called 'bert'"
     assert rows[str(tiny_checkpoint)]["origin"] == "folder"
 
 

@@ -110,12 +110,10 @@ def test_disk_space_is_checked_first(tmp_path):
 
 
 def test_a_checkpoint_without_its_layers_is_named(spec, environment, tmp_path):
-    (tmp_path / "config.json").write_text(
-        (spec.folder / "config.json").read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3')
-    )
+    longer = replace(spec, folder=tmp_path, text=replace(spec.text, num_hidden_layers=3))
     (tmp_path / "model.safetensors").symlink_to(spec.folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"no tensor 'model.layers.2.\*'"):
-        convert(replace(spec, folder=tmp_path), FLOAT32, environment=environment, cache=tmp_path / "cache")
+        convert(longer, FLOAT32, environment=environment, cache=tmp_path / "cache")
 
 
 def test_where_the_files_are(tmp_path):

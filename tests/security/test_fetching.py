@@ -418,13 +418,31 @@ def test_security_04_what_is_slow_ends_by_the_clock_and_holds_up_nobody(open_doo
         over.set()
 
 
+class Gauge:
+    """Counts answers that are under way; one is over before its last bytes are sent, since their reader may ask anew."""
+
+    def __init__(self):
+        self.most = self._now = 0
+        self._lock = threading.Lock()
+
+    def answer(self, stream):
+        stream.sendall(HEAD + b"\r\n")
+        with self._lock:
+            self._now += 1
+            self.most = max(self.most, self._now)
+        threading.Event().wait(0.1)  # others begin meanwhile, if they may
+        with self._lock:
+            self._now -= 1
+        stream.sendall(PICTURE)
+
+
 def test_security_04_no_more_is_fetched_at_once_than_allowed(open_door):
-    answers = {f"/{index}": raw(HEAD + b"\r\n", PICTURE, pause=0.1) for index in range(16)}
-    with serve(answers) as web, ThreadPoolExecutor(2) as pool:
+    gauge = Gauge()
+    with serve({f"/{index}": gauge.answer for index in range(16)}) as web, ThreadPoolExecutor(2) as pool:
         halves = [[image(web.url(f"/{index}")) for index in some] for some in (range(8), range(8, 16))]
         assert [answer.status_code for answer in pool.map(lambda parts: open_door.ask(*parts), halves)] == [200, 200]
     assert len(web.requests) == 16
-    assert web.busiest <= 4
+    assert gauge.most <= 4
 
 
 WRONG = {
