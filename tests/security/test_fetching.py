@@ -419,7 +419,7 @@ def test_security_04_what_is_slow_ends_by_the_clock_and_holds_up_nobody(open_doo
 
 
 class Gauge:
-    """Counts answers that are under way; one is over before its last bytes are sent, since their reader may ask anew."""
+    """Counts answers that are under way; one is over before its last bytes go out: their reader may ask anew."""
 
     def __init__(self):
         self.most = self._now = 0
