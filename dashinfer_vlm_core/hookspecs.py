@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 GROUP = "dashinfer_vlm"
 """Name of the pluggy project, and of the entry-point group that plugins are found by."""
 
+API_VERSION = 2
+"""Of the hooks below and of what they register. A plugin says which one it was written for in `dashinfer_vlm_api`."""
+
 hookspec: pluggy.HookspecMarker = pluggy.HookspecMarker(GROUP)
 hookimpl: pluggy.HookimplMarker = pluggy.HookimplMarker(GROUP)
 

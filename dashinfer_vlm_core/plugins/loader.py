@@ -13,7 +13,7 @@ import pluggy
 
 from .. import hookspecs
 from ..errors import MissingDependency, PluginError
-from ..hookspecs import GROUP
+from ..hookspecs import API_VERSION, GROUP
 from ..models.checkpoint import model_type
 
 if TYPE_CHECKING:
@@ -83,9 +83,10 @@ class Registry:
         """Register everything that `plugin` brings; what it provides, for people.
 
         Raises:
-            PluginError: a hook is misspelt or has other arguments, a name is taken, or the plugin's own code fails.
-                Nothing of the plugin is kept then.
+            PluginError: it was written for another version of the plugin API, a hook is misspelt or has other
+                arguments, a name is taken, or the plugin's own code fails. Nothing of the plugin is kept then.
         """
+        _check_version(plugin, name)
         manager = new_manager()
         staged = Registry()
         try:
@@ -165,7 +166,9 @@ def add_commands(group: click.Group) -> None:
     for entry in _entries():
         manager = new_manager()
         try:
-            manager.register(entry.load(), name=entry.name)
+            plugin = entry.load()
+            _check_version(plugin, entry.name)
+            manager.register(plugin, name=entry.name)
             manager.hook.register_commands(group=group)
         except Exception as error:  # noqa: BLE001 - `plugins` lists it with its remedy; the command line itself must come up
             logger.debug("plugin %s adds no commands: %s", entry.name, error)
@@ -230,6 +233,15 @@ def _import(entry: EntryPoint) -> object:
 def _missing(entry: EntryPoint, error: ImportError) -> MissingDependency:
     wanted = f"{_owner(entry)}{f'[{entry.extras[0]}]' if entry.extras else ''}"
     return MissingDependency(f"{entry.name!r} ({entry.value}) cannot be imported: {error}. Try: pip install '{wanted}'")
+
+
+def _check_version(plugin: object, name: str) -> None:
+    version = getattr(plugin, "dashinfer_vlm_api", API_VERSION)
+    if version != API_VERSION:
+        raise PluginError(
+            f"Plugin {name!r} was written for version {version!r} of the plugin API, and this is version {API_VERSION}:"
+            " install a release of it that fits."
+        )
 
 
 def _put(kind: str, table: dict[str, Any], name: str, item: Any) -> None:

@@ -12,6 +12,9 @@ from dashinfer_vlm_core import hookimpl
 from dashinfer_vlm_core.errors import MediaUndecodable
 from dashinfer_vlm_core.media import StopCheck, VideoInfo
 
+dashinfer_vlm_api = 2
+"""The version of the plugin API that this plugin was written for."""
+
 
 class Slideshow:
     """One animated picture, opened."""

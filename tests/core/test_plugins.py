@@ -71,6 +71,15 @@ def test_a_strangers_plugin_is_found(install):
     assert row("stranger_plugin").distribution == "stranger_plugin 1.0"
 
 
+def test_a_plugin_for_another_version_is_refused_by_name(install):
+    install("stranger_plugin", GOOD + "dashinfer_vlm_api = 1\n")
+    assert "stranger" not in load_plugins().models
+    assert row("stranger_plugin").status == "broken"
+    assert (
+        "'stranger_plugin' was written for version 1 of the plugin API, and this is" in row("stranger_plugin").problem
+    )
+
+
 @pytest.mark.parametrize(
     ("code", "problem"),
     [
