@@ -230,7 +230,7 @@ class PromptBuilder:
         if len(runs[at]) != 1:
             return None
         for placeholder in self._placeholders.get(runs[at][0], ()):
-            if [*map(list, zip(placeholder.tokens))] == list(runs[at : at + len(placeholder.tokens)]):
+            if [[token] for token in placeholder.tokens] == list(runs[at : at + len(placeholder.tokens)]):
                 return placeholder
         return None
 
