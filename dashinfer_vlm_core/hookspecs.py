@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import pluggy
 
 if TYPE_CHECKING:
     import click
 
+    from .config import EngineConfig
     from .decoders import DecoderFactory
     from .kernels.choice import KernelFactory
     from .media.types import VideoReader
@@ -24,6 +26,26 @@ API_VERSION = 2
 
 hookspec: pluggy.HookspecMarker = pluggy.HookspecMarker(GROUP)
 hookimpl: pluggy.HookimplMarker = pluggy.HookimplMarker(GROUP)
+
+
+Status: TypeAlias = Literal["ok", "missing", "unusable", "slow", "broken"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What a check of `dashinfer-vlm doctor` found.
+
+    Attributes:
+        name: what was looked at.
+        status: `broken` has to be mended; `missing` and `unusable` are optional, and `slow` works.
+        detail: what was found.
+        mend: what to do about it, with the command; empty if nothing has to be done.
+    """
+
+    name: str
+    status: Status
+    detail: str
+    mend: str = ""
 
 
 @hookspec
@@ -54,3 +76,8 @@ def register_video_readers(register: Callable[[VideoReader], None]) -> None:
 @hookspec
 def register_commands(group: click.Group) -> None:
     """Add commands to the `dashinfer-vlm` command line."""
+
+
+@hookspec
+def register_checks(register: Callable[[str, Callable[[EngineConfig], Iterable[Finding]]], None]) -> None:
+    """Add a check to `dashinfer-vlm doctor`, under a name. It is given the configuration that the environment sets."""

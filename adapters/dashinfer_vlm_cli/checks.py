@@ -10,21 +10,18 @@ import platform
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, distributions, requires, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
 
 from dashinfer_vlm_core.config import ENV_PREFIX, EngineConfig
-from dashinfer_vlm_core.decoders.dashinfer.environment import cuda_devices, disk_bytes, examine, find_environment
-from dashinfer_vlm_core.errors import DashInferVLMError, MissingDependency
+from dashinfer_vlm_core.decoders.dashinfer.environment import cuda_devices
+from dashinfer_vlm_core.errors import DashInferVLMError
+from dashinfer_vlm_core.hookspecs import Finding, Status
 from dashinfer_vlm_core.kernels.choice import TORCH
 from dashinfer_vlm_core.kernels.cpu import cpu_flags
 from dashinfer_vlm_core.plugins import DISTRIBUTION, load_plugins
-
-Status = Literal["ok", "missing", "unusable", "slow", "broken"]
 
 NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "llguidance", "pillow", "numpy")
 EXTRAS: dict[str, tuple[str, ...]] = {
@@ -47,23 +44,6 @@ LITTLE_BYTES = 10 * 10**9
 
 QUESTION = "Describe the picture."
 TRUTH = "A red circle."
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """What a check found.
-
-    Attributes:
-        name: what was looked at.
-        status: `broken` has to be mended; `missing` and `unusable` are optional, and `slow` works.
-        detail: what was found.
-        mend: what to do about it, with the command; empty if nothing has to be done.
-    """
-
-    name: str
-    status: Status
-    detail: str
-    mend: str = ""
 
 
 def all_findings(*, deep: bool) -> Iterator[Finding]:
@@ -181,7 +161,7 @@ def _configured() -> Iterator[Finding]:
     yield _cache(config)
     yield _kernels(config)
     yield _disk(config)
-    yield _dashinfer(config)
+    yield from _registered(config)
 
 
 def _cache(config: EngineConfig) -> Finding:
@@ -256,20 +236,18 @@ def _existing(folder: Path) -> Path:
     return next(path for path in [folder, *folder.parents] if path.exists())
 
 
-def _dashinfer(config: EngineConfig) -> Finding:
-    needed: Status | None = "broken" if config.decoder == "dashinfer" else None
+def _registered(config: EngineConfig) -> Iterator[Finding]:
+    """The checks of plugins."""
+    for name, check in load_plugins().checks.items():
+        yield from _safely(name, check, config)
+
+
+def _safely(name: str, check: Callable[[EngineConfig], Iterable[Finding]], config: EngineConfig) -> list[Finding]:
+    """What a check finds, or that it failed."""
     try:
-        environment = find_environment(config)
-    except MissingDependency as error:
-        return Finding(name="dashinfer", status=needed or "missing", detail="not installed", mend=error.message)
-    findings = examine(environment)
-    if findings.problem:
-        mend = "Run: dashinfer-vlm dashinfer status"
-        return Finding(name="dashinfer", status=needed or "unusable", detail=findings.problem, mend=mend)
-    devices = "for the CPU only" if findings.cpu_only else f"full, {findings.cuda} CUDA devices"
-    size = f", {disk_bytes(environment.folder) / 1e9:.2f} GB" if environment.folder else ""
-    detail = f"{findings.version} under Python {findings.python}, {devices}{size}"
-    return Finding(name="dashinfer", status="ok", detail=detail)
+        return list(check(config))
+    except Exception as error:  # noqa: BLE001 - whatever a plugin raises
+        return [Finding(name=name, status="unusable", detail=f"its check failed: {_one_line(error)}")]
 
 
 def _answer() -> Finding:

@@ -9,8 +9,9 @@ import sys
 import click
 
 from dashinfer_vlm_core.cli.terminal import show_table
+from dashinfer_vlm_core.hookspecs import Finding
 
-from .checks import Finding, all_findings
+from .checks import all_findings
 from .engines import quiet
 
 

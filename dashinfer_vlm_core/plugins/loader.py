@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import Distribution, EntryPoint, entry_points
 from pathlib import Path
@@ -13,12 +14,13 @@ import pluggy
 
 from .. import hookspecs
 from ..errors import MissingDependency, PluginError
-from ..hookspecs import API_VERSION, GROUP
+from ..hookspecs import API_VERSION, GROUP, Finding
 from ..models.checkpoint import model_type
 
 if TYPE_CHECKING:
     import click
 
+    from ..config import EngineConfig
     from ..decoders import DecoderFactory
     from ..kernels.choice import KernelFactory
     from ..media.types import VideoReader
@@ -62,6 +64,7 @@ class Registry:
     decoders: dict[str, DecoderFactory] = field(default_factory=dict)
     kernels: dict[str, KernelFactory] = field(default_factory=dict)
     video_readers: dict[str, VideoReader] = field(default_factory=dict)
+    checks: dict[str, Callable[[EngineConfig], Iterable[Finding]]] = field(default_factory=dict)
     rows: list[PluginRow] = field(default_factory=list)
 
     def family(self, model_type: str) -> ModelFamily:
@@ -107,6 +110,7 @@ class Registry:
         hook.register_model_families(register=self._add_family)
         hook.register_decoders(register=lambda item: _put("decoder", self.decoders, item.name, item))
         hook.register_kernels(register=lambda item: _put("kernels", self.kernels, item.name, item))
+        hook.register_checks(register=functools.partial(_put, "check", self.checks))
         hook.register_video_readers(register=lambda item: _put("video reader", self.video_readers, item.name, item))
 
     def _add_family(self, family: ModelFamily) -> None:
@@ -123,6 +127,7 @@ class Registry:
             ("decoder", self.decoders),
             ("kernels", self.kernels),
             ("video reader", self.video_readers),
+            ("check", self.checks),
         )
 
     def _take(self, staged: Registry, *, plugin_name: str) -> None:

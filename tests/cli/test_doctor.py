@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dashinfer_vlm_cli.checks import EXTRAS, NEEDED
+from dashinfer_vlm_cli.checks import EXTRAS, NEEDED, all_findings
+from dashinfer_vlm_core import hookimpl
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.decoders.dashinfer.environment import (
     cuda_devices,
@@ -18,6 +20,8 @@ from dashinfer_vlm_core.decoders.dashinfer.environment import (
     private_folder,
     stand_ins_folder,
 )
+from dashinfer_vlm_core.hookspecs import Finding
+from dashinfer_vlm_core.plugins import Registry
 from tests.cli.conftest import MAIN, process
 
 
@@ -175,3 +179,19 @@ def test_doctor_reports_kind_and_size_of_dashinfers_environment(run, tmp_path):
     }
     size = f"{disk_bytes(folder) / 1e9:.2f} GB"
     assert rows["dashinfer"]["detail"] == f"2.1.0 under Python 3.10.13, for the CPU only, {size}"
+
+
+def test_plugins_have_checks_of_their_own(monkeypatch):
+    def one(config):
+        return [Finding(name="tower", status="ok", detail=config.model)]
+
+    def broken(config):
+        raise OSError("no such\nfile")
+
+    registry = Registry()
+    registry.add_plugin(SimpleNamespace(register_checks=hookimpl(lambda register: register("tower", one))), name="one")
+    registry.add_plugin(SimpleNamespace(register_checks=hookimpl(lambda register: register("bad", broken))), name="two")
+    monkeypatch.setattr("dashinfer_vlm_cli.checks.load_plugins", lambda: registry)
+    found = {finding.name: finding for finding in all_findings(deep=False)}
+    assert found["tower"].detail == "demo"
+    assert (found["bad"].status, found["bad"].detail) == ("unusable", "its check failed: OSError: no such file")

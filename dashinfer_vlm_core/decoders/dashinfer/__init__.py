@@ -2,6 +2,7 @@
 cheap.
 
     environment.py  install.py  commands.py    the interpreter that DashInfer needs, and `dashinfer-vlm dashinfer`
+    checks.py                                  what `dashinfer-vlm doctor` says of it
     stand_ins.py    gpu_code.py                what makes an environment for the CPU only, without CUDA's libraries
     convert.py      serialize.py               a checkpoint's language model in DashInfer's format, once
     torch_placeholder.py                       what that needs of torch, in numpy, for the CPU only
@@ -13,11 +14,11 @@ cheap.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from ...errors import SetupError
-from ...hookspecs import hookimpl
+from ...hookspecs import Finding, hookimpl
 from ..interface import Decoder, DecoderFactory, Fitness
 
 if TYPE_CHECKING:
@@ -74,3 +75,13 @@ def register_commands(group: click.Group) -> None:
     from .commands import dashinfer
 
     group.add_command(dashinfer)
+
+
+@hookimpl
+def register_checks(register: Callable[[str, Callable[[EngineConfig], Iterable[Finding]]], None]) -> None:
+    def check(config: EngineConfig) -> Iterable[Finding]:
+        from .checks import check
+
+        return check(config)
+
+    register("dashinfer", check)
