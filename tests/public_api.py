@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import inspect
 import re
@@ -55,23 +54,9 @@ def _defined(module: Any) -> list[str]:
 
 
 def _members(kind: type) -> Iterator[str]:
-    fields = (
-        {field.name: str(field.type) for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
-    )
-    for name in sorted({*fields, *(name for name in vars(kind) if not name.startswith("_"))}):
-        if name in fields:
-            yield f"{name}: {fields[name]}"
-        elif name not in getattr(kind, "__annotations__", {}):
-            yield f"{name}{_signature(inspect.getattr_static(kind, name))}"
-        else:
-            yield f"{name}: {kind.__annotations__[name]}"
-    yield from (f"{name}: {kind.__annotations__[name]}" for name in _only_annotated(kind, fields))
-
-
-def _only_annotated(kind: type, fields: dict[str, str]) -> list[str]:
-    """Members that have a type and no value, as in protocols."""
     annotated = vars(kind).get("__annotations__", {})
-    return sorted(name for name in annotated if name not in fields and name not in vars(kind) and name[0] != "_")
+    for name in sorted(name for name in {*annotated, *vars(kind)} if not name.startswith("_")):
+        yield f"{name}: {annotated[name]}" if name in annotated else f"{name}{_signature(vars(kind)[name])}"
 
 
 def _signature(thing: Any) -> str:

@@ -19,7 +19,7 @@ from dashinfer_vlm_core.config import ENV_PREFIX, EngineConfig
 from dashinfer_vlm_core.decoders.dashinfer.environment import cuda_devices
 from dashinfer_vlm_core.errors import DashInferVLMError
 from dashinfer_vlm_core.hookspecs import Finding, Status
-from dashinfer_vlm_core.kernels.choice import TORCH
+from dashinfer_vlm_core.kernels.choice import TORCH, KernelSelector
 from dashinfer_vlm_core.kernels.cpu import cpu_flags
 from dashinfer_vlm_core.plugins import DISTRIBUTION, load_plugins
 
@@ -182,29 +182,18 @@ def _kernels(config: EngineConfig) -> Finding:
     if config.cpu_kernels == "torch":
         return Finding(name="kernels", status="ok", detail="PyTorch's, as `cpu_kernels` asks")
     try:
-        name, reason = _fastest_kernels(config)
+        import torch
     except ImportError:
         return _without_torch("kernels")
-    if name != TORCH:
-        return Finding(name="kernels", status="ok", detail=f"{name}, in C")
+    kernels, reason = KernelSelector(load_plugins().kernels.values(), config).find("cpu", torch.bfloat16)
+    if kernels and kernels.name != TORCH:
+        return Finding(name="kernels", status="ok", detail=f"{kernels.name}, in C")
     if reason.startswith("this CPU"):
         return Finding(name="kernels", status="ok", detail=f"PyTorch's: {reason}")
     why, _, mend = reason.partition("; ")
     return Finding(
         name="kernels", status="slow", detail=f"PyTorch's, slower than those in C: {why}", mend=_sentence(mend or why)
     )
-
-
-def _fastest_kernels(config: EngineConfig) -> tuple[str, str]:
-    """The name of the fastest kernels that can run here, and why the next faster ones cannot."""
-    reason = ""
-    for factory in sorted(load_plugins().kernels.values(), key=lambda factory: -factory.priority):
-        if config.cpu_kernels in ("auto", factory.name) or factory.name == TORCH:
-            kernels, problem = factory.load("cpu", config)
-            if kernels:
-                return kernels.name, reason
-            reason = problem
-    return TORCH, reason
 
 
 def _without_torch(name: str) -> Finding:

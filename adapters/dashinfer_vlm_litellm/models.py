@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-_lengths: dict[str, int] = {}
-"""What was told to LiteLLM from here: context sizes by name."""
+_reported: dict[str, tuple[int, Profile]] = {}
+"""What LiteLLM knows from here: context size and profile, by name."""
 
 
 def introduce(name: str, length: int, profile: Profile | None = None) -> None:
@@ -29,11 +29,13 @@ def introduce(name: str, length: int, profile: Profile | None = None) -> None:
     Args:
         name: with the provider in front.
         length: tokens that prompt and answer may have together.
-        profile: what the model can do; all of it by default.
+        profile: what the model can do; by default what was reported before, or else all of it.
     """
-    if _lengths.get(name) != length and (name in _lengths or name not in litellm.model_cost):
-        _lengths[name] = length
-        litellm.register_model({name: _info(name.partition("/")[0], length, profile or Profile())})
+    known = _reported.get(name)
+    profile = profile or (known[1] if known else Profile())
+    if known != (length, profile) and (known or name not in litellm.model_cost):
+        _reported[name] = (length, profile)
+        litellm.register_model({name: _info(name.partition("/")[0], length, profile)})
 
 
 def introduce_registered(provider: str) -> None:

@@ -75,19 +75,27 @@ class KernelSelector:
         Raises:
             ConfigError: `cpu_kernels` names a set that cannot run here.
         """
+        kernels, reason = self.find(device, dtype, text)
+        if kernels is None:
+            raise ConfigError("No kernels are registered: `dashinfer-vlm plugins` says which plugins are broken.")
+        wanted = self._config.cpu_kernels
+        if kernels.name == TORCH and reason and wanted != "auto":
+            fault = f"`cpu_kernels` {wanted!r} cannot be used: {reason}. Leave it out, or take `torch`."
+            raise ConfigError(fault, param="cpu_kernels")
+        if kernels.name == TORCH and reason:
+            logger.warning("PyTorch's kernels are used, which are slower than those in C: %s.", reason)
+        return kernels
+
+    def find(self, device: str, dtype: torch.dtype, text: TextModelSpec | None = None) -> Loaded:
+        """As `choose`, with the reason why the next faster ones cannot run here, if they could have been taken."""
         wanted, reason = self._config.cpu_kernels, ""
         for factory in self._factories:
-            if factory.name == TORCH and reason and wanted != "auto":
-                fault = f"`cpu_kernels` {wanted!r} cannot be used: {reason}. Leave it out, or take `torch`."
-                raise ConfigError(fault, param="cpu_kernels")
             if wanted in ("auto", factory.name) or factory.name == TORCH:
                 loaded = self._load(factory, device, dtype, text)
                 if loaded.kernels is not None:
-                    if factory.name == TORCH and reason:
-                        logger.warning("PyTorch's kernels are used, which are slower than those in C: %s.", reason)
-                    return loaded.kernels
+                    return Loaded(loaded.kernels, reason)
                 reason = loaded.reason or reason
-        raise ConfigError("No kernels are registered: `dashinfer-vlm plugins` says which plugins are broken.")
+        return Loaded(None, reason)
 
     def _load(self, factory: KernelFactory, device: str, dtype: torch.dtype, text: TextModelSpec | None) -> Loaded:
         if not factory.applies(device, dtype):

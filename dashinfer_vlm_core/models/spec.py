@@ -110,8 +110,7 @@ class TextModelSpec:
     Attributes:
         head_dim: width of one attention head.
         num_key_value_heads: divides `num_attention_heads`.
-        norm: of the layers, of queries and keys, and of the end.
-        norm_bias: whether norms have biases.
+        norm: of the layers, of queries and keys, and of the end; without biases.
         qkv_bias: whether the projections to queries, keys and values have biases.
         qk_norm: whether queries and keys are normalized, each head by itself, before they are rotated.
         tie_word_embeddings: whether the output layer is the embedding table.
@@ -132,7 +131,6 @@ class TextModelSpec:
     rotary: RotarySpec
     tie_word_embeddings: bool
     norm: Literal["rms_norm", "layer_norm"] = "rms_norm"
-    norm_bias: bool = False
     qkv_bias: bool = True
     qk_norm: bool = False
     visual_levels: int = 0

@@ -24,7 +24,7 @@ from ..decoders import FinishReason, Token
 from ..errors import DecoderFailed
 from ..protocol import ChatRequest
 from ..structured_output.calls import Called, CallReader, Event, Said
-from ..tokenization.conversation import ConversationFormat
+from ..tokenization.conversation import HERMES, ConversationFormat
 from ..tokenization.detokenizer import Detokeniser
 from ..tokenization.stops import StopStrings
 
@@ -66,7 +66,7 @@ class Reply:
         counts: lengths of the prompt.
         index: which of the request's answers it is.
         guided: whether a grammar guides its calls.
-        conversation: how the model writes calls; the default one's by default.
+        conversation: how the model writes calls.
 
     Attributes:
         completion_tokens: tokens of the answer so far.
@@ -87,7 +87,7 @@ class Reply:
         counts: PromptCounts,
         index: int = 0,
         guided: bool = False,
-        conversation: ConversationFormat | None = None,
+        conversation: ConversationFormat = HERMES,
     ) -> None:
         self.id = id
         self._index = index

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from ..tokenization.conversation import ConversationFormat
+from ..tokenization.conversation import HERMES, ConversationFormat
 from ..tokenization.stops import StopStrings
 
 
@@ -61,15 +61,14 @@ class CallReader:
     Args:
         names: of the tools that may be called; none if the answer is text and nothing else.
         guided: whether a grammar guides the answer.
-        conversation: how the model writes calls; the default one's by default.
+        conversation: how the model writes calls.
 
     Attributes:
         calls: how many have begun.
         complete: how many have ended.
     """
 
-    def __init__(self, names: Collection[str], *, guided: bool, conversation: ConversationFormat | None = None) -> None:
-        conversation = conversation or ConversationFormat()
+    def __init__(self, names: Collection[str], *, guided: bool, conversation: ConversationFormat = HERMES) -> None:
         self._tags = conversation.call_begin, conversation.call_end
         self._head = re.compile(
             rf'\s*{re.escape(conversation.call_begin)}\s*\{{"name": ?"([^"\\]*)", ?"arguments": ?\{{'

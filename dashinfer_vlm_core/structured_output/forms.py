@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import InvalidParameter
 from ..protocol import ChatRequest
 from ..protocol.output import ToolFunction
-from ..tokenization.conversation import ConversationFormat
+from ..tokenization.conversation import HERMES, ConversationFormat
 from .grammar import COLON, COMMA, Rules, SchemaFault, any_object, json_schema, literal
 
 MAX_CALLS = 16
@@ -40,14 +40,14 @@ class Form:
         return self.param.partition(".")[0].partition("[")[0]
 
 
-def form_of(request: ChatRequest, conversation: ConversationFormat | None = None) -> Form | None:
+def form_of(request: ChatRequest, conversation: ConversationFormat = HERMES) -> Form | None:
     """The grammar that a request asks for; None if its answer is free.
 
     Tools that may be called, but need not, are part of it: text is free until a call begins.
 
     Args:
         request: says what it wants.
-        conversation: how the model writes calls; the default one's by default.
+        conversation: how the model writes calls.
 
     Raises:
         InvalidParameter: a schema is malformed or too large, or cannot be guaranteed; `param` names it.
@@ -56,7 +56,6 @@ def form_of(request: ChatRequest, conversation: ConversationFormat | None = None
     content = _content(rules, request)
     if not request.callable_tools:
         return content
-    conversation = conversation or ConversationFormat()
     begin, calls = literal(conversation.call_begin), _calls(rules, request, conversation)
     if request.must_call:
         return Form(rules=rules, start=f"{begin} {calls}", param="tool_choice")

@@ -18,7 +18,7 @@ class ConversationFormat:
         default_system: what the chat template says where a conversation has no system message; used where tools have to
             be described by a template that knows nothing of them.
         tools_prompt: describes tools in the system message for such templates; `{tools}` takes one JSON object per
-            line.
+            line, `{begin}` and `{end}` the tags of a call.
     """
 
     call_begin: str = "<tool_call>"
@@ -37,7 +37,11 @@ You are provided with function signatures within <tools></tools> XML tags:
 {tools}
 </tools>
 
-For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
-<tool_call>
+For each function call, return a json object with function name and arguments within {begin}{end} XML tags:
+{begin}
 {{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""
+{end}"""
+
+
+HERMES = ConversationFormat()
+"""What most models of this kind were trained on."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, TypeAlias
 
-from .conversation import ConversationFormat
+from .conversation import HERMES, ConversationFormat
 
 Message: TypeAlias = dict[str, Any]
 
@@ -30,22 +30,21 @@ def with_objects(messages: list[Message]) -> list[Message]:
     ]
 
 
-def as_text(
-    messages: list[Message], tools: Sequence[Any], conversation: ConversationFormat | None = None
-) -> list[Message]:
+def as_text(messages: list[Message], tools: Sequence[Any], conversation: ConversationFormat = HERMES) -> list[Message]:
     """The conversation in messages of system, user and assistant alone, without any field but the content.
 
     Args:
         messages: as `ChatRequest.template_messages` gives them, after `with_objects`.
         tools: what may be called; told at the end of the system message.
-        conversation: how the model writes calls; the default one's by default.
+        conversation: how the model writes calls.
     """
-    conversation = conversation or ConversationFormat()
     if tools:
         first, rest = messages[:1], messages[1:]
         if not first or first[0]["role"] != "system":
             first, rest = [{"role": "system", "content": conversation.default_system}], messages
-        told = conversation.tools_prompt.format(tools="\n".join(map(_spelled, tools)))
+        told = conversation.tools_prompt.format(
+            tools="\n".join(map(_spelled, tools)), begin=conversation.call_begin, end=conversation.call_end
+        )
         messages = [{"role": "system", "content": _joined([first[0]["content"], told])}, *rest]
     groups = [(of_tools, list(group)) for of_tools, group in groupby(messages, key=lambda item: item["role"] == "tool")]
     return [

@@ -28,7 +28,7 @@ class NativeKernelFactory:
         self.priority = priority
 
     def applies(self, device: str, dtype: torch.dtype) -> bool:
-        return device == "cpu" and str(dtype) == "torch.bfloat16"
+        return device.partition(":")[0] == "cpu" and str(dtype) == "torch.bfloat16"
 
     def unsupported_reason(self, text: TextModelSpec) -> str:
         if text.head_dim % 2 or text.hidden_size % 2:

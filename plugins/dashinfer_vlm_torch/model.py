@@ -148,9 +148,7 @@ class _Reader(NamedTuple):
 
     def norm(self, name: str, width: int) -> Norm:
         weight = self.tensor(f"{name}.weight", width)
-        if self.spec.norm == "rms_norm":
-            return Norm(weight)
-        return Norm(weight, self.tensor(f"{name}.bias", width) if self.spec.norm_bias else torch.zeros_like(weight))
+        return Norm(weight, None if self.spec.norm == "rms_norm" else torch.zeros_like(weight))
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = Activation.NONE) -> Linear:
         return self.kernels.linear(weight, bias, activation=activation, int8=self.int8)

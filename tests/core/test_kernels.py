@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,8 @@ from dashinfer_vlm_cpu import native as native_module
 from dashinfer_vlm_cpu.build import BuildError, build
 from dashinfer_vlm_cpu.native import AMX, AVX512, PORTABLE_TILES, load_native, load_variant
 from dashinfer_vlm_cpu.native_linear import NativeLinear, Packed
-from tests.kernels import choose_kernels
+from dashinfer_vlm_demo import CHECKPOINT
+from tests.kernels import choose_kernels, selector
 from tests.waiting import HANG, until
 
 ROWS = [1, 5, 12, 13, 16, 29, 200]
@@ -586,6 +588,20 @@ def test_very_large_scores_overflow_nowhere(kernels):
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cpu", torch.float16)])
 def test_other_number_types_take_pytorch(device, dtype):
     assert isinstance(choose_kernels(device, dtype, EngineConfig()), Plain)
+
+
+@needs_native
+def test_a_cpu_with_an_index_takes_the_kernels_in_c():
+    assert choose_kernels("cpu:0", torch.bfloat16, EngineConfig()).name != "torch"
+
+
+def test_a_text_model_that_a_set_does_not_support_takes_the_next_one(caplog):
+    text = replace(load_plugins().families["qwen2_vl"].load_spec(CHECKPOINT).text, head_dim=15)
+    chosen = selector(EngineConfig()).choose("cpu", torch.bfloat16, text)
+    assert isinstance(chosen, Plain)
+    assert "they take even widths, not heads of 15" in caplog.text
+    with pytest.raises(ConfigError, match="`cpu_kernels` 'avx512' cannot be used: they take even widths"):
+        selector(EngineConfig(cpu_kernels="avx512")).choose("cpu", torch.bfloat16, text)
 
 
 @needs_native

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -163,6 +164,36 @@ def test_ready_made_embeddings_are_as_wide_as_the_family_says(start, width):
         else:
             with pytest.raises(InvalidParameter, match=r"\[tokens, 144\]"):
                 generated(engine, asked)
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "strict": True,
+            "parameters": {
+                "type": "object",
+                "properties": {"up": {"type": "boolean"}},
+                "required": ["up"],
+                "additionalProperties": False,
+            },
+        },
+    }
+]
+
+
+def test_calls_of_tools_are_written_as_the_family_says(engine, folder):
+    asked = request(["Look."]) | {"tools": TOOLS, "tool_choice": "required", "max_tokens": 100, "ignore_eos": False}
+    done = generated(engine, asked)
+    (call,) = done.completion.choices[0].message.tool_calls[:1]
+    assert call.function.name == "look"
+    assert list(json.loads(call.function.arguments)) == ["up"]
+    tokenizer = Reference(folder).tokenizer
+    assert tokenizer.decode(list(done.token_ids[0])).startswith("<use>\n{")
+    prompt = tokenizer.decode(list(done.prompt_token_ids))
+    assert "within <use></use> XML tags:\n<use>\n" in prompt
+    assert "<tool_call>" not in prompt
 
 
 def test_dashinfer_says_what_it_does_not_decode(folder):

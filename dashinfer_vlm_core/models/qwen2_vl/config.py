@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from ...errors import CheckpointError
 from ...media.sampling import VideoSamplingPolicy
-from ...tokenization.conversation import ConversationFormat
+from ...tokenization.conversation import HERMES
 from ..spec import ModelSpec, PixelSpec, Profile, RotarySpec, TextModelSpec, TokenSpec
 
 MODEL_TYPE = "qwen2_vl"
@@ -135,7 +135,7 @@ def read_spec(folder: Path) -> ModelSpec:
         ),
         text=text,
         video=VideoSamplingPolicy(),
-        conversation=ConversationFormat(),
+        conversation=HERMES,
         profile=Profile(),
         tensor_renames=TENSOR_RENAMES,
     )
