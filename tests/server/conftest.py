@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import socket
@@ -86,15 +87,25 @@ class RunningServer:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[RunningServer]:
-        thread = threading.Thread(target=run, args=[self._uvicorn.serve(self._sockets), self.loop])
+        leave = asyncio.Event()
+        thread = threading.Thread(target=run, args=[self._serve(leave), self.loop])
         thread.start()
         try:
             until(lambda: self._uvicorn.started)
             yield self
         finally:
-            self._uvicorn.should_exit = True
+            self.loop.call_soon_threadsafe(leave.set)
             thread.join(timeout=HANG)
             assert not thread.is_alive()
+
+    async def _serve(self, leave: asyncio.Event) -> None:
+        """Serve until `leave`. uvicorn then waits twice for a tenth of a second, which is most of many tests' time."""
+        serving = asyncio.create_task(self._uvicorn.serve(self._sockets))
+        await leave.wait()
+        self._uvicorn.should_exit = True
+        for _ in range(2):
+            await self.loop.askip(0.1)
+        await serving
 
 
 @contextlib.contextmanager
