@@ -125,6 +125,7 @@ class ScriptedPlugin:
 
     def __init__(self, script: Script) -> None:
         self._script = script
+        self.honours: frozenset[str] = script.honours
 
     @hookimpl
     def register_decoders(self, register: Callable[[DecoderFactory], None]) -> None:

@@ -19,9 +19,7 @@ def test_the_programs_print_what_the_page_says(monkeypatch):
 
 
 OPTIONS = [
-    name
-    for name in EngineConfig.model_fields
-    if re.search("pixels|video|image|media|mm_|rgba|fetch|private", name) and name != "approximate_vision"
+    name for name in EngineConfig.model_fields if re.search("pixels|video|image|media|mm_|rgba|fetch|private", name)
 ]
 
 

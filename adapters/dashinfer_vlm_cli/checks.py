@@ -16,11 +16,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from dashinfer_vlm_core.config import ENV_PREFIX, EngineConfig
-from dashinfer_vlm_core.decoders.dashinfer.environment import cuda_devices
-from dashinfer_vlm_core.errors import DashInferVLMError
-from dashinfer_vlm_core.hookspecs import Finding, Status
+from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError
+from dashinfer_vlm_core.hookspecs import Finding
 from dashinfer_vlm_core.kernels.choice import TORCH, KernelSelector
 from dashinfer_vlm_core.kernels.cpu import cpu_flags
+from dashinfer_vlm_core.kernels.devices import cuda_devices
 from dashinfer_vlm_core.plugins import DISTRIBUTION, load_plugins
 
 NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "llguidance", "pillow", "numpy")
@@ -165,7 +165,7 @@ def _configured() -> Iterator[Finding]:
 
 
 def _cache(config: EngineConfig) -> Finding:
-    """Only DashInfer cannot do without: what is compiled is else done by slower kernels, which `_kernels` tells."""
+    """Slower kernels do without what is compiled, which `_kernels` tells; who cannot do without it has a check."""
     folder = config.cache_folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -173,8 +173,7 @@ def _cache(config: EngineConfig) -> Finding:
             return Finding(name="cache", status="ok", detail=str(folder))
     except OSError as error:
         mend = f"Make it writable, or choose another: `export {ENV_PREFIX}CACHE_DIR=FOLDER`, or --cache-dir FOLDER."
-        status: Status = "broken" if config.decoder == "dashinfer" else "unusable"
-        return Finding(name="cache", status=status, detail=f"{folder}: {error.strerror}", mend=mend)
+        return Finding(name="cache", status="unusable", detail=f"{folder}: {error.strerror}", mend=mend)
 
 
 def _kernels(config: EngineConfig) -> Finding:
@@ -185,7 +184,10 @@ def _kernels(config: EngineConfig) -> Finding:
         import torch
     except ImportError:
         return _without_torch("kernels")
-    kernels, reason = KernelSelector(load_plugins().kernels.values(), config).find("cpu", torch.bfloat16)
+    try:
+        kernels, reason = KernelSelector(load_plugins().kernels.values(), config).find("cpu", torch.bfloat16)
+    except ConfigError as error:
+        return Finding(name="kernels", status="broken", detail="unknown", mend=error.message)
     if kernels and kernels.name != TORCH:
         return Finding(name="kernels", status="ok", detail=f"{kernels.name}, in C")
     if reason.startswith("this CPU"):

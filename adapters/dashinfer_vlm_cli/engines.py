@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from dashinfer_vlm_core.cli.options import config_options
-from dashinfer_vlm_core.config import ENV_PREFIX, EngineConfig
+from dashinfer_vlm_core.config import ENV_PREFIX, EngineConfig, option_fields
 from dashinfer_vlm_core.errors import ConfigError, EngineClosed
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _given() -> set[str]:
     """Names of the engine's options on the command line or in the file."""
     context = click.get_current_context()
     source = context.get_parameter_source
-    return {name for name in EngineConfig.model_fields if source(name) is ParameterSource.COMMANDLINE}
+    return {name for name in option_fields() if source(name) is ParameterSource.COMMANDLINE}
 
 
 def quiet() -> None:

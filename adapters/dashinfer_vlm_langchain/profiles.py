@@ -8,6 +8,7 @@ from pathlib import Path
 from langchain_core.language_models.model_profile import ModelProfile
 
 from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.decoders import GUIDE
 from dashinfer_vlm_core.engine import Engine
 from dashinfer_vlm_core.models.spec import ModelSpec, Profile
 from dashinfer_vlm_core.plugins import load_plugins
@@ -23,7 +24,7 @@ def profile_of(source: object) -> ModelProfile | None:
     length = min(lengths, default=None)
     sizes = ModelProfile(max_input_tokens=length, max_output_tokens=length) if length else ModelProfile()
     profile = spec.profile if spec else Profile()
-    return ModelProfile(**sizes, **_abilities(profile, structured=config.decoder != "dashinfer"))
+    return ModelProfile(**sizes, **_abilities(profile, structured=_structured(config.decoder)))
 
 
 @lru_cache(maxsize=64)
@@ -34,8 +35,14 @@ def _spec_of(model: str) -> ModelSpec | None:
     return registry.family_of(folder).load_spec(folder) if folder.is_dir() else None
 
 
+def _structured(decoder: str) -> bool:
+    """Whether a decoder can be held to a schema; those that are chosen by themselves can."""
+    factory = load_plugins().decoders.get(decoder)
+    return factory is None or GUIDE in factory.honours
+
+
 def _abilities(profile: Profile, *, structured: bool) -> ModelProfile:
-    """`structured` is whether the decoder can be held to a schema: DashInfer's cannot."""
+    """`structured` is whether the decoder can be held to a schema."""
     return ModelProfile(
         text_inputs=True,
         image_inputs=profile.images,

@@ -9,14 +9,13 @@ import click
 from click.core import ParameterSource
 
 from dashinfer_vlm_core.config import variable
-from dashinfer_vlm_core.config.config_file import ConfiguredCommand, FileOption
+from dashinfer_vlm_core.config.config_file import ConfiguredCommand, EngineOption, FileOption
 
 from .logs import endings_as_records
 
 ENGINE_SECTIONS: Mapping[str, str] = {
     "model": "What answers",
     "max_model_len": "How much at once",
-    "tensor_parallel": "DashInfer alone",
     "min_pixels": "Pictures and videos",
     "allow_remote_media": "Where media may come from",
 }
@@ -89,6 +88,8 @@ def _section(parameter: click.Parameter, before: str) -> str:
     """Where an option is listed: its own section, or that of the one before it."""
     if isinstance(parameter, Option):
         return parameter.section
+    if isinstance(parameter, EngineOption) and parameter.plugin:
+        return parameter.plugin
     if parameter.name in {"help", "config_file"}:
         return "Options"
     return ENGINE_SECTIONS.get(parameter.name or "", before)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 import click
 from click.shell_completion import CompletionItem
 
-from ..config import ENV_PREFIX, MIB, EngineConfig, MediaLimits, variables_set
+from ..config import ENV_PREFIX, MIB, EngineConfig, MediaLimits, option_fields, variables_set
 from ..config.config_file import EngineOption, place_of
 from ..config.environment import unknown_variables
 from ..errors import ConfigError
@@ -39,7 +39,8 @@ ENVIRONMENT = f"The environment sets options of the engine: {ENV_PREFIX}MAX_PIXE
 
 
 def config_options(command: Command) -> Command:
-    """Decorate a click command: it gets options for all fields of EngineConfig, and a parameter `config` made of them.
+    """Decorate a click command: it gets options for all fields of EngineConfig and those that plugins bring, and a
+    parameter `config` made of them.
 
     Its help also says how the environment sets them; variables that look like them and set nothing are logged.
 
@@ -47,18 +48,20 @@ def config_options(command: Command) -> Command:
         ConfigError: a value is out of range; the message names the option.
     """
 
+    fields = option_fields()
+
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
         for line in unknown_variables(variables_set(), click.get_current_context()):
             logger.warning(line)
-        given = {name: kwargs.pop(name) for name in EngineConfig.model_fields}
+        given = {name: kwargs.pop(name) for name in fields}
         config = _config({name: value for name, value in given.items() if value is not None})
         return command(*args, config=config, **kwargs)
 
     run.__doc__ = f"{command.__doc__}\n\n    {ENVIRONMENT}"
     decorated: Command = run
-    for name, field in reversed(EngineConfig.model_fields.items()):
-        decorated = _option(name, field)(decorated)
+    for name, (field, plugin) in reversed(fields.items()):
+        decorated = _option(name, field, plugin)(decorated)
     return decorated
 
 
@@ -70,17 +73,18 @@ def _config(given: dict[str, Any]) -> EngineConfig:
         raise ConfigError(f"{place}: {error.message}" if place else error.message, param=error.param) from None
 
 
-def _option(name: str, field: FieldInfo) -> Callable[[Command], Command]:
+def _option(name: str, field: FieldInfo, plugin: str) -> Callable[[Command], Command]:
     flag = name.replace("_", "-")
     default = _shown(name, field.default)
     text = f"{field.description}  [default: {default}]" if default else field.description
     if field.annotation is bool:
-        return click.option(f"--{flag}/--no-{flag}", name, cls=EngineOption, default=None, help=text)
+        return click.option(f"--{flag}/--no-{flag}", name, cls=EngineOption, plugin=plugin, default=None, help=text)
     # Values stay text here: EngineConfig alone converts and checks them, for every way in.
     return click.option(
         f"--{flag}",
         name,
         cls=EngineOption,
+        plugin=plugin,
         default=None,
         metavar=_metavar(name, field.annotation),
         also=dict if field.annotation is MediaLimits else list if get_origin(field.annotation) is tuple else None,

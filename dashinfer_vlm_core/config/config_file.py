@@ -46,7 +46,15 @@ class FileOption(click.Option):
 
 
 class EngineOption(FileOption):
-    """An option of the engine, as many commands have it: help lists it behind the command's own."""
+    """An option of the engine, as many commands have it: help lists it behind the command's own.
+
+    Args:
+        plugin: the title of the plugin that brings it; empty for the engine's own.
+    """
+
+    def __init__(self, *args: Any, plugin: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.plugin = plugin
 
 
 class Setting(NamedTuple):

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, NonNegativeInt, ValidationError, field_validator
+from pydantic import ConfigDict, Field, NonNegativeInt, PrivateAttr, ValidationError, field_validator
+from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from ..errors import ConfigError
 from ..protocol.wording import words_of
+from .plugin_options import ENV_PREFIX, PluginOptions, option_classes
 
-ENV_PREFIX = "DASHINFER_VLM_"
 MIB = 1024 * 1024
 
 # In the environment and on the command line, lists are separated by commas.
 Names = Annotated[tuple[str, ...], NoDecode]
 Colour = Annotated[tuple[int, int, int], NoDecode]
+
+Options = TypeVar("Options", bound=PluginOptions)
 
 VLLM_VARIABLES = {
     "image_fetch_timeout": "VLLM_IMAGE_FETCH_TIMEOUT",
@@ -56,8 +59,8 @@ class EngineConfig(BaseSettings):
     """Options of an engine.
 
     Values come from the arguments, then from the environment (`DASHINFER_VLM_` and the field's name in upper case, else
-    `VLLM_VARIABLES`), then from the defaults below. Equal configurations compare and hash equal, so that adapters can
-    share an engine.
+    `VLLM_VARIABLES`), then from the defaults below. Options of plugins are given like those below, and read by
+    `options_of`. Equal configurations compare and hash equal, so that adapters can share an engine.
 
     Raises:
         ConfigError: an unknown name, or a value out of range; the message names the option.
@@ -88,10 +91,10 @@ class EngineConfig(BaseSettings):
         description="Number type that weights are rounded to: int8 on a CPU with AVX-512, int8 or uint4 with DashInfer"
         " on CUDA.",
     )
-    cpu_kernels: Literal["auto", "amx", "avx512", "torch"] = Field(
+    cpu_kernels: str = Field(
         "auto",
-        description="Kernels that run bfloat16 models on a CPU: `amx` and `avx512` are in C and need a processor with"
-        " AMX or AVX-512 BF16 and a C compiler, `torch` are PyTorch's; `auto` takes the fastest that can run here.",
+        description="Kernels to use on a CPU, by registered name; `torch` are PyTorch's, `auto` takes the fastest that"
+        " can run here.",
     )
     cache_dir: Path | None = Field(
         None,
@@ -124,19 +127,9 @@ class EngineConfig(BaseSettings):
     )
 
     decoder_restarts: int = Field(
-        3, ge=0, description="Times that a decoder which has died is started again, until it is given up on."
+        3, ge=0, description="Times in a row that a decoder which has died is started again, until it is given up on."
     )
     step_timeout: float = Field(600.0, gt=0, description="Seconds after which one step of the decoder counts as hung.")
-
-    # DashInfer alone
-    tensor_parallel: int = Field(1, ge=1, le=64, description="CUDA devices that share the weights (DashInfer).")
-    approximate_vision: bool = Field(
-        False,
-        description="Whether DashInfer answers about pictures on a CPU, where it ignores their rows and columns.",
-    )
-    dashinfer_python: Path | None = Field(
-        None, description="Interpreter of an environment that has DashInfer; by default the one that was installed."
-    )
 
     # Pictures and videos
     min_pixels: int | None = Field(
@@ -204,11 +197,32 @@ class EngineConfig(BaseSettings):
     )
     max_fetches: int = Field(16, ge=1, description="Sources fetched at the same time by one engine.")
 
+    _plugin_options: tuple[PluginOptions, ...] = PrivateAttr(())
+
     def __init__(self, **options: Any) -> None:
+        classes = option_classes(frozenset(type(self).model_fields))
+        theirs = {name for kind in classes for name in kind.model_fields}
         try:
-            super().__init__(**options)
+            super().__init__(**{name: value for name, value in options.items() if name not in theirs})
+            self._plugin_options = tuple(
+                kind(**{name: options[name] for name in kind.model_fields if name in options}) for kind in classes
+            )
         except ValidationError as error:
             raise _explain(error, options) from None
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        yield from super().__repr_args__()
+        for options in self._plugin_options:
+            yield from options.__repr_args__()
+
+    @property
+    def plugin_options(self) -> tuple[PluginOptions, ...]:
+        """Those of all installed plugins."""
+        return self._plugin_options
+
+    def options_of(self, kind: type[Options]) -> Options:
+        """A plugin's options, by their class; where it is not installed, as the environment sets them."""
+        return next((options for options in self._plugin_options if isinstance(options, kind)), None) or kind()
 
     @classmethod
     def settings_customise_sources(
@@ -269,6 +283,17 @@ class EngineConfig(BaseSettings):
         """The model's name in requests and answers; a folder goes by its last part, so that answers hold no path."""
         folder = Path(self.model).expanduser()
         return self.served_model_name or (folder.resolve().name if folder.is_dir() else self.model)
+
+
+def option_fields() -> dict[str, tuple[FieldInfo, str]]:
+    """Every option by its name: its field, and the title of the plugin that brings it, empty for the engine's own."""
+    own = EngineConfig.model_fields
+    theirs = {
+        name: (field, kind.title)
+        for kind in option_classes(frozenset(own))
+        for name, field in kind.model_fields.items()
+    }
+    return {**{name: (field, "") for name, field in own.items()}, **theirs}
 
 
 def variable(option: str) -> str:

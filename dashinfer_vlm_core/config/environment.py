@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 
 import click
 
-from .engine_config import ENV_PREFIX, EngineConfig, variable
+from .engine_config import option_fields, variable
+from .plugin_options import ENV_PREFIX
 
 SHOWN = "`dashinfer-vlm serve --help`"
 
@@ -22,7 +23,7 @@ def unknown_variables(names: Iterable[str], context: click.Context) -> Iterator[
     A command that is not run from a group does not know the others' variables: nothing is said then.
     """
     group = context.find_root().command
-    known = {variable(name) for name in EngineConfig.model_fields}
+    known = {variable(name) for name in option_fields()}
     unknown = sorted(name for name in names if _ours(name) and name not in known)
     if not unknown or not isinstance(group, click.Group):
         return

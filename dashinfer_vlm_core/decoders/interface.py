@@ -132,6 +132,10 @@ class Token:
     cached: int = 0
 
 
+class NotBegun(Exception):
+    """The decoder died before it began with the request, which another one can take: the supervisor sees to that."""
+
+
 class Decoder(Protocol):
     """ComputeExecutor prompts into tokens, many at a time.
 
@@ -179,6 +183,7 @@ class Decoder(Protocol):
             QueueFull: `max_waiting` requests wait already.
             ContextLengthExceeded: the request could never fit the memory for keys and values.
             DecoderFailed: the decoder died while the request ran.
+            NotBegun: it died before; it is in `trouble`.
             EngineClosed: the decoder was closed.
         """
 
@@ -239,9 +244,15 @@ class Fitness:
 
 
 class DecoderFactory(Protocol):
-    """Makes decoders; a plugin registers one by `register_decoders`."""
+    """Makes decoders; a plugin registers one by `register_decoders`.
+
+    Attributes:
+        name: what `EngineConfig.decoder` calls it.
+        honours: as `Decoder.honours`, on the device where most is possible; what is told before a model is loaded.
+    """
 
     name: str
+    honours: frozenset[str]
 
     def fitness(self, spec: ModelSpec, config: EngineConfig) -> Fitness: ...
 

@@ -6,27 +6,34 @@ import asyncio
 import contextlib
 import ctypes
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any
 
 from ..errors import DashInferVLMError, DecoderFailed, EngineClosed
-from .interface import Decoder, DecodeRequest, DecoderStats, Token
+from .interface import Decoder, DecodeRequest, DecoderStats, NotBegun, Token
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.2
 """How often it is asked whether the decoder has died, should nobody be decoding who would notice."""
 
+WELL_SECONDS = 600.0
+"""How long a decoder has to run until the restarts before it are forgotten."""
+
+FIRST_PAUSE = 0.1
+"""Seconds before a decoder that did not start is tried again; doubled each time."""
+
 
 class Supervisor:
     """A decoder that outlives its death; implements `Decoder` and belongs to one event loop.
 
     When the decoder says that it is in `trouble`, it is closed, which fails the requests in it, and another one is made
-    and started; requests that come meanwhile wait for that. After `restarts` of them, or where one cannot be closed or
-    started, the trouble is for good.
+    and started; requests that come meanwhile, and those that it had not begun with, wait for that. After `restarts` of
+    them in a row, or where one cannot be closed, the trouble is for good.
 
     Args:
         make: a decoder that is not started yet; called here for the first one, and in a thread for the others.
-        restarts: how often it is replaced.
+        restarts: how often in a row it is replaced, or tried to be.
 
     Attributes:
         restarted: how often it was replaced.
@@ -36,7 +43,8 @@ class Supervisor:
 
     def __init__(self, make: Callable[[], Decoder], *, restarts: int) -> None:
         self._make = make
-        self._left = restarts
+        self._restarts = self._left = restarts
+        self._began = 0.0
         self._decoder = make()
         self._ready = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
@@ -57,7 +65,7 @@ class Supervisor:
 
     async def start(self) -> None:
         await self._decoder.start()
-        self._ready.set()
+        self._now_ready()
         self._keeper = asyncio.create_task(self._keep(), name="decoder-supervisor")
 
     async def close(self) -> None:
@@ -73,15 +81,20 @@ class Supervisor:
                 raise
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[Token, None]:
-        decoder = await self._healthy()
-        try:
-            async with contextlib.aclosing(decoder.decode(request)) as tokens:
-                async for token in tokens:
-                    yield token
-        except (EngineClosed, DecoderFailed):
-            if self._closed or self._well(decoder):
-                raise
-            raise DecoderFailed(_DIED) from None
+        while True:
+            decoder = await self._healthy()
+            try:
+                async with contextlib.aclosing(decoder.decode(request)) as tokens:
+                    async for token in tokens:
+                        yield token
+            except NotBegun:
+                continue
+            except (EngineClosed, DecoderFailed):
+                if self._closed or self._well(decoder):
+                    raise
+                raise DecoderFailed(_DIED) from None
+            else:
+                return
 
     def _well(self, decoder: Decoder) -> bool:
         """Whether it is in use and in no trouble: what it says is about one request alone."""
@@ -107,27 +120,33 @@ class Supervisor:
             if trouble := self._decoder.trouble:
                 self._ready.clear()
                 self.trouble = await self._replace(trouble)
-                self._ready.set()
+                self._now_ready()
+
+    def _now_ready(self) -> None:
+        self._began = asyncio.get_running_loop().time()
+        self._ready.set()
 
     async def _replace(self, trouble: str) -> str:
         """Close the decoder and start another one; why that is not possible, or nothing if it is done."""
         logger.error("The decoder %s has failed: %s", self.name, trouble)
-        try:
-            await self._decoder.close()
-            if not self._left:
-                return trouble
+        if asyncio.get_running_loop().time() - self._began >= WELL_SECONDS:
+            self._left = self._restarts
+        failure = await _failure(self._decoder.close())
+        pause = 0.0
+        while not failure and self._left:
+            await asyncio.sleep(pause)
+            pause = 2 * pause or FIRST_PAUSE
             self._left -= 1
-            self._decoder = await self._started()
-        except DashInferVLMError as error:
-            logger.error("The decoder cannot be replaced: %s", error.message)  # noqa: TRY400 - it was made for people
-            return error.message
-        except Exception:
-            logger.exception("The decoder cannot be replaced.")
-            return "The decoder failed and could not be started again; the log has the cause."
-        await asyncio.to_thread(_give_back)
-        self.restarted += 1
-        logger.warning("The decoder was started again; this may happen %d more times.", self._left)
-        return ""
+            trouble = await _failure(self._start_another())
+            if not trouble:
+                await asyncio.to_thread(_give_back)
+                self.restarted += 1
+                logger.warning("The decoder was started again; this may happen %d more times.", self._left)
+                return ""
+        return failure or trouble
+
+    async def _start_another(self) -> None:
+        self._decoder = await self._started()
 
     async def _started(self) -> Decoder:
         decoder = await asyncio.to_thread(self._make)
@@ -137,6 +156,19 @@ class Supervisor:
             await decoder.close()
             raise
         return decoder
+
+
+async def _failure(step: Coroutine[Any, Any, None]) -> str:
+    """Why a step of the replacement has failed; empty if it has not."""
+    try:
+        await step
+    except DashInferVLMError as error:
+        logger.error("The decoder cannot be replaced: %s", error.message)  # noqa: TRY400 - it was made for people
+        return error.message
+    except Exception:
+        logger.exception("The decoder cannot be replaced.")
+        return "The decoder failed and could not be started again; the log has the cause."
+    return ""
 
 
 def _give_back() -> None:

@@ -325,6 +325,8 @@ async def open_conductor(config: EngineConfig, registry: Registry, watcher: Watc
     family = registry.family_of(folder)
     spec = family.load_spec(folder)
     factory, reason = choose_decoder(registry, spec, config)
+    for options in config.plugin_options:
+        options.check(factory.name)
     logger.info("model %s from %s, decoder %s: %s", config.name, folder, factory.name, reason)
     kernels = KernelSelector(registry.kernels.values(), config)
     decoder = await asyncio.to_thread(

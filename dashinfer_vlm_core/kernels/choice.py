@@ -87,8 +87,16 @@ class KernelSelector:
         return kernels
 
     def find(self, device: str, dtype: torch.dtype, text: TextModelSpec | None = None) -> Loaded:
-        """As `choose`, with the reason why the next faster ones cannot run here, if they could have been taken."""
+        """As `choose`, with the reason why the next faster ones cannot run here, if they could have been taken.
+
+        Raises:
+            ConfigError: `cpu_kernels` names a set that no plugin registers.
+        """
         wanted, reason = self._config.cpu_kernels, ""
+        names = sorted(factory.name for factory in self._factories)
+        if wanted not in ("auto", *names):
+            fault = f"`cpu_kernels` {wanted!r} is registered by no plugin; there are: auto, {', '.join(names)}."
+            raise ConfigError(fault, param="cpu_kernels")
         for factory in self._factories:
             if wanted in ("auto", factory.name) or factory.name == TORCH:
                 loaded = self._load(factory, device, dtype, text)

@@ -1,14 +1,13 @@
 """Plugins: found by entry points, and what they register."""
 
+from ..hookspecs.discovery import DISTRIBUTION
 from .loader import (
     ADAPTER_GROUP,
-    DISTRIBUTION,
     PluginRow,
     Registry,
     add_commands,
     load_adapter,
     load_plugins,
-    new_manager,
 )
 
 __all__ = [
@@ -19,5 +18,4 @@ __all__ = [
     "add_commands",
     "load_adapter",
     "load_plugins",
-    "new_manager",
 ]

@@ -6,28 +6,26 @@ import functools
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from importlib.metadata import Distribution, EntryPoint, entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import pluggy
-
-from .. import hookspecs
+from ..config import EngineConfig, PluginOptions
 from ..errors import MissingDependency, PluginError
-from ..hookspecs import API_VERSION, GROUP, Finding
+from ..hookspecs import GROUP, Finding
+from ..hookspecs.discovery import call_hooks, identity, import_plugin, manager_of, missing, plugin_entries
 from ..models.checkpoint import model_type
 
 if TYPE_CHECKING:
     import click
+    import pluggy
 
-    from ..config import EngineConfig
     from ..decoders import DecoderFactory
     from ..kernels.choice import KernelFactory
     from ..media.types import VideoReader
     from ..models.interface import ModelFamily
 
 ADAPTER_GROUP = f"{GROUP}.adapters"
-DISTRIBUTION = "dashinfer-vlm-adapters"
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -65,6 +63,7 @@ class Registry:
     kernels: dict[str, KernelFactory] = field(default_factory=dict)
     video_readers: dict[str, VideoReader] = field(default_factory=dict)
     checks: dict[str, Callable[[EngineConfig], Iterable[Finding]]] = field(default_factory=dict)
+    options: dict[str, type[PluginOptions]] = field(default_factory=dict)
     rows: list[PluginRow] = field(default_factory=list)
 
     def family(self, model_type: str) -> ModelFamily:
@@ -89,12 +88,9 @@ class Registry:
             PluginError: it was written for another version of the plugin API, a hook is misspelt or has other
                 arguments, a name is taken, or the plugin's own code fails. Nothing of the plugin is kept then.
         """
-        _check_version(plugin, name)
-        manager = new_manager()
+        manager = manager_of(plugin, name)
         staged = Registry()
         try:
-            manager.register(plugin, name=name)
-            manager.check_pending()
             staged.call(manager)
         except PluginError:
             raise
@@ -111,11 +107,18 @@ class Registry:
         hook.register_decoders(register=lambda item: _put("decoder", self.decoders, item.name, item))
         hook.register_kernels(register=lambda item: _put("kernels", self.kernels, item.name, item))
         hook.register_checks(register=functools.partial(_put, "check", self.checks))
+        hook.register_options(register=self._add_options)
         hook.register_video_readers(register=lambda item: _put("video reader", self.video_readers, item.name, item))
 
     def _add_family(self, family: ModelFamily) -> None:
         for name in sorted(family.model_types):
             _put("model family", self.families, name, family)
+
+    def _add_options(self, options: type[PluginOptions]) -> None:
+        for name in options.model_fields:
+            if name in EngineConfig.model_fields:
+                raise PluginError(f"The option {name!r} is one of the engine's.")
+            _put("option", self.options, name, options)
 
     def names(self) -> tuple[str, ...]:
         return tuple(f"{kind} {name}" for kind, items in self._tables() for name in items)
@@ -128,6 +131,7 @@ class Registry:
             ("kernels", self.kernels),
             ("video reader", self.video_readers),
             ("check", self.checks),
+            ("option", self.options),
         )
 
     def _take(self, staged: Registry, *, plugin_name: str) -> None:
@@ -143,12 +147,6 @@ class Registry:
             mine.update(theirs)
 
 
-def new_manager() -> pluggy.PluginManager:
-    manager = pluggy.PluginManager(GROUP)
-    manager.add_hookspecs(hookspecs)
-    return manager
-
-
 def load_plugins(*, strict: bool = False) -> Registry:
     """Register every plugin that an installed distribution declares: the built-in ones first, then by name.
 
@@ -159,7 +157,7 @@ def load_plugins(*, strict: bool = False) -> Registry:
     """
     registry = Registry()
     seen: set[str] = set()
-    for entry in _entries():
+    for entry in plugin_entries():
         row = _load(entry, registry, seen, strict=strict)
         seen.add(entry.name)
         registry.rows.append(row)
@@ -168,15 +166,8 @@ def load_plugins(*, strict: bool = False) -> Registry:
 
 def add_commands(group: click.Group) -> None:
     """Let every plugin that loads add its commands; one that is broken costs its own commands only."""
-    for entry in _entries():
-        manager = new_manager()
-        try:
-            plugin = entry.load()
-            _check_version(plugin, entry.name)
-            manager.register(plugin, name=entry.name)
-            manager.hook.register_commands(group=group)
-        except Exception as error:  # noqa: BLE001 - `plugins` lists it with its remedy; the command line itself must come up
-            logger.debug("plugin %s adds no commands: %s", entry.name, error)
+    for entry in plugin_entries():
+        call_hooks(entry, lambda hook: hook.register_commands(group=group))
 
 
 def load_adapter(name: str) -> Any:
@@ -191,62 +182,23 @@ def load_adapter(name: str) -> Any:
     try:
         return entry.load()
     except ImportError as error:
-        raise _missing(entry, error) from error
-
-
-def _entries() -> list[EntryPoint]:
-    """Entry points of plugins; ours come first, so that nobody takes a built-in part's name."""
-    return sorted(entry_points(group=GROUP), key=lambda entry: (_owner(entry) != DISTRIBUTION, entry.name, entry.value))
-
-
-def _owner(entry: EntryPoint) -> str:
-    return _identity(entry.dist)[0] if entry.dist else "unknown"
-
-
-@functools.lru_cache(maxsize=64)
-def _identity(distribution: Distribution) -> tuple[str, str]:
-    """Name and version. A distribution parses its metadata anew for each of them, which was half of `load_plugins`."""
-    metadata = distribution.metadata
-    return metadata["Name"], metadata["Version"]
+        raise missing(entry, error) from error
 
 
 def _load(entry: EntryPoint, registry: Registry, seen: set[str], *, strict: bool) -> PluginRow:
-    distribution = " ".join(_identity(entry.dist)) if entry.dist else "unknown"
+    distribution = " ".join(identity(entry.dist)) if entry.dist else "unknown"
     row = functools.partial(PluginRow, name=entry.name, value=entry.value, distribution=distribution)
     if entry.name in seen:
         return row(
             status="duplicate", problem="Another distribution has a plugin of this name; uninstall one of the two."
         )
     try:
-        return row(status="ok", provides=registry.add_plugin(_import(entry), name=entry.name))
+        return row(status="ok", provides=registry.add_plugin(import_plugin(entry), name=entry.name))
     except (PluginError, MissingDependency) as error:
         if strict:
             raise
         logger.warning("%s", error.message)
         return row(status="broken", problem=error.message)
-
-
-def _import(entry: EntryPoint) -> object:
-    try:
-        return entry.load()
-    except ImportError as error:
-        raise _missing(entry, error) from error
-    except Exception as error:
-        raise PluginError(f"Plugin {entry.name!r} ({entry.value}) failed while it was imported: {error}") from error
-
-
-def _missing(entry: EntryPoint, error: ImportError) -> MissingDependency:
-    wanted = f"{_owner(entry)}{f'[{entry.extras[0]}]' if entry.extras else ''}"
-    return MissingDependency(f"{entry.name!r} ({entry.value}) cannot be imported: {error}. Try: pip install '{wanted}'")
-
-
-def _check_version(plugin: object, name: str) -> None:
-    version = getattr(plugin, "dashinfer_vlm_api", API_VERSION)
-    if version != API_VERSION:
-        raise PluginError(
-            f"Plugin {name!r} was written for version {version!r} of the plugin API, and this is version {API_VERSION}:"
-            " install a release of it that fits."
-        )
 
 
 def _put(kind: str, table: dict[str, Any], name: str, item: Any) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dashinfer_vlm_core.decoders import Decoder, DecoderFactory, Fitness
+from dashinfer_vlm_core.decoders import GUIDE, SAMPLING_PARAMETERS, Decoder, DecoderFactory, Fitness
 from dashinfer_vlm_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ class TorchDecoderFactory:
     """Registers as `torch`. Its score leaves room above it for decoders that are made for one kind of device."""
 
     name = "torch"
+    honours: frozenset[str] = SAMPLING_PARAMETERS | {GUIDE}
 
     def fitness(self, spec: ModelSpec, config: EngineConfig) -> Fitness:
         return Fitness(score=10, reason=f"PyTorch runs on any device; `device` is {config.device!r}.")

@@ -126,12 +126,6 @@ class TorchDecoder:
 
 
 def _check_options(config: EngineConfig, kernels: Kernels) -> None:
-    if config.tensor_parallel > 1:
-        raise ConfigError(
-            f"`tensor_parallel` {config.tensor_parallel}: the PyTorch decoder runs on one device. Leave it out, or take"
-            " the decoder dashinfer.",
-            param="tensor_parallel",
-        )
     if config.quantization == "none" or (config.quantization == "int8" and kernels.quantises):
         return
     if config.quantization == "int8" and config.cpu_kernels == "torch":

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from dashinfer_vlm_core.cli.options import config_options
-from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.config import option_fields
 from dashinfer_vlm_core.config.config_file import ConfiguredCommand
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_server.plugin import serve
@@ -150,7 +150,7 @@ def test_keys_that_everybody_can_read_are_warned_of(result, text, mode, warned, 
 
 def test_the_server_takes_a_file_with_each_of_its_options():
     assert isinstance(serve, ConfiguredCommand)
-    assert {"config_file", "port", *EngineConfig.model_fields} <= {param.name for param in serve.params}
+    assert {"config_file", "port", *option_fields()} <= {param.name for param in serve.params}
 
 
 def test_help_lists_the_options_of_the_engine_behind_the_commands_own():

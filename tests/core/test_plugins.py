@@ -8,18 +8,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from dashinfer_vlm_core import hookimpl
+from dashinfer_vlm_core import Engine, hookimpl
 from dashinfer_vlm_core.cli.main import cli
+from dashinfer_vlm_core.cli.options import config_options
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.errors import MissingDependency, PluginError
+from dashinfer_vlm_core.config.plugin_options import option_classes
+from dashinfer_vlm_core.errors import ConfigError, MissingDependency, PluginError
 from dashinfer_vlm_core.media import MediaLoader
 from dashinfer_vlm_core.plugins import Registry, load_adapter, load_plugins
 from dashinfer_vlm_core.protocol import MediaPart
+from dashinfer_vlm_server.help import SectionedCommand
 from tests.samples import data_url, encode
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "write_a_plugin"
@@ -172,6 +176,81 @@ def test_the_list_for_programs_is_json(install):
         "provides": ["model stranger"],
         "problem": "",
     }
+
+
+OPTIONS = """
+from pydantic import Field
+from dashinfer_vlm_core import hookimpl
+from dashinfer_vlm_core.config import PluginOptions
+from dashinfer_vlm_core.errors import ConfigError
+
+class Slides(PluginOptions):
+    title = "Slide shows"
+    slide_seconds: float = Field(2.0, gt=0, description="Seconds that a slide is shown.")
+
+    def check(self, decoder):
+        if self.slide_seconds > 60:
+            raise ConfigError(f"`slide_seconds` is too long for {decoder}.", param="slide_seconds")
+
+@hookimpl
+def register_options(register):
+    register(Slides)
+"""
+
+
+@pytest.fixture
+def options_anew():
+    """Options of plugins are looked for once in a process."""
+    option_classes.cache_clear()
+    yield
+    option_classes.cache_clear()
+
+
+def shown(*arguments):
+    """What a command prints that is made now."""
+
+    @click.command(cls=SectionedCommand)
+    @config_options
+    def show(config: EngineConfig) -> None:
+        """Show it."""
+        click.echo(repr(config))
+
+    return CliRunner().invoke(show, arguments, catch_exceptions=False)
+
+
+def test_a_plugins_options_are_set_like_the_engines(install, options_anew, monkeypatch, tmp_path):
+    install("slides_plugin", OPTIONS)
+    slides = importlib.import_module("slides_plugin").Slides
+    assert EngineConfig().options_of(slides).slide_seconds == 2
+    assert EngineConfig(slide_seconds=3).options_of(slides).slide_seconds == 3
+    assert EngineConfig(slide_seconds=3) != EngineConfig() == EngineConfig(slide_seconds=2)
+    assert len({EngineConfig(slide_seconds=3), EngineConfig(slide_seconds=3)}) == 1
+    with pytest.raises(ConfigError, match="slide_seconds: must be above 0") as caught:
+        EngineConfig(slide_seconds=0)
+    assert caught.value.param == "slide_seconds"
+
+    monkeypatch.setenv("DASHINFER_VLM_SLIDE_SECONDS", "4")
+    assert EngineConfig().options_of(slides).slide_seconds == 4
+    file = tmp_path / "options.yaml"
+    file.write_text("slide_seconds: 5")
+    assert "slide_seconds=4.0" in shown().output
+    assert "slide_seconds=5.0" in shown("--config", str(file)).output
+    assert "slide_seconds=6.0" in shown("--config", str(file), "--slide-seconds", "6").output
+    help_text = shown("--help").output
+    assert re.search(r"Slide shows:\n  --slide-seconds SECONDS +Seconds that a slide is shown", help_text)
+    assert row("slides_plugin").provides == ("option slide_seconds",)
+
+
+def test_a_plugins_options_are_checked_against_the_decoder(install, options_anew):
+    install("slides_plugin", OPTIONS)
+    with pytest.raises(ConfigError, match="`slide_seconds` is too long for torch"):
+        Engine(EngineConfig(slide_seconds=61)).start()
+
+
+def test_an_option_whose_name_is_taken_costs_its_plugin(install, options_anew):
+    install("slides_plugin", OPTIONS.replace("slide_seconds", "max_pixels"))
+    assert "The option 'max_pixels' is one of the engine's" in row("slides_plugin").problem
+    assert EngineConfig(max_pixels=1000).max_pixels == 1000
 
 
 def test_a_plugin_adds_commands_and_a_broken_one_leaves_the_command_line_alone(tmp_path, install):

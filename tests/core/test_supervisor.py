@@ -46,7 +46,7 @@ class Kept:
 
     def __init__(self):
         self.made = []
-        self.refuses = False
+        self.refusals = 0
         self._factory = load_plugins().decoder("torch")
         self.fitness = self._factory.fitness
 
@@ -55,7 +55,8 @@ class Kept:
         register(self)
 
     def create(self, spec, config, kernels):
-        if self.refuses:
+        if self.refusals:
+            self.refusals -= 1
             raise SetupError("There is no memory left.")
         self.made.append(self._factory.create(spec, config, kernels))
         return self.made[-1]
@@ -138,9 +139,30 @@ def test_after_some_deaths_it_is_given_up_on(start, kept):
     assert len(kept.made) == 2
 
 
+def test_one_that_has_run_for_long_may_be_replaced_as_often_as_a_new_one(start, kept, monkeypatch):
+    monkeypatch.setattr("dashinfer_vlm_core.decoders.supervisor.WELL_SECONDS", 0.0)
+    engine = start(decoder_restarts=1)
+    for deaths in range(1, 4):
+        stream = kept.die_in(engine)
+        with pytest.raises(DecoderFailed):
+            list(stream)
+        until(lambda deaths=deaths: engine.stats().restarts == deaths)
+    assert engine.chat(HELLO).usage
+
+
+def test_one_that_cannot_be_made_at_once_is_tried_again(start, kept):
+    engine = start(decoder_restarts=3)
+    kept.refusals = 2
+    stream = kept.die_in(engine)
+    with pytest.raises(DecoderFailed):
+        list(stream)
+    assert engine.chat(HELLO).usage
+    assert (engine.stats().restarts, kept.refusals) == (1, 0)
+
+
 def test_one_that_cannot_be_made_again_says_why(start, kept):
     engine = start()
-    kept.refuses = True
+    kept.refusals = 100
     stream = kept.die_in(engine)
     until(lambda: engine.status().state == "failed")
     assert engine.status().trouble == "There is no memory left."

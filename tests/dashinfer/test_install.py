@@ -16,7 +16,6 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.decoders.dashinfer import DashInferFactory
 from dashinfer_vlm_core.decoders.dashinfer.environment import (
     Environment,
-    cuda_devices,
     disk_bytes,
     examine,
     find_environment,
@@ -28,6 +27,7 @@ from dashinfer_vlm_core.decoders.dashinfer.environment import (
 from dashinfer_vlm_core.decoders.dashinfer.install import CPU_ONLY_PACKAGES, _requirements, install, make_stubs, suits
 from dashinfer_vlm_core.decoders.dashinfer.stand_ins import DRIVER
 from dashinfer_vlm_core.errors import MissingDependency
+from dashinfer_vlm_core.kernels.devices import cuda_devices
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_core.plugins import add_commands
 
@@ -104,7 +104,7 @@ def installed(tmp_path):
         folder = private_folder(EngineConfig(cache_dir=tmp_path))
         python = private_environment(folder).python
         python.parent.mkdir(parents=True)
-        findings = {"python": "3.10.13", "cuda": 0, "version": "2.1.0", "cpu_only": cpu_only}
+        findings = {"python": "3.10.13", "version": "2.1.0", "cpu_only": cpu_only}
         python.write_text(f"#!/bin/sh\necho '{json.dumps(findings)}'\n")
         python.chmod(0o755)
         (folder / "environment.json").write_text("{}")

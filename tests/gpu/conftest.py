@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dashinfer_vlm_core.decoders.dashinfer.environment import cuda_devices
+from dashinfer_vlm_core.kernels.devices import cuda_devices
 from tests.dashinfer.conftest import cache, decoder, environment, one_thread, oracle
 
 __all__ = ["cache", "decoder", "environment", "one_thread", "oracle"]

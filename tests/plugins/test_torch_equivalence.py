@@ -283,12 +283,6 @@ def test_eight_bits_stay_close(oracle):
     assert first.logprob == pytest.approx(float(oracle.logits(forced, answer).log_softmax(-1)[0, answer[0]]), abs=0.2)
 
 
-def test_several_devices_are_refused(oracle):
-    with pytest.raises(ConfigError, match="runs on one device") as caught:
-        oracle.decoder(tensor_parallel=2)
-    assert caught.value.param == "tensor_parallel"
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -21,6 +21,7 @@ import pytest
 from click.testing import CliRunner
 
 from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.config import option_fields
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
 from dashinfer_vlm_server import create_app, plugin
@@ -246,7 +247,7 @@ def runner():
 
 def test_its_help_lists_every_option_of_the_engine(runner):
     text = " ".join(runner("serve", "--help").output.split())
-    assert all(f"--{name.replace('_', '-')}" in text for name in EngineConfig.model_fields)
+    assert all(f"--{name.replace('_', '-')}" in text for name in option_fields())
     assert "--port" in text
     assert "DASHINFER_VLM_PORT for --port" in text
     assert "DASHINFER_VLM_MAX_PIXELS for --max-pixels" in text
@@ -293,7 +294,7 @@ VALUES = {
 def parsed(*words):
     """The options of the server as its command reads them."""
     with plugin.serve.make_context("serve", [*words]) as context:
-        return {name: value for name, value in context.params.items() if name not in EngineConfig.model_fields}
+        return {name: value for name, value in context.params.items() if name not in option_fields()}
 
 
 def test_the_environment_sets_each_option_as_the_command_line_does():

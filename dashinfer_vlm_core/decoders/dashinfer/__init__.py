@@ -2,7 +2,7 @@
 cheap.
 
     environment.py  install.py  commands.py    the interpreter that DashInfer needs, and `dashinfer-vlm dashinfer`
-    checks.py                                  what `dashinfer-vlm doctor` says of it
+    settings.py    checks.py                   its own options, and what `dashinfer-vlm doctor` says of it
     stand_ins.py    gpu_code.py                what makes an environment for the CPU only, without CUDA's libraries
     convert.py      serialize.py               a checkpoint's language model in DashInfer's format, once
     torch_placeholder.py                       what that needs of torch, in numpy, for the CPU only
@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING
 from ...errors import SetupError
 from ...hookspecs import Finding, hookimpl
 from ..interface import Decoder, DecoderFactory, Fitness
+from .options import HONOURED_ON_CUDA
 
 if TYPE_CHECKING:
     import click
 
-    from ...config import EngineConfig
+    from ...config import EngineConfig, PluginOptions
     from ...kernels.choice import KernelSelector
     from ...models.spec import ModelSpec
 
@@ -38,10 +39,12 @@ class DashInferFactory:
     """Registers as `dashinfer`."""
 
     name = "dashinfer"
+    honours: frozenset[str] = HONOURED_ON_CUDA
 
     def fitness(self, spec: ModelSpec, config: EngineConfig) -> Fitness:
+        from ...kernels.devices import cuda_devices
         from .convert import unsupported
-        from .environment import cuda_devices, find_environment
+        from .environment import find_environment
         from .plan import make_plan
 
         if reason := unsupported(spec.text):
@@ -68,6 +71,13 @@ class DashInferFactory:
 @hookimpl
 def register_decoders(register: Callable[[DecoderFactory], None]) -> None:
     register(DashInferFactory())
+
+
+@hookimpl
+def register_options(register: Callable[[type[PluginOptions]], None]) -> None:
+    from .settings import DashInferOptions
+
+    register(DashInferOptions)
 
 
 @hookimpl

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 
 from ...config import EngineConfig
@@ -11,8 +12,22 @@ from .environment import disk_bytes, examine, find_environment
 
 
 def check(config: EngineConfig) -> Iterator[Finding]:
-    """Whether its environment is there and works."""
+    """Whether its environment is there and works, and whether models can be converted."""
     yield _environment(config)
+    if config.decoder == "dashinfer":
+        yield from _cache(config)
+
+
+def _cache(config: EngineConfig) -> Iterator[Finding]:
+    folder = config.cache_folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return
+    except OSError as error:
+        detail = f"{folder}: {error.strerror}; DashInfer keeps its environment and converted models there"
+        mend = "Make it writable, or choose another by `cache_dir`."
+        yield Finding(name="dashinfer cache", status="broken", detail=detail, mend=mend)
 
 
 def _environment(config: EngineConfig) -> Finding:

@@ -8,7 +8,8 @@ import click
 
 from ...config import EngineConfig
 from ...errors import MissingDependency
-from .environment import Environment, Findings, cuda_devices, disk_bytes, examine, find_environment
+from ...kernels.devices import cuda_devices
+from .environment import Environment, Findings, disk_bytes, examine, find_environment
 from .install import install
 
 _CACHE = click.option(

@@ -14,28 +14,22 @@ import numpy as np
 from ...concurrency.compute import CPU_EXECUTOR
 from ...config import EngineConfig
 from ...errors import DecoderFailed, EngineClosed, EngineError, QueueFull, SetupError, UnsupportedParameter
+from ...kernels.devices import cuda_devices
 from ...models.spec import ModelSpec
-from ..interface import DecodeRequest, FinishReason, Token, VisualSpan, check_request
+from ..interface import DecodeRequest, FinishReason, NotBegun, Token, VisualSpan, check_request
 from .convert import Converted, convert
-from .environment import cuda_devices, find_environment
+from .environment import find_environment
 from .options import HONOURED_ON_CPU, HONOURED_ON_CUDA, check_sampling, generate_config, stop_tokens
 from .plan import check_salt, make_plan
 from .process import LOG_MARK, WorkerDied, WorkerProcess
+from .settings import DashInferOptions
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from .environment import Environment
-
     Array: TypeAlias = npt.NDArray[np.generic]
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-STARTS = 5
-"""How often in a row a worker may die before it is ready, until it is given up on."""
-
-FIRST_PAUSE = 0.1
-"""Seconds before a worker that did not start is tried again; doubled each time."""
 
 ENDS = 2
 """The engine counts two tokens more than prompt and answer have."""
@@ -66,12 +60,11 @@ class _Run:
 class DashInferDecoder:
     """Decodes in DashInfer's engine; implements `dashinfer_vlm_core.decoders.Decoder`. Belongs to one event loop.
 
-    The engine runs in a worker process under its own interpreter. Should that die, the requests in it fail, and are
-    retryable; those that wait go to the next worker, which is started at once. One that has requests and says nothing
-    for `EngineConfig.step_timeout` is killed. A worker that dies at its start `STARTS` times in a row is given up on.
+    The engine runs in a worker process under its own interpreter. Should that die, the decoder is in `trouble`: the
+    requests in it fail, and are retryable; those that wait are left to the next decoder. A worker that has requests and
+    says nothing for `EngineConfig.step_timeout` is killed.
 
     Attributes:
-        restarts: how often a worker was replaced after it had been ready.
         pid: of the worker; None while there is none.
     """
 
@@ -89,12 +82,10 @@ class DashInferDecoder:
         )
         self.max_model_len: int = self._plan.max_model_len
         self.honours: frozenset[str] = HONOURED_ON_CPU if self._plan.on_cpu else HONOURED_ON_CUDA
-        self.blind = BLIND if self._plan.on_cpu and not config.approximate_vision else ""
+        self.blind = BLIND if self._plan.on_cpu and not config.options_of(DashInferOptions).approximate_vision else ""
         self.trouble: str = ""
-        self.restarts: int = 0
         self._worker: WorkerProcess | None = None
-        self._keeper: asyncio.Task[None] | None = None
-        self._settled = asyncio.Event()
+        self._serving: asyncio.Task[None] | None = None
         self._places = asyncio.Semaphore(self._plan.places)
         self._waiting = 0
         self._runs: dict[int, _Run] = {}
@@ -107,23 +98,27 @@ class DashInferDecoder:
         return self._worker.pid if self._worker else None
 
     async def start(self) -> None:
-        if self._keeper is not None:
+        if self._serving is not None:
             return
-        environment = self._environment
-        cache = self._config.cache_folder / "models"
+        environment, cache = self._environment, self._config.cache_folder / "models"
         model = await asyncio.to_thread(convert, self._spec, self._plan.form, environment=environment, cache=cache)
-        self._keeper = asyncio.create_task(self._keep(environment, model), name="dashinfer-keeper")
-        await self._settled.wait()
-        if self._worker is None:
-            await self.close()
-            raise SetupError(self.trouble)
+        try:
+            worker = await WorkerProcess.launch(environment, self._arguments(model))
+        except WorkerDied as error:
+            logger.warning("DashInfer's worker died at its start: %s", error)
+            raise SetupError(
+                f"DashInfer's worker died at its start ({_how(error)}); the log has its last words."
+            ) from error
+        logger.info("DashInfer %s is ready on %s, process %d", worker.version, self._plan.compute_unit, worker.pid)
+        self._worker = worker
+        self._serving = asyncio.create_task(self._serve(worker), name="dashinfer-worker")
 
     async def close(self) -> None:
         self._closed = True
-        if self._keeper is not None and not self._keeper.done():
-            self._keeper.cancel()
-            await asyncio.wait([self._keeper])
-        self._settled.set()
+        if self._serving is not None and not self._serving.done():
+            self._serving.cancel()
+            await asyncio.wait([self._serving])
+        await self._end()  # a task that is cancelled before its first step has ended nothing
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[Token, None]:
         self._check(request)
@@ -138,7 +133,7 @@ class DashInferDecoder:
 
     def _check(self, request: DecodeRequest) -> None:
         """No value reaches the engine that it might not survive."""
-        if self._keeper is None or self._closed:
+        if self._serving is None or self._closed:
             raise EngineClosed("The decoder is not running. Start the engine first.")
         check_request(request, self._spec, max_model_len=self.max_model_len)
         check_salt(request.salt, self._plan)
@@ -151,7 +146,7 @@ class DashInferDecoder:
     # Places: who may be in the engine
 
     async def _take_place(self) -> None:
-        """Wait for a place in a worker that is ready."""
+        """Wait for a place in the worker."""
         if self._places.locked() and self._waiting >= self._config.max_waiting:
             raise QueueFull(f"{self._waiting} requests wait already. Try again in a second.")
         self._waiting += 1
@@ -159,13 +154,9 @@ class DashInferDecoder:
             await self._places.acquire()
         finally:
             self._waiting -= 1
-        try:
-            await self._settled.wait()
-            if self._worker is None:
-                raise EngineClosed(_CLOSED) if self._closed else DecoderFailed(self.trouble)
-        except BaseException:
+        if self._worker is None:
             self._places.release()
-            raise
+            raise EngineClosed(_CLOSED) if self._closed else NotBegun
 
     def _enter(self, request: DecodeRequest, arrays: list[Array]) -> _Run:
         """Send the request to the worker; from here on, `_release` alone gives its place back."""
@@ -227,42 +218,6 @@ class DashInferDecoder:
 
     # The worker's life
 
-    async def _keep(self, environment: Environment, model: Converted) -> None:
-        """Keep a worker running until we are cancelled, or it is given up on."""
-        try:
-            while (worker := await self._launch(environment, model)) is not None:
-                await self._serve(worker)
-                self.restarts += 1
-            logger.error("%s", self.trouble)
-        except Exception:
-            self.trouble = "The decoder failed, and its log has the cause. Start the engine again."
-            logger.exception("the keeper of DashInfer's worker failed")
-        finally:
-            self._end_runs(EngineClosed(_CLOSED) if self._closed else DecoderFailed(self.trouble))
-            self._settled.set()
-
-    async def _launch(self, environment: Environment, model: Converted) -> WorkerProcess | None:
-        """A worker that is ready; None, and `trouble`, if it died too often."""
-        died = ""
-        for attempt in range(STARTS):
-            if attempt:
-                await asyncio.sleep(FIRST_PAUSE * 2 ** (attempt - 1))
-            try:
-                worker = await WorkerProcess.launch(environment, self._arguments(model))
-            except WorkerDied as error:
-                died = str(error)
-                logger.warning("DashInfer's worker died at its start, %d of %d: %s", attempt + 1, STARTS, died)
-            else:
-                logger.info(
-                    "DashInfer %s is ready on %s, process %d", worker.version, self._plan.compute_unit, worker.pid
-                )
-                return worker
-        how = died.partition(LOG_MARK)[0]
-        self.trouble = (
-            f"DashInfer's worker died at its start {STARTS} times in a row ({how}); the log has its last words."
-        )
-        return None
-
     def _arguments(self, model: Converted) -> dict[str, Any]:
         return {
             "model_path": str(model.graph),
@@ -274,20 +229,25 @@ class DashInferDecoder:
         }
 
     async def _serve(self, worker: WorkerProcess) -> None:
-        """Until the worker dies; then nothing of it is left, and its requests have failed."""
-        self._worker = worker
-        self._settled.set()
+        """Until the worker dies, or we are cancelled; then nothing of it is left, and its requests have failed."""
         watch = asyncio.create_task(self._watch(worker), name="dashinfer-watch")
         try:
             async for frame in worker.frames():
                 self._heard = asyncio.get_running_loop().time()
                 self._book(frame)
         except WorkerDied as error:
+            self.trouble = f"DashInfer's worker died ({_how(error)}); the log has its last words."
             logger.warning("DashInfer's worker died with %d requests: %s", len(self._runs), error)
+        except Exception:
+            self.trouble = "DashInfer's worker said what nobody understands; the log has the cause."
+            logger.exception("what DashInfer's worker sent was not understood")
         finally:
             watch.cancel()
-            self._worker = None
-            self._settled.clear()
+            await self._end()
+
+    async def _end(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
             await worker.close()
             self._end_runs(EngineClosed(_CLOSED) if self._closed else DecoderFailed(_DIED))
 
@@ -311,7 +271,12 @@ class DashInferDecoder:
 
 
 _CLOSED = "The decoder was closed. Start the engine again."
-_DIED = "The decoder's process died while the request ran; it is being restarted. Try again."
+_DIED = "The decoder's process died. Try again in a moment."
+
+
+def _how(death: WorkerDied) -> str:
+    """What is known of it, without the worker's log."""
+    return str(death).partition(LOG_MARK)[0]
 
 
 def _name(span: VisualSpan) -> bytes:

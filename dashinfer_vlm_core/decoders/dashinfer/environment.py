@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import importlib.util
 import json
 import subprocess
@@ -16,7 +15,9 @@ from typing import Any
 
 from ...config import EngineConfig
 from ...errors import MissingDependency, SetupError
+from ...kernels.devices import cuda_devices
 from . import worker
+from .settings import DashInferOptions
 
 VERSION = "2.1.0"
 PYTHON = (3, 10)
@@ -105,16 +106,15 @@ def find_environment(config: EngineConfig) -> Environment:
     """
     folder = private_folder(config)
     stubs = _stubs(folder)
-    if config.dashinfer_python is not None:
-        if not config.dashinfer_python.is_file():
-            raise MissingDependency(
-                f"`dashinfer_python` {config.dashinfer_python} is no file.", param="dashinfer_python"
-            )
+    python = config.options_of(DashInferOptions).dashinfer_python
+    if python is not None:
+        if not python.is_file():
+            raise MissingDependency(f"`dashinfer_python` {python} is no file.", param="dashinfer_python")
         return Environment(
-            python=config.dashinfer_python,
+            python=python,
             origin="in the environment that dashinfer_python names",
             stubs=stubs,
-            cpu_only=stand_ins_folder(config.dashinfer_python).is_dir(),
+            cpu_only=stand_ins_folder(python).is_dir(),
         )
     if sys.version_info[:2] == PYTHON and importlib.util.find_spec("dashinfer") is not None:
         return Environment(python=Path(sys.executable), origin="in this interpreter", stubs=stubs)
@@ -135,7 +135,8 @@ def examine(environment: Environment) -> Findings:
             timeout=CHECK_SECONDS,
             check=False,
         )
-        return Findings(**json.loads(done.stdout.splitlines()[-1]))
+        found = json.loads(done.stdout.splitlines()[-1])
+        return Findings(**found, cuda=0 if found["cpu_only"] else cuda_devices())
     except (OSError, subprocess.TimeoutExpired) as error:
         return Findings(problem=str(error))
     except (IndexError, ValueError, TypeError):
@@ -147,12 +148,6 @@ def disk_bytes(folder: Path) -> int:
     """Bytes of disk that the files under `folder` take: what is allocated, so that holes in files do not count."""
     found = (path.lstat() for path in folder.rglob("*"))
     return 512 * sum({stat.st_ino: stat.st_blocks for stat in found}.values())
-
-
-@functools.cache
-def cuda_devices() -> int:
-    """Number of CUDA devices here, asked of the driver itself; it does not change while we run."""
-    return worker.cuda_devices()
 
 
 @contextlib.contextmanager

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from ...config import EngineConfig
 from ...errors import MissingDependency, SetupError
+from ...kernels.devices import cuda_devices
 from .environment import (
     MARKER,
     PYTHON,
     Findings,
-    cuda_devices,
     examine,
     find_environment,
     locked,

@@ -9,6 +9,7 @@ from ...config import MIB, EngineConfig
 from ...errors import ConfigError, UnsupportedParameter
 from ...models.spec import ModelSpec, TextModelSpec
 from .convert import BYTES, Form
+from .settings import DashInferOptions
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -54,20 +55,19 @@ def make_plan(spec: ModelSpec, config: EngineConfig, *, cuda: int, cpu_only: boo
     context = min(spec.max_model_len, config.max_model_len or spec.max_model_len)
     if first is None:
         return _plan_cpu(spec.text, config, context)
-    last = first + config.tensor_parallel
+    devices = config.options_of(DashInferOptions).tensor_parallel
+    last = first + devices
     if last > cuda:
-        fault = (
-            f"`tensor_parallel` {config.tensor_parallel} from device {first} on needs {last} devices; here are {cuda}."
-        )
+        fault = f"`tensor_parallel` {devices} from device {first} on needs {last} devices; here are {cuda}."
         raise ConfigError(fault, param="tensor_parallel")
     heads = spec.text.num_key_value_heads
-    if heads % config.tensor_parallel:
-        fault = f"`tensor_parallel` {config.tensor_parallel} does not divide the model's {heads} key-value heads."
+    if heads % devices:
+        fault = f"`tensor_parallel` {devices} does not divide the model's {heads} key-value heads."
         raise ConfigError(fault, param="tensor_parallel")
     dtype = spec.dtype if config.dtype == "auto" else config.dtype
     return Plan(
         compute_unit="CUDA:" + ",".join(str(index) for index in range(first, last)),
-        form=Form(dtype=dtype, quantization=config.quantization, split=config.tensor_parallel > 1),
+        form=Form(dtype=dtype, quantization=config.quantization, split=devices > 1),
         max_model_len=context,
         places=config.max_batch_size,
         prefix_cache=config.prefix_cache,
@@ -102,8 +102,9 @@ def _plan_cpu(text: TextModelSpec, config: EngineConfig, context: int) -> Plan:
     """On a CPU the engine computes in float32, and each request takes memory for the longest context at once:
     `kv_cache_mib` bounds how many run together.
     """
-    for name, neutral in (("tensor_parallel", 1), ("quantization", "none")):
-        if getattr(config, name) != neutral:
+    devices = config.options_of(DashInferOptions).tensor_parallel
+    for name, value, neutral in (("tensor_parallel", devices, 1), ("quantization", config.quantization, "none")):
+        if value != neutral:
             raise ConfigError(f"`{name}` needs CUDA: on a CPU, DashInfer takes {neutral!r} only.", param=name)
     if config.dtype not in {"auto", "float32"}:
         fault = f"`dtype` {config.dtype!r}: on a CPU, DashInfer computes in float32 only. Set it to auto or float32."

@@ -176,16 +176,6 @@ def _find(pattern: str) -> list[str]:
     return [path for folder in sys.path if folder for path in sorted(glob.glob(os.path.join(folder, pattern)))]
 
 
-def cuda_devices() -> int:
-    """Number of CUDA devices that the driver shows; 0 without a driver, and with the stubs."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        count = ctypes.c_int()
-        return count.value if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
-    except (OSError, AttributeError):
-        return 0
-
-
 class Run:
     """One request in the engine. Its capsules and arrays are kept: the engine reads them without a copy."""
 
@@ -357,7 +347,6 @@ def serve(descriptor: int) -> None:
 def check(stubs: str | None = None) -> None:
     os.environ.setdefault("GLOG_minloglevel", "2")
     found = {"python": "%d.%d.%d" % sys.version_info[:3], "cpu_only": is_cpu_only()}
-    found["cuda"] = 0 if is_cpu_only() else cuda_devices()
     try:
         found["version"] = load_extension(stubs).AsEngine().get_version_full()
     except Exception as error:

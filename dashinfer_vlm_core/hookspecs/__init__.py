@@ -12,11 +12,11 @@ import pluggy
 if TYPE_CHECKING:
     import click
 
-    from .config import EngineConfig
-    from .decoders import DecoderFactory
-    from .kernels.choice import KernelFactory
-    from .media.types import VideoReader
-    from .models.interface import ModelFamily
+    from ..config import EngineConfig, PluginOptions
+    from ..decoders import DecoderFactory
+    from ..kernels.choice import KernelFactory
+    from ..media.types import VideoReader
+    from ..models.interface import ModelFamily
 
 GROUP = "dashinfer_vlm"
 """Name of the pluggy project, and of the entry-point group that plugins are found by."""
@@ -71,6 +71,11 @@ def register_kernels(register: Callable[[KernelFactory], None]) -> None:
 @hookspec
 def register_video_readers(register: Callable[[VideoReader], None]) -> None:
     """Add a reader of video files."""
+
+
+@hookspec
+def register_options(register: Callable[[type[PluginOptions]], None]) -> None:
+    """Add options of the plugin's own, which are set as those of `EngineConfig` are."""
 
 
 @hookspec
