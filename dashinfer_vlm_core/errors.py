@@ -146,9 +146,19 @@ class DeadlineExceeded(EngineError):
 
 
 class EngineClosed(EngineError):
-    """The engine was not started, or was closed while the request ran."""
+    """The engine was not started, or was closed while the request ran.
+
+    Attributes:
+        to_be_started: whether the message asks whoever holds the engine to start it, and is of no use to others.
+    """
 
     code: str = "engine_closed"
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, to_be_started: bool = False
+    ) -> None:
+        super().__init__(message, param=param, code=code)
+        self.to_be_started = to_be_started
 
 
 class DecoderFailed(EngineError):

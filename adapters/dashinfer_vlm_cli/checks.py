@@ -185,17 +185,15 @@ def _kernels(config: EngineConfig) -> Finding:
     except ImportError:
         return _without_torch("kernels")
     try:
-        kernels, reason = KernelSelector(load_plugins().kernels.values(), config).find("cpu", torch.bfloat16)
+        found = KernelSelector(load_plugins().kernels.values(), config).find("cpu", torch.bfloat16)
     except ConfigError as error:
         return Finding(name="kernels", status="broken", detail="unknown", mend=error.message)
-    if kernels and kernels.name != TORCH:
-        return Finding(name="kernels", status="ok", detail=f"{kernels.name}, in C")
-    if reason.startswith("this CPU"):
-        return Finding(name="kernels", status="ok", detail=f"PyTorch's: {reason}")
-    why, _, mend = reason.partition("; ")
-    return Finding(
-        name="kernels", status="slow", detail=f"PyTorch's, slower than those in C: {why}", mend=_sentence(mend or why)
-    )
+    if found.kernels and found.kernels.name != TORCH:
+        return Finding(name="kernels", status="ok", detail=f"{found.kernels.name}, in C")
+    if not found.remedy:
+        return Finding(name="kernels", status="ok", detail=f"PyTorch's: {found.reason}")
+    detail = f"PyTorch's, slower than those in C: {found.reason}"
+    return Finding(name="kernels", status="slow", detail=detail, mend=_sentence(found.remedy))
 
 
 def _without_torch(name: str) -> Finding:

@@ -17,7 +17,6 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from dashinfer_vlm_core.concurrency.loop import NOT_RUNNING
 from dashinfer_vlm_core.errors import (
     DashInferVLMError,
     DeadlineExceeded,
@@ -86,7 +85,7 @@ def error_body(error: Exception) -> dict[str, Any]:
     body = {"message": INTERNAL_ERROR, "type": _type(status), "param": None, "code": "internal_error"}
     if isinstance(error, (RequestError, EngineError, MissingDependency)):
         body |= {"message": error.message, "param": error.param, "code": error.code}
-        if error.message == NOT_RUNNING:  # words for those who hold the engine
+        if isinstance(error, EngineClosed) and error.to_be_started:
             body["message"] = NOT_NOW
     elif isinstance(error, HTTPException):
         body |= {"message": _explain(error), "code": _CODES.get(status)}

@@ -16,9 +16,6 @@ T = TypeVar("T")
 _END = object()
 
 
-NOT_RUNNING = "The engine is not running: use it inside `with Engine(...)`, or call start() first."
-
-
 class LoopThread:
     """Runs coroutines for other threads until it is stopped."""
 
@@ -127,7 +124,9 @@ class LoopThread:
 
 
 def closed() -> EngineClosed:
-    return EngineClosed(NOT_RUNNING)
+    return EngineClosed(
+        "The engine is not running: use it inside `with Engine(...)`, or call start() first.", to_be_started=True
+    )
 
 
 async def _drain(items: AsyncGenerator[T, None], put: Callable[[object], None]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
+import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -15,7 +17,7 @@ from ..decoders import GUIDE, DecodeRequest, Guide, Token, VisualSpan
 from ..decoders.supervisor import Supervisor
 from ..errors import DashInferVLMError, EngineError, InvalidParameter, ModelNotFound, QueueFull, UnsupportedParameter
 from ..media import Embeddings, Media, MediaLoader
-from ..models.interface import Embedded, ImageProcessor, Patches, VisualTokens
+from ..models.interface import ImageProcessor, VisualTokens
 from ..models.patches import embedded
 from ..preprocessing.preview import Preview, Seen, seen
 from ..preprocessing.prompt import Prompt, PromptBuilder
@@ -24,7 +26,7 @@ from ..protocol.sampling import Sampling
 from ..response.reply import PromptCounts, Reply
 from ..structured_output.forms import form_of
 from ..structured_output.guide import GuideMaker
-from ..vision import Item, VisionService
+from ..vision import Item, Processed, VisionService
 from ..vision.ids import MediaIds
 from .watch import Stopwatch, Watcher
 
@@ -51,6 +53,25 @@ class Generation:
     completion: ChatCompletion
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[tuple[int, ...], ...]
+
+
+class _TokenBudget:
+    """Counts the visual tokens of one request while its media are processed, in several threads.
+
+    Args:
+        check: is given the sum, and refuses it where it is too large.
+        tokens: that need no processing.
+    """
+
+    def __init__(self, check: Callable[[int], None], tokens: int = 0) -> None:
+        self._check = check
+        self._tokens = tokens
+        self._lock = threading.Lock()
+
+    def take(self, tokens: int) -> None:
+        with self._lock:
+            self._tokens += tokens
+            self._check(self._tokens)
 
 
 class Places:
@@ -154,10 +175,10 @@ class Conductor:
             self._admit(request)
             parts = await asyncio.to_thread(request.media)
             _check_given(parts)
-            cut = self._cutter({}, seen=[])
+            budget = _TokenBudget(self.prompts.check_media)
 
             def show(media: Media) -> Seen:
-                return seen(media, cut(media), self.processor)
+                return seen(media, self._process(budget, media).item, self.processor)
 
             items = await self.media.load(parts, then=show)
             prompt = await asyncio.to_thread(self.prompts.build, request, items)
@@ -227,14 +248,14 @@ class Conductor:
     async def _items(self, request: ChatRequest) -> list[Item]:
         """The pictures and videos: those that come along are loaded, the others are recalled by their names."""
         parts = await asyncio.to_thread(request.media)  # which may cut megabytes of frames apart
-        salt, sources = request.cache_salt or "", dict[str, bytes]()
         self.media.check(parts)
-        recalled = self.ids.recall(parts, salt=salt)
-        cut = self._cutter(sources, seen=[item.tokens for item in recalled.values()])
-        loaded = iter(await self.media.load([part for part in parts if part.given], then=cut))
-        items = [recalled.get(part.part) or next(loaded) for part in parts]
-        self.ids.bind(parts, items, sources, salt=salt)
-        return items
+        recalled = self.ids.recall(parts, salt=request.cache_salt or "")
+        budget = _TokenBudget(self.prompts.check_media, sum(item.tokens for item in recalled.values()))
+        given = [part for part in parts if part.given]
+        processed = await self.media.load(given, then=functools.partial(self._process, budget))
+        self.ids.bind(given, processed, salt=request.cache_salt or "")
+        loaded = iter(processed)
+        return [recalled.get(part.part) or next(loaded).item for part in parts]
 
     async def _tokens(
         self, replies: Sequence[Reply], requests: Sequence[DecodeRequest], stopwatch: Stopwatch
@@ -276,25 +297,16 @@ class Conductor:
             )
         return sampling
 
-    def _cutter(self, sources: dict[str, bytes], seen: list[int]) -> Callable[[Media], Patches | Embedded]:
-        """What becomes of each picture and video of one request; it is called in several threads.
+    def _process(self, budget: _TokenBudget, media: Media) -> Processed:
+        """What becomes of a picture or video of a request; called in several threads.
 
         What the context could never hold is refused before it is resized.
-
-        Args:
-            sources: gets the digest of what each was decoded from.
-            seen: visual tokens of those that need no cutting; gets those of the others.
         """
-
-        def cut(media: Media) -> Patches | Embedded:
-            sources[media.part] = media.source
-            seen.append(len(media.rows) if isinstance(media, Embeddings) else self.processor.count_tokens(media))
-            self.prompts.check_media(sum(seen))
-            if isinstance(media, Embeddings):
-                return embedded(media, self.spec, self.processor)
-            return self.processor.process(media)
-
-        return cut
+        if isinstance(media, Embeddings):
+            budget.take(len(media.rows))
+            return Processed(embedded(media, self.spec, self.processor), media.source)
+        budget.take(self.processor.count_tokens(media))
+        return Processed(self.processor.process(media), media.source)
 
     def _replies(self, request: ChatRequest, prompt: Prompt, *, guided: bool) -> list[Reply]:
         counts = PromptCounts(

@@ -22,10 +22,21 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 
 class Loaded(NamedTuple):
-    """Kernels, or why there are none."""
+    """Kernels, or why there are none.
+
+    Attributes:
+        kernels: they, or None.
+        reason: why faster ones are not used, or none at all; empty if nobody would expect them.
+        remedy: what helps; empty where this machine cannot have them.
+    """
 
     kernels: Kernels | None
     reason: str = ""
+    remedy: str = ""
+
+    @property
+    def explanation(self) -> str:
+        return "; ".join(filter(None, (self.reason, self.remedy)))
 
 
 class KernelFactory(Protocol):
@@ -75,16 +86,16 @@ class KernelSelector:
         Raises:
             ConfigError: `cpu_kernels` names a set that cannot run here.
         """
-        kernels, reason = self.find(device, dtype, text)
-        if kernels is None:
+        found = self.find(device, dtype, text)
+        if found.kernels is None:
             raise ConfigError("No kernels are registered: `dashinfer-vlm plugins` says which plugins are broken.")
         wanted = self._config.cpu_kernels
-        if kernels.name == TORCH and reason and wanted != "auto":
-            fault = f"`cpu_kernels` {wanted!r} cannot be used: {reason}. Leave it out, or take `torch`."
+        if found.kernels.name == TORCH and found.reason and wanted != "auto":
+            fault = f"`cpu_kernels` {wanted!r} cannot be used: {found.explanation}. Leave it out, or take `torch`."
             raise ConfigError(fault, param="cpu_kernels")
-        if kernels.name == TORCH and reason:
-            logger.warning("PyTorch's kernels are used, which are slower than those in C: %s.", reason)
-        return kernels
+        if found.kernels.name == TORCH and found.reason:
+            logger.warning("PyTorch's kernels are used, which are slower than those in C: %s.", found.explanation)
+        return found.kernels
 
     def find(self, device: str, dtype: torch.dtype, text: TextModelSpec | None = None) -> Loaded:
         """As `choose`, with the reason why the next faster ones cannot run here, if they could have been taken.
@@ -92,7 +103,7 @@ class KernelSelector:
         Raises:
             ConfigError: `cpu_kernels` names a set that no plugin registers.
         """
-        wanted, reason = self._config.cpu_kernels, ""
+        wanted, failed = self._config.cpu_kernels, Loaded(None)
         names = sorted(factory.name for factory in self._factories)
         if wanted not in ("auto", *names):
             fault = f"`cpu_kernels` {wanted!r} is registered by no plugin; there are: auto, {', '.join(names)}."
@@ -101,9 +112,9 @@ class KernelSelector:
             if wanted in ("auto", factory.name) or factory.name == TORCH:
                 loaded = self._load(factory, device, dtype, text)
                 if loaded.kernels is not None:
-                    return Loaded(loaded.kernels, reason)
-                reason = loaded.reason or reason
-        return Loaded(None, reason)
+                    return failed._replace(kernels=loaded.kernels)
+                failed = loaded if loaded.reason else failed
+        return failed
 
     def _load(self, factory: KernelFactory, device: str, dtype: torch.dtype, text: TextModelSpec | None) -> Loaded:
         if not factory.applies(device, dtype):

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import OrderedDict
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
 import numpy as np
+from cachetools import LRUCache
 
 from ..errors import DecoderFailed, InvalidParameter
 from ..tokenization.detokenizer import Detokeniser
@@ -74,7 +74,7 @@ class GuideMaker:
         self._tokenizer = tokenizer
         self._vocab_size = spec.vocab_size
         self._stop = list(spec.tokens.stop)
-        self._guides: OrderedDict[bytes, GrammarGuide] = OrderedDict()
+        self._guides: LRUCache[bytes, GrammarGuide] = LRUCache(MAX_GUIDES)
         self._lock = threading.Lock()
         self._tokens: llguidance.LLTokenizer | None = None
 
@@ -103,9 +103,6 @@ class GuideMaker:
         with self._lock:
             if key not in self._guides:
                 self._guides[key] = self._compiled(text, rules, param)
-                if len(self._guides) > MAX_GUIDES:
-                    self._guides.popitem(last=False)
-            self._guides.move_to_end(key)
             return self._guides[key]
 
     def _compiled(self, text: str, rules: Rules, param: str) -> GrammarGuide:

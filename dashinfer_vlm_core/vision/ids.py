@@ -6,16 +6,17 @@ name is refused, as is a name whose content is not in the cache (any more).
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
+
+from cachetools import LRUCache
 
 from ..errors import InvalidParameter
 from ..media.types import Kind
 from ..models.interface import Embedded, Grid, Patches
 from ..protocol import MediaPart
-from .service import Item, Recalled, VisionService
+from .service import Processed, Recalled, VisionService
 
 MAX_CUTS = 8
 """Ways of cutting one content that are remembered under its name."""
@@ -44,13 +45,7 @@ class _Bound:
     """
 
     source: bytes
-    cuts: OrderedDict[_Options, _Content] = field(default_factory=OrderedDict)
-
-    def keep(self, options: _Options, content: _Content) -> None:
-        """Remember one cut more, at the cost of the oldest."""
-        self.cuts[options] = content
-        while len(self.cuts) > MAX_CUTS:
-            self.cuts.popitem(last=False)
+    cuts: LRUCache[_Options, _Content] = field(default_factory=lambda: LRUCache(MAX_CUTS))
 
     def find(self, part: MediaPart) -> _Content | None:
         """What came before with these options; those that its content did not heed do not count."""
@@ -68,8 +63,7 @@ class MediaIds:
 
     def __init__(self, vision: VisionService, *, limit: int) -> None:
         self._vision = vision
-        self._limit = limit
-        self._bound: OrderedDict[_Name, _Bound] = OrderedDict()
+        self._bound: LRUCache[_Name, _Bound] = LRUCache(limit)
 
     def recall(self, parts: Sequence[MediaPart], *, salt: str = "") -> dict[str, Recalled]:
         """The parts that come by name alone, by their place in the request.
@@ -79,37 +73,32 @@ class MediaIds:
         """
         return {part.part: self._recall(part, salt) for part in parts if not part.given}
 
-    def bind(
-        self, parts: Sequence[MediaPart], items: Sequence[Item], sources: Mapping[str, bytes], *, salt: str = ""
-    ) -> None:
+    def bind(self, parts: Sequence[MediaPart], processed: Sequence[Processed], *, salt: str = "") -> None:
         """Remember the parts that came with a name.
 
         Args:
-            parts: of one request.
-            items: what became of them, in the same order.
-            sources: digests of what they were decoded from, by their place in the request.
+            parts: those of one request that came along.
+            processed: what became of them, in the same order.
             salt: of the request.
 
         Raises:
             InvalidParameter: a name belongs to another content already.
         """
-        for part, item in zip(parts, items, strict=True):
-            if part.uuid is not None and not isinstance(item, Recalled):
-                bound = self._bind(part, part.uuid, sources[part.part], salt)
-                bound.keep(_cut(part, item), _content(item))
+        for part, (item, source) in zip(parts, processed, strict=True):
+            if part.uuid is not None:
+                self._bind(part, part.uuid, source, salt).cuts[_cut(part, item)] = _content(item)
 
     def _bind(self, part: MediaPart, uuid: str, source: bytes, salt: str) -> _Bound:
         name = (salt, part.kind, uuid)
-        bound = self._bound.setdefault(name, _Bound(source=source))
+        bound = self._bound.get(name) or _Bound(source=source)
         if bound.source != source:
             raise InvalidParameter(
                 f"`{part.part}.uuid` was sent with another content before: give this one a name of its own.",
                 param=f"{part.part}.uuid",
                 code="uuid_conflict",
             )
-        self._bound.move_to_end(name)
-        while len(self._bound) > self._limit:
-            self._bound.popitem(last=False)
+        if self._bound.maxsize:
+            self._bound[name] = bound
         return bound
 
     def _recall(self, part: MediaPart, salt: str) -> Recalled:
@@ -122,7 +111,6 @@ class MediaIds:
                 param=f"{part.part}.uuid",
                 code="uuid_not_cached",
             )
-        self._bound.move_to_end((salt, part.kind, part.uuid or ""))
         return Recalled(visual=visual, tokens=content.tokens, kind=part.kind, part=part.part, times=content.times)
 
 
@@ -130,7 +118,7 @@ def _content(item: Patches | Embedded) -> _Content:
     return _Content(digest=item.digest, grid=item.grid, tokens=item.tokens, times=item.times)
 
 
-def _cut(part: MediaPart, item: Item) -> _Options:
+def _cut(part: MediaPart, item: Patches | Embedded) -> _Options:
     """The options that shaped what became of a part: embeddings heed none, and only video files are sampled."""
     if isinstance(item, Embedded):
         return _AS_IT_IS

@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from cachetools import LRUCache
 
 from ..errors import EngineClosed, EngineError
 from ..media.types import Kind
@@ -45,6 +47,13 @@ class Recalled:
     @property
     def grid(self) -> Grid:
         return self.visual.grid
+
+
+class Processed(NamedTuple):
+    """What became of a picture or video that came along, and the digest of what it was decoded from."""
+
+    item: Patches | Embedded
+    source: bytes
 
 
 Item: TypeAlias = Patches | Embedded | Recalled
@@ -87,7 +96,7 @@ class VisionService:
         self._encoder = encoder
         self._model_key = model_key
         self._batch_patches = batch_patches
-        self._cache = _Cache(cache_bytes)
+        self._cache: LRUCache[bytes, torch.Tensor] = LRUCache(cache_bytes, getsizeof=_size)
         self._jobs: dict[bytes, _Job] = {}
         self._waiting: deque[_Job] = deque()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vision")
@@ -98,7 +107,11 @@ class VisionService:
     @property
     def stats(self) -> VisionStats:
         return VisionStats(
-            passes=self._passes, encoded=self._encoded, hits=self._hits, joins=self._joins, bytes=self._cache.bytes
+            passes=self._passes,
+            encoded=self._encoded,
+            hits=self._hits,
+            joins=self._joins,
+            bytes=int(self._cache.currsize),
         )
 
     async def embed(self, items: Sequence[Item], *, salt: str = "") -> tuple[VisualTokens, ...]:
@@ -130,6 +143,11 @@ class VisionService:
         embedding = self._cache.get(self._model_key + name)
         return None if embedding is None else VisualTokens(embedding=embedding, grid=grid, digest=name)
 
+    def _keep(self, key: bytes, embedding: torch.Tensor) -> None:
+        """At the cost of those least recently used; one above the whole budget is not kept."""
+        if key not in self._cache and _size(embedding) <= self._cache.maxsize:
+            self._cache[key] = embedding
+
     async def close(self) -> None:
         """Fail what waits, let a running pass end, and free the thread and the cache. Closing twice is allowed."""
         self._closed = True
@@ -152,7 +170,7 @@ class VisionService:
         """Between two passes of the tower; cached, so that it can be named later."""
         loop = asyncio.get_running_loop()
         embedding = await loop.run_in_executor(self._thread, self._encoder.adopt, item.rows)
-        self._cache.put(self._model_key + name, embedding)
+        self._keep(self._model_key + name, embedding)
         return VisualTokens(embedding=embedding, grid=item.grid, digest=name)
 
     def _job(self, item: Patches, salt: str) -> _Job:
@@ -211,7 +229,7 @@ class VisionService:
             return
         self._encoded += len(batch)
         for job, embedding in zip(batch, embeddings, strict=True):
-            self._cache.put(job.key, embedding)
+            self._keep(job.key, embedding)
             self._finish(job, embedding)
 
     async def _pass(self, batch: list[Patches]) -> list[torch.Tensor]:
@@ -260,38 +278,6 @@ class _Job:
             message = "The vision tower failed on this picture or video. Try again; the engine's log has the cause."
             raise EngineError(message, param=part, code="vision_failed") from self._outcome
         return VisualTokens(embedding=self._outcome, grid=self.patches.grid, digest=self.name)
-
-
-class _Cache:
-    """Embeddings by key, within a budget of bytes.
-
-    Attributes:
-        bytes: what they take now.
-    """
-
-    def __init__(self, budget: int) -> None:
-        self.bytes = 0
-        self._budget = budget
-        self._items: OrderedDict[bytes, torch.Tensor] = OrderedDict()
-
-    def get(self, key: bytes) -> torch.Tensor | None:
-        if key in self._items:
-            self._items.move_to_end(key)
-        return self._items.get(key)
-
-    def put(self, key: bytes, embedding: torch.Tensor) -> None:
-        """Keep it, at the cost of those least recently used; one above the whole budget is not kept."""
-        if _size(embedding) > self._budget or self.get(key) is not None:
-            return
-        self._items[key] = embedding
-        self.bytes += _size(embedding)
-        while self.bytes > self._budget:
-            _, oldest = self._items.popitem(last=False)
-            self.bytes -= _size(oldest)
-
-    def clear(self) -> None:
-        self._items.clear()
-        self.bytes = 0
 
 
 def _salted(digest: bytes, salt: str) -> bytes:

@@ -28,7 +28,17 @@ PATIENCE = 120.0
 
 
 class BuildError(Exception):
-    """The library could not be made; the message says why and, behind a semicolon, what helps."""
+    """The library could not be made.
+
+    Attributes:
+        reason: why.
+        remedy: what helps.
+    """
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(f"{reason}; {remedy}")
+        self.reason = reason
+        self.remedy = remedy
 
 
 def build(source: Path, cache: Path, name: str = "", flags: Sequence[str] = ()) -> Path:
@@ -45,7 +55,9 @@ def build(source: Path, cache: Path, name: str = "", flags: Sequence[str] = ()) 
     """
     compilers = list(filter(None, map(shutil.which, COMPILERS)))
     if not compilers:
-        raise BuildError("no C compiler was found; install gcc or clang, by `apt-get install gcc` or `dnf install gcc`")
+        raise BuildError(
+            "no C compiler was found", "install gcc or clang, by `apt-get install gcc` or `dnf install gcc`"
+        )
     flags = [*FLAGS, *flags, *map(str, _openmp_of_torch())]
     texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
     key = hashlib.sha256("\0".join([*texts, *compilers, *flags]).encode()).hexdigest()[:16]
@@ -62,11 +74,11 @@ def _own_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = folder.stat()
     except OSError as error:
-        raise BuildError(f"the cache {folder} cannot be made: {error.strerror}; {OTHER_CACHE}") from error
+        raise BuildError(f"the cache {folder} cannot be made: {error.strerror}", OTHER_CACHE) from error
     if found.st_uid != os.geteuid():
-        raise BuildError(f"the cache {folder} belongs to another user; {OTHER_CACHE}")
+        raise BuildError(f"the cache {folder} belongs to another user", OTHER_CACHE)
     if found.st_mode & 0o022:
-        raise BuildError(f"other users can write to the cache {folder}; run `chmod go-w {folder}`, or {OTHER_CACHE}")
+        raise BuildError(f"other users can write to the cache {folder}", f"run `chmod go-w {folder}`, or {OTHER_CACHE}")
 
 
 def _compile_by_any(compilers: Sequence[str], source: Path, flags: Sequence[str], library: Path) -> None:
@@ -91,7 +103,7 @@ def _compile(compiler: str, source: Path, flags: Sequence[str], library: Path) -
             _run([compiler, str(source), *flags, "-o", str(made)])
             made.replace(library)
     except OSError as error:
-        raise BuildError(f"the cache {library.parent} cannot be written: {error.strerror}; {OTHER_CACHE}") from error
+        raise BuildError(f"the cache {library.parent} cannot be written: {error.strerror}", OTHER_CACHE) from error
 
 
 def _run(command: Sequence[str]) -> None:
@@ -101,11 +113,11 @@ def _run(command: Sequence[str]) -> None:
     except subprocess.CalledProcessError as error:
         if os.strerror(errno.ENOSPC) in error.stderr:
             raise BuildError(
-                f"the disk of the cache or of temporary files is full; free some MB, or {OTHER_CACHE}"
+                "the disk of the cache or of temporary files is full", f"free some MB, or {OTHER_CACHE}"
             ) from error
         last = (error.stderr.strip().splitlines() or ["no message"])[-1]
-        raise BuildError(f"{compiler} failed ({last}); gcc 11 and clang 14 can do it") from error
+        raise BuildError(f"{compiler} failed ({last})", "gcc 11 and clang 14 can do it") from error
     except subprocess.TimeoutExpired as error:
-        raise BuildError(f"{compiler} took more than {PATIENCE:g} s; try again when the machine is idle") from error
+        raise BuildError(f"{compiler} took more than {PATIENCE:g} s", "try again when the machine is idle") from error
     except OSError as error:
-        raise BuildError(f"{compiler} does not run: {error.strerror}; install gcc 11 or clang 14") from error
+        raise BuildError(f"{compiler} does not run: {error.strerror}", "install gcc 11 or clang 14") from error

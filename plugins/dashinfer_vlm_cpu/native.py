@@ -185,7 +185,7 @@ _LOADING = threading.Lock()
 
 def load_native(config: EngineConfig) -> Loaded:
     """The fastest of these kernels that can run here, or why none can."""
-    loaded = Loaded(None, "")
+    loaded = Loaded(None)
     for variant in VARIANTS:
         loaded = load_variant(variant, config)
         if loaded.kernels:
@@ -210,16 +210,18 @@ def _load(variant: Variant, config: EngineConfig) -> Loaded:
     source = Path(__file__).with_name("avx512.c")
     try:
         library = ctypes.CDLL(str(build(source, config.cache_folder / "kernels", variant.name, variant.flags)))
-    except (BuildError, RuntimeError) as error:  # RuntimeError: there is no home folder
-        return Loaded(None, str(error))
+    except BuildError as error:
+        return Loaded(None, error.reason, error.remedy)
+    except RuntimeError as error:  # there is no home folder
+        return Loaded(None, str(error), OTHER_CACHE)
     except OSError as error:
-        return Loaded(None, f"the compiled kernels do not load ({error}); {OTHER_CACHE}")
+        return Loaded(None, f"the compiled kernels do not load ({error})", OTHER_CACHE)
     if variant is AMX and not library.tiles_permitted():
-        return Loaded(None, "the system does not permit this process to use AMX; Linux 5.16 or newer does")
+        return Loaded(None, "the system does not permit this process to use AMX", "Linux 5.16 or newer does")
     for name, types in SIGNATURES.items():
         getattr(library, name).argtypes = types
         getattr(library, name).restype = RESULTS.get(name)
-    return Loaded(Native(library, variant.name), "")
+    return Loaded(Native(library, variant.name))
 
 
 def _threads() -> int:

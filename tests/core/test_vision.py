@@ -334,7 +334,7 @@ def test_models_do_not_meet_in_their_keys():
         ]
         for service in services:
             await service.embed([A])
-        keys = [set(service._cache._items) for service in services]
+        keys = [set(service._cache) for service in services]
         for service in services:
             await service.close()
         assert not keys[0] & keys[1]
