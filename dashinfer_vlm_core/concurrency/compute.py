@@ -51,6 +51,17 @@ class ComputeExecutor:
         self._taken: _Turn | None = None
         self._thread: threading.Thread | None = None
 
+    @property
+    def waiting(self) -> int:
+        """How many wait for their work to begin."""
+        return len(self._waiting)
+
+    @property
+    def served(self) -> int | None:
+        """The thread, by its `ident`, whose work is done now; None while nothing is done."""
+        taken = self._taken
+        return taken.thread if taken else None
+
     def run(self, work: Callable[[], T]) -> T:
         """What `work` returns, or raises. Work of that thread itself is done at once."""
         if threading.current_thread() is self._thread:

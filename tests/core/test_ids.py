@@ -166,5 +166,7 @@ def test_the_cuts_of_one_content_are_bounded(started):
     engine, _ = started()
     for level in range(MAX_CUTS + 1):
         ask(engine, image(CAT, "cat"), media_io_kwargs={"image": {"rgba_background_color": [level] * 3}})
-    assert len(engine._running.conductor.ids._bound["", "image", "cat"].cuts) == MAX_CUTS
-    ask(engine, image(None, "cat"), media_io_kwargs={"image": {"rgba_background_color": [MAX_CUTS] * 3}})
+    for level in range(MAX_CUTS, 0, -1):
+        ask(engine, image(None, "cat"), media_io_kwargs={"image": {"rgba_background_color": [level] * 3}})
+    with pytest.raises(InvalidParameter, match="names nothing that is cached here with these options"):
+        ask(engine, image(None, "cat"), media_io_kwargs={"image": {"rgba_background_color": [0] * 3}})

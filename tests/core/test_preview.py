@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dashinfer_vlm_core import EngineConfig
+from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import ContextLengthExceeded, InvalidParameter, MediaTooLarge, QueueFull
 from dashinfer_vlm_core.media import Clip, Picture
 from dashinfer_vlm_core.models.patches import uncut
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import Qwen2VLImageProcessor
 from dashinfer_vlm_core.models.spec import PixelSpec
 from dashinfer_vlm_core.preprocessing.preview import MAX_FRAMES, seen
-from dashinfer_vlm_core.testing import scripted_engine
+from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
 from tests.conversations import as_openai, picture, user
 from tests.samples import noise
 
@@ -76,16 +76,18 @@ def test_a_long_video_is_shown_by_some_of_its_frames():
     assert [item.frames[0].index, item.frames[-1].index] == [0, 41]
 
 
-def test_nothing_is_encoded_decoded_or_remembered(engine):
+def test_nothing_is_encoded_decoded_or_remembered(tiny_checkpoint):
+    script = Script("Never asked.")
     asked = request(picture(1), "What is this?")
     asked["messages"][0]["content"][0]["uuid"] = "one"
-    asyncio.run(engine.apreview(asked))
-    conductor = engine._running.conductor
-    assert conductor.vision.stats.passes == 0
-    assert conductor.decoder._decoder._script.requests == []
-    asked["messages"][0]["content"][0] = {"type": "image_url", "uuid": "one"}
-    with pytest.raises(InvalidParameter, match="a name alone"):
-        engine.preview(asked)
+    config = EngineConfig(model=str(tiny_checkpoint), decoder="scripted")
+    with Engine(config, registry=scripted_registry(script)) as engine:
+        asyncio.run(engine.apreview(asked))
+        assert engine.stats().vision.passes == 0
+        assert script.requests == []
+        asked["messages"][0]["content"][0] = {"type": "image_url", "uuid": "one"}
+        with pytest.raises(InvalidParameter, match="a name alone"):
+            engine.preview(asked)
 
 
 def test_a_preview_has_the_limits_of_a_request(tiny_checkpoint):

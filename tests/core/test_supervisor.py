@@ -229,7 +229,7 @@ def test_a_close_while_it_hangs_does_not_wait_for_a_tower_that_waits_for_its_tur
         engine.submit(HELLO)
         assert hang.entered.wait(timeout=HANG)
         answer = engine.submit({"messages": as_openai([user(picture(1), "What is this?")]), "max_tokens": 4})
-        until(lambda: CPU_EXECUTOR._waiting)
+        until(lambda: CPU_EXECUTOR.waiting)
         hanging = kept.made[-1]._worker._thread
         with pytest.raises(DecoderFailed, match=r"has not ended within 0\.5 seconds"):
             engine.close()
@@ -242,4 +242,4 @@ def test_a_close_while_it_hangs_does_not_wait_for_a_tower_that_waits_for_its_tur
     finally:
         hang.end()
     hanging.join(timeout=HANG)
-    until(lambda: CPU_EXECUTOR._taken is None)
+    until(lambda: CPU_EXECUTOR.served is None)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from random import Random
 
 import jsonschema
 import pytest
+from tokenizers import Tokenizer
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import DecoderFailed, InvalidParameter, UnsupportedParameter
-from dashinfer_vlm_core.protocol import ChatRequest
+from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.protocol.sampling import SAMPLING_PARAMETERS
 from dashinfer_vlm_core.structured_output.calls import Argued, Called, CallReader, Said
 from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
@@ -247,10 +249,12 @@ def test_a_strict_tool_must_be_one_that_can_be_guaranteed():
 # Into the prompt
 
 
+TOKENIZER = Tokenizer.from_file(str(load_plugins().models["demo"] / "tokenizer.json"))
+
+
 def prompt_of(engine, **fields):
-    prompts = engine._running.conductor.prompts
-    ids = prompts.build(ChatRequest.parse(fields), []).token_ids.tolist()
-    return prompts.tokenizer.decode(ids, skip_special_tokens=False), ids
+    ids = asyncio.run(engine.atokenize(fields))
+    return TOKENIZER.decode(ids, skip_special_tokens=False), ids
 
 
 HISTORY = [
@@ -326,7 +330,7 @@ def test_control_tokens_in_tools_calls_and_results_stay_text(demo, arguments):
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "</tool_response><|im_end|>"},
     ]
-    end = demo._running.conductor.spec.tokens.stop[0]
+    end = TOKENIZER.token_to_id("<|im_end|>")
     text, ids = prompt_of(demo, messages=messages, tools=[tool])
     assert ids.count(end) == 4  # system, user, assistant and the result, each its own
     assert text.count("<|im_end|>") > 7

@@ -43,7 +43,7 @@ def test_turns_are_taken_in_the_order_of_asking(turns, ask):
     assert begun.wait(timeout=HANG)
     for count, name in enumerate("abc", start=1):
         ask(turns, lambda name=name: order.append(name))
-        until(lambda count=count: len(turns._waiting) == count)
+        until(lambda count=count: turns.waiting == count)
     go.set()
     turns.run(lambda: order.append("again"))  # asked for last
     assert order == ["a", "b", "c", "again"]
@@ -60,7 +60,7 @@ def test_all_is_done_on_one_thread_and_one_at_a_time(turns, ask):
     threads = [ask(turns, work) for _ in range(50)]
     for thread in threads:
         thread.join()
-    assert seen == [(1, turns._thread.ident)] * 50
+    assert seen == [(1, turns.run(threading.get_ident))] * 50
 
 
 def test_whoever_asks_gets_what_it_returns_or_raises(turns):
@@ -103,20 +103,20 @@ def test_neither_a_result_nor_an_error_is_held(turns):
 
 def test_what_hangs_is_given_up_and_does_not_end_the_next_turn(turns, ask):
     inside, go, later = threading.Event(), threading.Event(), threading.Event()
+    first = turns.run(threading.current_thread)
     hanging = ask(turns, lambda: (inside.set(), go.wait(timeout=HANG)))
     assert inside.wait(timeout=HANG)
-    first = turns._thread
     next_one = ask(turns, lambda: later.wait(timeout=HANG))
-    until(lambda: turns._waiting)
+    until(lambda: turns.waiting)
     turns.take_from(next_one.ident)  # it has none
-    assert turns._taken.thread == hanging.ident
+    assert turns.served == hanging.ident
     turns.take_from(hanging.ident)
-    until(lambda: turns._taken and turns._taken.thread == next_one.ident)
+    until(lambda: turns.served == next_one.ident)
     go.set()
     hanging.join()
     first.join(timeout=HANG)
     assert not first.is_alive()
-    assert turns._taken.thread == next_one.ident
+    assert turns.served == next_one.ident
     later.set()
     next_one.join()
     assert turns.run(lambda: 7) == 7
@@ -128,13 +128,13 @@ def test_a_child_has_a_thread_of_its_own_and_not_what_waits_in_the_parent(ask):
     ask(CPU_EXECUTOR, lambda: (begun.set(), go.wait(timeout=HANG)))
     assert begun.wait(timeout=HANG)
     ask(CPU_EXECUTOR, lambda: 1)
-    until(lambda: CPU_EXECUTOR._waiting)
+    until(lambda: CPU_EXECUTOR.waiting)
     child = os.fork()
     if not child:  # pragma: no cover - what is seen is the exit code
         signal.alarm(int(HANG))
         try:
             code = CPU_EXECUTOR.run(lambda: 8)
-            os._exit(code + len(CPU_EXECUTOR._waiting))
+            os._exit(code + CPU_EXECUTOR.waiting)
         finally:
             os._exit(1)
     go.set()

@@ -72,12 +72,12 @@ class Counting:
 
     def ask(self, *messages, **fields):
         """The text, the usage, passes of the tower, and the tokens that were read by steps."""
-        vision, before = self.engine._running.conductor.vision, len(getattr(self._plugin.decoder.runner, "read", ()))
-        passes = vision.stats.passes
+        before = len(getattr(self._plugin.decoder.runner, "read", ()))
+        passes = self.engine.stats().vision.passes
         body = {"messages": as_openai(messages), "temperature": 0, "max_tokens": 40, **fields}
         answer = self.engine.chat(body)
         read = sum(self._plugin.decoder.runner.read[before:])
-        return answer.choices[0].message.content, answer.usage, vision.stats.passes - passes, read
+        return answer.choices[0].message.content, answer.usage, self.engine.stats().vision.passes - passes, read
 
     def stats(self):
         return self._plugin.decoder.stats
