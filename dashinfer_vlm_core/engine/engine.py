@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
     from typing_extensions import Self
 
+    from ..models.interface import ModelFamily
     from ..models.spec import ModelSpec
     from ..preprocessing.preview import Preview
 
@@ -324,29 +325,24 @@ async def open_conductor(config: EngineConfig, registry: Registry, watcher: Watc
     folder = await asyncio.to_thread(find_model, config.model, registered=registry.models, revision=config.revision)
     family = registry.family_of(folder)
     spec = family.load_spec(folder)
-    factory, reason = choose_decoder(registry, spec, config)
-    for options in config.plugin_options:
-        options.check(factory.name)
-    logger.info("model %s from %s, decoder %s: %s", config.name, folder, factory.name, reason)
     kernels = KernelSelector(registry.kernels.values(), config)
+    factory, reason = choose_decoder(registry, spec, config)
+    logger.info("model %s from %s, decoder %s: %s", config.name, folder, factory.name, reason)
     decoder = await asyncio.to_thread(
         Supervisor, lambda: factory.create(spec, config, kernels), restarts=config.decoder_restarts
     )
     prompts = await asyncio.to_thread(
         PromptBuilder.load, spec, family.prompt_layout(spec), config, max_model_len=decoder.max_model_len
     )
-    Detokeniser(
-        prompts.tokenizer
-    )  # refuses, now rather than at the first answer, a tokenizer whose tokens are no bytes
+    # Refuses, now rather than at the first answer, a tokenizer whose tokens are no bytes.
+    Detokeniser(prompts.tokenizer)
     processor = family.image_processor(spec, config)
-    tower = await asyncio.to_thread(family.load_vision_encoder, spec, config, kernels)
+    vision = await asyncio.to_thread(_load_vision, family, spec, config, kernels)
     try:
         await decoder.start()
     except BaseException:
         await decoder.close()
         raise
-    batch_patches = min(config.vision_batch_patches, tower.batch_patches)
-    vision = VisionService(tower, cache_bytes=config.vision_cache_mib * MIB, batch_patches=batch_patches)
     conductor = Conductor(
         name=config.name,
         aliases=frozenset({config.model}),
@@ -364,12 +360,18 @@ async def open_conductor(config: EngineConfig, registry: Registry, watcher: Watc
     return conductor, reason
 
 
+def _load_vision(family: ModelFamily, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> VisionService:
+    encoder = family.load_vision_encoder(spec, config, kernels)
+    batch_patches = min(config.vision_batch_patches, encoder.batch_patches)
+    return VisionService(encoder, cache_bytes=config.vision_cache_mib * MIB, batch_patches=batch_patches)
+
+
 def choose_decoder(registry: Registry, spec: ModelSpec, config: EngineConfig) -> tuple[DecoderFactory, str]:
     """The decoder to use, and why.
 
     Raises:
         PluginError: no decoder of the name asked for is registered.
-        SetupError: it cannot run here, or none can.
+        SetupError: it cannot run here, or none can, or an option of a plugin cannot be honoured by it.
     """
     names = sorted(registry.decoders) if config.decoder == "auto" else [config.decoder]
     fits = [(_fitness(registry.decoder(name), spec, config), registry.decoder(name)) for name in names]
@@ -377,6 +379,8 @@ def choose_decoder(registry: Registry, spec: ModelSpec, config: EngineConfig) ->
     if best is None or factory is None or best.score <= 0:
         reasons = "; ".join(f"{factory.name}: {fitness.reason}" for fitness, factory in fits) or "none is registered"
         raise SetupError(f"No decoder can run here ({reasons}). `dashinfer-vlm plugins` lists what is installed.")
+    for options in config.plugin_options:
+        options.check(factory.name)
     others = [f"{other.name}: {fitness.reason}" for fitness, other in fits if other is not factory]
     return factory, " ".join([best.reason, *(["Passed over:"] if others else []), *others])
 

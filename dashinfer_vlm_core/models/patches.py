@@ -27,7 +27,20 @@ def embedded(media: Embeddings, spec: ModelSpec, processor: ImageProcessor) -> E
         InvalidParameter: they have not the model's width, or not as many rows as the grid has visual tokens, or a
             number that is not finite, or is beyond `LARGEST_EMBEDDING`.
     """
-    rows, grid = media.rows, Grid(*media.grid)
+    grid = Grid(*media.grid)
+    _check_rows(media, grid, spec, processor)
+    return Embedded(
+        rows=media.rows,
+        grid=grid,
+        tokens=len(media.rows),
+        kind=media.kind,
+        part=media.part,
+        digest=content_digest(f"{media.kind} embeddings", grid, media.rows),
+    )
+
+
+def _check_rows(media: Embeddings, grid: Grid, spec: ModelSpec, processor: ImageProcessor) -> None:
+    rows = media.rows
     if rows.ndim != 2 or rows.shape[1] != spec.visual_width:
         raise InvalidParameter(
             f"The embeddings must have the shape [tokens, {spec.visual_width}] of this model.", param=media.part
@@ -48,14 +61,6 @@ def embedded(media: Embeddings, spec: ModelSpec, processor: ImageProcessor) -> E
         raise InvalidParameter(
             f"The embeddings hold a number that is not finite, or beyond {LARGEST_EMBEDDING:g}.", param=media.part
         )
-    return Embedded(
-        rows=rows,
-        grid=grid,
-        tokens=len(rows),
-        kind=media.kind,
-        part=media.part,
-        digest=content_digest(f"{media.kind} embeddings", grid, rows),
-    )
 
 
 def smart_resize(
