@@ -190,6 +190,9 @@ def _kernels(config: EngineConfig) -> Finding:
         return Finding(name="kernels", status="broken", detail="unknown", mend=error.message)
     if found.kernels and found.kernels.name != TORCH:
         return Finding(name="kernels", status="ok", detail=f"{found.kernels.name}, in C")
+    if not found.reason:
+        mend = "`dashinfer-vlm plugins` says which plugins with kernels are installed, and what is wrong with them."
+        return Finding(name="kernels", status="slow", detail="PyTorch's: no others are registered", mend=mend)
     if not found.remedy:
         return Finding(name="kernels", status="ok", detail=f"PyTorch's: {found.reason}")
     detail = f"PyTorch's, slower than those in C: {found.reason}"

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, NonNegativeInt, PrivateAttr, ValidationError, field_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+)
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+from typing_extensions import Self
 
 from ..errors import ConfigError
 from ..protocol.wording import words_of
 from .plugin_options import ENV_PREFIX, PluginOptions, option_classes
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 MIB = 1024 * 1024
 
@@ -202,13 +215,15 @@ class EngineConfig(BaseSettings):
     def __init__(self, **options: Any) -> None:
         classes = option_classes(frozenset(type(self).model_fields))
         theirs = {name for kind in classes for name in kind.model_fields}
+        validated = [_validated(kind, options) for kind in classes]
+        faults = [fault for _, found in validated for fault in found]
         try:
             super().__init__(**{name: value for name, value in options.items() if name not in theirs})
-            self._plugin_options = tuple(
-                kind(**{name: options[name] for name in kind.model_fields if name in options}) for kind in classes
-            )
         except ValidationError as error:
-            raise _explain(error, options) from None
+            faults = [*error.errors(include_url=False), *faults]
+        if faults:
+            raise _explain(faults, options)
+        self._plugin_options = tuple(made for made, _ in validated if made)
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         yield from super().__repr_args__()
@@ -222,7 +237,30 @@ class EngineConfig(BaseSettings):
 
     def options_of(self, kind: type[Options]) -> Options:
         """A plugin's options, by their class; where it is not installed, as the environment sets them."""
-        return next((options for options in self._plugin_options if isinstance(options, kind)), None) or kind()
+        try:
+            return next((options for options in self._plugin_options if isinstance(options, kind)), None) or kind()
+        except ValidationError as error:
+            raise _explain(error.errors(include_url=False), {}) from None
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """As pydantic's; `update` may hold options of plugins too."""
+        changes = dict(update or {})
+        theirs = [
+            {name: changes.pop(name) for name in type(options).model_fields if name in changes}
+            for options in self._plugin_options
+        ]
+        copy = super().model_copy(update=changes, deep=deep)
+        copy._plugin_options = tuple(  # noqa: SLF001 - of the same class
+            options.model_copy(update=values) for options, values in zip(self._plugin_options, theirs, strict=True)
+        )
+        return copy
+
+    @model_serializer(mode="wrap")
+    def _with_plugin_options(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        own: dict[str, Any] = handler(self)
+        for options in self._plugin_options:
+            own |= options.model_dump()
+        return own
 
     @classmethod
     def settings_customise_sources(
@@ -306,17 +344,30 @@ def variables_set() -> list[str]:
     return [name for name in os.environ if name.startswith(ENV_PREFIX)]
 
 
-def _explain(error: ValidationError, given: Mapping[str, Any]) -> ConfigError:
+def _validated(
+    kind: type[PluginOptions], options: Mapping[str, Any]
+) -> tuple[PluginOptions | None, Sequence[ErrorDetails]]:
+    """Those of one plugin among `options`, or what is wrong with them."""
+    try:
+        return kind(**{name: options[name] for name in kind.model_fields if name in options}), ()
+    except ValidationError as error:
+        return None, error.errors(include_url=False)
+
+
+def _explain(faults: Sequence[ErrorDetails], given: Mapping[str, Any]) -> ConfigError:
     """All faults of a configuration in one line, by the names of the options, and of the variables that they come from;
     `param` is the first option."""
-    faults = error.errors(include_url=False)
-    texts = [
-        f"{'.'.join(map(str, fault['loc']))}{_source(str(fault['loc'][0]), given)}: {words_of(fault)}"
-        f" (got {fault['input']!r})"
-        for fault in faults
-    ]
+    texts = [_text(fault, given) for fault in faults]
     message = f"Invalid option {'; '.join(texts)}. `dashinfer-vlm serve --help` lists every option."
-    return ConfigError(message, param=str(faults[0]["loc"][0]))
+    place = faults[0]["loc"]
+    return ConfigError(message, param=str(place[0]) if place else None)
+
+
+def _text(fault: ErrorDetails, given: Mapping[str, Any]) -> str:
+    place = fault["loc"]
+    if not place:  # of several options together
+        return words_of(fault)
+    return f"{'.'.join(map(str, place))}{_source(str(place[0]), given)}: {words_of(fault)} (got {fault['input']!r})"
 
 
 def _source(option: str, given: Mapping[str, Any]) -> str:

@@ -88,7 +88,8 @@ class Supervisor:
                     async for token in tokens:
                         yield token
             except NotBegun:
-                continue
+                if self._closed:
+                    raise EngineClosed("The engine was closed; start it again.") from None
             except (EngineClosed, DecoderFailed):
                 if self._closed or self._well(decoder):
                     raise

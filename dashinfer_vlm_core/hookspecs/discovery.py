@@ -55,12 +55,17 @@ def missing(entry: EntryPoint, error: ImportError) -> MissingDependency:
     return MissingDependency(f"{entry.name!r} ({entry.value}) cannot be imported: {error}. Try: pip install '{wanted}'")
 
 
-def call_hooks(entry: EntryPoint, use: Callable[[pluggy.HookRelay], None]) -> None:
-    """Let `use` call hooks of one plugin; one that is broken is left out, since `load_plugins` tells what mends it."""
+def call_hooks(entry: EntryPoint, use: Callable[[pluggy.HookRelay], None]) -> bool:
+    """Let `use` call hooks of one plugin, and return whether it could.
+
+    One that is broken is left out, since `load_plugins` tells what mends it.
+    """
     try:
         use(manager_of(entry.load(), entry.name).hook)
     except Exception as error:  # noqa: BLE001 - whatever a plugin's code raises
         logger.debug("plugin %s is left out: %s", entry.name, error)
+        return False
+    return True
 
 
 def manager_of(plugin: object, name: str) -> pluggy.PluginManager:

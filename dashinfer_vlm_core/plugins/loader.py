@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ..config import EngineConfig, PluginOptions
+from ..config.plugin_options import check_options
 from ..errors import MissingDependency, PluginError
 from ..hookspecs import GROUP, Finding
 from ..hookspecs.discovery import call_hooks, identity, import_plugin, manager_of, missing, plugin_entries
@@ -115,7 +116,7 @@ class Registry:
             _put("model family", self.families, name, family)
 
     def _add_options(self, options: type[PluginOptions]) -> None:
-        for name in options.model_fields:
+        for name in check_options(options).model_fields:
             if name in EngineConfig.model_fields:
                 raise PluginError(f"The option {name!r} is one of the engine's.")
             _put("option", self.options, name, options)

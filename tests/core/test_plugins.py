@@ -18,7 +18,7 @@ from dashinfer_vlm_core import Engine, hookimpl
 from dashinfer_vlm_core.cli.main import cli
 from dashinfer_vlm_core.cli.options import config_options
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.config.plugin_options import option_classes
+from dashinfer_vlm_core.config.plugin_options import forget_options
 from dashinfer_vlm_core.errors import ConfigError, MissingDependency, PluginError
 from dashinfer_vlm_core.media import MediaLoader
 from dashinfer_vlm_core.plugins import Registry, load_adapter, load_plugins
@@ -201,9 +201,9 @@ def register_options(register):
 @pytest.fixture
 def options_anew():
     """Options of plugins are looked for once in a process."""
-    option_classes.cache_clear()
+    forget_options()
     yield
-    option_classes.cache_clear()
+    forget_options()
 
 
 def shown(*arguments):
@@ -239,6 +239,56 @@ def test_a_plugins_options_are_set_like_the_engines(install, options_anew, monke
     help_text = shown("--help").output
     assert re.search(r"Slide shows:\n  --slide-seconds SECONDS +Seconds that a slide is shown", help_text)
     assert row("slides_plugin").provides == ("option slide_seconds",)
+
+
+def test_a_copy_and_a_dump_have_a_plugins_options(install, options_anew):
+    install("slides_plugin", OPTIONS)
+    slides = importlib.import_module("slides_plugin").Slides
+    config = EngineConfig(slide_seconds=3)
+    assert EngineConfig(**config.model_dump()) == config
+    assert config.model_copy(update={"slide_seconds": 4}).options_of(slides).slide_seconds == 4
+    assert config.model_copy() == config
+
+
+def test_lists_of_a_plugin_are_separated_by_commas(install, options_anew, monkeypatch):
+    field = 'slide_names: tuple[str, ...] = Field((), description="Names.")'
+    install("slides_plugin", OPTIONS.replace("    def check", f"    {field}\n\n    def check"))
+    monkeypatch.setenv("DASHINFER_VLM_SLIDE_NAMES", "a, b")
+    assert "slide_names=('a', 'b')" in shown().output
+    assert "slide_names=('c',)" in shown("--slide-names", "c").output
+
+
+def test_faults_of_all_options_are_named(install, options_anew):
+    install("slides_plugin", OPTIONS)
+    with pytest.raises(ConfigError, match=r"max_batch_size: must be .*; slide_seconds: must be above 0"):
+        EngineConfig(slide_seconds=0, max_batch_size=0)
+
+
+@pytest.mark.parametrize(
+    ("registered", "problem"),
+    [
+        ("'slides'", "Options have to be a subclass of PluginOptions"),
+        ("type('Plain', (), {})", "Options have to be a subclass of PluginOptions"),
+        ("Slides()", "Options have to be a subclass of PluginOptions"),
+        ("Needed", "The option 'slide_title' of Needed needs a default"),
+        ("Failing", "The options Failing have a default that fails: "),
+    ],
+)
+def test_options_that_are_none_cost_their_plugin_alone(install, options_anew, registered, problem):
+    code = (
+        OPTIONS.replace("register(Slides)", f"register({registered})")
+        + "class Needed(PluginOptions):\n    slide_title: str\n"
+        + "class Failing(PluginOptions):\n    slide_count: int = Field(default_factory=lambda: 1 // 0)\n"
+    )
+    install("slides_plugin", code)
+    assert EngineConfig().max_batch_size
+    assert problem in row("slides_plugin").problem
+
+
+def test_a_plugin_may_make_a_configuration_while_it_is_imported(install, options_anew):
+    install("slides_plugin", OPTIONS + "from dashinfer_vlm_core import EngineConfig\nDEFAULT = EngineConfig()\n")
+    for _ in range(2):
+        assert EngineConfig(slide_seconds=3).plugin_options
 
 
 def test_a_plugins_options_are_checked_against_the_decoder(install, options_anew):

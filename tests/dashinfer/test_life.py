@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_core.decoders.supervisor import Supervisor
+from dashinfer_vlm_core.decoders.dashinfer.process import WorkerProcess
+from dashinfer_vlm_core.decoders.supervisor import LOOK_SECONDS, Supervisor
 from dashinfer_vlm_core.errors import (
     ContextLengthExceeded,
     DecoderFailed,
@@ -30,6 +31,7 @@ from dashinfer_vlm_core.errors import (
 from dashinfer_vlm_server import create_app
 from tests.conversations import as_openai, picture, user
 from tests.plugins.oracle import collect, ids, prompt, visual
+from tests.waiting import HANG
 
 from .conftest import decoding
 
@@ -359,6 +361,33 @@ def test_request_that_waits_when_the_worker_dies_goes_on_in_the_next(environment
     assert "failed while the request ran" in given_up[0].message
     assert "died at its start (exit status 7" in given_up[1].message
     assert len(made) == 1 + 1 + 2
+    assert not children()
+
+
+def test_no_request_is_lost_while_a_dead_worker_is_slow_to_end(decoder, oracle, children, monkeypatch):
+    """The supervisor closes the decoder meanwhile: its requests end, and what it had not begun with goes on."""
+    close = WorkerProcess.close
+
+    async def close_slowly(worker):
+        await asyncio.sleep(5 * LOOK_SECONDS)
+        await close(worker)
+
+    monkeypatch.setattr(WorkerProcess, "close", close_slowly)
+
+    async def run():
+        first, second = (decoder(max_batch_size=1, max_model_len=ROOM) for _ in range(2))
+        made = iter([first, second])
+        async with decoding(Supervisor(lambda: next(made), restarts=1)) as running:
+            (reader,) = await reading(running, [prompt(2, 5, **LONG)])
+            waiter = asyncio.create_task(collect(running, prompt(1, 10)))
+            while not first._waiting:  # noqa: ASYNC110 - nothing says that a request waits
+                await asyncio.sleep(0)
+            os.kill(int(children()[0]), signal.SIGKILL)
+            return await asyncio.wait_for(asyncio.gather(reader, waiter, return_exceptions=True), HANG)
+
+    died, answer = asyncio.run(run())
+    assert isinstance(died, DecoderFailed)
+    assert ids(answer) == oracle.greedy(prompt(1, 10))
     assert not children()
 
 

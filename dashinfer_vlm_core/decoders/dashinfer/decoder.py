@@ -116,7 +116,8 @@ class DashInferDecoder:
     async def close(self) -> None:
         self._closed = True
         if self._serving is not None and not self._serving.done():
-            self._serving.cancel()
+            if self._worker is not None:  # else it is ending the worker, and cannot be interrupted in that
+                self._serving.cancel()
             await asyncio.wait([self._serving])
         await self._end()  # a task that is cancelled before its first step has ended nothing
 
@@ -133,6 +134,8 @@ class DashInferDecoder:
 
     def _check(self, request: DecodeRequest) -> None:
         """No value reaches the engine that it might not survive."""
+        if self.trouble:
+            raise NotBegun
         if self._serving is None or self._closed:
             raise EngineClosed("The decoder is not running. Start the engine first.")
         check_request(request, self._spec, max_model_len=self.max_model_len)
@@ -156,7 +159,7 @@ class DashInferDecoder:
             self._waiting -= 1
         if self._worker is None:
             self._places.release()
-            raise EngineClosed(_CLOSED) if self._closed else NotBegun
+            raise NotBegun if self.trouble else EngineClosed(_CLOSED)
 
     def _enter(self, request: DecodeRequest, arrays: list[Array]) -> _Run:
         """Send the request to the worker; from here on, `_release` alone gives its place back."""
@@ -247,9 +250,12 @@ class DashInferDecoder:
 
     async def _end(self) -> None:
         worker, self._worker = self._worker, None
-        if worker is not None:
+        if worker is None:
+            return
+        try:
             await worker.close()
-            self._end_runs(EngineClosed(_CLOSED) if self._closed else DecoderFailed(_DIED))
+        finally:
+            self._end_runs(EngineClosed(_CLOSED) if self._closed and not self.trouble else DecoderFailed(_DIED))
 
     async def _watch(self, worker: WorkerProcess) -> None:
         """Kill a worker that has requests and says nothing: it is replaced as any other that died."""
