@@ -165,7 +165,7 @@ def _configured() -> Iterator[Finding]:
 
 
 def _cache(config: EngineConfig) -> Finding:
-    """Slower kernels do without what is compiled, which `_kernels` tells; who cannot do without it has a check."""
+    """Optional here: without a cache, PyTorch's kernels are used. A plugin that requires one has a check."""
     folder = config.cache_folder
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Options that plugins bring; they are set as those of `EngineConfig` are, and stand beside them."""
+"""Options of plugins, which are set in the same ways as those of `EngineConfig`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PluginOptions(BaseSettings):
         return value
 
     def check(self, decoder: str) -> None:
-        """Refuse what cannot be honoured by the decoder that was chosen.
+        """Refuse values that the selected decoder does not support.
 
         Args:
             decoder: its registered name.
@@ -74,8 +74,8 @@ def check_options(kind: object) -> type[PluginOptions]:
 def option_classes(taken: frozenset[str]) -> tuple[type[PluginOptions], ...]:
     """The classes that installed plugins register; looked for once in a process.
 
-    A plugin that is broken, or wants an option's name that is taken, costs its own options only: `dashinfer-vlm
-    plugins` lists it with what would mend it.
+    A plugin that is broken, or registers a name that is taken, is skipped: `dashinfer-vlm plugins` lists it with the
+    fix.
 
     Args:
         taken: names of the engine's own options.

@@ -137,7 +137,7 @@ class NotBegun(Exception):
 
 
 class Decoder(Protocol):
-    """ComputeExecutor prompts into tokens, many at a time.
+    """Decodes prompts into tokens, many at a time.
 
     Attributes:
         name: as listed by `dashinfer-vlm plugins` and `/health`.

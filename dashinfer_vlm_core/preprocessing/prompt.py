@@ -49,7 +49,7 @@ class Prompt:
 
 
 class PromptBuilder:
-    """ComputeExecutor messages into token ids and positions for one checkpoint; may be called from several threads."""
+    """Turns messages into token ids and positions for one checkpoint; may be called from several threads."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ FAILURES = (TypeError, ValueError, ArithmeticError, AttributeError, LookupError)
 
 
 class ChatTemplate:
-    """ComputeExecutor messages into the text that a model was trained on; may be used from several threads.
+    """Turns messages into the text that a model was trained on; may be used from several threads.
 
     Attributes:
         knows_tools: whether it tells the model of tools.

@@ -90,7 +90,7 @@ def _braced(left: str, body: str, right: str) -> str:
 
 
 class _Compiler:
-    """ComputeExecutor the parts of one schema into rules; None stands for a part that nothing can satisfy."""
+    """Turns the parts of one schema into rules; None stands for a part that nothing can satisfy."""
 
     def __init__(self, rules: Rules, root: Schema, *, field: str, lenient: bool) -> None:
         self._rules = rules
