@@ -26,7 +26,7 @@ from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
 from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.structured_output.grammar import Rules, any_object, json_schema
-from dashinfer_vlm_core.structured_output.guide import GrammarGuide, GuideMaker
+from dashinfer_vlm_core.structured_output.grammar_compiler import LLGuidanceGrammar, GrammarCompiler
 
 LARGE = 151_936
 SCENE: dict[str, Any] = {
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def report(tokenizer: Tokenizer, spec: ModelSpec, steps: dict[int, float]) -> None:
-    maker = GuideMaker(tokenizer, spec)
+    maker = GrammarCompiler(tokenizer, spec)
     begin = time.perf_counter()
     compiled(maker, {"const": 1})
     print(f"  made ready in {time.perf_counter() - begin:.2f} s")
@@ -83,23 +83,23 @@ def report(tokenizer: Tokenizer, spec: ModelSpec, steps: dict[int, float]) -> No
         )
 
 
-def compiled(maker: GuideMaker, schema: Any) -> GrammarGuide:
+def compiled(maker: GrammarCompiler, schema: Any) -> LLGuidanceGrammar:
     rules = Rules()
     return maker.compile(rules, any_object(rules) if schema is None else json_schema(rules, schema), param="schema")
 
 
-def walk(guide: GrammarGuide, seed: int, stop: tuple[int, ...], longest: int = 200) -> list[float]:
+def walk(guide: LLGuidanceGrammar, seed: int, stop: tuple[int, ...], longest: int = 200) -> list[float]:
     """Seconds of each step of a random answer."""
-    rng, way, times = np.random.default_rng(seed), guide.begin(), list[float]()
+    rng, way, times = np.random.default_rng(seed), guide.new_matcher(), list[float]()
     for _ in range(longest):
         begin = time.perf_counter()
-        allowed = way.allowed()
+        allowed = way.allowed_tokens()
         middle = time.perf_counter()
         token = int(rng.choice(np.flatnonzero(allowed)))
         if token in stop:
             return times
         resumed = time.perf_counter()
-        way.take(token)
+        way.accept_token(token)
         times.append(time.perf_counter() - resumed + middle - begin)
     return times
 

@@ -30,9 +30,9 @@ from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.cli.options import config_options
 from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR
 from dashinfer_vlm_core.decoders import DecodeRequest, Token, VisualSpan
-from dashinfer_vlm_core.engine import open_conductor
-from dashinfer_vlm_core.engine.conductor import Conductor
-from dashinfer_vlm_core.engine.watch import Watcher
+from dashinfer_vlm_core.engine import load_pipeline
+from dashinfer_vlm_core.engine.chat_pipeline import ChatPipeline
+from dashinfer_vlm_core.engine.observers import RequestObserver
 from dashinfer_vlm_core.media import Picture
 from dashinfer_vlm_core.media.fetch import Fetcher
 from dashinfer_vlm_core.media.image import decode_picture
@@ -41,7 +41,7 @@ from dashinfer_vlm_core.models.qwen2_vl.config import read_text_model, read_visi
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.preprocessing.prompt import Prompt
 from dashinfer_vlm_core.protocol import ChatRequest
-from dashinfer_vlm_core.response.reply import PromptCounts, Reply
+from dashinfer_vlm_core.response.response_builder import PromptCounts, ResponseBuilder
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_server import create_app
 from dashinfer_vlm_torch.sampler import choose
@@ -125,32 +125,32 @@ class Pictures(ThreadingHTTPServer):
 
 
 @contextlib.asynccontextmanager
-async def opened(config: EngineConfig) -> AsyncIterator[Conductor]:
-    conductor, _ = await open_conductor(config, load_plugins(), Watcher())
+async def opened(config: EngineConfig) -> AsyncIterator[ChatPipeline]:
+    pipeline, _ = await load_pipeline(config, load_plugins(), RequestObserver())
     try:
-        yield conductor
+        yield pipeline
     finally:
-        await conductor.close()
+        await pipeline.close()
 
 
 async def measure(config: EngineConfig, rates: Rates, repeats: int) -> list[Stage]:
     """All stages, in the order of a request."""
     source, clock = random.Random("stages"), Clock()
-    async with opened(config) as conductor, contextlib.AsyncExitStack() as stack:
+    async with opened(config) as pipeline, contextlib.AsyncExitStack() as stack:
         pictures = stack.enter_context(Pictures(source).running())
         fetcher = Fetcher(config)
         stack.push_async_callback(fetcher.close)
-        await _one(Clock(), conductor, fetcher, pictures.url, source)  # pays for what is loaded on use
+        await _one(Clock(), pipeline, fetcher, pictures.url, source)  # pays for what is loaded on use
         for _ in range(repeats):
-            prompt = await _one(clock, conductor, fetcher, pictures.url, source)
-            await _batch(clock, conductor, source)
-            await _tower_pass(clock, conductor, source)
-            _sampling(clock, conductor)
+            prompt = await _one(clock, pipeline, fetcher, pictures.url, source)
+            await _batch(clock, pipeline, source)
+            await _tower_pass(clock, pipeline, source)
+            _sampling(clock, pipeline)
     await _transport(clock, repeats)
-    return _stages(clock, conductor, rates, len(prompt))
+    return _stages(clock, pipeline, rates, len(prompt))
 
 
-async def _one(clock: Clock, conductor: Conductor, fetcher: Fetcher, url: str, source: random.Random) -> Prompt:
+async def _one(clock: Clock, pipeline: ChatPipeline, fetcher: Fetcher, url: str, source: random.Random) -> Prompt:
     """One request, room by room."""
     with clock.time("parse"):
         request = ChatRequest.parse(_body(url, source))
@@ -159,13 +159,13 @@ async def _one(clock: Clock, conductor: Conductor, fetcher: Fetcher, url: str, s
     with clock.time("decode"):
         image = decode_picture(data, part=PART, max_pixels=1 << 24, background=(255, 255, 255))
     with clock.time("resize"):
-        patches = conductor.processor.process(Picture(image=image, part=PART))
+        patches = pipeline.processor.process(Picture(image=image, part=PART))
     with clock.time("tower"):
-        visual = await conductor.vision.embed([patches])
+        visual = await pipeline.vision.embed([patches])
     with clock.time("prompt"):
-        prompt = conductor.prompts.build(request, [patches])
-    tokens = await _decode(clock, conductor, _decode_request(request, prompt, visual))
-    _detokenise(clock, conductor, request, tokens)
+        prompt = pipeline.prompts.build(request, [patches])
+    tokens = await _decode(clock, pipeline, _decode_request(request, prompt, visual))
+    _detokenise(clock, pipeline, request, tokens)
     return prompt
 
 
@@ -187,10 +187,10 @@ def _decode_request(request: ChatRequest, prompt: Prompt, visual: Sequence[Visua
     )
 
 
-async def _decode(clock: Clock, conductor: Conductor, request: DecodeRequest) -> list[Token]:
+async def _decode(clock: Clock, pipeline: ChatPipeline, request: DecodeRequest) -> list[Token]:
     """The first token is the prefill's, its sampling included."""
     tokens, last = list[Token](), time.perf_counter()
-    async with contextlib.aclosing(conductor.decoder.decode(request)) as answer:
+    async with contextlib.aclosing(pipeline.decoder.decode(request)) as answer:
         async for token in answer:
             now = time.perf_counter()
             clock.seconds["step" if tokens else "prefill"].append(now - last)
@@ -199,52 +199,52 @@ async def _decode(clock: Clock, conductor: Conductor, request: DecodeRequest) ->
     return tokens
 
 
-def _detokenise(clock: Clock, conductor: Conductor, request: ChatRequest, tokens: Sequence[Token]) -> None:
-    reply = Reply(
-        tokenizer=conductor.prompts.tokenizer,
+def _detokenise(clock: Clock, pipeline: ChatPipeline, request: ChatRequest, tokens: Sequence[Token]) -> None:
+    reply = ResponseBuilder(
+        tokenizer=pipeline.prompts.tokenizer,
         request=request,
         id="benchmark",
         created=0,
-        model=conductor.name,
+        model=pipeline.name,
         counts=PromptCounts(prompt_tokens=1),
     )
     for token in tokens:
         with clock.time("detokenise"):
-            reply.feed(token)
+            reply.add_token(token)
 
 
-async def _batch(clock: Clock, conductor: Conductor, source: random.Random) -> None:
+async def _batch(clock: Clock, pipeline: ChatPipeline, source: random.Random) -> None:
     """Steps of `BATCH` answers to short texts, which begin together."""
     gaps = Clock()
 
     async def answer() -> None:
         body = request_body([{"role": "user", "content": words(source, 8)}], TOKENS, users=BATCH)
         request = ChatRequest.parse(body)
-        await _decode(gaps, conductor, _decode_request(request, conductor.prompts.build(request, []), []))
+        await _decode(gaps, pipeline, _decode_request(request, pipeline.prompts.build(request, []), []))
 
     await asyncio.gather(*(answer() for _ in range(BATCH)))
     clock.seconds["batch"].append(gaps.median("step"))
 
 
-async def _tower_pass(clock: Clock, conductor: Conductor, source: random.Random) -> None:
+async def _tower_pass(clock: Clock, pipeline: ChatPipeline, source: random.Random) -> None:
     """Four pictures that share a pass of the tower."""
-    items = [_patches(conductor, source) for _ in range(4)]
+    items = [_patches(pipeline, source) for _ in range(4)]
     with clock.time("pass"):
-        await conductor.vision.embed(items)
+        await pipeline.vision.embed(items)
 
 
-def _patches(conductor: Conductor, source: random.Random) -> Patches:
+def _patches(pipeline: ChatPipeline, source: random.Random) -> Patches:
     image = decode_picture(jpeg(source), part=PART, max_pixels=1 << 24, background=(255, 255, 255))
-    return conductor.processor.process(Picture(image=image, part=PART))
+    return pipeline.processor.process(Picture(image=image, part=PART))
 
 
-def _sampling(clock: Clock, conductor: Conductor) -> None:
+def _sampling(clock: Clock, pipeline: ChatPipeline) -> None:
     """Greedily, as the workloads ask for, and with a temperature and `top_p`, as people do."""
-    logits = torch.randn(BATCH, conductor.spec.vocab_size)
+    logits = torch.randn(BATCH, pipeline.spec.vocab_size)
     for name, options in (("greedy", {"temperature": 0}), ("drawn", {"temperature": 0.7, "top_p": 0.9, "seed": 1})):
         request = ChatRequest.parse({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, **options})
-        prompt = conductor.prompts.build(request, [])
-        run = Run.of(_decode_request(request, prompt, []), conductor.spec.tokens.stop)
+        prompt = pipeline.prompts.build(request, [])
+        run = Run.of(_decode_request(request, prompt, []), pipeline.spec.tokens.stop)
         with clock.time(f"{name} 1"):
             CPU_EXECUTOR.run(functools.partial(_choose, logits[:1], [run]))
         with clock.time(f"{name} {BATCH}"):
@@ -290,8 +290,8 @@ def serving(engine: Engine) -> Iterator[str]:
         thread.join()
 
 
-def _stages(clock: Clock, conductor: Conductor, rates: Rates, prompt: int) -> list[Stage]:
-    folder = conductor.spec.folder
+def _stages(clock: Clock, pipeline: ChatPipeline, rates: Rates, prompt: int) -> list[Stage]:
+    folder = pipeline.spec.folder
     speed = rates.bf16_gflop_s * 1e9
     tower = tower_flop(read_vision_config(folder), picture_patches(folder)) / speed
     prefill = prefill_flop(read_text_model(folder), prompt) / speed

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from .config import EngineConfig
-from .decoders import GUIDE, DecodeRequest, DecoderFactory, FinishReason, Fitness, Token
+from .decoders import GUIDED_DECODING, DecodeRequest, DecoderFactory, FinishReason, DecoderSupport, Token
 from .engine import Engine
 from .errors import DecoderFailed, EngineClosed
 from .hookspecs import hookimpl
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .kernels.choice import KernelSelector
     from .models.spec import ModelSpec
 
-EVERYTHING = SAMPLING_PARAMETERS | {GUIDE}
+EVERYTHING = SAMPLING_PARAMETERS | {GUIDED_DECODING}
 Answer = str | Exception | Callable[[DecodeRequest], str]
 
 
@@ -37,7 +37,7 @@ class Script:
         answers: one per request, in order; the last one is repeated. A string is the answer, an exception is raised in
             its place, a function makes the answer from the request.
         delay: seconds before each token.
-        honours: what the decoder honours; everything by default. A script is not sampled from, so that options of
+        supported_params: what the decoder supported_params; everything by default. A script is not sampled from, so that options of
             sampling change nothing; an answer that leaves the format asked for ends with `DecoderFailed`.
 
     Attributes:
@@ -45,12 +45,12 @@ class Script:
         running: number of requests that are being decoded now.
     """
 
-    def __init__(self, *answers: Answer, delay: float = 0.0, honours: frozenset[str] = EVERYTHING) -> None:
+    def __init__(self, *answers: Answer, delay: float = 0.0, supported_params: frozenset[str] = EVERYTHING) -> None:
         if not answers:
             raise ValueError("a script needs at least one answer")
         self._answers = answers
         self.delay = delay
-        self.honours: frozenset[str] = honours
+        self.supported_params: frozenset[str] = supported_params
         self.requests: list[DecodeRequest] = []
         self.running = 0
 
@@ -66,7 +66,7 @@ class ScriptedDecoder:
     """A decoder that plays a script; it implements the protocol `Decoder`."""
 
     name = "scripted"
-    blind = trouble = ""
+    unsupported_vision_reason = fatal_error = ""
 
     def __init__(self, script: Script, *, spec: ModelSpec, config: EngineConfig) -> None:
         self._script = script
@@ -74,7 +74,7 @@ class ScriptedDecoder:
         self._closed = False
         self._tokenizer = tokenizers.Tokenizer.from_file(str(spec.folder / "tokenizer.json"))
         self.max_model_len: int = config.max_model_len or spec.max_model_len
-        self.honours: frozenset[str] = script.honours
+        self.supported_params: frozenset[str] = script.supported_params
 
     async def start(self) -> None:
         """Nothing has to be loaded."""
@@ -100,22 +100,22 @@ class ScriptedDecoder:
         return ids[: request.sampling.max_tokens]
 
     def _follow(self, ids: list[int], request: DecodeRequest) -> None:
-        if request.guide is None:
+        if request.grammar is None:
             return
-        walk = request.guide.begin()
+        walk = request.grammar.new_matcher()
         for index, token in enumerate(ids):
-            if not walk.allowed()[token]:
+            if not walk.allowed_tokens()[token]:
                 right = self._tokenizer.decode(ids[:index])
                 raise DecoderFailed(f"The script leaves the format asked for behind {right!r}.")
-            walk.take(token)
+            walk.accept_token(token)
 
     def _token(self, token: int, request: DecodeRequest, *, last: bool) -> Token:
         """A script is certain of each token: its probability is 1, and there are no alternatives beside it."""
         finish: FinishReason | None = ("stop" if token in self._spec.tokens.stop else "length") if last else None
         wanted = request.sampling.logprobs
         if wanted is None:
-            return Token(id=token, finish=finish)
-        return Token(id=token, logprob=0.0, top=((token, 0.0),)[:wanted], finish=finish)
+            return Token(id=token, finish_reason=finish)
+        return Token(id=token, logprob=0.0, top_logprobs=((token, 0.0),)[:wanted], finish_reason=finish)
 
 
 class ScriptedPlugin:
@@ -125,14 +125,14 @@ class ScriptedPlugin:
 
     def __init__(self, script: Script) -> None:
         self._script = script
-        self.honours: frozenset[str] = script.honours
+        self.supported_params: frozenset[str] = script.supported_params
 
     @hookimpl
     def register_decoders(self, register: Callable[[DecoderFactory], None]) -> None:
         register(self)
 
-    def fitness(self, spec: ModelSpec, config: EngineConfig) -> Fitness:
-        return Fitness(score=1, reason="a script is played")
+    def check_support(self, spec: ModelSpec, config: EngineConfig) -> DecoderSupport:
+        return DecoderSupport(score=1, reason="a script is played")
 
     def create(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> ScriptedDecoder:
         return ScriptedDecoder(self._script, spec=spec, config=config)
@@ -146,8 +146,8 @@ def scripted_registry(script: Script) -> Registry:
 
 
 def scripted_engine(
-    *answers: Answer, delay: float = 0.0, honours: frozenset[str] = EVERYTHING, **options: Any
+    *answers: Answer, delay: float = 0.0, supported_params: frozenset[str] = EVERYTHING, **options: Any
 ) -> Engine:
     """An engine, not started yet, whose decoder plays `answers`; `options` are those of EngineConfig."""
-    script = Script(*answers, delay=delay, honours=honours)
+    script = Script(*answers, delay=delay, supported_params=supported_params)
     return Engine(EngineConfig(**{"decoder": "scripted", **options}), registry=scripted_registry(script))

@@ -21,8 +21,8 @@ class Recorder:
     def register_decoders(self, register):
         register(self)
 
-    def fitness(self, spec, config):
-        return self._factory.fitness(spec, config)
+    def check_support(self, spec, config):
+        return self._factory.check_support(spec, config)
 
     def create(self, spec, config, kernels):
         return _Watched(self._factory.create(spec, config, kernels), self.tokens)
@@ -39,9 +39,9 @@ class _Watched:
         self._tokens = tokens
         self.name = decoder.name
         self.max_model_len = decoder.max_model_len
-        self.honours = decoder.honours
-        self.blind = decoder.blind
-        self.trouble = decoder.trouble
+        self.supported_params = decoder.supported_params
+        self.unsupported_vision_reason = decoder.unsupported_vision_reason
+        self.fatal_error = decoder.fatal_error
         self.start = decoder.start
         self.close = decoder.close
 

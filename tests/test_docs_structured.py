@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dashinfer_vlm_core.protocol import output, request
-from dashinfer_vlm_core.structured_output import forms
+from dashinfer_vlm_core.structured_output import output_grammar
 from dashinfer_vlm_core.structured_output.grammar import bounds
 from dashinfer_vlm_core.structured_output.grammar.schema_shape import NOT_GUARANTEED
 from tests.pages import check_programs, programs_of, text_of

@@ -94,7 +94,7 @@ class Conversation:
             RequestError: there is no such option, or it cannot have this value; in the words of the engine.
         """
         from dashinfer_vlm_core.protocol import ChatRequest
-        from dashinfer_vlm_core.structured_output.forms import form_of
+        from dashinfer_vlm_core.structured_output.output_grammar import grammar_for_request
 
         known = sorted(set(ChatRequest.model_fields) - NO_OPTIONS)
         if name not in known:
@@ -103,7 +103,7 @@ class Conversation:
             self.options.pop(name, None)
             return None
         value = _value(text)
-        form_of(ChatRequest.parse({**self.options, name: value, "messages": [{"role": "user", "content": "?"}]}))
+        grammar_for_request(ChatRequest.parse({**self.options, name: value, "messages": [{"role": "user", "content": "?"}]}))
         self.options[name] = value
         return value
 

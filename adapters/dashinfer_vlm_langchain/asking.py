@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from dashinfer_vlm_core.concurrency.deadline import stream_within, within
+from dashinfer_vlm_core.concurrency.deadline import stream_with_timeout, with_timeout
 from dashinfer_vlm_core.concurrency.loop import LoopThread
 from dashinfer_vlm_core.engine.shared import PerProcess
 from dashinfer_vlm_core.errors import DashInferVLMError, DeadlineExceeded
@@ -47,12 +47,12 @@ class Call:
 
 async def ask(call: Call) -> ChatCompletion:
     """The answer; raises as `Engine.chat`, and DeadlineExceeded."""
-    return await within(_try(call), call.timeout)
+    return await with_timeout(_try(call), call.timeout)
 
 
 async def stream(call: Call) -> AsyncGenerator[ChatCompletionChunk, None]:
     """The answer chunk by chunk; closing it frees what it held. Raises as `ask`."""
-    limited = stream_within(_try_stream(call), seconds=call.timeout, first=call.first_token_timeout)
+    limited = stream_with_timeout(_try_stream(call), seconds=call.timeout, first=call.first_token_timeout)
     async with contextlib.aclosing(limited) as chunks:
         async for chunk in chunks:
             yield chunk

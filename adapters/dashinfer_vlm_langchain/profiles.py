@@ -8,7 +8,7 @@ from pathlib import Path
 from langchain_core.language_models.model_profile import ModelProfile
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.decoders import GUIDE
+from dashinfer_vlm_core.decoders import GUIDED_DECODING
 from dashinfer_vlm_core.engine import Engine
 from dashinfer_vlm_core.models.spec import ModelSpec, Profile
 from dashinfer_vlm_core.plugins import load_plugins
@@ -38,7 +38,7 @@ def _spec_of(model: str) -> ModelSpec | None:
 def _structured(decoder: str) -> bool:
     """Whether a decoder can be held to a schema; those that are chosen by themselves can."""
     factory = load_plugins().decoders.get(decoder)
-    return factory is None or GUIDE in factory.honours
+    return factory is None or GUIDED_DECODING in factory.supported_params
 
 
 def _abilities(profile: Profile, *, structured: bool) -> ModelProfile:

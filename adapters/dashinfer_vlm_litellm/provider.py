@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from litellm.llms.custom_llm import CustomLLM
 from litellm.types.utils import GenericStreamingChunk, ModelResponse, ModelResponseStream
 
-from dashinfer_vlm_core.concurrency.deadline import stream_within, within
+from dashinfer_vlm_core.concurrency.deadline import stream_with_timeout, with_timeout
 from dashinfer_vlm_core.concurrency.loop import LoopThread
 from dashinfer_vlm_core.engine.shared import SHARED, PerProcess, SharedEngines
 
@@ -59,14 +59,14 @@ class DashInferVLM(CustomLLM):
     async def acompletion(self, *_: Any, **arguments: Any) -> ModelResponse:
         with self._errors(arguments):
             call = read_call(arguments, stream=False)
-            return whole(arguments["model_response"], await within(self._chat(call), call.timeout))
+            return whole(arguments["model_response"], await with_timeout(self._chat(call), call.timeout))
 
     async def astreaming(  # type: ignore[override]
         self, *_: Any, **arguments: Any
     ) -> AsyncGenerator[ModelResponseStream | GenericStreamingChunk, None]:
         with self._errors(arguments):
             call = read_call(arguments, stream=True)
-            limited = stream_within(self._stream(call), seconds=call.timeout, first=call.first_token_timeout)
+            limited = stream_with_timeout(self._stream(call), seconds=call.timeout, first=call.first_token_timeout)
             async with contextlib.aclosing(limited) as chunks:
                 async for chunk in streamed(chunks):
                     yield chunk

@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion
 from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 
-from dashinfer_vlm_core.concurrency.deadline import stream_within, within
+from dashinfer_vlm_core.concurrency.deadline import stream_with_timeout, with_timeout
 from dashinfer_vlm_core.errors import EngineClosed, ModelNotFound
 from dashinfer_vlm_core.protocol import ChatRequest, DetokenizeRequest, TokenizeChat, TokenizePrompt, parse_tokenize
 from dashinfer_vlm_core.version import __version__
@@ -104,7 +104,7 @@ class Health(BaseModel):
     decoder: str
     reason: str
     max_model_len: int
-    trouble: str | None = None
+    fatal_error: str | None = None
 
 
 class Version(BaseModel):
@@ -154,7 +154,7 @@ class _Routes:
         chat = await self.read_chat(request)
         seconds = self.settings.request_timeout
         if chat.stream:
-            return EventStream(stream_within(self.engine.astream(chat), seconds=seconds, first=None))
+            return EventStream(stream_with_timeout(self.engine.astream(chat), seconds=seconds, first=None))
         return _json(await self.unless_left(request, self.engine.achat(chat)))
 
     async def read_chat(self, request: Request) -> ChatRequest:
@@ -207,7 +207,7 @@ class _Routes:
         )
 
     async def unless_left(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
-        return await unless_disconnected(request.receive, within(work, self.settings.request_timeout))
+        return await unless_disconnected(request.receive, with_timeout(work, self.settings.request_timeout))
 
     def _health(self) -> Health:
         status = self.engine.status()
@@ -218,7 +218,7 @@ class _Routes:
             reason=status.decoder_reason,
             max_model_len=status.max_model_len,
         )
-        return health.model_copy(update={"trouble": status.trouble}) if status.trouble else health
+        return health.model_copy(update={"trouble": status.fatal_error}) if status.fatal_error else health
 
     def _model(self) -> Model:
         return Model(id=self.engine.status().model, object="model", created=self.started, owned_by="dashinfer-vlm")

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from dashinfer_vlm_core.engine.watch import Stage, Watcher
+from dashinfer_vlm_core.engine.observers import Stage, RequestObserver
 from dashinfer_vlm_core.version import __version__
 
 if TYPE_CHECKING:
@@ -33,10 +33,10 @@ class Watched(Protocol):
 
     def stats(self) -> EngineStats | None: ...
 
-    def watch(self, watcher: Watcher) -> None: ...
+    def watch(self, observer: RequestObserver) -> None: ...
 
 
-class Metrics(Watcher):
+class Metrics(RequestObserver):
     """The metrics of one application, in a registry of their own.
 
     Args:
@@ -77,7 +77,7 @@ class Metrics(Watcher):
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
-    # Watcher
+    # RequestObserver
 
     @contextlib.contextmanager
     def stage(self, stage: Stage) -> Iterator[None]:

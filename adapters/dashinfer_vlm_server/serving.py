@@ -232,7 +232,7 @@ def _end(engine: Engine, server: Server) -> int:
     if server.error is not None:
         raise server.error
     if server.lost:
-        logger.error("The decoder is lost (%s): this process ends, to be started again.", engine.status().trouble)
+        logger.error("The decoder is lost (%s): this process ends, to be started again.", engine.status().fatal_error)
         logging.shutdown()
         os._exit(DECODER_LOST)  # what hangs would hold an orderly exit up
     _close(engine)

@@ -41,7 +41,7 @@ class Tokenizing(Protocol):
 
     async def adecode(self, ids: Sequence[int]) -> str: ...
 
-    async def aspell(self, ids: Sequence[int]) -> list[str]: ...
+    async def aconvert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]: ...
 
 
 async def tokenize(engine: ChatEngine, request: TokenizePrompt | TokenizeChat) -> Tokenized:
@@ -57,7 +57,7 @@ async def tokenize(engine: ChatEngine, request: TokenizePrompt | TokenizeChat) -
         ids = await tokenizing.aencode(request.prompt)
     else:
         ids = await tokenizing.atokenize(request)
-    texts = await tokenizing.aspell(ids) if request.return_token_strs else None
+    texts = await tokenizing.aconvert_ids_to_tokens(ids) if request.return_token_strs else None
     return Tokenized(count=len(ids), max_model_len=engine.status().max_model_len, tokens=ids, token_strs=texts)
 
 

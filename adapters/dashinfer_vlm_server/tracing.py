@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from dashinfer_vlm_core.engine.watch import Stage, Watcher
+from dashinfer_vlm_core.engine.observers import Stage, RequestObserver
 from dashinfer_vlm_core.version import __version__
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .visits import Visit
 
 
-class Tracer(Watcher):
+class Tracer(RequestObserver):
     """Spans of requests and their stages.
 
     Args:

@@ -152,7 +152,7 @@ def _full_float32() -> Iterator[None]:
 def _check_dtype(subject: _Subject, dtype: str) -> list[CheckResult]:
     ours = _compute(subject, dtype)
     same = [ids(tokens) for tokens in ours.second] == [ids(tokens) for tokens in ours.first]
-    cached = [tokens[0].cached for tokens in ours.second]
+    cached = [tokens[0].cached_tokens for tokens in ours.second]
     prefix_cache = CheckResult(
         name=f"{dtype}: prefix cache",
         passed=same and all(cached[1:]),  # the first prompt is shorter than a block
@@ -273,7 +273,7 @@ def _bound(dtype: str, their_error: Callable[[], float]) -> tuple[float, str]:
 
 def _error(tokens: Sequence[Token], truth: Tensor) -> float:
     """The largest difference of the reported log-probabilities from the exact ones."""
-    listed = torch.tensor([[logprob for _, logprob in token.top] for token in tokens])
+    listed = torch.tensor([[logprob for _, logprob in token.top_logprobs] for token in tokens])
     return float((listed - truth.gather(1, _listed(tokens))).abs().max())
 
 
@@ -285,7 +285,7 @@ def _difference(tokens: Sequence[Token], other: Tensor, truth: Tensor) -> float:
 
 def _listed(tokens: Sequence[Token]) -> Tensor:
     """int64 [steps, LISTED]."""
-    return torch.tensor([[index for index, _ in token.top] for token in tokens])
+    return torch.tensor([[index for index, _ in token.top_logprobs] for token in tokens])
 
 
 def _leading(ours: Sequence[int], expected: Sequence[int]) -> int:

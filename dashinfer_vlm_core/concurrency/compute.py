@@ -27,7 +27,7 @@ class Executor(Protocol):
         """What `work` returns, or raises."""
 
 
-class _Turn(NamedTuple):
+class _ComputeTask(NamedTuple):
     """Work that somebody waits for; `thread` is theirs, by its `ident`."""
 
     work: Callable[[], Any]
@@ -47,8 +47,8 @@ class ComputeExecutor:
     def reset(self) -> None:
         """As new, for a child of a process that had forked: threads do not outlive that."""
         self._changed = threading.Condition()
-        self._waiting: deque[_Turn] = deque()
-        self._taken: _Turn | None = None
+        self._waiting: deque[_ComputeTask] = deque()
+        self._taken: _ComputeTask | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -66,7 +66,7 @@ class ComputeExecutor:
         """What `work` returns, or raises. Work of that thread itself is done at once."""
         if threading.current_thread() is self._thread:
             return work()
-        turn = _Turn(work, threading.get_ident(), Future())
+        turn = _ComputeTask(work, threading.get_ident(), Future())
         with self._changed:
             if self._thread is None:
                 self._begin()
@@ -95,7 +95,7 @@ class ComputeExecutor:
             _take(turn)
             del turn  # what it has computed is others' to keep
 
-    def _next(self) -> _Turn | None:
+    def _next(self) -> _ComputeTask | None:
         """The next one, when there is one; None if another thread has taken over meanwhile."""
         me = threading.current_thread()
         with self._changed:
@@ -108,7 +108,7 @@ class ComputeExecutor:
             return self._taken
 
 
-def _take(turn: _Turn) -> None:
+def _take(turn: _ComputeTask) -> None:
     try:
         turn.result.set_result(turn.work())
     except BaseException as error:  # noqa: BLE001 - whoever waits has it
@@ -117,7 +117,7 @@ def _take(turn: _Turn) -> None:
         del turn  # the error's traceback holds this frame
 
 
-class _Direct:
+class _InlineExecutor:
     """Computes where it is called: a GPU has queues of its own."""
 
     def run(self, work: Callable[[], T]) -> T:
@@ -127,7 +127,7 @@ class _Direct:
 CPU_EXECUTOR = ComputeExecutor()
 os.register_at_fork(after_in_child=CPU_EXECUTOR.reset)
 
-_DIRECT = _Direct()
+_DIRECT = _InlineExecutor()
 
 
 def executor_for(device: str) -> Executor:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 _END = object()
 
 
-async def within(work: Awaitable[T], seconds: float | None) -> T:
+async def with_timeout(work: Awaitable[T], seconds: float | None) -> T:
     """The result of `work`, which is cancelled if it takes longer; None waits for ever.
 
     Raises:
@@ -35,7 +35,7 @@ async def within(work: Awaitable[T], seconds: float | None) -> T:
         ) from None
 
 
-async def stream_within(
+async def stream_with_timeout(
     items: AsyncGenerator[T, None], *, seconds: float | None, first: float | None
 ) -> AsyncGenerator[T, None]:
     """The items of a stream, which is closed if it takes longer; what its reader takes is counted too.

@@ -24,7 +24,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 from typing_extensions import Self
 
 from ..errors import ConfigError
-from ..protocol.wording import words_of
+from ..protocol.validation_messages import validation_message
 from .plugin_options import ENV_PREFIX, PluginOptions, option_classes
 
 if TYPE_CHECKING:
@@ -366,8 +366,8 @@ def _explain(faults: Sequence[ErrorDetails], given: Mapping[str, Any]) -> Config
 def _text(fault: ErrorDetails, given: Mapping[str, Any]) -> str:
     place = fault["loc"]
     if not place:  # of several options together
-        return words_of(fault)
-    return f"{'.'.join(map(str, place))}{_source(str(place[0]), given)}: {words_of(fault)} (got {fault['input']!r})"
+        return validation_message(fault)
+    return f"{'.'.join(map(str, place))}{_source(str(place[0]), given)}: {validation_message(fault)} (got {fault['input']!r})"
 
 
 def _source(option: str, given: Mapping[str, Any]) -> str:

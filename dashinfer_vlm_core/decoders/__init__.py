@@ -1,35 +1,35 @@
 """Decoders: their contract, and what replaces one that has died."""
 
 from .interface import (
-    GUIDE,
+    GUIDED_DECODING,
     SAMPLING_PARAMETERS,
     Decoder,
     DecodeRequest,
     DecoderFactory,
     DecoderStats,
     FinishReason,
-    Fitness,
-    Guide,
+    DecoderSupport,
+    CompiledGrammar,
     Sampling,
     Token,
     VisualSpan,
-    Walk,
+    GrammarMatcher,
     check_request,
 )
 
 __all__ = [
-    "GUIDE",
+    "GUIDED_DECODING",
     "SAMPLING_PARAMETERS",
     "DecodeRequest",
     "Decoder",
     "DecoderFactory",
     "DecoderStats",
     "FinishReason",
-    "Fitness",
-    "Guide",
+    "DecoderSupport",
+    "CompiledGrammar",
     "Sampling",
     "Token",
     "VisualSpan",
-    "Walk",
+    "GrammarMatcher",
     "check_request",
 ]

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from ..models.spec import ModelSpec
 
 __all__ = [
-    "GUIDE",
+    "GUIDED_DECODING",
     "SAMPLING_PARAMETERS",
     "DecodeRequest",
     "Decoder",
     "DecoderFactory",
     "DecoderStats",
     "FinishReason",
-    "Fitness",
-    "Guide",
+    "DecoderSupport",
+    "CompiledGrammar",
     "Sampling",
     "Token",
     "VisualSpan",
-    "Walk",
+    "GrammarMatcher",
     "check_request",
 ]
 
@@ -40,8 +40,8 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 FinishReason = Literal["stop", "length"]
 
-GUIDE = "guide"
-"""What a decoder honours that bars, at each step, the tokens that a grammar does not allow."""
+GUIDED_DECODING = "guide"
+"""What a decoder supported_params that bars, at each step, the tokens that a grammar does not allow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -66,10 +66,10 @@ class VisualSpan:
         return self.start + (len(self.tokens.embedding) - self.row if self.length is None else self.length)
 
 
-class Walk(Protocol):
+class GrammarMatcher(Protocol):
     """One answer's way through a grammar; used by one thread at a time."""
 
-    def allowed(self) -> npt.NDArray[np.bool_]:
+    def allowed_tokens(self) -> npt.NDArray[np.bool_]:
         """Which tokens may come next: bool, one for each row of the output layer, at least one of them true.
 
         Tokens that end an answer are among them where the grammar may end, and alone where it must. Asking changes
@@ -79,14 +79,14 @@ class Walk(Protocol):
             DecoderFailed: to go on from here would take more work than the limits allow.
         """
 
-    def take(self, token: int) -> None:
+    def accept_token(self, token: int) -> None:
         """Go on behind a token that was allowed."""
 
 
-class Guide(Protocol):
+class CompiledGrammar(Protocol):
     """What an answer has to follow, token by token; any number of answers may do so at once."""
 
-    def begin(self) -> Walk:
+    def new_matcher(self) -> GrammarMatcher:
         """A new way through it, from the start."""
 
 
@@ -109,8 +109,8 @@ class DecodeRequest:
     positions: npt.NDArray[np.int64]
     spans: tuple[VisualSpan, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
-    guide: Guide | None = None
-    salt: str = ""
+    grammar: CompiledGrammar | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,12 +127,12 @@ class Token:
 
     id: int
     logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
-    finish: FinishReason | None = None
-    cached: int = 0
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
 
 
-class NotBegun(Exception):
+class RequestNotStarted(Exception):
     """The decoder died before it began with the request, which another one can take: the supervisor sees to that."""
 
 
@@ -142,9 +142,9 @@ class Decoder(Protocol):
     Attributes:
         name: as listed by `dashinfer-vlm plugins` and `/health`.
         max_model_len: tokens that prompt and answer may have together here; at most the model's.
-        honours: the members of `SAMPLING_PARAMETERS` that it honours, and `GUIDE` if it can bar tokens; the engine
+        supported_params: the members of `SAMPLING_PARAMETERS` that it supported_params, and `GUIDE` if it can bar tokens; the engine
             refuses requests that ask for more.
-        blind: why it takes no pictures and videos, and the next step; the engine refuses requests that hold some. Empty
+        unsupported_vision_reason: why it takes no pictures and videos, and the next step; the engine refuses requests that hold some. Empty
             if it takes them.
         trouble: why it cannot decode at all any more, though it was started; empty while it can. For `/health`.
 
@@ -153,11 +153,11 @@ class Decoder(Protocol):
 
     name: str
     max_model_len: int
-    honours: frozenset[str]
-    blind: str
+    supported_params: frozenset[str]
+    unsupported_vision_reason: str
 
     @property
-    def trouble(self) -> str: ...
+    def fatal_error(self) -> str: ...
 
     async def start(self) -> None:
         """Load what is needed and be ready for `decode`.
@@ -183,7 +183,7 @@ class Decoder(Protocol):
             QueueFull: `max_waiting` requests wait already.
             ContextLengthExceeded: the request could never fit the memory for keys and values.
             DecoderFailed: the decoder died while the request ran.
-            NotBegun: it died before; it is in `trouble`.
+            RequestNotStarted: it died before; it is in `trouble`.
             EngineClosed: the decoder was closed.
         """
 
@@ -231,7 +231,7 @@ class DecoderStats:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fitness:
+class DecoderSupport:
     """Whether a decoder can run here, and how well.
 
     Attributes:
@@ -248,13 +248,13 @@ class DecoderFactory(Protocol):
 
     Attributes:
         name: what `EngineConfig.decoder` calls it.
-        honours: as `Decoder.honours`, on the device where most is possible; what is told before a model is loaded.
+        supported_params: as `Decoder.supported_params`, on the device where most is possible; what is told before a model is loaded.
     """
 
     name: str
-    honours: frozenset[str]
+    supported_params: frozenset[str]
 
-    def fitness(self, spec: ModelSpec, config: EngineConfig) -> Fitness: ...
+    def check_support(self, spec: ModelSpec, config: EngineConfig) -> DecoderSupport: ...
 
     def create(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> Decoder:
         """A decoder that is not started yet; called in a thread, since it may have to compile something.

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 from ..errors import DashInferVLMError, DecoderFailed, EngineClosed
-from .interface import Decoder, DecodeRequest, DecoderStats, NotBegun, Token
+from .interface import Decoder, DecodeRequest, DecoderStats, RequestNotStarted, Token
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -50,10 +50,10 @@ class Supervisor:
         self._keeper: asyncio.Task[None] | None = None
         self._closed = False
         self.restarted: int = 0
-        self.trouble: str = ""
+        self.fatal_error: str = ""
         self.max_model_len: int = self._decoder.max_model_len
-        self.honours: frozenset[str] = self._decoder.honours
-        self.blind: str = self._decoder.blind
+        self.supported_params: frozenset[str] = self._decoder.supported_params
+        self.unsupported_vision_reason: str = self._decoder.unsupported_vision_reason
         self.name: str = self._decoder.name
 
     @property
@@ -77,7 +77,7 @@ class Supervisor:
         try:
             await self._decoder.close()
         except DecoderFailed:
-            if not self.trouble:  # else it was given up on because it cannot be closed
+            if not self.fatal_error:  # else it was given up on because it cannot be closed
                 raise
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[Token, None]:
@@ -87,7 +87,7 @@ class Supervisor:
                 async with contextlib.aclosing(decoder.decode(request)) as tokens:
                     async for token in tokens:
                         yield token
-            except NotBegun:
+            except RequestNotStarted:
                 if self._closed:
                     raise EngineClosed("The engine was closed; start it again.") from None
             except (EngineClosed, DecoderFailed):
@@ -99,7 +99,7 @@ class Supervisor:
 
     def _well(self, decoder: Decoder) -> bool:
         """Whether it is in use and in no trouble: what it says is about one request alone."""
-        return decoder is self._decoder and self._ready.is_set() and not self.trouble and not decoder.trouble
+        return decoder is self._decoder and self._ready.is_set() and not self.fatal_error and not decoder.fatal_error
 
     async def _healthy(self) -> Decoder:
         """The decoder, once it is in no trouble.
@@ -107,29 +107,29 @@ class Supervisor:
         Raises:
             DecoderFailed: it was given up on.
         """
-        if self._decoder.trouble and not self.trouble and not self._closed:
+        if self._decoder.fatal_error and not self.fatal_error and not self._closed:
             self._ready.clear()  # its death is not known to `_keep` yet
         await self._ready.wait()
-        if self.trouble:
-            raise DecoderFailed(self.trouble)
+        if self.fatal_error:
+            raise DecoderFailed(self.fatal_error)
         return self._decoder
 
     async def _keep(self) -> None:
         """Look after the decoder until it is given up on, or we are cancelled."""
-        while not self.trouble:
+        while not self.fatal_error:
             await asyncio.sleep(LOOK_SECONDS)
-            if trouble := self._decoder.trouble:
+            if fatal_error := self._decoder.fatal_error:
                 self._ready.clear()
-                self.trouble = await self._replace(trouble)
+                self.fatal_error = await self._replace(fatal_error)
                 self._now_ready()
 
     def _now_ready(self) -> None:
         self._began = asyncio.get_running_loop().time()
         self._ready.set()
 
-    async def _replace(self, trouble: str) -> str:
+    async def _replace(self, fatal_error: str) -> str:
         """Close the decoder and start another one; why that is not possible, or nothing if it is done."""
-        logger.error("The decoder %s has failed: %s", self.name, trouble)
+        logger.error("The decoder %s has failed: %s", self.name, fatal_error)
         if asyncio.get_running_loop().time() - self._began >= WELL_SECONDS:
             self._left = self._restarts
         failure = await _failure(self._decoder.close())
@@ -138,13 +138,13 @@ class Supervisor:
             await asyncio.sleep(pause)
             pause = 2 * pause or FIRST_PAUSE
             self._left -= 1
-            trouble = await _failure(self._start_another())
-            if not trouble:
+            fatal_error = await _failure(self._start_another())
+            if not fatal_error:
                 await asyncio.to_thread(_give_back)
                 self.restarted += 1
                 logger.warning("The decoder was started again; this may happen %d more times.", self._left)
                 return ""
-        return failure or trouble
+        return failure or fatal_error
 
     async def _start_another(self) -> None:
         self._decoder = await self._started()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..concurrency.loop import LoopThread, closed
 from ..config import MIB, EngineConfig
-from ..decoders import DecoderFactory, DecoderStats, Fitness
+from ..decoders import DecoderFactory, DecoderStats, DecoderSupport
 from ..decoders.supervisor import Supervisor
 from ..errors import DecoderFailed, EngineClosed, SetupError
 from ..kernels.choice import KernelSelector
@@ -21,12 +21,12 @@ from ..models.checkpoint import find_model
 from ..plugins import Registry, load_plugins
 from ..preprocessing.prompt import PromptBuilder
 from ..protocol import ChatRequest
-from ..structured_output.guide import GuideMaker
-from ..tokenization.detokenizer import Detokeniser
+from ..structured_output.grammar_compiler import GrammarCompiler
+from ..tokenization.detokenizer import IncrementalDetokenizer
 from ..vision import VisionService, VisionStats
 from ..vision.ids import MediaIds
-from .conductor import Conductor, Generation, Places
-from .watch import Watcher, Watchers
+from .chat_pipeline import ChatPipeline, Generation, ConcurrencyLimiter
+from .observers import RequestObserver, ObserverList
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -78,7 +78,7 @@ class EngineStatus:
     decoder: str = ""
     decoder_reason: str = ""
     max_model_len: int = 0
-    trouble: str = ""
+    fatal_error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +107,7 @@ class _Running:
     """What a started engine holds."""
 
     loop: LoopThread
-    conductor: Conductor
+    pipeline: ChatPipeline
     reason: str
 
 
@@ -126,7 +126,7 @@ class Engine:
         self.config: EngineConfig = config or EngineConfig()
         self._name = self.config.name
         self._registry = registry
-        self._watchers = Watchers()
+        self._observers = ObserverList()
         self._running: _Running | None = None
         self._loading = False
         self._life = threading.Lock()
@@ -141,12 +141,12 @@ class Engine:
             EngineError: the engine could not serve it now.
         """
         running, parsed = self._ready(), ChatRequest.parse(request)
-        return running.loop.call(running.conductor.chat(parsed))
+        return running.loop.call(running.pipeline.chat(parsed))
 
     async def achat(self, request: Request) -> ChatCompletion:
         """Answer one request; cancelling the caller frees everything that the request held. Raises as `chat`."""
         running, parsed = self._ready(), ChatRequest.parse(request)
-        return await running.loop.acall(running.conductor.chat(parsed))
+        return await running.loop.acall(running.pipeline.chat(parsed))
 
     def submit(self, request: Request) -> Future[Generation]:
         """Begin to answer one request; cancelling the future frees everything that the request held.
@@ -154,7 +154,7 @@ class Engine:
         The answer comes with the tokens of prompt and answer. Raises as `chat`, here or in the future.
         """
         running, parsed = self._ready(), ChatRequest.parse(request)
-        return running.loop.submit(running.conductor.generate(parsed))
+        return running.loop.submit(running.pipeline.generate(parsed))
 
     def stream(self, request: Request) -> Generator[ChatCompletionChunk, None, None]:
         """Answer one request chunk by chunk; closing the iterator cancels the rest.
@@ -162,12 +162,12 @@ class Engine:
         Raises as `chat`, when the first chunk is taken.
         """
         running, parsed = self._ready(), ChatRequest.parse(request)
-        yield from running.loop.iterate(running.conductor.stream(parsed))
+        yield from running.loop.iterate(running.pipeline.stream(parsed))
 
     async def astream(self, request: Request) -> AsyncGenerator[ChatCompletionChunk, None]:
         """As `stream`, for callers on an event loop of their own."""
         running, parsed = self._ready(), ChatRequest.parse(request)
-        async with contextlib.aclosing(running.loop.aiterate(running.conductor.stream(parsed))) as chunks:
+        async with contextlib.aclosing(running.loop.aiterate(running.pipeline.stream(parsed))) as chunks:
             async for chunk in chunks:
                 yield chunk
 
@@ -177,62 +177,62 @@ class Engine:
         Raises as `chat`; a picture or video that comes by its `uuid` alone cannot be shown.
         """
         running, parsed = self._ready(), ChatRequest.parse(request)
-        return running.loop.call(running.conductor.preview(parsed))
+        return running.loop.call(running.pipeline.preview(parsed))
 
     async def apreview(self, request: Request) -> Preview:
         """As `preview`, for callers on an event loop of their own."""
         running, parsed = self._ready(), ChatRequest.parse(request)
-        return await running.loop.acall(running.conductor.preview(parsed))
+        return await running.loop.acall(running.pipeline.preview(parsed))
 
     async def atokenize(self, request: Request) -> list[int]:
         """The token ids of a request's prompt; pictures and videos stand there as placeholders. Raises as `chat`."""
         running, parsed = self._ready(), ChatRequest.parse(request)
-        return await running.loop.acall(running.conductor.tokenize(parsed))
+        return await running.loop.acall(running.pipeline.tokenize(parsed))
 
     async def aencode(self, text: str) -> list[int]:
         """The token ids of a rendered prompt, whose control tokens count as such. Raises as `chat`."""
-        return await asyncio.to_thread(self._ready().conductor.prompts.encode, text)
+        return await asyncio.to_thread(self._ready().pipeline.prompts.encode, text)
 
     async def adecode(self, ids: Sequence[int]) -> str:
         """The text of token ids. Raises as `chat`."""
-        return await asyncio.to_thread(self._ready().conductor.prompts.decode, ids)
+        return await asyncio.to_thread(self._ready().pipeline.prompts.decode, ids)
 
-    async def aspell(self, ids: Sequence[int]) -> list[str]:
+    async def aconvert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
         """Tokens as the vocabulary spells them. Raises as `chat`."""
-        return await asyncio.to_thread(self._ready().conductor.prompts.spell, ids)
+        return await asyncio.to_thread(self._ready().pipeline.prompts.convert_ids_to_tokens, ids)
 
     # Look after
 
-    def watch(self, watcher: Watcher) -> None:
+    def add_observer(self, observer: RequestObserver) -> None:
         """Tell `watcher` what happens to requests from now on."""
-        self._watchers.add(watcher)
+        self._observers.add(observer)
 
     def stats(self) -> EngineStats | None:
         """What it does and has done since it was started; None while it is closed."""
         if self._running is None:
             return None
-        conductor = self._running.conductor
+        pipeline = self._running.pipeline
         return EngineStats(
-            answers=conductor.places.taken,
-            places=conductor.places.limit,
-            restarts=conductor.decoder.restarted,
-            vision=conductor.vision.stats,
-            fetches=conductor.media.stats,
-            decoder=conductor.decoder.snapshot(),
+            answers=pipeline.limiter.in_use,
+            places=pipeline.limiter.limit,
+            restarts=pipeline.decoder.restarted,
+            vision=pipeline.vision.stats,
+            fetches=pipeline.media.stats,
+            decoder=pipeline.decoder.snapshot(),
         )
 
     def status(self) -> EngineStatus:
         running = self._running
         if running is None:
             return EngineStatus(state="loading" if self._loading else "closed", model=self._name)
-        decoder = running.conductor.decoder
+        decoder = running.pipeline.decoder
         return EngineStatus(
-            state="failed" if decoder.trouble else "restarting" if decoder.restarting else "ready",
+            state="failed" if decoder.fatal_error else "restarting" if decoder.restarting else "ready",
             model=self._name,
             decoder=decoder.name,
             decoder_reason=running.reason,
-            max_model_len=running.conductor.prompts.max_model_len,
-            trouble=decoder.trouble,
+            max_model_len=running.pipeline.prompts.max_model_len,
+            fatal_error=decoder.fatal_error,
         )
 
     # Start and close
@@ -256,11 +256,11 @@ class Engine:
         loop = LoopThread("dashinfer-vlm-engine")
         try:
             registry = self._registry or load_plugins()
-            conductor, reason = loop.call(open_conductor(self.config, registry, self._watchers))
+            pipeline, reason = loop.call(load_pipeline(self.config, registry, self._observers))
         except BaseException:
             loop.stop()
             raise
-        return _Running(loop=loop, conductor=conductor, reason=reason)
+        return _Running(loop=loop, pipeline=pipeline, reason=reason)
 
     def close(self) -> None:
         """Free everything; running requests end with EngineClosed. Closing twice is allowed.
@@ -271,7 +271,7 @@ class Engine:
         with self._life:
             running, self._running = self._running, None
             if running is not None:
-                running.loop.stop(last=running.conductor.close())
+                running.loop.stop(last=running.pipeline.close())
 
     async def astart(self) -> Self:
         """As `start`, without blocking the caller's event loop."""
@@ -316,7 +316,7 @@ class Engine:
         return running
 
 
-async def open_conductor(config: EngineConfig, registry: Registry, watcher: Watcher) -> tuple[Conductor, str]:
+async def load_pipeline(config: EngineConfig, registry: Registry, observer: RequestObserver) -> tuple[ChatPipeline, str]:
     """Load what `config` names; a conductor that can answer, and why it has the decoder that it has.
 
     Raises:
@@ -326,7 +326,7 @@ async def open_conductor(config: EngineConfig, registry: Registry, watcher: Watc
     family = registry.family_of(folder)
     spec = family.load_spec(folder)
     kernels = KernelSelector(registry.kernels.values(), config)
-    factory, reason = choose_decoder(registry, spec, config)
+    factory, reason = select_decoder(registry, spec, config)
     logger.info("model %s from %s, decoder %s: %s", config.name, folder, factory.name, reason)
     decoder = await asyncio.to_thread(
         Supervisor, lambda: factory.create(spec, config, kernels), restarts=config.decoder_restarts
@@ -335,7 +335,7 @@ async def open_conductor(config: EngineConfig, registry: Registry, watcher: Watc
         PromptBuilder.load, spec, family.prompt_layout(spec), config, max_model_len=decoder.max_model_len
     )
     # Refuses, now rather than at the first answer, a tokenizer whose tokens are no bytes.
-    Detokeniser(prompts.tokenizer)
+    IncrementalDetokenizer(prompts.tokenizer)
     processor = family.image_processor(spec, config)
     vision = await asyncio.to_thread(_load_vision, family, spec, config, kernels)
     try:
@@ -343,21 +343,21 @@ async def open_conductor(config: EngineConfig, registry: Registry, watcher: Watc
     except BaseException:
         await decoder.close()
         raise
-    conductor = Conductor(
+    pipeline = ChatPipeline(
         name=config.name,
         aliases=frozenset({config.model}),
-        places=Places(config.max_batch_size + config.max_waiting),
+        limiter=ConcurrencyLimiter(config.max_batch_size + config.max_waiting),
         spec=spec,
         media=MediaLoader(config, list(registry.video_readers.values()), policy=spec.video),
         processor=processor,
         prompts=prompts,
         vision=vision,
-        ids=MediaIds(vision, limit=config.max_media_ids),
-        guides=GuideMaker(prompts.tokenizer, spec),
+        media_uuids=MediaIds(vision, limit=config.max_media_ids),
+        grammars=GrammarCompiler(prompts.tokenizer, spec),
         decoder=decoder,
-        watcher=watcher,
+        observer=observer,
     )
-    return conductor, reason
+    return pipeline, reason
 
 
 def _load_vision(family: ModelFamily, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> VisionService:
@@ -366,7 +366,7 @@ def _load_vision(family: ModelFamily, spec: ModelSpec, config: EngineConfig, ker
     return VisionService(encoder, cache_bytes=config.vision_cache_mib * MIB, batch_patches=batch_patches)
 
 
-def choose_decoder(registry: Registry, spec: ModelSpec, config: EngineConfig) -> tuple[DecoderFactory, str]:
+def select_decoder(registry: Registry, spec: ModelSpec, config: EngineConfig) -> tuple[DecoderFactory, str]:
     """The decoder to use, and why.
 
     Raises:
@@ -377,18 +377,18 @@ def choose_decoder(registry: Registry, spec: ModelSpec, config: EngineConfig) ->
     fits = [(_fitness(registry.decoder(name), spec, config), registry.decoder(name)) for name in names]
     best, factory = max(fits, key=lambda fit: fit[0].score, default=(None, None))
     if best is None or factory is None or best.score <= 0:
-        reasons = "; ".join(f"{factory.name}: {fitness.reason}" for fitness, factory in fits) or "none is registered"
+        reasons = "; ".join(f"{factory.name}: {check_support.reason}" for check_support, factory in fits) or "none is registered"
         raise SetupError(f"No decoder can run here ({reasons}). `dashinfer-vlm plugins` lists what is installed.")
     for options in config.plugin_options:
         options.check(factory.name)
-    others = [f"{other.name}: {fitness.reason}" for fitness, other in fits if other is not factory]
+    others = [f"{other.name}: {check_support.reason}" for check_support, other in fits if other is not factory]
     return factory, " ".join([best.reason, *(["Passed over:"] if others else []), *others])
 
 
-def _fitness(factory: DecoderFactory, spec: ModelSpec, config: EngineConfig) -> Fitness:
+def _fitness(factory: DecoderFactory, spec: ModelSpec, config: EngineConfig) -> DecoderSupport:
     """A decoder that fails at being asked cannot run; the others can."""
     try:
-        return factory.fitness(spec, config)
+        return factory.check_support(spec, config)
     except Exception as error:
         logger.exception("the decoder %s cannot say whether it can run", factory.name)
-        return Fitness(score=0, reason=f"it failed when it was asked: {error}")
+        return DecoderSupport(score=0, reason=f"it failed when it was asked: {error}")

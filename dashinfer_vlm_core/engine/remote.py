@@ -183,7 +183,7 @@ class RemoteEngine:
             with _faults():
                 return _told(await self._health()) or await self._models()
         except DashInferVLMError as error:
-            return EngineStatus(state="failed", model=self.model or "", trouble=error.message)
+            return EngineStatus(state="failed", model=self.model or "", fatal_error=error.message)
 
     async def _health(self) -> Any:
         """What our own server says at `/health`, ready or not; None if another one answers."""
@@ -249,7 +249,7 @@ def _told(health: Any) -> EngineStatus | None:
         decoder=str(health.get("decoder", "")),
         decoder_reason=str(health.get("reason", "")),
         max_model_len=int(health.get("max_model_len", 0)),
-        trouble=str(health.get("trouble", "")),
+        fatal_error=str(health.get("trouble", "")),
     )
 
 

@@ -234,7 +234,7 @@ def _sources(part: MediaPart, config: EngineConfig, policy: VideoSamplingPolicy)
     if part.url is None:
         return []  # it is there already
     if isinstance(part.url, str):
-        return [locate(part.url, kind=part.kind, part=part.part, config=config)]
+        return [locate(part.url, kind=part.kind, part=part.path, config=config)]
     check_frames(len(part.url), part=part, policy=policy)
     return [locate(url, kind="image", part=frame_name(part, i), config=config) for i, url in enumerate(part.url)]
 
@@ -247,7 +247,7 @@ async def _check_bytes(frames: Iterable[Awaitable[bytes]], part: MediaPart, conf
         if size > config.video_max_bytes:
             raise MediaTooLarge(
                 f"The frames of the video have more than {config.video_max_bytes} bytes; send fewer or smaller ones.",
-                param=part.part,
+                param=part.path,
             )
 
 
@@ -257,7 +257,7 @@ def _check_embeddings(parts: Sequence[MediaPart], config: EngineConfig) -> None:
             raise UnsupportedParameter(
                 "This server takes pictures, not embeddings of them: send an `image_url`, or start it with"
                 " --enable-mm-embeds.",
-                param=part.part,
+                param=part.path,
             )
 
 

@@ -52,11 +52,11 @@ def take(part: MediaPart, config: EngineConfig, policy: VideoSamplingPolicy, che
         return _embeddings(part.content, part, config)
     if part.kind == "video":
         return _clip(part.content, part, config, policy, check_stop)
-    frame = _frame(part.content, part.part, config)
+    frame = _frame(part.content, part.path, config)
     image = Image.fromarray(frame) if isinstance(frame, np.ndarray) else frame
     return Picture(
-        image=_converted(image, part, part.part, config),
-        part=part.part,
+        image=_converted(image, part, part.path, config),
+        part=part.path,
         min_pixels=part.min_pixels,
         max_pixels=part.max_pixels,
     )
@@ -79,27 +79,27 @@ def fingerprint(media: Media) -> bytes:
 
 def _embeddings(content: Mapping[Any, Any] | EncodedEmbeddings, part: MediaPart, config: EngineConfig) -> Embeddings:
     if isinstance(content, EncodedEmbeddings):
-        rows, grid = read_embeddings(content, part=part.part, max_bytes=config.image_max_bytes)
+        rows, grid = read_embeddings(content, part=part.path, max_bytes=config.image_max_bytes)
     else:
         names = (f"{part.kind}_embeds", f"{part.kind}_grid_thw")
         if set(content) != set(names):
             raise InvalidParameter(
                 f"Embeddings of a part of kind {part.kind} are an object of `{names[0]}` and `{names[1]}`.",
-                param=part.part,
+                param=part.path,
             )
-        rows = as_rows(_array(content[names[0]], part.part), part=part.part)
-        grid = as_grid(_numbers(content[names[1]], part.part), part=part.part)
-    return Embeddings(rows=rows, grid=grid, kind=part.kind, part=part.part)
+        rows = as_rows(_array(content[names[0]], part.path), part=part.path)
+        grid = as_grid(_numbers(content[names[1]], part.path), part=part.path)
+    return Embeddings(rows=rows, grid=grid, kind=part.kind, part=part.path)
 
 
 def _clip(
     content: object, part: MediaPart, config: EngineConfig, policy: VideoSamplingPolicy, check_stop: StopCheck
 ) -> Clip:
-    found = _array(content, part.part)
+    found = _array(content, part.path)
     given = content if isinstance(content, (list, tuple)) else None if found is None else _channels_last(found)
     if given is None or (found is not None and found.ndim != 4):
         raise InvalidParameter(
-            "A video is an array of the shape [frames, height, width, 3], or a list of pictures.", param=part.part
+            "A video is an array of the shape [frames, height, width, 3], or a list of pictures.", param=part.path
         )
     check_frames(len(given), part=part, policy=policy)
     frames = [_frame(frame, frame_name(part, index), config) for index, frame in enumerate(given)]

@@ -47,7 +47,7 @@ def frame_count(total: int, fps: float, *, part: MediaPart, policy: VideoSamplin
     most = min(total, policy.max_frames)
     if not factor <= count <= most:
         raise InvalidParameter(
-            f"num_frames must be {factor} to {most} for this video.", param=f"{part.part}.video_url.num_frames"
+            f"num_frames must be {factor} to {most} for this video.", param=f"{part.path}.video_url.num_frames"
         )
     return count
 
@@ -79,7 +79,7 @@ def decode_clip(
             raise
         except Exception:  # a library that is broken, or breaks on this file: another may read it
             logger.warning("the video reader %r failed; the next one is tried", reader.name, exc_info=True)
-    raise undecodable(part.part)
+    raise undecodable(part.path)
 
 
 def stack_frames(frames: Iterable[Pixels], count: int, part: MediaPart, policy: VideoSamplingPolicy) -> Clip:
@@ -105,7 +105,7 @@ def stack(frames: Iterable[Pixels], count: int) -> Pixels:
 
 def frame_name(part: MediaPart, index: int) -> str:
     """Where a frame stands in the request."""
-    return f"{part.part}{_FRAMES if part.content is None else ''}[{index}]"
+    return f"{part.path}{_FRAMES if part.content is None else ''}[{index}]"
 
 
 def check_frames(count: int, *, part: MediaPart, policy: VideoSamplingPolicy) -> None:
@@ -118,12 +118,12 @@ def check_frames(count: int, *, part: MediaPart, policy: VideoSamplingPolicy) ->
         if value is not None:
             raise UnsupportedParameter(
                 f"{name} samples a video file; a list of frames is taken whole, so send the frames you want.",
-                param=f"{part.part}.video_url.{name}" if part.content is None else f"{part.part}.{name}",
+                param=f"{part.part}.video_url.{name}" if part.content is None else f"{part.path}.{name}",
             )
     if not 0 < count <= policy.max_frames:
         raise InvalidParameter(
             f"A video is a list of 1 to {policy.max_frames} frames, and this one has {count}.",
-            param=part.part + (_FRAMES if part.content is None else ""),
+            param=part.path + (_FRAMES if part.content is None else ""),
         )
 
 
@@ -139,7 +139,7 @@ def check_total(pixels: int, *, part: MediaPart, config: EngineConfig) -> None:
     most = config.video_max_decoded_pixels
     if pixels > most:
         raise MediaTooLarge(
-            f"The frames of the video have more than {most} pixels; send fewer or smaller ones.", param=part.part
+            f"The frames of the video have more than {most} pixels; send fewer or smaller ones.", param=part.path
         )
 
 
@@ -186,7 +186,7 @@ def _in_time(check_stop: StopCheck, part: MediaPart, config: EngineConfig) -> St
             raise MediaTooLarge(
                 f"Decoding the video takes more than {config.video_decode_timeout:g} seconds; send a shorter or smaller"
                 " one.",
-                param=part.part,
+                param=part.path,
             )
 
     return check
@@ -207,15 +207,15 @@ def _sample(
 def _check_header(info: VideoInfo, part: MediaPart, config: EngineConfig) -> None:
     """Nothing is decoded of a file whose header is senseless, or of one that would take too long."""
     if min(info.frames, info.height, info.width) < 1 or not 0 < info.fps < math.inf:
-        raise undecodable(part.part)
+        raise undecodable(part.path)
     if info.height * info.width > config.max_decoded_pixels:
         raise MediaTooLarge(
             f"The video has more than {config.max_decoded_pixels} pixels per frame; send a smaller one.",
-            param=part.part,
+            param=part.path,
         )
     if info.frames / min(info.fps, MAX_FPS) > config.video_max_seconds:
         raise MediaTooLarge(
-            f"The video is longer than {config.video_max_seconds:g} seconds; send a shorter one.", param=part.part
+            f"The video is longer than {config.video_max_seconds:g} seconds; send a shorter one.", param=part.path
         )
 
 
@@ -223,7 +223,7 @@ def _clip(frames: Pixels, part: MediaPart, times: tuple[float, ...]) -> Clip:
     return Clip(
         frames=frames,
         times=times,
-        part=part.part,
+        part=part.path,
         min_pixels=part.min_pixels,
         max_pixels=part.max_pixels,
         total_pixels=part.total_pixels,

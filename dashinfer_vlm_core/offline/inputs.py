@@ -10,7 +10,7 @@ from PIL import Image
 from ..errors import InvalidParameter, UnsupportedParameter
 from ..media.types import Kind
 from ..protocol import MediaPart, OfflineRequest
-from ..protocol.faults import show
+from ..protocol.validation_errors import show
 from ..protocol.fields import NO_AUDIO
 from .media import is_object, media_part, wire_part
 from .params import SamplingParams

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from ..errors import InvalidParameter, UnsupportedParameter
 from ..media.types import Kind
 from ..protocol import EncodedEmbeddings, MediaPart
-from ..protocol.faults import explain, show
+from ..protocol.validation_errors import explain, show
 from ..protocol.messages import Part
 
 OPTIONS: Mapping[Kind, Mapping[str, str]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ..engine.conductor import Generation
+from ..engine.chat_pipeline import Generation
 from ..errors import DashInferVLMError
 
 if TYPE_CHECKING:

@@ -134,7 +134,7 @@ class PromptBuilder:
         list(self._checked_ids(tuple(ids), param="tokens"))
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    def spell(self, ids: Sequence[int]) -> list[str]:
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
         """Tokens as the vocabulary spells them; empty for ids that the model has and the tokenizer has not."""
         return [self.tokenizer.id_to_token(index) or "" for index in ids]
 

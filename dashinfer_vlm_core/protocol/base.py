@@ -11,7 +11,7 @@ LARGEST = 2**31 - 1
 """Largest count, size or token id that a request may name."""
 
 
-class Open(BaseModel):
+class LenientModel(BaseModel):
     """Base of every object in a request: unknown keys are kept, nulls are absent, nothing is converted."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="allow", strict=True, allow_inf_nan=False)
@@ -22,7 +22,7 @@ class Open(BaseModel):
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
-class Closed(Open):
+class StrictModel(LenientModel):
     """An object whose every key changes the answer: unknown ones are refused rather than ignored."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid")

@@ -10,7 +10,7 @@ from pydantic import Field, Strict, Tag
 
 from ..errors import InvalidParameter, UnsupportedParameter
 from .base import LARGEST, STRING_OR_ARRAY, Count, Label, Name, Open, Text, string_or_object
-from .faults import show
+from .validation_errors import show
 from .fields import REFUSED_IN_MESSAGES, REFUSED_PARTS
 
 LOW_DETAIL_PIXELS = 256 * 28 * 28
@@ -60,7 +60,7 @@ class MediaPart:
     """
 
     kind: Literal["image", "video"]
-    part: str
+    path: str
     url: str | tuple[str, ...] | None = None
     content: object = field(default=None, repr=False, compare=False)
     uuid: str | None = None
@@ -77,7 +77,7 @@ class MediaPart:
         return self.url is not None or self.content is not None
 
 
-class Sized(Open):
+class PixelBounds(Open):
     """Bounds on the size of a picture or frame; DashInfer-VLM spells them without the `s`."""
 
     min_pixels: Count | None = None
@@ -107,7 +107,7 @@ class Sized(Open):
             )
 
 
-class ImageURL(Sized):
+class ImageURL(PixelBounds):
     """A picture's source.
 
     `detail` bounds the picture's size, unless the request does so itself by `max_pixels`: "low" takes at most
@@ -152,7 +152,7 @@ _Frames: TypeAlias = Annotated[
 ]
 
 
-class VideoURL(Sized):
+class VideoURL(PixelBounds):
     """A video's source: a file, or its frames in order."""
 
     url: Annotated[Annotated[Text, Tag("string")] | Annotated[_Frames, Tag("array")], STRING_OR_ARRAY] | None = None
@@ -302,21 +302,21 @@ class Part(Open):
             image = self.image_url or ImageURL()
             return MediaPart(
                 kind="image",
-                part=where,
+                path=where,
                 url=image.url or None,
                 uuid=self.uuid,
                 min_pixels=image.least,
                 max_pixels=image.most,
             )
         if self.type == "image_embeds":
-            return MediaPart(kind="image", part=where, content=self._embeddings(), uuid=self.uuid)
+            return MediaPart(kind="image", path=where, content=self._embeddings(), uuid=self.uuid)
         return self._video(where) if self.type == "video_url" else None
 
     def _video(self, where: str) -> MediaPart:
         video = self.video_url or VideoURL()
         return MediaPart(
             kind="video",
-            part=where,
+            path=where,
             url=video.urls(),
             uuid=self.uuid,
             min_pixels=video.least,

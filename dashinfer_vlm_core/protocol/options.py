@@ -9,39 +9,39 @@ from typing import Annotated
 from pydantic import Field, Strict
 
 from ..errors import InvalidParameter
-from .base import Closed, Count
+from .base import StrictModel, Count
 from .messages import MediaPart
 
 _Level = Annotated[int, Field(ge=0, le=255)]
 _Rate = Annotated[float, Field(gt=0, le=1000)]
 
 
-class ImageIO(Closed):
+class ImageIO(StrictModel):
     """How pictures, and frames given as pictures, are decoded."""
 
     rgba_background_color: Annotated[tuple[_Level, _Level, _Level], Strict(False)] | None = None
 
 
-class VideoIO(Closed):
+class VideoIO(StrictModel):
     """How video files are sampled."""
 
     fps: _Rate | None = None
     num_frames: Count | None = None
 
 
-class MediaIO(Closed):
+class MediaIO(StrictModel):
     image: ImageIO = ImageIO()
     video: VideoIO = VideoIO()
 
 
-class Edges(Closed):
+class Edges(StrictModel):
     """Bounds as transformers spells them: pixels, not edges, in spite of their names."""
 
     shortest_edge: Count | None = None
     longest_edge: Count | None = None
 
 
-class ProcessorOptions(Closed):
+class ProcessorOptions(StrictModel):
     """How pictures and frames are resized, and video files sampled."""
 
     min_pixels: Count | None = None

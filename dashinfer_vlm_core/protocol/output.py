@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, Strict, Tag
 
 from ..errors import InvalidParameter
 from .base import Open, Text, string_or_object
-from .faults import show
+from .validation_errors import show
 
 MAX_TOOLS = 128
 MAX_SCHEMA_BYTES = 64 * 1024

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, InstanceOf, Strict, Tag, ValidationE
 
 from ..errors import InvalidParameter, RequestError, UnsupportedParameter
 from .base import LARGEST, STRING_OR_ARRAY, Count, Label, Name, Open, Text, encodable
-from .faults import explain, show
+from .validation_errors import explain, show
 from .fields import REFUSED
 from .messages import MediaPart, Message
 from .options import MediaIO, MediaOptions, ProcessorOptions
@@ -248,6 +248,6 @@ class OfflineRequest(ChatRequest):
         if self.prompt is not None:
             return self.attached
         return [
-            replace(part, url=None, content=self.contents[part.part]) if part.part in self.contents else part
+            replace(part, url=None, content=self.contents[part.path]) if part.path in self.contents else part
             for part in super()._parts()
         ]

@@ -50,7 +50,7 @@ class Sampling:
         """The options of the answer number `index` of a request: a seed counts on from the first one's."""
         return self if self.seed is None else replace(self, seed=(self.seed + index + 2**63) % 2**64 - 2**63)
 
-    def asked(self) -> frozenset[str]:
+    def requested_params(self) -> frozenset[str]:
         """The options that are set to something; a decoder that does not honour one of them cannot serve the
         request.
         """
@@ -58,7 +58,7 @@ class Sampling:
 
 
 SAMPLING_PARAMETERS = frozenset(item.name for item in fields(Sampling)) - {"max_tokens"}
-"""What a decoder may or may not honour; every decoder honours `max_tokens`."""
+"""What a decoder may or may not honour; every decoder supported_params `max_tokens`."""
 
 NEUTRAL = Sampling()
 """Leaves the model's own distribution alone."""

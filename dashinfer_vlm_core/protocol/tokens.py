@@ -9,7 +9,7 @@ from pydantic import Field, Strict, ValidationError
 
 from ..errors import InvalidParameter
 from .base import LARGEST, Name, Open, Text
-from .faults import explain
+from .validation_errors import explain
 from .request import ChatRequest
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ def _byte_of_character() -> dict[str, int]:
 _BYTE_OF_CHARACTER = _byte_of_character()
 
 
-class Detokeniser:
+class IncrementalDetokenizer:
     """Token ids to text, one by one, in time linear in the text.
 
     `tokenizers.decoders.DecodeStream` gives the same text, but decodes all it holds back again at each step, which is
@@ -43,7 +43,7 @@ class Detokeniser:
         self._special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def spell(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int) -> bytes:
         """What a token stands for; nothing, for ids that the model has and the tokenizer has not."""
         token = self._tokenizer.id_to_token(token_id) or ""
         try:
@@ -51,13 +51,13 @@ class Detokeniser:
         except KeyError:  # an added token is written as it is
             return token.encode()
 
-    def shows(self, token_id: int) -> bool:
+    def is_visible(self, token_id: int) -> bool:
         """Whether a token has a part in the text."""
-        return token_id not in self._special and bool(self.spell(token_id))
+        return token_id not in self._special and bool(self.token_bytes(token_id))
 
     def feed(self, token_id: int) -> str:
         """The characters that this token completes; invalid bytes become U+FFFD, special tokens nothing."""
-        return self._decode(b"" if token_id in self._special else self.spell(token_id))
+        return self._decode(b"" if token_id in self._special else self.token_bytes(token_id))
 
     def flush(self) -> str:
         """What is left at the end: U+FFFD if the last character was not completed."""

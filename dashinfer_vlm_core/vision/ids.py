@@ -71,7 +71,7 @@ class MediaIds:
         Raises:
             InvalidParameter: a name is not known, or its content is not cached any more.
         """
-        return {part.part: self._recall(part, salt) for part in parts if not part.given}
+        return {part.path: self._recall(part, salt) for part in parts if not part.given}
 
     def bind(self, parts: Sequence[MediaPart], processed: Sequence[Processed], *, salt: str = "") -> None:
         """Remember the parts that came with a name.
@@ -93,8 +93,8 @@ class MediaIds:
         bound = self._bound.get(name) or _Bound(source=source)
         if bound.source != source:
             raise InvalidParameter(
-                f"`{part.part}.uuid` was sent with another content before: give this one a name of its own.",
-                param=f"{part.part}.uuid",
+                f"`{part.path}.uuid` was sent with another content before: give this one a name of its own.",
+                param=f"{part.path}.uuid",
                 code="uuid_conflict",
             )
         if self._bound.maxsize:
@@ -107,11 +107,11 @@ class MediaIds:
         visual = self._vision.find(content.digest, content.grid, salt=salt) if content else None
         if content is None or visual is None:
             raise InvalidParameter(
-                f"`{part.part}.uuid` names nothing that is cached here with these options: send it along.",
-                param=f"{part.part}.uuid",
+                f"`{part.path}.uuid` names nothing that is cached here with these options: send it along.",
+                param=f"{part.path}.uuid",
                 code="uuid_not_cached",
             )
-        return Recalled(visual=visual, tokens=content.tokens, kind=part.kind, part=part.part, times=content.times)
+        return Recalled(visual=visual, tokens=content.tokens, kind=part.kind, part=part.path, times=content.times)
 
 
 def _content(item: Patches | Embedded) -> _Content:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dashinfer_vlm_core.decoders import GUIDE, SAMPLING_PARAMETERS, Decoder, DecoderFactory, Fitness
+from dashinfer_vlm_core.decoders import GUIDED_DECODING, SAMPLING_PARAMETERS, Decoder, DecoderFactory, DecoderSupport
 from dashinfer_vlm_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -19,10 +19,10 @@ class TorchDecoderFactory:
     """Registers as `torch`. Its score leaves room above it for decoders that are made for one kind of device."""
 
     name = "torch"
-    honours: frozenset[str] = SAMPLING_PARAMETERS | {GUIDE}
+    supported_params: frozenset[str] = SAMPLING_PARAMETERS | {GUIDED_DECODING}
 
-    def fitness(self, spec: ModelSpec, config: EngineConfig) -> Fitness:
-        return Fitness(score=10, reason=f"PyTorch runs on any device; `device` is {config.device!r}.")
+    def check_support(self, spec: ModelSpec, config: EngineConfig) -> DecoderSupport:
+        return DecoderSupport(score=10, reason=f"PyTorch runs on any device; `device` is {config.device!r}.")
 
     def create(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> Decoder:
         from .decoder import TorchDecoder

@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncGenerator
 
 from dashinfer_vlm_core.config import MIB, EngineConfig
-from dashinfer_vlm_core.decoders import GUIDE, SAMPLING_PARAMETERS, DecodeRequest, DecoderStats, Token, check_request
+from dashinfer_vlm_core.decoders import GUIDED_DECODING, SAMPLING_PARAMETERS, DecodeRequest, DecoderStats, Token, check_request
 from dashinfer_vlm_core.errors import ConfigError, EngineClosed
 from dashinfer_vlm_core.kernels import Kernels, KernelSelector
 from dashinfer_vlm_core.models.placement import resolve_device, resolve_dtype
@@ -36,8 +36,8 @@ class TorchDecoder:
     """
 
     name = "torch"
-    honours: frozenset[str] = SAMPLING_PARAMETERS | {GUIDE}
-    blind = ""
+    supported_params: frozenset[str] = SAMPLING_PARAMETERS | {GUIDED_DECODING}
+    unsupported_vision_reason = ""
 
     def __init__(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> None:
         self._spec = spec
@@ -63,8 +63,8 @@ class TorchDecoder:
         return DecoderStats(**self.stats._asdict(), **counts._asdict())
 
     @property
-    def trouble(self) -> str:
-        return self._worker.trouble if self._worker else ""
+    def fatal_error(self) -> str:
+        return self._worker.fatal_error if self._worker else ""
 
     async def start(self) -> None:
         if self._worker is None:
@@ -90,7 +90,7 @@ class TorchDecoder:
                 if not isinstance(reply, Token):
                     raise reply
                 yield reply
-                if reply.finish:
+                if reply.finish_reason:
                     return
         finally:
             worker.cancel(run)

@@ -32,7 +32,7 @@ class Trail:
 
     def __init__(self, request: DecodeRequest) -> None:
         self._rows = bytearray(_describe(request).tobytes())
-        self._salt = _digest(request.salt.encode())
+        self._salt = _digest(request.cache_salt.encode())
         self.digests: list[bytes] = []
         self._digest_blocks()
 

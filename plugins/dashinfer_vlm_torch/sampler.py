@@ -91,7 +91,7 @@ def _masks(runs: Sequence[Run]) -> tuple[dict[int, npt.NDArray[np.bool_]], dict[
     for row, run in enumerate(runs):
         if run.walk:
             try:
-                masks[row] = _without_early_end(run, run.walk.allowed())
+                masks[row] = _without_early_end(run, run.walk.allowed_tokens())
             except DecoderFailed as error:
                 lost[row] = error
     return masks, lost

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from dashinfer_vlm_core.decoders import DecodeRequest, FinishReason, Token, Walk
+from dashinfer_vlm_core.decoders import DecodeRequest, FinishReason, Token, GrammarMatcher
 from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
 
 from .arena import Slab
@@ -68,7 +68,7 @@ class Run:
     slab: int = -1
     held: Slab | None = None
     answer: list[int] = field(default_factory=list)
-    walk: Walk | None = None
+    walk: GrammarMatcher | None = None
     cached: int = 0
     own: int = 0
 
@@ -83,7 +83,7 @@ class Run:
             seed=seed,
             first_position=int(request.positions.max()) + 1,
             trail=Trail(request),
-            walk=request.guide.begin() if request.guide else None,
+            walk=request.grammar.new_matcher() if request.grammar else None,
         )
 
     @property
@@ -147,7 +147,7 @@ class Run:
         self.answer.append(token)
         self.trail.append(token, self.first_position + len(self.answer) - 1)
         if self.walk:
-            self.walk.take(token)
+            self.walk.accept_token(token)
 
     def finish(self) -> FinishReason | None:
         """Why the answer ends with its last token, if it does."""
@@ -321,7 +321,7 @@ class Scheduler:
         if finish:
             self.remove(run)
         cached = run.cached if first else 0
-        return Token(id=choice.id, logprob=choice.logprob, top=choice.top, finish=finish, cached=cached)
+        return Token(id=choice.id, logprob=choice.logprob, top_logprobs=choice.top, finish_reason=finish, cached_tokens=cached)
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._max_batch_size:

@@ -78,7 +78,7 @@ class Worker:
             return self._counts
 
     @property
-    def trouble(self) -> str:
+    def fatal_error(self) -> str:
         """Why nothing is decoded any more, though nobody has stopped the worker; empty while something is."""
         with self._lock:
             if self._ended is DecoderFailed:
@@ -185,7 +185,7 @@ class Worker:
             replies = self._scheduler.commit(chunks, choices)
             posts = [(self._mailboxes[run], reply) for run, reply in replies]
             for run, reply in replies:
-                if isinstance(reply, EngineError) or reply.finish:
+                if isinstance(reply, EngineError) or reply.finish_reason:
                     del self._mailboxes[run]
         self._deliver(posts)
 

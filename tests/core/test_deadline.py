@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from dashinfer_vlm_core.concurrency.deadline import stream_within, within
+from dashinfer_vlm_core.concurrency.deadline import stream_with_timeout, with_timeout
 from dashinfer_vlm_core.errors import DeadlineExceeded, QueueFull
 from tests.clock import run, skippable_loop
 from tests.waiting import HANG
@@ -37,8 +37,8 @@ async def pour(stream, items):
 def test_what_is_there_in_time_is_handed_on(seconds):
     async def main():
         closed = []
-        assert await within(asyncio.sleep(0, "done"), seconds) == "done"
-        assert await collect(stream_within(numbers(closed, 0, 0), seconds=seconds, first=seconds)) == [0, 1]
+        assert await with_timeout(asyncio.sleep(0, "done"), seconds) == "done"
+        assert await collect(stream_with_timeout(numbers(closed, 0, 0), seconds=seconds, first=seconds)) == [0, 1]
         assert closed
 
     run(main())
@@ -56,7 +56,7 @@ def test_what_takes_too_long_is_cancelled():
                 cancelled.set()
 
         with pytest.raises(DeadlineExceeded, match=r"600 seconds"):
-            await within(work(), 600)
+            await with_timeout(work(), 600)
         assert cancelled.is_set()
 
     run(main())
@@ -76,7 +76,7 @@ def test_a_stream_is_closed_at_its_deadline(pauses, limits, expected):
     async def main():
         closed, items = [], []
         with pytest.raises(DeadlineExceeded):
-            await pour(stream_within(numbers(closed, *pauses), **limits), items)
+            await pour(stream_with_timeout(numbers(closed, *pauses), **limits), items)
         assert closed
         assert items == expected
 
@@ -89,7 +89,7 @@ def test_errors_pass():
 
     async def main():
         with pytest.raises(QueueFull):
-            await within(fail(), HANG)
+            await with_timeout(fail(), HANG)
 
     asyncio.run(main())
 
@@ -108,7 +108,7 @@ def test_a_reader_that_is_cancelled_as_an_item_comes_leaves_nothing_running(turn
             finally:
                 closed.append(True)
 
-        reader = asyncio.create_task(collect(stream_within(items(), seconds=60, first=None)))
+        reader = asyncio.create_task(collect(stream_with_timeout(items(), seconds=60, first=None)))
         await asyncio.sleep(0)
         arrived.put_nowait("item")
         for _ in range(turns):
@@ -124,7 +124,7 @@ def test_a_reader_that_is_cancelled_as_an_item_comes_leaves_nothing_running(turn
 def test_leaving_a_stream_closes_it():
     async def main():
         closed = []
-        async with contextlib.aclosing(stream_within(numbers(closed, 0, NEVER), seconds=None, first=None)) as stream:
+        async with contextlib.aclosing(stream_with_timeout(numbers(closed, 0, NEVER), seconds=None, first=None)) as stream:
             await anext(stream)
         assert closed
 

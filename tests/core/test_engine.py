@@ -8,7 +8,7 @@ from types import MappingProxyType
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig, hookimpl
-from dashinfer_vlm_core.engine import choose_decoder
+from dashinfer_vlm_core.engine import select_decoder
 from dashinfer_vlm_core.errors import (
     CheckpointError,
     ContextLengthExceeded,
@@ -38,8 +38,8 @@ def scripted(tiny_checkpoint):
     """A started engine that plays a script, and the script, which knows what runs."""
     engines = []
 
-    def scripted(*answers, delay=0.0, honours=SAMPLING_PARAMETERS, **options):
-        script = Script(*answers, delay=delay, honours=honours)
+    def scripted(*answers, delay=0.0, supported_params=SAMPLING_PARAMETERS, **options):
+        script = Script(*answers, delay=delay, supported_params=supported_params)
         config = EngineConfig(model=str(tiny_checkpoint), decoder="scripted", **options)
         engines.append(Engine(config, registry=scripted_registry(script)).start())
         return engines[-1], script
@@ -153,7 +153,7 @@ def test_a_wrong_request_is_named_and_the_next_one_works(scripted, change, error
 
 
 def test_what_a_decoder_cannot_honour_is_refused_by_name(scripted):
-    engine, _ = scripted("ok", honours=SAMPLING_PARAMETERS - {"logit_bias"})
+    engine, _ = scripted("ok", supported_params=SAMPLING_PARAMETERS - {"logit_bias"})
     with pytest.raises(UnsupportedParameter, match="cannot honour logit_bias") as caught:
         engine.chat({**HELLO, "logit_bias": {"5": 1}})
     assert caught.value.param == "logit_bias"
@@ -372,7 +372,7 @@ def test_a_decoder_that_fails_at_being_asked_is_passed_over(tiny_checkpoint, cap
         def register_decoders(self, register):
             register(self)
 
-        def fitness(self, spec, config):
+        def check_support(self, spec, config):
             raise RuntimeError("no driver")
 
     registry = load_plugins()
@@ -398,4 +398,4 @@ def test_without_a_decoder_that_can_run_each_ones_reason_is_given(tiny_checkpoin
     from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 
     with pytest.raises(SetupError, match=r"No decoder can run here \(none is registered\)"):
-        choose_decoder(Registry(), read_spec(tiny_checkpoint), EngineConfig())
+        select_decoder(Registry(), read_spec(tiny_checkpoint), EngineConfig())

@@ -17,9 +17,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from dashinfer_vlm_core.errors import InvalidParameter
-from dashinfer_vlm_core.structured_output.grammar import Rules, SchemaFault, any_object, json_schema
+from dashinfer_vlm_core.structured_output.grammar import Rules, SchemaError, any_object, json_schema
 from dashinfer_vlm_core.structured_output.grammar.numbers import numbers_between
-from dashinfer_vlm_core.structured_output.guide import MAX_GUIDES, GuideMaker
+from dashinfer_vlm_core.structured_output.grammar_compiler import MAX_GUIDES, GrammarCompiler
 from tests.schemas import damaged, random_schema
 
 CHECKPOINT = Path(__file__).parents[2] / "plugins" / "dashinfer_vlm_demo" / "checkpoint"
@@ -30,7 +30,7 @@ SIZE = 800  # a model may have more rows than the tokenizer has tokens
 
 @pytest.fixture(scope="module")
 def maker():
-    return GuideMaker(TOKENIZER, SimpleNamespace(vocab_size=SIZE, tokens=SimpleNamespace(stop=(STOP,))))
+    return GrammarCompiler(TOKENIZER, SimpleNamespace(vocab_size=SIZE, tokens=SimpleNamespace(stop=(STOP,))))
 
 
 def compiled(maker, schema, **options):
@@ -206,7 +206,7 @@ FAULTS = {
 
 @pytest.mark.parametrize(("schema", "place"), FAULTS.values(), ids=FAULTS)
 def test_what_cannot_be_guaranteed_is_refused(schema, place):
-    with pytest.raises(SchemaFault) as caught:
+    with pytest.raises(SchemaError) as caught:
         json_schema(Rules(), schema)
     assert caught.value.place == place.removeprefix(".")
 
@@ -270,7 +270,7 @@ HOSTILE = {
 @pytest.mark.parametrize("schema", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.timeout(300)
 def test_a_hostile_schema_is_refused_or_followed_in_bounded_time(maker, schema):
-    with contextlib.suppress(InvalidParameter, SchemaFault):
+    with contextlib.suppress(InvalidParameter, SchemaError):
         walk = compiled(maker, schema).begin()
         rng = np.random.default_rng(0)
         for _ in range(50):
@@ -289,13 +289,13 @@ def test_damaged_schemas_are_refused_or_followed(maker):
         schema = damaged(rng, random_schema(seed), rng.choice((0.02, 0.1, 0.3)))
         try:
             walk = compiled(maker, schema if isinstance(schema, dict) else {}, lenient=seed % 2 == 0).begin()
-        except (SchemaFault, InvalidParameter) as error:
+        except (SchemaError, InvalidParameter) as error:
             outcomes[type(error)] += 1
         else:
             outcomes["followed"] += 1
             assert walk.allowed().any()
     assert outcomes["followed"] > 100
-    assert outcomes[SchemaFault] > 100
+    assert outcomes[SchemaError] > 100
 
 
 def test_guides_are_kept_by_content_and_are_bounded(maker):

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from transformers.models.qwen2_vl.modeling_qwen2_vl import apply_rotary_pos_emb_vision
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.engine import open_conductor
-from dashinfer_vlm_core.engine.watch import Watchers
+from dashinfer_vlm_core.engine import load_pipeline
+from dashinfer_vlm_core.engine.observers import ObserverList
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.kernels import Activation, DecoderLayer, DecoderShape, Norm, Pass, Span, Spans
 from dashinfer_vlm_core.kernels.layers import ComposedLayers
@@ -668,12 +668,12 @@ def test_an_engine_that_compiles_does_not_hold_its_event_loop(tmp_path, compiler
     config = EngineConfig(decoder="torch", cache_dir=tmp_path / "cache")
 
     async def load():
-        opening = asyncio.create_task(open_conductor(config, load_plugins(), Watchers()))
+        opening = asyncio.create_task(load_pipeline(config, load_plugins(), ObserverList()))
         while not compiler.runs:  # noqa: ASYNC110 - another process says so
             await asyncio.sleep(0.01)
         compiler.go()
-        conductor, _ = await opening
-        await conductor.close()
+        pipeline, _ = await opening
+        await pipeline.close()
 
     asyncio.run(load())
     assert load_native(config).kernels is not None

@@ -33,11 +33,11 @@ THREADS = max(2, os.cpu_count() or 2)
 
 
 def image(url, index=0, **options):
-    return MediaPart(kind="image", part=f"messages[0].content[{index}]", url=url, **options)
+    return MediaPart(kind="image", path=f"messages[0].content[{index}]", url=url, **options)
 
 
 def video(url, index=0, **options):
-    return MediaPart(kind="video", part=f"messages[0].content[{index}]", url=url, **options)
+    return MediaPart(kind="video", path=f"messages[0].content[{index}]", url=url, **options)
 
 
 def whole(media):
@@ -299,7 +299,7 @@ def test_no_more_items_are_held_at_full_size_than_there_are_threads():
         return media.part
 
     parts = [image(picture_url(seed=i), i) for i in range(THREADS + 8)]
-    assert load(*parts, then=shrink, limit_mm_per_prompt={"image": len(parts)}) == tuple(part.part for part in parts)
+    assert load(*parts, then=shrink, limit_mm_per_prompt={"image": len(parts)}) == tuple(part.path for part in parts)
     assert len(decoded) == len(parts)
     assert max(most) <= THREADS
 

@@ -39,11 +39,11 @@ LARGE = 200_000
 
 
 def image(url, index=0):
-    return MediaPart(kind="image", part=f"messages[0].content[{index}]", url=url)
+    return MediaPart(kind="image", path=f"messages[0].content[{index}]", url=url)
 
 
 def video(url, index=0):
-    return MediaPart(kind="video", part=f"messages[0].content[{index}]", url=url)
+    return MediaPart(kind="video", path=f"messages[0].content[{index}]", url=url)
 
 
 def photograph(seed):

@@ -29,7 +29,7 @@ ROWS = torch.randn((6, 8), generator=torch.Generator().manual_seed(1))
 
 
 def part(content, kind="image", **options):
-    return MediaPart(kind=kind, part=PART, content=content, **options)
+    return MediaPart(kind=kind, path=PART, content=content, **options)
 
 
 def got(content, kind="image", *, config=None, **options):
@@ -295,7 +295,7 @@ def load(*parts, **config):
 
 
 def test_the_loader_takes_objects_beside_urls_in_order():
-    url = MediaPart(kind="image", part="a", url=picture_url())
+    url = MediaPart(kind="image", path="a", url=picture_url())
     found = load(url, part(RGB), part(FRAMES, "video"), part({"image_embeds": ROWS, "image_grid_thw": (1, 4, 6)}))
     assert [type(media).__name__ for media in found] == ["Picture", "Picture", "Clip", "Embeddings"]
     assert [media.source for media in found] == [b""] * 4
@@ -309,5 +309,5 @@ def test_the_loader_counts_objects_too():
 def test_an_object_with_a_name_has_a_source():
     (one,), (same,), (other,) = (load(part(content, uuid="x")) for content in (RGB, RGB.copy(), RGB[::-1]))
     assert one.source == same.source != other.source
-    (file,) = load(MediaPart(kind="image", part="a", url=data_url(encode(RGB)), uuid="x"))
+    (file,) = load(MediaPart(kind="image", path="a", url=data_url(encode(RGB)), uuid="x"))
     assert len(file.source) == len(one.source) == 32

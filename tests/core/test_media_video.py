@@ -29,7 +29,7 @@ CONTAINERS = ["mp4", "mov", "matroska", "webm", "avi", "mpegts"]
 
 
 def video(**options):
-    return MediaPart(kind="video", part=PART, url="data:", **options)
+    return MediaPart(kind="video", path=PART, url="data:", **options)
 
 
 def clip(data, readers=READERS, config=None, **options):

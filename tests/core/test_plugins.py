@@ -325,7 +325,7 @@ def test_the_example_of_a_plugin_reads_an_animated_gif_as_a_video(monkeypatch):
     frames = [np.full((20, 30, 3), 60 * i, np.uint8) for i in range(4)]
     first, *rest = (Image.fromarray(frame) for frame in frames)
     gif = encode(first, "GIF", save_all=True, append_images=rest, duration=500)
-    part = MediaPart(kind="video", part="messages[0].content[0]", url=data_url(gif, "image/gif"))
+    part = MediaPart(kind="video", path="messages[0].content[0]", url=data_url(gif, "image/gif"))
 
     async def run():
         loader = MediaLoader(EngineConfig(), tuple(registry.video_readers.values()))

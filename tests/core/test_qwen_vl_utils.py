@@ -56,7 +56,7 @@ def published():
 
 
 def video(**options):
-    return MediaPart(kind="video", part="messages[0].content[0]", url="data:", **options)
+    return MediaPart(kind="video", path="messages[0].content[0]", url="data:", **options)
 
 
 @pytest.mark.slow

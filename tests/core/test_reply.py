@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from dashinfer_vlm_core.decoders import Token
 from dashinfer_vlm_core.errors import CheckpointError, DecoderFailed
 from dashinfer_vlm_core.protocol import ChatRequest
-from dashinfer_vlm_core.response.reply import PromptCounts, Reply, StopStrings
-from dashinfer_vlm_core.tokenization.detokenizer import Detokeniser
+from dashinfer_vlm_core.response.response_builder import PromptCounts, ResponseBuilder, StopStringMatcher
+from dashinfer_vlm_core.tokenization.detokenizer import IncrementalDetokenizer
 from tests.steps import lines_of
 
 MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("Ġ", "w"), ("ð", "Ł"), ("æ", "Ĺ"), ("o", "Ġw"), ("æĹ", "¥")]
@@ -65,14 +65,14 @@ def tokens_of(ids, finish="stop"):
     ids = [*ids, END] if finish == "stop" else ids
     ends = [None] * (len(ids) - 1) + [finish]
     return [
-        Token(id=index, logprob=-i / 8, top=((index, -i / 8), (END, -math.inf)), finish=end)
+        Token(id=index, logprob=-i / 8, top_logprobs=((index, -i / 8), (END, -math.inf)), finish_reason=end)
         for i, (index, end) in enumerate(zip(ids, ends, strict=True))
     ]
 
 
 def reply_to(counts=COUNTS, **fields):
     request = ChatRequest.parse({"messages": [{"role": "user", "content": "Hello"}], **fields})
-    return Reply(tokenizer=TOKENIZER, request=request, counts=counts, **ENVELOPE)
+    return ResponseBuilder(tokenizer=TOKENIZER, request=request, counts=counts, **ENVELOPE)
 
 
 def feed(reply, tokens):
@@ -87,7 +87,7 @@ def feed(reply, tokens):
 
 def stream(tokens, **fields):
     reply = reply_to(stream=True, **fields)
-    return [reply.opening(), *feed(reply, tokens), *reply.ending(), *reply.closing()]
+    return [reply.first_chunk(), *feed(reply, tokens), *reply.final_chunks(), *reply.usage_chunks()]
 
 
 def whole(tokens, **fields):
@@ -142,7 +142,7 @@ def test_an_unfinished_character_is_shown_at_the_end():
 
 
 def test_the_end_token_is_not_shown_whatever_it_says():
-    tokens = [Token(id=ids_of("a")[0]), Token(id=ids_of("b")[0], finish="stop")]
+    tokens = [Token(id=ids_of("a")[0]), Token(id=ids_of("b")[0], finish_reason="stop")]
     assert whole(tokens).choices[0].message.content == "a"
 
 
@@ -164,29 +164,29 @@ def test_special_tokens_within_an_answer_are_skipped():
 
 def test_a_run_of_invalid_bytes_is_not_held_back():
     """Each is shown with the next one: bytes that are held back would be decoded again with each one that comes."""
-    detokeniser = Detokeniser(TOKENIZER)
+    detokenizer = IncrementalDetokenizer(TOKENIZER)
     text = ""
     for count in range(1, 1001):
-        text += detokeniser.feed(bytes_of("日")[1])
+        text += detokenizer.feed(bytes_of("日")[1])
         assert len(text) == count
-        assert not detokeniser.flush()
+        assert not detokenizer.flush()
     assert text == "\ufffd" * 1000
 
 
 def test_other_tokenizers_are_refused():
     tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     with pytest.raises(CheckpointError, match="byte-level"):
-        Detokeniser(tokenizer)
+        IncrementalDetokenizer(tokenizer)
 
 
 def test_a_decoder_that_stops_without_a_reason_is_found_out():
     reply = reply_to()
-    reply.feed(Token(id=ids_of("a")[0]))
+    reply.add_token(Token(id=ids_of("a")[0]))
     assert not reply.finished
     with pytest.raises(DecoderFailed):
         reply.completion()
     with pytest.raises(DecoderFailed):
-        reply.ending()
+        reply.final_chunks()
 
 
 # Stop strings
@@ -208,7 +208,7 @@ def cut(text, stops):
 @example(["aab", "aabaaab"], ["aabaaa"])
 @example(["abc"], ["abcd", "bc"])
 def test_a_text_is_cut_at_the_first_stop_string(pieces, stops):
-    strings = StopStrings(tuple(stops))
+    strings = StopStringMatcher(tuple(stops))
     shown = ""
     for piece in pieces:
         shown += strings.feed(piece)
@@ -221,7 +221,7 @@ def test_a_text_is_cut_at_the_first_stop_string(pieces, stops):
 
 @given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4))
 def test_no_more_is_held_back_than_may_become_a_stop_string(text, stops):
-    strings = StopStrings(tuple(stops))
+    strings = StopStringMatcher(tuple(stops))
     shown = strings.feed(text)
     if not strings.matched:
         held = max(k for stop in stops for k in range(len(stop)) if text.endswith(stop[:k]))
@@ -260,12 +260,12 @@ def test_a_stop_string_ends_the_reading():
 def test_text_that_may_become_a_stop_string_waits():
     reply = reply_to(stop="world!")
     assert deltas(feed(reply, [Token(id=index) for index in ids_of("o wo")])) == ["o "]
-    assert deltas(reply.feed(Token(id=ids_of("m")[0]))) == ["wom"]
+    assert deltas(reply.add_token(Token(id=ids_of("m")[0]))) == ["wom"]
 
 
 def test_stop_strings_cost_no_more_the_longer_they_are():
     """To compare all of their beginnings with each character would cost a hundred times as much."""
-    short, long = StopStrings(("b", "c")), StopStrings(("a" * 255 + "b", "a" * 254 + "c"))
+    short, long = StopStringMatcher(("b", "c")), StopStringMatcher(("a" * 255 + "b", "a" * 254 + "c"))
     assert lines_of(lambda: feed_all(long, 2000)) < 3 * lines_of(lambda: feed_all(short, 2000))
     assert len(feed_all(long, 2000)) == 2000
 
@@ -280,8 +280,8 @@ def feed_all(strings, count):
 def test_log_probabilities_are_openais():
     ids = [*ids_of("he"), END]
     tokens = [
-        Token(id=ids[0], logprob=-0.25, top=((ids[0], -0.25), (END, -math.inf))),
-        Token(id=END, logprob=-0.5, top=((END, -0.5),), finish="stop"),
+        Token(id=ids[0], logprob=-0.25, top_logprobs=((ids[0], -0.25), (END, -math.inf))),
+        Token(id=END, logprob=-0.5, top_logprobs=((END, -0.5),), finish_reason="stop"),
     ]
     logprobs = whole(tokens, logprobs=True, top_logprobs=2).choices[0].logprobs
     assert logprobs.to_dict() == {
@@ -347,7 +347,7 @@ def test_usage():
     counts = PromptCounts(prompt_tokens=100, image_tokens=60, video_tokens=30)
     reply = reply_to(counts)
     first, *rest = tokens_of(ids_of("hello"))
-    feed(reply, [Token(id=first.id, cached=64), *rest])
+    feed(reply, [Token(id=first.id, cached_tokens=64), *rest])
     assert reply.completion().usage.to_dict() == {
         "prompt_tokens": 100,
         "completion_tokens": len(ids_of("hello")) + 1,  # and the end token
@@ -361,7 +361,7 @@ def test_several_answers_count_their_prompt_once_and_as_cached_where_none_had_to
     replies = [reply_to(counts) for _ in range(3)]
     for reply, cached in zip(replies, (32, 99, 99), strict=True):
         first, *rest = tokens_of(ids_of("hello"))
-        feed(reply, [Token(id=first.id, cached=cached), *rest])
+        feed(reply, [Token(id=first.id, cached_tokens=cached), *rest])
     usage = replies[0].completion(replies[1:]).usage
     assert usage.prompt_tokens == 100
     assert usage.prompt_tokens_details.cached_tokens == 32

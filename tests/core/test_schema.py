@@ -213,7 +213,7 @@ def test_a_conversation_keeps_its_order_and_its_texts():
         {"role": "assistant", "content": "I cannot."},
         {"role": "user", "content": ""},
     ]
-    assert [(part.kind, part.part) for part in parsed.media()] == [
+    assert [(part.kind, part.path) for part in parsed.media()] == [
         ("image", "messages[2].content[0]"),
         ("video", "messages[2].content[2]"),
         ("image", "messages[4].content[1]"),
@@ -242,7 +242,7 @@ def test_size_of_a_picture(fields, bounds):
 def test_a_video_file():
     options = {"min_pixels": 1, "max_pixels": 2, "total_pixels": 3, "fps": 0.5}
     (part,) = ChatRequest.parse(video("https://example.com/a.mp4", **options)).media()
-    assert part == MediaPart(kind="video", part="messages[0].content[0]", url="https://example.com/a.mp4", **options)
+    assert part == MediaPart(kind="video", path="messages[0].content[0]", url="https://example.com/a.mp4", **options)
     assert ChatRequest.parse(video(num_frames=8)).media()[0].num_frames == 8
 
 
@@ -254,7 +254,7 @@ def test_a_video_as_a_list_of_frames():
         {"image_url": {"url": "d"}},
     ]
     (part,) = ChatRequest.parse(video(frames, fps=2)).media()
-    assert part == MediaPart(kind="video", part="messages[0].content[0]", url=("a", "b", "c", "d"), fps=2.0)
+    assert part == MediaPart(kind="video", path="messages[0].content[0]", url=("a", "b", "c", "d"), fps=2.0)
 
 
 @pytest.mark.parametrize(

@@ -47,12 +47,12 @@ def refusal(*parts, **fields) -> RequestError:
 )
 def test_media_with_a_name_may_be_left_out(part, kind):
     found = only(part)
-    assert found == MediaPart(kind=kind, part=PART, uuid="cat")
+    assert found == MediaPart(kind=kind, path=PART, uuid="cat")
     assert not found.given
 
 
 def test_a_name_goes_with_its_media():
-    assert only({**IMAGE, "uuid": "cat"}) == MediaPart(kind="image", part=PART, url=URL, uuid="cat")
+    assert only({**IMAGE, "uuid": "cat"}) == MediaPart(kind="image", path=PART, url=URL, uuid="cat")
     assert only({**VIDEO, "uuid": "clip"}).uuid == "clip"
 
 
@@ -213,7 +213,7 @@ def test_an_object_stands_for_a_url():
 
 
 def test_a_rendered_prompt_brings_its_media_and_options():
-    part = MediaPart(kind="image", part="image[0]", url=URL)
+    part = MediaPart(kind="image", path="image[0]", url=URL)
     request = OfflineRequest(prompt="<|image_pad|>", attached=(part,), mm_processor_kwargs={"max_pixels": 7840})
     assert request.raw_prompt == "<|image_pad|>"
     assert request.media()[0].max_pixels == 7840

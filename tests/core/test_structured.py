@@ -141,7 +141,7 @@ def test_an_end_that_is_ignored_contradicts_a_format(engine):
 
 
 def test_a_decoder_without_masks_refuses_formats_by_name():
-    with scripted_engine("{}", honours=SAMPLING_PARAMETERS) as engine:
+    with scripted_engine("{}", supported_params=SAMPLING_PARAMETERS) as engine:
         for form in (JSON, follow(SCENE)):
             with pytest.raises(UnsupportedParameter) as caught:
                 ask(engine, **form)

@@ -48,7 +48,7 @@ class Kept:
         self.made = []
         self.refusals = 0
         self._factory = load_plugins().decoder("torch")
-        self.fitness = self._factory.fitness
+        self.check_support = self._factory.check_support
 
     @hookimpl
     def register_decoders(self, register):
@@ -133,7 +133,7 @@ def test_after_some_deaths_it_is_given_up_on(start, kept):
         with pytest.raises(DecoderFailed):
             list(stream)
     until(lambda: engine.status().state == "failed")
-    assert engine.status().trouble
+    assert engine.status().fatal_error
     with pytest.raises(DecoderFailed):
         engine.chat(HELLO)
     assert len(kept.made) == 2
@@ -165,7 +165,7 @@ def test_one_that_cannot_be_made_again_says_why(start, kept):
     kept.refusals = 100
     stream = kept.die_in(engine)
     until(lambda: engine.status().state == "failed")
-    assert engine.status().trouble == "There is no memory left."
+    assert engine.status().fatal_error == "There is no memory left."
     with pytest.raises(DecoderFailed, match="no memory left"):
         engine.chat(HELLO)
     stream.close()
@@ -179,7 +179,7 @@ def test_one_that_hangs_fails_its_requests_and_is_given_up_on(start, kept):
         with pytest.raises(DecoderFailed):
             engine.chat(HELLO)
         until(lambda: engine.status().state == "failed")
-        assert "has not ended within 0.5 seconds" in engine.status().trouble
+        assert "has not ended within 0.5 seconds" in engine.status().fatal_error
         assert engine.stats().answers == 0
     finally:
         hang.end()
@@ -188,7 +188,7 @@ def test_one_that_hangs_fails_its_requests_and_is_given_up_on(start, kept):
 def test_a_request_that_comes_while_it_is_replaced_waits_for_that(start, kept):
     engine = start()
     stream = kept.die_in(engine)
-    until(lambda: kept.made[0].trouble or len(kept.made) > 1)
+    until(lambda: kept.made[0].fatal_error or len(kept.made) > 1)
     assert engine.chat(HELLO).usage.completion_tokens == 4
     stream.close()
 

@@ -14,7 +14,7 @@ from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import DecoderFailed, InvalidParameter, UnsupportedParameter
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.protocol.sampling import SAMPLING_PARAMETERS
-from dashinfer_vlm_core.structured_output.calls import Argued, Called, CallReader, Said
+from dashinfer_vlm_core.structured_output.tool_parser import ToolCallArgumentsDelta, ToolCallStart, ToolCallParser, ContentDelta
 from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
 from tests.waiting import until
 
@@ -37,7 +37,7 @@ BOTH_KINDS = pytest.mark.parametrize("guided", [True, False], ids=["guided", "fr
 
 def play(answer, *, guided=True, **fields):
     """The plain answer, and the same put together from a stream."""
-    engine = scripted_engine(answer, **({} if guided else {"honours": SAMPLING_PARAMETERS}))
+    engine = scripted_engine(answer, **({} if guided else {"supported_params": SAMPLING_PARAMETERS}))
     request = {"messages": ASKED, "tools": [WEATHER, PING], **fields}
     with engine:
         plain = engine.chat(request).choices[0]
@@ -165,13 +165,13 @@ def test_pieces_do_not_matter(seed):
     text = "".join(parts)
 
     def read(pieces):
-        reader = CallReader({"weather", "ping"}, guided=False)
+        reader = ToolCallParser({"weather", "ping"}, guided=False)
         events = [event for piece in pieces for event in reader.feed(piece)] + reader.flush()
-        said = "".join(event.text for event in events if isinstance(event, Said))
-        positions = [(event.begin, event.text) for event in events if isinstance(event, Said)]
+        said = "".join(event.text for event in events if isinstance(event, ContentDelta))
+        positions = [(event.begin, event.text) for event in events if isinstance(event, ContentDelta)]
         assert all(text[begin : begin + len(piece)] == piece for begin, piece in positions)
-        return said, [(event.index, event.name) for event in events if isinstance(event, Called)], [
-            event.text for event in events if isinstance(event, Argued)
+        return said, [(event.index, event.name) for event in events if isinstance(event, ToolCallStart)], [
+            event.text for event in events if isinstance(event, ToolCallArgumentsDelta)
         ]  # fmt: skip
 
     whole = read([text])
@@ -222,7 +222,7 @@ def test_the_bundled_model_calls_what_it_has_to(demo, seed, choice):
 
 
 def test_a_decoder_without_masks_takes_tools_but_forces_none():
-    with scripted_engine(CALL, honours=SAMPLING_PARAMETERS) as engine:
+    with scripted_engine(CALL, supported_params=SAMPLING_PARAMETERS) as engine:
         strict = {"type": "function", "function": {**PING["function"], "strict": True}}
         for fields, param in (
             ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),

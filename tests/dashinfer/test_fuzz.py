@@ -97,10 +97,10 @@ def test_no_request_ends_the_worker(talking_checkpoint, cache):
         await asyncio.gather(*(ask_in_turn(engine, numbers) for _ in range(TOGETHER)))
 
     with Engine(config) as engine:
-        decoder = engine._ready().conductor.decoder._decoder
+        decoder = engine._ready().pipeline.decoder._decoder
         pid = decoder.pid
         asyncio.run(all_cases(engine))
-        assert (decoder.pid, decoder.trouble) == (pid, "")
+        assert (decoder.pid, decoder.fatal_error) == (pid, "")
         again = engine.chat({"messages": [user("Hello")], "temperature": 0, "max_tokens": 8})
         assert again.usage.completion_tokens
     assert outcomes.total() == CASES

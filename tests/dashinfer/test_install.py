@@ -48,9 +48,9 @@ def test_status_says_that_nothing_is_installed_and_what_to_do(tmp_path):
 
 @needs_3_11
 def test_without_an_environment_the_decoder_cannot_run_and_says_why(tmp_path, tiny_checkpoint):
-    fitness = DashInferFactory().fitness(read_spec(tiny_checkpoint), EngineConfig(cache_dir=tmp_path))
-    assert fitness.score == 0
-    assert "dashinfer install" in fitness.reason
+    check_support = DashInferFactory().check_support(read_spec(tiny_checkpoint), EngineConfig(cache_dir=tmp_path))
+    assert check_support.score == 0
+    assert "dashinfer install" in check_support.reason
 
 
 @needs_3_11
@@ -142,9 +142,9 @@ def test_an_environment_that_works_is_kept(installed, cpu_only, cpu):
 @needs_3_11
 def test_decoder_refuses_cuda_where_only_the_cpu_is_installed(installed, oracles):
     config = installed(cpu_only=True).model_copy(update={"device": "cuda"})
-    fitness = DashInferFactory().fitness(read_spec(oracles("64-untied").folder), config)
-    assert fitness.score == 0
-    assert "is installed for the CPU only: run `dashinfer-vlm dashinfer install`" in fitness.reason
+    check_support = DashInferFactory().check_support(read_spec(oracles("64-untied").folder), config)
+    assert check_support.score == 0
+    assert "is installed for the CPU only: run `dashinfer-vlm dashinfer install`" in check_support.reason
 
 
 def test_named_interpreter_for_the_cpu_only_is_recognized(tmp_path):
@@ -184,9 +184,9 @@ def test_status_says_what_is_there(environment):
 
 @pytest.mark.dashinfer
 def test_auto_takes_dashinfer_on_cuda_alone(cache, oracle, tiny_checkpoint):
-    fitness = DashInferFactory().fitness
-    on_cpu = fitness(read_spec(oracle.folder), EngineConfig(cache_dir=cache, device="cpu"))
+    check_support = DashInferFactory().check_support
+    on_cpu = check_support(read_spec(oracle.folder), EngineConfig(cache_dir=cache, device="cpu"))
     assert on_cpu.score == 1
     assert "CPU:0" in on_cpu.reason
-    narrow = fitness(read_spec(tiny_checkpoint), EngineConfig(cache_dir=cache, device="cpu"))
+    narrow = check_support(read_spec(tiny_checkpoint), EngineConfig(cache_dir=cache, device="cpu"))
     assert (narrow.score, "heads of 64 or 128" in narrow.reason) == (0, True)

@@ -191,7 +191,7 @@ def test_what_the_engine_might_not_survive_never_reaches_it(decoder, oracle):
                     await collect(running, request)
                 assert refusal.value.param == param, name
             fits = await collect(running, prompt(1, 500, max_tokens=12, top_k=10**9, temperature=1.0, ignore_eos=True))
-            return len(fits), running.trouble
+            return len(fits), running.fatal_error
 
     assert asyncio.run(run()) == (12, "")
 

@@ -70,17 +70,17 @@ def check(load, part):
 @given(damaged(PICTURES))
 def test_a_damaged_picture_is_seen_or_refused(watch, load, file):
     with watch.case():
-        check(load, MediaPart(kind="image", part=PART, url=data_url(file)))
+        check(load, MediaPart(kind="image", path=PART, url=data_url(file)))
 
 
 @settings(max_examples=SHARE)
 @given(damaged(VIDEOS))
 def test_a_damaged_video_is_seen_or_refused(watch, load, file):
     with watch.case():
-        check(load, MediaPart(kind="video", part=PART, url=data_url(file)))
+        check(load, MediaPart(kind="video", path=PART, url=data_url(file)))
 
 
 @pytest.mark.parametrize(("kind", "files"), [("image", PICTURES), ("video", VIDEOS)])
 def test_a_sound_file_is_seen(load, kind, files):
     for file in files:
-        assert load(MediaPart(kind=kind, part=PART, url=data_url(file))).tokens
+        assert load(MediaPart(kind=kind, path=PART, url=data_url(file))).tokens

@@ -40,8 +40,8 @@ def conversations(oracle):
 
 
 def test_auto_takes_dashinfer(oracle, cache):
-    fitness = DashInferFactory().fitness(read_spec(oracle.folder), EngineConfig(cache_dir=cache))
-    assert fitness.score > 10, fitness.reason
+    check_support = DashInferFactory().check_support(read_spec(oracle.folder), EngineConfig(cache_dir=cache))
+    assert check_support.score > 10, check_support.reason
 
 
 def test_tokens_equal_transformers_at_the_real_positions(oracle, on_cuda):

@@ -26,8 +26,8 @@ def scripted(tiny_checkpoint) -> Iterator[Callable[..., Scripted]]:
     """`scripted("Yes.", max_tokens=9).chat.invoke("?")`."""
     made = []
 
-    def start(*answers, delay=0.0, honours=EVERYTHING, engine_options=None, **arguments) -> Scripted:
-        script = Script(*answers, delay=delay, honours=honours)
+    def start(*answers, delay=0.0, supported_params=EVERYTHING, engine_options=None, **arguments) -> Scripted:
+        script = Script(*answers, delay=delay, supported_params=supported_params)
         engines = SharedEngines(scripted_registry(script))
         made.append(engines)
         options = {"decoder": "scripted", **(engine_options or {})}

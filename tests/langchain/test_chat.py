@@ -387,7 +387,7 @@ def test_cancelling_a_task_frees_its_place(slow):
 
 
 def test_a_decoder_that_cannot_be_held_to_a_schema_says_so(scripted):
-    chat = scripted("Yes.", honours=SAMPLING_PARAMETERS).chat
+    chat = scripted("Yes.", supported_params=SAMPLING_PARAMETERS).chat
     with pytest.raises(UnsupportedParameter) as caught:
         chat.with_structured_output(method="json_mode").invoke("?")
     assert caught.value.param == "response_format"

@@ -58,8 +58,8 @@ def scripted(tiny_checkpoint) -> Iterator[Callable[..., Scripted]]:
     """Register providers whose engines play a script: `litellm.completion(scripted("Yes.").model, ...)`."""
     made = []
 
-    def start(*answers, delay=0.0, honours=SAMPLING_PARAMETERS) -> Scripted:
-        script = Script(*answers, delay=delay, honours=honours)
+    def start(*answers, delay=0.0, supported_params=SAMPLING_PARAMETERS) -> Scripted:
+        script = Script(*answers, delay=delay, supported_params=supported_params)
         engines = SharedEngines(scripted_registry(script))
         provider = f"scripted_{len(made)}"
         made.append((provider, engines))

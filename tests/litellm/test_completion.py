@@ -177,7 +177,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(scripted, options, param, st
 
 def test_tools_formats_and_answers_come_through(scripted):
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-    provider = scripted(call, call, '{"a": 1}', honours=EVERYTHING)
+    provider = scripted(call, call, '{"a": 1}', supported_params=EVERYTHING)
     options = {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "weather"}}]}
     options["tools"][0]["function"]["parameters"] = {"type": "object", "properties": {"city": {"type": "string"}}}
     plain = litellm.completion(provider.model, **options).choices[0]

@@ -164,7 +164,7 @@ def scripted() -> Iterator[Callable[..., Scripted]]:
     with contextlib.ExitStack() as stack:
 
         def start(*answers, delay=0.0, settings=None, **options) -> Scripted:
-            script = Script(*answers, delay=delay, honours=EVERYTHING)
+            script = Script(*answers, delay=delay, supported_params=EVERYTHING)
             config = EngineConfig(decoder="scripted", **options)
             engine = stack.enter_context(Engine(config, registry=scripted_registry(script)))
             server = stack.enter_context(RunningServer(create_app(engine, settings)).running())

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.decoders import GUIDE, SAMPLING_PARAMETERS
+from dashinfer_vlm_core.decoders import GUIDED_DECODING, SAMPLING_PARAMETERS
 from dashinfer_vlm_core.errors import (
     CheckpointError,
     ConfigError,
@@ -265,13 +265,13 @@ def test_lost_device_ends_the_decoder(oracle):
     async def run():
         requests = [prompt(seed, 5) for seed in range(3)]
         ends = await asyncio.gather(*(collect(decoder, one) for one in requests), return_exceptions=True)
-        trouble = decoder.trouble
+        fatal_error = decoder.fatal_error
         await decoder.close()
-        return ends, trouble
+        return ends, fatal_error
 
-    ends, trouble = asyncio.run(run())
+    ends, fatal_error = asyncio.run(run())
     assert [type(end) for end in ends] == [DecoderFailed] * 3
-    assert trouble == "The decoder has stopped. Start the engine again."
+    assert fatal_error == "The decoder has stopped. Start the engine again."
 
 
 @pytest.mark.parametrize("options", [{"logit_bias": {96: 1.0}}, {"logit_bias": {-1: 1.0}}, {"stop_token_ids": (96,)}])
@@ -341,8 +341,8 @@ def test_the_plugin_registers_the_decoder(oracle):
     (factory,) = factories
     spec, config = read_spec(oracle.folder), EngineConfig(device="cpu")
     decoder = factory.create(spec, config, selector(config))
-    assert (factory.name, decoder.name, decoder.honours) == ("torch", "torch", SAMPLING_PARAMETERS | {GUIDE})
-    assert factory.fitness(spec, config).score > 0
+    assert (factory.name, decoder.name, decoder.supported_params) == ("torch", "torch", SAMPLING_PARAMETERS | {GUIDED_DECODING})
+    assert factory.check_support(spec, config).score > 0
 
 
 def test_setup_faults_are_named(oracle, tmp_path):

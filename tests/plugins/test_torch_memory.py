@@ -340,7 +340,7 @@ class Pool:
             if chunk.last:
                 choices[run] = Choice(expected[-1] % 90)
         for run, token in self.scheduler.commit(chunks, choices):
-            if token.finish:
+            if token.finish_reason:
                 self.there.remove(run)
                 self.ended.append(run)
 

@@ -40,7 +40,7 @@ def test_a_prompt_is_read_in_chunks_then_decoded_token_by_token():
     steps = [step(queue) for _ in range(5)]
     read = [(0, 8), (8, 16), (16, 20), (20, 21), (21, 22)]
     assert [chunks for chunks, _ in steps] == [[(one, start, stop)] for start, stop in read]
-    finishes = [[token.finish for _, token in replies] for _, replies in steps]
+    finishes = [[token.finish_reason for _, token in replies] for _, replies in steps]
     assert finishes == [[], [], [None], [None], ["length"]]
     assert not queue.busy
 
@@ -129,9 +129,9 @@ def test_answers_end_as_their_sampling_says():
         queue.add(one)
     first = dict(step(queue, token=95)[1])
     second = dict(step(queue, token=7)[1])
-    assert first[ends["own"]].finish == "stop"
-    assert (first[ends["ignored"]].finish, second[ends["ignored"]].finish) == (None, "length")
-    assert (first[ends["asked"]].finish, second[ends["asked"]].finish) == (None, "stop")
+    assert first[ends["own"]].finish_reason == "stop"
+    assert (first[ends["ignored"]].finish_reason, second[ends["ignored"]].finish_reason) == (None, "length")
+    assert (first[ends["asked"]].finish_reason, second[ends["asked"]].finish_reason) == (None, "stop")
 
 
 def test_seeds_of_any_size_are_taken():

@@ -10,7 +10,7 @@ import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig, hookimpl
 from dashinfer_vlm_core.concurrency.compute import THREAD
-from dashinfer_vlm_core.decoders import Fitness
+from dashinfer_vlm_core.decoders import DecoderSupport
 from dashinfer_vlm_core.kernels.plain import Plain
 from dashinfer_vlm_core.models.qwen2_vl.vit import Qwen2VLEncoder
 from dashinfer_vlm_core.plugins import load_plugins
@@ -45,8 +45,8 @@ class Counted:
     def register_decoders(self, register):
         register(self)
 
-    def fitness(self, spec, config):
-        return Fitness(score=1, reason="for a test")
+    def check_support(self, spec, config):
+        return DecoderSupport(score=1, reason="for a test")
 
     def create(self, spec, config, kernels):
         self.decoder = CountingDecoder(spec, config, kernels)

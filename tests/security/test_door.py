@@ -20,7 +20,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from dashinfer_vlm_core import Engine, EngineConfig, hookimpl
-from dashinfer_vlm_core.decoders import Fitness
+from dashinfer_vlm_core.decoders import DecoderSupport
 from dashinfer_vlm_core.decoders.dashinfer import process
 from dashinfer_vlm_core.errors import CheckpointError, DecoderFailed
 from dashinfer_vlm_core.plugins import load_plugins
@@ -176,14 +176,14 @@ def test_security_19_a_client_that_leaves_frees_its_place(tiny_checkpoint):
 class Dying:
     """A decoder that dies of its first request, and the plugin that brings it."""
 
-    name, honours, blind, trouble = "dying", frozenset(), "", ""
+    name, supported_params, unsupported_vision_reason, fatal_error = "dying", frozenset(), "", ""
 
     @hookimpl
     def register_decoders(self, register):
         register(self)
 
-    def fitness(self, spec, config):
-        return Fitness(score=1, reason="a test")
+    def check_support(self, spec, config):
+        return DecoderSupport(score=1, reason="a test")
 
     def create(self, spec, config, kernels):
         self.max_model_len = spec.max_model_len
@@ -196,7 +196,7 @@ class Dying:
         """Nothing has to be freed."""
 
     async def decode(self, request):
-        self.trouble = "The decoder is dead."
+        self.fatal_error = "The decoder is dead."
         raise DecoderFailed("The decoder has died.")
         yield
 

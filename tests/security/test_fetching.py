@@ -238,7 +238,7 @@ def test_security_03_one_private_address_among_public_ones_refuses_the_name():
 def test_security_03_the_loader_asks_the_resolver_it_was_given_and_no_other():
     async def run(table):
         loader = MediaLoader(EngineConfig(), READERS, resolve=names(table))
-        part = MediaPart(kind="image", part=PART, url="http://pictures.example/a.png")
+        part = MediaPart(kind="image", path=PART, url="http://pictures.example/a.png")
         try:
             await loader.load([part], lambda media: media)
         finally:
@@ -303,7 +303,7 @@ def test_security_03_nothing_of_the_environment_and_no_cookie_travels_along(monk
 
 
 def image_part(url):
-    return MediaPart(kind="image", part=PART, url=url)
+    return MediaPart(kind="image", path=PART, url=url)
 
 
 def load(*parts):

@@ -119,7 +119,7 @@ def test_security_10_every_placeholder_has_its_row(asked):
     ],
 )
 def test_security_10_a_rendered_prompt_with_other_placeholders_never_reaches_the_decoder(asked, prompt):
-    attached = MediaPart(kind="image", part="multi_modal_data.image[0]", url=picture_url())
+    attached = MediaPart(kind="image", path="multi_modal_data.image[0]", url=picture_url())
     with pytest.raises(InvalidParameter):
         asked(OfflineRequest(prompt=prompt, attached=(attached,)))
 

@@ -129,13 +129,13 @@ def scripted(tiny_checkpoint) -> Iterator[Callable[..., Scripted]]:
         def start(
             *answers,
             delay=0.0,
-            honours=SAMPLING_PARAMETERS,
+            supported_params=SAMPLING_PARAMETERS,
             max_body_bytes=10_000_000,
             settings=MappingProxyType({}),
             protocol=Protocol,
             **options,
         ) -> Scripted:
-            script = Script(*answers, delay=delay, honours=honours)
+            script = Script(*answers, delay=delay, supported_params=supported_params)
             config = EngineConfig(model=str(tiny_checkpoint), served_model_name="tiny", decoder="scripted", **options)
             engine = stack.enter_context(Engine(config, registry=scripted_registry(script)))
             served = serving(engine, protocol=protocol, max_body_bytes=max_body_bytes, **settings)

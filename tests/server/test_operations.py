@@ -177,7 +177,7 @@ def test_the_engines_lines_name_the_request_too(scripted, tmp_path):
         logging.getLogger().removeHandler(handler)
         handler.close()
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    failed = next(line for line in lines if line["logger"] == "dashinfer_vlm_core.engine.conductor")
+    failed = next(line for line in lines if line["logger"] == "dashinfer_vlm_core.engine.chat_pipeline")
     assert failed["request_id"] == "the-one"
     assert "ZeroDivisionError" in failed["exception"]
 

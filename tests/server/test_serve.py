@@ -465,19 +465,19 @@ def test_keys_may_come_from_the_environment(tiny_checkpoint, tmp_path):
 
 LOST = """
 from dashinfer_vlm_core import hookimpl
-from dashinfer_vlm_core.decoders import Fitness
+from dashinfer_vlm_core.decoders import DecoderSupport
 from dashinfer_vlm_core.errors import DecoderFailed
 
 
 class Dying:
-    name, honours, blind, trouble, max_model_len = "dying", frozenset(), "", "", 64
+    name, supported_params, unsupported_vision_reason, trouble, max_model_len = "dying", frozenset(), "", "", 64
 
     @hookimpl
     def register_decoders(self, register):
         register(self)
 
-    def fitness(self, spec, config):
-        return Fitness(score=99, reason="a test")
+    def check_support(self, spec, config):
+        return DecoderSupport(score=99, reason="a test")
 
     def create(self, spec, config, kernels):
         return self

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from ...errors import SetupError
 from ...hookspecs import Finding, hookimpl
-from ..interface import Decoder, DecoderFactory, Fitness
-from .options import HONOURED_ON_CUDA
+from ..interface import Decoder, DecoderFactory, DecoderSupport
+from .options import SUPPORTED_ON_CUDA
 
 if TYPE_CHECKING:
     import click
@@ -39,28 +39,28 @@ class DashInferFactory:
     """Registers as `dashinfer`."""
 
     name = "dashinfer"
-    honours: frozenset[str] = HONOURED_ON_CUDA
+    supported_params: frozenset[str] = SUPPORTED_ON_CUDA
 
-    def fitness(self, spec: ModelSpec, config: EngineConfig) -> Fitness:
+    def check_support(self, spec: ModelSpec, config: EngineConfig) -> DecoderSupport:
         from ...kernels.devices import cuda_devices
         from .convert import unsupported
         from .environment import find_environment
         from .plan import make_plan
 
         if reason := unsupported(spec.text):
-            return Fitness(score=0, reason=f"It cannot decode {spec.model_type}: {reason}.")
+            return DecoderSupport(score=0, reason=f"It cannot decode {spec.model_type}: {reason}.")
         try:
             environment = find_environment(config)
             plan = make_plan(spec, config, cuda=cuda_devices(), cpu_only=environment.cpu_only)
         except SetupError as error:
-            return Fitness(score=0, reason=error.message)
+            return DecoderSupport(score=0, reason=error.message)
         if spec.text.head_dim not in HEAD_DIMS:
             head_dim = spec.text.head_dim
-            return Fitness(score=0, reason=f"Its kernels take heads of 64 or 128 numbers, not of {head_dim}.")
+            return DecoderSupport(score=0, reason=f"Its kernels take heads of 64 or 128 numbers, not of {head_dim}.")
         where = f"DashInfer runs {environment.origin}, on {plan.compute_unit}"
         if plan.on_cpu:
-            return Fitness(score=ON_REQUEST, reason=f"{where}: exact for text alone, so only where it is asked for.")
-        return Fitness(score=BEST, reason=f"{where}.")
+            return DecoderSupport(score=ON_REQUEST, reason=f"{where}: exact for text alone, so only where it is asked for.")
+        return DecoderSupport(score=BEST, reason=f"{where}.")
 
     def create(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> Decoder:
         from .decoder import DashInferDecoder

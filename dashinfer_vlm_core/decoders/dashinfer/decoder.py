@@ -16,10 +16,10 @@ from ...config import EngineConfig
 from ...errors import DecoderFailed, EngineClosed, EngineError, QueueFull, SetupError, UnsupportedParameter
 from ...kernels.devices import cuda_devices
 from ...models.spec import ModelSpec
-from ..interface import DecodeRequest, FinishReason, NotBegun, Token, VisualSpan, check_request
+from ..interface import DecodeRequest, FinishReason, RequestNotStarted, Token, VisualSpan, check_request
 from .convert import Converted, convert
 from .environment import find_environment
-from .options import HONOURED_ON_CPU, HONOURED_ON_CUDA, check_sampling, generate_config, stop_tokens
+from .options import SUPPORTED_ON_CPU, SUPPORTED_ON_CUDA, check_sampling, generate_config, stop_tokens
 from .plan import check_salt, make_plan
 from .process import LOG_MARK, WorkerDied, WorkerProcess
 from .settings import DashInferOptions
@@ -34,7 +34,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 ENDS = 2
 """The engine counts two tokens more than prompt and answer have."""
 
-BLIND = (
+UNSUPPORTED_VISION_REASON = (
     "DashInfer on a CPU ignores the rows and columns of pictures (M-RoPE), so that answers about them would be wrong:"
     " use the decoder `torch`, or set approximate_vision to accept that."
 )
@@ -81,9 +81,9 @@ class DashInferDecoder:
             cpu_only=self._environment.cpu_only,
         )
         self.max_model_len: int = self._plan.max_model_len
-        self.honours: frozenset[str] = HONOURED_ON_CPU if self._plan.on_cpu else HONOURED_ON_CUDA
-        self.blind = BLIND if self._plan.on_cpu and not config.options_of(DashInferOptions).approximate_vision else ""
-        self.trouble: str = ""
+        self.supported_params: frozenset[str] = SUPPORTED_ON_CPU if self._plan.on_cpu else SUPPORTED_ON_CUDA
+        self.unsupported_vision_reason = UNSUPPORTED_VISION_REASON if self._plan.on_cpu and not config.options_of(DashInferOptions).approximate_vision else ""
+        self.fatal_error: str = ""
         self._worker: WorkerProcess | None = None
         self._serving: asyncio.Task[None] | None = None
         self._places = asyncio.Semaphore(self._plan.places)
@@ -134,17 +134,17 @@ class DashInferDecoder:
 
     def _check(self, request: DecodeRequest) -> None:
         """No value reaches the engine that it might not survive."""
-        if self.trouble:
-            raise NotBegun
+        if self.fatal_error:
+            raise RequestNotStarted
         if self._serving is None or self._closed:
             raise EngineClosed("The decoder is not running. Start the engine first.")
         check_request(request, self._spec, max_model_len=self.max_model_len)
-        check_salt(request.salt, self._plan)
+        check_salt(request.cache_salt, self._plan)
         check_sampling(request.sampling)
-        if unsupported := sorted(request.sampling.asked() - self.honours):
+        if unsupported := sorted(request.sampling.requested_params() - self.supported_params):
             raise UnsupportedParameter(f"DashInfer cannot honour {unsupported[0]} here.", param=unsupported[0])
-        if request.spans and self.blind:
-            raise UnsupportedParameter(self.blind, param="messages")
+        if request.spans and self.unsupported_vision_reason:
+            raise UnsupportedParameter(self.unsupported_vision_reason, param="messages")
 
     # Places: who may be in the engine
 
@@ -159,7 +159,7 @@ class DashInferDecoder:
             self._waiting -= 1
         if self._worker is None:
             self._places.release()
-            raise NotBegun if self.trouble else EngineClosed(_CLOSED)
+            raise RequestNotStarted if self.fatal_error else EngineClosed(_CLOSED)
 
     def _enter(self, request: DecodeRequest, arrays: list[Array]) -> _Run:
         """Send the request to the worker; from here on, `_release` alone gives its place back."""
@@ -200,7 +200,7 @@ class DashInferDecoder:
             )
             logprob, top = logprobs or (None, [])
             alternatives = tuple((index, value) for index, value in top[: sampling.logprobs or 0])
-            yield Token(id=token, logprob=logprob, top=alternatives, finish=finish, cached=cached if count == 1 else 0)
+            yield Token(id=token, logprob=logprob, top_logprobs=alternatives, finish_reason=finish, cached_tokens=cached if count == 1 else 0)
             if finish:
                 return
 
@@ -239,10 +239,10 @@ class DashInferDecoder:
                 self._heard = asyncio.get_running_loop().time()
                 self._book(frame)
         except WorkerDied as error:
-            self.trouble = f"DashInfer's worker died ({_how(error)}); the log has its last words."
+            self.fatal_error = f"DashInfer's worker died ({_how(error)}); the log has its last words."
             logger.warning("DashInfer's worker died with %d requests: %s", len(self._runs), error)
         except Exception:
-            self.trouble = "DashInfer's worker said what nobody understands; the log has the cause."
+            self.fatal_error = "DashInfer's worker said what nobody understands; the log has the cause."
             logger.exception("what DashInfer's worker sent was not understood")
         finally:
             watch.cancel()
@@ -255,7 +255,7 @@ class DashInferDecoder:
         try:
             await worker.close()
         finally:
-            self._end_runs(EngineClosed(_CLOSED) if self._closed and not self.trouble else DecoderFailed(_DIED))
+            self._end_runs(EngineClosed(_CLOSED) if self._closed and not self.fatal_error else DecoderFailed(_DIED))
 
     async def _watch(self, worker: WorkerProcess) -> None:
         """Kill a worker that has requests and says nothing: it is replaced as any other that died."""

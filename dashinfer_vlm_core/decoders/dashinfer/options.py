@@ -10,10 +10,10 @@ from ...models.spec import ModelSpec
 from ...protocol.sampling import Sampling
 from ..interface import DecodeRequest
 
-HONOURED_ON_CPU = frozenset(
+SUPPORTED_ON_CPU = frozenset(
     {"temperature", "top_p", "top_k", "seed", "repetition_penalty", "stop_token_ids", "ignore_eos", "logprobs"}
 )
-HONOURED_ON_CUDA = HONOURED_ON_CPU | {"presence_penalty", "frequency_penalty"}
+SUPPORTED_ON_CUDA = SUPPORTED_ON_CPU | {"presence_penalty", "frequency_penalty"}
 """On a CPU the engine applies presence_penalty to the prompt as well, and frequency_penalty not at all."""
 
 GREEDY_BELOW = 1e-5

@@ -8,6 +8,6 @@ at those of `bounds`. An answer that follows its grammar therefore always ends b
 
 from .json_schema import COLON, COMMA, any_object, json_schema
 from .rules import Rules, literal
-from .schema_shape import SchemaFault
+from .schema_shape import SchemaError
 
-__all__ = ["COLON", "COMMA", "Rules", "SchemaFault", "any_object", "json_schema", "literal"]
+__all__ = ["COLON", "COMMA", "Rules", "SchemaError", "any_object", "json_schema", "literal"]

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from . import bounds
 from .numbers import integers_between, numbers_between
 from .rules import Rules, TooManyRules, literal, regex
-from .schema_shape import ANNOTATIONS, SchemaFault, check_keywords, merge, types_of
+from .schema_shape import ANNOTATIONS, SchemaError, check_keywords, merge, types_of
 
 Schema: TypeAlias = Mapping[str, Any] | bool
 
@@ -34,14 +34,14 @@ def json_schema(rules: Rules, schema: Schema, *, field: str = "", lenient: bool 
         lenient: pass over keywords that cannot be guaranteed.
 
     Raises:
-        SchemaFault: it is malformed, too complex, cannot be guaranteed, or describes nothing.
+        SchemaError: it is malformed, too complex, cannot be guaranteed, or describes nothing.
     """
     try:
         rule = _Compiler(rules, schema, field=field, lenient=lenient).compile(schema, level=0, place="")
     except TooManyRules:
-        raise SchemaFault("", "is too large: make it simpler") from None
+        raise SchemaError("", "is too large: make it simpler") from None
     if rule is None:
-        raise SchemaFault("", "describes no value that could be written")
+        raise SchemaError("", "describes no value that could be written")
     return rule
 
 
@@ -121,7 +121,7 @@ class _Compiler:
         self._count()
         self._depth += 1
         if self._depth > bounds.MAX_NESTING:
-            raise SchemaFault("", f"nests deeper than {bounds.MAX_NESTING} levels: make it flatter")
+            raise SchemaError("", f"nests deeper than {bounds.MAX_NESTING} levels: make it flatter")
         try:
             return self._compiled(schema, level, place)
         finally:
@@ -180,7 +180,7 @@ class _Compiler:
         beside = {name: value for name, value in schema.items() if name != key}
         branches = schema[key]
         if key == "oneOf" and not self._lenient and not self._apart(branches, place):
-            raise SchemaFault(f"{place}.oneOf", "has alternatives that one value could satisfy at once: write `anyOf`")
+            raise SchemaError(f"{place}.oneOf", "has alternatives that one value could satisfy at once: write `anyOf`")
         found = []
         for index, branch in enumerate(branches):
             whole = merge(branch, beside, place) if beside else branch
@@ -213,9 +213,9 @@ class _Compiler:
                 key = step.replace("~1", "/").replace("~0", "~")
                 found = found[int(key)] if isinstance(found, list) else found[key]
         except (KeyError, IndexError, ValueError, TypeError):
-            raise SchemaFault(f"{place}.$ref", "must name a part of the same schema, such as #/$defs/Name") from None
+            raise SchemaError(f"{place}.$ref", "must name a part of the same schema, such as #/$defs/Name") from None
         if not isinstance(found, (Mapping, bool)):
-            raise SchemaFault(f"{place}.$ref", "leads to what is no schema")
+            raise SchemaError(f"{place}.$ref", "leads to what is no schema")
         return found
 
     def _reachable(self, pointer: str, place: str) -> frozenset[str]:
@@ -235,7 +235,7 @@ class _Compiler:
     def _count(self) -> None:
         self._steps += 1
         if self._steps > bounds.MAX_STEPS:
-            raise SchemaFault("", "is too complex: make it smaller, or its references fewer")
+            raise SchemaError("", "is too complex: make it smaller, or its references fewer")
 
     # Values
 
@@ -243,7 +243,7 @@ class _Compiler:
         """One of the values of `const` or `enum`, of those that `type` allows."""
         beside = sorted(schema.keys() - {"const", "enum", "type"})
         if beside and not self._lenient:
-            raise SchemaFault(f"{place}.{beside[0]}", "cannot stand beside `const` and `enum`: leave it out")
+            raise SchemaError(f"{place}.{beside[0]}", "cannot stand beside `const` and `enum`: leave it out")
         values = schema["enum"] if "enum" in schema else [schema["const"]]
         if "const" in schema:
             values = [value for value in values if _spelled(value) == _spelled(schema["const"])]
@@ -274,7 +274,7 @@ class _Compiler:
         least = max(schema.get("minProperties", 0) - required, 0)
         most = min(schema.get("maxProperties", math.inf) - len(named), max(least, bounds.EXTRA_PROPERTIES))
         if most < 0 and not self._lenient:
-            raise SchemaFault(f"{place}.maxProperties", "must not be below the number of properties")
+            raise SchemaError(f"{place}.maxProperties", "must not be below the number of properties")
         value = self.compile(more, level, f"{place}.additionalProperties") if more is not False and most > 0 else None
         if value is None:
             return None, least, 0

@@ -39,7 +39,7 @@ _IMPLIED = MappingProxyType(
 """The type that a schema means which names none, by its keywords."""
 
 
-class SchemaFault(Exception):
+class SchemaError(Exception):
     """What is wrong with a schema.
 
     Attributes:
@@ -122,10 +122,10 @@ def check_keywords(schema: Mapping[str, Any], place: str, *, lenient: bool) -> N
     """Refuse keywords of a wrong shape and, unless `lenient`, those that cannot be guaranteed."""
     for key, (fits, words) in _SHAPES.items():
         if key in schema and not fits(schema[key]):
-            raise SchemaFault(f"{place}.{key}", words)
+            raise SchemaError(f"{place}.{key}", words)
     for key in sorted(NOT_GUARANTEED & schema.keys()):
         if not lenient and schema[key] is not False:
-            raise SchemaFault(f"{place}.{key}", "cannot be guaranteed: leave it out")
+            raise SchemaError(f"{place}.{key}", "cannot be guaranteed: leave it out")
 
 
 def types_of(schema: Mapping[str, Any]) -> tuple[str, ...]:
@@ -139,7 +139,7 @@ def merge(one: Schema, two: Schema, place: str) -> Schema:
     """A schema of the values that satisfy both.
 
     Raises:
-        SchemaFault: it cannot be written as one.
+        SchemaError: it cannot be written as one.
     """
     if isinstance(one, bool) or isinstance(two, bool):
         return (two if one else False) if isinstance(one, bool) else (one if two else False)
@@ -148,7 +148,7 @@ def merge(one: Schema, two: Schema, place: str) -> Schema:
     for closed, other in ((one, two), (two, one)):
         strange = other.get("properties", {}).keys() - closed.get("properties", {}).keys()
         if strange and closed.get("additionalProperties", True) is not True:
-            raise SchemaFault(f"{place}.additionalProperties", "of one part forbids properties of another part")
+            raise SchemaError(f"{place}.additionalProperties", "of one part forbids properties of another part")
     whole = dict(one)
     for key, value in two.items():
         whole[key] = _merged(key, whole[key], value, place) if key in whole else value
@@ -159,16 +159,16 @@ def _merged(key: str, one: Any, two: Any, place: str) -> Any:
     if one == two or key in ANNOTATIONS:
         return one
     if key in _SHAPES and not all(_SHAPES[key][0](value) for value in (one, two)):
-        raise SchemaFault(f"{place}.{key}", _SHAPES[key][1])
+        raise SchemaError(f"{place}.{key}", _SHAPES[key][1])
     if key in _MERGES:
         return _MERGES[key](one, two, place)
-    raise SchemaFault(f"{place}.{key}", "is said twice, and differs: write one schema for both")
+    raise SchemaError(f"{place}.{key}", "is said twice, and differs: write one schema for both")
 
 
 def _common_types(one: Any, two: Any, place: str) -> list[str]:
     common = [name for name in types_of({"type": one}) if name in types_of({"type": two})]
     if not common:
-        raise SchemaFault(f"{place}.type", "leaves no type that suits all parts of the schema")
+        raise SchemaError(f"{place}.type", "leaves no type that suits all parts of the schema")
     return common
 
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from ..decoders import GUIDE, DecodeRequest, Guide, Token, VisualSpan
+from ..decoders import GUIDED_DECODING, DecodeRequest, CompiledGrammar, Token, VisualSpan
 from ..decoders.supervisor import Supervisor
 from ..errors import DashInferVLMError, EngineError, InvalidParameter, ModelNotFound, QueueFull, UnsupportedParameter
 from ..media import Embeddings, Media, MediaLoader
@@ -23,12 +23,12 @@ from ..preprocessing.preview import Preview, Seen, seen
 from ..preprocessing.prompt import Prompt, PromptBuilder
 from ..protocol import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, ChatRequest, MediaPart
 from ..protocol.sampling import Sampling
-from ..response.reply import PromptCounts, Reply
-from ..structured_output.forms import form_of
-from ..structured_output.guide import GuideMaker
+from ..response.response_builder import PromptCounts, ResponseBuilder
+from ..structured_output.output_grammar import grammar_for_request
+from ..structured_output.grammar_compiler import GrammarCompiler
 from ..vision import Item, Processed, VisionService
 from ..vision.ids import MediaIds
-from .watch import Stopwatch, Watcher
+from .observers import RequestTimer, RequestObserver
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -68,13 +68,13 @@ class _TokenBudget:
         self._tokens = tokens
         self._lock = threading.Lock()
 
-    def take(self, tokens: int) -> None:
+    def add(self, tokens: int) -> None:
         with self._lock:
             self._tokens += tokens
             self._check(self._tokens)
 
 
-class Places:
+class ConcurrencyLimiter:
     """As many answers as are decoded or wait at one time; used on one event loop.
 
     Attributes:
@@ -84,10 +84,10 @@ class Places:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.taken: int = 0
+        self.in_use: int = 0
 
     @contextlib.contextmanager
-    def take(self, answers: int = 1) -> Iterator[None]:
+    def slots(self, answers: int = 1) -> Iterator[None]:
         """Hold a place for each answer of a request.
 
         Raises:
@@ -96,17 +96,17 @@ class Places:
         """
         if answers > self.limit:
             raise InvalidParameter(f"`n` can be {self.limit} at most: ask for fewer answers.", param="n")
-        if self.taken + answers > self.limit:
-            raise QueueFull(f"{self.taken} requests are served or wait already: try again in a moment.")
-        self.taken += answers
+        if self.in_use + answers > self.limit:
+            raise QueueFull(f"{self.in_use} requests are served or wait already: try again in a moment.")
+        self.in_use += answers
         try:
             yield
         finally:
-            self.taken -= answers
+            self.in_use -= answers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Conductor:
+class ChatPipeline:
     """The rooms of a running engine, in the order a request walks through them.
 
     Attributes:
@@ -118,31 +118,31 @@ class Conductor:
 
     name: str
     aliases: frozenset[str]
-    places: Places
+    limiter: ConcurrencyLimiter
     spec: ModelSpec
     media: MediaLoader
     processor: ImageProcessor
     prompts: PromptBuilder
     vision: VisionService
-    ids: MediaIds
-    guides: GuideMaker
+    media_uuids: MediaIds
+    grammars: GrammarCompiler
     decoder: Supervisor
-    watcher: Watcher
+    observer: RequestObserver
 
     async def chat(self, request: ChatRequest) -> ChatCompletion:
         return (await self.generate(request)).completion
 
     async def generate(self, request: ChatRequest) -> Generation:
-        with _faults(), self.places.take(request.n):
-            stopwatch = Stopwatch(self.watcher, answers=request.n)
+        with _faults(), self.limiter.slots(request.n):
+            timer = RequestTimer(self.observer, answers=request.n)
             replies, decodes = await self._prepare(request)
             ids: list[list[int]] = [[] for _ in replies]
-            async with contextlib.aclosing(self._tokens(replies, decodes, stopwatch)) as tokens:
+            async with contextlib.aclosing(self._tokens(replies, decodes, timer)) as tokens:
                 async for index, token in tokens:
-                    replies[index].feed(token)
+                    replies[index].add_token(token)
                     ids[index].append(token.id)
             completion = replies[0].completion(replies[1:])
-            stopwatch.answered(replies[0].usage(replies[1:]))
+            timer.answered(replies[0].usage(replies[1:]))
             return Generation(
                 completion=completion,
                 prompt_token_ids=tuple(decodes[0].token_ids.tolist()),
@@ -150,28 +150,28 @@ class Conductor:
             )
 
     async def stream(self, request: ChatRequest) -> AsyncGenerator[ChatCompletionChunk, None]:
-        with _faults(), self.places.take(request.n):
-            stopwatch = Stopwatch(self.watcher, answers=request.n)
+        with _faults(), self.limiter.slots(request.n):
+            timer = RequestTimer(self.observer, answers=request.n)
             replies, decodes = await self._prepare(request)
             # They go out with the first token: what fails before is an error, not a stream.
-            opening = [reply.opening() for reply in replies]
-            async with contextlib.aclosing(self._tokens(replies, decodes, stopwatch)) as tokens:
+            opening = [reply.first_chunk() for reply in replies]
+            async with contextlib.aclosing(self._tokens(replies, decodes, timer)) as tokens:
                 async for index, token in tokens:
                     reply = replies[index]
-                    chunks = [*opening, *reply.feed(token), *(reply.ending() if reply.finished else ())]
+                    chunks = [*opening, *reply.add_token(token), *(reply.final_chunks() if reply.finished else ())]
                     opening.clear()
                     for chunk in chunks:
                         yield chunk
             for reply in replies:
                 if not reply.finished:
-                    reply.ending()  # says what is wrong
-            stopwatch.answered(replies[0].usage(replies[1:]))
-            for chunk in replies[0].closing(replies[1:]):
+                    reply.final_chunks()  # says what is wrong
+            timer.answered(replies[0].usage(replies[1:]))
+            for chunk in replies[0].usage_chunks(replies[1:]):
                 yield chunk
 
     async def preview(self, request: ChatRequest) -> Preview:
         """What the model would see; neither the tower nor the decoder runs, and nothing is remembered."""
-        with _faults(), self.places.take():
+        with _faults(), self.limiter.slots():
             self._admit(request)
             parts = await asyncio.to_thread(request.media)
             _check_given(parts)
@@ -186,7 +186,7 @@ class Conductor:
 
     async def tokenize(self, request: ChatRequest) -> list[int]:
         """The prompt of a request, each picture and video as its placeholders; none is encoded."""
-        with _faults(), self.places.take():
+        with _faults(), self.limiter.slots():
             self._admit(request)
             _, prompt = await self._read(request)
             ids: list[int] = prompt.token_ids.tolist()
@@ -200,37 +200,37 @@ class Conductor:
             await self.vision.close()
             await self.media.close()
 
-    async def _prepare(self, request: ChatRequest) -> tuple[list[Reply], list[DecodeRequest]]:
+    async def _prepare(self, request: ChatRequest) -> tuple[list[ResponseBuilder], list[DecodeRequest]]:
         """The answers of a request, not begun, and how to decode each; all have one prompt."""
         sampling = self._admit(request)
-        with self.watcher.stage("grammar"):
+        with self.observer.stage("grammar"):
             guide = await self._guide(request)
         items, prompt = await self._read(request)
-        with self.watcher.stage("vision"):
+        with self.observer.stage("vision"):
             visual = await self.vision.embed(items, salt=request.cache_salt or "")
         replies = self._replies(request, prompt, guided=guide is not None)
         return replies, self._decode_requests(replies, prompt, visual, sampling, guide, salt=request.cache_salt or "")
 
     async def _read(self, request: ChatRequest) -> tuple[list[Item], Prompt]:
         """The pictures and videos of a request, cut, and its prompt."""
-        with self.watcher.stage("media"):
+        with self.observer.stage("media"):
             items = await self._items(request)
-        with self.watcher.stage("prompt"):
+        with self.observer.stage("prompt"):
             return items, await asyncio.to_thread(self.prompts.build, request, items)
 
-    async def _guide(self, request: ChatRequest) -> Guide | None:
+    async def _guide(self, request: ChatRequest) -> CompiledGrammar | None:
         """The compiled grammar of an answer that has to follow one."""
-        if GUIDE not in self.decoder.honours:
+        if GUIDED_DECODING not in self.decoder.supported_params:
             self._refuse_forms(request)
             return None
-        form = await asyncio.to_thread(form_of, request, self.spec.conversation)
+        form = await asyncio.to_thread(grammar_for_request, request, self.spec.conversation)
         if form is None:
             return None
         if request.ignore_eos:
             raise InvalidParameter(
                 "`ignore_eos` goes on after the end that the format sets: leave one of them out.", param="ignore_eos"
             )
-        return await self.guides.make(form.rules, form.start, param=form.param)
+        return await self.grammars.compile_async(form.rules, form.start, param=form.param)
 
     def _refuse_forms(self, request: ChatRequest) -> None:
         """Refuse what only a grammar can ensure; tools may still be offered, and calls are found in the answer."""
@@ -249,23 +249,23 @@ class Conductor:
         """The pictures and videos: those that come along are loaded, the others are recalled by their names."""
         parts = await asyncio.to_thread(request.media)  # which may cut megabytes of frames apart
         self.media.check(parts)
-        recalled = self.ids.recall(parts, salt=request.cache_salt or "")
+        recalled = self.media_uuids.recall(parts, salt=request.cache_salt or "")
         budget = _TokenBudget(self.prompts.check_media, sum(item.tokens for item in recalled.values()))
         given = [part for part in parts if part.given]
         processed = await self.media.load(given, then=functools.partial(self._process, budget))
-        self.ids.bind(given, processed, salt=request.cache_salt or "")
+        self.media_uuids.bind(given, processed, salt=request.cache_salt or "")
         loaded = iter(processed)
-        return [recalled.get(part.part) or next(loaded).item for part in parts]
+        return [recalled.get(part.path) or next(loaded).item for part in parts]
 
     async def _tokens(
-        self, replies: Sequence[Reply], requests: Sequence[DecodeRequest], stopwatch: Stopwatch
+        self, replies: Sequence[ResponseBuilder], requests: Sequence[DecodeRequest], timer: RequestTimer
     ) -> AsyncGenerator[tuple[int, Token], None]:
         """The tokens of all answers as they come, each with the answer's index; none of an answer that is finished."""
         streams = [self.decoder.decode(request) for request in requests]
-        with self.watcher.stage("decode"):
-            async with contextlib.aclosing(merged(streams)) as tokens:
+        with self.observer.stage("decode"):
+            async with contextlib.aclosing(merge_streams(streams)) as tokens:
                 async for index, token in tokens:
-                    stopwatch.token(index)
+                    timer.token(index)
                     yield index, token
                     if replies[index].finished:
                         await streams[index].aclose()
@@ -276,10 +276,10 @@ class Conductor:
             raise ModelNotFound(
                 f"The model {request.model!r} is not served here: ask for {self.name!r}.", param="model"
             )
-        if self.decoder.blind and (media := request.media()):
-            raise UnsupportedParameter(self.decoder.blind, param=media[0].part)
+        if self.decoder.unsupported_vision_reason and (media := request.media()):
+            raise UnsupportedParameter(self.decoder.unsupported_vision_reason, param=media[0].path)
         sampling = request.sampling()
-        for name in sorted(sampling.asked() - self.decoder.honours):
+        for name in sorted(sampling.requested_params() - self.decoder.supported_params):
             raise UnsupportedParameter(
                 f"The decoder {self.decoder.name!r} cannot honour {name}: leave it out, or start the engine with"
                 " another decoder.",
@@ -303,18 +303,18 @@ class Conductor:
         What the context could never hold is refused before it is resized.
         """
         if isinstance(media, Embeddings):
-            budget.take(len(media.rows))
+            budget.add(len(media.rows))
             return Processed(embedded(media, self.spec, self.processor), media.source)
-        budget.take(self.processor.count_tokens(media))
+        budget.add(self.processor.count_tokens(media))
         return Processed(self.processor.process(media), media.source)
 
-    def _replies(self, request: ChatRequest, prompt: Prompt, *, guided: bool) -> list[Reply]:
+    def _replies(self, request: ChatRequest, prompt: Prompt, *, guided: bool) -> list[ResponseBuilder]:
         counts = PromptCounts(
             prompt_tokens=len(prompt), image_tokens=prompt.image_tokens, video_tokens=prompt.video_tokens
         )
         name, created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
         return [
-            Reply(
+            ResponseBuilder(
                 tokenizer=self.prompts.tokenizer,
                 request=request,
                 id=name,
@@ -330,11 +330,11 @@ class Conductor:
 
     def _decode_requests(
         self,
-        replies: Sequence[Reply],
+        replies: Sequence[ResponseBuilder],
         prompt: Prompt,
         visual: Sequence[VisualTokens],
         sampling: Sampling,
-        guide: Guide | None,
+        guide: CompiledGrammar | None,
         *,
         salt: str,
     ) -> list[DecodeRequest]:
@@ -354,8 +354,8 @@ class Conductor:
                 for span in prompt.spans
             ),
             sampling=sampling,
-            guide=guide,
-            salt=salt,
+            grammar=guide,
+            cache_salt=salt,
         )
         others = range(1, len(replies))
         return [first, *(replace(first, id=f"{first.id}-{i}", sampling=sampling.seeded(i)) for i in others)]
@@ -366,11 +366,11 @@ def _check_given(parts: Sequence[MediaPart]) -> None:
     for part in parts:
         if not part.given:
             raise InvalidParameter(
-                f"`{part.part}` is a name alone, which cannot be shown: send the {part.kind} along.", param=part.part
+                f"`{part.path}` is a name alone, which cannot be shown: send the {part.kind} along.", param=part.path
             )
 
 
-async def merged(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[tuple[int, _T], None]:
+async def merge_streams(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[tuple[int, _T], None]:
     """What several generators yield, as it comes, each with its generator's index.
 
     A generator is asked for more when what it gave has been dealt with, never before. All are closed in the end.

@@ -34,7 +34,7 @@ class _Matcher:
         return self.state == len(self.string)
 
 
-class StopStrings:
+class StopStringMatcher:
     """Cuts a text, given piece by piece, before the first stop string.
 
     First is the one that is complete first, whatever the pieces; of several that end at one character, the longest.

@@ -11,7 +11,7 @@ from ..errors import InvalidParameter
 from ..protocol import ChatRequest
 from ..protocol.output import ToolFunction
 from ..tokenization.conversation import HERMES, ConversationFormat
-from .grammar import COLON, COMMA, Rules, SchemaFault, any_object, json_schema, literal
+from .grammar import COLON, COMMA, Rules, SchemaError, any_object, json_schema, literal
 
 MAX_CALLS = 16
 """Most calls of one answer."""
@@ -21,7 +21,7 @@ SCHEMA_PARAM = "response_format.json_schema.schema"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Form:
+class OutputGrammar:
     """A grammar that an answer has to follow.
 
     Attributes:
@@ -40,7 +40,7 @@ class Form:
         return self.param.partition(".")[0].partition("[")[0]
 
 
-def form_of(request: ChatRequest, conversation: ConversationFormat = HERMES) -> Form | None:
+def grammar_for_request(request: ChatRequest, conversation: ConversationFormat = HERMES) -> OutputGrammar | None:
     """The grammar that a request asks for; None if its answer is free.
 
     Tools that may be called, but need not, are part of it: text is free until a call begins.
@@ -58,22 +58,22 @@ def form_of(request: ChatRequest, conversation: ConversationFormat = HERMES) -> 
         return content
     begin, calls = literal(conversation.call_begin), _calls(rules, request, conversation)
     if request.must_call:
-        return Form(rules=rules, start=f"{begin} {calls}", param="tool_choice")
+        return OutputGrammar(rules=rules, start=f"{begin} {calls}", param="tool_choice")
     if content:
-        return Form(rules=rules, start=f"{content.start} | {begin} {calls}", param=content.param)
+        return OutputGrammar(rules=rules, start=f"{content.start} | {begin} {calls}", param=content.param)
     tag = re.escape(conversation.call_begin).replace("/", r"\/")
     text = rules.terminal(f"{_ANYTHING} & ~/(.|\\n)*{tag}(.|\\n)*/")
-    return Form(rules=rules, start=f"{text} | {_until_call(rules, begin)} {calls}", param="tools")
+    return OutputGrammar(rules=rules, start=f"{text} | {_until_call(rules, begin)} {calls}", param="tools")
 
 
-def _content(rules: Rules, request: ChatRequest) -> Form | None:
+def _content(rules: Rules, request: ChatRequest) -> OutputGrammar | None:
     wanted = request.response_format
     if wanted is None or wanted.type == "text":
         return None
     if wanted.json_schema is None:
-        return Form(rules=rules, start=any_object(rules), param="response_format")
+        return OutputGrammar(rules=rules, start=any_object(rules), param="response_format")
     start = _compiled(rules, wanted.json_schema.json_schema, SCHEMA_PARAM)
-    return Form(rules=rules, start=start, param=SCHEMA_PARAM)
+    return OutputGrammar(rules=rules, start=start, param=SCHEMA_PARAM)
 
 
 def _until_call(rules: Rules, begin: str) -> str:
@@ -108,6 +108,6 @@ def _call(rules: Rules, tool: ToolFunction, param: str, conversation: Conversati
 def _compiled(rules: Rules, schema: Mapping[str, Any], param: str, *, lenient: bool = False) -> str:
     try:
         return json_schema(rules, schema, field=param, lenient=lenient)
-    except SchemaFault as fault:
+    except SchemaError as fault:
         place = f" at {fault.place!r}" if fault.place else ""
         raise InvalidParameter(f"`{param}`{place} {fault.words}.", param=param) from None

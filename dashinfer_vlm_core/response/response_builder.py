@@ -23,12 +23,12 @@ from openai.types.completion_usage import PromptTokensDetails
 from ..decoders import FinishReason, Token
 from ..errors import DecoderFailed
 from ..protocol import ChatRequest
-from ..structured_output.calls import Called, CallReader, Event, Said
+from ..structured_output.tool_parser import ToolCallStart, ToolCallParser, ParserEvent, ContentDelta
 from ..tokenization.conversation import HERMES, ConversationFormat
-from ..tokenization.detokenizer import Detokeniser
-from ..tokenization.stops import StopStrings
+from ..tokenization.detokenizer import IncrementalDetokenizer
+from ..tokenization.stop_strings import StopStringMatcher
 
-AnswerEnd: TypeAlias = Literal["stop", "length", "tool_calls"]
+ChoiceFinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 LOGPROB_FLOOR = -9999.0
 """OpenAI's number for "very unlikely": minus infinity is no JSON."""
@@ -49,7 +49,7 @@ class PromptCounts:
     video_tokens: int = 0
 
 
-class Reply:
+class ResponseBuilder:
     """One answer in the making, streamed or whole: both are cut from the same text.
 
     The text is that of `tokenizer.decode(..., skip_special_tokens=True)`, without the token that ends the answer, up to
@@ -95,10 +95,10 @@ class Reply:
         self._counts = counts
         self._wants_logprobs = request.logprobs
         self._wants_usage = request.include_usage
-        self._detokeniser = Detokeniser(tokenizer)
-        self._stops = StopStrings(request.stop_strings)
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._stops = StopStringMatcher(request.stop_strings)
         tools = {tool.function.name for tool in request.callable_tools}
-        self._reader = CallReader(tools, guided=guided, conversation=conversation)
+        self._reader = ToolCallParser(tools, guided=guided, conversation=conversation)
         self._one_call = request.parallel_tool_calls is False
         self._text: list[str] = []
         self._calls: list[_Call] = []
@@ -118,27 +118,27 @@ class Reply:
         """Whether the only call that is allowed is complete."""
         return self._one_call and self._reader.complete > 0
 
-    def opening(self) -> ChatCompletionChunk:
+    def first_chunk(self) -> ChatCompletionChunk:
         """The first chunk of a stream: who speaks."""
         return self._chunk(ChoiceDelta(role="assistant", content="", refusal=None))
 
-    def feed(self, token: Token) -> list[ChatCompletionChunk]:
+    def add_token(self, token: Token) -> list[ChatCompletionChunk]:
         """Take the next token; returns what of the text can be shown now.
 
         Held back are bytes of an unfinished character, and text that may become a stop string.
         """
         self.completion_tokens += 1
-        self.cached_tokens += token.cached
-        self._reason = token.finish
-        if token.finish == "stop":
+        self.cached_tokens += token.cached_tokens
+        self._reason = token.finish_reason
+        if token.finish_reason == "stop":
             return []
-        begin = self._detokeniser.position
-        text = self._detokeniser.feed(token.id)
-        if self._wants_logprobs and self._detokeniser.shows(token.id):
+        begin = self._detokenizer.position
+        text = self._detokenizer.feed(token.id)
+        if self._wants_logprobs and self._detokenizer.is_visible(token.id):
             self._entries.append(_Entry(begin, self._logprob(token)))
         return self._show(self._reader.feed(self._stops.feed(text)))
 
-    def ending(self) -> list[ChatCompletionChunk]:
+    def final_chunks(self) -> list[ChatCompletionChunk]:
         """The last chunks of this answer: what was held back, and why it ends.
 
         Raises:
@@ -146,14 +146,14 @@ class Reply:
         """
         return [*self._flush(), self._chunk(ChoiceDelta(), finish=self._finish_reason())]
 
-    def closing(self, others: Sequence[Reply] = ()) -> list[ChatCompletionChunk]:
+    def usage_chunks(self, others: Sequence[ResponseBuilder] = ()) -> list[ChatCompletionChunk]:
         """The last chunk of a stream, if it was asked for: the usage, that of the request's other answers included."""
         if not self._wants_usage:
             return []
         usage = self.usage(others)
         return [ChatCompletionChunk(**self._envelope, object="chat.completion.chunk", choices=[], usage=usage)]
 
-    def completion(self, others: Sequence[Reply] = ()) -> ChatCompletion:
+    def completion(self, others: Sequence[ResponseBuilder] = ()) -> ChatCompletion:
         """The whole answer, with the request's other answers.
 
         Raises:
@@ -178,7 +178,7 @@ class Reply:
             finish_reason=finish,
         )
 
-    def usage(self, others: Sequence[Reply] = ()) -> CompletionUsage:
+    def usage(self, others: Sequence[ResponseBuilder] = ()) -> CompletionUsage:
         """Tokens so far, of this answer and of `others`; the prompt counts once, and as cached where none had to read
         it."""
         replies = (self, *others)
@@ -192,7 +192,7 @@ class Reply:
             prompt_tokens_details=PromptTokensDetails(cached_tokens=cached, **details),
         )
 
-    def _finish_reason(self) -> AnswerEnd:
+    def _finish_reason(self) -> ChoiceFinishReason:
         if not self.finished:
             raise DecoderFailed("The decoder ended the answer without saying why. Try again.")
         if self._called_once or (self._reason == "stop" and self._reader.complete):
@@ -200,18 +200,18 @@ class Reply:
         return "stop" if self._stops.matched else self._reason or "stop"
 
     def _flush(self) -> list[ChatCompletionChunk]:
-        rest = self._stops.feed(self._detokeniser.flush())
+        rest = self._stops.feed(self._detokenizer.flush())
         events = self._reader.feed(rest + self._stops.flush())
         return self._show([*events, *self._reader.flush()])
 
-    def _show(self, events: list[Event]) -> list[ChatCompletionChunk]:
+    def _show(self, events: list[ParserEvent]) -> list[ChatCompletionChunk]:
         return [self._shown(event) for event in events]
 
-    def _shown(self, event: Event) -> ChatCompletionChunk:
-        if isinstance(event, Said):
+    def _shown(self, event: ParserEvent) -> ChatCompletionChunk:
+        if isinstance(event, ContentDelta):
             self._text.append(event.text)
             return self._chunk(ChoiceDelta(content=event.text), self._list(event))
-        if isinstance(event, Called):
+        if isinstance(event, ToolCallStart):
             self._calls.append(_Call(event.id, event.name))
             function = ChoiceDeltaToolCallFunction(name=event.name, arguments="")
             call = ChoiceDeltaToolCall(index=event.index, id=event.id, type="function", function=function)
@@ -220,7 +220,7 @@ class Reply:
             call = ChoiceDeltaToolCall(index=event.index, function=ChoiceDeltaToolCallFunction(arguments=event.text))
         return self._chunk(ChoiceDelta(tool_calls=[call]))
 
-    def _list(self, said: Said) -> list[_Entry]:
+    def _list(self, said: ContentDelta) -> list[_Entry]:
         """The log probabilities of the tokens that begin in a piece of the content; those before it are in calls."""
         end = said.begin + len(said.text)
         before = [entry for entry in self._entries if entry.begin < end]
@@ -230,7 +230,7 @@ class Reply:
         return entries
 
     def _chunk(
-        self, delta: ChoiceDelta, entries: list[_Entry] | None = None, *, finish: AnswerEnd | None = None
+        self, delta: ChoiceDelta, entries: list[_Entry] | None = None, *, finish: ChoiceFinishReason | None = None
     ) -> ChatCompletionChunk:
         """A chunk as OpenAI sends it: nulls are explicit, `usage` is there if the stream will end with one."""
         logprobs = None
@@ -242,11 +242,11 @@ class Reply:
 
     def _logprob(self, token: Token) -> ChatCompletionTokenLogprob:
         assert token.logprob is not None, "the engine asked the decoder for log probabilities"
-        top = [TopLogprob(**self._described(*alternative)) for alternative in token.top]
+        top = [TopLogprob(**self._described(*alternative)) for alternative in token.top_logprobs]
         return ChatCompletionTokenLogprob(**self._described(token.id, token.logprob), top_logprobs=top)
 
     def _described(self, token_id: int, logprob: float) -> dict[str, Any]:
-        data = self._detokeniser.spell(token_id)
+        data = self._detokenizer.token_bytes(token_id)
         return {
             "token": data.decode("utf-8", "replace"),
             "bytes": list(data),

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from ..errors import InvalidParameter
 from .base import TAGS
-from .wording import words_of
+from .validation_messages import validation_message
 
 SHOWN_CHARACTERS = 60
 
@@ -47,7 +47,7 @@ def explain(error: ValidationError) -> InvalidParameter:
     """The first fault, as an error that names the field and what it may hold."""
     fault = error.errors(include_url=False)[0]
     param = _param(fault["loc"])
-    words = words_of(fault)
+    words = validation_message(fault)
     got = "" if fault["type"] in {"missing", "too_short", "string_too_short"} else f"; got {show(fault['input'])}"
     next_step = _quoted(fault) or (_shape(param) if fault["type"] in _SHAPES else "")
     return InvalidParameter(f"{f'`{param}`' if param else 'The request'} {words}{got}.{next_step}", param=param or None)

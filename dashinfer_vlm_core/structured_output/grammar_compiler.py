@@ -15,7 +15,7 @@ import numpy as np
 from cachetools import LRUCache
 
 from ..errors import DecoderFailed, InvalidParameter
-from ..tokenization.detokenizer import Detokeniser
+from ..tokenization.detokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
     import llguidance
@@ -33,36 +33,36 @@ MAX_GRAMMAR_CHARACTERS = 4_000_000
 _TOO_HARD = "cannot be compiled within the limits: make it simpler"
 
 
-class GrammarGuide:
+class LLGuidanceGrammar:
     """A compiled grammar; implements `decoder.Guide`."""
 
     def __init__(self, matcher: llguidance.LLMatcher, *, vocab_size: int) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
 
-    def begin(self) -> GrammarWalk:
-        return GrammarWalk(self._matcher.deep_copy(), vocab_size=self._vocab_size)
+    def new_matcher(self) -> LLGuidanceMatcher:
+        return LLGuidanceMatcher(self._matcher.deep_copy(), vocab_size=self._vocab_size)
 
 
-class GrammarWalk:
+class LLGuidanceMatcher:
     """One answer's way through a grammar; implements `decoder.Walk`."""
 
     def __init__(self, matcher: llguidance.LLMatcher, *, vocab_size: int) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
 
-    def allowed(self) -> npt.NDArray[np.bool_]:
+    def allowed_tokens(self) -> npt.NDArray[np.bool_]:
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise DecoderFailed("The format asked for became too complex within the answer: make it simpler.")
         bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=self._vocab_size, bitorder="little")
         return bits.view(np.bool_)
 
-    def take(self, token: int) -> None:
+    def accept_token(self, token: int) -> None:
         self._matcher.consume_token(token)
 
 
-class GuideMaker:
+class GrammarCompiler:
     """Compiles grammars for one tokenizer, one at a time, and keeps those used last.
 
     Args:
@@ -74,18 +74,18 @@ class GuideMaker:
         self._tokenizer = tokenizer
         self._vocab_size = spec.vocab_size
         self._stop = list(spec.tokens.stop)
-        self._guides: LRUCache[bytes, GrammarGuide] = LRUCache(MAX_GUIDES)
+        self._guides: LRUCache[bytes, LLGuidanceGrammar] = LRUCache(MAX_GUIDES)
         self._lock = threading.Lock()
         self._tokens: llguidance.LLTokenizer | None = None
 
     def __len__(self) -> int:
         return len(self._guides)
 
-    async def make(self, rules: Rules, start: str, *, param: str) -> GrammarGuide:
+    async def compile_async(self, rules: Rules, start: str, *, param: str) -> LLGuidanceGrammar:
         """As `compile`, off the event loop."""
         return await asyncio.to_thread(self.compile, rules, start, param=param)
 
-    def compile(self, rules: Rules, start: str, *, param: str) -> GrammarGuide:
+    def compile(self, rules: Rules, start: str, *, param: str) -> LLGuidanceGrammar:
         """The guide of a grammar.
 
         Args:
@@ -105,12 +105,12 @@ class GuideMaker:
                 self._guides[key] = self._compiled(text, rules, param)
             return self._guides[key]
 
-    def _compiled(self, text: str, rules: Rules, param: str) -> GrammarGuide:
+    def _compiled(self, text: str, rules: Rules, param: str) -> LLGuidanceGrammar:
         matcher = self._matcher(text)
         matcher.compute_bitmask()  # the first mask is the dearest, and finds what compiling leaves for later
         if matcher.is_error():
             raise self._fault(rules, param)
-        return GrammarGuide(matcher, vocab_size=self._vocab_size)
+        return LLGuidanceGrammar(matcher, vocab_size=self._vocab_size)
 
     def _fault(self, rules: Rules, param: str) -> InvalidParameter:
         """What to say of a grammar that does not compile: a pattern is to blame, or the whole."""
@@ -157,11 +157,11 @@ class _Vocabulary:
     bos_token_id = None
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, size: int, stop: int) -> None:
-        detokeniser = Detokeniser(tokenizer)
+        detokenizer = IncrementalDetokenizer(tokenizer)
         self._tokenizer = tokenizer
         self.eos_token_id = stop
-        self.tokens = [detokeniser.spell(index) for index in range(size)]
-        self.special_token_ids = [index for index in range(size) if not detokeniser.shows(index)]
+        self.tokens = [detokenizer.token_bytes(index) for index in range(size)]
+        self.special_token_ids = [index for index in range(size) if not detokenizer.is_visible(index)]
 
     def __call__(self, text: bytes) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text.decode("utf-8", "replace"), add_special_tokens=False).ids

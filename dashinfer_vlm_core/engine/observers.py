@@ -14,7 +14,7 @@ Stage = Literal["grammar", "media", "prompt", "vision", "decode"]
 """The parts of a request's way that take time, in their order."""
 
 
-class Watcher:
+class RequestObserver:
     """Told what happens to requests, on the engine's event loop: be quick, and raise nothing.
 
     It does nothing by itself; subclasses override what they want to know. The context variables of whoever asked the
@@ -35,37 +35,37 @@ class Watcher:
         """A request is answered whole, so long after it came; `usage` is what its answer tells."""
 
 
-class Watchers(Watcher):
+class ObserverList(RequestObserver):
     """Tells each one of several."""
 
     def __init__(self) -> None:
-        self._watchers: Sequence[Watcher] = ()
+        self._observers: Sequence[RequestObserver] = ()
 
-    def add(self, watcher: Watcher) -> None:
-        self._watchers = (*self._watchers, watcher)
+    def add(self, observer: RequestObserver) -> None:
+        self._observers = (*self._observers, observer)
 
     def stage(self, stage: Stage) -> AbstractContextManager[object]:
-        if not self._watchers:
+        if not self._observers:
             return nullcontext()
         with ExitStack() as stack:  # what was entered is left again should one of them fail
-            for watcher in self._watchers:
-                stack.enter_context(watcher.stage(stage))
+            for observer in self._observers:
+                stack.enter_context(observer.stage(stage))
             return stack.pop_all()
 
     def first_token(self, seconds: float) -> None:
-        for watcher in self._watchers:
-            watcher.first_token(seconds)
+        for observer in self._observers:
+            observer.first_token(seconds)
 
     def next_token(self, seconds: float) -> None:
-        for watcher in self._watchers:
-            watcher.next_token(seconds)
+        for observer in self._observers:
+            observer.next_token(seconds)
 
     def answered(self, usage: CompletionUsage, seconds: float) -> None:
-        for watcher in self._watchers:
-            watcher.answered(usage, seconds)
+        for observer in self._observers:
+            observer.answered(usage, seconds)
 
 
-class Stopwatch:
+class RequestTimer:
     """Times one request for a watcher, from when it is made.
 
     Args:
@@ -73,8 +73,8 @@ class Stopwatch:
         answers: of the request.
     """
 
-    def __init__(self, watcher: Watcher, *, answers: int) -> None:
-        self._watcher = watcher
+    def __init__(self, observer: RequestObserver, *, answers: int) -> None:
+        self._observer = observer
         self._start = time.monotonic()
         self._last: list[float | None] = [None] * answers
         self._begun = False
@@ -84,10 +84,10 @@ class Stopwatch:
         now, last = time.monotonic(), self._last[index]
         self._last[index] = now
         if last is not None:
-            self._watcher.next_token(now - last)
+            self._observer.next_token(now - last)
         if not self._begun:
             self._begun = True
-            self._watcher.first_token(now - self._start)
+            self._observer.first_token(now - self._start)
 
     def answered(self, usage: CompletionUsage) -> None:
-        self._watcher.answered(usage, time.monotonic() - self._start)
+        self._observer.answered(usage, time.monotonic() - self._start)

@@ -43,7 +43,7 @@ _WORDS: Mapping[str, str] = MappingProxyType(
 )
 
 
-def words_of(fault: ErrorDetails) -> str:
+def validation_message(fault: ErrorDetails) -> str:
     """What a value must be, as the end of a sentence that begins with its name."""
     bounds = {name: _short(value) for name, value in fault.get("ctx", {}).items()}
     return _WORDS.get(fault["type"], "has the wrong type or shape").format(**bounds)
