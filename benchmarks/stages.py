@@ -35,7 +35,7 @@ from dashinfer_vlm_core.engine.chat_pipeline import ChatPipeline
 from dashinfer_vlm_core.engine.observers import RequestObserver
 from dashinfer_vlm_core.media import Picture
 from dashinfer_vlm_core.media.fetch import Fetcher
-from dashinfer_vlm_core.media.image import decode_picture
+from dashinfer_vlm_core.media.image import decode_image
 from dashinfer_vlm_core.models.interface import Patches, VisualTokens
 from dashinfer_vlm_core.models.qwen2_vl.config import read_text_model, read_vision_config
 from dashinfer_vlm_core.plugins import load_plugins
@@ -44,8 +44,8 @@ from dashinfer_vlm_core.protocol import ChatRequest
 from dashinfer_vlm_core.response.response_builder import PromptCounts, ResponseBuilder
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_server import create_app
-from dashinfer_vlm_torch.sampler import choose
-from dashinfer_vlm_torch.scheduler import Run
+from dashinfer_vlm_torch.sampler import sample
+from dashinfer_vlm_torch.scheduler import SequenceState
 
 from .client import EngineTarget, HTTPTarget, Talk, Target, load, request_body
 from .limits import Rates, cores, measure_rates, picture_patches, prefill_flop, step_seconds, tower_flop
@@ -157,9 +157,9 @@ async def _one(clock: Clock, pipeline: ChatPipeline, fetcher: Fetcher, url: str,
     with clock.time("fetch"):
         data = await fetcher.get(httpx.URL(url), kind="image", part=PART)
     with clock.time("decode"):
-        image = decode_picture(data, part=PART, max_pixels=1 << 24, background=(255, 255, 255))
+        image = decode_image(data, part=PART, max_pixels=1 << 24, background=(255, 255, 255))
     with clock.time("resize"):
-        patches = pipeline.processor.process(Picture(image=image, part=PART))
+        patches = pipeline.processor.process(Picture(image=image, path=PART))
     with clock.time("tower"):
         visual = await pipeline.vision.embed([patches])
     with clock.time("prompt"):
@@ -234,8 +234,8 @@ async def _tower_pass(clock: Clock, pipeline: ChatPipeline, source: random.Rando
 
 
 def _patches(pipeline: ChatPipeline, source: random.Random) -> Patches:
-    image = decode_picture(jpeg(source), part=PART, max_pixels=1 << 24, background=(255, 255, 255))
-    return pipeline.processor.process(Picture(image=image, part=PART))
+    image = decode_image(jpeg(source), part=PART, max_pixels=1 << 24, background=(255, 255, 255))
+    return pipeline.processor.process(Picture(image=image, path=PART))
 
 
 def _sampling(clock: Clock, pipeline: ChatPipeline) -> None:
@@ -244,7 +244,7 @@ def _sampling(clock: Clock, pipeline: ChatPipeline) -> None:
     for name, options in (("greedy", {"temperature": 0}), ("drawn", {"temperature": 0.7, "top_p": 0.9, "seed": 1})):
         request = ChatRequest.parse({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, **options})
         prompt = pipeline.prompts.build(request, [])
-        run = Run.of(_decode_request(request, prompt, []), pipeline.spec.tokens.stop)
+        run = SequenceState.of(_decode_request(request, prompt, []), pipeline.spec.tokens.stop)
         with clock.time(f"{name} 1"):
             CPU_EXECUTOR.run(functools.partial(_choose, logits[:1], [run]))
         with clock.time(f"{name} {BATCH}"):
@@ -252,8 +252,8 @@ def _sampling(clock: Clock, pipeline: ChatPipeline) -> None:
 
 
 @torch.inference_mode()
-def _choose(logits: torch.Tensor, runs: list[Run]) -> None:
-    choose(logits, runs)
+def _choose(logits: torch.Tensor, runs: list[SequenceState]) -> None:
+    sample(logits, runs)
 
 
 async def _transport(clock: Clock, repeats: int) -> None:

@@ -18,6 +18,6 @@ def random_patches(t: int, h: int, w: int, *, seed: int = 0, part: str = "messag
         grid=grid,
         tokens=grid.patches // 4,
         kind="image" if t == 1 else "video",
-        part=part,
+        path=part,
         digest=hashlib.sha256(repr(grid).encode() + pixels.tobytes()).digest(),
     )

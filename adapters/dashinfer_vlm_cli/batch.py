@@ -14,8 +14,8 @@ import click
 from dashinfer_vlm_core.config.config_file import ConfiguredCommand
 from dashinfer_vlm_core.errors import DashInferVLMError
 
-from .batch_files import Entry, Ledger, answered, failed, read_body, read_entries
-from .engines import Source, engine_options
+from .batch_files import Entry, BatchOutput, answered, failed, read_body, read_entries
+from .engines import EngineSource, engine_options
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
@@ -39,7 +39,7 @@ INTERRUPTED = 130
               help="Further tries of a request that may succeed later.")  # fmt: skip
 @engine_options
 def batch(
-    *, requests: Path, output: Path | None, errors: Path | None, concurrency: int, retries: int, source: Source
+    *, requests: Path, output: Path | None, errors: Path | None, concurrency: int, retries: int, source: EngineSource
 ) -> None:
     """Answer a file of requests, in OpenAI's batch format.
 
@@ -52,12 +52,12 @@ def batch(
     output = output or requests.with_suffix(".answers.jsonl")
     errors = errors or output.with_suffix(".errors.jsonl")
     entries = read_entries(requests)
-    with Ledger(output) as answers:
+    with BatchOutput(output) as answers:
         left = [entry for entry in entries if answers.done.get(entry.custom_id) != entry.line_id]
         changed = sum(entry.custom_id in answers.done for entry in left)
         if changed:
             click.echo(f"Changed since {output} answered them, and asked again: {changed}.", err=True)
-        with Ledger(errors, fresh=True) as faults:
+        with BatchOutput(errors, fresh=True) as faults:
             job = _Job(requests=requests, answers=answers, faults=faults, retries=retries)
             try:
                 _run(job, left, source, concurrency)
@@ -67,7 +67,7 @@ def batch(
         if not job.failed:
             errors.unlink(missing_ok=True)
         if changed or answers.superseded:
-            answers.keep_last()
+            answers.compact()
     told = f"{len(left) - job.failed} answered, {len(entries) - len(left)} were answered before, {job.failed} failed"
     click.echo(f"{told}. Answers: {output}{f'; failures: {errors}' if job.failed else ''}", err=True)
     sys.exit(1 if job.failed else 0)
@@ -78,8 +78,8 @@ class _Job:
     """One run over a file of requests."""
 
     requests: Path
-    answers: Ledger
-    faults: Ledger
+    answers: BatchOutput
+    faults: BatchOutput
     retries: int
     failed: int = field(default=0, init=False)
 
@@ -111,13 +111,13 @@ async def _tried(engine: AnyEngine, body: dict[str, object]) -> ChatCompletion |
         return None
 
 
-def _run(job: _Job, left: list[Entry], source: Source, concurrency: int) -> None:
-    from .crowd import crowd, progress
+def _run(job: _Job, left: list[Entry], source: EngineSource, concurrency: int) -> None:
+    from .concurrency import run_concurrently, progress
 
     if not left:
         return
-    with source.opened() as engine, progress(len(left), unit="request") as tick:
-        asyncio.run(crowd(left, lambda entry: _answer(job, engine, entry, tick), at_once=concurrency))
+    with source.open() as engine, progress(len(left), unit="request") as tick:
+        asyncio.run(run_concurrently(left, lambda entry: _answer(job, engine, entry, tick), at_once=concurrency))
 
 
 async def _answer(job: _Job, engine: AnyEngine, entry: Entry, tick: Callable[[], None]) -> None:

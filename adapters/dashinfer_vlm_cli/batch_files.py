@@ -85,7 +85,7 @@ def failed(entry: Entry, error: DashInferVLMError) -> dict[str, Any]:
     return {"id": entry.line_id, "custom_id": entry.custom_id, "response": None, "error": fault}
 
 
-class Ledger:
+class BatchOutput:
     """A file of lines of a batch that one process at a time appends to: whole lines only, in any order.
 
     A line at the end that was cut off is dropped; its request is to be asked again.
@@ -124,7 +124,7 @@ class Ledger:
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be written: {error.strerror}. Run it again to go on.") from error
 
-    def keep_last(self) -> None:
+    def compact(self) -> None:
         """Drop each line that a later one of the same custom_id has replaced: the file is written anew beside, and
         moved. To be called last.
 

@@ -20,8 +20,8 @@ from dashinfer_vlm_core.cli.terminal import show_table
 from dashinfer_vlm_core.config.config_file import ConfiguredCommand
 from dashinfer_vlm_core.errors import DashInferVLMError
 
-from .answers import Answer
-from .engines import Command, Source, engine_options
+from .completion_stats import Completion
+from .engines import Command, EngineSource, engine_options
 
 if TYPE_CHECKING:
     from .engines import AnyEngine
@@ -80,7 +80,7 @@ class Measurement:
         seconds: from the first request to the last answer.
     """
 
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[Completion] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -145,7 +145,7 @@ def bench(
     warmup: int,
     seed: int,
     as_json: bool,
-    source: Source,
+    source: EngineSource,
 ) -> None:
     """Measure how fast a server or a model answers.
 
@@ -154,7 +154,7 @@ def bench(
     """
     shape = Shape(pictures=pictures, size=size, words=words, tokens=max_tokens, seed=seed)
     chats = [shape.request(index) for index in range(-warmup, requests)]
-    with source.opened() as engine:
+    with source.open() as engine:
         asyncio.run(measure(engine, chats[:warmup], concurrency=concurrency))
         found = asyncio.run(measure(engine, chats[warmup:], concurrency=concurrency, rate=rate, show=True))
     if as_json:
@@ -173,7 +173,7 @@ async def measure(
     show: bool = False,
 ) -> Measurement:
     """Ask all of them, at most `concurrency` at once, each at its time where there is a rate (per second)."""
-    from .crowd import crowd, progress
+    from .concurrency import run_concurrently, progress
 
     found = Measurement()
     start = time.perf_counter()
@@ -189,13 +189,13 @@ async def measure(
             await _one(engine, item[1], found)
             tick()
 
-        await crowd(zip(beginnings, chats, strict=True), work, at_once=concurrency)
+        await run_concurrently(zip(beginnings, chats, strict=True), work, at_once=concurrency)
     found.seconds = time.perf_counter() - start
     return found
 
 
 async def _one(engine: AnyEngine, chat: dict[str, Any], found: Measurement) -> None:
-    answer = Answer(started=time.perf_counter())
+    answer = Completion(started=time.perf_counter())
     request = {**chat, "stream": True, "stream_options": {"include_usage": True}}
     try:
         async with contextlib.aclosing(engine.astream(request)) as chunks:

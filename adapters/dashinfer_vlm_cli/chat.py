@@ -14,9 +14,9 @@ from dashinfer_vlm_core.cli.terminal import printable, show_aside
 from dashinfer_vlm_core.config.config_file import ConfiguredCommand
 from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError
 
-from .answers import ask
+from .completion_stats import complete
 from .conversation import Conversation
-from .engines import Source, engine_options
+from .engines import EngineSource, engine_options
 from .media import media_part
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def chat(
     system: str,
     settings: tuple[str, ...],
     as_json: bool,
-    source: Source,
+    source: EngineSource,
 ) -> None:
     """Talk with a model about pictures and videos.
 
@@ -54,13 +54,13 @@ def chat(
     conversation (/help lists its commands), and anything else is read as one question per line.
     """
     conversation = Conversation()
-    conversation.tell(system)
+    conversation.set_system(system)
     for setting in settings:
         _set(conversation, setting)
     for part in [*(media_part("image", item) for item in images), *(media_part("video", item) for item in videos)]:
         conversation.attach(part)
     at_terminal = prompt is None and not as_json and sys.stdin.isatty() and sys.stdout.isatty()
-    with source.opened() as engine:
+    with source.open() as engine:
         if at_terminal:
             _talk(engine, conversation, source)
         elif not _answer_all(engine, conversation, _questions(prompt), as_json=as_json):
@@ -91,19 +91,19 @@ def _answer_all(engine: AnyEngine, conversation: Conversation, questions: Iterat
 
 
 def _answer(engine: AnyEngine, conversation: Conversation, question: str, *, as_json: bool) -> bool:
-    conversation.say(question)
+    conversation.add_user(question)
     show: Callable[[str], None] = _nothing if as_json else _shown
     try:
-        answer = ask(engine, conversation.request, show)
+        answer = complete(engine, conversation.request, show)
     except DashInferVLMError as error:
-        conversation.take_back()
+        conversation.undo()
         if as_json:
             fault = {"message": error.message, "param": error.param, "code": error.code}
             click.echo(json.dumps({"question": question, "error": fault}))
         else:
             click.echo(f"dashinfer-vlm: {error.message}", err=True)
         return False
-    conversation.hear(answer.text)
+    conversation.add_assistant(answer.text)
     click.echo(json.dumps({"question": question, **answer.as_json()}) if as_json else "")
     return True
 
@@ -116,12 +116,12 @@ def _shown(text: str) -> None:
     click.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
 
 
-def _talk(engine: AnyEngine, conversation: Conversation, source: Source) -> None:
+def _talk(engine: AnyEngine, conversation: Conversation, source: EngineSource) -> None:
     """A conversation at the terminal, until the person leaves."""
-    from .lines import line_reader
-    from .talk import COMMANDS, Talk
+    from .line_reader import line_reader
+    from .repl import COMMANDS, Repl
 
-    talk = Talk(engine=engine, conversation=conversation, write=_shown, note=show_aside)
+    talk = Repl(engine=engine, conversation=conversation, write=_shown, note=show_aside)
     read = line_reader(source.config.cache_folder, [f"/{name}" for name in COMMANDS])
     show_aside(f"{engine.status().model}: ask, drop pictures, or type /help. Ctrl-C stops an answer, Ctrl-D ends.")
     while not talk.over:

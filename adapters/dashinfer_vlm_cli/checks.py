@@ -70,7 +70,7 @@ def _package() -> Finding:
         return Finding(name=DISTRIBUTION, status="ok", detail=version(DISTRIBUTION))
     except PackageNotFoundError:
         mend = f"Run: pip install {DISTRIBUTION}"
-        return Finding(name=DISTRIBUTION, status="broken", detail="on a path, but not installed", mend=mend)
+        return Finding(name=DISTRIBUTION, status="broken", detail="on a path, but not installed", fix=mend)
 
 
 def _needed(name: str) -> Finding:
@@ -79,7 +79,7 @@ def _needed(name: str) -> Finding:
         importlib.import_module(module)
     except Exception as error:  # noqa: BLE001 - whatever a library raises when it cannot be loaded
         mend = f"Run: pip install --force-reinstall '{_wanted(name)}'"
-        return Finding(name=name, status="broken", detail=f"it does not load: {_one_line(error)}", mend=mend)
+        return Finding(name=name, status="broken", detail=f"it does not load: {_one_line(error)}", fix=mend)
     return Finding(name=name, status="ok", detail=version(name))
 
 
@@ -93,7 +93,7 @@ def _extra(extra: str, modules: tuple[str, ...]) -> Finding:
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
         mend = f"Run: pip install '{DISTRIBUTION}[{extra}]'"
-        return Finding(name=f"extra {extra}", status="missing", detail=f"no {', '.join(missing)}", mend=mend)
+        return Finding(name=f"extra {extra}", status="missing", detail=f"no {', '.join(missing)}", fix=mend)
     versions = ", ".join(f"{module} {version(module)}" for module in modules)
     return Finding(name=f"extra {extra}", status="ok", detail=versions)
 
@@ -105,7 +105,7 @@ def _plugins() -> Finding:
         ours = any(row.distribution.split()[0] == DISTRIBUTION for row in problems)
         mend = " ".join(row.problem for row in problems)
         names = ", ".join(row.name for row in problems)
-        return Finding(name="plugins", status="broken" if ours else "unusable", detail=names, mend=mend)
+        return Finding(name="plugins", status="broken" if ours else "unusable", detail=names, fix=mend)
     return Finding(name="plugins", status="ok", detail=", ".join(row.name for row in rows))
 
 
@@ -116,7 +116,7 @@ def _cpu() -> Finding:
     if fast or not flags:
         return Finding(name="cpu", status="ok", detail=f"{cores} cores, bfloat16 by {', '.join(fast) or 'unknown'}")
     mend = "On this CPU, `--dtype float32` is usually faster than bfloat16, in twice the memory. A GPU needs no change."
-    return Finding(name="cpu", status="slow", detail=f"{cores} cores, no bfloat16 in hardware", mend=mend)
+    return Finding(name="cpu", status="slow", detail=f"{cores} cores, no bfloat16 in hardware", fix=mend)
 
 
 def _cuda() -> Finding:
@@ -130,7 +130,7 @@ def _cuda() -> Finding:
         return _without_gpu(torch.__version__, torch.version.cuda)
     if not torch.cuda.is_available():
         mend = "Install the torch that goes with your driver: https://pytorch.org/get-started/locally"
-        return Finding(name="cuda", status="slow", detail=f"{devices} devices that torch cannot use", mend=mend)
+        return Finding(name="cuda", status="slow", detail=f"{devices} devices that torch cannot use", fix=mend)
     names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
     return Finding(name="cuda", status="ok", detail=f"{devices} x {', '.join(sorted(names))}")
 
@@ -147,7 +147,7 @@ def _without_gpu(torch_version: str, cuda_version: str | None) -> Finding:
         f" {CPU_INDEX}. If this machine has a GPU, check its driver with `nvidia-smi`."
     )
     detail = f"no device, but torch {torch_version} is a build for CUDA {cuda_version}, with GB of unused libraries"
-    return Finding(name="cuda", status="unusable", detail=detail, mend=mend)
+    return Finding(name="cuda", status="unusable", detail=detail, fix=mend)
 
 
 def _configured() -> Iterator[Finding]:
@@ -156,7 +156,7 @@ def _configured() -> Iterator[Finding]:
         config = EngineConfig()
     except DashInferVLMError as error:
         mend = f"Mend the value of its variable, {ENV_PREFIX} and its name in capitals, or `unset` that."
-        yield Finding(name="options", status="broken", detail=error.message, mend=mend)
+        yield Finding(name="options", status="broken", detail=error.message, fix=mend)
         return
     yield _cache(config)
     yield _kernels(config)
@@ -173,7 +173,7 @@ def _cache(config: EngineConfig) -> Finding:
             return Finding(name="cache", status="ok", detail=str(folder))
     except OSError as error:
         mend = f"Make it writable, or choose another: `export {ENV_PREFIX}CACHE_DIR=FOLDER`, or --cache-dir FOLDER."
-        return Finding(name="cache", status="unusable", detail=f"{folder}: {error.strerror}", mend=mend)
+        return Finding(name="cache", status="unusable", detail=f"{folder}: {error.strerror}", fix=mend)
 
 
 def _kernels(config: EngineConfig) -> Finding:
@@ -187,20 +187,20 @@ def _kernels(config: EngineConfig) -> Finding:
     try:
         found = KernelSelector(load_plugins().kernels.values(), config).find("cpu", torch.bfloat16)
     except ConfigError as error:
-        return Finding(name="kernels", status="broken", detail="unknown", mend=error.message)
+        return Finding(name="kernels", status="broken", detail="unknown", fix=error.message)
     if found.kernels and found.kernels.name != TORCH:
         return Finding(name="kernels", status="ok", detail=f"{found.kernels.name}, in C")
     if not found.reason:
         mend = "`dashinfer-vlm plugins` says which plugins with kernels are installed, and what is wrong with them."
-        return Finding(name="kernels", status="slow", detail="PyTorch's: no others are registered", mend=mend)
+        return Finding(name="kernels", status="slow", detail="PyTorch's: no others are registered", fix=mend)
     if not found.remedy:
         return Finding(name="kernels", status="ok", detail=f"PyTorch's: {found.reason}")
     detail = f"PyTorch's, slower than those in C: {found.reason}"
-    return Finding(name="kernels", status="slow", detail=detail, mend=_sentence(found.remedy))
+    return Finding(name="kernels", status="slow", detail=detail, fix=_sentence(found.remedy))
 
 
 def _without_torch(name: str) -> Finding:
-    return Finding(name=name, status="unusable", detail="torch does not load", mend="Mend torch first: see above.")
+    return Finding(name=name, status="unusable", detail="torch does not load", fix="Mend torch first: see above.")
 
 
 def _sentence(words: str) -> str:
@@ -214,7 +214,7 @@ def _disk(config: EngineConfig) -> Finding:
     folder, least = min(free.items(), key=lambda item: item[1])
     detail = f"{least / 1e9:.1f} GB free at {folder}"
     if least < LITTLE_BYTES:
-        return Finding(name="disk", status="slow", detail=detail, mend=_DISK_FULL)
+        return Finding(name="disk", status="slow", detail=detail, fix=_DISK_FULL)
     return Finding(name="disk", status="ok", detail=detail)
 
 
@@ -253,10 +253,10 @@ def _answer() -> Finding:
             text = engine.chat(request).choices[0].message.content
             decoder = engine.status().decoder
     except DashInferVLMError as error:
-        return Finding(name="self test", status="broken", detail="it cannot answer", mend=error.message)
+        return Finding(name="self test", status="broken", detail="it cannot answer", fix=error.message)
     if text != TRUTH:
         mend = f"Run: pip install --force-reinstall --no-deps {DISTRIBUTION}. If that does not help, report it."
-        return Finding(name="self test", status="broken", detail=f"a wrong answer: {text!r}", mend=mend)
+        return Finding(name="self test", status="broken", detail=f"a wrong answer: {text!r}", fix=mend)
     return Finding(name="self test", status="ok", detail=f"the decoder {decoder} sees: {text}")
 
 

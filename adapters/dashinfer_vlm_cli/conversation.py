@@ -49,7 +49,7 @@ class Conversation:
         """How the model was told to behave; empty if it was not."""
         return str(self.messages[0]["content"]) if self.messages and self.messages[0]["role"] == "system" else ""
 
-    def tell(self, system: str) -> None:
+    def set_system(self, system: str) -> None:
         """Say how the model is to behave, from the next answer on; an empty text takes that back."""
         said = [message for message in self.messages if message["role"] != "system"]
         self.messages = [*([{"role": "system", "content": system}] if system else []), *said]
@@ -57,16 +57,16 @@ class Conversation:
     def attach(self, part: Part) -> None:
         self.waiting.append(part)
 
-    def say(self, text: str) -> None:
+    def add_user(self, text: str) -> None:
         """Ask: what waits goes before the text."""
         content = [*self.waiting, {"type": "text", "text": text}] if self.waiting else text
         self.messages.append({"role": "user", "content": content})
         self.waiting = []
 
-    def hear(self, text: str) -> None:
+    def add_assistant(self, text: str) -> None:
         self.messages.append({"role": "assistant", "content": text})
 
-    def take_back(self) -> bool:
+    def undo(self) -> bool:
         """Drop the last question and its answer; False if there is none."""
         asked = self._last_question()
         if asked is None:
@@ -74,7 +74,7 @@ class Conversation:
         del self.messages[asked:]
         return True
 
-    def ask_again(self) -> bool:
+    def retry(self) -> bool:
         """Drop the last answer, so that its question is the last that was said; False if there is none."""
         asked = self._last_question()
         if asked is None:

@@ -35,5 +35,5 @@ def doctor(*, deep: bool, as_json: bool) -> None:
 def _show(findings: list[Finding]) -> None:
     show_table(("What", "Status", "Found"), [(found.name, found.status, found.detail) for found in findings])
     for found in findings:
-        if found.mend:
-            click.echo(f"\n{found.name}: {found.mend}")
+        if found.fix:
+            click.echo(f"\n{found.name}: {found.fix}")

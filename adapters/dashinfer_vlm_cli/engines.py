@@ -28,7 +28,7 @@ Command = Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class EngineSource:
     """Where the answers come from.
 
     Attributes:
@@ -44,7 +44,7 @@ class Source:
     model: str | None = None
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[AnyEngine]:
+    def open(self) -> Iterator[AnyEngine]:
         """The engine, ready, until the block ends.
 
         Raises:
@@ -93,7 +93,7 @@ def engine_options(command: Command) -> Command:
                 param=name,
             )
         model = config.model if "model" in given else None
-        return command(*args, source=Source(config=config, api_base=api_base, api_key=api_key, model=model), **kwargs)
+        return command(*args, source=EngineSource(config=config, api_base=api_base, api_key=api_key, model=model), **kwargs)
 
     for option in (_API_KEY, _API_BASE):
         run = option(run)

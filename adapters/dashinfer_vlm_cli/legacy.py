@@ -18,7 +18,7 @@ from dashinfer_vlm_core.plugins import add_commands
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Became:
+class FlagTranslation:
     """What became of a flag that was given.
 
     Attributes:
@@ -27,7 +27,7 @@ class Became:
     """
 
     words: tuple[str, ...] = ()
-    told: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class OldFlag:
     flag: str
     takes: str = ""
     now: str
-    becomes: Callable[[str], Became]
+    becomes: Callable[[str], FlagTranslation]
 
     @property
     def choices(self) -> list[str]:
@@ -55,24 +55,24 @@ class OldFlag:
         return self.flag.lstrip("-").replace("-", "_")
 
 
-def renamed(flag: str) -> Callable[[str], Became]:
-    return lambda value: Became(words=(flag, value))
+def renamed(flag: str) -> Callable[[str], FlagTranslation]:
+    return lambda value: FlagTranslation(words=(flag, value))
 
 
-def switched(flag: str) -> Callable[[str], Became]:
-    return lambda _: Became(words=(flag,))
+def switched(flag: str) -> Callable[[str], FlagTranslation]:
+    return lambda _: FlagTranslation(words=(flag,))
 
 
-def without_effect(told: str) -> Callable[[str], Became]:
-    return lambda _: Became(told=f"no effect; {told}")
+def without_effect(told: str) -> Callable[[str], FlagTranslation]:
+    return lambda _: FlagTranslation(note=f"no effect; {told}")
 
 
-def _quantised(kind: str) -> Became:
+def _quantised(kind: str) -> FlagTranslation:
     if kind in {"a16w8", "a8w8"}:
         told = "weights alone are quantised here, not activations" if kind == "a8w8" else ""
-        return Became(words=("--quantization", "int8"), told=told)
+        return FlagTranslation(words=("--quantization", "int8"), note=told)
     if kind == "a16w4":
-        return Became(words=("--quantization", "uint4"))
+        return FlagTranslation(words=("--quantization", "uint4"))
     if kind == "fp8":
         return _fp8(kind)
     raise ConfigError(
@@ -82,7 +82,7 @@ def _quantised(kind: str) -> Became:
     )
 
 
-def _fp8(_: str) -> Became:
+def _fp8(_: str) -> FlagTranslation:
     raise ConfigError(
         "FP8 (`--fp8`, `--quant-type fp8`) is not available. Use `--quantization int8`, which is as small, or leave it"
         " out.",
@@ -90,22 +90,22 @@ def _fp8(_: str) -> Became:
     )
 
 
-def _keys(keys: str) -> Became:
+def _keys(keys: str) -> FlagTranslation:
     words = [word for key in keys.split(",") if key for word in ("--api-key", key)]
-    return Became(words=tuple(words))
+    return FlagTranslation(words=tuple(words))
 
 
-def _origins(text: str) -> Became:
+def _origins(text: str) -> FlagTranslation:
     try:
         origins = json.loads(text)
     except ValueError:
         origins = None
     if not isinstance(origins, list) or not all(isinstance(origin, str) for origin in origins):
         raise ConfigError("`--allowed-origins` is a list in JSON, such as '[\"https://example.com\"]'.")
-    return Became(words=("--allowed-origins", ",".join(origins)))
+    return FlagTranslation(words=("--allowed-origins", ",".join(origins)))
 
 
-def _tls(_: str) -> Became:
+def _tls(_: str) -> FlagTranslation:
     parameters = click.get_current_context().params
     key, certificate = parameters["old_keyfile"], parameters["old_certfile"]
     if not key or not certificate:
@@ -114,7 +114,7 @@ def _tls(_: str) -> Became:
             " `--ssl-certfile` in its place.",
             param="ssl",
         )
-    return Became(words=("--ssl-keyfile", key, "--ssl-certfile", certificate))
+    return FlagTranslation(words=("--ssl-keyfile", key, "--ssl-certfile", certificate))
 
 
 FLAGS = (
@@ -233,8 +233,8 @@ def _passed_on(flag: OldFlag, value: str | bool | None) -> tuple[str, ...]:
     if value is None or value is False:
         return ()
     became = flag.becomes(str(value))
-    if became.told:
-        click.echo(f"dashinfer_vlm_serve: {flag.flag}: {became.told}.", err=True)
+    if became.note:
+        click.echo(f"dashinfer_vlm_serve: {flag.flag}: {became.note}.", err=True)
     return became.words
 
 

@@ -21,11 +21,11 @@ from dashinfer_vlm_core.errors import InvalidParameter, UnsupportedParameter
 from dashinfer_vlm_core.protocol import ChatRequest
 from dashinfer_vlm_core.protocol.fields import HONOURED, NO_EFFECT, REFUSED
 
-from .asking import LOOP, Call, ask, stream
+from .client import LOOP, Call, complete, stream
 from .messages import to_openai
 from .profiles import profile_of
-from .replies import PROVIDER, streamed, whole
-from .structured import Method, Schema, asked, reader, with_raw
+from .results import PROVIDER, chat_chunk, chat_result
+from .structured import Method, Schema, bind_schema, output_parser, with_raw
 
 if TYPE_CHECKING:
     from langchain_core.language_models.base import LangSmithParams
@@ -192,7 +192,7 @@ class ChatDashInferVLM(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return whole(await ask(self._call(messages, stop, kwargs, stream=False)))
+        return chat_result(await complete(self._call(messages, stop, kwargs, stream=False)))
 
     def _stream(
         self,
@@ -219,7 +219,7 @@ class ChatDashInferVLM(BaseChatModel):
         self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]
     ) -> AsyncGenerator[ChatGenerationChunk, None]:
         async with contextlib.aclosing(stream(self._call(messages, stop, kwargs, stream=True))) as chunks:
-            async for chunk in streamed(chunks):
+            async for chunk in chat_chunk(chunks):
                 yield chunk
 
     def _call(
@@ -336,10 +336,10 @@ class ChatDashInferVLM(BaseChatModel):
             include_raw: whether to give `raw`, `parsed` and `parsing_error` rather than to raise.
             strict: whether to refuse what cannot be guaranteed in a tool's parameters too.
         """
-        bound = asked(method, schema, strict)
+        bound = bind_schema(method, schema, strict)
         ask = self.bind_tools if "tools" in bound else self.bind
         model: Runnable[LanguageModelInput, AIMessage] = ask(**bound, **kwargs)
-        read = reader(method, schema)
+        read = output_parser(method, schema)
         return with_raw(model, read) if include_raw else model | read
 
 

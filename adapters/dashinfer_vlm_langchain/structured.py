@@ -26,7 +26,7 @@ Schema: TypeAlias = Any
 Reader: TypeAlias = "Runnable[Any, Any]"
 
 
-def asked(method: str, schema: Schema | None, strict: bool | None) -> dict[str, Any]:
+def bind_schema(method: str, schema: Schema | None, strict: bool | None) -> dict[str, Any]:
     """What to bind to the model. `tools` are those of `bind_tools`.
 
     Raises:
@@ -42,7 +42,7 @@ def asked(method: str, schema: Schema | None, strict: bool | None) -> dict[str, 
     return _ASK[method](schema, strict) | ({} if schema is None else {"ls_structured_output_format": told})
 
 
-def reader(method: str, schema: Schema | None) -> Reader:
+def output_parser(method: str, schema: Schema | None) -> Reader:
     """What makes an object of an answer: of the class if the schema is a pydantic one, else a dictionary."""
     pydantic = isinstance(schema, type) and is_basemodel_subclass(schema)
     if method != "function_calling":

@@ -15,8 +15,8 @@ from dashinfer_vlm_core.engine.shared import SHARED, PerProcess, SharedEngines
 
 from .call import Call, is_proxied, read_call
 from .errors import litellm_errors
-from .models import introduce
-from .replies import streamed, whole
+from .model_info import register_model_info
+from .responses import stream_chunks, model_response
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -59,7 +59,7 @@ class DashInferVLM(CustomLLM):
     async def acompletion(self, *_: Any, **arguments: Any) -> ModelResponse:
         with self._errors(arguments):
             call = read_call(arguments, stream=False)
-            return whole(arguments["model_response"], await with_timeout(self._chat(call), call.timeout))
+            return model_response(arguments["model_response"], await with_timeout(self._chat(call), call.timeout))
 
     async def astreaming(  # type: ignore[override]
         self, *_: Any, **arguments: Any
@@ -68,7 +68,7 @@ class DashInferVLM(CustomLLM):
             call = read_call(arguments, stream=True)
             limited = stream_with_timeout(self._stream(call), seconds=call.timeout, first=call.first_token_timeout)
             async with contextlib.aclosing(limited) as chunks:
-                async for chunk in streamed(chunks):
+                async for chunk in stream_chunks(chunks):
                     yield chunk
 
     async def _chat(self, call: Call) -> ChatCompletion:
@@ -87,7 +87,7 @@ class DashInferVLM(CustomLLM):
             return self._engines.remote(call.api_base, api_key=call.api_key), call.model
         config = self._engines.config(call.model, call.engine_options)
         engine = await self._engines.aget(config)
-        introduce(f"{self.name}/{call.model}", engine.status().max_model_len)
+        register_model_info(f"{self.name}/{call.model}", engine.status().max_model_len)
         return engine, config.name
 
     def _errors(self, arguments: dict[str, Any]) -> contextlib.AbstractContextManager[None]:

@@ -6,7 +6,7 @@ import litellm
 from litellm.types.llms.custom_llm import CustomLLMItem
 from litellm.utils import custom_llm_setup
 
-from .models import introduce_registered
+from .model_info import register_known_models
 from .provider import PROVIDER, DashInferVLM
 
 handler: DashInferVLM = DashInferVLM()
@@ -22,5 +22,5 @@ def register() -> DashInferVLM:
     # A new list: LiteLLM, or the proxy, may hold the old one.
     litellm.custom_provider_map = [*others, CustomLLMItem(provider=PROVIDER, custom_handler=handler)]
     custom_llm_setup()  # type: ignore[no-untyped-call]  # LiteLLM has no annotations there
-    introduce_registered(PROVIDER)
+    register_known_models(PROVIDER)
     return handler

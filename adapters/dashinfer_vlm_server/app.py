@@ -21,14 +21,14 @@ from dashinfer_vlm_core.version import __version__
 
 from . import openapi
 from .errors import DRAINING, HANDLERS, LATER_SECONDS
-from .keys import OPEN_ROUTES, Locked
-from .metrics import Metrics, Watched
+from .api_keys import OPEN_ROUTES, ApiKeyMiddleware
+from .metrics import Metrics, ObservableEngine
 from .page import FILES, add_page
-from .requests import read_request, unless_disconnected
-from .settings import Gate, Settings
+from .request_body import read_request, unless_disconnected
+from .settings import DrainState, Settings
 from .sse import EventStream
 from .tokens import Detokenized, Tokenized, detokenize, tokenize
-from .visits import HEADER, Budget, Visits, visit_of
+from .request_context import HEADER, ByteBudget, RequestContextMiddleware, current_request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 
-def create_app(engine: ChatEngine, settings: Settings | None = None, *, gate: Gate | None = None) -> FastAPI:
+def create_app(engine: ChatEngine, settings: Settings | None = None, *, gate: DrainState | None = None) -> FastAPI:
     """An ASGI application that answers OpenAI's chat completions with `engine`.
 
     Starting and closing the engine is left to the caller; until it is ready, `/health/ready` and every question are
@@ -51,7 +51,7 @@ def create_app(engine: ChatEngine, settings: Settings | None = None, *, gate: Ga
         gate: closed by whoever is about to end the server, so that nothing new is begun.
     """
     settings, metrics = settings or Settings(), Metrics(engine)
-    if settings.tracer and isinstance(engine, Watched):
+    if settings.tracer and isinstance(engine, ObservableEngine):
         engine.watch(settings.tracer)
     app = FastAPI(
         title="dashinfer-vlm",
@@ -62,11 +62,11 @@ def create_app(engine: ChatEngine, settings: Settings | None = None, *, gate: Ga
     app.router.route_class = _Route
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)
-    routes = _Routes(engine=engine, settings=settings, gate=gate or Gate(), metrics=metrics)
+    routes = _Routes(engine=engine, settings=settings, gate=gate or DrainState(), metrics=metrics)
     routes.add_to(app)
     if settings.page:
         add_page(app, engine, read=routes.read_chat, finish=routes.unless_left)
-    app.add_middleware(Locked, keys=settings.keys, open_routes=OPEN_ROUTES.union(FILES if settings.page else ()))
+    app.add_middleware(ApiKeyMiddleware, keys=settings.keys, open_routes=OPEN_ROUTES.union(FILES if settings.page else ()))
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -75,8 +75,8 @@ def create_app(engine: ChatEngine, settings: Settings | None = None, *, gate: Ga
             allow_headers=["Authorization", "Content-Type", HEADER],
             expose_headers=[HEADER, "Retry-After"],
         )
-    budget = Budget(settings.max_held_bytes)
-    app.add_middleware(Visits, routes=app.routes, metrics=metrics, budget=budget, tracer=settings.tracer)
+    budget = ByteBudget(settings.max_buffered_bytes)
+    app.add_middleware(RequestContextMiddleware, routes=app.routes, metrics=metrics, budget=budget, tracer=settings.tracer)
     return app
 
 
@@ -117,7 +117,7 @@ class Version(BaseModel):
 class _Routes:
     engine: ChatEngine
     settings: Settings
-    gate: Gate
+    gate: DrainState
     metrics: Metrics
     started: int = field(default_factory=lambda: int(time.time()))
 
@@ -203,7 +203,7 @@ class _Routes:
             parse,
             max_bytes=settings.max_body_bytes,
             max_pause=settings.max_body_pause,
-            hold=visit_of(request.scope).hold,
+            hold=current_request(request.scope).hold,
         )
 
     async def unless_left(self, request: Request, work: Coroutine[Any, Any, T]) -> T:

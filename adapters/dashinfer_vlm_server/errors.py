@@ -72,7 +72,7 @@ LATER_SECONDS = 5
 """When to ask again a server that is loading, restarting or ending."""
 
 
-def status_of(error: Exception) -> int:
+def status_for(error: Exception) -> int:
     """The HTTP status of an error; 500 for what nobody foresaw."""
     if isinstance(error, HTTPException):
         return error.status_code
@@ -81,7 +81,7 @@ def status_of(error: Exception) -> int:
 
 def error_body(error: Exception) -> dict[str, Any]:
     """OpenAI's error object. Only errors that were written for the caller show their text."""
-    status = status_of(error)
+    status = status_for(error)
     body = {"message": INTERNAL_ERROR, "type": _type(status), "param": None, "code": "internal_error"}
     if isinstance(error, (RequestError, EngineError, MissingDependency)):
         body |= {"message": error.message, "param": error.param, "code": error.code}
@@ -98,7 +98,7 @@ def error_response(error: Exception) -> JSONResponse:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     elif isinstance(error, (EngineClosed, DecoderFailed)):
         headers["Retry-After"] = str(LATER_SECONDS)
-    return JSONResponse(error_body(error), status_code=status_of(error), headers=headers)
+    return JSONResponse(error_body(error), status_code=status_for(error), headers=headers)
 
 
 def unauthorized() -> HTTPException:
@@ -110,22 +110,22 @@ def unauthorized() -> HTTPException:
     )
 
 
-async def answer_error(_request: Request, error: Exception) -> Response:
+async def send_error(_request: Request, error: Exception) -> Response:
     """Exception handler for every error that was foreseen."""
     if isinstance(error, SetupError):  # the operator can mend it, the caller cannot
         logger.error("a request failed: %s", error.message)
     return error_response(error)
 
 
-async def answer_nobody(_request: Request, _error: Exception) -> Response:
+async def send_nothing(_request: Request, _error: Exception) -> Response:
     """Exception handler for a client that left."""
     return Response(status_code=CLIENT_GONE)
 
 
 HANDLERS: Mapping[type[Exception], Callable[[Request, Exception], Coroutine[Any, Any, Response]]] = {
-    DashInferVLMError: answer_error,
-    HTTPException: answer_error,
-    ClientDisconnect: answer_nobody,
+    DashInferVLMError: send_error,
+    HTTPException: send_error,
+    ClientDisconnect: send_nothing,
 }
 
 _CODES: Mapping[int, str] = MappingProxyType(

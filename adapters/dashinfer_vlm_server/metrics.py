@@ -28,7 +28,7 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 
 @runtime_checkable
-class Watched(Protocol):
+class ObservableEngine(Protocol):
     """An engine in this process, which can be looked into; one behind an address cannot."""
 
     def stats(self) -> EngineStats | None: ...
@@ -63,9 +63,9 @@ class Metrics(RequestObserver):
         self._answer_tokens = self._counter("generation_tokens", "Tokens of whole answers.", [])
         self._cached_tokens = self._counter("cached_prompt_tokens", "Prompt tokens that came from a cache.", [])
         self._visual_tokens = self._counter("visual_tokens", "Prompt tokens of pictures and videos.", ["kind"])
-        self._registry.register(_Rooms(engine))
+        self._registry.register(_EngineCollector(engine))
         ProcessCollector(registry=self._registry)
-        if isinstance(engine, Watched):
+        if isinstance(engine, ObservableEngine):
             engine.watch(self)
 
     def request(self, route: str, outcome: str) -> None:
@@ -111,7 +111,7 @@ class Metrics(RequestObserver):
         return Histogram(PREFIX + name, text, buckets=buckets, registry=self._registry)
 
 
-class _Rooms(Collector):
+class _EngineCollector(Collector):
     """What the engine's rooms count, read when Prometheus asks."""
 
     def __init__(self, engine: ChatEngine) -> None:
@@ -122,7 +122,7 @@ class _Rooms(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        if not isinstance(self._engine, Watched):
+        if not isinstance(self._engine, ObservableEngine):
             return  # asking one behind an address would take a request
         status = self._engine.status()
         labels = [__version__, status.model, status.decoder]
@@ -137,8 +137,8 @@ class _Rooms(Collector):
 
 
 def _door(stats: EngineStats) -> Iterator[Metric]:
-    yield _gauge("answers", "Answers that are being made or wait.", stats.answers)
-    yield _gauge("answer_places", "Most of them; more are rejected.", stats.places)
+    yield _gauge("answers", "Answers that are being made or wait.", stats.active_requests)
+    yield _gauge("answer_places", "Most of them; more are rejected.", stats.limiter)
     yield _count("decoder_restarts", "Times that a decoder that died was replaced.", stats.restarts)
     yield _count("media_fetches", "Pictures and videos that were fetched.", stats.fetches.fetched)
     yield _count("media_fetch_failures", "Those that could not be fetched.", stats.fetches.failed)

@@ -22,7 +22,7 @@ from . import openapi
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.engine import Request as ChatRequestLike
-    from dashinfer_vlm_core.preprocessing.preview import Preview, Seen
+    from dashinfer_vlm_core.preprocessing.preview import Preview, MediaPreview
 
 STATIC = Path(__file__).with_name("static")
 
@@ -140,9 +140,9 @@ def _as_json(preview: Preview) -> dict[str, Any]:
     }
 
 
-def _item(item: Seen) -> dict[str, Any]:
+def _item(item: MediaPreview) -> dict[str, Any]:
     return {
-        "part": item.part,
+        "part": item.path,
         "kind": item.kind,
         "source_size": item.source_size,
         "size": item.size,

@@ -20,8 +20,8 @@ from dashinfer_vlm_core.errors import ConfigError, MissingDependency
 from dashinfer_vlm_core.hookspecs import hookimpl
 
 from .help import Number, Option, SectionedCommand, Whole
-from .keys import KEY_VARIABLE, KEYS_VARIABLE, Keys
-from .listening import Address, Tls
+from .api_keys import KEY_VARIABLE, KEYS_VARIABLE, ApiKeys
+from .sockets import Address, Tls
 from .logs import LogFormat, set_format
 from .settings import Settings
 
@@ -147,10 +147,10 @@ def _settings(options: dict[str, Any]) -> Settings:
     origins = (origin.strip() for origin in options["allowed_origins"].split(","))
     return Settings(
         max_body_bytes=options["max_body_mib"] * MIB,
-        max_held_bytes=options["max_held_mib"] * MIB,
+        max_buffered_bytes=options["max_held_mib"] * MIB,
         max_body_pause=options["max_body_pause"],
         request_timeout=options["request_timeout"],
-        keys=Keys.read(options["api_keys"], options["api_key_file"]),
+        keys=ApiKeys.read(options["api_keys"], options["api_key_file"]),
         allowed_origins=tuple(filter(None, origins)),
         page=options["page"],
         tracer=_tracer(options["otlp_traces_endpoint"]),

@@ -27,11 +27,11 @@ from dashinfer_vlm_core.engine import Engine
 from dashinfer_vlm_core.errors import ConfigError, DecoderFailed
 
 from .app import create_app
-from .keys import KEY_VARIABLE
-from .listening import Address, opened
+from .api_keys import KEY_VARIABLE
+from .sockets import Address, opened
 from .logs import last_line, writes_json
 from .protocol import MAX_HEAD_BYTES, Protocol, detect_lost_peers
-from .settings import Gate, Settings
+from .settings import DrainState, Settings
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -67,7 +67,7 @@ def run(config: EngineConfig, settings: Settings, address: Address, *, grace: fl
         SetupError: the model cannot be loaded.
     """
     _on_signal(leave_at_once)
-    gate, engine = Gate(), Engine(config)
+    gate, engine = DrainState(), Engine(config)
     with opened(address) as listener:
         detect_lost_peers(listener)
         application = create_app(engine, settings, gate=gate)
@@ -141,7 +141,7 @@ class Server(uvicorn.Server):
         settings: uvicorn.Config,
         *,
         engine: Engine,
-        gate: Gate,
+        gate: DrainState,
         ready: Callable[[], None] = lambda: None,
         grace: float = GRACE_SECONDS,
     ) -> None:

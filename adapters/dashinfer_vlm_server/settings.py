@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dashinfer_vlm_core.config import MIB
 
-from .keys import Keys
+from .api_keys import ApiKeys
 
 if TYPE_CHECKING:
     from .tracing import Tracer
@@ -30,17 +30,17 @@ class Settings:
     """
 
     max_body_bytes: int = 288 * MIB
-    max_held_bytes: int = 2048 * MIB
+    max_buffered_bytes: int = 2048 * MIB
     max_body_pause: float = 60.0
     request_timeout: float | None = None
-    keys: Keys = field(default_factory=Keys)
+    keys: ApiKeys = field(default_factory=ApiKeys)
     allowed_origins: tuple[str, ...] = ()
     page: bool = True
     tracer: Tracer | None = None
 
 
 @dataclass(slots=True, eq=False)
-class Gate:
+class DrainState:
     """Whether new requests are let in.
 
     Attributes:

@@ -15,8 +15,8 @@ from starlette.responses import AsyncContentStream
 from dashinfer_vlm_core.errors import DashInferVLMError
 
 from .errors import error_body
-from .requests import unless_disconnected
-from .visits import Visit, visit_of
+from .request_body import unless_disconnected
+from .request_context import RequestContext, current_request
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionChunk
@@ -50,20 +50,20 @@ class EventStream(StreamingResponse):
         self._chunks = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        visit = visit_of(scope)
+        visit = current_request(scope)
         try:
             await unless_disconnected(receive, self._send(send, visit))
         except ClientDisconnect as error:  # nobody is left who could be told
             visit.fail(error)
 
-    async def _send(self, send: Send, visit: Visit) -> None:
+    async def _send(self, send: Send, visit: RequestContext) -> None:
         async with contextlib.aclosing(self._chunks) as chunks:
             self.body_iterator: AsyncContentStream = _events(await anext(chunks), chunks, visit)
             await self.stream_response(send)
 
 
 async def _events(
-    first: ChatCompletionChunk, rest: AsyncIterator[ChatCompletionChunk], visit: Visit
+    first: ChatCompletionChunk, rest: AsyncIterator[ChatCompletionChunk], visit: RequestContext
 ) -> AsyncGenerator[str, None]:
     yield _chunk_event(first)
     try:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from openai.types import CompletionUsage
     from starlette.types import Scope
 
-    from .visits import Visit
+    from .request_context import RequestContext
 
 
 class Tracer(RequestObserver):
@@ -38,7 +38,7 @@ class Tracer(RequestObserver):
         self._tracer = provider.get_tracer("dashinfer_vlm_server", __version__)
 
     @contextlib.contextmanager
-    def visit(self, scope: Scope, visit: Visit) -> Iterator[None]:
+    def request_span(self, scope: Scope, visit: RequestContext) -> Iterator[None]:
         """The span of a request; it continues the trace that the header `traceparent` names (W3C Trace Context)."""
         named = (b"traceparent", b"tracestate")
         carrier = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in named}

@@ -30,8 +30,8 @@ from dashinfer_vlm_core.kernels import KernelSelector
 from dashinfer_vlm_core.models.interface import VisualTokens
 from dashinfer_vlm_core.models.qwen2_vl.prompt_layout import mrope_positions
 from dashinfer_vlm_core.plugins import Registry
-from dashinfer_vlm_torch.sampler import choose
-from dashinfer_vlm_torch.scheduler import Choice, Run
+from dashinfer_vlm_torch.sampler import sample
+from dashinfer_vlm_torch.scheduler import SampledToken, SequenceState
 
 from .reference import Reference
 from .tiny import PREPROCESSOR, STOP, TinyPrompt, tiny_prompts, write_tiny_model
@@ -303,14 +303,14 @@ def _check_sampling(device: str) -> list[CheckResult]:
         request = DecodeRequest(
             id=name, token_ids=prompt, positions=torch.arange(20).repeat(3, 1).numpy(), sampling=sampling
         )
-        runs.append(Run.of(request, (STOP,)))
+        runs.append(SequenceState.of(request, (STOP,)))
         runs[-1].answer.extend((3, 3, 5))
     with torch.inference_mode():
-        here, there = (choose(logits.to(where), runs) for where in ("cpu", device))
+        here, there = (sample(logits.to(where), runs) for where in ("cpu", device))
     wrong = [
         name
         for name, one, other in zip(OPTIONS, here, there, strict=True)
-        if not (isinstance(one, Choice) and isinstance(other, Choice) and one.id == other.id)
+        if not (isinstance(one, SampledToken) and isinstance(other, SampledToken) and one.id == other.id)
     ]
     return [
         CheckResult(

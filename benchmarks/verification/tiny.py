@@ -19,7 +19,7 @@ from dashinfer_vlm_core.media import Picture
 from dashinfer_vlm_core.models.interface import Patches
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import Qwen2VLImageProcessor
-from dashinfer_vlm_core.preprocessing.prompt import Span
+from dashinfer_vlm_core.preprocessing.prompt import PlaceholderSpan
 
 VOCABULARY = 512
 ORDINARY = 500
@@ -51,7 +51,7 @@ class TinyPrompt:
     name: str
     token_ids: npt.NDArray[np.int64]
     images: tuple[Patches, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[PlaceholderSpan, ...]
 
 
 def write_tiny_model(folder: Path) -> None:
@@ -100,7 +100,7 @@ def tiny_prompts(folder: Path) -> list[TinyPrompt]:
 
     def image(height: int, width: int) -> Patches:
         pixels = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
-        return processor.process(Picture(image=PILImage.fromarray(pixels), part="image"))
+        return processor.process(Picture(image=PILImage.fromarray(pixels), path="image"))
 
     def prompt(name: str, *parts: int | Patches) -> TinyPrompt:
         return _prompt(name, parts, random)
@@ -116,10 +116,10 @@ def tiny_prompts(folder: Path) -> list[TinyPrompt]:
 def _prompt(name: str, parts: Sequence[int | Patches], random: np.random.Generator) -> TinyPrompt:
     """A prompt of parts in order: a number of random text tokens, or an image."""
     ids: list[int] = []
-    spans: list[Span] = []
+    spans: list[PlaceholderSpan] = []
     for part in parts:
         if isinstance(part, Patches):
-            spans.append(Span(start=len(ids) + 1, length=part.tokens))
+            spans.append(PlaceholderSpan(start=len(ids) + 1, length=part.tokens))
             ids += [VISION_START, *[IMAGE] * part.tokens, VISION_END]
         else:
             ids += random.integers(0, ORDINARY, part).tolist()

@@ -13,7 +13,7 @@ from click.shell_completion import CompletionItem
 
 from ..config import ENV_PREFIX, MIB, EngineConfig, MediaLimits, option_fields, variables_set
 from ..config.config_file import EngineOption, place_of
-from ..config.environment import unknown_variables
+from ..config.env_check import unknown_variables
 from ..errors import ConfigError
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ logger: logging.Logger = logging.getLogger(__name__)
 LOOK_SECONDS = 0.2
 """How often it is asked whether the decoder has died, should nobody be decoding who would notice."""
 
-WELL_SECONDS = 600.0
+HEALTHY_SECONDS = 600.0
 """How long a decoder has to run until the restarts before it are forgotten."""
 
-FIRST_PAUSE = 0.1
+INITIAL_BACKOFF = 0.1
 """Seconds before a decoder that did not start is tried again; doubled each time."""
 
 
@@ -130,13 +130,13 @@ class Supervisor:
     async def _replace(self, fatal_error: str) -> str:
         """Close the decoder and start another one; why that is not possible, or nothing if it is done."""
         logger.error("The decoder %s has failed: %s", self.name, fatal_error)
-        if asyncio.get_running_loop().time() - self._began >= WELL_SECONDS:
+        if asyncio.get_running_loop().time() - self._began >= HEALTHY_SECONDS:
             self._left = self._restarts
         failure = await _failure(self._decoder.close())
         pause = 0.0
         while not failure and self._left:
             await asyncio.sleep(pause)
-            pause = 2 * pause or FIRST_PAUSE
+            pause = 2 * pause or INITIAL_BACKOFF
             self._left -= 1
             fatal_error = await _failure(self._start_another())
             if not fatal_error:

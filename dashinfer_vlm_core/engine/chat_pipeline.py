@@ -19,7 +19,7 @@ from ..errors import DashInferVLMError, EngineError, InvalidParameter, ModelNotF
 from ..media import Embeddings, Media, MediaLoader
 from ..models.interface import ImageProcessor, VisualTokens
 from ..models.patches import embedded
-from ..preprocessing.preview import Preview, Seen, seen
+from ..preprocessing.preview import Preview, MediaPreview, preview_media
 from ..preprocessing.prompt import Prompt, PromptBuilder
 from ..protocol import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, ChatRequest, MediaPart
 from ..protocol.sampling import Sampling
@@ -27,7 +27,7 @@ from ..response.response_builder import PromptCounts, ResponseBuilder
 from ..structured_output.output_grammar import grammar_for_request
 from ..structured_output.grammar_compiler import GrammarCompiler
 from ..vision import Item, Processed, VisionService
-from ..vision.ids import MediaIds
+from ..vision.media_uuids import MediaUuidCache
 from .observers import RequestTimer, RequestObserver
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class ChatPipeline:
     processor: ImageProcessor
     prompts: PromptBuilder
     vision: VisionService
-    media_uuids: MediaIds
+    media_uuids: MediaUuidCache
     grammars: GrammarCompiler
     decoder: Supervisor
     observer: RequestObserver
@@ -177,8 +177,8 @@ class ChatPipeline:
             _check_given(parts)
             budget = _TokenBudget(self.prompts.check_media)
 
-            def show(media: Media) -> Seen:
-                return seen(media, self._process(budget, media).item, self.processor)
+            def show(media: Media) -> MediaPreview:
+                return preview_media(media, self._process(budget, media).item, self.processor)
 
             items = await self.media.load(parts, then=show)
             prompt = await asyncio.to_thread(self.prompts.build, request, items)

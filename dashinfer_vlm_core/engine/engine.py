@@ -24,7 +24,7 @@ from ..protocol import ChatRequest
 from ..structured_output.grammar_compiler import GrammarCompiler
 from ..tokenization.detokenizer import IncrementalDetokenizer
 from ..vision import VisionService, VisionStats
-from ..vision.ids import MediaIds
+from ..vision.media_uuids import MediaUuidCache
 from .chat_pipeline import ChatPipeline, Generation, ConcurrencyLimiter
 from .observers import RequestObserver, ObserverList
 
@@ -94,8 +94,8 @@ class EngineStats:
         decoder: of the language model.
     """
 
-    answers: int
-    places: int
+    active_requests: int
+    limiter: int
     restarts: int
     vision: VisionStats
     fetches: FetchStats
@@ -213,8 +213,8 @@ class Engine:
             return None
         pipeline = self._running.pipeline
         return EngineStats(
-            answers=pipeline.limiter.in_use,
-            places=pipeline.limiter.limit,
+            active_requests=pipeline.limiter.in_use,
+            limiter=pipeline.limiter.limit,
             restarts=pipeline.decoder.restarted,
             vision=pipeline.vision.stats,
             fetches=pipeline.media.stats,
@@ -352,7 +352,7 @@ async def load_pipeline(config: EngineConfig, registry: Registry, observer: Requ
         processor=processor,
         prompts=prompts,
         vision=vision,
-        media_uuids=MediaIds(vision, limit=config.max_media_ids),
+        media_uuids=MediaUuidCache(vision, limit=config.max_media_ids),
         grammars=GrammarCompiler(prompts.tokenizer, spec),
         decoder=decoder,
         observer=observer,

@@ -207,7 +207,7 @@ class RemoteEngine:
         return {"model": self.model or DEFAULT_MODEL, **request, "stream": stream}
 
 
-def error_of(error: openai.APIError) -> DashInferVLMError:
+def error_from_response(error: openai.APIError) -> DashInferVLMError:
     """The error of our tree that a server's answer stands for."""
     if isinstance(error, openai.APITimeoutError):
         return DeadlineExceeded("The server did not answer in time.")
@@ -260,7 +260,7 @@ def _faults() -> Iterator[None]:
         yield
     except openai.APIError as error:
         logger.debug("the server answered with an error", exc_info=True)
-        raise error_of(error) from error
+        raise error_from_response(error) from error
     except httpx.HTTPError as error:  # in the midst of a stream the client lets them through
         logger.debug("the connection broke off", exc_info=True)
         raise _unreachable() from error

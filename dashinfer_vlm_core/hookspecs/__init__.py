@@ -45,7 +45,7 @@ class Finding:
     name: str
     status: Status
     detail: str
-    mend: str = ""
+    fix: str = ""
 
 
 @hookspec

@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
     from ..config import EngineConfig
     from ..models.spec import TextModelSpec
-    from .choice import KernelFactory, KernelSelector, Loaded
+    from .choice import KernelFactory, KernelSelector, LoadedKernels
     from .types import (
         Activation,
         Additions,
         DecoderLayer,
         DecoderLayers,
         DecoderShape,
-        Head,
+        LMHead,
         Kernels,
         Linear,
         Norm,
-        Pass,
-        Span,
-        Spans,
+        ForwardBatch,
+        KVSpan,
+        KVSpans,
     )
 
 __all__ = [
@@ -39,16 +39,16 @@ __all__ = [
     "DecoderLayer",
     "DecoderLayers",
     "DecoderShape",
-    "Head",
+    "LMHead",
     "KernelFactory",
     "KernelSelector",
     "Kernels",
     "Linear",
-    "Loaded",
+    "LoadedKernels",
     "Norm",
-    "Pass",
-    "Span",
-    "Spans",
+    "ForwardBatch",
+    "KVSpan",
+    "KVSpans",
 ]  # fmt: skip
 
 # Names are imported on use: what the processor can do is asked without torch.
@@ -73,11 +73,11 @@ class TorchKernelFactory:
     def unsupported_reason(self, text: TextModelSpec) -> str:
         return ""
 
-    def load(self, device: str, config: EngineConfig) -> Loaded:
-        from .choice import Loaded
-        from .plain import Plain
+    def load(self, device: str, config: EngineConfig) -> LoadedKernels:
+        from .choice import LoadedKernels
+        from .torch_kernels import TorchKernels
 
-        return Loaded(Plain(device))
+        return LoadedKernels(TorchKernels(device))
 
 
 @hookimpl

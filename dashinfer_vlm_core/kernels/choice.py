@@ -21,7 +21,7 @@ TORCH = "torch"
 logger: logging.Logger = logging.getLogger(__name__)
 
 
-class Loaded(NamedTuple):
+class LoadedKernels(NamedTuple):
     """Kernels, or why there are none.
 
     Attributes:
@@ -57,7 +57,7 @@ class KernelFactory(Protocol):
     def unsupported_reason(self, text: TextModelSpec) -> str:
         """Why the set cannot run a text model; empty if it can."""
 
-    def load(self, device: str, config: EngineConfig) -> Loaded:
+    def load(self, device: str, config: EngineConfig) -> LoadedKernels:
         """The kernels, or why they cannot run on this machine. It may compile them, into the cache of `config`."""
 
 
@@ -97,13 +97,13 @@ class KernelSelector:
             logger.warning("PyTorch's kernels are used, which are slower than those in C: %s.", found.explanation)
         return found.kernels
 
-    def find(self, device: str, dtype: torch.dtype, text: TextModelSpec | None = None) -> Loaded:
+    def find(self, device: str, dtype: torch.dtype, text: TextModelSpec | None = None) -> LoadedKernels:
         """As `choose`, with the reason why the next faster ones cannot run here, if they could have been taken.
 
         Raises:
             ConfigError: `cpu_kernels` names a set that no plugin registers.
         """
-        wanted, failed = self._config.cpu_kernels, Loaded(None)
+        wanted, failed = self._config.cpu_kernels, LoadedKernels(None)
         names = sorted(factory.name for factory in self._factories)
         if wanted not in ("auto", *names):
             fault = f"`cpu_kernels` {wanted!r} is registered by no plugin; there are: auto, {', '.join(names)}."
@@ -116,8 +116,8 @@ class KernelSelector:
                 failed = loaded if loaded.reason else failed
         return failed
 
-    def _load(self, factory: KernelFactory, device: str, dtype: torch.dtype, text: TextModelSpec | None) -> Loaded:
+    def _load(self, factory: KernelFactory, device: str, dtype: torch.dtype, text: TextModelSpec | None) -> LoadedKernels:
         if not factory.applies(device, dtype):
-            return Loaded(None)
+            return LoadedKernels(None)
         reason = factory.unsupported_reason(text) if text else ""
-        return Loaded(None, reason) if reason else factory.load(device, self._config)
+        return LoadedKernels(None, reason) if reason else factory.load(device, self._config)

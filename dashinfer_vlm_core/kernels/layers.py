@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .types import DecoderLayer, DecoderShape, Kernels, Linear, Norm, Pass, Spans
+from .types import DecoderLayer, DecoderShape, Kernels, Linear, Norm, ForwardBatch, KVSpans
 
 
-class ComposedLayers:
+class ReferenceDecoderLayers:
     """See `DecoderLayers`."""
 
     def __init__(self, kernels: Kernels, layers: Sequence[DecoderLayer], shape: DecoderShape) -> None:
@@ -18,7 +18,7 @@ class ComposedLayers:
         self._layers = layers
         self._shape = shape
 
-    def __call__(self, x: Tensor, batch: Pass) -> Tensor:
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         *others, final = zip(self._layers, batch.cache, strict=True)
         levels = len(batch.additions.values) if batch.additions else 0
         for number, (layer, cache) in enumerate(others):
@@ -31,10 +31,10 @@ class ComposedLayers:
             self._mix(final[0], x, queries[batch.last], batch.last_spans, final[1])
         return x
 
-    def _queries(self, layer: DecoderLayer, x: Tensor, batch: Pass, cache: Tensor) -> Tensor:
+    def _queries(self, layer: DecoderLayer, x: Tensor, batch: ForwardBatch, cache: Tensor) -> Tensor:
         """[tokens, heads, width]; keys and values go into the cache."""
         heads = self._shape.heads
-        qkv = layer.qkv(self._normalise(x, layer.input_norm)).view(len(x), -1, self._shape.width)
+        qkv = layer.qkv(self._normalise(x, layer.input_norm)).view(len(x), -1, self._shape.head_dim)
         if layer.query_norm and layer.key_norm:
             qkv = torch.cat([
                 self._normalise_heads(qkv[:, :heads], layer.query_norm),
@@ -45,7 +45,7 @@ class ComposedLayers:
         cache.index_copy_(1, batch.slots, qkv[:, heads:].transpose(0, 1))
         return qkv[:, :heads]
 
-    def _mix(self, layer: DecoderLayer, x: Tensor, queries: Tensor, spans: Spans, cache: Tensor) -> None:
+    def _mix(self, layer: DecoderLayer, x: Tensor, queries: Tensor, spans: KVSpans, cache: Tensor) -> None:
         """Add attention and then the MLP to x, in place."""
         keys, values = torch.split(cache, self._shape.kv_heads)
         layer.output.add_to(x, self._kernels.attend(queries, keys, values, spans))
@@ -59,7 +59,7 @@ class ComposedLayers:
         return self._normalise(x.reshape(-1, x.shape[-1]), norm).view(x.shape)
 
 
-class WholeHead:
+class FullLMHead:
     """See `Head`; the largest result is found among all of them."""
 
     def __init__(self, linear: Linear) -> None:
@@ -68,5 +68,5 @@ class WholeHead:
     def __call__(self, x: Tensor) -> Tensor:
         return self._linear(x)
 
-    def best(self, x: Tensor) -> None:
+    def argmax(self, x: Tensor) -> None:
         return None

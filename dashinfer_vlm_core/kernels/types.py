@@ -32,18 +32,18 @@ class Linear(Protocol):
         """Add the result for x [rows, inputs] to `total` [rows, outputs], in place."""
 
 
-class Head(Protocol):
+class LMHead(Protocol):
     """An output layer: a linear layer with float32 results, of which often only the largest is asked for."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """float32 [rows, outputs] of x [rows, inputs]; the last dimension of x is contiguous."""
 
-    def best(self, x: Tensor) -> Tensor | None:
+    def argmax(self, x: Tensor) -> Tensor | None:
         """int64 [rows]: which result of each row is the largest, the first of equals; None if only computing them all
         would tell, or would be quicker."""
 
 
-class Span(NamedTuple):
+class KVSpan(NamedTuple):
     """Queries that stand side by side in a batch, and the keys that they look at.
 
     Attributes:
@@ -54,18 +54,18 @@ class Span(NamedTuple):
         start: query i looks at keys 0 to start + i; -1: at all of them.
     """
 
-    first: int
-    tokens: int
-    row: int
-    keys: int
+    first_query: int
+    num_queries: int
+    first_key: int
+    num_keys: int
     start: int = -1
 
 
-class Spans:
+class KVSpans:
     """The spans of one batch; what kernels derive from them is derived once, not once per layer."""
 
-    def __init__(self, spans: Sequence[Span], *, device: torch.device | str = "cpu") -> None:
-        self.spans: tuple[Span, ...] = tuple(spans)
+    def __init__(self, spans: Sequence[KVSpan], *, device: torch.device | str = "cpu") -> None:
+        self.spans: tuple[KVSpan, ...] = tuple(spans)
         self._device = device
 
     @cached_property
@@ -80,10 +80,10 @@ class Spans:
         return torch.tensor(self.spans, dtype=torch.int64)
 
 
-def _mask(span: Span, device: torch.device | str) -> Tensor | None:
-    if span.start <= 0 or span.tokens == 1:
+def _mask(span: KVSpan, device: torch.device | str) -> Tensor | None:
+    if span.start <= 0 or span.num_queries == 1:
         return None
-    return torch.ones(span.tokens, span.keys, dtype=torch.bool, device=device).tril(span.start)
+    return torch.ones(span.num_queries, span.num_keys, dtype=torch.bool, device=device).tril(span.start)
 
 
 class Norm(NamedTuple):
@@ -130,12 +130,12 @@ class DecoderShape(NamedTuple):
 
     heads: int
     kv_heads: int
-    width: int
+    head_dim: int
     eps: float
     levels: int = 0
 
 
-class Pass(NamedTuple):
+class ForwardBatch(NamedTuple):
     """New tokens of many requests, one request after the other.
 
     Attributes:
@@ -152,9 +152,9 @@ class Pass(NamedTuple):
     cos: Tensor
     sin: Tensor
     slots: Tensor
-    spans: Spans
+    spans: KVSpans
     last: Tensor
-    last_spans: Spans
+    last_spans: KVSpans
     cache: Tensor
     additions: Additions | None = None
 
@@ -174,7 +174,7 @@ class Additions(NamedTuple):
 class DecoderLayers(Protocol):
     """All layers of a decoder, one after the other."""
 
-    def __call__(self, x: Tensor, batch: Pass) -> Tensor:
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Hidden states after the last layer; keys and values of the new tokens are written to the cache.
 
         Args:
@@ -191,11 +191,11 @@ class Kernels(Protocol):
 
     Attributes:
         name: for people.
-        quantises: whether `linear` knows int8.
+        supports_int8: whether `linear` knows int8.
     """
 
     name: str
-    quantises: bool
+    supports_int8: bool
 
     def linear(
         self,
@@ -203,7 +203,7 @@ class Kernels(Protocol):
         bias: Tensor | None = None,
         *,
         activation: Activation = Activation.NONE,
-        wide: bool = False,
+        fp32_output: bool = False,
         int8: bool = False,
     ) -> Linear:
         """A layer of weights [outputs, inputs], which may be copied to another layout.
@@ -216,7 +216,7 @@ class Kernels(Protocol):
             int8: round the weights to 8 bits, with one scale per output, and activations to 8 bits on the way.
         """
 
-    def head(self, weight: Tensor, *, int8: bool = False) -> Head:
+    def head(self, weight: Tensor, *, int8: bool = False) -> LMHead:
         """An output layer of weights [outputs, inputs]; see `linear`."""
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -225,7 +225,7 @@ class Kernels(Protocol):
     def rotate_(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Turn pairs (i, i + width / 2) of [rows, heads, width] in place, by float32 [rows, width / 2]."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spans: KVSpans) -> Tensor:
         """Softmax attention, scaled by 1 / sqrt(width); heads that share keys stand side by side.
 
         Args:

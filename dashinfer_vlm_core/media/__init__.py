@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .address import Resolver
+    from .url_policy import Resolver
     from .fetch import FetchStats
     from .loader import MediaLoader
     from .readers import READERS, PyAVReader

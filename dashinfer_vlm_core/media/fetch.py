@@ -14,7 +14,7 @@ import httpx
 from ..config import EngineConfig
 from ..errors import MediaError, MediaRefused, MediaTooLarge, MediaUnreachable, QueueFull
 from ..version import __version__
-from .address import Resolver, SystemResolver, addresses, check_url
+from .url_policy import Resolver, SystemResolver, addresses, check_url
 from .types import Kind
 
 MAX_REDIRECTS = 3
@@ -44,7 +44,7 @@ class FetchStats:
     bytes: int = 0
 
 
-class Allowance:
+class ByteBudget:
     """Bytes that may still be fetched for one request."""
 
     def __init__(self, limit: int) -> None:
@@ -97,7 +97,7 @@ class Fetcher:
     def stats(self) -> FetchStats:
         return FetchStats(fetched=self._fetched, failed=self._failed, bytes=self._bytes)
 
-    async def get(self, url: httpx.URL, *, kind: Kind, part: str, allowance: Allowance | None = None) -> bytes:
+    async def get(self, url: httpx.URL, *, kind: Kind, part: str, allowance: ByteBudget | None = None) -> bytes:
         """The body behind `url`, which `check_url` has passed.
 
         Args:
@@ -116,7 +116,7 @@ class Fetcher:
         await self._take_slot(seconds)
         try:
             with anyio.fail_after(seconds):  # `asyncio.wait_for` may lose a cancellation, see `deadline`
-                body = await self._follow(url, kind, part, allowance or Allowance(self._config.max_fetched_bytes))
+                body = await self._follow(url, kind, part, allowance or ByteBudget(self._config.max_fetched_bytes))
         except (httpx.HTTPError, OSError, UnicodeError) as error:  # a timeout is an OSError
             self._failed += 1
             raise MediaUnreachable(
@@ -142,7 +142,7 @@ class Fetcher:
         except TimeoutError:
             raise QueueFull("Too many pictures and videos are being fetched: try again in a moment.") from None
 
-    async def _follow(self, url: httpx.URL, kind: Kind, part: str, allowance: Allowance) -> bytes:
+    async def _follow(self, url: httpx.URL, kind: Kind, part: str, allowance: ByteBudget) -> bytes:
         for _ in range(MAX_REDIRECTS + 1):
             response = await self._request(url, part)
             try:
@@ -164,7 +164,7 @@ class Fetcher:
                 return await self._transport.handle_async_request(_request_to(address, url))
         return await self._transport.handle_async_request(_request_to(found[-1], url))
 
-    async def _body(self, response: httpx.Response, kind: Kind, part: str, allowance: Allowance) -> bytes:
+    async def _body(self, response: httpx.Response, kind: Kind, part: str, allowance: ByteBudget) -> bytes:
         if response.status_code != httpx.codes.OK:
             raise MediaUnreachable("The host of this URL did not answer with the media; check the URL.", param=part)
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
@@ -185,7 +185,7 @@ def direct_transport(tls: ssl.SSLContext | None = None) -> httpx.AsyncHTTPTransp
     )
 
 
-async def _read(response: httpx.Response, limit: int, part: str, allowance: Allowance) -> bytes:
+async def _read(response: httpx.Response, limit: int, part: str, allowance: ByteBudget) -> bytes:
     chunks, size = [], 0
     async for chunk in response.aiter_raw():
         size += len(chunk)

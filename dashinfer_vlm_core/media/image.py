@@ -29,7 +29,7 @@ _OPAQUE = ("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
 _TRANSPARENT = ("LA", "La", "PA", "RGBA", "RGBa")
 
 
-def decode_picture(data: bytes, *, part: str, max_pixels: int, background: tuple[int, int, int]) -> Image.Image:
+def decode_image(data: bytes, *, part: str, max_pixels: int, background: tuple[int, int, int]) -> Image.Image:
     """Decode the first frame of a PNG, JPEG, WebP, GIF, BMP or TIFF file.
 
     Whatever the file holds is brought to 8-bit RGB: palettes are looked up, of 16 bits the upper 8 are kept (as libpng
@@ -51,10 +51,10 @@ def decode_picture(data: bytes, *, part: str, max_pixels: int, background: tuple
         MediaUndecodable: another format, damaged or truncated data, or a pixel format without an agreed meaning.
     """
     with _errors(part), Image.open(BytesIO(data), formats=FORMATS) as image:
-        return convert_picture(image, part=part, max_pixels=max_pixels, background=background)
+        return convert_image(image, part=part, max_pixels=max_pixels, background=background)
 
 
-def convert_picture(image: Image.Image, *, part: str, max_pixels: int, background: tuple[int, int, int]) -> Image.Image:
+def convert_image(image: Image.Image, *, part: str, max_pixels: int, background: tuple[int, int, int]) -> Image.Image:
     """As `decode_picture`, of a picture that is open already, which may be the result itself."""
     check_size(image.size, max_pixels, part)
     _check_coding(image, part)

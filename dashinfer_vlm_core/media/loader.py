@@ -18,14 +18,14 @@ from PIL import Image
 from ..config import EngineConfig
 from ..errors import EngineClosed, MediaTooLarge, UnsupportedParameter
 from ..protocol import EncodedEmbeddings, MediaPart
-from .address import Resolver
-from .fetch import Allowance, Fetcher, FetchStats
-from .image import count_pixels, decode_picture
-from .memory import fingerprint, take
+from .url_policy import Resolver
+from .fetch import ByteBudget, Fetcher, FetchStats
+from .image import count_pixels, decode_image
+from .python_objects import fingerprint, load_object
 from .sampling import VideoSamplingPolicy
-from .source import Inline, Local, Source, decode, locate, read
+from .source import InlineSource, LocalSource, Source, decode, locate, read
 from .types import Clip, Media, Picture, Pixels, StopCheck, VideoReader
-from .video import available, check_frames, check_total, decode_clip, frame_name, stack_frames
+from .video import available, check_frames, check_total, decode_video, frame_name, stack_frames
 
 T = TypeVar("T")
 
@@ -124,7 +124,7 @@ class MediaLoader:
     ) -> tuple[T, ...]:
         sources = await self._run(self._locate, parts)
         share = asyncio.Semaphore(max(1, self._config.max_fetches // 2))  # the rest is left to other requests
-        allowance = Allowance(self._config.max_fetched_bytes)
+        allowance = ByteBudget(self._config.max_fetched_bytes)
         fetched = {
             source: asyncio.ensure_future(self._get(source, share, allowance))
             for source in dict.fromkeys(chain(*sources))
@@ -145,13 +145,13 @@ class MediaLoader:
             for part in parts
         ]
 
-    async def _get(self, source: Source, share: asyncio.Semaphore, allowance: Allowance) -> bytes:
-        if isinstance(source, Inline):
+    async def _get(self, source: Source, share: asyncio.Semaphore, allowance: ByteBudget) -> bytes:
+        if isinstance(source, InlineSource):
             return await self._run(decode, source)
-        if isinstance(source, Local):
+        if isinstance(source, LocalSource):
             return await self._run(read, source)
         async with share:
-            return await self._fetcher.get(source.url, kind=source.kind, part=source.part, allowance=allowance)
+            return await self._fetcher.get(source.url, kind=source.kind, part=source.path, allowance=allowance)
 
     async def _make(
         self,
@@ -181,12 +181,12 @@ class MediaLoader:
     def _decode(self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck) -> Media:
         check_stop()
         if part.content is not None:
-            return take(part, self._config, self._policy, check_stop)
+            return load_object(part, self._config, self._policy, check_stop)
         if isinstance(part.url, tuple):
             return self._frames(part, data, check_stop)
         if part.kind == "video":
             readers = available(self._readers)
-            return decode_clip(
+            return decode_video(
                 data[0],
                 part=part,
                 readers=readers,
@@ -195,7 +195,7 @@ class MediaLoader:
                 check_stop=check_stop,
             )
         image = self._image(data[0], part, part.part)
-        return Picture(image=image, part=part.part, min_pixels=part.min_pixels, max_pixels=part.max_pixels)
+        return Picture(image=image, path=part.part, min_pixels=part.min_pixels, max_pixels=part.max_pixels)
 
     def _frames(self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck) -> Clip:
         """A clip of a list of pictures, whose headers are read before the first is decoded."""
@@ -213,7 +213,7 @@ class MediaLoader:
 
     def _image(self, data: bytes, part: MediaPart, name: str) -> Image.Image:
         background = part.background or self._config.rgba_background
-        return decode_picture(data, part=name, max_pixels=self._config.max_decoded_pixels, background=background)
+        return decode_image(data, part=name, max_pixels=self._config.max_decoded_pixels, background=background)
 
     async def _run(self, work: Callable[..., T], *arguments: object) -> T:
         """Blocking work in a thread, so that the event loop goes on."""

@@ -16,7 +16,7 @@ import httpx
 
 from ..config import EngineConfig
 from ..errors import MediaRefused, MediaTooLarge, MediaUndecodable, MediaUnreachable
-from .address import check_url
+from .url_policy import check_url
 from .types import Kind
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE)
@@ -31,15 +31,15 @@ _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Inline:
+class InlineSource:
     """A data: URL of an allowed size, not decoded yet."""
 
     url: str = field(repr=False)
-    part: str = field(compare=False)
+    path: str = field(compare=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Local:
+class LocalSource:
     """A file under the allowed folder; `limit` in bytes."""
 
     path: Path
@@ -48,15 +48,15 @@ class Local:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Remote:
+class RemoteSource:
     """A URL that may be fetched, as far as its writing tells."""
 
     url: httpx.URL
     kind: Kind
-    part: str = field(compare=False)
+    path: str = field(compare=False)
 
 
-Source: TypeAlias = Inline | Local | Remote
+Source: TypeAlias = InlineSource | LocalSource | RemoteSource
 """Equal for equal contents to get, whichever part asks."""
 
 
@@ -73,13 +73,13 @@ def locate(text: str, *, kind: Kind, part: str, config: EngineConfig) -> Source:
     if scheme == "data":
         return _inline(text, limit, part)
     if scheme in ("http", "https"):
-        return Remote(url=check_url(text, part=part, config=config), kind=kind, part=part)
+        return RemoteSource(url=check_url(text, part=part, config=config), kind=kind, path=part)
     if scheme == "file":
-        return Local(path=_allowed(text, config.allowed_local_media_path, part), limit=limit, part=part)
+        return LocalSource(path=_allowed(text, config.allowed_local_media_path, part), limit=limit, part=part)
     raise MediaRefused("Media comes from http:, https: and data: URLs; use one of these.", param=part)
 
 
-def decode(source: Inline) -> bytes:
+def decode(source: InlineSource) -> bytes:
     """The bytes of a data: URL (RFC 2397).
 
     Its media type is not looked at: what the bytes are is decided by the bytes.
@@ -87,7 +87,7 @@ def decode(source: Inline) -> bytes:
     Raises:
         MediaUndecodable: it is not base64.
     """
-    return from_base64(source.url.partition(",")[2], part=source.part)
+    return from_base64(source.url.partition(",")[2], part=source.path)
 
 
 def from_base64(payload: str, *, part: str) -> bytes:
@@ -121,7 +121,7 @@ def check_base64(payload: str, *, limit: int, part: str) -> None:
         raise MediaTooLarge(f"The media has more than {limit} bytes; send a smaller one.", param=part)
 
 
-def read(source: Local) -> bytes:
+def read(source: LocalSource) -> bytes:
     """The bytes of a local file.
 
     Raises:
@@ -142,12 +142,12 @@ def read(source: Local) -> bytes:
     return data
 
 
-def _inline(text: str, limit: int, part: str) -> Inline:
+def _inline(text: str, limit: int, part: str) -> InlineSource:
     header, comma, payload = text.partition(",")
     if not comma or not header.lower().rstrip().endswith(";base64"):
         raise MediaUndecodable("A data: URL has the form `data:image/png;base64,...`.", param=part)
     check_base64(payload, limit=limit, part=part)
-    return Inline(url=text, part=part)
+    return InlineSource(url=text, path=part)
 
 
 def _allowed(text: str, folder: Path | None, part: str) -> Path:

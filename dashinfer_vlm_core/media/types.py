@@ -27,7 +27,7 @@ class Picture:
     """
 
     image: Image.Image
-    part: str
+    path: str
     source: bytes = b""
     min_pixels: int | None = None
     max_pixels: int | None = None
@@ -48,7 +48,7 @@ class Clip:
     """
 
     frames: Pixels
-    part: str
+    path: str
     times: tuple[float, ...] = ()
     source: bytes = b""
     min_pixels: int | None = None
@@ -71,7 +71,7 @@ class Embeddings:
     rows: npt.NDArray[np.float32]
     grid: tuple[int, int, int]
     kind: Kind
-    part: str
+    path: str
     source: bytes = b""
 
 

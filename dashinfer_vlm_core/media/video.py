@@ -52,7 +52,7 @@ def frame_count(total: int, fps: float, *, part: MediaPart, policy: VideoSamplin
     return count
 
 
-def decode_clip(
+def decode_video(
     data: bytes,
     *,
     part: MediaPart,
@@ -223,7 +223,7 @@ def _clip(frames: Pixels, part: MediaPart, times: tuple[float, ...]) -> Clip:
     return Clip(
         frames=frames,
         times=times,
-        part=part.path,
+        path=part.path,
         min_pixels=part.min_pixels,
         max_pixels=part.max_pixels,
         total_pixels=part.total_pixels,

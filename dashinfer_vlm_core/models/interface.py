@@ -55,7 +55,7 @@ class Patches:
     grid: Grid
     tokens: int
     kind: Kind
-    part: str
+    path: str
     digest: bytes
     times: tuple[float, ...] = ()
 
@@ -78,7 +78,7 @@ class Embedded:
     grid: Grid
     tokens: int
     kind: Kind
-    part: str
+    path: str
     digest: bytes
     times: tuple[float, ...] = ()
 
@@ -171,7 +171,7 @@ class Expansion(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
+class PlaceholderSpan:
     """A run of tokens in the prompt that stand for visual tokens of one image or video.
 
     Attributes:
@@ -204,7 +204,7 @@ class PromptLayout(Protocol):
             encode: plain text to token ids.
         """
 
-    def positions(self, length: int, spans: Sequence[Span], items: Sequence[Visual]) -> npt.NDArray[np.int64]:
+    def positions(self, length: int, spans: Sequence[PlaceholderSpan], items: Sequence[Visual]) -> npt.NDArray[np.int64]:
         """Positions of a prompt along time, height and width.
 
         Args:

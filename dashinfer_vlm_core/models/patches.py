@@ -34,7 +34,7 @@ def embedded(media: Embeddings, spec: ModelSpec, processor: ImageProcessor) -> E
         grid=grid,
         tokens=len(media.rows),
         kind=media.kind,
-        part=media.part,
+        path=media.path,
         digest=content_digest(f"{media.kind} embeddings", grid, media.rows),
     )
 
@@ -43,23 +43,23 @@ def _check_rows(media: Embeddings, grid: Grid, spec: ModelSpec, processor: Image
     rows = media.rows
     if rows.ndim != 2 or rows.shape[1] != spec.visual_width:
         raise InvalidParameter(
-            f"The embeddings must have the shape [tokens, {spec.visual_width}] of this model.", param=media.part
+            f"The embeddings must have the shape [tokens, {spec.visual_width}] of this model.", param=media.path
         )
     try:
         expected = processor.shape(grid).tokens
     except ValueError as error:
         raise InvalidParameter(
-            f"The embeddings are of a grid that the model has not: {error}.", param=media.part
+            f"The embeddings are of a grid that the model has not: {error}.", param=media.path
         ) from None
     if len(rows) != expected:
         raise InvalidParameter(
             f"Embeddings of a grid of {grid.t} x {grid.h} x {grid.w} patches have {expected} rows, and there are"
             f" {len(rows)}.",
-            param=media.part,
+            param=media.path,
         )
     if not np.abs(rows).max(initial=0) <= LARGEST_EMBEDDING:  # nor where one is not a number
         raise InvalidParameter(
-            f"The embeddings hold a number that is not finite, or beyond {LARGEST_EMBEDDING:g}.", param=media.part
+            f"The embeddings hold a number that is not finite, or beyond {LARGEST_EMBEDDING:g}.", param=media.path
         )
 
 
@@ -94,7 +94,7 @@ def smart_resize(
     return rows, columns
 
 
-def normalise(pixels: Pixels, spec: PixelSpec) -> npt.NDArray[np.float32]:
+def normalize(pixels: Pixels, spec: PixelSpec) -> npt.NDArray[np.float32]:
     """`(x / 255 - mean) / std` per channel, for rows as in `Patches.pixels`; float32 of the same shape."""
     mean, std = (np.array(values, dtype=np.float32)[:, np.newaxis] for values in (spec.mean, spec.std))
     channels = pixels.reshape(len(pixels), 3, -1).astype(np.float32)
@@ -169,7 +169,7 @@ def patchify(frames: Pixels, spec: PixelSpec) -> tuple[Pixels, Grid]:
     return ordered.reshape(grid.patches, 3 * span * side * side), grid
 
 
-def uncut(pixels: Pixels, grid: Grid, spec: PixelSpec) -> Pixels:
+def unpatchify(pixels: Pixels, grid: Grid, spec: PixelSpec) -> Pixels:
     """The frames that rows as in `Patches.pixels` were cut from: uint8 [frames, height, width, 3], padding included."""
     span, side, merge = spec.temporal_patch_size, spec.patch_size, spec.merge_size
     blocks = pixels.reshape(grid.t, grid.h // merge, grid.w // merge, merge, merge, 3, span, side, side)

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError, ConfigError
-from ..kernels import temporary
+from ..kernels import mmap_buffer
 from .files import damaged, stored_tensors
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ Outcome = Generation | DashInferVLMError
 Make = Callable[[], OfflineRequest]
 
 
-class Batch:
+class OfflineBatch:
     """Answers requests side by side. They are made one by one, when there is room for them.
 
     Args:

@@ -54,7 +54,7 @@ class RequestOutput:
     error: DashInferVLMError | None = None
 
 
-def answered(request_id: str, prompt: str | None, found: Generation) -> RequestOutput:
+def to_request_output(request_id: str, prompt: str | None, found: Generation) -> RequestOutput:
     answers = zip(found.completion.choices, found.token_ids, strict=True)
     return RequestOutput(
         request_id=request_id,

@@ -12,9 +12,9 @@ from ..config import EngineConfig
 from ..engine import Engine
 from ..errors import ConfigError, DashInferVLMError, InvalidParameter
 from ..protocol import OfflineRequest
-from .batch import Batch, Make, Outcome
+from .batch import OfflineBatch, Make, Outcome
 from .inputs import from_messages, from_prompt, is_one_conversation, is_one_prompt, text_of
-from .outputs import RequestOutput, answered
+from .outputs import RequestOutput, to_request_output
 from .params import SamplingParams
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class VLM:
 
         total = len(items) if isinstance(items, Sized) else None
         with tqdm(total=total, desc="Prompts", unit="prompt", dynamic_ncols=True, disable=not use_tqdm) as bar:
-            outcomes = Batch(self.engine, limit=self._limit, on_done=bar.update).run(makers())
+            outcomes = OfflineBatch(self.engine, limit=self._limit, on_done=bar.update).run(makers())
         if alone and isinstance(outcomes[0], DashInferVLMError):
             raise outcomes[0]
         return [self._output(text, outcome) for text, outcome in zip(texts, outcomes, strict=True)]
@@ -173,7 +173,7 @@ class VLM:
         number = str(next(self._ids))
         if isinstance(outcome, DashInferVLMError):
             return RequestOutput(request_id=number, prompt=text, error=outcome)
-        return answered(number, text, outcome)
+        return to_request_output(number, text, outcome)
 
     @property
     def _limit(self) -> int:

@@ -32,7 +32,7 @@ class Frame:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
+class MediaPreview:
     """One picture or video as the model sees it.
 
     Attributes:
@@ -49,7 +49,7 @@ class Seen:
     """
 
     kind: Kind
-    part: str
+    path: str
     source_size: tuple[int, int] | None
     size: tuple[int, int]
     grid: Grid
@@ -70,12 +70,12 @@ class Preview:
         max_model_len: tokens that prompt and answer may have together.
     """
 
-    items: tuple[Seen, ...]
+    items: tuple[MediaPreview, ...]
     prompt_tokens: int
     max_model_len: int
 
 
-def seen(media: Media, item: Patches | Embedded, processor: ImageProcessor) -> Seen:
+def preview_media(media: Media, item: Patches | Embedded, processor: ImageProcessor) -> MediaPreview:
     """Show one picture or video. What is shown is put together from the patches, so that it is what the model gets.
 
     Args:
@@ -85,9 +85,9 @@ def seen(media: Media, item: Patches | Embedded, processor: ImageProcessor) -> S
     """
     frames = processor.frames(item) if isinstance(item, Patches) else None
     shape = processor.shape(item.grid)
-    return Seen(
+    return MediaPreview(
         kind=item.kind,
-        part=item.part,
+        path=item.path,
         source_size=_source_size(media),
         size=(shape.width, shape.height),
         grid=item.grid,

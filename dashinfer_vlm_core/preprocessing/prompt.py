@@ -14,7 +14,7 @@ import tokenizers
 
 from ..config import EngineConfig
 from ..errors import ContextLengthExceeded, InvalidParameter
-from ..models.interface import Placeholder, PromptLayout, Span, Visual
+from ..models.interface import Placeholder, PromptLayout, PlaceholderSpan, Visual
 from ..models.spec import ModelSpec
 from ..protocol import ChatRequest
 from ..tokenization.chat_template import ChatTemplate, read_chat_template, unusable
@@ -40,7 +40,7 @@ class Prompt:
 
     token_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
-    spans: tuple[Span, ...]
+    spans: tuple[PlaceholderSpan, ...]
     image_tokens: int
     video_tokens: int
 
@@ -200,10 +200,10 @@ class PromptBuilder:
 
     def _expand(
         self, runs: Iterable[list[int]], visuals: Sequence[Visual]
-    ) -> tuple[list[npt.NDArray[np.int64]], list[Span]]:
+    ) -> tuple[list[npt.NDArray[np.int64]], list[PlaceholderSpan]]:
         """Each placeholder becomes the tokens of the next image or video of its kind."""
         ids: list[npt.NDArray[np.int64]] = []
-        spans: list[Span] = []
+        spans: list[PlaceholderSpan] = []
         waiting: dict[str, deque[int]] = {"image": deque(), "video": deque()}
         for index, item in enumerate(visuals):
             waiting[item.kind].append(index)
@@ -282,11 +282,11 @@ class PromptBuilder:
             )
 
 
-def _placed(runs: Iterable[tuple[int, int]], start: int, item: int) -> Iterator[Span]:
+def _placed(runs: Iterable[tuple[int, int]], start: int, item: int) -> Iterator[PlaceholderSpan]:
     """The runs of an item's expansion, which begins at token `start` of the prompt, as spans of the prompt."""
     row = 0
     for index, length in runs:
-        yield Span(start=start + index, length=length, item=item, row=row)
+        yield PlaceholderSpan(start=start + index, length=length, item=item, row=row)
         row += length
 
 

@@ -1,11 +1,11 @@
 """Patches -> visual tokens, and names for what was sent before."""
 
-from .service import Item, Processed, Recalled, VisionService, VisionStats
+from .service import Item, Processed, CachedMedia, VisionService, VisionStats
 
 __all__ = [
     "Item",
     "Processed",
-    "Recalled",
+    "CachedMedia",
     "VisionService",
     "VisionStats",
 ]

@@ -27,7 +27,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Recalled:
+class CachedMedia:
     """A picture or video that came before, held so that it cannot leave the cache meanwhile.
 
     Attributes:
@@ -41,7 +41,7 @@ class Recalled:
     visual: VisualTokens
     tokens: int
     kind: Kind
-    part: str
+    path: str
     times: tuple[float, ...] = ()
 
     @property
@@ -56,7 +56,7 @@ class Processed(NamedTuple):
     source: bytes
 
 
-Item: TypeAlias = Patches | Embedded | Recalled
+Item: TypeAlias = Patches | Embedded | CachedMedia
 """A picture or video of a request, as the prompt and the tower take it."""
 
 
@@ -159,12 +159,12 @@ class VisionService:
         self._cache.clear()
 
     async def _tokens(self, item: Item, encoding: Iterator[_Job], salt: str) -> VisualTokens:
-        if isinstance(item, Recalled):
+        if isinstance(item, CachedMedia):
             self._hits += 1
             return item.visual
         if isinstance(item, Embedded):
             return await self._adopt(item, _salted(item.digest, salt))
-        return await next(encoding).tokens(item.part)
+        return await next(encoding).tokens(item.path)
 
     async def _adopt(self, item: Embedded, name: bytes) -> VisualTokens:
         """Between two passes of the tower; cached, so that it can be named later."""

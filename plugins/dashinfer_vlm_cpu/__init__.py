@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from dashinfer_vlm_core.config import EngineConfig
-    from dashinfer_vlm_core.kernels import KernelFactory, Loaded
+    from dashinfer_vlm_core.kernels import KernelFactory, LoadedKernels
     from dashinfer_vlm_core.models.spec import TextModelSpec
 
 
@@ -35,7 +35,7 @@ class NativeKernelFactory:
             return f"they take even widths, not heads of {text.head_dim} in rows of {text.hidden_size}"
         return ""
 
-    def load(self, device: str, config: EngineConfig) -> Loaded:
+    def load(self, device: str, config: EngineConfig) -> LoadedKernels:
         from .native import VARIANTS, load_variant
 
         (variant,) = (variant for variant in VARIANTS if variant.name == self.name)

@@ -38,7 +38,7 @@ class BuildError(Exception):
     def __init__(self, reason: str, remedy: str) -> None:
         super().__init__(f"{reason}; {remedy}")
         self.reason = reason
-        self.remedy = remedy
+        self.fix = remedy
 
 
 def build(source: Path, cache: Path, name: str = "", flags: Sequence[str] = ()) -> Path:

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.kernels import Loaded
+from dashinfer_vlm_core.kernels import LoadedKernels
 from dashinfer_vlm_core.kernels.cpu import cpu_flags
-from dashinfer_vlm_core.kernels.layers import ComposedLayers, WholeHead
-from dashinfer_vlm_core.kernels.plain import Plain
-from dashinfer_vlm_core.kernels.types import Activation, DecoderLayer, DecoderLayers, DecoderShape, Head, Linear, Spans
+from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers, FullLMHead
+from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
+from dashinfer_vlm_core.kernels.types import Activation, DecoderLayer, DecoderLayers, DecoderShape, LMHead, Linear, KVSpans
 
 from .build import OTHER_CACHE, BuildError, build
 from .native_layers import NativeLayers
-from .native_linear import NativeHead, NativeInt8Linear, NativeLinear
+from .native_linear import NativeLMHead, NativeInt8Linear, NativeLinear
 
 MOST_SHARING = 192
 """Heads that share keys: their queries of one token are worked on together."""
@@ -94,10 +94,10 @@ class Heads(ctypes.Structure):
     )  # fmt: skip
 
 
-class Native:
+class Avx512Kernels:
     """See `Kernels`. For bfloat16 on a CPU; widths of inputs are even."""
 
-    quantises = True
+    supports_int8 = True
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
         self._library = library
@@ -109,18 +109,18 @@ class Native:
         bias: Tensor | None = None,
         *,
         activation: Activation = Activation.NONE,
-        wide: bool = False,
+        fp32_output: bool = False,
         int8: bool = False,
     ) -> Linear:
         if weight.shape[1] % 4:  # four inputs of a weight stand side by side
-            return Plain("cpu").linear(weight, bias, activation=activation, wide=wide)
+            return TorchKernels("cpu").linear(weight, bias, activation=activation, fp32_output=fp32_output)
         made = NativeInt8Linear if int8 else NativeLinear
-        return made(self._library, weight.contiguous(), bias, activation, wide)
+        return made(self._library, weight.contiguous(), bias, activation, fp32_output)
 
-    def head(self, weight: Tensor, *, int8: bool = False) -> Head:
+    def head(self, weight: Tensor, *, int8: bool = False) -> LMHead:
         if int8 or weight.shape[1] % 4:
-            return WholeHead(self.linear(weight, wide=True, int8=int8))
-        return NativeHead(self._library, weight.contiguous())
+            return FullLMHead(self.linear(weight, fp32_output=True, int8=int8))
+        return NativeLMHead(self._library, weight.contiguous())
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         rows, columns = x.shape
@@ -141,12 +141,12 @@ class Native:
             x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), rows, heads, width // 2, _threads()
         )
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spans: KVSpans) -> Tensor:
         rows, heads, width = q.shape
         assert k.stride() == v.stride()
         assert q.stride(2) == k.stride(2) == 1
         if not _attends(heads, len(k), width):
-            return Plain("cpu").attend(q, k, v, spans)
+            return TorchKernels("cpu").attend(q, k, v, spans)
         out = torch.empty(rows, heads * width, dtype=q.dtype)
         threads = _threads()
         space = torch.empty(threads * self._library.attend_space(width), dtype=torch.uint8)
@@ -159,9 +159,9 @@ class Native:
         return out
 
     def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> DecoderLayers:
-        if not shape.levels and all(map(_decodes, layers)) and _attends(shape.heads, shape.kv_heads, shape.width):
+        if not shape.levels and all(map(_decodes, layers)) and _attends(shape.heads, shape.kv_heads, shape.head_dim):
             return NativeLayers(self._library, layers, shape)
-        return ComposedLayers(self, layers, shape)
+        return ReferenceDecoderLayers(self, layers, shape)
 
 
 def _decodes(layer: DecoderLayer) -> bool:
@@ -183,9 +183,9 @@ def _attends(heads: int, kv_heads: int, width: int) -> bool:
 _LOADING = threading.Lock()
 
 
-def load_native(config: EngineConfig) -> Loaded:
+def load_native(config: EngineConfig) -> LoadedKernels:
     """The fastest of these kernels that can run here, or why none can."""
-    loaded = Loaded(None)
+    loaded = LoadedKernels(None)
     for variant in VARIANTS:
         loaded = load_variant(variant, config)
         if loaded.kernels:
@@ -193,7 +193,7 @@ def load_native(config: EngineConfig) -> Loaded:
     return loaded
 
 
-def load_variant(variant: Variant, config: EngineConfig) -> Loaded:
+def load_variant(variant: Variant, config: EngineConfig) -> LoadedKernels:
     """One variant of the kernels in C, compiled where it is not in the cache of `config`, or why it cannot be used.
 
     Compiling takes seconds; whoever asks meanwhile waits for that.
@@ -203,25 +203,25 @@ def load_variant(variant: Variant, config: EngineConfig) -> Loaded:
 
 
 @functools.cache
-def _load(variant: Variant, config: EngineConfig) -> Loaded:
+def _load(variant: Variant, config: EngineConfig) -> LoadedKernels:
     missing = [name for name in variant.features if name not in cpu_flags()]
     if missing:
-        return Loaded(None, f"this CPU has no {' and no '.join(missing)}")
+        return LoadedKernels(None, f"this CPU has no {' and no '.join(missing)}")
     source = Path(__file__).with_name("avx512.c")
     try:
         library = ctypes.CDLL(str(build(source, config.cache_folder / "kernels", variant.name, variant.flags)))
     except BuildError as error:
-        return Loaded(None, error.reason, error.remedy)
+        return LoadedKernels(None, error.reason, error.fix)
     except RuntimeError as error:  # there is no home folder
-        return Loaded(None, str(error), OTHER_CACHE)
+        return LoadedKernels(None, str(error), OTHER_CACHE)
     except OSError as error:
-        return Loaded(None, f"the compiled kernels do not load ({error})", OTHER_CACHE)
+        return LoadedKernels(None, f"the compiled kernels do not load ({error})", OTHER_CACHE)
     if variant is AMX and not library.tiles_permitted():
-        return Loaded(None, "the system does not permit this process to use AMX", "Linux 5.16 or newer does")
+        return LoadedKernels(None, "the system does not permit this process to use AMX", "Linux 5.16 or newer does")
     for name, types in SIGNATURES.items():
         getattr(library, name).argtypes = types
         getattr(library, name).restype = RESULTS.get(name)
-    return Loaded(Native(library, variant.name))
+    return LoadedKernels(Avx512Kernels(library, variant.name))
 
 
 def _threads() -> int:

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dashinfer_vlm_core.kernels.types import DecoderLayer, DecoderShape, Linear, Norm, Pass
+from dashinfer_vlm_core.kernels.types import DecoderLayer, DecoderShape, Linear, Norm, ForwardBatch
 
 from .native_linear import NativeLinear
 
 _LONG, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
-class Layer(ctypes.Structure):
+class CLayer(ctypes.Structure):
     """`Layer` in C."""
 
     _fields_ = (
@@ -28,13 +28,13 @@ class Layer(ctypes.Structure):
     )  # fmt: skip
 
 
-class Shape(ctypes.Structure):
+class CDecoderShape(ctypes.Structure):
     """`Shape` in C."""
 
     _fields_ = (("heads", _LONG), ("kv_heads", _LONG), ("width", _LONG), ("scale", _FLOAT), ("eps", _FLOAT))
 
 
-class PassInC(ctypes.Structure):
+class CForwardBatch(ctypes.Structure):
     """`Pass` in C."""
 
     _fields_ = (
@@ -51,17 +51,17 @@ class NativeLayers:
     def __init__(self, library: ctypes.CDLL, layers: Sequence[DecoderLayer], shape: DecoderShape) -> None:
         self._library = library
         self._layers = tuple(layers)
-        self._table = (Layer * len(layers))(*map(_described, layers))
-        self._shape = Shape(shape.heads, shape.kv_heads, shape.width, shape.width**-0.5, shape.eps)
+        self._table = (CLayer * len(layers))(*map(_described, layers))
+        self._shape = CDecoderShape(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5, shape.eps)
 
-    def __call__(self, x: Tensor, batch: Pass) -> Tensor:
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         assert batch.additions is None
         assert all(part.is_contiguous() for part in (x, batch.cos, batch.sin, batch.slots, batch.last, batch.cache))
         rows, hidden = x.shape
         out = torch.empty(len(batch.last), hidden, dtype=x.dtype)
-        rooms = self._rooms(rows, hidden)
+        rooms = self._workspaces(rows, hidden)
         spans, last_spans = batch.spans.table, batch.last_spans.table
-        description = PassInC(
+        description = CForwardBatch(
             x.data_ptr(), rows, hidden, batch.cos.data_ptr(), batch.sin.data_ptr(), batch.slots.data_ptr(),
             spans.data_ptr(), len(spans), batch.last.data_ptr(), len(batch.last), last_spans.data_ptr(),
             out.data_ptr(), batch.cache.data_ptr(), batch.cache.shape[2], *(room.data_ptr() for room in rooms),
@@ -71,13 +71,13 @@ class NativeLayers:
         )
         return out
 
-    def _rooms(self, rows: int, hidden: int) -> list[Tensor]:
+    def _workspaces(self, rows: int, hidden: int) -> list[Tensor]:
         """Memory for what lies between the parts of a layer, in the order of `PassInC`."""
         linears = [part for part in self._layers[0] if isinstance(part, NativeLinear)]
         heads, kv_heads, width = self._shape.heads, self._shape.kv_heads, self._shape.width
         columns = hidden, (heads + 2 * kv_heads) * width, heads * width, max(linear.inputs for linear in linears)
         spaces = (
-            max(linear.space(rows) for linear in linears),
+            max(linear.workspace_bytes(rows) for linear in linears),
             torch.get_num_threads() * self._library.attend_space(width),
         )
         return [
@@ -86,8 +86,8 @@ class NativeLayers:
         ]
 
 
-def _described(layer: DecoderLayer) -> Layer:
-    return Layer(
+def _described(layer: DecoderLayer) -> CLayer:
+    return CLayer(
         input_norm=_address(layer.input_norm),
         qkv=_address(layer.qkv),
         output=_address(layer.output),

@@ -17,9 +17,9 @@ from dashinfer_vlm_core.models.weights import Weights, torch_dtype
 
 from .attention import KVCache
 from .model import TextModel
-from .runner import Runner
-from .scheduler import Run, Scheduler, Stats
-from .worker import Counts, Mailbox, Worker
+from .runner import ModelRunner
+from .scheduler import SequenceState, Scheduler, SchedulerStats
+from .worker import WorkerCounts, OutputQueue, Worker
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -54,12 +54,12 @@ class TorchDecoder:
         self._worker: Worker | None = None
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> SchedulerStats:
         """Who runs and waits, and how much memory for keys and values is taken."""
         return self._worker.stats if self._worker else self._scheduler().stats
 
     def snapshot(self) -> DecoderStats:
-        counts = self._worker.counts if self._worker else Counts()
+        counts = self._worker.counts if self._worker else WorkerCounts()
         return DecoderStats(**self.stats._asdict(), **counts._asdict())
 
     @property
@@ -81,8 +81,8 @@ class TorchDecoder:
         if worker is None:
             raise EngineClosed("The decoder is not running. Start the engine first.")
         check_request(request, self._spec, max_model_len=self.max_model_len)
-        run = Run.of(request, self._spec.tokens.stop)
-        mailbox = Mailbox(asyncio.get_running_loop(), asyncio.Queue())
+        run = SequenceState.of(request, self._spec.tokens.stop)
+        mailbox = OutputQueue(asyncio.get_running_loop(), asyncio.Queue())
         worker.submit(run, mailbox)
         try:
             while True:
@@ -106,14 +106,14 @@ class TorchDecoder:
             logger.warning("kv_cache_mib=%d holds %d tokens, fewer than the context of %d.", budget, tokens, context)
         return min(tokens, context * self._config.max_batch_size)
 
-    def _load(self) -> Runner:
+    def _load(self) -> ModelRunner:
         with Weights.open(self._spec.folder, self._spec.tensor_renames) as weights:
             model = TextModel(
                 weights, self._text, self._kernels, device=self._device, dtype=self._dtype, int8=self._int8
             )
         weights_as = "int8" if self._int8 else str(self._dtype).removeprefix("torch.")
         logger.info("Weights in %s on %s, with the kernels %r.", weights_as, self._device, self._kernels.name)
-        return Runner(model, KVCache(self._text, self._kv_tokens, device=self._device, dtype=self._dtype))
+        return ModelRunner(model, KVCache(self._text, self._kv_tokens, device=self._device, dtype=self._dtype))
 
     def _scheduler(self) -> Scheduler:
         return Scheduler(
@@ -126,7 +126,7 @@ class TorchDecoder:
 
 
 def _check_options(config: EngineConfig, kernels: Kernels) -> None:
-    if config.quantization == "none" or (config.quantization == "int8" and kernels.quantises):
+    if config.quantization == "none" or (config.quantization == "int8" and kernels.supports_int8):
         return
     if config.quantization == "int8" and config.cpu_kernels == "torch":
         fault = "`quantization` int8 needs the kernels in C: leave `cpu_kernels` torch out."

@@ -20,12 +20,12 @@ from dashinfer_vlm_core.kernels import (
     Additions,
     DecoderLayer,
     DecoderShape,
-    Head,
+    LMHead,
     Kernels,
     Linear,
     Norm,
-    Pass,
-    Spans,
+    ForwardBatch,
+    KVSpans,
 )
 from dashinfer_vlm_core.models.spec import RotarySpec, TextModelSpec
 from dashinfer_vlm_core.models.weights import Weights
@@ -33,7 +33,7 @@ from dashinfer_vlm_core.models.weights import Weights
 from .attention import KVCache
 
 
-class Batch(NamedTuple):
+class PackedBatch(NamedTuple):
     """New tokens of many requests, one request after the other; all but the positions as in `Pass`.
 
     Attributes:
@@ -42,9 +42,9 @@ class Batch(NamedTuple):
 
     positions: Tensor
     slots: Tensor
-    spans: Spans
+    spans: KVSpans
     last: Tensor
-    last_spans: Spans
+    last_spans: KVSpans
     additions: Additions | None = None
 
 
@@ -90,24 +90,24 @@ class TextModel:
         """[tokens, hidden_size] of int64 [tokens]; memory of its own, to be written to."""
         return F.embedding(token_ids, self._embedding)
 
-    def forward(self, x: Tensor, batch: Batch, cache: KVCache) -> Tensor:
+    def forward(self, x: Tensor, batch: PackedBatch, cache: KVCache) -> Tensor:
         """Hidden states after the last layer, not normalised, which `logits` does; see `DecoderLayers`."""
         cos, sin = self._rotary(batch.positions)
-        return self._layers(x, Pass(cos, sin, *batch[1:-1], cache.pool, batch.additions))
+        return self._layers(x, ForwardBatch(cos, sin, *batch[1:-1], cache.pool, batch.additions))
 
     def logits(self, x: Tensor) -> Tensor:
         """float32 [rows, vocab_size] of hidden states [rows, hidden_size]."""
         return self._head(self._normalise(x))
 
-    def likeliest(self, x: Tensor) -> Tensor | None:
+    def argmax(self, x: Tensor) -> Tensor | None:
         """int64 [rows], the token of each row's largest logit; None if `logits` is the way to find it."""
-        return self._head.best(self._normalise(x))
+        return self._head.argmax(self._normalise(x))
 
     def _normalise(self, x: Tensor) -> Tensor:
         return self.kernels.norm(x, self._norm.weight, self._norm.bias, self.config.norm_eps)
 
 
-class Turn(NamedTuple):
+class RotaryTables(NamedTuple):
     """Cosines and sines, both float32 [tokens, head_dim / 2]."""
 
     cos: Tensor
@@ -122,10 +122,10 @@ class Rotary:
         self._frequencies = (1.0 / rotary.theta**exponents).to(device)
         self._axes = torch.tensor(rotary.axes).to(device)
 
-    def __call__(self, positions: Tensor) -> Turn:
+    def __call__(self, positions: Tensor) -> RotaryTables:
         """The turn of int64 positions [3, tokens]."""
         angles = positions[self._axes].T.contiguous() * self._frequencies
-        return Turn(angles.cos(), angles.sin())
+        return RotaryTables(angles.cos(), angles.sin())
 
 
 class _Reader(NamedTuple):
@@ -154,7 +154,7 @@ class _Reader(NamedTuple):
         return self.kernels.linear(weight, bias, activation=activation, int8=self.int8)
 
 
-def _read_head(read: _Reader, config: TextModelSpec, embedding: Tensor) -> Head:
+def _read_head(read: _Reader, config: TextModelSpec, embedding: Tensor) -> LMHead:
     if config.tie_word_embeddings:
         return read.kernels.head(embedding, int8=read.int8)
     weight = read.tensor(f"{config.weights.head}.weight", config.vocab_size, config.hidden_size)

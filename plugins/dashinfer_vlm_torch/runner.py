@@ -10,18 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dashinfer_vlm_core.kernels import Additions, Span, Spans
+from dashinfer_vlm_core.kernels import Additions, KVSpan, KVSpans
 
 from .attention import KVCache
-from .memory import Move
-from .model import Batch, TextModel
-from .sampler import choose, takes_likeliest
-from .scheduler import Choice, Chunk, Outcome, Run
+from .kv_cache_manager import KVCopy
+from .model import PackedBatch, TextModel
+from .sampler import sample, is_greedy
+from .scheduler import SampledToken, ScheduledChunk, Outcome, SequenceState
 
 T = TypeVar("T")
 
 
-class Runner:
+class ModelRunner:
     """Model and cache on one device; used by one thread at a time.
 
     A step depends on nothing but the runs' tokens and the cache before them, so that it can be done again after a
@@ -46,37 +46,37 @@ class Runner:
         torch.zeros(1, device=self._model.device).item()
 
     @torch.inference_mode()
-    def move(self, moves: Iterable[Move]) -> None:
+    def copy_rows(self, moves: Iterable[KVCopy]) -> None:
         """Copy rows of the cache, one move after the other."""
         for move in moves:
             self._cache.move(*move)
 
     @torch.inference_mode()
-    def step(self, chunks: Sequence[Chunk]) -> dict[Run, Outcome]:
+    def step(self, chunks: Sequence[ScheduledChunk]) -> dict[SequenceState, Outcome]:
         """Read all chunks; the choices of those that are their run's last."""
         ids, positions, slots = self._pack(chunks)
         x = self._model.embed(ids)
         additions = _place_visual_tokens(x, chunks)
         spans = _spans(chunks)
-        whole = [(chunk.run, span) for chunk, span in zip(chunks, spans, strict=True) if chunk.last]
-        last = torch.tensor([span.first + span.tokens - 1 for _, span in whole], dtype=torch.int64, device=x.device)
-        last_spans = [Span(i, 1, span.row, span.keys, span.keys - 1) for i, (_, span) in enumerate(whole)]
-        batch = Batch(
-            positions, slots, Spans(spans, device=x.device), last, Spans(last_spans, device=x.device), additions
+        whole = [(chunk.sequence, span) for chunk, span in zip(chunks, spans, strict=True) if chunk.last]
+        last = torch.tensor([span.first_query + span.num_queries - 1 for _, span in whole], dtype=torch.int64, device=x.device)
+        last_spans = [KVSpan(i, 1, span.first_key, span.num_keys, span.num_keys - 1) for i, (_, span) in enumerate(whole)]
+        batch = PackedBatch(
+            positions, slots, KVSpans(spans, device=x.device), last, KVSpans(last_spans, device=x.device), additions
         )
         x = self._model.forward(x, batch, self._cache)
         if not whole:
             return {}
         runs = [run for run, _ in whole]
-        return dict(zip(runs, self._choose(x, runs), strict=True))
+        return dict(zip(runs, self._sample(x, runs), strict=True))
 
-    def _choose(self, x: Tensor, runs: Sequence[Run]) -> list[Outcome]:
+    def _sample(self, x: Tensor, runs: Sequence[SequenceState]) -> list[Outcome]:
         """The next token of each run, whose hidden states are a row of x."""
-        if all(map(takes_likeliest, runs)) and (tokens := self._model.likeliest(x)) is not None:
-            return list(map(Choice, tokens.tolist()))
-        return choose(self._model.logits(x), runs)
+        if all(map(is_greedy, runs)) and (tokens := self._model.argmax(x)) is not None:
+            return list(map(SampledToken, tokens.tolist()))
+        return sample(self._model.logits(x), runs)
 
-    def _pack(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, Tensor]:
+    def _pack(self, chunks: Sequence[ScheduledChunk]) -> tuple[Tensor, Tensor, Tensor]:
         """Token ids [tokens], positions [3, tokens] and cache rows [tokens] of the chunks one after the other, in one
         transfer."""
         packed = np.empty((5, sum(stop - start for _, start, stop in chunks)), dtype=np.int64)
@@ -85,22 +85,22 @@ class Runner:
             part = packed[:, offset : offset + stop - start]
             part[0] = run.token_ids(start, stop)
             part[1:4] = run.positions(start, stop)
-            part[4] = np.arange(run.slab + start, run.slab + stop)
+            part[4] = np.arange(run.first_row + start, run.first_row + stop)
             offset += stop - start
         tensor = torch.from_numpy(packed).to(self._model.device)
         return tensor[0], tensor[1:4], tensor[4]
 
 
-def _spans(chunks: Sequence[Chunk]) -> list[Span]:
+def _spans(chunks: Sequence[ScheduledChunk]) -> list[KVSpan]:
     """What the tokens of each chunk look at: all tokens of their request up to themselves."""
     firsts = np.cumsum([0, *(stop - start for _, start, stop in chunks)]).tolist()
     return [
-        Span(first, stop - start, run.slab, stop, start)
+        KVSpan(first, stop - start, run.first_row, stop, start)
         for first, (run, start, stop) in zip(firsts, chunks, strict=False)
     ]
 
 
-def _place_visual_tokens(x: Tensor, chunks: Sequence[Chunk]) -> Additions | None:
+def _place_visual_tokens(x: Tensor, chunks: Sequence[ScheduledChunk]) -> Additions | None:
     """Overwrite the embeddings of placeholders, as far as they lie within the chunks; returns what is added later."""
     offset, hidden = 0, x.shape[1]
     places: list[int] = []

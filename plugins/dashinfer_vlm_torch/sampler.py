@@ -20,7 +20,7 @@ from torch import Tensor
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_core.protocol.sampling import GREEDY_BELOW
 
-from .scheduler import Choice, Outcome, Run
+from .scheduler import SampledToken, Outcome, SequenceState
 
 Alternatives: TypeAlias = tuple[tuple[int, float], ...]
 
@@ -42,7 +42,7 @@ LARGEST_UNIFORM = 1 - 2.0**-52
 """So that `uniform * total` is below `total` after rounding."""
 
 
-def choose(logits: Tensor, runs: Sequence[Run]) -> list[Outcome]:
+def sample(logits: Tensor, runs: Sequence[SequenceState]) -> list[Outcome]:
     """The next token of each run.
 
     Args:
@@ -63,41 +63,41 @@ def choose(logits: Tensor, runs: Sequence[Run]) -> list[Outcome]:
     chosen = torch.where(best.isfinite(), ids, -1)
     listed = _log_probabilities(logits, ids, runs)
     return [
-        lost.get(row) or (DecoderFailed(OVERFLOW) if token < 0 else Choice(token, *listed.get(row, ())))
+        lost.get(row) or (DecoderFailed(OVERFLOW) if token < 0 else SampledToken(token, *listed.get(row, ())))
         for row, token in enumerate(chosen.tolist())
     ]
 
 
-def takes_likeliest(run: Run) -> bool:
+def is_greedy(run: SequenceState) -> bool:
     """Whether `choose` would take the token of the largest logit, whatever the others are."""
     sampling = run.request.sampling
-    edited = sampling.logit_bias or run.walk or (run.stops and run.too_short) or _is_penalised(run)
+    edited = sampling.logit_bias or run.matcher or (run.stops and run.too_short) or _is_penalised(run)
     return sampling.temperature < GREEDY_BELOW and sampling.logprobs is None and not edited
 
 
-def uniform(run: Run) -> float:
+def uniform(run: SequenceState) -> float:
     """The random number in [0, 1) of a run's next token: a function of its seed and of how many tokens came before.
 
     Philox is a counter-based generator (Salmon et al., SC 2011), made for this.
     """
-    generator = np.random.Generator(np.random.Philox(key=run.seed, counter=len(run.answer)))
+    generator = np.random.Generator(np.random.Philox(key=run.seed, counter=len(run.output_ids)))
     return min(generator.random(), LARGEST_UNIFORM)
 
 
-def _masks(runs: Sequence[Run]) -> tuple[dict[int, npt.NDArray[np.bool_]], dict[int, DecoderFailed]]:
+def _masks(runs: Sequence[SequenceState]) -> tuple[dict[int, npt.NDArray[np.bool_]], dict[int, DecoderFailed]]:
     """By row, for rows that follow a grammar: the tokens that it allows, or why it cannot be followed on."""
     masks: dict[int, npt.NDArray[np.bool_]] = {}
     lost: dict[int, DecoderFailed] = {}
     for row, run in enumerate(runs):
-        if run.walk:
+        if run.matcher:
             try:
-                masks[row] = _without_early_end(run, run.walk.allowed_tokens())
+                masks[row] = _without_early_end(run, run.matcher.allowed_tokens())
             except DecoderFailed as error:
                 lost[row] = error
     return masks, lost
 
 
-def _without_early_end(run: Run, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def _without_early_end(run: SequenceState, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """The mask less the tokens that end the answer while it is too short, unless the grammar leaves nothing else."""
     if not run.too_short:
         return mask
@@ -117,10 +117,10 @@ def _bar(scores: Tensor, masks: dict[int, npt.NDArray[np.bool_]]) -> Tensor:
     return scores
 
 
-def _edit(scores: Tensor, runs: Sequence[Run]) -> Tensor:
+def _edit(scores: Tensor, runs: Sequence[SequenceState]) -> Tensor:
     """logit_bias, and no end before min_tokens."""
     biased = [(row, run.request.sampling.logit_bias) for row, run in enumerate(runs) if run.request.sampling.logit_bias]
-    young = [(row, run.stops) for row, run in enumerate(runs) if run.stops and run.too_short and not run.walk]
+    young = [(row, run.stops) for row, run in enumerate(runs) if run.stops and run.too_short and not run.matcher]
     if not biased and not young:
         return scores
     scores = scores.clone()
@@ -139,7 +139,7 @@ def _cells(cells: Iterable[tuple[int, Iterable[int]]]) -> tuple[list[int], list[
     return [row for row, _ in pairs], [token for _, token in pairs]
 
 
-def _penalise(scores: Tensor, runs: Sequence[Run]) -> Tensor:
+def _penalise(scores: Tensor, runs: Sequence[SequenceState]) -> Tensor:
     """Repetition, presence and frequency penalties, at the few tokens that they concern."""
     penalised = [(row, run) for row, run in enumerate(runs) if _is_penalised(run)]
     if not penalised:
@@ -152,22 +152,22 @@ def _penalise(scores: Tensor, runs: Sequence[Run]) -> Tensor:
     return scores
 
 
-def _is_penalised(run: Run) -> bool:
+def _is_penalised(run: SequenceState) -> bool:
     sampling = run.request.sampling
     return sampling.repetition_penalty != 1 or bool(sampling.presence_penalty or sampling.frequency_penalty)
 
 
-def _penalties(row: int, run: Run) -> tuple[npt.NDArray[np.generic], ...]:
+def _penalties(row: int, run: SequenceState) -> tuple[npt.NDArray[np.generic], ...]:
     """Rows and tokens of the logits to penalise, and for each of them the factor and the term."""
     sampling = run.request.sampling
-    answer, counts = np.unique(np.array(run.answer, dtype=np.int64), return_counts=True)
+    answer, counts = np.unique(np.array(run.output_ids, dtype=np.int64), return_counts=True)
     tokens = answer if sampling.repetition_penalty == 1 else np.union1d(run.request.token_ids, answer)
     terms = np.zeros(len(tokens), np.float32)
     terms[np.searchsorted(tokens, answer)] = sampling.presence_penalty + sampling.frequency_penalty * counts
     return np.full_like(tokens, row), tokens, np.full_like(terms, sampling.repetition_penalty), terms
 
 
-def _draw(scores: Tensor, runs: Sequence[Run]) -> Tensor:
+def _draw(scores: Tensor, runs: Sequence[SequenceState]) -> Tensor:
     """int64 [rows], drawn from float32 [rows, vocab_size]."""
     options = [run.request.sampling for run in runs]
     scores = scores / _column([option.temperature for option in options], scores)
@@ -250,7 +250,7 @@ def _last_within(weights: Tensor, digits: Tensor, count: int, wanted: Tensor) ->
     return digit, larger.gather(1, digit)
 
 
-def _log_probabilities(logits: Tensor, ids: Tensor, runs: Sequence[Run]) -> dict[int, tuple[float, Alternatives]]:
+def _log_probabilities(logits: Tensor, ids: Tensor, runs: Sequence[SequenceState]) -> dict[int, tuple[float, Alternatives]]:
     """By row, for rows that ask: the chosen token's log-probability, and the most likely tokens with theirs."""
     asked = {row: count for row, run in enumerate(runs) if (count := run.request.sampling.logprobs) is not None}
     if not asked:

@@ -15,9 +15,9 @@ import numpy.typing as npt
 from dashinfer_vlm_core.decoders import DecodeRequest, FinishReason, Token, GrammarMatcher
 from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
 
-from .arena import Slab
-from .memory import Memory, Move
-from .prefix import BLOCK, Trail
+from .kv_allocator import KVAllocation
+from .kv_cache_manager import KVCacheManager, KVCopy
+from .prefix_hash import BLOCK, PrefixHash
 
 SEED_BITS = 64
 
@@ -25,7 +25,7 @@ ROOM = 64
 """Rows for a run's answer at its beginning; later, as many as the answer has already."""
 
 
-class Choice(NamedTuple):
+class SampledToken(NamedTuple):
     """What the sampler chose for one request.
 
     Attributes:
@@ -39,11 +39,11 @@ class Choice(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
-Outcome: TypeAlias = Choice | DecoderFailed
+Outcome: TypeAlias = SampledToken | DecoderFailed
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Run:
+class SequenceState:
     """One request on its way: waiting, then running.
 
     Attributes:
@@ -64,16 +64,16 @@ class Run:
     stops: frozenset[int]
     seed: int
     first_position: int
-    trail: Trail
-    slab: int = -1
-    held: Slab | None = None
-    answer: list[int] = field(default_factory=list)
-    walk: GrammarMatcher | None = None
-    cached: int = 0
+    prefix: PrefixHash
+    first_row: int = -1
+    held: KVAllocation | None = None
+    output_ids: list[int] = field(default_factory=list)
+    matcher: GrammarMatcher | None = None
+    num_cached_tokens: int = 0
     own: int = 0
 
     @classmethod
-    def of(cls, request: DecodeRequest, stop: Iterable[int]) -> Run:
+    def of(cls, request: DecodeRequest, stop: Iterable[int]) -> SequenceState:
         """A run of `request` by a model whose own stop tokens are `stop`."""
         sampling = request.sampling
         seed = secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed % (1 << SEED_BITS)
@@ -82,7 +82,7 @@ class Run:
             stops=frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else stop),
             seed=seed,
             first_position=int(request.positions.max()) + 1,
-            trail=Trail(request),
+            trail=PrefixHash(request),
             walk=request.grammar.new_matcher() if request.grammar else None,
         )
 
@@ -93,21 +93,21 @@ class Run:
     @property
     def length(self) -> int:
         """Tokens known so far: prompt and answer."""
-        return self.prompt_length + len(self.answer)
+        return self.prompt_length + len(self.output_ids)
 
     @property
-    def read(self) -> int:
+    def num_computed_tokens(self) -> int:
         """Tokens, from the first on, whose keys and values are in the pool."""
-        return self.held.read if self.held else 0
+        return self.held.num_computed_tokens if self.held else 0
 
     @property
-    def unread(self) -> int:
-        return self.length - self.read
+    def num_pending_tokens(self) -> int:
+        return self.length - self.num_computed_tokens
 
     @property
-    def decodes(self) -> bool:
+    def is_decoding(self) -> bool:
         """Whether all but the newest token of its answer is read."""
-        return bool(self.answer) and self.unread == 1
+        return bool(self.output_ids) and self.num_pending_tokens == 1
 
     @property
     def max_tokens(self) -> int:
@@ -115,24 +115,24 @@ class Run:
         return self.request.sampling.max_tokens
 
     @property
-    def footprint(self) -> int:
+    def max_len(self) -> int:
         """Rows of the pool that it may come to need."""
         return self.prompt_length + self.max_tokens
 
     @property
-    def wish(self) -> int:
+    def reserved_len(self) -> int:
         """Rows with which it can go on for a while."""
-        return min(self.footprint, self.length + max(ROOM, len(self.answer)))
+        return min(self.max_len, self.length + max(ROOM, len(self.output_ids)))
 
     @property
     def too_short(self) -> bool:
         """Whether the next token may not end the answer."""
-        return len(self.answer) < self.request.sampling.min_tokens
+        return len(self.output_ids) < self.request.sampling.min_tokens
 
     def token_ids(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Tokens [start, stop)."""
         prompt, first = self.request.token_ids[start:stop], max(start - self.prompt_length, 0)
-        answer = self.answer[first : max(stop - self.prompt_length, 0)]
+        answer = self.output_ids[first : max(stop - self.prompt_length, 0)]
         return np.append(prompt, answer).astype(np.int64) if answer else prompt
 
     def positions(self, start: int, stop: int) -> npt.NDArray[np.int64]:
@@ -144,39 +144,39 @@ class Run:
 
     def append(self, token: int) -> None:
         """Go on by the next token of the answer."""
-        self.answer.append(token)
-        self.trail.append(token, self.first_position + len(self.answer) - 1)
-        if self.walk:
-            self.walk.accept_token(token)
+        self.output_ids.append(token)
+        self.prefix.append(token, self.first_position + len(self.output_ids) - 1)
+        if self.matcher:
+            self.matcher.accept_token(token)
 
     def finish(self) -> FinishReason | None:
         """Why the answer ends with its last token, if it does."""
-        if self.answer[-1] in self.stops:
+        if self.output_ids[-1] in self.stops:
             return "stop"
-        return "length" if len(self.answer) == self.max_tokens else None
+        return "length" if len(self.output_ids) == self.max_tokens else None
 
 
-class Chunk(NamedTuple):
+class ScheduledChunk(NamedTuple):
     """Tokens [start, stop) of a run, to be read in one step."""
 
-    run: Run
+    sequence: SequenceState
     start: int
     stop: int
 
     @property
     def last(self) -> bool:
         """Whether the step ends by choosing the run's next token."""
-        return self.stop == self.run.length
+        return self.stop == self.sequence.length
 
 
-class Step(NamedTuple):
+class SchedulerOutput(NamedTuple):
     """What to do next: copy rows, in order, then read the chunks together."""
 
-    moves: list[Move]
-    chunks: list[Chunk]
+    copies: list[KVCopy]
+    chunks: list[ScheduledChunk]
 
 
-class Stats(NamedTuple):
+class SchedulerStats(NamedTuple):
     """A snapshot; the last four count from the start.
 
     Attributes:
@@ -214,13 +214,13 @@ class Scheduler:
     def __init__(
         self, *, kv_tokens: int, max_batch_size: int, max_waiting: int, prefill_chunk: int, prefix_cache: bool = True
     ) -> None:
-        self._memory = Memory(kv_tokens, caching=prefix_cache)
+        self._memory = KVCacheManager(kv_tokens, caching=prefix_cache)
         self._prefix_cache = prefix_cache
         self._max_batch_size = max_batch_size
         self._max_waiting = max_waiting
         self._prefill_chunk = prefill_chunk
-        self._waiting: deque[Run] = deque()
-        self._running: dict[Run, Slab] = {}  # oldest first
+        self._waiting: deque[SequenceState] = deque()
+        self._running: dict[SequenceState, KVAllocation] = {}  # oldest first
         self._queries = self._hits = self._cached_tokens = self._preemptions = 0
 
     @property
@@ -228,8 +228,8 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     @property
-    def stats(self) -> Stats:
-        return Stats(
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
             running=len(self._running),
             waiting=len(self._waiting),
             kv_used=self._memory.used,
@@ -241,7 +241,7 @@ class Scheduler:
             preemptions=self._preemptions,
         )
 
-    def add(self, run: Run) -> None:
+    def add(self, run: SequenceState) -> None:
         """Take a run whose footprint is at most the pool's size.
 
         Raises:
@@ -253,7 +253,7 @@ class Scheduler:
             self._waiting.remove(run)
             raise QueueFull(f"{self._max_waiting} requests wait already. Try again in a second.")
 
-    def remove(self, run: Run, *, failed: bool = False) -> None:
+    def remove(self, run: SequenceState, *, failed: bool = False) -> None:
         """Forget a run and free what it held; a run that has ended already is no error.
 
         A step that is under way may still write to the run's rows. That is harmless: what it writes is not booked as
@@ -264,13 +264,13 @@ class Scheduler:
             failed: whether its keys and values are not to be trusted.
         """
         if run in self._running:
-            self._memory.release(self._running.pop(run), keep=not failed)
+            self._memory.free(self._running.pop(run), keep=not failed)
             run.held = None
         elif run in self._waiting:
             self._waiting.remove(run)
         self._admit()
 
-    def clear(self) -> list[Run]:
+    def clear(self) -> list[SequenceState]:
         """Remove all runs; the runs that there were."""
         runs = [*self._running, *self._waiting]
         self._waiting.clear()
@@ -278,25 +278,25 @@ class Scheduler:
             self.remove(run)
         return runs
 
-    def plan(self) -> Step:
+    def schedule(self) -> SchedulerOutput:
         """The next step: the newest token of every answer, and up to `prefill_chunk` tokens of what is not read yet;
         half as many beside answers, which each step holds up."""
-        self._make_room()
-        shares = self._share([run for run in self._running if not run.decodes])
+        self._free_rows()
+        shares = self._divide_budget([run for run in self._running if not run.is_decoding])
         chunks = []
         for run, held in self._running.items():
-            run.slab = held.start
-            tokens = 1 if run.decodes else shares.get(run, 0)
+            run.first_row = held.start
+            tokens = 1 if run.is_decoding else shares.get(run, 0)
             if tokens:
-                chunks.append(Chunk(run, run.read, run.read + tokens))
-        return Step(self._memory.take_moves(), chunks)
+                chunks.append(ScheduledChunk(run, run.num_computed_tokens, run.num_computed_tokens + tokens))
+        return SchedulerOutput(self._memory.take_copies(), chunks)
 
-    def commit(
-        self, chunks: Sequence[Chunk], choices: Mapping[Run, Outcome]
-    ) -> list[tuple[Run, Token | DecoderFailed]]:
+    def update(
+        self, chunks: Sequence[ScheduledChunk], choices: Mapping[SequenceState, Outcome]
+    ) -> list[tuple[SequenceState, Token | DecoderFailed]]:
         """Book what a step has done; the tokens and errors to deliver. Runs that were removed meanwhile are passed
         over."""
-        replies: list[tuple[Run, Token | DecoderFailed]] = []
+        replies: list[tuple[SequenceState, Token | DecoderFailed]] = []
         for run, _, stop in chunks:
             if run not in self._running:
                 continue
@@ -305,63 +305,63 @@ class Scheduler:
                 self.remove(run, failed=True)
                 replies.append((run, choice))
                 continue
-            self._memory.advance(self._running[run], stop)
+            self._memory.mark_computed(self._running[run], stop)
             if choice is not None:
                 replies.append((run, self._append(run, choice)))
         return replies
 
-    def _append(self, run: Run, choice: Choice) -> Token:
+    def _append(self, run: SequenceState, choice: SampledToken) -> Token:
         run.append(choice.id)
-        first = len(run.answer) == 1
+        first = len(run.output_ids) == 1
         if first:
             self._queries += 1
-            self._hits += run.cached > 0
-            self._cached_tokens += run.cached
+            self._hits += run.num_cached_tokens > 0
+            self._cached_tokens += run.num_cached_tokens
         finish = run.finish()
         if finish:
             self.remove(run)
-        cached = run.cached if first else 0
+        cached = run.num_cached_tokens if first else 0
         return Token(id=choice.id, logprob=choice.logprob, top_logprobs=choice.top, finish_reason=finish, cached_tokens=cached)
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._max_batch_size:
             run = self._waiting[0]
-            held = self._memory.hold(run.trail, run.wish)
+            held = self._memory.allocate(run.prefix, run.reserved_len)
             if held is None:
                 return
             self._waiting.popleft()
             self._running[run] = run.held = held
-            if not run.answer:
-                run.cached = min(held.read, run.cached) + max(held.read - run.cached - run.own, 0)
+            if not run.output_ids:
+                run.num_cached_tokens = min(held.num_computed_tokens, run.num_cached_tokens) + max(held.num_computed_tokens - run.num_cached_tokens - run.own, 0)
 
-    def _make_room(self) -> None:
+    def _free_rows(self) -> None:
         """Rows for the next token of everybody, the oldest first, at the cost of the youngest."""
         for run in list(self._running):
             while run in self._running and not self._grow(run):
                 self._preempt(next(reversed(self._running)))
 
-    def _grow(self, run: Run) -> bool:
+    def _grow(self, run: SequenceState) -> bool:
         held = self._running[run]
         if run.length <= held.rows:
             return True
-        least = min(run.footprint, run.length + BLOCK)
-        return self._memory.grow(held, run.wish) or self._memory.grow(held, least)
+        least = min(run.max_len, run.length + BLOCK)
+        return self._memory.grow(held, run.reserved_len) or self._memory.grow(held, least)
 
-    def _preempt(self, run: Run) -> None:
-        run.own = run.read - run.cached
-        self._memory.release(self._running.pop(run))
+    def _preempt(self, run: SequenceState) -> None:
+        run.own = run.num_computed_tokens - run.num_cached_tokens
+        self._memory.free(self._running.pop(run))
         run.held = None
         self._waiting.appendleft(run)
         self._preemptions += 1
 
-    def _share(self, runs: Iterable[Run]) -> dict[Run, int]:
+    def _divide_budget(self, runs: Iterable[SequenceState]) -> dict[SequenceState, int]:
         """How many tokens each run may read in the next step.
 
         Half of the budget goes to whoever came first, so that it is read at half speed at least; the rest to those with
         the least left, so that a short prompt does not wait for a long one.
         """
-        left = {run: run.unread for run in self._without_followers(runs)}
-        beside = any(run.decodes for run in self._running)
+        left = {run: run.num_pending_tokens for run in self._without_duplicate_prefills(runs)}
+        beside = any(run.is_decoding for run in self._running)
         budget = (self._prefill_chunk + 1) // 2 if beside else self._prefill_chunk
         shares = dict.fromkeys(left, 0)
         for run in list(left)[:1]:
@@ -373,7 +373,7 @@ class Scheduler:
             budget -= more
         return shares
 
-    def _without_followers(self, runs: Iterable[Run]) -> list[Run]:
+    def _without_duplicate_prefills(self, runs: Iterable[SequenceState]) -> list[SequenceState]:
         """Without those that had better wait until another run has read what they have in common.
 
         To read takes time by the token, so that two who read the same take twice as long, both. Who has mostly
@@ -381,14 +381,14 @@ class Scheduler:
         """
         if not self._prefix_cache:
             return list(runs)
-        going: list[Run] = []
+        going: list[SequenceState] = []
         ahead: set[bytes] = set()
         for run in runs:
-            found = self._memory.catch_up(self._running[run])
-            run.cached += 0 if run.answer else found
-            blocks = run.trail.digests[run.read // BLOCK :]
+            found = self._memory.extend_from_cache(self._running[run])
+            run.num_cached_tokens += 0 if run.output_ids else found
+            blocks = run.prefix.digests[run.num_computed_tokens // BLOCK :]
             common = next((i for i, digest in enumerate(blocks) if digest not in ahead), len(blocks)) * BLOCK
-            if not common or 2 * common < run.unread:
+            if not common or 2 * common < run.num_pending_tokens:
                 going.append(run)
                 ahead.update(blocks)
         return going

@@ -16,8 +16,8 @@ from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR
 from dashinfer_vlm_core.decoders import Token
 from dashinfer_vlm_core.errors import DecoderFailed, EngineClosed, EngineError
 
-from .runner import Runner
-from .scheduler import Chunk, Outcome, Run, Scheduler, Stats, Step
+from .runner import ModelRunner
+from .scheduler import ScheduledChunk, Outcome, SequenceState, Scheduler, SchedulerStats, SchedulerOutput
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -27,14 +27,14 @@ STOP_SECONDS = 10.0
 """How long the step that is under way may go on when the worker is stopped."""
 
 
-class Mailbox(NamedTuple):
+class OutputQueue(NamedTuple):
     """Where a reader waits: a queue, and the event loop that it belongs to."""
 
     loop: asyncio.AbstractEventLoop
     queue: asyncio.Queue[Reply]
 
 
-class Counts(NamedTuple):
+class WorkerCounts(NamedTuple):
     """What a worker has done; as in `DecoderStats`."""
 
     steps: int = 0
@@ -54,26 +54,26 @@ class Worker:
         step_timeout: seconds after which a step counts as hung.
     """
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, *, step_timeout: float) -> None:
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, *, step_timeout: float) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._step_timeout = step_timeout
         self._step_began = math.inf
-        self._counts = Counts()
-        self._queued: dict[Run, float] = {}
-        self._mailboxes: dict[Run, Mailbox] = {}
+        self._counts = WorkerCounts()
+        self._queued: dict[SequenceState, float] = {}
+        self._outputs: dict[SequenceState, OutputQueue] = {}
         self._lock = threading.Condition()
         self._ended: type[EngineError] | None = None
         self._thread = threading.Thread(target=self._work, name="dashinfer-vlm-torch-decoder", daemon=True)
         self._thread.start()
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> SchedulerStats:
         with self._lock:
             return self._scheduler.stats
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> WorkerCounts:
         with self._lock:
             return self._counts
 
@@ -86,7 +86,7 @@ class Worker:
             hung = time.monotonic() - self._step_began > self._step_timeout
         return f"A step of the decoder has taken more than {self._step_timeout:g} seconds." if hung else ""
 
-    def submit(self, run: Run, mailbox: Mailbox) -> None:
+    def submit(self, run: SequenceState, mailbox: OutputQueue) -> None:
         """Queue a run; its tokens, or the error that ends it, arrive in the mailbox.
 
         Raises:
@@ -98,15 +98,15 @@ class Worker:
             if self._ended:
                 raise self._ended(_ENDED)
             self._scheduler.add(run)
-            self._mailboxes[run] = mailbox
+            self._outputs[run] = mailbox
             self._queued[run] = time.monotonic()
             self._lock.notify()
 
-    def cancel(self, run: Run) -> None:
+    def cancel(self, run: SequenceState) -> None:
         """Forget a run and free what it held; one that has ended already is no error."""
         with self._lock:
             self._queued.pop(run, None)
-            if self._mailboxes.pop(run, None):
+            if self._outputs.pop(run, None):
                 self._scheduler.remove(run)
 
     def stop(self) -> None:
@@ -137,32 +137,32 @@ class Worker:
         finally:
             self._end_all()
 
-    def _next_step(self) -> Step | None:
+    def _next_step(self) -> SchedulerOutput | None:
         """What to do next, after waiting for something to do; None if the worker was stopped."""
         with self._lock:
             self._lock.wait_for(lambda: self._ended or self._scheduler.busy)
             if self._ended:
                 return None
-            step = self._scheduler.plan()
+            step = self._scheduler.schedule()
             self._count(step.chunks)
             return step
 
-    def _count(self, chunks: Sequence[Chunk]) -> None:
+    def _count(self, chunks: Sequence[ScheduledChunk]) -> None:
         self._step_began = now = time.monotonic()
-        arrivals = [self._queued.pop(chunk.run) for chunk in chunks if chunk.run in self._queued]
+        arrivals = [self._queued.pop(chunk.sequence) for chunk in chunks if chunk.sequence in self._queued]
         steps, step_requests, started, queue_seconds = self._counts
-        self._counts = Counts(
+        self._counts = WorkerCounts(
             steps=steps + 1,
             step_requests=step_requests + len(chunks),
             started=started + len(arrivals),
             queue_seconds=queue_seconds + sum(now - arrival for arrival in arrivals),
         )
 
-    def _take(self, step: Step) -> dict[Run, Outcome]:
-        self._runner.move(step.moves)
+    def _take(self, step: SchedulerOutput) -> dict[SequenceState, Outcome]:
+        self._runner.copy_rows(step.copies)
         return self._attempt(step.chunks)
 
-    def _attempt(self, chunks: Sequence[Chunk]) -> dict[Run, Outcome]:
+    def _attempt(self, chunks: Sequence[ScheduledChunk]) -> dict[SequenceState, Outcome]:
         """Run a step; should it fail, run each of its chunks alone, so that only the one to blame fails.
 
         Raises:
@@ -173,45 +173,45 @@ class Worker:
         except Exception:
             if len(chunks) == 1:
                 self._runner.check_device()
-                run = chunks[0].run
+                run = chunks[0].sequence
                 logger.exception("Request %s failed in the decoder.", run.request.id)
                 return {run: DecoderFailed("The decoder failed on this request; the engine's log has the cause.")}
             logger.warning("A step of %d requests failed; each is tried alone.", len(chunks), exc_info=True)
             return {run: choice for chunk in chunks for run, choice in self._attempt([chunk]).items()}
 
-    def _finish_step(self, chunks: Sequence[Chunk], choices: dict[Run, Outcome]) -> None:
+    def _finish_step(self, chunks: Sequence[ScheduledChunk], choices: dict[SequenceState, Outcome]) -> None:
         with self._lock:
             self._step_began = math.inf
-            replies = self._scheduler.commit(chunks, choices)
-            posts = [(self._mailboxes[run], reply) for run, reply in replies]
+            replies = self._scheduler.update(chunks, choices)
+            posts = [(self._outputs[run], reply) for run, reply in replies]
             for run, reply in replies:
                 if isinstance(reply, EngineError) or reply.finish_reason:
-                    del self._mailboxes[run]
+                    del self._outputs[run]
         self._deliver(posts)
 
     def _end_all(self) -> None:
         with self._lock:
             self._ended = error = self._ended or DecoderFailed
             self._scheduler.clear()
-            posts: list[tuple[Mailbox, Reply]] = [(mailbox, error(_ENDED)) for mailbox in self._mailboxes.values()]
-            self._mailboxes.clear()
+            posts: list[tuple[OutputQueue, Reply]] = [(mailbox, error(_ENDED)) for mailbox in self._outputs.values()]
+            self._outputs.clear()
             self._queued.clear()
         self._deliver(posts)
 
-    def _deliver(self, posts: Sequence[tuple[Mailbox, Reply]]) -> None:
+    def _deliver(self, posts: Sequence[tuple[OutputQueue, Reply]]) -> None:
         """Wake each event loop once, however many of its readers get something."""
         by_loop = defaultdict(list)
         for mailbox, reply in posts:
             by_loop[mailbox.loop].append((mailbox, reply))
         for loop, mail in by_loop.items():
-            self._post(loop, mail)
+            self._post_to_loop(loop, mail)
 
-    def _post(self, loop: asyncio.AbstractEventLoop, mail: Sequence[tuple[Mailbox, Reply]]) -> None:
+    def _post_to_loop(self, loop: asyncio.AbstractEventLoop, mail: Sequence[tuple[OutputQueue, Reply]]) -> None:
         try:
             loop.call_soon_threadsafe(_put_all, mail)
         except RuntimeError:  # the loop was closed under its readers
             with self._lock:
-                runs = [run for run, mailbox in self._mailboxes.items() if mailbox.loop is loop]
+                runs = [run for run, mailbox in self._outputs.items() if mailbox.loop is loop]
             for run in runs:
                 self.cancel(run)
 
@@ -219,6 +219,6 @@ class Worker:
 _ENDED = "The decoder has stopped. Start the engine again."
 
 
-def _put_all(mail: Sequence[tuple[Mailbox, Reply]]) -> None:
+def _put_all(mail: Sequence[tuple[OutputQueue, Reply]]) -> None:
     for mailbox, reply in mail:
         mailbox.queue.put_nowait(reply)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dashinfer_vlm_cli.batch_files import Entry, Ledger, failed, read_body, read_entries
-from dashinfer_vlm_cli.crowd import crowd
+from dashinfer_vlm_cli.batch_files import Entry, BatchOutput, failed, read_body, read_entries
+from dashinfer_vlm_cli.concurrency import run_concurrently
 from dashinfer_vlm_core.errors import ConfigError, DecoderFailed, InvalidParameter, QueueFull
 from tests.cli.conftest import process
 
@@ -172,7 +172,7 @@ def test_no_more_is_done_at_once_than_allowed():
         running.remove(item)
         done.append(item)
 
-    asyncio.run(crowd(range(20), work, at_once=3))
+    asyncio.run(run_concurrently(range(20), work, at_once=3))
     assert (max(most), sorted(done)) == (3, list(range(20)))
 
 
@@ -187,7 +187,7 @@ def test_the_first_that_raises_ends_all():
         raise ConfigError("The disk is full.")
 
     with pytest.raises(ConfigError, match="The disk is full"):
-        asyncio.run(crowd(range(20), work, at_once=3))
+        asyncio.run(run_concurrently(range(20), work, at_once=3))
     assert sorted(ended) == [0, 1, 2]
 
 
@@ -217,37 +217,37 @@ def test_blank_lines_are_no_requests(requests):
 def test_files_of_others_stay_as_they_are(tmp_path, text, fresh):
     (tmp_path / "out.jsonl").write_text(text)
     with pytest.raises(ConfigError, match="line 1 is no answer of a batch"):
-        Ledger(tmp_path / "out.jsonl", fresh=fresh)
+        BatchOutput(tmp_path / "out.jsonl", fresh=fresh)
     assert (tmp_path / "out.jsonl").read_text() == text
 
 
 def test_a_device_is_no_file_to_go_on_with():
     with pytest.raises(ConfigError, match="is no file that a batch can go on with"):
-        Ledger(Path("/dev/null"))
+        BatchOutput(Path("/dev/null"))
 
 
 def test_two_batches_do_not_write_one_file(tmp_path):
-    with Ledger(tmp_path / "out.jsonl"), pytest.raises(ConfigError, match="is being written by another batch"):
-        Ledger(tmp_path / "out.jsonl")
-    Ledger(tmp_path / "out.jsonl").close()
+    with BatchOutput(tmp_path / "out.jsonl"), pytest.raises(ConfigError, match="is being written by another batch"):
+        BatchOutput(tmp_path / "out.jsonl")
+    BatchOutput(tmp_path / "out.jsonl").close()
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(ConfigError, match="cannot be written: No such file"):
-        Ledger(tmp_path / "none" / "out.jsonl")
+        BatchOutput(tmp_path / "none" / "out.jsonl")
 
 
 def test_wherever_a_run_was_cut_off_no_answer_is_lost_or_doubled(tmp_path):
     path = tmp_path / "out.jsonl"
     entries = [Entry(custom_id=f"é{index}", offset=0, line_id=f"batch_req_{index}") for index in range(20)]
     lines = [failed(entry, QueueFull("Busy.")) for entry in entries]
-    with Ledger(path) as ledger:
+    with BatchOutput(path) as ledger:
         for item in lines:
             ledger.append(item)
     whole = path.read_bytes()
     for cut in random.Random(0).sample(range(len(whole)), 40):
         path.write_bytes(whole[:cut])
-        with Ledger(path) as ledger:
+        with BatchOutput(path) as ledger:
             assert whole[:cut].count(b"\n") == len(ledger.done)
             for item in lines:
                 if item["custom_id"] not in ledger.done:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from dashinfer_vlm_cli.conversation import Conversation
 from dashinfer_vlm_cli.media import clipboard_part, find_media, media_part
-from dashinfer_vlm_cli.talk import COMMANDS, Talk
+from dashinfer_vlm_cli.repl import COMMANDS, Repl
 from dashinfer_vlm_core.cli.terminal import printable
 from dashinfer_vlm_core.errors import (
     ConfigError,
@@ -118,35 +118,35 @@ def test_what_a_model_writes_does_not_steer_the_terminal():
 def test_pictures_wait_for_their_question():
     talk = Conversation()
     talk.attach({"type": "image_url", "image_url": {"url": "data:,"}})
-    talk.say("What is this?")
-    talk.hear("A circle.")
-    talk.say("And its colour?")
+    talk.add_user("What is this?")
+    talk.add_assistant("A circle.")
+    talk.add_user("And its colour?")
     assert [part["type"] for part in talk.messages[0]["content"]] == ["image_url", "text"]
     assert talk.messages[2]["content"] == "And its colour?"
 
 
 def test_a_question_is_taken_back_or_asked_again():
     talk = Conversation()
-    assert not talk.take_back()
-    assert not talk.ask_again()
-    talk.say("one")
-    talk.hear("1")
-    talk.say("two")
-    talk.hear("2")
-    assert talk.ask_again()
+    assert not talk.undo()
+    assert not talk.retry()
+    talk.add_user("one")
+    talk.add_assistant("1")
+    talk.add_user("two")
+    talk.add_assistant("2")
+    assert talk.retry()
     assert [message["content"] for message in talk.messages] == ["one", "1", "two"]
-    assert talk.take_back()
+    assert talk.undo()
     assert [message["content"] for message in talk.messages] == ["one", "1"]
 
 
 def test_what_the_model_is_told_stands_first_and_survives_a_reset():
     talk = Conversation()
-    talk.say("one")
-    talk.tell("Be short.")
+    talk.add_user("one")
+    talk.set_system("Be short.")
     assert talk.messages[0] == {"role": "system", "content": "Be short."}
     talk.reset()
     assert (talk.system, talk.turns) == ("Be short.", 0)
-    talk.tell("")
+    talk.set_system("")
     assert talk.messages == []
 
 
@@ -187,11 +187,11 @@ def test_a_wrong_option_is_refused_before_anything_is_loaded(run):
 
 def test_a_conversation_is_saved_and_loaded_with_its_pictures(tmp_path, pictures):
     talk = Conversation()
-    talk.tell("Be short.")
+    talk.set_system("Be short.")
     talk.set("temperature", "0")
     talk.attach(media_part("image", str(pictures / "circle.png")))
-    talk.say("Grüße?")
-    talk.hear("A circle.")
+    talk.add_user("Grüße?")
+    talk.add_assistant("A circle.")
     talk.save(tmp_path / "talk.json")
     again = Conversation.load(tmp_path / "talk.json")
     assert (again.messages, again.options) == (talk.messages, talk.options)
@@ -216,7 +216,7 @@ def talk(tiny_checkpoint):
     def start(*answers):
         engines.append(scripted_engine(*answers, model=str(tiny_checkpoint)).start())
         shown: list[str] = []
-        started = Talk(engine=engines[-1], conversation=Conversation(), write=shown.append, note=shown.append)
+        started = Repl(engine=engines[-1], conversation=Conversation(), write=shown.append, note=shown.append)
         started.shown = shown
         return started
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dashinfer_vlm_cli.plugin import COMMANDS
-from dashinfer_vlm_cli.talk import COMMANDS as SPOKEN
+from dashinfer_vlm_cli.repl import COMMANDS as SPOKEN
 from tests.pages import ROOT, text_of
 from tests.waiting import HANG
 

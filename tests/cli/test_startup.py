@@ -9,7 +9,7 @@ import pytest
 
 from dashinfer_vlm_cli.plugin import COMMANDS
 from dashinfer_vlm_core.cli.main import cli as core
-from dashinfer_vlm_core.config.environment import unknown_variables
+from dashinfer_vlm_core.config.env_check import unknown_variables
 from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.plugins import add_commands
 from dashinfer_vlm_server.plugin import serve

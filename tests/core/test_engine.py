@@ -22,7 +22,7 @@ from dashinfer_vlm_core.errors import (
     SetupError,
     UnsupportedParameter,
 )
-from dashinfer_vlm_core.media.image import decode_picture
+from dashinfer_vlm_core.media.image import decode_image
 from dashinfer_vlm_core.plugins import Registry, load_plugins
 from dashinfer_vlm_core.protocol.sampling import SAMPLING_PARAMETERS
 from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
@@ -251,7 +251,7 @@ def test_closing_while_pictures_are_decoded_ends_every_request_with_the_same_err
     def held(*arguments, **options):
         begun.set()
         go.wait(timeout=HANG)
-        return decode_picture(*arguments, **options)
+        return decode_image(*arguments, **options)
 
     monkeypatch.setattr("dashinfer_vlm_core.media.loader.decode_picture", held)
     parts = [{"type": "image_url", "image_url": {"url": data_url(picture(seed, 90, 90))}} for seed in range(8)]

@@ -7,7 +7,7 @@ import pytest
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import InvalidParameter, MediaTooLarge
 from dashinfer_vlm_core.testing import Script, scripted_registry
-from dashinfer_vlm_core.vision.ids import MAX_CUTS
+from dashinfer_vlm_core.vision.media_uuids import MAX_CUTS
 from tests.conversations import data_url, picture
 from tests.samples import data_url as bytes_url
 from tests.samples import movie

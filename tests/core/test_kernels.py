@@ -21,14 +21,14 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.engine import load_pipeline
 from dashinfer_vlm_core.engine.observers import ObserverList
 from dashinfer_vlm_core.errors import ConfigError
-from dashinfer_vlm_core.kernels import Activation, DecoderLayer, DecoderShape, Norm, Pass, Span, Spans
-from dashinfer_vlm_core.kernels.layers import ComposedLayers
-from dashinfer_vlm_core.kernels.plain import Plain
+from dashinfer_vlm_core.kernels import Activation, DecoderLayer, DecoderShape, Norm, ForwardBatch, KVSpan, KVSpans
+from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers
+from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_cpu import native as native_module
 from dashinfer_vlm_cpu.build import BuildError, build
 from dashinfer_vlm_cpu.native import AMX, AVX512, PORTABLE_TILES, load_native, load_variant
-from dashinfer_vlm_cpu.native_linear import NativeLinear, Packed
+from dashinfer_vlm_cpu.native_linear import NativeLinear, PackedWeights
 from dashinfer_vlm_demo import CHECKPOINT
 from tests.kernels import choose_kernels, selector
 from tests.waiting import HANG, until
@@ -56,7 +56,7 @@ def load(variant):
 
 @pytest.fixture(params=[pytest.param(None, id="torch"), *VARIANT_PARAMS])
 def kernels(request):
-    return load(request.param) if request.param else Plain("cpu")
+    return load(request.param) if request.param else TorchKernels("cpu")
 
 
 @pytest.fixture(params=VARIANT_PARAMS)
@@ -108,9 +108,9 @@ def test_gated_linear(kernels, rows):
 
 def test_wide_results_and_rows_that_are_not_side_by_side(kernels):
     weight, x = numbers(70, 64), numbers(29, 128, seed=1)[:, :64]
-    found = kernels.linear(weight, wide=True)(x)
+    found = kernels.linear(weight, fp32_output=True)(x)
     assert found.dtype == torch.float32
-    assert error(found, F.linear(x.float(), weight.float())) < (1e-6 if kernels.quantises else 5e-3)
+    assert error(found, F.linear(x.float(), weight.float())) < (1e-6 if kernels.supports_int8 else 5e-3)
 
 
 @needs_native
@@ -255,7 +255,7 @@ def test_an_output_layer_without_screening_leaves_the_largest_open(kernels):
     head = kernels.head(weight)
     assert head.best(x) is None
     assert error(head(x), F.linear(x.float(), weight.float())) < 5e-3
-    if kernels.quantises:
+    if kernels.supports_int8:
         assert kernels.head(numbers(4096, 64), int8=True).best(numbers(5, 64, seed=1)) is None
 
 
@@ -289,7 +289,7 @@ def test_tile_instructions_equal_portable_tiles(rows, inputs):
 @pytest.mark.parametrize("tokens", [1, 20, 90])
 def test_attention_by_tile_instructions_equals_portable_tiles(tokens):
     q, (k, v) = numbers(tokens, 6, 80), numbers(4, 700, 80, seed=1).split(2)
-    spans = Spans([Span(0, tokens, 10, 600, 600 - tokens)])
+    spans = KVSpans([KVSpan(0, tokens, 10, 600, 600 - tokens)])
     found, expected = (load(variant).attend(q, k, v, spans) for variant in (AMX, PORTABLE_TILES))
     assert torch.equal(*bits(found, expected))
 
@@ -319,11 +319,11 @@ class AllBits(NativeLinear):
     """Weights of 16 bits, though 12 would do."""
 
     def _pack(self, weight, gated):
-        return Packed(self._panels(weight, gated))
+        return PackedWeights(self._panels(weight, gated))
 
 
 def in_all_bits(native, weight, activation=Activation.NONE):
-    return AllBits(native._library, weight, None, activation, wide=activation is Activation.NONE)
+    return AllBits(native._library, weight, None, activation, fp32_output=activation is Activation.NONE)
 
 
 def with_strays(outputs, inputs):
@@ -346,7 +346,7 @@ def is_coded(layer):
 @pytest.mark.parametrize("many", [False, True])
 def test_twelve_bits_give_back_all_sixteen(native, shape, many):
     weight = with_strays(*shape)
-    layer = native.linear(weight, wide=True)
+    layer = native.linear(weight, fp32_output=True)
     assert is_coded(layer)
     inputs = torch.eye(shape[1]).bfloat16()
     found = layer(inputs) if many else torch.cat([layer(part) for part in inputs.split(9)])
@@ -382,7 +382,7 @@ def test_twelve_bits_keep_numbers_that_are_none_and_the_sign_of_zero(native):
 @pytest.mark.parametrize("rows", [*range(1, 14), 24, 25, 72, 73, 80, 192, 193, 500])
 def test_twelve_bits_multiply_as_sixteen_to_the_bit(native, rows):
     weight, x = numbers(70, 260) / 8, numbers(rows, 260, seed=1)
-    layer = native.linear(weight, wide=True)
+    layer = native.linear(weight, fp32_output=True)
     assert is_coded(layer)
     assert torch.equal(layer(x), in_all_bits(native, weight)(x))
 
@@ -393,7 +393,7 @@ def test_threads_do_not_write_over_each_others_panels(native):
     expected, before = in_all_bits(native, weight)(x), torch.get_num_threads()
     torch.set_num_threads(4)
     try:
-        assert torch.equal(native.linear(weight, wide=True)(x), expected)
+        assert torch.equal(native.linear(weight, fp32_output=True)(x), expected)
     finally:
         torch.set_num_threads(before)
 
@@ -410,7 +410,7 @@ def test_twelve_bits_with_a_gate_and_rows_that_are_not_side_by_side(native):
 def test_weights_of_every_magnitude_keep_sixteen_bits(native):
     bits = torch.randint(0x0080, 0x5F00, (64, 128), generator=torch.Generator().manual_seed(0))
     weight = bits.to(torch.int16).view(torch.bfloat16)
-    layer = native.linear(weight, wide=True)
+    layer = native.linear(weight, fp32_output=True)
     assert not is_coded(layer)
     assert torch.equal(layer(torch.eye(128).bfloat16()), weight.T.float())
     assert layer.space(100) == native.linear(numbers(64, 128)).space(100) > 0  # all layers share that of the first one
@@ -420,7 +420,7 @@ def test_weights_of_every_magnitude_keep_sixteen_bits(native):
 def test_a_matrix_of_which_one_panel_has_too_many_strays_keeps_sixteen_bits(native):
     weight = numbers(96, 256) / 16
     weight[40, ::2] = (2.0 ** torch.arange(-64, 64)).bfloat16()
-    layer = native.linear(weight, wide=True)
+    layer = native.linear(weight, fp32_output=True)
     assert not is_coded(layer)
     assert torch.equal(layer(torch.eye(256).bfloat16()), weight.T.float())
 
@@ -472,18 +472,18 @@ def attention(q, k, v, spans):
 @pytest.mark.parametrize("width", [8, 40, 64, 80, 128])
 def test_attention_within_frames(kernels, width):
     q, k, v = numbers(100, 3, 4, width).unbind(1)
-    spans = [Span(0, 36, 0, 36), Span(36, 36, 36, 36), Span(72, 28, 72, 28)]
-    found = kernels.attend(q, k.transpose(0, 1), v.transpose(0, 1), Spans(spans))
+    spans = [KVSpan(0, 36, 0, 36), KVSpan(36, 36, 36, 36), KVSpan(72, 28, 72, 28)]
+    found = kernels.attend(q, k.transpose(0, 1), v.transpose(0, 1), KVSpans(spans))
     assert error(found, attention(q, k.transpose(0, 1), v.transpose(0, 1), spans)) < 1e-2
 
 
-CAUSAL = [Span(0, 50, 0, 50, 0), Span(50, 1, 100, 700, 699), Span(51, 30, 1000, 1100, 1070), Span(81, 1, 2200, 1, 0)]
+CAUSAL = [KVSpan(0, 50, 0, 50, 0), KVSpan(50, 1, 100, 700, 699), KVSpan(51, 30, 1000, 1100, 1070), KVSpan(81, 1, 2200, 1, 0)]
 
 
 @pytest.mark.parametrize(("heads", "width"), [(14, 64), (2, 128), (12, 8)])
 def test_causal_attention_of_many_requests(kernels, heads, width):
     q, (k, v) = numbers(82, heads, width), numbers(4, 2300, width, seed=1).split(2)
-    found = kernels.attend(q, k, v, Spans(CAUSAL))
+    found = kernels.attend(q, k, v, KVSpans(CAUSAL))
     assert error(found, attention(q, k, v, CAUSAL)) < 1e-2
 
 
@@ -491,25 +491,25 @@ def test_causal_attention_of_many_requests(kernels, heads, width):
 @pytest.mark.parametrize(("heads", "width"), [(14, 64), (24, 128), (8, 40), (2, 8)])
 def test_a_query_is_the_same_to_the_bit_alone_and_in_chunks(native, heads, width):
     q, (k, v) = numbers(600, heads, width), numbers(4, 700, width, seed=1).split(2)
-    whole = native.attend(q, k, v, Spans([Span(0, 600, 50, 600, 0)]))
+    whole = native.attend(q, k, v, KVSpans([KVSpan(0, 600, 50, 600, 0)]))
     for start, stop in [(0, 1), (0, 513), (33, 34), (513, 600), (544, 545), (598, 599), (599, 600)]:
-        chunk = native.attend(q[start:stop], k, v, Spans([Span(0, stop - start, 50, stop, start)]))
+        chunk = native.attend(q[start:stop], k, v, KVSpans([KVSpan(0, stop - start, 50, stop, start)]))
         assert torch.equal(chunk, whole[start:stop])
 
 
 @needs_native
-@pytest.mark.parametrize("span", [Span(0, 20, 100, 60, 40), Span(0, 1, 100, 60, 59), Span(0, 1, 100, 33, 32)])
+@pytest.mark.parametrize("span", [KVSpan(0, 20, 100, 60, 40), KVSpan(0, 1, 100, 60, 59), KVSpan(0, 1, 100, 33, 32)])
 def test_what_is_not_looked_at_does_not_matter(native, span):
     """Rows of the pool that nobody has written may hold anything."""
     q, pool = numbers(span.tokens, 4, 64), numbers(4, 300, 64, seed=1)
-    spans = Spans([span])
+    spans = KVSpans([span])
     k, v = pool.split(2)
     clean = native.attend(q, k, v, spans)
     pool[:, :100] = pool[:, 100 + span.keys :] = torch.nan
     assert torch.equal(native.attend(q, k, v, spans), clean)
 
 
-SHAPE = DecoderShape(heads=6, kv_heads=2, width=40, eps=1e-6)
+SHAPE = DecoderShape(heads=6, kv_heads=2, head_dim=40, eps=1e-6)
 HIDDEN, INNER = 96, 328  # wider than all heads, and not in whole panels
 
 
@@ -517,7 +517,7 @@ def decoder_layer(kernels, number, *, int8):
     def linear(outputs, inputs, seed, **options):
         return kernels.linear(numbers(outputs, inputs, seed=10 * number + seed) / 8, int8=int8, **options)
 
-    heads, keys = SHAPE.heads * SHAPE.width, 2 * SHAPE.kv_heads * SHAPE.width
+    heads, keys = SHAPE.heads * SHAPE.head_dim, 2 * SHAPE.kv_heads * SHAPE.head_dim
     return DecoderLayer(
         input_norm=Norm(numbers(HIDDEN, seed=1)),
         qkv=linear(heads + keys, HIDDEN, 2, bias=numbers(heads + keys, seed=3)),
@@ -530,20 +530,20 @@ def decoder_layer(kernels, number, *, int8):
 
 def decoder_pass(cache):
     """The end of a prompt of 240 tokens, one token of an answer, and a part of a prompt whose end comes later."""
-    spans = [Span(0, 230, 0, 240, 10), Span(230, 1, 260, 17, 16), Span(231, 20, 280, 20, 0)]
-    slots = torch.tensor([span.row + span.start + i for span in spans for i in range(span.tokens)])
-    angles = torch.randn(251, SHAPE.width // 2, generator=torch.Generator().manual_seed(8))
-    last_spans = Spans([Span(0, 1, 0, 240, 239), Span(1, 1, 260, 17, 16)])
-    return Pass(angles.cos(), angles.sin(), slots, Spans(spans), torch.tensor([229, 230]), last_spans, cache)
+    spans = [KVSpan(0, 230, 0, 240, 10), KVSpan(230, 1, 260, 17, 16), KVSpan(231, 20, 280, 20, 0)]
+    slots = torch.tensor([span.first_key + span.start + i for span in spans for i in range(span.num_queries)])
+    angles = torch.randn(251, SHAPE.head_dim // 2, generator=torch.Generator().manual_seed(8))
+    last_spans = KVSpans([KVSpan(0, 1, 0, 240, 239), KVSpan(1, 1, 260, 17, 16)])
+    return ForwardBatch(angles.cos(), angles.sin(), slots, KVSpans(spans), torch.tensor([229, 230]), last_spans, cache)
 
 
 @needs_native
 @pytest.mark.parametrize("int8", [False, True])
 def test_layers_in_one_call_are_what_their_parts_are_to_the_bit(native, int8):
     layers = [decoder_layer(native, number, int8=int8) for number in range(3)]
-    whole, parts = native.decoder_layers(layers, SHAPE), ComposedLayers(native, layers, SHAPE)
+    whole, parts = native.decoder_layers(layers, SHAPE), ReferenceDecoderLayers(native, layers, SHAPE)
     assert type(whole) is not type(parts)
-    x, caches = numbers(251, HIDDEN), [numbers(3, 2 * SHAPE.kv_heads, 320, SHAPE.width, seed=9) for _ in range(2)]
+    x, caches = numbers(251, HIDDEN), [numbers(3, 2 * SHAPE.kv_heads, 320, SHAPE.head_dim, seed=9) for _ in range(2)]
     found, expected = (run(x.clone(), decoder_pass(cache)) for run, cache in zip((whole, parts), caches, strict=True))
     assert torch.equal(found, expected)
     assert torch.equal(*caches)
@@ -553,10 +553,10 @@ def test_layers_in_one_call_are_what_their_parts_are_to_the_bit(native, int8):
 @needs_native
 def test_layers_of_which_no_row_is_asked_for_still_fill_the_cache(native):
     layers = [decoder_layer(native, number, int8=False) for number in range(2)]
-    caches = [torch.zeros(2, 2 * SHAPE.kv_heads, 320, SHAPE.width).bfloat16() for _ in range(2)]
+    caches = [torch.zeros(2, 2 * SHAPE.kv_heads, 320, SHAPE.head_dim).bfloat16() for _ in range(2)]
     for cache, asked in zip(caches, (True, False), strict=True):
         batch = decoder_pass(cache)
-        none = batch._replace(last=torch.zeros(0, dtype=torch.int64), last_spans=Spans([]))
+        none = batch._replace(last=torch.zeros(0, dtype=torch.int64), last_spans=KVSpans([]))
         native.decoder_layers(layers, SHAPE)(numbers(251, HIDDEN), batch if asked else none)
     assert torch.equal(*caches)
 
@@ -565,9 +565,9 @@ def test_layers_of_which_no_row_is_asked_for_still_fill_the_cache(native):
 def test_layers_that_c_does_not_know_are_composed(native):
     odd = native.linear(numbers(HIDDEN, 66))  # 66 inputs are left to PyTorch
     layer = decoder_layer(native, 0, int8=False)
-    assert isinstance(native.decoder_layers([layer._replace(output=odd)], SHAPE), ComposedLayers)
-    assert isinstance(native.decoder_layers([layer], SHAPE._replace(width=41)), ComposedLayers)
-    assert not isinstance(native.decoder_layers([layer], SHAPE), ComposedLayers)
+    assert isinstance(native.decoder_layers([layer._replace(output=odd)], SHAPE), ReferenceDecoderLayers)
+    assert isinstance(native.decoder_layers([layer], SHAPE._replace(width=41)), ReferenceDecoderLayers)
+    assert not isinstance(native.decoder_layers([layer], SHAPE), ReferenceDecoderLayers)
 
 
 @needs_native
@@ -581,13 +581,13 @@ def test_a_number_that_is_none_is_not_lost_in_eight_bits(native):
 
 def test_very_large_scores_overflow_nowhere(kernels):
     q, (k, v) = numbers(3, 2, 64) * 1000, (numbers(4, 10, 64, seed=1) * 1000).split(2)
-    spans = [Span(0, 3, 0, 10, 7)]
-    assert error(kernels.attend(q, k, v, Spans(spans)), attention(q, k, v, spans)) < 1e-2
+    spans = [KVSpan(0, 3, 0, 10, 7)]
+    assert error(kernels.attend(q, k, v, KVSpans(spans)), attention(q, k, v, spans)) < 1e-2
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cpu", torch.float16)])
 def test_other_number_types_take_pytorch(device, dtype):
-    assert isinstance(choose_kernels(device, dtype, EngineConfig()), Plain)
+    assert isinstance(choose_kernels(device, dtype, EngineConfig()), TorchKernels)
 
 
 @needs_native
@@ -598,7 +598,7 @@ def test_a_cpu_with_an_index_takes_the_kernels_in_c():
 def test_a_text_model_that_a_set_does_not_support_takes_the_next_one(caplog):
     text = replace(load_plugins().families["qwen2_vl"].load_spec(CHECKPOINT).text, head_dim=15)
     chosen = selector(EngineConfig()).choose("cpu", torch.bfloat16, text)
-    assert isinstance(chosen, Plain)
+    assert isinstance(chosen, TorchKernels)
     assert "they take even widths, not heads of 15" in caplog.text
     with pytest.raises(ConfigError, match="`cpu_kernels` 'avx512' cannot be used: they take even widths"):
         selector(EngineConfig(cpu_kernels="avx512")).choose("cpu", torch.bfloat16, text)
@@ -698,8 +698,8 @@ def test_shapes_that_the_kernels_in_c_do_not_know_are_left_to_pytorch(native):
     found = native.linear(gated, activation=Activation.SILU_GATE)(numbers(5, 64, seed=1))
     assert error(found, F.silu(gate) * up) < 1e-2
     q, (k, v) = numbers(2, 200, 8), numbers(2, 4, 8, seed=1).split(1)
-    spans = [Span(0, 2, 0, 4, 2)]
-    assert error(native.attend(q, k, v, Spans(spans)), attention(q, k, v, spans)) < 1e-2
+    spans = [KVSpan(0, 2, 0, 4, 2)]
+    assert error(native.attend(q, k, v, KVSpans(spans)), attention(q, k, v, spans)) < 1e-2
 
 
 def test_source_that_does_not_compile_is_named(tmp_path):
@@ -751,7 +751,7 @@ def test_cuda_attention_stays_off_cudnn():
     """cuDNN would build a plan for each number of keys. The switch can be looked at without a GPU."""
     assert torch.backends.cuda.cudnn_sdp_enabled()
     try:
-        Plain("cuda")
+        TorchKernels("cuda")
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)

@@ -14,8 +14,8 @@ import pytest
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import MediaError, MediaRefused, MediaTooLarge, MediaUnreachable, QueueFull
-from dashinfer_vlm_core.media.address import RESOLVER_THREADS, check_url, is_public
-from dashinfer_vlm_core.media.fetch import Allowance, Fetcher, FetchStats, direct_transport
+from dashinfer_vlm_core.media.url_policy import RESOLVER_THREADS, check_url, is_public
+from dashinfer_vlm_core.media.fetch import ByteBudget, Fetcher, FetchStats, direct_transport
 from tests.clock import run as run_with_clock
 from tests.clock import skippable_loop
 from tests.waiting import HANG, until
@@ -604,7 +604,7 @@ def test_the_media_of_one_request_have_a_limit_together(room, refused):
     config = EngineConfig(allow_private_addresses=True, max_fetched_bytes=room)
 
     async def run(web):
-        fetcher, allowance = Fetcher(config), Allowance(config.max_fetched_bytes)
+        fetcher, allowance = Fetcher(config), ByteBudget(config.max_fetched_bytes)
         urls = [check_url(web.url(path), part=PART, config=config) for path in ("/a", "/b")]
         try:
             return [await fetcher.get(url, kind="image", part=PART, allowance=allowance) for url in urls]

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from dashinfer_vlm_core.errors import InvalidParameter, MediaTooLarge, MediaUndecodable
-from dashinfer_vlm_core.media.image import count_pixels, decode_picture
+from dashinfer_vlm_core.media.image import count_pixels, decode_image
 from tests.samples import encode, noise
 
 PART = "messages[0].content[0]"
@@ -20,7 +20,7 @@ WHITE = (255, 255, 255)
 
 
 def decoded(data, *, max_pixels=1_000_000, background=WHITE):
-    return np.asarray(decode_picture(data, part=PART, max_pixels=max_pixels, background=background))
+    return np.asarray(decode_image(data, part=PART, max_pixels=max_pixels, background=background))
 
 
 def png(width, height, *, depth=8, rows=b""):
@@ -162,8 +162,8 @@ def test_of_several_frames_the_first_is_taken(codec):
 
 def test_a_bomb_is_refused_by_its_header_alone():
     for width, height in ((30_000, 30_000), (8001, 8000), (2**31 - 1, 2**31 - 1), (2, 2**30)):
-        for read in (decode_picture, count_pixels):
-            options = {"background": WHITE} if read is decode_picture else {}
+        for read in (decode_image, count_pixels):
+            options = {"background": WHITE} if read is decode_image else {}
             with pytest.raises(MediaTooLarge) as caught:
                 read(png(width, height), part=PART, max_pixels=64_000_000, **options)
             assert caught.value.param == PART
@@ -172,7 +172,7 @@ def test_a_bomb_is_refused_by_its_header_alone():
 def test_a_strip_is_refused_by_its_header_alone():
     for width, height in ((402, 2), (2, 402), (20_000, 99)):
         with pytest.raises(InvalidParameter, match="200 times"):
-            decode_picture(png(width, height), part=PART, max_pixels=64_000_000, background=WHITE)
+            decode_image(png(width, height), part=PART, max_pixels=64_000_000, background=WHITE)
 
 
 def test_a_run_length_coded_bitmap_is_refused():

@@ -16,7 +16,7 @@ from safetensors.torch import save
 from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.errors import InvalidParameter, MediaTooLarge, MediaUndecodable, UnsupportedParameter
 from dashinfer_vlm_core.media import MediaLoader
-from dashinfer_vlm_core.media.memory import fingerprint, take
+from dashinfer_vlm_core.media.python_objects import fingerprint, load_object
 from dashinfer_vlm_core.media.sampling import VideoSamplingPolicy
 from dashinfer_vlm_core.protocol import EncodedEmbeddings, MediaPart
 from tests.samples import data_url, encode, label, noise, picture_url
@@ -35,7 +35,7 @@ def part(content, kind="image", **options):
 def got(content, kind="image", *, config=None, **options):
     settings = EngineConfig(**config or {})
     policy = VideoSamplingPolicy().within(settings)
-    return take(part(content, kind, **options), settings, policy, lambda: None)
+    return load_object(part(content, kind, **options), settings, policy, lambda: None)
 
 
 def pixels(content, **options):
@@ -155,9 +155,9 @@ def test_pictures_are_held_to_the_servers_pixels(content):
 
 def test_options_of_the_part_are_kept():
     picture = got(RGB, min_pixels=784, max_pixels=7840)
-    assert (picture.part, picture.min_pixels, picture.max_pixels) == (PART, 784, 7840)
+    assert (picture.path, picture.min_pixels, picture.max_pixels) == (PART, 784, 7840)
     clip = got(FRAMES, "video", min_pixels=784, max_pixels=7840, total_pixels=78400)
-    assert (clip.part, clip.min_pixels, clip.max_pixels, clip.total_pixels) == (PART, 784, 7840, 78400)
+    assert (clip.path, clip.min_pixels, clip.max_pixels, clip.total_pixels) == (PART, 784, 7840, 78400)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_embeddings_come_as_tensors_with_their_grid(kind, rows, grid):
     found = got({f"{kind}_embeds": rows, f"{kind}_grid_thw": grid}, kind)
     assert found.rows.dtype == np.float32
     assert np.array_equal(found.rows, torch.as_tensor(rows).float().numpy())
-    assert (found.grid, found.kind, found.part) == ((1, 4, 6), kind, PART)
+    assert (found.grid, found.kind, found.path) == ((1, 4, 6), kind, PART)
 
 
 def test_embeddings_are_copied():

@@ -9,7 +9,7 @@ import pytest
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import MediaRefused, MediaTooLarge, MediaUndecodable, MediaUnreachable
-from dashinfer_vlm_core.media.source import Inline, Local, Remote, decode, locate, read
+from dashinfer_vlm_core.media.source import InlineSource, LocalSource, RemoteSource, decode, locate, read
 
 PART = "messages[0].content[0]"
 DATA = bytes(range(256))
@@ -22,7 +22,7 @@ def find(text, kind="image", **options):
 
 def content(text, **options):
     source = find(text, **options)
-    return decode(source) if isinstance(source, Inline) else read(source)
+    return decode(source) if isinstance(source, InlineSource) else read(source)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_other_schemes_are_refused(scheme):
 
 
 def test_a_web_address_is_remote():
-    assert isinstance(find("HTTPS://good.example/a.png"), Remote)
+    assert isinstance(find("HTTPS://good.example/a.png"), RemoteSource)
 
 
 @pytest.fixture
@@ -186,4 +186,4 @@ def test_what_is_no_regular_file_is_unreachable(folder):
 def test_a_file_above_the_limit_is_too_large(folder):
     with pytest.raises(MediaTooLarge):
         content("a b.png", allowed_local_media_path=folder, image_max_bytes=255)
-    assert isinstance(find("a b.png", allowed_local_media_path=folder), Local)
+    assert isinstance(find("a b.png", allowed_local_media_path=folder), LocalSource)

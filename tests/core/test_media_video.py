@@ -17,7 +17,7 @@ from dashinfer_vlm_core.errors import InvalidParameter, MediaTooLarge, MediaUnde
 from dashinfer_vlm_core.media import READERS, PyAVReader
 from dashinfer_vlm_core.media.sampling import VideoSamplingPolicy
 from dashinfer_vlm_core.media.types import VideoInfo
-from dashinfer_vlm_core.media.video import available, decode_clip, frame_count, stack_frames
+from dashinfer_vlm_core.media.video import available, decode_video, frame_count, stack_frames
 from dashinfer_vlm_core.protocol import MediaPart
 from tests.samples import movie, movie_frame, noise
 from tests.web import body, serve
@@ -34,7 +34,7 @@ def video(**options):
 
 def clip(data, readers=READERS, config=None, **options):
     config = config or EngineConfig()
-    return decode_clip(
+    return decode_video(
         data, part=video(**options), readers=readers, config=config, policy=POLICY.within(config), check_stop=go_on
     )
 

@@ -9,7 +9,7 @@ from PIL import Image
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError, InvalidParameter
 from dashinfer_vlm_core.media import Clip, Picture
-from dashinfer_vlm_core.models.patches import normalise, smart_resize
+from dashinfer_vlm_core.models.patches import normalize, smart_resize
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import PixelLimits, Qwen2VLImageProcessor
 from dashinfer_vlm_core.models.spec import PixelSpec
 from tests.samples import noise
@@ -20,11 +20,11 @@ SMALL = EngineConfig(max_pixels=200 * 784)
 
 
 def picture(pixels, **limits):
-    return Picture(image=Image.fromarray(pixels), part=PART, **limits)
+    return Picture(image=Image.fromarray(pixels), path=PART, **limits)
 
 
 def clip(frames, **limits):
-    return Clip(frames=np.asarray(frames), part=PART, **limits)
+    return Clip(frames=np.asarray(frames), path=PART, **limits)
 
 
 def cut(media, config=SMALL, spec=SPEC):
@@ -66,7 +66,7 @@ def test_random_sizes_equal_transformers(oracle):
         expected, grid = oracle(pixels)
         ours = cut(picture(pixels))
         assert tuple(ours.grid) == grid, (height, width)
-        np.testing.assert_allclose(normalise(ours.pixels, SPEC), expected, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(normalize(ours.pixels, SPEC), expected, rtol=0, atol=1e-6)
 
 
 def test_smart_resize_equals_transformers():
@@ -142,7 +142,7 @@ def test_normalise_is_the_published_arithmetic():
     pixels = noise(1, 1176, 5)[..., 0]
     channels = pixels.reshape(3, 392) / 255
     expected = (channels - np.array(SPEC.mean)[:, None]) / np.array(SPEC.std)[:, None]
-    ours = normalise(pixels, SPEC)
+    ours = normalize(pixels, SPEC)
     assert ours.dtype == np.float32
     np.testing.assert_allclose(ours, expected.reshape(1, 1176), atol=1e-6)
 
@@ -184,7 +184,7 @@ def test_limits_of_a_picture(asked, options, limits):
 
 def test_a_small_checkpoint_bounds_the_default():
     assert (
-        Qwen2VLImageProcessor(PixelSpec(max_pixels=50_000), EngineConfig()).limits(picture(noise(2, 2))).most == 50_000
+        Qwen2VLImageProcessor(PixelSpec(max_pixels=50_000), EngineConfig()).limits(picture(noise(2, 2))).max_pixels == 50_000
     )
 
 
@@ -218,9 +218,9 @@ def test_limits_of_a_frame_follow_the_published_rule(count):
 def test_a_request_lowers_the_limits_of_a_frame():
     frames = np.zeros((8, 2, 2, 3), np.uint8)
     processor = Qwen2VLImageProcessor(SPEC, EngineConfig())
-    assert processor.limits(clip(frames, max_pixels=50_000)).most == 50_000
-    assert processor.limits(clip(frames, total_pixels=100_000)).most == 25_000
-    assert processor.limits(clip(frames, total_pixels=1)).most == int(SPEC.min_pixels * 1.05)
+    assert processor.limits(clip(frames, max_pixels=50_000)).max_pixels == 50_000
+    assert processor.limits(clip(frames, total_pixels=100_000)).max_pixels == 25_000
+    assert processor.limits(clip(frames, total_pixels=1)).max_pixels == int(SPEC.min_pixels * 1.05)
 
 
 def test_at_most_more_than_the_server_s_most_is_the_server_s_most():

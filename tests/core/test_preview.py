@@ -12,10 +12,10 @@ from PIL import Image
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import ContextLengthExceeded, InvalidParameter, MediaTooLarge, QueueFull
 from dashinfer_vlm_core.media import Clip, Picture
-from dashinfer_vlm_core.models.patches import uncut
+from dashinfer_vlm_core.models.patches import unpatchify
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import Qwen2VLImageProcessor
 from dashinfer_vlm_core.models.spec import PixelSpec
-from dashinfer_vlm_core.preprocessing.preview import MAX_FRAMES, seen
+from dashinfer_vlm_core.preprocessing.preview import MAX_FRAMES, preview_media
 from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
 from tests.conversations import as_openai, picture, user
 from tests.samples import noise
@@ -45,8 +45,8 @@ def pixels_of(frame):
 
 def test_cutting_can_be_undone():
     frames = moving(5)
-    patches = Qwen2VLImageProcessor(SPEC, EngineConfig()).process(Clip(frames=frames, part=PART))
-    assert np.array_equal(uncut(patches.pixels, patches.grid, SPEC), [*frames, frames[-1]])
+    patches = Qwen2VLImageProcessor(SPEC, EngineConfig()).process(Clip(frames=frames, path=PART))
+    assert np.array_equal(unpatchify(patches.pixels, patches.grid, SPEC), [*frames, frames[-1]])
 
 
 def test_a_picture_is_shown_as_pillow_resizes_it(engine):
@@ -69,8 +69,8 @@ def test_the_tokens_are_those_that_an_answer_is_billed_for(engine):
 
 
 def test_a_long_video_is_shown_by_some_of_its_frames():
-    clip = Clip(frames=moving(41), part=PART)
-    item = seen(clip, PROCESSOR.process(clip), PROCESSOR)
+    clip = Clip(frames=moving(41), path=PART)
+    item = preview_media(clip, PROCESSOR.process(clip), PROCESSOR)
     assert item.frame_count == 42
     assert len(item.frames) == MAX_FRAMES
     assert [item.frames[0].index, item.frames[-1].index] == [0, 41]
@@ -105,6 +105,6 @@ def test_a_preview_has_the_limits_of_a_request(tiny_checkpoint):
 
 def test_a_picture_that_fits_is_not_touched():
     image = Image.fromarray(noise(56, 84))
-    media = Picture(image=image, part=PART)
-    item = seen(media, PROCESSOR.process(media), PROCESSOR)
+    media = Picture(image=image, path=PART)
+    item = preview_media(media, PROCESSOR.process(media), PROCESSOR)
     assert np.array_equal(pixels_of(item.frames[0]), np.asarray(image))

@@ -9,7 +9,7 @@ import torch
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError, ConfigError, ContextLengthExceeded, InvalidParameter
-from dashinfer_vlm_core.models.interface import Grid, Patches, Span
+from dashinfer_vlm_core.models.interface import Grid, Patches, PlaceholderSpan
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_core.models.qwen2_vl.prompt_layout import Qwen2VLPromptLayout, mrope_positions
 from dashinfer_vlm_core.preprocessing.prompt import PromptBuilder
@@ -53,7 +53,7 @@ def oracle(tiny_checkpoint):
 def patches(*grid, kind="image"):
     grid = Grid(*grid)
     pixels = np.zeros((grid.patches, 1176), np.uint8)
-    return Patches(pixels=pixels, grid=grid, tokens=grid.patches // 4, kind=kind, part="", digest=b"")
+    return Patches(pixels=pixels, grid=grid, tokens=grid.patches // 4, kind=kind, path="", digest=b"")
 
 
 def request(*messages, **options):
@@ -143,7 +143,7 @@ def test_spans_mark_the_placeholders(builder, spec):
 
 def test_after_a_long_video_text_goes_on_at_the_largest_position_plus_one():
     """The published rule; transformers 5 goes on at half the picture's side when a video has more frames than that."""
-    positions = mrope_positions(14, [Span(start=1, length=12)], [Grid(12, 2, 2)], merge=2)
+    positions = mrope_positions(14, [PlaceholderSpan(start=1, length=12)], [Grid(12, 2, 2)], merge=2)
     assert positions[:, 0].tolist() == [0, 0, 0]
     assert positions[0, 1:13].tolist() == list(range(1, 13))
     assert positions[1:, 1:13].max() == 1

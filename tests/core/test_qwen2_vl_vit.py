@@ -124,7 +124,7 @@ def test_picture_through_transformers_image_processor(encoder, oracle):
         grid=grid,
         tokens=item.tokens,
         kind="image",
-        part=item.part,
+        path=item.path,
         digest=item.digest,
     )
 
@@ -147,7 +147,7 @@ def test_frames_do_not_see_each_other(encoder):
     """A video is its frames one by one: time enters through the text model's positions, not in the tower."""
     video = random_patches(3, 4, 6)
     frames = [
-        Patches(pixels=pixels, grid=Grid(1, 4, 6), tokens=6, kind="image", part=video.part, digest=bytes([index]) * 32)
+        Patches(pixels=pixels, grid=Grid(1, 4, 6), tokens=6, kind="image", path=video.path, digest=bytes([index]) * 32)
         for index, pixels in enumerate(np.split(video.pixels, 3))
     ]
 

@@ -8,11 +8,11 @@ import sys
 import pytest
 import torch
 
-from dashinfer_vlm_core.kernels import temporary
+from dashinfer_vlm_core.kernels import mmap_buffer
 
 PROGRAM = """
 import random, torch
-from dashinfer_vlm_core.kernels import temporary
+from dashinfer_vlm_core.kernels import mmap_buffer
 
 def held():
     with open("/proc/self/status") as status:

@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dashinfer_vlm_core.decoders.dashinfer.convert import Converted, Form, check_space, convert
+from dashinfer_vlm_core.decoders.dashinfer.convert import ConvertedModel, WeightFormat, check_space, convert
 from dashinfer_vlm_core.errors import CheckpointError, SetupError
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 
 pytestmark = pytest.mark.dashinfer
 
-FLOAT32 = Form(dtype="float32")
+FLOAT32 = WeightFormat(dtype="float32")
 
 
 @pytest.fixture
@@ -59,12 +59,12 @@ def test_other_weights_are_another_entry(spec, environment, tmp_path):
 
 def test_another_form_is_another_entry(spec, full_environment, tmp_path):
     first = convert(spec, FLOAT32, environment=full_environment, cache=tmp_path)
-    half = convert(spec, Form(dtype="bfloat16"), environment=full_environment, cache=tmp_path)
+    half = convert(spec, WeightFormat(dtype="bfloat16"), environment=full_environment, cache=tmp_path)
     assert half.weights.stat().st_size < 0.6 * first.weights.stat().st_size
     assert half.graph.parent != first.graph.parent
 
 
-@pytest.mark.parametrize("form", [Form(dtype="bfloat16"), Form(dtype="float32", quantization="int8")])
+@pytest.mark.parametrize("form", [WeightFormat(dtype="bfloat16"), WeightFormat(dtype="float32", quantization="int8")])
 def test_cpu_only_environment_converts_to_float32_alone(spec, environment, tmp_path, form):
     if not environment.cpu_only:
         pytest.skip("DashInfer is installed with torch here.")
@@ -91,7 +91,7 @@ def test_weights_are_those_that_torch_writes(spec, environment, tmp_path):
 @pytest.mark.parametrize(("quantization", "share"), [("int8", 0.6), ("uint4", 0.35)])
 def test_weights_are_quantised_as_they_are_written(spec, full_environment, tmp_path, quantization, share):
     """The embedding table stays as it is."""
-    form = Form(dtype="bfloat16", quantization=quantization)
+    form = WeightFormat(dtype="bfloat16", quantization=quantization)
     small = convert(spec, form, environment=full_environment, cache=tmp_path)
     stored = (spec.folder / "model.safetensors").stat().st_size
     assert small.weights.stat().st_size < share * stored / 2
@@ -117,4 +117,4 @@ def test_a_checkpoint_without_its_layers_is_named(spec, environment, tmp_path):
 
 
 def test_where_the_files_are(tmp_path):
-    assert Converted.at(tmp_path).graph == tmp_path / "model.asgraph"
+    assert ConvertedModel.at(tmp_path).graph == tmp_path / "model.asgraph"

@@ -12,7 +12,7 @@ from dashinfer_vlm_core.decoders import DecodeRequest
 from dashinfer_vlm_core.decoders.dashinfer import worker
 from dashinfer_vlm_core.decoders.dashinfer.environment import PROGRAM
 from dashinfer_vlm_core.decoders.dashinfer.options import check_sampling, generate_config, stop_tokens
-from dashinfer_vlm_core.decoders.dashinfer.plan import check_salt, make_plan
+from dashinfer_vlm_core.decoders.dashinfer.plan import check_cache_salt, make_plan
 from dashinfer_vlm_core.errors import ConfigError, InvalidParameter, UnsupportedParameter
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_core.protocol.sampling import Sampling
@@ -87,16 +87,16 @@ def plan(folder, *, cuda, cpu_only=False, **config):
 
 def test_salts_are_refused_where_the_engine_keeps_prefixes(tiny_checkpoint):
     with pytest.raises(UnsupportedParameter, match="--no-prefix-cache") as caught:
-        check_salt("tenant", plan(tiny_checkpoint, cuda=1))
+        check_cache_salt("tenant", plan(tiny_checkpoint, cuda=1))
     assert caught.value.param == "cache_salt"
-    check_salt("", plan(tiny_checkpoint, cuda=1))
-    check_salt("tenant", plan(tiny_checkpoint, cuda=1, prefix_cache=False))
-    check_salt("tenant", plan(tiny_checkpoint, cuda=0))  # on a CPU the engine keeps none
+    check_cache_salt("", plan(tiny_checkpoint, cuda=1))
+    check_cache_salt("tenant", plan(tiny_checkpoint, cuda=1, prefix_cache=False))
+    check_cache_salt("tenant", plan(tiny_checkpoint, cuda=0))  # on a CPU the engine keeps none
 
 
 def test_a_plan_for_cuda(tiny_checkpoint):
     one = plan(tiny_checkpoint, cuda=4)
-    assert (one.compute_unit, one.places, one.max_model_len, one.form.dtype) == ("CUDA:0", 32, 2048, "float32")
+    assert (one.compute_unit, one.max_batch_size, one.max_model_len, one.form.dtype) == ("CUDA:0", 32, 2048, "float32")
     two = plan(tiny_checkpoint, cuda=4, device="cuda:1", tensor_parallel=2, dtype="bfloat16", quantization="int8")
     assert (two.compute_unit, two.form.split, two.form.dtype, two.form.quantization) == (
         "CUDA:1,2",
@@ -108,11 +108,11 @@ def test_a_plan_for_cuda(tiny_checkpoint):
 
 def test_a_plan_for_the_cpu_keeps_within_the_memory_for_keys_and_values(tiny_checkpoint):
     """A token of this model takes 2 layers * 2 * 2 heads * 16 * 4 bytes."""
-    assert plan(tiny_checkpoint, cuda=0).places == 32
+    assert plan(tiny_checkpoint, cuda=0).max_batch_size == 32
     small = plan(tiny_checkpoint, cuda=0, kv_cache_mib=1, max_model_len=1000)
-    assert (small.compute_unit, small.max_model_len, small.places) == ("CPU:0", 1000, 2)
+    assert (small.compute_unit, small.max_model_len, small.max_batch_size) == ("CPU:0", 1000, 2)
     tight = plan(tiny_checkpoint, cuda=4, device="cpu", kv_cache_mib=1)
-    assert (tight.max_model_len, tight.places) == (2048, 1)
+    assert (tight.max_model_len, tight.max_batch_size) == (2048, 1)
 
 
 @pytest.mark.parametrize(("device", "cuda"), [("auto", 1), ("cuda", 1), ("cuda", 0), ("cuda:1", 2)])

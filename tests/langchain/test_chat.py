@@ -92,7 +92,7 @@ def test_one_chunk_alone_holds_the_usage_and_what_is_said_once(scripted):
 
 
 def test_invoke_streams_inside_where_callbacks_want_tokens(scripted):
-    seen = Seen()
+    seen = MediaPreview()
     answer = scripted("Yes, and no.", streaming=True).chat.invoke("?", config={"callbacks": [seen]})
     assert "".join(seen.tokens) == answer.content == "Yes, and no."
     assert len(seen.tokens) > 3
@@ -256,7 +256,7 @@ def test_a_server_gives_the_same_answers(demo):
 # Errors
 
 
-class Seen(BaseCallbackHandler):
+class MediaPreview(BaseCallbackHandler):
     def __init__(self) -> None:
         self.tokens: list[str] = []
         self.errors: list[BaseException] = []
@@ -270,7 +270,7 @@ class Seen(BaseCallbackHandler):
 
 @pytest.mark.parametrize("error", [QueueFull("Busy."), DecoderFailed("Dead.")])
 def test_errors_reach_the_caller_and_the_callbacks_as_they_are(scripted, error):
-    seen = Seen()
+    seen = MediaPreview()
     config = {"callbacks": [seen]}
     chat = scripted(error).chat
     for ask in (

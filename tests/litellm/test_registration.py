@@ -12,7 +12,7 @@ from litellm.proxy.types_utils.utils import get_instance_fn
 import dashinfer_vlm_litellm
 from dashinfer_vlm_core.models.spec import Profile
 from dashinfer_vlm_core.plugins import load_adapter
-from dashinfer_vlm_litellm.models import introduce
+from dashinfer_vlm_litellm.model_info import register_model_info
 from tests.litellm.conftest import HELLO
 from tests.waiting import HANG
 
@@ -69,7 +69,7 @@ def test_without_litellm_the_adapter_says_what_to_install():
 
 def test_a_profile_stays_when_the_context_changes():
     name = "dashinfer_vlm/images-only"
-    introduce(name, 100, Profile(videos=False))
-    introduce(name, 50)
+    register_model_info(name, 100, Profile(videos=False))
+    register_model_info(name, 50)
     known = litellm.model_cost[name]
     assert (known["max_input_tokens"], known["supports_vision"], known["supports_video_input"]) == (50, True, False)

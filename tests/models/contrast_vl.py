@@ -127,14 +127,14 @@ class ImageProcessor:
             grid=grid,
             tokens=grid.patches,
             kind=kind,
-            part=media.part,
+            path=media.path,
             digest=hashlib.sha256(f"{kind} {grid}".encode() + rows.tobytes()).digest(),
             times=() if kind == "image" else media.times,
         )
 
     def count_tokens(self, media):
         if isinstance(media, Picture) and min(media.image.size) < 2:
-            raise InvalidParameter("This image is too thin.", param=media.part)
+            raise InvalidParameter("This image is too thin.", param=media.path)
         return self.process(media).tokens
 
     def shape(self, grid):

@@ -58,7 +58,7 @@ def browser():
 
 
 @dataclass
-class Visit:
+class RequestContext:
     """A page that is open in a tab of its own.
 
     Attributes:
@@ -133,17 +133,17 @@ def artifacts(request, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def visit(browser, artifacts) -> Iterator[Callable[..., Visit]]:
+def visit(browser, artifacts) -> Iterator[Callable[..., RequestContext]]:
     """Open the page of a server: `visit(server, color_scheme="dark")`. In the end it must not have had any fault."""
     visits = []
     with contextlib.ExitStack() as stack:
 
-        def open_page(server: RunningServer, **options) -> Visit:
+        def open_page(server: RunningServer, **options) -> RequestContext:
             context = stack.enter_context(
                 contextlib.closing(browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options}))
             )
             context.set_default_timeout(1000 * HANG)
-            visits.append(Visit(context.new_page(), f"{server.url}/", artifacts))
+            visits.append(RequestContext(context.new_page(), f"{server.url}/", artifacts))
             visits[-1].watch()
             visits[-1].page.goto(visits[-1].home)
             return visits[-1]

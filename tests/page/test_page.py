@@ -15,7 +15,7 @@ import sys
 import pytest
 
 from dashinfer_vlm_core.errors import QueueFull
-from dashinfer_vlm_server.keys import Keys
+from dashinfer_vlm_server.api_keys import ApiKeys
 from dashinfer_vlm_server.settings import Settings
 from tests.page.conftest import PICTURES
 from tests.waiting import HANG, until
@@ -220,7 +220,7 @@ def test_an_answer_is_shown_as_text_whatever_it_holds(visit, scripted):
 
 
 def test_a_key_is_asked_for_and_kept_for_this_tab_alone(visit, scripted):
-    server, *_ = scripted("Come in.", settings=Settings(keys=Keys(["sesame"])))
+    server, *_ = scripted("Come in.", settings=Settings(keys=ApiKeys(["sesame"])))
     tab = visit(server)
     tab.failing = True
     field = tab.page.get_by_label("API key")

@@ -25,7 +25,7 @@ from dashinfer_vlm_core.errors import (
 )
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_torch import register_decoders
-from dashinfer_vlm_torch.runner import Runner
+from dashinfer_vlm_torch.runner import ModelRunner
 from dashinfer_vlm_torch.scheduler import ROOM
 from dashinfer_vlm_torch.worker import Worker
 from tests.brake import Brake
@@ -246,7 +246,7 @@ def test_a_request_that_breaks_its_step_fails_alone(oracle, embedding):
     assert idle == IDLE
 
 
-class LostDevice(Runner):
+class LostDevice(ModelRunner):
     """Every call fails, as after an illegal memory access in a CUDA context."""
 
     def step(self, chunks):

@@ -248,7 +248,7 @@ def test_an_answer_may_fill_the_context(oracle):
 
 
 native = pytest.mark.skipif(
-    not choose_kernels("cpu", torch.bfloat16, EngineConfig()).quantises, reason="no AVX-512 BF16, or no C compiler"
+    not choose_kernels("cpu", torch.bfloat16, EngineConfig()).supports_int8, reason="no AVX-512 BF16, or no C compiler"
 )
 
 

@@ -15,11 +15,11 @@ from dashinfer_vlm_core.decoders import DecodeRequest
 from dashinfer_vlm_core.errors import QueueFull
 from dashinfer_vlm_core.models.interface import Grid
 from dashinfer_vlm_core.models.qwen2_vl.config import read_text_model
-from dashinfer_vlm_torch.arena import Arena, Slab
+from dashinfer_vlm_torch.kv_allocator import KVAllocator, KVAllocation
 from dashinfer_vlm_torch.attention import KVCache
-from dashinfer_vlm_torch.memory import Memory, Move
-from dashinfer_vlm_torch.prefix import BLOCK, Trail
-from dashinfer_vlm_torch.scheduler import Choice, Run, Scheduler
+from dashinfer_vlm_torch.kv_cache_manager import KVCacheManager, KVCopy
+from dashinfer_vlm_torch.prefix_hash import BLOCK, PrefixHash
+from dashinfer_vlm_torch.scheduler import SampledToken, SequenceState, Scheduler
 
 from .oracle import prompt, visual
 
@@ -28,11 +28,11 @@ PICTURE = visual(20, (1, 4, 5), 30, width=1)
 
 def shared(one, other):
     """Tokens with which the second request can start, once the first was read."""
-    memory = Memory(1000, caching=True)
-    first = memory.hold(Trail(one), len(one.token_ids))
-    memory.advance(first, len(one.token_ids))
-    memory.release(first)
-    return memory.hold(Trail(other), len(other.token_ids)).read
+    memory = KVCacheManager(1000, caching=True)
+    first = memory.allocate(PrefixHash(one), len(one.token_ids))
+    memory.mark_computed(first, len(one.token_ids))
+    memory.free(first)
+    return memory.allocate(PrefixHash(other), len(other.token_ids)).num_computed_tokens
 
 
 def with_tokens(request, index, **changes):
@@ -116,11 +116,11 @@ def test_salts_share_nothing():
 
 def test_the_answer_belongs_to_what_is_shared():
     whole = prompt(1, 60)
-    trail = Trail(replace(whole, token_ids=whole.token_ids[:30], positions=whole.positions[:, :30]))
+    trail = PrefixHash(replace(whole, token_ids=whole.token_ids[:30], positions=whole.positions[:, :30]))
     for index in range(30, 60):
         trail.append(int(whole.token_ids[index]), index)
-    assert trail.digests == Trail(whole).digests
-    assert trail.common(Trail(whole), 48) == 12
+    assert trail.digests == PrefixHash(whole).digests
+    assert trail.common_length(PrefixHash(whole), 48) == 12
 
 
 # What is kept
@@ -128,7 +128,7 @@ def test_the_answer_belongs_to_what_is_shared():
 
 def keep(memory, request, *, read=None):
     """A run comes, reads so many tokens of its prompt, and ends; its slab."""
-    slab = memory.hold(Trail(request), len(request.token_ids))
+    slab = memory.hold(PrefixHash(request), len(request.token_ids))
     memory.advance(slab, max(slab.read, read or len(request.token_ids)))
     memory.release(slab)
     return slab
@@ -139,89 +139,89 @@ def spans(memory):
 
 
 def test_what_is_the_beginning_of_something_kept_is_not_kept_twice():
-    memory = Memory(1000, caching=True)
+    memory = KVCacheManager(1000, caching=True)
     keep(memory, prompt(1, 64))
     keep(memory, prompt(1, 100))  # goes on in the same rows
     assert spans(memory) == [(0, 100)]
     keep(memory, prompt(1, 70), read=70)
     assert memory.cached == 100
-    apart = [memory.hold(Trail(prompt(2, length)), length) for length in (100, 64)]
+    apart = [memory.allocate(PrefixHash(prompt(2, length)), length) for length in (100, 64)]
     for slab in apart:
-        memory.advance(slab, slab.rows)
+        memory.mark_computed(slab, slab.rows)
     for slab in reversed(apart):
-        memory.release(slab)
+        memory.free(slab)
     assert memory.cached == 200
 
 
 def test_what_was_not_used_for_longest_goes_first_and_loses_its_end():
-    memory = Memory(300, caching=True)
+    memory = KVCacheManager(300, caching=True)
     for content in (1, 2, 3):
         keep(memory, prompt(content, 100))
-    memory.release(memory.hold(Trail(prompt(1, 100)), 100))  # whoever uses the oldest makes it the newest
+    memory.free(memory.allocate(PrefixHash(prompt(1, 100)), 100))  # whoever uses the oldest makes it the newest
     for content, left in ((4, 60), (5, 20)):
-        assert memory.hold(Trail(prompt(content, 40)), 40).read == 0
+        assert memory.allocate(PrefixHash(prompt(content, 40)), 40).num_computed_tokens == 0
         assert [shared_with(memory, kept) for kept in (1, 2, 3)] == [99, left, 99]
 
 
 def shared_with(memory, content):
-    match = memory._find(Trail(prompt(content, 100)))
+    match = memory._find(PrefixHash(prompt(content, 100)))
     return match.tokens if match else 0
 
 
 def test_what_a_run_reads_from_is_not_given_up_for_it():
     """There would be room in place of it, and in place of others."""
-    memory = Memory(200, caching=True)
+    memory = KVCacheManager(200, caching=True)
     source, _ = keep(memory, prompt(1, 100)), keep(memory, prompt(2, 100))
     other = prompt(1, 90)
-    slab = memory.hold(Trail(replace(other, token_ids=at(other.token_ids, slice(50, 90), 1))), 90)
-    assert slab.read == 50
-    assert (source.start, source.read) == (0, 100)
+    slab = memory.allocate(PrefixHash(replace(other, token_ids=at(other.token_ids, slice(50, 90), 1))), 90)
+    assert slab.num_computed_tokens == 50
+    assert (source.start, source.num_computed_tokens) == (0, 100)
 
 
 def test_what_is_copied_first_may_be_overwritten_next():
     """The first run copies what the second one's rows are then taken from."""
-    memory = Memory(300, caching=True)
+    memory = KVCacheManager(300, caching=True)
     for content in (1, 2):
         keep(memory, prompt(content, 100))
     for content, length in ((1, 90), (2, 100)):
         other = prompt(content, length)
-        memory.hold(Trail(replace(other, token_ids=at(other.token_ids, slice(50, None), 1))), length)
-    assert memory.take_moves() == [Move(0, 200, 50), Move(100, 0, 50)]
-    assert memory.take_moves() == []
+        memory.allocate(PrefixHash(replace(other, token_ids=at(other.token_ids, slice(50, None), 1))), length)
+    assert memory.take_copies() == [KVCopy(0, 200, 50), KVCopy(100, 0, 50)]
+    assert memory.take_copies() == []
 
 
 def test_where_there_is_no_other_room_the_source_itself_is_taken_over():
-    memory = Memory(150, caching=True)
+    memory = KVCacheManager(150, caching=True)
     source = keep(memory, prompt(1, 100))
     other = prompt(1, 90)
-    slab = memory.hold(Trail(replace(other, token_ids=at(other.token_ids, slice(50, 90), 1))), 90)
-    assert (slab, slab.read, memory.take_moves()) == (source, 50, [])
+    slab = memory.allocate(PrefixHash(replace(other, token_ids=at(other.token_ids, slice(50, 90), 1))), 90)
+    assert (slab, slab.num_computed_tokens, memory.take_copies()) == (source, 50, [])
     assert shared_with(memory, 1) == 50
 
 
 def test_a_slab_that_finds_no_room_leaves_everything_as_it_was():
-    memory = Memory(200, caching=True)
-    running = memory.hold(Trail(prompt(2, 80)), 80)
+    memory = KVCacheManager(200, caching=True)
+    running = memory.allocate(PrefixHash(prompt(2, 80)), 80)
     keep(memory, prompt(1, 100))
-    assert memory.hold(Trail(prompt(1, 130)), 130) is None
+    assert memory.allocate(PrefixHash(prompt(1, 130)), 130) is None
     assert not memory.grow(running, 201)
     assert shared_with(memory, 1) == 99
-    assert memory.take_moves() == []
+    assert memory.take_copies() == []
 
 
 def test_the_index_is_empty_when_nothing_is_left():
-    memory = Memory(400, caching=True)
+    memory = KVCacheManager(400, caching=True)
     for content in range(9):
         keep(memory, prompt(content, 100))
-    memory.release(memory.hold(Trail(prompt(99, 400)), 400), keep=False)
-    assert (memory._index, memory.cached, memory.used, memory._arena.slabs) == ({}, 0, 0, ())
+    memory.free(memory.allocate(PrefixHash(prompt(99, 400)), 400), keep=False)
+    assert (memory._index, memory.cached, memory.used, memory._allocator.allocations) == ({}, 0, 0, ())
 
 
 def test_a_digest_takes_a_look_at_every_byte_before_it():
     """One bit anywhere in the first block changes every digest after it."""
     request = prompt(1, 64)
-    digests = Trail(request).digests
-    other = Trail(replace(request, token_ids=at(request.token_ids, 0, request.token_ids[0] ^ 1))).digests
+    digests = PrefixHash(request).digests
+    other = PrefixHash(replace(request, token_ids=at(request.token_ids, 0, request.token_ids[0] ^ 1))).digests
     assert len(digests) == 4
     assert not set(digests) & set(other)
 
@@ -230,7 +230,7 @@ def test_a_digest_takes_a_look_at_every_byte_before_it():
 
 
 def slab(arena, rows, leaving=()):
-    made = Slab(trail=Trail(prompt(0, 1)))
+    made = KVAllocation(prefix=PrefixHash(prompt(0, 1)))
     start = arena.fit(made, rows, leaving)
     if start is not None:
         arena.put(made, start, rows)
@@ -238,7 +238,7 @@ def slab(arena, rows, leaving=()):
 
 
 def test_a_slab_takes_the_tightest_gap():
-    arena = Arena(100)
+    arena = KVAllocator(100)
     large, _, small, _ = (slab(arena, rows) for rows in (30, 10, 20, 40))
     arena.remove(large)
     arena.remove(small)
@@ -248,21 +248,21 @@ def test_a_slab_takes_the_tightest_gap():
 
 
 def test_a_slab_grows_where_it_is_if_it_can():
-    arena = Arena(100)
+    arena = KVAllocator(100)
     first, second = slab(arena, 30), slab(arena, 30)
-    assert arena.fit(second, 70, ()) == 30
-    assert arena.fit(first, 40, ()) == 60
-    assert arena.fit(first, 50, ()) is None
-    assert arena.fit(first, 100, [second]) == 0
+    assert arena.find_start(second, 70, ()) == 30
+    assert arena.find_start(first, 40, ()) == 60
+    assert arena.find_start(first, 50, ()) is None
+    assert arena.find_start(first, 100, [second]) == 0
 
 
 def test_the_first_range_that_comes_free_is_taken_from_its_end():
-    arena = Arena(100)
+    arena = KVAllocator(100)
     slabs = [slab(arena, 20) for _ in range(5)]
     order = [slabs[index] for index in (4, 1, 3, 0, 2)]
-    assert arena.fit(Slab(trail=slabs[0].trail), 30, order) == 70  # 4 and 3 lie side by side; 1 need not go
-    assert arena.fit(Slab(trail=slabs[0].trail), 50, order) == 50
-    assert arena.fit(Slab(trail=slabs[0].trail), 101, order) is None
+    assert arena.find_start(KVAllocation(prefix=slabs[0].prefix), 30, order) == 70  # 4 and 3 lie side by side; 1 need not go
+    assert arena.find_start(KVAllocation(prefix=slabs[0].prefix), 50, order) == 50
+    assert arena.find_start(KVAllocation(prefix=slabs[0].prefix), 101, order) is None
 
 
 def test_rows_are_moved_whole_also_onto_themselves(oracle):
@@ -293,7 +293,7 @@ class Pool:
         """A request comes; so many steps are done; one of the requests is cancelled, (number,); or several of that
         while a step is under way."""
         if isinstance(event, DecodeRequest):
-            self.add(Run.of(event, stop=()))
+            self.add(SequenceState.of(event, stop=()))
         elif isinstance(event, int):
             self.go_on(event)
         elif isinstance(event, tuple):
@@ -321,12 +321,12 @@ class Pool:
 
     def step(self, *, meanwhile=()):
         """Carry out a step, and what happens while it is under way."""
-        moves, chunks = self.scheduler.plan()
+        moves, chunks = self.scheduler.schedule()
         assert chunks
-        decoding = {chunk.run for chunk in chunks if chunk.run.decodes}
+        decoding = {chunk.sequence for chunk in chunks if chunk.sequence.is_decoding}
         budget = (self.budget + 1) // 2 if decoding else self.budget
         assert sum(stop - start for run, start, stop in chunks if run not in decoding) <= budget
-        assert decoding == {run for run in self.scheduler._running if run.decodes}
+        assert decoding == {run for run in self.scheduler._running if run.is_decoding}
         for source, target, rows in moves:
             self.rows[target : target + rows] = self.rows[source : source + rows]
         for event in meanwhile:
@@ -334,12 +334,12 @@ class Pool:
         choices = {}
         for chunk in chunks:
             run, start, stop = chunk
-            expected, row = names(run), run.slab
+            expected, row = names(run), run.first_row
             assert self.rows[row : row + start] == expected[:start]
             self.rows[row + start : row + stop] = expected[start:stop]
             if chunk.last:
-                choices[run] = Choice(expected[-1] % 90)
-        for run, token in self.scheduler.commit(chunks, choices):
+                choices[run] = SampledToken(expected[-1] % 90)
+        for run, token in self.scheduler.update(chunks, choices):
             if token.finish_reason:
                 self.there.remove(run)
                 self.ended.append(run)
@@ -347,19 +347,19 @@ class Pool:
     def check(self):
         """What has to hold between any two steps."""
         memory = self.scheduler._memory
-        slabs = memory._arena.slabs
+        slabs = memory._allocator.allocations
         assert all(one.stop <= other.start for one, other in pairwise(slabs))
         assert all(slab.start >= 0 and slab.rows and slab.stop <= memory.size for slab in slabs)
-        assert {slab for slab in slabs if not slab.idle} == set(self.scheduler._running.values())
+        assert {slab for slab in slabs if not slab.is_free} == set(self.scheduler._running.values())
         assert sum(slab.rows for slab in slabs) == memory.used + memory.cached
-        assert set(memory._idle.values()) == {slab for slab in slabs if slab.idle}
+        assert set(memory._free.values()) == {slab for slab in slabs if slab.is_free}
         listed = {}
         for slab in slabs:
-            assert slab.listed == (slab.read // BLOCK if memory._caching else 0)
-            for digest in slab.trail.digests[: slab.listed]:
+            assert slab.num_indexed_blocks == (slab.num_computed_tokens // BLOCK if memory._caching else 0)
+            for digest in slab.prefix.digests[: slab.num_indexed_blocks]:
                 listed.setdefault(digest, set()).add(slab)
         assert {digest: set(slabs) for digest, slabs in memory._index.items()} == listed
-        for key, slab in memory._idle.items():
+        for key, slab in memory._free.items():
             assert [other for other in listed[key] if other.idle] == [slab]
 
 
@@ -380,10 +380,10 @@ def names(run):
 
 def answer(run):
     """The answer of a run that is alone and finds nothing."""
-    alone = Run.of(run.request, stop=())
-    while len(alone.answer) < alone.max_tokens:
+    alone = SequenceState.of(run.request, stop=())
+    while len(alone.output_ids) < alone.max_tokens:
         alone.append(names(alone)[-1] % 90)
-    return alone.answer
+    return alone.output_ids
 
 
 PARTS = (17, (1, 3, 4), 9, (1, 2, 3), 20, (2, 2, 3), 30)
@@ -425,7 +425,7 @@ def test_nobody_reads_what_is_not_theirs_and_everybody_ends(events, kv_tokens, b
 
 def test_equal_beginnings_of_many_requests_take_little_time_to_find():
     """A block that thousands of slabs begin with, and prompts of thousands of tokens: a count of what is compared."""
-    memory = Memory(40_000, caching=True)
+    memory = KVCacheManager(40_000, caching=True)
     base = np.tile(prompt(1, 16).token_ids, 1)
     for tail in range(1000):
         request = prompt(2, 33)
@@ -442,5 +442,5 @@ def test_equal_beginnings_of_many_requests_take_little_time_to_find():
     memory._index = Watched(memory._index)
     long = prompt(3, 4000)
     long.token_ids[:16] = base
-    assert memory._find(Trail(long)).tokens >= 16
+    assert memory._find_prefix(PrefixHash(long)).num_tokens >= 16
     assert len(looks) <= 9

@@ -15,11 +15,11 @@ from dashinfer_vlm_torch.sampler import (
     _nucleus_floors,
     _pick,
     _wide_nucleus_floors,
-    choose,
-    takes_likeliest,
+    sample,
+    is_greedy,
     uniform,
 )
-from dashinfer_vlm_torch.scheduler import Choice, Run
+from dashinfer_vlm_torch.scheduler import SampledToken, SequenceState
 
 from .oracle import text
 
@@ -27,8 +27,8 @@ STOPS = (95,)
 
 
 def run(answer=(), prompt=(1, 2, 2, 3), **sampling):
-    made = Run.of(text(*prompt, **{"temperature": 1.0, "max_tokens": 10_000} | sampling), STOPS)
-    made.answer.extend(answer)
+    made = SequenceState.of(text(*prompt, **{"temperature": 1.0, "max_tokens": 10_000} | sampling), STOPS)
+    made.output_ids.extend(answer)
     return made
 
 
@@ -84,7 +84,7 @@ def test_every_row_of_a_mixed_batch_is_drawn_as_by_the_plain_sampler():
     runs = [run(chance.integers(0, 96, chance.integers(0, 12)).tolist(), **random_sampling(chance)) for _ in range(600)]
     logits = torch.from_numpy(chance.normal(scale=2, size=(600, 96)).astype(np.float32))
     before = logits.clone()
-    choices = choose(logits, runs)
+    choices = sample(logits, runs)
     for row, (one, choice) in enumerate(zip(runs, choices, strict=True)):
         expected = probabilities(logits[row], one)
         border = np.cumsum(expected)
@@ -99,9 +99,9 @@ def test_rows_that_take_the_likeliest_token_depend_on_nothing_else():
     runs = [run(chance.integers(0, 96, chance.integers(0, 12)).tolist(), **random_sampling(chance)) for _ in range(600)]
     runs += [run(temperature=0), run(temperature=0, top_p=0.5, top_k=3, min_tokens=4, ignore_eos=True)]
     logits = torch.from_numpy(chance.normal(scale=2, size=(602, 96)).astype(np.float32))
-    rows = [row for row, one in enumerate(runs) if takes_likeliest(one)]
-    choices = choose(logits, runs)
-    assert [choices[row] for row in rows] == [Choice(int(logits[row].argmax())) for row in rows]
+    rows = [row for row, one in enumerate(runs) if is_greedy(one)]
+    choices = sample(logits, runs)
+    assert [choices[row] for row in rows] == [SampledToken(int(logits[row].argmax())) for row in rows]
     assert rows[-2:] == [600, 601]
 
 
@@ -118,15 +118,15 @@ def test_rows_that_take_the_likeliest_token_depend_on_nothing_else():
     ],
 )
 def test_what_asks_for_more_than_the_likeliest_token(options):
-    assert not takes_likeliest(run(**{"temperature": 0} | options))
+    assert not is_greedy(run(**{"temperature": 0} | options))
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it():
     chance = np.random.default_rng(1)
     runs = [run(chance.integers(0, 96, 5).tolist(), **random_sampling(chance), logprobs=3) for _ in range(50)]
     logits = torch.from_numpy(chance.normal(size=(50, 96)).astype(np.float32)).bfloat16().float()  # many equal logits
-    together = choose(logits, runs)
-    assert together == [choose(logits[row : row + 1], [one])[0] for row, one in enumerate(runs)]
+    together = sample(logits, runs)
+    assert together == [sample(logits[row : row + 1], [one])[0] for row, one in enumerate(runs)]
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def test_draws_follow_the_distribution(options):
     logits = torch.from_numpy(np.random.default_rng(2).normal(size=24).astype(np.float32))
     draws = 20_000
     runs = [run(seed=seed, prompt=(0,), **options) for seed in range(draws)]
-    seen = np.bincount([choice.id for choice in choose(logits.expand(draws, -1), runs)], minlength=24)
+    seen = np.bincount([choice.id for choice in sample(logits.expand(draws, -1), runs)], minlength=24)
     expected = probabilities(logits, runs[0]) * draws
     kept = expected > 0
     assert seen[~kept].sum() == 0
@@ -169,7 +169,7 @@ def test_steps_of_one_run_draw_independent_numbers():
     numbers = []
     for _ in range(2000):
         numbers.append(uniform(one))
-        one.answer.append(0)
+        one.output_ids.append(0)
     assert len(set(numbers)) == 2000
     assert abs(np.mean(numbers) - 0.5) < 0.03
     assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.08
@@ -199,19 +199,19 @@ def test_equal_logits_are_all_kept():
     """Which of them comes first in a sort is nobody's decision."""
     logits = torch.zeros(400, 96)
     logits[:, 10:20] = 5.0
-    drawn = {choice.id for choice in choose(logits, [run(seed=seed, top_k=3, top_p=0.5) for seed in range(400)])}
+    drawn = {choice.id for choice in sample(logits, [run(seed=seed, top_k=3, top_p=0.5) for seed in range(400)])}
     assert drawn == set(range(10, 20))
 
 
 @pytest.mark.parametrize("temperature", [0, 1e-300, 1e-6])
 def test_the_coldest_temperatures_are_greedy(temperature):
     logits = torch.arange(96.0)[None]
-    assert choose(logits, [run(temperature=temperature)])[0].id == 95
+    assert sample(logits, [run(temperature=temperature)])[0].id == 95
 
 
 def test_low_temperatures_do_not_overflow():
     logits = torch.linspace(-3e4, 3e4, 96)[None]
-    assert choose(logits, [run(temperature=1e-4, top_p=0.5, top_k=50)])[0].id == 95
+    assert sample(logits, [run(temperature=1e-4, top_p=0.5, top_k=50)])[0].id == 95
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
@@ -219,7 +219,7 @@ def test_low_temperatures_do_not_overflow():
 def test_a_row_that_is_not_finite_fails_alone(number, options):
     logits = torch.zeros(3, 96)
     logits[1, 5] = number
-    first, broken, last = choose(logits, [run(seed=1, logprobs=2, **options) for _ in range(3)])
+    first, broken, last = sample(logits, [run(seed=1, logprobs=2, **options) for _ in range(3)])
     assert isinstance(broken, DecoderFailed)
     assert first == last
 
@@ -244,7 +244,7 @@ class Lost(Barring):
 
 def guided(walk, **sampling):
     made = run(**sampling)
-    made.walk = walk
+    made.matcher = walk
     return made
 
 
@@ -253,33 +253,33 @@ def test_what_a_grammar_bars_is_never_chosen():
     logits = torch.zeros(1, 100)
     logits[0, 7] = 50
     for options in ({}, {"temperature": 0.0}, {"top_p": 0.01}, {"top_k": 1}, {"logit_bias": {9: 100.0}}):
-        chosen = {choose(logits, [guided(Barring([3, 4]), seed=seed, **options)])[0].id for seed in range(30)}
+        chosen = {sample(logits, [guided(Barring([3, 4]), seed=seed, **options)])[0].id for seed in range(30)}
         assert chosen <= {3, 4}, options
-    assert len({choose(logits, [guided(Barring([3, 4]), seed=seed)])[0].id for seed in range(30)}) == 2
+    assert len({sample(logits, [guided(Barring([3, 4]), seed=seed)])[0].id for seed in range(30)}) == 2
 
 
 def test_a_grammar_asks_for_more_than_the_likeliest_token():
-    assert not takes_likeliest(guided(Barring([3]), temperature=0))
+    assert not is_greedy(guided(Barring([3]), temperature=0))
 
 
 def test_a_grammar_of_one_row_leaves_the_others_alone():
     logits = torch.from_numpy(np.random.default_rng(0).normal(size=(3, 100)).astype(np.float32))
     free = [run(seed=1), run(seed=2, logprobs=2)]
-    alone = [choose(logits[[row]], [one])[0] for row, one in ((0, free[0]), (2, free[1]))]
-    together = choose(logits, [free[0], guided(Barring([5])), free[1]])
+    alone = [sample(logits[[row]], [one])[0] for row, one in ((0, free[0]), (2, free[1]))]
+    together = sample(logits, [free[0], guided(Barring([5])), free[1]])
     assert [together[0], together[2]] == alone
     assert together[1].id == 5
 
 
 def test_log_probabilities_are_from_before_the_mask():
     logits = torch.zeros(1, 100)
-    chosen = choose(logits, [guided(Barring([5]), logprobs=1)])[0]
+    chosen = sample(logits, [guided(Barring([5]), logprobs=1)])[0]
     assert chosen.id == 5
     assert chosen.logprob == pytest.approx(-math.log(100))
 
 
 def test_a_grammar_that_cannot_go_on_fails_its_own_row_alone():
-    outcomes = choose(torch.zeros(2, 100), [guided(Lost([])), run(temperature=0.0)])
+    outcomes = sample(torch.zeros(2, 100), [guided(Lost([])), run(temperature=0.0)])
     assert isinstance(outcomes[0], DecoderFailed)
     assert outcomes[1].id == 0
 
@@ -287,6 +287,6 @@ def test_a_grammar_that_cannot_go_on_fails_its_own_row_alone():
 def test_an_answer_that_is_too_short_ends_only_where_nothing_else_is_allowed():
     logits = torch.zeros(1, 100)
     logits[0, 95] = 50
-    assert choose(logits, [guided(Barring([5, 95]), min_tokens=3)])[0].id == 5
-    assert choose(logits, [guided(Barring([5, 95]))])[0].id == 95
-    assert choose(logits, [guided(Barring([95]), min_tokens=3)])[0].id == 95
+    assert sample(logits, [guided(Barring([5, 95]), min_tokens=3)])[0].id == 5
+    assert sample(logits, [guided(Barring([5, 95]))])[0].id == 95
+    assert sample(logits, [guided(Barring([95]), min_tokens=3)])[0].id == 95

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
-from dashinfer_vlm_torch.memory import Move
-from dashinfer_vlm_torch.scheduler import ROOM, Choice, Run, Scheduler
+from dashinfer_vlm_torch.kv_cache_manager import KVCopy
+from dashinfer_vlm_torch.scheduler import ROOM, SampledToken, SequenceState, Scheduler
 
 from .oracle import prompt
 
 
 def run(length, max_tokens=4, *, content=0, **sampling):
-    return Run.of(prompt(content, length, max_tokens=max_tokens, **sampling), stop=(95,))
+    return SequenceState.of(prompt(content, length, max_tokens=max_tokens, **sampling), stop=(95,))
 
 
 def scheduler(**options):
@@ -24,7 +24,7 @@ def scheduler(**options):
 def step(scheduler, token=1):
     """Plan and commit one step in which every run that was read whole gets `token`."""
     chunks = scheduler.plan().chunks
-    replies = scheduler.commit(chunks, {chunk.run: Choice(token) for chunk in chunks if chunk.last})
+    replies = scheduler.commit(chunks, {chunk.run: SampledToken(token) for chunk in chunks if chunk.last})
     return [(chunk.run, chunk.start, chunk.stop) for chunk in chunks], replies
 
 
@@ -71,7 +71,7 @@ def test_a_large_request_is_not_overtaken():
     queue = scheduler()
     for one in (first, large, small):
         queue.add(one)
-    assert [chunk.run for chunk in queue.plan().chunks] == [first]
+    assert [chunk.sequence for chunk in queue.schedule().chunks] == [first]
     assert held(queue) == {"running": 1, "waiting": 2, "kv_used": 64, "kv_size": 100}
     queue.remove(first)
     assert [one for one, _, _ in step(queue)[0]] == [large, small]
@@ -101,19 +101,19 @@ def test_a_removed_run_is_passed_over_by_the_step_under_way():
     queue = scheduler()
     queue.add(gone)
     queue.add(stays)
-    chunks = queue.plan().chunks
+    chunks = queue.schedule().chunks
     queue.remove(gone)
-    assert queue.stats.kv_used == stays.footprint
-    replies = queue.commit(chunks, {gone: Choice(1), stays: Choice(1)})
+    assert queue.stats.kv_used == stays.max_len
+    replies = queue.update(chunks, {gone: SampledToken(1), stays: SampledToken(1)})
     assert [one for one, _ in replies] == [stays]
-    assert gone.answer == []
+    assert gone.output_ids == []
 
 
 def test_a_failed_run_frees_what_it_held():
     one = run(4)
     queue = scheduler()
     queue.add(one)
-    ((_, reply),) = queue.commit(queue.plan().chunks, {one: DecoderFailed("broken")})
+    ((_, reply),) = queue.update(queue.schedule().chunks, {one: DecoderFailed("broken")})
     assert isinstance(reply, DecoderFailed)
     assert held(queue) == {"running": 0, "waiting": 0, "kv_used": 0, "kv_size": 100}
 
@@ -173,7 +173,7 @@ def test_a_long_prompt_is_not_held_up_by_a_stream_of_short_ones():
     for content in range(2, 22):
         queue.add(run(8, max_tokens=1, content=content))
         step(queue)
-    assert long.answer
+    assert long.output_ids
 
 
 def test_a_prompt_that_another_run_is_reading_is_read_once():
@@ -183,7 +183,7 @@ def test_a_prompt_that_another_run_is_reading_is_read_once():
     queue.add(second)
     read = [step(queue)[0] for _ in range(3)]
     assert read == [[(first, 0, 30)], [(first, 30, 40)], [(first, 40, 41), (second, 39, 40)]]
-    assert (first.cached, second.cached) == (0, 39)
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 39)
     assert queue.stats.cached_tokens == 39
 
 
@@ -191,18 +191,18 @@ def test_without_a_prefix_cache_nobody_waits_for_another_to_read():
     queue = scheduler(kv_tokens=1000, prefill_chunk=512, prefix_cache=False)
     for _ in range(4):
         queue.add(run(32))
-    assert len(queue.plan().chunks) == 4
+    assert len(queue.schedule().chunks) == 4
 
 
 def test_who_has_mostly_something_else_to_read_does_not_wait():
     """They have their first 16 tokens in common."""
     one, other = run(60), run(60)
     other.request.token_ids[16:] = 1
-    other = Run.of(other.request, stop=())
+    other = SequenceState.of(other.request, stop=())
     queue = scheduler(prefill_chunk=120, kv_tokens=200)
     queue.add(one)
     queue.add(other)
-    assert queue.plan().chunks == [(one, 0, 60), (other, 0, 60)]
+    assert queue.schedule().chunks == [(one, 0, 60), (other, 0, 60)]
 
 
 def test_if_the_run_that_reads_ahead_is_removed_its_follower_goes_on_where_it_was():
@@ -230,7 +230,7 @@ def test_a_run_is_admitted_with_what_it_needs_and_grows():
         queue.remove(other)
     sizes = {queue.stats.kv_used for _ in range(499) if step(queue)}
     assert sizes == {94, 160, 292, 530}
-    assert len(one.answer) == 499
+    assert len(one.output_ids) == 499
 
 
 def test_the_youngest_gives_way_and_comes_back_with_its_answer():
@@ -241,11 +241,11 @@ def test_the_youngest_gives_way_and_comes_back_with_its_answer():
     given = []
     while queue.busy:
         given += step(queue, token=len(given) % 90)[1]
-        assert old in queue._running or len(old.answer) == 120
+        assert old in queue._running or len(old.output_ids) == 120
     assert queue.stats.preemptions == 1
     for one in (old, young):
-        assert [token.id for whose, token in given if whose is one] == one.answer
-        assert len(one.answer) == 120
+        assert [token.id for whose, token in given if whose is one] == one.output_ids
+        assert len(one.output_ids) == 120
 
 
 def test_a_preempted_run_waits_ahead_of_all_others():
@@ -259,7 +259,7 @@ def test_a_preempted_run_waits_ahead_of_all_others():
     with pytest.raises(QueueFull):
         queue.add(run(20))
     for ended in range(4):
-        while len(runs[ended].answer) < 120:
+        while len(runs[ended].output_ids) < 120:
             step(queue)
     assert not queue.busy
 
@@ -280,12 +280,12 @@ def test_what_a_preempted_run_has_read_itself_does_not_count_as_found(known):
     first_token_of(old, queue)
     queue.remove(filler, failed=True)
     queue.add(young := run(160, content=2))
-    while not (queue.stats.preemptions or young.answer):
+    while not (queue.stats.preemptions or young.output_ids):
         step(queue)
     assert list(queue._waiting) == [young]
-    while not young.read:
+    while not young.num_computed_tokens:
         step(queue)
-    assert young.read > known  # it finds rows of its own again
+    assert young.num_computed_tokens > known  # it finds rows of its own again
     assert first_token_of(young, queue).cached == known
 
 
@@ -293,13 +293,13 @@ def test_what_a_preempted_run_has_read_itself_does_not_count_as_found(known):
 def test_what_was_found_counts_whatever_is_left_of_what_a_run_has_read_itself(found, cached):
     """32 tokens were found and 128 read when it was put back; `found` is what is there when its turn comes again."""
     waiting = run(300, content=2)
-    waiting.cached, waiting.own = 32, 128
+    waiting.num_cached_tokens, waiting.own = 32, 128
     queue = scheduler(kv_tokens=1000, prefill_chunk=1)
     queue.add(before := run(found, max_tokens=1, content=2))
     first_token_of(before, queue)
     queue.add(waiting)
-    queue.plan()
-    assert waiting.cached == cached
+    queue.schedule()
+    assert waiting.num_cached_tokens == cached
 
 
 def test_a_run_alone_may_take_the_whole_pool_wherever_it_began():
@@ -309,11 +309,11 @@ def test_a_run_alone_may_take_the_whole_pool_wherever_it_began():
     queue.add(one)
     step(queue)
     queue.remove(other)
-    long = Run.of(replace(one.request, sampling=replace(one.request.sampling, max_tokens=161)), stop=())
+    long = SequenceState.of(replace(one.request, sampling=replace(one.request.sampling, max_tokens=161)), stop=())
     queue.add(long)
     while queue.busy:
         step(queue)
-    assert (len(one.answer), len(long.answer)) == (60, 161)
+    assert (len(one.output_ids), len(long.output_ids)) == (60, 161)
 
 
 def test_what_ended_runs_leave_is_given_up_when_it_is_needed():
@@ -340,8 +340,8 @@ def test_what_a_failed_run_has_read_is_not_kept():
     queue = scheduler(kv_tokens=200, prefill_chunk=20)
     queue.add(one := run(40))
     step(queue)
-    assert one.read == 20
-    queue.commit(queue.plan().chunks, {one: DecoderFailed("broken")})
+    assert one.num_computed_tokens == 20
+    queue.update(queue.schedule().chunks, {one: DecoderFailed("broken")})
     assert queue.stats.kv_cached == 0
 
 
@@ -351,9 +351,9 @@ def test_a_conversation_goes_on_in_place():
     while queue.busy:
         step(queue)
     after = replace(turn.request, token_ids=prompt(0, 70).token_ids, positions=prompt(0, 70).positions)
-    after.token_ids[40:50] = turn.answer
-    queue.add(second := Run.of(after, stop=()))
-    moves, chunks = queue.plan()
+    after.token_ids[40:50] = turn.output_ids
+    queue.add(second := SequenceState.of(after, stop=()))
+    moves, chunks = queue.schedule()
     assert (moves, chunks) == ([], [(second, 49, 70)])
     assert queue.stats.kv_cached == 0
 
@@ -364,8 +364,8 @@ def test_another_question_about_the_same_picture_starts_from_a_copy():
     step(queue)
     other = prompt(0, 60)
     other.token_ids[37:] = 1
-    queue.add(asks := Run.of(other, stop=()))
-    moves, chunks = queue.plan()
+    queue.add(asks := SequenceState.of(other, stop=()))
+    moves, chunks = queue.schedule()
     assert chunks == [(asks, 37, 60)]
-    assert moves == [Move(0, asks.slab, 37)]
+    assert moves == [KVCopy(0, asks.first_row, 37)]
     assert queue.stats.kv_cached == 60

@@ -11,17 +11,17 @@ import pytest
 from dashinfer_vlm_core import Engine, EngineConfig, hookimpl
 from dashinfer_vlm_core.concurrency.compute import THREAD
 from dashinfer_vlm_core.decoders import DecoderSupport
-from dashinfer_vlm_core.kernels.plain import Plain
+from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.models.qwen2_vl.vit import Qwen2VLEncoder
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_torch import runner
 from dashinfer_vlm_torch.attention import KVCache
 from dashinfer_vlm_torch.decoder import TorchDecoder
-from dashinfer_vlm_torch.runner import Runner
+from dashinfer_vlm_torch.runner import ModelRunner
 from tests.conversations import as_openai, assistant, picture, user
 
 
-class CountingRunner(Runner):
+class CountingRunner(ModelRunner):
     """Notes how many tokens each step reads."""
 
     def step(self, chunks):
@@ -175,9 +175,9 @@ def test_all_that_computes_does_so_on_the_thread_for_that(monkeypatch):
 
         monkeypatch.setattr(owner, name, noted)
 
-    note(Plain, "linear")  # weights, as they are read
-    note(Plain, "norm")
-    note(Plain, "attend")
+    note(TorchKernels, "linear")  # weights, as they are read
+    note(TorchKernels, "norm")
+    note(TorchKernels, "attend")
     note(Qwen2VLEncoder, "normalise")
     note(runner, "choose")
     note(KVCache, "move")

@@ -26,7 +26,7 @@ from dashinfer_vlm_core.errors import CheckpointError, DecoderFailed
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_server import create_app
-from dashinfer_vlm_server.keys import Keys
+from dashinfer_vlm_server.api_keys import ApiKeys
 from dashinfer_vlm_server.page import FILES
 from dashinfer_vlm_server.protocol import MAX_HEAD_BYTES
 from tests.samples import picture_url
@@ -60,7 +60,7 @@ def routes(app) -> list[tuple[str, str]]:
 
 
 def test_security_17_every_route_but_health_and_the_page_asks_for_the_key(tiny_checkpoint):
-    with door(tiny_checkpoint, "Fine.", keys=Keys([KEY])) as (_, client, _, engine):
+    with door(tiny_checkpoint, "Fine.", keys=ApiKeys([KEY])) as (_, client, _, engine):
         known = routes(create_app(engine))
         assert len(known) >= 10
         for method, path in [*known, ("GET", "/nothing"), ("GET", "/health/../metrics"), ("GET", "//health/x")]:
@@ -88,7 +88,7 @@ def test_security_17_every_route_but_health_and_the_page_asks_for_the_key(tiny_c
     ],
 )
 def test_security_17_nothing_else_opens(tiny_checkpoint, headers):
-    with door(tiny_checkpoint, "Fine.", keys=Keys([KEY])) as (_, client, script, _):
+    with door(tiny_checkpoint, "Fine.", keys=ApiKeys([KEY])) as (_, client, script, _):
         assert client.post(CHAT, json=HELLO, headers=headers).status_code == 401
         assert not script.requests
         assert client.post(CHAT, json=HELLO, headers={"Authorization": f"bearer {KEY}"}).status_code == 200
@@ -96,7 +96,7 @@ def test_security_17_nothing_else_opens(tiny_checkpoint, headers):
 
 def test_security_17_keys_are_compared_by_digest_in_constant_time(monkeypatch):
     """`hmac.compare_digest` compares each digest and decides alone: a prefix of a key gains nothing."""
-    keys = Keys([KEY, "other"])
+    keys = ApiKeys([KEY, "other"])
     assert KEY not in repr(vars(keys)) + repr(keys)
     known = {hashlib.sha256(key.encode()).digest() for key in (KEY, "other")}
     compared, decision = [], False
@@ -170,7 +170,7 @@ def test_security_19_a_client_that_leaves_frees_its_place(tiny_checkpoint):
         connection = connect(server)
         until(lambda: script.running == 1)
         connection.close()
-        until(lambda: engine.stats().answers == 0)
+        until(lambda: engine.stats().active_requests == 0)
 
 
 class Dying:
@@ -249,7 +249,7 @@ def test_security_20_logs_hold_no_prompts_media_keys_or_addresses(tiny_checkpoin
     content = [{"role": "user", "content": parts}]
     remote = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"https://{SECRETS[2]}/a"}}]}]
     bearer = {"Authorization": f"Bearer {KEY}"}
-    with door(tiny_checkpoint, "Fine answer.", keys=Keys([KEY])) as (_, client, _, _):
+    with door(tiny_checkpoint, "Fine answer.", keys=ApiKeys([KEY])) as (_, client, _, _):
         for body in ({"messages": content}, {"messages": content, "stream": True}, {"messages": content, "n": 0}):
             client.post(CHAT, json=body, headers=bearer)
         client.post(CHAT, json={"messages": remote}, headers=bearer)

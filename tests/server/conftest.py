@@ -20,7 +20,7 @@ from dashinfer_vlm_core.engine import ChatEngine
 from dashinfer_vlm_core.protocol.sampling import SAMPLING_PARAMETERS
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_server import create_app
-from dashinfer_vlm_server.listening import Address
+from dashinfer_vlm_server.sockets import Address
 from dashinfer_vlm_server.protocol import Protocol
 from dashinfer_vlm_server.serving import http_settings
 from dashinfer_vlm_server.settings import Settings

@@ -10,7 +10,7 @@ import struct
 import pytest
 
 from dashinfer_vlm_server.protocol import Protocol, detect_lost_peers
-from dashinfer_vlm_server.requests import MAX_DEPTH, MAX_VALUES
+from dashinfer_vlm_server.request_body import MAX_DEPTH, MAX_VALUES
 from tests.waiting import HANG, until
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}

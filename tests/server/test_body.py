@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from dashinfer_vlm_core.errors import InvalidParameter
-from dashinfer_vlm_server.requests import PARSED_INLINE, parse_object
+from dashinfer_vlm_server.request_body import PARSED_INLINE, parse_object
 from tests.waiting import HANG, until
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}

@@ -10,7 +10,7 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from dashinfer_vlm_core import EngineStatus, errors
-from dashinfer_vlm_server.errors import INTERNAL_ERROR, error_body, error_response, status_of
+from dashinfer_vlm_server.errors import INTERNAL_ERROR, error_body, error_response, status_for
 from tests.server.conftest import serving
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -62,7 +62,7 @@ def family(kind):
 
 def test_every_error_has_a_status():
     assert family(errors.DashInferVLMError) - {errors.DashInferVLMError} == STATUSES.keys()
-    assert {kind: status_of(make(kind)) for kind in STATUSES} == STATUSES
+    assert {kind: status_for(make(kind)) for kind in STATUSES} == STATUSES
 
 
 @pytest.mark.parametrize("kind", STATUSES)

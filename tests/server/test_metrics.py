@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dashinfer_vlm_core import Engine, EngineConfig, errors
 from dashinfer_vlm_core.testing import scripted_engine
-from dashinfer_vlm_server.keys import Keys
+from dashinfer_vlm_server.api_keys import ApiKeys
 from dashinfer_vlm_server.metrics import PREFIX
 from tests.samples import picture_url
 from tests.server.conftest import serving
@@ -98,7 +98,7 @@ def sum_of(text, name, **labels):
 )
 def test_who_has_no_key_is_counted_under_the_route_that_was_asked_for(scripted, method, path, route, caplog):
     caplog.set_level(logging.INFO)
-    with scripted("Fine.", settings={"keys": Keys(["right"])}).server.http() as client:
+    with scripted("Fine.", settings={"keys": ApiKeys(["right"])}).server.http() as client:
         assert client.request(method, path).status_code == 401
         client.headers["Authorization"] = "Bearer right"
         assert sample(client, "requests_total", route=route, outcome="unauthorized") == 1

@@ -20,11 +20,11 @@ from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_core.version import __version__
-from dashinfer_vlm_server.keys import Keys
-from dashinfer_vlm_server.listening import Address, Tls, opened
+from dashinfer_vlm_server.api_keys import ApiKeys
+from dashinfer_vlm_server.sockets import Address, Tls, opened
 from dashinfer_vlm_server.logs import JsonFormatter, TextFormatter
 from dashinfer_vlm_server.serving import Server, http_settings
-from dashinfer_vlm_server.settings import Gate, Settings
+from dashinfer_vlm_server.settings import DrainState, Settings
 from tests.samples import picture_url
 from tests.server.conftest import RunningServer, create_app
 from tests.waiting import HANG, until
@@ -47,7 +47,7 @@ def test_it_is_alive_and_not_ready_while_the_model_loads(tiny_checkpoint):
 
     script = Script("Fine.")
     engine = Slow(EngineConfig(model=str(tiny_checkpoint), decoder="scripted"), registry=scripted_registry(script))
-    gate = Gate()
+    gate = DrainState()
     settings = http_settings(create_app(engine, gate=gate), Address())
     settings.port = 0
     server = Server(settings, engine=engine, gate=gate, grace=0.2)
@@ -71,7 +71,7 @@ def test_it_is_alive_and_not_ready_while_the_model_loads(tiny_checkpoint):
 
 
 def test_a_draining_server_says_so_and_begins_nothing(tiny_checkpoint):
-    gate = Gate()
+    gate = DrainState()
     script = scripted_registry(Script("Fine."))
     with Engine(EngineConfig(model=str(tiny_checkpoint), decoder="scripted"), registry=script) as engine:
         server = RunningServer(create_app(engine, gate=gate))
@@ -107,7 +107,7 @@ def test_head_is_answered_as_get_without_a_body(scripted, path):
 
 
 def test_head_needs_a_key_where_get_does_and_names_what_is_not_there(scripted):
-    with scripted("Fine.", settings={"keys": Keys(["right"])}).server.http() as client:
+    with scripted("Fine.", settings={"keys": ApiKeys(["right"])}).server.http() as client:
         assert [client.head(path).status_code for path in ("/health", "/v1/models")] == [200, 401]
         client.headers["Authorization"] = "Bearer right"
         replies = [client.head(path) for path in ("/v1/models", "/v1/models/none", "/nothing", CHAT)]
@@ -157,7 +157,7 @@ def test_a_line_of_json_says_what_became_of_a_request(scripted, caplog):
     with scripted("Fine.").server.http() as client:
         client.post(CHAT, json=HELLO, headers={"X-Request-Id": "one"})
         client.get("/health")
-    (record,) = [record for record in caplog.records if record.name == "dashinfer_vlm_server.visits"]
+    (record,) = [record for record in caplog.records if record.name == "dashinfer_vlm_server.request_context"]
     line = json.loads(JsonFormatter().format(record))
     assert {"method": "POST", "route": CHAT, "status": 200, "outcome": "success"}.items() <= line.items()
     assert line["level"] == "info"
@@ -188,7 +188,7 @@ def test_the_engines_lines_name_the_request_too(scripted, tmp_path):
 def test_keys_of_a_file_open_and_others_do_not(tmp_path):
     file = tmp_path / "keys"
     file.write_text("# of the team\nfirst\n\n second \n")
-    keys = Keys.read(["third"], file)
+    keys = ApiKeys.read(["third"], file)
     assert len(keys) == 3
     assert all(keys.open(b"Bearer " + key) for key in (b"first", b"second", b"third"))
     assert not any(keys.open(value) for value in (b"", b"first", b"Bearer", b"Bearer fourth", b"Basic first"))
@@ -203,11 +203,11 @@ def test_a_file_without_usable_keys_is_refused(tmp_path, content, words):
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(ConfigError, match=words):
-        Keys.read([], file)
+        ApiKeys.read([], file)
 
 
 def test_openais_client_brings_its_key(scripted):
-    server = scripted("Fine.", settings={"keys": Keys(["right"])}).server
+    server = scripted("Fine.", settings={"keys": ApiKeys(["right"])}).server
     with server.openai() as client:
         with pytest.raises(openai.AuthenticationError) as caught:
             client.models.list()
@@ -223,7 +223,7 @@ def test_pages_of_other_origins_are_shut_out_unless_they_are_named(scripted):
     asks = {**page, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     with scripted("Fine.").server.http() as client:
         assert "access-control-allow-origin" not in client.get("/version", headers=page).headers
-    settings = {"allowed_origins": ("https://page.example",), "keys": Keys(["right"])}
+    settings = {"allowed_origins": ("https://page.example",), "keys": ApiKeys(["right"])}
     with scripted("Fine.", settings=settings).server.http() as client:
         assert client.options(CHAT, headers=asks).headers["access-control-allow-origin"] == "https://page.example"
         refused = client.post(CHAT, json=HELLO, headers=page)
@@ -249,7 +249,7 @@ def engine(tiny_checkpoint):
 
 def test_a_root_path_is_that_of_the_proxy_in_front(engine):
     """The proxy takes the prefix off; keys are asked for all the same."""
-    with served(engine, Address(root_path="/vision"), keys=Keys(["right"])) as server, server.http() as client:
+    with served(engine, Address(root_path="/vision"), keys=ApiKeys(["right"])) as server, server.http() as client:
         assert client.get("/version", headers={"Authorization": "Bearer right"}).status_code == 200
         assert client.get("/health").status_code == 200
         assert client.get("/version").status_code == 401

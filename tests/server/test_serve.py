@@ -25,9 +25,9 @@ from dashinfer_vlm_core.config import option_fields
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
 from dashinfer_vlm_server import create_app, plugin
-from dashinfer_vlm_server.listening import Address
+from dashinfer_vlm_server.sockets import Address
 from dashinfer_vlm_server.serving import Server, http_settings
-from dashinfer_vlm_server.settings import Gate
+from dashinfer_vlm_server.settings import DrainState
 from tests.waiting import HANG, until
 
 MAIN = "from dashinfer_vlm_core.cli.main import main; main()"
@@ -131,7 +131,7 @@ class Stopping(NamedTuple):
 
     @classmethod
     def start(cls, engine, app=None, *, grace=0.2):
-        gate = Gate()
+        gate = DrainState()
         settings = http_settings(app or create_app(engine, gate=gate), Address())
         settings.port = 0
         server = Server(settings, engine=engine, gate=gate, grace=grace)
@@ -460,7 +460,7 @@ def test_keys_may_come_from_the_environment(tiny_checkpoint, tmp_path):
     assert codes == [200, 200, 401, 401]
     assert "sk-one" not in log.read_text()
     lines = records(log.read_text())
-    assert [line["status"] for line in lines if line["logger"] == "dashinfer_vlm_server.visits"] == codes
+    assert [line["status"] for line in lines if line["logger"] == "dashinfer_vlm_server.request_context"] == codes
 
 
 LOST = """

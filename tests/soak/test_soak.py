@@ -64,7 +64,7 @@ def test_mixed_traffic_with_faults(tiny_checkpoint, soak_lasts):
         warm = _trouble(faults, lambda count: soak_lasts(count, WARM_UP))
         end = _trouble(faults, lambda count: soak_lasts(count, 1))
         clients.stop()
-        until(lambda: engine.stats().answers == 0)
+        until(lambda: engine.stats().active_requests == 0)
         until(lambda: counted(client, "requests_total", CHAT) == sum(ledger.outcomes.values()))
         until(lambda: _descriptors() <= idle + SPARE)
         report = (

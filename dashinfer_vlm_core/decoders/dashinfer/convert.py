@@ -40,7 +40,7 @@ Tensors = Mapping[str, tuple[Path, str]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Form:
+class WeightFormat:
     """How weights are written.
 
     Attributes:
@@ -55,18 +55,18 @@ class Form:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Converted:
+class ConvertedModel:
     """The two files of a converted model."""
 
     graph: Path
     weights: Path
 
     @classmethod
-    def at(cls, folder: Path) -> Converted:
+    def at(cls, folder: Path) -> ConvertedModel:
         return cls(graph=folder / f"{NAME}.asgraph", weights=folder / f"{NAME}.asparam")
 
 
-def convert(spec: ModelSpec, form: Form, *, environment: Environment, cache: Path) -> Converted:
+def convert(spec: ModelSpec, form: WeightFormat, *, environment: Environment, cache: Path) -> ConvertedModel:
     """The checkpoint's language model in DashInfer's format; from the cache if a whole one is there.
 
     The key is the identity of the weights (names, sizes and times of their files), the configuration, the form and the
@@ -85,11 +85,11 @@ def convert(spec: ModelSpec, form: Form, *, environment: Environment, cache: Pat
         if waited:
             logger.info("waited for another process that converts the same model")
         if _is_whole(folder):
-            return Converted.at(folder)
+            return ConvertedModel.at(folder)
         if folder.exists():
             logger.warning("the converted model in %s is damaged: it is made again", folder)
         _rebuild(folder, _job(tensors, text, form), environment=environment, needed=_size(tensors, spec, form))
-    return Converted.at(folder)
+    return ConvertedModel.at(folder)
 
 
 def unsupported(text: TextModelSpec) -> str:
@@ -118,14 +118,14 @@ def _check_tensors(tensors: Tensors, text: TextModelSpec, spec: ModelSpec) -> No
         raise CheckpointError(f"{spec.folder} has no tensor {missing[0]!r}. Copy or download its safetensors again.")
 
 
-def _key(tensors: Tensors, text: TextModelSpec, form: Form) -> str:
+def _key(tensors: Tensors, text: TextModelSpec, form: WeightFormat) -> str:
     files = sorted({file for file, _ in tensors.values()})
     stats = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
     identity = json.dumps([FORMAT, VERSION, asdict(form), asdict(text), stats], sort_keys=True)
     return hashlib.sha256(identity.encode()).hexdigest()[:32]
 
 
-def _job(tensors: Tensors, text: TextModelSpec, form: Form) -> dict[str, Any]:
+def _job(tensors: Tensors, text: TextModelSpec, form: WeightFormat) -> dict[str, Any]:
     """What `serialize.py` reads; the configuration in the words of Hugging Face, and in those of DashInfer."""
     config = {
         "hidden_size": text.hidden_size,
@@ -154,7 +154,7 @@ def _job(tensors: Tensors, text: TextModelSpec, form: Form) -> dict[str, Any]:
     }
 
 
-def _size(tensors: Tensors, spec: ModelSpec, form: Form) -> int:
+def _size(tensors: Tensors, spec: ModelSpec, form: WeightFormat) -> int:
     """An upper bound of what will be written, in bytes; the tower's share of the files is counted in."""
     stored = sum(file.stat().st_size for file in {file for file, _ in tensors.values()})
     return 2 * stored * BYTES[form.dtype] // BYTES[spec.dtype]
@@ -226,7 +226,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _checksums(folder: Path) -> dict[str, str]:
-    files = Converted.at(folder)
+    files = ConvertedModel.at(folder)
     return {file.name: _sha256(file) for file in (files.graph, files.weights)}
 
 

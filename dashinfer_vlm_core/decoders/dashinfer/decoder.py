@@ -17,10 +17,10 @@ from ...errors import DecoderFailed, EngineClosed, EngineError, QueueFull, Setup
 from ...kernels.devices import cuda_devices
 from ...models.spec import ModelSpec
 from ..interface import DecodeRequest, FinishReason, RequestNotStarted, Token, VisualSpan, check_request
-from .convert import Converted, convert
+from .convert import ConvertedModel, convert
 from .environment import find_environment
 from .options import SUPPORTED_ON_CPU, SUPPORTED_ON_CUDA, check_sampling, generate_config, stop_tokens
-from .plan import check_salt, make_plan
+from .plan import check_cache_salt, make_plan
 from .process import LOG_MARK, WorkerDied, WorkerProcess
 from .settings import DashInferOptions
 
@@ -43,7 +43,7 @@ Step: TypeAlias = tuple[int, "tuple[float, list[tuple[int, float]]] | None", int
 
 
 @dataclass(eq=False, slots=True)
-class _Run:
+class _ActiveRequest:
     """One request in the worker.
 
     Attributes:
@@ -53,7 +53,7 @@ class _Run:
 
     number: int
     request: DecodeRequest
-    inbox: asyncio.Queue[Step | EngineError] = field(default_factory=asyncio.Queue)
+    outputs: asyncio.Queue[Step | EngineError] = field(default_factory=asyncio.Queue)
     released: bool = False
 
 
@@ -86,9 +86,9 @@ class DashInferDecoder:
         self.fatal_error: str = ""
         self._worker: WorkerProcess | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._places = asyncio.Semaphore(self._plan.places)
+        self._places = asyncio.Semaphore(self._plan.max_batch_size)
         self._waiting = 0
-        self._runs: dict[int, _Run] = {}
+        self._runs: dict[int, _ActiveRequest] = {}
         self._numbers = 0
         self._heard = 0.0
         self._closed = False
@@ -124,7 +124,7 @@ class DashInferDecoder:
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[Token, None]:
         self._check(request)
         arrays = await asyncio.to_thread(_arrays, request) if request.spans else _arrays(request)
-        await self._take_place()
+        await self._acquire_slot()
         run = self._enter(request, arrays)
         try:
             async for token in self._tokens(run):
@@ -139,7 +139,7 @@ class DashInferDecoder:
         if self._serving is None or self._closed:
             raise EngineClosed("The decoder is not running. Start the engine first.")
         check_request(request, self._spec, max_model_len=self.max_model_len)
-        check_salt(request.cache_salt, self._plan)
+        check_cache_salt(request.cache_salt, self._plan)
         check_sampling(request.sampling)
         if unsupported := sorted(request.sampling.requested_params() - self.supported_params):
             raise UnsupportedParameter(f"DashInfer cannot honour {unsupported[0]} here.", param=unsupported[0])
@@ -148,7 +148,7 @@ class DashInferDecoder:
 
     # Places: who may be in the engine
 
-    async def _take_place(self) -> None:
+    async def _acquire_slot(self) -> None:
         """Wait for a place in the worker."""
         if self._places.locked() and self._waiting >= self._config.max_waiting:
             raise QueueFull(f"{self._waiting} requests wait already. Try again in a second.")
@@ -161,36 +161,36 @@ class DashInferDecoder:
             self._places.release()
             raise RequestNotStarted if self.fatal_error else EngineClosed(_CLOSED)
 
-    def _enter(self, request: DecodeRequest, arrays: list[Array]) -> _Run:
+    def _enter(self, request: DecodeRequest, arrays: list[Array]) -> _ActiveRequest:
         """Send the request to the worker; from here on, `_release` alone gives its place back."""
         assert self._worker is not None
         if not self._runs:
             self._heard = asyncio.get_running_loop().time()
         self._numbers += 1
-        run = self._runs[self._numbers] = _Run(self._numbers, request)
+        run = self._runs[self._numbers] = _ActiveRequest(self._numbers, request)
         keys = [int(request.token_ids[span.start]) for span in request.spans]
         options = generate_config(request, self._spec)
         self._worker.send({"do": "start", "id": run.number, "options": options, "keys": keys}, arrays)
         return run
 
-    def _leave(self, run: _Run) -> None:
+    def _leave(self, run: _ActiveRequest) -> None:
         """Its reader has gone; if the engine has not finished it by itself, it stops it within a step."""
         if not run.released and self._worker is not None:
             self._worker.send({"do": "stop", "id": run.number})
 
-    def _release(self, run: _Run) -> None:
+    def _release(self, run: _ActiveRequest) -> None:
         run.released = True
         del self._runs[run.number]
         self._places.release()
 
     # Tokens
 
-    async def _tokens(self, run: _Run) -> AsyncGenerator[Token, None]:
+    async def _tokens(self, run: _ActiveRequest) -> AsyncGenerator[Token, None]:
         sampling = run.request.sampling
         stops = stop_tokens(sampling, self._spec)
         count = 0
         while True:
-            step = await run.inbox.get()
+            step = await run.outputs.get()
             if isinstance(step, EngineError):
                 raise step
             token, logprobs, cached = step
@@ -210,24 +210,24 @@ class DashInferDecoder:
             for number, ids, logprobs, cached in frame["of"]:
                 run = self._runs[number]
                 for token, listed in zip(ids, logprobs or [None] * len(ids), strict=True):
-                    run.inbox.put_nowait((token, listed, cached))
+                    run.outputs.put_nowait((token, listed, cached))
             return
         run = self._runs[frame["id"]]
         if frame["is"] == "failed":
             logger.error("Request %s failed in DashInfer: %s", run.request.id, frame["why"])
-        run.inbox.put_nowait(DecoderFailed("The decoder failed on this request; the engine's log has the cause."))
+        run.outputs.put_nowait(DecoderFailed("The decoder failed on this request; the engine's log has the cause."))
         if frame["is"] == "released":
             self._release(run)
 
     # The worker's life
 
-    def _arguments(self, model: Converted) -> dict[str, Any]:
+    def _arguments(self, model: ConvertedModel) -> dict[str, Any]:
         return {
             "model_path": str(model.graph),
             "weights_path": str(model.weights),
             "compute_unit": self._plan.compute_unit,
             "engine_max_length": self.max_model_len + ENDS,
-            "engine_max_batch": self._plan.places,
+            "engine_max_batch": self._plan.max_batch_size,
             "enable_prefix_cache": self._plan.prefix_cache,
         }
 
@@ -272,7 +272,7 @@ class DashInferDecoder:
 
     def _end_runs(self, error: EngineError) -> None:
         for run in list(self._runs.values()):
-            run.inbox.put_nowait(error)
+            run.outputs.put_nowait(error)
             self._release(run)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...config import MIB, EngineConfig
 from ...errors import ConfigError, UnsupportedParameter
 from ...models.spec import ModelSpec, TextModelSpec
-from .convert import BYTES, Form
+from .convert import BYTES, WeightFormat
 from .settings import DashInferOptions
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -29,9 +29,9 @@ class Plan:
     """
 
     compute_unit: str
-    form: Form
+    form: WeightFormat
     max_model_len: int
-    places: int
+    max_batch_size: int
     prefix_cache: bool = False
 
     @property
@@ -67,14 +67,14 @@ def make_plan(spec: ModelSpec, config: EngineConfig, *, cuda: int, cpu_only: boo
     dtype = spec.dtype if config.dtype == "auto" else config.dtype
     return Plan(
         compute_unit="CUDA:" + ",".join(str(index) for index in range(first, last)),
-        form=Form(dtype=dtype, quantization=config.quantization, split=devices > 1),
+        form=WeightFormat(dtype=dtype, quantization=config.quantization, split=devices > 1),
         max_model_len=context,
-        places=config.max_batch_size,
+        max_batch_size=config.max_batch_size,
         prefix_cache=config.prefix_cache,
     )
 
 
-def check_salt(salt: str, plan: Plan) -> None:
+def check_cache_salt(salt: str, plan: Plan) -> None:
     """Refuse what the engine would not keep apart.
 
     Raises:
@@ -126,4 +126,4 @@ def _plan_cpu(text: TextModelSpec, config: EngineConfig, context: int) -> Plan:
             places,
             context,
         )
-    return Plan(compute_unit="CPU:0", form=Form(dtype="float32"), max_model_len=context, places=places)
+    return Plan(compute_unit="CPU:0", form=WeightFormat(dtype="float32"), max_model_len=context, max_batch_size=places)

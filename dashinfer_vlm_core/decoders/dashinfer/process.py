@@ -122,10 +122,10 @@ class WorkerProcess:
             length = worker.head_length(await self._reader.readexactly(worker.HEAD.size))
             head: dict[str, Any] = json.loads(await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, OSError):
-            raise WorkerDied(await self._obituary()) from None
+            raise WorkerDied(await self._exit_error()) from None
         return head
 
-    async def _obituary(self) -> str:
+    async def _exit_error(self) -> str:
         # Not killed at once: to signal a process that has just ended takes its exit status away from whoever waits.
         with anyio.move_on_after(LINGER_SECONDS):
             await self._process.wait()

@@ -39,11 +39,11 @@ def main() -> None:
         job = json.load(file)
     worker = load_program("worker")
     worker.load_libraries(*sys.argv[2:])
-    tell(0, "reading")
+    report(0, "reading")
     state = read_without_torch(job) if worker.is_cpu_only() else read(job)
-    tell(0.5, "writing")
+    report(0.5, "writing")
     write(job, state)
-    tell(1, "done")
+    report(1, "done")
 
 
 def load_program(name: str) -> Any:
@@ -57,7 +57,7 @@ def load_program(name: str) -> Any:
     return module
 
 
-def tell(progress: float, what: str) -> None:
+def report(progress: float, what: str) -> None:
     print(json.dumps({"progress": progress, "what": what}), flush=True)
 
 
@@ -117,12 +117,12 @@ def write(job: dict[str, Any], state: dict[str, Any]) -> None:
         multigpu_mode=int(job["split"]),
         do_binary_add_fused=True,
         do_dynamic_quantize_convert=job["weights"] != "none",  # without it, quant_config is ignored in silence
-        quant_config=quantisation(allspark, job),
+        quant_config=quantization(allspark, job),
         rotary_base=job["config"]["rope_theta"],
     )
 
 
-def quantisation(allspark: Any, job: dict[str, Any]) -> Any:
+def quantization(allspark: Any, job: dict[str, Any]) -> Any:
     """DashInfer's description of weights that are quantised as they are written; None if they are not."""
     if job["weights"] == "none":
         return None

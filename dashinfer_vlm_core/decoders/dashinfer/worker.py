@@ -176,7 +176,7 @@ def _find(pattern: str) -> list[str]:
     return [path for folder in sys.path if folder for path in sorted(glob.glob(os.path.join(folder, pattern)))]
 
 
-class Run:
+class ActiveRequest:
     """One request in the engine. Its capsules and arrays are kept: the engine reads them without a copy."""
 
     def __init__(self, number: int, handle: Any, results: Any, kept: list[Any], logprobs: bool) -> None:
@@ -204,9 +204,9 @@ class Service:
             extension.GenerateRequestStatus.GenerateInterrupted,
         )
         self._changed = threading.Condition()
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, ActiveRequest] = {}
         self._stops: set[int] = set()
-        self._finished: queue.Queue[Run] = queue.Queue()
+        self._finished: queue.Queue[ActiveRequest] = queue.Queue()
         for work in (self._pump, self._reap):
             threading.Thread(target=_or_die, args=(work,), daemon=True).start()
 
@@ -230,7 +230,7 @@ class Service:
             self._stops.add(number)
             self._changed.notify()
 
-    def _start(self, head: dict[str, Any], arrays: list[npt.NDArray[Any]]) -> Run:
+    def _start(self, head: dict[str, Any], arrays: list[npt.NDArray[Any]]) -> ActiveRequest:
         import numpy
 
         token_ids, rest = arrays[0], arrays[1:]
@@ -243,7 +243,7 @@ class Service:
         status, handle, results = self._engine._start_request(NAME, inputs, options)
         kept.append(options)
         self._check(status)
-        return Run(head["id"], handle, results, kept, options["logprobs"])
+        return ActiveRequest(head["id"], handle, results, kept, options["logprobs"])
 
     def _media(self, keys: list[int], arrays: list[npt.NDArray[Any]], kept: list[Any]) -> Any:
         """MultiMediaInfo of the runs of placeholders, in prompt order; each key is a placeholder's token id."""
@@ -284,7 +284,7 @@ class Service:
             if not posts and not done:
                 time.sleep(POLL_SECONDS)
 
-    def _take(self, run: Run) -> list[Any] | None:
+    def _take(self, run: ActiveRequest) -> list[Any] | None:
         """What is new of a run. Its status is read first: it may be finished while tokens are still queued, and is over
         only when there were none left after that.
         """
@@ -319,7 +319,7 @@ def _or_die(work: Callable[[], None]) -> None:
         os._exit(1)
 
 
-def hang_on_parent() -> None:
+def exit_with_parent() -> None:
     fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([0], [], [], 0)[0]:  # it was gone already
@@ -327,7 +327,7 @@ def hang_on_parent() -> None:
 
 
 def serve(descriptor: int) -> None:
-    hang_on_parent()
+    exit_with_parent()
     os.dup2(2, 1)  # DashInfer prints; all of it is log
     os.environ.setdefault("GLOG_minloglevel", "2")
     connection = Connection(socket.socket(fileno=descriptor))

@@ -8,7 +8,7 @@ from ...config import EngineConfig
 from ...errors import ConfigError, InvalidParameter
 from ...media.types import Clip, Kind, Picture, Pixels
 from ..interface import Grid, GridShape, Patches
-from ..patches import content_digest, frames_shape, grid_of, grid_shape, padded, patchify, resize, smart_resize, uncut
+from ..patches import content_digest, frames_shape, grid_of, grid_shape, padded, patchify, resize, smart_resize, unpatchify
 from ..spec import PixelSpec
 
 DEFAULT_TOKENS = 1280
@@ -21,8 +21,8 @@ VIDEO_TOTAL_PIXELS = 16384 * 28 * 28
 class PixelLimits(NamedTuple):
     """Least and most pixels (height times width) of a resized picture or frame."""
 
-    least: int
-    most: int
+    min_pixels: int
+    max_pixels: int
 
 
 class Qwen2VLImageProcessor:
@@ -63,7 +63,7 @@ class Qwen2VLImageProcessor:
             grid=grid,
             tokens=grid_shape(grid, self._spec).tokens,
             kind=kind,
-            part=media.part,
+            path=media.path,
             digest=content_digest(kind, grid, pixels),
             times=media.times if isinstance(media, Clip) else (),
         )
@@ -101,21 +101,21 @@ class Qwen2VLImageProcessor:
             height,
             width,
             factor=self._spec.factor,
-            min_pixels=limits.least,
-            max_pixels=limits.most,
-            part=media.part,
+            min_pixels=limits.min_pixels,
+            max_pixels=limits.max_pixels,
+            part=media.path,
         )
 
     def _picture_limits(self, picture: Picture) -> PixelLimits:
         default = min(self._ceiling, self._config.max_pixels or DEFAULT_TOKENS * self._spec.factor**2)
         most = min(picture.max_pixels or max(default, self._least), self._ceiling)
         limits = PixelLimits(picture.min_pixels or self._least, most)
-        field = f"{picture.part}.image_url"
+        field = f"{picture.path}.image_url"
         _check_order(limits, field, picture)
         return limits
 
     def _frame_limits(self, clip: Clip) -> PixelLimits:
-        field = f"{clip.part}.video_url"
+        field = f"{clip.path}.video_url"
         least = clip.min_pixels or self._least
         ceiling = max(self._least, min(self._frame_most, self._spec.max_pixels))
         _check_order(PixelLimits(least, min(clip.max_pixels or ceiling, ceiling)), field, clip)
@@ -129,13 +129,13 @@ class Qwen2VLImageProcessor:
         return grid_shape(grid, self._spec)
 
     def frames(self, patches: Patches) -> Pixels:
-        frames = uncut(patches.pixels, patches.grid, self._spec)
+        frames = unpatchify(patches.pixels, patches.grid, self._spec)
         return frames[:1] if patches.kind == "image" else frames
 
 
 def _check_order(limits: PixelLimits, field: str, media: Picture | Clip) -> None:
-    if limits.least > limits.most:
+    if limits.min_pixels > limits.max_pixels:
         name = "max_pixels" if media.min_pixels is None else "min_pixels"
         raise InvalidParameter(
-            f"min_pixels ({limits.least}) is above max_pixels ({limits.most}); set both.", param=f"{field}.{name}"
+            f"min_pixels ({limits.min_pixels}) is above max_pixels ({limits.max_pixels}); set both.", param=f"{field}.{name}"
         )

@@ -16,7 +16,7 @@ import torch
 
 from ...concurrency.compute import Executor, executor_for
 from ...config import EngineConfig
-from ...kernels import Activation, Kernels, KernelSelector, Linear, Span, Spans
+from ...kernels import Activation, Kernels, KernelSelector, Linear, KVSpan, KVSpans
 from ..interface import Grid, Patches
 from ..placement import resolve_device, resolve_dtype
 from ..spec import ModelSpec, PixelSpec
@@ -76,8 +76,8 @@ class Frames:
     def __init__(self, grids: Sequence[Grid], config: VisionConfig, device: torch.device) -> None:
         lengths = [frame_length(grid) for grid in grids for _ in range(grid.t)]
         starts = np.cumsum([0, *lengths[:-1]]).tolist()
-        spans = [Span(start, count, start, count) for start, count in zip(starts, lengths, strict=True)]
-        self.spans: Spans = Spans(spans, device=device)
+        spans = [KVSpan(start, count, start, count) for start, count in zip(starts, lengths, strict=True)]
+        self.spans: KVSpans = KVSpans(spans, device=device)
         head_dim = config.embed_dim // config.num_heads
         self.cos: torch.Tensor
         self.sin: torch.Tensor

@@ -45,7 +45,7 @@ class Call:
     max_retries: int
 
 
-async def ask(call: Call) -> ChatCompletion:
+async def complete(call: Call) -> ChatCompletion:
     """The answer; raises as `Engine.chat`, and DeadlineExceeded."""
     return await with_timeout(_try(call), call.timeout)
 

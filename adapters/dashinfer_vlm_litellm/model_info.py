@@ -23,7 +23,7 @@ _reported: dict[str, tuple[int, Profile]] = {}
 """What LiteLLM knows from here: context size and profile, by name."""
 
 
-def introduce(name: str, length: int, profile: Profile | None = None) -> None:
+def register_model_info(name: str, length: int, profile: Profile | None = None) -> None:
     """Tell LiteLLM about a model, unless its user has done so.
 
     Args:
@@ -38,12 +38,12 @@ def introduce(name: str, length: int, profile: Profile | None = None) -> None:
         litellm.register_model({name: _info(name.partition("/")[0], length, profile)})
 
 
-def introduce_registered(provider: str) -> None:
+def register_known_models(provider: str) -> None:
     """Tell LiteLLM about the models that plugins bring, such as the bundled `demo`, without loading them."""
     registry = load_plugins()
     for name, folder in registry.models.items():
         if spec := _spec(registry, folder):
-            introduce(f"{provider}/{name}", spec.max_model_len, spec.profile)
+            register_model_info(f"{provider}/{name}", spec.max_model_len, spec.profile)
 
 
 def _spec(registry: Registry, folder: Path) -> ModelSpec | None:

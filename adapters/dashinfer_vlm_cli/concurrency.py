@@ -13,7 +13,7 @@ from tqdm import tqdm
 T = TypeVar("T")
 
 
-async def crowd(items: Iterable[T], work: Callable[[T], Awaitable[None]], *, at_once: int) -> None:
+async def run_concurrently(items: Iterable[T], work: Callable[[T], Awaitable[None]], *, at_once: int) -> None:
     """Do `work` for each item; the first that raises ends all."""
     left = iter(items)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True, slots=True)
-class Answer:
+class Completion:
     """What came of a request so far.
 
     Attributes:
@@ -73,7 +73,7 @@ class Answer:
         self.last = now
         self.pieces += 1
 
-    def told(self) -> str:
+    def as_text(self) -> str:
         """A line for people."""
         parts = [f"{self.tokens} tokens"]
         if self.seconds_to_first is not None:
@@ -94,14 +94,14 @@ class Answer:
         }
 
 
-def ask(
-    engine: AnyEngine, request: Mapping[str, Any], show: Callable[[str], None], *, into: Answer | None = None
-) -> Answer:
+def complete(
+    engine: AnyEngine, request: Mapping[str, Any], show: Callable[[str], None], *, into: Completion | None = None
+) -> Completion:
     """Ask, and show the answer as it comes. What `into` holds stays true when this is interrupted.
 
     Raises as `ChatEngine.chat`; a KeyboardInterrupt cancels the request.
     """
-    answer = into or Answer(started=time.perf_counter())
+    answer = into or Completion(started=time.perf_counter())
     streamed = {**request, "stream": True, "stream_options": {"include_usage": True}}
     with closing(engine.stream(streamed)) as chunks:
         for chunk in chunks:

@@ -18,7 +18,7 @@ _WIDTH = 8 * _COLUMNS
 _TEXT = struct.Struct(f"={_COLUMNS}q")
 
 
-class Trail:
+class PrefixHash:
     """A prompt and the answer so far, as far as keys and values depend on them.
 
     Keys and values of a token follow from what it is, from its position, and from all tokens before it. What it is, is
@@ -44,15 +44,15 @@ class Trail:
         self._rows += _TEXT.pack(token, position, position, position, *[0] * (_COLUMNS - 4))
         self._digest_blocks()
 
-    def first(self, tokens: int) -> Trail:
+    def truncated(self, tokens: int) -> PrefixHash:
         """A trail of its own of the first `tokens`."""
-        trail = object.__new__(Trail)
+        trail = object.__new__(PrefixHash)
         trail._rows = self._rows[: tokens * _WIDTH]
         trail._salt = self._salt
         trail.digests = self.digests[: tokens // BLOCK]
         return trail
 
-    def common(self, other: Trail, start: int) -> int:
+    def common_length(self, other: PrefixHash, start: int) -> int:
         """How many tokens from `start` on are the same in both: at most a block."""
         count = 0
         while count < BLOCK and (row := self._row(start + count)) and row == other._row(start + count):

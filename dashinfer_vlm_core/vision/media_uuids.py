@@ -16,7 +16,7 @@ from ..errors import InvalidParameter
 from ..media.types import Kind
 from ..models.interface import Embedded, Grid, Patches
 from ..protocol import MediaPart
-from .service import Processed, Recalled, VisionService
+from .service import Processed, CachedMedia, VisionService
 
 MAX_CUTS = 8
 """Ways of cutting one content that are remembered under its name."""
@@ -36,7 +36,7 @@ class _Content:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Bound:
+class _UuidEntry:
     """What a name stands for.
 
     Attributes:
@@ -45,15 +45,15 @@ class _Bound:
     """
 
     source: bytes
-    cuts: LRUCache[_Options, _Content] = field(default_factory=lambda: LRUCache(MAX_CUTS))
+    items: LRUCache[_Options, _Content] = field(default_factory=lambda: LRUCache(MAX_CUTS))
 
     def find(self, part: MediaPart) -> _Content | None:
         """What came before with these options; those that its content did not heed do not count."""
-        found = (self.cuts.get(options) for options in (_sampled(part), _resized(part), _AS_IT_IS))
+        found = (self.items.get(options) for options in (_sampled(part), _resized(part), _AS_IT_IS))
         return next((content for content in found if content), None)
 
 
-class MediaIds:
+class MediaUuidCache:
     """The names of one engine; used on one event loop.
 
     Args:
@@ -63,9 +63,9 @@ class MediaIds:
 
     def __init__(self, vision: VisionService, *, limit: int) -> None:
         self._vision = vision
-        self._bound: LRUCache[_Name, _Bound] = LRUCache(limit)
+        self._bound: LRUCache[_Name, _UuidEntry] = LRUCache(limit)
 
-    def recall(self, parts: Sequence[MediaPart], *, salt: str = "") -> dict[str, Recalled]:
+    def get(self, parts: Sequence[MediaPart], *, salt: str = "") -> dict[str, CachedMedia]:
         """The parts that come by name alone, by their place in the request.
 
         Raises:
@@ -86,11 +86,11 @@ class MediaIds:
         """
         for part, (item, source) in zip(parts, processed, strict=True):
             if part.uuid is not None:
-                self._bind(part, part.uuid, source, salt).cuts[_cut(part, item)] = _content(item)
+                self._bind(part, part.uuid, source, salt).items[_cut(part, item)] = _content(item)
 
-    def _bind(self, part: MediaPart, uuid: str, source: bytes, salt: str) -> _Bound:
+    def _bind(self, part: MediaPart, uuid: str, source: bytes, salt: str) -> _UuidEntry:
         name = (salt, part.kind, uuid)
-        bound = self._bound.get(name) or _Bound(source=source)
+        bound = self._bound.get(name) or _UuidEntry(source=source)
         if bound.source != source:
             raise InvalidParameter(
                 f"`{part.path}.uuid` was sent with another content before: give this one a name of its own.",
@@ -101,7 +101,7 @@ class MediaIds:
             self._bound[name] = bound
         return bound
 
-    def _recall(self, part: MediaPart, salt: str) -> Recalled:
+    def _recall(self, part: MediaPart, salt: str) -> CachedMedia:
         bound = self._bound.get((salt, part.kind, part.uuid or ""))
         content = bound.find(part) if bound else None
         visual = self._vision.find(content.digest, content.grid, salt=salt) if content else None
@@ -111,7 +111,7 @@ class MediaIds:
                 param=f"{part.path}.uuid",
                 code="uuid_not_cached",
             )
-        return Recalled(visual=visual, tokens=content.tokens, kind=part.kind, part=part.path, times=content.times)
+        return CachedMedia(visual=visual, tokens=content.tokens, kind=part.kind, path=part.path, times=content.times)
 
 
 def _content(item: Patches | Embedded) -> _Content:

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
-from .prefix import Trail
+from .prefix_hash import PrefixHash
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Slab:
+class KVAllocation:
     """Contiguous rows of the pool, which hold the keys and values of one sequence.
 
     Contiguous, because attention then reads a request's keys as a view: gathering pages would copy them once per layer
@@ -26,44 +26,44 @@ class Slab:
         idle: whether nobody runs on it any more.
     """
 
-    trail: Trail
+    prefix: PrefixHash
     start: int = -1
     rows: int = 0
-    read: int = 0
-    listed: int = 0
-    idle: bool = False
+    num_computed_tokens: int = 0
+    num_indexed_blocks: int = 0
+    is_free: bool = False
 
     @property
     def stop(self) -> int:
         return self.start + self.rows
 
 
-class Arena:
+class KVAllocator:
     """Slabs in `size` rows, none on top of another. What it does takes time linear in the number of slabs."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._slabs: list[Slab] = []  # by start
+        self._allocations: list[KVAllocation] = []  # by start
 
     @property
-    def slabs(self) -> tuple[Slab, ...]:
+    def allocations(self) -> tuple[KVAllocation, ...]:
         """By their rows."""
-        return tuple(self._slabs)
+        return tuple(self._allocations)
 
-    def put(self, slab: Slab, start: int, rows: int) -> None:
+    def place(self, slab: KVAllocation, start: int, rows: int) -> None:
         """Let a slab, new or not, have these rows, which belong to nobody else."""
         if slab.rows:
             self.remove(slab)
         slab.start, slab.rows = start, rows
-        insort(self._slabs, slab, key=attrgetter("start"))
+        insort(self._allocations, slab, key=attrgetter("start"))
 
-    def remove(self, slab: Slab) -> None:
-        self._slabs.remove(slab)
+    def remove(self, slab: KVAllocation) -> None:
+        self._allocations.remove(slab)
 
-    def overlapping(self, start: int, stop: int) -> list[Slab]:
-        return [slab for slab in self._slabs if slab.start < stop and start < slab.stop]
+    def overlapping(self, start: int, stop: int) -> list[KVAllocation]:
+        return [slab for slab in self._allocations if slab.start < stop and start < slab.stop]
 
-    def fit(self, slab: Slab, rows: int, leaving: Iterable[Slab]) -> int | None:
+    def find_start(self, slab: KVAllocation, rows: int, leaving: Iterable[KVAllocation]) -> int | None:
         """The first of `rows` rows that `slab` can have; None if there is no way.
 
         Its own rows count as free. It stays where it is if it can, else it goes into the tightest gap, else to the end
@@ -78,22 +78,22 @@ class Arena:
         for start, stop in gaps:
             if start <= slab.start <= stop - rows:
                 return slab.start
-        wide = [gap for gap in gaps if gap[1] - gap[0] >= rows]
-        if wide:
-            return min(wide, key=lambda gap: gap[1] - gap[0])[0]
+        fp32_output = [gap for gap in gaps if gap[1] - gap[0] >= rows]
+        if fp32_output:
+            return min(fp32_output, key=lambda gap: gap[1] - gap[0])[0]
         start, stop = _first_free(gaps, rows, leaving)
         if start <= slab.start <= stop - rows:
             return slab.start
         return stop - rows if stop else None
 
-    def _gaps(self, without: Slab) -> list[tuple[int, int]]:
+    def _gaps(self, without: KVAllocation) -> list[tuple[int, int]]:
         """Free ranges (start, stop) as if one slab were not there."""
-        edges = [edge for slab in self._slabs if slab is not without for edge in (slab.start, slab.stop)]
+        edges = [edge for slab in self._allocations if slab is not without for edge in (slab.start, slab.stop)]
         edges = [0, *edges, self.size]
         return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
 
 
-def _first_free(gaps: list[tuple[int, int]], rows: int, leaving: Iterable[Slab]) -> tuple[int, int]:
+def _first_free(gaps: list[tuple[int, int]], rows: int, leaving: Iterable[KVAllocation]) -> tuple[int, int]:
     """The first range of at least `rows` that comes about when slabs leave one after the other; (0, 0) if none does."""
     stops, starts = dict(gaps), {stop: start for start, stop in gaps}
     for slab in leaving:

@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layers import ComposedLayers, WholeHead
-from .types import Activation, DecoderLayer, DecoderLayers, DecoderShape, Head, Linear, Span, Spans
+from .layers import ReferenceDecoderLayers, FullLMHead
+from .types import Activation, DecoderLayer, DecoderLayers, DecoderShape, LMHead, Linear, KVSpan, KVSpans
 
 
-class Plain:
+class TorchKernels:
     """See `Kernels`."""
 
     name = "torch"
-    quantises = False
+    supports_int8 = False
 
     def __init__(self, device: str) -> None:
         kind = torch.device(device).type
@@ -34,15 +34,15 @@ class Plain:
         bias: Tensor | None = None,
         *,
         activation: Activation = Activation.NONE,
-        wide: bool = False,
+        fp32_output: bool = False,
         int8: bool = False,
     ) -> Linear:
         assert not int8
         packed = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _onednn_has_bf16()
-        return (_PackedLinear if packed else _Linear)(weight, bias, activation, wide)
+        return (_PackedLinear if packed else _Linear)(weight, bias, activation, fp32_output)
 
-    def head(self, weight: Tensor, *, int8: bool = False) -> Head:
-        return WholeHead(self.linear(weight, wide=True, int8=int8))
+    def head(self, weight: Tensor, *, int8: bool = False) -> LMHead:
+        return FullLMHead(self.linear(weight, fp32_output=True, int8=int8))
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         if bias is None:
@@ -55,27 +55,27 @@ class Plain:
         turned = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
         x.copy_(torch.cat(turned, dim=-1))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spans: KVSpans) -> Tensor:
         if all(span.start < 0 for span in spans.spans):
             return _attend_frames(q, k, v, spans.spans)
         return torch.cat([
-            _attend(q[span.first : span.first + span.tokens], k[:, rows], v[:, rows], mask)
+            _attend(q[span.first_query : span.first_query + span.num_queries], k[:, rows], v[:, rows], mask)
             for span, mask in zip(spans.spans, spans.masks, strict=True)
-            for rows in [slice(span.row, span.row + span.keys)]
+            for rows in [slice(span.first_key, span.first_key + span.num_keys)]
         ])  # fmt: skip
 
     def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> DecoderLayers:
-        return ComposedLayers(self, layers, shape)
+        return ReferenceDecoderLayers(self, layers, shape)
 
 
 class _Linear:
     """Weights as they come."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation, wide: bool) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation, fp32_output: bool) -> None:
         self._weight = weight
         self._bias = bias
         self._activation = activation
-        self._wide = wide
+        self._wide = fp32_output
 
     def __call__(self, x: Tensor) -> Tensor:
         out = _activate(self._product(x), self._activation)
@@ -91,8 +91,8 @@ class _Linear:
 class _PackedLinear(_Linear):
     """Weights in oneDNN's own layout, into which it would bring them at every call: up to twice as fast on a CPU."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation, wide: bool) -> None:
-        super().__init__(_onednn("_reorder_linear_weight")(weight), bias, activation, wide)
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation, fp32_output: bool) -> None:
+        super().__init__(_onednn("_reorder_linear_weight")(weight), bias, activation, fp32_output)
 
     def _product(self, x: Tensor) -> Tensor:
         product: Tensor = _onednn("_linear_pointwise")(x, self._weight, self._bias, "none", [], "")
@@ -110,13 +110,13 @@ def _activate(x: Tensor, activation: Activation) -> Tensor:
     return x
 
 
-def _attend_frames(q: Tensor, k: Tensor, v: Tensor, spans: tuple[Span, ...]) -> Tensor:
+def _attend_frames(q: Tensor, k: Tensor, v: Tensor, spans: tuple[KVSpan, ...]) -> Tensor:
     """Neighbours of equal length are one batched attention: no mask, and no padding."""
     attended = []
-    for (tokens, _), group in groupby(spans, key=lambda span: (span.tokens, span.keys)):
+    for (tokens, _), group in groupby(spans, key=lambda span: (span.num_queries, span.num_keys)):
         members = list(group)
-        rows = slice(members[0].first, members[-1].first + tokens)
-        keys = slice(members[0].row, members[-1].row + members[-1].keys)
+        rows = slice(members[0].first_query, members[-1].first_query + tokens)
+        keys = slice(members[0].first_key, members[-1].first_key + members[-1].num_keys)
         batch = len(members)
         queries = torch.unflatten(q[rows], 0, (batch, -1)).transpose(1, 2)  # [frames, heads, tokens, width]
         k_, v_ = (torch.unflatten(x[:, keys], 1, (batch, -1)).transpose(0, 1) for x in (k, v))

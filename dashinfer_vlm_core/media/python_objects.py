@@ -27,7 +27,7 @@ from ..concurrency.compute import CPU_EXECUTOR
 from ..config import EngineConfig
 from ..errors import InvalidParameter
 from ..protocol import EncodedEmbeddings, MediaPart
-from .image import check_size, convert_picture
+from .image import check_size, convert_image
 from .sampling import VideoSamplingPolicy
 from .tensors import Array, as_grid, as_rows, read_embeddings
 from .types import Clip, Embeddings, Media, Picture, Pixels, StopCheck
@@ -39,7 +39,7 @@ _Frame: TypeAlias = Image.Image | Pixels
 _LOCKS = tuple(threading.Lock() for _ in range(61))
 
 
-def take(part: MediaPart, config: EngineConfig, policy: VideoSamplingPolicy, check_stop: StopCheck) -> Media:
+def load_object(part: MediaPart, config: EngineConfig, policy: VideoSamplingPolicy, check_stop: StopCheck) -> Media:
     """What a caller of this process handed over as `part.content`, within the limits of `config`.
 
     Raises:
@@ -56,7 +56,7 @@ def take(part: MediaPart, config: EngineConfig, policy: VideoSamplingPolicy, che
     image = Image.fromarray(frame) if isinstance(frame, np.ndarray) else frame
     return Picture(
         image=_converted(image, part, part.path, config),
-        part=part.path,
+        path=part.path,
         min_pixels=part.min_pixels,
         max_pixels=part.max_pixels,
     )
@@ -89,7 +89,7 @@ def _embeddings(content: Mapping[Any, Any] | EncodedEmbeddings, part: MediaPart,
             )
         rows = as_rows(_array(content[names[0]], part.path), part=part.path)
         grid = as_grid(_numbers(content[names[1]], part.path), part=part.path)
-    return Embeddings(rows=rows, grid=grid, kind=part.kind, part=part.path)
+    return Embeddings(rows=rows, grid=grid, kind=part.kind, path=part.path)
 
 
 def _clip(
@@ -155,7 +155,7 @@ def _rgb(frame: _Frame, part: MediaPart, name: str, config: EngineConfig) -> Pix
 def _converted(image: Image.Image, part: MediaPart, name: str, config: EngineConfig) -> Image.Image:
     background = part.background or config.rgba_background
     with _LOCKS[id(image) % len(_LOCKS)]:
-        return convert_picture(image, part=name, max_pixels=config.max_decoded_pixels, background=background)
+        return convert_image(image, part=name, max_pixels=config.max_decoded_pixels, background=background)
 
 
 def _array(value: Any, name: str) -> Array | None:

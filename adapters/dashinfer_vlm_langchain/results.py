@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PROVIDER = "dashinfer_vlm"
 
 
-def whole(completion: ChatCompletion) -> ChatResult:
+def chat_result(completion: ChatCompletion) -> ChatResult:
     """An answer, or several of them; the first one holds the usage of all."""
     about = _about(completion)
     generations = [_generation(choice, about) for choice in completion.choices]
@@ -30,7 +30,7 @@ def whole(completion: ChatCompletion) -> ChatResult:
     return ChatResult(generations=generations, llm_output=about)
 
 
-async def streamed(chunks: AsyncIterator[ChatCompletionChunk]) -> AsyncIterator[ChatGenerationChunk]:
+async def chat_chunk(chunks: AsyncIterator[ChatCompletionChunk]) -> AsyncIterator[ChatGenerationChunk]:
     """A stream. What is said once (model, finish reason, usage) is said by the last chunk: they are added up."""
     last: dict[str, Any] = {}
     counted: UsageMetadata | None = None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from dashinfer_vlm_core.errors import DashInferVLMError, InvalidParameter
 
-from .answers import Answer, ask
+from .completion_stats import Answer, ask
 from .conversation import Conversation
 from .media import clipboard_part, find_media, media_part
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class Talk:
+class Repl:
     """A conversation with the person at a terminal.
 
     Attributes:
@@ -63,7 +63,7 @@ class Talk:
         return self._say_what_waits() if parts else None
 
     def _question(self, text: str) -> None:
-        self.conversation.say(text)
+        self.conversation.add_user(text)
         self._answer()
 
     def _answer(self) -> None:
@@ -74,20 +74,20 @@ class Talk:
         except KeyboardInterrupt:
             self._stopped(answer)
         except DashInferVLMError as error:
-            self.conversation.take_back()
+            self.conversation.undo()
             self.write("\n" if answer.text else "")
             self.note(f"{error.message} The question was taken back.")
         else:
-            self.conversation.hear(answer.text)
+            self.conversation.add_assistant(answer.text)
             self.write("\n")
             self.note(answer.told())
 
     def _stopped(self, answer: Answer) -> None:
         if not answer.text:
-            self.conversation.take_back()
+            self.conversation.undo()
             self.note("Stopped; the question was taken back.")
         else:
-            self.conversation.hear(answer.text)
+            self.conversation.add_assistant(answer.text)
             self.write("\n")
             self.note(f"Stopped. {answer.told()}")
 
@@ -114,11 +114,11 @@ class Talk:
         self.note("Everything that was said is forgotten.")
 
     def undo(self, _: str) -> None:
-        done = self.conversation.take_back()
+        done = self.conversation.undo()
         self.note("The last question and its answer are taken back." if done else "Nothing was asked yet.")
 
     def retry(self, _: str) -> None:
-        if self.conversation.ask_again():
+        if self.conversation.retry():
             self._answer()
         else:
             self.note("Nothing was asked yet.")
@@ -139,7 +139,7 @@ class Talk:
 
     def system(self, argument: str) -> None:
         if argument:
-            self.conversation.tell("" if argument == "-" else argument)
+            self.conversation.set_system("" if argument == "-" else argument)
         self.note(f"The model is told: {self.conversation.system or 'what its template says'}")
 
     def set(self, argument: str) -> None:
@@ -168,25 +168,25 @@ def _needed(argument: str, usage: str) -> str:
 class Command:
     """A command of the talk: what is typed behind its name, what it does, for `/help`."""
 
-    run: Callable[[Talk, str], None]
+    run: Callable[[Repl, str], None]
     takes: str = ""
     does: str
 
 
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
-        "image": Command(run=Talk.image, takes="PATH|URL", does="attach a picture to the next question"),
-        "video": Command(run=Talk.video, takes="PATH|URL", does="attach a video to the next question"),
-        "paste": Command(run=Talk.paste, does="attach the picture in the clipboard"),
-        "retry": Command(run=Talk.retry, does="ask the last question again"),
-        "undo": Command(run=Talk.undo, does="take the last question and its answer back"),
-        "reset": Command(run=Talk.reset, does="forget everything that was said"),
-        "system": Command(run=Talk.system, takes="[TEXT|-]", does="say how the model is to behave; - takes it back"),
-        "set": Command(run=Talk.set, takes="[NAME [VALUE]]", does="set or unset an option, as in: /set temperature 0"),
-        "save": Command(run=Talk.save, takes="PATH", does="write the conversation to a file"),
-        "load": Command(run=Talk.load, takes="PATH", does="go on with a conversation from a file"),
-        "help": Command(run=Talk.help, does="show this"),
-        "exit": Command(run=Talk.leave, does="end; so does Ctrl-D. Ctrl-C stops an answer"),
+        "image": Command(run=Repl.image, takes="PATH|URL", does="attach a picture to the next question"),
+        "video": Command(run=Repl.video, takes="PATH|URL", does="attach a video to the next question"),
+        "paste": Command(run=Repl.paste, does="attach the picture in the clipboard"),
+        "retry": Command(run=Repl.retry, does="ask the last question again"),
+        "undo": Command(run=Repl.undo, does="take the last question and its answer back"),
+        "reset": Command(run=Repl.reset, does="forget everything that was said"),
+        "system": Command(run=Repl.system, takes="[TEXT|-]", does="say how the model is to behave; - takes it back"),
+        "set": Command(run=Repl.set, takes="[NAME [VALUE]]", does="set or unset an option, as in: /set temperature 0"),
+        "save": Command(run=Repl.save, takes="PATH", does="write the conversation to a file"),
+        "load": Command(run=Repl.load, takes="PATH", does="go on with a conversation from a file"),
+        "help": Command(run=Repl.help, does="show this"),
+        "exit": Command(run=Repl.leave, does="end; so does Ctrl-D. Ctrl-C stops an answer"),
     }
 )
 

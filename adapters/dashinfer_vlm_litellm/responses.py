@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 
-def whole(response: ModelResponse, completion: ChatCompletion) -> ModelResponse:
+def model_response(response: ModelResponse, completion: ChatCompletion) -> ModelResponse:
     """Fill LiteLLM's response with an answer."""
     response.id, response.created, response.model = completion.id, completion.created, completion.model
     response.choices = [Choices(**choice.model_dump(exclude_unset=True)) for choice in completion.choices]
@@ -20,7 +20,7 @@ def whole(response: ModelResponse, completion: ChatCompletion) -> ModelResponse:
     return response
 
 
-async def streamed(
+async def stream_chunks(
     chunks: AsyncIterator[ChatCompletionChunk],
 ) -> AsyncIterator[ModelResponseStream | GenericStreamingChunk]:
     """LiteLLM's chunks.

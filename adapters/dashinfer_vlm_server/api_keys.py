@@ -25,7 +25,7 @@ KEY_VARIABLE = f"{ENV_PREFIX}API_KEY"
 """What clients read: a server that finds it set alone is not meant to be open."""
 
 
-class Keys:
+class ApiKeys:
     """Keys of which only digests are kept, so that nothing can print them.
 
     Args:
@@ -39,7 +39,7 @@ class Keys:
         self._digests = tuple({_digest(_checked(key).encode()) for key in keys})
 
     @classmethod
-    def read(cls, given: Iterable[str], file: Path | None) -> Keys:
+    def read(cls, given: Iterable[str], file: Path | None) -> ApiKeys:
         """The keys that were given, and those of a file: one a line, between blank lines and lines that begin with #.
 
         Raises:
@@ -58,13 +58,13 @@ class Keys:
         return scheme.lower() == b"bearer" and any(found)
 
 
-class Locked:
+class ApiKeyMiddleware:
     """ASGI middleware: what has no key gets 401, unless its path is in `OPEN_ROUTES`.
 
     Paths are those that the router goes by: no header has a say in it.
     """
 
-    def __init__(self, app: ASGIApp, *, keys: Keys, open_routes: frozenset[str] = OPEN_ROUTES) -> None:
+    def __init__(self, app: ASGIApp, *, keys: ApiKeys, open_routes: frozenset[str] = OPEN_ROUTES) -> None:
         self._app = app
         self._keys = keys
         self._open_routes = open_routes

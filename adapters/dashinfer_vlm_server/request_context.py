@@ -17,7 +17,7 @@ from starlette.routing import Match
 
 from dashinfer_vlm_core.errors import QueueFull
 
-from .errors import CLIENT_GONE, error_response, status_of
+from .errors import CLIENT_GONE, error_response, status_for
 from .logs import REQUEST_ID
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ OUTCOMES = {
 """What became of a request, by status; others are `success` (below 400), `invalid` (4xx) and `error` (5xx)."""
 
 
-class Budget:
+class ByteBudget:
     """Memory for the bodies of all requests together: a body is held until its request is over.
 
     Args:
@@ -71,7 +71,7 @@ class Budget:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Visit:
+class RequestContext:
     """One request at the door.
 
     Attributes:
@@ -83,7 +83,7 @@ class Visit:
     """
 
     id: str
-    budget: Budget
+    budget: ByteBudget
     held: int = 0
     status: int = CLIENT_GONE
     route: str = "other"
@@ -101,15 +101,15 @@ class Visit:
 
     def fail(self, error: Exception) -> None:
         """It went wrong after the head of the answer was sent."""
-        self.status = CLIENT_GONE if isinstance(error, ClientDisconnect) else status_of(error)
+        self.status = CLIENT_GONE if isinstance(error, ClientDisconnect) else status_for(error)
 
 
-def visit_of(scope: Scope) -> Visit:
-    visit: Visit = scope[_VISIT]
+def current_request(scope: Scope) -> RequestContext:
+    visit: RequestContext = scope[_VISIT]
     return visit
 
 
-class Visits:
+class RequestContextMiddleware:
     """ASGI middleware around everything else.
 
     Args:
@@ -125,7 +125,7 @@ class Visits:
         *,
         routes: Sequence[BaseRoute],
         metrics: Metrics,
-        budget: Budget,
+        budget: ByteBudget,
         tracer: Tracer | None = None,
     ) -> None:
         self._app = app
@@ -138,7 +138,7 @@ class Visits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        visit = scope[_VISIT] = Visit(id=_id(scope), budget=self._budget)
+        visit = scope[_VISIT] = RequestContext(id=_id(scope), budget=self._budget)
         token = REQUEST_ID.set(visit.id)
         try:
             with self._metrics.in_flight.track_inprogress(), self._span(scope, visit):
@@ -148,10 +148,10 @@ class Visits:
             self._leave(visit, scope)
             REQUEST_ID.reset(token)
 
-    def _span(self, scope: Scope, visit: Visit) -> AbstractContextManager[None]:
-        return self._tracer.visit(scope, visit) if self._tracer else contextlib.nullcontext()
+    def _span(self, scope: Scope, visit: RequestContext) -> AbstractContextManager[None]:
+        return self._tracer.request_span(scope, visit) if self._tracer else contextlib.nullcontext()
 
-    async def _serve(self, visit: Visit, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(self, visit: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
 
         async def tell(message: Message) -> None:
@@ -179,7 +179,7 @@ class Visits:
         )
         return getattr(route, "path", "other")
 
-    def _leave(self, visit: Visit, scope: Scope) -> None:
+    def _leave(self, visit: RequestContext, scope: Scope) -> None:
         self._metrics.request(visit.route, visit.outcome)
         fields: dict[str, Any] = {
             "method": scope["method"] if scope["method"].isalpha() else "other",
