@@ -33,7 +33,7 @@ from dashinfer_vlm_core.decoders import DecodeRequest, Token, VisualSpan
 from dashinfer_vlm_core.engine import load_pipeline
 from dashinfer_vlm_core.engine.chat_pipeline import ChatPipeline
 from dashinfer_vlm_core.engine.observers import RequestObserver
-from dashinfer_vlm_core.media import Picture
+from dashinfer_vlm_core.media import Image
 from dashinfer_vlm_core.media.fetch import Fetcher
 from dashinfer_vlm_core.media.image import decode_image
 from dashinfer_vlm_core.models.interface import Patches, VisualTokens
@@ -159,7 +159,7 @@ async def _one(clock: Clock, pipeline: ChatPipeline, fetcher: Fetcher, url: str,
     with clock.time("decode"):
         image = decode_image(data, part=PART, max_pixels=1 << 24, background=(255, 255, 255))
     with clock.time("resize"):
-        patches = pipeline.processor.process(Picture(image=image, path=PART))
+        patches = pipeline.processor.process(Image(image=image, path=PART))
     with clock.time("tower"):
         visual = await pipeline.vision.embed([patches])
     with clock.time("prompt"):
@@ -235,7 +235,7 @@ async def _tower_pass(clock: Clock, pipeline: ChatPipeline, source: random.Rando
 
 def _patches(pipeline: ChatPipeline, source: random.Random) -> Patches:
     image = decode_image(jpeg(source), part=PART, max_pixels=1 << 24, background=(255, 255, 255))
-    return pipeline.processor.process(Picture(image=image, path=PART))
+    return pipeline.processor.process(Image(image=image, path=PART))
 
 
 def _sampling(clock: Clock, pipeline: ChatPipeline) -> None:

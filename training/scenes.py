@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from PIL import Image
+from PIL import Image as PILImage
 
 from training import compose, questions
 from training.compose import Clip, Grid
@@ -36,12 +36,12 @@ class Sample:
     layout: str = "after"
 
     @property
-    def pictures(self) -> list[Image.Image]:
+    def pictures(self) -> list[PILImage.Image]:
         """The pictures in order; none for a clip."""
         return [] if self.is_clip else [render(scene) for scene in self.scenes]
 
     @property
-    def frames(self) -> list[Image.Image]:
+    def frames(self) -> list[PILImage.Image]:
         """The frames of the clip; none for pictures."""
         return render_clip(list(self.scenes)) if self.is_clip else []
 

@@ -237,9 +237,9 @@ def _show(found: Measurement) -> None:
 
 def _picture(rng: random.Random, size: tuple[int, int]) -> str:
     """Coarse noise of a size, as JPEG in a data URL: no two alike, and small to send."""
-    from PIL import Image
+    from PIL import Image as PILImage
 
-    tile = Image.frombytes("RGB", (16, 16), rng.randbytes(16 * 16 * 3))
+    tile = PILImage.frombytes("RGB", (16, 16), rng.randbytes(16 * 16 * 3))
     buffer = io.BytesIO()
-    tile.resize(size, Image.Resampling.BILINEAR).save(buffer, "JPEG", quality=90)
+    tile.resize(size, PILImage.Resampling.BILINEAR).save(buffer, "JPEG", quality=90)
     return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -261,9 +261,9 @@ def _answer() -> Finding:
 
 
 def _red_circle() -> str:
-    from PIL import Image, ImageDraw
+    from PIL import Image as PILImage, ImageDraw
 
-    picture = Image.new("RGB", (112, 112), "white")
+    picture = PILImage.new("RGB", (112, 112), "white")
     ImageDraw.Draw(picture).ellipse((28, 28, 84, 84), fill="red")
     buffer = io.BytesIO()
     picture.save(buffer, "PNG")

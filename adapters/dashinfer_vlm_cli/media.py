@@ -59,7 +59,7 @@ def clipboard_part() -> Part:
         MediaUndecodable: there is none.
         MissingDependency: nothing here can read the clipboard; the message says what to install.
     """
-    from PIL import Image, ImageGrab
+    from PIL import Image as PILImage, ImageGrab
 
     try:
         held = ImageGrab.grabclipboard()
@@ -68,7 +68,7 @@ def clipboard_part() -> Part:
             "The clipboard cannot be read here: install wl-clipboard (Wayland) or xclip (X11), or name a file with"
             " /image PATH."
         ) from error
-    if not isinstance(held, Image.Image):
+    if not isinstance(held, PILImage.Image):
         raise MediaUndecodable("There is no picture in the clipboard. Copy one, or name a file with /image PATH.")
     buffer = io.BytesIO()
     held.save(buffer, "PNG")

@@ -32,11 +32,11 @@ class LoadedKernels(NamedTuple):
 
     kernels: Kernels | None
     reason: str = ""
-    remedy: str = ""
+    fix: str = ""
 
     @property
     def explanation(self) -> str:
-        return "; ".join(filter(None, (self.reason, self.remedy)))
+        return "; ".join(filter(None, (self.reason, self.fix)))
 
 
 class KernelFactory(Protocol):

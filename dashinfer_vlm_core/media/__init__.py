@@ -10,18 +10,18 @@ if TYPE_CHECKING:
     from .fetch import FetchStats
     from .loader import MediaLoader
     from .readers import READERS, PyAVReader
-    from .types import Clip, Embeddings, Kind, Media, OpenVideo, Picture, Pixels, StopCheck, VideoInfo, VideoReader
+    from .types import Video, Embeddings, Kind, Media, OpenVideo, Image, Pixels, StopCheck, VideoInfo, VideoReader
 
 __all__ = [
     "READERS",
-    "Clip",
+    "Video",
     "Embeddings",
     "FetchStats",
     "Kind",
     "Media",
     "MediaLoader",
     "OpenVideo",
-    "Picture",
+    "Image",
     "Pixels",
     "PyAVReader",
     "Resolver",

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from io import BytesIO
 
 import numpy as np
-from PIL import Image
+from PIL import Image as PILImage
 
 from ..errors import DashInferVLMError, InvalidParameter, MediaTooLarge, MediaUndecodable
 
@@ -17,19 +17,19 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 _ORIENTATION = 0x0112
 _UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
+    2: PILImage.Transpose.FLIP_LEFT_RIGHT,
+    3: PILImage.Transpose.ROTATE_180,
+    4: PILImage.Transpose.FLIP_TOP_BOTTOM,
+    5: PILImage.Transpose.TRANSPOSE,
+    6: PILImage.Transpose.ROTATE_270,
+    7: PILImage.Transpose.TRANSVERSE,
+    8: PILImage.Transpose.ROTATE_90,
 }
 _OPAQUE = ("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
 _TRANSPARENT = ("LA", "La", "PA", "RGBA", "RGBa")
 
 
-def decode_image(data: bytes, *, part: str, max_pixels: int, background: tuple[int, int, int]) -> Image.Image:
+def decode_image(data: bytes, *, part: str, max_pixels: int, background: tuple[int, int, int]) -> PILImage.Image:
     """Decode the first frame of a PNG, JPEG, WebP, GIF, BMP or TIFF file.
 
     Whatever the file holds is brought to 8-bit RGB: palettes are looked up, of 16 bits the upper 8 are kept (as libpng
@@ -50,11 +50,11 @@ def decode_image(data: bytes, *, part: str, max_pixels: int, background: tuple[i
         InvalidParameter: a picture that is only one pixel high or wide.
         MediaUndecodable: another format, damaged or truncated data, or a pixel format without an agreed meaning.
     """
-    with _errors(part), Image.open(BytesIO(data), formats=FORMATS) as image:
+    with _errors(part), PILImage.open(BytesIO(data), formats=FORMATS) as image:
         return convert_image(image, part=part, max_pixels=max_pixels, background=background)
 
 
-def convert_image(image: Image.Image, *, part: str, max_pixels: int, background: tuple[int, int, int]) -> Image.Image:
+def convert_image(image: PILImage.Image, *, part: str, max_pixels: int, background: tuple[int, int, int]) -> PILImage.Image:
     """As `decode_picture`, of a picture that is open already, which may be the result itself."""
     check_size(image.size, max_pixels, part)
     _check_coding(image, part)
@@ -69,7 +69,7 @@ def convert_image(image: Image.Image, *, part: str, max_pixels: int, background:
 
 def count_pixels(data: bytes, *, part: str, max_pixels: int) -> int:
     """The pixels of a picture as its header says, without decoding; raises as `decode_picture`."""
-    with _errors(part), Image.open(BytesIO(data), formats=FORMATS) as image:
+    with _errors(part), PILImage.open(BytesIO(data), formats=FORMATS) as image:
         width, height = size = (int(image.width), int(image.height))
         check_size(size, max_pixels, part)
         _check_coding(image, part)
@@ -95,13 +95,13 @@ def check_size(size: tuple[int, int], max_pixels: int, part: str) -> None:
         )
 
 
-def _check_coding(image: Image.Image, part: str) -> None:
+def _check_coding(image: PILImage.Image, part: str) -> None:
     """Pillow decodes run-length coded bitmaps in Python: a few kilobytes of one hold a thread for many seconds."""
     if image.format == "BMP" and any(tile[0] == "bmp_rle" for tile in getattr(image, "tile", ())):
         raise MediaUndecodable("Run-length coded BMP files are not read; save it as PNG.", param=part)
 
 
-def _to_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
+def _to_rgb(image: PILImage.Image, background: tuple[int, int, int]) -> PILImage.Image:
     if image.mode.startswith("I;16"):
         image = _to_8_bits(image)
     if image.mode in _TRANSPARENT or "transparency" in image.info:
@@ -109,20 +109,20 @@ def _to_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def _to_8_bits(image: Image.Image) -> Image.Image:
+def _to_8_bits(image: PILImage.Image) -> PILImage.Image:
     """16-bit grey to 8-bit grey with alpha, from which a transparent level (tRNS) can no longer be told otherwise."""
     levels = np.asarray(image)
     alpha = np.where(levels == image.info.get("transparency", -1), 0, 255)
-    return Image.fromarray(np.stack([levels >> 8, alpha], axis=-1).astype(np.uint8))
+    return PILImage.fromarray(np.stack([levels >> 8, alpha], axis=-1).astype(np.uint8))
 
 
-def _compose(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
-    canvas = Image.new("RGB", image.size, background)
+def _compose(image: PILImage.Image, background: tuple[int, int, int]) -> PILImage.Image:
+    canvas = PILImage.new("RGB", image.size, background)
     canvas.paste(image, mask=image.getchannel("A"))
     return canvas
 
 
-def _orientation(image: Image.Image) -> int:
+def _orientation(image: PILImage.Image) -> int:
     """The EXIF orientation, 1 (upright) where there is none that can be read: a damaged note does not spoil a sound
     picture."""
     try:
@@ -131,7 +131,7 @@ def _orientation(image: Image.Image) -> int:
         return 1
 
 
-def _upright(image: Image.Image, orientation: int) -> Image.Image:
+def _upright(image: PILImage.Image, orientation: int) -> PILImage.Image:
     return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
 
 
@@ -142,7 +142,7 @@ def _errors(part: str) -> Iterator[None]:
         yield
     except DashInferVLMError:
         raise
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+    except (PILImage.DecompressionBombError, PILImage.DecompressionBombWarning) as error:
         raise MediaTooLarge("The picture has too many pixels; send a smaller one.", param=part) from error
     except Exception as error:  # Pillow's decoders raise whatever broken bytes lead them to
         raise MediaUndecodable(

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
-from PIL import Image
+from PIL import Image as PILImage
 
 from ..config import EngineConfig
 from ..errors import EngineClosed, MediaTooLarge, UnsupportedParameter
@@ -24,7 +24,7 @@ from .image import count_pixels, decode_image
 from .python_objects import fingerprint, load_object
 from .sampling import VideoSamplingPolicy
 from .source import InlineSource, LocalSource, Source, decode, locate, read
-from .types import Clip, Media, Picture, Pixels, StopCheck, VideoReader
+from .types import Video, Media, Image, Pixels, StopCheck, VideoReader
 from .video import available, check_frames, check_total, decode_video, frame_name, stack_frames
 
 T = TypeVar("T")
@@ -195,9 +195,9 @@ class MediaLoader:
                 check_stop=check_stop,
             )
         image = self._image(data[0], part, part.part)
-        return Picture(image=image, path=part.part, min_pixels=part.min_pixels, max_pixels=part.max_pixels)
+        return Image(image=image, path=part.part, min_pixels=part.min_pixels, max_pixels=part.max_pixels)
 
-    def _frames(self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck) -> Clip:
+    def _frames(self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck) -> Video:
         """A clip of a list of pictures, whose headers are read before the first is decoded."""
         limit = self._config.max_decoded_pixels
         frames = [(encoded, frame_name(part, i)) for i, encoded in enumerate(data)]
@@ -211,7 +211,7 @@ class MediaLoader:
 
         return stack_frames(decoded(), len(frames), part, self._policy)
 
-    def _image(self, data: bytes, part: MediaPart, name: str) -> Image.Image:
+    def _image(self, data: bytes, part: MediaPart, name: str) -> PILImage.Image:
         background = part.background or self._config.rgba_background
         return decode_image(data, part=name, max_pixels=self._config.max_decoded_pixels, background=background)
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
-from PIL import Image
+from PIL import Image as PILImage
 
 from ..concurrency.compute import CPU_EXECUTOR
 from ..config import EngineConfig
@@ -30,10 +30,10 @@ from ..protocol import EncodedEmbeddings, MediaPart
 from .image import check_size, convert_image
 from .sampling import VideoSamplingPolicy
 from .tensors import Array, as_grid, as_rows, read_embeddings
-from .types import Clip, Embeddings, Media, Picture, Pixels, StopCheck
+from .types import Video, Embeddings, Media, Image, Pixels, StopCheck
 from .video import check_frames, check_total, frame_name, stack_frames
 
-_Frame: TypeAlias = Image.Image | Pixels
+_Frame: TypeAlias = PILImage.Image | Pixels
 
 # Pillow reads a file on first use, and not in two threads at once; pictures that share a lock merely wait.
 _LOCKS = tuple(threading.Lock() for _ in range(61))
@@ -53,8 +53,8 @@ def load_object(part: MediaPart, config: EngineConfig, policy: VideoSamplingPoli
     if part.kind == "video":
         return _clip(part.content, part, config, policy, check_stop)
     frame = _frame(part.content, part.path, config)
-    image = Image.fromarray(frame) if isinstance(frame, np.ndarray) else frame
-    return Picture(
+    image = PILImage.fromarray(frame) if isinstance(frame, np.ndarray) else frame
+    return Image(
         image=_converted(image, part, part.path, config),
         path=part.path,
         min_pixels=part.min_pixels,
@@ -66,9 +66,9 @@ def fingerprint(media: Media) -> bytes:
     """32 bytes, equal exactly for equal contents of one kind."""
     digest = hashlib.sha256(type(media).__name__.encode())
     shape: tuple[int, ...]
-    if isinstance(media, Picture):
+    if isinstance(media, Image):
         data, shape = np.asarray(media.image), (media.image.height, media.image.width)
-    elif isinstance(media, Clip):
+    elif isinstance(media, Video):
         data, shape = media.frames, media.frames.shape[:3]
     else:
         data, shape = media.rows, (*media.grid, len(media.rows))
@@ -94,7 +94,7 @@ def _embeddings(content: Mapping[Any, Any] | EncodedEmbeddings, part: MediaPart,
 
 def _clip(
     content: object, part: MediaPart, config: EngineConfig, policy: VideoSamplingPolicy, check_stop: StopCheck
-) -> Clip:
+) -> Video:
     found = _array(content, part.path)
     given = content if isinstance(content, (list, tuple)) else None if found is None else _channels_last(found)
     if given is None or (found is not None and found.ndim != 4):
@@ -115,7 +115,7 @@ def _clip(
 
 def _frame(content: object, name: str, config: EngineConfig) -> _Frame:
     """A PIL image as it is, or uint8 [height, width] or [height, width, 3 or 4]; its size is allowed."""
-    if isinstance(content, Image.Image):
+    if isinstance(content, PILImage.Image):
         check_size(content.size, config.max_decoded_pixels, name)
         return content
     found = _array(content, name)
@@ -140,7 +140,7 @@ def _frame(content: object, name: str, config: EngineConfig) -> _Frame:
 
 
 def _size(frame: _Frame) -> tuple[int, int]:
-    return frame.size if isinstance(frame, Image.Image) else (frame.shape[1], frame.shape[0])
+    return frame.size if isinstance(frame, PILImage.Image) else (frame.shape[1], frame.shape[0])
 
 
 def _rgb(frame: _Frame, part: MediaPart, name: str, config: EngineConfig) -> Pixels:
@@ -148,11 +148,11 @@ def _rgb(frame: _Frame, part: MediaPart, name: str, config: EngineConfig) -> Pix
     if isinstance(frame, np.ndarray):
         if frame.shape[2:] == (3,):
             return frame
-        frame = Image.fromarray(frame)
+        frame = PILImage.fromarray(frame)
     return np.asarray(_converted(frame, part, name, config))
 
 
-def _converted(image: Image.Image, part: MediaPart, name: str, config: EngineConfig) -> Image.Image:
+def _converted(image: PILImage.Image, part: MediaPart, name: str, config: EngineConfig) -> PILImage.Image:
     background = part.background or config.rgba_background
     with _LOCKS[id(image) % len(_LOCKS)]:
         return convert_image(image, part=name, max_pixels=config.max_decoded_pixels, background=background)

@@ -8,14 +8,14 @@ from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
+from PIL import Image as PILImage
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 Kind: TypeAlias = Literal["image", "video"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Picture:
+class Image:
     """One decoded picture, upright, in RGB.
 
     Attributes:
@@ -26,7 +26,7 @@ class Picture:
         max_pixels: most pixels after resizing that the request asks for.
     """
 
-    image: Image.Image
+    image: PILImage.Image
     path: str
     source: bytes = b""
     min_pixels: int | None = None
@@ -34,7 +34,7 @@ class Picture:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Clip:
+class Video:
     """The frames of one video that the model will see, upright, in RGB, all of one size.
 
     Attributes:
@@ -75,7 +75,7 @@ class Embeddings:
     source: bytes = b""
 
 
-Media: TypeAlias = Picture | Clip | Embeddings
+Media: TypeAlias = Image | Video | Embeddings
 
 StopCheck: TypeAlias = Callable[[], None]
 """Called now and then by long work; raises once nobody waits for the result any more."""

@@ -21,7 +21,7 @@ from ..errors import (
 )
 from ..protocol import MediaPart
 from .sampling import VideoSamplingPolicy
-from .types import Clip, OpenVideo, Pixels, StopCheck, VideoInfo, VideoReader
+from .types import Video, OpenVideo, Pixels, StopCheck, VideoInfo, VideoReader
 
 MAX_FPS = 240.0
 
@@ -60,7 +60,7 @@ def decode_video(
     config: EngineConfig,
     policy: VideoSamplingPolicy,
     check_stop: StopCheck,
-) -> Clip:
+) -> Video:
     """The sampled frames of an encoded video, by the first of `readers` that can read it.
 
     Raises:
@@ -82,7 +82,7 @@ def decode_video(
     raise undecodable(part.path)
 
 
-def stack_frames(frames: Iterable[Pixels], count: int, part: MediaPart, policy: VideoSamplingPolicy) -> Clip:
+def stack_frames(frames: Iterable[Pixels], count: int, part: MediaPart, policy: VideoSamplingPolicy) -> Video:
     """A clip of `count` decoded pictures, which must be of one size.
 
     Raises:
@@ -194,7 +194,7 @@ def _in_time(check_stop: StopCheck, part: MediaPart, config: EngineConfig) -> St
 
 def _sample(
     video: OpenVideo, part: MediaPart, config: EngineConfig, policy: VideoSamplingPolicy, check_stop: StopCheck
-) -> Clip:
+) -> Video:
     info = video.info
     _check_header(info, part, config)
     count = frame_count(info.frames, info.fps, part=part, policy=policy)
@@ -219,8 +219,8 @@ def _check_header(info: VideoInfo, part: MediaPart, config: EngineConfig) -> Non
         )
 
 
-def _clip(frames: Pixels, part: MediaPart, times: tuple[float, ...]) -> Clip:
-    return Clip(
+def _clip(frames: Pixels, part: MediaPart, times: tuple[float, ...]) -> Video:
+    return Video(
         frames=frames,
         times=times,
         path=part.path,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..media.types import Clip, Kind, Picture, Pixels
+from ..media.types import Video, Kind, Image, Pixels
 from .spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class ImageProcessor(Protocol):
     """Decoded media -> Patches: resize rule, patch size, patch order. It keeps no state: any thread may call it, and an
     equal one can be made in another process from the checkpoint's folder and the options."""
 
-    def process(self, media: Picture | Clip) -> Patches:
+    def process(self, media: Image | Video) -> Patches:
         """Resize and cut.
 
         Raises:
@@ -133,7 +133,7 @@ class ImageProcessor(Protocol):
                 does not read; the error names the field.
         """
 
-    def count_tokens(self, media: Picture | Clip) -> int:
+    def count_tokens(self, media: Image | Video) -> int:
         """The visual tokens that `process` will give, by the size of the media alone: nothing is resized.
 
         Raises:

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
+from PIL import Image as PILImage
 
 from ..errors import InvalidParameter
 from ..media.image import MAX_ASPECT
-from ..media.types import Clip, Embeddings, Picture, Pixels
+from ..media.types import Video, Embeddings, Image, Pixels
 from .interface import Embedded, Grid, GridShape, ImageProcessor
 from .spec import ModelSpec, PixelSpec
 
@@ -102,9 +102,9 @@ def normalize(pixels: Pixels, spec: PixelSpec) -> npt.NDArray[np.float32]:
     return normal
 
 
-def frames_shape(media: Picture | Clip) -> tuple[int, int, int]:
+def frames_shape(media: Image | Video) -> tuple[int, int, int]:
     """(frames, height, width); a picture is one frame."""
-    if isinstance(media, Picture):
+    if isinstance(media, Image):
         return 1, media.image.height, media.image.width
     frames, height, width, _ = media.frames.shape
     return frames, height, width
@@ -136,22 +136,22 @@ def grid_shape(grid: Grid, spec: PixelSpec) -> GridShape:
     )
 
 
-def resize(media: Picture | Clip, size: tuple[int, int]) -> Pixels:
+def resize(media: Image | Video, size: tuple[int, int]) -> Pixels:
     """uint8 [frames, *size, 3]."""
-    if isinstance(media, Picture):
+    if isinstance(media, Image):
         return _scaled(media.image, size)[np.newaxis]
     if media.frames.shape[1:3] == size:
         return media.frames
     resized = np.empty((len(media.frames), *size, 3), dtype=np.uint8)
     for target, frame in zip(resized, media.frames, strict=True):
-        target[:] = _scaled(Image.fromarray(frame), size)
+        target[:] = _scaled(PILImage.fromarray(frame), size)
     return resized
 
 
-def _scaled(image: Image.Image, size: tuple[int, int]) -> Pixels:
+def _scaled(image: PILImage.Image, size: tuple[int, int]) -> Pixels:
     """uint8 [*size, 3]; a picture that has this size already is not resampled."""
     height, width = size
-    return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
+    return np.asarray(image.resize((width, height), PILImage.Resampling.BICUBIC))
 
 
 def patchify(frames: Pixels, spec: PixelSpec) -> tuple[Pixels, Grid]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from PIL import Image
+from PIL import Image as PILImage
 
 from ..errors import InvalidParameter, UnsupportedParameter
 from ..media.types import Kind
@@ -136,7 +136,7 @@ def _items(kind: Kind, value: object) -> Sequence[object]:
 
 
 def _is_frame(value: object) -> bool:
-    return isinstance(value, Image.Image) or getattr(value, "ndim", None) in (2, 3)
+    return isinstance(value, PILImage.Image) or getattr(value, "ndim", None) in (2, 3)
 
 
 def _message(message: object, where: str, contents: dict[str, Any]) -> object:

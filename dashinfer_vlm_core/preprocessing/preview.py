@@ -6,9 +6,9 @@ import io
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image
+from PIL import Image as PILImage
 
-from ..media.types import Clip, Kind, Media, Picture, Pixels
+from ..media.types import Video, Kind, Media, Image, Pixels
 from ..models.interface import Embedded, Grid, ImageProcessor, Patches
 
 MAX_FRAMES = 16
@@ -106,11 +106,11 @@ def _chosen(frames: Pixels) -> tuple[Frame, ...]:
 
 def _png(frame: Pixels) -> bytes:
     buffer = io.BytesIO()
-    Image.fromarray(frame).save(buffer, "PNG", compress_level=FASTEST)
+    PILImage.fromarray(frame).save(buffer, "PNG", compress_level=FASTEST)
     return buffer.getvalue()
 
 
 def _source_size(media: Media) -> tuple[int, int] | None:
-    if isinstance(media, Picture):
+    if isinstance(media, Image):
         return media.image.size
-    return (media.frames.shape[2], media.frames.shape[1]) if isinstance(media, Clip) else None
+    return (media.frames.shape[2], media.frames.shape[1]) if isinstance(media, Video) else None

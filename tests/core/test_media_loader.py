@@ -9,7 +9,7 @@ import weakref
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image as PILImage
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import (
@@ -23,7 +23,7 @@ from dashinfer_vlm_core.errors import (
     MissingDependency,
     UnsupportedParameter,
 )
-from dashinfer_vlm_core.media import READERS, Clip, MediaLoader, Picture, VideoInfo
+from dashinfer_vlm_core.media import READERS, Video, MediaLoader, Image, VideoInfo
 from dashinfer_vlm_core.protocol import MediaPart
 from tests.samples import data_url, encode, movie, noise, picture_url
 from tests.waiting import HANG, until
@@ -117,14 +117,14 @@ def test_options_of_a_part_travel_with_its_media():
         image(picture_url(), 0, min_pixels=1, max_pixels=2),
         video((picture_url(), picture_url()), 1, min_pixels=3, max_pixels=4, total_pixels=5),
     )
-    assert isinstance(picture, Picture)
+    assert isinstance(picture, Image)
     assert (picture.min_pixels, picture.max_pixels) == (1, 2)
-    assert isinstance(clip, Clip)
+    assert isinstance(clip, Video)
     assert (clip.min_pixels, clip.max_pixels, clip.total_pixels) == (3, 4, 5)
 
 
 def test_a_part_s_own_background_shows_through_its_pictures_and_frames():
-    clear = data_url(encode(Image.new("RGBA", (28, 28), (9, 9, 9, 0))))
+    clear = data_url(encode(PILImage.new("RGBA", (28, 28), (9, 9, 9, 0))))
     one = image(clear, background=(1, 2, 3))
     frames = video((clear, clear), 1, background=(4, 5, 6))
     first, second, third = load(one, frames, image(clear, 2), rgba_background=(7, 8, 9))

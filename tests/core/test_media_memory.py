@@ -10,7 +10,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image as PILImage
 from safetensors.torch import save
 
 from dashinfer_vlm_core import EngineConfig
@@ -54,7 +54,7 @@ def refused(error, content, kind="image", param=PART, **options):
 @pytest.mark.parametrize(
     "content",
     [
-        Image.fromarray(RGB),
+        PILImage.fromarray(RGB),
         RGB,
         torch.from_numpy(RGB),
         torch.from_numpy(RGB).permute(2, 0, 1),
@@ -68,7 +68,7 @@ def test_a_picture_comes_in_many_forms(content):
     assert np.array_equal(pixels(content), RGB)
 
 
-@pytest.mark.parametrize("content", [Image.fromarray(GREY), GREY, GREY[:, :, None], torch.from_numpy(GREY)[None]])
+@pytest.mark.parametrize("content", [PILImage.fromarray(GREY), GREY, GREY[:, :, None], torch.from_numpy(GREY)[None]])
 def test_grey_becomes_rgb(content):
     content = content.permute(1, 2, 0) if isinstance(content, torch.Tensor) else content
     assert np.array_equal(pixels(content), np.dstack([GREY] * 3))
@@ -77,36 +77,36 @@ def test_grey_becomes_rgb(content):
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "LA", "PA", "CMYK", "YCbCr", "LAB", "HSV", "I;16"])
 def test_every_mode_comes_out_as_from_a_file(mode):
     """As the decoder of files brings it to RGB; of those that no file holds, as Pillow converts them."""
-    image = Image.fromarray(RGB).convert("L" if mode == "I;16" else "RGB")
-    image = Image.fromarray(np.asarray(image).astype(np.uint16) << 8) if mode == "I;16" else image.convert(mode)
-    expected = Image.fromarray(np.asarray(image) >> 8) if mode == "I;16" else image
+    image = PILImage.fromarray(RGB).convert("L" if mode == "I;16" else "RGB")
+    image = PILImage.fromarray(np.asarray(image).astype(np.uint16) << 8) if mode == "I;16" else image.convert(mode)
+    expected = PILImage.fromarray(np.asarray(image) >> 8) if mode == "I;16" else image
     assert np.array_equal(pixels(image), np.asarray(expected.convert("RGB")))
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])
 def test_modes_without_an_agreed_range_are_refused(mode):
-    assert "convert it to RGB" in refused(MediaUndecodable, Image.new(mode, (20, 20)))
+    assert "convert it to RGB" in refused(MediaUndecodable, PILImage.new(mode, (20, 20)))
 
 
 def test_transparency_is_composed_on_the_requests_colour_or_else_the_servers():
     clear = np.zeros((4, 4, 4), np.uint8)
-    for content in (clear, Image.fromarray(clear)):
+    for content in (clear, PILImage.fromarray(clear)):
         assert (pixels(content) == 255).all()
         assert (pixels(content, config={"rgba_background": (1, 2, 3)})[0, 0] == (1, 2, 3)).all()
         assert (pixels(content, config={"rgba_background": (1, 2, 3)}, background=(9, 8, 7))[0, 0] == (9, 8, 7)).all()
 
 
 def test_an_opened_file_is_turned_upright():
-    exif = Image.Exif()
+    exif = PILImage.Exif()
     exif[0x0112] = 6
-    opened = Image.open(io.BytesIO(encode(RGB, "PNG", exif=exif)))
+    opened = PILImage.open(io.BytesIO(encode(RGB, "PNG", exif=exif)))
     assert np.array_equal(pixels(opened), np.rot90(RGB, -1))
 
 
 def test_one_opened_file_in_many_requests_is_read_once_at_a_time():
     data = encode(noise(700, 700))
     for _ in range(5):
-        opened, found = Image.open(io.BytesIO(data)), []
+        opened, found = PILImage.open(io.BytesIO(data)), []
         threads = [threading.Thread(target=lambda o=opened, f=found: f.append(pixels(o))) for _ in range(8)]
         for thread in threads:
             thread.start()
@@ -117,7 +117,7 @@ def test_one_opened_file_in_many_requests_is_read_once_at_a_time():
 
 
 def test_an_opened_file_that_is_damaged_is_refused():
-    refused(MediaUndecodable, Image.open(io.BytesIO(encode(noise(50, 50))[:-3000])))
+    refused(MediaUndecodable, PILImage.open(io.BytesIO(encode(noise(50, 50))[:-3000])))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_an_opened_file_that_is_damaged_is_refused():
         (np.zeros(20, np.uint8), "[height, width, channels]"),
         (np.zeros((0, 30, 3), np.uint8), "one pixel"),
         (np.zeros((1, 30, 3), np.uint8), "one pixel"),
-        (Image.new("RGB", (1, 5)), "one pixel"),
+        (PILImage.new("RGB", (1, 5)), "one pixel"),
         ("/etc/passwd", "no picture"),
         (object(), "no picture"),
         ([RGB], "no picture"),
@@ -146,11 +146,11 @@ def test_what_is_no_picture_is_refused_with_the_next_step(content, message):
     assert message in refused(InvalidParameter, content)
 
 
-@pytest.mark.parametrize("content", [RGB, Image.fromarray(RGB)])
+@pytest.mark.parametrize("content", [RGB, PILImage.fromarray(RGB)])
 def test_pictures_are_held_to_the_servers_pixels(content):
     assert pixels(noise(28, 28), config={"max_decoded_pixels": 784}).shape == (28, 28, 3)
     refused(MediaTooLarge, noise(28, 29), config={"max_decoded_pixels": 784})
-    refused(MediaTooLarge, Image.fromarray(noise(28, 29)), config={"max_decoded_pixels": 784})
+    refused(MediaTooLarge, PILImage.fromarray(noise(28, 29)), config={"max_decoded_pixels": 784})
 
 
 def test_options_of_the_part_are_kept():
@@ -168,9 +168,9 @@ def test_options_of_the_part_are_kept():
         torch.from_numpy(FRAMES),
         torch.from_numpy(FRAMES).permute(0, 3, 1, 2),
         list(FRAMES),
-        tuple(Image.fromarray(frame) for frame in FRAMES),
-        [Image.fromarray(FRAMES[0]), *FRAMES[1:3], torch.from_numpy(FRAMES[3])],
-        [Image.fromarray(frame).convert("RGBA") for frame in FRAMES],
+        tuple(PILImage.fromarray(frame) for frame in FRAMES),
+        [PILImage.fromarray(FRAMES[0]), *FRAMES[1:3], torch.from_numpy(FRAMES[3])],
+        [PILImage.fromarray(frame).convert("RGBA") for frame in FRAMES],
     ],
     ids=["thwc", "tchw", "torch thwc", "torch tchw", "arrays", "pil", "mixed", "rgba"],
 )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image as PILImage
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError, InvalidParameter
-from dashinfer_vlm_core.media import Clip, Picture
+from dashinfer_vlm_core.media import Video, Image
 from dashinfer_vlm_core.models.patches import normalize, smart_resize
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import PixelLimits, Qwen2VLImageProcessor
 from dashinfer_vlm_core.models.spec import PixelSpec
@@ -20,11 +20,11 @@ SMALL = EngineConfig(max_pixels=200 * 784)
 
 
 def picture(pixels, **limits):
-    return Picture(image=Image.fromarray(pixels), path=PART, **limits)
+    return Image(image=PILImage.fromarray(pixels), path=PART, **limits)
 
 
 def clip(frames, **limits):
-    return Clip(frames=np.asarray(frames), path=PART, **limits)
+    return Video(frames=np.asarray(frames), path=PART, **limits)
 
 
 def cut(media, config=SMALL, spec=SPEC):
@@ -40,7 +40,7 @@ def oracle():
     processor = Qwen2VLImageProcessorPil(size=size)
 
     def process(pixels):
-        result = processor(Image.fromarray(pixels), return_tensors="np")
+        result = processor(PILImage.fromarray(pixels), return_tensors="np")
         return result["pixel_values"], tuple(result["image_grid_thw"][0].tolist())
 
     return process

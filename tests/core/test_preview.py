@@ -7,11 +7,11 @@ import io
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image as PILImage
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import ContextLengthExceeded, InvalidParameter, MediaTooLarge, QueueFull
-from dashinfer_vlm_core.media import Clip, Picture
+from dashinfer_vlm_core.media import Video, Image
 from dashinfer_vlm_core.models.patches import unpatchify
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import Qwen2VLImageProcessor
 from dashinfer_vlm_core.models.spec import PixelSpec
@@ -40,12 +40,12 @@ def moving(count):
 
 
 def pixels_of(frame):
-    return np.asarray(Image.open(io.BytesIO(frame.png)))
+    return np.asarray(PILImage.open(io.BytesIO(frame.png)))
 
 
 def test_cutting_can_be_undone():
     frames = moving(5)
-    patches = Qwen2VLImageProcessor(SPEC, EngineConfig()).process(Clip(frames=frames, path=PART))
+    patches = Qwen2VLImageProcessor(SPEC, EngineConfig()).process(Video(frames=frames, path=PART))
     assert np.array_equal(unpatchify(patches.pixels, patches.grid, SPEC), [*frames, frames[-1]])
 
 
@@ -54,7 +54,7 @@ def test_a_picture_is_shown_as_pillow_resizes_it(engine):
     (item,) = engine.preview(request(image, "What is this?")).items
     (frame,) = item.frames
     assert (item.kind, item.part, item.source_size, item.frame_count) == ("image", PART, (300, 200), 1)
-    assert np.array_equal(pixels_of(frame), np.asarray(image.resize(item.size, Image.Resampling.BICUBIC)))
+    assert np.array_equal(pixels_of(frame), np.asarray(image.resize(item.size, PILImage.Resampling.BICUBIC)))
     assert item.tokens == item.size[0] * item.size[1] // 784
 
 
@@ -69,7 +69,7 @@ def test_the_tokens_are_those_that_an_answer_is_billed_for(engine):
 
 
 def test_a_long_video_is_shown_by_some_of_its_frames():
-    clip = Clip(frames=moving(41), path=PART)
+    clip = Video(frames=moving(41), path=PART)
     item = preview_media(clip, PROCESSOR.process(clip), PROCESSOR)
     assert item.frame_count == 42
     assert len(item.frames) == MAX_FRAMES
@@ -104,7 +104,7 @@ def test_a_preview_has_the_limits_of_a_request(tiny_checkpoint):
 
 
 def test_a_picture_that_fits_is_not_touched():
-    image = Image.fromarray(noise(56, 84))
-    media = Picture(image=image, path=PART)
+    image = PILImage.fromarray(noise(56, 84))
+    media = Image(image=image, path=PART)
     item = preview_media(media, PROCESSOR.process(media), PROCESSOR)
     assert np.array_equal(pixels_of(item.frames[0]), np.asarray(image))

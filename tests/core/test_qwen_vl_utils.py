@@ -13,7 +13,7 @@ import torch
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import InvalidParameter
-from dashinfer_vlm_core.media import READERS, Clip
+from dashinfer_vlm_core.media import READERS, Video
 from dashinfer_vlm_core.media.sampling import VideoSamplingPolicy
 from dashinfer_vlm_core.media.video import decode_video, frame_count
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import Qwen2VLImageProcessor
@@ -120,6 +120,6 @@ def test_the_size_of_frames(published, count, limits):
     processor = Qwen2VLImageProcessor(spec, EngineConfig(min_pixels=128 * 784, video_total_pixels=total))
     for height, width in SIZES:
         frames = np.broadcast_to(np.uint8(0), (count, height, width, 3))
-        clip = Clip(frames=frames, path="here", **limits)
+        clip = Video(frames=frames, path="here", **limits)
         expected = published.fetch_video({"video": f"{count} {height} {width}", **limits}).shape[2:]
         assert processor._size(clip) == tuple(expected), (height, width)

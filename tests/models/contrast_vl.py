@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from dashinfer_vlm_core import hookimpl
 from dashinfer_vlm_core.errors import InvalidParameter
-from dashinfer_vlm_core.media import Picture
+from dashinfer_vlm_core.media import Image
 from dashinfer_vlm_core.media.sampling import VideoSamplingPolicy
 from dashinfer_vlm_core.models.interface import Expansion, Grid, GridShape, Patches, Placeholder
 from dashinfer_vlm_core.models.spec import (
@@ -113,7 +113,7 @@ def resized(image: PILImage.Image) -> PILImage.Image:
 
 class ImageProcessor:
     def process(self, media):
-        if isinstance(media, Picture):
+        if isinstance(media, Image):
             frames = [np.asarray(resized(media.image))]
         else:
             frames = [np.asarray(resized(PILImage.fromarray(frame))) for frame in media.frames]
@@ -121,7 +121,7 @@ class ImageProcessor:
         grid = Grid(len(pixels), pixels.shape[1] // PATCH, pixels.shape[2] // PATCH)
         rows = pixels.reshape(grid.t, grid.h, PATCH, grid.w, PATCH, 3).transpose(0, 1, 3, 2, 4, 5)
         rows = np.ascontiguousarray(rows).reshape(grid.patches, 3 * PATCH**2)
-        kind = "image" if isinstance(media, Picture) else "video"
+        kind = "image" if isinstance(media, Image) else "video"
         return Patches(
             pixels=rows,
             grid=grid,
@@ -133,7 +133,7 @@ class ImageProcessor:
         )
 
     def count_tokens(self, media):
-        if isinstance(media, Picture) and min(media.image.size) < 2:
+        if isinstance(media, Image) and min(media.image.size) < 2:
             raise InvalidParameter("This image is too thin.", param=media.path)
         return self.process(media).tokens
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ...config import EngineConfig
 from ...errors import ConfigError, InvalidParameter
-from ...media.types import Clip, Kind, Picture, Pixels
+from ...media.types import Video, Kind, Image, Pixels
 from ..interface import Grid, GridShape, Patches
 from ..patches import content_digest, frames_shape, grid_of, grid_shape, padded, patchify, resize, smart_resize, unpatchify
 from ..spec import PixelSpec
@@ -46,7 +46,7 @@ class Qwen2VLImageProcessor:
         if self._least > self._ceiling:
             raise ConfigError(f"min_pixels ({self._least}) is above max_pixels ({self._ceiling}); mend one of them.")
 
-    def process(self, media: Picture | Clip) -> Patches:
+    def process(self, media: Image | Video) -> Patches:
         """Resize (bicubic, by Pillow, as transformers' processor does) and cut.
 
         A clip is padded with its last frame to a multiple of `temporal_patch_size`; a picture is cut as a clip of one
@@ -57,7 +57,7 @@ class Qwen2VLImageProcessor:
         """
         size = self._size(media)
         pixels, grid = patchify(resize(media, size), self._spec)
-        kind: Kind = "image" if isinstance(media, Picture) else "video"
+        kind: Kind = "image" if isinstance(media, Image) else "video"
         return Patches(
             pixels=pixels,
             grid=grid,
@@ -65,10 +65,10 @@ class Qwen2VLImageProcessor:
             kind=kind,
             path=media.path,
             digest=content_digest(kind, grid, pixels),
-            times=media.times if isinstance(media, Clip) else (),
+            times=media.times if isinstance(media, Video) else (),
         )
 
-    def count_tokens(self, media: Picture | Clip) -> int:
+    def count_tokens(self, media: Image | Video) -> int:
         """The visual tokens that `process` will give, by the size of the media alone: nothing is resized.
 
         Raises:
@@ -76,7 +76,7 @@ class Qwen2VLImageProcessor:
         """
         return grid_shape(grid_of(frames_shape(media)[0], *self._size(media), self._spec), self._spec).tokens
 
-    def limits(self, media: Picture | Clip) -> PixelLimits:
+    def limits(self, media: Image | Video) -> PixelLimits:
         """Pixels that a picture, or each frame of a clip, may have after resizing.
 
         A picture has at least `min_pixels` of the configuration or the checkpoint, and at most `max_pixels` of the
@@ -91,9 +91,9 @@ class Qwen2VLImageProcessor:
         Raises:
             InvalidParameter: the request's limits contradict each other or the server's; the error names one.
         """
-        return self._picture_limits(media) if isinstance(media, Picture) else self._frame_limits(media)
+        return self._picture_limits(media) if isinstance(media, Image) else self._frame_limits(media)
 
-    def _size(self, media: Picture | Clip) -> tuple[int, int]:
+    def _size(self, media: Image | Video) -> tuple[int, int]:
         """(height, width) in pixels after resizing."""
         limits = self.limits(media)
         _, height, width = frames_shape(media)
@@ -106,7 +106,7 @@ class Qwen2VLImageProcessor:
             part=media.path,
         )
 
-    def _picture_limits(self, picture: Picture) -> PixelLimits:
+    def _picture_limits(self, picture: Image) -> PixelLimits:
         default = min(self._ceiling, self._config.max_pixels or DEFAULT_TOKENS * self._spec.factor**2)
         most = min(picture.max_pixels or max(default, self._least), self._ceiling)
         limits = PixelLimits(picture.min_pixels or self._least, most)
@@ -114,7 +114,7 @@ class Qwen2VLImageProcessor:
         _check_order(limits, field, picture)
         return limits
 
-    def _frame_limits(self, clip: Clip) -> PixelLimits:
+    def _frame_limits(self, clip: Video) -> PixelLimits:
         field = f"{clip.path}.video_url"
         least = clip.min_pixels or self._least
         ceiling = max(self._least, min(self._frame_most, self._spec.max_pixels))
@@ -133,7 +133,7 @@ class Qwen2VLImageProcessor:
         return frames[:1] if patches.kind == "image" else frames
 
 
-def _check_order(limits: PixelLimits, field: str, media: Picture | Clip) -> None:
+def _check_order(limits: PixelLimits, field: str, media: Image | Video) -> None:
     if limits.min_pixels > limits.max_pixels:
         name = "max_pixels" if media.min_pixels is None else "min_pixels"
         raise InvalidParameter(
