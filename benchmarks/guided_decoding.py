@@ -26,7 +26,7 @@ from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
 from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.structured_output.grammar import Rules, any_object, json_schema
-from dashinfer_vlm_core.structured_output.grammar_compiler import LLGuidanceGrammar, GrammarCompiler
+from dashinfer_vlm_core.structured_output.grammar_compiler import GrammarCompiler, LLGuidanceGrammar
 
 LARGE = 151_936
 SCENE: dict[str, Any] = {

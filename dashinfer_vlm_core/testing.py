@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from .config import EngineConfig
-from .decoders import GUIDED_DECODING, DecodeRequest, DecoderFactory, FinishReason, DecoderSupport, Token
+from .decoders import GUIDED_DECODING, DecodeRequest, DecoderFactory, DecoderSupport, FinishReason, Token
 from .engine import Engine
 from .errors import DecoderFailed, EngineClosed
 from .hookspecs import hookimpl
@@ -37,8 +37,8 @@ class Script:
         answers: one per request, in order; the last one is repeated. A string is the answer, an exception is raised in
             its place, a function makes the answer from the request.
         delay: seconds before each token.
-        supported_params: what the decoder supported_params; everything by default. A script is not sampled from, so that options of
-            sampling change nothing; an answer that leaves the format asked for ends with `DecoderFailed`.
+        supported_params: what the decoder supports; everything by default. A script is not sampled, so sampling
+            options have no effect; a response that violates the requested format ends with `DecoderFailed`.
 
     Attributes:
         requests: every request that came, in order.

@@ -34,7 +34,7 @@ def test_the_programs_print_what_the_page_says():
         f"{output.MAX_SCHEMA_BYTES // 1024} KiB and {output.MAX_SCHEMA_DEPTH} levels",
         f"a `pattern` {bounds.MAX_PATTERN_CHARACTERS:,} characters",
         f"at most {output.MAX_TOOLS} tools",
-        f"there are up to {forms.MAX_CALLS}",
+        f"there are up to {output_grammar.MAX_CALLS}",
         f"`n` is {request.MAX_ANSWERS} at most",
     ],
 )

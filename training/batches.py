@@ -145,8 +145,8 @@ class Row:
         ids = encode(question.answer)
         if question.about:
             self.marks.append(self._mark_of(question.about, range(start - 1, start + len(ids))))
-        colours = [index for index, token in enumerate(ids) if token in _colour_tokens()]
-        for index, mention in zip(colours, question.named, strict=False):
+        colors = [index for index, token in enumerate(ids) if token in _color_tokens()]
+        for index, mention in zip(colors, question.named, strict=False):
             # The article, the colour and the shape.
             self.marks.append(self._mark_of(mention, range(start + index - 2, start + index + 1)))
 
@@ -163,7 +163,7 @@ class Story:
 
 
 _LIST_ASKERS: dict[questions.Asker, float] = {
-    questions.describe: 4, questions.count: 1.5, questions.shape: 1, questions.colour: 0.7, questions.side: 1,
+    questions.describe: 4, questions.count: 1.5, questions.shape: 1, questions.color: 0.7, questions.side: 1,
     questions.exists: 0.7, questions.where: 0.7, questions.absent: 0.7,
 }  # fmt: skip
 
@@ -241,7 +241,7 @@ def _pointers(index: int, story: Story) -> list[tuple[int, int, np.ndarray]]:
     """For every token of an answer about one thing: its row and index, and where that thing is seen."""
     found = []
     for tokens, mention, start in story.row.marks:
-        seen = _cells([story.visuals[mention.picture]], story.row.grid)[:, 0] == drawing.COLOURS.index(mention.colour)
+        seen = _cells([story.visuals[mention.picture]], story.row.grid)[:, 0] == drawing.COLORS.index(mention.color)
         spots = np.zeros(LENGTH, bool)
         spots[start : start + len(seen)] = seen
         if spots.any():
@@ -250,8 +250,8 @@ def _pointers(index: int, story: Story) -> list[tuple[int, int, np.ndarray]]:
 
 
 @functools.cache
-def _colour_tokens() -> frozenset[int]:
-    return frozenset(token for colour in drawing.COLOURS for token in encode(f" {colour}"))
+def _color_tokens() -> frozenset[int]:
+    return frozenset(token for color in drawing.COLORS for token in encode(f" {color}"))
 
 
 def cut(frames: torch.Tensor) -> torch.Tensor:

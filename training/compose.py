@@ -9,7 +9,7 @@ import math
 import random
 from dataclasses import dataclass, replace
 
-from training.drawing import COLOURS, FIELD, FIELDS, SHAPES, Backdrop, Rgb, Scene, Thing, paint
+from training.drawing import COLORS, FIELD, FIELDS, SHAPES, Backdrop, Rgb, Scene, Thing, paint
 from training.sizes import FACTOR, smart_resize
 
 Grid = tuple[int, int]
@@ -40,7 +40,7 @@ class Clip:
 
     scenes: tuple[Scene, ...]
     direction: str | None
-    recoloured: tuple[str, str] | None = None
+    recolored: tuple[str, str] | None = None
 
 
 def choose(rng: random.Random, weights: dict[Grid, float]) -> Grid:
@@ -85,8 +85,8 @@ def compose_change(rng: random.Random, grid: Grid) -> list[Scene]:
     things = list(before.things)
     index, kind = rng.randrange(len(things)), rng.random()
     if kind < 0.42:
-        colour = rng.choice([word for word in COLOURS if word not in {thing.colour for thing in things}])
-        things[index] = replace(things[index], colour=colour, rgb=_rgb(rng, colour))
+        color = rng.choice([word for word in COLORS if word not in {thing.color for thing in things}])
+        things[index] = replace(things[index], color=color, rgb=_rgb(rng, color))
     elif kind < 0.84:
         free = [word for word in SHAPES if word not in {thing.shape for thing in things}]
         things[index] = replace(things[index], shape=rng.choice(free))
@@ -119,7 +119,7 @@ def photo(rng: random.Random) -> Backdrop:
         slope_angle=rng.uniform(0, 2 * math.pi),
         cloud=rng.uniform(15, 70),
         grain=rng.choice((0.0, rng.uniform(0, 40))),
-        coloured=rng.random() < 0.7,
+        colored=rng.random() < 0.7,
         field=rng.randrange(FIELDS),
         offset=(rng.randrange(FIELD), rng.randrange(FIELD)),
         horizon=horizon if rng.random() < 0.5 else None,
@@ -142,7 +142,7 @@ def _backdrop(rng: random.Random, busy: bool) -> Backdrop:
         plain,
         cloud=rng.choice((rng.uniform(3, 12), rng.uniform(5, 25), rng.uniform(10, 40))) if kind < 0.9 else 0.0,
         grain=rng.uniform(1, 15) if kind > 0.85 else 0.0,
-        coloured=rng.random() < 0.4,
+        colored=rng.random() < 0.4,
         field=rng.randrange(FIELDS),
         offset=(rng.randrange(FIELD), rng.randrange(FIELD)),
     )
@@ -152,21 +152,21 @@ def _jpeg(rng: random.Random) -> int | None:
     return rng.randint(50, 95) if rng.random() < 0.12 else None
 
 
-def _rgb(rng: random.Random, colour: str) -> Rgb:
+def _rgb(rng: random.Random, color: str) -> Rgb:
     # Dark orange reads as brown, dark yellow as olive and dark pink as purple: these stay bright.
-    darkest = 0.86 if colour in ("orange", "yellow", "pink") else 0.72
-    return paint(colour, rng.uniform(-6, 6), rng.uniform(0.78, 1), rng.uniform(darkest, 1))
+    darkest = 0.86 if color in ("orange", "yellow", "pink") else 0.72
+    return paint(color, rng.uniform(-6, 6), rng.uniform(0.78, 1), rng.uniform(darkest, 1))
 
 
 def _things(rng: random.Random, width: int, height: int, count: int, clear: bool) -> tuple[Thing, ...]:
-    colours = rng.sample(COLOURS, max(count, 1))
+    colors = rng.sample(COLORS, max(count, 1))
     shapes = rng.sample(SHAPES, len(SHAPES))
     if count > 1 and rng.random() < 0.25:
         shapes[1] = shapes[0]
     things = []
-    for (x, y, radius), colour, shape in zip(_places(rng, width, height, count, clear), colours, shapes, strict=False):
+    for (x, y, radius), color, shape in zip(_places(rng, width, height, count, clear), colors, shapes, strict=False):
         tilt = rng.uniform(-0.12, 0.12)
-        things.append(Thing(colour=colour, shape=shape, x=x, y=y, radius=radius, tilt=tilt, rgb=_rgb(rng, colour)))
+        things.append(Thing(color=color, shape=shape, x=x, y=y, radius=radius, tilt=tilt, rgb=_rgb(rng, color)))
     return tuple(things)
 
 
@@ -202,11 +202,11 @@ def _try_places(
 def _resting_clip(rng: random.Random, base: Scene, mover: Thing, frames: int, motion: str) -> Clip:
     if motion == "still" or frames < 4:
         return Clip(scenes=_with_witness(rng, base, [mover] * frames), direction=None)
-    colour = rng.choice([word for word in COLOURS if word != mover.colour])
-    later = replace(mover, colour=colour, rgb=_rgb(rng, colour))
+    color = rng.choice([word for word in COLORS if word != mover.color])
+    later = replace(mover, color=color, rgb=_rgb(rng, color))
     cut = 2 * rng.randint(1, frames // 2 - 1)  # between two pairs of frames: a patch never mixes the colours
     scenes = tuple(replace(base, things=(thing,)) for thing in [mover] * cut + [later] * (frames - cut))
-    return Clip(scenes=scenes, direction=None, recoloured=(mover.colour, colour))
+    return Clip(scenes=scenes, direction=None, recolored=(mover.color, color))
 
 
 def _path(
@@ -246,6 +246,6 @@ def _with_witness(rng: random.Random, base: Scene, moved: list[Thing]) -> tuple[
             apart = all(
                 math.hypot(thing.x - step.x, thing.y - step.y) > (thing.radius + step.radius) * 1.1 for step in moved
             )
-            if apart and thing.colour != moved[0].colour and thing.shape != moved[0].shape:
+            if apart and thing.color != moved[0].color and thing.shape != moved[0].shape:
                 rest = (thing,)
     return tuple(replace(base, things=(step, *rest)) for step in moved)

@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw
 
 HUES = {"red": 0, "orange": 28, "yellow": 55, "green": 120, "cyan": 183, "blue": 225, "purple": 272, "pink": 322}
 """Hue of each colour word in degrees, far enough apart for a wobble of 6 degrees."""
-COLOURS = tuple(HUES)
+COLORS = tuple(HUES)
 SHAPES = ("circle", "square", "triangle", "star", "cross")
 
 Point = tuple[float, float]
@@ -32,7 +32,7 @@ FIELDS = 24
 class Thing:
     """One shape: a centre (`x`, `y`) and a `radius` in pixels, `tilt` in radians."""
 
-    colour: str
+    color: str
     shape: str
     x: float
     y: float
@@ -50,7 +50,7 @@ class Backdrop:
     slope_angle: float = 0.0
     cloud: float = 0.0
     grain: float = 0.0
-    coloured: bool = False
+    colored: bool = False
     field: int = 0
     offset: tuple[int, int] = (0, 0)
     horizon: tuple[float, float, Rgb] | None = None
@@ -68,9 +68,9 @@ class Scene:
     jpeg: int | None = None
 
 
-def paint(colour: str, wobble: float, saturation: float, value: float) -> Rgb:
+def paint(color: str, wobble: float, saturation: float, value: float) -> Rgb:
     """The RGB of a colour word; `wobble` in degrees, the others 0 to 1."""
-    red, green, blue = colorsys.hsv_to_rgb((HUES[colour] + wobble) % 360 / 360, saturation, value)
+    red, green, blue = colorsys.hsv_to_rgb((HUES[color] + wobble) % 360 / 360, saturation, value)
     return round(red * 255), round(green * 255), round(blue * 255)
 
 
@@ -98,7 +98,7 @@ def mirror(scene: Scene) -> Scene:
     """The scene with left and right exchanged (the backdrop stays: no question is about it)."""
     things = tuple(
         Thing(
-            colour=thing.colour,
+            color=thing.color,
             shape=thing.shape,
             x=scene.width - thing.x,
             y=thing.y,
@@ -183,7 +183,7 @@ def _crop(fields: np.ndarray, backdrop: Backdrop, width: int, height: int) -> np
     """Part of the noise, (height, width, 1 or 3), unit deviation."""
     rows = (np.arange(height) + backdrop.offset[1]) % FIELD
     columns = (np.arange(width) + backdrop.offset[0]) % FIELD
-    chosen = [(backdrop.field + step) % FIELDS for step in range(3 if backdrop.coloured else 1)]
+    chosen = [(backdrop.field + step) % FIELDS for step in range(3 if backdrop.colored else 1)]
     return np.stack([fields[index][rows[:, None], columns[None]] for index in chosen], axis=-1)
 
 

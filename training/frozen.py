@@ -82,11 +82,11 @@ def _second_turn(first: Sample) -> Sample:
     rng = random.Random(f"second turn {first.task} {first.seed}")
     while True:
         if first.is_clip:
-            question = questions.colour(rng, first.scenes[0])
+            question = questions.color(rng, first.scenes[0])
         elif len(first.scenes) > 1:
             question = questions.nth(rng, first.scenes)
         else:
-            question = rng.choice((questions.colour, questions.shape, questions.exists))(rng, first.scenes[0])
+            question = rng.choice((questions.color, questions.shape, questions.exists))(rng, first.scenes[0])
         if question and question.text != first.question:
             return Sample(
                 task=question.task, seed=first.seed, scenes=first.scenes, is_clip=first.is_clip,

@@ -16,9 +16,9 @@ from training.drawing import Backdrop, Rgb, Scene, Thing, paint, render, render_
 WHITE = Backdrop(rgb=(250, 250, 248))
 NIGHT = Backdrop(rgb=(22, 24, 34), slope=18, slope_angle=1.2)
 PAPER = Backdrop(rgb=(222, 220, 212), slope=30, slope_angle=0.4, cloud=7, field=3)
-STONE = Backdrop(rgb=(150, 152, 150), cloud=22, coloured=True, field=9, offset=(40, 80))
+STONE = Backdrop(rgb=(150, 152, 150), cloud=22, colored=True, field=9, offset=(40, 80))
 MEADOW = Backdrop(
-    rgb=(150, 180, 215), slope=30, slope_angle=1.6, cloud=34, grain=8, coloured=True, field=5,
+    rgb=(150, 180, 215), slope=30, slope_angle=1.6, cloud=34, grain=8, colored=True, field=5,
     horizon=(0.55, 0.15, (70, 110, 60)),
 )  # fmt: skip
 FRAMES, FRAMES_PER_SECOND = 8, 4
@@ -26,9 +26,9 @@ FRAMES, FRAMES_PER_SECOND = 8, 4
 
 def thing(words: str, x: float, y: float, radius: float, tilt: float = 0.05) -> Thing:
     """A thing from its two words, at pixels `x`, `y`."""
-    colour, shape = words.split()
-    rgb: Rgb = paint(colour, 0, 0.88, 0.92)
-    return Thing(colour=colour, shape=shape, x=x, y=y, radius=radius, tilt=tilt, rgb=rgb)
+    color, shape = words.split()
+    rgb: Rgb = paint(color, 0, 0.88, 0.92)
+    return Thing(color=color, shape=shape, x=x, y=y, radius=radius, tilt=tilt, rgb=rgb)
 
 
 def scene(width: int, height: int, backdrop: Backdrop, *things: Thing) -> Scene:

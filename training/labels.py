@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from training.compose import DIRECTIONS, Grid
-from training.drawing import COLOURS, SHAPES, Scene, Thing
+from training.drawing import COLORS, SHAPES, Scene, Thing
 
 TWELFTHS = 12
-CELLS = (len(COLOURS) + 1, len(SHAPES) + 1, TWELFTHS, TWELFTHS, len(DIRECTIONS) + 1)
+CELLS = (len(COLORS) + 1, len(SHAPES) + 1, TWELFTHS, TWELFTHS, len(DIRECTIONS) + 1)
 """Number of values of each label; the last colour and shape mean background, motion 0 means rest."""
 PLACES = (4, 4, 4)
 """Labels of a vision token inside the language model: quarter down, quarter across, number of its picture or time."""
@@ -31,7 +31,7 @@ def cells(first: Scene, second: Scene, grid: Grid) -> np.ndarray:
 
 def _cells(scene: Scene, grid: Grid) -> np.ndarray:
     labels = np.full((*grid, len(CELLS)), UNKNOWN, np.int64)
-    labels[..., 0], labels[..., 1] = len(COLOURS), len(SHAPES)
+    labels[..., 0], labels[..., 1] = len(COLORS), len(SHAPES)
     best = np.zeros(grid, np.float32)
     for thing in scene.things:
         share = _overlap(scene, thing, grid)
@@ -44,7 +44,7 @@ def _cells(scene: Scene, grid: Grid) -> np.ndarray:
 def _values(scene: Scene, thing: Thing) -> tuple[int, ...]:
     column, row = thing.x / scene.width * TWELFTHS, thing.y / scene.height * TWELFTHS
     middle = (min(max(int(column), 0), TWELFTHS - 1), min(max(int(row), 0), TWELFTHS - 1))
-    return COLOURS.index(thing.colour), SHAPES.index(thing.shape), *middle, 0
+    return COLORS.index(thing.color), SHAPES.index(thing.shape), *middle, 0
 
 
 def _mark_motion(labels: np.ndarray, first: Scene, second: Scene, grid: Grid) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from training import vocabulary
 from training.compose import CENTRE_MARGIN, Clip
-from training.drawing import COLOURS, SHAPES, Scene, Thing
+from training.drawing import COLORS, SHAPES, Scene, Thing
 
 NUMBERS = ("no", "one", "two", "three", "four")
 ORDINALS = ("first", "second", "third")
@@ -28,7 +28,7 @@ DIAGONAL = 1.6
 class Mention(NamedTuple):
     """A thing by its colour, which is unique in a scene, and the number of its picture, from 0."""
 
-    colour: str
+    color: str
     picture: int = 0
 
 
@@ -63,14 +63,14 @@ _COUNT = (
     "How many shapes are there?", "How many shapes are in the {picture}?", "Count the shapes.", "How many shapes?",
     "How many objects do you see?", "How many shapes do you see?", "How many objects are in the {picture}?",
 )  # fmt: skip
-_COLOUR = (
+_COLOR = (
     "What colour is the {shape}?", "What color is the {shape}?", "Which colour is the {shape}?",
     "What is the colour of the {shape}?", "Tell me the color of the {shape}.", "What is the color of the {shape}?",
     "Which color does the {shape} have?",
 )  # fmt: skip
 _SHAPE = (
-    "What shape is {colour}?", "Which shape is {colour}?", "What is the {colour} shape?", "What is {colour}?",
-    "What is the shape of the {colour} object?", "What shape is the {colour} object?", "Name the {colour} shape.",
+    "What shape is {color}?", "Which shape is {color}?", "What is the {color} shape?", "What is {color}?",
+    "What is the shape of the {color} object?", "What shape is the {color} object?", "Name the {color} shape.",
 )  # fmt: skip
 _CORNER = (
     "What is in the {corner}?", "What is in the {corner} corner?", "What do you see in the {corner}?",
@@ -96,7 +96,7 @@ _WHICH = (
     "Which {picture} has {thing}?", "Which {picture} shows {thing}?", "Which {picture} contains {thing}?",
     "In which {picture} is {thing}?", "Which one has {thing}?", "Which {picture} has {thing} in it?",
 )  # fmt: skip
-_NTH_COLOUR = (
+_NTH_COLOR = (
     "What colour is the shape in the {nth} {picture}?", "What color is the {nth} shape?",
     "What color is the shape in the {nth} {picture}?", "What colour is the shape in {picture} {number}?",
     "Which colour does the {nth} {picture} show?",
@@ -121,14 +121,14 @@ _CLIP = (
     "What is in the video?", "Describe this video.", "What is happening?", "What does the video show?",
     "What is going on in this video?", "Describe the clip.",
 )  # fmt: skip
-_RECOLOUR = ("How does the colour change?", "What happens to the {shape}?", "How does the {shape} change?")
+_RECOLOR = ("How does the colour change?", "What happens to the {shape}?", "How does the {shape} change?")
 _AT_START = ("What colour is the {shape} at the start?", "What colour is the {shape} at first?")
 _AT_END = ("What colour is the {shape} at the end?", "What colour does the {shape} become?")
 
 
 def name(thing: Thing) -> str:
     """The thing with its article: "a red circle"."""
-    return with_article(f"{thing.colour} {thing.shape}")
+    return with_article(f"{thing.color} {thing.shape}")
 
 
 def with_article(words: str) -> str:
@@ -177,12 +177,12 @@ def count(rng: random.Random, scene: Scene) -> Question | None:
     return _question(rng, "count", _COUNT, answer)
 
 
-def colour(rng: random.Random, scene: Scene) -> Question | None:
+def color(rng: random.Random, scene: Scene) -> Question | None:
     thing = _only_of_its_shape(rng, scene)
     if thing is None:
         return None
     return _question(
-        rng, "colour", _COLOUR, f"The {thing.shape} is {thing.colour}.", Mention(thing.colour), shape=thing.shape
+        rng, "colour", _COLOR, f"The {thing.shape} is {thing.color}.", Mention(thing.color), shape=thing.shape
     )
 
 
@@ -194,9 +194,9 @@ def shape(rng: random.Random, scene: Scene) -> Question | None:
         rng,
         "shape",
         _SHAPE,
-        f"The {thing.colour} shape is a {thing.shape}.",
-        Mention(thing.colour),
-        colour=thing.colour,
+        f"The {thing.color} shape is a {thing.shape}.",
+        Mention(thing.color),
+        color=thing.color,
     )
 
 
@@ -212,7 +212,7 @@ def in_corner(rng: random.Random, scene: Scene) -> Question | None:
             return None
     found = scene.things[corners.index(asked)] if asked in corners else None
     answer = _sentence(name(found)) if found else "Nothing."
-    return _question(rng, "corner", _CORNER, answer, Mention(found.colour) if found else None, corner=asked)
+    return _question(rng, "corner", _CORNER, answer, Mention(found.color) if found else None, corner=asked)
 
 
 def where(rng: random.Random, scene: Scene) -> Question | None:
@@ -221,9 +221,9 @@ def where(rng: random.Random, scene: Scene) -> Question | None:
         return None
     thing = rng.choice(placed)
     unique = sum(other.shape == thing.shape for other in scene.things) == 1
-    words = thing.shape if unique and rng.random() < 0.6 else f"{thing.colour} {thing.shape}"
+    words = thing.shape if unique and rng.random() < 0.6 else f"{thing.color} {thing.shape}"
     return _question(
-        rng, "where", _WHERE, f"The {words} is in the {corner(scene, thing)}.", Mention(thing.colour), thing=words
+        rng, "where", _WHERE, f"The {words} is in the {corner(scene, thing)}.", Mention(thing.color), thing=words
     )
 
 
@@ -239,7 +239,7 @@ def side(rng: random.Random, scene: Scene) -> Question | None:
     gap = abs(ordered[0].x - ordered[1].x) if level else abs(ordered[0].y - ordered[1].y)
     if gap < SIDE_MARGIN * length:
         return None
-    return _question(rng, "side", _SIDE, _sentence(name(ordered[0])), Mention(ordered[0].colour), side=_SIDES[asked])
+    return _question(rng, "side", _SIDE, _sentence(name(ordered[0])), Mention(ordered[0].color), side=_SIDES[asked])
 
 
 def exists(rng: random.Random, scene: Scene) -> Question | None:
@@ -250,15 +250,15 @@ def exists(rng: random.Random, scene: Scene) -> Question | None:
         thing = rng.choice(seen)
         if kind == "shape" and sum(other.shape == thing.shape for other in seen) > 1:
             return None
-        words = {"shape": thing.shape, "colour": f"{thing.colour} shape", "both": f"{thing.colour} {thing.shape}"}[kind]
+        words = {"shape": thing.shape, "colour": f"{thing.color} shape", "both": f"{thing.color} {thing.shape}"}[kind]
         return _question(
-            rng, "exists", _EXISTS, f"Yes, there is {name(thing)}.", Mention(thing.colour), thing=with_article(words)
+            rng, "exists", _EXISTS, f"Yes, there is {name(thing)}.", Mention(thing.color), thing=with_article(words)
         )
-    shapes, colours = {thing.shape for thing in seen}, {thing.colour for thing in seen}
+    shapes, colors = {thing.shape for thing in seen}, {thing.color for thing in seen}
     other_shape = rng.choice([word for word in SHAPES if word not in shapes])
-    other_colour = rng.choice([word for word in COLOURS if word not in colours])
-    half_right = rng.choice((f"{rng.choice(COLOURS)} {other_shape}", f"{other_colour} {rng.choice(SHAPES)}"))
-    words = {"shape": other_shape, "colour": f"{other_colour} shape", "both": half_right}[kind]
+    other_color = rng.choice([word for word in COLORS if word not in colors])
+    half_right = rng.choice((f"{rng.choice(COLORS)} {other_shape}", f"{other_color} {rng.choice(SHAPES)}"))
+    words = {"shape": other_shape, "colour": f"{other_color} shape", "both": half_right}[kind]
     return _question(rng, "exists", _EXISTS, "No.", thing=with_article(words))
 
 
@@ -266,12 +266,12 @@ def absent(rng: random.Random, scene: Scene) -> Question | None:
     """A question that takes for granted what is not there."""
     if not scene.things:
         return _question(rng, "empty", _EMPTY, vocabulary.NO_SHAPES)
-    shapes, colours = {thing.shape for thing in scene.things}, {thing.colour for thing in scene.things}
+    shapes, colors = {thing.shape for thing in scene.things}, {thing.color for thing in scene.things}
     if rng.random() < 0.4:
-        word = rng.choice([word for word in COLOURS if word not in colours])
-        return _question(rng, "absent", _SHAPE, f"I see no {word} shape.", colour=word)
+        word = rng.choice([word for word in COLORS if word not in colors])
+        return _question(rng, "absent", _SHAPE, f"I see no {word} shape.", color=word)
     word = rng.choice([word for word in SHAPES if word not in shapes])
-    forms = (*_COLOUR, *_WHERE)
+    forms = (*_COLOR, *_WHERE)
     return _question(rng, "absent", forms, f"I see no {word}.", shape=word, thing=word)
 
 
@@ -288,10 +288,10 @@ def chat(rng: random.Random) -> Question:
 
 def no_picture(rng: random.Random) -> Question:
     """A question about a picture that was not sent."""
-    forms = rng.choice((_DESCRIBE, _COUNT, _COLOUR, _SHAPE, _CORNER, _WHERE, _SIDE, _NTH, _WHICH, _CHANGED, _MOTION))
+    forms = rng.choice((_DESCRIBE, _COUNT, _COLOR, _SHAPE, _CORNER, _WHERE, _SIDE, _NTH, _WHICH, _CHANGED, _MOTION))
     words = {
         "shape": rng.choice(SHAPES),
-        "colour": rng.choice(COLOURS),
+        "colour": rng.choice(COLORS),
         "corner": rng.choice(CORNERS),
         "number": "2",
         "side": rng.choice(list(_SIDES.values())),
@@ -322,14 +322,14 @@ def which(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
         words, shared = thing.shape, any(other.shape == thing.shape for other in others)
         shared |= sum(other.shape == thing.shape for other in scenes[index].things) > 1
     elif rng.random() < 0.7:
-        words, shared = f"{thing.colour} shape", any(other.colour == thing.colour for other in others)
+        words, shared = f"{thing.color} shape", any(other.color == thing.color for other in others)
     else:
-        words = f"{thing.colour} {thing.shape}"
-        shared = any((other.colour, other.shape) == (thing.colour, thing.shape) for other in others)
+        words = f"{thing.color} {thing.shape}"
+        shared = any((other.color, other.shape) == (thing.color, thing.shape) for other in others)
     if shared:
         return None
     asked = rng.choice((f"the {words}", with_article(words)))
-    return _question(rng, "which", _WHICH, f"The {ORDINALS[index]} picture.", Mention(thing.colour, index), thing=asked)
+    return _question(rng, "which", _WHICH, f"The {ORDINALS[index]} picture.", Mention(thing.color, index), thing=asked)
 
 
 def nth_colour(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
@@ -337,9 +337,9 @@ def nth_colour(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
     if len(scenes[index].things) != 1:
         return None
     (thing,) = scenes[index].things
-    answer = f"It is {thing.colour}."
+    answer = f"It is {thing.color}."
     return _question(
-        rng, "nth_colour", _NTH_COLOUR, answer, Mention(thing.colour, index), **_ordinal(rng, index, len(scenes))
+        rng, "nth_colour", _NTH_COLOR, answer, Mention(thing.color, index), **_ordinal(rng, index, len(scenes))
     )
 
 
@@ -350,17 +350,17 @@ def changed(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
     pairs = list(zip(scenes[0].things, scenes[1].things, strict=True))
     if any((old.x, old.y, old.radius) != (new.x, new.y, new.radius) for old, new in pairs):
         return None
-    changes = [(old, new) for old, new in pairs if (old.colour, old.shape) != (new.colour, new.shape)]
+    changes = [(old, new) for old, new in pairs if (old.color, old.shape) != (new.color, new.shape)]
     if not changes:
         return _question(rng, "changed", _CHANGED, "Nothing changed.")
     old, new = changes[0]
     if old.shape != new.shape:
-        answer = f"The {old.colour} {old.shape} became a {new.shape}."
+        answer = f"The {old.color} {old.shape} became a {new.shape}."
     elif sum(thing.shape == old.shape for thing in scenes[0].things) > 1:
         return None
     else:
-        answer = f"The {old.shape} changed from {old.colour} to {new.colour}."
-    return _question(rng, "changed", _CHANGED, answer, Mention(new.colour, 1))
+        answer = f"The {old.shape} changed from {old.color} to {new.color}."
+    return _question(rng, "changed", _CHANGED, answer, Mention(new.color, 1))
 
 
 def each(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
@@ -379,10 +379,10 @@ def motion(rng: random.Random, clip: Clip) -> Question | None:
     if not clip.scenes[0].things:
         return None
     thing = clip.scenes[0].things[0]
-    if clip.recoloured and rng.random() < 0.7:
+    if clip.recolored and rng.random() < 0.7:
         return None
     words = rng.choice((thing.shape, "shape" if len(clip.scenes[0].things) == 1 else thing.shape))
-    about = None if clip.recoloured else Mention(thing.colour)
+    about = None if clip.recolored else Mention(thing.color)
     return _question(rng, "motion", _MOTION, f"It {movement(clip)}.", about, thing=words)
 
 
@@ -390,25 +390,25 @@ def clip_description(rng: random.Random, clip: Clip) -> Question | None:
     if not clip.scenes[0].things:
         return _question(rng, "empty_clip", (*_CLIP, *_MOTION), vocabulary.NO_SHAPES, thing="shape")
     thing = clip.scenes[0].things[0]
-    if clip.recoloured:
+    if clip.recolored:
         return _question(rng, "recolour", _CLIP, _recolouring(clip))
-    return _question(rng, "clip", _CLIP, _sentence(f"{name(thing)} {movement(clip)}"), Mention(thing.colour))
+    return _question(rng, "clip", _CLIP, _sentence(f"{name(thing)} {movement(clip)}"), Mention(thing.color))
 
 
 def recolour(rng: random.Random, clip: Clip) -> Question | None:
-    if not clip.recoloured:
+    if not clip.recolored:
         return None
     kind, shape_word = rng.randrange(3), clip.scenes[0].things[0].shape
     if kind == 0:
-        return _question(rng, "recolour", _RECOLOUR, _recolouring(clip), shape=shape_word)
+        return _question(rng, "recolour", _RECOLOR, _recolouring(clip), shape=shape_word)
     forms = _AT_START if kind == 1 else _AT_END
-    return _question(rng, "recolour", forms, f"It is {clip.recoloured[kind - 1]}.", shape=shape_word)
+    return _question(rng, "recolour", forms, f"It is {clip.recolored[kind - 1]}.", shape=shape_word)
 
 
 def clip_colour(rng: random.Random, clip: Clip) -> Question | None:
-    if clip.recoloured:
+    if clip.recolored:
         return None
-    question = colour(rng, clip.scenes[0])
+    question = color(rng, clip.scenes[0])
     return question and replace(question, task="clip_colour")
 
 
@@ -420,7 +420,7 @@ def movement(clip: Clip) -> str:
 
 
 PICTURE_ASKERS: dict[Asker, float] = {
-    describe: 2.5, count: 1, colour: 1, shape: 1, in_corner: 2.5, where: 2.5, side: 2, exists: 1.5, absent: 0.7,
+    describe: 2.5, count: 1, color: 1, shape: 1, in_corner: 2.5, where: 2.5, side: 2, exists: 1.5, absent: 0.7,
     outside: 0.4,
 }  # fmt: skip
 """Who asks about one picture, with their shares in training."""
@@ -429,7 +429,7 @@ CLIP_ASKERS: dict[ClipAsker, float] = {motion: 3, clip_description: 2, recolour:
 
 
 def _recolouring(clip: Clip) -> str:
-    before, after = clip.recoloured or ("", "")
+    before, after = clip.recolored or ("", "")
     return f"The {clip.scenes[0].things[0].shape} changes from {before} to {after}."
 
 
@@ -470,9 +470,9 @@ def _question(
 def _naming(question: Question, pictures: Sequence[int]) -> Question:
     """The question with what its answer names: the colours in it, from the pictures in turn or all from the last."""
     words = [word.strip(".,") for word in question.answer.split()]
-    colours = [word for word in words if word in COLOURS]
-    places = [*pictures, *[pictures[-1]] * len(colours)]
-    return replace(question, named=tuple(Mention(*pair) for pair in zip(colours, places, strict=False)))
+    colors = [word for word in words if word in COLORS]
+    places = [*pictures, *[pictures[-1]] * len(colors)]
+    return replace(question, named=tuple(Mention(*pair) for pair in zip(colors, places, strict=False)))
 
 
 def _vary(rng: random.Random, text: str) -> str:

@@ -127,7 +127,7 @@ TASKS: dict[str, Maker] = {
     "describe_two": _picture(questions.describe, 2),
     "list": _picture(questions.describe, 3, 4),
     "count": _picture(questions.count, 1, 2, 3, 4),
-    "colour": _picture(questions.colour, 1, 2, 3, 4),
+    "colour": _picture(questions.color, 1, 2, 3, 4),
     "shape": _picture(questions.shape, 1, 2, 3, 4),
     "corner": _picture(questions.in_corner, 1, 2, 3, 4, clear=True),
     "where": _picture(questions.where, 1, 2, 3, 4, clear=True),

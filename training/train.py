@@ -73,7 +73,7 @@ class Plan:
 # thing is known, every one of several things is still as likely to be taken. It is asked for most until it is learnt.
 FIND = making.Mix(
     pictures=14, sets=2.5, clips=2.5, text=0.5,
-    more={questions.colour: 5, questions.shape: 5, questions.exists: 1.5, questions.count: 0.5},
+    more={questions.color: 5, questions.shape: 5, questions.exists: 1.5, questions.count: 0.5},
 )  # fmt: skip
 LEARN = making.Mix(
     pictures=10, sets=6, clips=4, text=0.6,

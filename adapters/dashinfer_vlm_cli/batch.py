@@ -14,7 +14,7 @@ import click
 from dashinfer_vlm_core.config.config_file import ConfiguredCommand
 from dashinfer_vlm_core.errors import DashInferVLMError
 
-from .batch_files import Entry, BatchOutput, answered, failed, read_body, read_entries
+from .batch_files import BatchOutput, Entry, answered, failed, read_body, read_entries
 from .engines import EngineSource, engine_options
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ async def _tried(engine: AnyEngine, body: dict[str, object]) -> ChatCompletion |
 
 
 def _run(job: _Job, left: list[Entry], source: EngineSource, concurrency: int) -> None:
-    from .concurrency import run_concurrently, progress
+    from .concurrency import progress, run_concurrently
 
     if not left:
         return

@@ -49,7 +49,7 @@ class Size(click.ParamType[tuple[int, int]]):
 class Shape:
     """What each chat of a measurement holds: no two have the same picture or words, so that no cache helps."""
 
-    pictures: int
+    images: int
     size: tuple[int, int]
     words: int
     tokens: int
@@ -58,7 +58,7 @@ class Shape:
     def request(self, index: int) -> dict[str, Any]:
         rng = random.Random(f"{self.seed} {index}")  # noqa: S311 - numbers that can be had again, not secret ones
         parts: list[dict[str, Any]] = [
-            {"type": "image_url", "image_url": {"url": _picture(rng, self.size)}} for _ in range(self.pictures)
+            {"type": "image_url", "image_url": {"url": _image(rng, self.size)}} for _ in range(self.images)
         ]
         text = " ".join([str(index), *rng.choices(WORDS, k=self.words)])
         content = [*parts, {"type": "text", "text": text}]
@@ -138,7 +138,7 @@ def bench(
     requests: int,
     concurrency: int,
     rate: float | None,
-    pictures: int,
+    images: int,
     size: tuple[int, int],
     words: int,
     max_tokens: int,
@@ -152,7 +152,7 @@ def bench(
     Each chat has pictures and words of its own, so that caches do not help, and an answer of exactly --max-tokens
     where the server knows `ignore_eos`. Exits with 1 if a chat failed.
     """
-    shape = Shape(pictures=pictures, size=size, words=words, tokens=max_tokens, seed=seed)
+    shape = Shape(images=images, size=size, words=words, tokens=max_tokens, seed=seed)
     chats = [shape.request(index) for index in range(-warmup, requests)]
     with source.open() as engine:
         asyncio.run(measure(engine, chats[:warmup], concurrency=concurrency))
@@ -173,7 +173,7 @@ async def measure(
     show: bool = False,
 ) -> Measurement:
     """Ask all of them, at most `concurrency` at once, each at its time where there is a rate (per second)."""
-    from .concurrency import run_concurrently, progress
+    from .concurrency import progress, run_concurrently
 
     found = Measurement()
     start = time.perf_counter()
@@ -235,7 +235,7 @@ def _show(found: Measurement) -> None:
         click.echo(f"\nfailed: {fault}")
 
 
-def _picture(rng: random.Random, size: tuple[int, int]) -> str:
+def _image(rng: random.Random, size: tuple[int, int]) -> str:
     """Coarse noise of a size, as JPEG in a data URL: no two alike, and small to send."""
     from PIL import Image as PILImage
 

@@ -69,8 +69,8 @@ def _package() -> Finding:
     try:
         return Finding(name=DISTRIBUTION, status="ok", detail=version(DISTRIBUTION))
     except PackageNotFoundError:
-        mend = f"Run: pip install {DISTRIBUTION}"
-        return Finding(name=DISTRIBUTION, status="broken", detail="on a path, but not installed", fix=mend)
+        fix = f"Run: pip install {DISTRIBUTION}"
+        return Finding(name=DISTRIBUTION, status="broken", detail="on a path, but not installed", fix=fix)
 
 
 def _needed(name: str) -> Finding:
@@ -78,8 +78,8 @@ def _needed(name: str) -> Finding:
     try:
         importlib.import_module(module)
     except Exception as error:  # noqa: BLE001 - whatever a library raises when it cannot be loaded
-        mend = f"Run: pip install --force-reinstall '{_wanted(name)}'"
-        return Finding(name=name, status="broken", detail=f"it does not load: {_one_line(error)}", fix=mend)
+        fix = f"Run: pip install --force-reinstall '{_wanted(name)}'"
+        return Finding(name=name, status="broken", detail=f"it does not load: {_one_line(error)}", fix=fix)
     return Finding(name=name, status="ok", detail=version(name))
 
 
@@ -92,8 +92,8 @@ def _wanted(name: str) -> str:
 def _extra(extra: str, modules: tuple[str, ...]) -> Finding:
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
-        mend = f"Run: pip install '{DISTRIBUTION}[{extra}]'"
-        return Finding(name=f"extra {extra}", status="missing", detail=f"no {', '.join(missing)}", fix=mend)
+        fix = f"Run: pip install '{DISTRIBUTION}[{extra}]'"
+        return Finding(name=f"extra {extra}", status="missing", detail=f"no {', '.join(missing)}", fix=fix)
     versions = ", ".join(f"{module} {version(module)}" for module in modules)
     return Finding(name=f"extra {extra}", status="ok", detail=versions)
 
@@ -103,9 +103,9 @@ def _plugins() -> Finding:
     problems = [row for row in rows if row.status != "ok"]
     if problems:
         ours = any(row.distribution.split()[0] == DISTRIBUTION for row in problems)
-        mend = " ".join(row.problem for row in problems)
+        fix = " ".join(row.problem for row in problems)
         names = ", ".join(row.name for row in problems)
-        return Finding(name="plugins", status="broken" if ours else "unusable", detail=names, fix=mend)
+        return Finding(name="plugins", status="broken" if ours else "unusable", detail=names, fix=fix)
     return Finding(name="plugins", status="ok", detail=", ".join(row.name for row in rows))
 
 
@@ -115,8 +115,8 @@ def _cpu() -> Finding:
     fast = [name for flag, name in FAST_CPU.items() if flag in flags]
     if fast or not flags:
         return Finding(name="cpu", status="ok", detail=f"{cores} cores, bfloat16 by {', '.join(fast) or 'unknown'}")
-    mend = "On this CPU, `--dtype float32` is usually faster than bfloat16, in twice the memory. A GPU needs no change."
-    return Finding(name="cpu", status="slow", detail=f"{cores} cores, no bfloat16 in hardware", fix=mend)
+    fix = "On this CPU, `--dtype float32` is usually faster than bfloat16, in twice the memory. A GPU needs no change."
+    return Finding(name="cpu", status="slow", detail=f"{cores} cores, no bfloat16 in hardware", fix=fix)
 
 
 def _cuda() -> Finding:
@@ -129,8 +129,8 @@ def _cuda() -> Finding:
     if not devices:
         return _without_gpu(torch.__version__, torch.version.cuda)
     if not torch.cuda.is_available():
-        mend = "Install the torch that goes with your driver: https://pytorch.org/get-started/locally"
-        return Finding(name="cuda", status="slow", detail=f"{devices} devices that torch cannot use", fix=mend)
+        fix = "Install the torch that goes with your driver: https://pytorch.org/get-started/locally"
+        return Finding(name="cuda", status="slow", detail=f"{devices} devices that torch cannot use", fix=fix)
     names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
     return Finding(name="cuda", status="ok", detail=f"{devices} x {', '.join(sorted(names))}")
 
@@ -142,12 +142,12 @@ def _without_gpu(torch_version: str, cuda_version: str | None) -> Finding:
     names = {distribution.name.lower() for distribution in distributions()}
     libraries = sorted(name for name in names if re.fullmatch(r"(nvidia|cuda)-.*|triton", name))
     release = torch_version.partition("+")[0]
-    mend = (
+    fix = (
         f"Run: pip uninstall -y {' '.join(['torch', *libraries])} && pip install torch=={release} --index-url"
         f" {CPU_INDEX}. If this machine has a GPU, check its driver with `nvidia-smi`."
     )
     detail = f"no device, but torch {torch_version} is a build for CUDA {cuda_version}, with GB of unused libraries"
-    return Finding(name="cuda", status="unusable", detail=detail, fix=mend)
+    return Finding(name="cuda", status="unusable", detail=detail, fix=fix)
 
 
 def _configured() -> Iterator[Finding]:
@@ -155,8 +155,8 @@ def _configured() -> Iterator[Finding]:
     try:
         config = EngineConfig()
     except DashInferVLMError as error:
-        mend = f"Mend the value of its variable, {ENV_PREFIX} and its name in capitals, or `unset` that."
-        yield Finding(name="options", status="broken", detail=error.message, fix=mend)
+        fix = f"Mend the value of its variable, {ENV_PREFIX} and its name in capitals, or `unset` that."
+        yield Finding(name="options", status="broken", detail=error.message, fix=fix)
         return
     yield _cache(config)
     yield _kernels(config)
@@ -172,8 +172,8 @@ def _cache(config: EngineConfig) -> Finding:
         with tempfile.TemporaryFile(dir=folder):
             return Finding(name="cache", status="ok", detail=str(folder))
     except OSError as error:
-        mend = f"Make it writable, or choose another: `export {ENV_PREFIX}CACHE_DIR=FOLDER`, or --cache-dir FOLDER."
-        return Finding(name="cache", status="unusable", detail=f"{folder}: {error.strerror}", fix=mend)
+        fix = f"Make it writable, or choose another: `export {ENV_PREFIX}CACHE_DIR=FOLDER`, or --cache-dir FOLDER."
+        return Finding(name="cache", status="unusable", detail=f"{folder}: {error.strerror}", fix=fix)
 
 
 def _kernels(config: EngineConfig) -> Finding:
@@ -191,12 +191,12 @@ def _kernels(config: EngineConfig) -> Finding:
     if found.kernels and found.kernels.name != TORCH:
         return Finding(name="kernels", status="ok", detail=f"{found.kernels.name}, in C")
     if not found.reason:
-        mend = "`dashinfer-vlm plugins` says which plugins with kernels are installed, and what is wrong with them."
-        return Finding(name="kernels", status="slow", detail="PyTorch's: no others are registered", fix=mend)
-    if not found.remedy:
+        fix = "`dashinfer-vlm plugins` says which plugins with kernels are installed, and what is wrong with them."
+        return Finding(name="kernels", status="slow", detail="PyTorch's: no others are registered", fix=fix)
+    if not found.fix:
         return Finding(name="kernels", status="ok", detail=f"PyTorch's: {found.reason}")
     detail = f"PyTorch's, slower than those in C: {found.reason}"
-    return Finding(name="kernels", status="slow", detail=detail, fix=_sentence(found.remedy))
+    return Finding(name="kernels", status="slow", detail=detail, fix=_sentence(found.fix))
 
 
 def _without_torch(name: str) -> Finding:
@@ -255,18 +255,19 @@ def _answer() -> Finding:
     except DashInferVLMError as error:
         return Finding(name="self test", status="broken", detail="it cannot answer", fix=error.message)
     if text != TRUTH:
-        mend = f"Run: pip install --force-reinstall --no-deps {DISTRIBUTION}. If that does not help, report it."
-        return Finding(name="self test", status="broken", detail=f"a wrong answer: {text!r}", fix=mend)
+        fix = f"Run: pip install --force-reinstall --no-deps {DISTRIBUTION}. If that does not help, report it."
+        return Finding(name="self test", status="broken", detail=f"a wrong answer: {text!r}", fix=fix)
     return Finding(name="self test", status="ok", detail=f"the decoder {decoder} sees: {text}")
 
 
 def _red_circle() -> str:
-    from PIL import Image as PILImage, ImageDraw
+    from PIL import Image as PILImage
+    from PIL import ImageDraw
 
-    picture = PILImage.new("RGB", (112, 112), "white")
-    ImageDraw.Draw(picture).ellipse((28, 28, 84, 84), fill="red")
+    image = PILImage.new("RGB", (112, 112), "white")
+    ImageDraw.Draw(image).ellipse((28, 28, 84, 84), fill="red")
     buffer = io.BytesIO()
-    picture.save(buffer, "PNG")
+    image.save(buffer, "PNG")
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 

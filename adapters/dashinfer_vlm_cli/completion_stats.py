@@ -81,7 +81,7 @@ class Completion:
         if self.tokens_per_second is not None:
             parts.append(f"{self.tokens_per_second:.1f} tokens/s")
         if self.usage is not None:
-            parts.append(f"prompt {self.usage.prompt_tokens} tokens{_pictures(self.usage)}")
+            parts.append(f"prompt {self.usage.prompt_tokens} tokens{_images(self.usage)}")
         return ", ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def complete(
     return answer
 
 
-def _pictures(usage: CompletionUsage) -> str:
+def _images(usage: CompletionUsage) -> str:
     """Tokens of pictures and videos, where the engine tells; OpenAI's type does not know the field."""
     details = usage.prompt_tokens_details
     count = getattr(details, "image_tokens", None) if details else None

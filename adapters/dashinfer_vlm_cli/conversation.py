@@ -103,7 +103,9 @@ class Conversation:
             self.options.pop(name, None)
             return None
         value = _value(text)
-        grammar_for_request(ChatRequest.parse({**self.options, name: value, "messages": [{"role": "user", "content": "?"}]}))
+        grammar_for_request(
+            ChatRequest.parse({**self.options, name: value, "messages": [{"role": "user", "content": "?"}]})
+        )
         self.options[name] = value
         return value
 

@@ -68,7 +68,7 @@ class EngineSource:
         status = remote.status()
         if status.state != "ready":
             remote.close()
-            raise EngineClosed(f"{api_base}: {status.trouble or 'the server is not ready.'}")
+            raise EngineClosed(f"{api_base}: {status.fatal_error or 'the server is not ready.'}")
         remote.model = self.model or status.model
         return remote
 
@@ -93,7 +93,9 @@ def engine_options(command: Command) -> Command:
                 param=name,
             )
         model = config.model if "model" in given else None
-        return command(*args, source=EngineSource(config=config, api_base=api_base, api_key=api_key, model=model), **kwargs)
+        return command(
+            *args, source=EngineSource(config=config, api_base=api_base, api_key=api_key, model=model), **kwargs
+        )
 
     for option in (_API_KEY, _API_BASE):
         run = option(run)

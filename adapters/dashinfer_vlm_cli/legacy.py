@@ -67,7 +67,7 @@ def without_effect(told: str) -> Callable[[str], FlagTranslation]:
     return lambda _: FlagTranslation(note=f"no effect; {told}")
 
 
-def _quantised(kind: str) -> FlagTranslation:
+def _quantized(kind: str) -> FlagTranslation:
     if kind in {"a16w8", "a8w8"}:
         told = "weights alone are quantised here, not activations" if kind == "a8w8" else ""
         return FlagTranslation(words=("--quantization", "int8"), note=told)
@@ -151,7 +151,7 @@ FLAGS = (
         flag="--quant-type",
         takes="gptq|gptq_weight_only|a8w8|a16w4|a16w8|fp8",
         now="`a16w8` and `a8w8`: `--quantization int8`; `a16w4`: `--quantization uint4`; the others are refused",
-        becomes=_quantised,
+        becomes=_quantized,
     ),
     OldFlag(
         flag="--dtype",

@@ -59,7 +59,8 @@ def clipboard_part() -> Part:
         MediaUndecodable: there is none.
         MissingDependency: nothing here can read the clipboard; the message says what to install.
     """
-    from PIL import Image as PILImage, ImageGrab
+    from PIL import Image as PILImage
+    from PIL import ImageGrab
 
     try:
         held = ImageGrab.grabclipboard()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from dashinfer_vlm_core.errors import DashInferVLMError, InvalidParameter
 
-from .completion_stats import Answer, ask
+from .completion_stats import Completion, complete
 from .conversation import Conversation
 from .media import clipboard_part, find_media, media_part
 
@@ -68,9 +68,9 @@ class Repl:
 
     def _answer(self) -> None:
         """Ask what was said last. What fails is taken back, so that it does not weigh on the next question."""
-        answer = Answer(started=time.perf_counter())
+        answer = Completion(started=time.perf_counter())
         try:
-            ask(self.engine, self.conversation.request, self.write, into=answer)
+            complete(self.engine, self.conversation.request, self.write, into=answer)
         except KeyboardInterrupt:
             self._stopped(answer)
         except DashInferVLMError as error:
@@ -80,16 +80,16 @@ class Repl:
         else:
             self.conversation.add_assistant(answer.text)
             self.write("\n")
-            self.note(answer.told())
+            self.note(answer.as_text())
 
-    def _stopped(self, answer: Answer) -> None:
+    def _stopped(self, answer: Completion) -> None:
         if not answer.text:
             self.conversation.undo()
             self.note("Stopped; the question was taken back.")
         else:
             self.conversation.add_assistant(answer.text)
             self.write("\n")
-            self.note(f"Stopped. {answer.told()}")
+            self.note(f"Stopped. {answer.as_text()}")
 
     def _say_what_waits(self) -> None:
         kinds = [part["type"].partition("_")[0] for part in self.conversation.waiting]

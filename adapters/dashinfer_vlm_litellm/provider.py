@@ -16,7 +16,7 @@ from dashinfer_vlm_core.engine.shared import SHARED, PerProcess, SharedEngines
 from .call import Call, is_proxied, read_call
 from .errors import litellm_errors
 from .model_info import register_model_info
-from .responses import stream_chunks, model_response
+from .responses import model_response, stream_chunks
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk

@@ -20,15 +20,15 @@ from dashinfer_vlm_core.protocol import ChatRequest, DetokenizeRequest, Tokenize
 from dashinfer_vlm_core.version import __version__
 
 from . import openapi
-from .errors import DRAINING, HANDLERS, LATER_SECONDS
 from .api_keys import OPEN_ROUTES, ApiKeyMiddleware
+from .errors import DRAINING, HANDLERS, LATER_SECONDS
 from .metrics import Metrics, ObservableEngine
 from .page import FILES, add_page
 from .request_body import read_request, unless_disconnected
+from .request_context import HEADER, ByteBudget, RequestContextMiddleware, current_request
 from .settings import DrainState, Settings
 from .sse import EventStream
 from .tokens import Detokenized, Tokenized, detokenize, tokenize
-from .request_context import HEADER, ByteBudget, RequestContextMiddleware, current_request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 
-def create_app(engine: ChatEngine, settings: Settings | None = None, *, gate: DrainState | None = None) -> FastAPI:
+def create_app(
+    engine: ChatEngine, settings: Settings | None = None, *, drain_state: DrainState | None = None
+) -> FastAPI:
     """An ASGI application that answers OpenAI's chat completions with `engine`.
 
     Starting and closing the engine is left to the caller; until it is ready, `/health/ready` and every question are
@@ -62,11 +64,13 @@ def create_app(engine: ChatEngine, settings: Settings | None = None, *, gate: Dr
     app.router.route_class = _Route
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)
-    routes = _Routes(engine=engine, settings=settings, gate=gate or DrainState(), metrics=metrics)
+    routes = _Routes(engine=engine, settings=settings, drain_state=drain_state or DrainState(), metrics=metrics)
     routes.add_to(app)
     if settings.page:
         add_page(app, engine, read=routes.read_chat, finish=routes.unless_left)
-    app.add_middleware(ApiKeyMiddleware, keys=settings.keys, open_routes=OPEN_ROUTES.union(FILES if settings.page else ()))
+    app.add_middleware(
+        ApiKeyMiddleware, keys=settings.keys, open_routes=OPEN_ROUTES.union(FILES if settings.page else ())
+    )
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -76,7 +80,9 @@ def create_app(engine: ChatEngine, settings: Settings | None = None, *, gate: Dr
             expose_headers=[HEADER, "Retry-After"],
         )
     budget = ByteBudget(settings.max_buffered_bytes)
-    app.add_middleware(RequestContextMiddleware, routes=app.routes, metrics=metrics, budget=budget, tracer=settings.tracer)
+    app.add_middleware(
+        RequestContextMiddleware, routes=app.routes, metrics=metrics, budget=budget, tracer=settings.tracer
+    )
     return app
 
 
@@ -117,7 +123,7 @@ class Version(BaseModel):
 class _Routes:
     engine: ChatEngine
     settings: Settings
-    gate: DrainState
+    drain_state: DrainState
     metrics: Metrics
     started: int = field(default_factory=lambda: int(time.time()))
 
@@ -195,7 +201,7 @@ class _Routes:
         return Response(text, media_type=content_type)
 
     async def _read(self, request: Request, parse: Callable[[object], T]) -> T:
-        if self.gate.draining:
+        if self.drain_state.draining:
             raise EngineClosed("The server is ending: ask another one, or try again when it is back.", code=DRAINING)
         settings = self.settings
         return await read_request(
@@ -212,7 +218,7 @@ class _Routes:
     def _health(self) -> Health:
         status = self.engine.status()
         health = Health(
-            status="draining" if self.gate.draining else status.state,
+            status="draining" if self.drain_state.draining else status.state,
             model=status.model,
             decoder=status.decoder,
             reason=status.decoder_reason,

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from dashinfer_vlm_core.engine.observers import Stage, RequestObserver
+from dashinfer_vlm_core.engine.observers import RequestObserver, Stage
 from dashinfer_vlm_core.version import __version__
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from . import openapi
 
 if TYPE_CHECKING:
     from dashinfer_vlm_core.engine import Request as ChatRequestLike
-    from dashinfer_vlm_core.preprocessing.preview import Preview, MediaPreview
+    from dashinfer_vlm_core.preprocessing.preview import MediaPreview, Preview
 
 STATIC = Path(__file__).with_name("static")
 

@@ -19,11 +19,11 @@ from dashinfer_vlm_core.config.config_file import place_of
 from dashinfer_vlm_core.errors import ConfigError, MissingDependency
 from dashinfer_vlm_core.hookspecs import hookimpl
 
-from .help import Number, Option, SectionedCommand, Whole
 from .api_keys import KEY_VARIABLE, KEYS_VARIABLE, ApiKeys
-from .sockets import Address, Tls
+from .help import Number, Option, SectionedCommand, Whole
 from .logs import LogFormat, set_format
 from .settings import Settings
+from .sockets import Address, Tls
 
 if TYPE_CHECKING:
     from .tracing import Tracer

@@ -105,8 +105,8 @@ class RequestContext:
 
 
 def current_request(scope: Scope) -> RequestContext:
-    visit: RequestContext = scope[_VISIT]
-    return visit
+    context: RequestContext = scope[_VISIT]
+    return context
 
 
 class RequestContextMiddleware:
@@ -138,40 +138,40 @@ class RequestContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        visit = scope[_VISIT] = RequestContext(id=_id(scope), budget=self._budget)
-        token = REQUEST_ID.set(visit.id)
+        context = scope[_VISIT] = RequestContext(id=_id(scope), budget=self._budget)
+        token = REQUEST_ID.set(context.id)
         try:
-            with self._metrics.in_flight.track_inprogress(), self._span(scope, visit):
-                await self._serve(visit, scope, receive, send)
+            with self._metrics.in_flight.track_inprogress(), self._span(scope, context):
+                await self._serve(context, scope, receive, send)
         finally:
-            self._budget.give_back(visit.held)
-            self._leave(visit, scope)
+            self._budget.give_back(context.held)
+            self._leave(context, scope)
             REQUEST_ID.reset(token)
 
-    def _span(self, scope: Scope, visit: RequestContext) -> AbstractContextManager[None]:
-        return self._tracer.request_span(scope, visit) if self._tracer else contextlib.nullcontext()
+    def _span(self, scope: Scope, context: RequestContext) -> AbstractContextManager[None]:
+        return self._tracer.request_span(scope, context) if self._tracer else contextlib.nullcontext()
 
-    async def _serve(self, visit: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(self, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
 
         async def tell(message: Message) -> None:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
-                visit.status = message["status"]
-                MutableHeaders(scope=message)[HEADER] = visit.id
+                context.status = message["status"]
+                MutableHeaders(scope=message)[HEADER] = context.id
             await send(message)
 
         try:
             await self._app(scope, receive, tell)
         except Exception as error:
-            visit.status = 500
+            context.status = 500
             if begun:
                 raise  # which cuts the connection: there is no other way to say that the rest is missing
             logger.exception("a request failed")
             await error_response(error)(scope, receive, tell)
         finally:
-            visit.route = self._route(scope)
+            context.route = self._route(scope)
 
     def _route(self, scope: Scope) -> str:
         route = scope.get("route") or next(
@@ -179,16 +179,16 @@ class RequestContextMiddleware:
         )
         return getattr(route, "path", "other")
 
-    def _leave(self, visit: RequestContext, scope: Scope) -> None:
-        self._metrics.request(visit.route, visit.outcome)
+    def _leave(self, context: RequestContext, scope: Scope) -> None:
+        self._metrics.request(context.route, context.outcome)
         fields: dict[str, Any] = {
             "method": scope["method"] if scope["method"].isalpha() else "other",
-            "route": visit.route,
-            "status": visit.status,
-            "outcome": visit.outcome,
-            "seconds": round(time.monotonic() - visit.start, 4),
+            "route": context.route,
+            "status": context.status,
+            "outcome": context.outcome,
+            "seconds": round(time.monotonic() - context.start, 4),
         }
-        level = logging.DEBUG if visit.route in QUIET and visit.status != 401 else logging.INFO
+        level = logging.DEBUG if context.route in QUIET and context.status != 401 else logging.INFO
         logger.log(level, "%s", " ".join(map(str, fields.values())), extra={"fields": fields})
 
 

@@ -26,12 +26,12 @@ import uvicorn
 from dashinfer_vlm_core.engine import Engine
 from dashinfer_vlm_core.errors import ConfigError, DecoderFailed
 
-from .app import create_app
 from .api_keys import KEY_VARIABLE
-from .sockets import Address, opened
+from .app import create_app
 from .logs import last_line, writes_json
 from .protocol import MAX_HEAD_BYTES, Protocol, detect_lost_peers
 from .settings import DrainState, Settings
+from .sockets import Address, opened
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -67,14 +67,14 @@ def run(config: EngineConfig, settings: Settings, address: Address, *, grace: fl
         SetupError: the model cannot be loaded.
     """
     _on_signal(leave_at_once)
-    gate, engine = DrainState(), Engine(config)
+    drain_state, engine = DrainState(), Engine(config)
     with opened(address) as listener:
         detect_lost_peers(listener)
-        application = create_app(engine, settings, gate=gate)
+        application = create_app(engine, settings, drain_state=drain_state)
         server = Server(
             http_settings(application, address),
             engine=engine,
-            gate=gate,
+            drain_state=drain_state,
             grace=grace,
             ready=lambda: _ready(address.url(listener), address, settings, engine),
         )
@@ -141,13 +141,13 @@ class Server(uvicorn.Server):
         settings: uvicorn.Config,
         *,
         engine: Engine,
-        gate: DrainState,
+        drain_state: DrainState,
         ready: Callable[[], None] = lambda: None,
         grace: float = GRACE_SECONDS,
     ) -> None:
         super().__init__(settings)
         self._engine = engine
-        self._gate = gate
+        self._gate = drain_state
         self._ready = ready
         self._grace = grace
         self._loading: asyncio.Task[None] | None = None

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from dashinfer_vlm_core.engine.observers import Stage, RequestObserver
+from dashinfer_vlm_core.engine.observers import RequestObserver, Stage
 from dashinfer_vlm_core.version import __version__
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ MIB = 1024 * 1024
 
 # In the environment and on the command line, lists are separated by commas.
 Names = Annotated[tuple[str, ...], NoDecode]
-Colour = Annotated[tuple[int, int, int], NoDecode]
+Color = Annotated[tuple[int, int, int], NoDecode]
 
 Options = TypeVar("Options", bound=PluginOptions)
 
@@ -180,7 +180,7 @@ class EngineConfig(BaseSettings):
     max_media_ids: int = Field(
         4096, ge=0, description="Names (`uuid`) of pictures and videos that are remembered with their contents."
     )
-    rgba_background: Colour = Field((255, 255, 255), description="Colour under transparent pictures, as R,G,B.")
+    rgba_background: Color = Field((255, 255, 255), description="Colour under transparent pictures, as R,G,B.")
 
     # Where media may come from
     allow_remote_media: bool = Field(True, description="Whether http and https sources are fetched.")
@@ -367,7 +367,8 @@ def _text(fault: ErrorDetails, given: Mapping[str, Any]) -> str:
     place = fault["loc"]
     if not place:  # of several options together
         return validation_message(fault)
-    return f"{'.'.join(map(str, place))}{_source(str(place[0]), given)}: {validation_message(fault)} (got {fault['input']!r})"
+    name = ".".join(map(str, place))
+    return f"{name}{_source(str(place[0]), given)}: {validation_message(fault)} (got {fault['input']!r})"
 
 
 def _source(option: str, given: Mapping[str, Any]) -> str:

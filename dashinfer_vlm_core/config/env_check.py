@@ -32,8 +32,8 @@ def unknown_variables(names: Iterable[str], context: click.Context) -> Iterator[
     for name in unknown:
         if name not in known:
             near = difflib.get_close_matches(name.removeprefix(ENV_PREFIX), words, n=1)
-            mend = f"Did you mean {ENV_PREFIX}{near[0]}?" if near else f"{SHOWN} lists those that do."
-            yield f"{name} is set in the environment, and sets no option. {mend}"
+            fix = f"Did you mean {ENV_PREFIX}{near[0]}?" if near else f"{SHOWN} lists those that do."
+            yield f"{name} is set in the environment, and sets no option. {fix}"
 
 
 def _ours(name: str) -> bool:

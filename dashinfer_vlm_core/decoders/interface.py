@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 __all__ = [
     "GUIDED_DECODING",
     "SAMPLING_PARAMETERS",
+    "CompiledGrammar",
     "DecodeRequest",
     "Decoder",
     "DecoderFactory",
     "DecoderStats",
-    "FinishReason",
     "DecoderSupport",
-    "CompiledGrammar",
+    "FinishReason",
+    "GrammarMatcher",
     "Sampling",
     "Token",
     "VisualSpan",
-    "GrammarMatcher",
     "check_request",
 ]
 
@@ -142,10 +142,10 @@ class Decoder(Protocol):
     Attributes:
         name: as listed by `dashinfer-vlm plugins` and `/health`.
         max_model_len: tokens that prompt and answer may have together here; at most the model's.
-        supported_params: the members of `SAMPLING_PARAMETERS` that it supported_params, and `GUIDE` if it can bar tokens; the engine
-            refuses requests that ask for more.
-        unsupported_vision_reason: why it takes no pictures and videos, and the next step; the engine refuses requests that hold some. Empty
-            if it takes them.
+        supported_params: the members of `SAMPLING_PARAMETERS` that it supports, and `GUIDED_DECODING` if it can mask
+            tokens; the engine rejects requests that need more.
+        unsupported_vision_reason: why it accepts no images and videos, and the next step; the engine rejects requests
+            with media. Empty if it accepts them.
         trouble: why it cannot decode at all any more, though it was started; empty while it can. For `/health`.
 
     One that counts what it does says so by a method `snapshot() -> DecoderStats`.
@@ -248,7 +248,8 @@ class DecoderFactory(Protocol):
 
     Attributes:
         name: what `EngineConfig.decoder` calls it.
-        supported_params: as `Decoder.supported_params`, on the device where most is possible; what is told before a model is loaded.
+        supported_params: as `Decoder.supported_params`, on the device that supports the most; reported before a model
+            is loaded.
     """
 
     name: str

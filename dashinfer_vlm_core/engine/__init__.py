@@ -1,6 +1,6 @@
 """The stages of a request, and the engine around them."""
 
-from .engine import ChatEngine, Engine, EngineStats, EngineStatus, Request, State, select_decoder, load_pipeline
+from .engine import ChatEngine, Engine, EngineStats, EngineStatus, Request, State, load_pipeline, select_decoder
 
 __all__ = [
     "ChatEngine",
@@ -9,6 +9,6 @@ __all__ = [
     "EngineStatus",
     "Request",
     "State",
-    "select_decoder",
     "load_pipeline",
+    "select_decoder",
 ]

@@ -13,22 +13,22 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from ..decoders import GUIDED_DECODING, DecodeRequest, CompiledGrammar, Token, VisualSpan
+from ..decoders import GUIDED_DECODING, CompiledGrammar, DecodeRequest, Token, VisualSpan
 from ..decoders.supervisor import Supervisor
 from ..errors import DashInferVLMError, EngineError, InvalidParameter, ModelNotFound, QueueFull, UnsupportedParameter
 from ..media import Embeddings, Media, MediaLoader
 from ..models.interface import ImageProcessor, VisualTokens
 from ..models.patches import embedded
-from ..preprocessing.preview import Preview, MediaPreview, preview_media
+from ..preprocessing.preview import MediaPreview, Preview, preview_media
 from ..preprocessing.prompt import Prompt, PromptBuilder
 from ..protocol import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, ChatRequest, MediaPart
 from ..protocol.sampling import Sampling
 from ..response.response_builder import PromptCounts, ResponseBuilder
-from ..structured_output.output_grammar import grammar_for_request
 from ..structured_output.grammar_compiler import GrammarCompiler
+from ..structured_output.output_grammar import grammar_for_request
 from ..vision import Item, Processed, VisionService
 from ..vision.media_uuids import MediaUuidCache
-from .observers import RequestTimer, RequestObserver
+from .observers import RequestObserver, RequestTimer
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -135,14 +135,14 @@ class ChatPipeline:
     async def generate(self, request: ChatRequest) -> Generation:
         with _faults(), self.limiter.slots(request.n):
             timer = RequestTimer(self.observer, answers=request.n)
-            replies, decodes = await self._prepare(request)
-            ids: list[list[int]] = [[] for _ in replies]
-            async with contextlib.aclosing(self._tokens(replies, decodes, timer)) as tokens:
+            responses, decodes = await self._prepare(request)
+            ids: list[list[int]] = [[] for _ in responses]
+            async with contextlib.aclosing(self._tokens(responses, decodes, timer)) as tokens:
                 async for index, token in tokens:
-                    replies[index].add_token(token)
+                    responses[index].add_token(token)
                     ids[index].append(token.id)
-            completion = replies[0].completion(replies[1:])
-            timer.answered(replies[0].usage(replies[1:]))
+            completion = responses[0].completion(responses[1:])
+            timer.answered(responses[0].usage(responses[1:]))
             return Generation(
                 completion=completion,
                 prompt_token_ids=tuple(decodes[0].token_ids.tolist()),
@@ -152,21 +152,25 @@ class ChatPipeline:
     async def stream(self, request: ChatRequest) -> AsyncGenerator[ChatCompletionChunk, None]:
         with _faults(), self.limiter.slots(request.n):
             timer = RequestTimer(self.observer, answers=request.n)
-            replies, decodes = await self._prepare(request)
+            responses, decodes = await self._prepare(request)
             # They go out with the first token: what fails before is an error, not a stream.
-            opening = [reply.first_chunk() for reply in replies]
-            async with contextlib.aclosing(self._tokens(replies, decodes, timer)) as tokens:
+            opening = [response.first_chunk() for response in responses]
+            async with contextlib.aclosing(self._tokens(responses, decodes, timer)) as tokens:
                 async for index, token in tokens:
-                    reply = replies[index]
-                    chunks = [*opening, *reply.add_token(token), *(reply.final_chunks() if reply.finished else ())]
+                    response = responses[index]
+                    chunks = [
+                        *opening,
+                        *response.add_token(token),
+                        *(response.final_chunks() if response.finished else ()),
+                    ]
                     opening.clear()
                     for chunk in chunks:
                         yield chunk
-            for reply in replies:
-                if not reply.finished:
-                    reply.final_chunks()  # says what is wrong
-            timer.answered(replies[0].usage(replies[1:]))
-            for chunk in replies[0].usage_chunks(replies[1:]):
+            for response in responses:
+                if not response.finished:
+                    response.final_chunks()  # says what is wrong
+            timer.answered(responses[0].usage(responses[1:]))
+            for chunk in responses[0].usage_chunks(responses[1:]):
                 yield chunk
 
     async def preview(self, request: ChatRequest) -> Preview:
@@ -204,12 +208,14 @@ class ChatPipeline:
         """The answers of a request, not begun, and how to decode each; all have one prompt."""
         sampling = self._admit(request)
         with self.observer.stage("grammar"):
-            guide = await self._guide(request)
+            grammar = await self._compiled_grammar(request)
         items, prompt = await self._read(request)
         with self.observer.stage("vision"):
-            visual = await self.vision.embed(items, salt=request.cache_salt or "")
-        replies = self._replies(request, prompt, guided=guide is not None)
-        return replies, self._decode_requests(replies, prompt, visual, sampling, guide, salt=request.cache_salt or "")
+            visual = await self.vision.embed(items, cache_salt=request.cache_salt or "")
+        responses = self._responses(request, prompt, guided=grammar is not None)
+        return responses, self._decode_requests(
+            responses, prompt, visual, sampling, grammar, cache_salt=request.cache_salt or ""
+        )
 
     async def _read(self, request: ChatRequest) -> tuple[list[Item], Prompt]:
         """The pictures and videos of a request, cut, and its prompt."""
@@ -218,21 +224,21 @@ class ChatPipeline:
         with self.observer.stage("prompt"):
             return items, await asyncio.to_thread(self.prompts.build, request, items)
 
-    async def _guide(self, request: ChatRequest) -> CompiledGrammar | None:
+    async def _compiled_grammar(self, request: ChatRequest) -> CompiledGrammar | None:
         """The compiled grammar of an answer that has to follow one."""
         if GUIDED_DECODING not in self.decoder.supported_params:
-            self._refuse_forms(request)
+            self._refuse_structured_output(request)
             return None
-        form = await asyncio.to_thread(grammar_for_request, request, self.spec.conversation)
-        if form is None:
+        output_grammar = await asyncio.to_thread(grammar_for_request, request, self.spec.conversation)
+        if output_grammar is None:
             return None
         if request.ignore_eos:
             raise InvalidParameter(
                 "`ignore_eos` goes on after the end that the format sets: leave one of them out.", param="ignore_eos"
             )
-        return await self.grammars.compile_async(form.rules, form.start, param=form.param)
+        return await self.grammars.compile_async(output_grammar.rules, output_grammar.start, param=output_grammar.param)
 
-    def _refuse_forms(self, request: ChatRequest) -> None:
+    def _refuse_structured_output(self, request: ChatRequest) -> None:
         """Refuse what only a grammar can ensure; tools may still be offered, and calls are found in the answer."""
         wanted = request.response_format
         strict = [f"tools[{i}].function.strict" for i, tool in enumerate(request.tools) if tool.function.strict]
@@ -249,16 +255,16 @@ class ChatPipeline:
         """The pictures and videos: those that come along are loaded, the others are recalled by their names."""
         parts = await asyncio.to_thread(request.media)  # which may cut megabytes of frames apart
         self.media.check(parts)
-        recalled = self.media_uuids.recall(parts, salt=request.cache_salt or "")
-        budget = _TokenBudget(self.prompts.check_media, sum(item.tokens for item in recalled.values()))
+        cached = self.media_uuids.get(parts, cache_salt=request.cache_salt or "")
+        budget = _TokenBudget(self.prompts.check_media, sum(item.tokens for item in cached.values()))
         given = [part for part in parts if part.given]
         processed = await self.media.load(given, then=functools.partial(self._process, budget))
-        self.media_uuids.bind(given, processed, salt=request.cache_salt or "")
+        self.media_uuids.bind(given, processed, cache_salt=request.cache_salt or "")
         loaded = iter(processed)
-        return [recalled.get(part.path) or next(loaded).item for part in parts]
+        return [cached.get(part.path) or next(loaded).item for part in parts]
 
     async def _tokens(
-        self, replies: Sequence[ResponseBuilder], requests: Sequence[DecodeRequest], timer: RequestTimer
+        self, responses: Sequence[ResponseBuilder], requests: Sequence[DecodeRequest], timer: RequestTimer
     ) -> AsyncGenerator[tuple[int, Token], None]:
         """The tokens of all answers as they come, each with the answer's index; none of an answer that is finished."""
         streams = [self.decoder.decode(request) for request in requests]
@@ -267,7 +273,7 @@ class ChatPipeline:
                 async for index, token in tokens:
                     timer.token(index)
                     yield index, token
-                    if replies[index].finished:
+                    if responses[index].finished:
                         await streams[index].aclose()
 
     def _admit(self, request: ChatRequest) -> Sampling:
@@ -308,7 +314,7 @@ class ChatPipeline:
         budget.add(self.processor.count_tokens(media))
         return Processed(self.processor.process(media), media.source)
 
-    def _replies(self, request: ChatRequest, prompt: Prompt, *, guided: bool) -> list[ResponseBuilder]:
+    def _responses(self, request: ChatRequest, prompt: Prompt, *, guided: bool) -> list[ResponseBuilder]:
         counts = PromptCounts(
             prompt_tokens=len(prompt), image_tokens=prompt.image_tokens, video_tokens=prompt.video_tokens
         )
@@ -330,13 +336,13 @@ class ChatPipeline:
 
     def _decode_requests(
         self,
-        replies: Sequence[ResponseBuilder],
+        responses: Sequence[ResponseBuilder],
         prompt: Prompt,
         visual: Sequence[VisualTokens],
         sampling: Sampling,
-        guide: CompiledGrammar | None,
+        grammar: CompiledGrammar | None,
         *,
-        salt: str,
+        cache_salt: str,
     ) -> list[DecodeRequest]:
         max_tokens = min(sampling.max_tokens or DEFAULT_MAX_TOKENS, self.prompts.max_model_len - len(prompt))
         if sampling.min_tokens > max_tokens:
@@ -346,7 +352,7 @@ class ChatPipeline:
             )
         sampling = replace(sampling, max_tokens=max_tokens)
         first = DecodeRequest(
-            id=replies[0].id,
+            id=responses[0].id,
             token_ids=prompt.token_ids,
             positions=prompt.positions,
             spans=tuple(
@@ -354,10 +360,10 @@ class ChatPipeline:
                 for span in prompt.spans
             ),
             sampling=sampling,
-            grammar=guide,
-            cache_salt=salt,
+            grammar=grammar,
+            cache_salt=cache_salt,
         )
-        others = range(1, len(replies))
+        others = range(1, len(responses))
         return [first, *(replace(first, id=f"{first.id}-{i}", sampling=sampling.seeded(i)) for i in others)]
 
 

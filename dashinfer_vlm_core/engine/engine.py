@@ -25,8 +25,8 @@ from ..structured_output.grammar_compiler import GrammarCompiler
 from ..tokenization.detokenizer import IncrementalDetokenizer
 from ..vision import VisionService, VisionStats
 from ..vision.media_uuids import MediaUuidCache
-from .chat_pipeline import ChatPipeline, Generation, ConcurrencyLimiter
-from .observers import RequestObserver, ObserverList
+from .chat_pipeline import ChatPipeline, ConcurrencyLimiter, Generation
+from .observers import ObserverList, RequestObserver
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -316,7 +316,9 @@ class Engine:
         return running
 
 
-async def load_pipeline(config: EngineConfig, registry: Registry, observer: RequestObserver) -> tuple[ChatPipeline, str]:
+async def load_pipeline(
+    config: EngineConfig, registry: Registry, observer: RequestObserver
+) -> tuple[ChatPipeline, str]:
     """Load what `config` names; a conductor that can answer, and why it has the decoder that it has.
 
     Raises:
@@ -377,7 +379,10 @@ def select_decoder(registry: Registry, spec: ModelSpec, config: EngineConfig) ->
     fits = [(_fitness(registry.decoder(name), spec, config), registry.decoder(name)) for name in names]
     best, factory = max(fits, key=lambda fit: fit[0].score, default=(None, None))
     if best is None or factory is None or best.score <= 0:
-        reasons = "; ".join(f"{factory.name}: {check_support.reason}" for check_support, factory in fits) or "none is registered"
+        reasons = (
+            "; ".join(f"{factory.name}: {check_support.reason}" for check_support, factory in fits)
+            or "none is registered"
+        )
         raise SetupError(f"No decoder can run here ({reasons}). `dashinfer-vlm plugins` lists what is installed.")
     for options in config.plugin_options:
         options.check(factory.name)

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
         DecoderLayer,
         DecoderLayers,
         DecoderShape,
-        LMHead,
-        Kernels,
-        Linear,
-        Norm,
         ForwardBatch,
+        Kernels,
         KVSpan,
         KVSpans,
+        Linear,
+        LMHead,
+        Norm,
     )
 
 __all__ = [
@@ -39,16 +39,16 @@ __all__ = [
     "DecoderLayer",
     "DecoderLayers",
     "DecoderShape",
-    "LMHead",
-    "KernelFactory",
-    "KernelSelector",
-    "Kernels",
-    "Linear",
-    "LoadedKernels",
-    "Norm",
     "ForwardBatch",
     "KVSpan",
     "KVSpans",
+    "KernelFactory",
+    "KernelSelector",
+    "Kernels",
+    "LMHead",
+    "Linear",
+    "LoadedKernels",
+    "Norm",
 ]  # fmt: skip
 
 # Names are imported on use: what the processor can do is asked without torch.

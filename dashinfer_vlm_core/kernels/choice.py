@@ -116,7 +116,9 @@ class KernelSelector:
                 failed = loaded if loaded.reason else failed
         return failed
 
-    def _load(self, factory: KernelFactory, device: str, dtype: torch.dtype, text: TextModelSpec | None) -> LoadedKernels:
+    def _load(
+        self, factory: KernelFactory, device: str, dtype: torch.dtype, text: TextModelSpec | None
+    ) -> LoadedKernels:
         if not factory.applies(device, dtype):
             return LoadedKernels(None)
         reason = factory.unsupported_reason(text) if text else ""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .types import DecoderLayer, DecoderShape, Kernels, Linear, Norm, ForwardBatch, KVSpans
+from .types import DecoderLayer, DecoderShape, ForwardBatch, Kernels, KVSpans, Linear, Norm
 
 
 class ReferenceDecoderLayers:
@@ -34,11 +34,11 @@ class ReferenceDecoderLayers:
     def _queries(self, layer: DecoderLayer, x: Tensor, batch: ForwardBatch, cache: Tensor) -> Tensor:
         """[tokens, heads, width]; keys and values go into the cache."""
         heads = self._shape.heads
-        qkv = layer.qkv(self._normalise(x, layer.input_norm)).view(len(x), -1, self._shape.head_dim)
+        qkv = layer.qkv(self._normalize(x, layer.input_norm)).view(len(x), -1, self._shape.head_dim)
         if layer.query_norm and layer.key_norm:
             qkv = torch.cat([
-                self._normalise_heads(qkv[:, :heads], layer.query_norm),
-                self._normalise_heads(qkv[:, heads : heads + self._shape.kv_heads], layer.key_norm),
+                self._normalize_heads(qkv[:, :heads], layer.query_norm),
+                self._normalize_heads(qkv[:, heads : heads + self._shape.kv_heads], layer.key_norm),
                 qkv[:, heads + self._shape.kv_heads :],
             ], dim=1)  # fmt: skip
         self._kernels.rotate_(qkv[:, : heads + self._shape.kv_heads], batch.cos, batch.sin)
@@ -49,14 +49,14 @@ class ReferenceDecoderLayers:
         """Add attention and then the MLP to x, in place."""
         keys, values = torch.split(cache, self._shape.kv_heads)
         layer.output.add_to(x, self._kernels.attend(queries, keys, values, spans))
-        layer.down.add_to(x, layer.gate_up(self._normalise(x, layer.mlp_norm)))
+        layer.down.add_to(x, layer.gate_up(self._normalize(x, layer.mlp_norm)))
 
-    def _normalise(self, x: Tensor, norm: Norm) -> Tensor:
+    def _normalize(self, x: Tensor, norm: Norm) -> Tensor:
         return self._kernels.norm(x, norm.weight, norm.bias, self._shape.eps)
 
-    def _normalise_heads(self, x: Tensor, norm: Norm) -> Tensor:
+    def _normalize_heads(self, x: Tensor, norm: Norm) -> Tensor:
         """Of [rows, heads, width], each head by itself."""
-        return self._normalise(x.reshape(-1, x.shape[-1]), norm).view(x.shape)
+        return self._normalize(x.reshape(-1, x.shape[-1]), norm).view(x.shape)
 
 
 class FullLMHead:

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layers import ReferenceDecoderLayers, FullLMHead
-from .types import Activation, DecoderLayer, DecoderLayers, DecoderShape, LMHead, Linear, KVSpan, KVSpans
+from .layers import FullLMHead, ReferenceDecoderLayers
+from .types import Activation, DecoderLayer, DecoderLayers, DecoderShape, KVSpan, KVSpans, Linear, LMHead
 
 
 class TorchKernels:

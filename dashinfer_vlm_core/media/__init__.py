@@ -6,26 +6,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .url_policy import Resolver
     from .fetch import FetchStats
     from .loader import MediaLoader
     from .readers import READERS, PyAVReader
-    from .types import Video, Embeddings, Kind, Media, OpenVideo, Image, Pixels, StopCheck, VideoInfo, VideoReader
+    from .types import Embeddings, Image, Kind, Media, OpenVideo, Pixels, StopCheck, Video, VideoInfo, VideoReader
+    from .url_policy import Resolver
 
 __all__ = [
     "READERS",
-    "Video",
     "Embeddings",
     "FetchStats",
+    "Image",
     "Kind",
     "Media",
     "MediaLoader",
     "OpenVideo",
-    "Image",
     "Pixels",
     "PyAVReader",
     "Resolver",
     "StopCheck",
+    "Video",
     "VideoInfo",
     "VideoReader",
 ]

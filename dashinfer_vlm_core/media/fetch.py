@@ -14,8 +14,8 @@ import httpx
 from ..config import EngineConfig
 from ..errors import MediaError, MediaRefused, MediaTooLarge, MediaUnreachable, QueueFull
 from ..version import __version__
-from .url_policy import Resolver, SystemResolver, addresses, check_url
 from .types import Kind
+from .url_policy import Resolver, SystemResolver, addresses, check_url
 
 MAX_REDIRECTS = 3
 MAX_ADDRESSES = 3

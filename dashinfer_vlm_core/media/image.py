@@ -54,7 +54,9 @@ def decode_image(data: bytes, *, part: str, max_pixels: int, background: tuple[i
         return convert_image(image, part=part, max_pixels=max_pixels, background=background)
 
 
-def convert_image(image: PILImage.Image, *, part: str, max_pixels: int, background: tuple[int, int, int]) -> PILImage.Image:
+def convert_image(
+    image: PILImage.Image, *, part: str, max_pixels: int, background: tuple[int, int, int]
+) -> PILImage.Image:
     """As `decode_picture`, of a picture that is open already, which may be the result itself."""
     check_size(image.size, max_pixels, part)
     _check_coding(image, part)

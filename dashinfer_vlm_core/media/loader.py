@@ -18,13 +18,13 @@ from PIL import Image as PILImage
 from ..config import EngineConfig
 from ..errors import EngineClosed, MediaTooLarge, UnsupportedParameter
 from ..protocol import EncodedEmbeddings, MediaPart
-from .url_policy import Resolver
 from .fetch import ByteBudget, Fetcher, FetchStats
 from .image import count_pixels, decode_image
 from .python_objects import fingerprint, load_object
 from .sampling import VideoSamplingPolicy
 from .source import InlineSource, LocalSource, Source, decode, locate, read
-from .types import Video, Media, Image, Pixels, StopCheck, VideoReader
+from .types import Image, Media, Pixels, StopCheck, Video, VideoReader
+from .url_policy import Resolver
 from .video import available, check_frames, check_total, decode_video, frame_name, stack_frames
 
 T = TypeVar("T")
@@ -194,8 +194,8 @@ class MediaLoader:
                 policy=self._policy,
                 check_stop=check_stop,
             )
-        image = self._image(data[0], part, part.part)
-        return Image(image=image, path=part.part, min_pixels=part.min_pixels, max_pixels=part.max_pixels)
+        image = self._image(data[0], part, part.path)
+        return Image(image=image, path=part.path, min_pixels=part.min_pixels, max_pixels=part.max_pixels)
 
     def _frames(self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck) -> Video:
         """A clip of a list of pictures, whose headers are read before the first is decoded."""

@@ -30,7 +30,7 @@ from ..protocol import EncodedEmbeddings, MediaPart
 from .image import check_size, convert_image
 from .sampling import VideoSamplingPolicy
 from .tensors import Array, as_grid, as_rows, read_embeddings
-from .types import Video, Embeddings, Media, Image, Pixels, StopCheck
+from .types import Embeddings, Image, Media, Pixels, StopCheck, Video
 from .video import check_frames, check_total, frame_name, stack_frames
 
 _Frame: TypeAlias = PILImage.Image | Pixels
@@ -51,7 +51,7 @@ def load_object(part: MediaPart, config: EngineConfig, policy: VideoSamplingPoli
     if isinstance(part.content, (Mapping, EncodedEmbeddings)):
         return _embeddings(part.content, part, config)
     if part.kind == "video":
-        return _clip(part.content, part, config, policy, check_stop)
+        return _video(part.content, part, config, policy, check_stop)
     frame = _frame(part.content, part.path, config)
     image = PILImage.fromarray(frame) if isinstance(frame, np.ndarray) else frame
     return Image(
@@ -92,7 +92,7 @@ def _embeddings(content: Mapping[Any, Any] | EncodedEmbeddings, part: MediaPart,
     return Embeddings(rows=rows, grid=grid, kind=part.kind, path=part.path)
 
 
-def _clip(
+def _video(
     content: object, part: MediaPart, config: EngineConfig, policy: VideoSamplingPolicy, check_stop: StopCheck
 ) -> Video:
     found = _array(content, part.path)

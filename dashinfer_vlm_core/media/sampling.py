@@ -12,7 +12,7 @@ from ..config import EngineConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoSamplingPolicy:
-    """How a model's processor samples the frames of a video file. Plain data, so that any process can apply it.
+    """How a model's processor samples the frames of a video file. TorchKernels data, so that any process can apply it.
 
     The defaults are those of `smart_nframes` in qwen-vl-utils 0.0.14.
 

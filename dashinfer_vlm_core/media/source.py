@@ -16,8 +16,8 @@ import httpx
 
 from ..config import EngineConfig
 from ..errors import MediaRefused, MediaTooLarge, MediaUndecodable, MediaUnreachable
-from .url_policy import check_url
 from .types import Kind
+from .url_policy import check_url
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE)
 _SPACE = b" \t\r\n"

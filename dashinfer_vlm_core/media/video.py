@@ -21,7 +21,7 @@ from ..errors import (
 )
 from ..protocol import MediaPart
 from .sampling import VideoSamplingPolicy
-from .types import Video, OpenVideo, Pixels, StopCheck, VideoInfo, VideoReader
+from .types import OpenVideo, Pixels, StopCheck, Video, VideoInfo, VideoReader
 
 MAX_FPS = 240.0
 
@@ -88,7 +88,7 @@ def stack_frames(frames: Iterable[Pixels], count: int, part: MediaPart, policy: 
     Raises:
         InvalidParameter: one is not; the error names it.
     """
-    return _clip(stack(_of_one_size(frames, part), count), part, policy.even_times(count))
+    return _video(stack(_of_one_size(frames, part), count), part, policy.even_times(count))
 
 
 def stack(frames: Iterable[Pixels], count: int) -> Pixels:
@@ -118,7 +118,7 @@ def check_frames(count: int, *, part: MediaPart, policy: VideoSamplingPolicy) ->
         if value is not None:
             raise UnsupportedParameter(
                 f"{name} samples a video file; a list of frames is taken whole, so send the frames you want.",
-                param=f"{part.part}.video_url.{name}" if part.content is None else f"{part.path}.{name}",
+                param=f"{part.path}.video_url.{name}" if part.content is None else f"{part.path}.{name}",
             )
     if not 0 < count <= policy.max_frames:
         raise InvalidParameter(
@@ -201,7 +201,7 @@ def _sample(
     check_total(count * info.height * info.width, part=part, config=config)
     indices = policy.indices(info.frames, count)
     times = tuple(index / info.fps for index in indices)
-    return _clip(video.frames(indices, check_stop), part, times)
+    return _video(video.frames(indices, check_stop), part, times)
 
 
 def _check_header(info: VideoInfo, part: MediaPart, config: EngineConfig) -> None:
@@ -219,7 +219,7 @@ def _check_header(info: VideoInfo, part: MediaPart, config: EngineConfig) -> Non
         )
 
 
-def _clip(frames: Pixels, part: MediaPart, times: tuple[float, ...]) -> Video:
+def _video(frames: Pixels, part: MediaPart, times: tuple[float, ...]) -> Video:
     return Video(
         frames=frames,
         times=times,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..media.types import Video, Kind, Image, Pixels
+from ..media.types import Image, Kind, Pixels, Video
 from .spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -204,7 +204,9 @@ class PromptLayout(Protocol):
             encode: plain text to token ids.
         """
 
-    def positions(self, length: int, spans: Sequence[PlaceholderSpan], items: Sequence[Visual]) -> npt.NDArray[np.int64]:
+    def positions(
+        self, length: int, spans: Sequence[PlaceholderSpan], items: Sequence[Visual]
+    ) -> npt.NDArray[np.int64]:
         """Positions of a prompt along time, height and width.
 
         Args:

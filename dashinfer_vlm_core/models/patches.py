@@ -12,7 +12,7 @@ from PIL import Image as PILImage
 
 from ..errors import InvalidParameter
 from ..media.image import MAX_ASPECT
-from ..media.types import Video, Embeddings, Image, Pixels
+from ..media.types import Embeddings, Image, Pixels, Video
 from .interface import Embedded, Grid, GridShape, ImageProcessor
 from .spec import ModelSpec, PixelSpec
 

@@ -57,7 +57,7 @@ class Weights:
     def empty(shape: Sequence[int], *, device: str, dtype: torch.dtype) -> torch.Tensor:
         """Memory to read weights into, which many of them leave again at once for a layout of their own."""
         if device == "cpu":
-            return temporary.empty(shape, dtype)
+            return mmap_buffer.empty(shape, dtype)
         return torch.empty(*shape, device=device, dtype=dtype)
 
     def read(self, name: str, into: torch.Tensor) -> None:

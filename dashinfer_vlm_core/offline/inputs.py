@@ -10,8 +10,8 @@ from PIL import Image as PILImage
 from ..errors import InvalidParameter, UnsupportedParameter
 from ..media.types import Kind
 from ..protocol import MediaPart, OfflineRequest
-from ..protocol.validation_errors import show
 from ..protocol.fields import NO_AUDIO
+from ..protocol.validation_errors import show
 from .media import is_object, media_part, wire_part
 from .params import SamplingParams
 

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from ..errors import InvalidParameter, UnsupportedParameter
 from ..media.types import Kind
 from ..protocol import EncodedEmbeddings, MediaPart
-from ..protocol.validation_errors import explain, show
 from ..protocol.messages import Part
+from ..protocol.validation_errors import explain, show
 
 OPTIONS: Mapping[Kind, Mapping[str, str]] = {
     "image": {"min_pixels": "min_pixels", "max_pixels": "max_pixels"},

@@ -12,7 +12,7 @@ from ..config import EngineConfig
 from ..engine import Engine
 from ..errors import ConfigError, DashInferVLMError, InvalidParameter
 from ..protocol import OfflineRequest
-from .batch import OfflineBatch, Make, Outcome
+from .batch import Make, OfflineBatch, Outcome
 from .inputs import from_messages, from_prompt, is_one_conversation, is_one_prompt, text_of
 from .outputs import RequestOutput, to_request_output
 from .params import SamplingParams

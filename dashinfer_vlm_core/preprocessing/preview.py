@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image as PILImage
 
-from ..media.types import Video, Kind, Media, Image, Pixels
+from ..media.types import Image, Kind, Media, Pixels, Video
 from ..models.interface import Embedded, Grid, ImageProcessor, Patches
 
 MAX_FRAMES = 16

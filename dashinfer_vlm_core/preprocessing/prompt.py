@@ -14,7 +14,7 @@ import tokenizers
 
 from ..config import EngineConfig
 from ..errors import ContextLengthExceeded, InvalidParameter
-from ..models.interface import Placeholder, PromptLayout, PlaceholderSpan, Visual
+from ..models.interface import Placeholder, PlaceholderSpan, PromptLayout, Visual
 from ..models.spec import ModelSpec
 from ..protocol import ChatRequest
 from ..tokenization.chat_template import ChatTemplate, read_chat_template, unusable

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field, Strict, Tag
 
 from ..errors import InvalidParameter, UnsupportedParameter
-from .base import LARGEST, STRING_OR_ARRAY, Count, Label, Name, Open, Text, string_or_object
-from .validation_errors import show
+from .base import LARGEST, STRING_OR_ARRAY, Count, Label, LenientModel, Name, Text, string_or_object
 from .fields import REFUSED_IN_MESSAGES, REFUSED_PARTS
+from .validation_errors import show
 
 LOW_DETAIL_PIXELS = 256 * 28 * 28
 """Most pixels of a picture sent with `detail: "low"`: those of 256 visual tokens of 28 x 28 pixels."""
@@ -77,7 +77,7 @@ class MediaPart:
         return self.url is not None or self.content is not None
 
 
-class PixelBounds(Open):
+class PixelBounds(LenientModel):
     """Bounds on the size of a picture or frame; DashInfer-VLM spells them without the `s`."""
 
     min_pixels: Count | None = None
@@ -128,7 +128,7 @@ class ImageURL(PixelBounds):
             _check_url(self.url, f"{where}.url")
 
 
-class FramePart(Open):
+class FramePart(LenientModel):
     """A frame that is spelled as a whole content part."""
 
     type: Literal["image_url"] = "image_url"
@@ -197,7 +197,7 @@ def _check_jpeg_frames(url: str, where: str) -> None:
         raise InvalidParameter(f"`{where}` must have at most {MAX_FRAMES} frames.", param=where)
 
 
-class ImageEmbeds(Open):
+class ImageEmbeds(LenientModel):
     """Visual tokens in place of a picture."""
 
     image_embeds: Text
@@ -249,7 +249,7 @@ def _check_url(url: str | None, where: str) -> None:
         raise InvalidParameter(f"`{where}` is empty: give a `data:` or `https:` URL.", param=where)
 
 
-class Part(Open):
+class Part(LenientModel):
     """One part of a message's content; the field that `type` names holds it.
 
     A picture or video with a `uuid` may be left out where it was sent before under that name.
@@ -343,12 +343,12 @@ _PART_TYPES = {"text": _ROLES, **dict.fromkeys(_MEDIA_TYPES, ("user", "tool")), 
 """Content parts, and the roles whose messages may hold them."""
 
 
-class Function(Open):
+class Function(LenientModel):
     name: Name
     arguments: Text
 
 
-class ToolCall(Open):
+class ToolCall(LenientModel):
     """A call that the assistant made earlier in the conversation."""
 
     id: Name
@@ -365,7 +365,7 @@ _Parts: TypeAlias = Annotated[
 ]
 
 
-class Message(Open):
+class Message(LenientModel):
     """One message; an assistant that called tools or refused need not have any `content`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]

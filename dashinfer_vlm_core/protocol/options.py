@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field, Strict
 
 from ..errors import InvalidParameter
-from .base import StrictModel, Count
+from .base import Count, StrictModel
 from .messages import MediaPart
 
 _Level = Annotated[int, Field(ge=0, le=255)]

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator, Field, Strict, Tag
 
 from ..errors import InvalidParameter
-from .base import Open, Text, string_or_object
+from .base import LenientModel, Text, string_or_object
 from .validation_errors import show
 
 MAX_TOOLS = 128
@@ -50,7 +50,7 @@ _Identifier: TypeAlias = Annotated[str, AfterValidator(_identifier)]
 JsonSchema: TypeAlias = Annotated[dict[str, Any], AfterValidator(_bounded)]
 
 
-class SchemaFormat(Open):
+class SchemaFormat(LenientModel):
     """A schema that the answer follows; `strict` changes nothing, since every schema is followed to the letter."""
 
     name: _Identifier
@@ -59,7 +59,7 @@ class SchemaFormat(Open):
     strict: bool = False
 
 
-class ResponseFormat(Open):
+class ResponseFormat(LenientModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
 
@@ -71,7 +71,7 @@ class ResponseFormat(Open):
             )
 
 
-class ToolFunction(Open):
+class ToolFunction(LenientModel):
     """What a tool is for and what it takes; `strict` refuses parameters that cannot be guaranteed."""
 
     name: _Identifier
@@ -80,7 +80,7 @@ class ToolFunction(Open):
     strict: bool = False
 
 
-class Tool(Open):
+class Tool(LenientModel):
     type: Literal["function"]
     function: ToolFunction
 
@@ -92,11 +92,11 @@ class Tool(Open):
         return {"type": "function", "function": {**told, "parameters": parameters}}
 
 
-class _Named(Open):
+class _Named(LenientModel):
     name: _Identifier
 
 
-class NamedTool(Open):
+class NamedTool(LenientModel):
     type: Literal["function"]
     function: _Named
 

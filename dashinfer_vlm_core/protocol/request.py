@@ -10,13 +10,13 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, InstanceOf, Strict, Tag, ValidationError, model_validator
 
 from ..errors import InvalidParameter, RequestError, UnsupportedParameter
-from .base import LARGEST, STRING_OR_ARRAY, Count, Label, Name, Open, Text, encodable
-from .validation_errors import explain, show
+from .base import LARGEST, STRING_OR_ARRAY, Count, Label, LenientModel, Name, Text, encodable
 from .fields import REFUSED
 from .messages import MediaPart, Message
 from .options import MediaIO, MediaOptions, ProcessorOptions
 from .output import NamedTool, ResponseFormat, Tool, ToolChoice, Tools, tool_faults
 from .sampling import GREEDY_BELOW, Sampling
+from .validation_errors import explain, show
 
 DEFAULT_MODEL = "model"
 """Name of the model in a request that names none."""
@@ -37,12 +37,12 @@ _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS), Afte
 _Stops = Annotated[tuple[_Stop, ...], Strict(False), Field(max_length=4, fail_fast=True)]
 
 
-class StreamOptions(Open):
+class StreamOptions(LenientModel):
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class ChatRequest(Open):
+class ChatRequest(LenientModel):
     """A chat completion request. Whoever holds one may rely on it: it was checked whole when it was made.
 
     Besides OpenAI's fields it has some that engines of this kind share: `top_k`, `repetition_penalty`, `min_tokens`,

@@ -8,16 +8,16 @@ from typing import Annotated, TypeVar
 from pydantic import Field, Strict, ValidationError
 
 from ..errors import InvalidParameter
-from .base import LARGEST, Name, Open, Text
-from .validation_errors import explain
+from .base import LARGEST, LenientModel, Name, Text
 from .request import ChatRequest
+from .validation_errors import explain
 
 T = TypeVar("T")
 
 MAX_TOKENS = 200_000
 
 
-class TokenizePrompt(Open):
+class TokenizePrompt(LenientModel):
     """A rendered prompt to encode; control tokens in it count as such."""
 
     prompt: Text
@@ -33,7 +33,7 @@ class TokenizeChat(ChatRequest):
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(Open):
+class DetokenizeRequest(LenientModel):
     """Token ids to turn into text, control tokens included."""
 
     tokens: Annotated[

@@ -23,7 +23,7 @@ from openai.types.completion_usage import PromptTokensDetails
 from ..decoders import FinishReason, Token
 from ..errors import DecoderFailed
 from ..protocol import ChatRequest
-from ..structured_output.tool_parser import ToolCallStart, ToolCallParser, ParserEvent, ContentDelta
+from ..structured_output.tool_parser import ContentDelta, ParserEvent, ToolCallParser, ToolCallStart
 from ..tokenization.conversation import HERMES, ConversationFormat
 from ..tokenization.detokenizer import IncrementalDetokenizer
 from ..tokenization.stop_strings import StopStringMatcher

@@ -74,12 +74,12 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = spec.vocab_size
         self._stop = list(spec.tokens.stop)
-        self._guides: LRUCache[bytes, LLGuidanceGrammar] = LRUCache(MAX_GUIDES)
+        self._grammars: LRUCache[bytes, LLGuidanceGrammar] = LRUCache(MAX_GUIDES)
         self._lock = threading.Lock()
         self._tokens: llguidance.LLTokenizer | None = None
 
     def __len__(self) -> int:
-        return len(self._guides)
+        return len(self._grammars)
 
     async def compile_async(self, rules: Rules, start: str, *, param: str) -> LLGuidanceGrammar:
         """As `compile`, off the event loop."""
@@ -101,9 +101,9 @@ class GrammarCompiler:
             raise InvalidParameter(f"`{param}` {_TOO_HARD}.", param=param)
         key = sha256(text.encode()).digest()
         with self._lock:
-            if key not in self._guides:
-                self._guides[key] = self._compiled(text, rules, param)
-            return self._guides[key]
+            if key not in self._grammars:
+                self._grammars[key] = self._compiled(text, rules, param)
+            return self._grammars[key]
 
     def _compiled(self, text: str, rules: Rules, param: str) -> LLGuidanceGrammar:
         matcher = self._matcher(text)

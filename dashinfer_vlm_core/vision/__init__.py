@@ -1,11 +1,11 @@
 """Patches -> visual tokens, and names for what was sent before."""
 
-from .service import Item, Processed, CachedMedia, VisionService, VisionStats
+from .service import CachedMedia, Item, Processed, VisionService, VisionStats
 
 __all__ = [
+    "CachedMedia",
     "Item",
     "Processed",
-    "CachedMedia",
     "VisionService",
     "VisionStats",
 ]

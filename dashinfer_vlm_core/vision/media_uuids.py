@@ -16,7 +16,7 @@ from ..errors import InvalidParameter
 from ..media.types import Kind
 from ..models.interface import Embedded, Grid, Patches
 from ..protocol import MediaPart
-from .service import Processed, CachedMedia, VisionService
+from .service import CachedMedia, Processed, VisionService
 
 MAX_CUTS = 8
 """Ways of cutting one content that are remembered under its name."""
@@ -65,15 +65,15 @@ class MediaUuidCache:
         self._vision = vision
         self._bound: LRUCache[_Name, _UuidEntry] = LRUCache(limit)
 
-    def get(self, parts: Sequence[MediaPart], *, salt: str = "") -> dict[str, CachedMedia]:
+    def get(self, parts: Sequence[MediaPart], *, cache_salt: str = "") -> dict[str, CachedMedia]:
         """The parts that come by name alone, by their place in the request.
 
         Raises:
             InvalidParameter: a name is not known, or its content is not cached any more.
         """
-        return {part.path: self._recall(part, salt) for part in parts if not part.given}
+        return {part.path: self._get(part, cache_salt) for part in parts if not part.given}
 
-    def bind(self, parts: Sequence[MediaPart], processed: Sequence[Processed], *, salt: str = "") -> None:
+    def bind(self, parts: Sequence[MediaPart], processed: Sequence[Processed], *, cache_salt: str = "") -> None:
         """Remember the parts that came with a name.
 
         Args:
@@ -86,10 +86,10 @@ class MediaUuidCache:
         """
         for part, (item, source) in zip(parts, processed, strict=True):
             if part.uuid is not None:
-                self._bind(part, part.uuid, source, salt).items[_cut(part, item)] = _content(item)
+                self._bind(part, part.uuid, source, cache_salt).items[_cut(part, item)] = _content(item)
 
-    def _bind(self, part: MediaPart, uuid: str, source: bytes, salt: str) -> _UuidEntry:
-        name = (salt, part.kind, uuid)
+    def _bind(self, part: MediaPart, uuid: str, source: bytes, cache_salt: str) -> _UuidEntry:
+        name = (cache_salt, part.kind, uuid)
         bound = self._bound.get(name) or _UuidEntry(source=source)
         if bound.source != source:
             raise InvalidParameter(
@@ -101,10 +101,10 @@ class MediaUuidCache:
             self._bound[name] = bound
         return bound
 
-    def _recall(self, part: MediaPart, salt: str) -> CachedMedia:
-        bound = self._bound.get((salt, part.kind, part.uuid or ""))
+    def _get(self, part: MediaPart, cache_salt: str) -> CachedMedia:
+        bound = self._bound.get((cache_salt, part.kind, part.uuid or ""))
         content = bound.find(part) if bound else None
-        visual = self._vision.find(content.digest, content.grid, salt=salt) if content else None
+        visual = self._vision.find(content.digest, content.grid, cache_salt=cache_salt) if content else None
         if content is None or visual is None:
             raise InvalidParameter(
                 f"`{part.path}.uuid` names nothing that is cached here with these options: send it along.",

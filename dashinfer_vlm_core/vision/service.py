@@ -114,7 +114,7 @@ class VisionService:
             bytes=int(self._cache.currsize),
         )
 
-    async def embed(self, items: Sequence[Item], *, salt: str = "") -> tuple[VisualTokens, ...]:
+    async def embed(self, items: Sequence[Item], *, cache_salt: str = "") -> tuple[VisualTokens, ...]:
         """The visual tokens of each item, in order.
 
         Cancelling the caller drops what nobody else waits for, unless the tower has it already.
@@ -129,17 +129,17 @@ class VisionService:
         """
         if self._closed:
             raise EngineClosed("The engine was closed. Start another one.")
-        jobs = [self._job(item, salt) for item in items if isinstance(item, Patches)]
+        jobs = [self._job(item, cache_salt) for item in items if isinstance(item, Patches)]
         try:
             encoding = iter(jobs)
-            return tuple([await self._tokens(item, encoding, salt) for item in items])
+            return tuple([await self._tokens(item, encoding, cache_salt) for item in items])
         finally:
             for job in jobs:
                 self._leave(job)
 
-    def find(self, digest: bytes, grid: Grid, *, salt: str = "") -> VisualTokens | None:
+    def find(self, digest: bytes, grid: Grid, *, cache_salt: str = "") -> VisualTokens | None:
         """What is in the cache for the content of this digest (as in `Patches`)."""
-        name = _salted(digest, salt)
+        name = _salted(digest, cache_salt)
         embedding = self._cache.get(self._model_key + name)
         return None if embedding is None else VisualTokens(embedding=embedding, grid=grid, digest=name)
 
@@ -158,12 +158,12 @@ class VisionService:
         self._thread.shutdown()
         self._cache.clear()
 
-    async def _tokens(self, item: Item, encoding: Iterator[_Job], salt: str) -> VisualTokens:
+    async def _tokens(self, item: Item, encoding: Iterator[_Job], cache_salt: str) -> VisualTokens:
         if isinstance(item, CachedMedia):
             self._hits += 1
             return item.visual
         if isinstance(item, Embedded):
-            return await self._adopt(item, _salted(item.digest, salt))
+            return await self._adopt(item, _salted(item.digest, cache_salt))
         return await next(encoding).tokens(item.path)
 
     async def _adopt(self, item: Embedded, name: bytes) -> VisualTokens:
@@ -173,9 +173,9 @@ class VisionService:
         self._keep(self._model_key + name, embedding)
         return VisualTokens(embedding=embedding, grid=item.grid, digest=name)
 
-    def _job(self, item: Patches, salt: str) -> _Job:
+    def _job(self, item: Patches, cache_salt: str) -> _Job:
         """The job that yields this content: done if it is cached, else one that runs or waits, else a new one."""
-        name = _salted(item.digest, salt)
+        name = _salted(item.digest, cache_salt)
         key = self._model_key + name
         if (embedding := self._cache.get(key)) is not None:
             self._hits += 1
@@ -280,11 +280,11 @@ class _Job:
         return VisualTokens(embedding=self._outcome, grid=self.patches.grid, digest=self.name)
 
 
-def _salted(digest: bytes, salt: str) -> bytes:
+def _salted(digest: bytes, cache_salt: str) -> bytes:
     """The digest itself without a salt; else one of both, of the same length."""
-    if not salt:
+    if not cache_salt:
         return digest
-    return hashlib.sha256(b"salted" + hashlib.sha256(salt.encode()).digest() + digest).digest()
+    return hashlib.sha256(b"salted" + hashlib.sha256(cache_salt.encode()).digest() + digest).digest()
 
 
 def _size(embedding: torch.Tensor) -> int:

@@ -21,7 +21,7 @@ class Scene(BaseModel):
     """What a picture shows."""
 
     shape: Literal["circle", "square", "triangle", "star", "cross"]
-    colour: Literal["red", "green", "blue", "yellow", "orange", "purple", "pink", "cyan"]
+    color: Literal["red", "green", "blue", "yellow", "orange", "purple", "pink", "cyan"]
     count: int = Field(ge=1, le=3)
 
 

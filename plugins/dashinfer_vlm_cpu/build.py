@@ -35,10 +35,10 @@ class BuildError(Exception):
         remedy: what helps.
     """
 
-    def __init__(self, reason: str, remedy: str) -> None:
-        super().__init__(f"{reason}; {remedy}")
+    def __init__(self, reason: str, fix: str) -> None:
+        super().__init__(f"{reason}; {fix}")
         self.reason = reason
-        self.fix = remedy
+        self.fix = fix
 
 
 def build(source: Path, cache: Path, name: str = "", flags: Sequence[str] = ()) -> Path:

@@ -18,13 +18,21 @@ from torch import Tensor
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.kernels import LoadedKernels
 from dashinfer_vlm_core.kernels.cpu import cpu_flags
-from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers, FullLMHead
+from dashinfer_vlm_core.kernels.layers import FullLMHead, ReferenceDecoderLayers
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
-from dashinfer_vlm_core.kernels.types import Activation, DecoderLayer, DecoderLayers, DecoderShape, LMHead, Linear, KVSpans
+from dashinfer_vlm_core.kernels.types import (
+    Activation,
+    DecoderLayer,
+    DecoderLayers,
+    DecoderShape,
+    KVSpans,
+    Linear,
+    LMHead,
+)
 
 from .build import OTHER_CACHE, BuildError, build
 from .native_layers import NativeLayers
-from .native_linear import NativeLMHead, NativeInt8Linear, NativeLinear
+from .native_linear import NativeInt8Linear, NativeLinear, NativeLMHead
 
 MOST_SHARING = 192
 """Heads that share keys: their queries of one token are worked on together."""

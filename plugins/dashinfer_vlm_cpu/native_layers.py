@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dashinfer_vlm_core.kernels.types import DecoderLayer, DecoderShape, Linear, Norm, ForwardBatch
+from dashinfer_vlm_core.kernels.types import DecoderLayer, DecoderShape, ForwardBatch, Linear, Norm
 
 from .native_linear import NativeLinear
 

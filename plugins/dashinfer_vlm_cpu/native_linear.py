@@ -93,7 +93,7 @@ class NativeLinear:
     def _panels(self, weight: Tensor, gated: bool) -> Tensor:
         """All 16 bits."""
         outputs, inputs = weight.shape
-        panels = temporary.empty([_padded(outputs) * inputs], torch.bfloat16)
+        panels = mmap_buffer.empty([_padded(outputs) * inputs], torch.bfloat16)
         self._library.pack_bf16(weight.data_ptr(), outputs, inputs, gated, panels.data_ptr(), torch.get_num_threads())
         return panels
 

@@ -8,7 +8,14 @@ import logging
 from collections.abc import AsyncGenerator
 
 from dashinfer_vlm_core.config import MIB, EngineConfig
-from dashinfer_vlm_core.decoders import GUIDED_DECODING, SAMPLING_PARAMETERS, DecodeRequest, DecoderStats, Token, check_request
+from dashinfer_vlm_core.decoders import (
+    GUIDED_DECODING,
+    SAMPLING_PARAMETERS,
+    DecodeRequest,
+    DecoderStats,
+    Token,
+    check_request,
+)
 from dashinfer_vlm_core.errors import ConfigError, EngineClosed
 from dashinfer_vlm_core.kernels import Kernels, KernelSelector
 from dashinfer_vlm_core.models.placement import resolve_device, resolve_dtype
@@ -18,8 +25,8 @@ from dashinfer_vlm_core.models.weights import Weights, torch_dtype
 from .attention import KVCache
 from .model import TextModel
 from .runner import ModelRunner
-from .scheduler import SequenceState, Scheduler, SchedulerStats
-from .worker import WorkerCounts, OutputQueue, Worker
+from .scheduler import Scheduler, SchedulerStats, SequenceState
+from .worker import OutputQueue, Worker, WorkerCounts
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -82,11 +89,11 @@ class TorchDecoder:
             raise EngineClosed("The decoder is not running. Start the engine first.")
         check_request(request, self._spec, max_model_len=self.max_model_len)
         run = SequenceState.of(request, self._spec.tokens.stop)
-        mailbox = OutputQueue(asyncio.get_running_loop(), asyncio.Queue())
-        worker.submit(run, mailbox)
+        output_queue = OutputQueue(asyncio.get_running_loop(), asyncio.Queue())
+        worker.submit(run, output_queue)
         try:
             while True:
-                reply = await mailbox.queue.get()
+                reply = await output_queue.queue.get()
                 if not isinstance(reply, Token):
                     raise reply
                 yield reply

@@ -50,20 +50,20 @@ class KVAllocator:
         """By their rows."""
         return tuple(self._allocations)
 
-    def place(self, slab: KVAllocation, start: int, rows: int) -> None:
+    def place(self, allocation: KVAllocation, start: int, rows: int) -> None:
         """Let a slab, new or not, have these rows, which belong to nobody else."""
-        if slab.rows:
-            self.remove(slab)
-        slab.start, slab.rows = start, rows
-        insort(self._allocations, slab, key=attrgetter("start"))
+        if allocation.rows:
+            self.remove(allocation)
+        allocation.start, allocation.rows = start, rows
+        insort(self._allocations, allocation, key=attrgetter("start"))
 
-    def remove(self, slab: KVAllocation) -> None:
-        self._allocations.remove(slab)
+    def remove(self, allocation: KVAllocation) -> None:
+        self._allocations.remove(allocation)
 
     def overlapping(self, start: int, stop: int) -> list[KVAllocation]:
-        return [slab for slab in self._allocations if slab.start < stop and start < slab.stop]
+        return [allocation for allocation in self._allocations if allocation.start < stop and start < allocation.stop]
 
-    def find_start(self, slab: KVAllocation, rows: int, leaving: Iterable[KVAllocation]) -> int | None:
+    def find_start(self, allocation: KVAllocation, rows: int, leaving: Iterable[KVAllocation]) -> int | None:
         """The first of `rows` rows that `slab` can have; None if there is no way.
 
         Its own rows count as free. It stays where it is if it can, else it goes into the tightest gap, else to the end
@@ -74,21 +74,26 @@ class KVAllocator:
             rows: how many it needs.
             leaving: slabs that may be removed, or cut at their end, in the order in which they should go.
         """
-        gaps = self._gaps(slab)
+        gaps = self._gaps(allocation)
         for start, stop in gaps:
-            if start <= slab.start <= stop - rows:
-                return slab.start
+            if start <= allocation.start <= stop - rows:
+                return allocation.start
         fp32_output = [gap for gap in gaps if gap[1] - gap[0] >= rows]
         if fp32_output:
             return min(fp32_output, key=lambda gap: gap[1] - gap[0])[0]
         start, stop = _first_free(gaps, rows, leaving)
-        if start <= slab.start <= stop - rows:
-            return slab.start
+        if start <= allocation.start <= stop - rows:
+            return allocation.start
         return stop - rows if stop else None
 
     def _gaps(self, without: KVAllocation) -> list[tuple[int, int]]:
         """Free ranges (start, stop) as if one slab were not there."""
-        edges = [edge for slab in self._allocations if slab is not without for edge in (slab.start, slab.stop)]
+        edges = [
+            edge
+            for allocation in self._allocations
+            if allocation is not without
+            for edge in (allocation.start, allocation.stop)
+        ]
         edges = [0, *edges, self.size]
         return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
 
@@ -96,8 +101,8 @@ class KVAllocator:
 def _first_free(gaps: list[tuple[int, int]], rows: int, leaving: Iterable[KVAllocation]) -> tuple[int, int]:
     """The first range of at least `rows` that comes about when slabs leave one after the other; (0, 0) if none does."""
     stops, starts = dict(gaps), {stop: start for start, stop in gaps}
-    for slab in leaving:
-        start, stop = starts.pop(slab.start, slab.start), stops.pop(slab.stop, slab.stop)
+    for allocation in leaving:
+        start, stop = starts.pop(allocation.start, allocation.start), stops.pop(allocation.stop, allocation.stop)
         stops[start], starts[stop] = stop, start
         if stop - start >= rows:
             return start, stop

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from itertools import islice
 from typing import NamedTuple
 
-from .kv_allocator import KVAllocator, KVAllocation
+from .kv_allocator import KVAllocation, KVAllocator
 from .prefix_hash import BLOCK, PrefixHash
 
 CANDIDATES = 8
@@ -43,7 +43,9 @@ class KVCacheManager:
         self._allocator = KVAllocator(rows)
         self._caching = caching
         self._index: dict[bytes, dict[KVAllocation, None]] = {}  # an ordered set for each block's digest
-        self._free: OrderedDict[bytes, KVAllocation] = OrderedDict()  # by their last block; the first was not used for longest
+        self._free: OrderedDict[bytes, KVAllocation] = (
+            OrderedDict()
+        )  # by their last block; the first was not used for longest
         self._copies: list[KVCopy] = []
 
     @property
@@ -53,52 +55,52 @@ class KVCacheManager:
     @property
     def used(self) -> int:
         """Rows that runs hold."""
-        return sum(slab.rows for slab in self._allocator.allocations if not slab.is_free)
+        return sum(allocation.rows for allocation in self._allocator.allocations if not allocation.is_free)
 
     @property
     def cached(self) -> int:
         """Rows that are kept for later runs."""
-        return sum(slab.rows for slab in self._free.values())
+        return sum(allocation.rows for allocation in self._free.values())
 
     def take_copies(self) -> list[KVCopy]:
         """What has to be copied before the pool is used next."""
         moves, self._copies = self._copies, []
         return moves
 
-    def allocate(self, trail: PrefixHash, rows: int) -> KVAllocation | None:
+    def allocate(self, prefix: PrefixHash, rows: int) -> KVAllocation | None:
         """A slab of at least `rows` rows, in which the longest known beginning of `trail` is read; None if there is no
         room.
 
         The last token of `trail` is never among what is read: somebody wants its logits.
         """
-        match = self._find_prefix(trail)
+        match = self._find_prefix(prefix)
         if match and match.allocation.is_free and match.allocation.num_computed_tokens - match.num_tokens < BLOCK:
-            return self._reuse(match, trail, rows)
-        slab = KVAllocation(prefix=trail)
-        if self._place(slab, rows, spare=match and match.allocation):
-            self._copy(match, slab)
-            return slab
-        return self._reuse(match, trail, rows) if match and match.allocation.is_free else None
+            return self._reuse(match, prefix, rows)
+        allocation = KVAllocation(prefix=prefix)
+        if self._place(allocation, rows, spare=match and match.allocation):
+            self._copy(match, allocation)
+            return allocation
+        return self._reuse(match, prefix, rows) if match and match.allocation.is_free else None
 
-    def grow(self, slab: KVAllocation, rows: int) -> bool:
+    def grow(self, allocation: KVAllocation, rows: int) -> bool:
         """Let a run's slab have `rows` rows at least, here or elsewhere; whether there is room."""
-        return rows <= slab.rows or self._place(slab, rows)
+        return rows <= allocation.rows or self._place(allocation, rows)
 
-    def mark_computed(self, slab: KVAllocation, read: int) -> None:
+    def mark_computed(self, allocation: KVAllocation, read: int) -> None:
         """The keys and values of the first `read` tokens of a slab are there."""
-        slab.num_computed_tokens = read
+        allocation.num_computed_tokens = read
         if self._caching:
-            for digest in slab.prefix.digests[slab.num_indexed_blocks : read // BLOCK]:
-                self._index.setdefault(digest, {})[slab] = None
-            slab.num_indexed_blocks = read // BLOCK
+            for digest in allocation.prefix.digests[allocation.num_indexed_blocks : read // BLOCK]:
+                self._index.setdefault(digest, {})[allocation] = None
+            allocation.num_indexed_blocks = read // BLOCK
 
-    def extend_from_cache(self, slab: KVAllocation) -> int:
+    def extend_from_cache(self, allocation: KVAllocation) -> int:
         """Copy what other slabs have of the tokens that are to be read next; how many tokens that are."""
-        before = slab.num_computed_tokens
-        self._copy(self._find_prefix(slab.prefix, besides=slab), slab)
-        return slab.num_computed_tokens - before
+        before = allocation.num_computed_tokens
+        self._copy(self._find_prefix(allocation.prefix, besides=allocation), allocation)
+        return allocation.num_computed_tokens - before
 
-    def free(self, slab: KVAllocation, *, keep: bool = True) -> None:
+    def free(self, allocation: KVAllocation, *, keep: bool = True) -> None:
         """Its run has ended.
 
         Args:
@@ -106,110 +108,126 @@ class KVCacheManager:
             keep: whether what it holds is right, so that later runs may have it.
         """
         if keep:
-            self._retain(slab)
+            self._retain(allocation)
         else:
-            self._discard(slab)
+            self._discard(allocation)
 
-    def _find_prefix(self, trail: PrefixHash, *, besides: KVAllocation | None = None) -> PrefixMatch | None:
+    def _find_prefix(self, prefix: PrefixHash, *, besides: KVAllocation | None = None) -> PrefixMatch | None:
         """The slab that begins as `trail` does for longest. A slab is listed with each of its blocks, so that the last
         known one can be found by bisection."""
-        blocks = bisect_left(trail.digests, True, key=lambda digest: digest not in self._index)
+        blocks = bisect_left(prefix.digests, True, key=lambda digest: digest not in self._index)
         if not blocks:
             return None
         start = blocks * BLOCK
-        found = islice(reversed(self._index[trail.digests[blocks - 1]]), CANDIDATES)
+        found = islice(reversed(self._index[prefix.digests[blocks - 1]]), CANDIDATES)
         matches = [
-            PrefixMatch(slab, min(start + trail.common_length(slab.prefix, start), slab.num_computed_tokens, len(trail) - 1))
-            for slab in found
-            if slab is not besides
+            PrefixMatch(
+                allocation,
+                min(
+                    start + prefix.common_length(allocation.prefix, start),
+                    allocation.num_computed_tokens,
+                    len(prefix) - 1,
+                ),
+            )
+            for allocation in found
+            if allocation is not besides
         ]
         return max(matches, key=lambda match: match.num_tokens, default=None)
 
-    def _copy(self, match: PrefixMatch | None, slab: KVAllocation) -> None:
+    def _copy(self, match: PrefixMatch | None, allocation: KVAllocation) -> None:
         """Let `slab` have what it lacks of a match."""
-        if match is None or match.num_tokens <= slab.num_computed_tokens:
+        if match is None or match.num_tokens <= allocation.num_computed_tokens:
             return
-        source, read = match.allocation, slab.num_computed_tokens
-        self._copies.append(KVCopy(source.start + read, slab.start + read, match.num_tokens - read))
-        self.mark_computed(slab, match.num_tokens)
+        source, read = match.allocation, allocation.num_computed_tokens
+        self._copies.append(KVCopy(source.start + read, allocation.start + read, match.num_tokens - read))
+        self.mark_computed(allocation, match.num_tokens)
         if source.is_free:
             self._free.move_to_end(_key(source))
 
-    def _reuse(self, match: PrefixMatch, trail: PrefixHash, rows: int) -> KVAllocation | None:
+    def _reuse(self, match: PrefixMatch, prefix: PrefixHash, rows: int) -> KVAllocation | None:
         """The idle slab itself, without what follows the match: there is nothing to copy unless it has to move."""
-        slab, read = match.allocation, match.allocation.num_computed_tokens
-        self._remove_free(slab)
-        slab.num_computed_tokens = match.num_tokens
-        if not self._place(slab, rows):
-            slab.num_computed_tokens = read
-            self._add_free(slab)
+        allocation, read = match.allocation, match.allocation.num_computed_tokens
+        self._remove_free(allocation)
+        allocation.num_computed_tokens = match.num_tokens
+        if not self._place(allocation, rows):
+            allocation.num_computed_tokens = read
+            self._add_free(allocation)
             return None
-        self._unindex(slab, slab.num_computed_tokens // BLOCK)
-        slab.prefix = trail
-        return slab
+        self._unindex(allocation, allocation.num_computed_tokens // BLOCK)
+        allocation.prefix = prefix
+        return allocation
 
-    def _place(self, slab: KVAllocation, rows: int, *, spare: KVAllocation | None = None) -> bool:
+    def _place(self, allocation: KVAllocation, rows: int, *, spare: KVAllocation | None = None) -> bool:
         """Find `rows` rows for a slab, at the cost of idle ones other than `spare`, and move it there."""
-        start = self._allocator.find_start(slab, rows, (idle for idle in self._free.values() if idle is not spare))
+        start = self._allocator.find_start(
+            allocation, rows, (idle for idle in self._free.values() if idle is not spare)
+        )
         if start is None:
             return False
         for other in self._allocator.overlapping(start, start + rows):
-            if other is not slab:
+            if other is not allocation:
                 self._shrink(other, start - other.start)
-        if slab.num_computed_tokens and start != slab.start:
-            self._copies.append(KVCopy(slab.start, start, slab.num_computed_tokens))
-        self._allocator.place(slab, start, rows)
+        if allocation.num_computed_tokens and start != allocation.start:
+            self._copies.append(KVCopy(allocation.start, start, allocation.num_computed_tokens))
+        self._allocator.place(allocation, start, rows)
         return True
 
-    def _shrink(self, slab: KVAllocation, rows: int) -> None:
+    def _shrink(self, allocation: KVAllocation, rows: int) -> None:
         """Leave an idle slab its first rows, if they are worth it; it stays the next to go."""
-        self._remove_free(slab)
-        self._unindex(slab, max(rows, 0) // BLOCK)
-        slab.num_computed_tokens = max(rows, 0)
-        self._retain(slab)
-        if slab.is_free:
-            self._free.move_to_end(_key(slab), last=False)
+        self._remove_free(allocation)
+        self._unindex(allocation, max(rows, 0) // BLOCK)
+        allocation.num_computed_tokens = max(rows, 0)
+        self._retain(allocation)
+        if allocation.is_free:
+            self._free.move_to_end(_key(allocation), last=False)
 
-    def _retain(self, slab: KVAllocation) -> None:
+    def _retain(self, allocation: KVAllocation) -> None:
         """Let a slab go idle, unless its blocks are kept already; those that it makes superfluous go."""
-        others = self._index[_key(slab)] if slab.num_indexed_blocks else {}
-        longer = next((other for other in others if other.is_free and other.num_computed_tokens >= slab.num_computed_tokens), None)
+        others = self._index[_key(allocation)] if allocation.num_indexed_blocks else {}
+        longer = next(
+            (
+                other
+                for other in others
+                if other.is_free and other.num_computed_tokens >= allocation.num_computed_tokens
+            ),
+            None,
+        )
         if longer:
             self._free.move_to_end(_key(longer))
-        if longer or not slab.num_indexed_blocks:
-            self._discard(slab)
+        if longer or not allocation.num_indexed_blocks:
+            self._discard(allocation)
             return
-        for digest in slab.prefix.digests[: slab.num_indexed_blocks]:
+        for digest in allocation.prefix.digests[: allocation.num_indexed_blocks]:
             if shorter := self._free.get(digest):
                 self._discard(shorter)
-        slab.prefix = slab.prefix.truncated(slab.num_computed_tokens)
-        slab.rows = slab.num_computed_tokens
-        self._add_free(slab)
+        allocation.prefix = allocation.prefix.truncated(allocation.num_computed_tokens)
+        allocation.rows = allocation.num_computed_tokens
+        self._add_free(allocation)
 
-    def _add_free(self, slab: KVAllocation) -> None:
-        slab.is_free = True
-        self._free[_key(slab)] = slab
+    def _add_free(self, allocation: KVAllocation) -> None:
+        allocation.is_free = True
+        self._free[_key(allocation)] = allocation
 
-    def _remove_free(self, slab: KVAllocation) -> None:
-        slab.is_free = False
-        del self._free[_key(slab)]
+    def _remove_free(self, allocation: KVAllocation) -> None:
+        allocation.is_free = False
+        del self._free[_key(allocation)]
 
-    def _discard(self, slab: KVAllocation) -> None:
-        if slab.is_free:
-            self._remove_free(slab)
-        self._unindex(slab, 0)
-        self._allocator.remove(slab)
+    def _discard(self, allocation: KVAllocation) -> None:
+        if allocation.is_free:
+            self._remove_free(allocation)
+        self._unindex(allocation, 0)
+        self._allocator.remove(allocation)
 
-    def _unindex(self, slab: KVAllocation, blocks: int) -> None:
+    def _unindex(self, allocation: KVAllocation, blocks: int) -> None:
         """Let a slab be found by its first `blocks` blocks alone."""
-        for digest in slab.prefix.digests[blocks : slab.num_indexed_blocks]:
+        for digest in allocation.prefix.digests[blocks : allocation.num_indexed_blocks]:
             holders = self._index[digest]
-            del holders[slab]
+            del holders[allocation]
             if not holders:
                 del self._index[digest]
-        slab.num_indexed_blocks = min(slab.num_indexed_blocks, blocks)
+        allocation.num_indexed_blocks = min(allocation.num_indexed_blocks, blocks)
 
 
-def _key(slab: KVAllocation) -> bytes:
+def _key(allocation: KVAllocation) -> bytes:
     """The digest of a slab's last block, which covers all of them."""
-    return slab.prefix.digests[slab.num_indexed_blocks - 1]
+    return allocation.prefix.digests[allocation.num_indexed_blocks - 1]

@@ -20,12 +20,12 @@ from dashinfer_vlm_core.kernels import (
     Additions,
     DecoderLayer,
     DecoderShape,
-    LMHead,
-    Kernels,
-    Linear,
-    Norm,
     ForwardBatch,
+    Kernels,
     KVSpans,
+    Linear,
+    LMHead,
+    Norm,
 )
 from dashinfer_vlm_core.models.spec import RotarySpec, TextModelSpec
 from dashinfer_vlm_core.models.weights import Weights
@@ -97,13 +97,13 @@ class TextModel:
 
     def logits(self, x: Tensor) -> Tensor:
         """float32 [rows, vocab_size] of hidden states [rows, hidden_size]."""
-        return self._head(self._normalise(x))
+        return self._head(self._normalize(x))
 
     def argmax(self, x: Tensor) -> Tensor | None:
         """int64 [rows], the token of each row's largest logit; None if `logits` is the way to find it."""
-        return self._head.argmax(self._normalise(x))
+        return self._head.argmax(self._normalize(x))
 
-    def _normalise(self, x: Tensor) -> Tensor:
+    def _normalize(self, x: Tensor) -> Tensor:
         return self.kernels.norm(x, self._norm.weight, self._norm.bias, self.config.norm_eps)
 
 

@@ -46,11 +46,11 @@ class PrefixHash:
 
     def truncated(self, tokens: int) -> PrefixHash:
         """A trail of its own of the first `tokens`."""
-        trail = object.__new__(PrefixHash)
-        trail._rows = self._rows[: tokens * _WIDTH]
-        trail._salt = self._salt
-        trail.digests = self.digests[: tokens // BLOCK]
-        return trail
+        prefix = object.__new__(PrefixHash)
+        prefix._rows = self._rows[: tokens * _WIDTH]
+        prefix._salt = self._salt
+        prefix.digests = self.digests[: tokens // BLOCK]
+        return prefix
 
     def common_length(self, other: PrefixHash, start: int) -> int:
         """How many tokens from `start` on are the same in both: at most a block."""

@@ -15,8 +15,8 @@ from dashinfer_vlm_core.kernels import Additions, KVSpan, KVSpans
 from .attention import KVCache
 from .kv_cache_manager import KVCopy
 from .model import PackedBatch, TextModel
-from .sampler import sample, is_greedy
-from .scheduler import SampledToken, ScheduledChunk, Outcome, SequenceState
+from .sampler import is_greedy, sample
+from .scheduler import Outcome, SampledToken, ScheduledChunk, SequenceState
 
 T = TypeVar("T")
 
@@ -59,33 +59,37 @@ class ModelRunner:
         additions = _place_visual_tokens(x, chunks)
         spans = _spans(chunks)
         whole = [(chunk.sequence, span) for chunk, span in zip(chunks, spans, strict=True) if chunk.last]
-        last = torch.tensor([span.first_query + span.num_queries - 1 for _, span in whole], dtype=torch.int64, device=x.device)
-        last_spans = [KVSpan(i, 1, span.first_key, span.num_keys, span.num_keys - 1) for i, (_, span) in enumerate(whole)]
+        last = torch.tensor(
+            [span.first_query + span.num_queries - 1 for _, span in whole], dtype=torch.int64, device=x.device
+        )
+        last_spans = [
+            KVSpan(i, 1, span.first_key, span.num_keys, span.num_keys - 1) for i, (_, span) in enumerate(whole)
+        ]
         batch = PackedBatch(
             positions, slots, KVSpans(spans, device=x.device), last, KVSpans(last_spans, device=x.device), additions
         )
         x = self._model.forward(x, batch, self._cache)
         if not whole:
             return {}
-        runs = [run for run, _ in whole]
-        return dict(zip(runs, self._sample(x, runs), strict=True))
+        sequences = [sequence for sequence, _ in whole]
+        return dict(zip(sequences, self._sample(x, sequences), strict=True))
 
-    def _sample(self, x: Tensor, runs: Sequence[SequenceState]) -> list[Outcome]:
+    def _sample(self, x: Tensor, sequences: Sequence[SequenceState]) -> list[Outcome]:
         """The next token of each run, whose hidden states are a row of x."""
-        if all(map(is_greedy, runs)) and (tokens := self._model.argmax(x)) is not None:
+        if all(map(is_greedy, sequences)) and (tokens := self._model.argmax(x)) is not None:
             return list(map(SampledToken, tokens.tolist()))
-        return sample(self._model.logits(x), runs)
+        return sample(self._model.logits(x), sequences)
 
     def _pack(self, chunks: Sequence[ScheduledChunk]) -> tuple[Tensor, Tensor, Tensor]:
         """Token ids [tokens], positions [3, tokens] and cache rows [tokens] of the chunks one after the other, in one
         transfer."""
         packed = np.empty((5, sum(stop - start for _, start, stop in chunks)), dtype=np.int64)
         offset = 0
-        for run, start, stop in chunks:
+        for sequence, start, stop in chunks:
             part = packed[:, offset : offset + stop - start]
-            part[0] = run.token_ids(start, stop)
-            part[1:4] = run.positions(start, stop)
-            part[4] = np.arange(run.first_row + start, run.first_row + stop)
+            part[0] = sequence.token_ids(start, stop)
+            part[1:4] = sequence.positions(start, stop)
+            part[4] = np.arange(sequence.first_row + start, sequence.first_row + stop)
             offset += stop - start
         tensor = torch.from_numpy(packed).to(self._model.device)
         return tensor[0], tensor[1:4], tensor[4]
@@ -95,8 +99,8 @@ def _spans(chunks: Sequence[ScheduledChunk]) -> list[KVSpan]:
     """What the tokens of each chunk look at: all tokens of their request up to themselves."""
     firsts = np.cumsum([0, *(stop - start for _, start, stop in chunks)]).tolist()
     return [
-        KVSpan(first, stop - start, run.first_row, stop, start)
-        for first, (run, start, stop) in zip(firsts, chunks, strict=False)
+        KVSpan(first, stop - start, sequence.first_row, stop, start)
+        for first, (sequence, start, stop) in zip(firsts, chunks, strict=False)
     ]
 
 
@@ -105,8 +109,8 @@ def _place_visual_tokens(x: Tensor, chunks: Sequence[ScheduledChunk]) -> Additio
     offset, hidden = 0, x.shape[1]
     places: list[int] = []
     levels: list[Tensor] = []
-    for run, start, stop in chunks:
-        for span in run.request.spans:
+    for sequence, start, stop in chunks:
+        for span in sequence.request.spans:
             first, end = max(start, span.start), min(stop, span.stop)
             if first < end:
                 row = span.row + first - span.start

@@ -20,7 +20,7 @@ from torch import Tensor
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_core.protocol.sampling import GREEDY_BELOW
 
-from .scheduler import SampledToken, Outcome, SequenceState
+from .scheduler import Outcome, SampledToken, SequenceState
 
 Alternatives: TypeAlias = tuple[tuple[int, float], ...]
 
@@ -42,7 +42,7 @@ LARGEST_UNIFORM = 1 - 2.0**-52
 """So that `uniform * total` is below `total` after rounding."""
 
 
-def sample(logits: Tensor, runs: Sequence[SequenceState]) -> list[Outcome]:
+def sample(logits: Tensor, sequences: Sequence[SequenceState]) -> list[Outcome]:
     """The next token of each run.
 
     Args:
@@ -52,57 +52,59 @@ def sample(logits: Tensor, runs: Sequence[SequenceState]) -> list[Outcome]:
     Returns:
         A choice per run, or the error of a run whose logits are not finite.
     """
-    masks, lost = _masks(runs)
-    scores = _bar(_penalise(_edit(logits, runs), runs), masks)
+    masks, lost = _masks(sequences)
+    scores = _bar(_penalise(_edit(logits, sequences), sequences), masks)
     best, ids = scores.max(dim=-1)
-    drawn = [row for row, run in enumerate(runs) if run.request.sampling.temperature >= GREEDY_BELOW]
+    drawn = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.temperature >= GREEDY_BELOW]
     if drawn:
         index = _index(drawn, logits)
-        part = scores if len(drawn) == len(runs) else scores[index]
-        ids[index] = _draw(part, [runs[row] for row in drawn])
+        part = scores if len(drawn) == len(sequences) else scores[index]
+        ids[index] = _draw(part, [sequences[row] for row in drawn])
     chosen = torch.where(best.isfinite(), ids, -1)
-    listed = _log_probabilities(logits, ids, runs)
+    listed = _log_probabilities(logits, ids, sequences)
     return [
         lost.get(row) or (DecoderFailed(OVERFLOW) if token < 0 else SampledToken(token, *listed.get(row, ())))
         for row, token in enumerate(chosen.tolist())
     ]
 
 
-def is_greedy(run: SequenceState) -> bool:
+def is_greedy(sequence: SequenceState) -> bool:
     """Whether `choose` would take the token of the largest logit, whatever the others are."""
-    sampling = run.request.sampling
-    edited = sampling.logit_bias or run.matcher or (run.stops and run.too_short) or _is_penalised(run)
+    sampling = sequence.request.sampling
+    edited = (
+        sampling.logit_bias or sequence.matcher or (sequence.stops and sequence.too_short) or _is_penalised(sequence)
+    )
     return sampling.temperature < GREEDY_BELOW and sampling.logprobs is None and not edited
 
 
-def uniform(run: SequenceState) -> float:
+def uniform(sequence: SequenceState) -> float:
     """The random number in [0, 1) of a run's next token: a function of its seed and of how many tokens came before.
 
     Philox is a counter-based generator (Salmon et al., SC 2011), made for this.
     """
-    generator = np.random.Generator(np.random.Philox(key=run.seed, counter=len(run.output_ids)))
+    generator = np.random.Generator(np.random.Philox(key=sequence.seed, counter=len(sequence.output_ids)))
     return min(generator.random(), LARGEST_UNIFORM)
 
 
-def _masks(runs: Sequence[SequenceState]) -> tuple[dict[int, npt.NDArray[np.bool_]], dict[int, DecoderFailed]]:
+def _masks(sequences: Sequence[SequenceState]) -> tuple[dict[int, npt.NDArray[np.bool_]], dict[int, DecoderFailed]]:
     """By row, for rows that follow a grammar: the tokens that it allows, or why it cannot be followed on."""
     masks: dict[int, npt.NDArray[np.bool_]] = {}
     lost: dict[int, DecoderFailed] = {}
-    for row, run in enumerate(runs):
-        if run.matcher:
+    for row, sequence in enumerate(sequences):
+        if sequence.matcher:
             try:
-                masks[row] = _without_early_end(run, run.matcher.allowed_tokens())
+                masks[row] = _without_early_end(sequence, sequence.matcher.allowed_tokens())
             except DecoderFailed as error:
                 lost[row] = error
     return masks, lost
 
 
-def _without_early_end(run: SequenceState, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def _without_early_end(sequence: SequenceState, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """The mask less the tokens that end the answer while it is too short, unless the grammar leaves nothing else."""
-    if not run.too_short:
+    if not sequence.too_short:
         return mask
     others = mask.copy()
-    others[list(run.stops)] = False
+    others[list(sequence.stops)] = False
     return others if others.any() else mask
 
 
@@ -117,10 +119,18 @@ def _bar(scores: Tensor, masks: dict[int, npt.NDArray[np.bool_]]) -> Tensor:
     return scores
 
 
-def _edit(scores: Tensor, runs: Sequence[SequenceState]) -> Tensor:
+def _edit(scores: Tensor, sequences: Sequence[SequenceState]) -> Tensor:
     """logit_bias, and no end before min_tokens."""
-    biased = [(row, run.request.sampling.logit_bias) for row, run in enumerate(runs) if run.request.sampling.logit_bias]
-    young = [(row, run.stops) for row, run in enumerate(runs) if run.stops and run.too_short and not run.matcher]
+    biased = [
+        (row, sequence.request.sampling.logit_bias)
+        for row, sequence in enumerate(sequences)
+        if sequence.request.sampling.logit_bias
+    ]
+    young = [
+        (row, sequence.stops)
+        for row, sequence in enumerate(sequences)
+        if sequence.stops and sequence.too_short and not sequence.matcher
+    ]
     if not biased and not young:
         return scores
     scores = scores.clone()
@@ -139,12 +149,12 @@ def _cells(cells: Iterable[tuple[int, Iterable[int]]]) -> tuple[list[int], list[
     return [row for row, _ in pairs], [token for _, token in pairs]
 
 
-def _penalise(scores: Tensor, runs: Sequence[SequenceState]) -> Tensor:
+def _penalise(scores: Tensor, sequences: Sequence[SequenceState]) -> Tensor:
     """Repetition, presence and frequency penalties, at the few tokens that they concern."""
-    penalised = [(row, run) for row, run in enumerate(runs) if _is_penalised(run)]
+    penalised = [(row, sequence) for row, sequence in enumerate(sequences) if _is_penalised(sequence)]
     if not penalised:
         return scores
-    columns = zip(*(_penalties(row, run) for row, run in penalised), strict=True)
+    columns = zip(*(_penalties(row, sequence) for row, sequence in penalised), strict=True)
     rows, tokens, factors, terms = (torch.from_numpy(np.concatenate(parts)).to(scores.device) for parts in columns)
     scores = scores.clone()
     values = scores[rows, tokens]
@@ -152,29 +162,29 @@ def _penalise(scores: Tensor, runs: Sequence[SequenceState]) -> Tensor:
     return scores
 
 
-def _is_penalised(run: SequenceState) -> bool:
-    sampling = run.request.sampling
+def _is_penalised(sequence: SequenceState) -> bool:
+    sampling = sequence.request.sampling
     return sampling.repetition_penalty != 1 or bool(sampling.presence_penalty or sampling.frequency_penalty)
 
 
-def _penalties(row: int, run: SequenceState) -> tuple[npt.NDArray[np.generic], ...]:
+def _penalties(row: int, sequence: SequenceState) -> tuple[npt.NDArray[np.generic], ...]:
     """Rows and tokens of the logits to penalise, and for each of them the factor and the term."""
-    sampling = run.request.sampling
-    answer, counts = np.unique(np.array(run.output_ids, dtype=np.int64), return_counts=True)
-    tokens = answer if sampling.repetition_penalty == 1 else np.union1d(run.request.token_ids, answer)
+    sampling = sequence.request.sampling
+    answer, counts = np.unique(np.array(sequence.output_ids, dtype=np.int64), return_counts=True)
+    tokens = answer if sampling.repetition_penalty == 1 else np.union1d(sequence.request.token_ids, answer)
     terms = np.zeros(len(tokens), np.float32)
     terms[np.searchsorted(tokens, answer)] = sampling.presence_penalty + sampling.frequency_penalty * counts
     return np.full_like(tokens, row), tokens, np.full_like(terms, sampling.repetition_penalty), terms
 
 
-def _draw(scores: Tensor, runs: Sequence[SequenceState]) -> Tensor:
+def _draw(scores: Tensor, sequences: Sequence[SequenceState]) -> Tensor:
     """int64 [rows], drawn from float32 [rows, vocab_size]."""
-    options = [run.request.sampling for run in runs]
+    options = [sequence.request.sampling for sequence in sequences]
     scores = scores / _column([option.temperature for option in options], scores)
     _keep_top_k(scores, [option.top_k for option in options])
     weights = scores.softmax(dim=-1)
     _keep_top_p(weights, [option.top_p for option in options])
-    return _pick(weights, _column([uniform(run) for run in runs], scores, torch.float64))
+    return _pick(weights, _column([uniform(sequence) for sequence in sequences], scores, torch.float64))
 
 
 def _pick(weights: Tensor, shares: Tensor) -> Tensor:
@@ -250,9 +260,15 @@ def _last_within(weights: Tensor, digits: Tensor, count: int, wanted: Tensor) ->
     return digit, larger.gather(1, digit)
 
 
-def _log_probabilities(logits: Tensor, ids: Tensor, runs: Sequence[SequenceState]) -> dict[int, tuple[float, Alternatives]]:
+def _log_probabilities(
+    logits: Tensor, ids: Tensor, sequences: Sequence[SequenceState]
+) -> dict[int, tuple[float, Alternatives]]:
     """By row, for rows that ask: the chosen token's log-probability, and the most likely tokens with theirs."""
-    asked = {row: count for row, run in enumerate(runs) if (count := run.request.sampling.logprobs) is not None}
+    asked = {
+        row: count
+        for row, sequence in enumerate(sequences)
+        if (count := sequence.request.sampling.logprobs) is not None
+    }
     if not asked:
         return {}
     index = _index(list(asked), logits)

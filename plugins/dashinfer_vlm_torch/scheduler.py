@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from dashinfer_vlm_core.decoders import DecodeRequest, FinishReason, Token, GrammarMatcher
+from dashinfer_vlm_core.decoders import DecodeRequest, FinishReason, GrammarMatcher, Token
 from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
 
 from .kv_allocator import KVAllocation
@@ -82,8 +82,8 @@ class SequenceState:
             stops=frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else stop),
             seed=seed,
             first_position=int(request.positions.max()) + 1,
-            trail=PrefixHash(request),
-            walk=request.grammar.new_matcher() if request.grammar else None,
+            prefix=PrefixHash(request),
+            matcher=request.grammar.new_matcher() if request.grammar else None,
         )
 
     @property
@@ -241,19 +241,19 @@ class Scheduler:
             preemptions=self._preemptions,
         )
 
-    def add(self, run: SequenceState) -> None:
+    def add(self, sequence: SequenceState) -> None:
         """Take a run whose footprint is at most the pool's size.
 
         Raises:
             QueueFull: it would have to wait, and `max_waiting` requests do already.
         """
-        self._waiting.append(run)
+        self._waiting.append(sequence)
         self._admit()
         if len(self._waiting) > self._max_waiting:
-            self._waiting.remove(run)
+            self._waiting.remove(sequence)
             raise QueueFull(f"{self._max_waiting} requests wait already. Try again in a second.")
 
-    def remove(self, run: SequenceState, *, failed: bool = False) -> None:
+    def remove(self, sequence: SequenceState, *, failed: bool = False) -> None:
         """Forget a run and free what it held; a run that has ended already is no error.
 
         A step that is under way may still write to the run's rows. That is harmless: what it writes is not booked as
@@ -263,32 +263,34 @@ class Scheduler:
             run: one that was added.
             failed: whether its keys and values are not to be trusted.
         """
-        if run in self._running:
-            self._memory.free(self._running.pop(run), keep=not failed)
-            run.held = None
-        elif run in self._waiting:
-            self._waiting.remove(run)
+        if sequence in self._running:
+            self._memory.free(self._running.pop(sequence), keep=not failed)
+            sequence.held = None
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
         self._admit()
 
     def clear(self) -> list[SequenceState]:
         """Remove all runs; the runs that there were."""
-        runs = [*self._running, *self._waiting]
+        sequences = [*self._running, *self._waiting]
         self._waiting.clear()
-        for run in list(self._running):
-            self.remove(run)
-        return runs
+        for sequence in list(self._running):
+            self.remove(sequence)
+        return sequences
 
     def schedule(self) -> SchedulerOutput:
         """The next step: the newest token of every answer, and up to `prefill_chunk` tokens of what is not read yet;
         half as many beside answers, which each step holds up."""
         self._free_rows()
-        shares = self._divide_budget([run for run in self._running if not run.is_decoding])
+        shares = self._divide_budget([sequence for sequence in self._running if not sequence.is_decoding])
         chunks = []
-        for run, held in self._running.items():
-            run.first_row = held.start
-            tokens = 1 if run.is_decoding else shares.get(run, 0)
+        for sequence, held in self._running.items():
+            sequence.first_row = held.start
+            tokens = 1 if sequence.is_decoding else shares.get(sequence, 0)
             if tokens:
-                chunks.append(ScheduledChunk(run, run.num_computed_tokens, run.num_computed_tokens + tokens))
+                chunks.append(
+                    ScheduledChunk(sequence, sequence.num_computed_tokens, sequence.num_computed_tokens + tokens)
+                )
         return SchedulerOutput(self._memory.take_copies(), chunks)
 
     def update(
@@ -297,98 +299,102 @@ class Scheduler:
         """Book what a step has done; the tokens and errors to deliver. Runs that were removed meanwhile are passed
         over."""
         replies: list[tuple[SequenceState, Token | DecoderFailed]] = []
-        for run, _, stop in chunks:
-            if run not in self._running:
+        for sequence, _, stop in chunks:
+            if sequence not in self._running:
                 continue
-            choice = choices.get(run)
+            choice = choices.get(sequence)
             if isinstance(choice, DecoderFailed):
-                self.remove(run, failed=True)
-                replies.append((run, choice))
+                self.remove(sequence, failed=True)
+                replies.append((sequence, choice))
                 continue
-            self._memory.mark_computed(self._running[run], stop)
+            self._memory.mark_computed(self._running[sequence], stop)
             if choice is not None:
-                replies.append((run, self._append(run, choice)))
+                replies.append((sequence, self._append(sequence, choice)))
         return replies
 
-    def _append(self, run: SequenceState, choice: SampledToken) -> Token:
-        run.append(choice.id)
-        first = len(run.output_ids) == 1
+    def _append(self, sequence: SequenceState, choice: SampledToken) -> Token:
+        sequence.append(choice.id)
+        first = len(sequence.output_ids) == 1
         if first:
             self._queries += 1
-            self._hits += run.num_cached_tokens > 0
-            self._cached_tokens += run.num_cached_tokens
-        finish = run.finish()
+            self._hits += sequence.num_cached_tokens > 0
+            self._cached_tokens += sequence.num_cached_tokens
+        finish = sequence.finish()
         if finish:
-            self.remove(run)
-        cached = run.num_cached_tokens if first else 0
-        return Token(id=choice.id, logprob=choice.logprob, top_logprobs=choice.top, finish_reason=finish, cached_tokens=cached)
+            self.remove(sequence)
+        cached = sequence.num_cached_tokens if first else 0
+        return Token(
+            id=choice.id, logprob=choice.logprob, top_logprobs=choice.top, finish_reason=finish, cached_tokens=cached
+        )
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._max_batch_size:
-            run = self._waiting[0]
-            held = self._memory.allocate(run.prefix, run.reserved_len)
+            sequence = self._waiting[0]
+            held = self._memory.allocate(sequence.prefix, sequence.reserved_len)
             if held is None:
                 return
             self._waiting.popleft()
-            self._running[run] = run.held = held
-            if not run.output_ids:
-                run.num_cached_tokens = min(held.num_computed_tokens, run.num_cached_tokens) + max(held.num_computed_tokens - run.num_cached_tokens - run.own, 0)
+            self._running[sequence] = sequence.held = held
+            if not sequence.output_ids:
+                sequence.num_cached_tokens = min(held.num_computed_tokens, sequence.num_cached_tokens) + max(
+                    held.num_computed_tokens - sequence.num_cached_tokens - sequence.own, 0
+                )
 
     def _free_rows(self) -> None:
         """Rows for the next token of everybody, the oldest first, at the cost of the youngest."""
-        for run in list(self._running):
-            while run in self._running and not self._grow(run):
+        for sequence in list(self._running):
+            while sequence in self._running and not self._grow(sequence):
                 self._preempt(next(reversed(self._running)))
 
-    def _grow(self, run: SequenceState) -> bool:
-        held = self._running[run]
-        if run.length <= held.rows:
+    def _grow(self, sequence: SequenceState) -> bool:
+        held = self._running[sequence]
+        if sequence.length <= held.rows:
             return True
-        least = min(run.max_len, run.length + BLOCK)
-        return self._memory.grow(held, run.reserved_len) or self._memory.grow(held, least)
+        least = min(sequence.max_len, sequence.length + BLOCK)
+        return self._memory.grow(held, sequence.reserved_len) or self._memory.grow(held, least)
 
-    def _preempt(self, run: SequenceState) -> None:
-        run.own = run.num_computed_tokens - run.num_cached_tokens
-        self._memory.free(self._running.pop(run))
-        run.held = None
-        self._waiting.appendleft(run)
+    def _preempt(self, sequence: SequenceState) -> None:
+        sequence.own = sequence.num_computed_tokens - sequence.num_cached_tokens
+        self._memory.free(self._running.pop(sequence))
+        sequence.held = None
+        self._waiting.appendleft(sequence)
         self._preemptions += 1
 
-    def _divide_budget(self, runs: Iterable[SequenceState]) -> dict[SequenceState, int]:
+    def _divide_budget(self, sequences: Iterable[SequenceState]) -> dict[SequenceState, int]:
         """How many tokens each run may read in the next step.
 
         Half of the budget goes to whoever came first, so that it is read at half speed at least; the rest to those with
         the least left, so that a short prompt does not wait for a long one.
         """
-        left = {run: run.num_pending_tokens for run in self._without_duplicate_prefills(runs)}
-        beside = any(run.is_decoding for run in self._running)
+        left = {sequence: sequence.num_pending_tokens for sequence in self._without_duplicate_prefills(sequences)}
+        beside = any(sequence.is_decoding for sequence in self._running)
         budget = (self._prefill_chunk + 1) // 2 if beside else self._prefill_chunk
         shares = dict.fromkeys(left, 0)
-        for run in list(left)[:1]:
-            shares[run] = min(left[run], (budget + 1) // 2)
-            budget -= shares[run]
-        for run in sorted(left, key=left.__getitem__):
-            more = min(left[run] - shares[run], budget)
-            shares[run] += more
+        for sequence in list(left)[:1]:
+            shares[sequence] = min(left[sequence], (budget + 1) // 2)
+            budget -= shares[sequence]
+        for sequence in sorted(left, key=left.__getitem__):
+            more = min(left[sequence] - shares[sequence], budget)
+            shares[sequence] += more
             budget -= more
         return shares
 
-    def _without_duplicate_prefills(self, runs: Iterable[SequenceState]) -> list[SequenceState]:
+    def _without_duplicate_prefills(self, sequences: Iterable[SequenceState]) -> list[SequenceState]:
         """Without those that had better wait until another run has read what they have in common.
 
         To read takes time by the token, so that two who read the same take twice as long, both. Who has mostly
         something else to read does not wait.
         """
         if not self._prefix_cache:
-            return list(runs)
+            return list(sequences)
         going: list[SequenceState] = []
         ahead: set[bytes] = set()
-        for run in runs:
-            found = self._memory.extend_from_cache(self._running[run])
-            run.num_cached_tokens += 0 if run.output_ids else found
-            blocks = run.prefix.digests[run.num_computed_tokens // BLOCK :]
+        for sequence in sequences:
+            found = self._memory.extend_from_cache(self._running[sequence])
+            sequence.num_cached_tokens += 0 if sequence.output_ids else found
+            blocks = sequence.prefix.digests[sequence.num_computed_tokens // BLOCK :]
             common = next((i for i, digest in enumerate(blocks) if digest not in ahead), len(blocks)) * BLOCK
-            if not common or 2 * common < run.num_pending_tokens:
-                going.append(run)
+            if not common or 2 * common < sequence.num_pending_tokens:
+                going.append(sequence)
                 ahead.update(blocks)
         return going

@@ -17,7 +17,7 @@ from dashinfer_vlm_core.decoders import Token
 from dashinfer_vlm_core.errors import DecoderFailed, EngineClosed, EngineError
 
 from .runner import ModelRunner
-from .scheduler import ScheduledChunk, Outcome, SequenceState, Scheduler, SchedulerStats, SchedulerOutput
+from .scheduler import Outcome, ScheduledChunk, Scheduler, SchedulerOutput, SchedulerStats, SequenceState
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class Worker:
             hung = time.monotonic() - self._step_began > self._step_timeout
         return f"A step of the decoder has taken more than {self._step_timeout:g} seconds." if hung else ""
 
-    def submit(self, run: SequenceState, mailbox: OutputQueue) -> None:
+    def submit(self, run: SequenceState, output_queue: OutputQueue) -> None:
         """Queue a run; its tokens, or the error that ends it, arrive in the mailbox.
 
         Raises:
@@ -98,7 +98,7 @@ class Worker:
             if self._ended:
                 raise self._ended(_ENDED)
             self._scheduler.add(run)
-            self._outputs[run] = mailbox
+            self._outputs[run] = output_queue
             self._queued[run] = time.monotonic()
             self._lock.notify()
 
@@ -193,7 +193,9 @@ class Worker:
         with self._lock:
             self._ended = error = self._ended or DecoderFailed
             self._scheduler.clear()
-            posts: list[tuple[OutputQueue, Reply]] = [(mailbox, error(_ENDED)) for mailbox in self._outputs.values()]
+            posts: list[tuple[OutputQueue, Reply]] = [
+                (output_queue, error(_ENDED)) for output_queue in self._outputs.values()
+            ]
             self._outputs.clear()
             self._queued.clear()
         self._deliver(posts)
@@ -201,8 +203,8 @@ class Worker:
     def _deliver(self, posts: Sequence[tuple[OutputQueue, Reply]]) -> None:
         """Wake each event loop once, however many of its readers get something."""
         by_loop = defaultdict(list)
-        for mailbox, reply in posts:
-            by_loop[mailbox.loop].append((mailbox, reply))
+        for output_queue, reply in posts:
+            by_loop[output_queue.loop].append((output_queue, reply))
         for loop, mail in by_loop.items():
             self._post_to_loop(loop, mail)
 
@@ -211,8 +213,8 @@ class Worker:
             loop.call_soon_threadsafe(_put_all, mail)
         except RuntimeError:  # the loop was closed under its readers
             with self._lock:
-                runs = [run for run, mailbox in self._outputs.items() if mailbox.loop is loop]
-            for run in runs:
+                sequences = [run for run, output_queue in self._outputs.items() if output_queue.loop is loop]
+            for run in sequences:
                 self.cancel(run)
 
 
@@ -220,5 +222,5 @@ _ENDED = "The decoder has stopped. Start the engine again."
 
 
 def _put_all(mail: Sequence[tuple[OutputQueue, Reply]]) -> None:
-    for mailbox, reply in mail:
-        mailbox.queue.put_nowait(reply)
+    for output_queue, reply in mail:
+        output_queue.queue.put_nowait(reply)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dashinfer_vlm_cli.batch_files import Entry, BatchOutput, failed, read_body, read_entries
+from dashinfer_vlm_cli.batch_files import BatchOutput, Entry, failed, read_body, read_entries
 from dashinfer_vlm_cli.concurrency import run_concurrently
 from dashinfer_vlm_core.errors import ConfigError, DecoderFailed, InvalidParameter, QueueFull
 from tests.cli.conftest import process

@@ -115,8 +115,8 @@ def told(group):
         ("DASHINFER_VLM_ZQX", "`dashinfer-vlm serve --help` lists those that do."),
     ],
 )
-def test_a_variable_that_sets_nothing_is_told(told, name, mend):
-    assert told(name) == [f"{name} is set in the environment, and sets no option. {mend}"]
+def test_a_variable_that_sets_nothing_is_told(told, name, fix):
+    assert told(name) == [f"{name} is set in the environment, and sets no option. {fix}"]
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,9 @@ def test_a_reader_that_is_cancelled_as_an_item_comes_leaves_nothing_running(turn
 def test_leaving_a_stream_closes_it():
     async def main():
         closed = []
-        async with contextlib.aclosing(stream_with_timeout(numbers(closed, 0, NEVER), seconds=None, first=None)) as stream:
+        async with contextlib.aclosing(
+            stream_with_timeout(numbers(closed, 0, NEVER), seconds=None, first=None)
+        ) as stream:
             await anext(stream)
         assert closed
 

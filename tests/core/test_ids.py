@@ -119,8 +119,8 @@ def test_names_of_one_salt_mean_nothing_under_another(started):
 
 def test_a_salt_keeps_what_is_cached_to_itself(started):
     engine, script = started()
-    for salt in ("a", "b", "a", None):
-        ask(engine, image(CAT), cache_salt=salt)
+    for cache_salt in ("a", "b", "a", None):
+        ask(engine, image(CAT), cache_salt=cache_salt)
     digests = [request.spans[0].tokens.digest for request in script.requests]
     assert digests[0] == digests[2]
     assert len(set(digests)) == 3

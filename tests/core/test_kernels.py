@@ -21,7 +21,7 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.engine import load_pipeline
 from dashinfer_vlm_core.engine.observers import ObserverList
 from dashinfer_vlm_core.errors import ConfigError
-from dashinfer_vlm_core.kernels import Activation, DecoderLayer, DecoderShape, Norm, ForwardBatch, KVSpan, KVSpans
+from dashinfer_vlm_core.kernels import Activation, DecoderLayer, DecoderShape, ForwardBatch, KVSpan, KVSpans, Norm
 from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.plugins import load_plugins
@@ -477,7 +477,12 @@ def test_attention_within_frames(kernels, width):
     assert error(found, attention(q, k.transpose(0, 1), v.transpose(0, 1), spans)) < 1e-2
 
 
-CAUSAL = [KVSpan(0, 50, 0, 50, 0), KVSpan(50, 1, 100, 700, 699), KVSpan(51, 30, 1000, 1100, 1070), KVSpan(81, 1, 2200, 1, 0)]
+CAUSAL = [
+    KVSpan(0, 50, 0, 50, 0),
+    KVSpan(50, 1, 100, 700, 699),
+    KVSpan(51, 30, 1000, 1100, 1070),
+    KVSpan(81, 1, 2200, 1, 0),
+]
 
 
 @pytest.mark.parametrize(("heads", "width"), [(14, 64), (2, 128), (12, 8)])

@@ -14,8 +14,8 @@ import pytest
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import MediaError, MediaRefused, MediaTooLarge, MediaUnreachable, QueueFull
-from dashinfer_vlm_core.media.url_policy import RESOLVER_THREADS, check_url, is_public
 from dashinfer_vlm_core.media.fetch import ByteBudget, Fetcher, FetchStats, direct_transport
+from dashinfer_vlm_core.media.url_policy import RESOLVER_THREADS, check_url, is_public
 from tests.clock import run as run_with_clock
 from tests.clock import skippable_loop
 from tests.waiting import HANG, until

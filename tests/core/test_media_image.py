@@ -154,7 +154,7 @@ def test_an_orientation_that_does_not_exist_is_upright(orientation):
 
 @pytest.mark.parametrize("codec", ["GIF", "PNG", "WEBP", "TIFF"])
 def test_of_several_frames_the_first_is_taken(codec):
-    frames = [Image.new("RGB", (9, 7), colour) for colour in ((250, 0, 0), (0, 250, 0), (0, 0, 250))]
+    frames = [Image.new("RGB", (9, 7), color) for color in ((250, 0, 0), (0, 250, 0), (0, 0, 250))]
     options = {"lossless": True} if codec == "WEBP" else {}
     data = encode(frames[0], codec, save_all=True, append_images=frames[1:], **options)
     assert decoded(data).tolist() == [[[250, 0, 0]] * 9] * 7

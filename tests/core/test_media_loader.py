@@ -23,7 +23,7 @@ from dashinfer_vlm_core.errors import (
     MissingDependency,
     UnsupportedParameter,
 )
-from dashinfer_vlm_core.media import READERS, Video, MediaLoader, Image, VideoInfo
+from dashinfer_vlm_core.media import READERS, Image, MediaLoader, Video, VideoInfo
 from dashinfer_vlm_core.protocol import MediaPart
 from tests.samples import data_url, encode, movie, noise, picture_url
 from tests.waiting import HANG, until

@@ -8,7 +8,7 @@ from PIL import Image as PILImage
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError, InvalidParameter
-from dashinfer_vlm_core.media import Video, Image
+from dashinfer_vlm_core.media import Image, Video
 from dashinfer_vlm_core.models.patches import normalize, smart_resize
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import PixelLimits, Qwen2VLImageProcessor
 from dashinfer_vlm_core.models.spec import PixelSpec
@@ -184,7 +184,8 @@ def test_limits_of_a_picture(asked, options, limits):
 
 def test_a_small_checkpoint_bounds_the_default():
     assert (
-        Qwen2VLImageProcessor(PixelSpec(max_pixels=50_000), EngineConfig()).limits(picture(noise(2, 2))).max_pixels == 50_000
+        Qwen2VLImageProcessor(PixelSpec(max_pixels=50_000), EngineConfig()).limits(picture(noise(2, 2))).max_pixels
+        == 50_000
     )
 
 

@@ -268,7 +268,7 @@ def test_faults_of_all_options_are_named(install, options_anew):
     ("registered", "problem"),
     [
         ("'slides'", "Options have to be a subclass of PluginOptions"),
-        ("type('Plain', (), {})", "Options have to be a subclass of PluginOptions"),
+        ("type('TorchKernels', (), {})", "Options have to be a subclass of PluginOptions"),
         ("Slides()", "Options have to be a subclass of PluginOptions"),
         ("Needed", "The option 'slide_title' of Needed needs a default"),
         ("Failing", "The options Failing have a default that fails: "),

@@ -11,7 +11,7 @@ from PIL import Image as PILImage
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import ContextLengthExceeded, InvalidParameter, MediaTooLarge, QueueFull
-from dashinfer_vlm_core.media import Video, Image
+from dashinfer_vlm_core.media import Image, Video
 from dashinfer_vlm_core.models.patches import unpatchify
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import Qwen2VLImageProcessor
 from dashinfer_vlm_core.models.spec import PixelSpec

@@ -128,7 +128,7 @@ def test_picture_through_transformers_image_processor(encoder, oracle):
         digest=item.digest,
     )
 
-    assert_close([encoder.normalise(torch.tensor(item.pixels))], [expected["pixel_values"]], within=1e-6)
+    assert_close([encoder.normalize(torch.tensor(item.pixels))], [expected["pixel_values"]], within=1e-6)
     with torch.no_grad():
         theirs = oracle.tower(expected["pixel_values"], expected["image_grid_thw"]).pooler_output
     assert_close(encoder.encode([item]), [theirs], within=1e-5)

@@ -14,7 +14,12 @@ from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import DecoderFailed, InvalidParameter, UnsupportedParameter
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.protocol.sampling import SAMPLING_PARAMETERS
-from dashinfer_vlm_core.structured_output.tool_parser import ToolCallArgumentsDelta, ToolCallStart, ToolCallParser, ContentDelta
+from dashinfer_vlm_core.structured_output.tool_parser import (
+    ContentDelta,
+    ToolCallArgumentsDelta,
+    ToolCallParser,
+    ToolCallStart,
+)
 from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
 from tests.waiting import until
 

@@ -14,9 +14,9 @@ from training.drawing import Backdrop, Scene, Thing
 SWAPPED = {"left": "right", "right": "left"}
 
 
-def thing(colour: str, shape: str, x: float, y: float) -> Thing:
-    rgb = drawing.paint(colour, 0, 1, 1)
-    return Thing(colour=colour, shape=shape, x=x, y=y, radius=12, tilt=0, rgb=rgb)
+def thing(color: str, shape: str, x: float, y: float) -> Thing:
+    rgb = drawing.paint(color, 0, 1, 1)
+    return Thing(color=color, shape=shape, x=x, y=y, radius=12, tilt=0, rgb=rgb)
 
 
 def scene(*things: Thing) -> Scene:
@@ -59,7 +59,7 @@ def test_descriptions(things: tuple[Thing, ...], sentence: str | None) -> None:
     ("asker", "wanted", "answer"),
     [
         (questions.count, "", "There are three shapes."),
-        (questions.colour, "star", "The star is blue."),
+        (questions.color, "star", "The star is blue."),
         (questions.shape, "green", "The green shape is a cross."),
         (questions.in_corner, "top left", "A red circle."),
         (questions.in_corner, "bottom left", "Nothing."),

@@ -42,7 +42,7 @@ def test_colour_of_a_thing_is_at_its_place(seed: int) -> None:
 @pytest.mark.parametrize("shape", drawing.SHAPES)
 def test_things_cover_the_area_of_their_shape(shape: str) -> None:
     shares = {"circle": 0.69, "square": 0.71, "triangle": 0.42, "star": 0.32, "cross": 0.54}  # of the box around
-    thing = drawing.Thing(colour="red", shape=shape, x=60.3, y=58.7, radius=30, tilt=0.1, rgb=(255, 0, 0))
+    thing = drawing.Thing(color="red", shape=shape, x=60.3, y=58.7, radius=30, tilt=0.1, rgb=(255, 0, 0))
     backdrop = drawing.Backdrop(rgb=(0, 0, 0))
     scene = drawing.Scene(width=120, height=112, things=(thing,), backdrop=backdrop)
     covered = np.asarray(drawing.render(scene), np.float64)[..., 0].sum() / 255
@@ -59,7 +59,7 @@ def test_things_do_not_touch_nor_leave_the_canvas() -> None:
             for other in scene.things[:index]:
                 apart = np.hypot(thing.x - other.x, thing.y - other.y)
                 assert apart > thing.radius + other.radius
-                assert thing.colour != other.colour
+                assert thing.color != other.color
 
 
 def test_a_canvas_has_the_grid_that_was_asked_for() -> None:

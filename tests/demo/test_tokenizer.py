@@ -40,7 +40,7 @@ def test_special_tokens_are_the_last_ids_in_qwens_order(published: PreTrainedTok
 
 
 def test_words_of_the_world_are_single_tokens() -> None:
-    for word in (*drawing.COLOURS, *drawing.SHAPES, "left", "right", "up", "down"):
+    for word in (*drawing.COLORS, *drawing.SHAPES, "left", "right", "up", "down"):
         assert len(tokenizer.build().encode(f" {word}").ids) == 1, word
 
 

@@ -135,7 +135,7 @@ def test_labels_name_what_is_in_the_cell() -> None:
     thing = shown.things[0]
     found = labels.cells(shown, shown, GRID).reshape(*GRID, 5)
     row, column = int(thing.y / shown.height * GRID[0]), int(thing.x / shown.width * GRID[1])
-    assert labels.COLOURS[found[row, column, 0]] == thing.colour
+    assert labels.COLORS[found[row, column, 0]] == thing.color
     assert labels.SHAPES[found[row, column, 1]] == thing.shape
     assert found[row, column, 2] == int(12 * thing.x / shown.width)
     assert (found[..., 0] != labels.UNKNOWN).any()

@@ -341,7 +341,11 @@ def test_the_plugin_registers_the_decoder(oracle):
     (factory,) = factories
     spec, config = read_spec(oracle.folder), EngineConfig(device="cpu")
     decoder = factory.create(spec, config, selector(config))
-    assert (factory.name, decoder.name, decoder.supported_params) == ("torch", "torch", SAMPLING_PARAMETERS | {GUIDED_DECODING})
+    assert (factory.name, decoder.name, decoder.supported_params) == (
+        "torch",
+        "torch",
+        SAMPLING_PARAMETERS | {GUIDED_DECODING},
+    )
     assert factory.check_support(spec, config).score > 0
 
 

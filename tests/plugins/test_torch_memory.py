@@ -15,11 +15,11 @@ from dashinfer_vlm_core.decoders import DecodeRequest
 from dashinfer_vlm_core.errors import QueueFull
 from dashinfer_vlm_core.models.interface import Grid
 from dashinfer_vlm_core.models.qwen2_vl.config import read_text_model
-from dashinfer_vlm_torch.kv_allocator import KVAllocator, KVAllocation
 from dashinfer_vlm_torch.attention import KVCache
+from dashinfer_vlm_torch.kv_allocator import KVAllocation, KVAllocator
 from dashinfer_vlm_torch.kv_cache_manager import KVCacheManager, KVCopy
 from dashinfer_vlm_torch.prefix_hash import BLOCK, PrefixHash
-from dashinfer_vlm_torch.scheduler import SampledToken, SequenceState, Scheduler
+from dashinfer_vlm_torch.scheduler import SampledToken, Scheduler, SequenceState
 
 from .oracle import prompt, visual
 
@@ -116,11 +116,11 @@ def test_salts_share_nothing():
 
 def test_the_answer_belongs_to_what_is_shared():
     whole = prompt(1, 60)
-    trail = PrefixHash(replace(whole, token_ids=whole.token_ids[:30], positions=whole.positions[:, :30]))
+    prefix = PrefixHash(replace(whole, token_ids=whole.token_ids[:30], positions=whole.positions[:, :30]))
     for index in range(30, 60):
-        trail.append(int(whole.token_ids[index]), index)
-    assert trail.digests == PrefixHash(whole).digests
-    assert trail.common_length(PrefixHash(whole), 48) == 12
+        prefix.append(int(whole.token_ids[index]), index)
+    assert prefix.digests == PrefixHash(whole).digests
+    assert prefix.common_length(PrefixHash(whole), 48) == 12
 
 
 # What is kept
@@ -128,14 +128,14 @@ def test_the_answer_belongs_to_what_is_shared():
 
 def keep(memory, request, *, read=None):
     """A run comes, reads so many tokens of its prompt, and ends; its slab."""
-    slab = memory.hold(PrefixHash(request), len(request.token_ids))
-    memory.advance(slab, max(slab.read, read or len(request.token_ids)))
-    memory.release(slab)
-    return slab
+    allocation = memory.hold(PrefixHash(request), len(request.token_ids))
+    memory.advance(allocation, max(allocation.read, read or len(request.token_ids)))
+    memory.release(allocation)
+    return allocation
 
 
 def spans(memory):
-    return [(slab.start, slab.stop) for slab in memory._arena.slabs]
+    return [(allocation.start, allocation.stop) for allocation in memory._arena.allocations]
 
 
 def test_what_is_the_beginning_of_something_kept_is_not_kept_twice():
@@ -146,10 +146,10 @@ def test_what_is_the_beginning_of_something_kept_is_not_kept_twice():
     keep(memory, prompt(1, 70), read=70)
     assert memory.cached == 100
     apart = [memory.allocate(PrefixHash(prompt(2, length)), length) for length in (100, 64)]
-    for slab in apart:
-        memory.mark_computed(slab, slab.rows)
-    for slab in reversed(apart):
-        memory.free(slab)
+    for allocation in apart:
+        memory.mark_computed(allocation, allocation.rows)
+    for allocation in reversed(apart):
+        memory.free(allocation)
     assert memory.cached == 200
 
 
@@ -173,8 +173,8 @@ def test_what_a_run_reads_from_is_not_given_up_for_it():
     memory = KVCacheManager(200, caching=True)
     source, _ = keep(memory, prompt(1, 100)), keep(memory, prompt(2, 100))
     other = prompt(1, 90)
-    slab = memory.allocate(PrefixHash(replace(other, token_ids=at(other.token_ids, slice(50, 90), 1))), 90)
-    assert slab.num_computed_tokens == 50
+    allocation = memory.allocate(PrefixHash(replace(other, token_ids=at(other.token_ids, slice(50, 90), 1))), 90)
+    assert allocation.num_computed_tokens == 50
     assert (source.start, source.num_computed_tokens) == (0, 100)
 
 
@@ -194,8 +194,8 @@ def test_where_there_is_no_other_room_the_source_itself_is_taken_over():
     memory = KVCacheManager(150, caching=True)
     source = keep(memory, prompt(1, 100))
     other = prompt(1, 90)
-    slab = memory.allocate(PrefixHash(replace(other, token_ids=at(other.token_ids, slice(50, 90), 1))), 90)
-    assert (slab, slab.num_computed_tokens, memory.take_copies()) == (source, 50, [])
+    allocation = memory.allocate(PrefixHash(replace(other, token_ids=at(other.token_ids, slice(50, 90), 1))), 90)
+    assert (allocation, allocation.num_computed_tokens, memory.take_copies()) == (source, 50, [])
     assert shared_with(memory, 1) == 50
 
 
@@ -229,7 +229,7 @@ def test_a_digest_takes_a_look_at_every_byte_before_it():
 # Rows
 
 
-def slab(arena, rows, leaving=()):
+def allocation(arena, rows, leaving=()):
     made = KVAllocation(prefix=PrefixHash(prompt(0, 1)))
     start = arena.fit(made, rows, leaving)
     if start is not None:
@@ -239,17 +239,17 @@ def slab(arena, rows, leaving=()):
 
 def test_a_slab_takes_the_tightest_gap():
     arena = KVAllocator(100)
-    large, _, small, _ = (slab(arena, rows) for rows in (30, 10, 20, 40))
+    large, _, small, _ = (allocation(arena, rows) for rows in (30, 10, 20, 40))
     arena.remove(large)
     arena.remove(small)
-    assert slab(arena, 15).start == small.start
-    assert slab(arena, 25).start == large.start
-    assert slab(arena, 25) is None
+    assert allocation(arena, 15).start == small.start
+    assert allocation(arena, 25).start == large.start
+    assert allocation(arena, 25) is None
 
 
 def test_a_slab_grows_where_it_is_if_it_can():
     arena = KVAllocator(100)
-    first, second = slab(arena, 30), slab(arena, 30)
+    first, second = allocation(arena, 30), allocation(arena, 30)
     assert arena.find_start(second, 70, ()) == 30
     assert arena.find_start(first, 40, ()) == 60
     assert arena.find_start(first, 50, ()) is None
@@ -258,11 +258,13 @@ def test_a_slab_grows_where_it_is_if_it_can():
 
 def test_the_first_range_that_comes_free_is_taken_from_its_end():
     arena = KVAllocator(100)
-    slabs = [slab(arena, 20) for _ in range(5)]
-    order = [slabs[index] for index in (4, 1, 3, 0, 2)]
-    assert arena.find_start(KVAllocation(prefix=slabs[0].prefix), 30, order) == 70  # 4 and 3 lie side by side; 1 need not go
-    assert arena.find_start(KVAllocation(prefix=slabs[0].prefix), 50, order) == 50
-    assert arena.find_start(KVAllocation(prefix=slabs[0].prefix), 101, order) is None
+    allocations = [allocation(arena, 20) for _ in range(5)]
+    order = [allocations[index] for index in (4, 1, 3, 0, 2)]
+    assert (
+        arena.find_start(KVAllocation(prefix=allocations[0].prefix), 30, order) == 70
+    )  # 4 and 3 lie side by side; 1 need not go
+    assert arena.find_start(KVAllocation(prefix=allocations[0].prefix), 50, order) == 50
+    assert arena.find_start(KVAllocation(prefix=allocations[0].prefix), 101, order) is None
 
 
 def test_rows_are_moved_whole_also_onto_themselves(oracle):
@@ -347,20 +349,24 @@ class Pool:
     def check(self):
         """What has to hold between any two steps."""
         memory = self.scheduler._memory
-        slabs = memory._allocator.allocations
-        assert all(one.stop <= other.start for one, other in pairwise(slabs))
-        assert all(slab.start >= 0 and slab.rows and slab.stop <= memory.size for slab in slabs)
-        assert {slab for slab in slabs if not slab.is_free} == set(self.scheduler._running.values())
-        assert sum(slab.rows for slab in slabs) == memory.used + memory.cached
-        assert set(memory._free.values()) == {slab for slab in slabs if slab.is_free}
+        allocations = memory._allocator.allocations
+        assert all(one.stop <= other.start for one, other in pairwise(allocations))
+        assert all(
+            allocation.start >= 0 and allocation.rows and allocation.stop <= memory.size for allocation in allocations
+        )
+        assert {allocation for allocation in allocations if not allocation.is_free} == set(
+            self.scheduler._running.values()
+        )
+        assert sum(allocation.rows for allocation in allocations) == memory.used + memory.cached
+        assert set(memory._free.values()) == {allocation for allocation in allocations if allocation.is_free}
         listed = {}
-        for slab in slabs:
-            assert slab.num_indexed_blocks == (slab.num_computed_tokens // BLOCK if memory._caching else 0)
-            for digest in slab.prefix.digests[: slab.num_indexed_blocks]:
-                listed.setdefault(digest, set()).add(slab)
-        assert {digest: set(slabs) for digest, slabs in memory._index.items()} == listed
-        for key, slab in memory._free.items():
-            assert [other for other in listed[key] if other.idle] == [slab]
+        for allocation in allocations:
+            assert allocation.num_indexed_blocks == (allocation.num_computed_tokens // BLOCK if memory._caching else 0)
+            for digest in allocation.prefix.digests[: allocation.num_indexed_blocks]:
+                listed.setdefault(digest, set()).add(allocation)
+        assert {digest: set(allocations) for digest, allocations in memory._index.items()} == listed
+        for key, allocation in memory._free.items():
+            assert [other for other in listed[key] if other.idle] == [allocation]
 
 
 def names(run):

@@ -15,8 +15,8 @@ from dashinfer_vlm_torch.sampler import (
     _nucleus_floors,
     _pick,
     _wide_nucleus_floors,
-    sample,
     is_greedy,
+    sample,
     uniform,
 )
 from dashinfer_vlm_torch.scheduler import SampledToken, SequenceState

@@ -8,7 +8,7 @@ import pytest
 
 from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
 from dashinfer_vlm_torch.kv_cache_manager import KVCopy
-from dashinfer_vlm_torch.scheduler import ROOM, SampledToken, SequenceState, Scheduler
+from dashinfer_vlm_torch.scheduler import ROOM, SampledToken, Scheduler, SequenceState
 
 from .oracle import prompt
 

@@ -14,8 +14,8 @@ from dashinfer_vlm_core import VLM
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import MediaError, MediaRefused
 from dashinfer_vlm_core.media import READERS, MediaLoader
-from dashinfer_vlm_core.media.url_policy import check_url
 from dashinfer_vlm_core.media.fetch import SILENCE_SECONDS, Fetcher
+from dashinfer_vlm_core.media.url_policy import check_url
 from dashinfer_vlm_core.protocol import MediaPart
 from tests.samples import data_url, encode, noise, picture_url
 from tests.security.conftest import GOOD, LIMITS, image, picture, text, video

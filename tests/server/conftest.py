@@ -20,10 +20,10 @@ from dashinfer_vlm_core.engine import ChatEngine
 from dashinfer_vlm_core.protocol.sampling import SAMPLING_PARAMETERS
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_server import create_app
-from dashinfer_vlm_server.sockets import Address
 from dashinfer_vlm_server.protocol import Protocol
 from dashinfer_vlm_server.serving import http_settings
 from dashinfer_vlm_server.settings import Settings
+from dashinfer_vlm_server.sockets import Address
 from tests.clock import SkippableLoop, run
 from tests.waiting import HANG, until
 

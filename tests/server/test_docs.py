@@ -15,8 +15,8 @@ from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_server import openapi, plugin
 from dashinfer_vlm_server.app import create_app
 from dashinfer_vlm_server.metrics import PREFIX
-from dashinfer_vlm_server.serving import DECODER_LOST, GRACE_SECONDS
 from dashinfer_vlm_server.request_context import OUTCOMES
+from dashinfer_vlm_server.serving import DECODER_LOST, GRACE_SECONDS
 from tests.pages import check_programs, text_of
 from tests.server.conftest import serving
 

@@ -21,10 +21,10 @@ from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_core.version import __version__
 from dashinfer_vlm_server.api_keys import ApiKeys
-from dashinfer_vlm_server.sockets import Address, Tls, opened
 from dashinfer_vlm_server.logs import JsonFormatter, TextFormatter
 from dashinfer_vlm_server.serving import Server, http_settings
 from dashinfer_vlm_server.settings import DrainState, Settings
+from dashinfer_vlm_server.sockets import Address, Tls, opened
 from tests.samples import picture_url
 from tests.server.conftest import RunningServer, create_app
 from tests.waiting import HANG, until

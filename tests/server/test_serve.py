@@ -25,9 +25,9 @@ from dashinfer_vlm_core.config import option_fields
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
 from dashinfer_vlm_server import create_app, plugin
-from dashinfer_vlm_server.sockets import Address
 from dashinfer_vlm_server.serving import Server, http_settings
 from dashinfer_vlm_server.settings import DrainState
+from dashinfer_vlm_server.sockets import Address
 from tests.waiting import HANG, until
 
 MAIN = "from dashinfer_vlm_core.cli.main import main; main()"

@@ -59,7 +59,9 @@ class DashInferFactory:
             return DecoderSupport(score=0, reason=f"Its kernels take heads of 64 or 128 numbers, not of {head_dim}.")
         where = f"DashInfer runs {environment.origin}, on {plan.compute_unit}"
         if plan.on_cpu:
-            return DecoderSupport(score=ON_REQUEST, reason=f"{where}: exact for text alone, so only where it is asked for.")
+            return DecoderSupport(
+                score=ON_REQUEST, reason=f"{where}: exact for text alone, so only where it is asked for."
+            )
         return DecoderSupport(score=BEST, reason=f"{where}.")
 
     def create(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> Decoder:

@@ -26,8 +26,8 @@ def _cache(config: EngineConfig) -> Iterator[Finding]:
             return
     except OSError as error:
         detail = f"{folder}: {error.strerror}; DashInfer keeps its environment and converted models there"
-        mend = "Make it writable, or choose another by `cache_dir`."
-        yield Finding(name="dashinfer cache", status="broken", detail=detail, fix=mend)
+        fix = "Make it writable, or choose another by `cache_dir`."
+        yield Finding(name="dashinfer cache", status="broken", detail=detail, fix=fix)
 
 
 def _environment(config: EngineConfig) -> Finding:
@@ -38,8 +38,8 @@ def _environment(config: EngineConfig) -> Finding:
         return Finding(name="dashinfer", status=needed or "missing", detail="not installed", fix=error.message)
     findings = examine(environment)
     if findings.problem:
-        mend = "Run: dashinfer-vlm dashinfer status"
-        return Finding(name="dashinfer", status=needed or "unusable", detail=findings.problem, fix=mend)
+        fix = "Run: dashinfer-vlm dashinfer status"
+        return Finding(name="dashinfer", status=needed or "unusable", detail=findings.problem, fix=fix)
     devices = "for the CPU only" if findings.cpu_only else f"full, {findings.cuda} CUDA devices"
     size = f", {disk_bytes(environment.folder) / 1e9:.2f} GB" if environment.folder else ""
     detail = f"{findings.version} under Python {findings.python}, {devices}{size}"

@@ -82,7 +82,11 @@ class DashInferDecoder:
         )
         self.max_model_len: int = self._plan.max_model_len
         self.supported_params: frozenset[str] = SUPPORTED_ON_CPU if self._plan.on_cpu else SUPPORTED_ON_CUDA
-        self.unsupported_vision_reason = UNSUPPORTED_VISION_REASON if self._plan.on_cpu and not config.options_of(DashInferOptions).approximate_vision else ""
+        self.unsupported_vision_reason = (
+            UNSUPPORTED_VISION_REASON
+            if self._plan.on_cpu and not config.options_of(DashInferOptions).approximate_vision
+            else ""
+        )
         self.fatal_error: str = ""
         self._worker: WorkerProcess | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -200,7 +204,13 @@ class DashInferDecoder:
             )
             logprob, top = logprobs or (None, [])
             alternatives = tuple((index, value) for index, value in top[: sampling.logprobs or 0])
-            yield Token(id=token, logprob=logprob, top_logprobs=alternatives, finish_reason=finish, cached_tokens=cached if count == 1 else 0)
+            yield Token(
+                id=token,
+                logprob=logprob,
+                top_logprobs=alternatives,
+                finish_reason=finish,
+                cached_tokens=cached if count == 1 else 0,
+            )
             if finish:
                 return
 

@@ -6,9 +6,19 @@ from typing import NamedTuple
 
 from ...config import EngineConfig
 from ...errors import ConfigError, InvalidParameter
-from ...media.types import Video, Kind, Image, Pixels
+from ...media.types import Image, Kind, Pixels, Video
 from ..interface import Grid, GridShape, Patches
-from ..patches import content_digest, frames_shape, grid_of, grid_shape, padded, patchify, resize, smart_resize, unpatchify
+from ..patches import (
+    content_digest,
+    frames_shape,
+    grid_of,
+    grid_shape,
+    padded,
+    patchify,
+    resize,
+    smart_resize,
+    unpatchify,
+)
 from ..spec import PixelSpec
 
 DEFAULT_TOKENS = 1280
@@ -106,24 +116,24 @@ class Qwen2VLImageProcessor:
             part=media.path,
         )
 
-    def _picture_limits(self, picture: Image) -> PixelLimits:
+    def _picture_limits(self, image: Image) -> PixelLimits:
         default = min(self._ceiling, self._config.max_pixels or DEFAULT_TOKENS * self._spec.factor**2)
-        most = min(picture.max_pixels or max(default, self._least), self._ceiling)
-        limits = PixelLimits(picture.min_pixels or self._least, most)
-        field = f"{picture.path}.image_url"
-        _check_order(limits, field, picture)
+        most = min(image.max_pixels or max(default, self._least), self._ceiling)
+        limits = PixelLimits(image.min_pixels or self._least, most)
+        field = f"{image.path}.image_url"
+        _check_order(limits, field, image)
         return limits
 
-    def _frame_limits(self, clip: Video) -> PixelLimits:
-        field = f"{clip.path}.video_url"
-        least = clip.min_pixels or self._least
+    def _frame_limits(self, video: Video) -> PixelLimits:
+        field = f"{video.path}.video_url"
+        least = video.min_pixels or self._least
         ceiling = max(self._least, min(self._frame_most, self._spec.max_pixels))
-        _check_order(PixelLimits(least, min(clip.max_pixels or ceiling, ceiling)), field, clip)
+        _check_order(PixelLimits(least, min(video.max_pixels or ceiling, ceiling)), field, video)
         span = self._spec.temporal_patch_size
-        total = min(clip.total_pixels or self._video_most, self._video_most)
-        share = total * span // padded(len(clip.frames), span)
+        total = min(video.total_pixels or self._video_most, self._video_most)
+        share = total * span // padded(len(video.frames), span)
         most = max(min(self._frame_most, share), int(least * 1.05))
-        return PixelLimits(least, min(most, self._spec.max_pixels, clip.max_pixels or most))
+        return PixelLimits(least, min(most, self._spec.max_pixels, video.max_pixels or most))
 
     def shape(self, grid: Grid) -> GridShape:
         return grid_shape(grid, self._spec)
@@ -137,5 +147,6 @@ def _check_order(limits: PixelLimits, field: str, media: Image | Video) -> None:
     if limits.min_pixels > limits.max_pixels:
         name = "max_pixels" if media.min_pixels is None else "min_pixels"
         raise InvalidParameter(
-            f"min_pixels ({limits.min_pixels}) is above max_pixels ({limits.max_pixels}); set both.", param=f"{field}.{name}"
+            f"min_pixels ({limits.min_pixels}) is above max_pixels ({limits.max_pixels}); set both.",
+            param=f"{field}.{name}",
         )

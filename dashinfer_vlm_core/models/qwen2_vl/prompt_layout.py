@@ -25,11 +25,15 @@ class Qwen2VLPromptLayout:
     def expand(self, item: Visual, encode: Callable[[str], Sequence[int]]) -> Expansion:
         return Expansion(np.full(item.tokens, self._token[item.kind], np.int64), ((0, item.tokens),))
 
-    def positions(self, length: int, spans: Sequence[PlaceholderSpan], items: Sequence[Visual]) -> npt.NDArray[np.int64]:
+    def positions(
+        self, length: int, spans: Sequence[PlaceholderSpan], items: Sequence[Visual]
+    ) -> npt.NDArray[np.int64]:
         return mrope_positions(length, spans, [items[span.item].grid for span in spans], merge=self._merge)
 
 
-def mrope_positions(length: int, spans: Sequence[PlaceholderSpan], grids: Sequence[Grid], *, merge: int) -> npt.NDArray[np.int64]:
+def mrope_positions(
+    length: int, spans: Sequence[PlaceholderSpan], grids: Sequence[Grid], *, merge: int
+) -> npt.NDArray[np.int64]:
     """Positions of a prompt along time, height and width, int64 [3, length]; spans in the order of the prompt.
 
     Text advances on all three axes together. A visual token stands at the start of its span plus its frame, row and

@@ -16,7 +16,7 @@ import torch
 
 from ...concurrency.compute import Executor, executor_for
 from ...config import EngineConfig
-from ...kernels import Activation, Kernels, KernelSelector, Linear, KVSpan, KVSpans
+from ...kernels import Activation, Kernels, KernelSelector, KVSpan, KVSpans, Linear
 from ..interface import Grid, Patches
 from ..placement import resolve_device, resolve_dtype
 from ..spec import ModelSpec, PixelSpec
@@ -156,14 +156,14 @@ class Qwen2VLEncoder:
         grids = [batch[index].grid for index in order]
         pixels = torch.from_numpy(np.concatenate([batch[index].pixels for index in order]))
         window = self.tower.config.spatial_merge_size**2
-        encoded = yield from self.tower.parts(self.normalise(pixels), grids)
+        encoded = yield from self.tower.parts(self.normalize(pixels), grids)
         rows = torch.split(encoded, [grid.patches // window for grid in grids])
         yield [item.clone() for _, item in sorted(zip(order, rows, strict=True))]
 
     def adopt(self, rows: npt.NDArray[np.float32]) -> torch.Tensor:
         return self.executor.run(lambda: torch.from_numpy(rows).to(self.tower.device, self.tower.dtype))
 
-    def normalise(self, pixels: torch.Tensor) -> torch.Tensor:
+    def normalize(self, pixels: torch.Tensor) -> torch.Tensor:
         """uint8 [n, columns] to the tower's dtype on its device, each channel around 0."""
         return ((pixels.to(self.tower.device).float() - self.mean) / self.std).to(self.tower.dtype)
 

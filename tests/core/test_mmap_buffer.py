@@ -28,7 +28,7 @@ def grown(make):
     del matrix, last
     return held() - before
 
-print(grown(temporary.empty), grown(lambda shape, dtype: torch.empty(*shape, dtype=dtype)))
+print(grown(mmap_buffer.empty), grown(lambda shape, dtype: torch.empty(*shape, dtype=dtype)))
 """
 
 
@@ -45,7 +45,7 @@ def test_what_is_not_held_is_given_back():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
 @pytest.mark.parametrize("shape", [[0], [3], [0, 7], [1024, 2048], [3, 5, 100_003]])
 def test_it_is_a_tensor_like_any_other(shape, dtype):
-    tensor = temporary.empty(shape, dtype)
+    tensor = mmap_buffer.empty(shape, dtype)
     assert (list(tensor.shape), tensor.dtype) == (shape, dtype)
     assert tensor.is_contiguous()
     expected = torch.arange(tensor.numel()).view(*shape).to(dtype)
@@ -54,5 +54,5 @@ def test_it_is_a_tensor_like_any_other(shape, dtype):
 
 
 def test_two_never_share_memory():
-    tensors = [temporary.empty([1 << 20], torch.float32).fill_(number) for number in range(4)]
+    tensors = [mmap_buffer.empty([1 << 20], torch.float32).fill_(number) for number in range(4)]
     assert [float(tensor.sum()) for tensor in tensors] == [number * 2.0**20 for number in range(4)]
