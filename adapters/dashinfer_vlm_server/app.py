@@ -54,7 +54,7 @@ def create_app(
     """
     settings, metrics = settings or Settings(), Metrics(engine)
     if settings.tracer and isinstance(engine, ObservableEngine):
-        engine.watch(settings.tracer)
+        engine.add_observer(settings.tracer)
     app = FastAPI(
         title="dashinfer-vlm",
         description="OpenAI's chat completions about pictures and videos.",
@@ -224,7 +224,7 @@ class _Routes:
             reason=status.decoder_reason,
             max_model_len=status.max_model_len,
         )
-        return health.model_copy(update={"trouble": status.fatal_error}) if status.fatal_error else health
+        return health.model_copy(update={"fatal_error": status.fatal_error}) if status.fatal_error else health
 
     def _model(self) -> Model:
         return Model(id=self.engine.status().model, object="model", created=self.started, owned_by="dashinfer-vlm")

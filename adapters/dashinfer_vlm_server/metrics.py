@@ -33,7 +33,7 @@ class ObservableEngine(Protocol):
 
     def stats(self) -> EngineStats | None: ...
 
-    def watch(self, observer: RequestObserver) -> None: ...
+    def add_observer(self, observer: RequestObserver) -> None: ...
 
 
 class Metrics(RequestObserver):
@@ -66,7 +66,7 @@ class Metrics(RequestObserver):
         self._registry.register(_EngineCollector(engine))
         ProcessCollector(registry=self._registry)
         if isinstance(engine, ObservableEngine):
-            engine.watch(self)
+            engine.add_observer(self)
 
     def request(self, route: str, outcome: str) -> None:
         """A request has left the door."""

@@ -95,7 +95,7 @@ class EngineStats:
     """
 
     active_requests: int
-    limiter: int
+    max_active_requests: int
     restarts: int
     vision: VisionStats
     fetches: FetchStats
@@ -214,7 +214,7 @@ class Engine:
         pipeline = self._running.pipeline
         return EngineStats(
             active_requests=pipeline.limiter.in_use,
-            limiter=pipeline.limiter.limit,
+            max_active_requests=pipeline.limiter.limit,
             restarts=pipeline.decoder.restarted,
             vision=pipeline.vision.stats,
             fetches=pipeline.media.stats,

@@ -249,7 +249,7 @@ def _told(health: Any) -> EngineStatus | None:
         decoder=str(health.get("decoder", "")),
         decoder_reason=str(health.get("reason", "")),
         max_model_len=int(health.get("max_model_len", 0)),
-        fatal_error=str(health.get("trouble", "")),
+        fatal_error=str(health.get("fatal_error") or health.get("trouble", "")),
     )
 
 

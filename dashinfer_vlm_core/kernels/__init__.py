@@ -56,7 +56,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        module = "choice" if name in ("KernelFactory", "KernelSelector", "Loaded") else "types"
+        module = "choice" if name in ("KernelFactory", "KernelSelector", "LoadedKernels") else "types"
         return getattr(importlib.import_module(f".{module}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

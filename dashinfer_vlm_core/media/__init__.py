@@ -36,7 +36,7 @@ _ROOMS = {
     "MediaLoader": "loader",
     "PyAVReader": "readers",
     "READERS": "readers",
-    "Resolver": "address",
+    "Resolver": "url_policy",
 }
 
 

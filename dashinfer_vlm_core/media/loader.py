@@ -226,7 +226,7 @@ def _check_counts(parts: Sequence[MediaPart], config: EngineConfig) -> None:
         if len(found) > most:
             raise MediaTooLarge(
                 f"This server takes up to {most} {kind} parts in one request, and this one has {len(found)}.",
-                param=found[most].part,
+                param=found[most].path,
             )
 
 

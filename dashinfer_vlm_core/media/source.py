@@ -134,11 +134,11 @@ def read(source: LocalSource) -> bytes:
         with open(handle, "rb") as file:  # noqa: PTH123  a descriptor has no Path
             data = file.read(source.limit + 1) if stat.S_ISREG(os.fstat(handle).st_mode) else None
     except OSError as error:
-        raise _missing(source.part) from error
+        raise _missing(source.path) from error
     if data is None:
-        raise _missing(source.part)
+        raise _missing(source.path)
     if len(data) > source.limit:
-        raise MediaTooLarge(f"The media has more than {source.limit} bytes; send a smaller one.", param=source.part)
+        raise MediaTooLarge(f"The media has more than {source.limit} bytes; send a smaller one.", param=source.path)
     return data
 
 

@@ -30,7 +30,7 @@ class Matrix(ctypes.Structure):
 
     _fields_ = (
         ("packed", _POINTER), ("scales", _POINTER), ("codes", _POINTER), ("bias", _POINTER), ("outputs", _LONG),
-        ("inputs", _LONG), ("columns", _LONG), ("activation", _INT), ("wide", _INT),
+        ("inputs", _LONG), ("columns", _LONG), ("activation", _INT), ("fp32_output", _INT),
     )  # fmt: skip
 
 

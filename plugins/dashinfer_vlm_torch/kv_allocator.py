@@ -78,9 +78,9 @@ class KVAllocator:
         for start, stop in gaps:
             if start <= allocation.start <= stop - rows:
                 return allocation.start
-        fp32_output = [gap for gap in gaps if gap[1] - gap[0] >= rows]
-        if fp32_output:
-            return min(fp32_output, key=lambda gap: gap[1] - gap[0])[0]
+        large_enough = [gap for gap in gaps if gap[1] - gap[0] >= rows]
+        if large_enough:
+            return min(large_enough, key=lambda gap: gap[1] - gap[0])[0]
         start, stop = _first_free(gaps, rows, leaving)
         if start <= allocation.start <= stop - rows:
             return allocation.start

@@ -38,7 +38,7 @@ def test_a_sound_installation(tmp_path):
     assert {f"extra {extra}" for extra in EXTRAS} <= set(found)
     assert found["self test"]["detail"] == "the decoder torch sees: A red circle."
     assert found["dashinfer"]["status"] == "missing"
-    assert "dashinfer-vlm dashinfer install" in found["dashinfer"]["mend"]
+    assert "dashinfer-vlm dashinfer install" in found["dashinfer"]["fix"]
     assert found["cache"]["detail"] == str(tmp_path)
     assert [row["name"] for row in found.values() if row["status"] == "broken"] == []
 
@@ -55,9 +55,9 @@ def test_a_missing_extra_costs_nothing_and_a_missing_library_everything():
     found = findings(ended)
     assert ended.returncode == 1
     assert found["extra video"]["status"] == "missing"
-    assert found["extra video"]["mend"] == "Run: pip install 'dashinfer-vlm-adapters[video]'"
+    assert found["extra video"]["fix"] == "Run: pip install 'dashinfer-vlm-adapters[video]'"
     assert found["llguidance"]["status"] == "broken"
-    assert found["llguidance"]["mend"].startswith("Run: pip install --force-reinstall 'llguidance")
+    assert found["llguidance"]["fix"].startswith("Run: pip install --force-reinstall 'llguidance")
 
 
 @pytest.mark.slow
@@ -87,8 +87,8 @@ def test_cuda_build_without_gpu_is_reported_with_the_command():
     release = torch.__version__.partition("+")[0]
     assert cuda["status"] == "unusable"
     assert "is a build for CUDA 13.0" in cuda["detail"]
-    assert cuda["mend"].startswith("Run: pip uninstall -y torch")
-    assert f"pip install torch=={release} --index-url https://download.pytorch.org/whl/cpu" in cuda["mend"]
+    assert cuda["fix"].startswith("Run: pip uninstall -y torch")
+    assert f"pip install torch=={release} --index-url https://download.pytorch.org/whl/cpu" in cuda["fix"]
     assert ended.returncode == 0
 
 
@@ -107,11 +107,11 @@ def test_a_cache_that_cannot_be_written_costs_what_needs_it(tmp_path, decoder, c
     assert ended.returncode == code
     assert found["cache"]["status"] == "unusable"
     assert found.get("dashinfer cache", {}).get("status") == ("broken" if decoder == "dashinfer" else None)
-    assert "`export DASHINFER_VLM_CACHE_DIR=FOLDER`" in found["cache"]["mend"]
+    assert "`export DASHINFER_VLM_CACHE_DIR=FOLDER`" in found["cache"]["fix"]
     if kernels_in_c(found):
         assert found["kernels"]["status"] == "slow"
         assert f"the cache {folder}/kernels cannot be made: Not a directory" in found["kernels"]["detail"]
-        assert found["kernels"]["mend"].startswith("Choose another one by `cache_dir`")
+        assert found["kernels"]["fix"].startswith("Choose another one by `cache_dir`")
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_without_a_compiler_the_kernels_are_slow_and_the_command_is_told(tmp_pat
     if kernels_in_c(found):
         assert found["kernels"]["status"] == "slow"
         assert found["kernels"]["detail"].endswith(": no C compiler was found")
-        assert "`apt-get install gcc`" in found["kernels"]["mend"]
+        assert "`apt-get install gcc`" in found["kernels"]["fix"]
     assert found["cache"]["status"] == "ok"
 
 
@@ -128,7 +128,7 @@ def test_without_a_compiler_the_kernels_are_slow_and_the_command_is_told(tmp_pat
 def test_kernels_that_are_not_asked_for_are_not_missed(tmp_path):
     environment = {"DASHINFER_VLM_CPU_KERNELS": "torch", "DASHINFER_VLM_CACHE_DIR": str(tmp_path / "cache")}
     found = findings(process("doctor", "--json", PATH=str(tmp_path), **environment))
-    assert (found["kernels"]["status"], found["kernels"]["mend"]) == ("ok", "")
+    assert (found["kernels"]["status"], found["kernels"]["fix"]) == ("ok", "")
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def test_what_is_not_ok_comes_with_what_mends_it(tmp_path):
     (tmp_path / "file").write_text("")
     environment = {"PATH": str(tmp_path), "DASHINFER_VLM_CACHE_DIR": str(tmp_path / "file" / "cache")}
     for row in findings(process("doctor", "--json", **environment)).values():
-        assert (row["status"] == "ok") == (row["mend"] == ""), row
+        assert (row["status"] == "ok") == (row["fix"] == ""), row
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ def told(group):
 
 
 @pytest.mark.parametrize(
-    ("name", "mend"),
+    ("name", "fix"),
     [
         ("DASHINFER_VLM_MAX_PIXEL", "Did you mean DASHINFER_VLM_MAX_PIXELS?"),
         ("DASHINFER_VLM_HOTS", "Did you mean DASHINFER_VLM_HOST?"),

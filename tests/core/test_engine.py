@@ -253,7 +253,7 @@ def test_closing_while_pictures_are_decoded_ends_every_request_with_the_same_err
         go.wait(timeout=HANG)
         return decode_image(*arguments, **options)
 
-    monkeypatch.setattr("dashinfer_vlm_core.media.loader.decode_picture", held)
+    monkeypatch.setattr("dashinfer_vlm_core.media.loader.decode_image", held)
     parts = [{"type": "image_url", "image_url": {"url": data_url(picture(seed, 90, 90))}} for seed in range(8)]
     request = {"messages": [{"role": "user", "content": parts}], "max_tokens": 5}
     outcomes = []

@@ -40,23 +40,23 @@ def compiled(maker, schema, **options):
 
 def written(guide, seed, *, most=20_000):
     """What somebody writes who takes any token that is allowed, and ends half of the time where that is."""
-    rng, walk, ids = np.random.default_rng(seed), guide.begin(), []
+    rng, matcher, ids = np.random.default_rng(seed), guide.new_matcher(), []
     for _ in range(most):
-        allowed = np.flatnonzero(walk.allowed())
+        allowed = np.flatnonzero(matcher.allowed_tokens())
         token = STOP if STOP in allowed and rng.random() < 0.5 else int(rng.choice(allowed))
         if token == STOP:
             return TOKENIZER.decode(ids, skip_special_tokens=False)
         ids.append(token)
-        walk.take(token)
+        matcher.accept_token(token)
     raise AssertionError("it does not end")
 
 
 def accepts(guide, text):
-    walk = guide.begin()
+    matcher = guide.new_matcher()
     for token in [*TOKENIZER.encode(text, add_special_tokens=False).ids, STOP]:
-        if not walk.allowed()[token]:
+        if not matcher.allowed_tokens()[token]:
             return False
-        walk.take(token)
+        matcher.accept_token(token)
     return True
 
 
@@ -271,13 +271,13 @@ HOSTILE = {
 @pytest.mark.timeout(300)
 def test_a_hostile_schema_is_refused_or_followed_in_bounded_time(maker, schema):
     with contextlib.suppress(InvalidParameter, SchemaError):
-        walk = compiled(maker, schema).begin()
+        matcher = compiled(maker, schema).new_matcher()
         rng = np.random.default_rng(0)
         for _ in range(50):
-            token = int(rng.choice(np.flatnonzero(walk.allowed())))
+            token = int(rng.choice(np.flatnonzero(matcher.allowed_tokens())))
             if token == STOP:
                 return
-            walk.take(token)
+            matcher.accept_token(token)
 
 
 @pytest.mark.slow
@@ -288,12 +288,12 @@ def test_damaged_schemas_are_refused_or_followed(maker):
         rng = Random(seed)
         schema = damaged(rng, random_schema(seed), rng.choice((0.02, 0.1, 0.3)))
         try:
-            walk = compiled(maker, schema if isinstance(schema, dict) else {}, lenient=seed % 2 == 0).begin()
+            matcher = compiled(maker, schema if isinstance(schema, dict) else {}, lenient=seed % 2 == 0).new_matcher()
         except (SchemaError, InvalidParameter) as error:
             outcomes[type(error)] += 1
         else:
             outcomes["followed"] += 1
-            assert walk.allowed().any()
+            assert matcher.allowed_tokens().any()
     assert outcomes["followed"] > 100
     assert outcomes[SchemaError] > 100
 
@@ -309,10 +309,10 @@ def test_guides_are_kept_by_content_and_are_bounded(maker):
 
 def test_asking_changes_nothing_and_walks_do_not_meet(maker):
     guide = compiled(maker, {"enum": ["ab", "cd"]})
-    one, two = guide.begin(), guide.begin()
-    before = one.allowed()
-    assert np.array_equal(one.allowed(), before)
-    one.take(int(np.flatnonzero(before)[0]))
-    assert np.array_equal(two.allowed(), before)
+    one, two = guide.new_matcher(), guide.new_matcher()
+    before = one.allowed_tokens()
+    assert np.array_equal(one.allowed_tokens(), before)
+    one.accept_token(int(np.flatnonzero(before)[0]))
+    assert np.array_equal(two.allowed_tokens(), before)
     assert len(before) == SIZE
     assert not before[TOKENIZER.get_vocab_size() :].any()

@@ -150,7 +150,7 @@ def test_the_largest_result_is_that_of_all(native, shape):
     head = native.head(numbers(*shape) / 8)
     for rows in (1, 5, 12, 13, 29):
         x = numbers(rows, 2 * shape[1], seed=rows)[:, : shape[1]]
-        assert torch.equal(head.best(x), largest(head, x))
+        assert torch.equal(head.argmax(x), largest(head, x))
 
 
 @needs_native
@@ -162,7 +162,7 @@ def test_the_largest_of_many_that_eight_bits_cannot_tell_apart(native, apart):
     weight[3000:3100] *= 1 + apart * (torch.rand(100, 128, generator=torch.Generator().manual_seed(1)) > 0.9)
     head, x = native.head(weight), numbers(12, 128, seed=2)
     x[:6] = weight[3000] * 10 + x[:6] / 10
-    best = head.best(x)
+    best = head.argmax(x)
     assert torch.equal(best, largest(head, x))
     assert ((best >= 3000) & (best < 3100)).sum() >= 6
     assert apart or 3000 in best  # the first of equals
@@ -179,7 +179,7 @@ def test_the_largest_whose_weights_all_were_rounded_down(native):
     weight[2000] = torch.where(torch.arange(INPUTS) % 10 < 3, x[0], 0)
     weight[[100, 2000], 0] = 127 * x[0, 0]  # so that a step is 1, and nothing is left of the first
     head = native.head(weight)
-    assert largest(head, x).item() == head.best(x).item() == 100
+    assert largest(head, x).item() == head.argmax(x).item() == 100
 
 
 @needs_native
@@ -192,7 +192,7 @@ def test_the_largest_of_activations_that_all_were_rounded_down(native):
     weight[100, ::128] = weight[2000] = 0
     weight[2000, 0] = 0.3 * INPUTS / 127
     head = native.head(weight)
-    assert largest(head, x).item() == head.best(x).item() == 100
+    assert largest(head, x).item() == head.argmax(x).item() == 100
 
 
 @needs_native
@@ -202,7 +202,7 @@ def test_the_first_of_equals_though_a_later_panel_promises_more(native):
     weight[3001, ::2] = 128 * x[0, 1::2]
     weight[3001, 1::2] = -128 * x[0, ::2]  # at right angles to x, and long
     head = native.head(weight)
-    assert largest(head, x).item() == head.best(x).item() == 100
+    assert largest(head, x).item() == head.argmax(x).item() == 100
 
 
 @needs_native
@@ -211,7 +211,7 @@ def test_the_largest_where_all_are_negative_and_the_last_panel_is_cut_short(nati
     weight[4096:] /= 2
     head, x = native.head(weight), numbers(9, 64).abs() + 0.5
     assert head(x).max() < 0
-    assert torch.equal(head.best(x), largest(head, x))
+    assert torch.equal(head.argmax(x), largest(head, x))
 
 
 @needs_native
@@ -220,21 +220,21 @@ def test_the_largest_where_an_input_is_many_times_the_others(native):
     x[:, 3] *= 30
     x[2, 400:] *= 1000
     head = native.head(weight)
-    assert torch.equal(head.best(x), largest(head, x))
+    assert torch.equal(head.argmax(x), largest(head, x))
 
 
 @needs_native
 def test_the_largest_is_left_open_where_all_are_alike_or_no_numbers(native):
     weight, x = numbers(4096, 64) / 8, numbers(3, 64, seed=1)
-    assert native.head(weight).best(torch.zeros_like(x)) is None
-    assert native.head(numbers(1, 64).repeat(4096, 1)).best(x) is None
+    assert native.head(weight).argmax(torch.zeros_like(x)) is None
+    assert native.head(numbers(1, 64).repeat(4096, 1)).argmax(x) is None
     for value in (math.nan, math.inf, 1e30):
         strange = x.clone()
         strange[1, 5] = value
-        assert native.head(weight).best(strange) is None
+        assert native.head(weight).argmax(strange) is None
         strange = weight.clone()
         strange[4000, 7] = value
-        assert native.head(strange).best(x) is None
+        assert native.head(strange).argmax(x) is None
 
 
 @needs_native
@@ -242,10 +242,10 @@ def test_the_largest_is_looked_for_more_rarely_where_that_is_in_vain(native):
     head, x = native.head(numbers(4096, 64) / 8), numbers(3, 64, seed=1)
 
     def steps_until_it_is_tried():
-        return next(steps for steps in range(1, 1000) if head.best(x) is not None)
+        return next(steps for steps in range(1, 1000) if head.argmax(x) is not None)
 
     for vain, steps in ((0, 1), (1, 2), (3, 4), (7, 8), (63, 64), (127, 64)):
-        assert [head.best(torch.zeros_like(x)) for _ in range(vain)] == [None] * vain
+        assert [head.argmax(torch.zeros_like(x)) for _ in range(vain)] == [None] * vain
         assert steps_until_it_is_tried() == steps
         assert steps_until_it_is_tried() == 1
 
@@ -253,10 +253,10 @@ def test_the_largest_is_looked_for_more_rarely_where_that_is_in_vain(native):
 def test_an_output_layer_without_screening_leaves_the_largest_open(kernels):
     weight, x = numbers(70, 66), numbers(5, 66, seed=1)  # 66 inputs are left to PyTorch
     head = kernels.head(weight)
-    assert head.best(x) is None
+    assert head.argmax(x) is None
     assert error(head(x), F.linear(x.float(), weight.float())) < 5e-3
     if kernels.supports_int8:
-        assert kernels.head(numbers(4096, 64), int8=True).best(numbers(5, 64, seed=1)) is None
+        assert kernels.head(numbers(4096, 64), int8=True).argmax(numbers(5, 64, seed=1)) is None
 
 
 @needs_native
@@ -459,8 +459,8 @@ def attention(q, k, v, spans):
     rows, heads, width = q.shape
     out = torch.zeros(rows, heads, width)
     for span in spans:
-        queries, keys = slice(span.first, span.first + span.tokens), slice(span.row, span.row + span.keys)
-        hidden = torch.ones(span.tokens, span.keys).triu(span.start + 1) > 0 if span.start >= 0 else torch.tensor(False)
+        queries, keys = slice(span.first_query, span.first_query + span.num_queries), slice(span.first_key, span.first_key + span.num_keys)
+        hidden = torch.ones(span.num_queries, span.num_keys).triu(span.start + 1) > 0 if span.start >= 0 else torch.tensor(False)
         for head in range(heads):
             shared = head * len(k) // heads
             scores = q[queries, head].float() @ k[shared, keys].float().T / math.sqrt(width)
@@ -506,11 +506,11 @@ def test_a_query_is_the_same_to_the_bit_alone_and_in_chunks(native, heads, width
 @pytest.mark.parametrize("span", [KVSpan(0, 20, 100, 60, 40), KVSpan(0, 1, 100, 60, 59), KVSpan(0, 1, 100, 33, 32)])
 def test_what_is_not_looked_at_does_not_matter(native, span):
     """Rows of the pool that nobody has written may hold anything."""
-    q, pool = numbers(span.tokens, 4, 64), numbers(4, 300, 64, seed=1)
+    q, pool = numbers(span.num_queries, 4, 64), numbers(4, 300, 64, seed=1)
     spans = KVSpans([span])
     k, v = pool.split(2)
     clean = native.attend(q, k, v, spans)
-    pool[:, :100] = pool[:, 100 + span.keys :] = torch.nan
+    pool[:, :100] = pool[:, 100 + span.num_keys :] = torch.nan
     assert torch.equal(native.attend(q, k, v, spans), clean)
 
 

@@ -86,7 +86,7 @@ def test_media_come_in_the_order_of_the_parts_whatever_arrives_first():
     with serve({f"/{i}": answer(i) for i in range(3)}) as web:
         media = load(*(image(web.url(f"/{i}"), i) for i in range(3)))
     for index, (item, picture) in enumerate(zip(media, pictures, strict=True)):
-        assert item.part == f"messages[0].content[{index}]"
+        assert item.path == f"messages[0].content[{index}]"
         np.testing.assert_array_equal(item.image, picture)
 
 
@@ -107,7 +107,7 @@ def test_equal_sources_are_fetched_once():
         a, b = web.url("/a"), web.url("/b")
         media = load(image(a, 0), image(b, 1), image(a, 2, max_pixels=5000), video((a, b, a), 3))
     assert len(web.requests) == 2
-    assert [item.part[-2] for item in media] == ["0", "1", "2", "3"]
+    assert [item.path[-2] for item in media] == ["0", "1", "2", "3"]
     assert media[2].max_pixels == 5000
     np.testing.assert_array_equal(media[3].frames, [media[0].image, media[1].image, media[0].image])
 
@@ -296,7 +296,7 @@ def test_no_more_items_are_held_at_full_size_than_there_are_threads():
     def shrink(media):
         decoded.append(weakref.ref(media.image))
         most.append(sum(image() is not None for image in decoded))
-        return media.part
+        return media.path
 
     parts = [image(picture_url(seed=i), i) for i in range(THREADS + 8)]
     assert load(*parts, then=shrink, limit_mm_per_prompt={"image": len(parts)}) == tuple(part.path for part in parts)
@@ -306,7 +306,7 @@ def test_no_more_items_are_held_at_full_size_than_there_are_threads():
 
 def test_what_is_made_of_the_media_may_fail_the_request():
     def refuse(media):
-        raise InvalidParameter("not this one", param=media.part)
+        raise InvalidParameter("not this one", param=media.path)
 
     with pytest.raises(InvalidParameter) as caught:
         load(image(picture_url(), 3), then=refuse)

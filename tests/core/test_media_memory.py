@@ -297,7 +297,7 @@ def load(*parts, **config):
 def test_the_loader_takes_objects_beside_urls_in_order():
     url = MediaPart(kind="image", path="a", url=picture_url())
     found = load(url, part(RGB), part(FRAMES, "video"), part({"image_embeds": ROWS, "image_grid_thw": (1, 4, 6)}))
-    assert [type(media).__name__ for media in found] == ["Picture", "Picture", "Clip", "Embeddings"]
+    assert [type(media).__name__ for media in found] == ["Image", "Image", "Video", "Embeddings"]
     assert [media.source for media in found] == [b""] * 4
 
 

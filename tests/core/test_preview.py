@@ -53,7 +53,7 @@ def test_a_picture_is_shown_as_pillow_resizes_it(engine):
     image = picture(1, 300, 200)
     (item,) = engine.preview(request(image, "What is this?")).items
     (frame,) = item.frames
-    assert (item.kind, item.part, item.source_size, item.frame_count) == ("image", PART, (300, 200), 1)
+    assert (item.kind, item.path, item.source_size, item.frame_count) == ("image", PART, (300, 200), 1)
     assert np.array_equal(pixels_of(frame), np.asarray(image.resize(item.size, PILImage.Resampling.BICUBIC)))
     assert item.tokens == item.size[0] * item.size[1] // 784
 

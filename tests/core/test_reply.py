@@ -79,7 +79,7 @@ def feed(reply, tokens):
     """As the engine does: until the reply has enough."""
     chunks = []
     for token in tokens:
-        chunks += reply.feed(token)
+        chunks += reply.add_token(token)
         if reply.finished:
             break
     return chunks

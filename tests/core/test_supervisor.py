@@ -113,7 +113,7 @@ def test_a_decoder_that_dies_is_replaced_and_its_requests_are_told(start, kept, 
         list(stream)
     assert engine.chat(HELLO).usage == before
     assert engine.stats().restarts == 1
-    assert engine.stats().answers == 0
+    assert engine.stats().active_requests == 0
     assert engine.status().state == "ready"
     assert "The decoder torch has failed" in caplog.text
 
@@ -140,7 +140,7 @@ def test_after_some_deaths_it_is_given_up_on(start, kept):
 
 
 def test_one_that_has_run_for_long_may_be_replaced_as_often_as_a_new_one(start, kept, monkeypatch):
-    monkeypatch.setattr("dashinfer_vlm_core.decoders.supervisor.WELL_SECONDS", 0.0)
+    monkeypatch.setattr("dashinfer_vlm_core.decoders.supervisor.HEALTHY_SECONDS", 0.0)
     engine = start(decoder_restarts=1)
     for deaths in range(1, 4):
         stream = kept.die_in(engine)
@@ -180,7 +180,7 @@ def test_one_that_hangs_fails_its_requests_and_is_given_up_on(start, kept):
             engine.chat(HELLO)
         until(lambda: engine.status().state == "failed")
         assert "has not ended within 0.5 seconds" in engine.status().fatal_error
-        assert engine.stats().answers == 0
+        assert engine.stats().active_requests == 0
     finally:
         hang.end()
 

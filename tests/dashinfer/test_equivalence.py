@@ -40,8 +40,8 @@ def test_text_equals_transformers(oracles, decoder, shape):
     requests = [prompt(seed, length) for seed, length in enumerate((1, 2, 9, 40, 130))]
     for request, tokens in zip(requests, answers(decoder(oracle.folder), requests, together=False), strict=True):
         assert ids(tokens) == oracle.greedy(request)
-        assert [token.finish for token in tokens[:-1]] == [None] * (len(tokens) - 1)
-        assert tokens[-1].finish in {"stop", "length"}
+        assert [token.finish_reason for token in tokens[:-1]] == [None] * (len(tokens) - 1)
+        assert tokens[-1].finish_reason in {"stop", "length"}
 
 
 def test_injected_embeddings_equal_transformers_on_sequential_positions(oracle, decoder):
@@ -91,13 +91,15 @@ def test_log_probabilities_are_the_models_own(oracle, shared):
     for request, tokens in zip(requests, shared.answers(requests), strict=True):
         count = request.sampling.logprobs
         if count is None:
-            assert all(token.logprob is None and not token.top for token in tokens)
+            assert all(token.logprob is None and not token.top_logprobs for token in tokens)
             continue
         expected = oracle.logits(request, ids(tokens)).log_softmax(-1)
         for token, row in zip(tokens, expected, strict=True):
             assert token.logprob == pytest.approx(float(row[token.id]), abs=1e-3)
-            assert [index for index, _ in token.top] == row.topk(count).indices.tolist()
-            assert [value for _, value in token.top] == pytest.approx(row.topk(count).values.tolist(), abs=1e-3)
+            assert [index for index, _ in token.top_logprobs] == row.topk(count).indices.tolist()
+            assert [value for _, value in token.top_logprobs] == pytest.approx(
+                row.topk(count).values.tolist(), abs=1e-3
+            )
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 2.0])
@@ -164,9 +166,9 @@ def test_stop_tokens_end_the_answer(oracle, shared):
     ]
     stopped, at_once, one = shared.answers(requests)
     first = min(plain.index(token) for token in stops)
-    assert (ids(stopped), stopped[-1].finish) == (plain[: first + 1], "stop")
-    assert (ids(at_once), at_once[-1].finish) == (plain[:1], "stop")
-    assert (ids(one), one[-1].finish) == (plain[:1], "length")
+    assert (ids(stopped), stopped[-1].finish_reason) == (plain[: first + 1], "stop")
+    assert (ids(at_once), at_once[-1].finish_reason) == (plain[:1], "stop")
+    assert (ids(one), one[-1].finish_reason) == (plain[:1], "length")
 
 
 def test_the_models_end_token_ends_unless_it_is_ignored(shared):
@@ -175,8 +177,8 @@ def test_the_models_end_token_ends_unless_it_is_ignored(shared):
     ignoring = [replace(request, sampling=replace(request.sampling, ignore_eos=True)) for request in requests]
     ended = 0
     for plain, on in zip(shared.answers(requests), shared.answers(ignoring), strict=True):
-        ended += plain[-1].finish == "stop"
-        assert (plain[-1].id == STOP) == (plain[-1].finish == "stop")
-        assert (len(on), on[-1].finish) == (60, "length")
+        ended += plain[-1].finish_reason == "stop"
+        assert (plain[-1].id == STOP) == (plain[-1].finish_reason == "stop")
+        assert (len(on), on[-1].finish_reason) == (60, "length")
         assert ids(on)[: len(plain)] == ids(plain)
     assert ended > 0

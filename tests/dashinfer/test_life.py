@@ -94,7 +94,7 @@ def test_no_token_is_lost_at_the_end_of_a_stream(decoder):
 
     found = asyncio.run(run())
     assert [len(tokens) for tokens in found] == wanted
-    assert all(tokens[-1].finish == "length" for tokens in found)
+    assert all(tokens[-1].finish_reason == "length" for tokens in found)
 
 
 def test_leaving_a_stream_stops_it_and_frees_its_place(decoder, oracle):
@@ -326,7 +326,7 @@ def test_a_worker_that_does_not_start_is_given_up_on(environment, decoder, tmp_p
 @pytest.fixture
 def restarts_forgotten(monkeypatch):
     """A decoder that dies may be replaced as often as one that has run for long."""
-    monkeypatch.setattr("dashinfer_vlm_core.decoders.supervisor.WELL_SECONDS", 0.0)
+    monkeypatch.setattr("dashinfer_vlm_core.decoders.supervisor.HEALTHY_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("restarts_forgotten")
@@ -413,7 +413,7 @@ def test_health_says_that_a_worker_was_given_up_on(environment, talking_checkpoi
         ill = asyncio.run(health(engine))
     assert (well.status_code, well.json()["decoder"], "CPU:0" in well.json()["reason"]) == (200, "dashinfer", True)
     assert (ill.status_code, ill.json()["status"]) == (503, "failed")
-    assert "exit status 7" in ill.json()["trouble"]
+    assert "exit status 7" in ill.json()["fatal_error"]
 
 
 def test_a_picture_is_refused_where_it_stands(talking_checkpoint, cache):

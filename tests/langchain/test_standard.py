@@ -48,7 +48,7 @@ class Player:
             return "It is done."
         if tools := re.findall(r'^{"type": "function".*}$', prompt, re.MULTILINE):
             return self._call(json.loads(tools[0])["function"], question)
-        if request.guide is not None:
+        if request.grammar is not None:
             return json.dumps({name: VALUES[name] for name in ("setup", "punchline")})
         return "Hello, how are you?"
 

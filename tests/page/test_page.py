@@ -205,7 +205,7 @@ def test_the_settings_are_what_is_asked_for(visit, scripted):
     schema.fill('{"type": "object", "properties": {"shapes": {"type": "array"}}}')
     tab.page.get_by_label("Question", exact=True).press("Enter")
     expect(tab.finished()).to_contain_text('"shapes"')
-    assert script.requests[1].guide is not None
+    assert script.requests[1].grammar is not None
 
 
 def test_an_answer_is_shown_as_text_whatever_it_holds(visit, scripted):

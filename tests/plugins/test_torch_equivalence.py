@@ -43,8 +43,8 @@ def test_greedy_tokens_equal_transformers(oracles, shape):
 
     for name, request, tokens in zip(PROMPTS, requests(oracle), asyncio.run(alone()), strict=True):
         assert ids(tokens) == oracle.greedy(request), name
-        assert all(token.finish is None for token in tokens[:-1])
-        assert tokens[-1].finish is not None
+        assert all(token.finish_reason is None for token in tokens[:-1])
+        assert tokens[-1].finish_reason is not None
 
 
 def test_a_picture_equals_transformers_generate(oracle):
@@ -159,8 +159,8 @@ def test_log_probabilities_equal_transformers(oracle):
     best = expected.topk(5)
     for step, token in enumerate(tokens):
         assert token.logprob == pytest.approx(float(expected[step, token.id]), abs=1e-4)
-        assert [one for one, _ in token.top] == best.indices[step].tolist()
-        assert [value for _, value in token.top] == pytest.approx(best.values[step].tolist(), abs=1e-4)
+        assert [one for one, _ in token.top_logprobs] == best.indices[step].tolist()
+        assert [value for _, value in token.top_logprobs] == pytest.approx(best.values[step].tolist(), abs=1e-4)
 
 
 def test_log_probabilities_are_left_out_unless_asked_for(oracle):
@@ -173,9 +173,11 @@ def test_log_probabilities_are_left_out_unless_asked_for(oracle):
             )
 
     none, chosen, all_twenty = asyncio.run(ours())
-    assert {(token.logprob, token.top) for token in none} == {(None, ())}
-    assert all(token.logprob is not None and token.top == () for token in chosen)
-    assert all(len(token.top) == 20 and token.top[0] == (token.id, token.logprob) for token in all_twenty)
+    assert {(token.logprob, token.top_logprobs) for token in none} == {(None, ())}
+    assert all(token.logprob is not None and token.top_logprobs == () for token in chosen)
+    assert all(
+        len(token.top_logprobs) == 20 and token.top_logprobs[0] == (token.id, token.logprob) for token in all_twenty
+    )
 
 
 def test_the_same_seed_gives_the_same_answer_in_any_company(oracle):
@@ -226,7 +228,7 @@ def test_how_answers_end(oracle):
             }
 
     answers = asyncio.run(run())
-    ends = {name: (len(tokens), tokens[-1].finish) for name, tokens in answers.items()}
+    ends = {name: (len(tokens), tokens[-1].finish_reason) for name, tokens in answers.items()}
     assert ends["length"] == (24, "length")
     assert ends["stop"] == (place + 1, "stop")
     assert ends["eos"] == (1, "stop")

@@ -108,9 +108,9 @@ def test_two_pictures_swapped_part_at_the_first():
 
 
 def test_salts_share_nothing():
-    text, salted = prompt(1, 48), replace(prompt(1, 48), salt="anna")
+    text, salted = prompt(1, 48), replace(prompt(1, 48), cache_salt="anna")
     assert shared(salted, salted) == 47
-    for one, other in [(text, salted), (salted, text), (salted, replace(text, salt="bert"))]:
+    for one, other in [(text, salted), (salted, text), (salted, replace(text, cache_salt="bert"))]:
         assert shared(one, other) == 0
 
 
@@ -128,9 +128,9 @@ def test_the_answer_belongs_to_what_is_shared():
 
 def keep(memory, request, *, read=None):
     """A run comes, reads so many tokens of its prompt, and ends; its slab."""
-    allocation = memory.hold(PrefixHash(request), len(request.token_ids))
-    memory.advance(allocation, max(allocation.read, read or len(request.token_ids)))
-    memory.release(allocation)
+    allocation = memory.allocate(PrefixHash(request), len(request.token_ids))
+    memory.mark_computed(allocation, max(allocation.num_computed_tokens, read or len(request.token_ids)))
+    memory.free(allocation)
     return allocation
 
 
@@ -164,7 +164,7 @@ def test_what_was_not_used_for_longest_goes_first_and_loses_its_end():
 
 
 def shared_with(memory, content):
-    match = memory._find(PrefixHash(prompt(content, 100)))
+    match = memory._find_prefix(PrefixHash(prompt(content, 100)))
     return match.tokens if match else 0
 
 
@@ -231,9 +231,9 @@ def test_a_digest_takes_a_look_at_every_byte_before_it():
 
 def allocation(arena, rows, leaving=()):
     made = KVAllocation(prefix=PrefixHash(prompt(0, 1)))
-    start = arena.fit(made, rows, leaving)
+    start = arena.find_start(made, rows, leaving)
     if start is not None:
-        arena.put(made, start, rows)
+        arena.place(made, start, rows)
     return made if start is not None else None
 
 
@@ -366,12 +366,12 @@ class Pool:
                 listed.setdefault(digest, set()).add(allocation)
         assert {digest: set(allocations) for digest, allocations in memory._index.items()} == listed
         for key, allocation in memory._free.items():
-            assert [other for other in listed[key] if other.idle] == [allocation]
+            assert [other for other in listed[key] if other.is_free] == [allocation]
 
 
 def names(run):
     """A number for each token of a run, which follows from all that its keys and values depend on."""
-    request, name, found = run.request, hash(run.request.salt), []
+    request, name, found = run.request, hash(run.request.cache_salt), []
     inside = {
         span.start + offset: (span.tokens.digest, span.tokens.grid, offset)
         for span in request.spans
@@ -396,7 +396,7 @@ PARTS = (17, (1, 3, 4), 9, (1, 2, 3), 20, (2, 2, 3), 30)
 
 requests = st.builds(
     lambda content, parts, tail, length, salt: replace(
-        visual(*PARTS[:parts], tail, width=1, content=content, max_tokens=length, ignore_eos=True), salt=salt
+        visual(*PARTS[:parts], tail, width=1, content=content, max_tokens=length, ignore_eos=True), cache_salt=salt
     ),
     content=st.integers(0, 1),
     parts=st.integers(0, len(PARTS)),
@@ -424,12 +424,12 @@ def test_nobody_reads_what_is_not_theirs_and_everybody_ends(events, kv_tokens, b
     assert not pool.there
     assert not pool.scheduler.busy
     for run in pool.ended:
-        assert run.answer == answer(run)
-        assert 0 <= run.cached < run.prompt_length
+        assert run.output_ids == answer(run)
+        assert 0 <= run.num_cached_tokens < run.prompt_length
     assert pool.scheduler.stats.kv_used == 0
 
 
-def test_equal_beginnings_of_many_requests_take_little_time_to_find():
+def test_equal_beginnings_of_many_requests_take_little_time_to_find_prefix():
     """A block that thousands of slabs begin with, and prompts of thousands of tokens: a count of what is compared."""
     memory = KVCacheManager(40_000, caching=True)
     base = np.tile(prompt(1, 16).token_ids, 1)

@@ -59,7 +59,7 @@ def equal(found, expected):
         assert ids(one) == ids(other)
         assert [token.logprob for token in one] == pytest.approx([token.logprob for token in other], abs=1e-4)
         for token, twin in zip(one, other, strict=True):
-            assert dict(token.top) == pytest.approx(dict(twin.top), abs=1e-4)
+            assert dict(token.top_logprobs) == pytest.approx(dict(twin.top_logprobs), abs=1e-4)
 
 
 def family(oracle):
@@ -110,14 +110,14 @@ def test_shared_at_once_equals_alone(oracle, chunk):
 def test_how_many_tokens_were_found_is_told_with_the_first(oracle):
     requests = family(oracle)
     found, stats = decoded(oracle, requests)
-    cached = [tokens[0].cached for tokens in found]
+    cached = [tokens[0].cached_tokens for tokens in found]
     length = [len(request.token_ids) for request in requests]
     assert cached[:2] == [0, 19 + 24]
     assert cached[3:5] == [19, 19]  # up to where the pictures differ
     assert cached[9] >= 19 + 24
     assert cached[10] == length[0] + len(found[0]) - 1  # the last token of an answer is told, and never read
     assert cached[11:] == [0, 60, 49]
-    assert all(token.cached == 0 for tokens in found for token in tokens[1:])
+    assert all(token.cached_tokens == 0 for tokens in found for token in tokens[1:])
     assert stats.cached_tokens == sum(cached)
 
 
@@ -127,15 +127,15 @@ def test_several_answers_read_their_prompt_once(oracle):
     expected, _ = decoded(oracle, requests, prefix_cache=False)
     found, _ = decoded(oracle, requests, how=at_once)
     equal(found, expected)
-    assert sorted(tokens[0].cached for tokens in found) == [0, 51, 51]
+    assert sorted(tokens[0].cached_tokens for tokens in found) == [0, 51, 51]
     assert len({tuple(ids(tokens)) for tokens in found}) == 3
 
 
 def test_salts_read_for_themselves(oracle):
     request = prompt(1, 60, **LISTED)
-    requests = [replace(request, salt=salt) for salt in ("", "anna", "bert", "anna", "")]
+    requests = [replace(request, cache_salt=salt) for salt in ("", "anna", "bert", "anna", "")]
     found, _ = decoded(oracle, requests)
-    assert [tokens[0].cached for tokens in found] == [0, 0, 0, 59, 59]
+    assert [tokens[0].cached_tokens for tokens in found] == [0, 0, 0, 59, 59]
 
 
 def test_what_a_cancelled_request_has_read_is_used(oracle):
@@ -151,7 +151,7 @@ def test_what_a_cancelled_request_has_read_is_used(oracle):
 
     found, stats = asyncio.run(run())
     equal([found], [expected])
-    assert (found[0].cached, stats.kv_used) == (len(request.token_ids) - 1, 0)
+    assert (found[0].cached_tokens, stats.kv_used) == (len(request.token_ids) - 1, 0)
 
 
 def test_cancelling_at_any_time_leaves_only_what_is_right(oracle):

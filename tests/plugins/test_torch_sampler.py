@@ -37,13 +37,13 @@ def probabilities(logits, run):
     options, scores = run.request.sampling, [float(x) for x in logits]
     for token, bias in options.logit_bias.items():
         scores[token] += bias
-    if len(run.answer) < options.min_tokens:
+    if len(run.output_ids) < options.min_tokens:
         for token in {*options.stop_token_ids, *(() if options.ignore_eos else STOPS)}:
             scores[token] = -math.inf
-    for token in {*run.request.token_ids.tolist(), *run.answer}:
+    for token in {*run.request.token_ids.tolist(), *run.output_ids}:
         p = options.repetition_penalty
         scores[token] = scores[token] / p if scores[token] > 0 else scores[token] * p
-    for token, count in Counter(run.answer).items():
+    for token, count in Counter(run.output_ids).items():
         scores[token] -= options.presence_penalty + options.frequency_penalty * count
     if options.temperature == 0:
         return np.eye(len(scores))[int(np.argmax(scores))]
@@ -230,15 +230,15 @@ class Barring:
     def __init__(self, allowed, size=100):
         self.mask = np.isin(np.arange(size), allowed)
 
-    def allowed(self):
+    def allowed_tokens(self):
         return self.mask
 
-    def take(self, token):
+    def accept_token(self, token):
         assert self.mask[token]
 
 
 class Lost(Barring):
-    def allowed(self):
+    def allowed_tokens(self):
         raise DecoderFailed("Too complex.")
 
 

@@ -23,9 +23,9 @@ def scheduler(**options):
 
 def step(scheduler, token=1):
     """Plan and commit one step in which every run that was read whole gets `token`."""
-    chunks = scheduler.plan().chunks
-    replies = scheduler.commit(chunks, {chunk.run: SampledToken(token) for chunk in chunks if chunk.last})
-    return [(chunk.run, chunk.start, chunk.stop) for chunk in chunks], replies
+    chunks = scheduler.schedule().chunks
+    replies = scheduler.update(chunks, {chunk.sequence: SampledToken(token) for chunk in chunks if chunk.last})
+    return [(chunk.sequence, chunk.start, chunk.stop) for chunk in chunks], replies
 
 
 def held(scheduler):
@@ -286,7 +286,7 @@ def test_what_a_preempted_run_has_read_itself_does_not_count_as_found(known):
     while not young.num_computed_tokens:
         step(queue)
     assert young.num_computed_tokens > known  # it finds rows of its own again
-    assert first_token_of(young, queue).cached == known
+    assert first_token_of(young, queue).cached_tokens == known
 
 
 @pytest.mark.parametrize(("found", "cached"), [(160, 32), (96, 32), (20, 20), (200, 72)])

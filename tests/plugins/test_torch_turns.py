@@ -178,8 +178,8 @@ def test_all_that_computes_does_so_on_the_thread_for_that(monkeypatch):
     note(TorchKernels, "linear")  # weights, as they are read
     note(TorchKernels, "norm")
     note(TorchKernels, "attend")
-    note(Qwen2VLEncoder, "normalise")
-    note(runner, "choose")
+    note(Qwen2VLEncoder, "normalize")
+    note(runner, "sample")
     note(KVCache, "move")
     with Counting() as door:
         door.ask(user(picture(1), "What is in the picture?"))
@@ -190,4 +190,4 @@ def test_all_that_computes_does_so_on_the_thread_for_that(monkeypatch):
             await asyncio.gather(*map(door.engine.achat, bodies))
 
         asyncio.run(all_at_once())
-    assert seen == {name: {THREAD} for name in ("linear", "norm", "attend", "normalise", "choose", "move")}
+    assert seen == {name: {THREAD} for name in ("linear", "norm", "attend", "normalize", "sample", "move")}

@@ -210,7 +210,7 @@ def test_security_19_a_dead_decoder_answers_503_and_health_says_so(tiny_checkpoi
         assert client.post(CHAT, json=HELLO).status_code == 503
         until(lambda: client.get("/health").json()["status"] == "failed")
         assert client.get("/health/ready").status_code == 503
-        assert client.get("/health").json()["trouble"] == "The decoder is dead."
+        assert client.get("/health").json()["fatal_error"] == "The decoder is dead."
         again = client.post(CHAT, json=HELLO)
         assert (again.status_code, again.json()["error"]["code"]) == (503, "decoder_failed")
 

@@ -53,7 +53,7 @@ def served(scripted):
 def assert_well(served):
     """It answers, no request is left, and no connection but those of tests that keep theirs."""
     with served.server.http() as client:
-        until(lambda: served.engine.stats().answers == 0)
+        until(lambda: served.engine.stats().active_requests == 0)
         assert served.script.running == 0
         answer = client.post("/v1/chat/completions", json=HELLO)
         assert answer.json()["choices"][0]["message"]["content"]
@@ -268,7 +268,7 @@ def test_who_leaves_at_any_stage_leaves_nothing_behind(scripted, sent, reset):
                 assert connection.recv(100).startswith(b"HTTP/1.1 200")
             if reset:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    until(lambda: served.engine.stats().answers == 0)
+    until(lambda: served.engine.stats().active_requests == 0)
     served.script.delay = 0.0
     assert_well(served)
 

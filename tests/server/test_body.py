@@ -146,7 +146,7 @@ def test_a_slow_body_is_read_as_long_as_it_moves(scripted):
 def test_bodies_of_all_requests_together_have_a_limit(scripted):
     """Each alone is small enough; what one held is free again when it is over."""
     body = json.dumps(HELLO | {"user": "x" * 6000}).encode()
-    served = scripted("A long answer. " * 50, "Fine.", delay=0.2, settings={"max_held_bytes": 10_000})
+    served = scripted("A long answer. " * 50, "Fine.", delay=0.2, settings={"max_buffered_bytes": 10_000})
     with served.server.http() as client, client.stream("POST", "/v1/chat/completions", content=stream(body)) as first:
         lines = first.iter_lines()  # which would end with the stream if it were let go
         next(lines)

@@ -48,9 +48,9 @@ def test_it_is_alive_and_not_ready_while_the_model_loads(tiny_checkpoint):
     script = Script("Fine.")
     engine = Slow(EngineConfig(model=str(tiny_checkpoint), decoder="scripted"), registry=scripted_registry(script))
     gate = DrainState()
-    settings = http_settings(create_app(engine, gate=gate), Address())
+    settings = http_settings(create_app(engine, drain_state=gate), Address())
     settings.port = 0
-    server = Server(settings, engine=engine, gate=gate, grace=0.2)
+    server = Server(settings, engine=engine, drain_state=gate, grace=0.2)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     until(lambda: server.started)
@@ -74,7 +74,7 @@ def test_a_draining_server_says_so_and_begins_nothing(tiny_checkpoint):
     gate = DrainState()
     script = scripted_registry(Script("Fine."))
     with Engine(EngineConfig(model=str(tiny_checkpoint), decoder="scripted"), registry=script) as engine:
-        server = RunningServer(create_app(engine, gate=gate))
+        server = RunningServer(create_app(engine, drain_state=gate))
         with server.running(), server.http() as client:
             assert client.get("/health/ready").status_code == 200
             gate.draining = True

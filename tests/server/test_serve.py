@@ -132,9 +132,9 @@ class Stopping(NamedTuple):
     @classmethod
     def start(cls, engine, app=None, *, grace=0.2):
         gate = DrainState()
-        settings = http_settings(app or create_app(engine, gate=gate), Address())
+        settings = http_settings(app or create_app(engine, drain_state=gate), Address())
         settings.port = 0
-        server = Server(settings, engine=engine, gate=gate, grace=grace)
+        server = Server(settings, engine=engine, drain_state=gate, grace=grace)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         until(lambda: server.started)
