@@ -413,7 +413,9 @@ def test_weights_of_every_magnitude_keep_sixteen_bits(native):
     layer = native.linear(weight, fp32_output=True)
     assert not is_coded(layer)
     assert torch.equal(layer(torch.eye(128).bfloat16()), weight.T.float())
-    assert layer.space(100) == native.linear(numbers(64, 128)).space(100) > 0  # all layers share that of the first one
+    assert (
+        layer.workspace_bytes(100) == native.linear(numbers(64, 128)).workspace_bytes(100) > 0
+    )  # all layers share that of the first one
 
 
 @needs_native
@@ -459,8 +461,15 @@ def attention(q, k, v, spans):
     rows, heads, width = q.shape
     out = torch.zeros(rows, heads, width)
     for span in spans:
-        queries, keys = slice(span.first_query, span.first_query + span.num_queries), slice(span.first_key, span.first_key + span.num_keys)
-        hidden = torch.ones(span.num_queries, span.num_keys).triu(span.start + 1) > 0 if span.start >= 0 else torch.tensor(False)
+        queries, keys = (
+            slice(span.first_query, span.first_query + span.num_queries),
+            slice(span.first_key, span.first_key + span.num_keys),
+        )
+        hidden = (
+            torch.ones(span.num_queries, span.num_keys).triu(span.start + 1) > 0
+            if span.start >= 0
+            else torch.tensor(False)
+        )
         for head in range(heads):
             shared = head * len(k) // heads
             scores = q[queries, head].float() @ k[shared, keys].float().T / math.sqrt(width)
@@ -571,7 +580,7 @@ def test_layers_that_c_does_not_know_are_composed(native):
     odd = native.linear(numbers(HIDDEN, 66))  # 66 inputs are left to PyTorch
     layer = decoder_layer(native, 0, int8=False)
     assert isinstance(native.decoder_layers([layer._replace(output=odd)], SHAPE), ReferenceDecoderLayers)
-    assert isinstance(native.decoder_layers([layer], SHAPE._replace(width=41)), ReferenceDecoderLayers)
+    assert isinstance(native.decoder_layers([layer], SHAPE._replace(head_dim=41)), ReferenceDecoderLayers)
     assert not isinstance(native.decoder_layers([layer], SHAPE), ReferenceDecoderLayers)
 
 

@@ -10,7 +10,7 @@ from dashinfer_vlm_core import Engine, EngineConfig, hookimpl
 from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR
 from dashinfer_vlm_core.errors import DecoderFailed, EngineClosed, SetupError
 from dashinfer_vlm_core.plugins import load_plugins
-from tests.brake import Brake
+from tests.decoder_pause import DecoderPause
 from tests.conversations import as_openai, picture, user
 from tests.waiting import HANG, until
 
@@ -68,7 +68,7 @@ class Kept:
 
     def die_in(self, engine):
         """A stream of `engine`, whose decoder dies in the midst of it."""
-        brake = Brake(self.made[-1], steps=2)
+        brake = DecoderPause(self.made[-1], steps=2)
         stream = engine.stream(LONG)
         next(stream)
         self.kill()

@@ -28,7 +28,7 @@ from dashinfer_vlm_torch import register_decoders
 from dashinfer_vlm_torch.runner import ModelRunner
 from dashinfer_vlm_torch.scheduler import ROOM
 from dashinfer_vlm_torch.worker import Worker
-from tests.brake import Brake
+from tests.decoder_pause import DecoderPause
 from tests.kernels import selector
 from tests.waiting import until
 
@@ -65,7 +65,7 @@ def with_embedding(request, embedding, **changes):
 def test_cancelling_frees_everything_at_once(oracle):
     async def run():
         async with decoding(oracle.decoder()) as decoder:
-            brake = Brake(decoder, steps=4)
+            brake = DecoderPause(decoder, steps=4)
             stays = asyncio.create_task(collect(decoder, prompt(1, 20, max_tokens=200, ignore_eos=True)))
             async with aclosing(decoder.decode(prompt(2, 30, **LONG))) as tokens:
                 async for _ in tokens:
@@ -90,7 +90,7 @@ def test_cancelling_the_readers_task_frees_everything(oracle):
 
     async def run():
         async with decoding(oracle.decoder(max_batch_size=2, prefill_chunk=1)) as decoder:
-            brake = Brake(decoder, steps=8)
+            brake = DecoderPause(decoder, steps=8)
             requests = [prompt(1, 3, **LONG), prompt(2, 300, **LONG), prompt(3, 3, **LONG)]
             tasks = [asyncio.create_task(collect(decoder, request)) for request in requests]
             await reaches(decoder, running=2, waiting=1)
@@ -121,7 +121,7 @@ def test_requests_wait_for_memory_and_all_are_served(oracle):
 def test_a_full_queue_refuses(oracle):
     async def run():
         async with decoding(oracle.decoder(max_batch_size=1, max_waiting=1)) as decoder:
-            brake = Brake(decoder, steps=4)
+            brake = DecoderPause(decoder, steps=4)
             tasks = [asyncio.create_task(collect(decoder, prompt(seed, 5, **LONG))) for seed in range(2)]
             await reaches(decoder, running=1, waiting=1)
             with pytest.raises(QueueFull, match="1 requests wait"):
@@ -157,7 +157,7 @@ def test_closing_ends_running_and_waiting_requests(oracle):
     async def run():
         decoder = oracle.decoder(max_batch_size=1)
         await decoder.start()
-        brake, worker = Brake(decoder, steps=4), decoder._worker
+        brake, worker = DecoderPause(decoder, steps=4), decoder._worker
         tasks = [asyncio.create_task(collect(decoder, prompt(seed, 5, **LONG))) for seed in range(3)]
         await reaches(decoder, running=1, waiting=2)
         closing = asyncio.create_task(decoder.close())
@@ -231,7 +231,7 @@ def test_a_request_that_breaks_its_step_fails_alone(oracle, embedding):
     async def run():
         async with decoding(oracle.decoder(prefill_chunk=20)) as decoder:
             alone = await collect(decoder, seeded)
-            brake = Brake(decoder, steps=2)  # some are in their prompt then, and some in their answer
+            brake = DecoderPause(decoder, steps=2)  # some are in their prompt then, and some in their answer
             neighbours = [asyncio.create_task(collect(decoder, one)) for one in (prompt(1, 20), seeded, good)]
             await reaches(decoder, running=3)
             joining = asyncio.create_task(collect(decoder, bad))
@@ -312,7 +312,7 @@ def test_an_event_loop_that_is_closed_under_its_readers_holds_nothing(oracle):
     asyncio.run(decoder.start())
     loop = asyncio.new_event_loop()
     tokens = decoder.decode(prompt(1, 5, max_tokens=3000, ignore_eos=True))
-    brake = Brake(decoder, steps=2)
+    brake = DecoderPause(decoder, steps=2)
     loop.run_until_complete(anext(tokens))
     loop.close()
     brake.release()

@@ -26,7 +26,7 @@ from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_demo import CHECKPOINT
 from tests.samples import encode, noise, picture_url
 from tests.security.conftest import GOOD, LEAKS, LIMITS, opened, picture, text, video
-from tests.steps import lines_of
+from tests.executed_lines import count_lines
 
 PART = "messages[0].content[0]"
 TOKENIZER = tokenizers.Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
@@ -279,7 +279,7 @@ def test_security_13_no_text_costs_more_than_its_length(open_door, prompts, piec
     """Four times the text takes at most four times the lines of Python. What the tokenizer does cannot be counted:
     400,000 characters, far more than a request may have, come to an end, which quadratic work would not."""
     assert open_door.ask(text(piece * (40_000 // len(piece)))).status_code in {200, 400}
-    least, most = (lines_of(lambda size=size: prompts.encode(piece * (size // len(piece)))) for size in (2000, 8000))
+    least, most = (count_lines(lambda size=size: prompts.encode(piece * (size // len(piece)))) for size in (2000, 8000))
     assert most < 4.5 * least
     assert TOKENIZER.encode_batch_fast([piece * (400_000 // len(piece))], add_special_tokens=False)[0].ids
 

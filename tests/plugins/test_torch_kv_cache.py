@@ -135,7 +135,7 @@ def keep(memory, request, *, read=None):
 
 
 def spans(memory):
-    return [(allocation.start, allocation.stop) for allocation in memory._arena.allocations]
+    return [(allocation.start, allocation.stop) for allocation in memory._allocator.allocations]
 
 
 def test_what_is_the_beginning_of_something_kept_is_not_kept_twice():
@@ -165,7 +165,7 @@ def test_what_was_not_used_for_longest_goes_first_and_loses_its_end():
 
 def shared_with(memory, content):
     match = memory._find_prefix(PrefixHash(prompt(content, 100)))
-    return match.tokens if match else 0
+    return match.num_tokens if match else 0
 
 
 def test_what_a_run_reads_from_is_not_given_up_for_it():

@@ -10,7 +10,7 @@ from dashinfer_vlm_torch.decoder import TorchDecoder
 from tests.waiting import HANG
 
 
-class Brake:
+class DecoderPause:
     """Lets a started decoder take some steps; the next one waits until `release` is called.
 
     Args:

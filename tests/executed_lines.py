@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 
 
-def lines_of(work: Callable[[], object]) -> int:
+def count_lines(work: Callable[[], object]) -> int:
     """Lines that `work` executes in this thread, loops counted as often as they run."""
     count = 0
 

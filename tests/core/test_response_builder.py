@@ -15,7 +15,7 @@ from dashinfer_vlm_core.errors import CheckpointError, DecoderFailed
 from dashinfer_vlm_core.protocol import ChatRequest
 from dashinfer_vlm_core.response.response_builder import PromptCounts, ResponseBuilder, StopStringMatcher
 from dashinfer_vlm_core.tokenization.detokenizer import IncrementalDetokenizer
-from tests.steps import lines_of
+from tests.executed_lines import count_lines
 
 MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("Ġ", "w"), ("ð", "Ł"), ("æ", "Ĺ"), ("o", "Ġw"), ("æĹ", "¥")]
 ENVELOPE = {"id": "chatcmpl-1", "created": 1_700_000_000, "model": "tiny"}
@@ -266,7 +266,7 @@ def test_text_that_may_become_a_stop_string_waits():
 def test_stop_strings_cost_no_more_the_longer_they_are():
     """To compare all of their beginnings with each character would cost a hundred times as much."""
     short, long = StopStringMatcher(("b", "c")), StopStringMatcher(("a" * 255 + "b", "a" * 254 + "c"))
-    assert lines_of(lambda: feed_all(long, 2000)) < 3 * lines_of(lambda: feed_all(short, 2000))
+    assert count_lines(lambda: feed_all(long, 2000)) < 3 * count_lines(lambda: feed_all(short, 2000))
     assert len(feed_all(long, 2000)) == 2000
 
 
