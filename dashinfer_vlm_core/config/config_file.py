@@ -154,7 +154,7 @@ def place_of(name: str | None) -> str | None:
 
 def _keys(command: click.Command) -> Iterator[tuple[str, click.Option]]:
     for option in command.params:
-        if isinstance(option, click.Option) and option is not _CONFIG and not option.hidden:
+        if isinstance(option, click.Option) and option is not _CONFIG:
             yield from ((flag[2:], option) for flag in option.opts if flag.startswith("--"))
 
 
@@ -260,7 +260,8 @@ def _flag_words(setting: Setting) -> list[str]:
 
 
 def _nearest(name: str, known: Mapping[str, click.Option]) -> str:
-    close = difflib.get_close_matches(name.replace("_", "-"), known, n=1)
+    visible = [key for key, option in known.items() if not option.hidden]
+    close = difflib.get_close_matches(name.replace("_", "-"), visible, n=1)
     return f"Did you mean {close[0]!r}?" if close else "`--help` lists all options."
 
 
