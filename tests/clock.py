@@ -25,31 +25,31 @@ class SkippableLoop(asyncio.SelectorEventLoop):
     def skip(self, seconds: float) -> None:
         """Move the clock forward, for threads other than the loop's.
 
-        What has arrived before is processed first, and what is due then has run when this returns.
+        Data received earlier is processed first; everything due by then has run when this returns.
         """
         asyncio.run_coroutine_threadsafe(self.askip(seconds), self).result(timeout=HANG)
 
     async def askip(self, seconds: float) -> None:
-        """As `skip`, on the loop itself."""
+        """Like `skip`, called on the loop itself."""
         await self._settle()
         self._skipped += seconds
         await self._settle()
 
     async def _settle(self) -> None:
-        """Run what is ready, and what that makes ready; each iteration polls the sockets as well."""
+        """Run the ready callbacks and those that they schedule; each iteration polls the sockets as well."""
         for _ in range(20):
             await asyncio.sleep(0)
 
 
 def skippable_loop() -> SkippableLoop:
-    """The running loop, in coroutines that `run` runs."""
+    """Return the running loop, in coroutines started by `run`."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, SkippableLoop)
     return loop
 
 
 def run(main: Coroutine[Any, Any, T], loop: SkippableLoop | None = None) -> T:
-    """As `asyncio.run`, on a loop whose clock can be moved."""
+    """Like `asyncio.run`, on a loop whose clock can be moved."""
     loop = loop or SkippableLoop()
     try:
         return loop.run_until_complete(main)

@@ -31,7 +31,7 @@ COMPILER = Path(__file__).parent / "compiler"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep compiled kernels between runs, and leave each worker its share of the cores; processes inherit both."""
+    """Cache compiled kernels between runs and limit each worker to its share of the cores; child processes inherit both."""
     if any(map(shutil.which, ("cc", "gcc", "clang"))):
         os.environ["PATH"] = f"{COMPILER}{os.pathsep}{os.environ['PATH']}"
     if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
@@ -39,13 +39,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--artifacts", metavar="DIR", help="Folder that keeps what tests show, such as screenshots.")
-    parser.addoption("--soak-minutes", default=0, help="how long tests/soak lasts; else 30 faults")
+    parser.addoption("--artifacts", metavar="DIR", help="directory for test artifacts such as screenshots")
+    parser.addoption("--soak-minutes", default=0, help="how long tests/soak runs; without it, for 30 faults")
 
 
 @pytest.fixture(autouse=True)
 def clean_environment() -> Iterator[None]:
-    """Tests neither see the options of the person who runs them, nor leave their own behind."""
+    """Hide the developer's environment variables from tests and restore them afterwards."""
     before = dict(os.environ)
     for name in before:
         if name.startswith(("DASHINFER_VLM_", "VLLM_")):
@@ -63,7 +63,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def oracles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracle]:
-    """The random model of a shape's name, with transformers to answer for it, made on first use."""
+    """Create the random model for a shape name, with transformers as its reference, on first use."""
     from tests.plugins.oracle import SHAPES, Oracle, save_random_model  # seconds to import: for those who ask
 
     made: dict[str, Oracle] = {}

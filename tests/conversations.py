@@ -1,4 +1,4 @@
-"""Conversations for every door: as OpenAI's JSON for us, and with the pictures themselves for transformers."""
+"""Conversations for every interface: as OpenAI's JSON for the engine, and with PIL images for transformers."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from PIL import Image
 
 from training.own_engine import as_openai, data_url
 
-__all__ = ["CONVERSATIONS", "Message", "as_openai", "assistant", "data_url", "picture", "user"]
+__all__ = ["CONVERSATIONS", "Message", "as_openai", "assistant", "data_url", "blurred_image", "user"]
 
 Message = dict[str, Any]
 
 
-def picture(seed: int, width: int = 112, height: int = 112) -> Image.Image:
-    """Blurred noise: rich in detail, and different for each seed."""
+def blurred_image(seed: int, width: int = 112, height: int = 112) -> Image.Image:
+    """Return blurred noise, rich in detail and different for each seed."""
     noise = np.random.default_rng(seed).integers(0, 256, (5, 5, 3), dtype=np.uint8)
     return Image.fromarray(noise).resize((width, height), Image.Resampling.BILINEAR)
 
 
 def user(*parts: str | Image.Image | Sequence[Image.Image]) -> Message:
-    """A message whose parts are text, pictures, and videos (lists of frames), as transformers takes them."""
+    """Return a message of text, images and videos (lists of frames) in the format of transformers."""
     return {"role": "user", "content": [_part(part) for part in parts]}
 
 
@@ -40,17 +40,25 @@ def _part(part: str | Image.Image | Sequence[Image.Image]) -> dict[str, Any]:
 
 CONVERSATIONS: dict[str, list[Message]] = {
     "text": [user("Hello there.")],
-    "one picture": [user(picture(1), "What is this?")],
-    "text before the picture": [user("What is this?", picture(2, 140, 84))],
+    "one picture": [user(blurred_image(1), "What is this?")],
+    "text before the picture": [user("What is this?", blurred_image(2, 140, 84))],
     "three pictures between text": [
-        user("First ", picture(3), " then ", picture(4, 168, 112), " and ", picture(5, 84, 140), ": compare.")
+        user(
+            "First ",
+            blurred_image(3),
+            " then ",
+            blurred_image(4, 168, 112),
+            " and ",
+            blurred_image(5, 84, 140),
+            ": compare.",
+        )
     ],
-    "video": [user([picture(seed) for seed in range(6, 12)], "What happens?")],
-    "video of an odd number of frames": [user([picture(seed, 84, 112) for seed in range(12, 15)], "And now?")],
-    "picture and video": [user(picture(15), [picture(16), picture(17)], "Is it the same?")],
+    "video": [user([blurred_image(seed) for seed in range(6, 12)], "What happens?")],
+    "video of an odd number of frames": [user([blurred_image(seed, 84, 112) for seed in range(12, 15)], "And now?")],
+    "picture and video": [user(blurred_image(15), [blurred_image(16), blurred_image(17)], "Is it the same?")],
     "two turns": [
-        user(picture(18), "What is this?"),
+        user(blurred_image(18), "What is this?"),
         assistant("A star."),
-        user("And this? ", picture(19, 100, 90)),
+        user("And this? ", blurred_image(19, 100, 90)),
     ],
 }

@@ -1,4 +1,4 @@
-"""A decoder that stands still in the midst of an answer: however fast the machine, the answer is not over too soon."""
+"""Pause a decoder in the middle of a response, so that a fast machine cannot finish it too soon."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.waiting import HANG
 
 
 class DecoderPause:
-    """Lets a started decoder take some steps; the next one waits until `release` is called.
+    """Let a running decoder take some steps; the next one blocks until `release` is called.
 
     Args:
-        decoder: a decoder that runs.
-        steps: how many steps it takes before it stands still.
+        decoder: a running decoder.
+        steps: number of steps before it pauses.
     """
 
     def __init__(self, decoder: TorchDecoder, steps: int) -> None:

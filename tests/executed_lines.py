@@ -1,4 +1,4 @@
-"""Work counted in executed lines of Python: the same number on every machine."""
+"""Count executed lines of Python: a measure of work that is the same on every machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def count_lines(work: Callable[[], object]) -> int:
-    """Lines that `work` executes in this thread, loops counted as often as they run."""
+    """Count the lines that `work` executes in this thread; each iteration of a loop counts."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:

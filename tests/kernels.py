@@ -1,4 +1,4 @@
-"""The kernels that plugins register, for tests that start no engine."""
+"""The kernels registered by plugins, for tests that do not start an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of the documentation whose programs are run."""
+"""Documentation pages whose Python examples are run."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ ROOT = Path(__file__).parents[1]
 SERVER = "http://127.0.0.1:8000"
 
 
-def text_of(page: str) -> str:
-    """A file under `docs`."""
+def page_text(page: str) -> str:
+    """Return the text of a file under `docs`."""
     return (ROOT / "docs" / page).read_text(encoding="utf-8")
 
 
-def programs_of(page: str) -> list[str]:
-    """Its Python programs, in their order."""
-    return re.findall(r"^```python\n(.*?)^```$", text_of(page), re.MULTILINE | re.DOTALL)
+def page_programs(page: str) -> list[str]:
+    """Return the Python examples of a page, in order."""
+    return re.findall(r"^```python\n(.*?)^```$", page_text(page), re.MULTILINE | re.DOTALL)
 
 
 def check_programs(page: str, server: str = SERVER) -> None:
-    """Run them one after the other, in one namespace: each prints what the comments behind its `print`s say.
+    """Run the examples of a page in order in one namespace; each must print what its `print` comments state.
 
-    `server` stands in for the address that the page names.
+    `server` replaces the address in the examples.
     """
     names: dict[str, object] = {}
-    for program in programs_of(page):
+    for program in page_programs(page):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(program.replace(SERVER, server), page, "exec", dont_inherit=True), names)

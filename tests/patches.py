@@ -1,4 +1,4 @@
-"""Patches of random pixels: what the vision tower reads, without pictures."""
+"""Patches of random pixels: input for the vision tower without an image."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dashinfer_vlm_core.models.interface import Grid, Patches
 
 
 def random_patches(t: int, h: int, w: int, *, seed: int = 0, part: str = "messages[0].content[0]") -> Patches:
-    """Equal for equal arguments, `part` aside."""
+    """Return random patches that depend on all arguments but `part`."""
     grid = Grid(t, h, w)
     pixels = np.random.default_rng([seed, *grid]).integers(0, 256, (grid.patches, 3 * 2 * 14 * 14), dtype=np.uint8)
     return Patches(

@@ -1,4 +1,4 @@
-"""What others import: `python -m tests.public_api > tests/public_api.txt` writes it down anew."""
+"""The public API: `python -m tests.public_api > tests/public_api.txt` regenerates the snapshot."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODULES = (
 
 
 def describe() -> Iterator[str]:
-    """A line for each public name, and for each member of a class of ours where that is named first."""
+    """Return a line for each public name, and for each member of a project class where the class is listed first."""
     seen: set[type] = set()
     for name in MODULES:
         module = importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""A decoder that notes every token id of another decoder: text alone would hide two tokens that look alike."""
+"""A decoder that records every token id of another decoder; text alone would hide tokens with equal text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dashinfer_vlm_core.plugins import load_plugins
 
 
 class Recorder:
-    """A plugin that registers the decoder `recorded`, which is the PyTorch decoder, watched."""
+    """A plugin that registers the decoder `recorded`: the PyTorch decoder with its token ids recorded."""
 
     name = "recorded"
 
@@ -25,7 +25,7 @@ class Recorder:
         return self._factory.check_support(spec, config)
 
     def create(self, spec, config, kernels):
-        return _Watched(self._factory.create(spec, config, kernels), self.tokens)
+        return _RecordingDecoder(self._factory.create(spec, config, kernels), self.tokens)
 
     def registry(self):
         registry = load_plugins()
@@ -33,7 +33,7 @@ class Recorder:
         return registry
 
 
-class _Watched:
+class _RecordingDecoder:
     def __init__(self, decoder, tokens):
         self._decoder = decoder
         self._tokens = tokens

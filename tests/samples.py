@@ -1,4 +1,4 @@
-"""Small pictures and videos, encoded on the spot."""
+"""Small images and videos, encoded on demand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from PIL import Image
 
 
 def noise(height: int, width: int, seed: int = 0) -> npt.NDArray[np.uint8]:
-    """uint8 [height, width, 3]."""
+    """Return random pixels, uint8 [height, width, 3]."""
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
@@ -27,12 +27,14 @@ def data_url(data: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def picture_url(height: int = 20, width: int = 30, seed: int = 0) -> str:
+def image_url(height: int = 20, width: int = 30, seed: int = 0) -> str:
     return data_url(encode(noise(height, width, seed)))
 
 
-def movie(frames: int = 12, *, height: int = 48, width: int = 64, fps: int = 10, container: str = "mp4") -> bytes:
-    """An encoded video whose every frame has another colour and a gradient."""
+def encode_video(
+    frames: int = 12, *, height: int = 48, width: int = 64, fps: int = 10, container: str = "mp4"
+) -> bytes:
+    """Encode a video in which every frame has its own color and a gradient."""
     import av
 
     codec = {"webm": "libvpx-vp9", "avi": "mpeg4"}.get(container, "libx264")
@@ -41,17 +43,17 @@ def movie(frames: int = 12, *, height: int = 48, width: int = 64, fps: int = 10,
         stream = file.add_stream(codec, rate=fps)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         for index in range(frames):
-            file.mux(stream.encode(av.VideoFrame.from_ndarray(movie_frame(index, height, width), format="rgb24")))
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(video_frame(index, height, width), format="rgb24")))
         file.mux(stream.encode())
     return buffer.getvalue()
 
 
-def movie_frame(index: int, height: int, width: int) -> npt.NDArray[np.uint8]:
-    """What frame `index` of `movie` shows, before encoding."""
+def video_frame(index: int, height: int, width: int) -> npt.NDArray[np.uint8]:
+    """Return the pixels of frame `index` of `encode_video` before encoding."""
     y, x = np.mgrid[:height, :width]
     return np.stack([x * 3 + index * 5, y * 4 + index * 3, np.full_like(x, index * 8)], axis=-1).astype(np.uint8)
 
 
 def label(value: object) -> str:
-    """An id for a test's parameter, the same in every process: without addresses, and of a line's length."""
+    """Return a test parameter's id that is equal in every process: no memory addresses, at most 80 characters."""
     return re.sub(r" at 0x[0-9A-Fa-f]+", "", " ".join(str(value).split()))[:80]

@@ -1,4 +1,4 @@
-"""Random JSON schemas of the kind that people send: objects, lists, choices, bounds, references; all can be met."""
+"""Random satisfiable JSON schemas with the keywords clients use: objects, arrays, enums, bounds, references."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WORDS = ("red", "blue", "a/b", 'say "hi"', "back\\slash", "ß", "", "two words")
 
 
 def random_schema(seed: int) -> Schema:
-    """A schema of an object, with definitions that its parts refer to and one of which refers to itself."""
+    """Return an object schema with definitions that its properties reference, one of them recursive."""
     rng = Random(seed)
     pair = {"type": "object", "properties": {"a": _scalar(rng), "b": _scalar(rng)}, "required": ["a"]}
     return {**_object(rng, 3), "$defs": {"leaf": _scalar(rng), "pair": pair, "tree": _tree(rng)}}
@@ -106,7 +106,7 @@ KEYWORDS = (
 
 
 def damaged(rng: Random, schema: Any, share: float) -> Any:
-    """The schema with some of its parts replaced by what is most often wrong there."""
+    """Return the schema with some parts replaced by common mistakes."""
     if rng.random() < share:
         return _junk(rng)
     if isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""The benchmarks run: nothing here says how fast anything is."""
+"""The benchmarks run; nothing here measures speed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dashinfer_vlm_core.models.spec import RotarySpec, TextModelSpec
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ours_is_compared_with_itself_and_with_the_limit(tmp_path):
+def test_engine_comparison_includes_limits(tmp_path):
     names = ["--engines", "ours,in-process", "--engine", "chunks=--prefill-chunk 16"]
     work = ["--workloads", "fresh-1,chats-3,decode-1", "--quick", "--rounds", "2", "--no-ready"]
     results = compare.main(["--model", "demo", *names, *work, "--out", str(tmp_path)])
@@ -40,7 +40,7 @@ def test_ours_is_compared_with_itself_and_with_the_limit(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_every_stage_of_a_request_is_told():
+def test_stages_reports_every_stage_of_request():
     done = CliRunner().invoke(stages.main, ["--model", "demo", "--repeats", "1"], catch_exceptions=False)
     table = [line.split("|")[1:4] for line in done.output.splitlines() if line.startswith("| ")]
     told = {name.strip(): float(each) for name, each, _ in table[1:]}
@@ -50,7 +50,7 @@ def test_every_stage_of_a_request_is_told():
 
 
 @pytest.mark.slow
-def test_a_model_of_random_weights_answers(tmp_path):
+def test_random_weights_model_generates(tmp_path):
     shape = replace(
         models.SHAPES["small"], hidden=64, inner=96, layers=1, heads=2, kv_heads=1, sections=(4, 6, 6),
         tower_width=32, tower_layers=1, tower_heads=2,
@@ -64,9 +64,8 @@ def test_a_model_of_random_weights_answers(tmp_path):
     assert usage.prompt_tokens_details.image_tokens == 4
 
 
-def test_the_limits_are_those_of_the_shape():
-    """Counted by hand for `small`, in 1e9 operations and bytes: 14.9 M weights in each of 24 layers, and 136 M in the
-    output layer."""
+def test_limits_match_model_shape():
+    """Counted by hand for `small`, in 1e9 operations and bytes: 24 layers of 14.9 M weights, output layer of 136 M."""
     text = TextModelSpec(
         hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
         head_dim=64, vocab_size=151_936, max_position_embeddings=32_768, norm_eps=1e-6,
@@ -82,7 +81,7 @@ def test_the_limits_are_those_of_the_shape():
     assert limits.prefill_flop(text, 296) / 1e9 == pytest.approx(216, abs=0.5)
 
 
-def test_ratios_are_taken_round_by_round():
+def test_ratios_are_computed_per_round():
     results = Results(model="m", base="ours")
     row = Row("fresh-1", "new pictures", "TTFT, s")
     for number, (ours, theirs) in enumerate([(1, 2), (10, 10), (30, 10)]):
@@ -92,14 +91,14 @@ def test_ratios_are_taken_round_by_round():
     assert results.middle(row, "ours") == 10
 
 
-def test_a_run_with_a_short_answer_is_told_and_does_not_count():
+def test_run_with_short_completion_is_reported_and_excluded():
     sample = Sample(asked=8, sent=0.0, arrivals=[1.0], tokens=7, fault="7 tokens instead of 8")
     results = Results(model="m", base="ours")
     results.keep("theirs", "fresh-1", 0, Run(samples=[sample], seconds=1.0, beside=[]))
     assert "1 of 1 answers failed" in results.notes[0]
 
 
-def test_each_engine_is_asked_the_same_and_each_round_something_new():
+def test_engines_get_equal_requests_that_differ_per_round():
     work = workloads.workloads()["repeated-8"]
     assert work.content("0 repeated-8") == work.content("0 repeated-8")
     pictures = [str(talk.turns[0][0]) for seed in "01" for talk in work.content(f"{seed} repeated-8")[0]]

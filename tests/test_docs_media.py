@@ -1,4 +1,4 @@
-"""The page on media: its programs print what it says, and its table is that of the configuration."""
+"""The media page: its examples print the documented output, and its table matches the configuration."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import re
 import pytest
 
 from dashinfer_vlm_core.config import EngineConfig
-from tests.pages import ROOT, check_programs, programs_of, text_of
+from tests.pages import ROOT, check_programs, page_programs, page_text
 
-TEXT = text_of("media.md")
+TEXT = page_text("media.md")
 
 
-def test_the_programs_print_what_the_page_says(monkeypatch):
+def test_examples_print_documented_output(monkeypatch):
     monkeypatch.chdir(ROOT)
     check_programs("media.md")
-    assert len(programs_of("media.md")) > 10
+    assert len(page_programs("media.md")) > 10
 
 
 OPTIONS = [
@@ -24,6 +24,6 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_table_holds_every_option_of_media(name):
+def test_table_lists_every_media_option(name):
     row = rf"^\| `--{name.replace('_', '-')}` \| .+ \| {re.escape(EngineConfig.model_fields[name].description)} \|$"
     assert re.search(row, TEXT, re.MULTILINE)

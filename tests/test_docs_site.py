@@ -1,6 +1,6 @@
-"""The documentation as a site: it builds without a warning, its links lead somewhere, nothing is loaded from elsewhere.
+"""The documentation site: it builds without warnings, its links resolve, nothing is loaded from other hosts.
 
-The programs of the pages that have no test of their own print what they say.
+The examples of pages without a separate test print the documented output.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dashinfer_vlm_core.protocol import fields
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_server import create_app
 from dashinfer_vlm_server.errors import STATUS
-from tests.pages import ROOT, check_programs, text_of
+from tests.pages import ROOT, check_programs, page_text
 from tests.server.conftest import serving
 from tests.waiting import HANG
 
@@ -38,15 +38,15 @@ def demo():
 
 
 @pytest.mark.parametrize("page", ["index.md", "openai.md", "plugins.md", "api.md"])
-def test_the_programs_print_what_the_page_says(page, demo, monkeypatch):
+def test_examples_print_documented_output(page, demo, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     check_programs(page, server=demo.url)
 
 
-def test_the_http_page_names_every_route_field_and_status():
-    text = text_of("http.md")
-    elsewhere = "".join(text_of(page) for page in PAGES if page == "operations.md")
+def test_http_page_lists_every_route_field_and_status():
+    text = page_text("http.md")
+    elsewhere = "".join(page_text(page) for page in PAGES if page == "operations.md")
     app = create_app(scripted_engine("Yes."))
     paths = {route.path.replace("{name:path}", "{name}") for route in app.routes}
     routes = [path for path in paths if not path.startswith("/page/")]
@@ -55,8 +55,8 @@ def test_the_http_page_names_every_route_field_and_status():
     assert [status for status in set(STATUS.values()) if f"| {status} |" not in text] == []
 
 
-def test_the_preview_of_the_http_page_is_a_real_one(demo):
-    blocks = re.findall(r"^```json\n(.*?)^```$", text_of("http.md"), re.MULTILINE | re.DOTALL)
+def test_http_page_preview_matches_server(demo):
+    blocks = re.findall(r"^```json\n(.*?)^```$", page_text("http.md"), re.MULTILINE | re.DOTALL)
     shown = next(block for block in map(json.loads, blocks) if block.get("object") == "media.preview")
     picture = {"type": "image_url", "image_url": {"url": _data_url("circle.png")}}
     content = [picture, {"type": "text", "text": "What is this?"}]
@@ -71,7 +71,7 @@ def _data_url(name):
 
 
 class Document(HTMLParser):
-    """What a page of the site refers to, and what can be referred to in it."""
+    """The links and anchors of a page of the site."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def site(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_every_link_leads_somewhere(site):
+def test_all_links_resolve(site):
     documents, _ = site
     assert {Path(page).stem for page in PAGES} <= {path.stem for path in documents}
     links = [(path, link) for path, document in documents.items() for link in document.links if _is_inner(path, link)]
@@ -112,7 +112,7 @@ def test_every_link_leads_somewhere(site):
 
 
 def _is_inner(path, link):
-    """The page for what is not found stands at any address, so that its own links begin at the root of the site."""
+    """Return whether a link is relative; the 404 page is served at any URL, so its links start at the site root."""
     return path.name != "404.html" and not urlsplit(link).scheme
 
 
@@ -124,10 +124,10 @@ def _leads(path, link, documents):
 
 
 @pytest.mark.slow
-def test_nothing_of_the_site_comes_from_elsewhere(site):
+def test_site_loads_nothing_from_other_hosts(site):
     documents, _ = site
     assert [asset for document in documents.values() for asset in document.assets if urlsplit(asset).netloc] == []
 
 
-def test_pictures_are_small():
+def test_images_are_small():
     assert [path.name for path in (ROOT / "docs" / "images").iterdir() if path.stat().st_size > LARGEST_PICTURE] == []

@@ -1,4 +1,4 @@
-"""The page on structured output: its programs print what it says, and its bounds are those of the code."""
+"""The structured output page: its examples print the documented output, and its bounds match the code."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dashinfer_vlm_core.protocol import output, request
 from dashinfer_vlm_core.structured_output import output_grammar
 from dashinfer_vlm_core.structured_output.grammar import bounds
 from dashinfer_vlm_core.structured_output.grammar.schema_shape import NOT_GUARANTEED
-from tests.pages import check_programs, programs_of, text_of
+from tests.pages import check_programs, page_programs, page_text
 
-TEXT = text_of("structured.md")
+TEXT = page_text("structured.md")
 
 
 @pytest.mark.slow
-def test_the_programs_print_what_the_page_says():
+def test_examples_print_documented_output():
     check_programs("structured.md")
-    assert len(programs_of("structured.md")) > 5
+    assert len(page_programs("structured.md")) > 5
 
 
 @pytest.mark.parametrize(
@@ -38,11 +38,11 @@ def test_the_programs_print_what_the_page_says():
         f"`n` is {request.MAX_ANSWERS} at most",
     ],
 )
-def test_bounds_are_those_of_the_code(said):
+def test_documented_bounds_match_code(said):
     assert said in " ".join(TEXT.split())
 
 
-def test_what_is_refused_is_named():
+def test_rejected_keywords_are_documented():
     for keyword in ("not", "if", "patternProperties", "uniqueItems", "contains", "dependentRequired"):
         assert keyword in NOT_GUARANTEED
         assert f"`{keyword}`" in TEXT

@@ -1,4 +1,4 @@
-"""`scripts/test-install`, as far as it goes without an installation."""
+"""`scripts/test-install`, as far as it can be tested without an installation."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def script():
     return module
 
 
-def test_missing_interpreter_is_not_run():
+def test_missing_interpreter_is_skipped():
     done = subprocess.run([ROOT / "scripts" / "test-install", "9.9"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stdout.strip().startswith("Python 9.9: not run: there is no Python 9.9 on this machine")
 
 
 @pytest.mark.parametrize("reachable", [True, False])
-def test_index_of_cpu_builds_is_used_where_it_can_be_reached(script, monkeypatch, reachable):
+def test_cpu_index_is_used_if_reachable(script, monkeypatch, reachable):
     monkeypatch.setattr(script, "_is_reachable", lambda url: reachable)
     line = script._pip_line()
     index = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
@@ -37,7 +37,7 @@ def test_modules_exist(script):
     assert [module for module in script.MODULES.values() if not (ROOT / module).is_file()] == []
 
 
-def test_failed_step_is_named_with_its_output(script, capsys):
+def test_failed_step_is_reported_with_output(script, capsys):
     with pytest.raises(script.StepFailed, match=r"install \(exit code 3"):
         script._step("install", ["bash", "-c", "echo no space left; exit 3"], {"PATH": "/usr/bin:/bin"})
     assert "no space left" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What others import changes on purpose only."""
+"""The public API changes only on purpose."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SNAPSHOT = Path(__file__).with_name("public_api.txt")
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="inspect words signatures otherwise in other versions")
-def test_the_public_api_is_that_of_the_snapshot():
+def test_public_api_matches_snapshot():
     expected, found = SNAPSHOT.read_text(encoding="utf-8").splitlines(), list(describe())
     changes = "\n".join(difflib.unified_diff(expected, found, "snapshot", "now", lineterm="", n=0))
     assert not changes, f"{changes}\nIf that is meant: python -m tests.public_api > tests/public_api.txt"

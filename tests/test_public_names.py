@@ -6,13 +6,13 @@ import dashinfer_vlm_core
 from dashinfer_vlm_core import errors
 
 
-def test_the_public_names_are_listed_and_there():
+def test_public_names_are_listed_and_importable():
     assert dir(dashinfer_vlm_core) == sorted(dashinfer_vlm_core.__all__)
     for name in dashinfer_vlm_core.__all__:
         assert getattr(dashinfer_vlm_core, name) is not None
 
 
-def test_the_drawn_error_tree_is_the_real_one():
+def test_documented_error_tree_matches_classes():
     ancestors = ["DashInferVLMError"]
     drawn = {}
     for line in errors.__doc__.splitlines():

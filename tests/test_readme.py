@@ -1,4 +1,4 @@
-"""Each command and each program of the README is run, in its order."""
+"""Run each command and each example of the README, in order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(command, **variables):
 
 @pytest.fixture(scope="module")
 def server():
-    """The README's server, on a free port; its address."""
+    """Run the README's server on a free port and yield its address."""
     command = [Path(sys.executable).parent / "dashinfer-vlm", "serve", "--port", "0"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         for line in process.stderr:
@@ -50,51 +50,51 @@ def server():
     assert process.returncode == 0
 
 
-def test_the_readme_holds_what_it_promises():
+def test_readme_has_expected_sections():
     commands = [code.split()[0] for language, code in BLOCKS if language == "bash"]
     assert commands == ["scripts/demo", "scripts/test", "pip", "dashinfer-vlm", "curl", "dashinfer-vlm"]
     assert all(len(code.splitlines()) <= 15 for _, code in BLOCKS)
 
 
-def test_the_demo_answers_truly():
+def test_demo_response_is_correct():
     output = run(["bash", "-c", block("scripts/demo")])
     assert "4 of 4 answers are true" in output
 
 
-def test_the_tests_run():
-    """All of them run this one: it takes the one that takes a moment."""
+def test_readme_test_command_runs():
+    """The full suite would include this test, so run one fast test."""
     assert " passed" in run(["bash", "-c", f"{block('scripts/test')} tests/test_public_names.py"])
 
 
-def test_the_package_can_be_installed():
-    """Without the index of PyTorch's builds: nothing of it is installed here, and it may be out of reach."""
+def test_package_can_be_installed():
+    """Skip PyTorch's package index: nothing is installed from it here, and it may be unreachable."""
     line = re.sub(r"--extra-index-url \S+", "", block("pip install"))
     assert "Would install dashinfer-vlm-adapters" in run(
         ["bash", "-c", f"{line} --dry-run --ignore-installed --no-deps"]
     )
 
 
-def test_the_server_and_curl(server):
+def test_server_and_curl(server):
     assert server != SERVER
     output = run(["bash", "-c", block("curl").replace(SERVER, server)])
     assert "circles, squares, triangles, stars and crosses" in output
 
 
 @pytest.mark.parametrize("code", [code for language, code in BLOCKS if language == "python"])
-def test_the_programs_run(server, code):
+def test_python_examples_run(server, code):
     output = run([sys.executable, "-c", code.replace(SERVER, server)])
     assert re.search(r"circles, squares, triangles, stars and crosses|circle|square|triangle|star|cross", output)
 
 
-def test_the_example_of_the_openai_client_runs(server):
+def test_openai_client_example_runs(server):
     program = [sys.executable, "examples/openai_client.py", "examples/pictures/circle.png", "Describe the picture."]
     assert run(program, OPENAI_BASE_URL=f"{server}/v1") == "A red circle.\n"
 
 
-def test_the_plugins_are_listed():
+def test_plugins_are_listed():
     assert "decoder torch" in run(["bash", "-c", block("dashinfer-vlm plugins")])
 
 
 def block(start):
-    """The command of the README that begins so."""
+    """Return the README command that starts with `start`."""
     return next(code.strip() for language, code in BLOCKS if language == "bash" and code.startswith(start))

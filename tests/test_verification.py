@@ -1,4 +1,4 @@
-"""`scripts/verify-gpu`, on the CPU: the checks pass, and what is wrong is reported."""
+"""`scripts/verify-gpu` on the CPU: the checks pass, and failures are reported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dashinfer_vlm_torch.decoder import TorchDecoder
 
 
 class WrongThirdToken(TorchDecoder):
-    """Yields the neighbor of the third token."""
+    """A decoder that replaces the third token by its neighbor."""
 
     async def decode(self, request):
         count = 0
@@ -29,13 +29,13 @@ class WrongFactory:
 
 
 def rows(report):
-    """Name to result of each check."""
+    """Return the result of each check by name."""
     cells = [[cell.strip() for cell in line.split("|")] for line in report.splitlines() if line.startswith("| ")]
     return {line[1]: line[2] for line in cells if line[2] in ("passed", "**FAILED**")}
 
 
 @pytest.mark.slow
-def test_all_checks_pass_on_the_cpu(tmp_path, capsys):
+def test_all_checks_pass_on_cpu(tmp_path, capsys):
     assert main(["--device", "cpu", "--out", str(tmp_path / "report.md")]) == 0
     report = (tmp_path / "report.md").read_text()
     assert capsys.readouterr().out.strip() == report.strip()
@@ -46,7 +46,7 @@ def test_all_checks_pass_on_the_cpu(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_wrong_token_fails(capsys):
+def test_wrong_token_fails(capsys):
     registry = built_in_registry()
     registry.decoders["torch"] = WrongFactory()
     assert main(["--device", "cpu", "--model", "none"], registry=registry) == 1
@@ -60,6 +60,6 @@ def test_a_wrong_token_fails(capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="There is a GPU here.")
-def test_without_cuda_the_reason_is_named(capsys):
+def test_missing_cuda_is_reported(capsys):
     assert main(["--device", "cuda"]) == 2
     assert "`--device cuda` cannot be used here: torch" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A two-layer Qwen2-VL with random weights in the published layout: for tests of numbers, not of answers."""
+"""A two-layer Qwen2-VL with random weights in the published layout, for numerical tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEMPLATE = (
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A byte-level BPE with Qwen2's pre-tokenizer and control tokens, and a dozen merges."""
+    """Write a byte-level BPE with Qwen2's pre-tokenizer, its control tokens and a dozen merges."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
@@ -59,7 +59,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_checkpoint(folder: Path, *, seed: int = 0, **text: Any) -> Path:
-    """Write a random model to `folder`; `text` replaces fields of its text configuration."""
+    """Write a random model to `folder`; `text` overrides fields of its text configuration."""
     import torch
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 

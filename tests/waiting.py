@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process does. `HANG` ends a test that hangs; nothing is expected to be faster."""
+"""Wait for other threads and processes. `HANG` is the timeout of a hanging test, not an expected duration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A web server that may misbehave: raw sockets on loopback, one thread per connection, one function per path."""
+"""A fake HTTP server that can misbehave: raw sockets on loopback, a thread per connection, a function per path."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ import httpx
 
 from dashinfer_vlm_core.media.fetch import direct_transport
 
-Answer = Callable[[socket.socket], None]
+ResponseWriter = Callable[[socket.socket], None]
 
 
-class Web:
-    """Serves `answers` by path on a port of 127.0.0.1; see `serve`.
+class FakeServer:
+    """A server of `responses` by path on a port of 127.0.0.1; see `serve`.
 
     Attributes:
-        requests: the head of each request that came, as text.
-        server_names: the TLS names that were asked for.
-        busiest: most connections that were open at the same time.
+        requests: the head of each received request, as text.
+        server_names: the TLS server names requested by clients.
+        max_connections: the largest number of simultaneously open connections.
     """
 
-    def __init__(self, answers: dict[str, Answer], tls: ssl.SSLContext | None = None) -> None:
-        self.answers = answers
+    def __init__(self, responses: dict[str, ResponseWriter], tls: ssl.SSLContext | None = None) -> None:
+        self.responses = responses
         self.requests: list[str] = []
         self.server_names: list[str | None] = []
-        self.busiest = self._open = 0
+        self.max_connections = self._open = 0
         self._lock = threading.Lock()
         self._tls = tls
         if tls:
@@ -50,24 +50,24 @@ class Web:
     def _serve(self, connection: socket.socket) -> None:
         with self._lock:
             self._open += 1
-            self.busiest = max(self.busiest, self._open)
+            self.max_connections = max(self.max_connections, self._open)
         with contextlib.suppress(OSError, ssl.SSLError), contextlib.ExitStack() as stack:
-            stack.callback(self._left)
+            stack.callback(self._disconnected)
             stack.enter_context(connection)
             stream = self._tls.wrap_socket(connection, server_side=True) if self._tls else connection
             stack.enter_context(stream)
             head = _head(stream)
             self.requests.append(head)
-            self.answers.get(head.split(" ")[1], NOT_FOUND)(stream)
+            self.responses.get(head.split(" ")[1], NOT_FOUND)(stream)
 
-    def _left(self) -> None:
+    def _disconnected(self) -> None:
         with self._lock:
             self._open -= 1
 
 
 @contextlib.contextmanager
-def serve(answers: dict[str, Answer], tls: ssl.SSLContext | None = None) -> Iterator[Web]:
-    web = Web(answers, tls)
+def serve(responses: dict[str, ResponseWriter], tls: ssl.SSLContext | None = None) -> Iterator[FakeServer]:
+    web = FakeServer(responses, tls)
     threading.Thread(target=web.accept, daemon=True).start()
     try:
         yield web
@@ -76,8 +76,8 @@ def serve(answers: dict[str, Answer], tls: ssl.SSLContext | None = None) -> Iter
         web.socket.close()
 
 
-def body(data: bytes, *headers: str, status: str = "200 OK") -> Answer:
-    """A well-behaved answer."""
+def body(data: bytes, *headers: str, status: str = "200 OK") -> ResponseWriter:
+    """Return a writer of a well-formed response."""
     head = [f"HTTP/1.1 {status}", f"Content-Length: {len(data)}", "Connection: close", *headers]
     return lambda stream: stream.sendall("\r\n".join([*head, "", ""]).encode() + data)
 
@@ -85,24 +85,24 @@ def body(data: bytes, *headers: str, status: str = "200 OK") -> Answer:
 NOT_FOUND = body(b"", status="404 Not Found")
 
 
-def raw(*pieces: bytes, pause: float = 0.0, then: Callable[[], object] = lambda: None) -> Answer:
-    """Exactly these bytes, with a pause in seconds after each piece."""
+def raw(*pieces: bytes, pause: float = 0.0, then: Callable[[], object] = lambda: None) -> ResponseWriter:
+    """Return a writer of exactly these bytes, with a pause in seconds after each piece."""
 
-    def answer(stream: socket.socket) -> None:
+    def write(stream: socket.socket) -> None:
         for piece in pieces:
             stream.sendall(piece)
             threading.Event().wait(pause)
         then()
 
-    return answer
+    return write
 
 
-def redirect(location: str) -> Answer:
+def redirect(location: str) -> ResponseWriter:
     return body(b"", f"Location: {location}", status="302 Found")
 
 
-class Loopback(httpx.AsyncBaseTransport):
-    """Brings every connection to 127.0.0.1, whichever address it is meant for, so that public ones can be tried."""
+class LoopbackTransport(httpx.AsyncBaseTransport):
+    """A transport that connects to 127.0.0.1 for every address, so that public addresses can be tested."""
 
     def __init__(self) -> None:
         self.inner = direct_transport()
@@ -117,20 +117,20 @@ class Loopback(httpx.AsyncBaseTransport):
         await self.inner.aclose()
 
 
-def names(table: dict[str, list[Any]]) -> Callable[[str, int], Any]:
-    """A resolver that knows `table`: each value is a list of addresses, or one such list for each time it is asked."""
+def fake_resolver(table: dict[str, list[Any]]) -> Callable[[str, int], Any]:
+    """Return a resolver for `table`: each value is a list of addresses, or one such list per lookup."""
 
     async def resolve(host: str, port: int) -> list[str]:
         if host not in table:
             raise OSError("no such host")
-        answer = table[host]
-        return answer if isinstance(answer[0], str) else answer.pop(0)
+        addresses = table[host]
+        return addresses if isinstance(addresses[0], str) else addresses.pop(0)
 
     return resolve
 
 
 def _head(stream: socket.socket) -> str:
-    """Of a request, which is read to its end: what lies unread when a connection is closed resets it."""
+    """Return the head of a request and read its body: closing a connection with unread data resets it."""
     received = b""
     while b"\r\n\r\n" not in received:
         received += stream.recv(4096) or b"\r\n\r\n"

@@ -12,10 +12,10 @@ import pytest
 
 from dashinfer_vlm_cli.plugin import COMMANDS
 from dashinfer_vlm_cli.repl import COMMANDS as SPOKEN
-from tests.pages import ROOT, text_of
+from tests.pages import ROOT, page_text
 from tests.waiting import HANG
 
-TEXT = text_of("cli.md")
+TEXT = page_text("cli.md")
 CONSOLE = re.findall(r"^```console\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 FILES = ("requests.jsonl", "options.yaml")
 

@@ -144,6 +144,6 @@ def test_the_server_runs_under_the_old_flags(tiny_checkpoint):
 
 
 def test_the_table_of_the_page_is_this_one():
-    from tests.pages import text_of
+    from tests.pages import page_text
 
-    assert "\n".join(legacy.table()) in text_of("cli.md")
+    assert "\n".join(legacy.table()) in page_text("cli.md")

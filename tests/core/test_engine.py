@@ -26,7 +26,7 @@ from dashinfer_vlm_core.media.image import decode_image
 from dashinfer_vlm_core.plugins import Registry, load_plugins
 from dashinfer_vlm_core.protocol.sampling import SAMPLING_PARAMETERS
 from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
-from tests.conversations import as_openai, data_url, picture, user
+from tests.conversations import as_openai, blurred_image, data_url, user
 from tests.waiting import HANG, until
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
@@ -96,7 +96,7 @@ def test_many_threads_and_loops_share_an_engine(scripted):
 
 def test_the_decoder_gets_visual_tokens_positions_and_a_limit(scripted):
     engine, script = scripted("ok")
-    engine.chat({"messages": as_openai([user(picture(1), "What?")]), "max_tokens": 7})
+    engine.chat({"messages": as_openai([user(blurred_image(1), "What?")]), "max_tokens": 7})
     (request,) = script.requests
     (span,) = request.spans
     assert span.stop - span.start == len(span.tokens.embedding) == 16
@@ -254,7 +254,7 @@ def test_closing_while_pictures_are_decoded_ends_every_request_with_the_same_err
         return decode_image(*arguments, **options)
 
     monkeypatch.setattr("dashinfer_vlm_core.media.loader.decode_image", held)
-    parts = [{"type": "image_url", "image_url": {"url": data_url(picture(seed, 90, 90))}} for seed in range(8)]
+    parts = [{"type": "image_url", "image_url": {"url": data_url(blurred_image(seed, 90, 90))}} for seed in range(8)]
     request = {"messages": [{"role": "user", "content": parts}], "max_tokens": 5}
     outcomes = []
 
@@ -282,7 +282,7 @@ def test_more_requests_than_may_wait_are_refused_before_any_work(scripted):
     for stream in streams:
         next(stream)
     with pytest.raises(QueueFull, match="2 requests are served or wait already"):
-        engine.chat({"messages": as_openai([user("x", picture(1))])})
+        engine.chat({"messages": as_openai([user("x", blurred_image(1))])})
     assert len(script.requests) == 2
     for stream in streams:
         stream.close()
@@ -347,7 +347,7 @@ def test_a_wrong_set_up_is_named_and_leaves_no_thread(tiny_checkpoint, options, 
 def test_pictures_that_no_context_could_hold_are_refused_unresized(scripted):
     engine, _ = scripted("ok", max_model_len=64)
     with pytest.raises(ContextLengthExceeded, match="The pictures and videos have at least 64 tokens") as caught:
-        engine.chat({"messages": as_openai([user(*[picture(seed) for seed in range(4)], "?")])})
+        engine.chat({"messages": as_openai([user(*[blurred_image(seed) for seed in range(4)], "?")])})
     assert caught.value.param == "messages"
 
 

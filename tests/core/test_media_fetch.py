@@ -19,7 +19,7 @@ from dashinfer_vlm_core.media.url_policy import RESOLVER_THREADS, check_url, is_
 from tests.clock import run as run_with_clock
 from tests.clock import skippable_loop
 from tests.waiting import HANG, until
-from tests.web import Loopback, body, names, raw, redirect, serve
+from tests.web import LoopbackTransport, body, fake_resolver, raw, redirect, serve
 
 PART = "messages[0].content[1]"
 PICTURE = b"not really a picture, but whole"
@@ -38,7 +38,7 @@ def fetch(url, config=HERE, *, resolve=no_names, transport=None, kind="image"):
     async def run():
         fetcher = Fetcher(config, resolve=resolve, transport=transport)
         try:
-            return await fetcher.get(check_url(url, part=PART, config=config), kind=kind, part=PART)
+            return await fetcher.get(check_url(url, path=PART, config=config), kind=kind, path=PART)
         finally:
             await fetcher.close()
 
@@ -59,8 +59,8 @@ def fetch_and_skip(url, config, seconds, *, once, resolve=no_names, kind="image"
     async def main():
         fetcher = Fetcher(config, resolve=resolve)
         try:
-            checked = check_url(url, part=PART, config=config)
-            return await skipping(fetcher.get(checked, kind=kind, part=PART), seconds, once=once)
+            checked = check_url(url, path=PART, config=config)
+            return await skipping(fetcher.get(checked, kind=kind, path=PART), seconds, once=once)
         finally:
             await fetcher.close()
 
@@ -129,7 +129,7 @@ def test_a_request_says_who_asks_and_carries_nothing_else(monkeypatch):
 )
 def test_a_url_that_two_parsers_could_read_differently_is_refused(url):
     with pytest.raises(MediaRefused) as caught:
-        check_url(url, part=PART, config=WORLD)
+        check_url(url, path=PART, config=WORLD)
     assert caught.value.param == PART
 
 
@@ -147,7 +147,7 @@ def test_a_url_that_two_parsers_could_read_differently_is_refused(url):
     ],
 )
 def test_an_ordinary_url_is_accepted(url):
-    assert check_url(url, part=PART, config=WORLD).scheme in ("http", "https")
+    assert check_url(url, path=PART, config=WORLD).scheme in ("http", "https")
 
 
 @pytest.mark.parametrize(
@@ -199,9 +199,9 @@ def test_an_address_that_is_not_public_is_refused_as_a_literal_and_as_an_answer(
     assert not is_public(address)
     literal = f"[{address}]" if ":" in address else address
     with pytest.raises(MediaRefused):
-        check_url(f"http://{literal}/", part=PART, config=WORLD)
+        check_url(f"http://{literal}/", path=PART, config=WORLD)
     with pytest.raises(MediaRefused) as caught:
-        fetch("http://good.example/", WORLD, resolve=names({"good.example": [address]}))
+        fetch("http://good.example/", WORLD, resolve=fake_resolver({"good.example": [address]}))
     assert address not in caught.value.message
 
 
@@ -211,16 +211,16 @@ def test_a_public_address_is_public(address):
 
 
 def test_a_name_with_one_private_answer_among_public_ones_is_refused():
-    transport = Loopback()
-    resolve = names({"good.example": [PUBLIC, "10.0.0.1"]})
+    transport = LoopbackTransport()
+    resolve = fake_resolver({"good.example": [PUBLIC, "10.0.0.1"]})
     with pytest.raises(MediaRefused):
         fetch("http://good.example/", WORLD, resolve=resolve, transport=transport)
     assert transport.addresses == []
 
 
 def test_a_name_is_resolved_once_and_the_checked_address_is_the_one_connected_to():
-    transport = Loopback()
-    changing = names({"good.example": [[PUBLIC], ["127.0.0.1"]]})
+    transport = LoopbackTransport()
+    changing = fake_resolver({"good.example": [[PUBLIC], ["127.0.0.1"]]})
     with serve({"/": body(PICTURE)}) as web:
         assert fetch(web.url("/", "good.example"), WORLD, resolve=changing, transport=transport) == PICTURE
     assert transport.addresses == [PUBLIC]
@@ -228,8 +228,8 @@ def test_a_name_is_resolved_once_and_the_checked_address_is_the_one_connected_to
 
 
 def test_a_name_that_turns_private_on_a_redirect_is_refused():
-    transport = Loopback()
-    changing = names({"good.example": [[PUBLIC], ["127.0.0.1"]]})
+    transport = LoopbackTransport()
+    changing = fake_resolver({"good.example": [[PUBLIC], ["127.0.0.1"]]})
     with serve({"/": redirect("/secret"), "/secret": body(PICTURE)}) as web, pytest.raises(MediaRefused):
         fetch(web.url("/", "good.example"), WORLD, resolve=changing, transport=transport)
     assert len(web.requests) == 1
@@ -252,8 +252,8 @@ def test_a_name_that_turns_private_on_a_redirect_is_refused():
     ],
 )
 def test_each_redirect_is_checked_again(location):
-    resolve = names({"good.example": [PUBLIC], "inside.example": ["192.168.0.7"]})
-    transport = Loopback()
+    resolve = fake_resolver({"good.example": [PUBLIC], "inside.example": ["192.168.0.7"]})
+    transport = LoopbackTransport()
     with serve({"/": redirect(location)}) as web, pytest.raises(MediaRefused) as caught:
         fetch(web.url("/", "good.example"), WORLD, resolve=resolve, transport=transport)
     assert caught.value.param == PART
@@ -277,7 +277,7 @@ def test_a_redirect_to_itself_ends():
 @pytest.mark.parametrize("host", ["good.example", "GOOD.example", "bücher.example", "xn--bcher-kva.example"])
 def test_allowed_domains_are_fetched_from(host):
     config = EngineConfig(allowed_media_domains=("good.example", "Bücher.example"))
-    check_url(f"https://{host}/", part=PART, config=config)
+    check_url(f"https://{host}/", path=PART, config=config)
 
 
 @pytest.mark.parametrize(
@@ -286,33 +286,33 @@ def test_allowed_domains_are_fetched_from(host):
 def test_allowed_domains_are_whole_host_names(host):
     config = EngineConfig(allowed_media_domains=("good.example",))
     with pytest.raises(MediaRefused, match="does not fetch from that host"):
-        check_url(f"https://{host}/", part=PART, config=config)
+        check_url(f"https://{host}/", path=PART, config=config)
 
 
 def test_an_allowed_domain_is_still_not_a_private_address():
     config = EngineConfig(allowed_media_domains=("good.example",))
     with pytest.raises(MediaRefused):
-        fetch("http://good.example/", config, resolve=names({"good.example": ["127.0.0.1"]}))
+        fetch("http://good.example/", config, resolve=fake_resolver({"good.example": ["127.0.0.1"]}))
 
 
 def test_a_redirect_may_not_leave_the_allowed_domains():
     config = EngineConfig(allowed_media_domains=("good.example",), allow_private_addresses=True)
-    resolve = names({"good.example": ["127.0.0.1"], "evil.example": ["127.0.0.1"]})
+    resolve = fake_resolver({"good.example": ["127.0.0.1"], "evil.example": ["127.0.0.1"]})
     with serve({}) as web:
-        web.answers["/"] = redirect(web.url("/picture", "evil.example"))
+        web.responses["/"] = redirect(web.url("/picture", "evil.example"))
         with pytest.raises(MediaRefused, match="does not fetch from that host"):
             fetch(web.url("/", "good.example"), config, resolve=resolve)
 
 
 def test_remote_media_can_be_switched_off():
     with pytest.raises(MediaRefused):
-        check_url("https://good.example/", part=PART, config=EngineConfig(allow_remote_media=False))
+        check_url("https://good.example/", path=PART, config=EngineConfig(allow_remote_media=False))
 
 
 def test_https_asks_for_the_host_by_name_and_believes_no_other_certificate():
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context(cafile=CERTIFICATE)
     server.load_cert_chain(CERTIFICATE)
-    resolve = names({"pictures.test": ["127.0.0.1"], "other.test": ["127.0.0.1"]})
+    resolve = fake_resolver({"pictures.test": ["127.0.0.1"], "other.test": ["127.0.0.1"]})
     with serve({"/": body(PICTURE)}, tls=server) as web:
         url = web.url("/", "pictures.test", "https")
         assert fetch(url, resolve=resolve, transport=direct_transport(client)) == PICTURE
@@ -325,7 +325,7 @@ def test_https_asks_for_the_host_by_name_and_believes_no_other_certificate():
 
 
 def test_the_next_address_is_tried_where_one_does_not_answer():
-    resolve = names({"good.example": ["127.0.0.2", "127.0.0.1"]})
+    resolve = fake_resolver({"good.example": ["127.0.0.2", "127.0.0.1"]})
     with serve({"/": body(PICTURE)}) as web:
         assert fetch(web.url("/", "good.example"), resolve=resolve) == PICTURE
 
@@ -432,7 +432,7 @@ def test_a_slow_drip_ends_with_the_total_timeout(patient):
 
     async def main(url):
         fetcher = Fetcher(config)
-        fetching = asyncio.ensure_future(fetcher.get(check_url(url, part=PART, config=config), kind="image", part=PART))
+        fetching = asyncio.ensure_future(fetcher.get(check_url(url, path=PART, config=config), kind="image", path=PART))
         assert await asyncio.to_thread(sent.acquire, timeout=HANG)
         for _ in range(3):
             more.release()
@@ -480,8 +480,8 @@ def test_slow_names_have_threads_of_their_own_and_the_timeout_of_the_fetch(monke
 
     async def run():
         fetcher = Fetcher(EngineConfig(image_fetch_timeout=2 * HANG, max_fetches=40))
-        url = check_url("http://good.example/", part=PART, config=WORLD)
-        slow_ones = [asyncio.ensure_future(fetcher.get(url, kind="image", part=PART)) for _ in range(40)]
+        url = check_url("http://good.example/", path=PART, config=WORLD)
+        slow_ones = [asyncio.ensure_future(fetcher.get(url, kind="image", path=PART)) for _ in range(40)]
         # The event loop's own threads are free.
         await asyncio.to_thread(until, lambda: len(threads) == RESOLVER_THREADS)
         await skippable_loop().askip(3 * HANG)
@@ -502,7 +502,7 @@ def test_slow_names_have_threads_of_their_own_and_the_timeout_of_the_fetch(monke
 @pytest.mark.parametrize("table", [{}, {"good.example": [[]]}])
 def test_a_host_without_an_address_is_unreachable(table):
     with pytest.raises(MediaUnreachable) as caught:
-        fetch("http://good.example/", resolve=names(table))
+        fetch("http://good.example/", resolve=fake_resolver(table))
     assert "no such host" not in caught.value.message
 
 
@@ -517,7 +517,7 @@ def test_the_system_resolver_finds_loopback_and_it_is_refused():
     async def run():
         fetcher = Fetcher(WORLD)
         try:
-            await fetcher.get(httpx.URL("http://localhost/"), kind="image", part=PART)
+            await fetcher.get(httpx.URL("http://localhost/"), kind="image", path=PART)
         finally:
             await fetcher.close()
 
@@ -530,8 +530,8 @@ def test_no_more_sources_are_fetched_at_once_than_the_configuration_allows():
 
     async def run(url):
         fetcher = Fetcher(config)
-        checked = check_url(url, part=PART, config=config)
-        answers = await asyncio.gather(*(fetcher.get(checked, kind="image", part=PART) for _ in range(6)))
+        checked = check_url(url, path=PART, config=config)
+        answers = await asyncio.gather(*(fetcher.get(checked, kind="image", path=PART) for _ in range(6)))
         await fetcher.close()
         return answers
 
@@ -557,11 +557,11 @@ def test_after_every_failure_the_next_fetch_works():
 
         async def run():
             fetcher = Fetcher(HERE)
-            bad, good = (check_url(web.url(path), part=PART, config=HERE) for path in ("/bad", "/good"))
+            bad, good = (check_url(web.url(path), path=PART, config=HERE) for path in ("/bad", "/good"))
             with pytest.raises(MediaError):
-                await fetcher.get(bad, kind="image", part=PART)
+                await fetcher.get(bad, kind="image", path=PART)
             try:
-                return await fetcher.get(good, kind="image", part=PART)
+                return await fetcher.get(good, kind="image", path=PART)
             finally:
                 await fetcher.close()
 
@@ -576,14 +576,14 @@ def test_who_waits_too_long_for_a_slot_is_told_to_come_back():
 
     async def run(url):
         fetcher = Fetcher(config)
-        checked = check_url(url, part=PART, config=config)
-        slow = asyncio.ensure_future(fetcher.get(checked, kind="video", part=PART))
+        checked = check_url(url, path=PART, config=config)
+        slow = asyncio.ensure_future(fetcher.get(checked, kind="video", path=PART))
         assert await asyncio.to_thread(arrived.wait, HANG)
         with pytest.raises(QueueFull):
-            await skipping(fetcher.get(checked, kind="image", part=PART), 6, once=arrived)
+            await skipping(fetcher.get(checked, kind="image", path=PART), 6, once=arrived)
         go.set()
         assert await slow == PICTURE
-        assert await fetcher.get(checked, kind="image", part=PART) == PICTURE
+        assert await fetcher.get(checked, kind="image", path=PART) == PICTURE
         await fetcher.close()
         return fetcher.stats
 
@@ -604,10 +604,10 @@ def test_the_media_of_one_request_have_a_limit_together(room, refused):
     config = EngineConfig(allow_private_addresses=True, max_fetched_bytes=room)
 
     async def run(web):
-        fetcher, allowance = Fetcher(config), ByteBudget(config.max_fetched_bytes)
-        urls = [check_url(web.url(path), part=PART, config=config) for path in ("/a", "/b")]
+        fetcher, budget = Fetcher(config), ByteBudget(config.max_fetched_bytes)
+        urls = [check_url(web.url(path), path=PART, config=config) for path in ("/a", "/b")]
         try:
-            return [await fetcher.get(url, kind="image", part=PART, allowance=allowance) for url in urls]
+            return [await fetcher.get(url, kind="image", path=PART, budget=budget) for url in urls]
         finally:
             await fetcher.close()
 

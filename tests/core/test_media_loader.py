@@ -25,7 +25,7 @@ from dashinfer_vlm_core.errors import (
 )
 from dashinfer_vlm_core.media import READERS, Image, MediaLoader, Video, VideoInfo
 from dashinfer_vlm_core.protocol import MediaPart
-from tests.samples import data_url, encode, movie, noise, picture_url
+from tests.samples import data_url, encode, encode_video, image_url, noise
 from tests.waiting import HANG, until
 from tests.web import body, serve
 
@@ -99,7 +99,7 @@ def test_parts_are_fetched_side_by_side():
 
     with serve({f"/{i}": answer for i in range(6)}) as web:
         load(*(image(web.url(f"/{i}"), i) for i in range(6)))
-    assert web.busiest == 6
+    assert web.max_connections == 6
 
 
 def test_equal_sources_are_fetched_once():
@@ -114,8 +114,8 @@ def test_equal_sources_are_fetched_once():
 
 def test_options_of_a_part_travel_with_its_media():
     picture, clip = load(
-        image(picture_url(), 0, min_pixels=1, max_pixels=2),
-        video((picture_url(), picture_url()), 1, min_pixels=3, max_pixels=4, total_pixels=5),
+        image(image_url(), 0, min_pixels=1, max_pixels=2),
+        video((image_url(), image_url()), 1, min_pixels=3, max_pixels=4, total_pixels=5),
     )
     assert isinstance(picture, Image)
     assert (picture.min_pixels, picture.max_pixels) == (1, 2)
@@ -134,7 +134,7 @@ def test_a_part_s_own_background_shows_through_its_pictures_and_frames():
 
 
 def test_a_video_file_comes_from_a_data_url_a_web_address_or_a_folder(tmp_path):
-    data = movie(30)
+    data = encode_video(30)
     (tmp_path / "movie.mp4").write_bytes(data)
     with serve({"/movie.mp4": body(data)}) as web:
         urls = [data_url(data, "video/mp4"), web.url("/movie.mp4"), "movie.mp4"]
@@ -145,7 +145,7 @@ def test_a_video_file_comes_from_a_data_url_a_web_address_or_a_folder(tmp_path):
 
 
 def test_a_list_of_frames_equals_a_file_of_these_frames():
-    from_file = load(video(data_url(movie(12, container="avi"), "video/avi"), num_frames=4))[0]
+    from_file = load(video(data_url(encode_video(12, container="avi"), "video/avi"), num_frames=4))[0]
     urls = tuple(data_url(encode(frame)) for frame in from_file.frames)
     from_list = load(video(urls))[0]
     np.testing.assert_array_equal(from_list.frames, from_file.frames)
@@ -157,12 +157,12 @@ def test_a_list_of_frames_equals_a_file_of_these_frames():
         (image("file:///etc/passwd", 1), MediaRefused, "messages[0].content[1]"),
         (image("http://2130706433/", 1), MediaRefused, "messages[0].content[1]"),
         (image("data:image/png,raw", 1), MediaUndecodable, "messages[0].content[1]"),
-        (image(picture_url(200, 200), 1), MediaTooLarge, "messages[0].content[1]"),
+        (image(image_url(200, 200), 1), MediaTooLarge, "messages[0].content[1]"),
         (video((), 1), InvalidParameter, "messages[0].content[1].video_url.url"),
-        (video((picture_url(),) * 9, 1), InvalidParameter, "messages[0].content[1].video_url.url"),
-        (video((picture_url(), "ftp://x/"), 1), MediaRefused, "messages[0].content[1].video_url.url[1]"),
-        (video((picture_url(),), 1, fps=2.0), UnsupportedParameter, "messages[0].content[1].video_url.fps"),
-        (video((picture_url(),), 1, num_frames=4), UnsupportedParameter, "messages[0].content[1].video_url.num_frames"),
+        (video((image_url(),) * 9, 1), InvalidParameter, "messages[0].content[1].video_url.url"),
+        (video((image_url(), "ftp://x/"), 1), MediaRefused, "messages[0].content[1].video_url.url[1]"),
+        (video((image_url(),), 1, fps=2.0), UnsupportedParameter, "messages[0].content[1].video_url.fps"),
+        (video((image_url(),), 1, num_frames=4), UnsupportedParameter, "messages[0].content[1].video_url.num_frames"),
     ],
 )
 def test_a_request_that_is_wrong_fetches_nothing(wrong, error, param):
@@ -183,20 +183,20 @@ def test_too_many_parts_are_refused_before_anything_is_fetched(make, options):
 
 
 def test_a_missing_video_library_is_named_before_anything_is_fetched():
-    with serve({"/": body(movie())}) as web:
+    with serve({"/": body(encode_video())}) as web:
         with pytest.raises(MissingDependency):
             load(video(web.url("/")), readers=[])
         assert web.requests == []
-    load(video((picture_url(),)), readers=[])
+    load(video((image_url(),)), readers=[])
 
 
 @pytest.mark.parametrize(
     ("part", "param"),
     [
         (image(data_url(b"no picture")), "messages[0].content[0]"),
-        (image(data_url(movie(2))), "messages[0].content[0]"),
+        (image(data_url(encode_video(2))), "messages[0].content[0]"),
         (video(data_url(encode(noise(4, 4)))), "messages[0].content[0]"),
-        (video((picture_url(), data_url(b"no picture"))), "messages[0].content[0].video_url.url[1]"),
+        (video((image_url(), data_url(b"no picture"))), "messages[0].content[0].video_url.url[1]"),
     ],
 )
 def test_bytes_that_are_not_what_the_part_says_are_named(part, param):
@@ -207,12 +207,12 @@ def test_bytes_that_are_not_what_the_part_says_are_named(part, param):
 
 def test_frames_of_two_sizes_are_named():
     with pytest.raises(InvalidParameter) as caught:
-        load(video((picture_url(20, 30), picture_url(20, 30, 1), picture_url(30, 20))))
+        load(video((image_url(20, 30), image_url(20, 30, 1), image_url(30, 20))))
     assert caught.value.param == "messages[0].content[0].video_url.url[2]"
 
 
 def test_frames_that_are_too_large_together_are_refused_by_their_headers():
-    frames = tuple(picture_url(28, 28, seed) for seed in range(17))
+    frames = tuple(image_url(28, 28, seed) for seed in range(17))
     assert load(video(frames[:16]), video_max_decoded_pixels=16 * 784)[0].frames.shape == (16, 28, 28, 3)
     with pytest.raises(MediaTooLarge):
         load(video(frames), video_max_decoded_pixels=16 * 784)
@@ -272,7 +272,7 @@ def test_decoding_does_not_block_the_event_loop():
         nonlocal loop
         loop = asyncio.get_running_loop()
         loader = MediaLoader(EngineConfig(), READERS)
-        went_on = await loader.load([image(picture_url(seed=i), i) for i in range(3)], after_the_loop)
+        went_on = await loader.load([image(image_url(seed=i), i) for i in range(3)], after_the_loop)
         await loader.close()
         return went_on
 
@@ -298,7 +298,7 @@ def test_no_more_items_are_held_at_full_size_than_there_are_threads():
         most.append(sum(image() is not None for image in decoded))
         return media.path
 
-    parts = [image(picture_url(seed=i), i) for i in range(THREADS + 8)]
+    parts = [image(image_url(seed=i), i) for i in range(THREADS + 8)]
     assert load(*parts, then=shrink, limit_mm_per_prompt={"image": len(parts)}) == tuple(part.path for part in parts)
     assert len(decoded) == len(parts)
     assert max(most) <= THREADS
@@ -309,7 +309,7 @@ def test_what_is_made_of_the_media_may_fail_the_request():
         raise InvalidParameter("not this one", param=media.path)
 
     with pytest.raises(InvalidParameter) as caught:
-        load(image(picture_url(), 3), then=refuse)
+        load(image(image_url(), 3), then=refuse)
     assert caught.value.param == "messages[0].content[3]"
 
 
@@ -354,13 +354,13 @@ def test_a_cancelled_request_stops_decoding_and_what_it_had_queued_never_runs():
         loader = MediaLoader(EngineConfig(), [reader])
         films = [asyncio.ensure_future(loader.load([video("data:;base64,AAAA")], made.append)) for _ in range(THREADS)]
         await reached(reader.started, THREADS)
-        waiting = asyncio.ensure_future(loader.load([image(picture_url()), video("data:;base64,AAAA")], made.append))
+        waiting = asyncio.ensure_future(loader.load([image(image_url()), video("data:;base64,AAAA")], made.append))
         await queued(loader, 1)
         for task in (waiting, *films):
             task.cancel()
         await asyncio.wait([waiting, *films])
         await reached(reader.stopped, THREADS)
-        assert await loader.load([image(picture_url())], whole)
+        assert await loader.load([image(image_url())], whole)
         await loader.close()
 
     asyncio.run(run())
@@ -391,13 +391,13 @@ def test_closing_ends_what_runs_and_what_waits_with_one_error():
         await reached(arrived, 1)
         films = [asyncio.ensure_future(loader.load([video("data:;base64,AAAA")], whole)) for _ in range(THREADS)]
         await reached(reader.started, THREADS)
-        waiting = [asyncio.ensure_future(loader.load([image(picture_url())], whole)) for _ in range(3)]
+        waiting = [asyncio.ensure_future(loader.load([image(image_url())], whole)) for _ in range(3)]
         await queued(loader, 3)
         await loader.close()
         ended = await asyncio.gather(fetching, *films, *waiting, return_exceptions=True)
         assert not held.is_set()  # the fetch was not waited for
         with pytest.raises(EngineClosed):
-            await loader.load([image(picture_url())], whole)
+            await loader.load([image(image_url())], whole)
         await reached(reader.stopped, THREADS)
         return ended
 
@@ -433,13 +433,13 @@ def test_a_list_of_frames_is_bounded_as_one_video_while_it_is_fetched():
         urls = tuple(web.url(f"/{i}") for i in range(6))
         assert load(video(urls[:2]), video_max_bytes=2 * len(frame))[0].frames.shape == (2, 30, 30, 3)
         with pytest.raises(MediaTooLarge) as caught:
-            load(image(picture_url()), video(urls, 1), video_max_bytes=2 * len(frame), image_fetch_timeout=2 * HANG)
+            load(image(image_url()), video(urls, 1), video_max_bytes=2 * len(frame), image_fetch_timeout=2 * HANG)
         refused.set()
     assert caught.value.param == "messages[0].content[1]"
 
 
 def test_a_picture_may_be_larger_than_a_video():
-    load(image(picture_url()), video_max_bytes=1)
+    load(image(image_url()), video_max_bytes=1)
 
 
 def test_one_request_leaves_half_of_the_fetches_to_others():

@@ -16,7 +16,7 @@ from dashinfer_vlm_core.media import READERS, MediaLoader
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import Qwen2VLImageProcessor
 from dashinfer_vlm_core.models.spec import PixelSpec
 from dashinfer_vlm_core.protocol import MediaPart
-from tests.samples import data_url, encode, movie, noise
+from tests.samples import data_url, encode, encode_video, noise
 from tests.waiting import HANG
 from tests.web import body, serve
 
@@ -69,7 +69,7 @@ def frames(large):
 
 
 def a_film(large):
-    return [video(data_url(movie(30, height=240, width=320), "video/mp4"))]
+    return [video(data_url(encode_video(30, height=240, width=320), "video/mp4"))]
 
 
 def heavy(frame, event, argument):
@@ -115,7 +115,7 @@ def load(parts):
         loop.call(loader.load(first, then=processor.process))
         return loop.call(heavy_calls(loader.load(parts, then=cut))), threads
     finally:
-        loop.stop(last=loader.close())
+        loop.stop(cleanup=loader.close())
 
 
 @pytest.mark.parametrize("media", [photographs, the_same_large_one_twice, frames, a_film])

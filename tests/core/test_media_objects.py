@@ -19,7 +19,7 @@ from dashinfer_vlm_core.media import MediaLoader
 from dashinfer_vlm_core.media.python_objects import fingerprint, load_object
 from dashinfer_vlm_core.media.sampling import VideoSamplingPolicy
 from dashinfer_vlm_core.protocol import EncodedEmbeddings, MediaPart
-from tests.samples import data_url, encode, label, noise, picture_url
+from tests.samples import data_url, encode, image_url, label, noise
 
 PART = "messages[0].content[1]"
 RGB = noise(20, 30)
@@ -34,7 +34,7 @@ def part(content, kind="image", **options):
 
 def got(content, kind="image", *, config=None, **options):
     settings = EngineConfig(**config or {})
-    policy = VideoSamplingPolicy().within(settings)
+    policy = VideoSamplingPolicy().with_config(settings)
     return load_object(part(content, kind, **options), settings, policy, lambda: None)
 
 
@@ -295,7 +295,7 @@ def load(*parts, **config):
 
 
 def test_the_loader_takes_objects_beside_urls_in_order():
-    url = MediaPart(kind="image", path="a", url=picture_url())
+    url = MediaPart(kind="image", path="a", url=image_url())
     found = load(url, part(RGB), part(FRAMES, "video"), part({"image_embeds": ROWS, "image_grid_thw": (1, 4, 6)}))
     assert [type(media).__name__ for media in found] == ["Image", "Image", "Video", "Embeddings"]
     assert [media.source for media in found] == [b""] * 4

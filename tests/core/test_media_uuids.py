@@ -7,12 +7,12 @@ import pytest
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import InvalidParameter, MediaTooLarge
 from dashinfer_vlm_core.testing import Script, scripted_registry
-from dashinfer_vlm_core.vision.media_uuids import MAX_CUTS
-from tests.conversations import data_url, picture
+from dashinfer_vlm_core.vision.media_uuids import MAX_VARIANTS
+from tests.conversations import blurred_image, data_url
 from tests.samples import data_url as bytes_url
-from tests.samples import movie
+from tests.samples import encode_video
 
-CAT, DOG = data_url(picture(1)), data_url(picture(2))
+CAT, DOG = data_url(blurred_image(1)), data_url(blurred_image(2))
 PART = "messages[0].content[0]"
 
 
@@ -64,7 +64,7 @@ def test_what_was_sent_once_need_not_be_sent_again(started):
 
 def test_a_video_by_name(started):
     engine, script = started()
-    clip = {"type": "video_url", "video_url": {"url": bytes_url(movie(), "video/mp4"), "fps": 5}, "uuid": "clip"}
+    clip = {"type": "video_url", "video_url": {"url": bytes_url(encode_video(), "video/mp4"), "fps": 5}, "uuid": "clip"}
     ask(engine, clip)
     ask(engine, {"type": "video_url", "video_url": {"fps": 5}, "uuid": "clip"})
     assert rows(script.requests[0]) == rows(script.requests[1])
@@ -164,9 +164,9 @@ def test_options_that_a_content_does_not_heed_do_not_hide_it(started):
 
 def test_the_cuts_of_one_content_are_bounded(started):
     engine, _ = started()
-    for level in range(MAX_CUTS + 1):
+    for level in range(MAX_VARIANTS + 1):
         ask(engine, image(CAT, "cat"), media_io_kwargs={"image": {"rgba_background_color": [level] * 3}})
-    for level in range(MAX_CUTS, 0, -1):
+    for level in range(MAX_VARIANTS, 0, -1):
         ask(engine, image(None, "cat"), media_io_kwargs={"image": {"rgba_background_color": [level] * 3}})
     with pytest.raises(InvalidParameter, match="names nothing that is cached here with these options"):
         ask(engine, image(None, "cat"), media_io_kwargs={"image": {"rgba_background_color": [0] * 3}})

@@ -17,9 +17,9 @@ from dashinfer_vlm_core.errors import InvalidParameter, MediaTooLarge, MediaUnde
 from dashinfer_vlm_core.media import READERS, PyAVReader
 from dashinfer_vlm_core.media.sampling import VideoSamplingPolicy
 from dashinfer_vlm_core.media.types import VideoInfo
-from dashinfer_vlm_core.media.video import available, decode_video, frame_count, stack_frames
+from dashinfer_vlm_core.media.video import available_readers, decode_video, frame_count, stack_frames
 from dashinfer_vlm_core.protocol import MediaPart
-from tests.samples import movie, movie_frame, noise
+from tests.samples import encode_video, noise, video_frame
 from tests.web import body, serve
 
 POLICY = VideoSamplingPolicy()
@@ -35,7 +35,7 @@ def video(**options):
 def clip(data, readers=READERS, config=None, **options):
     config = config or EngineConfig()
     return decode_video(
-        data, part=video(**options), readers=readers, config=config, policy=POLICY.within(config), check_stop=go_on
+        data, part=video(**options), readers=readers, config=config, policy=POLICY.with_config(config), check_stop=go_on
     )
 
 
@@ -69,20 +69,20 @@ class Film:
         return np.zeros((len(indices), self.info.height, self.info.width, 3), np.uint8)
 
 
-ANY = movie(1)
+ANY = encode_video(1)
 
 
 def test_the_default_rate_and_both_limits_are_the_configuration_s():
     config = EngineConfig(video_fps=1.0, video_min_frames=6, video_max_frames=20)
-    counts = [frame_count(total, 10.0, part=video(), policy=POLICY.within(config)) for total in (30, 100, 1000, 5)]
+    counts = [frame_count(total, 10.0, part=video(), policy=POLICY.with_config(config)) for total in (30, 100, 1000, 5)]
     assert counts == [6, 10, 20, 4]
 
 
 def test_a_request_cannot_raise_the_limit_of_frames():
     config = EngineConfig(video_max_frames=8)
-    assert frame_count(1000, 10.0, part=video(fps=10.0), policy=POLICY.within(config)) == 8
+    assert frame_count(1000, 10.0, part=video(fps=10.0), policy=POLICY.with_config(config)) == 8
     with pytest.raises(InvalidParameter) as caught:
-        frame_count(1000, 10.0, part=video(num_frames=10), policy=POLICY.within(config))
+        frame_count(1000, 10.0, part=video(num_frames=10), policy=POLICY.with_config(config))
     assert caught.value.param == f"{PART}.video_url.num_frames"
 
 
@@ -99,13 +99,13 @@ def test_a_number_of_frames_that_the_file_does_not_have_is_refused(asked):
 
 
 def test_a_file_of_one_frame_gives_that_frame():
-    assert clip(movie(1)).frames.shape == (1, 48, 64, 3)
+    assert clip(encode_video(1)).frames.shape == (1, 48, 64, 3)
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_decord_gives_equal_frames(container):
     decord = pytest.importorskip("decord")
-    data = movie(30, container=container)
+    data = encode_video(30, container=container)
     by_pyav = PyAVReader().open(data)
     assert (by_pyav.info.frames, by_pyav.info.fps, by_pyav.info.width, by_pyav.info.height) == (30, 10.0, 64, 48)
     for indices in ([0], [29], [3, 4, 5], list(range(30)), [0, 7, 22, 29]):
@@ -119,9 +119,9 @@ def test_decord_gives_equal_frames(container):
 
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_a_file_gives_the_frames_that_were_filmed(container):
-    sampled = clip(movie(30, container=container), num_frames=4)
+    sampled = clip(encode_video(30, container=container), num_frames=4)
     for frame, index in zip(sampled.frames, [0, 10, 19, 29], strict=True):
-        difference = np.abs(frame.astype(int) - movie_frame(index, 48, 64))
+        difference = np.abs(frame.astype(int) - video_frame(index, 48, 64))
         assert np.median(difference) < 12, "H.264 and its colours lose a little, the next frames differ by more"
 
 
@@ -136,7 +136,7 @@ def test_a_file_gives_the_frames_that_were_filmed(container):
     ids=["0", "90", "180", "270"],
 )
 def test_a_video_that_was_filmed_turned_is_shown_upright(matrix, turns):
-    data = movie(6)
+    data = encode_video(6)
     np.testing.assert_array_equal(clip(turned(data, matrix)).frames, np.rot90(clip(data).frames, turns, axes=(1, 2)))
 
 
@@ -156,7 +156,7 @@ def test_readers_are_tried_from_the_highest_priority_and_the_next_one_takes_over
                 return Film()
             raise MediaUndecodable("not mine")
 
-    readers = available([Reader("last", 1), Reader("absent", 9), Reader("first", 5)])
+    readers = available_readers([Reader("last", 1), Reader("absent", 9), Reader("first", 5)])
     assert len(clip(ANY, readers).frames) == 20
     assert tried == ["first", "last"]
 
@@ -201,7 +201,7 @@ def test_decoding_can_be_stopped_at_every_frame():
         if len(calls) == 3:
             raise Stopped
 
-    video = PyAVReader().open(movie(3))
+    video = PyAVReader().open(encode_video(3))
     video.frames([0, 1], stop_at_the_third)
     calls.clear()
     with pytest.raises(Stopped):
@@ -210,7 +210,7 @@ def test_decoding_can_be_stopped_at_every_frame():
 
 def test_without_a_reader_the_error_says_what_to_install():
     with pytest.raises(MissingDependency, match=r"pip install 'dashinfer-vlm-adapters\[video\]'"):
-        available([])
+        available_readers([])
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_limits_are_checked_by_the_header_before_a_frame_is_decoded(header):
 def test_what_takes_too_long_to_decode_is_given_up():
     """A still picture of an hour is a small file, and two frames of it cost all of them."""
     with pytest.raises(MediaTooLarge, match=r"1e-09 seconds"):
-        clip(movie(60, height=240, width=320), config=EngineConfig(video_decode_timeout=1e-9))
+        clip(encode_video(60, height=240, width=320), config=EngineConfig(video_decode_timeout=1e-9))
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_only_the_sampled_frames_are_asked_for():
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
 def test_a_playlist_is_no_video_and_what_it_lists_is_not_fetched(reader):
-    with serve({"/x.ts": body(movie(container="mpegts")), "/x.mp4": body(movie())}) as web:
+    with serve({"/x.ts": body(encode_video(container="mpegts")), "/x.mp4": body(encode_video())}) as web:
         playlists = [
             f"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{web.url('/x.ts')}\n#EXT-X-ENDLIST\n",
             f"ffconcat version 1.0\nfile '{web.url('/x.mp4')}'\n",
@@ -272,13 +272,13 @@ def test_a_playlist_is_no_video_and_what_it_lists_is_not_fetched(reader):
 def test_the_readers_open_no_other_containers():
     for reader in READERS:
         with pytest.raises(MediaUndecodable):
-            reader.open(movie(container="flv"))
+            reader.open(encode_video(container="flv"))
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_damaged_videos_are_decoded_or_refused_but_nothing_else(container):
     rng = np.random.default_rng(2)
-    sound = movie(8, container=container)
+    sound = encode_video(8, container=container)
     for _ in range(12):
         damaged = bytearray(sound)
         for position in rng.integers(0, len(damaged), 4):
@@ -300,7 +300,7 @@ def test_what_is_no_video_is_undecodable(data):
 
 
 def test_a_truncated_file_is_undecodable():
-    data = movie(30)
+    data = encode_video(30)
     with pytest.raises(MediaUndecodable):
         clip(data[: len(data) // 2])
 
@@ -330,7 +330,7 @@ def peak():  # not ru_maxrss: a child inherits that of its parent
 
 async def load(name):
     loader = MediaLoader(EngineConfig(allowed_local_media_path=sys.argv[1]), READERS)
-    part = MediaPart(kind="video", part="here", url=name)
+    part = MediaPart(kind="video", path="here", url=name)
     frames, = await loader.load([part], then=lambda clip: clip.frames.nbytes)
     await loader.close()
     return frames
@@ -346,8 +346,8 @@ print(kept, peak() - before - kept)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
 @pytest.mark.parametrize("reader", ["PyAVReader"])
 def test_a_minute_of_720p_costs_no_more_than_its_frames_and_64_mb(reader, tmp_path):
-    (tmp_path / "short.mp4").write_bytes(movie(8, height=72, width=128))
-    (tmp_path / "long.mp4").write_bytes(movie(120, height=720, width=1280, fps=2))
+    (tmp_path / "short.mp4").write_bytes(encode_video(8, height=72, width=128))
+    (tmp_path / "long.mp4").write_bytes(encode_video(120, height=720, width=1280, fps=2))
     program = [sys.executable, "-c", MEMORY, str(tmp_path)]
     kept, more = map(int, subprocess.run(program, capture_output=True, text=True, check=True).stdout.split())
     assert kept == 120 * 720 * 1280 * 3

@@ -28,8 +28,8 @@ from dashinfer_vlm_core.errors import (
 )
 from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
 from dashinfer_vlm_demo import CHECKPOINT
-from tests.conversations import CONVERSATIONS, data_url, picture, user
-from tests.samples import label, movie
+from tests.conversations import CONVERSATIONS, blurred_image, data_url, user
+from tests.samples import encode_video, label
 from tests.waiting import until
 from training.transformers_engine import TransformersEngine
 
@@ -70,7 +70,7 @@ def demo(tmp_path_factory):
     """The bundled model, with a folder that it may read."""
     folder = tmp_path_factory.mktemp("allowed")
     (folder / "circle.png").write_bytes(CIRCLE.read_bytes())
-    (folder / "film.mp4").write_bytes(movie())
+    (folder / "film.mp4").write_bytes(encode_video())
     with VLM("demo", allowed_local_media_path=folder) as vlm:
         yield vlm
 
@@ -105,7 +105,7 @@ def about(media):
 
 
 def named(uuids):
-    return {**about({"image": picture(1)}), "multi_modal_uuids": {"image": uuids}}
+    return {**about({"image": blurred_image(1)}), "multi_modal_uuids": {"image": uuids}}
 
 
 # The same answers as the model gives elsewhere
@@ -143,7 +143,7 @@ def test_token_ids_are_a_prompt_too(exact, oracle, expected):
 
 def test_pictures_and_videos_may_take_turns_in_a_prompt(exact, oracle):
     """The media are given by kind: which placeholder is whose follows from the prompt."""
-    messages = [user([picture(1), picture(2)], picture(3), "then", [picture(4), picture(5)], picture(6))]
+    messages = [user([blurred_image(1), blurred_image(2)], blurred_image(3), "then", [blurred_image(4), blurred_image(5)], blurred_image(6))]
     (answer,) = oracle.generate([messages])[0]
     (output,) = exact.generate(rendered(oracle, messages), GREEDY)
     assert tokens(output) == tuple(answer[:TOKENS])
@@ -230,7 +230,7 @@ def test_a_video_file_is_sampled(demo, content):
 
 
 def test_a_list_of_pictures_is_one_video_and_a_list_of_lists_several(demo):
-    frames = [picture(seed) for seed in range(4)]
+    frames = [blurred_image(seed) for seed in range(4)]
     one = demo.generate({"prompt": PROMPT.replace("image", "video"), "multi_modal_data": {"video": frames}}, GREEDY)
     same = demo.generate(
         {
@@ -248,7 +248,7 @@ def test_a_list_of_pictures_is_one_video_and_a_list_of_lists_several(demo):
 
 
 def test_options_for_all_media_bound_their_sizes(demo):
-    large = picture(1, 224, 224)
+    large = blurred_image(1, 224, 224)
     plain = demo.generate(about({"image": large}), GREEDY)[0].usage.prompt_tokens_details.image_tokens
     small = {**about({"image": large}), "mm_processor_kwargs": {"max_pixels": 28 * 28 * 16}}
     assert demo.generate(small, GREEDY)[0].usage.prompt_tokens_details.image_tokens <= 16 < plain
@@ -274,10 +274,10 @@ def test_what_was_sent_under_a_name_need_not_be_sent_again(demo):
 
 @pytest.mark.parametrize(
     ("media", "uuids", "code"),
-    [(None, "never seen", "uuid_not_cached"), (picture(2), "taken", "uuid_conflict")],
+    [(None, "never seen", "uuid_not_cached"), (blurred_image(2), "taken", "uuid_conflict")],
 )
 def test_a_name_is_bound_to_what_it_came_with(demo, media, uuids, code):
-    demo.generate({**about({"image": picture(1)}), "multi_modal_uuids": {"image": ["taken"]}}, GREEDY)
+    demo.generate({**about({"image": blurred_image(1)}), "multi_modal_uuids": {"image": ["taken"]}}, GREEDY)
     with pytest.raises(InvalidParameter) as caught:
         demo.generate({**about({"image": [media]}), "multi_modal_uuids": {"image": [uuids]}}, GREEDY)
     assert caught.value.code == code
@@ -298,26 +298,26 @@ def test_a_name_is_bound_to_what_it_came_with(demo, media, uuids, code):
         ("", InvalidParameter, "prompt"),
         (about([1]), InvalidParameter, "multi_modal_data"),
         (about({"audio": "x.wav"}), UnsupportedParameter, "multi_modal_data.audio"),
-        (about({"image": [picture(1), 3]}), InvalidParameter, "multi_modal_data.image[1]"),
+        (about({"image": [blurred_image(1), 3]}), InvalidParameter, "multi_modal_data.image[1]"),
         (about({"image": [None]}), InvalidParameter, "multi_modal_data.image[0].image_url"),
         (about({"image": "/etc/hostname"}), MediaRefused, "multi_modal_data.image[0]"),
         (about({"image": Path("../outside.png")}), MediaRefused, "multi_modal_data.image[0]"),
         (about({"image": "film.mp4"}), MediaUndecodable, "multi_modal_data.image[0]"),
         (about({"image": "http://127.0.0.1:9/x.png"}), MediaRefused, "multi_modal_data.image[0]"),
-        (about({"image": {"image": picture(1), "resized_height": 9}}), InvalidParameter, "multi_modal_data.image[0]"),
-        (about({"image": {"image": picture(1), "fps": 1}}), InvalidParameter, "multi_modal_data.image[0]"),
-        (about({"image": {"image": picture(1), "max_pixels": 0}}), InvalidParameter,
+        (about({"image": {"image": blurred_image(1), "resized_height": 9}}), InvalidParameter, "multi_modal_data.image[0]"),
+        (about({"image": {"image": blurred_image(1), "fps": 1}}), InvalidParameter, "multi_modal_data.image[0]"),
+        (about({"image": {"image": blurred_image(1), "max_pixels": 0}}), InvalidParameter,
          "multi_modal_data.image[0].image_url.max_pixels"),
-        (about({"video": {"video": [picture(1)] * 2, "fps": 1.0}}), UnsupportedParameter,
+        (about({"video": {"video": [blurred_image(1)] * 2, "fps": 1.0}}), UnsupportedParameter,
          "multi_modal_data.video[0].fps"),
         (named(["a", "b"]), InvalidParameter, "multi_modal_uuids.image"),
         (named(5), InvalidParameter, "multi_modal_uuids.image"),
         (named([5]), InvalidParameter, "multi_modal_data.image[0].uuid"),
-        ({**about({"image": picture(1)}), "mm_processor_kwargs": {"crop": 1}}, InvalidParameter,
+        ({**about({"image": blurred_image(1)}), "mm_processor_kwargs": {"crop": 1}}, InvalidParameter,
          "mm_processor_kwargs.crop"),
         ({"prompt": PROMPT}, InvalidParameter, "prompt"),
-        (about({"image": [picture(1), picture(2)]}), InvalidParameter, "prompt"),
-        (about({"video": [picture(1), picture(2)]}), InvalidParameter, "prompt"),
+        (about({"image": [blurred_image(1), blurred_image(2)]}), InvalidParameter, "prompt"),
+        (about({"video": [blurred_image(1), blurred_image(2)]}), InvalidParameter, "prompt"),
     ],
     ids=label,
 )  # fmt: skip
@@ -355,12 +355,12 @@ def test_embeddings_that_do_not_fit_are_refused_and_the_next_ones_work(demo, row
 @pytest.mark.parametrize(
     ("part", "param"),
     [
-        ({"type": "image_pil", "image_pil": picture(1), "colour": 1}, "messages[0].content[0]"),
+        ({"type": "image_pil", "image_pil": blurred_image(1), "colour": 1}, "messages[0].content[0]"),
         ({"type": "image_pil", "image_pil": 3}, "messages[0].content[0]"),
         ({"type": "image_pil"}, "messages[0].content[0].image_url"),
-        ({"type": "image_pil", "image_pil": picture(1), "min_pixels": 9, "max_pixels": 8},
+        ({"type": "image_pil", "image_pil": blurred_image(1), "min_pixels": 9, "max_pixels": 8},
          "messages[0].content[0].image_url.min_pixels"),
-        ({"type": "video", "video": [picture(1), "x"]}, "messages[0].content[0][1]"),
+        ({"type": "video", "video": [blurred_image(1), "x"]}, "messages[0].content[0][1]"),
         ({"type": "audio_url"}, "messages[0].content[0].type"),
         ({"type": "image_url", "image_url": {"url": "/etc/hostname"}}, "messages[0].content[0]"),
         (3, "messages[0].content[0]"),
@@ -472,7 +472,7 @@ def test_a_generator_of_pictures_is_read_as_it_is_used(scripted):
 
     def prompts():
         for seed in range(40):
-            image = picture(seed)
+            image = blurred_image(seed)
             seen.append(weakref.ref(image))
             most.append(sum(reference() is not None for reference in seen))
             yield about({"image": image})

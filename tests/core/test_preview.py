@@ -17,7 +17,7 @@ from dashinfer_vlm_core.models.qwen2_vl.image_processor import Qwen2VLImageProce
 from dashinfer_vlm_core.models.spec import PixelSpec
 from dashinfer_vlm_core.preprocessing.preview import MAX_FRAMES, preview_media
 from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
-from tests.conversations import as_openai, picture, user
+from tests.conversations import as_openai, blurred_image, user
 from tests.samples import noise
 
 SPEC = PixelSpec()
@@ -50,7 +50,7 @@ def test_cutting_can_be_undone():
 
 
 def test_a_picture_is_shown_as_pillow_resizes_it(engine):
-    image = picture(1, 300, 200)
+    image = blurred_image(1, 300, 200)
     (item,) = engine.preview(request(image, "What is this?")).items
     (frame,) = item.frames
     assert (item.kind, item.path, item.source_size, item.frame_count) == ("image", PART, (300, 200), 1)
@@ -59,7 +59,7 @@ def test_a_picture_is_shown_as_pillow_resizes_it(engine):
 
 
 def test_the_tokens_are_those_that_an_answer_is_billed_for(engine):
-    asked = request(picture(1), [picture(2)] * 3, "Compare.")
+    asked = request(blurred_image(1), [blurred_image(2)] * 3, "Compare.")
     preview, usage = engine.preview(asked), engine.chat(asked).usage
     assert preview.prompt_tokens == usage.prompt_tokens
     assert [item.kind for item in preview.items] == ["image", "video"]
@@ -78,7 +78,7 @@ def test_a_long_video_is_shown_by_some_of_its_frames():
 
 def test_nothing_is_encoded_decoded_or_remembered(tiny_checkpoint):
     script = Script("Never asked.")
-    asked = request(picture(1), "What is this?")
+    asked = request(blurred_image(1), "What is this?")
     asked["messages"][0]["content"][0]["uuid"] = "one"
     config = EngineConfig(model=str(tiny_checkpoint), decoder="scripted")
     with Engine(config, registry=scripted_registry(script)) as engine:
@@ -94,9 +94,9 @@ def test_a_preview_has_the_limits_of_a_request(tiny_checkpoint):
     limits = {"max_model_len": 64, "max_batch_size": 1, "max_waiting": 0}
     with scripted_engine("Slow.", delay=0.2, model=str(tiny_checkpoint), **limits) as engine:
         with pytest.raises(ContextLengthExceeded):
-            engine.preview(request(*[picture(seed) for seed in range(4)]))
+            engine.preview(request(*[blurred_image(seed) for seed in range(4)]))
         with pytest.raises(MediaTooLarge, match="up to 32 image parts"):
-            engine.preview(request(*[picture(1)] * 33))
+            engine.preview(request(*[blurred_image(1)] * 33))
         running = engine.submit(request("Hello"))
         with pytest.raises(QueueFull):
             engine.preview(request("Hello"))

@@ -19,7 +19,7 @@ from dashinfer_vlm_core.media.video import decode_video, frame_count
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import Qwen2VLImageProcessor
 from dashinfer_vlm_core.models.spec import PixelSpec
 from dashinfer_vlm_core.protocol import MediaPart
-from tests.samples import movie
+from tests.samples import encode_video
 
 POLICY = VideoSamplingPolicy()
 LENGTHS = [*range(2, 60), 61, 99, 128, 240, 299, 300, 301, 767, 768, 769, 1000, 4321, 9000, 18_000, 36_000, 144_000]
@@ -92,7 +92,7 @@ def test_which_frames(total):
 def test_a_file(published, tmp_path, options):
     """The frames themselves, before they are resized."""
     path = tmp_path / "movie.mp4"
-    path.write_bytes(movie(50, fps=10))
+    path.write_bytes(encode_video(50, fps=10))
     asked = {"nframes" if name == "num_frames" else name: value for name, value in options.items()}
     frames, _, _ = published._read_video_decord({"video": str(path), **asked})
     ours = decode_video(

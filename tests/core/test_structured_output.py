@@ -12,14 +12,14 @@ from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import InvalidParameter, UnsupportedParameter
 from dashinfer_vlm_core.protocol.sampling import SAMPLING_PARAMETERS
 from dashinfer_vlm_core.testing import scripted_engine
-from tests.samples import picture_url
+from tests.samples import image_url
 from tests.schemas import random_schema
 
 MESSAGES = [
     {
         "role": "user",
         "content": [
-            {"type": "image_url", "image_url": {"url": picture_url()}},
+            {"type": "image_url", "image_url": {"url": image_url()}},
             {"type": "text", "text": "What is in the picture?"},
         ],
     }

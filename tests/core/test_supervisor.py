@@ -10,8 +10,8 @@ from dashinfer_vlm_core import Engine, EngineConfig, hookimpl
 from dashinfer_vlm_core.concurrency.compute import CPU_EXECUTOR
 from dashinfer_vlm_core.errors import DecoderFailed, EngineClosed, SetupError
 from dashinfer_vlm_core.plugins import load_plugins
+from tests.conversations import as_openai, blurred_image, user
 from tests.decoder_pause import DecoderPause
-from tests.conversations import as_openai, picture, user
 from tests.waiting import HANG, until
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "ignore_eos": True}
@@ -228,7 +228,7 @@ def test_a_close_while_it_hangs_does_not_wait_for_a_tower_that_waits_for_its_tur
     try:
         engine.submit(HELLO)
         assert hang.entered.wait(timeout=HANG)
-        answer = engine.submit({"messages": as_openai([user(picture(1), "What is this?")]), "max_tokens": 4})
+        answer = engine.submit({"messages": as_openai([user(blurred_image(1), "What is this?")]), "max_tokens": 4})
         until(lambda: CPU_EXECUTOR.waiting)
         hanging = kept.made[-1]._worker._thread
         with pytest.raises(DecoderFailed, match=r"has not ended within 0\.5 seconds"):
@@ -242,4 +242,4 @@ def test_a_close_while_it_hangs_does_not_wait_for_a_tower_that_waits_for_its_tur
     finally:
         hang.end()
     hanging.join(timeout=HANG)
-    until(lambda: CPU_EXECUTOR.served is None)
+    until(lambda: CPU_EXECUTOR.active_thread is None)

@@ -10,7 +10,7 @@ import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import RequestError
-from tests.conversations import as_openai, picture, user
+from tests.conversations import as_openai, blurred_image, user
 
 pytestmark = pytest.mark.dashinfer
 
@@ -71,7 +71,7 @@ def case(number):
     if rng.random() < 0.05:
         body.update([rng.choice(list(UNHONOURED.items()))])
     text = rng.choice(TEXTS) if rng.random() < 0.3 else "".join(rng.choices("abcdefgh .,\n", k=rng.randrange(1, 60)))
-    content = [text] if rng.random() > 0.01 else [text, picture(number % 3)]
+    content = [text] if rng.random() > 0.01 else [text, blurred_image(number % 3)]
     return {"messages": as_openai([user(*content)]), **body}
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.decoders.dashinfer.process import WorkerProcess
-from dashinfer_vlm_core.decoders.supervisor import LOOK_SECONDS, Supervisor
+from dashinfer_vlm_core.decoders.supervisor import POLL_SECONDS, Supervisor
 from dashinfer_vlm_core.errors import (
     ContextLengthExceeded,
     DecoderFailed,
@@ -29,7 +29,7 @@ from dashinfer_vlm_core.errors import (
     UnsupportedParameter,
 )
 from dashinfer_vlm_server import create_app
-from tests.conversations import as_openai, picture, user
+from tests.conversations import as_openai, blurred_image, user
 from tests.plugins.oracle import collect, ids, prompt, visual
 from tests.waiting import HANG
 
@@ -103,13 +103,13 @@ def test_leaving_a_stream_stops_it_and_frees_its_place(decoder, oracle):
 
     async def run():
         running = decoder(max_batch_size=1, max_model_len=4096)
-        counts, book = Counter(), running._book
+        counts, book = Counter(), running._handle_frame
 
         def count_tokens(frame):
             counts.update({number: len(tokens) for number, tokens, *_ in frame.get("of", ())})
             book(frame)
 
-        running._book = count_tokens
+        running._handle_frame = count_tokens
         async with decoding(running):
             async with aclosing(running.decode(prompt(1, 10, max_tokens=max_tokens, ignore_eos=True))) as tokens:
                 await anext(tokens)
@@ -277,7 +277,7 @@ def test_a_worker_that_hangs_is_replaced_and_one_that_idles_is_not(decoder, orac
         made = iter([first, decoder(max_model_len=ROOM)])
         async with decoding(Supervisor(lambda: next(made), restarts=1)) as running:
             assert ids(await collect(running, prompt(1, 10))) == expected
-            while first._runs:  # noqa: ASYNC110 - nothing says that the engine has let go of a request
+            while first._active:  # noqa: ASYNC110 - nothing says that the engine has let go of a request
                 await asyncio.sleep(0.001)
             asyncio.get_running_loop().skipped += 10 * timeout
             await asyncio.sleep(0.001)  # the timeout's own task runs
@@ -369,7 +369,7 @@ def test_no_request_is_lost_while_a_dead_worker_is_slow_to_end(decoder, oracle, 
     close = WorkerProcess.close
 
     async def close_slowly(worker):
-        await asyncio.sleep(5 * LOOK_SECONDS)
+        await asyncio.sleep(5 * POLL_SECONDS)
         await close(worker)
 
     monkeypatch.setattr(WorkerProcess, "close", close_slowly)
@@ -419,7 +419,7 @@ def test_health_says_that_a_worker_was_given_up_on(environment, talking_checkpoi
 def test_a_picture_is_refused_where_it_stands(talking_checkpoint, cache):
     config = EngineConfig(model=str(talking_checkpoint), decoder="dashinfer", device="cpu", cache_dir=cache)
     with Engine(config) as engine, pytest.raises(UnsupportedParameter, match="M-RoPE") as refusal:
-        engine.chat({"messages": as_openai([user("What is this?", picture(1))])})
+        engine.chat({"messages": as_openai([user("What is this?", blurred_image(1))])})
     assert refusal.value.param == "messages[0].content[1]"
 
 
@@ -428,7 +428,7 @@ def test_pictures_are_answered_approximately_on_request(talking_checkpoint, cach
         model=str(talking_checkpoint), decoder="dashinfer", device="cpu", cache_dir=cache, approximate_vision=True
     )
     with Engine(config) as engine:
-        answer = engine.chat({"messages": as_openai([user("What is this?", picture(1))]), "max_tokens": 8})
+        answer = engine.chat({"messages": as_openai([user("What is this?", blurred_image(1))]), "max_tokens": 8})
     assert answer.usage.completion_tokens <= 8
 
 

@@ -1,11 +1,11 @@
-"""Random requests and random files: each is answered or refused, in bounded time and memory, and nothing else happens.
+"""Random requests and random files: each succeeds or is rejected, in bounded time and memory.
 
-`scripts/test` runs 1,000 cases, always the same ones. 20,000 others, different each time, are run by
+`scripts/test` runs 1,000 cases, always the same ones. 20,000 others, different in each run, are run by
 
     scripts/test tests/fuzz --hypothesis-profile=nightly
 
-and `--hypothesis-show-statistics` tells how many of them each property saw. Both profiles stand in tests/conftest.py:
-their `max_examples` is a tenth of all cases, and each property here takes one or more of the ten shares.
+and `--hypothesis-show-statistics` reports how many of them each property ran. tests/conftest.py defines both profiles:
+their `max_examples` is a tenth of all cases, and each property here uses one or more of the ten shares.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import pytest
 
 WARM_UP = 40
 SECONDS = 60.0
-"""Of the processor, for one case: a thousand times what the slowest one takes. It ends what would hang."""
+"""CPU time limit of one case, a thousand times the slowest one: it detects hanging cases."""
 GROWTH = 50 * 1024 * 1024
 
 
-class Watch:
-    """Clocks each case, and follows the memory of the process from the `WARM_UP`th on."""
+class ResourceMonitor:
+    """Measures the time of each case, and the growth of the process's memory after `WARM_UP` cases."""
 
     def __init__(self) -> None:
         self.cases = self.base = 0
@@ -42,19 +42,19 @@ class Watch:
             self.base = _memory()
 
     def growth(self) -> int:
-        """Bytes."""
+        """Return the growth since the warm-up in bytes."""
         return _memory() - self.base if self.base else 0
 
 
 @pytest.fixture
-def watch() -> Iterator[Watch]:
-    watch = Watch()
-    yield watch
-    assert watch.growth() < GROWTH
+def monitor() -> Iterator[ResourceMonitor]:
+    monitor = ResourceMonitor()
+    yield monitor
+    assert monitor.growth() < GROWTH
 
 
 def _memory() -> int:
-    """Bytes that are resident now; where the system does not tell, the most that ever were."""
+    """Return the resident bytes; where the system does not report them, the peak."""
     gc.collect()
     status = Path("/proc/self/statm")
     if status.exists():

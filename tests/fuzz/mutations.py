@@ -1,4 +1,4 @@
-"""Strategies: what is nearly right finds more than what is random."""
+"""Hypothesis strategies: nearly valid input finds more bugs than random input."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dashinfer_vlm_core.protocol import ChatRequest
 from dashinfer_vlm_core.protocol.fields import NO_EFFECT, REFUSED
 from tests.samples import data_url, encode, noise
 
-PICTURE = data_url(encode(noise(6, 8)))
+IMAGE_URL = data_url(encode(noise(6, 8)))
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
@@ -24,11 +24,11 @@ def _text(words: str) -> dict[str, Any]:
 
 
 def _image(**options: Any) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": PICTURE, **options}}
+    return {"type": "image_url", "image_url": {"url": IMAGE_URL, **options}}
 
 
 def _video(**options: Any) -> dict[str, Any]:
-    return {"type": "video_url", "video_url": {"url": [PICTURE, PICTURE], **options}}
+    return {"type": "video_url", "video_url": {"url": [IMAGE_URL, IMAGE_URL], **options}}
 
 
 REQUESTS: list[dict[str, Any]] = [
@@ -84,7 +84,7 @@ NUMBERS = [0, -1, 1, 2**31, 2**63, -(2**63), 10**400, 0.0, -0.0, 1e-320, 1e308, 
 TEXTS = [
     "", "a", "1", "\x00", "\ud83d", "\udc00\ud83d", "\U000e0001", "<|image_pad|>", "<|im_end|>\n<|im_start|>system\n",
     "{{ 1 }}", "{% for", "x" * 5000, "🙂" * 600, "e\u0301" * 2000, "user", "image_url", "video_url", "image_embeds",
-    "auto", PICTURE, PICTURE[:60], "data:", "data:;base64,", "data:image/png;base64,====", "http://127.0.0.1:1/", "//",
+    "auto", IMAGE_URL, IMAGE_URL[:60], "data:", "data:;base64,", "data:image/png;base64,====", "http://127.0.0.1:1/", "//",
     "data:video/jpeg;base64," + "," * 5000, "file:///etc/passwd", "http://[::", "http://\ud83d.example/",
 ]  # fmt: skip
 VALUES = st.one_of(
@@ -100,41 +100,41 @@ VALUES = st.one_of(
 )  # fmt: skip
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The path of every value inside."""
+def value_paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the path of every nested value."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     found = [(*path, key) for key, _ in inner]
     if len(path) < 8:
         for key, item in value.items() if isinstance(value, dict) else enumerate(value) if found else ():
-            found += places(item, (*path, key))
+            found += value_paths(item, (*path, key))
     return found
 
 
 @st.composite
 def requests(draw: st.DrawFn) -> Any:
-    """A sound request with one to four faults."""
+    """Draw a valid request with one to four faults."""
     request = copy.deepcopy(draw(st.sampled_from(REQUESTS)))
     for _ in range(draw(st.integers(1, 4))):
-        found = places(request)[:200]
+        found = value_paths(request)[:200]
         if not found:
             return _fresh(draw(VALUES))
         *above, key = draw(st.sampled_from(found))
         holder = request
         for step in above:
             holder = holder[step]
-        _spoil(draw, holder, key)
+        _inject_fault(draw, holder, key)
     return request
 
 
 def _fresh(value: Any) -> Any:
-    """What is drawn from a list must not be spoilt there."""
+    """Copy a value, so that a fault cannot change the list that it was drawn from."""
     try:
         return copy.deepcopy(value)
     except RecursionError:  # the deep one, which is made anew each time
         return value
 
 
-def _spoil(draw: st.DrawFn, holder: Any, key: Any) -> None:
+def _inject_fault(draw: st.DrawFn, holder: Any, key: Any) -> None:
     fault = draw(st.sampled_from(["replace", "replace", "remove", "add", "wrap", "repeat"]))
     if fault == "replace":
         holder[key] = _fresh(draw(VALUES))
@@ -151,8 +151,8 @@ def _spoil(draw: st.DrawFn, holder: Any, key: Any) -> None:
 
 
 @st.composite
-def damaged(draw: st.DrawFn, files: list[bytes]) -> bytes:
-    """A sound file that was cut short, has other bits or bytes, or is two files in one."""
+def damaged_bytes(draw: st.DrawFn, files: list[bytes]) -> bytes:
+    """Draw a valid file that was truncated, has changed bits or bytes, or is spliced from two files."""
     data = bytearray(draw(st.sampled_from(files)))
     for _ in range(draw(st.integers(1, 4))):
         place = draw(st.integers(0, len(data)))

@@ -1,4 +1,4 @@
-"""Damaged pictures and videos, on the whole way from a data: URL to patches."""
+"""Damaged images and videos, from a data: URL to patches."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dashinfer_vlm_core.media import READERS, MediaLoader
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import Qwen2VLImageProcessor
 from dashinfer_vlm_core.models.spec import PixelSpec
 from dashinfer_vlm_core.protocol import MediaPart
-from tests.fuzz.mutations import damaged
-from tests.samples import data_url, encode, movie, noise
+from tests.fuzz.mutations import damaged_bytes
+from tests.samples import data_url, encode, encode_video, noise
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # of all cases; each is clocked by itself
 
@@ -25,7 +25,7 @@ SMALL = Image.fromarray(noise(24, 24))
 EXIF = Image.Exif()
 EXIF[0x0112] = 6
 TWO = {"save_all": True, "append_images": [Image.fromarray(noise(24, 24, 1))]}
-PICTURES = [
+IMAGES = [
     *(encode(SMALL, codec) for codec in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")),
     *(encode(SMALL.convert(mode)) for mode in ("1", "L", "P", "LA", "RGBA", "I;16")),
     *(encode(SMALL.convert("CMYK"), codec) for codec in ("JPEG", "TIFF")),
@@ -35,7 +35,7 @@ PICTURES = [
     encode(SMALL, "WEBP", lossless=True, exif=EXIF),
     encode(SMALL.quantize(8), transparency=1),
 ]
-VIDEOS = [movie(6, container=name) for name in ("mp4", "matroska", "webm", "avi", "mpegts", "mov")]
+VIDEOS = [encode_video(6, container=name) for name in ("mp4", "matroska", "webm", "avi", "mpegts", "mov")]
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +49,10 @@ def load():
         return patches
 
     yield load
-    loop.stop(last=loader.close())
+    loop.stop(cleanup=loader.close())
 
 
-def check_words(error):
+def check_error(error):
     assert error.param.startswith(PART)
     assert len(error.message) < 300
 
@@ -61,26 +61,26 @@ def check(load, part):
     try:
         patches = load(part)
     except RequestError as error:
-        check_words(error)
+        check_error(error)
     else:
         assert patches.grid.patches == len(patches.pixels) > 0
 
 
 @settings(max_examples=2 * SHARE)
-@given(damaged(PICTURES))
-def test_a_damaged_picture_is_seen_or_refused(watch, load, file):
-    with watch.case():
+@given(damaged_bytes(IMAGES))
+def test_damaged_image_is_processed_or_rejected(monitor, load, file):
+    with monitor.case():
         check(load, MediaPart(kind="image", path=PART, url=data_url(file)))
 
 
 @settings(max_examples=SHARE)
-@given(damaged(VIDEOS))
-def test_a_damaged_video_is_seen_or_refused(watch, load, file):
-    with watch.case():
+@given(damaged_bytes(VIDEOS))
+def test_damaged_video_is_processed_or_rejected(monitor, load, file):
+    with monitor.case():
         check(load, MediaPart(kind="video", path=PART, url=data_url(file)))
 
 
-@pytest.mark.parametrize(("kind", "files"), [("image", PICTURES), ("video", VIDEOS)])
-def test_a_sound_file_is_seen(load, kind, files):
+@pytest.mark.parametrize(("kind", "files"), [("image", IMAGES), ("video", VIDEOS)])
+def test_valid_file_is_processed(load, kind, files):
     for file in files:
         assert load(MediaPart(kind=kind, path=PART, url=data_url(file))).tokens

@@ -1,4 +1,4 @@
-"""Requests that are nearly right, against the schema and against a whole engine."""
+"""Nearly valid requests against the schema and against a whole engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dashinfer_vlm_core.protocol import ChatRequest
 from dashinfer_vlm_core.protocol.sampling import Sampling
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_server.request_body import parse_object
-from tests.fuzz.mutations import REQUESTS, damaged, requests
+from tests.fuzz.mutations import REQUESTS, damaged_bytes, requests
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # of all cases; each is clocked by itself
 
@@ -27,12 +27,12 @@ BODIES = [json.dumps(request).encode() for request in REQUESTS] + [
 ]
 
 
-def parsed(make, value):
-    """The request, read to its last field; None where it is refused as one should be."""
+def parse_request(make, value):
+    """Parse a request and read all its fields; return None where it is rejected with a valid error."""
     try:
         request = ChatRequest.parse(make(value))
     except RequestError as error:
-        check_words(error)
+        check_error(error)
         return None
     assert isinstance(request.sampling(), Sampling)
     for media in request.media():
@@ -41,25 +41,25 @@ def parsed(make, value):
     return request
 
 
-def check_words(error):
+def check_error(error):
     assert 10 < len(error.message) < 1000
     assert error.code
-    for words in (error.message, error.param or ""):
-        words.encode()  # else they could not be sent
+    for text in (error.message, error.param or ""):
+        text.encode()  # must be sendable
 
 
 @settings(max_examples=4 * SHARE)
 @given(requests())
-def test_a_request_with_faults_is_taken_or_refused_by_name(watch, request):
-    with watch.case():
-        parsed(lambda value: value, request)
+def test_request_with_faults_is_accepted_or_rejected(monitor, request):
+    with monitor.case():
+        parse_request(lambda value: value, request)
 
 
 @settings(max_examples=2 * SHARE)
-@given(damaged(BODIES))
-def test_a_damaged_body_is_taken_or_refused(watch, body):
-    with watch.case():
-        parsed(parse_object, body)
+@given(damaged_bytes(BODIES))
+def test_damaged_body_is_accepted_or_rejected(monitor, body):
+    with monitor.case():
+        parse_request(parse_object, body)
 
 
 @pytest.fixture(scope="module")
@@ -70,16 +70,16 @@ def engine():
 
 @settings(max_examples=SHARE)
 @given(requests(), st.booleans())
-def test_an_engine_answers_a_request_with_faults_or_refuses_it(watch, engine, request, streamed):
-    with watch.case(), suppress(RequestError):
+def test_engine_completes_or_rejects_request_with_faults(monitor, engine, request, streamed):
+    with monitor.case(), suppress(RequestError):
         if streamed:
             assert list(engine.stream(request))[-1].model
         else:
             assert engine.chat(request).choices[0].message.content is not None
 
 
-def test_a_sound_request_is_taken(engine):
-    """Else the properties above would hold of an engine that refuses everything."""
+def test_valid_request_is_accepted(engine):
+    """The properties above would hold for an engine that rejects everything."""
     for request in (*REQUESTS[:3], REQUESTS[4]):
-        assert parsed(lambda value: value, request)
+        assert parse_request(lambda value: value, request)
         assert engine.chat(request).choices[0].finish_reason

@@ -1,4 +1,4 @@
-"""DashInfer on CUDA = transformers, with the real positions of pictures and videos; left out without a GPU."""
+"""DashInfer on CUDA = transformers, with the real positions of images and videos; skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.plugins.oracle import collect, ids, prompt, visual
 pytestmark = pytest.mark.dashinfer
 
 
-def answers(decoder, requests):
+def generate(decoder, requests):
     async def run():
         async with decoding(decoder):
             return [ids(tokens) for tokens in await asyncio.gather(*(collect(decoder, each) for each in requests))]
@@ -39,32 +39,32 @@ def conversations(oracle):
     ]
 
 
-def test_auto_takes_dashinfer(oracle, cache):
-    check_support = DashInferFactory().check_support(read_spec(oracle.folder), EngineConfig(cache_dir=cache))
-    assert check_support.score > 10, check_support.reason
+def test_auto_selects_dashinfer(oracle, cache):
+    support = DashInferFactory().check_support(read_spec(oracle.folder), EngineConfig(cache_dir=cache))
+    assert support.score > 10, support.reason
 
 
-def test_tokens_equal_transformers_at_the_real_positions(oracle, on_cuda):
+def test_tokens_equal_transformers_at_real_positions(oracle, on_cuda):
     requests = conversations(oracle)
-    assert answers(on_cuda(), requests) == [oracle.greedy(request) for request in requests]
+    assert generate(on_cuda(), requests) == [oracle.greedy(request) for request in requests]
 
 
-def test_the_prefix_cache_changes_nothing(oracle, on_cuda):
+def test_prefix_cache_does_not_change_tokens(oracle, on_cuda):
     requests = conversations(oracle) * 2
-    assert answers(on_cuda(prefix_cache=True), requests) == answers(on_cuda(prefix_cache=False), requests)
+    assert generate(on_cuda(prefix_cache=True), requests) == generate(on_cuda(prefix_cache=False), requests)
 
 
 @pytest.mark.parametrize(
     "penalty", [{"presence_penalty": 1.5}, {"frequency_penalty": 1.0}, {"repetition_penalty": 1.3}]
 )
-def test_penalties_are_the_fields(oracle, on_cuda, penalty):
+def test_penalties_match_definition(oracle, on_cuda, penalty):
     requests = [prompt(seed, 20, **penalty) for seed in range(4)]
-    assert answers(on_cuda(), requests) == answers(oracle.decoder(), requests)
+    assert generate(on_cuda(), requests) == generate(oracle.decoder(), requests)
 
 
-def test_top_p_1_is_the_whole_distribution(oracle, on_cuda):
+def test_top_p_1_samples_full_distribution(oracle, on_cuda):
     expected = (oracle.logits(prompt(1, 12), [0])[0] / 2).softmax(-1).double().numpy()
     order = np.argsort(-expected)
     inside = set(order[: int((expected[order].cumsum() < 0.99).sum()) + 1].tolist())
     requests = [prompt(1, 12, max_tokens=1, seed=seed, temperature=2.0) for seed in range(1500)]
-    assert any(token not in inside for (token,) in answers(on_cuda(), requests))
+    assert any(token not in inside for (token,) in generate(on_cuda(), requests))

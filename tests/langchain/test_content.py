@@ -20,7 +20,7 @@ from dashinfer_vlm_core.errors import InvalidParameter, MediaUndecodable, Unsupp
 from dashinfer_vlm_core.protocol import ChatRequest
 from dashinfer_vlm_langchain import ChatDashInferVLM
 from dashinfer_vlm_langchain.messages import to_openai
-from tests.samples import data_url, encode, movie, noise
+from tests.samples import data_url, encode, encode_video, noise
 from tests.web import body, serve
 
 PICTURES = Path(__file__).parents[2] / "examples" / "pictures"
@@ -79,7 +79,7 @@ def test_options_of_a_block_bound_its_tokens(scripted):
     """Sizes are counted in visual tokens of 28 x 28 pixels."""
     chat = scripted("Yes.").chat
     picture = {"type": "image", "url": data_url(encode(noise(300, 400)))}
-    video = {"type": "video", "url": data_url(movie(), "video/mp4")}
+    video = {"type": "video", "url": data_url(encode_video(), "video/mp4")}
 
     def tokens(block, **extras):
         details = chat.invoke([HumanMessage([block | {"extras": extras}])]).usage_metadata["input_token_details"]

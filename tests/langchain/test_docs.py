@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.pages import ROOT, check_programs, programs_of
+from tests.pages import ROOT, check_programs, page_programs
 from tests.waiting import HANG
 
 PICTURES = "examples/pictures"
@@ -18,7 +18,7 @@ PICTURES = "examples/pictures"
 def test_the_programs_print_what_the_page_says(monkeypatch):
     monkeypatch.chdir(ROOT)
     check_programs("langchain.md")
-    assert len(programs_of("langchain.md")) == 4
+    assert len(page_programs("langchain.md")) == 4
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from dashinfer_vlm_core.engine.shared import SHARED
 from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
 from dashinfer_vlm_core.testing import EVERYTHING
 from tests.litellm.conftest import HELLO, ask, counts, stream, text_of
-from tests.samples import data_url, movie, picture_url
+from tests.samples import data_url, encode_video, image_url
 
 TRUTH = "I know circles, squares, triangles, stars and crosses."
 ASK = {"messages": [{"role": "user", "content": "Which shapes do you know?"}], "temperature": 0}
@@ -30,11 +30,11 @@ def user(*parts):
 
 
 def image(**options):
-    return {"type": "image_url", "image_url": {"url": picture_url(300, 400), **options}}
+    return {"type": "image_url", "image_url": {"url": image_url(300, 400), **options}}
 
 
 def video(**options):
-    return {"type": "video_url", "video_url": {"url": data_url(movie(), "video/mp4"), **options}}
+    return {"type": "video_url", "video_url": {"url": data_url(encode_video(), "video/mp4"), **options}}
 
 
 def text(words):

@@ -10,7 +10,7 @@ import pytest
 
 from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.engine.shared import SHARED
-from tests.pages import ROOT, programs_of
+from tests.pages import ROOT, page_programs
 from tests.server.conftest import serving
 from tests.waiting import HANG
 
@@ -29,7 +29,7 @@ def run(*arguments):
     return ended.stdout
 
 
-@pytest.mark.parametrize("program", programs_of("litellm.md"), ids=["in process", "with options", "with a server"])
+@pytest.mark.parametrize("program", page_programs("litellm.md"), ids=["in process", "with options", "with a server"])
 def test_the_programs_of_the_page_run(program):
     with serving(SHARED.get(EngineConfig())) as server:
         output = run("-c", program.replace(SERVER, server.url))

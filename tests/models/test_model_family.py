@@ -17,7 +17,7 @@ from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_core.plugins import load_plugins
 from tests.models import contrast_vl
 from tests.models.reference_vl import Reference
-from tests.samples import data_url, encode, movie, noise
+from tests.samples import data_url, encode, encode_video, noise
 from tests.waiting import HANG
 
 COUNT = 12
@@ -120,7 +120,7 @@ def test_cached_answers_equal_the_reference(engine, expected):
 
 def test_equal_frames_at_other_times_have_one_embedding_and_two_prompts(engine, folder):
     """The embedding is that of the content; the prompt says when it was."""
-    asked = [video(movie(4, fps=fps), "video/mp4", num_frames=4) for fps in (1, 2)]
+    asked = [video(encode_video(4, fps=fps), "video/mp4", num_frames=4) for fps in (1, 2)]
     first, second = (prompt_text(engine, folder, request) for request in asked)
     assert "<3.0 seconds>" in first
     assert "<1.5 seconds>" in second

@@ -12,7 +12,7 @@ from PIL import Image
 
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_server.page import FILES, STATIC
-from tests.conversations import as_openai, picture, user
+from tests.conversations import as_openai, blurred_image, user
 from tests.server.conftest import serving
 
 TEXTS = [path for path in STATIC.iterdir() if path.suffix in {".css", ".html", ".js", ".svg"}]
@@ -68,7 +68,7 @@ def test_nothing_is_loaded_from_elsewhere_and_nothing_is_inline(path):
 
 
 def test_a_preview_shows_frames_and_counts(http):
-    body = {"messages": as_openai([user(picture(1, 200, 100), [picture(2)] * 3, "Compare.")])}
+    body = {"messages": as_openai([user(blurred_image(1, 200, 100), [blurred_image(2)] * 3, "Compare.")])}
     answer = http.post("/v1/media/preview", json=body).json()
     image, video = answer["data"]
     assert answer["object"] == "media.preview"

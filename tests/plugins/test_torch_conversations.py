@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig, hookimpl
-from dashinfer_vlm_core.concurrency.compute import THREAD
+from dashinfer_vlm_core.concurrency.compute import THREAD_NAME
 from dashinfer_vlm_core.decoders import DecoderSupport
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.models.qwen2_vl.vit import Qwen2VLEncoder
@@ -18,7 +18,7 @@ from dashinfer_vlm_torch import runner
 from dashinfer_vlm_torch.attention import KVCache
 from dashinfer_vlm_torch.decoder import TorchDecoder
 from dashinfer_vlm_torch.runner import ModelRunner
-from tests.conversations import as_openai, assistant, picture, user
+from tests.conversations import as_openai, assistant, blurred_image, user
 
 
 class CountingRunner(ModelRunner):
@@ -89,7 +89,7 @@ def cached(usage):
 
 def turns():
     """What is asked in three turns, two of them with a picture."""
-    return [user(picture(1), "What is in the picture?"), user("Are you sure?"), user("And in this one? ", picture(2))]
+    return [user(blurred_image(1), "What is in the picture?"), user("Are you sure?"), user("And in this one? ", blurred_image(2))]
 
 
 def chat(door):
@@ -122,7 +122,7 @@ def test_a_conversation_reads_each_turn_once():
 def test_many_users_with_one_picture_read_it_once():
     questions = [f"Question {number}: what is in the picture?" for number in range(8)]
     bodies = [
-        {"messages": as_openai([user(picture(1), question)]), "temperature": 0, "max_tokens": 12}
+        {"messages": as_openai([user(blurred_image(1), question)]), "temperature": 0, "max_tokens": 12}
         for question in questions
     ]
 
@@ -182,12 +182,12 @@ def test_all_that_computes_does_so_on_the_thread_for_that(monkeypatch):
     note(runner, "sample")
     note(KVCache, "move")
     with Counting() as door:
-        door.ask(user(picture(1), "What is in the picture?"))
-        door.ask(user(picture(1), "Is it red?"))
-        bodies = [{"messages": as_openai([user(picture(1), f"{word}?")]), "max_tokens": 8} for word in ("A", "B", "C")]
+        door.ask(user(blurred_image(1), "What is in the picture?"))
+        door.ask(user(blurred_image(1), "Is it red?"))
+        bodies = [{"messages": as_openai([user(blurred_image(1), f"{word}?")]), "max_tokens": 8} for word in ("A", "B", "C")]
 
         async def all_at_once():
             await asyncio.gather(*map(door.engine.achat, bodies))
 
         asyncio.run(all_at_once())
-    assert seen == {name: {THREAD} for name in ("linear", "norm", "attend", "normalize", "sample", "move")}
+    assert seen == {name: {THREAD_NAME} for name in ("linear", "norm", "attend", "normalize", "sample", "move")}

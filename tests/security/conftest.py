@@ -19,7 +19,7 @@ import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from tests.clock import SkippableLoop
-from tests.samples import data_url, encode, noise, picture_url
+from tests.samples import data_url, encode, image_url, noise
 from tests.server.conftest import serving
 
 LEAKS = re.compile(
@@ -101,7 +101,7 @@ def text(words: str) -> dict[str, object]:
     return {"type": "text", "text": words}
 
 
-GOOD = image(picture_url())
+GOOD = image(image_url())
 
 
 @contextlib.contextmanager

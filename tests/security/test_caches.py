@@ -31,7 +31,7 @@ def test_security_15_another_picture_behind_a_known_url_is_seen(open_door):
     with serve({"/a.png": body(CIRCLE)}) as web:
         part = image(web.url("/a.png"))
         assert open_door.sees(part, WORDS) == circle
-        web.answers["/a.png"] = body(SQUARE)
+        web.responses["/a.png"] = body(SQUARE)
         assert open_door.sees(part, WORDS) == square
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.samples import data_url, encode, movie, noise, picture_url
+from tests.samples import data_url, encode, encode_video, image_url, noise
 from tests.security.conftest import LIMITS, film, image, picture, text, video
 
 PART = "messages[0].content[0]"
@@ -57,7 +57,7 @@ BOMBS = {
 @pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS)
 def test_security_06_a_bomb_is_refused_by_its_header(open_door, bomb):
     open_door.refuses(picture(bomb), code="media_too_large")
-    open_door.refuses(video([picture_url(), data_url(bomb)]), param=f"{PART}.video_url.url[1]", code="media_too_large")
+    open_door.refuses(video([image_url(), data_url(bomb)]), param=f"{PART}.video_url.url[1]", code="media_too_large")
 
 
 def other(codec, mode="RGB"):
@@ -78,7 +78,7 @@ HOSTILE = {
     "XBM": other("XBM", "1"),
     "JPEG 2000": other("JPEG2000"),
     "a ZIP archive": b"PK\x05\x06" + bytes(18),
-    "a video": movie(2),
+    "a video": encode_video(2),
     "half a PNG": encode(UPRIGHT)[:200],
     "half a JPEG": encode(noise(64, 64), "JPEG")[:800],
     "half a WebP": encode(UPRIGHT, "WEBP")[:100],
@@ -191,8 +191,8 @@ def test_security_06_what_the_model_sees_differs_where_the_pictures_do(open_door
 # Line 7: videos and lists of frames
 
 FILMS = {
-    "too long": (lambda: movie(12, fps=2), {}, PART, "media_too_large"),
-    "frames too large": (lambda: movie(2, height=1200, width=1600), {}, PART, "media_too_large"),
+    "too long": (lambda: encode_video(12, fps=2), {}, PART, "media_too_large"),
+    "frames too large": (lambda: encode_video(2, height=1200, width=1600), {}, PART, "media_too_large"),
     "no video": (lambda: encode(UPRIGHT), {}, PART, "media_undecodable"),
     "a playlist": (
         lambda: b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n",
@@ -201,9 +201,9 @@ FILMS = {
         "media_undecodable",
     ),
     "a list of files to join": (lambda: b"ffconcat version 1.0\nfile /etc/passwd\n", {}, PART, "media_undecodable"),
-    "half a video": (lambda: movie(12)[:900], {}, PART, "media_undecodable"),
-    "more frames than allowed": (lambda: movie(12), {"num_frames": 18}, f"{PART}.video_url.num_frames", ""),
-    "a rate beyond all rates": (lambda: movie(12), {"fps": 1e6}, f"{PART}.video_url.fps", ""),
+    "half a video": (lambda: encode_video(12)[:900], {}, PART, "media_undecodable"),
+    "more frames than allowed": (lambda: encode_video(12), {"num_frames": 18}, f"{PART}.video_url.num_frames", ""),
+    "a rate beyond all rates": (lambda: encode_video(12), {"fps": 1e6}, f"{PART}.video_url.fps", ""),
 }
 
 
@@ -213,7 +213,7 @@ def test_security_07_a_video_beyond_the_limits_is_refused(open_door, made, optio
 
 
 def test_security_07_a_request_lowers_the_number_of_frames_and_cannot_raise_it(open_door):
-    long = movie(40, fps=10)
+    long = encode_video(40, fps=10)
     few, most, more = (
         open_door.sees(film(long, **asked), WORDS)[0] for asked in ({"num_frames": 4}, {"fps": 4}, {"fps": 900})
     )
@@ -221,7 +221,7 @@ def test_security_07_a_request_lowers_the_number_of_frames_and_cannot_raise_it(o
 
 
 def test_security_07_a_request_cannot_raise_the_pixels_of_frames(open_door):
-    clip = movie(8, height=200, width=300)
+    clip = encode_video(8, height=200, width=300)
     usual = open_door.sees(film(clip), WORDS)
     for asked in ({"max_pixels": 10**8}, {"total_pixels": 2 * 10**9}):
         assert open_door.sees(film(clip, **asked), WORDS) == usual

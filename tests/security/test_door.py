@@ -29,7 +29,7 @@ from dashinfer_vlm_server import create_app
 from dashinfer_vlm_server.api_keys import ApiKeys
 from dashinfer_vlm_server.page import FILES
 from dashinfer_vlm_server.protocol import MAX_HEAD_BYTES
-from tests.samples import picture_url
+from tests.samples import image_url
 from tests.security.conftest import LEAKS
 from tests.server.conftest import serving
 from tests.tiny import write_checkpoint
@@ -109,7 +109,7 @@ def test_security_17_keys_are_compared_by_digest_in_constant_time(monkeypatch):
     for sent in (KEY, KEY[:-1] + "x", "x" * len(KEY), "other"):
         for decision in (True, False):
             compared.clear()
-            assert keys.open(b"Bearer " + sent.encode()) is decision
+            assert keys.is_valid(b"Bearer " + sent.encode()) is decision
             assert {one for one, _ in compared} == {hashlib.sha256(sent.encode()).digest()}
             assert {other for _, other in compared} == known
 
@@ -244,7 +244,7 @@ def test_security_20_logs_hold_no_prompts_media_keys_or_addresses(tiny_checkpoin
     caplog.set_level(logging.INFO)
     parts = [
         {"type": "text", "text": SECRETS[0]},
-        {"type": "image_url", "image_url": {"url": picture_url()}},
+        {"type": "image_url", "image_url": {"url": image_url()}},
     ]
     content = [{"role": "user", "content": parts}]
     remote = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"https://{SECRETS[2]}/a"}}]}]

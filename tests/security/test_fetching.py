@@ -17,10 +17,10 @@ from dashinfer_vlm_core.media import READERS, MediaLoader
 from dashinfer_vlm_core.media.fetch import SILENCE_SECONDS, Fetcher
 from dashinfer_vlm_core.media.url_policy import check_url
 from dashinfer_vlm_core.protocol import MediaPart
-from tests.samples import data_url, encode, noise, picture_url
+from tests.samples import data_url, encode, image_url, noise
 from tests.security.conftest import GOOD, LIMITS, image, picture, text, video
 from tests.waiting import HANG
-from tests.web import Loopback, body, names, raw, redirect, serve
+from tests.web import LoopbackTransport, body, fake_resolver, raw, redirect, serve
 
 PART = "messages[0].content[0]"
 PICTURE = encode(noise(20, 30))
@@ -189,17 +189,17 @@ def test_security_03_no_writing_of_a_private_address_is_connected_to(closed_door
 def fetch(url, config, **table):
     """The fetcher under a resolver that knows `table`, with every connection brought to this machine."""
     looked_up = []
-    resolve = names(table)
+    resolve = fake_resolver(table)
 
     async def run():
         async def noted(host, port):
             looked_up.append(host)
             return await resolve(host, port)
 
-        transport = Loopback()
+        transport = LoopbackTransport()
         fetcher = Fetcher(config, resolve=noted, transport=transport)
         try:
-            data = await fetcher.get(check_url(url, part=PART, config=config), kind="image", part=PART)
+            data = await fetcher.get(check_url(url, path=PART, config=config), kind="image", path=PART)
         except MediaError as error:
             data = error
         finally:
@@ -237,7 +237,7 @@ def test_security_03_one_private_address_among_public_ones_refuses_the_name():
 
 def test_security_03_the_loader_asks_the_resolver_it_was_given_and_no_other():
     async def run(table):
-        loader = MediaLoader(EngineConfig(), READERS, resolve=names(table))
+        loader = MediaLoader(EngineConfig(), READERS, resolve=fake_resolver(table))
         part = MediaPart(kind="image", path=PART, url="http://pictures.example/a.png")
         try:
             await loader.load([part], lambda media: media)
@@ -254,7 +254,7 @@ def test_security_03_three_redirects_are_followed_and_a_fourth_is_not(open_door)
     with serve(answers) as web:
         assert open_door.sees(image(web.url("/3"))) == open_door.sees(picture(PICTURE))
         open_door.refuses(image(web.url("/4")), code="media_refused")
-        web.answers["/loop"] = redirect("/loop")
+        web.responses["/loop"] = redirect("/loop")
         open_door.refuses(image(web.url("/loop")), code="media_refused")
 
 
@@ -279,12 +279,12 @@ def test_security_03_allowed_domains_are_whole_names_on_every_hop():
     config = EngineConfig(allowed_media_domains=("good.example",))
     table = {name: [PUBLIC] for name in ("good.example", "evilgood.example", "good.example.evil", "a.good.example")}
     with serve({"/a.png": body(PICTURE)}) as web:
-        web.answers["/away"] = redirect(web.url("/a.png", host="evilgood.example"))
+        web.responses["/away"] = redirect(web.url("/a.png", host="evilgood.example"))
         assert fetch(web.url("/a.png", host="good.example"), config, **table)[0] == PICTURE
         assert isinstance(fetch(web.url("/away", host="good.example"), config, **table)[0], MediaRefused)
         for name in ("evilgood.example", "good.example.evil", "a.good.example"):
             with pytest.raises(MediaRefused):
-                check_url(web.url("/a.png", host=name), part=PART, config=config)
+                check_url(web.url("/a.png", host=name), path=PART, config=config)
 
 
 def test_security_03_nothing_of_the_environment_and_no_cookie_travels_along(monkeypatch, tmp_path):
@@ -474,7 +474,7 @@ def test_security_05_the_part_to_blame_is_named_and_nothing_else_is_told(open_do
             history = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
             message = {"role": "user", "content": [WORDS, GOOD, image(url)]}
             open_door.refuses(param="messages[2].content[2]", code=code, messages=[*history, message])
-            frames = [picture_url(), url]
+            frames = [image_url(), url]
             open_door.refuses(video(frames), param=f"{PART}.video_url.url[1]", code=code)
     with serve({}) as web:
         closed = web.url("/a.png")

@@ -24,9 +24,9 @@ from dashinfer_vlm_core.protocol import MediaPart
 from dashinfer_vlm_core.protocol.request import OfflineRequest
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_demo import CHECKPOINT
-from tests.samples import encode, noise, picture_url
-from tests.security.conftest import GOOD, LEAKS, LIMITS, opened, picture, text, video
 from tests.executed_lines import count_lines
+from tests.samples import encode, image_url, noise
+from tests.security.conftest import GOOD, LEAKS, LIMITS, opened, picture, text, video
 
 PART = "messages[0].content[0]"
 TOKENIZER = tokenizers.Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
@@ -99,7 +99,7 @@ def test_security_09_what_is_typed_arrives_letter_by_letter(asked):
 
 def test_security_10_every_placeholder_has_its_row(asked):
     pictures = [picture(encode(noise(*size))) for size in ((20, 30), (300, 100), (60, 60))]
-    clip = video([picture_url(), picture_url(seed=1), picture_url(seed=2)])
+    clip = video([image_url(), image_url(seed=1), image_url(seed=2)])
     for parts in ([*pictures, WORDS], [WORDS, clip], [clip, text("<|video_pad|>"), *pictures, text("<|image_pad|>")]):
         request = asked(conversation(*parts))
         pads = np.isin(request.token_ids, [CONTROL["<|image_pad|>"], CONTROL["<|video_pad|>"]])
@@ -119,7 +119,7 @@ def test_security_10_every_placeholder_has_its_row(asked):
     ],
 )
 def test_security_10_a_rendered_prompt_with_other_placeholders_never_reaches_the_decoder(asked, prompt):
-    attached = MediaPart(kind="image", path="multi_modal_data.image[0]", url=picture_url())
+    attached = MediaPart(kind="image", path="multi_modal_data.image[0]", url=image_url())
     with pytest.raises(InvalidParameter):
         asked(OfflineRequest(prompt=prompt, attached=(attached,)))
 
@@ -245,7 +245,7 @@ def test_security_12_every_number_is_finite_in_range_and_a_number(closed_door, v
     for name in FIELDS:
         fields = f'"logprobs": true, "{name}": {value}'
         refused(closed_door, f'{{"messages": [{{"role": "user", "content": "?"}}], {fields}}}', name)
-    url = picture_url()
+    url = image_url()
     for name in OPTIONS:
         part = f'{{"type": "image_url", "image_url": {{"url": "{url}", "{name}": {value}}}}}'
         refused(closed_door, f'{{"messages": [{{"role": "user", "content": [{part}]}}]}}', f"{PART}.image_url.{name}")

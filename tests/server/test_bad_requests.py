@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from PIL import Image
 
-from tests.samples import data_url, encode, picture_url
+from tests.samples import data_url, encode, image_url
 
 GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
 
@@ -26,7 +26,7 @@ def blank(width, height):
     return data_url(encode(Image.new("RGB", (width, height))))
 
 
-PICTURE = picture_url()
+PICTURE = image_url()
 PART = "messages[0].content[1]"
 CLIP = "messages[0].content[0]"
 TOOL = {"type": "function", "function": {"name": "f"}}

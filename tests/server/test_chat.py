@@ -8,7 +8,7 @@ import json
 import openai
 import pytest
 
-from tests.conversations import as_openai, picture, user
+from tests.conversations import as_openai, blurred_image, user
 
 HELLO = [{"role": "user", "content": "Hello"}]
 ANSWER = "A red circle to the left of a blue square."
@@ -108,7 +108,7 @@ def test_the_async_client_gets_the_same(scripted):
 
 def test_pictures_and_videos_reach_the_decoder(scripted):
     served = scripted(ANSWER)
-    messages = as_openai([user(picture(1), "And this?", [picture(2), picture(3)])])
+    messages = as_openai([user(blurred_image(1), "And this?", [blurred_image(2), blurred_image(3)])])
     details = ask(served.server, messages).usage.prompt_tokens_details
     (request,) = served.script.requests
     image, video = request.spans

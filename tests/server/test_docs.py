@@ -17,10 +17,10 @@ from dashinfer_vlm_server.app import create_app
 from dashinfer_vlm_server.metrics import PREFIX
 from dashinfer_vlm_server.request_context import OUTCOMES
 from dashinfer_vlm_server.serving import DECODER_LOST, GRACE_SECONDS
-from tests.pages import check_programs, text_of
+from tests.pages import check_programs, page_text
 from tests.server.conftest import serving
 
-TEXT = text_of("operations.md")
+TEXT = page_text("operations.md")
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from dashinfer_vlm_core import Engine, EngineConfig, errors
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_server.api_keys import ApiKeys
 from dashinfer_vlm_server.metrics import PREFIX
-from tests.samples import picture_url
+from tests.samples import image_url
 from tests.server.conftest import serving
 from tests.waiting import until
 from tests.web import serve
@@ -37,7 +37,7 @@ def picture(url):
 
 def test_whole_answers_are_counted_as_their_usage_says(scripted):
     with scripted("A red circle.").server.http() as client:
-        usages = [client.post(CHAT, json=body).json()["usage"] for body in (HELLO, picture(picture_url(60, 90)))]
+        usages = [client.post(CHAT, json=body).json()["usage"] for body in (HELLO, picture(image_url(60, 90)))]
         streamed = HELLO | {"stream": True}
         client.post(CHAT, json=streamed)
         # A stream's request is over a moment after its last byte; the one that asks is in flight too.
@@ -136,7 +136,7 @@ def test_fetches_that_fail_are_counted(scripted):
 def test_the_cache_of_pictures_is_counted(scripted):
     with scripted("Fine.").server.http() as client:
         for _ in range(3):
-            client.post(CHAT, json=picture(picture_url(60, 90)))
+            client.post(CHAT, json=picture(image_url(60, 90)))
         counted = [sample(client, f"mm_cache_{name}") for name in ("queries_total", "hits_total", "bytes")]
     assert counted[:2] == [3, 2]
     assert counted[2] > 0

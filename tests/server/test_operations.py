@@ -16,16 +16,15 @@ import pytest
 from openai.types import Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core import Engine, EngineConfig, __version__
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.testing import Script, scripted_registry
-from dashinfer_vlm_core.version import __version__
 from dashinfer_vlm_server.api_keys import ApiKeys
 from dashinfer_vlm_server.logs import JsonFormatter, TextFormatter
 from dashinfer_vlm_server.serving import Server, http_settings
 from dashinfer_vlm_server.settings import DrainState, Settings
-from dashinfer_vlm_server.sockets import Address, Tls, opened
-from tests.samples import picture_url
+from dashinfer_vlm_server.sockets import Address, TlsConfig, open_listener
+from tests.samples import image_url
 from tests.server.conftest import RunningServer, create_app
 from tests.waiting import HANG, until
 
@@ -190,8 +189,8 @@ def test_keys_of_a_file_open_and_others_do_not(tmp_path):
     file.write_text("# of the team\nfirst\n\n second \n")
     keys = ApiKeys.read(["third"], file)
     assert len(keys) == 3
-    assert all(keys.open(b"Bearer " + key) for key in (b"first", b"second", b"third"))
-    assert not any(keys.open(value) for value in (b"", b"first", b"Bearer", b"Bearer fourth", b"Basic first"))
+    assert all(keys.is_valid(b"Bearer " + key) for key in (b"first", b"second", b"third"))
+    assert not any(keys.is_valid(value) for value in (b"", b"first", b"Bearer", b"Bearer fourth", b"Basic first"))
 
 
 @pytest.mark.parametrize(
@@ -258,7 +257,7 @@ def test_a_root_path_is_that_of_the_proxy_in_front(engine):
 @pytest.mark.parametrize("mode", [0o600, 0o660])
 def test_a_unix_socket_is_for_those_whom_its_permissions_let_in(engine, tmp_path, mode):
     address = Address(path=tmp_path / "socket", mode=mode)
-    with opened(address) as listener:
+    with open_listener(address) as listener:
         assert address.path.stat().st_mode & 0o777 == mode
         server = RunningServer(create_app(engine), address, listener)
         transport = httpx.HTTPTransport(uds=str(address.path))
@@ -269,15 +268,15 @@ def test_a_unix_socket_is_for_those_whom_its_permissions_let_in(engine, tmp_path
 
 def test_the_socket_of_a_server_that_was_killed_is_replaced_and_no_other(tmp_path):
     address = Address(path=tmp_path / "socket")
-    with opened(address) as first:
+    with open_listener(address) as first:
         first.listen()
-        with pytest.raises(ConfigError, match="in use"), opened(address):
+        with pytest.raises(ConfigError, match="in use"), open_listener(address):
             pass
         first.close()
-        with opened(address):
+        with open_listener(address):
             assert address.path.is_socket()
     address.path.write_text("precious")
-    with pytest.raises(ConfigError, match="in use"), opened(address):
+    with pytest.raises(ConfigError, match="in use"), open_listener(address):
         pass
     assert address.path.read_text() == "precious"
 
@@ -286,7 +285,7 @@ PEM = Path(__file__).parents[1] / "pictures_test.pem"
 
 
 def test_tls_encrypts(engine):
-    with served(engine, Address(tls=Tls(certificate=PEM))) as server:
+    with served(engine, Address(tls=TlsConfig(certificate=PEM))) as server:
         trust = ssl.create_default_context(cafile=str(PEM))
         trust.check_hostname = False
         url = server.url.replace("http:", "https:")
@@ -297,7 +296,7 @@ def test_tls_encrypts(engine):
 
 
 def test_a_client_without_a_certificate_is_turned_away_where_one_is_asked_for(engine):
-    with served(engine, Address(tls=Tls(certificate=PEM, client_authorities=PEM))) as server:
+    with served(engine, Address(tls=TlsConfig(certificate=PEM, client_authorities=PEM))) as server:
         trust = ssl.create_default_context(cafile=str(PEM))
         trust.check_hostname = False
         url = server.url.replace("http:", "https:")
@@ -313,7 +312,7 @@ def test_a_certificate_that_cannot_be_used_is_named(engine, tmp_path, content):
     if content:
         file.write_text(content)
     with pytest.raises(ConfigError, match="--ssl-certfile"):
-        http_settings(create_app(engine), Address(tls=Tls(certificate=file)))
+        http_settings(create_app(engine), Address(tls=TlsConfig(certificate=file)))
 
 
 # Tokens
@@ -331,7 +330,7 @@ def test_a_prompt_is_counted_and_comes_back(engine, tiny_checkpoint):
 
 
 def test_messages_are_counted_with_their_pictures_as_the_answer_counts_them(engine):
-    content = [{"type": "text", "text": "?"}, {"type": "image_url", "image_url": {"url": picture_url(60, 90)}}]
+    content = [{"type": "text", "text": "?"}, {"type": "image_url", "image_url": {"url": image_url(60, 90)}}]
     body = {"messages": [{"role": "user", "content": content}]}
     with served(engine, Address()) as server, server.http() as client:
         counted = client.post("/tokenize", json=body).json()

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from dashinfer_vlm_server.tracing import Tracer
-from tests.samples import picture_url
+from tests.samples import image_url
 from tests.waiting import HANG, until
 
 SECRET = "a very private question"
@@ -22,7 +22,7 @@ BODY = {
     "messages": [
         {
             "role": "user",
-            "content": [{"type": "text", "text": SECRET}, {"type": "image_url", "image_url": {"url": picture_url()}}],
+            "content": [{"type": "text", "text": SECRET}, {"type": "image_url", "image_url": {"url": image_url()}}],
         }
     ]
 }

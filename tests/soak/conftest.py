@@ -1,4 +1,4 @@
-"""How long the soak lasts: some faults in `scripts/test`, and as many minutes as nightly runs ask for:
+"""How long the soak lasts: a number of faults in `scripts/test`, and in nightly runs a number of minutes:
 
 scripts/test tests/soak --soak-minutes=20
 """
@@ -15,7 +15,7 @@ FAULTS = 30
 
 @pytest.fixture
 def soak_lasts(request: pytest.FixtureRequest) -> Callable[[int, float], bool]:
-    """Whether a share of the soak goes on, after so many faults: `soak_lasts(faults, share)`."""
+    """Return a function that reports whether a share of the soak continues: `soak_lasts(faults, share)`."""
     minutes = float(request.config.getoption("--soak-minutes"))
     began = time.monotonic()
 

@@ -1,7 +1,7 @@
-"""Mixed traffic with faults: every request has one outcome, and nothing is left behind.
+"""Mixed traffic with faults: every request has exactly one outcome, and no resources leak.
 
-The decoder dies now and then, the server of pictures is down for a while, clients leave in the midst of answers, and
-there are more of them than the queue takes.
+The decoder dies now and then, the image server goes down, clients disconnect in the middle of responses, and there are
+more clients than the queue accepts.
 """
 
 from __future__ import annotations
@@ -29,18 +29,17 @@ from tests.web import body, serve
 CLIENTS = 12
 FAULT_REQUESTS = 80
 WARM_UP = 1 / 3
-"""Share of the soak after which memory should not grow any more: caches are full then, and arenas are warm."""
+"""Share of the soak after which memory should stop growing: caches are full and allocator arenas are warm."""
 
 GROWTH = 1.05
 SPARE = 4
-"""Descriptors that may be open in the end and were not in the beginning: kept connections for pictures. There are more
-restarts than that."""
+"""Extra descriptors allowed at the end: kept-alive connections to the image server. There are more restarts than that."""
 OPTIONS = {"max_batch_size": 4, "max_waiting": 4, "vision_cache_mib": 1, "decoder_restarts": 10_000}
 
 
 @pytest.fixture
 def unlogged():
-    """pytest keeps every record, and with a traceback what its frames hold: a decoder that died, with its memory."""
+    """Disable logging: pytest keeps log records whose tracebacks would keep a dead decoder's memory alive."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
@@ -50,7 +49,7 @@ def unlogged():
 @pytest.mark.usefixtures("unlogged")
 @pytest.mark.timeout(0)  # it has an end of its own
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="memory and descriptors are read from /proc")
-def test_mixed_traffic_with_faults(tiny_checkpoint, soak_lasts):
+def test_mixed_traffic_with_faults_has_one_outcome_per_request(tiny_checkpoint, soak_lasts):
     kept, registry, ledger = Kept(), load_plugins(), Ledger()
     registry.add_plugin(kept, name="kept")
     config = EngineConfig(model=str(tiny_checkpoint), decoder="kept", allow_private_addresses=True, **OPTIONS)
@@ -61,8 +60,8 @@ def test_mixed_traffic_with_faults(tiny_checkpoint, soak_lasts):
         clients = Clients(server.url, web.url(""), ledger)
         clients.start(CLIENTS)
         faults = _faults(ledger, kept, web, pictures)
-        warm = _trouble(faults, lambda count: soak_lasts(count, WARM_UP))
-        end = _trouble(faults, lambda count: soak_lasts(count, 1))
+        warm = _run_faults(faults, lambda count: soak_lasts(count, WARM_UP))
+        end = _run_faults(faults, lambda count: soak_lasts(count, 1))
         clients.stop()
         until(lambda: engine.stats().active_requests == 0)
         until(lambda: counted(client, "requests_total", CHAT) == sum(ledger.outcomes.values()))
@@ -71,17 +70,17 @@ def test_mixed_traffic_with_faults(tiny_checkpoint, soak_lasts):
             f"{dict(ledger.outcomes)}, restarts {engine.stats().restarts}, MiB {warm:.0f} -> {end:.0f},"
             f" descriptors {idle} -> {_descriptors()}"
         )
-        print(report)  # noqa: T201 - for whoever runs it alone
+        print(report)  # noqa: T201 - for manual runs
         check_outcomes(client, ledger, report)
         assert counted(client, "prompt_tokens_total") == ledger.prompt_tokens
         assert counted(client, "generation_tokens_total") == ledger.completion_tokens
         assert engine.stats().restarts > 0
-    assert not ledger.strange
+    assert not ledger.unexpected
     assert end < GROWTH * warm, report
 
 
 def check_outcomes(client, ledger, report):
-    """Each request was counted once, as what its client saw; to one who left, something else may have come first."""
+    """Check that each request was counted once, with its client's outcome; one that left may have got another first."""
     seen = dict(ledger.outcomes)
     left = seen.pop("left")
     counts = {name: counted(client, "requests_total", CHAT, outcome=name) for name in (*seen, "cancelled")}
@@ -100,7 +99,7 @@ def counted(client, name, route=None, outcome=None):
 
 
 def _faults(ledger, kept, web, pictures):
-    """Make a fault after each `FAULT_REQUESTS` requests; yields the number of faults so far."""
+    """Cause a fault after each `FAULT_REQUESTS` requests; yields the number of faults so far."""
     rng = random.Random(0)
     for count in itertools.count():
         yield count
@@ -109,11 +108,11 @@ def _faults(ledger, kept, web, pictures):
         if rng.random() < 0.5:
             kept.kill()
         else:
-            web.answers.clear() if web.answers else web.answers.update(pictures)
+            web.responses.clear() if web.responses else web.responses.update(images)
 
 
-def _trouble(faults, lasts):
-    """Make faults as long as it `lasts`; then the memory, in MiB, the least of some moments."""
+def _run_faults(faults, lasts):
+    """Cause faults while `lasts` is true; return the resident memory in MiB, the minimum of some samples."""
     while lasts(next(faults)):
         pass
     return min(_memory() for _ in range(20))

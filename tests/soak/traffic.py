@@ -1,4 +1,4 @@
-"""What clients of a soak do, each in a thread of its own, and what became of what they did."""
+"""Clients of a soak, each in its own thread, and the outcomes of their requests."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from typing import Any
 
 import httpx
 
-from tests.samples import picture_url
+from tests.samples import image_url
 from tests.waiting import HANG
 
 CHAT = "/v1/chat/completions"
 QUESTION = {"type": "text", "text": "What is this?"}
-PICTURES = [picture_url(40, 60, seed) for seed in range(8)]
+IMAGES = [image_url(40, 60, seed) for seed in range(8)]
 
 
 @dataclass
 class Ledger:
-    """What became of every request, as its client saw it; used by many threads.
+    """The outcome of every request as seen by its client; thread-safe.
 
     Attributes:
-        outcomes: how often each came, by its name in the metrics.
-        prompt_tokens, completion_tokens: that the usages of whole answers told, together.
-        strange: what should not have come.
+        outcomes: counts by the outcome's name in the metrics.
+        prompt_tokens, completion_tokens: totals of the usages of complete responses.
+        unexpected: errors that should not have happened.
     """
 
     outcomes: collections.Counter[str] = field(default_factory=collections.Counter)
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    strange: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def write(self, outcome: str, usage: dict[str, Any] | None = None) -> None:
@@ -46,18 +46,18 @@ class Ledger:
                 self.prompt_tokens += usage["prompt_tokens"]
                 self.completion_tokens += usage["completion_tokens"]
 
-    def wonder(self, what: str) -> None:
+    def add_unexpected(self, error: str) -> None:
         with self._lock:
-            self.strange.append(what)
+            self.unexpected.append(error)
 
 
 class Clients:
-    """Threads that ask until they are told to stop.
+    """Threads that send requests until `stop` is called.
 
     Args:
-        url: of the server.
-        web: base address of pictures; those at `/gone.png` are not there.
-        ledger: gets what became of each request.
+        url: the server's base URL.
+        web: base URL of the image server; `/gone.png` does not exist.
+        ledger: records the outcome of each request.
     """
 
     def __init__(self, url: str, web: str, ledger: Ledger) -> None:
@@ -77,28 +77,28 @@ class Clients:
         self._stop.set()
         for thread in self._threads:
             thread.join(timeout=HANG)
-            assert not thread.is_alive(), "a client never got its answer"
+            assert not thread.is_alive(), "a client never got its response"
 
     def _run(self, rng: random.Random) -> None:
-        deeds: list[Callable[[httpx.Client, random.Random], None]] = [
-            self._whole, self._whole, self._streamed, self._streamed, self._leaves, self._wrong, self._fetched,
+        actions: list[Callable[[httpx.Client, random.Random], None]] = [
+            self._send_plain, self._send_plain, self._send_streamed, self._send_streamed, self._disconnect, self._send_invalid, self._send_fetched_image,
         ]  # fmt: skip
         with httpx.Client(base_url=self._url, trust_env=False, timeout=HANG) as client:
             while not self._stop.is_set():
                 try:
-                    rng.choice(deeds)(client, rng)
+                    rng.choice(actions)(client, rng)
                 except Exception as error:  # noqa: BLE001 - the test shows it
-                    self._ledger.wonder(repr(error))
+                    self._ledger.add_unexpected(repr(error))
                 time.sleep(rng.random() * 0.02)
 
-    def _whole(self, client: httpx.Client, rng: random.Random) -> None:
-        self._note(client.post(CHAT, json=question(rng)))
+    def _send_plain(self, client: httpx.Client, rng: random.Random) -> None:
+        self._record(client.post(CHAT, json=random_request(rng)))
 
-    def _streamed(self, client: httpx.Client, rng: random.Random) -> None:
-        body = question(rng) | {"stream": True, "stream_options": {"include_usage": True}}
+    def _send_streamed(self, client: httpx.Client, rng: random.Random) -> None:
+        body = random_request(rng) | {"stream": True, "stream_options": {"include_usage": True}}
         reply = client.post(CHAT, json=body)
         if reply.status_code != 200:
-            self._note(reply)
+            self._record(reply)
             return
         events = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
         if events[-1] == "[DONE]":
@@ -106,32 +106,34 @@ class Clients:
         else:
             self._ledger.write(_outcome(json.loads(events[-1])["error"]))
 
-    def _leaves(self, client: httpx.Client, rng: random.Random) -> None:
-        """In the midst of an answer that takes long; a refusal may come first."""
-        body = json.dumps(question(rng) | {"stream": True, "max_tokens": 1500}).encode()
+    def _disconnect(self, client: httpx.Client, rng: random.Random) -> None:
+        """Disconnect in the middle of a long response; the request may be rejected first."""
+        body = json.dumps(random_request(rng) | {"stream": True, "max_tokens": 1500}).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nHost: soak\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         with socket.create_connection((client.base_url.host, client.base_url.port or 80), timeout=HANG) as connection:
             connection.sendall(head + body)
-            answer = connection.recv(65536)
-            while b"\r\n\r\n" not in answer:
-                answer += connection.recv(65536)
-            if answer.startswith(b"HTTP/1.1 200"):
+            received = connection.recv(65536)
+            while b"\r\n\r\n" not in received:
+                received += connection.recv(65536)
+            if received.startswith(b"HTTP/1.1 200"):
                 self._ledger.write("left")
                 return
             with contextlib.suppress(TimeoutError):
                 connection.settimeout(0.2)
                 while piece := connection.recv(65536):
-                    answer += piece
-            self._ledger.write(_outcome(json.loads(answer.partition(b"\r\n\r\n")[2])["error"]))
+                    received += piece
+            self._ledger.write(_outcome(json.loads(received.partition(b"\r\n\r\n")[2])["error"]))
 
-    def _wrong(self, client: httpx.Client, rng: random.Random) -> None:
-        self._note(client.post(CHAT, json=question(rng) | rng.choice([{"temperature": 3}, {"messages": []}, {"n": 0}])))
+    def _send_invalid(self, client: httpx.Client, rng: random.Random) -> None:
+        self._record(
+            client.post(CHAT, json=random_request(rng) | rng.choice([{"temperature": 3}, {"messages": []}, {"n": 0}]))
+        )
 
-    def _fetched(self, client: httpx.Client, rng: random.Random) -> None:
+    def _send_fetched_image(self, client: httpx.Client, rng: random.Random) -> None:
         name = rng.choice(["picture.png", "gone.png"])
-        self._note(client.post(CHAT, json=asked([image(f"{self._web}/{name}"), QUESTION])))
+        self._record(client.post(CHAT, json=chat_request([image(f"{self._web}/{name}"), QUESTION])))
 
-    def _note(self, reply: httpx.Response) -> None:
+    def _record(self, reply: httpx.Response) -> None:
         body = reply.json()
         if reply.status_code == 200:
             self._ledger.write("success", body["usage"])
@@ -139,12 +141,12 @@ class Clients:
             self._ledger.write(_outcome(body["error"]))
 
 
-def question(rng: random.Random) -> dict[str, Any]:
-    parts = [image(url) for url in rng.sample(PICTURES, rng.choice([0, 0, 1, 2]))]
-    return asked([*parts, QUESTION]) | {"max_tokens": rng.randint(1, 24), "ignore_eos": True}
+def random_request(rng: random.Random) -> dict[str, Any]:
+    parts = [image(url) for url in rng.sample(IMAGES, rng.choice([0, 0, 1, 2]))]
+    return chat_request([*parts, QUESTION]) | {"max_tokens": rng.randint(1, 24), "ignore_eos": True}
 
 
-def asked(parts: list[dict[str, Any]]) -> dict[str, Any]:
+def chat_request(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": parts}], "max_tokens": 4}
 
 
@@ -153,7 +155,7 @@ def image(url: str) -> dict[str, Any]:
 
 
 def _outcome(error: dict[str, Any]) -> str:
-    """The metrics' name for an error."""
+    """Return the name of an error in the metrics."""
     words = {"queue_full": "rejected", "decoder_failed": "unavailable", "engine_closed": "unavailable"}
     other = "invalid" if error["type"] == "invalid_request_error" else "error"
     return words.get(error["code"], other)
