@@ -1,4 +1,4 @@
-"""Chat templates: rendered as transformers does, and held in the sandbox."""
+"""Chat templates: rendered as in transformers, and sandboxed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def published():
 @pytest.mark.parametrize("tools", [(), TOOLS], ids=["no tools", "tools"])
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_text_equals_that_of_transformers(published, name, conversation, tools):
+def test_rendered_text_equals_transformers(published, name, conversation, tools):
     messages = CONVERSATIONS[conversation]
     expected = published.apply_chat_template(
         messages, tools=tools or None, chat_template=TEMPLATES[name], tokenize=False, add_generation_prompt=True
@@ -76,14 +76,14 @@ def test_text_equals_that_of_transformers(published, name, conversation, tools):
     assert ChatTemplate({"default": TEMPLATES[name]}, NAMES).render(messages, tools) == expected
 
 
-def test_named_templates_are_those_of_transformers(published, tmp_path):
+def test_named_templates_equal_transformers(published, tmp_path):
     write_tokenizer(tmp_path)
     path = tmp_path / "tokenizer_config.json"
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with {{ tools | length }}"}]
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": named}))
     theirs = type(published).from_pretrained(tmp_path)
-    ours = read_chat_template(tmp_path, None, read_tokenizer(tmp_path).templates, NAMES)
-    assert ours.knows_tools
+    ours = read_chat_template(tmp_path, None, read_tokenizer(tmp_path).chat_templates, NAMES)
+    assert ours.supports_tools
     for tools in ((), TOOLS):
         expected = theirs.apply_chat_template(
             CONVERSATIONS["plain"], tools=tools or None, tokenize=False, add_generation_prompt=True
@@ -103,7 +103,7 @@ def test_named_templates_are_those_of_transformers(published, tmp_path):
         ({"additional_chat_templates/tool_use.jinja": "tools"}, "own", "tools"),
     ],
 )
-def test_files_of_their_own_come_before_the_tokenizers(tmp_path, files, plain, with_tools):
+def test_separate_template_files_override_tokenizer_config(tmp_path, files, plain, with_tools):
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -123,22 +123,22 @@ def test_files_of_their_own_come_before_the_tokenizers(tmp_path, files, plain, w
         ("{% for m in messages %}{% if m.tool_calls and tools is defined %}{% break %}{% endif %}{% endfor %}", True),
     ],
 )
-def test_whether_it_tells_of_tools(source, knows):
-    assert ChatTemplate({"default": source}, {}).knows_tools is knows
+def test_tool_support_of_template(source, knows):
+    assert ChatTemplate({"default": source}, {}).supports_tools is knows
 
 
-def test_templates_without_a_plain_one_are_the_operators_choice():
+def test_templates_without_default_are_setup_error():
     with pytest.raises(ConfigError, match=r"named rag, tool_use and none named default.*--chat-template"):
         ChatTemplate({"tool_use": "a", "rag": "b"}, {})
 
 
-def test_a_checkpoint_without_any_is_told(tmp_path):
+def test_checkpoint_without_template_is_reported(tmp_path):
     with pytest.raises(CheckpointError, match="no chat template"):
         read_chat_template(tmp_path, None, {}, {})
 
 
 @pytest.mark.parametrize("source", ["{{ messages", "{% for %}", "{% nothing %}", "{% generation %}"])
-def test_a_text_that_is_no_template_is_told_at_once(source):
+def test_invalid_template_is_reported_at_load(source):
     with pytest.raises(ConfigError, match="The chat template cannot be used"):
         ChatTemplate({"default": source}, {})
 
@@ -166,7 +166,7 @@ def test_a_text_that_is_no_template_is_told_at_once(source):
         "{% import 'os' as os %}",
     ],
 )
-def test_a_template_reaches_nothing_but_what_it_is_given(source):
+def test_template_cannot_access_python_internals(source):
     with pytest.raises(InvalidParameter, match="cannot render these messages"):
         ChatTemplate({"default": source}, {}).render([{"role": "user", "content": "Hi"}])
 
@@ -175,7 +175,7 @@ def test_a_template_reaches_nothing_but_what_it_is_given(source):
     "source",
     ["{{ 1 / 0 }}", "{{ 'a' + 1 }}", "{{ [1][5] + 1 }}", "{{ strftime_now(1) }}", "{{ messages | tojson(indent=[]) }}"],
 )
-def test_whatever_fails_in_a_template_is_told_of_the_messages(source):
+def test_any_template_failure_names_messages(source):
     with pytest.raises(InvalidParameter, match="cannot render these messages") as caught:
         ChatTemplate({"default": source}, {}).render([{"role": "user", "content": "Hi"}])
     assert caught.value.param == "messages"

@@ -28,7 +28,7 @@ except CheckpointError as error:
 
 
 class Hub(BaseHTTPRequestHandler):
-    """What the hub's client asks of the hub, for one repository whose files lie in `folder`."""
+    """The endpoints that the hub's client uses, for one repository with the files in `folder`."""
 
     folder: Path
     asked: list[str]
@@ -42,12 +42,12 @@ class Hub(BaseHTTPRequestHandler):
         if self.mute:
             self.close_connection = True
         elif self.path.startswith("/api/models/maker/tiny/tree/"):
-            self.answer(json.dumps([self.entry(path) for path in sorted(self.folder.iterdir())]).encode())
+            self._send(json.dumps([self.entry(path) for path in sorted(self.folder.iterdir())]).encode())
         elif self.path.startswith("/api/models/maker/tiny/"):
             files = [{"rfilename": path.name} for path in sorted(self.folder.iterdir())]
-            self.answer(json.dumps({"id": "maker/tiny", "sha": COMMIT, "siblings": files}).encode())
+            self._send(json.dumps({"id": "maker/tiny", "sha": COMMIT, "siblings": files}).encode())
         elif self.path.startswith(f"/maker/tiny/resolve/{COMMIT}/"):
-            self.answer((self.folder / self.path.rpartition("/")[2]).read_bytes())
+            self._send((self.folder / self.path.rpartition("/")[2]).read_bytes())
         else:
             self.send_response(401 if "private" in self.path else 404)
             self.send_header("X-Error-Code", "RepoNotFound")
@@ -56,7 +56,7 @@ class Hub(BaseHTTPRequestHandler):
     def entry(self, path):
         return {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": path.name}
 
-    def answer(self, body):
+    def _send(self, body):
         self.send_response(200)
         self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
         self.send_header("X-Repo-Commit", COMMIT)
@@ -81,7 +81,7 @@ def hub(tiny_checkpoint, tmp_path):
 
 
 def find(name, home, endpoint):
-    """In a process of its own: the hub's client reads its address when it is imported."""
+    """Find the checkpoint in a separate process: the hub's client reads its endpoint when it is imported."""
     environment = {
         **os.environ,
         "HF_ENDPOINT": endpoint,
@@ -95,23 +95,23 @@ def find(name, home, endpoint):
     )
 
 
-def test_a_registered_name_comes_first(tmp_path):
+def test_registered_name_comes_first(tmp_path):
     assert find_model("demo", registered={"demo": tmp_path}) == tmp_path
 
 
-def test_a_folder_is_taken_as_it_is(tmp_path):
+def test_folder_is_used_as_is(tmp_path):
     assert find_model(str(tmp_path), registered={}) == tmp_path
 
 
 @pytest.mark.parametrize("name", ["nothing", "", "a/b/c", "../x y"])
-def test_what_is_neither_name_nor_folder_nor_hub_id_is_explained(name):
+def test_unknown_model_value_is_explained(name):
     with pytest.raises(CheckpointError, match=r"known: demo\), no folder, and no hub id such as") as caught:
         find_model(name, registered={"demo": Path()})
     assert caught.value.param == "model"
 
 
 @pytest.mark.slow
-def test_a_hub_id_is_downloaded_once_and_then_found_without_the_hub(hub, tmp_path, tiny_checkpoint):
+def test_hub_id_is_downloaded_once_then_found_offline(hub, tmp_path, tiny_checkpoint):
     endpoint = f"http://127.0.0.1:{hub.server_port}"
     first = find("maker/tiny", tmp_path, endpoint)
     assert first.returncode == 0, first.stderr
@@ -131,7 +131,7 @@ def test_a_hub_id_is_downloaded_once_and_then_found_without_the_hub(hub, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_connection_that_breaks_is_explained(hub, tmp_path):
+def test_broken_connection_is_explained(hub, tmp_path):
     endpoint = f"http://127.0.0.1:{hub.server_port}"
     hub.RequestHandlerClass.mute = True
     broken = find("maker/tiny", tmp_path, endpoint)
@@ -143,14 +143,14 @@ def test_a_connection_that_breaks_is_explained(hub, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_missing_repository_is_explained(hub, tmp_path):
+def test_missing_repository_is_explained(hub, tmp_path):
     result = find("maker/none", tmp_path, f"http://127.0.0.1:{hub.server_port}")
     assert result.returncode == 1
     assert "The hub has no model 'maker/none', or it is private" in result.stderr
 
 
 @pytest.mark.slow
-def test_a_hub_out_of_reach_is_explained(tmp_path):
+def test_unreachable_hub_is_explained(tmp_path):
     result = find("maker/tiny", tmp_path, "http://127.0.0.1:9")
     assert result.returncode == 1
     assert "The hub cannot be reached and 'maker/tiny' is not in the cache" in result.stderr

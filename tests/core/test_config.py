@@ -22,21 +22,21 @@ def show(config: EngineConfig) -> None:
     click.echo(repr(config))
 
 
-def test_the_demo_model_is_the_default():
+def test_demo_model_is_default():
     assert EngineConfig().model == EngineConfig().name == "demo"
 
 
-def test_equal_configurations_are_one_key():
+def test_equal_configurations_hash_equal():
     assert {EngineConfig(max_batch_size=4): "engine"}[EngineConfig(max_batch_size=4)] == "engine"
     assert EngineConfig(max_batch_size=4) != EngineConfig(max_batch_size=5)
 
 
-def test_it_is_frozen():
+def test_configuration_is_frozen():
     with pytest.raises(ValueError, match="frozen"):
         EngineConfig().model = "other"
 
 
-def test_arguments_come_before_the_environment():
+def test_arguments_override_environment():
     os.environ["DASHINFER_VLM_MAX_BATCH_SIZE"] = "7"
     os.environ["DASHINFER_VLM_MAX_PIXELS"] = "100352"
     config = EngineConfig(max_batch_size=3)
@@ -55,7 +55,7 @@ def test_arguments_come_before_the_environment():
         ("limit_mm_per_prompt", '{"image": 0, "video": 1}', MediaLimits(image=0, video=1)),
     ],
 )
-def test_text_from_environment_and_command_line_is_read_alike(name, text, value):
+def test_environment_and_command_line_parse_text_alike(name, text, value):
     os.environ[f"DASHINFER_VLM_{name.upper()}"] = text
     assert getattr(EngineConfig(), name) == value
     del os.environ[f"DASHINFER_VLM_{name.upper()}"]
@@ -83,19 +83,19 @@ def test_text_from_environment_and_command_line_is_read_alike(name, text, value)
         ({"max_decoded_pixels": 89_478_486}, "max_decoded_pixels"),  # Pillow warns above
     ],
 )
-def test_a_wrong_option_is_named_with_the_next_step(options, named):
+def test_invalid_option_is_named_with_next_step(options, named):
     with pytest.raises(ConfigError, match=rf"Invalid option {named}(\.\w+)?: .*--help") as caught:
         EngineConfig(**options)
     assert not re.search("pydantic|Input should|Field required", caught.value.message)
 
 
-def test_a_wrong_environment_is_named_too():
+def test_invalid_environment_variable_is_named():
     os.environ["DASHINFER_VLM_PREFILL_CHUNK"] = "0"
     with pytest.raises(ConfigError, match=r"prefill_chunk \(from DASHINFER_VLM_PREFILL_CHUNK\): must be at least 1"):
         EngineConfig()
 
 
-def test_timeouts_of_vllm_s_users_are_read_where_ours_are_not_set():
+def test_vllm_timeout_variables_are_fallbacks():
     os.environ["VLLM_IMAGE_FETCH_TIMEOUT"], os.environ["VLLM_VIDEO_FETCH_TIMEOUT"] = "7", "70"
     os.environ["DASHINFER_VLM_VIDEO_FETCH_TIMEOUT"] = "80"
     config = EngineConfig()
@@ -103,13 +103,13 @@ def test_timeouts_of_vllm_s_users_are_read_where_ours_are_not_set():
     assert EngineConfig(image_fetch_timeout=9).image_fetch_timeout == 9
 
 
-def test_a_timeout_of_vllm_s_that_is_wrong_is_named():
+def test_invalid_vllm_timeout_variable_is_named():
     os.environ["VLLM_IMAGE_FETCH_TIMEOUT"] = "soon"
     with pytest.raises(ConfigError, match=r"image_fetch_timeout \(from VLLM_IMAGE_FETCH_TIMEOUT\): must be a number"):
         EngineConfig()
 
 
-def test_every_field_is_an_option_with_its_description():
+def test_every_field_is_option_with_description():
     text = re.sub(r"\s+", " ", CliRunner().invoke(show, ["--help"]).output)
     for name, (field, _) in option_fields().items():
         assert f"--{name.replace('_', '-')}" in text
@@ -117,7 +117,7 @@ def test_every_field_is_an_option_with_its_description():
     assert "DASHINFER_VLM_MAX_PIXELS" in text
 
 
-def test_only_config_reads_the_environment():
+def test_only_config_reads_environment():
     root = Path(__file__).parents[2]
     folders = ("dashinfer_vlm_core", "adapters", "plugins")
     readers = {
@@ -130,7 +130,7 @@ def test_only_config_reads_the_environment():
     assert readers <= {"engine_config.py", "worker.py"}
 
 
-def test_importing_the_public_names_is_cheap():
+def test_importing_public_names_does_not_import_torch():
     """A plugin that imports `hookimpl`, and `dashinfer-vlm --help`, must not wait for torch or transformers."""
     code = "import sys, dashinfer_vlm_core.cli.main, dashinfer_vlm_core as c; "
     code += "c.hookimpl; c.EngineConfig; print(*sys.modules)"

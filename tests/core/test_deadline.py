@@ -15,7 +15,7 @@ NEVER = math.inf
 
 
 async def numbers(closed, *pauses):
-    """Numbers, after so many seconds each; a deadline within a pause ends it there."""
+    """Yield numbers, each after a pause in seconds; a deadline during a pause ends the stream there."""
     try:
         for index, pause in enumerate(pauses):
             await (skippable_loop().askip(pause) if pause < NEVER else asyncio.Event().wait())
@@ -34,7 +34,7 @@ async def pour(stream, items):
 
 
 @pytest.mark.parametrize("seconds", [None, HANG])
-def test_what_is_there_in_time_is_handed_on(seconds):
+def test_items_before_deadline_are_yielded(seconds):
     async def main():
         closed = []
         assert await with_timeout(asyncio.sleep(0, "done"), seconds) == "done"
@@ -44,7 +44,7 @@ def test_what_is_there_in_time_is_handed_on(seconds):
     run(main())
 
 
-def test_what_takes_too_long_is_cancelled():
+def test_slow_work_is_canceled():
     async def main():
         cancelled = asyncio.Event()
 
@@ -72,7 +72,7 @@ def test_what_takes_too_long_is_cancelled():
         ((0, 3000, 3000, 1000, NEVER), {"seconds": 6500, "first": 1000}, [0, 1, 2]),
     ],
 )
-def test_a_stream_is_closed_at_its_deadline(pauses, limits, expected):
+def test_stream_is_closed_at_deadline(pauses, limits, expected):
     async def main():
         closed, items = [], []
         with pytest.raises(DeadlineExceeded):
@@ -83,7 +83,7 @@ def test_a_stream_is_closed_at_its_deadline(pauses, limits, expected):
     run(main())
 
 
-def test_errors_pass():
+def test_errors_are_propagated():
     async def fail():
         raise QueueFull("Busy.")
 
@@ -95,8 +95,8 @@ def test_errors_pass():
 
 
 @pytest.mark.parametrize("turns", range(6))
-def test_a_reader_that_is_cancelled_as_an_item_comes_leaves_nothing_running(turns):
-    """Whichever of the two is first."""
+def test_reader_canceled_as_item_arrives_leaves_no_task(turns):
+    """Whichever of the two comes first."""
 
     async def main():
         closed, arrived = [], asyncio.Queue()
@@ -121,7 +121,7 @@ def test_a_reader_that_is_cancelled_as_an_item_comes_leaves_nothing_running(turn
     asyncio.run(main())
 
 
-def test_leaving_a_stream_closes_it():
+def test_leaving_stream_closes_it():
     async def main():
         closed = []
         async with contextlib.aclosing(

@@ -35,7 +35,7 @@ LONG = "A long answer that goes on and on and on. " * 20
 
 @pytest.fixture
 def scripted(tiny_checkpoint):
-    """A started engine that plays a script, and the script, which knows what runs."""
+    """Start an engine that plays a script; return both. The script counts the running requests."""
     engines = []
 
     def scripted(*answers, delay=0.0, supported_params=SAMPLING_PARAMETERS, **options):
@@ -53,7 +53,7 @@ def text_of(chunks):
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
 
-def test_a_scripted_engine_answers(tiny_checkpoint):
+def test_scripted_engine_completes_request(tiny_checkpoint):
     with scripted_engine("A red circle.", model=str(tiny_checkpoint)) as engine:
         answer = engine.chat(HELLO)
     assert answer.choices[0].message.content == "A red circle."
@@ -61,20 +61,20 @@ def test_a_scripted_engine_answers(tiny_checkpoint):
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_every_way_in_gives_the_same_answer(scripted):
+def test_all_entry_points_give_same_completion(scripted):
     engine, _ = scripted("The same.")
 
-    async def from_a_loop():
+    async def in_event_loop():
         plain = await engine.achat(HELLO)
         chunks = [chunk async for chunk in engine.astream(HELLO)]
         return plain.choices[0].message.content, text_of(chunks)
 
     assert engine.chat(HELLO).choices[0].message.content == "The same."
     assert text_of(engine.stream(HELLO)) == "The same."
-    assert asyncio.run(from_a_loop()) == ("The same.", "The same.")
+    assert asyncio.run(in_event_loop()) == ("The same.", "The same.")
 
 
-def test_many_threads_and_loops_share_an_engine(scripted):
+def test_many_threads_and_loops_share_engine(scripted):
     engine, script = scripted(lambda request: request.id, delay=0.001)
     answers = []
 
@@ -94,7 +94,7 @@ def test_many_threads_and_loops_share_an_engine(scripted):
     assert script.running == 0
 
 
-def test_the_decoder_gets_visual_tokens_positions_and_a_limit(scripted):
+def test_decoder_gets_visual_tokens_positions_and_limit(scripted):
     engine, script = scripted("ok")
     engine.chat({"messages": as_openai([user(blurred_image(1), "What?")]), "max_tokens": 7})
     (request,) = script.requests
@@ -104,7 +104,7 @@ def test_the_decoder_gets_visual_tokens_positions_and_a_limit(scripted):
     assert request.sampling.max_tokens == 7
 
 
-def test_an_answer_without_a_limit_gets_what_the_context_leaves(scripted):
+def test_default_max_tokens_is_remaining_context(scripted):
     engine, script = scripted("ok", max_model_len=100)
     engine.chat(HELLO)
     (request,) = script.requests
@@ -112,13 +112,13 @@ def test_an_answer_without_a_limit_gets_what_the_context_leaves(scripted):
 
 
 @pytest.mark.parametrize("name", ["model", "demo-under-test", None])
-def test_the_model_may_be_named_or_left_out(scripted, name):
+def test_model_name_is_optional(scripted, name):
     engine, _ = scripted("ok", served_model_name="demo-under-test")
     request = HELLO if name is None else {**HELLO, "model": name}
     assert engine.chat(request).model == "demo-under-test"
 
 
-def test_a_folder_is_named_by_its_last_part(scripted, tiny_checkpoint):
+def test_folder_is_served_by_its_last_component(scripted, tiny_checkpoint):
     engine, _ = scripted("ok")
     assert engine.chat({**HELLO, "model": str(tiny_checkpoint)}).model == tiny_checkpoint.name
 
@@ -142,25 +142,25 @@ def test_a_folder_is_named_by_its_last_part(scripted, tiny_checkpoint):
         ),
     ],
 )
-def test_a_wrong_request_is_named_and_the_next_one_works(scripted, change, error, param):
+def test_invalid_request_is_named_and_next_one_works(scripted, change, error, param):
     engine, script = scripted("ok")
-    for ask in (engine.chat, lambda request: list(engine.stream(request))):
+    for send_request in (engine.chat, lambda request: list(engine.stream(request))):
         with pytest.raises(error) as caught:
-            ask({**HELLO, **change})
+            send_request({**HELLO, **change})
         assert caught.value.param == param
     assert engine.chat(HELLO).choices[0].message.content == "ok"
     assert len(script.requests) == 1
 
 
-def test_what_a_decoder_cannot_honour_is_refused_by_name(scripted):
+def test_unsupported_parameter_is_rejected_by_name(scripted):
     engine, _ = scripted("ok", supported_params=SAMPLING_PARAMETERS - {"logit_bias"})
-    with pytest.raises(UnsupportedParameter, match="cannot honour logit_bias") as caught:
+    with pytest.raises(UnsupportedParameter, match="does not support logit_bias") as caught:
         engine.chat({**HELLO, "logit_bias": {"5": 1}})
     assert caught.value.param == "logit_bias"
     assert engine.chat({**HELLO, "logit_bias": {}}).choices[0].message.content == "ok"
 
 
-def test_errors_of_the_decoder_reach_their_caller_alone(scripted):
+def test_decoder_error_reaches_only_its_caller(scripted):
     engine, _ = scripted(QueueFull("Busy.", retry_after=3), "ok")
     with pytest.raises(QueueFull, match="Busy") as caught:
         engine.chat(HELLO)
@@ -169,9 +169,9 @@ def test_errors_of_the_decoder_reach_their_caller_alone(scripted):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_what_nobody_foresaw_is_logged_and_not_leaked(scripted, caplog, streamed):
+def test_unexpected_error_is_logged_and_not_leaked(scripted, caplog, streamed):
     engine, _ = scripted(RuntimeError("secret at 0x7f00"), "ok")
-    with caplog.at_level(logging.ERROR), pytest.raises(EngineError, match="its log says why") as caught:
+    with caplog.at_level(logging.ERROR), pytest.raises(EngineError, match="see its log for the cause") as caught:
         list(engine.stream(HELLO)) if streamed else engine.chat(HELLO)
     assert "secret" not in caught.value.message
     assert caught.value.code == "internal_error"
@@ -179,7 +179,7 @@ def test_what_nobody_foresaw_is_logged_and_not_leaked(scripted, caplog, streamed
     assert engine.chat(HELLO).choices[0].message.content == "ok"
 
 
-def test_cancelling_a_caller_frees_its_request(scripted):
+def test_canceling_caller_frees_its_request(scripted):
     engine, script = scripted(LONG, delay=0.05)
 
     async def cancel():
@@ -193,7 +193,7 @@ def test_cancelling_a_caller_frees_its_request(scripted):
     until(lambda: script.running == 0)
 
 
-def test_leaving_an_async_stream_frees_its_request(scripted):
+def test_closing_async_stream_frees_its_request(scripted):
     engine, script = scripted(LONG, delay=0.05)
 
     async def leave():
@@ -208,7 +208,7 @@ def test_leaving_an_async_stream_frees_its_request(scripted):
     until(lambda: script.running == 0)
 
 
-def test_leaving_a_sync_stream_frees_its_request(scripted):
+def test_closing_sync_stream_frees_its_request(scripted):
     engine, script = scripted(LONG, delay=0.05)
     stream = engine.stream(HELLO)
     next(stream)
@@ -216,7 +216,7 @@ def test_leaving_a_sync_stream_frees_its_request(scripted):
     until(lambda: script.running == 0)
 
 
-def test_a_stop_string_frees_the_decoder_before_its_answer_ends(scripted):
+def test_stop_string_ends_decoding_early(scripted):
     engine, script = scripted(LONG, delay=0.001)
     answer = engine.chat({**HELLO, "stop": ["goes"]})
     assert answer.choices[0].message.content == "A long answer that "
@@ -225,17 +225,17 @@ def test_a_stop_string_frees_the_decoder_before_its_answer_ends(scripted):
 
 
 @pytest.mark.parametrize("way", ["chat", "stream"])
-def test_closing_ends_running_requests_with_an_error(scripted, way):
+def test_closing_fails_running_requests(scripted, way):
     engine, script = scripted(LONG, delay=0.05)
     caught = []
 
-    def ask():
+    def send_request():
         try:
             list(engine.stream(HELLO)) if way == "stream" else engine.chat(HELLO)
         except EngineClosed as error:
             caught.append(error)
 
-    thread = threading.Thread(target=ask)
+    thread = threading.Thread(target=send_request)
     thread.start()
     until(lambda: script.running == 1)
     engine.close()
@@ -244,27 +244,27 @@ def test_closing_ends_running_requests_with_an_error(scripted, way):
     assert script.running == 0
 
 
-def test_closing_while_pictures_are_decoded_ends_every_request_with_the_same_error(scripted, monkeypatch):
+def test_closing_during_image_decoding_fails_every_request(scripted, monkeypatch):
     engine, _ = scripted("ok")
     begun, go = threading.Event(), threading.Event()
 
-    def held(*arguments, **options):
+    def slow_decode(*arguments, **options):
         begun.set()
         go.wait(timeout=HANG)
         return decode_image(*arguments, **options)
 
-    monkeypatch.setattr("dashinfer_vlm_core.media.loader.decode_image", held)
+    monkeypatch.setattr("dashinfer_vlm_core.media.loader.decode_image", slow_decode)
     parts = [{"type": "image_url", "image_url": {"url": data_url(blurred_image(seed, 90, 90))}} for seed in range(8)]
     request = {"messages": [{"role": "user", "content": parts}], "max_tokens": 5}
     outcomes = []
 
-    def ask():
+    def send_request():
         try:
             outcomes.append(engine.chat(request))
         except BaseException as error:  # noqa: BLE001 - whatever it is, the test looks at it
             outcomes.append(error)
 
-    threads = [threading.Thread(target=ask) for _ in range(6)]
+    threads = [threading.Thread(target=send_request) for _ in range(6)]
     for thread in threads:
         thread.start()
     assert begun.wait(timeout=HANG)
@@ -276,12 +276,12 @@ def test_closing_while_pictures_are_decoded_ends_every_request_with_the_same_err
     assert [type(outcome) for outcome in outcomes] == [EngineClosed] * 6
 
 
-def test_more_requests_than_may_wait_are_refused_before_any_work(scripted):
+def test_requests_beyond_queue_are_rejected_before_any_work(scripted):
     engine, script = scripted(LONG, delay=0.02, max_batch_size=1, max_waiting=1)
     streams = [engine.stream(HELLO) for _ in range(2)]
     for stream in streams:
         next(stream)
-    with pytest.raises(QueueFull, match="2 requests are served or wait already"):
+    with pytest.raises(QueueFull, match="2 requests are already running or waiting"):
         engine.chat({"messages": as_openai([user("x", blurred_image(1))])})
     assert len(script.requests) == 2
     for stream in streams:
@@ -290,12 +290,12 @@ def test_more_requests_than_may_wait_are_refused_before_any_work(scripted):
     assert engine.chat({**HELLO, "max_tokens": 3}).usage.completion_tokens == 3
 
 
-def threads_beside(others):
-    """Engine threads that run now; `others` ran before, for other tests."""
+def engine_threads(others):
+    """Return the running engine threads; `others` were started before by other tests."""
     return [thread for thread in set(threading.enumerate()) - others if "dashinfer" in thread.name]
 
 
-def test_an_engine_that_is_not_running_says_how_to_start_it(tiny_checkpoint):
+def test_closed_engine_reports_how_to_start_it(tiny_checkpoint):
     engine = scripted_engine("ok", model=str(tiny_checkpoint))
     for _ in range(2):
         assert engine.status().state == "closed"
@@ -308,17 +308,17 @@ def test_an_engine_that_is_not_running_says_how_to_start_it(tiny_checkpoint):
         engine.close()
 
 
-def test_starting_and_closing_twice_is_allowed_and_it_starts_again(tiny_checkpoint):
+def test_engine_can_be_started_and_closed_repeatedly(tiny_checkpoint):
     engine, others = scripted_engine("ok", model=str(tiny_checkpoint)), set(threading.enumerate())
     for _ in range(2):
         assert engine.start() is engine.start()
         assert engine.chat(HELLO).choices[0].message.content == "ok"
         engine.close()
         engine.close()
-    until(lambda: not threads_beside(others))
+    until(lambda: not engine_threads(others))
 
 
-def test_it_is_an_async_context_manager(tiny_checkpoint):
+def test_engine_is_async_context_manager(tiny_checkpoint):
     async def use():
         async with scripted_engine("ok", model=str(tiny_checkpoint)) as engine:
             return (await engine.achat(HELLO)).choices[0].message.content, engine.status()
@@ -336,35 +336,35 @@ def test_it_is_an_async_context_manager(tiny_checkpoint):
         ({"device": "no-such-device"}, SetupError, "no-such-device"),
     ],
 )
-def test_a_wrong_set_up_is_named_and_leaves_no_thread(tiny_checkpoint, options, error, message):
+def test_invalid_setup_is_named_and_leaves_no_thread(tiny_checkpoint, options, error, message):
     engine, others = Engine(EngineConfig(**{"model": str(tiny_checkpoint), **options})), set(threading.enumerate())
     with pytest.raises(error, match=message):
         engine.start()
     assert engine.status().state == "closed"
-    assert not threads_beside(others)
+    assert not engine_threads(others)
 
 
-def test_pictures_that_no_context_could_hold_are_refused_unresized(scripted):
+def test_images_beyond_context_are_rejected_before_resizing(scripted):
     engine, _ = scripted("ok", max_model_len=64)
     with pytest.raises(ContextLengthExceeded, match="The pictures and videos have at least 64 tokens") as caught:
         engine.chat({"messages": as_openai([user(*[blurred_image(seed) for seed in range(4)], "?")])})
     assert caught.value.param == "messages"
 
 
-def test_a_mapping_of_any_kind_is_a_request(scripted):
+def test_any_mapping_is_accepted_as_request(scripted):
     engine, _ = scripted("ok")
     assert engine.chat(MappingProxyType(HELLO)).choices[0].message.content == "ok"
 
 
-def test_a_failed_start_leaves_nothing_behind(tiny_checkpoint):
-    """The decoder runs already when the next room refuses: it is closed again."""
+def test_failed_start_leaves_no_threads(tiny_checkpoint):
+    """The decoder runs already when the next component fails to start; it must be closed."""
     before = set(threading.enumerate())
     with pytest.raises(SetupError):
         Engine(EngineConfig(model=str(tiny_checkpoint), min_pixels=10_000_000)).start()
     until(lambda: set(threading.enumerate()) <= before)
 
 
-def test_a_decoder_that_fails_at_being_asked_is_passed_over(tiny_checkpoint, caplog):
+def test_decoder_failing_support_check_is_skipped(tiny_checkpoint, caplog):
     class Broken:
         name = "broken"
 
@@ -383,7 +383,7 @@ def test_a_decoder_that_fails_at_being_asked_is_passed_over(tiny_checkpoint, cap
         Engine(EngineConfig(model=str(tiny_checkpoint), decoder="broken"), registry=registry).start()
 
 
-def test_a_folder_that_is_no_checkpoint_is_named(tmp_path):
+def test_invalid_checkpoint_folder_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
         Engine(EngineConfig(model=str(tmp_path))).start()
     (tmp_path / "config.json").write_text("[]")
@@ -394,7 +394,7 @@ def test_a_folder_that_is_no_checkpoint_is_named(tmp_path):
         Engine(EngineConfig(model=str(tmp_path))).start()
 
 
-def test_without_a_decoder_that_can_run_each_ones_reason_is_given(tiny_checkpoint):
+def test_missing_decoder_error_lists_all_reasons(tiny_checkpoint):
     from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 
     with pytest.raises(SetupError, match=r"No decoder can run here \(none is registered\)"):

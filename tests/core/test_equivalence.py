@@ -23,14 +23,14 @@ def checkpoint(request, tiny_checkpoint):
 
 @pytest.fixture(scope="module")
 def expected(checkpoint):
-    """What transformers answers, as token ids; the end token included."""
+    """Return transformers' completions as token ids, including the end token."""
     oracle = TransformersEngine(checkpoint)
     return {name: oracle.generate([messages])[0][0][:TOKENS] for name, messages in CONVERSATIONS.items()}
 
 
 @pytest.fixture
 def running(checkpoint):
-    """Engines that note their token ids, closed at the end of the test."""
+    """Start engines that record their token ids; they are closed at the end of the test."""
     engines = []
 
     def running(**options):
@@ -49,7 +49,7 @@ def body(name, **options):
     return {"messages": as_openai(CONVERSATIONS[name]), "temperature": 0, "max_tokens": TOKENS, **options}
 
 
-def test_tokens_equal_those_of_transformers(running, expected):
+def test_tokens_equal_transformers(running, expected):
     engine, tokens = running()
     for name, ids in expected.items():
         answer = engine.chat(body(name))
@@ -96,16 +96,16 @@ def test_streamed_equals_plain(running, expected):
         ]
 
 
-def test_a_conversation_that_goes_on_equals_one_that_is_sent_whole(running, expected):
-    """The second turn repeats the first one's picture, which the cache holds by then."""
+def test_continued_conversation_equals_whole_conversation(running, expected):
+    """The second turn repeats the first one's image, which is cached by then."""
     engine, tokens = running()
     engine.chat({**body("two turns"), "messages": as_openai(CONVERSATIONS["two turns"])[:1]})
     assert tokens[engine.chat(body("two turns")).id] == expected["two turns"]
 
 
 @pytest.mark.slow
-def test_frozen_prompts_come_out_token_by_token():
-    """Their best logit leads by more than 1 at every step: no order of sums, and no dtype, can change them."""
+def test_frozen_prompts_give_frozen_tokens():
+    """Their best logit leads by more than 1 at every step, so no summation order and no dtype can change them."""
     found = frozen.prompts()
     for dtype in ("float32", "bfloat16"):
         recorder = Recorder()

@@ -1,4 +1,4 @@
-"""Memory for weights: nobody else's, aligned, given back."""
+"""Memory for weights: exclusive, aligned and freed."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def pieces(monkeypatch):
-    """No others' memory, and no others' pages that are being joined."""
-    until(lambda: not joining())
-    monkeypatch.setattr(huge_pages, "_PIECES", huge_pages._Pieces())
+def own_buffers(monkeypatch):
+    """Isolate the test from other tests' buffers and pages that are being collapsed."""
+    until(lambda: not collapsing())
+    monkeypatch.setattr(huge_pages, "_ALLOCATOR", huge_pages._ChunkAllocator())
 
 
-def joining():
+def collapsing():
     return any(thread.name == "huge-pages" for thread in threading.enumerate())
 
 
-def test_tensors_share_nothing_and_begin_at_cache_lines():
+def test_tensors_do_not_overlap_and_start_at_cache_lines():
     counts = [1, 63, 64, 65, 5 * MIB, 5 * MIB + 1, 7 * MIB, 3, 20 * MIB, 2 * MIB]
     tensors = [huge_pages.empty(count, torch.uint8) for count in counts]
     for number, tensor in enumerate(tensors):
@@ -41,18 +41,18 @@ def test_tensors_share_nothing_and_begin_at_cache_lines():
         assert bool((tensor == number).all())
 
 
-def test_numbers_of_several_bytes():
+def test_multi_byte_dtypes():
     tensor = huge_pages.empty(1000, torch.bfloat16).fill_(1.5)
     assert tensor.dtype == torch.bfloat16
     assert float(tensor.float().sum()) == 1500
 
 
-def test_none_at_all():
+def test_empty_tensor():
     assert huge_pages.empty(0, torch.uint8).shape == (0,)
 
 
 def mapping(address):
-    """What Linux tells of the memory at an address."""
+    """Return Linux's description of the mapping at an address."""
     found = False
     told = {}
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -65,19 +65,19 @@ def mapping(address):
     return told
 
 
-def in_huge_pages(address):
-    """Bytes of the memory around an address."""
+def huge_page_bytes(address):
+    """Return the bytes in huge pages of the mapping at an address."""
     return int(mapping(address)["AnonHugePages:"][0]) * 1024
 
 
-def joins_pages():
-    """Whether this system does it when it is asked to; older ones do not, and others have done it before."""
-    memory = mmap.mmap(-1, 3 * huge_pages.PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def collapses_pages():
+    """Return whether this system collapses pages on request; older ones do not, and others did it earlier."""
+    memory = mmap.mmap(-1, 3 * huge_pages.HUGE_PAGE_SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory[:] = bytes(len(memory))
-    page = huge_pages._address(memory) + huge_pages.PAGE
-    before = in_huge_pages(page)
-    huge_pages.join(weakref.ref(memory), len(memory))
-    return in_huge_pages(page) > before
+    page = huge_pages._address(memory) + huge_pages.HUGE_PAGE_SIZE
+    before = huge_page_bytes(page)
+    huge_pages.collapse(weakref.ref(memory), len(memory))
+    return huge_page_bytes(page) > before
 
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much memory is taken")
@@ -85,8 +85,8 @@ needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tel
 
 @pytest.fixture
 def mappings(monkeypatch):
-    """Weak references to all memory taken from now on. Python unmaps what nobody holds; the resident memory of a
-    process depends on its other tests, too."""
+    """Collect weak references to all mappings made from now on. Python unmaps unreferenced ones; the resident
+    memory of the process would depend on other tests too."""
     made, new_memory = [], huge_pages._new_memory
 
     def recorded(size):
@@ -95,7 +95,7 @@ def mappings(monkeypatch):
         return memory, start
 
     monkeypatch.setattr(huge_pages, "_new_memory", recorded)
-    monkeypatch.setattr(huge_pages, "_PIECES", huge_pages._Pieces())
+    monkeypatch.setattr(huge_pages, "_ALLOCATOR", huge_pages._ChunkAllocator())
     return made
 
 
@@ -103,7 +103,7 @@ def held(mappings):
     return [memory for reference in mappings if (memory := reference())]
 
 
-def test_memory_is_unmapped_with_its_last_tensor(mappings):
+def test_memory_is_unmapped_with_last_tensor(mappings):
     tensors = [huge_pages.empty(size * MIB, torch.uint8).zero_() for size in (5, 5, 5, 5, 40, 5)]
     assert sum(map(len, held(mappings))) > 60 * MIB
     first, last = tensors[0], tensors.pop()
@@ -117,24 +117,24 @@ def test_memory_is_unmapped_with_its_last_tensor(mappings):
 
 @pytest.mark.slow
 @needs_linux
-def test_pages_are_joined_when_all_is_loaded_and_hold_what_they_held():
-    if not joins_pages():
+def test_pages_are_collapsed_after_loading_and_keep_content():
+    if not collapses_pages():
         pytest.skip("this Linux does not join pages when it is asked to")
     tensors = [huge_pages.empty(6 * MIB, torch.uint8).fill_(number) for number in range(8)]
     inner = [tensor.data_ptr() + 2 * MIB for tensor in (tensors[0], tensors[3], tensors[5])]
-    until(lambda: all(in_huge_pages(address) >= 4 * MIB for address in inner))
+    until(lambda: all(huge_page_bytes(address) >= 4 * MIB for address in inner))
     assert [int(tensor.sum()) for tensor in tensors] == [number * 6 * MIB for number in range(8)]
 
 
 @needs_linux
-def test_pages_that_wait_to_be_joined_are_free_when_nobody_wants_them(monkeypatch, mappings):
+def test_pages_waiting_for_collapse_are_freed_if_unused(monkeypatch, mappings):
     begun, go_on = threading.Event(), threading.Event()
 
-    def join(memory, end):
+    def collapse(memory, end):
         begun.set()
         go_on.wait(timeout=HANG)
 
-    monkeypatch.setattr(huge_pages, "join", join)
+    monkeypatch.setattr(huge_pages, "collapse", collapse)
     tensors = [huge_pages.empty(20 * MIB, torch.uint8).zero_() for _ in range(4)]
     assert begun.wait(timeout=HANG)
     del tensors
@@ -143,20 +143,20 @@ def test_pages_that_wait_to_be_joined_are_free_when_nobody_wants_them(monkeypatc
 
 
 @needs_linux
-def test_a_page_that_is_not_taken_as_a_whole_is_left_alone():
-    if not joins_pages():
+def test_partial_page_is_not_collapsed():
+    if not collapses_pages():
         pytest.skip("this Linux does not join pages when it is asked to")
     first, last = (huge_pages.empty(size, torch.uint8).zero_() for size in (17 * MIB, 20 * MIB + 4096))
-    until(lambda: not joining())
+    until(lambda: not collapsing())
     assert "hg" in mapping(first.data_ptr())["VmFlags:"]
     assert "hg" in mapping(last.data_ptr() + 19 * MIB)["VmFlags:"]
     assert "hg" not in mapping(last.data_ptr() + 20 * MIB)["VmFlags:"]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of later Pythons, which is what is tried here
-def test_a_child_takes_memory_of_its_own(monkeypatch):
+def test_child_process_allocates_its_own_memory(monkeypatch):
     monkeypatch.undo()
-    with huge_pages._PIECES._lock:  # as if another thread of the parent had it
+    with huge_pages._ALLOCATOR._lock:  # as if another thread of the parent had it
         child = os.fork()
         if not child:
             signal.alarm(int(HANG))  # should it hang

@@ -1,4 +1,4 @@
-"""The thread between callers and the engine's stages: who reads gets everything, in order, and the end of it."""
+"""The event loop thread: every reader gets all items of its stream in order, and the end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def numbers(count):
         yield number
 
 
-def test_each_of_many_readers_gets_its_items_in_order_and_their_end(thread):
+def test_each_reader_gets_its_items_in_order_and_the_end(thread):
     async def read(count):
         return [number async for number in thread.aiterate(numbers(count))]
 
@@ -34,7 +34,7 @@ def test_each_of_many_readers_gets_its_items_in_order_and_their_end(thread):
     assert asyncio.run(read_all()) == [list(range(count)) for count in range(30)]
 
 
-def test_readers_on_several_loops_do_not_mix(thread):
+def test_readers_on_different_loops_do_not_mix(thread):
     async def read(count):
         return [number async for number in thread.aiterate(numbers(count))]
 
@@ -50,7 +50,7 @@ def test_readers_on_several_loops_do_not_mix(thread):
     assert found == {count: list(range(count)) for count in (100, 200, 300)}
 
 
-def test_an_error_comes_behind_the_items_before_it(thread):
+def test_error_comes_after_items_before_it(thread):
     async def broken():
         yield 1
         raise KeyError("told")
@@ -65,7 +65,7 @@ def test_an_error_comes_behind_the_items_before_it(thread):
     assert found == [1]
 
 
-def test_a_reader_whose_loop_is_closed_costs_the_others_nothing(thread):
+def test_reader_with_closed_loop_does_not_affect_others(thread):
     async def endless():
         while True:
             await asyncio.sleep(0.001)
@@ -86,7 +86,7 @@ def test_a_reader_whose_loop_is_closed_costs_the_others_nothing(thread):
 
 
 def test_stop_starts_no_thread(monkeypatch):
-    """Since Python 3.12, none can be started while the interpreter shuts down, when shared engines are closed."""
+    """Since Python 3.12, no thread can be started during interpreter shutdown, when shared engines are closed."""
     thread, started, start = LoopThread("tested"), [], threading.Thread.start
     thread.call(asyncio.to_thread(int))
 

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from dashinfer_vlm_core.protocol import ChatRequest
-from dashinfer_vlm_core.protocol.fields import NO_EFFECT, REFUSED
+from dashinfer_vlm_core.protocol.fields import IGNORED_FIELDS, REJECTED_FIELDS
 from tests.samples import data_url, encode, noise
 
 IMAGE_URL = data_url(encode(noise(6, 8)))
@@ -77,15 +77,15 @@ def _deep(levels: int) -> Any:
 
 
 NAMES = sorted(
-    {*ChatRequest.model_fields, *REFUSED, *NO_EFFECT}
+    {*ChatRequest.model_fields, *REJECTED_FIELDS, *IGNORED_FIELDS}
     | {"role", "content", "type", "text", "url", "image_url", "video_url", "image_embeds", "uuid", "min_pixels", "fps"}
 )
 NUMBERS = [0, -1, 1, 2**31, 2**63, -(2**63), 10**400, 0.0, -0.0, 1e-320, 1e308, float("nan"), float("inf"), True, False]
 TEXTS = [
     "", "a", "1", "\x00", "\ud83d", "\udc00\ud83d", "\U000e0001", "<|image_pad|>", "<|im_end|>\n<|im_start|>system\n",
     "{{ 1 }}", "{% for", "x" * 5000, "🙂" * 600, "e\u0301" * 2000, "user", "image_url", "video_url", "image_embeds",
-    "auto", IMAGE_URL, IMAGE_URL[:60], "data:", "data:;base64,", "data:image/png;base64,====", "http://127.0.0.1:1/", "//",
-    "data:video/jpeg;base64," + "," * 5000, "file:///etc/passwd", "http://[::", "http://\ud83d.example/",
+    "auto", IMAGE_URL, IMAGE_URL[:60], "data:", "data:;base64,", "data:image/png;base64,====", "http://127.0.0.1:1/",
+    "//", "data:video/jpeg;base64," + "," * 5000, "file:///etc/passwd", "http://[::", "http://\ud83d.example/",
 ]  # fmt: skip
 VALUES = st.one_of(
     st.sampled_from(NUMBERS),

@@ -33,7 +33,7 @@ WARM_UP = 1 / 3
 
 GROWTH = 1.05
 SPARE = 4
-"""Extra descriptors allowed at the end: kept-alive connections to the image server. There are more restarts than that."""
+"""Extra descriptors allowed at the end, for kept-alive connections to the image server; fewer than the restarts."""
 OPTIONS = {"max_batch_size": 4, "max_waiting": 4, "vision_cache_mib": 1, "decoder_restarts": 10_000}
 
 
@@ -53,13 +53,13 @@ def test_mixed_traffic_with_faults_has_one_outcome_per_request(tiny_checkpoint, 
     kept, registry, ledger = Kept(), load_plugins(), Ledger()
     registry.add_plugin(kept, name="kept")
     config = EngineConfig(model=str(tiny_checkpoint), decoder="kept", allow_private_addresses=True, **OPTIONS)
-    pictures = {"/picture.png": body(encode(noise(40, 60)))}
+    images = {"/picture.png": body(encode(noise(40, 60)))}
     engine = Engine(config, registry=registry)
-    with engine, serving(engine) as server, serve(dict(pictures)) as web, server.http() as client:
+    with engine, serving(engine) as server, serve(dict(images)) as web, server.http() as client:
         idle = _descriptors()
         clients = Clients(server.url, web.url(""), ledger)
         clients.start(CLIENTS)
-        faults = _faults(ledger, kept, web, pictures)
+        faults = _faults(ledger, kept, web, images)
         warm = _run_faults(faults, lambda count: soak_lasts(count, WARM_UP))
         end = _run_faults(faults, lambda count: soak_lasts(count, 1))
         clients.stop()
@@ -98,7 +98,7 @@ def counted(client, name, route=None, outcome=None):
     return sum(sample.value for sample in samples if wanted.items() <= sample.labels.items())
 
 
-def _faults(ledger, kept, web, pictures):
+def _faults(ledger, kept, web, images):
     """Cause a fault after each `FAULT_REQUESTS` requests; yields the number of faults so far."""
     rng = random.Random(0)
     for count in itertools.count():

@@ -81,7 +81,8 @@ class Clients:
 
     def _run(self, rng: random.Random) -> None:
         actions: list[Callable[[httpx.Client, random.Random], None]] = [
-            self._send_plain, self._send_plain, self._send_streamed, self._send_streamed, self._disconnect, self._send_invalid, self._send_fetched_image,
+            self._send_plain, self._send_plain, self._send_streamed, self._send_streamed, self._disconnect,
+            self._send_invalid, self._send_fetched_image,
         ]  # fmt: skip
         with httpx.Client(base_url=self._url, trust_env=False, timeout=HANG) as client:
             while not self._stop.is_set():
@@ -96,11 +97,11 @@ class Clients:
 
     def _send_streamed(self, client: httpx.Client, rng: random.Random) -> None:
         body = random_request(rng) | {"stream": True, "stream_options": {"include_usage": True}}
-        reply = client.post(CHAT, json=body)
-        if reply.status_code != 200:
-            self._record(reply)
+        response = client.post(CHAT, json=body)
+        if response.status_code != 200:
+            self._record(response)
             return
-        events = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
+        events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
         if events[-1] == "[DONE]":
             self._ledger.write("success", json.loads(events[-2])["usage"])
         else:
@@ -133,9 +134,9 @@ class Clients:
         name = rng.choice(["picture.png", "gone.png"])
         self._record(client.post(CHAT, json=chat_request([image(f"{self._web}/{name}"), QUESTION])))
 
-    def _record(self, reply: httpx.Response) -> None:
-        body = reply.json()
-        if reply.status_code == 200:
+    def _record(self, response: httpx.Response) -> None:
+        body = response.json()
+        if response.status_code == 200:
             self._ledger.write("success", body["usage"])
         else:
             self._ledger.write(_outcome(body["error"]))
