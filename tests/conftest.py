@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support import mark_property
 from tests.tiny import write_checkpoint
 
 if TYPE_CHECKING:
@@ -31,11 +32,18 @@ COMPILER = Path(__file__).parent / "compiler"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Cache compiled kernels between runs and limit each worker to its share of the cores; child processes inherit both."""
+    """Cache compiled kernels between runs and limit each worker to its share of the cores, in child processes too."""
     if any(map(shutil.which, ("cc", "gcc", "clang"))):
         os.environ["PATH"] = f"{COMPILER}{os.pathsep}{os.environ['PATH']}"
     if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Record what a marked test shows, for docs/support.md."""
+    for item in items:
+        for mark in item.iter_markers("supports"):
+            item.user_properties.append(mark_property(*mark.args, **mark.kwargs))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

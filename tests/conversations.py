@@ -10,7 +10,7 @@ from PIL import Image
 
 from training.own_engine import as_openai, data_url
 
-__all__ = ["CONVERSATIONS", "Message", "as_openai", "assistant", "data_url", "blurred_image", "user"]
+__all__ = ["CONVERSATIONS", "Message", "as_openai", "assistant", "blurred_image", "data_url", "user"]
 
 Message = dict[str, Any]
 
