@@ -1,4 +1,4 @@
-"""Kernels: those in C and PyTorch's own give what the formulas give, and a row does not depend on its company."""
+"""The C and PyTorch kernels match the formulas, and a row's result does not depend on its batch."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def numbers(*shape, seed=0):
 
 
 def error(found, expected):
-    """Relative to the length of what is expected."""
+    """Return the error relative to the norm of the expected values."""
     return float((found.float() - expected).norm() / expected.norm())
 
 
@@ -91,7 +91,7 @@ def test_linear(kernels, activation, shape):
         assert error(layer(x), expected) < 5e-3
 
 
-def test_linear_that_adds(kernels):
+def test_linear_add_to(kernels):
     weight, x, total = numbers(70, 64) / 8, numbers(29, 64, seed=1), numbers(29, 70, seed=2)
     expected = total.float() + F.linear(x.float(), weight.float())
     kernels.linear(weight).add_to(total, x)
@@ -106,7 +106,7 @@ def test_gated_linear(kernels, rows):
     assert error(layer(x), F.silu(gate) * up) < 1e-2
 
 
-def test_wide_results_and_rows_that_are_not_side_by_side(kernels):
+def test_fp32_output_and_strided_rows(kernels):
     weight, x = numbers(70, 64), numbers(29, 128, seed=1)[:, :64]
     found = kernels.linear(weight, fp32_output=True)(x)
     assert found.dtype == torch.float32
@@ -115,7 +115,7 @@ def test_wide_results_and_rows_that_are_not_side_by_side(kernels):
 
 @needs_native
 @pytest.mark.parametrize("shape", SHAPES)
-def test_eight_bits_are_near(native, shape):
+def test_int8_linear_is_close(native, shape):
     weight, bias = numbers(*shape) / 8, numbers(shape[0], seed=1)
     layer = native.linear(weight, bias, int8=True)
     for rows in ROWS:
@@ -124,7 +124,7 @@ def test_eight_bits_are_near(native, shape):
 
 
 @needs_native
-def test_eight_bits_lose_only_the_neighbours_of_an_input_that_is_hundreds_of_times_the_others(native):
+def test_int8_outlier_input_affects_only_its_block(native):
     weight, x = numbers(64, 512) / 8, numbers(7, 512, seed=1)
     x[:, 3] *= 300
     weight[:, :128] = 0
@@ -132,38 +132,38 @@ def test_eight_bits_lose_only_the_neighbours_of_an_input_that_is_hundreds_of_tim
 
 
 @needs_native
-def test_eight_bits_of_zeros_are_zero(native):
+def test_int8_of_zeros_is_zero(native):
     layer = native.linear(torch.zeros(64, 128).bfloat16(), int8=True)
     assert not layer(numbers(3, 128)).any()
     assert not native.linear(numbers(64, 128), int8=True)(torch.zeros(3, 128).bfloat16()).any()
 
 
-def largest(head, x):
-    """The first of each row's largest results, among all of them."""
+def full_argmax(head, x):
+    """Return the first index of each row's largest logit."""
     logits = head(x).numpy()
     return torch.from_numpy(logits.argmax(axis=1))
 
 
 @needs_native
 @pytest.mark.parametrize("shape", [(4096, 64), (5001, 260), (20010, 896)])
-def test_the_largest_result_is_that_of_all(native, shape):
+def test_argmax_equals_full_argmax(native, shape):
     head = native.head(numbers(*shape) / 8)
     for rows in (1, 5, 12, 13, 29):
         x = numbers(rows, 2 * shape[1], seed=rows)[:, : shape[1]]
-        assert torch.equal(head.argmax(x), largest(head, x))
+        assert torch.equal(head.argmax(x), full_argmax(head, x))
 
 
 @needs_native
 @pytest.mark.parametrize("apart", [0, 2**-8, 2**-6])
-def test_the_largest_of_many_that_eight_bits_cannot_tell_apart(native, apart):
-    """A hundred rows of the weights are one, with a few inputs rounded otherwise, or are equal."""
+def test_argmax_of_rows_equal_in_int8(native, apart):
+    """A hundred weight rows are equal, or differ only by the rounding of a few inputs."""
     weight = numbers(8192, 128) / 8
     weight[3000:3100] = 4 * weight[3000]
     weight[3000:3100] *= 1 + apart * (torch.rand(100, 128, generator=torch.Generator().manual_seed(1)) > 0.9)
     head, x = native.head(weight), numbers(12, 128, seed=2)
     x[:6] = weight[3000] * 10 + x[:6] / 10
     best = head.argmax(x)
-    assert torch.equal(best, largest(head, x))
+    assert torch.equal(best, full_argmax(head, x))
     assert ((best >= 3000) & (best < 3100)).sum() >= 6
     assert apart or 3000 in best  # the first of equals
 
@@ -172,19 +172,19 @@ INPUTS = 256
 
 
 @needs_native
-def test_the_largest_whose_weights_all_were_rounded_down(native):
-    """By nearly half a step each, in the direction of the activations, which 8 bits hold as they are."""
+def test_argmax_with_weights_all_rounded_down(native):
+    """Each by nearly half a step in the direction of the activations, which int8 represents exactly."""
     weight, x = numbers(4096, INPUTS) / 100, numbers(1, INPUTS, seed=1).sign()
     weight[100] = 0.4375 * x[0]
     weight[2000] = torch.where(torch.arange(INPUTS) % 10 < 3, x[0], 0)
     weight[[100, 2000], 0] = 127 * x[0, 0]  # so that a step is 1, and nothing is left of the first
     head = native.head(weight)
-    assert largest(head, x).item() == head.argmax(x).item() == 100
+    assert full_argmax(head, x).item() == head.argmax(x).item() == 100
 
 
 @needs_native
-def test_the_largest_of_activations_that_all_were_rounded_down(native):
-    """By nearly half a step each, in the direction of the weights, which 8 bits hold as they are."""
+def test_argmax_with_activations_all_rounded_down(native):
+    """Each by nearly half a step in the direction of the weights, which int8 represents exactly."""
     weight, x = numbers(4096, INPUTS) / 100, torch.zeros(1, INPUTS).bfloat16()
     weight[100] = numbers(INPUTS, seed=1).sign()
     x[0] = 0.4375 * weight[100]
@@ -192,39 +192,39 @@ def test_the_largest_of_activations_that_all_were_rounded_down(native):
     weight[100, ::128] = weight[2000] = 0
     weight[2000, 0] = 0.3 * INPUTS / 127
     head = native.head(weight)
-    assert largest(head, x).item() == head.argmax(x).item() == 100
+    assert full_argmax(head, x).item() == head.argmax(x).item() == 100
 
 
 @needs_native
-def test_the_first_of_equals_though_a_later_panel_promises_more(native):
+def test_argmax_is_first_of_equals_despite_larger_later_bound(native):
     weight, x = numbers(4096, INPUTS) / 100, numbers(1, INPUTS, seed=1)
     weight[100] = weight[3000] = x[0]
     weight[3001, ::2] = 128 * x[0, 1::2]
     weight[3001, 1::2] = -128 * x[0, ::2]  # at right angles to x, and long
     head = native.head(weight)
-    assert largest(head, x).item() == head.argmax(x).item() == 100
+    assert full_argmax(head, x).item() == head.argmax(x).item() == 100
 
 
 @needs_native
-def test_the_largest_where_all_are_negative_and_the_last_panel_is_cut_short(native):
+def test_argmax_of_negative_logits_with_partial_panel(native):
     weight = -numbers(4100, 64).abs() - 1
     weight[4096:] /= 2
     head, x = native.head(weight), numbers(9, 64).abs() + 0.5
     assert head(x).max() < 0
-    assert torch.equal(head.argmax(x), largest(head, x))
+    assert torch.equal(head.argmax(x), full_argmax(head, x))
 
 
 @needs_native
-def test_the_largest_where_an_input_is_many_times_the_others(native):
+def test_argmax_with_outlier_inputs(native):
     weight, x = numbers(32768, 512) / 8, numbers(7, 512, seed=1)
     x[:, 3] *= 30
     x[2, 400:] *= 1000
     head = native.head(weight)
-    assert torch.equal(head.argmax(x), largest(head, x))
+    assert torch.equal(head.argmax(x), full_argmax(head, x))
 
 
 @needs_native
-def test_the_largest_is_left_open_where_all_are_alike_or_no_numbers(native):
+def test_argmax_is_none_for_equal_or_nonfinite_logits(native):
     weight, x = numbers(4096, 64) / 8, numbers(3, 64, seed=1)
     assert native.head(weight).argmax(torch.zeros_like(x)) is None
     assert native.head(numbers(1, 64).repeat(4096, 1)).argmax(x) is None
@@ -238,19 +238,19 @@ def test_the_largest_is_left_open_where_all_are_alike_or_no_numbers(native):
 
 
 @needs_native
-def test_the_largest_is_looked_for_more_rarely_where_that_is_in_vain(native):
+def test_argmax_screening_backs_off_after_failures(native):
     head, x = native.head(numbers(4096, 64) / 8), numbers(3, 64, seed=1)
 
-    def steps_until_it_is_tried():
+    def steps_until_next_attempt():
         return next(steps for steps in range(1, 1000) if head.argmax(x) is not None)
 
     for vain, steps in ((0, 1), (1, 2), (3, 4), (7, 8), (63, 64), (127, 64)):
         assert [head.argmax(torch.zeros_like(x)) for _ in range(vain)] == [None] * vain
-        assert steps_until_it_is_tried() == steps
-        assert steps_until_it_is_tried() == 1
+        assert steps_until_next_attempt() == steps
+        assert steps_until_next_attempt() == 1
 
 
-def test_an_output_layer_without_screening_leaves_the_largest_open(kernels):
+def test_head_without_screening_has_no_argmax(kernels):
     weight, x = numbers(70, 66), numbers(5, 66, seed=1)  # 66 inputs are left to PyTorch
     head = kernels.head(weight)
     assert head.argmax(x) is None
@@ -261,7 +261,7 @@ def test_an_output_layer_without_screening_leaves_the_largest_open(kernels):
 
 @needs_native
 @pytest.mark.parametrize("int8", [False, True])
-def test_a_row_is_the_same_to_the_bit_in_any_company(native, int8):
+def test_row_is_bit_exact_in_any_batch(native, int8):
     layer, x = native.linear(numbers(96, 260) / 8, int8=int8), numbers(200, 260, seed=1)
     whole = layer(x)
     for rows in (1, 2, 7, 12, 13, 30, 199):
@@ -280,7 +280,7 @@ def test_tile_instructions_equal_portable_tiles(rows, inputs):
     x[0, :40] *= 2.0**-120  # denormal products, and sums of them
     weight[3, :] *= 2.0**-20
     weight[5, 1] = x[0, 3] = 2.0**-130  # denormal numbers
-    for options in ({"wide": True}, {"wide": True, "int8": True}, {"activation": Activation.SILU_GATE}):
+    for options in ({"fp32_output": True}, {"fp32_output": True, "int8": True}, {"activation": Activation.SILU_GATE}):
         found, expected = (load(variant).linear(weight, **options)(x) for variant in (AMX, PORTABLE_TILES))
         assert torch.equal(*bits(found, expected))
 
@@ -295,13 +295,13 @@ def test_attention_by_tile_instructions_equals_portable_tiles(tokens):
 
 
 @needs_native
-def test_tiles_multiply_eight_bits_as_vectors_do():
+def test_tiles_equal_vectors_for_int8():
     weight, x = numbers(70, 260) / 8, numbers(40, 260, seed=1)
     found, expected = (load(variant).linear(weight, int8=True)(x) for variant in (PORTABLE_TILES, AVX512))
     assert torch.equal(found, expected)
 
 
-def test_kernels_that_cannot_run_here_are_refused_by_name(monkeypatch):
+def test_unavailable_kernels_are_rejected_by_name(monkeypatch):
     config = EngineConfig(cpu_kernels="amx")
     monkeypatch.setattr(native_module, "cpu_flags", frozenset)
     native_module._load.cache_clear()
@@ -315,19 +315,19 @@ def test_kernels_that_cannot_run_here_are_refused_by_name(monkeypatch):
     assert caught.value.param == "cpu_kernels"
 
 
-class AllBits(NativeLinear):
-    """Weights of 16 bits, though 12 would do."""
+class Uncompressed(NativeLinear):
+    """A linear layer that keeps 16-bit weights even where 12 bits suffice."""
 
     def _pack(self, weight, gated):
         return PackedWeights(self._panels(weight, gated))
 
 
-def in_all_bits(native, weight, activation=Activation.NONE):
-    return AllBits(native._library, weight, None, activation, fp32_output=activation is Activation.NONE)
+def uncompressed(native, weight, activation=Activation.NONE):
+    return Uncompressed(native._library, weight, None, activation, fp32_output=activation is Activation.NONE)
 
 
-def with_strays(outputs, inputs):
-    """Weights of which some are far smaller or larger than the others, also side by side, first and last."""
+def weights_with_outliers(outputs, inputs):
+    """Return weights with far smaller and larger outliers, some of them adjacent, in the first and last columns."""
     weight = numbers(outputs, inputs) / 16
     bits = weight.view(torch.int16)
     for number, column in enumerate([0, 1, 2, 3, 4, inputs - 1]):
@@ -337,25 +337,25 @@ def with_strays(outputs, inputs):
     return weight
 
 
-def is_coded(layer):
+def is_compressed(layer):
     return layer.matrix.codes is not None
 
 
 @needs_native
 @pytest.mark.parametrize("shape", [(96, 256), (33, 1028)])
 @pytest.mark.parametrize("many", [False, True])
-def test_twelve_bits_give_back_all_sixteen(native, shape, many):
-    weight = with_strays(*shape)
+def test_compression_to_12_bits_is_lossless(native, shape, many):
+    weight = weights_with_outliers(*shape)
     layer = native.linear(weight, fp32_output=True)
-    assert is_coded(layer)
+    assert is_compressed(layer)
     inputs = torch.eye(shape[1]).bfloat16()
     found = layer(inputs) if many else torch.cat([layer(part) for part in inputs.split(9)])
     assert torch.equal(found, weight.T.float())
 
 
-def decoded(layer):
-    """The bits of the panels of `layer`, from its codes."""
-    packed, _, codes, _ = layer._kept
+def decompressed(layer):
+    """Return the bits of the panels of `layer`, decoded from its codes."""
+    packed, _, codes, _ = layer._tensors
     panels = packed.numpy().reshape(-(-layer.columns // 32), layer.inputs // 4, 3, 64)
     heads = codes.numpy().reshape(len(panels), -1)
     low, pairs = panels[:, :, :2], panels[:, :, 2]
@@ -369,28 +369,28 @@ def decoded(layer):
 
 
 @needs_native
-def test_twelve_bits_keep_numbers_that_are_none_and_the_sign_of_zero(native):
+def test_compression_keeps_nan_and_signed_zero(native):
     weight = numbers(50, 4096) / 16
     odd = torch.arange(256).repeat(2) << 8 | torch.arange(512) % 251
     weight[torch.arange(512) % 50, 8 * torch.arange(512)] = odd.to(torch.uint16).view(torch.bfloat16)
     layer = native.linear(weight)
-    assert is_coded(layer)
-    assert np.array_equal(decoded(layer), layer._panels(weight, False).view(torch.int16).numpy().view(np.uint16))
+    assert is_compressed(layer)
+    assert np.array_equal(decompressed(layer), layer._panels(weight, False).view(torch.int16).numpy().view(np.uint16))
 
 
 @needs_native
 @pytest.mark.parametrize("rows", [*range(1, 14), 24, 25, 72, 73, 80, 192, 193, 500])
-def test_twelve_bits_multiply_as_sixteen_to_the_bit(native, rows):
+def test_compressed_linear_is_bit_exact(native, rows):
     weight, x = numbers(70, 260) / 8, numbers(rows, 260, seed=1)
     layer = native.linear(weight, fp32_output=True)
-    assert is_coded(layer)
-    assert torch.equal(layer(x), in_all_bits(native, weight)(x))
+    assert is_compressed(layer)
+    assert torch.equal(layer(x), uncompressed(native, weight)(x))
 
 
 @needs_native
-def test_threads_do_not_write_over_each_others_panels(native):
+def test_threads_do_not_overwrite_each_others_panels(native):
     weight, x = numbers(3200, 512) / 8, numbers(96, 512, seed=1)
-    expected, before = in_all_bits(native, weight)(x), torch.get_num_threads()
+    expected, before = uncompressed(native, weight)(x), torch.get_num_threads()
     torch.set_num_threads(4)
     try:
         assert torch.equal(native.linear(weight, fp32_output=True)(x), expected)
@@ -399,19 +399,19 @@ def test_threads_do_not_write_over_each_others_panels(native):
 
 
 @needs_native
-def test_twelve_bits_with_a_gate_and_rows_that_are_not_side_by_side(native):
+def test_compressed_gated_linear_with_strided_rows(native):
     weight, x = numbers(2 * 48, 256) / 8, numbers(90, 300, seed=1)[:, :256]
     layer = native.linear(weight, activation=Activation.SILU_GATE)
-    assert is_coded(layer)
-    assert torch.equal(layer(x), in_all_bits(native, weight, Activation.SILU_GATE)(x))
+    assert is_compressed(layer)
+    assert torch.equal(layer(x), uncompressed(native, weight, Activation.SILU_GATE)(x))
 
 
 @needs_native
-def test_weights_of_every_magnitude_keep_sixteen_bits(native):
+def test_weights_of_every_magnitude_stay_uncompressed(native):
     bits = torch.randint(0x0080, 0x5F00, (64, 128), generator=torch.Generator().manual_seed(0))
     weight = bits.to(torch.int16).view(torch.bfloat16)
     layer = native.linear(weight, fp32_output=True)
-    assert not is_coded(layer)
+    assert not is_compressed(layer)
     assert torch.equal(layer(torch.eye(128).bfloat16()), weight.T.float())
     assert (
         layer.workspace_bytes(100) == native.linear(numbers(64, 128)).workspace_bytes(100) > 0
@@ -419,21 +419,21 @@ def test_weights_of_every_magnitude_keep_sixteen_bits(native):
 
 
 @needs_native
-def test_a_matrix_of_which_one_panel_has_too_many_strays_keeps_sixteen_bits(native):
+def test_panel_with_too_many_outliers_stays_uncompressed(native):
     weight = numbers(96, 256) / 16
     weight[40, ::2] = (2.0 ** torch.arange(-64, 64)).bfloat16()
     layer = native.linear(weight, fp32_output=True)
-    assert not is_coded(layer)
+    assert not is_compressed(layer)
     assert torch.equal(layer(torch.eye(256).bfloat16()), weight.T.float())
 
 
 @needs_native
-def test_the_largest_result_of_weights_of_sixteen_bits(native):
+def test_argmax_with_uncompressed_weights(native):
     weight, x = numbers(4096, 64), numbers(9, 64, seed=1)
     weight[7, :] = 2.0 ** torch.arange(-32, 32)
     head = native.head(weight)
-    assert not is_coded(head)
-    assert torch.equal(largest(head, x), head(x).argmax(dim=1))
+    assert not is_compressed(head)
+    assert torch.equal(full_argmax(head, x), head(x).argmax(dim=1))
 
 
 @pytest.mark.parametrize("columns", [64, 100])
@@ -457,7 +457,7 @@ def test_rotation_equals_transformers(kernels, width):
 
 
 def attention(q, k, v, spans):
-    """By the formula, one span and head at a time."""
+    """Compute attention by its formula, one span and head at a time."""
     rows, heads, width = q.shape
     out = torch.zeros(rows, heads, width)
     for span in spans:
@@ -503,7 +503,7 @@ def test_causal_attention_of_many_requests(kernels, heads, width):
 
 @needs_native
 @pytest.mark.parametrize(("heads", "width"), [(14, 64), (24, 128), (8, 40), (2, 8)])
-def test_a_query_is_the_same_to_the_bit_alone_and_in_chunks(native, heads, width):
+def test_attention_is_bit_exact_alone_and_in_chunks(native, heads, width):
     q, (k, v) = numbers(600, heads, width), numbers(4, 700, width, seed=1).split(2)
     whole = native.attend(q, k, v, KVSpans([KVSpan(0, 600, 50, 600, 0)]))
     for start, stop in [(0, 1), (0, 513), (33, 34), (513, 600), (544, 545), (598, 599), (599, 600)]:
@@ -513,8 +513,8 @@ def test_a_query_is_the_same_to_the_bit_alone_and_in_chunks(native, heads, width
 
 @needs_native
 @pytest.mark.parametrize("span", [KVSpan(0, 20, 100, 60, 40), KVSpan(0, 1, 100, 60, 59), KVSpan(0, 1, 100, 33, 32)])
-def test_what_is_not_looked_at_does_not_matter(native, span):
-    """Rows of the pool that nobody has written may hold anything."""
+def test_attention_ignores_rows_outside_span(native, span):
+    """Unwritten rows of the pool may contain anything."""
     q, pool = numbers(span.num_queries, 4, 64), numbers(4, 300, 64, seed=1)
     spans = KVSpans([span])
     k, v = pool.split(2)
@@ -542,8 +542,8 @@ def decoder_layer(kernels, number, *, int8):
     )
 
 
-def decoder_pass(cache):
-    """The end of a prompt of 240 tokens, one token of an answer, and a part of a prompt whose end comes later."""
+def forward_batch(cache):
+    """Return a batch of the last chunk of a 240-token prompt, a decode step, and a chunk of an unfinished prompt."""
     spans = [KVSpan(0, 230, 0, 240, 10), KVSpan(230, 1, 260, 17, 16), KVSpan(231, 20, 280, 20, 0)]
     slots = torch.tensor([span.first_key + span.start + i for span in spans for i in range(span.num_queries)])
     angles = torch.randn(251, SHAPE.head_dim // 2, generator=torch.Generator().manual_seed(8))
@@ -553,30 +553,30 @@ def decoder_pass(cache):
 
 @needs_native
 @pytest.mark.parametrize("int8", [False, True])
-def test_layers_in_one_call_are_what_their_parts_are_to_the_bit(native, int8):
+def test_fused_layers_are_bit_exact_with_reference_layers(native, int8):
     layers = [decoder_layer(native, number, int8=int8) for number in range(3)]
     whole, parts = native.decoder_layers(layers, SHAPE), ReferenceDecoderLayers(native, layers, SHAPE)
     assert type(whole) is not type(parts)
     x, caches = numbers(251, HIDDEN), [numbers(3, 2 * SHAPE.kv_heads, 320, SHAPE.head_dim, seed=9) for _ in range(2)]
-    found, expected = (run(x.clone(), decoder_pass(cache)) for run, cache in zip((whole, parts), caches, strict=True))
+    found, expected = (run(x.clone(), forward_batch(cache)) for run, cache in zip((whole, parts), caches, strict=True))
     assert torch.equal(found, expected)
     assert torch.equal(*caches)
     assert not torch.equal(caches[0], numbers(*caches[0].shape, seed=9))
 
 
 @needs_native
-def test_layers_of_which_no_row_is_asked_for_still_fill_the_cache(native):
+def test_layers_without_requested_rows_fill_kv_cache(native):
     layers = [decoder_layer(native, number, int8=False) for number in range(2)]
     caches = [torch.zeros(2, 2 * SHAPE.kv_heads, 320, SHAPE.head_dim).bfloat16() for _ in range(2)]
-    for cache, asked in zip(caches, (True, False), strict=True):
-        batch = decoder_pass(cache)
+    for cache, has_last_rows in zip(caches, (True, False), strict=True):
+        batch = forward_batch(cache)
         none = batch._replace(last=torch.zeros(0, dtype=torch.int64), last_spans=KVSpans([]))
-        native.decoder_layers(layers, SHAPE)(numbers(251, HIDDEN), batch if asked else none)
+        native.decoder_layers(layers, SHAPE)(numbers(251, HIDDEN), batch if has_last_rows else none)
     assert torch.equal(*caches)
 
 
 @needs_native
-def test_layers_that_c_does_not_know_are_composed(native):
+def test_layers_unsupported_in_c_use_reference_layers(native):
     odd = native.linear(numbers(HIDDEN, 66))  # 66 inputs are left to PyTorch
     layer = decoder_layer(native, 0, int8=False)
     assert isinstance(native.decoder_layers([layer._replace(output=odd)], SHAPE), ReferenceDecoderLayers)
@@ -585,7 +585,7 @@ def test_layers_that_c_does_not_know_are_composed(native):
 
 
 @needs_native
-def test_a_number_that_is_none_is_not_lost_in_eight_bits(native):
+def test_int8_propagates_nonfinite_inputs(native):
     layer, x = native.linear(numbers(64, 256) / 8, int8=True), numbers(3, 256, seed=1)
     for broken in (torch.nan, torch.inf, -torch.inf):
         x[1, 130] = broken
@@ -593,23 +593,23 @@ def test_a_number_that_is_none_is_not_lost_in_eight_bits(native):
         assert layer(x)[[0, 2]].isfinite().all()
 
 
-def test_very_large_scores_overflow_nowhere(kernels):
+def test_very_large_scores_do_not_overflow(kernels):
     q, (k, v) = numbers(3, 2, 64) * 1000, (numbers(4, 10, 64, seed=1) * 1000).split(2)
     spans = [KVSpan(0, 3, 0, 10, 7)]
     assert error(kernels.attend(q, k, v, KVSpans(spans)), attention(q, k, v, spans)) < 1e-2
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cpu", torch.float16)])
-def test_other_number_types_take_pytorch(device, dtype):
+def test_other_dtypes_use_torch_kernels(device, dtype):
     assert isinstance(choose_kernels(device, dtype, EngineConfig()), TorchKernels)
 
 
 @needs_native
-def test_a_cpu_with_an_index_takes_the_kernels_in_c():
+def test_cpu_device_with_index_uses_c_kernels():
     assert choose_kernels("cpu:0", torch.bfloat16, EngineConfig()).name != "torch"
 
 
-def test_a_text_model_that_a_set_does_not_support_takes_the_next_one(caplog):
+def test_unsupported_text_model_falls_back_to_next_kernels(caplog):
     text = replace(load_plugins().families["qwen2_vl"].load_spec(CHECKPOINT).text, head_dim=15)
     chosen = selector(EngineConfig()).choose("cpu", torch.bfloat16, text)
     assert isinstance(chosen, TorchKernels)
@@ -619,7 +619,7 @@ def test_a_text_model_that_a_set_does_not_support_takes_the_next_one(caplog):
 
 
 @needs_native
-def test_the_library_is_compiled_once(tmp_path):
+def test_library_is_compiled_once(tmp_path):
     config = EngineConfig(cache_dir=tmp_path)
     first = load_native(config)
     assert first.kernels is not None
@@ -631,7 +631,7 @@ def test_the_library_is_compiled_once(tmp_path):
 
 
 class Compiler:
-    """A compiler that says when it begins, and compiles once it is let go; nobody waits for it for more than 20 s."""
+    """A compiler that reports its start and waits up to 20 s for `go` before it compiles."""
 
     def __init__(self, folder):
         self._log, self._go = folder / "log", folder / "go"
@@ -663,22 +663,22 @@ def compiler(tmp_path, monkeypatch):
 
 
 @needs_native
-def test_two_that_ask_at_once_compile_once(tmp_path, compiler):
+def test_concurrent_loads_compile_once(tmp_path, compiler):
     config = EngineConfig(cache_dir=tmp_path / "cache")
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(load_native, config) for _ in range(2)]
+        has_last_rows = [pool.submit(load_native, config) for _ in range(2)]
         until(lambda: compiler.runs)
-        done, _ = concurrent.futures.wait(asked, timeout=0.5)  # long enough for another one to begin
+        done, _ = concurrent.futures.wait(has_last_rows, timeout=0.5)  # long enough for another one to begin
         assert not done
         compiler.go()
-        first, second = (future.result(timeout=HANG).kernels for future in asked)
+        first, second = (future.result(timeout=HANG).kernels for future in has_last_rows)
     assert first is not None
     assert first is second
     assert compiler.runs == 1
 
 
 @needs_native
-def test_an_engine_that_compiles_does_not_hold_its_event_loop(tmp_path, compiler):
+def test_compilation_does_not_block_event_loop(tmp_path, compiler):
     config = EngineConfig(decoder="torch", cache_dir=tmp_path / "cache")
 
     async def load():
@@ -694,7 +694,7 @@ def test_an_engine_that_compiles_does_not_hold_its_event_loop(tmp_path, compiler
     assert compiler.runs == 1
 
 
-def test_a_cache_that_others_can_write_is_not_run_from(tmp_path):
+def test_cache_writable_by_others_is_not_used(tmp_path):
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     source = tmp_path / "fine.c"
@@ -704,7 +704,7 @@ def test_a_cache_that_others_can_write_is_not_run_from(tmp_path):
 
 
 @needs_native
-def test_shapes_that_the_kernels_in_c_do_not_know_are_left_to_pytorch(native):
+def test_shapes_unsupported_in_c_use_pytorch(native):
     weight, x = numbers(33, 66) / 8, numbers(5, 66, seed=1)
     assert error(native.linear(weight)(x), F.linear(x.float(), weight.float())) < 5e-3
     gated = numbers(40, 64) / 8
@@ -716,7 +716,7 @@ def test_shapes_that_the_kernels_in_c_do_not_know_are_left_to_pytorch(native):
     assert error(native.attend(q, k, v, KVSpans(spans)), attention(q, k, v, spans)) < 1e-2
 
 
-def test_source_that_does_not_compile_is_named(tmp_path):
+def test_compile_error_is_reported(tmp_path):
     source = tmp_path / "broken.c"
     source.write_text("int f(void) { return nowhere; }\n")
     with pytest.raises(BuildError, match=r"failed \(|no C compiler"):
@@ -724,8 +724,8 @@ def test_source_that_does_not_compile_is_named(tmp_path):
     assert not list((tmp_path / "cache").glob("*"))
 
 
-@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no folder that nobody can write, whoever runs the tests")
-def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no folder that is read-only for every user")
+def test_unwritable_cache_is_reported(tmp_path):
     source = tmp_path / "fine.c"
     source.write_text("int f(void) { return 0; }\n")
     ours = Path("/proc", str(os.getpid()))
@@ -733,7 +733,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
         build(source, ours)
 
 
-def test_a_compiler_that_does_not_run_is_named(tmp_path, monkeypatch):
+def test_broken_compiler_is_reported(tmp_path, monkeypatch):
     source = tmp_path / "fine.c"
     source.write_text("int f(void) { return 0; }\n")
     (tmp_path / "cc").write_text("no program")
@@ -744,7 +744,7 @@ def test_a_compiler_that_does_not_run_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_without_a_compiler_pytorch_computes_and_the_log_says_why(tmp_path):
+def test_missing_compiler_uses_torch_kernels_and_is_logged(tmp_path):
     script = """
 import logging, torch
 from dashinfer_vlm_core.config import EngineConfig
@@ -757,12 +757,12 @@ print(choose_kernels("cpu", torch.bfloat16, EngineConfig()).name)
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, timeout=HANG
     )
     assert done.stdout == "torch\n"
-    assert "PyTorch's kernels are used" in done.stderr
+    assert "Using PyTorch's kernels" in done.stderr
     assert "no C compiler was found; install gcc or clang" in done.stderr or "this CPU has no" in done.stderr
 
 
-def test_cuda_attention_stays_off_cudnn():
-    """cuDNN would build a plan for each number of keys. The switch can be looked at without a GPU."""
+def test_cuda_attention_does_not_use_cudnn():
+    """cuDNN would build a plan for each number of keys. The switch can be read without a GPU."""
     assert torch.backends.cuda.cudnn_sdp_enabled()
     try:
         TorchKernels("cuda")

@@ -1,4 +1,4 @@
-"""http and https sources, against servers that lie, stall, flood, redirect and change their address."""
+"""http and https sources, against servers that lie, stall, flood, redirect or change their address."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ HERE = EngineConfig(allow_private_addresses=True, image_max_bytes=1000, image_fe
 WORLD = EngineConfig(image_max_bytes=1000, image_fetch_timeout=2 * HANG)
 
 
-async def no_names(host, port):
+async def no_hosts(host, port):
     raise AssertionError(f"{host} should not have been looked up")
 
 
-def fetch(url, config=HERE, *, resolve=no_names, transport=None, kind="image"):
+def fetch(url, config=HERE, *, resolve=no_hosts, transport=None, kind="image"):
     async def run():
         fetcher = Fetcher(config, resolve=resolve, transport=transport)
         try:
@@ -46,15 +46,15 @@ def fetch(url, config=HERE, *, resolve=no_names, transport=None, kind="image"):
 
 
 async def skipping(work, seconds, *, once):
-    """The result of `work`, whose clock moves on by `seconds` once the event `once` is set by a server's thread."""
+    """Return the result of `work`; its clock skips `seconds` once a server thread sets the event `once`."""
     working = asyncio.ensure_future(work)
     assert await asyncio.to_thread(once.wait, HANG)
     await skippable_loop().askip(seconds)
     return await asyncio.wait_for(working, HANG)
 
 
-def fetch_and_skip(url, config, seconds, *, once, resolve=no_names, kind="image"):
-    """As `fetch`, while the clock moves on."""
+def fetch_and_skip(url, config, seconds, *, once, resolve=no_hosts, kind="image"):
+    """Like `fetch`, with a clock that skips `seconds`."""
 
     async def main():
         fetcher = Fetcher(config, resolve=resolve)
@@ -67,18 +67,18 @@ def fetch_and_skip(url, config, seconds, *, once, resolve=no_names, kind="image"
     return run_with_clock(main())
 
 
-def test_a_body_arrives_whole():
+def test_body_is_complete():
     with serve({"/a.png?size=2": body(PICTURE)}) as web:
         assert fetch(web.url("/a.png?size=2#part")) == PICTURE
 
 
-def test_a_chunked_body_arrives_whole():
+def test_chunked_body_is_complete():
     chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
     with serve({"/": raw(chunked)}) as web:
         assert fetch(web.url("/")) == b"abcde"
 
 
-def test_a_request_says_who_asks_and_carries_nothing_else(monkeypatch):
+def test_request_has_user_agent_and_no_other_headers(monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("all_proxy", "http://127.0.0.1:9")
     answer = body(PICTURE, "Set-Cookie: tracking=1")
@@ -127,7 +127,7 @@ def test_a_request_says_who_asks_and_carries_nothing_else(monkeypatch):
         "http://" + "a" * 70000,
     ],
 )
-def test_a_url_that_two_parsers_could_read_differently_is_refused(url):
+def test_ambiguous_url_is_rejected(url):
     with pytest.raises(MediaRefused) as caught:
         check_url(url, path=PART, config=WORLD)
     assert caught.value.param == PART
@@ -146,7 +146,7 @@ def test_a_url_that_two_parsers_could_read_differently_is_refused(url):
         "http://a_b.good.example/",
     ],
 )
-def test_an_ordinary_url_is_accepted(url):
+def test_ordinary_url_is_accepted(url):
     assert check_url(url, path=PART, config=WORLD).scheme in ("http", "https")
 
 
@@ -195,7 +195,7 @@ def test_an_ordinary_url_is_accepted(url):
         "ff0e::1",
     ],
 )
-def test_an_address_that_is_not_public_is_refused_as_a_literal_and_as_an_answer(address):
+def test_private_address_is_rejected_as_literal_and_resolved(address):
     assert not is_public(address)
     literal = f"[{address}]" if ":" in address else address
     with pytest.raises(MediaRefused):
@@ -206,11 +206,11 @@ def test_an_address_that_is_not_public_is_refused_as_a_literal_and_as_an_answer(
 
 
 @pytest.mark.parametrize("address", [PUBLIC, "8.8.8.8", "2606:2800:220:1:248:1893:25c8:1946", "64:ff9b::5db8:d822"])
-def test_a_public_address_is_public(address):
+def test_public_address_is_accepted(address):
     assert is_public(address)
 
 
-def test_a_name_with_one_private_answer_among_public_ones_is_refused():
+def test_host_with_one_private_address_is_rejected():
     transport = LoopbackTransport()
     resolve = fake_resolver({"good.example": [PUBLIC, "10.0.0.1"]})
     with pytest.raises(MediaRefused):
@@ -218,7 +218,7 @@ def test_a_name_with_one_private_answer_among_public_ones_is_refused():
     assert transport.addresses == []
 
 
-def test_a_name_is_resolved_once_and_the_checked_address_is_the_one_connected_to():
+def test_connection_uses_the_checked_address():
     transport = LoopbackTransport()
     changing = fake_resolver({"good.example": [[PUBLIC], ["127.0.0.1"]]})
     with serve({"/": body(PICTURE)}) as web:
@@ -227,7 +227,7 @@ def test_a_name_is_resolved_once_and_the_checked_address_is_the_one_connected_to
     assert f"host: good.example:{web.port}" in web.requests[0].lower()
 
 
-def test_a_name_that_turns_private_on_a_redirect_is_refused():
+def test_host_that_becomes_private_on_redirect_is_rejected():
     transport = LoopbackTransport()
     changing = fake_resolver({"good.example": [[PUBLIC], ["127.0.0.1"]]})
     with serve({"/": redirect("/secret"), "/secret": body(PICTURE)}) as web, pytest.raises(MediaRefused):
@@ -251,7 +251,7 @@ def test_a_name_that_turns_private_on_a_redirect_is_refused():
         "gopher://127.0.0.1/",
     ],
 )
-def test_each_redirect_is_checked_again(location):
+def test_each_redirect_is_checked(location):
     resolve = fake_resolver({"good.example": [PUBLIC], "inside.example": ["192.168.0.7"]})
     transport = LoopbackTransport()
     with serve({"/": redirect(location)}) as web, pytest.raises(MediaRefused) as caught:
@@ -260,7 +260,7 @@ def test_each_redirect_is_checked_again(location):
     assert transport.addresses == [PUBLIC]
 
 
-def test_three_redirects_are_followed_and_a_fourth_is_not():
+def test_at_most_three_redirects_are_followed():
     chain = {f"/{i}": redirect(f"/{i + 1}") for i in range(4)} | {"/4": body(PICTURE)}
     with serve(chain) as web:
         assert fetch(web.url("/1")) == PICTURE
@@ -268,14 +268,14 @@ def test_three_redirects_are_followed_and_a_fourth_is_not():
             fetch(web.url("/0"))
 
 
-def test_a_redirect_to_itself_ends():
+def test_redirect_loop_ends():
     with serve({"/": redirect("/")}) as web, pytest.raises(MediaRefused):
         fetch(web.url("/"))
     assert len(web.requests) == 4
 
 
 @pytest.mark.parametrize("host", ["good.example", "GOOD.example", "bücher.example", "xn--bcher-kva.example"])
-def test_allowed_domains_are_fetched_from(host):
+def test_allowed_domain_is_fetched(host):
     config = EngineConfig(allowed_media_domains=("good.example", "Bücher.example"))
     check_url(f"https://{host}/", path=PART, config=config)
 
@@ -283,19 +283,19 @@ def test_allowed_domains_are_fetched_from(host):
 @pytest.mark.parametrize(
     "host", ["evil.example", "good.example.evil.example", "notgood.example", "sub.good.example", "example", PUBLIC]
 )
-def test_allowed_domains_are_whole_host_names(host):
+def test_allowed_domain_matches_whole_host_names(host):
     config = EngineConfig(allowed_media_domains=("good.example",))
     with pytest.raises(MediaRefused, match="does not fetch from that host"):
         check_url(f"https://{host}/", path=PART, config=config)
 
 
-def test_an_allowed_domain_is_still_not_a_private_address():
+def test_allowed_domain_with_private_address_is_rejected():
     config = EngineConfig(allowed_media_domains=("good.example",))
     with pytest.raises(MediaRefused):
         fetch("http://good.example/", config, resolve=fake_resolver({"good.example": ["127.0.0.1"]}))
 
 
-def test_a_redirect_may_not_leave_the_allowed_domains():
+def test_redirect_out_of_allowed_domains_is_rejected():
     config = EngineConfig(allowed_media_domains=("good.example",), allow_private_addresses=True)
     resolve = fake_resolver({"good.example": ["127.0.0.1"], "evil.example": ["127.0.0.1"]})
     with serve({}) as web:
@@ -304,12 +304,12 @@ def test_a_redirect_may_not_leave_the_allowed_domains():
             fetch(web.url("/", "good.example"), config, resolve=resolve)
 
 
-def test_remote_media_can_be_switched_off():
+def test_remote_media_can_be_disabled():
     with pytest.raises(MediaRefused):
         check_url("https://good.example/", path=PART, config=EngineConfig(allow_remote_media=False))
 
 
-def test_https_asks_for_the_host_by_name_and_believes_no_other_certificate():
+def test_https_sends_server_name_and_verifies_certificate():
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context(cafile=CERTIFICATE)
     server.load_cert_chain(CERTIFICATE)
     resolve = fake_resolver({"pictures.test": ["127.0.0.1"], "other.test": ["127.0.0.1"]})
@@ -324,13 +324,13 @@ def test_https_asks_for_the_host_by_name_and_believes_no_other_certificate():
     assert f"host: pictures.test:{web.port}" in web.requests[0].lower()
 
 
-def test_the_next_address_is_tried_where_one_does_not_answer():
+def test_next_address_is_tried_if_connection_fails():
     resolve = fake_resolver({"good.example": ["127.0.0.2", "127.0.0.1"]})
     with serve({"/": body(PICTURE)}) as web:
         assert fetch(web.url("/", "good.example"), resolve=resolve) == PICTURE
 
 
-def test_a_body_of_exactly_the_limit_passes_and_one_byte_more_does_not():
+def test_body_size_limit_is_exact():
     with serve({"/limit": body(b"x" * 1000), "/more": body(b"x" * 1001)}) as web:
         assert len(fetch(web.url("/limit"))) == 1000
         with pytest.raises(MediaTooLarge) as caught:
@@ -338,7 +338,7 @@ def test_a_body_of_exactly_the_limit_passes_and_one_byte_more_does_not():
     assert caught.value.param == PART
 
 
-def test_a_declared_length_above_the_limit_is_refused_before_the_body_comes():
+def test_content_length_above_limit_is_rejected_before_body():
     stalled = threading.Event()
     with serve({"/": raw(b"HTTP/1.1 200 OK\r\nContent-Length: 9000000000\r\n\r\n", then=stalled.wait)}) as web:
         with pytest.raises(MediaTooLarge):
@@ -346,7 +346,7 @@ def test_a_declared_length_above_the_limit_is_refused_before_the_body_comes():
         stalled.set()
 
 
-def test_an_endless_body_is_cut_off_at_the_limit():
+def test_endless_body_is_stopped_at_limit():
     sent = []
 
     def endless(stream):
@@ -359,7 +359,7 @@ def test_an_endless_body_is_cut_off_at_the_limit():
     assert sum(sent) < 50_000_000
 
 
-def test_endless_chunks_are_cut_off_at_the_limit():
+def test_endless_chunks_are_stopped_at_limit():
     def endless(stream):
         stream.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
         while True:
@@ -383,19 +383,19 @@ def test_endless_chunks_are_cut_off_at_the_limit():
         b"",
     ],
 )
-def test_an_answer_that_lies_or_breaks_off_is_unreachable(answer):
+def test_malformed_or_truncated_response_is_unreachable(answer):
     with serve({"/": raw(answer)}) as web, pytest.raises(MediaUnreachable) as caught:
         fetch(web.url("/"))
     assert caught.value.param == PART
 
 
-def test_bytes_beyond_the_declared_length_do_not_count():
+def test_bytes_beyond_content_length_are_ignored():
     with serve({"/": raw(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nshort" + b"x" * 5000)}) as web:
         assert fetch(web.url("/")) == b"short"
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "gzip, gzip", "GZIP"])
-def test_a_compressed_body_is_not_unpacked(encoding):
+def test_compressed_body_is_not_decompressed(encoding):
     bomb = gzip.compress(b"\0" * 500_000)
     assert len(bomb) < HERE.image_max_bytes
     with serve({"/": body(bomb, f"Content-Encoding: {encoding}")}) as web, pytest.raises(MediaUnreachable):
@@ -405,7 +405,7 @@ def test_a_compressed_body_is_not_unpacked(encoding):
 @pytest.mark.parametrize(
     "status", ["404 Not Found", "500 Oops", "204 No Content", "206 Partial Content", "304 Not Modified"]
 )
-def test_another_status_is_unreachable_and_its_body_is_not_shown(status):
+def test_error_status_is_unreachable_and_body_not_shown(status):
     with serve({"/": body(b"internal secret", status=status)}) as web, pytest.raises(MediaUnreachable) as caught:
         fetch(web.url("/"))
     assert "secret" not in caught.value.message
@@ -414,12 +414,12 @@ def test_another_status_is_unreachable_and_its_body_is_not_shown(status):
 
 @pytest.fixture
 def patient(monkeypatch):
-    """What ends a fetch is its deadline: silence does not."""
+    """Disable the read timeout, so that only the deadline ends a fetch."""
     monkeypatch.setattr("dashinfer_vlm_core.media.fetch.SILENCE_SECONDS", 100 * HANG)
 
 
-def test_a_slow_drip_ends_with_the_total_timeout(patient):
-    """A byte every eight seconds: each pause is short, and all of them are too long."""
+def test_slow_drip_ends_at_total_timeout(patient):
+    """One byte every eight seconds: each pause is short, but the total is too long."""
     config = EngineConfig(allow_private_addresses=True, image_fetch_timeout=30)
     more, sent = threading.Semaphore(0), threading.Semaphore(0)
 
@@ -449,7 +449,7 @@ def test_a_slow_drip_ends_with_the_total_timeout(patient):
 
 
 @pytest.mark.parametrize("prefix", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n"])
-def test_silence_ends_with_the_timeout_of_the_kind(patient, prefix):
+def test_silent_server_ends_at_timeout_of_media_kind(patient, prefix):
     config = EngineConfig(allow_private_addresses=True, image_fetch_timeout=600, video_fetch_timeout=5)
     silent, stalled = threading.Event(), threading.Event()
     with serve({"/": raw(prefix, then=lambda: (silent.set(), stalled.wait()))}) as web:
@@ -458,7 +458,7 @@ def test_silence_ends_with_the_timeout_of_the_kind(patient, prefix):
         stalled.set()
 
 
-def test_a_resolver_that_hangs_ends_with_the_timeout():
+def test_hanging_resolver_ends_at_timeout():
     asked = threading.Event()
 
     async def hang(host, port):
@@ -470,7 +470,7 @@ def test_a_resolver_that_hangs_ends_with_the_timeout():
         fetch_and_skip("http://good.example/", config, 6, once=asked, resolve=hang)
 
 
-def test_slow_names_have_threads_of_their_own_and_the_timeout_of_the_fetch(monkeypatch):
+def test_slow_lookups_use_separate_threads_and_fetch_timeout(monkeypatch):
     found, threads = threading.Event(), []
 
     def slow(*arguments, **options):
@@ -500,20 +500,20 @@ def test_slow_names_have_threads_of_their_own_and_the_timeout_of_the_fetch(monke
 
 
 @pytest.mark.parametrize("table", [{}, {"good.example": [[]]}])
-def test_a_host_without_an_address_is_unreachable(table):
+def test_host_without_address_is_unreachable(table):
     with pytest.raises(MediaUnreachable) as caught:
         fetch("http://good.example/", resolve=fake_resolver(table))
     assert "no such host" not in caught.value.message
 
 
-def test_a_closed_port_is_unreachable():
+def test_closed_port_is_unreachable():
     with serve({}) as web:
         url = web.url("/")
     with pytest.raises(MediaUnreachable):
         fetch(url)
 
 
-def test_the_system_resolver_finds_loopback_and_it_is_refused():
+def test_loopback_from_system_resolver_is_rejected():
     async def run():
         fetcher = Fetcher(WORLD)
         try:
@@ -525,7 +525,7 @@ def test_the_system_resolver_finds_loopback_and_it_is_refused():
         asyncio.run(run())
 
 
-def test_no_more_sources_are_fetched_at_once_than_the_configuration_allows():
+def test_concurrent_fetches_are_limited():
     config = EngineConfig(allow_private_addresses=True, max_fetches=2)
 
     async def run(url):
@@ -552,7 +552,7 @@ def test_no_more_sources_are_fetched_at_once_than_the_configuration_allows():
     assert max(seen) == 2
 
 
-def test_after_every_failure_the_next_fetch_works():
+def test_fetch_works_after_every_failure():
     with serve({"/bad": raw(b"nonsense\r\n\r\n"), "/good": body(PICTURE)}) as web:
 
         async def run():
@@ -568,8 +568,8 @@ def test_after_every_failure_the_next_fetch_works():
         assert asyncio.run(run()) == PICTURE
 
 
-def test_who_waits_too_long_for_a_slot_is_told_to_come_back():
-    """Not that the media cannot be fetched: nobody has tried."""
+def test_timeout_waiting_for_slot_asks_to_retry():
+    """The error must not be that the media cannot be fetched, because no fetch was attempted."""
     config = EngineConfig(
         allow_private_addresses=True, max_fetches=1, image_fetch_timeout=5, video_fetch_timeout=10 * HANG
     )
@@ -600,7 +600,7 @@ def test_who_waits_too_long_for_a_slot_is_told_to_come_back():
 
 
 @pytest.mark.parametrize(("room", "refused"), [(2 * len(PICTURE), False), (2 * len(PICTURE) - 1, True)])
-def test_the_media_of_one_request_have_a_limit_together(room, refused):
+def test_media_of_one_request_share_a_limit(room, refused):
     config = EngineConfig(allow_private_addresses=True, max_fetched_bytes=room)
 
     async def run(web):

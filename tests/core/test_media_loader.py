@@ -1,4 +1,4 @@
-"""A request's media as a whole: order, one fetch per source, none for a request that is wrong, cancellation."""
+"""Loading a request's media: order, one fetch per source, none for an invalid request, cancellation."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def load(*parts, readers=READERS, then=whole, **options):
 
 
 def after(event, data):
-    """An answer that comes once `event` is set."""
+    """Return a response that is sent once `event` is set."""
 
     def answer(stream):
         event.wait(HANG)
@@ -67,11 +67,11 @@ def after(event, data):
     return answer
 
 
-def test_nothing_gives_nothing():
+def test_no_parts_give_no_media():
     assert load() == ()
 
 
-def test_media_come_in_the_order_of_the_parts_whatever_arrives_first():
+def test_media_are_in_order_of_parts():
     pictures, sent = [noise(10, 10 + i, i) for i in range(3)], [threading.Event() for _ in range(3)]
     sent.append(threading.Event())
     sent[3].set()
@@ -90,7 +90,7 @@ def test_media_come_in_the_order_of_the_parts_whatever_arrives_first():
         np.testing.assert_array_equal(item.image, picture)
 
 
-def test_parts_are_fetched_side_by_side():
+def test_parts_are_fetched_concurrently():
     together = threading.Barrier(6, timeout=HANG)  # none is answered before all are asked for
 
     def answer(stream):
@@ -112,7 +112,7 @@ def test_equal_sources_are_fetched_once():
     np.testing.assert_array_equal(media[3].frames, [media[0].image, media[1].image, media[0].image])
 
 
-def test_options_of_a_part_travel_with_its_media():
+def test_media_keep_options_of_their_part():
     picture, clip = load(
         image(image_url(), 0, min_pixels=1, max_pixels=2),
         video((image_url(), image_url()), 1, min_pixels=3, max_pixels=4, total_pixels=5),
@@ -123,7 +123,7 @@ def test_options_of_a_part_travel_with_its_media():
     assert (clip.min_pixels, clip.max_pixels, clip.total_pixels) == (3, 4, 5)
 
 
-def test_a_part_s_own_background_shows_through_its_pictures_and_frames():
+def test_background_option_applies_to_images_and_frames():
     clear = data_url(encode(PILImage.new("RGBA", (28, 28), (9, 9, 9, 0))))
     one = image(clear, background=(1, 2, 3))
     frames = video((clear, clear), 1, background=(4, 5, 6))
@@ -133,7 +133,7 @@ def test_a_part_s_own_background_shows_through_its_pictures_and_frames():
     assert third.image.getpixel((0, 0)) == (7, 8, 9)
 
 
-def test_a_video_file_comes_from_a_data_url_a_web_address_or_a_folder(tmp_path):
+def test_video_file_from_data_url_http_or_folder(tmp_path):
     data = encode_video(30)
     (tmp_path / "movie.mp4").write_bytes(data)
     with serve({"/movie.mp4": body(data)}) as web:
@@ -144,7 +144,7 @@ def test_a_video_file_comes_from_a_data_url_a_web_address_or_a_folder(tmp_path):
     assert clips[0].frames.shape == (6, 48, 64, 3)
 
 
-def test_a_list_of_frames_equals_a_file_of_these_frames():
+def test_frame_list_equals_video_file_of_same_frames():
     from_file = load(video(data_url(encode_video(12, container="avi"), "video/avi"), num_frames=4))[0]
     urls = tuple(data_url(encode(frame)) for frame in from_file.frames)
     from_list = load(video(urls))[0]
@@ -165,7 +165,7 @@ def test_a_list_of_frames_equals_a_file_of_these_frames():
         (video((image_url(),), 1, num_frames=4), UnsupportedParameter, "messages[0].content[1].video_url.num_frames"),
     ],
 )
-def test_a_request_that_is_wrong_fetches_nothing(wrong, error, param):
+def test_invalid_request_fetches_nothing(wrong, error, param):
     with serve({"/": body(encode(noise(4, 4)))}) as web:
         with pytest.raises(error) as caught:
             load(image(web.url("/")), wrong, video_max_frames=8, image_max_bytes=50_000)
@@ -174,7 +174,7 @@ def test_a_request_that_is_wrong_fetches_nothing(wrong, error, param):
 
 
 @pytest.mark.parametrize(("make", "options"), [(image, {"image": 2}), (video, {"video": 2})])
-def test_too_many_parts_are_refused_before_anything_is_fetched(make, options):
+def test_too_many_parts_are_rejected_before_fetching(make, options):
     with serve({"/": body(b"")}) as web:
         with pytest.raises(MediaTooLarge) as caught:
             load(*(make(web.url("/"), i) for i in range(3)), limit_mm_per_prompt=options)
@@ -182,7 +182,7 @@ def test_too_many_parts_are_refused_before_anything_is_fetched(make, options):
     assert caught.value.param == "messages[0].content[2]"
 
 
-def test_a_missing_video_library_is_named_before_anything_is_fetched():
+def test_missing_video_library_is_named_before_fetching():
     with serve({"/": body(encode_video())}) as web:
         with pytest.raises(MissingDependency):
             load(video(web.url("/")), readers=[])
@@ -199,26 +199,26 @@ def test_a_missing_video_library_is_named_before_anything_is_fetched():
         (video((image_url(), data_url(b"no picture"))), "messages[0].content[0].video_url.url[1]"),
     ],
 )
-def test_bytes_that_are_not_what_the_part_says_are_named(part, param):
+def test_wrong_media_kind_is_named(part, param):
     with pytest.raises(MediaUndecodable) as caught:
         load(part)
     assert caught.value.param == param
 
 
-def test_frames_of_two_sizes_are_named():
+def test_frames_of_different_sizes_are_named():
     with pytest.raises(InvalidParameter) as caught:
         load(video((image_url(20, 30), image_url(20, 30, 1), image_url(30, 20))))
     assert caught.value.param == "messages[0].content[0].video_url.url[2]"
 
 
-def test_frames_that_are_too_large_together_are_refused_by_their_headers():
+def test_frames_too_large_in_total_are_rejected_by_headers():
     frames = tuple(image_url(28, 28, seed) for seed in range(17))
     assert load(video(frames[:16]), video_max_decoded_pixels=16 * 784)[0].frames.shape == (16, 28, 28, 3)
     with pytest.raises(MediaTooLarge):
         load(video(frames), video_max_decoded_pixels=16 * 784)
 
 
-def test_the_first_failure_cancels_the_rest():
+def test_first_failure_cancels_the_rest():
     left = threading.Event()
 
     def hold(stream):
@@ -233,7 +233,7 @@ def test_the_first_failure_cancels_the_rest():
     assert caught.value.param == "messages[0].content[1]"
 
 
-def test_cancelling_a_request_closes_its_connections_and_the_next_request_works():
+def test_canceling_request_closes_connections():
     arrived, left = threading.Event(), threading.Event()
 
     def hold(stream):
@@ -261,7 +261,7 @@ def test_cancelling_a_request_closes_its_connections_and_the_next_request_works(
 
 
 def test_decoding_does_not_block_the_event_loop():
-    """What is decoded waits for the event loop: were it decoded there, it would wait for itself."""
+    """Decoding waits for the event loop; if it ran on the loop, it would deadlock."""
     on_the_loop = threading.Event()
 
     def after_the_loop(media):
@@ -280,7 +280,7 @@ def test_decoding_does_not_block_the_event_loop():
     assert asyncio.run(run()) == (True, True, True)
 
 
-def test_errors_name_the_part_and_nothing_of_the_machine(tmp_path):
+def test_errors_name_part_but_no_local_details(tmp_path):
     with serve({}) as web:
         for url in (web.url("/missing"), f"file://{tmp_path}/x.png", "missing.png"):
             with pytest.raises(MediaError) as caught:
@@ -290,7 +290,7 @@ def test_errors_name_the_part_and_nothing_of_the_machine(tmp_path):
             assert "127.0.0.1" not in caught.value.message
 
 
-def test_no_more_items_are_held_at_full_size_than_there_are_threads():
+def test_full_size_items_are_limited_to_number_of_threads():
     decoded, most = [], []
 
     def shrink(media):
@@ -304,7 +304,7 @@ def test_no_more_items_are_held_at_full_size_than_there_are_threads():
     assert max(most) <= THREADS
 
 
-def test_what_is_made_of_the_media_may_fail_the_request():
+def test_error_in_then_callback_fails_request():
     def refuse(media):
         raise InvalidParameter("not this one", param=media.path)
 
@@ -314,7 +314,7 @@ def test_what_is_made_of_the_media_may_fail_the_request():
 
 
 class Endless:
-    """A reader of a film that is decoded for as long as somebody waits for it."""
+    """A reader whose video is decoded until it is stopped."""
 
     name, priority = "endless", 99
 
@@ -337,29 +337,29 @@ class Endless:
             self.stopped.release()
 
 
-async def reached(semaphore, times):
+async def acquire_all(semaphore, times):
     for _ in range(times):
         assert await asyncio.to_thread(semaphore.acquire, timeout=HANG)
 
 
-async def queued(loader, pieces):
-    """Until so many pieces of work wait for a thread of the loader."""
+async def wait_for_queued(loader, pieces):
+    """Wait until so many tasks are queued in the loader."""
     await asyncio.to_thread(until, lambda: loader._threads._work_queue.qsize() == pieces)
 
 
-def test_a_cancelled_request_stops_decoding_and_what_it_had_queued_never_runs():
+def test_canceled_request_stops_decoding_and_drops_queued_work():
     reader, made = Endless(), []
 
     async def run():
         loader = MediaLoader(EngineConfig(), [reader])
         films = [asyncio.ensure_future(loader.load([video("data:;base64,AAAA")], made.append)) for _ in range(THREADS)]
-        await reached(reader.started, THREADS)
+        await acquire_all(reader.started, THREADS)
         waiting = asyncio.ensure_future(loader.load([image(image_url()), video("data:;base64,AAAA")], made.append))
-        await queued(loader, 1)
+        await wait_for_queued(loader, 1)
         for task in (waiting, *films):
             task.cancel()
         await asyncio.wait([waiting, *films])
-        await reached(reader.stopped, THREADS)
+        await acquire_all(reader.stopped, THREADS)
         assert await loader.load([image(image_url())], whole)
         await loader.close()
 
@@ -368,7 +368,7 @@ def test_a_cancelled_request_stops_decoding_and_what_it_had_queued_never_runs():
     assert made == []
 
 
-def test_the_failure_of_one_part_stops_decoding_another():
+def test_failure_of_one_part_stops_decoding_others():
     reader = Endless()
 
     async def run():
@@ -382,23 +382,23 @@ def test_the_failure_of_one_part_stops_decoding_another():
         assert reader.stopped.acquire(timeout=HANG)
 
 
-def test_closing_ends_what_runs_and_what_waits_with_one_error():
+def test_close_fails_running_and_waiting_loads_alike():
     reader, held, arrived = Endless(), threading.Event(), threading.Semaphore(0)
 
     async def run(web):
         loader = MediaLoader(EngineConfig(allow_private_addresses=True), [reader])
         fetching = asyncio.ensure_future(loader.load([image(web.url("/"))], whole))
-        await reached(arrived, 1)
+        await acquire_all(arrived, 1)
         films = [asyncio.ensure_future(loader.load([video("data:;base64,AAAA")], whole)) for _ in range(THREADS)]
-        await reached(reader.started, THREADS)
+        await acquire_all(reader.started, THREADS)
         waiting = [asyncio.ensure_future(loader.load([image(image_url())], whole)) for _ in range(3)]
-        await queued(loader, 3)
+        await wait_for_queued(loader, 3)
         await loader.close()
         ended = await asyncio.gather(fetching, *films, *waiting, return_exceptions=True)
         assert not held.is_set()  # the fetch was not waited for
         with pytest.raises(EngineClosed):
             await loader.load([image(image_url())], whole)
-        await reached(reader.stopped, THREADS)
+        await acquire_all(reader.stopped, THREADS)
         return ended
 
     def hold(stream):
@@ -411,13 +411,13 @@ def test_closing_ends_what_runs_and_what_waits_with_one_error():
     assert {type(error) for error in ended} == {EngineClosed}
 
 
-def test_a_request_without_media_waits_for_nobody():
+def test_request_without_media_does_not_wait():
     reader = Endless()
 
     async def run():
         loader = MediaLoader(EngineConfig(), [reader])
         films = [asyncio.ensure_future(loader.load([video("data:;base64,AAAA")], whole)) for _ in range(THREADS)]
-        await reached(reader.started, THREADS)
+        await acquire_all(reader.started, THREADS)
         assert await asyncio.wait_for(loader.load([], whole), HANG / 2) == ()  # films take longer
         await loader.close()
         await asyncio.wait(films)
@@ -425,7 +425,7 @@ def test_a_request_without_media_waits_for_nobody():
     asyncio.run(run())
 
 
-def test_a_list_of_frames_is_bounded_as_one_video_while_it_is_fetched():
+def test_frame_list_is_limited_as_one_video_while_fetched():
     frame = encode(noise(30, 30))
     refused = threading.Event()
     answers = {f"/{i}": body(frame) for i in range(3)} | {f"/{i}": after(refused, frame) for i in range(3, 6)}
@@ -438,17 +438,17 @@ def test_a_list_of_frames_is_bounded_as_one_video_while_it_is_fetched():
     assert caught.value.param == "messages[0].content[1]"
 
 
-def test_a_picture_may_be_larger_than_a_video():
+def test_image_may_be_larger_than_video_limit():
     load(image(image_url()), video_max_bytes=1)
 
 
-def test_one_request_leaves_half_of_the_fetches_to_others():
+def test_one_request_uses_at_most_half_of_fetch_slots():
     held, arrived = threading.Event(), threading.Semaphore(0)
 
     async def run(web):
         loader = MediaLoader(EngineConfig(allow_private_addresses=True, max_fetches=4), READERS)
         greedy = asyncio.ensure_future(loader.load([image(web.url(f"/{i}"), i) for i in range(8)], whole))
-        await reached(arrived, 2)
+        await acquire_all(arrived, 2)
         await asyncio.wait_for(loader.load([image(web.url("/quick"))], whole), HANG)
         assert len(web.requests) == 3
         held.set()

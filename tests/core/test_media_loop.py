@@ -1,4 +1,4 @@
-"""Large media while they are loaded: no work on their bytes or pixels is done by the event loop's thread."""
+"""Loading large media: the event loop's thread does no work on their bytes or pixels."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def photograph(seed):
 
 @pytest.fixture(scope="module")
 def large():
-    """A picture file of 1.3 MB: larger than what a socket hands over in one piece."""
+    """Return an image file of 1.3 MB, larger than one socket read."""
     return encode(noise(600, 700), "BMP")
 
 
@@ -68,12 +68,12 @@ def frames(large):
     return [video(tuple(data_url(encode(noise(240, 320, seed))) for seed in range(8)))]
 
 
-def a_film(large):
+def a_video(large):
     return [video(data_url(encode_video(30, height=240, width=320), "video/mp4"))]
 
 
 def heavy(frame, event, argument):
-    """The name of what begins, where it works on media; None for all else."""
+    """Return the name of the called function if it works on media, otherwise None."""
     if event == "call":
         module = frame.f_globals.get("__name__", "")
         return f"{module}.{frame.f_code.co_name}" if _is_heavy(module) else None
@@ -90,7 +90,7 @@ def _is_heavy(module):
 
 
 async def heavy_calls(work):
-    """The heavy calls that the loop's thread makes while `work` runs."""
+    """Return the heavy calls of the loop's thread while `work` runs."""
     found = []
     sys.setprofile(lambda *event: found.append(name) if (name := heavy(*event)) else None)  # of this thread alone
     try:
@@ -101,7 +101,7 @@ async def heavy_calls(work):
 
 
 def load(parts):
-    """The heavy calls of the loop's thread, and the threads that cut the media into patches."""
+    """Return the heavy calls of the loop's thread, and the threads that patchify the media."""
     config = EngineConfig(allow_private_addresses=True, image_max_bytes=30_000_000, image_fetch_timeout=HANG)
     processor, loop, threads = Qwen2VLImageProcessor(PixelSpec(), config), LoopThread("engine"), set()
     loader = MediaLoader(config, READERS)
@@ -118,14 +118,14 @@ def load(parts):
         loop.stop(cleanup=loader.close())
 
 
-@pytest.mark.parametrize("media", [photographs, the_same_large_one_twice, frames, a_film])
-def test_media_are_decoded_off_the_event_loop(media, large):
+@pytest.mark.parametrize("media", [photographs, the_same_large_one_twice, frames, a_video])
+def test_media_are_decoded_off_event_loop(media, large):
     found, threads = load(media(large))
     assert found == []
     assert all(name.startswith("dashinfer-vlm-media") for name in threads)
 
 
-def test_fetched_media_are_put_together_and_decoded_off_the_event_loop(large):
+def test_fetched_media_are_joined_and_decoded_off_event_loop(large):
     with serve({"/large": body(large)}) as web:
         found, threads = load([image(web.url("/large"))])
     assert found == []
@@ -141,8 +141,8 @@ def test_fetched_media_are_put_together_and_decoded_off_the_event_loop(large):
     ],
     ids=["numpy", "Pillow", "a large text"],
 )
-def test_heavy_calls_on_the_event_loop_are_found(work):
-    """Else the tests above could not fail."""
+def test_heavy_calls_on_event_loop_are_detected(work):
+    """Otherwise the tests above could not fail."""
 
     async def busy():
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""What code in this process hands over as objects: pictures, arrays, tensors, embeddings."""
+"""Media passed as Python objects: images, arrays, tensors, embeddings."""
 
 from __future__ import annotations
 
@@ -64,19 +64,19 @@ def refused(error, content, kind="image", param=PART, **options):
     ],
     ids=["pil", "hwc", "torch hwc", "torch chw", "chw", "fortran", "rgba"],
 )
-def test_a_picture_comes_in_many_forms(content):
+def test_image_object_types(content):
     assert np.array_equal(pixels(content), RGB)
 
 
 @pytest.mark.parametrize("content", [PILImage.fromarray(GREY), GREY, GREY[:, :, None], torch.from_numpy(GREY)[None]])
-def test_grey_becomes_rgb(content):
+def test_gray_becomes_rgb(content):
     content = content.permute(1, 2, 0) if isinstance(content, torch.Tensor) else content
     assert np.array_equal(pixels(content), np.dstack([GREY] * 3))
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "LA", "PA", "CMYK", "YCbCr", "LAB", "HSV", "I;16"])
-def test_every_mode_comes_out_as_from_a_file(mode):
-    """As the decoder of files brings it to RGB; of those that no file holds, as Pillow converts them."""
+def test_every_mode_is_converted_as_from_file(mode):
+    """As the file decoder converts it to RGB; modes that no file format has are converted by Pillow."""
     image = PILImage.fromarray(RGB).convert("L" if mode == "I;16" else "RGB")
     image = PILImage.fromarray(np.asarray(image).astype(np.uint16) << 8) if mode == "I;16" else image.convert(mode)
     expected = PILImage.fromarray(np.asarray(image) >> 8) if mode == "I;16" else image
@@ -84,11 +84,11 @@ def test_every_mode_comes_out_as_from_a_file(mode):
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])
-def test_modes_without_an_agreed_range_are_refused(mode):
+def test_modes_without_defined_range_are_rejected(mode):
     assert "convert it to RGB" in refused(MediaUndecodable, PILImage.new(mode, (20, 20)))
 
 
-def test_transparency_is_composed_on_the_requests_colour_or_else_the_servers():
+def test_transparency_uses_background_of_request_or_server():
     clear = np.zeros((4, 4, 4), np.uint8)
     for content in (clear, PILImage.fromarray(clear)):
         assert (pixels(content) == 255).all()
@@ -96,14 +96,14 @@ def test_transparency_is_composed_on_the_requests_colour_or_else_the_servers():
         assert (pixels(content, config={"rgba_background": (1, 2, 3)}, background=(9, 8, 7))[0, 0] == (9, 8, 7)).all()
 
 
-def test_an_opened_file_is_turned_upright():
+def test_opened_file_has_exif_orientation_applied():
     exif = PILImage.Exif()
     exif[0x0112] = 6
     opened = PILImage.open(io.BytesIO(encode(RGB, "PNG", exif=exif)))
     assert np.array_equal(pixels(opened), np.rot90(RGB, -1))
 
 
-def test_one_opened_file_in_many_requests_is_read_once_at_a_time():
+def test_shared_opened_file_is_read_by_one_request_at_a_time():
     data = encode(noise(700, 700))
     for _ in range(5):
         opened, found = PILImage.open(io.BytesIO(data)), []
@@ -116,7 +116,7 @@ def test_one_opened_file_in_many_requests_is_read_once_at_a_time():
         assert all(np.array_equal(item, noise(700, 700)) for item in found)
 
 
-def test_an_opened_file_that_is_damaged_is_refused():
+def test_damaged_opened_file_is_rejected():
     refused(MediaUndecodable, PILImage.open(io.BytesIO(encode(noise(50, 50))[:-3000])))
 
 
@@ -142,18 +142,18 @@ def test_an_opened_file_that_is_damaged_is_refused():
     ],
     ids=label,
 )
-def test_what_is_no_picture_is_refused_with_the_next_step(content, message):
+def test_non_image_object_is_rejected_with_next_step(content, message):
     assert message in refused(InvalidParameter, content)
 
 
 @pytest.mark.parametrize("content", [RGB, PILImage.fromarray(RGB)])
-def test_pictures_are_held_to_the_servers_pixels(content):
+def test_server_pixel_limit_applies_to_image_objects(content):
     assert pixels(noise(28, 28), config={"max_decoded_pixels": 784}).shape == (28, 28, 3)
     refused(MediaTooLarge, noise(28, 29), config={"max_decoded_pixels": 784})
     refused(MediaTooLarge, PILImage.fromarray(noise(28, 29)), config={"max_decoded_pixels": 784})
 
 
-def test_options_of_the_part_are_kept():
+def test_part_options_are_kept():
     picture = got(RGB, min_pixels=784, max_pixels=7840)
     assert (picture.path, picture.min_pixels, picture.max_pixels) == (PART, 784, 7840)
     clip = got(FRAMES, "video", min_pixels=784, max_pixels=7840, total_pixels=78400)
@@ -174,16 +174,16 @@ def test_options_of_the_part_are_kept():
     ],
     ids=["thwc", "tchw", "torch thwc", "torch tchw", "arrays", "pil", "mixed", "rgba"],
 )
-def test_a_video_comes_in_many_forms(content):
+def test_video_object_types(content):
     assert np.array_equal(got(content, "video").frames, FRAMES)
 
 
-def test_where_both_axes_have_three_entries_the_channels_are_last():
+def test_ambiguous_channel_axis_is_last():
     frames = np.random.default_rng(0).integers(0, 256, (2, 3, 5, 3), np.uint8)
     assert np.array_equal(got(frames, "video").frames, frames)
 
 
-def test_a_clip_keeps_no_array_of_the_caller():
+def test_video_copies_the_callers_array():
     frames = FRAMES.copy()
     clip = got(frames, "video")
     frames[:] = 0
@@ -204,11 +204,11 @@ def test_a_clip_keeps_no_array_of_the_caller():
         ([RGB, noise(1, 30)], "one pixel", "[1]"),
     ],
 )
-def test_what_is_no_video_is_refused_with_the_next_step(content, message, where):
+def test_non_video_object_is_rejected_with_next_step(content, message, where):
     assert message in refused(InvalidParameter, content, "video", param=PART + where)
 
 
-def test_videos_are_held_to_the_servers_frames_and_pixels():
+def test_server_frame_and_pixel_limits_apply_to_video_objects():
     refused(InvalidParameter, FRAMES, "video", config={"video_max_frames": 3})
     many = np.broadcast_to(np.zeros((28, 28, 3), np.uint8), (17, 28, 28, 3))
     assert len(got(many[:16], "video", config={"video_max_decoded_pixels": 16 * 784}).frames) == 16
@@ -225,7 +225,7 @@ def test_frames_are_not_sampled(option):
     "rows", [ROWS, ROWS.numpy(), ROWS.bfloat16(), ROWS.half(), ROWS.double(), ROWS.numpy().T.copy().T]
 )
 @pytest.mark.parametrize("grid", [(1, 4, 6), [[1, 4, 6]], torch.tensor([1, 4, 6]), np.array([[1, 4, 6]], np.int32)])
-def test_embeddings_come_as_tensors_with_their_grid(kind, rows, grid):
+def test_embeddings_as_tensors_with_grid(kind, rows, grid):
     found = got({f"{kind}_embeds": rows, f"{kind}_grid_thw": grid}, kind)
     assert found.rows.dtype == np.float32
     assert np.array_equal(found.rows, torch.as_tensor(rows).float().numpy())
@@ -239,7 +239,7 @@ def test_embeddings_are_copied():
     assert np.array_equal(found.rows, ROWS.numpy())
 
 
-def test_embeddings_come_as_text_too():
+def test_embeddings_as_text():
     text = base64.b64encode(save({"image_embeds": ROWS})).decode()
     found = got(EncodedEmbeddings(rows=text, grid=(1, 4, 6)))
     assert np.array_equal(found.rows, ROWS.numpy())
@@ -264,11 +264,11 @@ def test_embeddings_come_as_text_too():
         ({"image_embeds": ROWS, "image_grid_thw": None}, "three whole numbers"),
     ],
 )
-def test_embeddings_of_another_shape_are_refused(content, message):
+def test_embeddings_of_wrong_shape_are_rejected(content, message):
     assert message in refused(InvalidParameter, content)
 
 
-def test_contents_of_one_size_and_other_shapes_have_other_fingerprints():
+def test_fingerprint_depends_on_shape():
     same = np.zeros((20, 30, 3), np.uint8)
     contents = [
         (same, "image"),
@@ -294,19 +294,19 @@ def load(*parts, **config):
     return asyncio.run(run())
 
 
-def test_the_loader_takes_objects_beside_urls_in_order():
+def test_loader_accepts_objects_and_urls_in_order():
     url = MediaPart(kind="image", path="a", url=image_url())
     found = load(url, part(RGB), part(FRAMES, "video"), part({"image_embeds": ROWS, "image_grid_thw": (1, 4, 6)}))
     assert [type(media).__name__ for media in found] == ["Image", "Image", "Video", "Embeddings"]
     assert [media.source for media in found] == [b""] * 4
 
 
-def test_the_loader_counts_objects_too():
+def test_loader_counts_objects():
     with pytest.raises(MediaTooLarge, match="up to 1 image"):
         load(part(RGB), part(RGB), limit_mm_per_prompt={"image": 1})
 
 
-def test_an_object_with_a_name_has_a_source():
+def test_object_with_uuid_has_source():
     (one,), (same,), (other,) = (load(part(content, uuid="x")) for content in (RGB, RGB.copy(), RGB[::-1]))
     assert one.source == same.source != other.source
     (file,) = load(MediaPart(kind="image", path="a", url=data_url(encode(RGB)), uuid="x"))
