@@ -229,12 +229,12 @@ def test_argmax_is_none_for_equal_or_nonfinite_logits(native):
     assert native.head(weight).argmax(torch.zeros_like(x)) is None
     assert native.head(numbers(1, 64).repeat(4096, 1)).argmax(x) is None
     for value in (math.nan, math.inf, 1e30):
-        strange = x.clone()
-        strange[1, 5] = value
-        assert native.head(weight).argmax(strange) is None
-        strange = weight.clone()
-        strange[4000, 7] = value
-        assert native.head(strange).argmax(x) is None
+        nonfinite = x.clone()
+        nonfinite[1, 5] = value
+        assert native.head(weight).argmax(nonfinite) is None
+        nonfinite = weight.clone()
+        nonfinite[4000, 7] = value
+        assert native.head(nonfinite).argmax(x) is None
 
 
 @needs_native

@@ -106,14 +106,14 @@ def load(parts):
     processor, loop, threads = Qwen2VLImageProcessor(PixelSpec(), config), LoopThread("engine"), set()
     loader = MediaLoader(config, READERS)
 
-    def cut(media):
+    def record_thread(media):
         threads.add(threading.current_thread().name)
         return processor.process(media)
 
     try:
         first = [image(data_url(encode(noise(9, 9))))]  # imports, and starts threads
         loop.call(loader.load(first, then=processor.process))
-        return loop.call(heavy_calls(loader.load(parts, then=cut))), threads
+        return loop.call(heavy_calls(loader.load(parts, then=record_thread))), threads
     finally:
         loop.stop(cleanup=loader.close())
 

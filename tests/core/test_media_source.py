@@ -17,7 +17,7 @@ ENCODED = base64.b64encode(DATA).decode()
 
 
 def find(text, kind="image", **options):
-    return locate(text, kind=kind, part=PART, config=EngineConfig(**options))
+    return locate(text, kind=kind, path=PART, config=EngineConfig(**options))
 
 
 def content(text, **options):
@@ -39,7 +39,7 @@ def content(text, **options):
     ],
     ids=["plain", "upper case", "no type", "parameter", "no padding", "line breaks", "URL-safe", "escaped"],
 )
-def test_a_data_url_in_each_way_that_encoders_write_it(url):
+def test_data_url_variants(url):
     assert content(url) == DATA
 
 
@@ -62,21 +62,21 @@ def test_a_data_url_in_each_way_that_encoders_write_it(url):
         "data:image/png;base64,%41%41%41%41",  # an A needs no escape
     ],
 )
-def test_a_broken_data_url_is_named(url):
+def test_broken_data_url_is_named(url):
     with pytest.raises(MediaUndecodable) as caught:
         content(url)
     assert caught.value.param == PART
 
 
 @pytest.mark.slow
-def test_escapes_that_base64_does_not_need_cost_nothing():
-    """A percent sign is no base64: to undo escapes in general would take a hundred times their size."""
+def test_unneeded_escapes_in_base64_are_not_expanded():
+    """A percent sign is not base64; unescaping in general would need a hundred times the memory."""
     for sign in ("%", "%41"):
         with pytest.raises((MediaTooLarge, MediaUndecodable)):
             content("data:image/png;base64," + sign * 20_000_000, image_max_bytes=1_000_000)
 
 
-def test_the_size_of_a_data_url_is_known_before_it_is_decoded():
+def test_data_url_size_is_checked_before_decoding():
     url = f"data:image/png;base64,{base64.b64encode(bytes(301)).decode()}"
     with pytest.raises(MediaTooLarge) as caught:
         find(url, image_max_bytes=300)
@@ -85,25 +85,25 @@ def test_the_size_of_a_data_url_is_known_before_it_is_decoded():
     find(url, kind="video", image_max_bytes=300)
 
 
-def test_line_breaks_and_escapes_do_not_count_as_size():
+def test_line_breaks_and_escapes_do_not_count_toward_size():
     lines = base64.encodebytes(b"\xff" * 300).decode()
     assert len(content(f"data:;base64,{lines}", image_max_bytes=300)) == 300
     assert len(content(f"data:;base64,{lines.replace('/', '%2F')}", image_max_bytes=300)) == 300
 
 
 @pytest.mark.parametrize("scheme", ["ftp", "gopher", "javascript", "blob", "content", "c", "s3", "http+unix"])
-def test_other_schemes_are_refused(scheme):
+def test_other_schemes_are_rejected(scheme):
     with pytest.raises(MediaRefused):
         find(f"{scheme}://good.example/a.png")
 
 
-def test_a_web_address_is_remote():
+def test_http_url_is_remote():
     assert isinstance(find("HTTPS://good.example/a.png"), RemoteSource)
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """`open/` may be read from, `secret.png` lies beside it."""
+    """Create `open/`, which may be read, and `secret.png` next to it."""
     (tmp_path / "open" / "sub").mkdir(parents=True)
     (tmp_path / "open" / "a b.png").write_bytes(DATA)
     (tmp_path / "secret.png").write_bytes(b"secret")
@@ -115,19 +115,19 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     "text", ["file:///etc/passwd", "/etc/passwd", "etc/passwd", "a.png", "", "file:a.png", ENCODED]
 )
-def test_files_are_refused_by_default(text):
+def test_files_are_rejected_by_default(text):
     with pytest.raises(MediaRefused) as caught:
         find(text)
     assert caught.value.param == PART
     assert "passwd" not in caught.value.message
 
 
-def test_a_file_under_the_allowed_folder_is_read(folder):
+def test_file_under_allowed_folder_is_read(folder):
     for text in (f"file://{folder}/a%20b.png", f"file://localhost{folder}/a b.png", f"{folder}/a b.png", "a b.png"):
         assert content(text, allowed_local_media_path=folder) == DATA
 
 
-def test_links_within_the_folder_are_followed_and_links_out_of_it_are_not(folder):
+def test_only_links_inside_allowed_folder_are_followed(folder):
     (folder / "within.png").symlink_to(folder / "a b.png")
     (folder / "out.png").symlink_to(folder.parent / "secret.png")
     (folder / "sub" / "up").symlink_to(folder.parent)
@@ -140,7 +140,7 @@ def test_links_within_the_folder_are_followed_and_links_out_of_it_are_not(folder
         content("loop", allowed_local_media_path=folder)
 
 
-def test_the_allowed_folder_may_itself_be_a_link(folder):
+def test_allowed_folder_may_be_a_link(folder):
     alias = folder.parent / "alias"
     alias.symlink_to(folder)
     assert content("a b.png", allowed_local_media_path=alias) == DATA
@@ -161,13 +161,13 @@ def test_the_allowed_folder_may_itself_be_a_link(folder):
         "~/x",
     ],
 )
-def test_no_way_leads_out_of_the_allowed_folder(folder, text):
+def test_paths_outside_allowed_folder_are_rejected(folder, text):
     with pytest.raises((MediaRefused, MediaUnreachable)) as caught:
         content(text.format(folder), allowed_local_media_path=folder)
     assert str(folder) not in caught.value.message
 
 
-def test_a_link_that_takes_a_checked_file_s_place_is_not_followed(folder):
+def test_link_replacing_a_checked_file_is_not_followed(folder):
     source = find("a b.png", allowed_local_media_path=folder)
     (folder / "a b.png").unlink()
     (folder / "a b.png").symlink_to(folder.parent / "secret.png")
@@ -175,7 +175,7 @@ def test_a_link_that_takes_a_checked_file_s_place_is_not_followed(folder):
         read(source)
 
 
-def test_what_is_no_regular_file_is_unreachable(folder):
+def test_non_regular_file_is_unreachable(folder):
     os.mkfifo(folder / "pipe")
     for text in ("missing.png", "sub", "pipe", "."):
         with pytest.raises(MediaUnreachable) as caught:
@@ -183,7 +183,7 @@ def test_what_is_no_regular_file_is_unreachable(folder):
         assert caught.value.param == PART
 
 
-def test_a_file_above_the_limit_is_too_large(folder):
+def test_file_above_limit_is_too_large(folder):
     with pytest.raises(MediaTooLarge):
         content("a b.png", allowed_local_media_path=folder, image_max_bytes=255)
     assert isinstance(find("a b.png", allowed_local_media_path=folder), LocalSource)

@@ -1,4 +1,4 @@
-"""Embeddings as text: safetensors and torch.save payloads, honest and hostile."""
+"""Embeddings as text: valid and hostile safetensors and torch.save payloads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read(rows, grid=(1, 4, 6), *, max_bytes=1_000_000):
     encoded = EncodedEmbeddings(
         rows=text(rows) if isinstance(rows, bytes) else rows, grid=text(grid) if isinstance(grid, bytes) else grid
     )
-    return read_embeddings(encoded, part=PART, max_bytes=max_bytes)
+    return read_embeddings(encoded, path=PART, max_bytes=max_bytes)
 
 
 def refused(error, *arguments, **options):
@@ -57,7 +57,7 @@ def archive(files, compression=zipfile.ZIP_STORED):
 
 
 def unpacked(data):
-    """The files that torch.save wrote, by their names in the folder."""
+    """Return the files written by torch.save, by their names in the archive."""
     with zipfile.ZipFile(io.BytesIO(data)) as file:
         return {name.partition("/")[2]: file.read(name) for name in file.namelist()}
 
@@ -69,7 +69,7 @@ def tensors_file(header, data=b"", length=None):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("whole", [torch.int64, torch.int32])
-def test_both_formats_give_the_numbers_that_were_saved(dtype, whole):
+def test_both_formats_round_trip(dtype, whole):
     rows, grid = ROWS.to(dtype), GRID.to(whole)
     together = save_safetensors({"image_embeds": rows, "image_grid_thw": grid})
     for found in (
@@ -84,13 +84,13 @@ def test_both_formats_give_the_numbers_that_were_saved(dtype, whole):
         assert found[1] == (1, 4, 6)
 
 
-def test_a_tensor_that_was_saved_by_name_or_with_a_gradient_is_read(tmp_path):
+def test_named_or_differentiable_tensor_is_read(tmp_path):
     torch.save(ROWS.clone().requires_grad_(), tmp_path / "rows.pt")
     assert np.array_equal(read((tmp_path / "rows.pt").read_bytes())[0], ROWS.numpy())
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (1, 300), (300, 1), (70000, 2)])
-def test_every_size_is_read(rows, width):
+def test_tensors_of_every_size_are_read(rows, width):
     tensor = torch.arange(rows * width, dtype=torch.float32).reshape(rows, width)
     assert np.array_equal(read(saved(tensor))[0], tensor.numpy())
     assert np.array_equal(read(save_safetensors({"image_embeds": tensor}))[0], tensor.numpy())
@@ -104,8 +104,8 @@ class Bomb:
         return open, (str(self._path), "w")
 
 
-def test_a_pickle_is_never_run(tmp_path):
-    """The payload is a bomb in truth: Python's own reader sets it off."""
+def test_pickle_is_never_executed(tmp_path):
+    """The payload does execute code: unpickling it in Python shows this."""
     files = unpacked(saved(ROWS))
     for bomb in (pickle.dumps(Bomb(tmp_path / "hit"), protocol) for protocol in range(6)):
         for pickled in (bomb, bomb[:-1] + files["data.pkl"], files["data.pkl"][:-1] + bomb):
@@ -136,7 +136,7 @@ def test_a_pickle_is_never_run(tmp_path):
     ],
     ids=lambda value: str(type(value).__name__),
 )
-def test_what_torch_saves_besides_plain_dense_tensors_is_refused(value):
+def test_other_torch_objects_are_rejected(value):
     assert "one dense, contiguous tensor" in refused(MediaUndecodable, saved(value))
 
 
@@ -152,14 +152,14 @@ def test_what_torch_saves_besides_plain_dense_tensors_is_refused(value):
         {"data.pkl": b"\xff" * 100},
     ],
 )
-def test_an_archive_that_contradicts_itself_is_refused(change):
+def test_inconsistent_archive_is_rejected(change):
     files = unpacked(saved(ROWS))
     assert np.array_equal(read(archive(files))[0], ROWS.numpy())
     refused(MediaUndecodable, archive({**files, **change}))
 
 
 @pytest.mark.parametrize("old", [b"FloatStorage", b"_rebuild_tensor_v2", b"OrderedDict", b"storage", b"torch._utils"])
-def test_every_name_in_the_pickle_counts(old):
+def test_every_global_in_pickle_is_checked(old):
     files = unpacked(saved(ROWS))
     assert old in files["data.pkl"]
     changed = files["data.pkl"].replace(old, old[:-1] + b"?")
@@ -169,27 +169,27 @@ def test_every_name_in_the_pickle_counts(old):
 @pytest.mark.parametrize(
     "size", [b"K\x06K\x09\x86", b"K\x06J\xff\xff\xff\xff\x86", b"J\xff\xff\xff\x7fJ\xff\xff\xff\x7f\x86"]
 )
-def test_a_shape_that_its_bytes_do_not_fill_is_refused(size):
+def test_shape_larger_than_data_is_rejected(size):
     files = unpacked(saved(ROWS))
     assert files["data.pkl"].count(b"K\x06K\x08\x86") == 1
     refused(MediaUndecodable, archive({**files, "data.pkl": files["data.pkl"].replace(b"K\x06K\x08\x86", size)}))
 
 
-def test_a_compressed_bomb_is_refused_before_it_is_unpacked():
-    """48 MB in 47 kB; the reader would need room for them to get as far as their size."""
+def test_zip_bomb_is_rejected_before_decompression():
+    """48 MB in 47 kB; the reader would have to allocate them to find out their size."""
     zeros = torch.zeros(12_000_000 // 8, 8)
     bomb = archive(unpacked(saved(zeros)), zipfile.ZIP_DEFLATED)
     assert len(bomb) < 60_000
     refused(MediaUndecodable, bomb)
 
 
-def test_an_archive_of_countless_files_is_refused():
+def test_archive_with_too_many_files_is_rejected():
     files = {**unpacked(saved(ROWS)), **{f"more/{index}": b"" for index in range(100)}}
     refused(MediaUndecodable, archive(files))
 
 
 @pytest.mark.parametrize("data", [saved(ROWS), save_safetensors({"image_embeds": ROWS})], ids=["torch", "safetensors"])
-def test_every_truncation_is_refused(data):
+def test_every_truncation_is_rejected(data):
     for length in range(0, len(data), 7):
         refused(MediaUndecodable, data[:length])
 
@@ -209,16 +209,16 @@ def test_every_truncation_is_refused(data):
         tensors_file(b" " * 70_000),
     ],
 )
-def test_a_lying_safetensors_file_is_refused(data):
+def test_inconsistent_safetensors_file_is_rejected(data):
     refused(MediaUndecodable, data)
 
 
-def test_a_second_grid_is_refused_rather_than_ignored():
+def test_second_grid_is_rejected():
     refused(MediaUndecodable, save_safetensors({"image_embeds": ROWS, "image_grid_thw": GRID}), (1, 4, 6))
 
 
 @pytest.mark.parametrize("rows", [torch.zeros(8), torch.zeros(0, 8), torch.zeros(3, 3, dtype=torch.int64)])
-def test_rows_of_another_shape_or_type_are_refused(rows):
+def test_rows_of_wrong_shape_or_dtype_are_rejected(rows):
     assert "[tokens, hidden size]" in refused(InvalidParameter, saved(rows))
 
 
@@ -236,25 +236,25 @@ def test_rows_of_another_shape_or_type_are_refused(rows):
         None,
     ],
 )
-def test_a_grid_that_is_none_is_refused(grid):
+def test_invalid_grid_is_rejected(grid):
     assert "three whole numbers" in refused(InvalidParameter, saved(ROWS), grid)
 
 
-def test_too_many_bytes_are_refused_undecoded():
+def test_too_many_bytes_are_rejected_before_decoding():
     size = len(saved(ROWS))
     assert read(saved(ROWS), max_bytes=size)[1] == (1, 4, 6)
     assert str(size - 1) in refused(MediaTooLarge, saved(ROWS), max_bytes=size - 1)
     refused(MediaTooLarge, "!" * 10_000, max_bytes=100)
 
 
-def test_text_that_is_no_base64_is_refused():
+def test_invalid_base64_is_rejected():
     assert "base64" in refused(MediaUndecodable, "???")
     assert "base64" in refused(MediaUndecodable, saved(ROWS), "???")
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_damaged_payloads_fail_in_our_words_alone(data):
+def test_damaged_payloads_raise_only_project_errors(data):
     payload = bytearray(data.draw(st.sampled_from([saved(ROWS), save_safetensors({"image_embeds": ROWS})])))
     for _ in range(data.draw(st.integers(1, 4))):
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
@@ -265,5 +265,5 @@ def test_damaged_payloads_fail_in_our_words_alone(data):
     assert rows.shape == (6, 8)
 
 
-def test_the_grid_may_be_an_array_of_any_integers():
-    assert as_grid(np.array([2, 4, 6], np.uint8), part=PART) == (2, 4, 6)
+def test_grid_may_be_array_of_any_integer_dtype():
+    assert as_grid(np.array([2, 4, 6], np.uint8), path=PART) == (2, 4, 6)

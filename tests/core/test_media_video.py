@@ -1,4 +1,4 @@
-"""Frames of videos: which ones are sampled, what becomes of them, and files that pretend to be videos."""
+"""Video frames: which ones are sampled, how they are processed, and files that pretend to be videos."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def video(**options):
     return MediaPart(kind="video", path=PART, url="data:", **options)
 
 
-def clip(data, readers=READERS, config=None, **options):
+def decode(data, readers=READERS, config=None, **options):
     config = config or EngineConfig()
     return decode_video(
         data, part=video(**options), readers=readers, config=config, policy=POLICY.with_config(config), check_stop=go_on
@@ -40,23 +40,23 @@ def clip(data, readers=READERS, config=None, **options):
 
 
 def go_on():
-    """Nobody stops."""
+    """Never stop decoding."""
 
 
-def turned(data, matrix):
-    """The MP4 file with another display matrix in the header of its track."""
+def with_display_matrix(data, matrix):
+    """Return the MP4 file with another display matrix in its track header."""
     start = data.index(b"tkhd") + 4 + 4 + 5 * 4 + 8 + 8
     return data[:start] + struct.pack(">9i", *matrix) + data[start + 36 :]
 
 
-class Film:
-    """A reader of films that exist only as a header; it notes which frames were asked for."""
+class HeaderOnlyReader:
+    """A reader of videos that consist of a header only; it records the requested frames."""
 
     name, priority = "film", 1
 
     def __init__(self, **info):
         self.info = VideoInfo(**{"frames": 100, "fps": 10.0, "width": 4, "height": 4} | info)
-        self.asked = None
+        self.requested = None
 
     def available(self):
         return True
@@ -65,20 +65,20 @@ class Film:
         return self
 
     def frames(self, indices, check_stop):
-        self.asked = indices
+        self.requested = indices
         return np.zeros((len(indices), self.info.height, self.info.width, 3), np.uint8)
 
 
 ANY = encode_video(1)
 
 
-def test_the_default_rate_and_both_limits_are_the_configuration_s():
+def test_default_rate_and_limits_come_from_configuration():
     config = EngineConfig(video_fps=1.0, video_min_frames=6, video_max_frames=20)
     counts = [frame_count(total, 10.0, part=video(), policy=POLICY.with_config(config)) for total in (30, 100, 1000, 5)]
     assert counts == [6, 10, 20, 4]
 
 
-def test_a_request_cannot_raise_the_limit_of_frames():
+def test_request_cannot_raise_frame_limit():
     config = EngineConfig(video_max_frames=8)
     assert frame_count(1000, 10.0, part=video(fps=10.0), policy=POLICY.with_config(config)) == 8
     with pytest.raises(InvalidParameter) as caught:
@@ -87,19 +87,19 @@ def test_a_request_cannot_raise_the_limit_of_frames():
 
 
 @pytest.mark.parametrize(("asked", "count"), [(2, 2), (3, 4), (4, 4), (5, 4), (6, 6), (7, 8), (100, 100)])
-def test_a_number_of_frames_is_rounded_to_an_even_one(asked, count):
+def test_number_of_frames_is_rounded_to_even(asked, count):
     assert frame_count(100, 10.0, part=video(num_frames=asked), policy=POLICY) == count
 
 
 @pytest.mark.parametrize("asked", [1, 102, 1000])
-def test_a_number_of_frames_that_the_file_does_not_have_is_refused(asked):
+def test_more_frames_than_the_file_has_are_rejected(asked):
     with pytest.raises(InvalidParameter) as caught:
         frame_count(100, 10.0, part=video(num_frames=asked), policy=POLICY)
     assert caught.value.param == f"{PART}.video_url.num_frames"
 
 
-def test_a_file_of_one_frame_gives_that_frame():
-    assert clip(encode_video(1)).frames.shape == (1, 48, 64, 3)
+def test_single_frame_file_gives_that_frame():
+    assert decode(encode_video(1)).frames.shape == (1, 48, 64, 3)
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
@@ -118,8 +118,8 @@ def test_decord_gives_equal_frames(container):
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
-def test_a_file_gives_the_frames_that_were_filmed(container):
-    sampled = clip(encode_video(30, container=container), num_frames=4)
+def test_decoded_frames_equal_encoded_frames(container):
+    sampled = decode(encode_video(30, container=container), num_frames=4)
     for frame, index in zip(sampled.frames, [0, 10, 19, 29], strict=True):
         difference = np.abs(frame.astype(int) - video_frame(index, 48, 64))
         assert np.median(difference) < 12, "H.264 and its colours lose a little, the next frames differ by more"
@@ -135,12 +135,14 @@ def test_a_file_gives_the_frames_that_were_filmed(container):
     ],
     ids=["0", "90", "180", "270"],
 )
-def test_a_video_that_was_filmed_turned_is_shown_upright(matrix, turns):
+def test_rotated_video_is_displayed_upright(matrix, turns):
     data = encode_video(6)
-    np.testing.assert_array_equal(clip(turned(data, matrix)).frames, np.rot90(clip(data).frames, turns, axes=(1, 2)))
+    np.testing.assert_array_equal(
+        decode(with_display_matrix(data, matrix)).frames, np.rot90(decode(data).frames, turns, axes=(1, 2))
+    )
 
 
-def test_readers_are_tried_from_the_highest_priority_and_the_next_one_takes_over():
+def test_readers_are_tried_in_order_of_priority():
     tried = []
 
     class Reader:
@@ -153,41 +155,41 @@ def test_readers_are_tried_from_the_highest_priority_and_the_next_one_takes_over
         def open(self, data):
             tried.append(self.name)
             if self.name == "last":
-                return Film()
+                return HeaderOnlyReader()
             raise MediaUndecodable("not mine")
 
     readers = available_readers([Reader("last", 1), Reader("absent", 9), Reader("first", 5)])
-    assert len(clip(ANY, readers).frames) == 20
+    assert len(decode(ANY, readers).frames) == 20
     assert tried == ["first", "last"]
 
 
-def test_a_reader_that_fails_is_named_in_the_log_and_the_next_one_takes_over(caplog):
-    class Broken(Film):
+def test_failing_reader_is_logged_and_next_one_is_used(caplog):
+    class Broken(HeaderOnlyReader):
         name = "broken"
 
         def open(self, data):
             raise OSError("libavcodec.so.58: cannot open shared object file")
 
-    class BreaksLater(Film):
+    class BreaksLater(HeaderOnlyReader):
         name = "breaks later"
 
         def frames(self, indices, check_stop):
             raise KeyError
 
-    assert len(clip(ANY, [Broken(), BreaksLater(), Film()]).frames) == 20
+    assert len(decode(ANY, [Broken(), BreaksLater(), HeaderOnlyReader()]).frames) == 20
     assert [(record.levelname, record.args) for record in caplog.records] == [
         ("WARNING", ("broken",)),
         ("WARNING", ("breaks later",)),
     ]
     assert "libavcodec" in caplog.text
     with pytest.raises(MediaUndecodable) as caught:
-        clip(ANY, [Broken()])
+        decode(ANY, [Broken()])
     assert caught.value.param == PART
     assert "libavcodec" not in caught.value.message
 
 
-def test_a_reader_of_other_formats_is_asked_about_them():
-    assert len(clip(b"film: ten seconds of nothing", [*READERS, Film()]).frames) == 20
+def test_reader_of_other_formats_is_used_for_them():
+    assert len(decode(b"film: ten seconds of nothing", [*READERS, HeaderOnlyReader()]).frames) == 20
 
 
 def test_decoding_can_be_stopped_at_every_frame():
@@ -208,7 +210,7 @@ def test_decoding_can_be_stopped_at_every_frame():
         video.frames([0, 1, 2], stop_at_the_third)
 
 
-def test_without_a_reader_the_error_says_what_to_install():
+def test_missing_reader_error_names_package_to_install():
     with pytest.raises(MissingDependency, match=r"pip install 'dashinfer-vlm-adapters\[video\]'"):
         available_readers([])
 
@@ -224,39 +226,39 @@ def test_without_a_reader_the_error_says_what_to_install():
     ],
     ids=["too long", "too long at an impossible rate", "overflow", "too large", "too large together"],
 )
-def test_limits_are_checked_by_the_header_before_a_frame_is_decoded(header):
-    film = Film(**header)
+def test_limits_are_checked_by_header_before_decoding(header):
+    film = HeaderOnlyReader(**header)
     with pytest.raises(MediaTooLarge) as caught:
-        clip(ANY, [film], fps=30.0)
+        decode(ANY, [film], fps=30.0)
     assert caught.value.param == PART
     assert film.asked is None
 
 
-def test_what_takes_too_long_to_decode_is_given_up():
-    """A still picture of an hour is a small file, and two frames of it cost all of them."""
+def test_decoding_is_stopped_at_time_limit():
+    """A static video of an hour is a small file, and decoding two of its frames requires decoding all."""
     with pytest.raises(MediaTooLarge, match=r"1e-09 seconds"):
-        clip(encode_video(60, height=240, width=320), config=EngineConfig(video_decode_timeout=1e-9))
+        decode(encode_video(60, height=240, width=320), config=EngineConfig(video_decode_timeout=1e-9))
 
 
 @pytest.mark.parametrize(
     "header",
     [{"frames": 0}, {"fps": 0.0}, {"fps": -1.0}, {"fps": math.inf}, {"fps": math.nan}, {"width": 0}, {"frames": -5}],
 )
-def test_a_senseless_header_is_undecodable(header):
-    film = Film(**header)
+def test_nonsensical_header_is_undecodable(header):
+    film = HeaderOnlyReader(**header)
     with pytest.raises(MediaUndecodable):
-        clip(ANY, [film])
+        decode(ANY, [film])
     assert film.asked is None
 
 
-def test_only_the_sampled_frames_are_asked_for():
-    film = Film(frames=1000)
-    clip(ANY, [film], num_frames=6)
+def test_only_sampled_frames_are_requested():
+    film = HeaderOnlyReader(frames=1000)
+    decode(ANY, [film], num_frames=6)
     assert film.asked == [0, 200, 400, 599, 799, 999]
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
-def test_a_playlist_is_no_video_and_what_it_lists_is_not_fetched(reader):
+def test_playlist_is_rejected_and_its_entries_not_fetched(reader):
     with serve({"/x.ts": body(encode_video(container="mpegts")), "/x.mp4": body(encode_video())}) as web:
         playlists = [
             f"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{web.url('/x.ts')}\n#EXT-X-ENDLIST\n",
@@ -265,18 +267,18 @@ def test_a_playlist_is_no_video_and_what_it_lists_is_not_fetched(reader):
         ]
         for playlist in playlists:
             with pytest.raises(MediaUndecodable):
-                clip(playlist.encode(), [reader])
+                decode(playlist.encode(), [reader])
     assert web.requests == []
 
 
-def test_the_readers_open_no_other_containers():
+def test_readers_open_no_other_containers():
     for reader in READERS:
         with pytest.raises(MediaUndecodable):
             reader.open(encode_video(container="flv"))
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
-def test_damaged_videos_are_decoded_or_refused_but_nothing_else(container):
+def test_damaged_video_is_decoded_or_rejected(container):
     rng = np.random.default_rng(2)
     sound = encode_video(8, container=container)
     for _ in range(12):
@@ -284,7 +286,7 @@ def test_damaged_videos_are_decoded_or_refused_but_nothing_else(container):
         for position in rng.integers(0, len(damaged), 4):
             damaged[position] = rng.integers(0, 256)
         try:
-            frames = clip(bytes(damaged), [PyAVReader()]).frames
+            frames = decode(bytes(damaged), [PyAVReader()]).frames
         except (MediaUndecodable, MediaTooLarge):
             continue
         assert frames.ndim == 4
@@ -293,26 +295,26 @@ def test_damaged_videos_are_decoded_or_refused_but_nothing_else(container):
 @pytest.mark.parametrize(
     "data", [b"", b"\0" * 64, b"\0\0\0\x18ftypisom", b"RIFF\0\0\0\0AVI ", b"\x1a\x45\xdf\xa3", b"G" * 600]
 )
-def test_what_is_no_video_is_undecodable(data):
+def test_non_video_is_undecodable(data):
     with pytest.raises(MediaUndecodable) as caught:
-        clip(data)
+        decode(data)
     assert caught.value.param == PART
 
 
-def test_a_truncated_file_is_undecodable():
+def test_truncated_file_is_undecodable():
     data = encode_video(30)
     with pytest.raises(MediaUndecodable):
-        clip(data[: len(data) // 2])
+        decode(data[: len(data) // 2])
 
 
-def test_frames_of_a_list_become_a_clip():
+def test_frame_list_becomes_video():
     frames = [noise(4, 6, seed) for seed in range(3)]
     stacked = stack_frames(frames, 3, video(min_pixels=1, max_pixels=2, total_pixels=3), POLICY)
     np.testing.assert_array_equal(stacked.frames, frames)
     assert (stacked.min_pixels, stacked.max_pixels, stacked.total_pixels) == (1, 2, 3)
 
 
-def test_a_frame_of_another_size_is_named():
+def test_frame_of_another_size_is_named():
     with pytest.raises(InvalidParameter, match="6 x 4") as caught:
         stack_frames([noise(4, 6), noise(4, 6), noise(6, 4)], 3, video(), POLICY)
     assert caught.value.param == f"{PART}.video_url.url[2]"
@@ -345,7 +347,7 @@ print(kept, peak() - before - kept)
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
 @pytest.mark.parametrize("reader", ["PyAVReader"])
-def test_a_minute_of_720p_costs_no_more_than_its_frames_and_64_mb(reader, tmp_path):
+def test_memory_of_720p_minute_is_its_frames_plus_64_mb(reader, tmp_path):
     (tmp_path / "short.mp4").write_bytes(encode_video(8, height=72, width=128))
     (tmp_path / "long.mp4").write_bytes(encode_video(120, height=720, width=1280, fps=2))
     program = [sys.executable, "-c", MEMORY, str(tmp_path)]

@@ -1,4 +1,4 @@
-"""Memory to read weights into: given back at once, whatever was made to stay meanwhile."""
+"""Buffers for reading weights: freed at once, regardless of allocations made in between."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ print(grown(mmap_buffer.empty), grown(lambda shape, dtype: torch.empty(*shape, d
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux how much memory is held")
-def test_what_is_not_held_is_given_back():
-    """Less than the C library's own memory leaves: there this is to be seen, if it is to be seen at all."""
+def test_unreferenced_buffer_is_freed():
+    """Small allocations would keep memory of the C library's allocator, where the effect is visible if at all."""
     printed = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, check=True).stdout
     ours, the_c_library_s = map(int, printed.split())
     assert ours < 12  # what stays are 5 MB
@@ -44,7 +44,7 @@ def test_what_is_not_held_is_given_back():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
 @pytest.mark.parametrize("shape", [[0], [3], [0, 7], [1024, 2048], [3, 5, 100_003]])
-def test_it_is_a_tensor_like_any_other(shape, dtype):
+def test_buffer_behaves_like_any_tensor(shape, dtype):
     tensor = mmap_buffer.empty(shape, dtype)
     assert (list(tensor.shape), tensor.dtype) == (shape, dtype)
     assert tensor.is_contiguous()
@@ -53,6 +53,6 @@ def test_it_is_a_tensor_like_any_other(shape, dtype):
     assert torch.equal(torch.cat(torch.split(tensor, 1)) if tensor.numel() else tensor, expected)
 
 
-def test_two_never_share_memory():
+def test_buffers_do_not_share_memory():
     tensors = [mmap_buffer.empty([1 << 20], torch.float32).fill_(number) for number in range(4)]
     assert [float(tensor.sum()) for tensor in tensors] == [number * 2.0**20 for number in range(4)]

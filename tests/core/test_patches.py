@@ -1,4 +1,4 @@
-"""Resizing and cutting, against transformers' image processor and the published formulas."""
+"""Resizing and patchifying, compared with transformers' image processor and the published formulas."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ SPEC = PixelSpec()
 SMALL = EngineConfig(max_pixels=200 * 784)
 
 
-def picture(pixels, **limits):
+def make_image(pixels, **limits):
     return Image(image=PILImage.fromarray(pixels), path=PART, **limits)
 
 
-def clip(frames, **limits):
+def make_video(frames, **limits):
     return Video(frames=np.asarray(frames), path=PART, **limits)
 
 
-def cut(media, config=SMALL, spec=SPEC):
+def patchify(media, config=SMALL, spec=SPEC):
     return Qwen2VLImageProcessor(spec, config).process(media)
 
 
 @pytest.fixture(scope="module")
 def oracle():
-    """transformers' processor, with the limits of SMALL: pixels and grid of one picture."""
+    """Return a function that processes one image with transformers' processor at the limits of SMALL: pixels and grid."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     size = {"shortest_edge": SPEC.min_pixels, "longest_edge": SMALL.max_pixels}
@@ -47,7 +47,7 @@ def oracle():
 
 
 def sizes(count):
-    """Random sizes: half of them ordinary, the rest narrow, tiny, or on the edge of a rounding."""
+    """Yield random sizes: half of them ordinary, the rest narrow, tiny or at rounding boundaries."""
     rng = np.random.default_rng(0)
     for i in range(count):
         height = int(2 ** rng.uniform(1, 10))
@@ -64,7 +64,7 @@ def test_random_sizes_equal_transformers(oracle):
     for seed, (height, width) in enumerate(sizes(240)):
         pixels = noise(height, width, seed)
         expected, grid = oracle(pixels)
-        ours = cut(picture(pixels))
+        ours = patchify(make_image(pixels))
         assert tuple(ours.grid) == grid, (height, width)
         np.testing.assert_allclose(normalize(ours.pixels, SPEC), expected, rtol=0, atol=1e-6)
 
@@ -75,70 +75,70 @@ def test_smart_resize_equals_transformers():
     rng = np.random.default_rng(3)
     for _ in range(3000):
         height, width = (int(2 ** rng.uniform(0, 13)) for _ in range(2))
-        least = int(rng.integers(1, 500_000))
+        minimum = int(rng.integers(1, 500_000))
         limits = {
             "factor": int(rng.choice([28, 32])),
-            "min_pixels": least,
-            "max_pixels": least + int(rng.integers(2_000_000)),
+            "min_pixels": minimum,
+            "max_pixels": minimum + int(rng.integers(2_000_000)),
         }
         if max(height, width) <= 200 * min(height, width):
             assert smart_resize(height, width, **limits) == published(height, width, **limits)
 
 
 @pytest.mark.parametrize(("height", "width"), [(1, 201), (201, 1), (20_000, 99), (10, 2001)])
-def test_an_aspect_ratio_above_200_is_refused_by_name(height, width):
+def test_aspect_ratio_above_200_is_rejected_by_name(height, width):
     with pytest.raises(InvalidParameter) as caught:
-        cut(picture(noise(height, width)))
+        patchify(make_image(noise(height, width)))
     assert caught.value.param == PART
 
 
-def test_an_aspect_ratio_of_200_passes():
-    assert cut(picture(noise(2, 400))).grid.h == 2
+def test_aspect_ratio_of_200_is_accepted():
+    assert patchify(make_image(noise(2, 400))).grid.h == 2
 
 
-def patches_by_the_formula(frames):
-    """The published order, on channels-first frames of an even number."""
+def reference_patches(frames):
+    """Return patches in the published order for an even number of channels-first frames."""
     t, c, h, w = len(frames) // 2, 3, frames.shape[1] // 14, frames.shape[2] // 14
     shaped = frames.transpose(0, 3, 1, 2).reshape(t, 2, c, h // 2, 2, 14, w // 2, 2, 14)
     return shaped.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(t * h * w, c * 2 * 14 * 14), (t, h, w)
 
 
 @pytest.mark.parametrize("count", [2, 4, 6])
-def test_a_clip_is_cut_in_the_published_order(count):
+def test_video_patches_are_in_published_order(count):
     frames = np.stack([noise(56, 84, seed) for seed in range(count)])
-    ours = cut(clip(frames))
-    expected, grid = patches_by_the_formula(frames)
+    ours = patchify(make_video(frames))
+    expected, grid = reference_patches(frames)
     np.testing.assert_array_equal(ours.pixels, expected)
     assert tuple(ours.grid) == grid
     assert ours.tokens == ours.grid.patches // 4
 
 
 @pytest.mark.parametrize("count", [1, 3, 5])
-def test_an_odd_number_of_frames_repeats_the_last(count):
+def test_odd_number_of_frames_repeats_last(count):
     frames = np.stack([noise(56, 84, seed) for seed in range(count)])
-    odd, even = cut(clip(frames)), cut(clip([*frames, frames[-1]]))
+    odd, even = patchify(make_video(frames)), patchify(make_video([*frames, frames[-1]]))
     assert odd.grid == even.grid
     assert odd.digest == even.digest
     np.testing.assert_array_equal(odd.pixels, even.pixels)
 
 
-def test_a_clip_s_frames_are_resized_as_pictures_are():
+def test_video_frames_are_resized_like_images():
     frames = np.stack([noise(100, 150, seed) for seed in range(2)])
-    ours = cut(clip(frames))
+    ours = patchify(make_video(frames))
     for index, frame in enumerate(frames):
-        alone = cut(picture(frame)).pixels.reshape(-1, 3, 2, 196)
+        alone = patchify(make_image(frame)).pixels.reshape(-1, 3, 2, 196)
         np.testing.assert_array_equal(ours.pixels.reshape(-1, 3, 2, 196)[:, :, index], alone[:, :, 0])
 
 
-def test_other_patch_sizes_and_spans():
+def test_other_patch_and_merge_sizes():
     spec = PixelSpec(patch_size=8, temporal_patch_size=4, merge_size=3, min_pixels=24 * 24)
-    ours = cut(clip(np.stack([noise(48, 72, seed) for seed in range(5)])), spec=spec)
+    ours = patchify(make_video(np.stack([noise(48, 72, seed) for seed in range(5)])), spec=spec)
     assert tuple(ours.grid) == (2, 6, 9)
     assert ours.pixels.shape == (2 * 6 * 9, 3 * 4 * 64)
     assert ours.tokens == 12
 
 
-def test_normalise_is_the_published_arithmetic():
+def test_normalize_matches_published_arithmetic():
     pixels = noise(1, 1176, 5)[..., 0]
     channels = pixels.reshape(3, 392) / 255
     expected = (channels - np.array(SPEC.mean)[:, None]) / np.array(SPEC.std)[:, None]
@@ -147,25 +147,25 @@ def test_normalise_is_the_published_arithmetic():
     np.testing.assert_allclose(ours, expected.reshape(1, 1176), atol=1e-6)
 
 
-def test_the_digest_is_of_kind_grid_and_pixels():
+def test_digest_covers_kind_grid_and_pixels():
     flat = np.full((28, 112, 3), 7, np.uint8)
     wide, high, square = (
-        cut(picture(flat)),
-        cut(picture(flat.reshape(112, 28, 3))),
-        cut(picture(flat.reshape(56, 56, 3))),
+        patchify(make_image(flat)),
+        patchify(make_image(flat.reshape(112, 28, 3))),
+        patchify(make_image(flat.reshape(56, 56, 3))),
     )
-    moving = cut(clip(flat[None]))
+    moving = patchify(make_video(flat[None]))
     assert wide.pixels.tobytes() == high.pixels.tobytes() == square.pixels.tobytes() == moving.pixels.tobytes()
     assert len({item.digest for item in (wide, high, square, moving)}) == 4
     other = flat.copy()
     other[0, 0, 0] = 8
-    assert cut(picture(other)).digest != wide.digest
-    assert cut(picture(flat.copy())).digest == wide.digest
+    assert patchify(make_image(other)).digest != wide.digest
+    assert patchify(make_image(flat.copy())).digest == wide.digest
     assert len(wide.digest) == 32
 
 
 @pytest.mark.parametrize(
-    ("asked", "options", "limits"),
+    ("requested", "options", "limits"),
     [
         ({}, {}, (4 * 784, 1280 * 784)),
         ({}, {"min_pixels": 5000, "max_pixels": 9000}, (5000, 9000)),
@@ -178,98 +178,98 @@ def test_the_digest_is_of_kind_grid_and_pixels():
         ({"max_pixels": 9001}, {"max_pixels": 9000}, (4 * 784, 9000)),
     ],
 )
-def test_limits_of_a_picture(asked, options, limits):
-    assert Qwen2VLImageProcessor(SPEC, EngineConfig(**options)).limits(picture(noise(2, 2), **asked)) == limits
+def test_image_limits(requested, options, limits):
+    assert Qwen2VLImageProcessor(SPEC, EngineConfig(**options)).limits(make_image(noise(2, 2), **requested)) == limits
 
 
-def test_a_small_checkpoint_bounds_the_default():
+def test_checkpoint_limit_bounds_default():
     assert (
-        Qwen2VLImageProcessor(PixelSpec(max_pixels=50_000), EngineConfig()).limits(picture(noise(2, 2))).max_pixels
+        Qwen2VLImageProcessor(PixelSpec(max_pixels=50_000), EngineConfig()).limits(make_image(noise(2, 2))).max_pixels
         == 50_000
     )
 
 
 @pytest.mark.parametrize(
-    ("asked", "options", "field"),
+    ("requested", "options", "field"),
     [
         ({"max_pixels": 100}, {}, "max_pixels"),
         ({"min_pixels": 2000, "max_pixels": 1000}, {}, "min_pixels"),
         ({"min_pixels": 2_000_000}, {}, "min_pixels"),
     ],
 )
-def test_limits_of_a_picture_that_contradict_are_named(asked, options, field):
+def test_contradictory_image_limits_are_named(requested, options, field):
     with pytest.raises(InvalidParameter) as caught:
-        cut(picture(noise(30, 30), **asked), EngineConfig(**options))
+        patchify(make_image(noise(30, 30), **requested), EngineConfig(**options))
     assert caught.value.param == f"{PART}.image_url.{field}"
 
 
-def published_frame_limit(count, least, most=768 * 784, total=16384 * 784):
-    """fetch_video of qwen-vl-utils, with this server's default of total_pixels."""
-    return max(min(most, total / count * 2), int(least * 1.05))
+def published_frame_limit(count, minimum, maximum=768 * 784, total=16384 * 784):
+    """Return the frame limit of fetch_video in qwen-vl-utils, with this server's default of total_pixels."""
+    return max(min(maximum, total / count * 2), int(minimum * 1.05))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 42, 43, 44, 100, 767, 768])
-def test_limits_of_a_frame_follow_the_published_rule(count):
+def test_frame_limits_follow_published_rule(count):
     frames = np.zeros((count, 2, 2, 3), np.uint8)
-    for least in (4 * 784, 128 * 784):
-        limits = Qwen2VLImageProcessor(SPEC, EngineConfig()).limits(clip(frames, min_pixels=least))
-        assert limits == PixelLimits(least, int(published_frame_limit(count + count % 2, least)))
+    for minimum in (4 * 784, 128 * 784):
+        limits = Qwen2VLImageProcessor(SPEC, EngineConfig()).limits(make_video(frames, min_pixels=minimum))
+        assert limits == PixelLimits(minimum, int(published_frame_limit(count + count % 2, minimum)))
 
 
-def test_a_request_lowers_the_limits_of_a_frame():
+def test_request_lowers_frame_limits():
     frames = np.zeros((8, 2, 2, 3), np.uint8)
     processor = Qwen2VLImageProcessor(SPEC, EngineConfig())
-    assert processor.limits(clip(frames, max_pixels=50_000)).max_pixels == 50_000
-    assert processor.limits(clip(frames, total_pixels=100_000)).max_pixels == 25_000
-    assert processor.limits(clip(frames, total_pixels=1)).max_pixels == int(SPEC.min_pixels * 1.05)
+    assert processor.limits(make_video(frames, max_pixels=50_000)).max_pixels == 50_000
+    assert processor.limits(make_video(frames, total_pixels=100_000)).max_pixels == 25_000
+    assert processor.limits(make_video(frames, total_pixels=1)).max_pixels == int(SPEC.min_pixels * 1.05)
 
 
-def test_at_most_more_than_the_server_s_most_is_the_server_s_most():
+def test_request_limits_are_capped_at_server_limits():
     frames = np.zeros((64, 2, 2, 3), np.uint8)
     processor = Qwen2VLImageProcessor(SPEC, EngineConfig(video_total_pixels=100_000 * 32))
-    whole = processor.limits(clip(frames))
-    for asked in ({"max_pixels": 10**9}, {"total_pixels": 10**9}):
-        assert processor.limits(clip(frames, **asked)) == whole
+    whole = processor.limits(make_video(frames))
+    for requested in ({"max_pixels": 10**9}, {"total_pixels": 10**9}):
+        assert processor.limits(make_video(frames, **requested)) == whole
 
 
 @pytest.mark.parametrize(
-    ("asked", "field"),
+    ("requested", "field"),
     [
         ({"max_pixels": 100}, "max_pixels"),
         ({"min_pixels": 768 * 784 + 1}, "min_pixels"),
     ],
 )
-def test_limits_of_a_video_that_exceed_the_server_s_are_named(asked, field):
+def test_video_limits_beyond_server_limits_are_named(requested, field):
     with pytest.raises(InvalidParameter) as caught:
-        cut(clip([noise(30, 30)], **asked), EngineConfig())
+        patchify(make_video([noise(30, 30)], **requested), EngineConfig())
     assert caught.value.param == f"{PART}.video_url.{field}"
 
 
-def test_all_frames_together_stay_within_the_total():
+def test_frames_stay_within_total_pixels():
     frames = np.zeros((64, 90, 120, 3), np.uint8)
-    grid = cut(clip(frames), EngineConfig(video_total_pixels=200_000)).grid
+    grid = patchify(make_video(frames), EngineConfig(video_total_pixels=200_000)).grid
     assert grid.t == 32
     assert grid.patches * 196 <= 200_000
 
 
-def test_a_configuration_that_contradicts_itself_is_refused():
+def test_contradictory_configuration_is_rejected():
     with pytest.raises(ConfigError, match="min_pixels"):
         Qwen2VLImageProcessor(SPEC, EngineConfig(min_pixels=10_000, max_pixels=5_000))
 
 
-def test_tokens_are_known_before_anything_is_resized():
+def test_count_tokens_equals_processed_tokens():
     processor = Qwen2VLImageProcessor(SPEC, SMALL)
     for height, width in [(2, 2), (28, 28), (300, 451), (90, 1300), (1200, 800)]:
-        still = picture(noise(height, width))
+        still = make_image(noise(height, width))
         assert processor.count_tokens(still) == processor.process(still).tokens
         for count in (1, 2, 5):
-            moving = clip([noise(height, width)] * count)
+            moving = make_video([noise(height, width)] * count)
             assert processor.count_tokens(moving) == processor.process(moving).tokens
-    vast = clip(np.broadcast_to(np.uint8(0), (1, 1_000_000, 1_000_000, 3)))  # which could not be resized
+    vast = make_video(np.broadcast_to(np.uint8(0), (1, 1_000_000, 1_000_000, 3)))  # which could not be resized
     assert processor.count_tokens(vast) == 27 * 27
 
 
-def test_tokens_of_what_cannot_be_cut_are_refused_as_cutting_it_is():
+def test_count_tokens_rejects_what_process_rejects():
     with pytest.raises(InvalidParameter) as caught:
-        Qwen2VLImageProcessor(SPEC, SMALL).count_tokens(picture(noise(1, 201)))
+        Qwen2VLImageProcessor(SPEC, SMALL).count_tokens(make_image(noise(1, 201)))
     assert caught.value.param == PART

@@ -40,7 +40,7 @@ def register_models(register):
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Install a distribution of one module for the time of a test: files on the path, as pip would lay them."""
+    """Install a distribution of one module during a test: files on the path, laid out as by pip."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def install(name, code, *, group="dashinfer_vlm", entry=None, extra=""):
@@ -59,7 +59,7 @@ def row(name):
     return next(row for row in load_plugins().rows if row.name == name)
 
 
-def test_the_built_in_parts_come_in_by_the_same_door():
+def test_built_in_components_use_the_plugin_interface():
     registry = load_plugins(strict=True)
     assert registry.models["demo"].name == "checkpoint"
     assert "qwen2_vl" in registry.families
@@ -68,14 +68,14 @@ def test_the_built_in_parts_come_in_by_the_same_door():
     assert {row.status for row in registry.rows} == {"ok"}
 
 
-def test_a_strangers_plugin_is_found(install):
+def test_third_party_plugin_is_found(install):
     install("stranger_plugin", GOOD)
     assert load_plugins().models["stranger"] == Path("/models/stranger")
     assert row("stranger_plugin").provides == ("model stranger",)
     assert row("stranger_plugin").distribution == "stranger_plugin 1.0"
 
 
-def test_a_plugin_for_another_version_is_refused_by_name(install):
+def test_incompatible_plugin_is_rejected_by_name(install):
     install("stranger_plugin", GOOD + "dashinfer_vlm_api = 1\n")
     assert "stranger" not in load_plugins().models
     assert row("stranger_plugin").status == "broken"
@@ -88,16 +88,16 @@ def test_a_plugin_for_another_version_is_refused_by_name(install):
     ("code", "problem"),
     [
         ("import no_such_module_here", "no_such_module_here.*pip install 'broken_plugin'"),
-        ("1 / 0", "failed while it was imported: division by zero"),
-        ("def broken(:", "failed while it was imported"),
+        ("1 / 0", "failed during import: division by zero"),
+        ("def broken(:", "failed during import"),
         (GOOD.replace("register_models", "register_modles"), "register_modles"),
         (GOOD.replace("(register)", "(register, more)"), "more"),
-        (GOOD.replace('register("stranger"', 'register(1 / 0, "stranger"'), "failed while registering"),
-        (GOOD.replace('"stranger"', '"demo"'), "model 'demo', which another plugin has already"),
+        (GOOD.replace('register("stranger"', 'register(1 / 0, "stranger"'), "failed during registration"),
+        (GOOD.replace('"stranger"', '"demo"'), "model 'demo', which another plugin has already registered"),
     ],
     ids=["missing module", "raises", "syntax", "misspelt hook", "wrong argument", "fails in hook", "name taken"],
 )
-def test_a_broken_plugin_is_reported_and_costs_nobody_else(install, code, problem):
+def test_broken_plugin_is_reported_and_isolated(install, code, problem):
     install("broken_plugin", code)
     install("stranger_plugin", GOOD)
     registry = load_plugins()
@@ -110,19 +110,19 @@ def test_a_broken_plugin_is_reported_and_costs_nobody_else(install, code, proble
         load_plugins(strict=True)
 
 
-def test_a_missing_extra_names_the_command_that_installs_it(install):
+def test_missing_extra_names_install_command(install):
     install("needs_extra", "import no_such_module_here", extra=" [cloud]")
     assert "pip install 'needs_extra[cloud]'" in row("needs_extra").problem
 
 
-def test_two_plugins_of_one_name_are_one_and_a_duplicate(install):
+def test_second_plugin_of_same_name_is_duplicate(install):
     install("stranger_plugin", GOOD, entry="same")
     install("stranger_two", GOOD.replace('"stranger"', '"second"'), entry="same")
     statuses = sorted(row.status for row in load_plugins().rows if row.name == "same")
     assert statuses == ["duplicate", "ok"]
 
 
-def test_nothing_of_a_plugin_that_fails_is_kept():
+def test_failed_plugin_is_unregistered_completely():
     class Half:
         @hookimpl
         def register_models(self, register):
@@ -133,16 +133,16 @@ def test_nothing_of_a_plugin_that_fails_is_kept():
             raise RuntimeError("no")
 
     registry = Registry()
-    with pytest.raises(PluginError, match="'half-plugin' failed while registering: no"):
+    with pytest.raises(PluginError, match="'half-plugin' failed during registration: no"):
         registry.add_plugin(Half(), name="half-plugin")
     assert registry.names() == ()
 
 
-def test_an_unknown_name_lists_the_known_ones():
+def test_unknown_name_lists_known_names():
     registry = load_plugins()
-    with pytest.raises(PluginError, match=r"No decoder is called 'dash'; there is: .*torch"):
+    with pytest.raises(PluginError, match=r"No decoder is named 'dash'; available: .*torch"):
         registry.decoder("dash")
-    with pytest.raises(PluginError, match=r"No adapter is called 'grpc'; there is: .*server"):
+    with pytest.raises(PluginError, match=r"No adapter is named 'grpc'; available: .*server"):
         load_adapter("grpc")
 
 
@@ -150,13 +150,13 @@ def test_adapters_are_loaded_by_name():
     assert load_adapter("server").__name__ == "create_app"
 
 
-def test_an_adapter_without_its_extra_says_what_to_install(install):
+def test_adapter_without_extra_names_install_command(install):
     install("grpc_door", "import no_such_module_here", group="dashinfer_vlm.adapters", extra=":door [grpc]")
     with pytest.raises(MissingDependency, match=r"pip install 'grpc_door\[grpc\]'"):
         load_adapter("grpc_door")
 
 
-def test_the_list_for_people_names_what_is_broken(install):
+def test_plugin_list_names_broken_plugins(install):
     install("broken_plugin", "import no_such_module_here")
     result = CliRunner().invoke(cli, ["plugins"])
     assert result.exit_code == 0
@@ -165,7 +165,7 @@ def test_the_list_for_people_names_what_is_broken(install):
     assert CliRunner().invoke(cli, ["plugins", "--strict"]).exit_code == 1
 
 
-def test_the_list_for_programs_is_json(install):
+def test_plugin_list_as_json(install):
     install("stranger_plugin", GOOD)
     rows = json.loads(CliRunner().invoke(cli, ["plugins", "--json"]).output)
     assert next(row for row in rows if row["name"] == "stranger_plugin") == {
@@ -199,15 +199,15 @@ def register_options(register):
 
 
 @pytest.fixture
-def options_anew():
-    """Options of plugins are looked for once in a process."""
+def fresh_options():
+    """Clear the cache of plugin options, which are discovered once per process."""
     forget_options()
     yield
     forget_options()
 
 
-def shown(*arguments):
-    """What a command prints that is made now."""
+def run_show_command(*arguments):
+    """Return the output of a command created now."""
 
     @click.command(cls=SectionedCommand)
     @config_options
@@ -218,7 +218,7 @@ def shown(*arguments):
     return CliRunner().invoke(show, arguments, catch_exceptions=False)
 
 
-def test_a_plugins_options_are_set_like_the_engines(install, options_anew, monkeypatch, tmp_path):
+def test_plugin_options_are_set_like_engine_options(install, fresh_options, monkeypatch, tmp_path):
     install("slides_plugin", OPTIONS)
     slides = importlib.import_module("slides_plugin").Slides
     assert EngineConfig().options_of(slides).slide_seconds == 2
@@ -233,15 +233,15 @@ def test_a_plugins_options_are_set_like_the_engines(install, options_anew, monke
     assert EngineConfig().options_of(slides).slide_seconds == 4
     file = tmp_path / "options.yaml"
     file.write_text("slide_seconds: 5")
-    assert "slide_seconds=4.0" in shown().output
-    assert "slide_seconds=5.0" in shown("--config", str(file)).output
-    assert "slide_seconds=6.0" in shown("--config", str(file), "--slide-seconds", "6").output
-    help_text = shown("--help").output
+    assert "slide_seconds=4.0" in run_show_command().output
+    assert "slide_seconds=5.0" in run_show_command("--config", str(file)).output
+    assert "slide_seconds=6.0" in run_show_command("--config", str(file), "--slide-seconds", "6").output
+    help_text = run_show_command("--help").output
     assert re.search(r"Slide shows:\n  --slide-seconds SECONDS +Seconds that a slide is shown", help_text)
     assert row("slides_plugin").provides == ("option slide_seconds",)
 
 
-def test_a_copy_and_a_dump_have_a_plugins_options(install, options_anew):
+def test_copy_and_dump_include_plugin_options(install, fresh_options):
     install("slides_plugin", OPTIONS)
     slides = importlib.import_module("slides_plugin").Slides
     config = EngineConfig(slide_seconds=3)
@@ -250,15 +250,15 @@ def test_a_copy_and_a_dump_have_a_plugins_options(install, options_anew):
     assert config.model_copy() == config
 
 
-def test_lists_of_a_plugin_are_separated_by_commas(install, options_anew, monkeypatch):
+def test_plugin_list_options_are_comma_separated(install, fresh_options, monkeypatch):
     field = 'slide_names: tuple[str, ...] = Field((), description="Names.")'
     install("slides_plugin", OPTIONS.replace("    def check", f"    {field}\n\n    def check"))
     monkeypatch.setenv("DASHINFER_VLM_SLIDE_NAMES", "a, b")
-    assert "slide_names=('a', 'b')" in shown().output
-    assert "slide_names=('c',)" in shown("--slide-names", "c").output
+    assert "slide_names=('a', 'b')" in run_show_command().output
+    assert "slide_names=('c',)" in run_show_command("--slide-names", "c").output
 
 
-def test_faults_of_all_options_are_named(install, options_anew):
+def test_all_invalid_options_are_named(install, fresh_options):
     install("slides_plugin", OPTIONS)
     with pytest.raises(ConfigError, match=r"max_batch_size: must be .*; slide_seconds: must be above 0"):
         EngineConfig(slide_seconds=0, max_batch_size=0)
@@ -274,7 +274,7 @@ def test_faults_of_all_options_are_named(install, options_anew):
         ("Failing", "The options Failing have a default that fails: "),
     ],
 )
-def test_options_that_are_none_cost_their_plugin_alone(install, options_anew, registered, problem):
+def test_invalid_option_definition_disables_only_its_plugin(install, fresh_options, registered, problem):
     code = (
         OPTIONS.replace("register(Slides)", f"register({registered})")
         + "class Needed(PluginOptions):\n    slide_title: str\n"
@@ -285,25 +285,25 @@ def test_options_that_are_none_cost_their_plugin_alone(install, options_anew, re
     assert problem in row("slides_plugin").problem
 
 
-def test_a_plugin_may_make_a_configuration_while_it_is_imported(install, options_anew):
+def test_plugin_may_create_configuration_during_import(install, fresh_options):
     install("slides_plugin", OPTIONS + "from dashinfer_vlm_core import EngineConfig\nDEFAULT = EngineConfig()\n")
     for _ in range(2):
         assert EngineConfig(slide_seconds=3).plugin_options
 
 
-def test_a_plugins_options_are_checked_against_the_decoder(install, options_anew):
+def test_plugin_options_are_checked_against_decoder(install, fresh_options):
     install("slides_plugin", OPTIONS)
     with pytest.raises(ConfigError, match="`slide_seconds` is too long for torch"):
         Engine(EngineConfig(slide_seconds=61)).start()
 
 
-def test_an_option_whose_name_is_taken_costs_its_plugin(install, options_anew):
+def test_option_name_conflict_disables_plugin(install, fresh_options):
     install("slides_plugin", OPTIONS.replace("slide_seconds", "max_pixels"))
-    assert "The option 'max_pixels' is one of the engine's" in row("slides_plugin").problem
+    assert "The option 'max_pixels' already exists in EngineConfig" in row("slides_plugin").problem
     assert EngineConfig(max_pixels=1000).max_pixels == 1000
 
 
-def test_a_plugin_adds_commands_and_a_broken_one_leaves_the_command_line_alone(tmp_path, install):
+def test_plugin_adds_commands_and_broken_one_is_ignored(tmp_path, install):
     install(
         "greeter",
         "import click\nfrom dashinfer_vlm_core import hookimpl\n"
@@ -316,7 +316,7 @@ def test_a_plugin_adds_commands_and_a_broken_one_leaves_the_command_line_alone(t
     assert result.stdout == "hello\n"
 
 
-def test_the_example_of_a_plugin_reads_an_animated_gif_as_a_video(monkeypatch):
+def test_example_plugin_reads_animated_gif_as_video(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLE)
     registry = load_plugins()
     plugin = importlib.import_module("slideshow_plugin")
@@ -337,7 +337,7 @@ def test_the_example_of_a_plugin_reads_an_animated_gif_as_a_video(monkeypatch):
     np.testing.assert_array_equal(asyncio.run(run())[0], frames)
 
 
-def test_the_example_of_a_plugin_declares_its_module_as_entry_point():
+def test_example_plugin_declares_entry_point():
     declared = re.search(
         r'entry-points."dashinfer_vlm"]\nslideshow = "(\w+)"', (EXAMPLE / "pyproject.toml").read_text()
     )

@@ -1,4 +1,4 @@
-"""What a preview shows is what the tower would get, and looking at it leaves nothing behind."""
+"""A preview shows the vision tower's input and has no side effects."""
 
 from __future__ import annotations
 
@@ -35,32 +35,32 @@ def request(*parts):
     return {"messages": as_openai([user(*parts)])}
 
 
-def moving(count):
+def make_frames(count):
     return np.stack([noise(56, 84, seed) for seed in range(count)])
 
 
-def pixels_of(frame):
+def decode_png(frame):
     return np.asarray(PILImage.open(io.BytesIO(frame.png)))
 
 
-def test_cutting_can_be_undone():
-    frames = moving(5)
+def test_unpatchify_inverts_process():
+    frames = make_frames(5)
     patches = Qwen2VLImageProcessor(SPEC, EngineConfig()).process(Video(frames=frames, path=PART))
     assert np.array_equal(unpatchify(patches.pixels, patches.grid, SPEC), [*frames, frames[-1]])
 
 
-def test_a_picture_is_shown_as_pillow_resizes_it(engine):
+def test_image_preview_is_resized_like_pillow(engine):
     image = blurred_image(1, 300, 200)
     (item,) = engine.preview(request(image, "What is this?")).items
     (frame,) = item.frames
     assert (item.kind, item.path, item.source_size, item.frame_count) == ("image", PART, (300, 200), 1)
-    assert np.array_equal(pixels_of(frame), np.asarray(image.resize(item.size, PILImage.Resampling.BICUBIC)))
+    assert np.array_equal(decode_png(frame), np.asarray(image.resize(item.size, PILImage.Resampling.BICUBIC)))
     assert item.tokens == item.size[0] * item.size[1] // 784
 
 
-def test_the_tokens_are_those_that_an_answer_is_billed_for(engine):
-    asked = request(blurred_image(1), [blurred_image(2)] * 3, "Compare.")
-    preview, usage = engine.preview(asked), engine.chat(asked).usage
+def test_preview_tokens_equal_usage(engine):
+    body = request(blurred_image(1), [blurred_image(2)] * 3, "Compare.")
+    preview, usage = engine.preview(body), engine.chat(body).usage
     assert preview.prompt_tokens == usage.prompt_tokens
     assert [item.kind for item in preview.items] == ["image", "video"]
     assert sum(item.tokens for item in preview.items) == sum(
@@ -68,29 +68,29 @@ def test_the_tokens_are_those_that_an_answer_is_billed_for(engine):
     )
 
 
-def test_a_long_video_is_shown_by_some_of_its_frames():
-    clip = Video(frames=moving(41), path=PART)
+def test_long_video_preview_shows_some_frames():
+    clip = Video(frames=make_frames(41), path=PART)
     item = preview_media(clip, PROCESSOR.process(clip), PROCESSOR)
     assert item.frame_count == 42
     assert len(item.frames) == MAX_FRAMES
     assert [item.frames[0].index, item.frames[-1].index] == [0, 41]
 
 
-def test_nothing_is_encoded_decoded_or_remembered(tiny_checkpoint):
+def test_preview_does_not_encode_decode_or_cache(tiny_checkpoint):
     script = Script("Never asked.")
-    asked = request(blurred_image(1), "What is this?")
-    asked["messages"][0]["content"][0]["uuid"] = "one"
+    body = request(blurred_image(1), "What is this?")
+    body["messages"][0]["content"][0]["uuid"] = "one"
     config = EngineConfig(model=str(tiny_checkpoint), decoder="scripted")
     with Engine(config, registry=scripted_registry(script)) as engine:
-        asyncio.run(engine.apreview(asked))
+        asyncio.run(engine.apreview(body))
         assert engine.stats().vision.passes == 0
         assert script.requests == []
-        asked["messages"][0]["content"][0] = {"type": "image_url", "uuid": "one"}
+        body["messages"][0]["content"][0] = {"type": "image_url", "uuid": "one"}
         with pytest.raises(InvalidParameter, match="a name alone"):
-            engine.preview(asked)
+            engine.preview(body)
 
 
-def test_a_preview_has_the_limits_of_a_request(tiny_checkpoint):
+def test_preview_has_request_limits(tiny_checkpoint):
     limits = {"max_model_len": 64, "max_batch_size": 1, "max_waiting": 0}
     with scripted_engine("Slow.", delay=0.2, model=str(tiny_checkpoint), **limits) as engine:
         with pytest.raises(ContextLengthExceeded):
@@ -103,8 +103,8 @@ def test_a_preview_has_the_limits_of_a_request(tiny_checkpoint):
         running.cancel()
 
 
-def test_a_picture_that_fits_is_not_touched():
+def test_fitting_image_is_unchanged():
     image = PILImage.fromarray(noise(56, 84))
     media = Image(image=image, path=PART)
     item = preview_media(media, PROCESSOR.process(media), PROCESSOR)
-    assert np.array_equal(pixels_of(item.frames[0]), np.asarray(image))
+    assert np.array_equal(decode_png(item.frames[0]), np.asarray(image))

@@ -96,7 +96,7 @@ CONVERSATIONS = {
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_tokens_and_positions_equal_those_of_transformers(name, builder, oracle, spec):
+def test_tokens_and_positions_equal_transformers(name, builder, oracle, spec):
     messages, media = CONVERSATIONS[name]
     tokenizer, model = oracle
     prompt = builder.build(request(*messages), media)
@@ -129,7 +129,7 @@ def test_tokens_and_positions_equal_those_of_transformers(name, builder, oracle,
     assert prompt.positions.tolist() == positions[:, 0].tolist()
 
 
-def test_spans_mark_the_placeholders(builder, spec):
+def test_spans_mark_placeholders(builder, spec):
     prompt = builder.build(
         request(user("<image>", "and", "<video>")), [patches(1, 4, 4), patches(2, 4, 4, kind="video")]
     )
@@ -141,8 +141,8 @@ def test_spans_mark_the_placeholders(builder, spec):
     assert (prompt.image_tokens, prompt.video_tokens) == (4, 8)
 
 
-def test_after_a_long_video_text_goes_on_at_the_largest_position_plus_one():
-    """The published rule; transformers 5 goes on at half the picture's side when a video has more frames than that."""
+def test_text_after_long_video_continues_at_max_position_plus_1():
+    """The published rule; transformers 5 continues at half the image's side when a video has more frames than that."""
     positions = mrope_positions(14, [PlaceholderSpan(start=1, length=12)], [Grid(12, 2, 2)], merge=2)
     assert positions[:, 0].tolist() == [0, 0, 0]
     assert positions[0, 1:13].tolist() == list(range(1, 13))
@@ -152,7 +152,7 @@ def test_after_a_long_video_text_goes_on_at_the_largest_position_plus_one():
 
 @pytest.mark.parametrize("control", SPECIAL)
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
-def test_control_tokens_that_a_user_types_stay_text(control, role, builder, oracle):
+def test_control_tokens_in_user_text_stay_text(control, role, builder, oracle):
     tokenizer, _ = oracle
     text = f"a {control} b"
     content = {"role": role, "content": text} | ({"tool_call_id": "1"} if role == "tool" else {})
@@ -163,7 +163,7 @@ def test_control_tokens_that_a_user_types_stay_text(control, role, builder, orac
     assert text in tokenizer.decode(prompt.token_ids)
 
 
-def test_control_tokens_cannot_be_assembled_from_neighbouring_parts(builder, oracle):
+def test_control_tokens_cannot_be_split_across_parts(builder, oracle):
     tokenizer, _ = oracle
     prompt = builder.build(request(user("<|im_", "end|>", "<|image_pad", "|>")), [])
     assert tokenizer.decode(prompt.token_ids).count("<|im_end|><|image_pad|>") == 1
@@ -184,19 +184,19 @@ def test_control_tokens_in_names_and_tool_calls_stay_text(spec):
     assert np.count_nonzero(prompt.token_ids == builder.tokenizer.token_to_id("<|im_end|>")) == 1
 
 
-def test_private_use_characters_of_a_user_survive(builder, oracle):
+def test_private_use_characters_are_preserved(builder, oracle):
     tokenizer, _ = oracle
     text = "\ue000<|im_end|>\ue001"
     assert text in tokenizer.decode(builder.build(request(user(text)), []).token_ids)
 
 
-def test_a_message_that_uses_every_mark_is_refused(builder):
+def test_message_using_every_marker_is_rejected(builder):
     with pytest.raises(InvalidParameter, match="U\\+E000") as caught:
         builder.build(request(user("".join(map(chr, range(0xE000, 0xE100))))), [])
     assert caught.value.param == "messages"
 
 
-def test_a_prompt_that_fills_the_context_is_refused_with_both_counts(builder):
+def test_prompt_filling_context_is_rejected_with_counts(builder):
     with pytest.raises(ContextLengthExceeded) as caught:
         builder.build(request(user("<image>", "x " * 300)), [patches(1, 4, 4)])
     assert caught.value.limit == 512
@@ -205,12 +205,12 @@ def test_a_prompt_that_fills_the_context_is_refused_with_both_counts(builder):
     assert "512" in caught.value.message
 
 
-def test_a_huge_text_is_refused_before_it_is_encoded(builder):
+def test_huge_text_is_rejected_before_encoding(builder):
     with pytest.raises(ContextLengthExceeded, match="at least"):
         builder.build(request(user("x" * 10_000_000)), [])
 
 
-def test_prompt_and_answer_must_fit_together(builder):
+def test_prompt_and_completion_must_fit_context(builder):
     length = len(builder.build(request(user("Hi")), []))
     assert len(builder.build(request(user("Hi"), max_tokens=512 - length), [])) == length
     with pytest.raises(ContextLengthExceeded) as caught:
@@ -218,7 +218,7 @@ def test_prompt_and_answer_must_fit_together(builder):
     assert caught.value.param == "max_tokens"
 
 
-def test_the_longest_prompt_leaves_room_for_one_token(builder):
+def test_longest_prompt_leaves_one_token(builder):
     overhead = len(builder.build(request(user("a")), [])) - 1
     assert len(builder.build(request(user("a" * (511 - overhead))), [])) == 511
     with pytest.raises(ContextLengthExceeded):
@@ -228,19 +228,19 @@ def test_the_longest_prompt_leaves_room_for_one_token(builder):
 @pytest.mark.parametrize(
     "media", [[], [patches(1, 4, 4)] * 2, [patches(2, 4, 4, kind="video")]], ids=["missing", "too many", "other kind"]
 )
-def test_a_template_that_misplaces_pictures_is_told(builder, media):
+def test_template_with_misplaced_images_is_reported(builder, media):
     with pytest.raises(InvalidParameter, match="does not place"):
         builder.build(request(user("<image>", "x")), media)
 
 
-def test_a_refusing_template_is_the_requests_fault(spec):
+def test_template_exception_is_request_error(spec):
     builder = templated(spec, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidParameter, match="roles must alternate") as caught:
         builder.build(request(user("x")), [])
     assert caught.value.param == "messages"
 
 
-def test_jinjas_own_words_are_not_for_the_caller(spec, caplog):
+def test_jinja_error_text_is_not_exposed(spec, caplog):
     builder = templated(spec, "{{ messages[0].content.nothing.at_all }}")
     with pytest.raises(InvalidParameter, match="cannot render these messages") as caught:
         builder.build(request(user("a very private question")), [])
@@ -249,14 +249,14 @@ def test_jinjas_own_words_are_not_for_the_caller(spec, caplog):
     assert "private" not in caplog.text
 
 
-def test_the_operators_template_replaces_the_checkpoints(spec, tmp_path):
+def test_configured_template_overrides_checkpoint(spec, tmp_path):
     path = tmp_path / "short.jinja"
     path.write_text("{{ messages[0]['content'] }}")
     builder = load(spec, chat_template=path)
     assert builder.tokenizer.decode(builder.build(request(user("abc")), []).token_ids.tolist()) == "abc"
 
 
-def test_a_broken_template_is_the_operators_fault_at_start(spec, tmp_path):
+def test_broken_template_is_setup_error(spec, tmp_path):
     path = tmp_path / "broken.jinja"
     for text in ("{{ messages[0]", "{{ raise_exception('never') }}", "{{ messages['nothing'].x.y }}"):
         path.write_text(text)
@@ -268,7 +268,7 @@ def test_a_broken_template_is_the_operators_fault_at_start(spec, tmp_path):
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", "1"])
-def test_a_damaged_template_file_of_the_checkpoint_is_named(spec, tmp_path, content):
+def test_damaged_template_file_is_named(spec, tmp_path, content):
     folder = shutil.copytree(spec.folder, tmp_path / "copy")
     (folder / "chat_template.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"The chat template in .* cannot be read"):
@@ -277,14 +277,14 @@ def test_a_damaged_template_file_of_the_checkpoint_is_named(spec, tmp_path, cont
         )
 
 
-def test_a_missing_template_file_is_the_operators_fault(spec, tmp_path):
+def test_missing_template_file_is_setup_error(spec, tmp_path):
     with pytest.raises(ConfigError, match=r"chat_template: .*none\.jinja"):
         PromptBuilder.load(
             spec, Qwen2VLPromptLayout(spec), EngineConfig(chat_template=tmp_path / "none.jinja"), max_model_len=512
         )
 
 
-def test_a_folder_without_tokenizer_is_the_operators_fault(spec, tmp_path):
+def test_missing_tokenizer_is_setup_error(spec, tmp_path):
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         PromptBuilder.load(
             dataclasses.replace(spec, folder=tmp_path), Qwen2VLPromptLayout(spec), EngineConfig(), max_model_len=512

@@ -72,7 +72,7 @@ PREPROCESSOR = {
 
 @pytest.fixture
 def published(tmp_path):
-    """The configuration files of the published 2B checkpoint."""
+    """Write the configuration files of the published 2B checkpoint."""
     write(tmp_path, "config.json", PUBLISHED_2B)
     write(tmp_path, "generation_config.json", GENERATION)
     write(tmp_path, "preprocessor_config.json", PREPROCESSOR)
@@ -130,7 +130,7 @@ def test_published_layout(published):
     )
 
 
-def test_layout_that_transformers_writes_reads_the_same(published, tmp_path_factory):
+def test_layout_written_by_transformers_is_read_alike(published, tmp_path_factory):
     rewritten = tmp_path_factory.mktemp("rewritten")
     AutoConfig.from_pretrained(published).save_pretrained(rewritten)
     for name in ("generation_config.json", "preprocessor_config.json"):
@@ -143,14 +143,14 @@ def test_layout_that_transformers_writes_reads_the_same(published, tmp_path_fact
     assert read_spec(rewritten).dtype == "bfloat16"
 
 
-def test_rope_scaling_as_transformers_4_45_wrote_it(published):
+def test_rope_scaling_of_transformers_4_45(published):
     scaling = {"type": "mrope", "rope_type": "default", "mrope_section": [16, 24, 24]}
     edit(published, "config.json", "rope_scaling", scaling)
 
     assert read_text_model(published).rotary.sections == (16, 24, 24)
 
 
-def test_output_layer_is_tied_if_either_level_says_so(published):
+def test_output_layer_is_tied_if_set_at_either_level(published):
     edit(published, "config.json", "tie_word_embeddings", None)
     assert not read_text_model(published).tie_word_embeddings
 
@@ -159,19 +159,19 @@ def test_output_layer_is_tied_if_either_level_says_so(published):
 
 
 @pytest.mark.parametrize(("found", "stop"), [(7, (7,)), ([7, 8], (7, 8))])
-def test_stop_tokens_are_those_of_the_generation_config(published, found, stop):
+def test_stop_tokens_come_from_generation_config(published, found, stop):
     edit(published, "generation_config.json", "eos_token_id", found)
 
     assert read_spec(published).tokens.stop == stop
 
 
-def test_stop_tokens_without_a_generation_config_are_those_of_the_config(published):
+def test_stop_tokens_fall_back_to_config(published):
     (published / "generation_config.json").unlink()
 
     assert read_spec(published).tokens.stop == (151645,)
 
 
-def test_pixel_limits_of_newer_files_count_pixels_by_the_name_of_edges(published):
+def test_pixel_limits_are_read_from_edge_names(published):
     newer = {name: value for name, value in PREPROCESSOR.items() if not name.endswith("_pixels")}
     write(published, "preprocessor_config.json", newer | {"size": {"shortest_edge": 6272, "longest_edge": 12544}})
 
@@ -189,38 +189,38 @@ CONFIG, PIXELS = "config.json", "preprocessor_config.json"
 BROKEN = [
     (CONFIG, "model_type", "qwen2_5_vl", "Only 'qwen2_vl'"),
     (CONFIG, "model_type", None, "Only 'qwen2_vl'"),
-    (CONFIG, "quantization_config", {"quant_method": "awq", "bits": 4}, "quantised (awq)"),
+    (CONFIG, "quantization_config", {"quant_method": "awq", "bits": 4}, "quantized weights (awq)"),
     (CONFIG, "torch_dtype", None, "`dtype` is missing"),
     (CONFIG, "torch_dtype", "float8_e4m3fn", "float32, bfloat16"),
     (CONFIG, "use_sliding_window", True, "sliding-window attention"),
     (CONFIG, "hidden_act", "gelu", "Only 'silu'"),
     (CONFIG, "rope_scaling", {"type": "yarn", "factor": 4, "mrope_section": [16, 24, 24]}, "'yarn'"),
     (CONFIG, "rope_scaling", None, "`rope_scaling` is missing"),
-    (CONFIG, "rope_scaling.mrope_section", [16, 24], "three numbers"),
+    (CONFIG, "rope_scaling.mrope_section", [16, 24], "three positive numbers"),
     (CONFIG, "rope_scaling.mrope_section", [16, 24, 16], "half of `head_dim` 128"),
     (CONFIG, "rope_theta", None, "`rope_theta` is missing"),
     (CONFIG, "hidden_size", None, "`hidden_size` is missing"),
-    (CONFIG, "hidden_size", "wide", "`hidden_size` must be a whole number"),
-    (CONFIG, "num_hidden_layers", 0, "`num_hidden_layers` must be a whole number above zero"),
-    (CONFIG, "num_hidden_layers", True, "`num_hidden_layers` must be a whole number above zero"),
+    (CONFIG, "hidden_size", "wide", "`hidden_size` must be a positive integer"),
+    (CONFIG, "num_hidden_layers", 0, "`num_hidden_layers` must be a positive integer"),
+    (CONFIG, "num_hidden_layers", True, "`num_hidden_layers` must be a positive integer"),
     (CONFIG, "num_attention_heads", 10, "is not `hidden_size`"),
     (CONFIG, "num_key_value_heads", 5, "does not divide"),
-    (CONFIG, "rms_norm_eps", float("nan"), "`rms_norm_eps` must be a number above zero"),
+    (CONFIG, "rms_norm_eps", float("nan"), "`rms_norm_eps` must be a positive number"),
     (CONFIG, "tie_word_embeddings", "yes", "true or false"),
     (CONFIG, "image_token_id", None, "`image_token_id` is missing"),
     (CONFIG, "vision_config", None, "`vision_config` is missing"),
     (CONFIG, "vision_config", [], "`vision_config` must be an object"),
     (CONFIG, "vision_config.depth", None, "`vision_config.depth` is missing"),
     (CONFIG, "vision_config.num_heads", 7, "into heads"),
-    (CONFIG, "vision_config.hidden_size", 1280, "the text is 1536 wide"),
+    (CONFIG, "vision_config.hidden_size", 1280, "the text model's is 1536"),
     (CONFIG, "vision_config.hidden_act", "silu", "quick_gelu"),
     (CONFIG, "vision_config.in_chans", 4, "RGB"),
     (CONFIG, "vision_config.rope_parameters", {"rope_type": "axial", "rope_theta": 5000.0}, "Only 10000.0"),
     ("generation_config.json", "eos_token_id", "<|im_end|>", "token ids"),
-    (PIXELS, "patch_size", 16, "config.json says 14"),
-    (PIXELS, "merge_size", 1, "config.json says 2"),
+    (PIXELS, "patch_size", 16, "config.json has 14"),
+    (PIXELS, "merge_size", 1, "config.json has 2"),
     (PIXELS, "max_pixels", None, "`size` is missing"),
-    (PIXELS, "image_mean", [0.5], "three numbers"),
+    (PIXELS, "image_mean", [0.5], "three positive numbers"),
 ]
 
 
@@ -237,7 +237,7 @@ def test_broken_field_is_named_with_its_file(published, name, path, value, words
 
 @pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json"])
 @pytest.mark.parametrize(
-    ("content", "words"), [(None, "is missing"), ("{", "cannot be read"), ("[]", "no JSON object")]
+    ("content", "words"), [(None, "is missing"), ("{", "cannot be read"), ("[]", "not a JSON object")]
 )
 def test_broken_file_is_named(published, name, content, words):
     (published / name).unlink()
@@ -250,6 +250,6 @@ def test_broken_file_is_named(published, name, content, words):
     assert str(published / name) in error.value.message
 
 
-def test_folder_that_is_none_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match="is no folder"):
+def test_missing_folder_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="is not a folder"):
         read_spec(tmp_path / "nowhere")

@@ -1,4 +1,4 @@
-"""The vision tower: equal to transformers', and equal to itself whatever else is in the batch."""
+"""The vision tower equals transformers' and does not depend on the rest of the batch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def oracle(tiny_checkpoint):
 
 
 class Oracle:
-    """transformers' tower: a batch of patches to one tensor per item."""
+    """transformers' vision tower; encodes a batch of patches into one tensor per item."""
 
     def __init__(self, folder, dtype=torch.float32):
         self.tower = Qwen2VLForConditionalGeneration.from_pretrained(folder, dtype=dtype).model.visual.eval()
@@ -65,18 +65,18 @@ def batch_of(grids):
     return [random_patches(*grid, seed=index) for index, grid in enumerate(grids)]
 
 
-def assert_close(ours, theirs, *, within):
-    """Each pair of tensors differs by at most `within` of the largest value."""
+def assert_close(ours, theirs, *, rtol):
+    """Assert that each pair of tensors differs by at most `rtol` of the largest value."""
     for one, other in zip(ours, theirs, strict=True):
         assert one.shape == other.shape
-        assert (one.float() - other.float()).abs().max() <= within * other.float().abs().max()
+        assert (one.float() - other.float()).abs().max() <= rtol * other.float().abs().max()
 
 
 @pytest.mark.parametrize("name", GRIDS)
 def test_equals_transformers(encoder, oracle, name):
     batch = batch_of(GRIDS[name])
 
-    assert_close(encoder.encode(batch), oracle.encode(batch), within=1e-5)
+    assert_close(encoder.encode(batch), oracle.encode(batch), rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -85,20 +85,20 @@ def test_equals_transformers_in_half_precision(tiny_checkpoint, dtype):
     ours = load(tiny_checkpoint, dtype).encode(batch)
 
     assert all(item.dtype == getattr(torch, dtype) for item in ours)
-    assert_close(ours, Oracle(tiny_checkpoint, getattr(torch, dtype)).encode(batch), within=0.02)
+    assert_close(ours, Oracle(tiny_checkpoint, getattr(torch, dtype)).encode(batch), rtol=0.02)
 
 
-def test_auto_takes_the_stored_number_type(tiny_checkpoint):
+def test_auto_dtype_is_stored_dtype(tiny_checkpoint):
     family, config = Qwen2VL(), EngineConfig()
     encoder = family.load_vision_encoder(family.load_spec(tiny_checkpoint), config, selector(config))
 
     assert encoder.encode(batch_of(PICTURE))[0].dtype == torch.float32
 
 
-def test_half_precision_is_near_full_precision(tiny_checkpoint, encoder):
+def test_half_precision_is_close_to_full_precision(tiny_checkpoint, encoder):
     batch = batch_of(MIXED)
 
-    assert_close(load(tiny_checkpoint, "bfloat16").encode(batch), encoder.encode(batch), within=0.05)
+    assert_close(load(tiny_checkpoint, "bfloat16").encode(batch), encoder.encode(batch), rtol=0.05)
 
 
 def test_gelu_tower_equals_transformers(tmp_path, tiny_checkpoint):
@@ -108,11 +108,11 @@ def test_gelu_tower_equals_transformers(tmp_path, tiny_checkpoint):
     (tmp_path / "preprocessor_config.json").write_bytes((tiny_checkpoint / "preprocessor_config.json").read_bytes())
     batch = batch_of(MIXED)
 
-    assert_close(load(tmp_path).encode(batch), Oracle(tmp_path).encode(batch), within=1e-5)
+    assert_close(load(tmp_path).encode(batch), Oracle(tmp_path).encode(batch), rtol=1e-5)
 
 
-def test_picture_through_transformers_image_processor(encoder, oracle):
-    """Our normalisation of the processor's own patches gives the processor's own values."""
+def test_image_through_transformers_image_processor(encoder, oracle):
+    """Normalizing the processor's patches gives the processor's values."""
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (112, 84, 3), dtype=np.uint8))
     processor = Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=168 * 168)
     expected = processor(picture, return_tensors="pt")
@@ -128,10 +128,10 @@ def test_picture_through_transformers_image_processor(encoder, oracle):
         digest=item.digest,
     )
 
-    assert_close([encoder.normalize(torch.tensor(item.pixels))], [expected["pixel_values"]], within=1e-6)
+    assert_close([encoder.normalize(torch.tensor(item.pixels))], [expected["pixel_values"]], rtol=1e-6)
     with torch.no_grad():
         theirs = oracle.tower(expected["pixel_values"], expected["image_grid_thw"]).pooler_output
-    assert_close(encoder.encode([item]), [theirs], within=1e-5)
+    assert_close(encoder.encode([item]), [theirs], rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["pictures", "mixed"])
@@ -139,23 +139,23 @@ def test_batched_equals_alone(encoder, name):
     batch = batch_of(GRIDS[name])
     alone = [encoder.encode([item])[0] for item in batch]
 
-    assert_close(encoder.encode(batch), alone, within=1e-5)
-    assert_close(encoder.encode(batch[::-1])[::-1], alone, within=1e-5)
+    assert_close(encoder.encode(batch), alone, rtol=1e-5)
+    assert_close(encoder.encode(batch[::-1])[::-1], alone, rtol=1e-5)
 
 
-def test_frames_do_not_see_each_other(encoder):
-    """A video is its frames one by one: time enters through the text model's positions, not in the tower."""
+def test_frames_do_not_attend_to_each_other(encoder):
+    """A video is encoded frame by frame; time enters through the text model's positions, not in the tower."""
     video = random_patches(3, 4, 6)
     frames = [
         Patches(pixels=pixels, grid=Grid(1, 4, 6), tokens=6, kind="image", path=video.path, digest=bytes([index]) * 32)
         for index, pixels in enumerate(np.split(video.pixels, 3))
     ]
 
-    assert_close(encoder.encode([video]), [torch.cat(encoder.encode(frames))], within=1e-5)
+    assert_close(encoder.encode([video]), [torch.cat(encoder.encode(frames))], rtol=1e-5)
 
 
 def test_embeddings_of_a_batch_do_not_share_memory(encoder):
-    """Keeping one item of a batch keeps its own bytes alone."""
+    """Keeping one item of a batch must not keep the others alive."""
     for item in encoder.encode(batch_of(PICTURES)):
         assert item.untyped_storage().nbytes() == item.nbytes
 
@@ -165,7 +165,7 @@ def test_patch_positions_equal_transformers(h, w):
     assert torch.equal(patch_positions(h, w, 2), get_vision_position_ids(torch.tensor([[1, h, w]]), 2))
 
 
-def test_tensor_of_another_shape_is_refused(tmp_path):
+def test_tensor_of_another_shape_is_rejected(tmp_path):
     write_checkpoint(tmp_path)
     config = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text(config.replace('"mlp_ratio": 2', '"mlp_ratio": 4'))

@@ -24,7 +24,7 @@ def read(folder, name, shape, dtype=torch.float32):
 
 
 def assert_holds(folder, expected):
-    """`folder` has exactly the tensors of `expected`, bit by bit."""
+    """Assert that `folder` has exactly the tensors of `expected`, bit by bit."""
     with Weights.open(folder, TENSOR_RENAMES) as weights:
         assert weights.names == expected.keys()
         for name, tensor in expected.items():
@@ -39,7 +39,7 @@ def tied(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def published(tied):
-    """Tensors of the tied checkpoint by published names."""
+    """Return the tensors of the tied checkpoint by their published names."""
     return load_file(tied / "model.safetensors")
 
 
@@ -72,7 +72,7 @@ def test_names_of_newer_layouts(published, tmp_path):
     assert_holds(tmp_path, published)
 
 
-def test_tensor_is_converted_and_is_no_view_of_the_file(tied, published):
+def test_converted_tensor_is_not_a_view_of_the_file(tied, published):
     found = read(tied, NORM, (64,), torch.bfloat16)
 
     assert torch.equal(found, published[NORM].bfloat16())
@@ -98,7 +98,7 @@ print((peak() - before) / sum(tensor.nbytes for tensor in tensors))
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_peak_memory_of_loading_is_below_a_quarter_more_than_the_weights(tmp_path):
+def test_peak_memory_of_loading_is_below_125_percent(tmp_path):
     save_file({f"model.layers.{n}.w": torch.ones(512, 2048) for n in range(32)}, tmp_path / "model.safetensors")
 
     run = subprocess.run([sys.executable, "-c", MEASURE, tmp_path], capture_output=True, text=True, check=True)
@@ -111,7 +111,7 @@ def test_missing_tensor_is_named(tiny_checkpoint):
         read(tiny_checkpoint, "model.layers.2.input_layernorm.weight", (64,))
 
 
-def test_wrong_shape_is_named_with_both(tied):
+def test_wrong_shape_is_named_with_expected_shape(tied):
     with pytest.raises(CheckpointError, match=r"'model\.norm\.weight' is \[64\], but .* \[32\]"):
         read(tied, NORM, (32,))
 
@@ -133,7 +133,7 @@ def test_broken_index_is_named(tmp_path, index):
         Weights.open(tmp_path)
 
 
-def test_shards_are_sought_in_the_folder_alone(tmp_path):
+def test_shards_are_searched_only_in_folder(tmp_path):
     save_file({NORM: torch.ones(4)}, tmp_path / "elsewhere.safetensors")
     folder = tmp_path / "checkpoint"
     folder.mkdir()
@@ -151,7 +151,7 @@ def test_truncated_file_is_named(tied, tmp_path):
         Weights.open(tmp_path)
 
 
-def test_pickles_are_refused_with_the_way_to_convert_them(tmp_path):
+def test_pickles_are_rejected_with_conversion_hint(tmp_path):
     torch.save({NORM: torch.ones(4)}, tmp_path / "pytorch_model.bin")
 
     with pytest.raises(CheckpointError, match="save_pretrained"):
@@ -193,7 +193,7 @@ def test_resolve_device():
 
 
 @pytest.mark.parametrize("device", ["abacus", "cuda:99"])
-def test_device_that_is_not_here_is_named(device):
+def test_missing_device_is_named(device):
     with pytest.raises(ConfigError, match=device) as error:
         resolve_device(device)
 

@@ -1,4 +1,4 @@
-"""Videos as qwen-vl-utils reads them: the same frames, at the same sizes. The package itself answers for that."""
+"""Videos are read as by qwen-vl-utils, which is the reference here: the same frames at the same sizes."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ POLICY = VideoSamplingPolicy()
 LENGTHS = [*range(2, 60), 61, 99, 128, 240, 299, 300, 301, 767, 768, 769, 1000, 4321, 9000, 18_000, 36_000, 144_000]
 
 
-def read_blank(asked):
-    """A reader of videos whose name is their size: its frames show nothing."""
-    frames, height, width = map(int, asked["video"].split())
+def read_blank(requested):
+    """Read a video whose name is its size; its frames are blank."""
+    frames, height, width = map(int, requested["video"].split())
     return torch.zeros((), dtype=torch.uint8).expand(frames, 3, height, width), {}, 2.0
 
 
 def resize(video, size, **options):
-    """Where the frames would be resized: their size is all that is compared."""
+    """Replace resizing of the frames: only their size is compared."""
     return video[:, :, :1, :1].expand(*video.shape[:2], *size)
 
 
 @pytest.fixture(scope="module")
 def published():
-    """qwen-vl-utils. It imports torchvision, whose builds do not load beside a CPU build of torch: while it is
-    imported, something of that name is there that can do nothing but `resize`."""
+    """Import qwen-vl-utils. It imports torchvision, whose builds do not load next to a CPU build of torch: during the
+    import, a stub with nothing but `resize` replaces it."""
     names = ("torchvision", "torchvision.io", "torchvision.transforms")
     modules = {name: ModuleType(name) for name in names}
     modules["torchvision"].io, modules["torchvision"].transforms = (modules[name] for name in names[1:])
@@ -61,7 +61,7 @@ def video(**options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [1.0, 8.0, 12.5, 23.976, 25.0, 30.0, 60.0])
-def test_the_number_of_frames(published, rate):
+def test_number_of_frames(published, rate):
     for total in LENGTHS:
         for wanted in (0.25, 0.5, 1.0, 2.0, 3.0, 10.0, 30.0, 100.0):
             count = frame_count(total, rate, part=video(fps=wanted), policy=POLICY)
@@ -69,32 +69,32 @@ def test_the_number_of_frames(published, rate):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", [1, 2, 3, 4, 5, 8, 9, 30, 31, 768])
-def test_a_number_of_frames_that_is_asked_for(published, asked):
+@pytest.mark.parametrize("requested", [1, 2, 3, 4, 5, 8, 9, 30, 31, 768])
+def test_requested_number_of_frames(published, requested):
     def expected(total):
         with suppress(ValueError):
-            return published.smart_nframes({"nframes": asked}, total, 25.0)
+            return published.smart_nframes({"nframes": requested}, total, 25.0)
 
     def ours(total):
         with suppress(InvalidParameter):
-            return frame_count(total, 25.0, part=video(num_frames=asked), policy=POLICY)
+            return frame_count(total, 25.0, part=video(num_frames=requested), policy=POLICY)
 
     assert [ours(total) for total in LENGTHS] == [expected(total) for total in LENGTHS]
 
 
 @pytest.mark.parametrize("total", LENGTHS)
-def test_which_frames(total):
+def test_frame_indices(total):
     for count in range(2, min(total, 768) + 1, 2):
         assert POLICY.indices(total, count) == torch.linspace(0, total - 1, count).round().long().tolist(), count
 
 
 @pytest.mark.parametrize("options", [{}, {"fps": 1.0}, {"fps": 5.0}, {"num_frames": 6}])
-def test_a_file(published, tmp_path, options):
-    """The frames themselves, before they are resized."""
+def test_file_frames(published, tmp_path, options):
+    """Compare the frames before they are resized."""
     path = tmp_path / "movie.mp4"
     path.write_bytes(encode_video(50, fps=10))
-    asked = {"nframes" if name == "num_frames" else name: value for name, value in options.items()}
-    frames, _, _ = published._read_video_decord({"video": str(path), **asked})
+    requested = {"nframes" if name == "num_frames" else name: value for name, value in options.items()}
+    frames, _, _ = published._read_video_decord({"video": str(path), **requested})
     ours = decode_video(
         path.read_bytes(),
         part=video(**options),
@@ -113,8 +113,8 @@ LIMITS = [{}, {"max_pixels": 150_000}, {"total_pixels": 2_000_000}, {"min_pixels
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4, 10, 48])
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
-def test_the_size_of_frames(published, count, limits):
-    """With its least pixels, and its most for all frames together where the request has none."""
+def test_size_of_frames(published, count, limits):
+    """With its min_pixels, and its total_pixels where the request has none."""
     total = int(published.MODEL_SEQ_LEN * 784 * 0.9)
     spec = PixelSpec(max_pixels=16384 * 784)
     processor = Qwen2VLImageProcessor(spec, EngineConfig(min_pixels=128 * 784, video_total_pixels=total))
