@@ -1,4 +1,4 @@
-"""The hooks. All of them register objects at start-up; none runs while a request is served."""
+"""The plugin hooks. All of them register objects at startup; none runs while a request is served."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import pluggy
+
+from ..deprecation import RenamedAttribute, renamed_arguments
 
 if TYPE_CHECKING:
     import click
@@ -19,10 +21,10 @@ if TYPE_CHECKING:
     from ..models.interface import ModelFamily
 
 GROUP = "dashinfer_vlm"
-"""Name of the pluggy project, and of the entry-point group that plugins are found by."""
+"""Name of the pluggy project and of the entry point group of plugins."""
 
 API_VERSION = 2
-"""Of the hooks below and of what they register. A plugin says which one it was written for in `dashinfer_vlm_api`."""
+"""Version of the hooks and of the interfaces that they register. A plugin declares its version in `dashinfer_vlm_api`."""
 
 hookspec: pluggy.HookspecMarker = pluggy.HookspecMarker(GROUP)
 hookimpl: pluggy.HookimplMarker = pluggy.HookimplMarker(GROUP)
@@ -31,15 +33,16 @@ hookimpl: pluggy.HookimplMarker = pluggy.HookimplMarker(GROUP)
 Status: TypeAlias = Literal["ok", "missing", "unusable", "slow", "broken"]
 
 
+@renamed_arguments(mend="fix")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What a check of `dashinfer-vlm doctor` found.
+    """One result of a check of `dashinfer-vlm doctor`.
 
     Attributes:
-        name: what was looked at.
-        status: `broken` has to be mended; `missing` and `unusable` are optional, and `slow` works.
-        detail: what was found.
-        mend: what to do about it, with the command; empty if nothing has to be done.
+        name: what was checked.
+        status: `broken` has to be fixed; `missing` and `unusable` components are optional, and `slow` ones work.
+        detail: the result, for people.
+        fix: what to do about it, with the command; empty if nothing has to be done.
     """
 
     name: str
@@ -47,35 +50,37 @@ class Finding:
     detail: str
     fix: str = ""
 
+    mend = RenamedAttribute("fix")
+
 
 @hookspec
 def register_models(register: Callable[[str, Path], None]) -> None:
-    """Give a checkpoint folder a name: `register("demo", folder)`."""
+    """Register a name for a checkpoint folder: `register("demo", folder)`."""
 
 
 @hookspec
 def register_model_families(register: Callable[[ModelFamily], None]) -> None:
-    """Teach the engine to read and run checkpoints of another `model_type`."""
+    """Register a model family, which loads and runs checkpoints of its `model_types`."""
 
 
 @hookspec
 def register_decoders(register: Callable[[DecoderFactory], None]) -> None:
-    """Add a language decoder that `EngineConfig.decoder` can name."""
+    """Register a decoder, which `EngineConfig.decoder` selects by name."""
 
 
 @hookspec
 def register_kernels(register: Callable[[KernelFactory], None]) -> None:
-    """Add kernels, which run models faster than PyTorch's on some devices."""
+    """Register kernels that are faster than PyTorch's on some devices."""
 
 
 @hookspec
 def register_video_readers(register: Callable[[VideoReader], None]) -> None:
-    """Add a reader of video files."""
+    """Register a reader for video files."""
 
 
 @hookspec
 def register_options(register: Callable[[type[PluginOptions]], None]) -> None:
-    """Add options of the plugin's own, which are set as those of `EngineConfig` are."""
+    """Register options of the plugin, which are set like those of `EngineConfig`."""
 
 
 @hookspec
@@ -85,4 +90,4 @@ def register_commands(group: click.Group) -> None:
 
 @hookspec
 def register_checks(register: Callable[[str, Callable[[EngineConfig], Iterable[Finding]]], None]) -> None:
-    """Add a check to `dashinfer-vlm doctor`, under a name. It is given the configuration that the environment sets."""
+    """Register a named check for `dashinfer-vlm doctor`. It receives the configuration that the environment sets."""

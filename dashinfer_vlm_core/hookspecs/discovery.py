@@ -1,4 +1,4 @@
-"""Installed plugins: their entry points, what imports them, and what refuses one for another version of the API."""
+"""Find and import installed plugins by their entry points, and check the API version that they declare."""
 
 from __future__ import annotations
 
@@ -19,66 +19,66 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 
 def plugin_entries() -> list[EntryPoint]:
-    """Entry points of plugins; ours come first, so that nobody takes a built-in part's name."""
+    """Return the entry points of plugins, built-in ones first, so that no other plugin can take their names."""
     return sorted(entry_points(group=GROUP), key=lambda entry: (owner(entry) != DISTRIBUTION, entry.name, entry.value))
 
 
 def owner(entry: EntryPoint) -> str:
-    """The distribution that declares an entry point."""
+    """Return the name of the distribution that declares an entry point."""
     return identity(entry.dist)[0] if entry.dist else "unknown"
 
 
 @functools.lru_cache(maxsize=64)
 def identity(distribution: Distribution) -> tuple[str, str]:
-    """Name and version. A distribution parses its metadata anew for each of them, which was half of `load_plugins`."""
+    """Return name and version. Cached, since each access parses the metadata: half of the time of `load_plugins`."""
     metadata = distribution.metadata
     return metadata["Name"], metadata["Version"]
 
 
 def import_plugin(entry: EntryPoint) -> object:
-    """The object that an entry point names.
+    """Import the object that an entry point names.
 
     Raises:
-        MissingDependency: something that it imports is not installed; the message says what to install.
-        PluginError: its own code fails.
+        MissingDependency: a package that it imports is not installed; the message contains the command to install it.
+        PluginError: its code raises an exception.
     """
     try:
         return entry.load()
     except ImportError as error:
-        raise missing(entry, error) from error
+        raise missing_dependency(entry, error) from error
     except Exception as error:
-        raise PluginError(f"Plugin {entry.name!r} ({entry.value}) failed while it was imported: {error}") from error
+        raise PluginError(f"Plugin {entry.name!r} ({entry.value}) failed during import: {error}") from error
 
 
-def missing(entry: EntryPoint, error: ImportError) -> MissingDependency:
-    wanted = f"{owner(entry)}{f'[{entry.extras[0]}]' if entry.extras else ''}"
-    return MissingDependency(f"{entry.name!r} ({entry.value}) cannot be imported: {error}. Try: pip install '{wanted}'")
+def missing_dependency(entry: EntryPoint, error: ImportError) -> MissingDependency:
+    requirement = f"{owner(entry)}{f'[{entry.extras[0]}]' if entry.extras else ''}"
+    return MissingDependency(f"{entry.name!r} ({entry.value}) cannot be imported: {error}. Try: pip install '{requirement}'")
 
 
 def call_hooks(entry: EntryPoint, use: Callable[[pluggy.HookRelay], None]) -> bool:
-    """Let `use` call hooks of one plugin, and return whether it could.
+    """Pass the hooks of one plugin to `use`, and return whether that succeeded.
 
-    One that is broken is left out, since `load_plugins` tells what mends it.
+    A broken plugin is skipped here; `load_plugins` reports it with the fix.
     """
     try:
-        use(manager_of(entry.load(), entry.name).hook)
-    except Exception as error:  # noqa: BLE001 - whatever a plugin's code raises
-        logger.debug("plugin %s is left out: %s", entry.name, error)
+        use(create_manager(entry.load(), entry.name).hook)
+    except Exception as error:  # noqa: BLE001 - a plugin's code can raise anything
+        logger.debug("skipping plugin %s: %s", entry.name, error)
         return False
     return True
 
 
-def manager_of(plugin: object, name: str) -> pluggy.PluginManager:
-    """A manager that calls the hooks of one plugin.
+def create_manager(plugin: object, name: str) -> pluggy.PluginManager:
+    """Create a manager that calls the hooks of one plugin.
 
     Raises:
-        PluginError: it was written for another version of the plugin API, or a hook is misspelt or has other arguments.
+        PluginError: it was written for another version of the plugin API, or a hook has an unknown name or argument.
     """
     version = getattr(plugin, "dashinfer_vlm_api", API_VERSION)
     if version != API_VERSION:
         raise PluginError(
-            f"Plugin {name!r} was written for version {version!r} of the plugin API, and this is version {API_VERSION}:"
-            " install a release of it that fits."
+            f"Plugin {name!r} was written for version {version!r} of the plugin API, but this is version {API_VERSION}."
+            " Install a compatible release of the plugin."
         )
     manager = pluggy.PluginManager(GROUP)
     manager.add_hookspecs(hookspecs)
@@ -86,5 +86,5 @@ def manager_of(plugin: object, name: str) -> pluggy.PluginManager:
         manager.register(plugin, name=name)
         manager.check_pending()
     except pluggy.PluginValidationError as error:
-        raise PluginError(f"Plugin {name!r} failed while registering: {error}") from error
+        raise PluginError(f"Plugin {name!r} failed during registration: {error}") from error
     return manager

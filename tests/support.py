@@ -1,0 +1,127 @@
+"""Write docs/support.md from the results of the tests that are marked `supports`.
+
+scripts/test --junitxml=results.xml
+python -m tests.support results.xml
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import platform
+import xml.etree.ElementTree as ET
+from collections import defaultdict
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
+
+from dashinfer_vlm_core import __version__
+
+PAGE = Path(__file__).parent.parent / "docs" / "support.md"
+PROPERTY = "supports"
+
+FAMILIES = {"qwen2_vl": "Qwen2-VL"}
+BACKENDS = {
+    "torch-cpu": "PyTorch, CPU",
+    "torch-cuda": "PyTorch, CUDA",
+    "dashinfer-cpu": "DashInfer, CPU",
+    "dashinfer-cuda": "DashInfer, CUDA",
+}
+FEATURES = {
+    "text": "Text",
+    "images": "Images",
+    "videos": "Videos",
+    "embeddings": "Image and video embeddings",
+    "batching": "Continuous batching",
+    "prefix-cache": "Prefix cache",
+    "chunked-prefill": "Chunked prefill",
+    "sampling": "Sampling: temperature, top_p, top_k, seed, penalties",
+    "logprobs": "Log probabilities",
+    "structured-output": "Structured output and forced tool calls",
+    "int8": "8-bit weights (`--quantization int8`)",
+    "cancellation": "Cancellation frees the request's memory",
+    "restart": "A decoder that dies is replaced",
+}
+SUPPORTED, REJECTED, FAILED, SKIPPED = "yes", "rejected", "failed", "not run"
+
+INTRODUCTION = """\
+# Supported features
+
+Each cell is the outcome of tests. "{supported}": a test of this feature passed on this decoder and device.
+"{rejected}": a test shows that the server rejects such a request, with the reason and the next step. "{skipped}": a
+test exists, but this machine could not run it. "-": there is no test. `tests/support.py` writes this page from the
+results of a test run.
+
+"""
+
+
+def mark_property(feature: str, *, backend: str, family: str = "qwen2_vl", rejected: bool = False) -> tuple[str, str]:
+    """Return the property that a test's mark adds to its result.
+
+    Raises:
+        KeyError: the feature, backend or family has no row or column.
+    """
+    for name, table in ((feature, FEATURES), (backend, BACKENDS), (family, FAMILIES)):
+        if name not in table:
+            raise KeyError(f"`supports` names {name!r}, which is not one of {', '.join(table)}")
+    return PROPERTY, f"{family} {feature} {backend} {REJECTED if rejected else SUPPORTED}"
+
+
+def read_outcomes(report: Path) -> dict[tuple[str, str, str], str]:
+    """Read the outcome of each (family, feature, backend) from a JUnit XML report."""
+    outcomes: dict[tuple[str, str, str], set[str]] = defaultdict(set)
+    for case in ET.parse(report).iter("testcase"):
+        for found in case.iter("property"):
+            if found.get("name") == PROPERTY:
+                *key, passed = found.get("value", "").split()
+                family, feature, backend = key
+                outcomes[family, feature, backend].add(_outcome(case, passed))
+    return {key: _worst(found) for key, found in outcomes.items()}
+
+
+def _outcome(case: ET.Element, passed: str) -> str:
+    if case.find("failure") is not None or case.find("error") is not None:
+        return FAILED
+    return SKIPPED if case.find("skipped") is not None else passed
+
+
+def _worst(outcomes: Iterable[str]) -> str:
+    """Return a failure if there is one, and `not run` only if no test ran."""
+    return next(outcome for outcome in (FAILED, REJECTED, SUPPORTED, SKIPPED) if outcome in outcomes)
+
+
+def render(outcomes: dict[tuple[str, str, str], str], environment: str) -> str:
+    """Render the page: a table for each family, a row for each feature."""
+    lines = [INTRODUCTION.format(supported=SUPPORTED, rejected=REJECTED, skipped=SKIPPED), f"{environment}\n"]
+    for family, title in FAMILIES.items():
+        lines += [
+            f"\n## {title}\n\n",
+            f"| Feature | {' | '.join(BACKENDS.values())} |\n",
+            f"|---{'|---' * len(BACKENDS)}|\n",
+        ]
+        for feature, label in FEATURES.items():
+            cells = [outcomes.get((family, feature, backend), "-") for backend in BACKENDS]
+            lines.append(f"| {label} | {' | '.join(cells)} |\n")
+    return "".join(lines)
+
+
+def describe_environment() -> str:
+    """Return one sentence about the machine and the versions of this run."""
+    today = datetime.datetime.now(tz=datetime.timezone.utc).date()
+    return (
+        f"Last run: {today}, version {__version__}, Python {platform.python_version()}, torch {version('torch')}, "
+        f"transformers {version('transformers')}, on {platform.system()} {platform.machine()}."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("report", type=Path, help="JUnit XML report of a run of the whole suite")
+    outcomes = read_outcomes(parser.parse_args().report)
+    if failed := sorted(key for key, outcome in outcomes.items() if outcome == FAILED):
+        raise SystemExit(f"Fix these first: {failed}")
+    PAGE.write_text(render(outcomes, describe_environment()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
