@@ -1,4 +1,4 @@
-"""The thread that computes: one piece of work at a time, in the order of asking."""
+"""The compute thread: one task at a time, in order of submission."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from tests.waiting import HANG, until
 
 
 @pytest.fixture
-def turns():
+def executor():
     return ComputeExecutor()
 
 
 @pytest.fixture
-def ask():
-    """Have a thread of its own ask for work; it is returned, and joined in the end."""
+def submit():
+    """Return a function that submits work from a new thread; the threads are joined at the end."""
     threads = []
 
-    def ask(turns, work):
-        threads.append(threading.Thread(target=turns.run, args=(work,)))
+    def submit(executor, work):
+        threads.append(threading.Thread(target=executor.run, args=(work,)))
         threads[-1].start()
         return threads[-1]
 
-    yield ask
+    yield submit
     for thread in threads:
         thread.join(timeout=HANG)
         assert not thread.is_alive()
 
 
-def test_turns_are_taken_in_the_order_of_asking(turns, ask):
+def test_tasks_run_in_order_of_submission(executor, submit):
     order, begun, go = [], threading.Event(), threading.Event()
-    ask(turns, lambda: (begun.set(), go.wait(timeout=HANG)))
+    submit(executor, lambda: (begun.set(), go.wait(timeout=HANG)))
     assert begun.wait(timeout=HANG)
     for count, name in enumerate("abc", start=1):
-        ask(turns, lambda name=name: order.append(name))
-        until(lambda count=count: turns.waiting == count)
+        submit(executor, lambda name=name: order.append(name))
+        until(lambda count=count: executor.waiting == count)
     go.set()
-    turns.run(lambda: order.append("again"))  # asked for last
+    executor.run(lambda: order.append("again"))  # asked for last
     assert order == ["a", "b", "c", "again"]
 
 
-def test_all_is_done_on_one_thread_and_one_at_a_time(turns, ask):
+def test_tasks_run_on_one_thread_one_at_a_time(executor, submit):
     inside, seen = [], []
 
     def work():
@@ -57,43 +57,43 @@ def test_all_is_done_on_one_thread_and_one_at_a_time(turns, ask):
         seen.append((len(inside), threading.get_ident()))
         inside.pop()
 
-    threads = [ask(turns, work) for _ in range(50)]
+    threads = [submit(executor, work) for _ in range(50)]
     for thread in threads:
         thread.join()
-    assert seen == [(1, turns.run(threading.get_ident))] * 50
+    assert seen == [(1, executor.run(threading.get_ident))] * 50
 
 
-def test_whoever_asks_gets_what_it_returns_or_raises(turns):
-    assert turns.run(lambda: 7) == 7
+def test_result_or_exception_is_passed_to_caller(executor):
+    assert executor.run(lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
-        turns.run(lambda: 1 // 0)
+        executor.run(lambda: 1 // 0)
     with pytest.raises(SystemExit):
-        turns.run(exit_)
-    assert turns.run(lambda: 8) == 8
+        executor.run(exit_)
+    assert executor.run(lambda: 8) == 8
 
 
 def exit_():
     raise SystemExit
 
 
-def test_work_may_ask_for_work(turns):
-    assert turns.run(lambda: turns.run(lambda: 7)) == 7
+def test_nested_run(executor):
+    assert executor.run(lambda: executor.run(lambda: 7)) == 7
 
 
-def test_neither_a_result_nor_an_error_is_held(turns):
+def test_results_and_errors_are_not_retained(executor):
     class Large:
-        """Something that a reference can be weak to."""
+        """An object that supports weak references."""
 
     def fail(large):
         raise ValueError(large)
 
-    kept = weakref.ref(turns.run(Large))
+    kept = weakref.ref(executor.run(Large))
     large = Large()
     failed = weakref.ref(large)
     gc.disable()  # a cycle would hold them until it is collected
     try:
         with contextlib.suppress(ValueError):
-            turns.run(functools.partial(fail, large))
+            executor.run(functools.partial(fail, large))
         del large
         until(lambda: kept() is None)
         until(lambda: failed() is None)
@@ -101,33 +101,33 @@ def test_neither_a_result_nor_an_error_is_held(turns):
         gc.enable()
 
 
-def test_what_hangs_is_given_up_and_does_not_end_the_next_turn(turns, ask):
+def test_abandoned_task_does_not_affect_the_next(executor, submit):
     inside, go, later = threading.Event(), threading.Event(), threading.Event()
-    first = turns.run(threading.current_thread)
-    hanging = ask(turns, lambda: (inside.set(), go.wait(timeout=HANG)))
+    first = executor.run(threading.current_thread)
+    hanging = submit(executor, lambda: (inside.set(), go.wait(timeout=HANG)))
     assert inside.wait(timeout=HANG)
-    next_one = ask(turns, lambda: later.wait(timeout=HANG))
-    until(lambda: turns.waiting)
-    turns.take_from(next_one.ident)  # it has none
-    assert turns.served == hanging.ident
-    turns.take_from(hanging.ident)
-    until(lambda: turns.served == next_one.ident)
+    next_one = submit(executor, lambda: later.wait(timeout=HANG))
+    until(lambda: executor.waiting)
+    executor.abandon(next_one.ident)  # it has none
+    assert executor.active_thread == hanging.ident
+    executor.abandon(hanging.ident)
+    until(lambda: executor.active_thread == next_one.ident)
     go.set()
     hanging.join()
     first.join(timeout=HANG)
     assert not first.is_alive()
-    assert turns.served == next_one.ident
+    assert executor.active_thread == next_one.ident
     later.set()
     next_one.join()
-    assert turns.run(lambda: 7) == 7
+    assert executor.run(lambda: 7) == 7
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of later Pythons, which is what is tried here
-def test_a_child_has_a_thread_of_its_own_and_not_what_waits_in_the_parent(ask):
+def test_forked_child_has_its_own_thread_and_empty_queue(submit):
     begun, go = threading.Event(), threading.Event()
-    ask(CPU_EXECUTOR, lambda: (begun.set(), go.wait(timeout=HANG)))
+    submit(CPU_EXECUTOR, lambda: (begun.set(), go.wait(timeout=HANG)))
     assert begun.wait(timeout=HANG)
-    ask(CPU_EXECUTOR, lambda: 1)
+    submit(CPU_EXECUTOR, lambda: 1)
     until(lambda: CPU_EXECUTOR.waiting)
     child = os.fork()
     if not child:  # pragma: no cover - what is seen is the exit code

@@ -86,15 +86,15 @@ def test_request_cannot_raise_frame_limit():
     assert caught.value.param == f"{PART}.video_url.num_frames"
 
 
-@pytest.mark.parametrize(("asked", "count"), [(2, 2), (3, 4), (4, 4), (5, 4), (6, 6), (7, 8), (100, 100)])
-def test_number_of_frames_is_rounded_to_even(asked, count):
-    assert frame_count(100, 10.0, part=video(num_frames=asked), policy=POLICY) == count
+@pytest.mark.parametrize(("requested", "count"), [(2, 2), (3, 4), (4, 4), (5, 4), (6, 6), (7, 8), (100, 100)])
+def test_number_of_frames_is_rounded_to_even(requested, count):
+    assert frame_count(100, 10.0, part=video(num_frames=requested), policy=POLICY) == count
 
 
-@pytest.mark.parametrize("asked", [1, 102, 1000])
-def test_more_frames_than_the_file_has_are_rejected(asked):
+@pytest.mark.parametrize("requested", [1, 102, 1000])
+def test_more_frames_than_the_file_has_are_rejected(requested):
     with pytest.raises(InvalidParameter) as caught:
-        frame_count(100, 10.0, part=video(num_frames=asked), policy=POLICY)
+        frame_count(100, 10.0, part=video(num_frames=requested), policy=POLICY)
     assert caught.value.param == f"{PART}.video_url.num_frames"
 
 
@@ -231,7 +231,7 @@ def test_limits_are_checked_by_header_before_decoding(header):
     with pytest.raises(MediaTooLarge) as caught:
         decode(ANY, [film], fps=30.0)
     assert caught.value.param == PART
-    assert film.asked is None
+    assert film.requested is None
 
 
 def test_decoding_is_stopped_at_time_limit():
@@ -248,13 +248,13 @@ def test_nonsensical_header_is_undecodable(header):
     film = HeaderOnlyReader(**header)
     with pytest.raises(MediaUndecodable):
         decode(ANY, [film])
-    assert film.asked is None
+    assert film.requested is None
 
 
 def test_only_sampled_frames_are_requested():
     film = HeaderOnlyReader(frames=1000)
     decode(ANY, [film], num_frames=6)
-    assert film.asked == [0, 200, 400, 599, 799, 999]
+    assert film.requested == [0, 200, 400, 599, 799, 999]
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)

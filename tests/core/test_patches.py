@@ -33,7 +33,7 @@ def patchify(media, config=SMALL, spec=SPEC):
 
 @pytest.fixture(scope="module")
 def oracle():
-    """Return a function that processes one image with transformers' processor at the limits of SMALL: pixels and grid."""
+    """Return transformers' processor with the limits of SMALL: a function from an image to pixels and grid."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     size = {"shortest_edge": SPEC.min_pixels, "longest_edge": SMALL.max_pixels}

@@ -1,4 +1,4 @@
-"""`RemoteEngine` against our server is `Engine`; against others it says what is wrong with them."""
+"""`RemoteEngine` with our server behaves like `Engine`; with other servers it reports what is wrong."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ERRORS = [
 
 @pytest.fixture
 def remote(tiny_checkpoint):
-    """Start servers whose decoder plays a script, each asked over HTTP: `remote("Yes.")`."""
+    """Start servers whose decoder plays a script, and connect over HTTP: `remote("Yes.")`."""
     with contextlib.ExitStack() as stack:
 
         def start(*answers, delay=0.0, **options):
@@ -53,8 +53,8 @@ def remote(tiny_checkpoint):
 
 
 @contextlib.contextmanager
-def answering(data, *headers, status="200 OK"):
-    """An engine whose server gives the same answer to everything."""
+def engine_with_response(data, *headers, status="200 OK"):
+    """Return an engine whose server sends the same response to every request."""
     answer = body(data, *headers, status=status)
     paths = ("/v1/chat/completions", "/health", "/v1/models")
     with serve(dict.fromkeys(paths, answer)) as web, RemoteEngine(web.url("/v1")) as engine:
@@ -69,7 +69,7 @@ async def collect(stream):
     return [chunk async for chunk in stream]
 
 
-def test_every_way_in_gives_the_engines_answer(remote):
+def test_all_entry_points_give_the_engines_completion(remote):
     engine, local, _ = remote("Yes, and no.")
     request = HELLO | {"logprobs": True, "stream_options": {"include_usage": True}, "stream": True}
     whole = HELLO | {"logprobs": True}
@@ -85,13 +85,13 @@ def test_every_way_in_gives_the_engines_answer(remote):
 @pytest.mark.parametrize(
     ("said", "state"), [("loading", "loading"), ("restarting", "restarting"), ("draining", "closed")]
 )
-def test_a_server_that_cannot_answer_now_says_why(said, state):
-    with answering(json.dumps({"status": said, "model": "tiny"}).encode()) as engine:
+def test_unavailable_server_reports_reason(said, state):
+    with engine_with_response(json.dumps({"status": said, "model": "tiny"}).encode()) as engine:
         status = engine.status()
     assert (status.state, status.model) == (state, "tiny")
 
 
-def test_the_status_is_the_servers(remote):
+def test_status_is_the_servers(remote):
     engine, local, _ = remote("Yes.")
     assert engine.status() == local.status()
     local.close()
@@ -99,7 +99,7 @@ def test_the_status_is_the_servers(remote):
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_errors_come_back_as_they_were(remote, error):
+def test_errors_round_trip(remote, error):
     engine, _, _ = remote(error, error, "Fine.")
     for ask in (lambda: engine.chat(HELLO), lambda: list(engine.stream(HELLO))):
         with pytest.raises(type(error)) as caught:
@@ -111,7 +111,7 @@ def test_errors_come_back_as_they_were(remote, error):
     assert engine.chat(HELLO).choices[0].message.content == "Fine."
 
 
-def test_an_error_in_the_midst_of_a_stream_comes_back(remote):
+def test_error_during_stream_is_raised(remote):
     engine, local, script = remote(LONG, delay=0.05)
     stream = engine.stream(HELLO)
     next(stream)
@@ -121,7 +121,7 @@ def test_an_error_in_the_midst_of_a_stream_comes_back(remote):
     assert script.running == 0
 
 
-def test_leaving_cancels_on_the_server(remote):
+def test_closing_stream_cancels_on_server(remote):
     engine, _, script = remote(LONG, delay=0.5)
     stream = engine.stream(HELLO)
     next(stream)
@@ -140,14 +140,14 @@ def test_leaving_cancels_on_the_server(remote):
     until(lambda: script.running == 0)
 
 
-def test_a_server_that_keeps_silent_is_given_up(remote):
+def test_silent_server_times_out(remote):
     engine, _, script = remote(LONG, delay=30, timeout=0.5)
     with pytest.raises(errors.DeadlineExceeded):
         engine.chat(HELLO)
     until(lambda: script.running == 0)
 
 
-def test_closing_ends_running_requests(remote):
+def test_close_ends_running_requests(remote):
     engine, _, _ = remote(LONG, delay=0.5)
     stream = engine.stream(HELLO)
     next(stream)
@@ -172,9 +172,9 @@ def test_closing_ends_running_requests(remote):
         ("504 Gateway Timeout", {"message": "Late."}, errors.DeadlineExceeded),
     ],
 )
-def test_other_servers_errors_are_told_by_their_status(status, error, kind):
+def test_errors_of_other_servers_are_mapped_by_status(status, error, kind):
     data = b"<html>" if error is None else json.dumps({"error": error}).encode()
-    with answering(data, "Content-Type: application/json", status=status) as engine:
+    with engine_with_response(data, "Content-Type: application/json", status=status) as engine:
         with pytest.raises(kind) as caught:
             engine.chat(HELLO)
         assert type(caught.value) is kind
@@ -185,23 +185,25 @@ def test_other_servers_errors_are_told_by_their_status(status, error, kind):
 
 
 @pytest.mark.parametrize("data", [b"<html>Hello</html>", b"{}", b'{"choices": []}'])
-def test_what_is_no_answer_is_told_so(data):
-    with answering(data, "Content-Type: text/html" if b"html" in data else "Content-Type: application/json") as engine:
+def test_invalid_response_is_reported(data):
+    with engine_with_response(
+        data, "Content-Type: text/html" if b"html" in data else "Content-Type: application/json"
+    ) as engine:
         with pytest.raises(errors.EngineError, match="/v1"):
             engine.chat(HELLO)
         with pytest.raises(errors.EngineError):
             list(engine.stream(HELLO))
 
 
-def test_a_server_of_another_kind_tells_its_model():
+def test_other_server_reports_its_model():
     model = {"id": "other", "object": "model", "created": 1, "owned_by": "x", "max_model_len": 4096}
     data = json.dumps({"object": "list", "data": [model]}).encode()
-    with answering(data, "Content-Type: application/json") as engine:
+    with engine_with_response(data, "Content-Type: application/json") as engine:
         status = engine.status()
     assert (status.state, status.model, status.max_model_len) == ("ready", "other", 4096)
 
 
-def test_a_server_that_is_not_there_is_told_without_its_address():
+def test_unreachable_server_error_hides_address():
     with RemoteEngine("http://127.0.0.1:9/v1") as engine:
         with pytest.raises(errors.EngineClosed) as caught:
             engine.chat(HELLO)
@@ -224,14 +226,14 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding
     ],
     ids=["cut off", "ended without a reason", "cut off in a chunk"],
 )
-def test_a_stream_that_breaks_off_is_an_error(pieces):
+def test_truncated_stream_is_an_error(pieces):
     with serve({"/v1/chat/completions": raw(HEAD, *pieces)}) as web, RemoteEngine(web.url("/v1")) as engine:
         with pytest.raises(errors.EngineError) as caught:
             list(engine.stream(HELLO))
         assert caught.value.retryable
 
 
-def test_the_key_is_the_one_that_was_given_and_no_other():
+def test_only_the_given_api_key_is_sent():
     os.environ |= {"OPENAI_API_KEY": "somebody's", "OPENAI_ORG_ID": "somebody's"}
     with serve({"/v1/chat/completions": body(b"{}")}) as web:
         for key in (None, "mine"):
@@ -244,6 +246,6 @@ def test_the_key_is_the_one_that_was_given_and_no_other():
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1:8000/v1", "ftp://host/v1", "http://"])
-def test_what_is_no_address_is_refused(address):
+def test_invalid_base_url_is_rejected(address):
     with pytest.raises(errors.ConfigError, match="api_base"):
         RemoteEngine(address)

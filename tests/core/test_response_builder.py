@@ -1,4 +1,4 @@
-"""Answers: one text, streamed or whole, with its stop strings, log probabilities and usage."""
+"""Responses: the same text streamed or whole, with stop strings, log probabilities and usage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COUNTS = PromptCounts(prompt_tokens=7)
 
 
 def byte_level() -> Tokenizer:
-    """All bytes and a few merges, one of them across a space and some inside a character; 3 added tokens."""
+    """Build a tokenizer with all bytes, a few merges (one across a space, some inside a character) and 3 added tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*alphabet, *(left + right for left, right in MERGES)])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=MERGES))
@@ -55,13 +55,13 @@ def ids_of(text):
 
 
 def bytes_of(text):
-    """One token per byte."""
+    """Return one token id per byte."""
     ((spelled, _),) = TOKENIZER.pre_tokenizer.pre_tokenize_str(text)
     return [TOKENIZER.token_to_id(character) for character in spelled]
 
 
 def tokens_of(ids, finish="stop"):
-    """A decoder's tokens: those of an answer, then the end token, or none if the answer was cut for its length."""
+    """Return a decoder's tokens: those of a completion, then the end token, or none if it ended for its length."""
     ids = [*ids, END] if finish == "stop" else ids
     ends = [None] * (len(ids) - 1) + [finish]
     return [
@@ -70,13 +70,13 @@ def tokens_of(ids, finish="stop"):
     ]
 
 
-def reply_to(counts=COUNTS, **fields):
+def make_builder(counts=COUNTS, **fields):
     request = ChatRequest.parse({"messages": [{"role": "user", "content": "Hello"}], **fields})
     return ResponseBuilder(tokenizer=TOKENIZER, request=request, counts=counts, **ENVELOPE)
 
 
-def feed(reply, tokens):
-    """As the engine does: until the reply has enough."""
+def add_tokens(reply, tokens):
+    """Add tokens as the engine does, until the builder is finished."""
     chunks = []
     for token in tokens:
         chunks += reply.add_token(token)
@@ -86,13 +86,13 @@ def feed(reply, tokens):
 
 
 def stream(tokens, **fields):
-    reply = reply_to(stream=True, **fields)
-    return [reply.first_chunk(), *feed(reply, tokens), *reply.final_chunks(), *reply.usage_chunks()]
+    reply = make_builder(stream=True, **fields)
+    return [reply.first_chunk(), *add_tokens(reply, tokens), *reply.final_chunks(), *reply.usage_chunks()]
 
 
 def whole(tokens, **fields):
-    reply = reply_to(**fields)
-    feed(reply, tokens)
+    reply = make_builder(**fields)
+    add_tokens(reply, tokens)
     return reply.completion()
 
 
@@ -111,14 +111,14 @@ def text_of(ids, **fields):
 @given(token_ids)
 @example([*ids_of("日")[:1], END, *ids_of("日")])
 @example(ids_of("🙂")[:-1])
-def test_the_text_is_the_tokenizers(ids):
+def test_text_equals_tokenizers(ids):
     known = [index for index in ids if index != UNKNOWN]
     assert text_of(ids) == TOKENIZER.decode(known, skip_special_tokens=True)
 
 
 @settings(max_examples=250, deadline=None)
 @given(token_ids, st.sampled_from(["stop", "length"]), st.lists(st.text("lo日� ", min_size=1), max_size=4, unique=True))
-def test_streamed_is_whole(ids, finish, stops):
+def test_streamed_text_equals_whole(ids, finish, stops):
     fields = {"logprobs": True, "stop": stops or None}
     tokens = tokens_of(ids or ids_of("a"), finish)
     chunks, completion = stream(tokens, **fields), whole(tokens, **fields)
@@ -129,41 +129,41 @@ def test_streamed_is_whole(ids, finish, stops):
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [choice.finish_reason]
 
 
-def test_a_delta_never_splits_a_character():
+def test_delta_never_splits_a_character():
     ids = bytes_of("日é🙂")
     assert len(ids) == 9
     assert deltas(stream(tokens_of(ids))) == ["日", "é", "🙂"]
 
 
-def test_an_unfinished_character_is_shown_at_the_end():
+def test_incomplete_character_is_emitted_at_end():
     ids = ids_of("a🙂")[:-1]
     assert deltas(stream(tokens_of(ids))) == ["a", "�"]
     assert deltas(stream(tokens_of(ids, "length"))) == ["a", "�"]
 
 
-def test_the_end_token_is_not_shown_whatever_it_says():
+def test_end_token_is_not_shown():
     tokens = [Token(id=ids_of("a")[0]), Token(id=ids_of("b")[0], finish_reason="stop")]
     assert whole(tokens).choices[0].message.content == "a"
 
 
-def test_the_last_token_of_a_cut_answer_is_shown():
+def test_last_token_of_truncated_completion_is_shown():
     choice = whole(tokens_of(ids_of("hello"), "length")).choices[0]
     assert (choice.message.content, choice.finish_reason) == ("hello", "length")
 
 
-def test_an_empty_answer():
+def test_empty_completion():
     chunks = stream(tokens_of([]))
     assert deltas(chunks) == []
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, "stop"]
     assert whole(tokens_of([])).choices[0].message.content == ""
 
 
-def test_special_tokens_within_an_answer_are_skipped():
+def test_special_tokens_in_completion_are_skipped():
     assert text_of([*ids_of("a"), END, *ids_of("b")], ignore_eos=True) == "ab"
 
 
-def test_a_run_of_invalid_bytes_is_not_held_back():
-    """Each is shown with the next one: bytes that are held back would be decoded again with each one that comes."""
+def test_invalid_bytes_are_not_held_back():
+    """Each one is emitted with the next one; held-back bytes would be decoded again with every new byte."""
     detokenizer = IncrementalDetokenizer(TOKENIZER)
     text = ""
     for count in range(1, 1001):
@@ -173,14 +173,14 @@ def test_a_run_of_invalid_bytes_is_not_held_back():
     assert text == "\ufffd" * 1000
 
 
-def test_other_tokenizers_are_refused():
+def test_other_tokenizers_are_rejected():
     tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     with pytest.raises(CheckpointError, match="byte-level"):
         IncrementalDetokenizer(tokenizer)
 
 
-def test_a_decoder_that_stops_without_a_reason_is_found_out():
-    reply = reply_to()
+def test_decoder_stop_without_reason_is_an_error():
+    reply = make_builder()
     reply.add_token(Token(id=ids_of("a")[0]))
     assert not reply.finished
     with pytest.raises(DecoderFailed):
@@ -192,8 +192,8 @@ def test_a_decoder_that_stops_without_a_reason_is_found_out():
 # Stop strings
 
 
-def cut(text, stops):
-    """The definition, naively: the text before the stop string that is complete first, the longest of these."""
+def truncate(text, stops):
+    """Truncate naively by the definition: before the first complete stop string, the longest of these."""
     for end in range(len(text) + 1):
         if found := [stop for stop in stops if text[:end].endswith(stop)]:
             return text[: end - len(max(found, key=len))]
@@ -207,20 +207,20 @@ def cut(text, stops):
 )
 @example(["aab", "aabaaab"], ["aabaaa"])
 @example(["abc"], ["abcd", "bc"])
-def test_a_text_is_cut_at_the_first_stop_string(pieces, stops):
+def test_text_is_truncated_at_first_stop_string(pieces, stops):
     strings = StopStringMatcher(tuple(stops))
     shown = ""
     for piece in pieces:
         shown += strings.feed(piece)
         assert strings.matched or not any(shown.endswith(stop) for stop in stops)
     text = "".join(pieces)
-    expected = cut(text, stops)
+    expected = truncate(text, stops)
     assert strings.matched == (expected is not None)
     assert shown + strings.flush() == (text if expected is None else expected)
 
 
 @given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4))
-def test_no_more_is_held_back_than_may_become_a_stop_string(text, stops):
+def test_only_possible_stop_string_prefix_is_held_back(text, stops):
     strings = StopStringMatcher(tuple(stops))
     shown = strings.feed(text)
     if not strings.matched:
@@ -250,21 +250,21 @@ def test_stop_strings(text, stop, answer):
     assert "".join(deltas(stream(tokens, stop=stop))) == answer
 
 
-def test_a_stop_string_ends_the_reading():
-    reply = reply_to(stop="lo")
-    feed(reply, tokens_of(ids_of("hello world")))
+def test_stop_string_ends_generation():
+    reply = make_builder(stop="lo")
+    add_tokens(reply, tokens_of(ids_of("hello world")))
     assert reply.finished
     assert reply.completion().usage.completion_tokens == len(ids_of("hello"))
 
 
-def test_text_that_may_become_a_stop_string_waits():
-    reply = reply_to(stop="world!")
-    assert deltas(feed(reply, [Token(id=index) for index in ids_of("o wo")])) == ["o "]
+def test_possible_stop_string_prefix_is_held_back():
+    reply = make_builder(stop="world!")
+    assert deltas(add_tokens(reply, [Token(id=index) for index in ids_of("o wo")])) == ["o "]
     assert deltas(reply.add_token(Token(id=ids_of("m")[0]))) == ["wom"]
 
 
-def test_stop_strings_cost_no_more_the_longer_they_are():
-    """To compare all of their beginnings with each character would cost a hundred times as much."""
+def test_matching_cost_does_not_grow_with_stop_string_length():
+    """Comparing all their prefixes with each character would cost a hundred times as much."""
     short, long = StopStringMatcher(("b", "c")), StopStringMatcher(("a" * 255 + "b", "a" * 254 + "c"))
     assert count_lines(lambda: feed_all(long, 2000)) < 3 * count_lines(lambda: feed_all(short, 2000))
     assert len(feed_all(long, 2000)) == 2000
@@ -277,7 +277,7 @@ def feed_all(strings, count):
 # Log probabilities
 
 
-def test_log_probabilities_are_openais():
+def test_logprobs_have_openai_format():
     ids = [*ids_of("he"), END]
     tokens = [
         Token(id=ids[0], logprob=-0.25, top_logprobs=((ids[0], -0.25), (END, -math.inf))),
@@ -302,13 +302,13 @@ def test_log_probabilities_are_openais():
 
 @settings(max_examples=300, deadline=None)
 @given(token_ids)
-def test_the_bytes_of_the_tokens_make_the_text(ids):
+def test_logprob_bytes_join_to_text(ids):
     choice = whole(tokens_of(ids), logprobs=True).choices[0]
     joined = b"".join(bytes(entry.bytes) for entry in choice.logprobs.content)
     assert joined.decode("utf-8", "replace") == choice.message.content
 
 
-def test_pieces_of_a_character_come_with_the_character():
+def test_partial_character_tokens_come_with_the_character():
     ids = ids_of("a🙂b")
     chunks = stream(tokens_of(ids), logprobs=True)
     shown = [
@@ -328,7 +328,7 @@ def test_pieces_of_a_character_come_with_the_character():
         (bytes_of("abcd"), "abc", []),
     ],
 )
-def test_tokens_that_begin_in_the_stop_string_are_not_listed(ids, stop, listed):
+def test_tokens_starting_in_stop_string_have_no_logprobs(ids, stop, listed):
     completion = whole(tokens_of(ids), logprobs=True, stop=stop)
     chunks = stream(tokens_of(ids), logprobs=True, stop=stop)
     assert [entry.token for entry in completion.choices[0].logprobs.content] == listed
@@ -336,7 +336,7 @@ def test_tokens_that_begin_in_the_stop_string_are_not_listed(ids, stop, listed):
     assert [entry.token for logprobs in streamed for entry in logprobs.content] == listed
 
 
-def test_an_empty_answer_lists_nothing():
+def test_empty_completion_has_no_logprobs():
     assert whole(tokens_of([]), logprobs=True).choices[0].logprobs.content == []
 
 
@@ -345,9 +345,9 @@ def test_an_empty_answer_lists_nothing():
 
 def test_usage():
     counts = PromptCounts(prompt_tokens=100, image_tokens=60, video_tokens=30)
-    reply = reply_to(counts)
+    reply = make_builder(counts)
     first, *rest = tokens_of(ids_of("hello"))
-    feed(reply, [Token(id=first.id, cached_tokens=64), *rest])
+    add_tokens(reply, [Token(id=first.id, cached_tokens=64), *rest])
     assert reply.completion().usage.to_dict() == {
         "prompt_tokens": 100,
         "completion_tokens": len(ids_of("hello")) + 1,  # and the end token
@@ -356,18 +356,18 @@ def test_usage():
     }
 
 
-def test_several_answers_count_their_prompt_once_and_as_cached_where_none_had_to_read_it():
+def test_usage_of_several_choices_counts_prompt_once():
     counts = PromptCounts(prompt_tokens=100, image_tokens=60, video_tokens=30)
-    replies = [reply_to(counts) for _ in range(3)]
+    replies = [make_builder(counts) for _ in range(3)]
     for reply, cached in zip(replies, (32, 99, 99), strict=True):
         first, *rest = tokens_of(ids_of("hello"))
-        feed(reply, [Token(id=first.id, cached_tokens=cached), *rest])
+        add_tokens(reply, [Token(id=first.id, cached_tokens=cached), *rest])
     usage = replies[0].completion(replies[1:]).usage
     assert usage.prompt_tokens == 100
     assert usage.prompt_tokens_details.cached_tokens == 32
 
 
-def test_wire_form_of_a_completion():
+def test_completion_json():
     completion = whole(tokens_of(ids_of("he")))
     assert completion.model_dump(mode="json", exclude_unset=True) == {
         **ENVELOPE,
@@ -394,7 +394,7 @@ def wire_chunk(delta, finish=None, **fields):
     return {**ENVELOPE, "object": "chat.completion.chunk", "choices": [choice], **fields}
 
 
-def test_wire_form_of_a_stream():
+def test_stream_json():
     chunks = stream(tokens_of(ids_of("hello")))
     assert [chunk.model_dump(mode="json", exclude_unset=True) for chunk in chunks] == [
         wire_chunk({"role": "assistant", "content": "", "refusal": None}),
@@ -404,7 +404,7 @@ def test_wire_form_of_a_stream():
     ]
 
 
-def test_wire_form_of_a_stream_with_usage():
+def test_stream_json_with_usage():
     chunks = stream(tokens_of(ids_of("he")), stream_options={"include_usage": True})
     *others, last = [chunk.model_dump(mode="json", exclude_unset=True) for chunk in chunks]
     assert others == [

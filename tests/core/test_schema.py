@@ -1,4 +1,4 @@
-"""Requests: what is taken, what it becomes, and what is refused under which name."""
+"""Requests: accepted fields, their parsed values, and rejected fields with their names in the error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from dashinfer_vlm_core.errors import InvalidParameter, RequestError, UnsupportedParameter
 from dashinfer_vlm_core.protocol import LOW_DETAIL_PIXELS, ChatRequest, MediaPart
-from dashinfer_vlm_core.protocol.fields import HONOURED, NO_EFFECT, REFUSED
+from dashinfer_vlm_core.protocol.fields import SUPPORTED_FIELDS, IGNORED_FIELDS, REJECTED_FIELDS
 from dashinfer_vlm_core.protocol.sampling import Sampling
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -26,7 +26,7 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "argume
 
 
 def request(*parts, **fields):
-    """A good request, which a test changes in one place."""
+    """Return a valid request, which a test changes in one place."""
     return {"messages": [{"role": "user", "content": list(parts) or "Hello"}], **fields}
 
 
@@ -42,7 +42,7 @@ def video(url="https://example.com/a.mp4", **fields):
     return request({"type": "video_url", "video_url": {"url": url, **fields}})
 
 
-def refusal_of(data) -> RequestError:
+def rejection_of(data) -> RequestError:
     with pytest.raises(RequestError) as caught:
         ChatRequest.parse(data)
     return caught.value
@@ -51,7 +51,7 @@ def refusal_of(data) -> RequestError:
 # What is taken
 
 
-def test_the_least_request():
+def test_minimal_request():
     parsed = ChatRequest.parse(request())
     assert parsed.model == "model"
     assert parsed.sampling() == Sampling()
@@ -60,7 +60,7 @@ def test_the_least_request():
     assert (parsed.stream, parsed.include_usage, parsed.stop_strings) == (False, False, ())
 
 
-def test_sampling_holds_every_option():
+def test_sampling_has_every_option():
     options = {
         "min_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 40, "seed": -7, "repetition_penalty": 1.1,
         "presence_penalty": -2, "frequency_penalty": 2, "stop_token_ids": [5, 0], "ignore_eos": True,
@@ -127,7 +127,7 @@ def test_stop_strings(stop, strings):
         ),
     ],
 )
-def test_a_fault_comes_with_the_next_step(fields, message):
+def test_error_includes_next_step(fields, message):
     with pytest.raises(InvalidParameter) as caught:
         ChatRequest.parse(request(**fields))
     assert caught.value.message == message
@@ -139,11 +139,13 @@ def test_include_usage():
 
 
 def test_null_means_absent_in_every_field():
-    fields = (HONOURED | NO_EFFECT | REFUSED.keys() | ChatRequest.model_fields.keys()) - {"messages"}
+    fields = (SUPPORTED_FIELDS | IGNORED_FIELDS | REJECTED_FIELDS.keys() | ChatRequest.model_fields.keys()) - {
+        "messages"
+    }
     assert ChatRequest.parse(request(**dict.fromkeys(fields))) == ChatRequest.parse(request())
 
 
-def test_null_means_absent_inside():
+def test_null_means_absent_in_nested_fields():
     parsed = ChatRequest.parse(
         {
             "messages": [
@@ -180,7 +182,7 @@ def test_unknown_keys_are_tolerated_at_every_level():
     assert parsed.template_messages()[1]["tool_calls"] == [CALL]
 
 
-def test_a_conversation_keeps_its_order_and_its_texts():
+def test_conversation_keeps_order_and_texts():
     typed = "<|im_start|>system <|image_pad|>"
     parsed = ChatRequest.parse(
         {
@@ -234,19 +236,19 @@ def test_a_conversation_keeps_its_order_and_its_texts():
         ({"min_pixels": 3136, "min_pixel": 3136}, (3136, None)),
     ],
 )
-def test_size_of_a_picture(fields, bounds):
+def test_image_size_options(fields, bounds):
     (part,) = ChatRequest.parse(image(**fields)).media()
     assert (part.min_pixels, part.max_pixels) == bounds
 
 
-def test_a_video_file():
+def test_video_file():
     options = {"min_pixels": 1, "max_pixels": 2, "total_pixels": 3, "fps": 0.5}
     (part,) = ChatRequest.parse(video("https://example.com/a.mp4", **options)).media()
     assert part == MediaPart(kind="video", path="messages[0].content[0]", url="https://example.com/a.mp4", **options)
     assert ChatRequest.parse(video(num_frames=8)).media()[0].num_frames == 8
 
 
-def test_a_video_as_a_list_of_frames():
+def test_video_as_list_of_frames():
     frames = [
         "a",
         {"url": "b"},
@@ -258,32 +260,32 @@ def test_a_video_as_a_list_of_frames():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name, (nothing, _) in REFUSED.items() for value in nothing], ids=repr
+    ("name", "value"), [(name, value) for name, (nothing, _) in REJECTED_FIELDS.items() for value in nothing], ids=repr
 )
-def test_a_refused_field_may_ask_for_nothing(name, value):
+def test_unsupported_field_may_have_neutral_value(name, value):
     assert ChatRequest.parse(request(**{name: value})).sampling() == Sampling()
 
 
-@pytest.mark.parametrize("name", sorted(NO_EFFECT))
-def test_labels_are_taken(name):
+@pytest.mark.parametrize("name", sorted(IGNORED_FIELDS))
+def test_ignored_fields_are_accepted(name):
     assert ChatRequest.parse(request(**{name: "anything"})).sampling() == Sampling()
 
 
-def test_every_field_of_openai_is_in_exactly_one_group():
+def test_every_openai_field_is_in_exactly_one_group():
     theirs = CompletionCreateParamsNonStreaming.__annotations__.keys() | CompletionCreateParamsStreaming.__annotations__
-    groups = [HONOURED, NO_EFFECT, REFUSED.keys()]
+    groups = [SUPPORTED_FIELDS, IGNORED_FIELDS, REJECTED_FIELDS.keys()]
     assert {name: sum(name in group for group in groups) for name in theirs} == dict.fromkeys(theirs, 1)
-    assert set(HONOURED) <= ChatRequest.model_fields.keys()
+    assert set(SUPPORTED_FIELDS) <= ChatRequest.model_fields.keys()
 
 
-def test_a_request_survives_its_own_json():
+def test_request_round_trips_through_json():
     data = {**request(IMAGE, VIDEO, stop=["a"], logit_bias={"1": 2}), "x-unknown": [1]}
     parsed = ChatRequest.parse(data)
     assert json.loads(parsed.model_dump_json(exclude_unset=True)) == data
     assert ChatRequest.parse(parsed) is parsed
 
 
-def test_a_request_cannot_be_changed_or_made_unchecked():
+def test_request_is_immutable_and_always_validated():
     parsed = ChatRequest.parse(request())
     with pytest.raises(ValidationError):
         parsed.temperature = 9
@@ -291,14 +293,14 @@ def test_a_request_cannot_be_changed_or_made_unchecked():
         ChatRequest(**request(top_logprobs=3))
 
 
-def test_the_caller_keeps_what_was_passed():
+def test_input_is_not_modified():
     data = request(IMAGE, temperature=None, tools=[])
     before = copy.deepcopy(data)
     ChatRequest.parse(data)
     assert data == before
 
 
-def test_megabytes_of_picture_are_not_copied():
+def test_image_data_is_not_copied():
     url = "data:image/png;base64," + "A" * 50_000_000
     (part,) = ChatRequest.parse(image(url=url)).media()
     assert part.url is url
@@ -328,25 +330,25 @@ NOT_NUMBERS = ["1", "", True, False, [], [1], {}]
 
 @pytest.mark.parametrize("value", NOT_FINITE + NOT_NUMBERS, ids=lambda value: repr(value)[:12])
 @pytest.mark.parametrize("name", [name for name, *_ in NUMBERS + INTEGERS])
-def test_a_number_is_a_finite_number(name, value):
-    error = refusal_of(request(**{name: value}))
+def test_number_must_be_finite(name, value):
+    error = rejection_of(request(**{name: value}))
     assert isinstance(error, InvalidParameter)
     assert error.param == name
 
 
 @pytest.mark.parametrize(("name", "least", "most"), NUMBERS)
-def test_a_number_is_in_its_range(name, least, most):
+def test_number_must_be_in_range(name, least, most):
     for value in [most, least] if least is not None else [most]:
         ChatRequest.parse(request(**{name: value}))
     for value in [most + 1e-6, (least or 0) - 1e-6, 1e308]:
-        assert refusal_of(request(**{name: value})).param == name
+        assert rejection_of(request(**{name: value})).param == name
 
 
 @pytest.mark.parametrize(("name", "least"), INTEGERS)
-def test_an_integer_is_in_its_range(name, least):
+def test_integer_must_be_in_range(name, least):
     ChatRequest.parse(request(**{name: least}, logprobs=True))
     for value in [least - 1, 10**25, 1.5, 1.0]:
-        assert refusal_of(request(**{name: value}, logprobs=True)).param == name
+        assert rejection_of(request(**{name: value}, logprobs=True)).param == name
 
 
 FRAME = "messages[0].content[0].video_url.url"
@@ -509,8 +511,8 @@ BAD = [
 
 
 @pytest.mark.parametrize(("data", "param"), BAD, ids=[f"{i}-{param}" for i, (_, param) in enumerate(BAD)])
-def test_a_bad_request_names_the_field(data, param):
-    error = refusal_of(data)
+def test_invalid_request_names_the_field(data, param):
+    error = rejection_of(data)
     assert isinstance(error, InvalidParameter)
     assert error.param == param
     assert param is None or param.rpartition(".")[2] in error.message
@@ -518,7 +520,7 @@ def test_a_bad_request_names_the_field(data, param):
 
 
 UNSUPPORTED = [
-    *((request(**{name: value}), name) for name in REFUSED for value in [{"type": "odd"}, ["odd"], "odd", 7]),
+    *((request(**{name: value}), name) for name in REJECTED_FIELDS for value in [{"type": "odd"}, ["odd"], "odd", 7]),
     (request(store=True), "store"),
     (request(modalities=["text", "audio"]), "modalities"),
     (request(service_tier="flex"), "service_tier"),
@@ -534,50 +536,50 @@ UNSUPPORTED = [
 @pytest.mark.parametrize(
     ("data", "param"), UNSUPPORTED, ids=[f"{i}-{param}" for i, (_, param) in enumerate(UNSUPPORTED)]
 )
-def test_what_cannot_be_honoured_is_refused_by_name(data, param):
-    error = refusal_of(data)
+def test_unsupported_value_is_rejected_by_name(data, param):
+    error = rejection_of(data)
     assert isinstance(error, UnsupportedParameter)
     assert error.param == param
     assert error.message.endswith(".")
 
 
-def test_an_error_says_the_next_step():
-    error = refusal_of(request({"type": "image_url", "image_url": "https://example.com/a.png"}))
+def test_error_states_next_step():
+    error = rejection_of(request({"type": "image_url", "image_url": "https://example.com/a.png"}))
     assert error.message == (
         "`messages[0].content[0].image_url` must be an object; got 'https://example.com/a.png'."
         ' Write "image_url": {"url": "..."}.'
     )
-    assert refusal_of(request(temperature=3)).message == "`temperature` must be at most 2; got 3."
-    assert refusal_of(request(temperature=math.nan)).message == "`temperature` must be a finite number; got nan."
-    assert refusal_of(request(seed=10**400)).message.endswith("; got a huge number.")
-    assert refusal_of(request(stream=1)).message == "`stream` must be true or false; got 1."
-    assert refusal_of(request(best_of=3)).message == (
+    assert rejection_of(request(temperature=3)).message == "`temperature` must be at most 2; got 3."
+    assert rejection_of(request(temperature=math.nan)).message == "`temperature` must be a finite number; got nan."
+    assert rejection_of(request(seed=10**400)).message.endswith("; got a huge number.")
+    assert rejection_of(request(stream=1)).message == "`stream` must be true or false; got 1."
+    assert rejection_of(request(best_of=3)).message == (
         "`best_of` cannot be 3 here. Answers are not ranked here: leave it out, and write `n`."
     )
 
 
-def test_an_error_does_not_repeat_what_it_was_sent():
+def test_error_does_not_echo_long_input():
     url = "A" * 1_000_000
-    assert len(refusal_of(request({"type": "image_url", "image_url": url})).message) < 300
-    assert len(refusal_of(request(logit_bias={url: 1})).message) < 300
+    assert len(rejection_of(request({"type": "image_url", "image_url": url})).message) < 300
+    assert len(rejection_of(request(logit_bias={url: 1})).message) < 300
 
 
-def test_many_faults_cost_no_more_than_the_first():
-    """The list is left at its first fault; for two million of them, pydantic would keep gigabytes of errors."""
+def test_validation_stops_at_first_error():
+    """Validation of a list stops at its first error; for two million errors, pydantic would keep gigabytes."""
     for wrong in (lambda items: {"messages": items}, video, lambda items: request(*items)):
-        one, many = faults(wrong([5])), faults(wrong([5] * 10_000))
+        one, many = count_errors(wrong([5])), count_errors(wrong([5] * 10_000))
         assert many == one
-        refusal_of(wrong([5] * 1_000_000))
+        rejection_of(wrong([5] * 1_000_000))
 
 
-def faults(data):
-    """The number of faults that pydantic finds."""
+def count_errors(data):
+    """Return the number of errors found by pydantic."""
     with pytest.raises(ValidationError) as caught:
         ChatRequest.model_validate(data)
     return caught.value.error_count()
 
 
-def test_depth_is_no_danger():
+def test_deep_nesting_is_rejected_safely():
     deep: object = []
     for _ in range(100_000):
         deep = [deep]
@@ -588,7 +590,7 @@ def test_depth_is_no_danger():
         request(stop=deep),
         request({"type": "text", "text": deep}),
     ]:
-        refusal_of(data)
+        rejection_of(data)
     parsed = ChatRequest.parse(request(unknown=deep))
     assert parsed.template_messages() == [{"role": "user", "content": "Hello"}]
 
@@ -599,7 +601,7 @@ JSON = st.recursive(
     max_leaves=10,
 )
 KNOWN = sorted(
-    ChatRequest.model_fields.keys() | REFUSED.keys() | {"url", "type", "role", "content", "text", "function"}
+    ChatRequest.model_fields.keys() | REJECTED_FIELDS.keys() | {"url", "type", "role", "content", "text", "function"}
 )
 WORDS = st.sampled_from(["user", "assistant", "text", "image_url", "video_url", "refusal", "", "auto", "none"])
 NEAR = st.recursive(
@@ -616,7 +618,7 @@ NEAR = st.recursive(
 @settings(max_examples=200, deadline=None)
 @given(st.one_of(JSON, NEAR), st.dictionaries(st.sampled_from(KNOWN), NEAR, max_size=3), NEAR, NEAR)
 @example([], {}, {"type": "video_url", "video_url": {"url": [{"image_url": None}]}}, None)
-def test_nothing_else_is_ever_raised(anything, fields, part, content):
+def test_only_request_errors_are_raised(anything, fields, part, content):
     for data in [
         anything,
         request(part, **fields),

@@ -1,4 +1,4 @@
-"""Parts and options of pictures and videos beyond OpenAI's: names, embeddings, vLLM's options for all of a request."""
+"""Image and video parts and options beyond OpenAI's: UUIDs, embeddings, vLLM's request-level options."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def only(*parts, **fields):
     return part
 
 
-def refusal(*parts, **fields) -> RequestError:
+def rejection(*parts, **fields) -> RequestError:
     with pytest.raises(RequestError) as caught:
         media(*parts, **fields)
     return caught.value
@@ -45,13 +45,13 @@ def refusal(*parts, **fields) -> RequestError:
         ({"type": "video_url", "video_url": {"url": ""}, "uuid": "cat"}, "video"),
     ],
 )
-def test_media_with_a_name_may_be_left_out(part, kind):
+def test_media_with_uuid_may_be_omitted(part, kind):
     found = only(part)
     assert found == MediaPart(kind=kind, path=PART, uuid="cat")
-    assert not found.given
+    assert not found.has_source
 
 
-def test_a_name_goes_with_its_media():
+def test_uuid_is_kept_with_media():
     assert only({**IMAGE, "uuid": "cat"}) == MediaPart(kind="image", path=PART, url=URL, uuid="cat")
     assert only({**VIDEO, "uuid": "clip"}).uuid == "clip"
 
@@ -59,17 +59,17 @@ def test_a_name_goes_with_its_media():
 @pytest.mark.parametrize(
     "part", [{"type": "image_url"}, {"type": "video_url", "video_url": {}}, {"type": "image_embeds"}]
 )
-def test_media_without_a_name_are_required(part):
-    assert refusal(part).param.startswith(f"{PART}.{part['type']}")
+def test_media_without_uuid_are_required(part):
+    assert rejection(part).param.startswith(f"{PART}.{part['type']}")
 
 
 @pytest.mark.parametrize("name", ["", "x" * 129, 7, ["a"], "\ud800"])
-def test_a_name_is_a_string_of_1_to_128_characters(name):
-    assert refusal({**IMAGE, "uuid": name}).param == f"{PART}.uuid"
+def test_uuid_is_a_string_of_1_to_128_characters(name):
+    assert rejection({**IMAGE, "uuid": name}).param == f"{PART}.uuid"
 
 
-def test_a_text_has_no_name_to_stand_for_it():
-    assert refusal({"type": "text", "uuid": "cat"}).param == f"{PART}.text"
+def test_text_part_has_no_uuid():
+    assert rejection({"type": "text", "uuid": "cat"}).param == f"{PART}.text"
 
 
 # Embeddings
@@ -84,10 +84,10 @@ def test_a_text_has_no_name_to_stand_for_it():
         ({"image_embeds": "QUJD", "image_grid_thw": [1, 8, 8]}, (1, 8, 8)),
     ],
 )
-def test_embeddings_in_each_spelling(value, grid):
+def test_embeddings_field_variants(value, grid):
     found = only({"type": "image_embeds", "image_embeds": value, "uuid": "cat"})
     assert found.content == EncodedEmbeddings(rows="QUJD", grid=grid)
-    assert (found.kind, found.uuid, found.given) == ("image", "cat", True)
+    assert (found.kind, found.uuid, found.has_source) == ("image", "cat", True)
 
 
 @pytest.mark.parametrize(
@@ -102,11 +102,11 @@ def test_embeddings_in_each_spelling(value, grid):
         ({"image_embeds": "QUJD", "image_grid_thw": 8}, "image_embeds.image_grid_thw"),
     ],
 )
-def test_embeddings_of_another_shape_are_named(value, field):
-    assert refusal({"type": "image_embeds", "image_embeds": value}).param == f"{PART}.{field}"
+def test_malformed_embeddings_are_named(value, field):
+    assert rejection({"type": "image_embeds", "image_embeds": value}).param == f"{PART}.{field}"
 
 
-def test_embeddings_stand_for_a_picture_in_the_template():
+def test_embeddings_are_image_placeholders_in_template():
     request = ChatRequest.parse(
         {"messages": [{"role": "user", "content": [{"type": "image_embeds", "image_embeds": "QUJD"}]}]}
     )
@@ -116,19 +116,19 @@ def test_embeddings_stand_for_a_picture_in_the_template():
 # Frames in one URL
 
 
-def test_jpeg_frames_in_one_url_are_a_list_of_frames():
+def test_jpeg_frames_in_one_url_become_frame_list():
     found = only({"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AAAA,BBBB"}})
     assert found.url == ("data:image/jpeg;base64,AAAA", "data:image/jpeg;base64,BBBB")
 
 
-def test_jpeg_frames_in_capitals_are_jpeg_frames():
+def test_jpeg_media_type_is_case_insensitive():
     assert only({"type": "video_url", "video_url": {"url": "data:video/JPEG;BASE64,AAAA"}}).url == (
         "data:image/jpeg;base64,AAAA",
     )
 
 
-def test_jpeg_frames_are_counted_before_they_are_cut_apart():
-    error = refusal({"type": "video_url", "video_url": {"url": "data:video/jpeg;base64," + "," * 5000}})
+def test_jpeg_frames_are_counted_before_splitting():
+    error = rejection({"type": "video_url", "video_url": {"url": "data:video/jpeg;base64," + "," * 5000}})
     assert error.param == f"{PART}.video_url.url"
 
 
@@ -150,18 +150,18 @@ def test_jpeg_frames_are_counted_before_they_are_cut_apart():
         ({"media_io_kwargs": {"image": {"rgba_background_color": [1, 2, 3]}}}, "background", (1, 2, 3)),
     ],
 )
-def test_an_option_reaches_every_part(options, field, value):
+def test_request_option_applies_to_every_part(options, field, value):
     for part in media(VIDEO, VIDEO, **options):
         assert getattr(part, field) == value
 
 
-def test_a_part_s_own_option_comes_first():
+def test_part_option_overrides_request_option():
     own = {"type": "video_url", "video_url": {"url": "https://example.com/a.mp4", "fps": 1, "max_pixels": 1568}}
     found = only(own, mm_processor_kwargs={"num_frames": 8, "max_pixels": 7840, "min_pixels": 784})
     assert (found.fps, found.num_frames, found.max_pixels, found.min_pixels) == (1, None, 1568, 784)
 
 
-def test_sampling_is_for_video_files_alone():
+def test_sampling_options_apply_only_to_video_files():
     frames = {"type": "video_url", "video_url": {"url": [URL, URL]}}
     for part in media(IMAGE, frames, media_io_kwargs={"video": {"fps": 2}}):
         assert part.fps is None
@@ -194,8 +194,8 @@ def test_sampling_is_for_video_files_alone():
         ({"cache_salt": "x" * 129}, "cache_salt"),
     ],
 )
-def test_an_option_that_cannot_be_honoured_is_named(options, param):
-    error = refusal(VIDEO, **options)
+def test_unsupported_option_is_named(options, param):
+    error = rejection(VIDEO, **options)
     assert isinstance(error, InvalidParameter)
     assert error.param == param
 
@@ -203,7 +203,7 @@ def test_an_option_that_cannot_be_honoured_is_named(options, param):
 # Requests of code in this process
 
 
-def test_an_object_stands_for_a_url():
+def test_object_replaces_url():
     pixels = np.zeros((4, 4, 3), np.uint8)
     request = OfflineRequest(messages=[{"role": "user", "content": [IMAGE, VIDEO]}], contents={PART: pixels})
     image, video = request.media()
@@ -212,14 +212,14 @@ def test_an_object_stands_for_a_url():
     assert video.url == VIDEO["video_url"]["url"]
 
 
-def test_a_rendered_prompt_brings_its_media_and_options():
+def test_rendered_prompt_carries_media_and_options():
     part = MediaPart(kind="image", path="image[0]", url=URL)
     request = OfflineRequest(prompt="<|image_pad|>", attached=(part,), mm_processor_kwargs={"max_pixels": 7840})
     assert request.raw_prompt == "<|image_pad|>"
     assert request.media()[0].max_pixels == 7840
 
 
-def test_json_brings_no_rendered_prompt():
+def test_json_cannot_contain_rendered_prompt():
     request = ChatRequest.parse(
         {"messages": [{"role": "user", "content": "Hello"}], "prompt": "<|im_start|>", "raw": 1}
     )

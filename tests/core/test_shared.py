@@ -1,4 +1,4 @@
-"""One engine per configuration and process, whoever comes first and however it ends."""
+"""One engine per configuration and process, regardless of the first caller and of how it ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def config(tiny_checkpoint):
     return EngineConfig(model=str(tiny_checkpoint), decoder="scripted")
 
 
-def test_equal_configurations_share_an_engine(engines, config, tiny_checkpoint):
+def test_equal_configurations_share_engine(engines, config, tiny_checkpoint):
     same = EngineConfig(model=str(tiny_checkpoint), decoder="scripted")
     other = EngineConfig(model=str(tiny_checkpoint), decoder="scripted", max_batch_size=2)
     assert engines.get(config) is engines.get(same)
@@ -44,21 +44,21 @@ def engine_threads():
     return sum(thread.name == "dashinfer-vlm-engine" for thread in threading.enumerate())
 
 
-def test_threads_and_tasks_that_come_at_once_get_the_same_one(engines, config):
+def test_concurrent_threads_and_tasks_share_engine(engines, config):
     before = engine_threads()
 
-    async def crowd():
+    async def use_concurrently():
         return await asyncio.gather(*(engines.aget(config) for _ in range(8)))
 
     with ThreadPoolExecutor(8) as pool:
         plain = [pool.submit(engines.get, config) for _ in range(4)]
-        tasks = [pool.submit(asyncio.run, crowd()) for _ in range(4)]
+        tasks = [pool.submit(asyncio.run, use_concurrently()) for _ in range(4)]
         found = {id(future.result()) for future in plain} | {id(e) for future in tasks for e in future.result()}
     assert len(found) == 1
     assert engine_threads() - before == 1
 
 
-def test_a_failed_start_is_told_to_all_who_wait_and_not_kept(engines, tmp_path):
+def test_failed_start_is_raised_to_all_waiters_and_not_cached(engines, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     config = EngineConfig(model=str(folder), decoder="scripted")
@@ -71,14 +71,14 @@ def test_a_failed_start_is_told_to_all_who_wait_and_not_kept(engines, tmp_path):
     assert engines.get(config).status().state == "ready"
 
 
-def test_a_closed_engine_is_started_anew(engines, config):
+def test_closed_engine_is_restarted(engines, config):
     first = engines.get(config)
     first.close()
     assert engines.get(config) is not first
     assert asyncio.run(engines.aget(config)).chat(HELLO)
 
 
-def test_closing_ends_all_and_the_next_use_starts_anew(engines, config):
+def test_close_ends_all_and_next_use_restarts(engines, config):
     first = engines.get(config)
     remote = engines.remote("http://127.0.0.1:9/v1")
     assert engines.remote("http://127.0.0.1:9/v1") is remote
@@ -90,7 +90,7 @@ def test_closing_ends_all_and_the_next_use_starts_anew(engines, config):
     assert engines.get(config).chat(HELLO)
 
 
-def test_a_cancelled_caller_leaves_the_load_to_the_others(engines, config):
+def test_canceled_caller_does_not_cancel_shared_load(engines, config):
     async def main():
         first = asyncio.create_task(engines.aget(config))
         await asyncio.sleep(0)
@@ -103,7 +103,7 @@ def test_a_cancelled_caller_leaves_the_load_to_the_others(engines, config):
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python 3.12 warns of every fork with threads")
-def test_a_forked_process_makes_its_own():
+def test_forked_process_creates_its_own_engine():
     value = PerProcess(object)
     mine = value.get()
     reading, writing = os.pipe()
@@ -119,7 +119,7 @@ def test_a_forked_process_makes_its_own():
 
 
 @pytest.mark.slow
-def test_a_process_that_closes_nothing_ends_in_order():
+def test_process_without_close_exits_cleanly():
     program = (
         "from dashinfer_vlm_core import EngineConfig\n"
         "from dashinfer_vlm_core.engine.shared import SHARED\n"

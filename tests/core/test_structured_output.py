@@ -1,4 +1,4 @@
-"""Structured answers of the bundled model: every one is what was asked for, whoever shares its batch."""
+"""Structured output of the bundled model: every response matches its format in any batch."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ def engine():
         yield engine
 
 
-def follow(schema):
+def schema_request(schema):
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "scene", "schema": schema}}}
 
 
-def ask(engine, **fields):
+def complete(engine, **fields):
     return engine.chat({"messages": MESSAGES, "seed": 1, **fields}).choices[0]
 
 
-def streamed(engine, **fields):
+def complete_streamed(engine, **fields):
     chunks = [chunk.choices[0] for chunk in engine.stream({"messages": MESSAGES, "seed": 1, "stream": True, **fields})]
     return "".join(choice.delta.content or "" for choice in chunks), chunks[-1].finish_reason
 
 
 def check_schemas(engine, seeds):
-    """Each schema alone and beside others, at a temperature where the model rambles."""
+    """Check each schema alone and in a batch, at a temperature with erratic output."""
 
     def check(seed):
         schema = random_schema(seed)
-        choice = ask(engine, **follow(schema), seed=seed, temperature=1.5)
+        choice = complete(engine, **schema_request(schema), seed=seed, temperature=1.5)
         assert choice.finish_reason == "stop", (seed, choice)
         jsonschema.validate(json.loads(choice.message.content), schema)
 
@@ -69,32 +69,40 @@ def check_schemas(engine, seeds):
 
 
 @pytest.mark.slow
-def test_answers_follow_random_schemas(engine):
+def test_output_follows_random_schemas(engine):
     check_schemas(engine, range(60))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_answers_follow_many_random_schemas(engine):
+def test_output_follows_many_random_schemas(engine):
     check_schemas(engine, range(60, 300))
 
 
-@pytest.mark.parametrize("form", [follow(SCENE), JSON, follow({"type": "array", "items": {"type": "number"}})])
-def test_streamed_is_plain(engine, form):
-    choice = ask(engine, **form, max_tokens=60)
-    assert streamed(engine, **form, max_tokens=60) == (choice.message.content, choice.finish_reason)
+@pytest.mark.parametrize(
+    "form", [schema_request(SCENE), JSON, schema_request({"type": "array", "items": {"type": "number"}})]
+)
+def test_streamed_equals_plain(engine, form):
+    choice = complete(engine, **form, max_tokens=60)
+    assert complete_streamed(engine, **form, max_tokens=60) == (choice.message.content, choice.finish_reason)
 
 
-def test_guided_and_free_answers_do_not_disturb_each_other(engine):
-    requests = [follow(SCENE), {}, JSON | {"max_tokens": 40}, {"logprobs": True, "top_logprobs": 2}, {"temperature": 0}]
-    alone = [ask(engine, **request) for request in requests]
+def test_guided_and_free_requests_are_independent(engine):
+    requests = [
+        schema_request(SCENE),
+        {},
+        JSON | {"max_tokens": 40},
+        {"logprobs": True, "top_logprobs": 2},
+        {"temperature": 0},
+    ]
+    alone = [complete(engine, **request) for request in requests]
     with ThreadPoolExecutor(len(requests)) as pool:
-        together = list(pool.map(lambda request: ask(engine, **request), requests))
+        together = list(pool.map(lambda request: complete(engine, **request), requests))
     assert together == alone
 
 
-def test_an_answer_cut_short_says_length(engine):
-    choice = ask(engine, **follow(SCENE), max_tokens=5)
+def test_truncated_output_has_finish_reason_length(engine):
+    choice = complete(engine, **schema_request(SCENE), max_tokens=5)
     assert choice.finish_reason == "length"
     assert choice.message.content.startswith("{")
 
@@ -112,41 +120,41 @@ def test_an_answer_cut_short_says_length(engine):
     ],
     ids=str,
 )
-def test_options_of_sampling_cannot_break_the_format(engine, options):
-    """Not even a bias of 100 for the end, nor 30 tokens at least of an answer that the schema ends before."""
-    choice = ask(engine, **follow(SCENE), **options)
+def test_sampling_options_cannot_break_format(engine, options):
+    """Not even a bias of 100 for the end token, nor min_tokens of 30 where the schema ends earlier."""
+    choice = complete(engine, **schema_request(SCENE), **options)
     jsonschema.validate(json.loads(choice.message.content), SCENE)
     assert choice.finish_reason == "stop"
 
 
-def test_log_probabilities_are_those_of_the_model(engine):
-    """What the grammar bars still counts: a token that it forces may be very unlikely."""
+def test_logprobs_are_before_the_mask(engine):
+    """Masked tokens still count: a token forced by the grammar may be very unlikely."""
     schema = {"const": "zebra"}
-    choice = ask(engine, **follow(schema), temperature=0, logprobs=True, top_logprobs=3)
+    choice = complete(engine, **schema_request(schema), temperature=0, logprobs=True, top_logprobs=3)
     assert "".join(entry.token for entry in choice.logprobs.content) == choice.message.content == '"zebra"'
     first = choice.logprobs.content[0]
     assert first.logprob < first.top_logprobs[0].logprob
     assert first.token not in {other.token for other in first.top_logprobs[:1]}
 
 
-def test_a_stop_string_ends_a_guided_answer(engine):
-    choice = ask(engine, **follow({"const": {"a": 1, "b": 2}}), stop=['"b"'])
+def test_stop_string_ends_guided_output(engine):
+    choice = complete(engine, **schema_request({"const": {"a": 1, "b": 2}}), stop=['"b"'])
     assert (choice.message.content, choice.finish_reason) == ('{"a":1,', "stop")
 
 
-def test_an_end_that_is_ignored_contradicts_a_format(engine):
+def test_ignore_eos_with_format_is_rejected(engine):
     with pytest.raises(InvalidParameter) as caught:
-        ask(engine, **JSON, ignore_eos=True)
+        complete(engine, **JSON, ignore_eos=True)
     assert caught.value.param == "ignore_eos"
 
 
-def test_a_decoder_without_masks_refuses_formats_by_name():
+def test_decoder_without_masks_rejects_formats():
     with scripted_engine("{}", supported_params=SAMPLING_PARAMETERS) as engine:
-        for form in (JSON, follow(SCENE)):
+        for form in (JSON, schema_request(SCENE)):
             with pytest.raises(UnsupportedParameter) as caught:
-                ask(engine, **form)
+                complete(engine, **form)
             assert caught.value.param == "response_format"
-        assert ask(engine, response_format={"type": "text"}).message.content == "{}"
+        assert complete(engine, response_format={"type": "text"}).message.content == "{}"
 
 
 HOSTILE = [
@@ -161,10 +169,10 @@ HOSTILE = [
 
 @pytest.mark.parametrize("schema", HOSTILE, ids=range(len(HOSTILE)))
 @pytest.mark.timeout(300)
-def test_after_a_hostile_schema_the_next_request_works(engine, schema):
+def test_next_request_works_after_hostile_schema(engine, schema):
     try:
-        outcome = ask(engine, **follow(schema), max_tokens=30).finish_reason
+        outcome = complete(engine, **schema_request(schema), max_tokens=30).finish_reason
     except InvalidParameter as error:
         outcome = error.param
     assert outcome in {"stop", "length", "response_format.json_schema.schema"}
-    assert json.loads(ask(engine, **follow(SCENE)).message.content)
+    assert json.loads(complete(engine, **schema_request(SCENE)).message.content)

@@ -1,4 +1,4 @@
-"""A decoder that dies is replaced, a bounded number of times; one that hangs is given up on."""
+"""A failed decoder is replaced a limited number of times; a hanging one is abandoned."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LONG = HELLO | {"max_tokens": 1500}
 
 
 class Hang:
-    """The next step of `runner` does not end until `end` is called.
+    """Blocks the next step of `runner` until `end` is called.
 
-    A request that is counted as running may not be in a step yet: what needs one that hangs waits for `entered`.
+    A request counted as running may not be in a step yet; wait for `entered` where the step must hang.
     """
 
     def __init__(self, runner):
@@ -39,14 +39,14 @@ class Hang:
         self._go.set()
 
 
-class Kept:
-    """A plugin that registers the torch decoder as `kept`, and keeps what it makes."""
+class FaultInjector:
+    """A plugin that registers the torch decoder as `kept`, records its instances and injects faults."""
 
     name = "kept"
 
     def __init__(self):
-        self.made = []
-        self.refusals = 0
+        self.decoders = []
+        self.pending_failures = 0
         self._factory = load_plugins().decoder("torch")
         self.check_support = self._factory.check_support
 
@@ -55,47 +55,47 @@ class Kept:
         register(self)
 
     def create(self, spec, config, kernels):
-        if self.refusals:
-            self.refusals -= 1
+        if self.pending_failures:
+            self.pending_failures -= 1
             raise SetupError("There is no memory left.")
-        self.made.append(self._factory.create(spec, config, kernels))
-        return self.made[-1]
+        self.decoders.append(self._factory.create(spec, config, kernels))
+        return self.decoders[-1]
 
     def kill(self):
-        """Let the newest decoder's thread meet what it does not survive, at its next step."""
-        if worker := self.made[-1]._worker:
-            worker._scheduler.plan = lambda: 1 / 0
+        """Raise an exception in the newest decoder's thread at its next step."""
+        if worker := self.decoders[-1]._worker:
+            worker._scheduler.schedule = lambda: 1 / 0
 
     def die_in(self, engine):
-        """A stream of `engine`, whose decoder dies in the midst of it."""
-        brake = DecoderPause(self.made[-1], steps=2)
+        """Return a stream of `engine` whose decoder fails in the middle of it."""
+        pause = DecoderPause(self.decoders[-1], steps=2)
         stream = engine.stream(LONG)
         next(stream)
         self.kill()
-        brake.release()
+        pause.release()
         return stream
 
     def hang(self, step_timeout=600.0):
-        """Let its next step come to no end, in its turn on the cores."""
-        worker = self.made[-1]._worker
+        """Make the decoder's next step hang on the compute thread."""
+        worker = self.decoders[-1]._worker
         worker._step_timeout = step_timeout  # now: no step before could take so long
         return Hang(worker._runner)
 
 
 @pytest.fixture
-def kept(monkeypatch):
+def injector(monkeypatch):
     monkeypatch.setattr("dashinfer_vlm_torch.worker.STOP_SECONDS", 0.5)  # what hangs is given up on soon
-    return Kept()
+    return FaultInjector()
 
 
 @pytest.fixture
-def start(tiny_checkpoint, kept):
-    """Start engines that decode by `kept`."""
+def start(tiny_checkpoint, injector):
+    """Start engines with the decoder of `injector`."""
     engines = []
 
     def start(**options):
         registry = load_plugins()
-        registry.add_plugin(kept, name="kept")
+        registry.add_plugin(injector, name="kept")
         config = EngineConfig(model=str(tiny_checkpoint), decoder="kept", **options)
         engines.append(Engine(config, registry=registry).start())
         return engines[-1]
@@ -105,10 +105,10 @@ def start(tiny_checkpoint, kept):
         engine.close()
 
 
-def test_a_decoder_that_dies_is_replaced_and_its_requests_are_told(start, kept, caplog):
+def test_failed_decoder_is_replaced_and_its_requests_fail(start, injector, caplog):
     engine = start()
     before = engine.chat(HELLO).usage
-    stream = kept.die_in(engine)
+    stream = injector.die_in(engine)
     with pytest.raises(DecoderFailed, match="failed while the request ran"):
         list(stream)
     assert engine.chat(HELLO).usage == before
@@ -118,52 +118,52 @@ def test_a_decoder_that_dies_is_replaced_and_its_requests_are_told(start, kept, 
     assert "The decoder torch has failed" in caplog.text
 
 
-def test_it_is_replaced_though_nobody_asks(start, kept):
+def test_decoder_is_replaced_without_new_requests(start, injector):
     engine = start()
     engine.chat(HELLO)
-    stream = kept.die_in(engine)
+    stream = injector.die_in(engine)
     until(lambda: engine.stats().restarts == 1)
     stream.close()
 
 
-def test_after_some_deaths_it_is_given_up_on(start, kept):
+def test_decoder_is_abandoned_after_too_many_restarts(start, injector):
     engine = start(decoder_restarts=1)
     for _ in range(2):
-        stream = kept.die_in(engine)
+        stream = injector.die_in(engine)
         with pytest.raises(DecoderFailed):
             list(stream)
     until(lambda: engine.status().state == "failed")
     assert engine.status().fatal_error
     with pytest.raises(DecoderFailed):
         engine.chat(HELLO)
-    assert len(kept.made) == 2
+    assert len(injector.decoders) == 2
 
 
-def test_one_that_has_run_for_long_may_be_replaced_as_often_as_a_new_one(start, kept, monkeypatch):
+def test_restart_count_resets_after_healthy_period(start, injector, monkeypatch):
     monkeypatch.setattr("dashinfer_vlm_core.decoders.supervisor.HEALTHY_SECONDS", 0.0)
     engine = start(decoder_restarts=1)
     for deaths in range(1, 4):
-        stream = kept.die_in(engine)
+        stream = injector.die_in(engine)
         with pytest.raises(DecoderFailed):
             list(stream)
         until(lambda deaths=deaths: engine.stats().restarts == deaths)
     assert engine.chat(HELLO).usage
 
 
-def test_one_that_cannot_be_made_at_once_is_tried_again(start, kept):
+def test_failed_restart_is_retried(start, injector):
     engine = start(decoder_restarts=3)
-    kept.refusals = 2
-    stream = kept.die_in(engine)
+    injector.pending_failures = 2
+    stream = injector.die_in(engine)
     with pytest.raises(DecoderFailed):
         list(stream)
     assert engine.chat(HELLO).usage
-    assert (engine.stats().restarts, kept.refusals) == (1, 0)
+    assert (engine.stats().restarts, injector.pending_failures) == (1, 0)
 
 
-def test_one_that_cannot_be_made_again_says_why(start, kept):
+def test_impossible_restart_reports_reason(start, injector):
     engine = start()
-    kept.refusals = 100
-    stream = kept.die_in(engine)
+    injector.pending_failures = 100
+    stream = injector.die_in(engine)
     until(lambda: engine.status().state == "failed")
     assert engine.status().fatal_error == "There is no memory left."
     with pytest.raises(DecoderFailed, match="no memory left"):
@@ -171,10 +171,10 @@ def test_one_that_cannot_be_made_again_says_why(start, kept):
     stream.close()
 
 
-def test_one_that_hangs_fails_its_requests_and_is_given_up_on(start, kept):
+def test_hanging_decoder_fails_requests_and_is_abandoned(start, injector):
     engine = start()
     engine.chat(HELLO)
-    hang = kept.hang(step_timeout=0.5)
+    hang = injector.hang(step_timeout=0.5)
     try:
         with pytest.raises(DecoderFailed):
             engine.chat(HELLO)
@@ -185,17 +185,17 @@ def test_one_that_hangs_fails_its_requests_and_is_given_up_on(start, kept):
         hang.end()
 
 
-def test_a_request_that_comes_while_it_is_replaced_waits_for_that(start, kept):
+def test_request_during_restart_waits(start, injector):
     engine = start()
-    stream = kept.die_in(engine)
-    until(lambda: kept.made[0].fatal_error or len(kept.made) > 1)
+    stream = injector.die_in(engine)
+    until(lambda: injector.decoders[0].fatal_error or len(injector.decoders) > 1)
     assert engine.chat(HELLO).usage.completion_tokens == 4
     stream.close()
 
 
-def test_a_close_while_it_hangs_does_not_hang(start, kept):
+def test_close_with_hanging_step_does_not_hang(start, injector):
     engine = start()
-    hang = kept.hang()
+    hang = injector.hang()
     try:
         answer = engine.submit(HELLO)
         assert hang.entered.wait(timeout=HANG)
@@ -208,9 +208,9 @@ def test_a_close_while_it_hangs_does_not_hang(start, kept):
         hang.end()
 
 
-def test_a_step_that_does_not_end_does_not_hide_the_error_of_the_block_around_it(start, kept, caplog):
+def test_hanging_step_does_not_hide_error_of_with_block(start, injector, caplog):
     engine = start()
-    hang = kept.hang()
+    hang = injector.hang()
     try:
         engine.submit(HELLO)
         assert hang.entered.wait(timeout=HANG)
@@ -222,15 +222,15 @@ def test_a_step_that_does_not_end_does_not_hide_the_error_of_the_block_around_it
         hang.end()
 
 
-def test_a_close_while_it_hangs_does_not_wait_for_a_tower_that_waits_for_its_turn(start, kept):
+def test_close_with_hanging_step_does_not_wait_for_tower(start, injector):
     engine = start()
-    hang = kept.hang()
+    hang = injector.hang()
     try:
         engine.submit(HELLO)
         assert hang.entered.wait(timeout=HANG)
         answer = engine.submit({"messages": as_openai([user(blurred_image(1), "What is this?")]), "max_tokens": 4})
         until(lambda: CPU_EXECUTOR.waiting)
-        hanging = kept.made[-1]._worker._thread
+        hanging = injector.decoders[-1]._worker._thread
         with pytest.raises(DecoderFailed, match=r"has not ended within 0\.5 seconds"):
             engine.close()
         assert hanging.is_alive()

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer, by its files as they stand; transformers is the oracle."""
+"""A checkpoint's tokenizer, read from its files as published; compared with transformers."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def encoded(folder, text):
     return read_tokenizer(folder).backend.encode(text, add_special_tokens=False).ids
 
 
-def by_transformers(folder):
-    """Whether reading took transformers, asked of a process of its own."""
+def imports_transformers(folder):
+    """Return whether loading imported transformers, checked in a separate process."""
     program = (
         "import sys, pathlib, dashinfer_vlm_core.tokenization.tokenizer as t\n"
         "t.read_tokenizer(pathlib.Path(sys.argv[1]))\n"
@@ -61,24 +61,24 @@ def both(request, tiny_checkpoint):
 
 
 @given(text=TEXTS)
-def test_tokens_equal_those_of_transformers(both, text):
+def test_tokens_equal_transformers(both, text):
     ours, theirs = both
     ids = ours.backend.encode(text, add_special_tokens=False).ids
     assert ids == theirs(text, add_special_tokens=False)["input_ids"]
     assert ours.backend.decode(ids, skip_special_tokens=False) == theirs.decode(ids)
 
 
-def test_names_and_templates_equal_those_of_transformers(both):
+def test_names_and_templates_equal_transformers(both):
     ours, theirs = both
     assert ours.names == theirs.special_tokens_map
     assert ours.templates == {"default": theirs.chat_template}
 
 
-def test_a_whole_tokenizer_json_takes_no_transformers(folder):
-    assert not by_transformers(folder)
+def test_complete_tokenizer_json_does_not_import_transformers(folder):
+    assert not imports_transformers(folder)
 
 
-def test_without_tokenizer_json_the_older_files_are_read(folder, tmp_path_factory):
+def test_older_files_are_read_without_tokenizer_json(folder, tmp_path_factory):
     older = tmp_path_factory.mktemp("older")
     tokenizer = published(folder)
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
@@ -95,7 +95,7 @@ def test_without_tokenizer_json_the_older_files_are_read(folder, tmp_path_factor
     assert encoded(older, text) == encoded(folder, text)
 
 
-def test_tokens_that_only_the_configuration_adds_count(folder):
+def test_tokens_added_by_config_are_loaded(folder):
     known = [token.content for token in read_tokenizer(folder).backend.get_added_tokens_decoder().values()]
     index = 268 + len(known)
     listed = {
@@ -107,7 +107,7 @@ def test_tokens_that_only_the_configuration_adds_count(folder):
 
 
 @pytest.mark.parametrize("listed", [False, True])
-def test_a_token_that_only_the_configuration_calls_special_is_special(folder, listed):
+def test_token_marked_special_by_config_is_special(folder, listed):
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     if listed:
         decoder = {token["id"]: {**token, "special": True} for token in tokenizer["added_tokens"]}
@@ -120,14 +120,14 @@ def test_a_token_that_only_the_configuration_calls_special_is_special(folder, li
     assert read_tokenizer(folder).backend.get_added_tokens_decoder()[last["id"]].special
 
 
-def test_special_tokens_in_a_file_of_their_own_count(folder):
+def test_special_tokens_file_is_loaded(folder):
     (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|endoftext|>", "cls_token": "<|cls|>"}))
     read = read_tokenizer(folder)
-    assert read.names == published(folder).special_tokens_map
+    assert read.special_tokens_map == published(folder).special_tokens_map
     assert "<|cls|>" in {token.content for token in read.backend.get_added_tokens_decoder().values()}
 
 
-def test_nothing_is_cut_off_and_nothing_filled_up(folder):
+def test_truncation_and_padding_are_disabled(folder):
     truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
     padding = {
         "strategy": {"Fixed": 100}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
@@ -141,7 +141,7 @@ def test_nothing_is_cut_off_and_nothing_filled_up(folder):
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"added_tokens_decoder": {"a": 1}}', "\x00"])
-def test_a_damaged_file_is_told(folder, name, content):
+def test_damaged_file_is_reported(folder, name, content):
     (folder / name).write_text(content)
     with pytest.raises(CheckpointError, match=r"no tokenizer that can be read .*tokenizer\.json"):
         read_tokenizer(folder)
@@ -158,14 +158,14 @@ def test_a_damaged_file_is_told(folder, name, content):
         ),
     ],
 )
-def test_templates_of_the_configuration(folder, stated, read):
+def test_templates_of_config(folder, stated, read):
     edit(folder, "tokenizer_config.json", chat_template=stated)
-    assert read_tokenizer(folder).templates == read
+    assert read_tokenizer(folder).chat_templates == read
 
 
 @pytest.mark.slow
-def test_an_engine_answers_without_transformers():
-    """Its import takes a quarter of the time until the bundled model is ready."""
+def test_engine_completes_without_transformers():
+    """Importing it takes a quarter of the startup time of the bundled model."""
     program = (
         "import sys\n"
         "sys.modules['transformers'] = None\n"

@@ -1,4 +1,4 @@
-"""Tools: told in the prompt, called in the answer, streamed as plain. A script plays a model that calls them."""
+"""Tools: described in the prompt, called in the response, streamed as plain. A script plays a model that calls them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BOTH_KINDS = pytest.mark.parametrize("guided", [True, False], ids=["guided", "fr
 
 
 def play(answer, *, guided=True, **fields):
-    """The plain answer, and the same put together from a stream."""
+    """Return the plain response, and the same response collected from a stream."""
     engine = scripted_engine(answer, **({} if guided else {"supported_params": SAMPLING_PARAMETERS}))
     request = {"messages": ASKED, "tools": [WEATHER, PING], **fields}
     with engine:
@@ -56,7 +56,7 @@ def calls_of(choice):
 
 
 def collected(chunks):
-    """As OpenAI's clients put chunks together."""
+    """Collect chunks as OpenAI's clients do."""
     content, calls, names = None, {}, set()
     for delta in (chunk.delta for chunk in chunks):
         if delta.content:
@@ -79,7 +79,7 @@ def collected(chunks):
 
 
 @BOTH_KINDS
-def test_a_call(guided):
+def test_tool_call(guided):
     choice, chunks = play(CALL, guided=guided)
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content is None
@@ -96,17 +96,17 @@ def test_text_before_two_calls(guided):
     assert len({call.id for call in choice.message.tool_calls}) == 2
 
 
-def test_guided_arguments_are_streamed_while_they_are_written():
+def test_guided_arguments_are_streamed_incrementally():
     _, chunks = play(CALL)
     assert len([chunk for chunk in chunks if chunk.delta.tool_calls]) > 5
 
 
-def test_one_call_where_no_more_are_wanted():
-    """Free: the answer ends there. Guided: a second one is barred."""
+def test_parallel_tool_calls_false_gives_one_call():
+    """Unguided, the response ends there; guided, a second call is masked."""
     choice, _ = play(f"{CALL}\n{OTHER}", guided=False, parallel_tool_calls=False)
     assert [name for name, _ in calls_of(choice)] == ["weather"]
     assert choice.finish_reason == "tool_calls"
-    with pytest.raises(DecoderFailed, match="leaves the format"):
+    with pytest.raises(DecoderFailed, match="violates the requested format"):
         play(f"{CALL}\n{OTHER}", parallel_tool_calls=False)
 
 
@@ -124,25 +124,25 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("text", BROKEN, ids=range(len(BROKEN)))
-def test_what_is_no_call_is_given_back_as_text(text):
+def test_malformed_call_is_returned_as_text(text):
     choice, _ = play(text, guided=False)
     assert choice.message.content == text
     assert choice.message.tool_calls is None
     assert choice.finish_reason == "stop"
 
 
-def test_a_call_whose_end_is_missing_is_a_call():
+def test_call_without_end_tag_is_a_call():
     choice, _ = play(CALL.removesuffix("\n</tool_call>"), guided=False)
     assert calls_of(choice) == [("weather", '{"city": "Rome", "days": 3}')]
 
 
-def test_a_broken_call_does_not_hide_the_next_one():
+def test_broken_call_does_not_hide_next_call():
     choice, _ = play(f"<tool_call>\nfoo\n</tool_call>\n{OTHER}\n", guided=False)
     assert choice.message.content == "<tool_call>\nfoo\n</tool_call>"
     assert calls_of(choice) == [("ping", "{}")]
 
 
-def test_a_call_cut_short_says_length():
+def test_truncated_call_has_finish_reason_length():
     choice, _ = play(CALL, max_tokens=45)
     assert choice.finish_reason == "length"
     assert calls_of(choice)[0][1].startswith('{"')
@@ -154,7 +154,7 @@ def test_without_tools_the_tags_are_text():
         assert (choice.message.content, choice.finish_reason) == (CALL, "stop")
 
 
-def test_log_probabilities_are_those_of_the_content():
+def test_logprobs_cover_content_only():
     choice, chunks = play(f"Let me see.\n{CALL}", logprobs=True)
     assert "".join(entry.token for entry in choice.logprobs.content) == "Let me see."
     listed = [entry.token for chunk in chunks if chunk.logprobs for entry in chunk.logprobs.content]
@@ -162,7 +162,7 @@ def test_log_probabilities_are_those_of_the_content():
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_pieces_do_not_matter(seed):
+def test_parsing_is_independent_of_chunking(seed):
     rng = Random(seed)
     parts = [
         rng.choice([CALL, OTHER, "text ", "\n", "<", "<tool_call>", "</tool_call>", '{"a"', "\n\n"]) for _ in range(6)
@@ -188,20 +188,20 @@ def test_pieces_do_not_matter(seed):
 # Forced
 
 
-def test_a_forced_call():
+def test_forced_call():
     for choice in ("required", NAMED):
         assert [name for name, _ in calls_of(play(CALL, tool_choice=choice)[0])] == ["weather"]
-    with pytest.raises(DecoderFailed, match="leaves the format"):
+    with pytest.raises(DecoderFailed, match="violates the requested format"):
         play("No.", tool_choice="required")
-    with pytest.raises(DecoderFailed, match="leaves the format"):
+    with pytest.raises(DecoderFailed, match="violates the requested format"):
         play(OTHER, tool_choice=NAMED)
 
 
-def test_a_format_and_tools_go_together():
+def test_format_and_tools_can_be_combined():
     form = {"response_format": {"type": "json_object"}}
     assert play('{"a":1}', **form)[0].message.content == '{"a":1}'
     assert calls_of(play(CALL, **form)[0])
-    with pytest.raises(DecoderFailed, match="leaves the format"):
+    with pytest.raises(DecoderFailed, match="violates the requested format"):
         play("Hello", **form)
 
 
@@ -214,7 +214,7 @@ def demo():
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
-def test_the_bundled_model_calls_what_it_has_to(demo, seed, choice):
+def test_bundled_model_makes_forced_call(demo, seed, choice):
     request = {"messages": ASKED, "tools": [WEATHER, PING], "tool_choice": choice, "seed": seed, "temperature": 1.5}
     answer = demo.chat({**request, "parallel_tool_calls": seed % 2 == 0}).choices[0]
     assert answer.finish_reason == "tool_calls"
@@ -226,7 +226,7 @@ def test_the_bundled_model_calls_what_it_has_to(demo, seed, choice):
     assert collected(chunks) == (plain.message.content, calls_of(plain), plain.finish_reason)
 
 
-def test_a_decoder_without_masks_takes_tools_but_forces_none():
+def test_decoder_without_masks_accepts_only_unforced_tools():
     with scripted_engine(CALL, supported_params=SAMPLING_PARAMETERS) as engine:
         strict = {"type": "function", "function": {**PING["function"], "strict": True}}
         for fields, param in (
@@ -239,7 +239,7 @@ def test_a_decoder_without_masks_takes_tools_but_forces_none():
             assert caught.value.param == param
 
 
-def test_a_strict_tool_must_be_one_that_can_be_guaranteed():
+def test_unsupported_strict_tool_is_rejected():
     parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     call = '<tool_call>\n{"name": "f", "arguments": {"a": []}}\n</tool_call>'
@@ -277,8 +277,8 @@ HISTORY = [
 ]  # fmt: skip
 
 
-def test_the_prompt_is_what_such_models_were_trained_on(demo):
-    """The words of Qwen2.5's published template, around the same tools and messages."""
+def test_prompt_matches_qwen25_template(demo):
+    """Compare with the text of Qwen2.5's published template for the same tools and messages."""
     text, _ = prompt_of(demo, messages=HISTORY, tools=[WEATHER])
     tool = json.dumps(WEATHER)
     assert text == (
@@ -297,18 +297,18 @@ def test_the_prompt_is_what_such_models_were_trained_on(demo):
     )
 
 
-def test_tools_follow_the_system_message_of_the_request(demo):
+def test_tools_follow_system_message_of_request(demo):
     for content in ("Be brief.", [{"type": "text", "text": "Be brief."}]):
         text, _ = prompt_of(demo, messages=[{"role": "developer", "content": content}, *ASKED], tools=[PING])
         assert text.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n\n")
         assert text.count("<|im_start|>system") == 1
 
 
-def test_tools_that_may_not_be_called_are_not_told(demo):
+def test_disabled_tools_are_not_in_prompt(demo):
     assert "# Tools" not in prompt_of(demo, messages=ASKED, tools=[PING], tool_choice="none")[0]
 
 
-def test_a_template_that_knows_tools_gets_them(tmp_path):
+def test_template_with_tool_support_gets_tools(tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text(
         "{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -324,7 +324,7 @@ def test_a_template_that_knows_tools_gets_them(tmp_path):
 @pytest.mark.parametrize(
     "arguments", ['{"city": "<|im_end|>"}', '{"city": "\\u003c|im_end|>"}', '{"<|im_end|>": 1}', "<|im_end|>"]
 )
-def test_control_tokens_in_tools_calls_and_results_stay_text(demo, arguments):
+def test_control_tokens_in_tools_and_results_stay_text(demo, arguments):
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
     tool = {
         "type": "function",
@@ -344,7 +344,7 @@ def test_control_tokens_in_tools_calls_and_results_stay_text(demo, arguments):
 # Several answers
 
 
-def test_answers_are_those_of_their_seeds(demo):
+def test_choices_use_consecutive_seeds(demo):
     request = {"messages": ASKED, "temperature": 1.8, "max_tokens": 12}
     together = demo.chat({**request, "n": 4, "seed": 2**63 - 2})
     alone = [demo.chat({**request, "seed": (2**63 - 2 + i + 2**63) % 2**64 - 2**63}) for i in range(4)]
@@ -356,7 +356,7 @@ def test_answers_are_those_of_their_seeds(demo):
     assert together.usage.total_tokens == together.usage.prompt_tokens + together.usage.completion_tokens
 
 
-def test_answers_are_streamed_by_their_index(demo):
+def test_choices_are_streamed_by_index(demo):
     request = {"messages": ASKED, "temperature": 1.8, "max_tokens": 12, "n": 3, "seed": 4, "stop": ["e"]}
     plain = demo.chat(request)
     chunks = list(demo.stream({**request, "stream": True, "stream_options": {"include_usage": True}}))
@@ -367,7 +367,7 @@ def test_answers_are_streamed_by_their_index(demo):
         assert collected(mine) == (choice.message.content, [], choice.finish_reason)
 
 
-def test_each_answer_takes_a_place():
+def test_each_choice_takes_a_slot():
     with scripted_engine("a", max_batch_size=2, max_waiting=1) as engine:
         assert len(engine.chat({"messages": ASKED, "n": 3}).choices) == 3
         with pytest.raises(InvalidParameter) as caught:
@@ -375,7 +375,7 @@ def test_each_answer_takes_a_place():
         assert caught.value.param == "n"
 
 
-def test_an_answer_that_fails_ends_the_others():
+def test_failed_choice_ends_the_others():
     script = Script("a " * 50, "b " * 50, DecoderFailed("It broke."), delay=0.01)
     with Engine(EngineConfig(decoder="scripted"), registry=scripted_registry(script)) as engine:
         with pytest.raises(DecoderFailed, match="It broke"):
@@ -383,7 +383,7 @@ def test_an_answer_that_fails_ends_the_others():
         until(lambda: script.running == 0)
 
 
-def test_leaving_a_stream_ends_every_answer():
+def test_closing_stream_ends_every_choice():
     script = Script("word " * 200, delay=0.01)
     with Engine(EngineConfig(decoder="scripted"), registry=scripted_registry(script)) as engine:
         chunks = engine.stream({"messages": ASKED, "n": 3, "stream": True})

@@ -1,4 +1,4 @@
-"""VisionService, with a tower that is small and slow on demand, but real: it reads pixels and makes tensors."""
+"""VisionService with a small tower that is slow on demand but real: it reads pixels and returns tensors."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ITEM_BYTES = TOKENS * WIDTH * 4
 
 
 class MeanTower:
-    """Each visual token is the mean of its four patches. A pass waits while the gate is shut.
+    """A tower whose visual tokens are the mean of their four patches. A pass waits while the gate is closed.
 
     Attributes:
         passes: the digests of every pass, in order.
-        poison: digests on which it fails.
-        short: digests of which it makes a row too few.
+        poison: digests that make a pass fail.
+        short: digests that get one row too few.
     """
 
     def __init__(self):
@@ -34,13 +34,13 @@ class MeanTower:
         self.short = set()
         self.gate = threading.Event()
         self.gate.set()
-        self.started = threading.Semaphore(0)
+        self.wait_for_pass = threading.Semaphore(0)
         self.threads = set()
 
     def encode(self, batch):
         self.passes.append([item.digest for item in batch])
         self.threads.add(threading.current_thread())
-        self.started.release()
+        self.wait_for_pass.release()
         assert self.gate.wait(timeout=HANG)
         if any(item.digest in self.poison for item in batch):
             raise RuntimeError("this tower cannot stomach that")
@@ -57,7 +57,7 @@ def mean_of(item):
 
 
 def run(scenario, *, cache_bytes=10 * ITEM_BYTES, batch_patches=64):
-    """Run `scenario(tower, service)` on a loop of its own; a loop that is blocked or leaves tasks behind fails."""
+    """Run `scenario(tower, service)` on a new event loop; fail if the loop is blocked or tasks remain."""
 
     async def scene():
         tower = MeanTower()
@@ -72,21 +72,21 @@ def run(scenario, *, cache_bytes=10 * ITEM_BYTES, batch_patches=64):
     asyncio.run(scene())
 
 
-async def started(tower):
-    """Until the next pass has begun."""
+async def wait_for_pass(tower):
+    """Wait until the next pass has started."""
     await asyncio.to_thread(tower.started.acquire)
 
 
 async def occupy(tower, service, item):
-    """Shut the gate with a pass over `item` under way, so that what is asked for now has to wait."""
+    """Close the gate during a pass over `item`, so that new requests have to wait."""
     tower.gate.clear()
     task = asyncio.create_task(service.embed([item]))
-    await started(tower)
+    await wait_for_pass(tower)
     return task
 
 
-async def ask(service, *items):
-    """A request that has got as far as waiting."""
+async def embed_in_background(service, *items):
+    """Start a request and wait until it is queued."""
     task = asyncio.create_task(service.embed(items))
     await asyncio.sleep(0)
     return task
@@ -109,7 +109,7 @@ def test_embeds_each_item_in_order():
     run(scenario)
 
 
-def test_content_seen_before_comes_from_the_cache():
+def test_cached_content_is_not_encoded_again():
     async def scenario(tower, service):
         (first,) = await service.embed([A])
         (again,) = await service.embed([random_patches(1, 4, 4, seed=0, part="messages[7].content[1]")])
@@ -122,7 +122,7 @@ def test_content_seen_before_comes_from_the_cache():
     run(scenario)
 
 
-def test_cache_drops_the_least_recently_used_beyond_its_bytes():
+def test_cache_evicts_least_recently_used_beyond_its_size():
     async def scenario(tower, service):
         await service.embed([A, B])
         await service.embed([A])  # B is now the one used longest ago
@@ -138,7 +138,7 @@ def test_cache_drops_the_least_recently_used_beyond_its_bytes():
 
 
 @pytest.mark.parametrize("cache_bytes", [0, ITEM_BYTES - 1])
-def test_item_beyond_the_whole_cache_is_not_kept(cache_bytes):
+def test_item_larger_than_cache_is_not_cached(cache_bytes):
     async def scenario(tower, service):
         await service.embed([A])
         await service.embed([A])
@@ -149,7 +149,7 @@ def test_item_beyond_the_whole_cache_is_not_kept(cache_bytes):
     run(scenario, cache_bytes=cache_bytes)
 
 
-def test_item_beyond_the_whole_cache_drives_nothing_out():
+def test_item_larger_than_cache_evicts_nothing():
     async def scenario(tower, service):
         big = random_patches(1, 4, 8)
         await service.embed([A])
@@ -161,7 +161,7 @@ def test_item_beyond_the_whole_cache_drives_nothing_out():
     run(scenario, cache_bytes=ITEM_BYTES)
 
 
-def test_content_twice_in_one_request_is_encoded_once():
+def test_duplicate_content_in_request_is_encoded_once():
     async def scenario(tower, service):
         tokens = await service.embed([A, B, A])
 
@@ -172,12 +172,12 @@ def test_content_twice_in_one_request_is_encoded_once():
     run(scenario)
 
 
-def test_concurrent_requests_for_one_content_encode_it_once():
+def test_concurrent_requests_encode_content_once():
     async def scenario(tower, service):
         tower.gate.clear()
-        requests = [await ask(service, A) for _ in range(5)]
-        await started(tower)
-        requests += [await ask(service, A) for _ in range(5)]  # joins a pass that runs already
+        requests = [await embed_in_background(service, A) for _ in range(5)]
+        await wait_for_pass(tower)
+        requests += [await embed_in_background(service, A) for _ in range(5)]  # joins a pass that runs already
         tower.gate.set()
         answers = await asyncio.gather(*requests)
 
@@ -188,10 +188,10 @@ def test_concurrent_requests_for_one_content_encode_it_once():
     run(scenario, cache_bytes=0)
 
 
-def test_requests_that_wait_share_the_next_pass():
+def test_waiting_requests_share_next_pass():
     async def scenario(tower, service):
         first = await occupy(tower, service, A)
-        others = [await ask(service, item) for item in (B, C, D)]
+        others = [await embed_in_background(service, item) for item in (B, C, D)]
         tower.gate.set()
         answers = await asyncio.gather(first, *others)
 
@@ -210,7 +210,7 @@ def test_pass_holds_at_most_batch_patches():
     run(scenario, batch_patches=47)
 
 
-def test_item_bigger_than_a_pass_goes_alone_and_in_its_turn():
+def test_item_larger_than_pass_is_encoded_alone_in_order():
     async def scenario(tower, service):
         big = random_patches(1, 8, 8)
         await service.embed([A, big, B, C])
@@ -220,7 +220,7 @@ def test_item_bigger_than_a_pass_goes_alone_and_in_its_turn():
     run(scenario, batch_patches=32)
 
 
-def test_tower_runs_in_one_thread_beside_the_loop():
+def test_tower_runs_in_one_thread_outside_event_loop():
     async def scenario(tower, service):
         request = await occupy(tower, service, A)  # the loop goes on though the tower is stuck
         tower.gate.set()
@@ -239,10 +239,10 @@ async def cancel(task):
         await task
 
 
-def test_cancelled_caller_leaves_the_encoding_to_the_others():
+def test_canceled_caller_does_not_cancel_shared_encoding():
     async def scenario(tower, service):
         impatient = await occupy(tower, service, A)
-        patient = await ask(service, A)
+        patient = await embed_in_background(service, A)
         await cancel(impatient)
         tower.gate.set()
         (tokens,) = await patient
@@ -253,10 +253,10 @@ def test_cancelled_caller_leaves_the_encoding_to_the_others():
     run(scenario)
 
 
-def test_work_that_nobody_waits_for_any_more_is_dropped_before_it_starts():
+def test_abandoned_work_is_dropped_before_it_starts():
     async def scenario(tower, service):
         running = await occupy(tower, service, A)
-        leaving, staying = await ask(service, B, C), await ask(service, C)
+        leaving, staying = await embed_in_background(service, B, C), await embed_in_background(service, C)
         await cancel(leaving)
         tower.gate.set()
         await asyncio.gather(running, staying)
@@ -268,7 +268,7 @@ def test_work_that_nobody_waits_for_any_more_is_dropped_before_it_starts():
     run(scenario)
 
 
-def test_work_that_runs_already_is_finished_and_kept():
+def test_running_work_is_finished_and_cached():
     async def scenario(tower, service):
         await cancel(await occupy(tower, service, A))
         tower.gate.set()
@@ -279,11 +279,15 @@ def test_work_that_runs_already_is_finished_and_kept():
     run(scenario)
 
 
-def test_failing_item_fails_its_own_requests_alone():
+def test_failing_item_fails_only_its_requests():
     async def scenario(tower, service):
         tower.poison = {B.digest}
         running = await occupy(tower, service, D)
-        good, bad, both = await ask(service, A), await ask(service, B), await ask(service, C, B)
+        good, bad, both = (
+            await embed_in_background(service, A),
+            await embed_in_background(service, B),
+            await embed_in_background(service, C, B),
+        )
         tower.gate.set()
         outcomes = await asyncio.gather(running, good, bad, both, return_exceptions=True)
 
@@ -295,7 +299,7 @@ def test_failing_item_fails_its_own_requests_alone():
     run(scenario)
 
 
-def test_failure_names_the_part_and_not_the_cause_and_is_not_kept(caplog):
+def test_failure_names_part_hides_cause_and_is_not_cached(caplog):
     async def scenario(tower, service):
         tower.poison = {A.digest}
         with pytest.raises(EngineError) as error:
@@ -312,7 +316,7 @@ def test_failure_names_the_part_and_not_the_cause_and_is_not_kept(caplog):
     run(scenario)
 
 
-def test_tower_that_makes_too_few_rows_is_caught(caplog):
+def test_tower_with_too_few_rows_is_an_error(caplog):
     async def scenario(tower, service):
         tower.short = {A.digest}
         outcomes = await asyncio.gather(service.embed([A]), service.embed([B]), return_exceptions=True)
@@ -324,8 +328,8 @@ def test_tower_that_makes_too_few_rows_is_caught(caplog):
     run(scenario)
 
 
-def test_models_do_not_meet_in_their_keys():
-    """Same content, another model: another key, so that one cache may serve several."""
+def test_models_have_separate_cache_keys():
+    """The same content has another key for another model, so that models can share a cache."""
 
     async def scene():
         services = [
@@ -342,10 +346,10 @@ def test_models_do_not_meet_in_their_keys():
     asyncio.run(scene())
 
 
-def test_close_fails_what_waits_and_ends_what_runs():
+def test_close_fails_waiting_and_ends_running_work():
     async def scenario(tower, service):
         running = await occupy(tower, service, A)
-        waiting = await ask(service, B)
+        waiting = await embed_in_background(service, B)
         closing = asyncio.create_task(service.close())
         with pytest.raises(EngineClosed):
             await waiting
@@ -360,7 +364,7 @@ def test_close_fails_what_waits_and_ends_what_runs():
     run(scenario)
 
 
-def test_closed_service_refuses():
+def test_closed_service_rejects_requests():
     async def scenario(tower, service):
         await service.close()
         with pytest.raises(EngineClosed):

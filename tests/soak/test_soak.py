@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.plugins import load_plugins
-from tests.core.test_supervisor import Kept
+from tests.core.test_supervisor import FaultInjector
 from tests.samples import encode, noise
 from tests.server.conftest import serving
 from tests.soak.traffic import CHAT, Clients, Ledger
@@ -50,8 +50,8 @@ def unlogged():
 @pytest.mark.timeout(0)  # it has an end of its own
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="memory and descriptors are read from /proc")
 def test_mixed_traffic_with_faults_has_one_outcome_per_request(tiny_checkpoint, soak_lasts):
-    kept, registry, ledger = Kept(), load_plugins(), Ledger()
-    registry.add_plugin(kept, name="kept")
+    injector, registry, ledger = FaultInjector(), load_plugins(), Ledger()
+    registry.add_plugin(injector, name="kept")
     config = EngineConfig(model=str(tiny_checkpoint), decoder="kept", allow_private_addresses=True, **OPTIONS)
     images = {"/picture.png": body(encode(noise(40, 60)))}
     engine = Engine(config, registry=registry)
@@ -59,7 +59,7 @@ def test_mixed_traffic_with_faults_has_one_outcome_per_request(tiny_checkpoint, 
         idle = _descriptors()
         clients = Clients(server.url, web.url(""), ledger)
         clients.start(CLIENTS)
-        faults = _faults(ledger, kept, web, images)
+        faults = _faults(ledger, injector, web, images)
         warm = _run_faults(faults, lambda count: soak_lasts(count, WARM_UP))
         end = _run_faults(faults, lambda count: soak_lasts(count, 1))
         clients.stop()
@@ -98,7 +98,7 @@ def counted(client, name, route=None, outcome=None):
     return sum(sample.value for sample in samples if wanted.items() <= sample.labels.items())
 
 
-def _faults(ledger, kept, web, images):
+def _faults(ledger, injector, web, images):
     """Cause a fault after each `FAULT_REQUESTS` requests; yields the number of faults so far."""
     rng = random.Random(0)
     for count in itertools.count():
@@ -106,7 +106,7 @@ def _faults(ledger, kept, web, images):
         enough = sum(ledger.outcomes.values()) + FAULT_REQUESTS
         until(lambda enough=enough: sum(ledger.outcomes.values()) >= enough)
         if rng.random() < 0.5:
-            kept.kill()
+            injector.kill()
         else:
             web.responses.clear() if web.responses else web.responses.update(images)
 
