@@ -23,7 +23,7 @@ COUNTS = PromptCounts(prompt_tokens=7)
 
 
 def byte_level() -> Tokenizer:
-    """Build a tokenizer with all bytes, a few merges (one across a space, some inside a character) and 3 added tokens."""
+    """Build a tokenizer: all bytes, a few merges (across a space, inside characters) and 3 added tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*alphabet, *(left + right for left, right in MERGES)])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=MERGES))
@@ -75,25 +75,25 @@ def make_builder(counts=COUNTS, **fields):
     return ResponseBuilder(tokenizer=TOKENIZER, request=request, counts=counts, **ENVELOPE)
 
 
-def add_tokens(reply, tokens):
+def add_tokens(builder, tokens):
     """Add tokens as the engine does, until the builder is finished."""
     chunks = []
     for token in tokens:
-        chunks += reply.add_token(token)
-        if reply.finished:
+        chunks += builder.add_token(token)
+        if builder.finished:
             break
     return chunks
 
 
 def stream(tokens, **fields):
-    reply = make_builder(stream=True, **fields)
-    return [reply.first_chunk(), *add_tokens(reply, tokens), *reply.final_chunks(), *reply.usage_chunks()]
+    builder = make_builder(stream=True, **fields)
+    return [builder.first_chunk(), *add_tokens(builder, tokens), *builder.final_chunks(), *builder.usage_chunks()]
 
 
 def whole(tokens, **fields):
-    reply = make_builder(**fields)
-    add_tokens(reply, tokens)
-    return reply.completion()
+    builder = make_builder(**fields)
+    add_tokens(builder, tokens)
+    return builder.completion()
 
 
 def deltas(chunks):
@@ -180,13 +180,13 @@ def test_other_tokenizers_are_rejected():
 
 
 def test_decoder_stop_without_reason_is_an_error():
-    reply = make_builder()
-    reply.add_token(Token(id=ids_of("a")[0]))
-    assert not reply.finished
+    builder = make_builder()
+    builder.add_token(Token(id=ids_of("a")[0]))
+    assert not builder.finished
     with pytest.raises(DecoderFailed):
-        reply.completion()
+        builder.completion()
     with pytest.raises(DecoderFailed):
-        reply.final_chunks()
+        builder.final_chunks()
 
 
 # Stop strings
@@ -251,16 +251,16 @@ def test_stop_strings(text, stop, answer):
 
 
 def test_stop_string_ends_generation():
-    reply = make_builder(stop="lo")
-    add_tokens(reply, tokens_of(ids_of("hello world")))
-    assert reply.finished
-    assert reply.completion().usage.completion_tokens == len(ids_of("hello"))
+    builder = make_builder(stop="lo")
+    add_tokens(builder, tokens_of(ids_of("hello world")))
+    assert builder.finished
+    assert builder.completion().usage.completion_tokens == len(ids_of("hello"))
 
 
 def test_possible_stop_string_prefix_is_held_back():
-    reply = make_builder(stop="world!")
-    assert deltas(add_tokens(reply, [Token(id=index) for index in ids_of("o wo")])) == ["o "]
-    assert deltas(reply.add_token(Token(id=ids_of("m")[0]))) == ["wom"]
+    builder = make_builder(stop="world!")
+    assert deltas(add_tokens(builder, [Token(id=index) for index in ids_of("o wo")])) == ["o "]
+    assert deltas(builder.add_token(Token(id=ids_of("m")[0]))) == ["wom"]
 
 
 def test_matching_cost_does_not_grow_with_stop_string_length():
@@ -345,10 +345,10 @@ def test_empty_completion_has_no_logprobs():
 
 def test_usage():
     counts = PromptCounts(prompt_tokens=100, image_tokens=60, video_tokens=30)
-    reply = make_builder(counts)
+    builder = make_builder(counts)
     first, *rest = tokens_of(ids_of("hello"))
-    add_tokens(reply, [Token(id=first.id, cached_tokens=64), *rest])
-    assert reply.completion().usage.to_dict() == {
+    add_tokens(builder, [Token(id=first.id, cached_tokens=64), *rest])
+    assert builder.completion().usage.to_dict() == {
         "prompt_tokens": 100,
         "completion_tokens": len(ids_of("hello")) + 1,  # and the end token
         "total_tokens": 100 + len(ids_of("hello")) + 1,
@@ -359,9 +359,9 @@ def test_usage():
 def test_usage_of_several_choices_counts_prompt_once():
     counts = PromptCounts(prompt_tokens=100, image_tokens=60, video_tokens=30)
     replies = [make_builder(counts) for _ in range(3)]
-    for reply, cached in zip(replies, (32, 99, 99), strict=True):
+    for builder, cached in zip(replies, (32, 99, 99), strict=True):
         first, *rest = tokens_of(ids_of("hello"))
-        add_tokens(reply, [Token(id=first.id, cached_tokens=cached), *rest])
+        add_tokens(builder, [Token(id=first.id, cached_tokens=cached), *rest])
     usage = replies[0].completion(replies[1:]).usage
     assert usage.prompt_tokens == 100
     assert usage.prompt_tokens_details.cached_tokens == 32
