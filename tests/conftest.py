@@ -15,7 +15,7 @@ from tests.tiny import write_checkpoint
 if TYPE_CHECKING:
     from tests.plugins.oracle import Oracle
 
-# Of tests/fuzz, which says how to choose one. Of the checks of hypothesis, none is about what is tested here.
+# Profiles of tests/fuzz, whose conftest describes how to choose one. Hypothesis's health checks do not apply there.
 for name, cases in (("default", 1000), ("nightly", 20_000)):
     settings.register_profile(
         name,
@@ -72,7 +72,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def oracles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracle]:
     """Create the random model for a shape name, with transformers as its reference, on first use."""
-    from tests.plugins.oracle import SHAPES, Oracle, save_random_model  # seconds to import: for those who ask
+    from tests.plugins.oracle import SHAPES, Oracle, save_random_model  # takes seconds to import
 
     made: dict[str, Oracle] = {}
 

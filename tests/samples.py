@@ -17,7 +17,7 @@ def noise(height: int, width: int, seed: int = 0) -> npt.NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-def encode(image: Image.Image | npt.NDArray[np.uint8], format: str = "PNG", **options: Any) -> bytes:  # noqa: A002  Pillow's word
+def encode(image: Image.Image | npt.NDArray[np.uint8], format: str = "PNG", **options: Any) -> bytes:  # noqa: A002  Pillow's name
     buffer = io.BytesIO()
     (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(buffer, format, **options)
     return buffer.getvalue()

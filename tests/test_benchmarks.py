@@ -28,7 +28,7 @@ def test_engine_comparison_includes_limits(tmp_path):
     rate = Row("fresh-1", "new pictures, 1 user", "TTFT, s")
     assert results.figures[rate].keys() == {"ours", "in-process", "chunks", LIMIT}
     raw = json.loads((tmp_path / "compare.json").read_text())
-    assert len(raw["runs"]) == (3 * 3 - 1) * 2  # chats are not asked in process
+    assert len(raw["runs"]) == (3 * 3 - 1) * 2  # chats are not run in process
     assert not [answer["fault"] for run in raw["runs"] for answer in run["answers"] if answer["fault"]]
     assert (
         "| chats-3: chats of three turns, 3 users | turns/s (more is better) |" in (tmp_path / "compare.md").read_text()

@@ -26,7 +26,7 @@ def run(command, **variables):
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "NO_PROXY": "127.0.0.1",
         "no_proxy": "127.0.0.1",
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else importing it fetches prices from the network
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise importing it fetches prices from the network
         **variables,
     }
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

@@ -13,7 +13,7 @@ SPECIAL = (
     "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
 MERGES = ("t h", "th e", "i n", "e r", "a n", "r e", "o n", "Ġ the", "Ġ a", "Ġ in", "s t", "Ċ Ċ")
-# Turn by turn what Qwen2-VL's template says: a default system message, each message between control tokens.
+# Renders like Qwen2-VL's template: a default system message, each message between control tokens.
 TEMPLATE = (
     "{% for message in messages %}"
     "{% if loop.first and message['role'] != 'system' %}"
@@ -92,7 +92,7 @@ def write_checkpoint(folder: Path, *, seed: int = 0, **text: Any) -> Path:
     )
     torch.manual_seed(seed)
     model = Qwen2VLForConditionalGeneration(config).eval()
-    with torch.no_grad():  # the usual 0.02 would leave attention flat and every answer one repeated token
+    with torch.no_grad():  # the usual 0.02 would leave attention flat and every response one repeated token
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(std=2.0 / math.sqrt(parameter[0].numel()))

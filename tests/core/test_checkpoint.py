@@ -88,7 +88,7 @@ def find(name, home, endpoint):
         "HF_HOME": str(home),
         "HF_HUB_DISABLE_XET": "1",
         "NO_PROXY": "127.0.0.1",
-        "no_proxy": "127.0.0.1",  # where both are set, the small letters win
+        "no_proxy": "127.0.0.1",  # where both are set, the lowercase names take precedence
     }
     return subprocess.run(
         [sys.executable, "-c", FIND, name], capture_output=True, text=True, env=environment, check=False, timeout=HANG
@@ -105,7 +105,7 @@ def test_folder_is_used_as_is(tmp_path):
 
 @pytest.mark.parametrize("name", ["nothing", "", "a/b/c", "../x y"])
 def test_unknown_model_value_is_explained(name):
-    with pytest.raises(CheckpointError, match=r"known: demo\), no folder, and no hub id such as") as caught:
+    with pytest.raises(CheckpointError, match=r"known: demo\), a folder, or a hub id such as") as caught:
         find_model(name, registered={"demo": Path()})
     assert caught.value.param == "model"
 
@@ -136,8 +136,8 @@ def test_broken_connection_is_explained(hub, tmp_path):
     hub.RequestHandlerClass.mute = True
     broken = find("maker/tiny", tmp_path, endpoint)
     assert broken.returncode == 1
-    assert broken.stderr.startswith("The connection to the hub broke while 'maker/tiny' was fetched (")
-    assert broken.stderr.endswith("try again, what has come is kept.\n")
+    assert broken.stderr.startswith("The connection to the hub broke while 'maker/tiny' was being downloaded (")
+    assert broken.stderr.endswith("Try again to resume the download.\n")
     hub.RequestHandlerClass.mute = False
     assert find("maker/tiny", tmp_path, endpoint).returncode == 0
 

@@ -45,7 +45,7 @@ def test_tasks_run_in_order_of_submission(executor, submit):
         submit(executor, lambda name=name: order.append(name))
         until(lambda count=count: executor.waiting == count)
     go.set()
-    executor.run(lambda: order.append("again"))  # asked for last
+    executor.run(lambda: order.append("again"))  # submitted last
     assert order == ["a", "b", "c", "again"]
 
 
@@ -90,7 +90,7 @@ def test_results_and_errors_are_not_retained(executor):
     kept = weakref.ref(executor.run(Large))
     large = Large()
     failed = weakref.ref(large)
-    gc.disable()  # a cycle would hold them until it is collected
+    gc.disable()  # a reference cycle would keep them until it is collected
     try:
         with contextlib.suppress(ValueError):
             executor.run(functools.partial(fail, large))
@@ -108,7 +108,7 @@ def test_abandoned_task_does_not_affect_the_next(executor, submit):
     assert inside.wait(timeout=HANG)
     next_one = submit(executor, lambda: later.wait(timeout=HANG))
     until(lambda: executor.waiting)
-    executor.abandon(next_one.ident)  # it has none
+    executor.abandon(next_one.ident)  # no task of this thread is active
     assert executor.active_thread == hanging.ident
     executor.abandon(hanging.ident)
     until(lambda: executor.active_thread == next_one.ident)
@@ -122,7 +122,9 @@ def test_abandoned_task_does_not_affect_the_next(executor, submit):
     assert executor.run(lambda: 7) == 7
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of later Pythons, which is what is tried here
+@pytest.mark.filterwarnings(
+    "ignore:.*fork:DeprecationWarning"
+)  # of later Python versions; forking is the point of this test
 def test_forked_child_has_its_own_thread_and_empty_queue(submit):
     begun, go = threading.Event(), threading.Event()
     submit(CPU_EXECUTOR, lambda: (begun.set(), go.wait(timeout=HANG)))
@@ -130,7 +132,7 @@ def test_forked_child_has_its_own_thread_and_empty_queue(submit):
     submit(CPU_EXECUTOR, lambda: 1)
     until(lambda: CPU_EXECUTOR.waiting)
     child = os.fork()
-    if not child:  # pragma: no cover - what is seen is the exit code
+    if not child:  # pragma: no cover - only the exit code is visible
         signal.alarm(int(HANG))
         try:
             code = CPU_EXECUTOR.run(lambda: 8)

@@ -126,7 +126,7 @@ def test_only_config_reads_environment():
         for path in (root / folder).rglob("*.py")
         if re.search(r"os\.environ|getenv|environb", path.read_text(encoding="utf-8")) and "demo" not in path.parts[-2]
     }
-    # The worker sets defaults for DashInfer, in a process of its own.
+    # The worker sets defaults for DashInfer, in a separate process.
     assert readers <= {"engine_config.py", "worker.py"}
 
 

@@ -261,7 +261,7 @@ def test_closing_during_image_decoding_fails_every_request(scripted, monkeypatch
     def send_request():
         try:
             outcomes.append(engine.chat(request))
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the test looks at it
+        except BaseException as error:  # noqa: BLE001 - the test checks the type
             outcomes.append(error)
 
     threads = [threading.Thread(target=send_request) for _ in range(6)]
@@ -325,14 +325,14 @@ def test_engine_is_async_context_manager(tiny_checkpoint):
 
     content, status = asyncio.run(use())
     assert content == "ok"
-    assert (status.state, status.decoder, status.decoder_reason) == ("ready", "scripted", "a script is played")
+    assert (status.state, status.decoder, status.decoder_reason) == ("ready", "scripted", "returns scripted responses")
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"model": "no-such-model"}, CheckpointError, r"no registered name \(known: .*demo.*\), no folder"),
-        ({"decoder": "no-such-decoder"}, PluginError, "No decoder is called 'no-such-decoder'"),
+        ({"model": "no-such-model"}, CheckpointError, r"registered name \(known: .*demo.*\), a folder"),
+        ({"decoder": "no-such-decoder"}, PluginError, "No decoder is named 'no-such-decoder'"),
         ({"device": "no-such-device"}, SetupError, "no-such-device"),
     ],
 )
@@ -379,7 +379,7 @@ def test_decoder_failing_support_check_is_skipped(tiny_checkpoint, caplog):
     registry.add_plugin(Broken(), name="broken")
     with Engine(EngineConfig(model=str(tiny_checkpoint)), registry=registry) as engine:
         assert engine.status().decoder == "torch"
-    with pytest.raises(SetupError, match="broken: it failed when it was asked: no driver"):
+    with pytest.raises(SetupError, match="broken: its check failed: no driver"):
         Engine(EngineConfig(model=str(tiny_checkpoint), decoder="broken"), registry=registry).start()
 
 
@@ -390,7 +390,7 @@ def test_invalid_checkpoint_folder_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="no model_type"):
         Engine(EngineConfig(model=str(tmp_path))).start()
     (tmp_path / "config.json").write_text('{"model_type": "llava"}')
-    with pytest.raises(PluginError, match="No model family is called 'llava'; there is: qwen2_vl"):
+    with pytest.raises(PluginError, match="No model family is named 'llava'; available: qwen2_vl"):
         Engine(EngineConfig(model=str(tmp_path))).start()
 
 

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_core.structured_output.grammar import Rules, SchemaError, any_object, json_schema
 from dashinfer_vlm_core.structured_output.grammar.numbers import numbers_between
-from dashinfer_vlm_core.structured_output.grammar_compiler import MAX_GUIDES, GrammarCompiler
+from dashinfer_vlm_core.structured_output.grammar_compiler import MAX_CACHED_GRAMMARS, GrammarCompiler
 from tests.schemas import damaged, random_schema
 
 CHECKPOINT = Path(__file__).parents[2] / "plugins" / "dashinfer_vlm_demo" / "checkpoint"
@@ -60,7 +60,7 @@ def accepts(grammar, text):
     return True
 
 
-# What is allowed is valid
+# Allowed output is valid
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -169,7 +169,7 @@ def test_number_range_allows_exactly_its_numbers(seed):
         assert bool(pattern and re.fullmatch(pattern, number)) == inside, (number, low, high)
 
 
-# What cannot be guaranteed is refused, at its place
+# Keywords that cannot be guaranteed are rejected with their path
 
 FAULTS = {
     "a type that is none": ({"type": "strin"}, "type"),
@@ -208,7 +208,7 @@ FAULTS = {
 def test_unsupported_keyword_is_rejected(schema, place):
     with pytest.raises(SchemaError) as caught:
         json_schema(Rules(), schema)
-    assert caught.value.place == place.removeprefix(".")
+    assert caught.value.path == place.removeprefix(".")
 
 
 def test_lenient_mode_skips_unsupported_keywords(compiler):
@@ -302,10 +302,10 @@ def test_damaged_schemas_are_rejected_or_followed(compiler):
 def test_grammar_cache_is_keyed_by_content_and_bounded(compiler):
     first = compiled(compiler, {"const": "kept"})
     assert compiled(compiler, {"const": "kept", "title": "a label"}) is first
-    for index in range(MAX_GUIDES):
+    for index in range(MAX_CACHED_GRAMMARS):
         compiled(compiler, {"const": f"other {index}"})
     assert compiled(compiler, {"const": "kept"}) is not first
-    assert len(compiler) == MAX_GUIDES
+    assert len(compiler) == MAX_CACHED_GRAMMARS
 
 
 def test_matchers_are_independent_and_queries_have_no_effect(compiler):

@@ -108,7 +108,7 @@ def test_memory_is_unmapped_with_last_tensor(mappings):
     assert sum(map(len, held(mappings))) > 60 * MIB
     first, last = tensors[0], tensors.pop()
     del tensors
-    until(lambda: len(held(mappings)) == 2)  # pages may be joined right now
+    until(lambda: len(held(mappings)) == 2)  # pages may be collapsed right now
     assert not first.any()
     assert not last.any()
     del first, last
@@ -153,12 +153,14 @@ def test_partial_page_is_not_collapsed():
     assert "hg" not in mapping(last.data_ptr() + 20 * MIB)["VmFlags:"]
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of later Pythons, which is what is tried here
+@pytest.mark.filterwarnings(
+    "ignore:.*fork:DeprecationWarning"
+)  # of later Python versions; forking is the point of this test
 def test_child_process_allocates_its_own_memory(monkeypatch):
     monkeypatch.undo()
-    with huge_pages._ALLOCATOR._lock:  # as if another thread of the parent had it
+    with huge_pages._ALLOCATOR._lock:  # as if another thread of the parent held it
         child = os.fork()
         if not child:
-            signal.alarm(int(HANG))  # should it hang
+            signal.alarm(int(HANG))  # in case it hangs
             os._exit(len(huge_pages.empty(1000, torch.uint8)) != 1000)
     assert os.waitpid(child, 0)[1] == 0

@@ -34,7 +34,7 @@ from tests.kernels import choose_kernels, selector
 from tests.waiting import HANG, until
 
 ROWS = [1, 5, 12, 13, 16, 29, 200]
-SHAPES = [(96, 64), (70, 132), (33, 260)]  # (outputs, inputs): whole panels, part of one, blocks of 8 bits cut short
+SHAPES = [(96, 64), (70, 132), (33, 260)]  # (outputs, inputs): whole panels, a partial panel, partial int8 blocks
 
 needs_native = pytest.mark.skipif(
     load_variant(AVX512, EngineConfig()).kernels is None, reason="no AVX-512 BF16, or no C compiler"
@@ -165,7 +165,7 @@ def test_argmax_of_rows_equal_in_int8(native, apart):
     best = head.argmax(x)
     assert torch.equal(best, full_argmax(head, x))
     assert ((best >= 3000) & (best < 3100)).sum() >= 6
-    assert apart or 3000 in best  # the first of equals
+    assert apart or 3000 in best  # the first of equal rows
 
 
 INPUTS = 256
@@ -177,7 +177,7 @@ def test_argmax_with_weights_all_rounded_down(native):
     weight, x = numbers(4096, INPUTS) / 100, numbers(1, INPUTS, seed=1).sign()
     weight[100] = 0.4375 * x[0]
     weight[2000] = torch.where(torch.arange(INPUTS) % 10 < 3, x[0], 0)
-    weight[[100, 2000], 0] = 127 * x[0, 0]  # so that a step is 1, and nothing is left of the first
+    weight[[100, 2000], 0] = 127 * x[0, 0]  # so that a step is 1, and the first row rounds to 0
     head = native.head(weight)
     assert full_argmax(head, x).item() == head.argmax(x).item() == 100
 
@@ -188,7 +188,7 @@ def test_argmax_with_activations_all_rounded_down(native):
     weight, x = numbers(4096, INPUTS) / 100, torch.zeros(1, INPUTS).bfloat16()
     weight[100] = numbers(INPUTS, seed=1).sign()
     x[0] = 0.4375 * weight[100]
-    x[0, ::128] = 127  # so that a step is 1, and nothing is left of the others
+    x[0, ::128] = 127  # so that a step is 1, and the others round to 0
     weight[100, ::128] = weight[2000] = 0
     weight[2000, 0] = 0.3 * INPUTS / 127
     head = native.head(weight)
@@ -200,7 +200,7 @@ def test_argmax_is_first_of_equals_despite_larger_later_bound(native):
     weight, x = numbers(4096, INPUTS) / 100, numbers(1, INPUTS, seed=1)
     weight[100] = weight[3000] = x[0]
     weight[3001, ::2] = 128 * x[0, 1::2]
-    weight[3001, 1::2] = -128 * x[0, ::2]  # at right angles to x, and long
+    weight[3001, 1::2] = -128 * x[0, ::2]  # orthogonal to x, with a large norm
     head = native.head(weight)
     assert full_argmax(head, x).item() == head.argmax(x).item() == 100
 
@@ -274,7 +274,7 @@ def bits(*tensors):
 
 @needs_amx
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 32, 33, 100])
-@pytest.mark.parametrize("inputs", [64, 260, 1380])  # whole steps, part of one, more than one part
+@pytest.mark.parametrize("inputs", [64, 260, 1380])  # whole steps, a partial step, more than one block
 def test_tile_instructions_equal_portable_tiles(rows, inputs):
     weight, x = numbers(100, inputs) / 8, numbers(rows, inputs, seed=1)
     x[0, :40] *= 2.0**-120  # denormal products, and sums of them
@@ -415,7 +415,7 @@ def test_weights_of_every_magnitude_stay_uncompressed(native):
     assert torch.equal(layer(torch.eye(128).bfloat16()), weight.T.float())
     assert (
         layer.workspace_bytes(100) == native.linear(numbers(64, 128)).workspace_bytes(100) > 0
-    )  # all layers share that of the first one
+    )  # all layers share the first one's workspace
 
 
 @needs_native
@@ -524,7 +524,7 @@ def test_attention_ignores_rows_outside_span(native, span):
 
 
 SHAPE = DecoderShape(heads=6, kv_heads=2, head_dim=40, eps=1e-6)
-HIDDEN, INNER = 96, 328  # wider than all heads, and not in whole panels
+HIDDEN, INNER = 96, 328  # wider than all heads, and not a multiple of a panel
 
 
 def decoder_layer(kernels, number, *, int8):
@@ -668,7 +668,7 @@ def test_concurrent_loads_compile_once(tmp_path, compiler):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         has_last_rows = [pool.submit(load_native, config) for _ in range(2)]
         until(lambda: compiler.runs)
-        done, _ = concurrent.futures.wait(has_last_rows, timeout=0.5)  # long enough for another one to begin
+        done, _ = concurrent.futures.wait(has_last_rows, timeout=0.5)  # long enough for a second compilation to start
         assert not done
         compiler.go()
         first, second = (future.result(timeout=HANG).kernels for future in has_last_rows)
@@ -683,7 +683,7 @@ def test_compilation_does_not_block_event_loop(tmp_path, compiler):
 
     async def load():
         opening = asyncio.create_task(load_pipeline(config, load_plugins(), ObserverList()))
-        while not compiler.runs:  # noqa: ASYNC110 - another process says so
+        while not compiler.runs:  # noqa: ASYNC110 - reported by another process
             await asyncio.sleep(0.01)
         compiler.go()
         pipeline, _ = await opening

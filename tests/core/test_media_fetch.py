@@ -316,9 +316,9 @@ def test_https_sends_server_name_and_verifies_certificate():
     with serve({"/": body(PICTURE)}, tls=server) as web:
         url = web.url("/", "pictures.test", "https")
         assert fetch(url, resolve=resolve, transport=direct_transport(client)) == PICTURE
-        with pytest.raises(MediaUnreachable):  # the certificate is of another name
+        with pytest.raises(MediaUnreachable):  # the certificate is for another name
             fetch(web.url("/", "other.test", "https"), resolve=resolve, transport=direct_transport(client))
-        with pytest.raises(MediaUnreachable):  # nobody that we trust signed it
+        with pytest.raises(MediaUnreachable):  # no trusted authority signed it
             fetch(url, resolve=resolve)
     assert web.server_names == ["pictures.test", "other.test", "pictures.test"]
     assert f"host: pictures.test:{web.port}" in web.requests[0].lower()
@@ -542,8 +542,8 @@ def test_concurrent_fetches_are_limited():
         with lock:
             asked.append(stream)
             seen.append(len(asked))
-        in_pairs.wait()  # two are under way, and a third one would be counted
-        with lock:  # before the answer: after it, the next request may come while this one is put away
+        in_pairs.wait()  # two are in flight, and a third one would be counted
+        with lock:  # before the response: after it, the next request may arrive while this connection closes
             asked.remove(stream)
         body(PICTURE)(stream)
 

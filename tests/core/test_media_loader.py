@@ -78,7 +78,7 @@ def test_media_are_in_order_of_parts():
 
     def answer(index):
         def send(stream):
-            after(sent[index + 1], encode(pictures[index]))(stream)  # behind all that come later in the request
+            after(sent[index + 1], encode(pictures[index]))(stream)  # after all later parts of the request
             sent[index].set()
 
         return send
@@ -91,7 +91,7 @@ def test_media_are_in_order_of_parts():
 
 
 def test_parts_are_fetched_concurrently():
-    together = threading.Barrier(6, timeout=HANG)  # none is answered before all are asked for
+    together = threading.Barrier(6, timeout=HANG)  # no response is sent before all are requested
 
     def answer(stream):
         together.wait()
@@ -332,7 +332,7 @@ class Endless:
     def frames(self, indices, check_stop):
         self.started.release()
         try:
-            until(check_stop)  # it raises at last
+            until(check_stop)  # raises in the end
         finally:
             self.stopped.release()
 
@@ -395,7 +395,7 @@ def test_close_fails_running_and_waiting_loads_alike():
         await wait_for_queued(loader, 3)
         await loader.close()
         ended = await asyncio.gather(fetching, *films, *waiting, return_exceptions=True)
-        assert not held.is_set()  # the fetch was not waited for
+        assert not held.is_set()  # close did not wait for the fetch
         with pytest.raises(EngineClosed):
             await loader.load([image(image_url())], whole)
         await acquire_all(reader.stopped, THREADS)
@@ -418,7 +418,7 @@ def test_request_without_media_does_not_wait():
         loader = MediaLoader(EngineConfig(), [reader])
         films = [asyncio.ensure_future(loader.load([video("data:;base64,AAAA")], whole)) for _ in range(THREADS)]
         await acquire_all(reader.started, THREADS)
-        assert await asyncio.wait_for(loader.load([], whole), HANG / 2) == ()  # films take longer
+        assert await asyncio.wait_for(loader.load([], whole), HANG / 2) == ()  # videos take longer
         await loader.close()
         await asyncio.wait(films)
 

@@ -61,7 +61,7 @@ def photographs(large):
 
 
 def the_same_large_one_twice(large):
-    return [image(data_url(large, "image/bmp"), index) for index in range(2)]  # equal texts, but not one object
+    return [image(data_url(large, "image/bmp"), index) for index in range(2)]  # equal strings, but not the same object
 
 
 def frames(large):
@@ -92,7 +92,7 @@ def _is_heavy(module):
 async def heavy_calls(work):
     """Return the heavy calls of the loop's thread while `work` runs."""
     found = []
-    sys.setprofile(lambda *event: found.append(name) if (name := heavy(*event)) else None)  # of this thread alone
+    sys.setprofile(lambda *event: found.append(name) if (name := heavy(*event)) else None)  # of this thread only
     try:
         await work
     finally:
@@ -111,7 +111,7 @@ def load(parts):
         return processor.process(media)
 
     try:
-        first = [image(data_url(encode(noise(9, 9))))]  # imports, and starts threads
+        first = [image(data_url(encode(noise(9, 9))))]  # imports modules and starts threads
         loop.call(loader.load(first, then=processor.process))
         return loop.call(heavy_calls(loader.load(parts, then=record_thread))), threads
     finally:

@@ -59,7 +59,7 @@ def test_data_url_variants(url):
         "data:image/png;base64,AAAA,AAAA",
         "data:image/png;base64,AAAA%",
         "data:image/png;base64,%ff%fe",
-        "data:image/png;base64,%41%41%41%41",  # an A needs no escape
+        "data:image/png;base64,%41%41%41%41",  # "A" needs no escape
     ],
 )
 def test_broken_data_url_is_named(url):

@@ -68,7 +68,7 @@ def test_video_by_uuid(start):
     chat(engine, clip)
     chat(engine, {"type": "video_url", "video_url": {"fps": 5}, "uuid": "clip"})
     assert rows(script.requests[0]) == rows(script.requests[1])
-    assert error_of(engine, {"type": "video_url", "uuid": "clip"}).code == "uuid_not_cached"  # at another rate
+    assert error_of(engine, {"type": "video_url", "uuid": "clip"}).code == "uuid_not_cached"  # with another frame rate
 
 
 def test_unknown_uuid_is_an_error_and_engine_continues(start):
@@ -91,7 +91,7 @@ def test_uuid_is_bound_to_its_first_content(start):
     error = error_of(engine, image(DOG, "cat"))
     assert (error.param, error.code) == (f"{PART}.uuid", "uuid_conflict")
     assert error_of(engine, image(DOG, "cat", max_pixels=7840)).code == "uuid_conflict"
-    chat(engine, image(CAT, "cat"), image(None, "cat"))  # sent and named in one request: it was known before
+    chat(engine, image(CAT, "cat"), image(None, "cat"))  # sent and referenced in one request: it was cached before
     assert rows(script.requests[-1])[0] == rows(script.requests[0])[0]
 
 

@@ -112,7 +112,7 @@ def test_decord_gives_equal_frames(container):
         frames = by_pyav.frames(indices, go_on)
         assert frames.shape == (len(indices), 48, 64, 3)
         assert frames.dtype == np.uint8
-        if container != "mpegts":  # decord does not read it, which the next test is about
+        if container != "mpegts":  # decord does not read it; see the next test
             by_decord = decord.VideoReader(BytesIO(data)).get_batch(indices)
             np.testing.assert_array_equal(frames, by_decord.asnumpy())
 

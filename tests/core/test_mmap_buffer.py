@@ -38,7 +38,7 @@ def test_unreferenced_buffer_is_freed():
     """Small allocations would keep memory of the C library's allocator, where the effect is visible if at all."""
     printed = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, check=True).stdout
     ours, the_c_library_s = map(int, printed.split())
-    assert ours < 12  # what stays are 5 MB
+    assert ours < 12  # 5 MB remain allocated
     assert the_c_library_s > 20
 
 

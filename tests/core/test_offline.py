@@ -1,4 +1,4 @@
-"""VLM: many prompts and conversations of this process, with objects in place of URLs."""
+"""VLM: many in-process prompts and conversations, with objects instead of URLs."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ def expected(oracle):
 
 
 @pytest.fixture(scope="module")
-def exact(checkpoint):
-    """The model of the oracle, in its precision."""
+def vlm_fp32(checkpoint):
+    """Return a VLM of the oracle's model in float32."""
     with VLM(checkpoint, dtype="float32") as vlm:
         yield vlm
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """The bundled model, with a folder that it may read."""
+    """Return the bundled model with a readable local folder."""
     folder = tmp_path_factory.mktemp("allowed")
     (folder / "circle.png").write_bytes(CIRCLE.read_bytes())
     (folder / "film.mp4").write_bytes(encode_video())
@@ -77,7 +77,7 @@ def demo(tmp_path_factory):
 
 @pytest.fixture
 def scripted(tiny_checkpoint):
-    """A VLM whose decoder plays a script, and the script."""
+    """Start a VLM whose decoder plays a script; return both."""
     engines = []
 
     def scripted(*answers, delay=0.0, **options):
@@ -100,57 +100,65 @@ def texts(outputs):
     return [output.outputs[0].text if output.outputs else output.error for output in outputs]
 
 
-def about(media):
+def prompt_with(media):
     return {"prompt": PROMPT, "multi_modal_data": media}
 
 
-def named(uuids):
-    return {**about({"image": blurred_image(1)}), "multi_modal_uuids": {"image": uuids}}
+def with_uuids(uuids):
+    return {**prompt_with({"image": blurred_image(1)}), "multi_modal_uuids": {"image": uuids}}
 
 
-# The same answers as the model gives elsewhere
+# Same results as transformers
 
 
 @pytest.mark.slow
-def test_conversations_with_objects_equal_transformers(exact, expected):
-    outputs = exact.chat(list(CONVERSATIONS.values()), GREEDY)
+def test_conversations_with_objects_equal_transformers(vlm_fp32, expected):
+    outputs = vlm_fp32.chat(list(CONVERSATIONS.values()), GREEDY)
     assert dict(zip(expected, map(tokens, outputs), strict=True)) == expected
 
 
 def rendered(oracle, messages):
-    """The prompt of a conversation, as its template writes it, and its media."""
+    """Return a conversation's rendered prompt and its media."""
     parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
     media = {kind: [part[kind] for part in parts if part["type"] == kind] for kind in ("image", "video")}
     text = oracle.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return {"prompt": text, "multi_modal_data": {kind: found for kind, found in media.items() if found}}
 
 
-def test_rendered_prompts_equal_transformers(exact, oracle, expected):
-    outputs = exact.generate([rendered(oracle, messages) for messages in CONVERSATIONS.values()], GREEDY)
+def test_rendered_prompts_equal_transformers(vlm_fp32, oracle, expected):
+    outputs = vlm_fp32.generate([rendered(oracle, messages) for messages in CONVERSATIONS.values()], GREEDY)
     assert dict(zip(expected, map(tokens, outputs), strict=True)) == expected
 
 
-def test_token_ids_are_a_prompt_too(exact, oracle, expected):
+def test_token_ids_are_accepted_as_prompt(vlm_fp32, oracle, expected):
     prompt = rendered(oracle, CONVERSATIONS["one picture"])
     ids = oracle.tokenizer(prompt["prompt"], add_special_tokens=False)["input_ids"]
     media = prompt["multi_modal_data"]
-    (output,) = exact.generate({"prompt_token_ids": ids, "multi_modal_data": media}, GREEDY)
+    (output,) = vlm_fp32.generate({"prompt_token_ids": ids, "multi_modal_data": media}, GREEDY)
     assert tokens(output) == expected["one picture"]
     assert output.prompt is None
     text = oracle.tokenizer("Hello there.", add_special_tokens=False)["input_ids"]
-    assert exact.generate(text, GREEDY)[0].prompt_token_ids == tuple(text)
+    assert vlm_fp32.generate(text, GREEDY)[0].prompt_token_ids == tuple(text)
 
 
-def test_pictures_and_videos_may_take_turns_in_a_prompt(exact, oracle):
-    """The media are given by kind: which placeholder is whose follows from the prompt."""
-    messages = [user([blurred_image(1), blurred_image(2)], blurred_image(3), "then", [blurred_image(4), blurred_image(5)], blurred_image(6))]
-    (answer,) = oracle.generate([messages])[0]
-    (output,) = exact.generate(rendered(oracle, messages), GREEDY)
-    assert tokens(output) == tuple(answer[:TOKENS])
+def test_images_and_videos_may_alternate_in_prompt(vlm_fp32, oracle):
+    """Media are passed by kind; the prompt's placeholders determine their order."""
+    messages = [
+        user(
+            [blurred_image(1), blurred_image(2)],
+            blurred_image(3),
+            "then",
+            [blurred_image(4), blurred_image(5)],
+            blurred_image(6),
+        )
+    ]
+    (expected,) = oracle.generate([messages])[0]
+    (output,) = vlm_fp32.generate(rendered(oracle, messages), GREEDY)
+    assert tokens(output) == tuple(expected[:TOKENS])
 
 
-def embedded(oracle, part):
-    """The part with what transformers' vision tower makes of it."""
+def embed_part(oracle, part):
+    """Replace the media of a part by the output of transformers' vision tower."""
     kind = part["type"]
     if kind not in {"image", "video"}:
         return part
@@ -165,32 +173,32 @@ def embedded(oracle, part):
     return {"type": kind, kind: {f"{kind}_embeds": rows, f"{kind}_grid_thw": grid}}
 
 
-def test_embeddings_equal_pixels_token_for_token(exact, oracle, expected):
+def test_embeddings_give_same_tokens_as_pixels(vlm_fp32, oracle, expected):
     names = [name for name, messages in CONVERSATIONS.items() if isinstance(messages[0]["content"], list)]
     conversations = [
         [
             message
             if isinstance(message["content"], str)
-            else {**message, "content": [embedded(oracle, part) for part in message["content"]]}
+            else {**message, "content": [embed_part(oracle, part) for part in message["content"]]}
             for message in CONVERSATIONS[name]
         ]
         for name in names
     ]
-    assert [tokens(output) for output in exact.chat(conversations, GREEDY)] == [expected[name] for name in names]
+    assert [tokens(output) for output in vlm_fp32.chat(conversations, GREEDY)] == [expected[name] for name in names]
     prompts = [rendered(oracle, messages) for messages in conversations]
-    assert [tokens(output) for output in exact.generate(prompts, GREEDY)] == [expected[name] for name in names]
+    assert [tokens(output) for output in vlm_fp32.generate(prompts, GREEDY)] == [expected[name] for name in names]
 
 
-def test_it_is_the_rows_that_are_read(demo):
-    """Else the test above might pass by answers that are right without looking."""
-    oracle, answers = TransformersEngine(CHECKPOINT), []
+def test_embedding_rows_determine_the_output(demo):
+    """Otherwise the test above might pass with outputs that ignore the embeddings."""
+    oracle, outputs = TransformersEngine(CHECKPOINT), []
     for name in ("circle", "pair"):
-        part = embedded(oracle, {"type": "image", "image": Image.open(CIRCLE.parent / f"{name}.png").convert("RGB")})
-        answers += texts(demo.chat([{"role": "user", "content": [part, DESCRIBE]}], GREEDY))
-    assert answers[0] == "A red circle." != answers[1]
+        part = embed_part(oracle, {"type": "image", "image": Image.open(CIRCLE.parent / f"{name}.png").convert("RGB")})
+        outputs += texts(demo.chat([{"role": "user", "content": [part, DESCRIBE]}], GREEDY))
+    assert outputs[0] == "A red circle." != outputs[1]
 
 
-# What a picture and a video may be
+# Types of images and videos
 
 
 @pytest.mark.parametrize(
@@ -208,8 +216,8 @@ def test_it_is_the_rows_that_are_read(demo):
     ],
     ids=["pil", "rgba", "array", "tensor", "text", "path", "data", "options", "part"],
 )
-def test_a_picture_in_every_form_is_answered_the_same(demo, content):
-    (output,) = demo.generate(about({"image": content}), GREEDY)
+def test_every_image_type_gives_same_output(demo, content):
+    (output,) = demo.generate(prompt_with({"image": content}), GREEDY)
     assert output.outputs[0].text == "A red circle."
     part = content if isinstance(content, dict) else {"image": content}
     (output,) = demo.chat(
@@ -223,13 +231,13 @@ def test_a_picture_in_every_form_is_answered_the_same(demo, content):
     "content",
     ["film.mp4", {"video": Path("film.mp4"), "fps": 2.0, "max_pixels": 20_000}, {"video": "film.mp4", "nframes": 4}],
 )
-def test_a_video_file_is_sampled(demo, content):
+def test_video_file_is_sampled(demo, content):
     prompt = {"prompt": PROMPT.replace("image", "video"), "multi_modal_data": {"video": content}}
     (output,) = demo.generate(prompt, GREEDY)
     assert output.usage.prompt_tokens_details.video_tokens > 0
 
 
-def test_a_list_of_pictures_is_one_video_and_a_list_of_lists_several(demo):
+def test_list_of_images_is_one_video_and_nested_lists_several(demo):
     frames = [blurred_image(seed) for seed in range(4)]
     one = demo.generate({"prompt": PROMPT.replace("image", "video"), "multi_modal_data": {"video": frames}}, GREEDY)
     same = demo.generate(
@@ -247,24 +255,24 @@ def test_a_list_of_pictures_is_one_video_and_a_list_of_lists_several(demo):
     assert two[0].usage.prompt_tokens_details.video_tokens == 2 * count > 0
 
 
-def test_options_for_all_media_bound_their_sizes(demo):
+def test_mm_processor_kwargs_bound_media_sizes(demo):
     large = blurred_image(1, 224, 224)
-    plain = demo.generate(about({"image": large}), GREEDY)[0].usage.prompt_tokens_details.image_tokens
-    small = {**about({"image": large}), "mm_processor_kwargs": {"max_pixels": 28 * 28 * 16}}
+    plain = demo.generate(prompt_with({"image": large}), GREEDY)[0].usage.prompt_tokens_details.image_tokens
+    small = {**prompt_with({"image": large}), "mm_processor_kwargs": {"max_pixels": 28 * 28 * 16}}
     assert demo.generate(small, GREEDY)[0].usage.prompt_tokens_details.image_tokens <= 16 < plain
     chat = demo.chat([user(large, "?")], GREEDY, mm_processor_kwargs={"max_pixels": 28 * 28 * 16})
     assert chat[0].usage.prompt_tokens_details.image_tokens <= 16
 
 
-# Names
+# UUIDs
 
 
-def test_what_was_sent_under_a_name_need_not_be_sent_again(demo):
+def test_uuid_references_previously_sent_image(demo):
     circle = Image.open(CIRCLE)
-    first = {**about({"image": circle}), "multi_modal_uuids": {"image": ["circle"]}}
-    again = {**about({"image": None}), "multi_modal_uuids": {"image": ["circle"]}}
+    first = {**prompt_with({"image": circle}), "multi_modal_uuids": {"image": ["circle"]}}
+    again = {**prompt_with({"image": None}), "multi_modal_uuids": {"image": ["circle"]}}
     left_out = {"prompt": PROMPT, "multi_modal_uuids": {"image": "circle"}}
-    unnamed = {**about({"image": [circle]}), "multi_modal_uuids": {"image": [None]}}
+    unnamed = {**prompt_with({"image": [circle]}), "multi_modal_uuids": {"image": [None]}}
     for prompt in (first, again, left_out, unnamed):
         assert texts(demo.generate(prompt, GREEDY)) == ["A red circle."]
     part = {"type": "image_pil", "image_pil": None, "uuid": "circle"}
@@ -276,15 +284,15 @@ def test_what_was_sent_under_a_name_need_not_be_sent_again(demo):
     ("media", "uuids", "code"),
     [(None, "never seen", "uuid_not_cached"), (blurred_image(2), "taken", "uuid_conflict")],
 )
-def test_a_name_is_bound_to_what_it_came_with(demo, media, uuids, code):
-    demo.generate({**about({"image": blurred_image(1)}), "multi_modal_uuids": {"image": ["taken"]}}, GREEDY)
+def test_uuid_is_bound_to_its_content(demo, media, uuids, code):
+    demo.generate({**prompt_with({"image": blurred_image(1)}), "multi_modal_uuids": {"image": ["taken"]}}, GREEDY)
     with pytest.raises(InvalidParameter) as caught:
-        demo.generate({**about({"image": [media]}), "multi_modal_uuids": {"image": [uuids]}}, GREEDY)
+        demo.generate({**prompt_with({"image": [media]}), "multi_modal_uuids": {"image": [uuids]}}, GREEDY)
     assert caught.value.code == code
     assert caught.value.param == "multi_modal_data.image[0].uuid"
 
 
-# What goes wrong
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -296,32 +304,32 @@ def test_a_name_is_bound_to_what_it_came_with(demo, media, uuids, code):
         ({"prompt_token_ids": [1, True]}, InvalidParameter, "prompt"),
         ({"prompt_token_ids": [1, -1]}, InvalidParameter, "prompt_token_ids"),
         ("", InvalidParameter, "prompt"),
-        (about([1]), InvalidParameter, "multi_modal_data"),
-        (about({"audio": "x.wav"}), UnsupportedParameter, "multi_modal_data.audio"),
-        (about({"image": [blurred_image(1), 3]}), InvalidParameter, "multi_modal_data.image[1]"),
-        (about({"image": [None]}), InvalidParameter, "multi_modal_data.image[0].image_url"),
-        (about({"image": "/etc/hostname"}), MediaRefused, "multi_modal_data.image[0]"),
-        (about({"image": Path("../outside.png")}), MediaRefused, "multi_modal_data.image[0]"),
-        (about({"image": "film.mp4"}), MediaUndecodable, "multi_modal_data.image[0]"),
-        (about({"image": "http://127.0.0.1:9/x.png"}), MediaRefused, "multi_modal_data.image[0]"),
-        (about({"image": {"image": blurred_image(1), "resized_height": 9}}), InvalidParameter, "multi_modal_data.image[0]"),
-        (about({"image": {"image": blurred_image(1), "fps": 1}}), InvalidParameter, "multi_modal_data.image[0]"),
-        (about({"image": {"image": blurred_image(1), "max_pixels": 0}}), InvalidParameter,
+        (prompt_with([1]), InvalidParameter, "multi_modal_data"),
+        (prompt_with({"audio": "x.wav"}), UnsupportedParameter, "multi_modal_data.audio"),
+        (prompt_with({"image": [blurred_image(1), 3]}), InvalidParameter, "multi_modal_data.image[1]"),
+        (prompt_with({"image": [None]}), InvalidParameter, "multi_modal_data.image[0].image_url"),
+        (prompt_with({"image": "/etc/hostname"}), MediaRefused, "multi_modal_data.image[0]"),
+        (prompt_with({"image": Path("../outside.png")}), MediaRefused, "multi_modal_data.image[0]"),
+        (prompt_with({"image": "film.mp4"}), MediaUndecodable, "multi_modal_data.image[0]"),
+        (prompt_with({"image": "http://127.0.0.1:9/x.png"}), MediaRefused, "multi_modal_data.image[0]"),
+        (prompt_with({"image": {"image": blurred_image(1), "resized_height": 9}}), InvalidParameter, "multi_modal_data.image[0]"),
+        (prompt_with({"image": {"image": blurred_image(1), "fps": 1}}), InvalidParameter, "multi_modal_data.image[0]"),
+        (prompt_with({"image": {"image": blurred_image(1), "max_pixels": 0}}), InvalidParameter,
          "multi_modal_data.image[0].image_url.max_pixels"),
-        (about({"video": {"video": [blurred_image(1)] * 2, "fps": 1.0}}), UnsupportedParameter,
+        (prompt_with({"video": {"video": [blurred_image(1)] * 2, "fps": 1.0}}), UnsupportedParameter,
          "multi_modal_data.video[0].fps"),
-        (named(["a", "b"]), InvalidParameter, "multi_modal_uuids.image"),
-        (named(5), InvalidParameter, "multi_modal_uuids.image"),
-        (named([5]), InvalidParameter, "multi_modal_data.image[0].uuid"),
-        ({**about({"image": blurred_image(1)}), "mm_processor_kwargs": {"crop": 1}}, InvalidParameter,
+        (with_uuids(["a", "b"]), InvalidParameter, "multi_modal_uuids.image"),
+        (with_uuids(5), InvalidParameter, "multi_modal_uuids.image"),
+        (with_uuids([5]), InvalidParameter, "multi_modal_data.image[0].uuid"),
+        ({**prompt_with({"image": blurred_image(1)}), "mm_processor_kwargs": {"crop": 1}}, InvalidParameter,
          "mm_processor_kwargs.crop"),
         ({"prompt": PROMPT}, InvalidParameter, "prompt"),
-        (about({"image": [blurred_image(1), blurred_image(2)]}), InvalidParameter, "prompt"),
-        (about({"video": [blurred_image(1), blurred_image(2)]}), InvalidParameter, "prompt"),
+        (prompt_with({"image": [blurred_image(1), blurred_image(2)]}), InvalidParameter, "prompt"),
+        (prompt_with({"video": [blurred_image(1), blurred_image(2)]}), InvalidParameter, "prompt"),
     ],
     ids=label,
 )  # fmt: skip
-def test_a_wrong_prompt_is_named(demo, prompt, error, param):
+def test_invalid_prompt_is_named(demo, prompt, error, param):
     with pytest.raises(error) as caught:
         demo.generate(prompt, GREEDY)
     assert caught.value.param == param
@@ -343,7 +351,7 @@ ROWS = torch.zeros(16, 256)
     ],
     ids=["width", "rows", "grid", "nan", "inf", "huge", "options"],
 )
-def test_embeddings_that_do_not_fit_are_refused_and_the_next_ones_work(demo, rows, grid, options):
+def test_invalid_embeddings_are_rejected_and_valid_ones_work(demo, rows, grid, options):
     wrong = {"type": "image_embeds", "image_embeds": {"image_embeds": rows, "image_grid_thw": grid}, **options}
     right = {"type": "image_embeds", "image_embeds": {"image_embeds": ROWS, "image_grid_thw": (1, 8, 8)}}
     first, second = demo.chat([[{"role": "user", "content": [part]}] for part in (wrong, right)], GREEDY)
@@ -367,15 +375,15 @@ def test_embeddings_that_do_not_fit_are_refused_and_the_next_ones_work(demo, row
     ],
     ids=label,
 )  # fmt: skip
-def test_a_wrong_part_is_named(demo, part, param):
+def test_invalid_part_is_named(demo, part, param):
     with pytest.raises(RequestError) as caught:
         demo.chat([{"role": "user", "content": [part]}], GREEDY)
     assert caught.value.param == param
 
 
-def test_one_bad_item_fails_alone(demo):
-    good = about({"image": Image.open(CIRCLE)})
-    outputs = demo.generate([good, {"prompt": "x", "unknown": 1}, about({"image": "no.png"}), good], GREEDY)
+def test_invalid_item_fails_alone(demo):
+    good = prompt_with({"image": Image.open(CIRCLE)})
+    outputs = demo.generate([good, {"prompt": "x", "unknown": 1}, prompt_with({"image": "no.png"}), good], GREEDY)
     assert [output.error is None for output in outputs] == [True, False, False, True]
     assert [output.outputs[0].text for output in (outputs[0], outputs[3])] == ["A red circle."] * 2
     assert (outputs[1].outputs, outputs[1].usage, outputs[1].prompt) == ((), None, "x")
@@ -383,7 +391,7 @@ def test_one_bad_item_fails_alone(demo):
     assert len({output.request_id for output in outputs}) == 4
 
 
-def test_alone_in_a_list_it_is_an_item_too(demo):
+def test_single_list_item_error_is_not_raised(demo):
     (output,) = demo.generate([{"prompt": PROMPT}], GREEDY)
     assert isinstance(output.error, InvalidParameter)
     (output,) = demo.chat([[{"role": "nobody", "content": "x"}]], GREEDY)
@@ -404,13 +412,13 @@ def test_alone_in_a_list_it_is_an_item_too(demo):
         ({"n": 17}, InvalidParameter, "n"),
     ],
 )
-def test_wrong_sampling_is_refused_where_it_is_written(options, error, param):
+def test_invalid_sampling_params_are_rejected(options, error, param):
     with pytest.raises(error) as caught:
         SamplingParams(**options)
     assert caught.value.param == param
 
 
-def test_all_sampling_reaches_the_decoder(scripted):
+def test_all_sampling_params_reach_decoder(scripted):
     vlm, script = scripted("ok")
     params = SamplingParams(
         temperature=0.5, top_p=0.9, top_k=7, max_tokens=5, min_tokens=1, stop=["q"], stop_token_ids=[3], seed=4,
@@ -425,7 +433,7 @@ def test_all_sampling_reaches_the_decoder(scripted):
     assert found.stop_token_ids == (3,)
 
 
-def test_stop_strings_lengths_and_log_probabilities_come_back(scripted):
+def test_stop_reason_length_and_logprobs_are_returned(scripted):
     vlm, _ = scripted("One two three.")
     (stopped,) = vlm.generate("x", SamplingParams(stop=" two"))
     assert (stopped.outputs[0].text, stopped.outputs[0].finish_reason) == ("One", "stop")
@@ -435,7 +443,7 @@ def test_stop_strings_lengths_and_log_probabilities_come_back(scripted):
     assert cut.outputs[0].logprobs[0].logprob == 0.0
 
 
-def test_each_prompt_may_have_its_own_sampling(scripted):
+def test_each_prompt_may_have_its_own_sampling_params(scripted):
     vlm, _ = scripted("One two three.")
     params = [SamplingParams(max_tokens=count) for count in (1, 2, 3)]
     assert [output.usage.completion_tokens for output in vlm.generate(["a", "b", "c"], params)] == [1, 2, 3]
@@ -445,16 +453,16 @@ def test_each_prompt_may_have_its_own_sampling(scripted):
         assert caught.value.param == "sampling_params"
 
 
-# Many at once
+# Batches
 
 
-def test_answers_come_in_order_and_the_batch_stays_full(scripted):
-    together = []
+def test_outputs_are_in_order_and_batch_stays_full(scripted):
+    running_counts = []
     vlm, script = scripted(lambda request: "x" * (1 + len(request.token_ids) % 7), delay=0.002, max_batch_size=4)
 
     def prompts():
         for index in range(60):
-            together.append(script.running)
+            running_counts.append(script.running)
             yield "a" * (1 + index)
 
     outputs = vlm.generate(prompts(), GREEDY)
@@ -463,45 +471,45 @@ def test_answers_come_in_order_and_the_batch_stays_full(scripted):
         1 + len(output.prompt_token_ids) % 7 for output in outputs
     ]
     assert [int(output.request_id) for output in outputs] == list(range(60))
-    assert max(together) >= 4
+    assert max(running_counts) >= 4
 
 
-def test_a_generator_of_pictures_is_read_as_it_is_used(scripted):
+def test_generator_of_prompts_is_read_lazily(scripted):
     vlm, _ = scripted("ok", max_batch_size=2, max_waiting=1)
-    seen, most = [], []
+    seen, alive = [], []
 
     def prompts():
         for seed in range(40):
             image = blurred_image(seed)
             seen.append(weakref.ref(image))
-            most.append(sum(reference() is not None for reference in seen))
-            yield about({"image": image})
+            alive.append(sum(reference() is not None for reference in seen))
+            yield prompt_with({"image": image})
             del image
 
     assert texts(vlm.generate(prompts(), GREEDY)) == ["ok"] * 40
-    assert max(most) <= 6  # three under way, and what the generator, the batch and a thread still have in hand
+    assert max(alive) <= 6  # three in flight, plus references held by the generator, the batch and a thread
 
 
-def test_nothing_is_an_answer_to_nothing(scripted):
+def test_empty_input_gives_empty_output(scripted):
     vlm, _ = scripted("ok")
     assert vlm.generate([]) == []
     assert vlm.chat([]) == []
 
 
-def test_a_full_engine_is_waited_for(scripted):
+def test_full_queue_is_retried(scripted):
     vlm, script = scripted(QueueFull("Busy.", retry_after=0.01), QueueFull("Busy.", retry_after=0.01), "ok")
     assert texts(vlm.generate(["a", "b", "c"], GREEDY)) == ["ok"] * 3
     assert len(script.requests) == 5
 
 
-def test_threads_share_a_vlm(scripted):
+def test_threads_share_vlm(scripted):
     vlm, _ = scripted(lambda request: "x" * len(request.token_ids), delay=0.001, max_batch_size=2)
     found = {}
 
-    def ask(size):
+    def generate(size):
         found[size] = vlm.generate(["a" * size] * 5, SamplingParams(max_tokens=99), use_tqdm=False)
 
-    threads = [threading.Thread(target=ask, args=(size,)) for size in (1, 2, 3)]
+    threads = [threading.Thread(target=generate, args=(size,)) for size in (1, 2, 3)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -511,7 +519,7 @@ def test_threads_share_a_vlm(scripted):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
-def test_what_interrupts_it_cancels_what_runs(scripted, error):
+def test_interruption_cancels_running_requests(scripted, error):
     vlm, script = scripted("A long answer that goes on. " * 20, delay=0.05)
 
     def prompts():
@@ -525,7 +533,7 @@ def test_what_interrupts_it_cancels_what_runs(scripted, error):
     assert vlm.generate("a", SamplingParams(max_tokens=1))[0].error is None
 
 
-def test_it_answers_where_an_event_loop_runs(scripted):
+def test_generate_works_inside_event_loop(scripted):
     vlm, _ = scripted("ok")
 
     async def notebook():
@@ -534,7 +542,7 @@ def test_it_answers_where_an_event_loop_runs(scripted):
     assert texts(asyncio.run(notebook())) == ["ok"]
 
 
-def test_the_progress_bar_is_shown_unless_it_is_not_wanted(scripted, capsys):
+def test_progress_bar_can_be_disabled(scripted, capsys):
     vlm, _ = scripted("ok")
     vlm.generate(["a"] * 7, GREEDY, use_tqdm=False)
     assert capsys.readouterr() == ("", "")
@@ -545,7 +553,7 @@ def test_the_progress_bar_is_shown_unless_it_is_not_wanted(scripted, capsys):
 # Open and close
 
 
-def test_an_engine_that_was_given_is_left_open(tiny_checkpoint):
+def test_given_engine_is_left_open(tiny_checkpoint):
     with scripted_engine("ok", model=str(tiny_checkpoint)) as engine:
         with VLM(engine=engine) as vlm:
             assert vlm.engine is engine
@@ -554,7 +562,7 @@ def test_an_engine_that_was_given_is_left_open(tiny_checkpoint):
             VLM("demo", engine=engine)
 
 
-def test_one_of_its_own_is_closed_and_says_so(tiny_checkpoint):
+def test_own_engine_is_closed(tiny_checkpoint):
     with VLM(tiny_checkpoint) as vlm:
         pass
     vlm.close()
@@ -565,30 +573,30 @@ def test_one_of_its_own_is_closed_and_says_so(tiny_checkpoint):
 
 
 @pytest.mark.slow
-def test_the_example_runs():
+def test_example_runs():
     root = Path(__file__).parents[2]
     command = [sys.executable, "examples/offline.py", "examples/pictures/circle.png"]
     found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert found.stdout == "examples/pictures/circle.png: A red circle.\n", found.stderr
 
 
-def test_low_detail_asks_for_no_more_than_the_model_can(demo):
+def test_low_detail_respects_model_limit(demo):
     part = {"type": "image_url", "image_url": {"url": data_url(Image.open(CIRCLE)), "detail": "low"}}
     (output,) = demo.chat([[user_of(part)]], GREEDY, use_tqdm=False)
     assert texts([output]) == ["A red circle."]
 
 
-def test_odd_objects_fail_alone(demo):
+def test_invalid_objects_fail_alone(demo):
     with CIRCLE.open("rb") as file:
         odd = [{"type": ["x"]}, {"type": "image_pil", "image_pil": file}, {"type": "image_pil", "image_pil": object()}]
         good = {"type": "image_pil", "image_pil": Image.open(CIRCLE)}
         outputs = demo.chat([[user_of(part)] for part in (*odd, good)], GREEDY, use_tqdm=False)
-        assert file.read(4) == b"\x89PNG"  # it is still the caller's
+        assert file.read(4) == b"\x89PNG"  # the caller's file remains open
     assert all(isinstance(output.error, InvalidParameter) for output in outputs[:3])
     assert texts(outputs[3:]) == ["A red circle."]
 
 
-def test_a_prompt_that_no_tokenizer_can_read_is_refused(demo):
+def test_prompt_with_lone_surrogate_is_rejected(demo):
     with pytest.raises(InvalidParameter) as caught:
         demo.generate("\ud800", GREEDY, use_tqdm=False)
     assert caught.value.param == "prompt"

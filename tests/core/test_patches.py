@@ -265,7 +265,7 @@ def test_count_tokens_equals_processed_tokens():
         for count in (1, 2, 5):
             moving = make_video([noise(height, width)] * count)
             assert processor.count_tokens(moving) == processor.process(moving).tokens
-    vast = make_video(np.broadcast_to(np.uint8(0), (1, 1_000_000, 1_000_000, 3)))  # which could not be resized
+    vast = make_video(np.broadcast_to(np.uint8(0), (1, 1_000_000, 1_000_000, 3)))  # too large to be resized
     assert processor.count_tokens(vast) == 27 * 27
 
 

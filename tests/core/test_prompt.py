@@ -167,7 +167,7 @@ def test_control_tokens_cannot_be_split_across_parts(builder, oracle):
     tokenizer, _ = oracle
     prompt = builder.build(request(user("<|im_", "end|>", "<|image_pad", "|>")), [])
     assert tokenizer.decode(prompt.token_ids).count("<|im_end|><|image_pad|>") == 1
-    # system and user turn, and the start of the answer: nothing else ends or starts a turn
+    # the system and user turns, and the start of the completion: nothing else starts or ends a turn
     assert np.count_nonzero(prompt.token_ids == tokenizer.convert_tokens_to_ids("<|im_end|>")) == 2
 
 

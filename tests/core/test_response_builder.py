@@ -340,7 +340,7 @@ def test_empty_completion_has_no_logprobs():
     assert whole(tokens_of([]), logprobs=True).choices[0].logprobs.content == []
 
 
-# Usage and wire form
+# Usage and JSON format
 
 
 def test_usage():

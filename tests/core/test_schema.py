@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from dashinfer_vlm_core.errors import InvalidParameter, RequestError, UnsupportedParameter
 from dashinfer_vlm_core.protocol import LOW_DETAIL_PIXELS, ChatRequest, MediaPart
-from dashinfer_vlm_core.protocol.fields import SUPPORTED_FIELDS, IGNORED_FIELDS, REJECTED_FIELDS
+from dashinfer_vlm_core.protocol.fields import IGNORED_FIELDS, REJECTED_FIELDS, SUPPORTED_FIELDS
 from dashinfer_vlm_core.protocol.sampling import Sampling
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -48,7 +48,7 @@ def rejection_of(data) -> RequestError:
     return caught.value
 
 
-# What is taken
+# Accepted requests
 
 
 def test_minimal_request():
@@ -306,10 +306,10 @@ def test_image_data_is_not_copied():
     assert part.url is url
 
 
-# What is refused
+# Rejected requests
 
 NUMBERS = [
-    # field, least, most
+    # field, minimum, maximum
     ("temperature", 0, 2),
     ("top_p", None, 1),
     ("frequency_penalty", -2, 2),
@@ -554,7 +554,7 @@ def test_error_states_next_step():
     assert rejection_of(request(seed=10**400)).message.endswith("; got a huge number.")
     assert rejection_of(request(stream=1)).message == "`stream` must be true or false; got 1."
     assert rejection_of(request(best_of=3)).message == (
-        "`best_of` cannot be 3 here. Answers are not ranked here: leave it out, and write `n`."
+        "`best_of` is not supported, got 3. Completions are not ranked. Use `n`."
     )
 
 

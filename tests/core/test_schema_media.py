@@ -29,7 +29,7 @@ def rejection(*parts, **fields) -> RequestError:
     return caught.value
 
 
-# Names
+# UUIDs
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_unsupported_option_is_named(options, param):
     assert error.param == param
 
 
-# Requests of code in this process
+# In-process requests
 
 
 def test_object_replaces_url():

@@ -78,13 +78,13 @@ class FaultInjector:
     def hang(self, step_timeout=600.0):
         """Make the decoder's next step hang on the compute thread."""
         worker = self.decoders[-1]._worker
-        worker._step_timeout = step_timeout  # now: no step before could take so long
+        worker._step_timeout = step_timeout  # only now, so that no earlier step can exceed it
         return Hang(worker._runner)
 
 
 @pytest.fixture
 def injector(monkeypatch):
-    monkeypatch.setattr("dashinfer_vlm_torch.worker.STOP_SECONDS", 0.5)  # what hangs is given up on soon
+    monkeypatch.setattr("dashinfer_vlm_torch.worker.STOP_SECONDS", 0.5)  # abandon hanging steps soon
     return FaultInjector()
 
 
@@ -236,7 +236,7 @@ def test_close_with_hanging_step_does_not_wait_for_tower(start, injector):
         assert hanging.is_alive()
         with pytest.raises(EngineClosed):
             answer.result(timeout=HANG)
-        with start() as other:  # in the same process, where the step hangs on
+        with start() as other:  # in the same process, where the step still hangs
             assert other.chat(HELLO).usage.completion_tokens == 4
         assert hanging.is_alive()
     finally:

@@ -75,7 +75,7 @@ def collected(chunks):
     return content or (None if calls else ""), list(map(tuple, calls.values())), chunks[-1].finish_reason
 
 
-# Out of the answer
+# Parsing the output
 
 
 @BOTH_KINDS
@@ -185,7 +185,7 @@ def test_parsing_is_independent_of_chunking(seed):
     assert read([text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]) == whole
 
 
-# Forced
+# Forced calls
 
 
 def test_forced_call():
@@ -251,7 +251,7 @@ def test_unsupported_strict_tool_is_rejected():
     assert "properties.a.uniqueItems" in caught.value.message
 
 
-# Into the prompt
+# Rendering the prompt
 
 
 TOKENIZER = Tokenizer.from_file(str(load_plugins().models["demo"] / "tokenizer.json"))
@@ -337,11 +337,11 @@ def test_control_tokens_in_tools_and_results_stay_text(demo, arguments):
     ]
     end = TOKENIZER.token_to_id("<|im_end|>")
     text, ids = prompt_of(demo, messages=messages, tools=[tool])
-    assert ids.count(end) == 4  # system, user, assistant and the result, each its own
+    assert ids.count(end) == 4  # system, user, assistant and tool result, one each
     assert text.count("<|im_end|>") > 7
 
 
-# Several answers
+# Several choices
 
 
 def test_choices_use_consecutive_seeds(demo):

@@ -125,7 +125,7 @@ def test_cached_content_is_not_encoded_again():
 def test_cache_evicts_least_recently_used_beyond_its_size():
     async def scenario(tower, service):
         await service.embed([A, B])
-        await service.embed([A])  # B is now the one used longest ago
+        await service.embed([A])  # B is now the least recently used
         await service.embed([C])
         assert service.stats.bytes == 2 * ITEM_BYTES
 
@@ -177,7 +177,7 @@ def test_concurrent_requests_encode_content_once():
         tower.gate.clear()
         requests = [await embed_in_background(service, A) for _ in range(5)]
         await wait_for_pass(tower)
-        requests += [await embed_in_background(service, A) for _ in range(5)]  # joins a pass that runs already
+        requests += [await embed_in_background(service, A) for _ in range(5)]  # joins a running pass
         tower.gate.set()
         answers = await asyncio.gather(*requests)
 
@@ -222,7 +222,7 @@ def test_item_larger_than_pass_is_encoded_alone_in_order():
 
 def test_tower_runs_in_one_thread_outside_event_loop():
     async def scenario(tower, service):
-        request = await occupy(tower, service, A)  # the loop goes on though the tower is stuck
+        request = await occupy(tower, service, A)  # the loop continues while the tower is blocked
         tower.gate.set()
         await request
         await service.embed([B])
@@ -262,7 +262,7 @@ def test_abandoned_work_is_dropped_before_it_starts():
         await asyncio.gather(running, staying)
 
         assert tower.passes == [digests(A), digests(C)]
-        await service.embed([B])  # dropped work can be asked for again
+        await service.embed([B])  # dropped work can be requested again
         assert tower.passes[2:] == [digests(B)]
 
     run(scenario)

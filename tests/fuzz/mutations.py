@@ -130,7 +130,7 @@ def _fresh(value: Any) -> Any:
     """Copy a value, so that a fault cannot change the list that it was drawn from."""
     try:
         return copy.deepcopy(value)
-    except RecursionError:  # the deep one, which is made anew each time
+    except RecursionError:  # the deeply nested one, which is rebuilt for each draw
         return value
 
 

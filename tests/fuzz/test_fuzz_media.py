@@ -16,7 +16,7 @@ from dashinfer_vlm_core.protocol import MediaPart
 from tests.fuzz.mutations import damaged_bytes
 from tests.samples import data_url, encode, encode_video, noise
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # of all cases; each is clocked by itself
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # for all cases; each one is timed separately
 
 SHARE = settings.default.max_examples
 PART = "messages[0].content[0]"

@@ -16,7 +16,7 @@ from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_server.request_body import parse_object
 from tests.fuzz.mutations import REQUESTS, damaged_bytes, requests
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # of all cases; each is clocked by itself
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # for all cases; each one is timed separately
 
 SHARE = settings.default.max_examples
 
@@ -36,7 +36,7 @@ def parse_request(make, value):
         return None
     assert isinstance(request.sampling(), Sampling)
     for media in request.media():
-        assert media.given or media.uuid
+        assert media.has_source or media.uuid
     assert len(request.template_messages()) == len(request.messages)
     return request
 

@@ -47,7 +47,7 @@ def unlogged():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unlogged")
-@pytest.mark.timeout(0)  # it has an end of its own
+@pytest.mark.timeout(0)  # has its own time limit
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="memory and descriptors are read from /proc")
 def test_mixed_traffic_with_faults_has_one_outcome_per_request(tiny_checkpoint, soak_lasts):
     injector, registry, ledger = FaultInjector(), load_plugins(), Ledger()

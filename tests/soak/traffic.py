@@ -88,7 +88,7 @@ class Clients:
             while not self._stop.is_set():
                 try:
                     rng.choice(actions)(client, rng)
-                except Exception as error:  # noqa: BLE001 - the test shows it
+                except Exception as error:  # noqa: BLE001 - the test reports it
                     self._ledger.add_unexpected(repr(error))
                 time.sleep(rng.random() * 0.02)
 
