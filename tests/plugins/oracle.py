@@ -1,4 +1,4 @@
-"""transformers' Qwen2-VL with tiny random weights: what the decoder is compared with."""
+"""transformers' Qwen2-VL with tiny random weights: the reference for the decoder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IMAGE, VIDEO, STOP = 90, 91, 95
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What is varied between the random models."""
+    """The parameters that differ between the random models."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -44,7 +44,7 @@ SHAPES = {
 
 
 def save_random_model(folder: Path, shape: Shape) -> Qwen2VLForConditionalGeneration:
-    """Weights large enough that the best tokens differ clearly, and rotary frequencies that short prompts can feel."""
+    """Save weights large enough for clear best tokens, and rotary frequencies that matter in short prompts."""
     hidden = shape.heads * shape.head_dim
     rope = {"rope_type": "default", "mrope_section": list(shape.sections), "rope_theta": 100.0}
     config = Qwen2VLConfig(
@@ -93,7 +93,7 @@ class Oracle:
     model: Qwen2VLForConditionalGeneration
 
     def decoder(self, **options) -> TorchDecoder:
-        """Ours, of the same weights; not started."""
+        """Return the project's decoder with the same weights, not started."""
         options = {"device": "cpu", "dtype": "float32", "kv_cache_mib": 64} | options
         config = EngineConfig(**options)
         return TorchDecoder(read_spec(self.folder), config, selector(config))
@@ -104,7 +104,7 @@ class Oracle:
 
     @torch.no_grad()
     def inputs(self, request: DecodeRequest) -> torch.Tensor:
-        """[1, length, hidden_size]: embeddings with visual tokens in place."""
+        """Return the embeddings including visual tokens, [1, length, hidden_size]."""
         embeds = self.model.get_input_embeddings()(torch.from_numpy(request.token_ids))
         for span in request.spans:
             embeds[span.start : span.stop] = span.tokens.embedding
@@ -112,31 +112,33 @@ class Oracle:
 
     @torch.no_grad()
     def logits(self, request: DecodeRequest, answer: list[int]) -> torch.Tensor:
-        """[answer tokens, vocab]: of each step of `answer`, teacher-forced in one pass without a cache."""
+        """Return the logits of each step of `completion`, [tokens, vocab], teacher-forced in one pass without a cache."""
         tail = self.model.get_input_embeddings()(torch.tensor(answer[:-1], dtype=torch.long))[None]
         start = request.positions.max() + 1
-        places = np.concatenate((request.positions, np.tile(np.arange(start, start + len(answer) - 1), (3, 1))), axis=1)
+        positions = np.concatenate(
+            (request.positions, np.tile(np.arange(start, start + len(answer) - 1), (3, 1))), axis=1
+        )
         out = self.model(
-            inputs_embeds=torch.cat((self.inputs(request), tail), 1), position_ids=torch.from_numpy(places)[:, None]
+            inputs_embeds=torch.cat((self.inputs(request), tail), 1), position_ids=torch.from_numpy(positions)[:, None]
         )
         return out.logits[0, len(request.token_ids) - 1 :].float()
 
     @torch.no_grad()
     def greedy(self, request: DecodeRequest) -> list[int]:
-        """transformers' greedy answer, with its own cache, token by token."""
+        """Return transformers' greedy completion, with its own cache, token by token."""
         cache, embeds, answer = DynamicCache(), self.inputs(request), []
-        places, position = torch.from_numpy(request.positions)[:, None], int(request.positions.max())
+        positions, position = torch.from_numpy(request.positions)[:, None], int(request.positions.max())
         while len(answer) < request.sampling.max_tokens and answer[-1:] != [STOP]:
-            out = self.model(inputs_embeds=embeds, position_ids=places, past_key_values=cache, use_cache=True)
+            out = self.model(inputs_embeds=embeds, position_ids=positions, past_key_values=cache, use_cache=True)
             answer.append(int(out.logits[0, -1].argmax()))
             position += 1
             embeds = self.model.get_input_embeddings()(torch.tensor([answer[-1:]]))
-            places = torch.full((3, 1, 1), position)
+            positions = torch.full((3, 1, 1), position)
         return answer
 
 
 def text(*ids: int, **sampling) -> DecodeRequest:
-    """A request of text alone."""
+    """Return a text request."""
     positions = np.tile(np.arange(len(ids)), (3, 1))
     return DecodeRequest(
         id="text",
@@ -147,15 +149,15 @@ def text(*ids: int, **sampling) -> DecodeRequest:
 
 
 def prompt(content: int, length: int, **sampling) -> DecodeRequest:
-    """A random text request."""
+    """Return a random text request."""
     return text(*np.random.default_rng(content).integers(0, 90, length).tolist(), **sampling)
 
 
 def visual(*parts: int | tuple[int, int, int], width: int, content: int = 0, **sampling) -> DecodeRequest:
-    """A request of parts in order: a number of text tokens, or the grid (t, h, w) of merged visual tokens of a picture
-    or video.
+    """Return a request of parts in order: a number of text tokens, or the grid (t, h, w) of merged visual tokens of an
+    image or video.
 
-    Positions follow the published rule: after a picture, text goes on at the largest position + 1.
+    Positions follow the published rule: after an image, text continues at the largest position + 1.
     """
     random = np.random.default_rng(content)
     ids, positions, spans, after = [], [], [], 0

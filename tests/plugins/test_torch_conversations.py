@@ -1,4 +1,4 @@
-"""Conversations through the whole engine: what was read in earlier turns is neither looked at nor read again."""
+"""Conversations through the whole engine: earlier turns are neither encoded nor computed again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.conversations import as_openai, assistant, blurred_image, user
 
 
 class CountingRunner(ModelRunner):
-    """Notes how many tokens each step reads."""
+    """Records how many tokens each step computes."""
 
     def step(self, chunks):
         self.read = [*getattr(self, "read", ()), sum(stop - start for _, start, stop in chunks)]
@@ -36,8 +36,8 @@ class CountingDecoder(TorchDecoder):
         return self.runner
 
 
-class Counted:
-    """A plugin with the PyTorch decoder, counted."""
+class CountingPlugin:
+    """A plugin with the counting PyTorch decoder."""
 
     name = "counted"
 
@@ -53,11 +53,11 @@ class Counted:
         return self.decoder
 
 
-class Counting:
-    """An engine, and what its tower and its decoder do for a request."""
+class CountingEngine:
+    """An engine that counts the work of its vision tower and decoder per request."""
 
     def __init__(self, **options):
-        registry, self._plugin = load_plugins(), Counted()
+        registry, self._plugin = load_plugins(), CountingPlugin()
         registry.add_plugin(self._plugin, name="counted")
         self.engine = Engine(
             EngineConfig(model="demo", decoder="counted", dtype="float32", **options), registry=registry
@@ -70,8 +70,8 @@ class Counting:
     def __exit__(self, *_):
         self.engine.close()
 
-    def ask(self, *messages, **fields):
-        """The text, the usage, passes of the tower, and the tokens that were read by steps."""
+    def chat(self, *messages, **fields):
+        """Return the text, the usage, the tower's passes, and the number of computed tokens."""
         before = len(getattr(self._plugin.decoder.runner, "read", ()))
         passes = self.engine.stats().vision.passes
         body = {"messages": as_openai(messages), "temperature": 0, "max_tokens": 40, **fields}
@@ -88,29 +88,33 @@ def cached(usage):
 
 
 def turns():
-    """What is asked in three turns, two of them with a picture."""
-    return [user(blurred_image(1), "What is in the picture?"), user("Are you sure?"), user("And in this one? ", blurred_image(2))]
+    """Return the user messages of three turns, two of them with an image."""
+    return [
+        user(blurred_image(1), "What is in the picture?"),
+        user("Are you sure?"),
+        user("And in this one? ", blurred_image(2)),
+    ]
 
 
 def chat(door):
-    """Three turns, each with all that was said; what came of each."""
-    said, results = [], []
+    """Run three turns, each with the whole conversation so far; return the result of each."""
+    messages, results = [], []
     for turn in turns():
-        said.append(turn)
-        results.append(door.ask(*said))
-        said.append(assistant(results[-1][0]))
+        messages.append(turn)
+        results.append(door.chat(*messages))
+        messages.append(assistant(results[-1][0]))
     return results
 
 
-def test_a_conversation_reads_each_turn_once():
-    with Counting(prefix_cache=False) as plain:
+def test_conversation_computes_each_turn_once():
+    with CountingEngine(prefix_cache=False) as plain:
         expected = chat(plain)
-    with Counting() as door:
+    with CountingEngine() as door:
         found = chat(door)
-        again = door.ask(turns()[0])
+        again = door.chat(turns()[0])
     assert [text for text, *_ in found] == [text for text, *_ in expected]
     assert [passes for _, _, passes, _ in found] == [1, 0, 1]
-    for _, usage, _, read in found:  # the last token of an answer is told, and not read
+    for _, usage, _, read in found:  # the last token of a completion is returned, but not computed
         assert read == usage.prompt_tokens - cached(usage) + usage.completion_tokens - 1
     for (_, before, *_), (_, after, *_) in pairwise(found):
         assert cached(after) >= before.prompt_tokens
@@ -119,7 +123,7 @@ def test_a_conversation_reads_each_turn_once():
     assert (cached(again[1]), again[2]) == (again[1].prompt_tokens - 1, 0)
 
 
-def test_many_users_with_one_picture_read_it_once():
+def test_many_users_of_one_image_compute_it_once():
     questions = [f"Question {number}: what is in the picture?" for number in range(8)]
     bodies = [
         {"messages": as_openai([user(blurred_image(1), question)]), "temperature": 0, "max_tokens": 12}
@@ -129,11 +133,11 @@ def test_many_users_with_one_picture_read_it_once():
     async def all_at_once(engine):
         return await asyncio.gather(*(engine.achat(body) for body in bodies))
 
-    with Counting() as door:
+    with CountingEngine() as door:
         answers = asyncio.run(all_at_once(door.engine))
         found = [cached(answer.usage) for answer in answers]
         stats = door.stats()
-    with Counting(prefix_cache=False) as plain:
+    with CountingEngine(prefix_cache=False) as plain:
         expected = asyncio.run(all_at_once(plain.engine))
     assert [one.choices[0].message.content for one in answers] == [one.choices[0].message.content for one in expected]
     images = answers[0].usage.prompt_tokens_details.image_tokens
@@ -142,52 +146,54 @@ def test_many_users_with_one_picture_read_it_once():
     assert (stats.queries, stats.hits, stats.cached_tokens) == (8, 7, sum(found))
 
 
-def test_several_answers_count_as_cached_what_none_of_them_had_to_read():
-    with Counting() as door:
+def test_several_choices_count_only_common_cached_tokens():
+    with CountingEngine() as door:
         request = {"n": 3, "temperature": 1.0, "seed": 4}
-        _, first, _, read = door.ask(turns()[0], **request)
-        _, second, *_ = door.ask(turns()[0], **request)
+        _, first, _, read = door.chat(turns()[0], **request)
+        _, second, *_ = door.chat(turns()[0], **request)
     assert cached(first) == 0
     assert cached(second) == second.prompt_tokens - 1
     assert read == first.prompt_tokens + 2 + first.completion_tokens - 3
 
 
 @pytest.mark.parametrize("salts", [("", "anna"), ("anna", ""), ("anna", "bert")])
-def test_a_salt_keeps_text_and_pictures_to_itself(salts):
-    """As if nobody had asked before."""
+def test_cache_salt_isolates_text_and_images(salts):
+    """The results are those of an empty cache."""
     first, second = salts
-    with Counting() as door:
-        asked = [door.ask(turns()[0], cache_salt=salt or None) for salt in (first, second, first)]
-    assert [cached(usage) for _, usage, *_ in asked] == [0, 0, asked[0][1].prompt_tokens - 1]
-    assert [passes for _, _, passes, _ in asked] == [1, 1, 0]
+    with CountingEngine() as door:
+        results = [door.chat(turns()[0], cache_salt=salt or None) for salt in (first, second, first)]
+    assert [cached(usage) for _, usage, *_ in results] == [0, 0, results[0][1].prompt_tokens - 1]
+    assert [passes for _, _, passes, _ in results] == [1, 1, 0]
 
 
-def test_all_that_computes_does_so_on_the_thread_for_that(monkeypatch):
-    """Else OpenMP has a second team of threads, and every step is slower for it."""
+def test_all_computation_is_on_compute_thread(monkeypatch):
+    """Otherwise OpenMP would create a second team of threads, which slows down every step."""
     seen = {}
 
-    def note(owner, name):
+    def record(owner, name):
         plain = getattr(owner, name)
 
-        def noted(*arguments, **options):
+        def recording(*arguments, **options):
             seen.setdefault(name, set()).add(threading.current_thread().name)
             return plain(*arguments, **options)
 
-        monkeypatch.setattr(owner, name, noted)
+        monkeypatch.setattr(owner, name, recording)
 
-    note(TorchKernels, "linear")  # weights, as they are read
-    note(TorchKernels, "norm")
-    note(TorchKernels, "attend")
-    note(Qwen2VLEncoder, "normalize")
-    note(runner, "sample")
-    note(KVCache, "move")
-    with Counting() as door:
-        door.ask(user(blurred_image(1), "What is in the picture?"))
-        door.ask(user(blurred_image(1), "Is it red?"))
-        bodies = [{"messages": as_openai([user(blurred_image(1), f"{word}?")]), "max_tokens": 8} for word in ("A", "B", "C")]
+    record(TorchKernels, "linear")  # weights, as they are read
+    record(TorchKernels, "norm")
+    record(TorchKernels, "attend")
+    record(Qwen2VLEncoder, "normalize")
+    record(runner, "sample")
+    record(KVCache, "copy_rows")
+    with CountingEngine() as door:
+        door.chat(user(blurred_image(1), "What is in the picture?"))
+        door.chat(user(blurred_image(1), "Is it red?"))
+        bodies = [
+            {"messages": as_openai([user(blurred_image(1), f"{word}?")]), "max_tokens": 8} for word in ("A", "B", "C")
+        ]
 
         async def all_at_once():
             await asyncio.gather(*map(door.engine.achat, bodies))
 
         asyncio.run(all_at_once())
-    assert seen == {name: {THREAD_NAME} for name in ("linear", "norm", "attend", "normalize", "sample", "move")}
+    assert seen == {name: {THREAD_NAME} for name in ("linear", "norm", "attend", "normalize", "sample", "copy_rows")}

@@ -1,4 +1,4 @@
-"""Callers: waiting, refusal, cancellation, faults, threads and event loops."""
+"""The decoder's callers: queueing, rejection, cancellation, errors, threads and event loops."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dashinfer_vlm_core.errors import (
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_torch import register_decoders
 from dashinfer_vlm_torch.runner import ModelRunner
-from dashinfer_vlm_torch.scheduler import ROOM
+from dashinfer_vlm_torch.scheduler import INITIAL_OUTPUT_ROWS
 from dashinfer_vlm_torch.worker import Worker
 from tests.decoder_pause import DecoderPause
 from tests.kernels import selector
@@ -39,63 +39,63 @@ IDLE = {"running": 0, "waiting": 0, "kv_used": 0}
 
 
 def load(decoder):
-    """Who runs and waits, and what they hold."""
+    """Return the number of running and waiting requests, and the used rows."""
     stats = decoder.stats
     return {"running": stats.running, "waiting": stats.waiting, "kv_used": stats.kv_used}
 
 
-async def reaches(decoder, **state):
-    """Wait until `load` is `state`: the worker's thread may be ahead of this one, or behind."""
+async def wait_for_load(decoder, **state):
+    """Wait until `load` includes `state`: the worker's thread may be ahead of this one, or behind."""
     await asyncio.to_thread(until, lambda: state.items() <= load(decoder).items())
 
 
-async def cancelled(tasks):
-    """Cancel tasks; how they ended."""
+async def cancel_all(tasks):
+    """Cancel tasks and return their outcomes."""
     for task in tasks:
         task.cancel()
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def with_embedding(request, embedding, **changes):
-    """The request, with other rows in its first span."""
+    """Return the request with other rows in its first span."""
     first, *rest = request.spans
     return replace(request, spans=(replace(first, tokens=replace(first.tokens, embedding=embedding, **changes)), *rest))
 
 
-def test_cancelling_frees_everything_at_once(oracle):
+def test_closing_stream_frees_memory_immediately(oracle):
     async def run():
         async with decoding(oracle.decoder()) as decoder:
-            brake = DecoderPause(decoder, steps=4)
+            pause = DecoderPause(decoder, steps=4)
             stays = asyncio.create_task(collect(decoder, prompt(1, 20, max_tokens=200, ignore_eos=True)))
             async with aclosing(decoder.decode(prompt(2, 30, **LONG))) as tokens:
                 async for _ in tokens:
                     break
-                await reaches(decoder, running=2)
+                await wait_for_load(decoder, running=2)
                 held = load(decoder)
             after = load(decoder)
-            brake.release()
+            pause.release()
             answer = await stays
             return held, after, ids(answer), load(decoder)
 
     held, after, answer, idle = asyncio.run(run())
-    assert (held["running"], held["kv_used"] >= 20 + 30 + 2 * ROOM) == (2, True)
+    assert (held["running"], held["kv_used"] >= 20 + 30 + 2 * INITIAL_OUTPUT_ROWS) == (2, True)
     assert (after["running"], after["kv_used"] < held["kv_used"]) == (1, True)
     expected = oracle.greedy(prompt(1, 20))
     assert answer[: len(expected)] == expected
     assert idle == IDLE
 
 
-def test_cancelling_the_readers_task_frees_everything(oracle):
-    """One that runs, one that waits, and one that is being read."""
+def test_canceling_reader_task_frees_memory(oracle):
+    """For a running, a waiting, and a prefilling request."""
 
     async def run():
         async with decoding(oracle.decoder(max_batch_size=2, prefill_chunk=1)) as decoder:
-            brake = DecoderPause(decoder, steps=8)
+            pause = DecoderPause(decoder, steps=8)
             requests = [prompt(1, 3, **LONG), prompt(2, 300, **LONG), prompt(3, 3, **LONG)]
             tasks = [asyncio.create_task(collect(decoder, request)) for request in requests]
-            await reaches(decoder, running=2, waiting=1)
-            ends, after = await cancelled(tasks), load(decoder)
-            brake.release()
+            await wait_for_load(decoder, running=2, waiting=1)
+            ends, after = await cancel_all(tasks), load(decoder)
+            pause.release()
             return ends, after
 
     ends, after = asyncio.run(run())
@@ -103,8 +103,8 @@ def test_cancelling_the_readers_task_frees_everything(oracle):
     assert after == IDLE
 
 
-def test_requests_wait_for_memory_and_all_are_served(oracle):
-    """2048 tokens fit; each request comes to take 620."""
+def test_requests_wait_for_memory_and_all_complete(oracle):
+    """2048 tokens fit; each request grows to 620."""
     requests = [prompt(seed, 20, max_tokens=600, ignore_eos=True) for seed in range(4)]
 
     async def run():
@@ -118,22 +118,22 @@ def test_requests_wait_for_memory_and_all_are_served(oracle):
     assert idle == IDLE
 
 
-def test_a_full_queue_refuses(oracle):
+def test_full_queue_rejects(oracle):
     async def run():
         async with decoding(oracle.decoder(max_batch_size=1, max_waiting=1)) as decoder:
-            brake = DecoderPause(decoder, steps=4)
+            pause = DecoderPause(decoder, steps=4)
             tasks = [asyncio.create_task(collect(decoder, prompt(seed, 5, **LONG))) for seed in range(2)]
-            await reaches(decoder, running=1, waiting=1)
-            with pytest.raises(QueueFull, match="1 requests wait"):
+            await wait_for_load(decoder, running=1, waiting=1)
+            with pytest.raises(QueueFull, match="1 requests are already waiting"):
                 await collect(decoder, prompt(3, 5))
-            await cancelled(tasks)
-            brake.release()
+            await cancel_all(tasks)
+            pause.release()
             return await collect(decoder, prompt(3, 5))
 
     assert ids(asyncio.run(run())) == oracle.greedy(prompt(3, 5))
 
 
-def test_what_could_never_fit_is_refused_with_the_counts(oracle):
+def test_request_larger_than_memory_is_rejected_with_counts(oracle):
     async def run():
         async with decoding(oracle.decoder(kv_cache_mib=1)) as decoder:
             assert decoder.max_model_len == 2048
@@ -146,23 +146,23 @@ def test_what_could_never_fit_is_refused_with_the_counts(oracle):
     assert (error.prompt_tokens, error.limit, error.param) == (30, 2048, "messages")
 
 
-def test_the_context_is_the_smallest_of_three_limits(oracle):
+def test_context_is_smallest_of_three_limits(oracle):
     assert oracle.decoder().max_model_len == 4096
     assert oracle.decoder(max_model_len=100).max_model_len == 100
     assert oracle.decoder(max_model_len=9000).max_model_len == 4096
     assert oracle.decoder(kv_cache_mib=1).max_model_len == 2048
 
 
-def test_closing_ends_running_and_waiting_requests(oracle):
+def test_close_ends_running_and_waiting_requests(oracle):
     async def run():
         decoder = oracle.decoder(max_batch_size=1)
         await decoder.start()
-        brake, worker = DecoderPause(decoder, steps=4), decoder._worker
+        pause, worker = DecoderPause(decoder, steps=4), decoder._worker
         tasks = [asyncio.create_task(collect(decoder, prompt(seed, 5, **LONG))) for seed in range(3)]
-        await reaches(decoder, running=1, waiting=2)
+        await wait_for_load(decoder, running=1, waiting=2)
         closing = asyncio.create_task(decoder.close())
         await asyncio.to_thread(until, lambda: worker._ended)
-        brake.release()
+        pause.release()
         await closing
         await decoder.close()
         ends = await asyncio.gather(*tasks, return_exceptions=True)
@@ -178,13 +178,13 @@ def test_closing_ends_running_and_waiting_requests(oracle):
     assert ids(again) == oracle.greedy(prompt(1, 5))
 
 
-def test_a_decoder_that_was_not_started_says_so(oracle):
+def test_decoder_that_was_not_started_reports_it(oracle):
     with pytest.raises(EngineClosed, match="Start the engine"):
         asyncio.run(collect(oracle.decoder(), prompt(1, 5)))
 
 
 def malformed(width):
-    """Requests that break a promise of DecodeRequest."""
+    """Return requests that violate an invariant of DecodeRequest."""
     good = visual(3, (1, 2, 3), 4, width=width)
     return {
         "span beyond the prompt": replace(good, spans=(replace(good.spans[0], start=8),)),
@@ -200,7 +200,7 @@ def malformed(width):
     }
 
 
-def test_malformed_requests_fail_and_their_neighbours_do_not_notice(oracle):
+def test_malformed_requests_do_not_affect_others(oracle):
     requests = malformed(oracle.width)
 
     async def run():
@@ -222,8 +222,8 @@ def test_malformed_requests_fail_and_their_neighbours_do_not_notice(oracle):
         pytest.param(lambda rows: rows * float("nan"), id="NaN"),
     ],
 )
-def test_a_request_that_breaks_its_step_fails_alone(oracle, embedding):
-    """Neighbours in prefill and in decode are tried again without it, and their answers are the same."""
+def test_request_that_fails_its_step_fails_alone(oracle, embedding):
+    """Other requests in prefill and decode are retried without it, and their completions are unchanged."""
     good = visual(3, (1, 2, 3), 4, width=oracle.width)
     bad = with_embedding(good, embedding(good.spans[0].tokens.embedding), digest=b"bad ".ljust(32))
     seeded = prompt(5, 9, temperature=1.0, seed=7, ignore_eos=True)
@@ -231,12 +231,12 @@ def test_a_request_that_breaks_its_step_fails_alone(oracle, embedding):
     async def run():
         async with decoding(oracle.decoder(prefill_chunk=20)) as decoder:
             alone = await collect(decoder, seeded)
-            brake = DecoderPause(decoder, steps=2)  # some are in their prompt then, and some in their answer
+            pause = DecoderPause(decoder, steps=2)  # then some are in prefill and some in decode
             neighbours = [asyncio.create_task(collect(decoder, one)) for one in (prompt(1, 20), seeded, good)]
-            await reaches(decoder, running=3)
+            await wait_for_load(decoder, running=3)
             joining = asyncio.create_task(collect(decoder, bad))
             await asyncio.to_thread(until, lambda: decoder.stats.running + decoder.stats.waiting == 4)
-            brake.release()
+            pause.release()
             with pytest.raises(DecoderFailed):
                 await joining
             return ids(alone), [ids(tokens) for tokens in await asyncio.gather(*neighbours)], load(decoder)
@@ -247,7 +247,7 @@ def test_a_request_that_breaks_its_step_fails_alone(oracle, embedding):
 
 
 class LostDevice(ModelRunner):
-    """Every call fails, as after an illegal memory access in a CUDA context."""
+    """A runner whose calls all fail, as after an illegal memory access in a CUDA context."""
 
     def step(self, chunks):
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -256,8 +256,8 @@ class LostDevice(ModelRunner):
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
 
-def test_lost_device_ends_the_decoder(oracle):
-    """Failing each request alone would go on forever; a decoder that has ended is replaced or reported."""
+def test_lost_device_ends_decoder(oracle):
+    """Failing each request separately would never end; an ended decoder is replaced or reported."""
     decoder = oracle.decoder()
     runner = decoder._load()
     decoder._worker = Worker(LostDevice(runner._model, runner._cache), decoder._scheduler(), step_timeout=600)
@@ -275,7 +275,7 @@ def test_lost_device_ends_the_decoder(oracle):
 
 
 @pytest.mark.parametrize("options", [{"logit_bias": {96: 1.0}}, {"logit_bias": {-1: 1.0}}, {"stop_token_ids": (96,)}])
-def test_tokens_that_do_not_exist_are_refused_by_name(oracle, options):
+def test_invalid_token_ids_are_rejected_by_name(oracle, options):
     async def run():
         async with decoding(oracle.decoder()) as decoder:
             await collect(decoder, prompt(1, 5, **options))
@@ -285,7 +285,7 @@ def test_tokens_that_do_not_exist_are_refused_by_name(oracle, options):
     assert [refusal.value.param] == list(options)
 
 
-def test_many_threads_with_event_loops_of_their_own(oracle):
+def test_many_threads_with_separate_event_loops(oracle):
     decoder = oracle.decoder(max_batch_size=5, prefill_chunk=16)
     expected = [oracle.greedy(prompt(seed, 4 + 7 * seed)) for seed in range(6)]
     answers = {}
@@ -307,35 +307,35 @@ def test_many_threads_with_event_loops_of_their_own(oracle):
     assert answers == dict.fromkeys(range(4), expected)
 
 
-def test_an_event_loop_that_is_closed_under_its_readers_holds_nothing(oracle):
+def test_closed_event_loop_frees_its_requests(oracle):
     decoder = oracle.decoder()
     asyncio.run(decoder.start())
     loop = asyncio.new_event_loop()
     tokens = decoder.decode(prompt(1, 5, max_tokens=3000, ignore_eos=True))
-    brake = DecoderPause(decoder, steps=2)
+    pause = DecoderPause(decoder, steps=2)
     loop.run_until_complete(anext(tokens))
     loop.close()
-    brake.release()
+    pause.release()
     until(lambda: load(decoder) == IDLE)
     asyncio.run(decoder.close())
     del tokens
     gc.collect()
 
 
-def test_the_thread_is_named_idle_and_gone_after_close(oracle):
-    def named():
+def test_worker_thread_is_named_idle_and_ends_at_close(oracle):
+    def worker_threads():
         return [thread for thread in threading.enumerate() if thread.name == "dashinfer-vlm-torch-decoder"]
 
-    others = named()  # of engines that other tests share until the end
+    others = worker_threads()  # ignore threads of engines that other tests share
     decoder = oracle.decoder()
     asyncio.run(decoder.start())
-    (thread,) = set(named()) - set(others)
+    (thread,) = set(worker_threads()) - set(others)
     assert thread.daemon
     asyncio.run(decoder.close())
-    assert named() == others
+    assert worker_threads() == others
 
 
-def test_the_plugin_registers_the_decoder(oracle):
+def test_plugin_registers_decoder(oracle):
     factories = []
     register_decoders(factories.append)
     (factory,) = factories
@@ -349,7 +349,7 @@ def test_the_plugin_registers_the_decoder(oracle):
     assert factory.check_support(spec, config).score > 0
 
 
-def test_setup_faults_are_named(oracle, tmp_path):
+def test_setup_errors_are_named(oracle, tmp_path):
     spec = read_spec(oracle.folder)
     with pytest.raises(ConfigError, match="device"):
         oracle.decoder(device="nowhere")

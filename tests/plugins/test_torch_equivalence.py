@@ -47,8 +47,8 @@ def test_greedy_tokens_equal_transformers(oracles, shape):
         assert tokens[-1].finish_reason is not None
 
 
-def test_a_picture_equals_transformers_generate(oracle):
-    """Through `generate`, with transformers' own tower, placeholders and positions."""
+def test_image_request_equals_transformers_generate(oracle):
+    """Compare with `generate`, with transformers' own tower, placeholders and positions."""
     request = visual(3, (1, 2, 3), 4, width=oracle.width, max_tokens=20)
     request.token_ids[2], request.token_ids[9] = 92, 93  # vision_start, vision_end
     pixels, grid = (
@@ -77,7 +77,7 @@ def test_a_picture_equals_transformers_generate(oracle):
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_chunked_equals_whole(oracle, chunk):
-    """A chunk of 7 cuts every span of these prompts."""
+    """A chunk size of 7 splits every span of these prompts."""
 
     async def chunked():
         async with decoding(oracle.decoder(prefill_chunk=chunk)) as decoder:
@@ -88,7 +88,7 @@ def test_chunked_equals_whole(oracle, chunk):
 
 @pytest.mark.parametrize("batch", [3, 32])
 def test_batched_equals_alone(oracle, batch):
-    """Requests join while others decode; a batch of 3 makes most of them wait."""
+    """Requests arrive while others decode; with a batch size of 3, most of them wait."""
 
     decoded = 0
 
@@ -109,8 +109,8 @@ def test_batched_equals_alone(oracle, batch):
     assert asyncio.run(batched()) == [oracle.greedy(request) for request in requests(oracle)]
 
 
-def test_the_kind_of_the_visual_tokens_does_not_matter(oracle):
-    """A tower may compute in another dtype."""
+def test_visual_token_dtype_does_not_matter(oracle):
+    """The tower may compute in another dtype."""
     request = visual(5, (1, 4, 6), 7, width=oracle.width)
     rounded = request.spans[0].tokens.embedding.bfloat16()
     spans = [
@@ -128,7 +128,7 @@ def test_the_kind_of_the_visual_tokens_does_not_matter(oracle):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_stays_close(oracle, dtype):
-    """Log-probabilities of a forced answer within what 8 (or 11) bits of mantissa leave."""
+    """Log probabilities of a forced completion agree within the precision of 8 (or 11) mantissa bits."""
     answer = oracle.greedy(prompt(1, 20))
     forced = prompt(1, 20, logprobs=0, max_tokens=len(answer), ignore_eos=True)
 
@@ -146,8 +146,8 @@ def test_half_precision_stays_close(oracle, dtype):
         )
 
 
-def test_log_probabilities_equal_transformers(oracle):
-    """Of the model's own distribution: penalties, bias and temperature change the choice, not the report."""
+def test_logprobs_equal_transformers(oracle):
+    """They are those of the unmodified distribution: penalties, bias and temperature only affect sampling."""
     request = prompt(2, 20, logprobs=5, temperature=1.5, seed=1, repetition_penalty=1.3, logit_bias={3: 5.0}, top_k=9)
 
     async def ours():
@@ -163,7 +163,7 @@ def test_log_probabilities_equal_transformers(oracle):
         assert [value for _, value in token.top_logprobs] == pytest.approx(best.values[step].tolist(), abs=1e-4)
 
 
-def test_log_probabilities_are_left_out_unless_asked_for(oracle):
+def test_logprobs_are_omitted_unless_requested(oracle):
     async def ours():
         async with decoding(oracle.decoder()) as decoder:
             return await asyncio.gather(
@@ -180,7 +180,7 @@ def test_log_probabilities_are_left_out_unless_asked_for(oracle):
     )
 
 
-def test_the_same_seed_gives_the_same_answer_in_any_company(oracle):
+def test_same_seed_gives_same_completion_in_any_batch(oracle):
     request = visual(
         3, (1, 3, 3), 5, width=oracle.width, temperature=1.0, seed=1234, top_p=0.95, max_tokens=40, ignore_eos=True
     )
@@ -198,7 +198,7 @@ def test_the_same_seed_gives_the_same_answer_in_any_company(oracle):
     assert other != alone
 
 
-def test_without_a_seed_answers_differ(oracle):
+def test_completions_without_seed_differ(oracle):
     request = prompt(1, 5, temperature=1.5, max_tokens=30, ignore_eos=True)
 
     async def run():
@@ -208,8 +208,8 @@ def test_without_a_seed_answers_differ(oracle):
     assert len({tuple(ids(tokens)) for tokens in asyncio.run(run())}) == 3
 
 
-def test_how_answers_end(oracle):
-    """By the model's own token, by a token of the request, or by length."""
+def test_finish_reasons(oracle):
+    """By the model's stop token, by a stop token of the request, or by length."""
     free = oracle.greedy(prompt(1, 20, max_tokens=24))
     third = next(token for token in free if token != free[0])
     place = free.index(third)
@@ -227,17 +227,17 @@ def test_how_answers_end(oracle):
                 "late stop": await ask(stop_token_ids=(third,), min_tokens=place + 2),
             }
 
-    answers = asyncio.run(run())
-    ends = {name: (len(tokens), tokens[-1].finish_reason) for name, tokens in answers.items()}
+    completions = asyncio.run(run())
+    ends = {name: (len(tokens), tokens[-1].finish_reason) for name, tokens in completions.items()}
     assert ends["length"] == (24, "length")
     assert ends["stop"] == (place + 1, "stop")
     assert ends["eos"] == (1, "stop")
     assert ends["ignored"] == (24, "length")
     assert ends["late"] == (6, "stop")
-    assert third not in ids(answers["late stop"])[: place + 2]
+    assert third not in ids(completions["late stop"])[: place + 2]
 
 
-def test_an_answer_may_fill_the_context(oracle):
+def test_completion_may_fill_context(oracle):
     request = prompt(1, 20, max_tokens=44, ignore_eos=True)
 
     async def run():
@@ -256,23 +256,23 @@ native = pytest.mark.skipif(
 
 @native
 @pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_in_bfloat16_company_and_chunks_change_no_bit(oracle, quantization):
-    """With the kernels in C: tokens and log-probabilities, to the last bit."""
+def test_bfloat16_is_bit_exact_in_any_batch_and_chunking(oracle, quantization):
+    """With the C kernels, tokens and log probabilities are bit-exact."""
 
-    async def answers(together, **options):
+    async def completions(together, **options):
         requests_ = [replace(request, sampling=replace(request.sampling, logprobs=3)) for request in requests(oracle)]
         async with decoding(oracle.decoder(dtype="bfloat16", quantization=quantization, **options)) as decoder:
             if together:
                 return await asyncio.gather(*(collect(decoder, request) for request in requests_))
             return [await collect(decoder, request) for request in requests_]
 
-    alone = asyncio.run(answers(False, prefix_cache=False))
-    assert asyncio.run(answers(True, prefill_chunk=16)) == alone
-    assert asyncio.run(answers(True, max_batch_size=3)) == alone
+    alone = asyncio.run(completions(False, prefix_cache=False))
+    assert asyncio.run(completions(True, prefill_chunk=16)) == alone
+    assert asyncio.run(completions(True, max_batch_size=3)) == alone
 
 
 @native
-def test_eight_bits_stay_close(oracle):
+def test_int8_stays_close(oracle):
     answer = oracle.greedy(prompt(1, 20))
     forced = prompt(1, 20, logprobs=0, max_tokens=len(answer), ignore_eos=True)
 
@@ -293,7 +293,7 @@ def test_eight_bits_stay_close(oracle):
         {"quantization": "int8", "dtype": "bfloat16", "cpu_kernels": "torch"},
     ],
 )
-def test_a_quantization_that_is_not_possible_is_refused(oracle, options):
-    with pytest.raises(ConfigError, match=r"it knows int8 alone|leave `cpu_kernels` torch out") as caught:
+def test_impossible_quantization_is_rejected(oracle, options):
+    with pytest.raises(ConfigError, match=r"it supports only int8|Remove `cpu_kernels` torch") as caught:
         oracle.decoder(**options)
     assert caught.value.param == "quantization"

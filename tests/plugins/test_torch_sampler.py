@@ -1,4 +1,4 @@
-"""The vectorised sampler against a plain one, row by row."""
+"""The vectorized sampler compared with a simple one, row by row."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_torch.sampler import (
-    LARGEST_UNIFORM,
-    _nucleus_floors,
-    _pick,
-    _wide_nucleus_floors,
+    MAX_UNIFORM,
+    _nucleus_thresholds,
+    _invert_cdf,
+    _wide_nucleus_thresholds,
     is_greedy,
     sample,
     uniform,
@@ -26,24 +26,24 @@ from .oracle import text
 STOPS = (95,)
 
 
-def run(answer=(), prompt=(1, 2, 2, 3), **sampling):
+def sequence(output_ids=(), prompt=(1, 2, 2, 3), **sampling):
     made = SequenceState.of(text(*prompt, **{"temperature": 1.0, "max_tokens": 10_000} | sampling), STOPS)
-    made.output_ids.extend(answer)
+    made.output_ids.extend(output_ids)
     return made
 
 
-def probabilities(logits, run):
-    """The distribution of the next token, step by step in the order that vLLM documents."""
-    options, scores = run.request.sampling, [float(x) for x in logits]
+def probabilities(logits, sequence):
+    """Compute the distribution of the next token, step by step in the order documented by vLLM."""
+    options, scores = sequence.request.sampling, [float(x) for x in logits]
     for token, bias in options.logit_bias.items():
         scores[token] += bias
-    if len(run.output_ids) < options.min_tokens:
+    if len(sequence.output_ids) < options.min_tokens:
         for token in {*options.stop_token_ids, *(() if options.ignore_eos else STOPS)}:
             scores[token] = -math.inf
-    for token in {*run.request.token_ids.tolist(), *run.output_ids}:
+    for token in {*sequence.request.token_ids.tolist(), *sequence.output_ids}:
         p = options.repetition_penalty
         scores[token] = scores[token] / p if scores[token] > 0 else scores[token] * p
-    for token, count in Counter(run.output_ids).items():
+    for token, count in Counter(sequence.output_ids).items():
         scores[token] -= options.presence_penalty + options.frequency_penalty * count
     if options.temperature == 0:
         return np.eye(len(scores))[int(np.argmax(scores))]
@@ -60,7 +60,7 @@ def probabilities(logits, run):
 
 
 def random_sampling(chance):
-    """Each option in about half of the rows."""
+    """Return sampling options, each one set with probability `chance`."""
     options = {
         "temperature": float(chance.choice([0, 0.3, 1.0, 2.0])),
         "top_p": float(chance.uniform(0.05, 1)),
@@ -79,28 +79,32 @@ def random_sampling(chance):
     }
 
 
-def test_every_row_of_a_mixed_batch_is_drawn_as_by_the_plain_sampler():
+def test_mixed_batch_equals_simple_sampler():
     chance = np.random.default_rng(0)
-    runs = [run(chance.integers(0, 96, chance.integers(0, 12)).tolist(), **random_sampling(chance)) for _ in range(600)]
+    sequences = [
+        sequence(chance.integers(0, 96, chance.integers(0, 12)).tolist(), **random_sampling(chance)) for _ in range(600)
+    ]
     logits = torch.from_numpy(chance.normal(scale=2, size=(600, 96)).astype(np.float32))
     before = logits.clone()
-    choices = sample(logits, runs)
-    for row, (one, choice) in enumerate(zip(runs, choices, strict=True)):
+    choices = sample(logits, sequences)
+    for row, (one, choice) in enumerate(zip(sequences, choices, strict=True)):
         expected = probabilities(logits[row], one)
         border = np.cumsum(expected)
         point = uniform(one)
-        if np.abs(border - point).min() > 1e-5:  # else rounding decides
+        if np.abs(border - point).min() > 1e-5:  # otherwise rounding decides
             assert choice.id == int(np.searchsorted(border, point, side="right")), one.request.sampling
     assert torch.equal(logits, before)
 
 
-def test_rows_that_take_the_likeliest_token_depend_on_nothing_else():
+def test_greedy_rows_depend_only_on_argmax():
     chance = np.random.default_rng(1)
-    runs = [run(chance.integers(0, 96, chance.integers(0, 12)).tolist(), **random_sampling(chance)) for _ in range(600)]
-    runs += [run(temperature=0), run(temperature=0, top_p=0.5, top_k=3, min_tokens=4, ignore_eos=True)]
+    sequences = [
+        sequence(chance.integers(0, 96, chance.integers(0, 12)).tolist(), **random_sampling(chance)) for _ in range(600)
+    ]
+    sequences += [sequence(temperature=0), sequence(temperature=0, top_p=0.5, top_k=3, min_tokens=4, ignore_eos=True)]
     logits = torch.from_numpy(chance.normal(scale=2, size=(602, 96)).astype(np.float32))
-    rows = [row for row, one in enumerate(runs) if is_greedy(one)]
-    choices = sample(logits, runs)
+    rows = [row for row, one in enumerate(sequences) if is_greedy(one)]
+    choices = sample(logits, sequences)
     assert [choices[row] for row in rows] == [SampledToken(int(logits[row].argmax())) for row in rows]
     assert rows[-2:] == [600, 601]
 
@@ -117,27 +121,27 @@ def test_rows_that_take_the_likeliest_token_depend_on_nothing_else():
         {"min_tokens": 2},
     ],
 )
-def test_what_asks_for_more_than_the_likeliest_token(options):
-    assert not is_greedy(run(**{"temperature": 0} | options))
+def test_is_greedy(options):
+    assert not is_greedy(sequence(**{"temperature": 0} | options))
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it():
+def test_row_is_independent_of_batch():
     chance = np.random.default_rng(1)
-    runs = [run(chance.integers(0, 96, 5).tolist(), **random_sampling(chance), logprobs=3) for _ in range(50)]
+    sequences = [sequence(chance.integers(0, 96, 5).tolist(), **random_sampling(chance), logprobs=3) for _ in range(50)]
     logits = torch.from_numpy(chance.normal(size=(50, 96)).astype(np.float32)).bfloat16().float()  # many equal logits
-    together = sample(logits, runs)
-    assert together == [sample(logits[row : row + 1], [one])[0] for row, one in enumerate(runs)]
+    together = sample(logits, sequences)
+    assert together == [sample(logits[row : row + 1], [one])[0] for row, one in enumerate(sequences)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.8}, {"top_k": 5}, {"temperature": 0.5, "top_p": 0.9, "top_k": 12}])
-def test_draws_follow_the_distribution(options):
-    """Chi-square over 20 000 draws with fixed seeds; the bound is the 99.9 % quantile for its degrees of freedom."""
+def test_samples_follow_distribution(options):
+    """Chi-square over 20,000 samples with fixed seeds; the bound is the 99.9% quantile for its degrees of freedom."""
     logits = torch.from_numpy(np.random.default_rng(2).normal(size=24).astype(np.float32))
     draws = 20_000
-    runs = [run(seed=seed, prompt=(0,), **options) for seed in range(draws)]
-    seen = np.bincount([choice.id for choice in sample(logits.expand(draws, -1), runs)], minlength=24)
-    expected = probabilities(logits, runs[0]) * draws
+    sequences = [sequence(seed=seed, prompt=(0,), **options) for seed in range(draws)]
+    seen = np.bincount([choice.id for choice in sample(logits.expand(draws, -1), sequences)], minlength=24)
+    expected = probabilities(logits, sequences[0]) * draws
     kept = expected > 0
     assert seen[~kept].sum() == 0
     freedom = int(kept.sum()) - 1
@@ -147,25 +151,25 @@ def test_draws_follow_the_distribution(options):
 
 @pytest.mark.parametrize("count", [1, 96, 128, 1000, 4096])
 @pytest.mark.parametrize("decades", [1, 50], ids=["alike", "of all sizes"])
-@pytest.mark.parametrize("share", [0.0, 0.25, 0.999, LARGEST_UNIFORM])
-def test_a_draw_is_where_the_running_sum_exceeds_its_share(count, decades, share):
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.999, MAX_UNIFORM])
+def test_sample_is_first_token_above_cumulative_share(count, decades, share):
     weights = 10 ** (-decades * torch.rand(40, count, generator=torch.Generator().manual_seed(count)))
-    weights[:, : count // 2][:20] = 0  # whole blocks of nothing
+    weights[:, : count // 2][:20] = 0  # whole blocks of zeros
     weights[:, count // 2 + 1 :][10:30] = 0
-    weights[:, count // 2] = 0.5  # as in any softmax, not all is next to nothing
+    weights[:, count // 2] = 0.5  # as in any softmax, not all values are close to 0
     shares = torch.full((40, 1), share, dtype=torch.float64)
-    ids = _pick(weights, shares)
+    ids = _invert_cdf(weights, shares)
     exact = np.cumsum(weights.numpy().astype(np.longdouble), axis=1)
     for row, token in enumerate(ids.tolist()):
         assert weights[row, token] > 0
         point, slack = share * exact[row, -1], 1e-12 * exact[row, -1]
         assert exact[row, token] > point - slack
         assert token == 0 or exact[row, token - 1] <= point + slack
-        assert _pick(weights[row : row + 1], shares[:1]) == token
+        assert _invert_cdf(weights[row : row + 1], shares[:1]) == token
 
 
-def test_steps_of_one_run_draw_independent_numbers():
-    one = run(seed=3)
+def test_steps_of_sequence_use_independent_random_numbers():
+    one = sequence(seed=3)
     numbers = []
     for _ in range(2000):
         numbers.append(uniform(one))
@@ -176,56 +180,56 @@ def test_steps_of_one_run_draw_independent_numbers():
 
 
 @pytest.mark.parametrize("scale", [0.01, 0.5, 4, 30])
-def test_a_nucleus_ends_where_sorting_says(scale):
-    """Flat and peaked distributions over a large vocabulary, with equal weights among them."""
+def test_nucleus_equals_sorting(scale):
+    """With flat and peaked distributions over a large vocabulary, including equal weights."""
     weights = torch.from_numpy(np.random.default_rng(4).normal(scale=scale, size=(6, 20_000)).astype(np.float32))
     weights = weights.mul(8).round().div(8).softmax(-1)
     for p in (1e-9, 0.01, 0.5, 0.9, 0.999):
         ordered = weights.sort(dim=-1, descending=True).values
         before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
         expected = ordered.gather(1, (before < p).sum(dim=-1, keepdim=True) - 1)
-        for floors_of in (_nucleus_floors, _wide_nucleus_floors):
+        for floors_of in (_nucleus_thresholds, _wide_nucleus_thresholds):
             assert torch.equal(floors_of(weights, torch.full((6, 1), p, dtype=torch.float64)), expected)
 
 
-def test_a_nucleus_of_what_is_no_number_is_found_too():
+def test_nucleus_of_nan_terminates():
     weights = torch.full((2, 50), torch.nan)
     weights[1] = 0.02
-    for floors_of in (_nucleus_floors, _wide_nucleus_floors):
+    for floors_of in (_nucleus_thresholds, _wide_nucleus_thresholds):
         assert floors_of(weights, torch.tensor([[0.5], [0.5]], dtype=torch.float64))[1] == weights[1, 0]
 
 
-def test_equal_logits_are_all_kept():
-    """Which of them comes first in a sort is nobody's decision."""
+def test_top_k_keeps_all_equal_logits():
+    """Their order in a sort would be arbitrary."""
     logits = torch.zeros(400, 96)
     logits[:, 10:20] = 5.0
-    drawn = {choice.id for choice in sample(logits, [run(seed=seed, top_k=3, top_p=0.5) for seed in range(400)])}
+    drawn = {choice.id for choice in sample(logits, [sequence(seed=seed, top_k=3, top_p=0.5) for seed in range(400)])}
     assert drawn == set(range(10, 20))
 
 
 @pytest.mark.parametrize("temperature", [0, 1e-300, 1e-6])
-def test_the_coldest_temperatures_are_greedy(temperature):
+def test_lowest_temperatures_are_greedy(temperature):
     logits = torch.arange(96.0)[None]
-    assert sample(logits, [run(temperature=temperature)])[0].id == 95
+    assert sample(logits, [sequence(temperature=temperature)])[0].id == 95
 
 
 def test_low_temperatures_do_not_overflow():
     logits = torch.linspace(-3e4, 3e4, 96)[None]
-    assert sample(logits, [run(temperature=1e-4, top_p=0.5, top_k=50)])[0].id == 95
+    assert sample(logits, [sequence(temperature=1e-4, top_p=0.5, top_k=50)])[0].id == 95
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 @pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"top_p": 0.5, "top_k": 5}], ids=str)
-def test_a_row_that_is_not_finite_fails_alone(number, options):
+def test_nonfinite_row_fails_alone(number, options):
     logits = torch.zeros(3, 96)
     logits[1, 5] = number
-    first, broken, last = sample(logits, [run(seed=1, logprobs=2, **options) for _ in range(3)])
+    first, broken, last = sample(logits, [sequence(seed=1, logprobs=2, **options) for _ in range(3)])
     assert isinstance(broken, DecoderFailed)
     assert first == last
 
 
-class Barring:
-    """A walk that allows some tokens at every step."""
+class FixedMask:
+    """A matcher that allows the same tokens at every step."""
 
     def __init__(self, allowed, size=100):
         self.mask = np.isin(np.arange(size), allowed)
@@ -237,56 +241,56 @@ class Barring:
         assert self.mask[token]
 
 
-class Lost(Barring):
+class DeadEnd(FixedMask):
     def allowed_tokens(self):
         raise DecoderFailed("Too complex.")
 
 
 def guided(walk, **sampling):
-    made = run(**sampling)
+    made = sequence(**sampling)
     made.matcher = walk
     return made
 
 
-def test_what_a_grammar_bars_is_never_chosen():
-    """Whatever the bias, and though the nucleus of the free distribution holds nothing that is allowed."""
+def test_masked_token_is_never_sampled():
+    """Regardless of the bias, and even if the nucleus of the unmasked distribution has no allowed token."""
     logits = torch.zeros(1, 100)
     logits[0, 7] = 50
     for options in ({}, {"temperature": 0.0}, {"top_p": 0.01}, {"top_k": 1}, {"logit_bias": {9: 100.0}}):
-        chosen = {sample(logits, [guided(Barring([3, 4]), seed=seed, **options)])[0].id for seed in range(30)}
+        chosen = {sample(logits, [guided(FixedMask([3, 4]), seed=seed, **options)])[0].id for seed in range(30)}
         assert chosen <= {3, 4}, options
-    assert len({sample(logits, [guided(Barring([3, 4]), seed=seed)])[0].id for seed in range(30)}) == 2
+    assert len({sample(logits, [guided(FixedMask([3, 4]), seed=seed)])[0].id for seed in range(30)}) == 2
 
 
-def test_a_grammar_asks_for_more_than_the_likeliest_token():
-    assert not is_greedy(guided(Barring([3]), temperature=0))
+def test_request_with_grammar_is_not_greedy():
+    assert not is_greedy(guided(FixedMask([3]), temperature=0))
 
 
-def test_a_grammar_of_one_row_leaves_the_others_alone():
+def test_grammar_of_one_row_does_not_affect_others():
     logits = torch.from_numpy(np.random.default_rng(0).normal(size=(3, 100)).astype(np.float32))
-    free = [run(seed=1), run(seed=2, logprobs=2)]
+    free = [sequence(seed=1), sequence(seed=2, logprobs=2)]
     alone = [sample(logits[[row]], [one])[0] for row, one in ((0, free[0]), (2, free[1]))]
-    together = sample(logits, [free[0], guided(Barring([5])), free[1]])
+    together = sample(logits, [free[0], guided(FixedMask([5])), free[1]])
     assert [together[0], together[2]] == alone
     assert together[1].id == 5
 
 
-def test_log_probabilities_are_from_before_the_mask():
+def test_logprobs_are_computed_before_mask():
     logits = torch.zeros(1, 100)
-    chosen = sample(logits, [guided(Barring([5]), logprobs=1)])[0]
+    chosen = sample(logits, [guided(FixedMask([5]), logprobs=1)])[0]
     assert chosen.id == 5
     assert chosen.logprob == pytest.approx(-math.log(100))
 
 
-def test_a_grammar_that_cannot_go_on_fails_its_own_row_alone():
-    outcomes = sample(torch.zeros(2, 100), [guided(Lost([])), run(temperature=0.0)])
+def test_dead_end_grammar_fails_only_its_row():
+    outcomes = sample(torch.zeros(2, 100), [guided(DeadEnd([])), sequence(temperature=0.0)])
     assert isinstance(outcomes[0], DecoderFailed)
     assert outcomes[1].id == 0
 
 
-def test_an_answer_that_is_too_short_ends_only_where_nothing_else_is_allowed():
+def test_min_tokens_is_ignored_if_only_end_is_allowed():
     logits = torch.zeros(1, 100)
     logits[0, 95] = 50
-    assert sample(logits, [guided(Barring([5, 95]), min_tokens=3)])[0].id == 5
-    assert sample(logits, [guided(Barring([5, 95]))])[0].id == 95
-    assert sample(logits, [guided(Barring([95]), min_tokens=3)])[0].id == 95
+    assert sample(logits, [guided(FixedMask([5, 95]), min_tokens=3)])[0].id == 5
+    assert sample(logits, [guided(FixedMask([5, 95]))])[0].id == 95
+    assert sample(logits, [guided(FixedMask([95]), min_tokens=3)])[0].id == 95
