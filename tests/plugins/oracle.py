@@ -111,12 +111,12 @@ class Oracle:
         return embeds[None]
 
     @torch.no_grad()
-    def logits(self, request: DecodeRequest, answer: list[int]) -> torch.Tensor:
-        """Return the logits of each step of `completion`, [tokens, vocab], teacher-forced in one pass without a cache."""
-        tail = self.model.get_input_embeddings()(torch.tensor(answer[:-1], dtype=torch.long))[None]
+    def logits(self, request: DecodeRequest, completion: list[int]) -> torch.Tensor:
+        """Return the logits of `completion`, [tokens, vocab], teacher-forced in one pass without a cache."""
+        tail = self.model.get_input_embeddings()(torch.tensor(completion[:-1], dtype=torch.long))[None]
         start = request.positions.max() + 1
         positions = np.concatenate(
-            (request.positions, np.tile(np.arange(start, start + len(answer) - 1), (3, 1))), axis=1
+            (request.positions, np.tile(np.arange(start, start + len(completion) - 1), (3, 1))), axis=1
         )
         out = self.model(
             inputs_embeds=torch.cat((self.inputs(request), tail), 1), position_ids=torch.from_numpy(positions)[:, None]
@@ -126,15 +126,15 @@ class Oracle:
     @torch.no_grad()
     def greedy(self, request: DecodeRequest) -> list[int]:
         """Return transformers' greedy completion, with its own cache, token by token."""
-        cache, embeds, answer = DynamicCache(), self.inputs(request), []
+        cache, embeds, completion = DynamicCache(), self.inputs(request), []
         positions, position = torch.from_numpy(request.positions)[:, None], int(request.positions.max())
-        while len(answer) < request.sampling.max_tokens and answer[-1:] != [STOP]:
+        while len(completion) < request.sampling.max_tokens and completion[-1:] != [STOP]:
             out = self.model(inputs_embeds=embeds, position_ids=positions, past_key_values=cache, use_cache=True)
-            answer.append(int(out.logits[0, -1].argmax()))
+            completion.append(int(out.logits[0, -1].argmax()))
             position += 1
-            embeds = self.model.get_input_embeddings()(torch.tensor([answer[-1:]]))
+            embeds = self.model.get_input_embeddings()(torch.tensor([completion[-1:]]))
             positions = torch.full((3, 1, 1), position)
-        return answer
+        return completion
 
 
 def text(*ids: int, **sampling) -> DecodeRequest:

@@ -96,12 +96,12 @@ def turns():
     ]
 
 
-def chat(door):
+def chat(counting):
     """Run three turns, each with the whole conversation so far; return the result of each."""
     messages, results = [], []
     for turn in turns():
         messages.append(turn)
-        results.append(door.chat(*messages))
+        results.append(counting.chat(*messages))
         messages.append(assistant(results[-1][0]))
     return results
 
@@ -109,9 +109,9 @@ def chat(door):
 def test_conversation_computes_each_turn_once():
     with CountingEngine(prefix_cache=False) as plain:
         expected = chat(plain)
-    with CountingEngine() as door:
-        found = chat(door)
-        again = door.chat(turns()[0])
+    with CountingEngine() as counting:
+        found = chat(counting)
+        again = counting.chat(turns()[0])
     assert [text for text, *_ in found] == [text for text, *_ in expected]
     assert [passes for _, _, passes, _ in found] == [1, 0, 1]
     for _, usage, _, read in found:  # the last token of a completion is returned, but not computed
@@ -133,10 +133,10 @@ def test_many_users_of_one_image_compute_it_once():
     async def all_at_once(engine):
         return await asyncio.gather(*(engine.achat(body) for body in bodies))
 
-    with CountingEngine() as door:
-        answers = asyncio.run(all_at_once(door.engine))
+    with CountingEngine() as counting:
+        answers = asyncio.run(all_at_once(counting.engine))
         found = [cached(answer.usage) for answer in answers]
-        stats = door.stats()
+        stats = counting.stats()
     with CountingEngine(prefix_cache=False) as plain:
         expected = asyncio.run(all_at_once(plain.engine))
     assert [one.choices[0].message.content for one in answers] == [one.choices[0].message.content for one in expected]
@@ -147,10 +147,10 @@ def test_many_users_of_one_image_compute_it_once():
 
 
 def test_several_choices_count_only_common_cached_tokens():
-    with CountingEngine() as door:
+    with CountingEngine() as counting:
         request = {"n": 3, "temperature": 1.0, "seed": 4}
-        _, first, _, read = door.chat(turns()[0], **request)
-        _, second, *_ = door.chat(turns()[0], **request)
+        _, first, _, read = counting.chat(turns()[0], **request)
+        _, second, *_ = counting.chat(turns()[0], **request)
     assert cached(first) == 0
     assert cached(second) == second.prompt_tokens - 1
     assert read == first.prompt_tokens + 2 + first.completion_tokens - 3
@@ -160,8 +160,8 @@ def test_several_choices_count_only_common_cached_tokens():
 def test_cache_salt_isolates_text_and_images(salts):
     """The results are those of an empty cache."""
     first, second = salts
-    with CountingEngine() as door:
-        results = [door.chat(turns()[0], cache_salt=salt or None) for salt in (first, second, first)]
+    with CountingEngine() as counting:
+        results = [counting.chat(turns()[0], cache_salt=salt or None) for salt in (first, second, first)]
     assert [cached(usage) for _, usage, *_ in results] == [0, 0, results[0][1].prompt_tokens - 1]
     assert [passes for _, _, passes, _ in results] == [1, 1, 0]
 
@@ -185,15 +185,15 @@ def test_all_computation_is_on_compute_thread(monkeypatch):
     record(Qwen2VLEncoder, "normalize")
     record(runner, "sample")
     record(KVCache, "copy_rows")
-    with CountingEngine() as door:
-        door.chat(user(blurred_image(1), "What is in the picture?"))
-        door.chat(user(blurred_image(1), "Is it red?"))
+    with CountingEngine() as counting:
+        counting.chat(user(blurred_image(1), "What is in the picture?"))
+        counting.chat(user(blurred_image(1), "Is it red?"))
         bodies = [
             {"messages": as_openai([user(blurred_image(1), f"{word}?")]), "max_tokens": 8} for word in ("A", "B", "C")
         ]
 
         async def all_at_once():
-            await asyncio.gather(*map(door.engine.achat, bodies))
+            await asyncio.gather(*map(counting.engine.achat, bodies))
 
         asyncio.run(all_at_once())
     assert seen == {name: {THREAD_NAME} for name in ("linear", "norm", "attend", "normalize", "sample", "copy_rows")}

@@ -137,7 +137,9 @@ def test_request_larger_than_memory_is_rejected_with_counts(oracle):
     async def run():
         async with decoding(oracle.decoder(kv_cache_mib=1)) as decoder:
             assert decoder.max_model_len == 2048
-            with pytest.raises(ContextLengthExceeded, match=r"30 tokens .* 2019 exceed the 2048") as refusal:
+            with pytest.raises(
+                ContextLengthExceeded, match=r"30 tokens .* 2019 tokens exceed the limit of 2048"
+            ) as refusal:
                 await collect(decoder, prompt(1, 30, max_tokens=2019))
             await collect(decoder, prompt(1, 30, max_tokens=2018, stop_token_ids=tuple(range(96))))
             return refusal.value

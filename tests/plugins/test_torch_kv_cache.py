@@ -444,15 +444,15 @@ def test_prefix_lookup_cost_with_many_equal_prefixes():
         request.token_ids[:16], request.token_ids[16] = base, tail % 90
         request.token_ids[17] = tail // 90
         keep(memory, request)
-    looks = []
+    lookups = []
 
     class CountingDict(dict):
         def __contains__(self, key):
-            looks.append(key)
+            lookups.append(key)
             return super().__contains__(key)
 
     memory._index = CountingDict(memory._index)
     long = prompt(3, 4000)
     long.token_ids[:16] = base
     assert memory._find_prefix(PrefixHash(long)).num_tokens >= 16
-    assert len(looks) <= 9
+    assert len(lookups) <= 9

@@ -14,9 +14,9 @@ from .oracle import SHAPES, collect, decoding, ids, prompt, visual
 LISTED = {"logprobs": 5, "max_tokens": 12}
 
 
-def image_prompt(width, content, question, *parts, **sampling):
+def image_prompt(width, content, number, *parts, **sampling):
     """Return random text, seeded by `number`, after the media of `content`."""
-    text = prompt(1000 + question, 9)
+    text = prompt(1000 + number, 9)
     request = visual(19, *parts, 9, width=width, content=content, **LISTED, **sampling)
     request.token_ids[-9:] = text.token_ids
     return request

@@ -12,8 +12,8 @@ import torch
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_torch.sampler import (
     MAX_UNIFORM,
-    _nucleus_thresholds,
     _invert_cdf,
+    _nucleus_thresholds,
     _wide_nucleus_thresholds,
     is_greedy,
     sample,
@@ -246,9 +246,9 @@ class DeadEnd(FixedMask):
         raise DecoderFailed("Too complex.")
 
 
-def guided(walk, **sampling):
+def guided(matcher, **sampling):
     made = sequence(**sampling)
-    made.matcher = walk
+    made.matcher = matcher
     return made
 
 
