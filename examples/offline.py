@@ -1,4 +1,4 @@
-"""Ask the bundled model about pictures in this process: python offline.py PICTURE..."""
+"""Describe images with the bundled model in this process: python offline.py IMAGE..."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ conversations = [
     for path in sys.argv[1:]
 ]
 with VLM("demo") as vlm:
-    for path, answer in zip(sys.argv[1:], vlm.chat(conversations, SamplingParams(temperature=0)), strict=True):
-        print(f"{path}: {answer.error or answer.outputs[0].text}")
+    for path, output in zip(sys.argv[1:], vlm.chat(conversations, SamplingParams(temperature=0)), strict=True):
+        print(f"{path}: {output.error or output.outputs[0].text}")

@@ -1,4 +1,4 @@
-"""Ask a running server (`dashinfer-vlm serve`) about a picture: python openai_client.py PICTURE [QUESTION]"""
+"""Send an image to a running server (`dashinfer-vlm serve`): python openai_client.py IMAGE [PROMPT]"""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 
 import openai
 
-picture = Path(sys.argv[1])
-question = sys.argv[2] if len(sys.argv) > 2 else "What is this?"
-kind = mimetypes.guess_type(picture.name)[0]
-data = base64.b64encode(picture.read_bytes()).decode()
+image = Path(sys.argv[1])
+prompt = sys.argv[2] if len(sys.argv) > 2 else "What is this?"
+kind = mimetypes.guess_type(image.name)[0]
+data = base64.b64encode(image.read_bytes()).decode()
 messages = [
     {
         "role": "user",
         "content": [
             {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}},
-            {"type": "text", "text": question},
+            {"type": "text", "text": prompt},
         ],
     }
 ]

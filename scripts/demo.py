@@ -1,4 +1,4 @@
-"""Start the server with the bundled model, ask about the pictures of examples/pictures, and compare with the truth."""
+"""Start the server with the bundled model, send the images of examples/pictures, and check the responses."""
 
 from __future__ import annotations
 
@@ -22,71 +22,71 @@ if TYPE_CHECKING:
 
 FOLDER = Path("examples/pictures")
 READY = re.compile(r"^Serving \S+ \(decoder \S+\) at (\S+)$", re.MULTILINE)
-READY_WITHIN = 300.0
+READY_TIMEOUT = 300.0
 CURL = """curl {url}/chat/completions -d '{{"messages": [{{"role": "user", "content": [
-  {{"type": "image_url", "image_url": {{"url": "data:image/png;base64,'"$(base64 -w0 {picture})"'"}}}},
-  {{"type": "text", "text": "{question}"}}]}}]}}'"""
+  {{"type": "image_url", "image_url": {{"url": "data:image/png;base64,'"$(base64 -w0 {image})"'"}}}},
+  {{"type": "text", "text": "{prompt}"}}]}}]}}'"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
-    """A question about files of examples/pictures, and its true answer."""
+class Example:
+    """A prompt about files of examples/pictures, and the expected response."""
 
-    about: str
+    title: str
     files: Sequence[str]
-    text: str
-    truth: str
+    prompt: str
+    expected: str
     stream: bool = False
 
 
-QUESTIONS = (
-    Question(
-        about="One picture",
+EXAMPLES = (
+    Example(
+        title="One image",
         files=["pair.png"],
-        text="Describe the picture.",
-        truth="A yellow star to the left of a purple square.",
+        prompt="Describe the picture.",
+        expected="A yellow star to the left of a purple square.",
     ),
-    Question(
-        about="One picture, streamed",
+    Example(
+        title="One image, streamed",
         files=["three.png"],
-        text="List the shapes from left to right.",
-        truth="A green triangle, a blue circle and an orange cross, from left to right.",
+        prompt="List the shapes from left to right.",
+        expected="A green triangle, a blue circle and an orange cross, from left to right.",
         stream=True,
     ),
-    Question(
-        about="Two pictures",
+    Example(
+        title="Two images",
         files=["before.png", "after.png"],
-        text="Which picture has a red square?",
-        truth="The second picture.",
+        prompt="Which picture has a red square?",
+        expected="The second picture.",
     ),
-    Question(
-        about="A video",
+    Example(
+        title="A video",
         files=["moving.mp4"],
-        text="Which way does the circle move?",
-        truth="It moves to the right.",
+        prompt="Which way does the circle move?",
+        expected="It moves to the right.",
     ),
 )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--keep", action="store_true", help="leave the server running and print a curl line")
+    parser.add_argument("--keep", action="store_true", help="leave the server running and print a curl command")
     keep = parser.parse_args().keep
     with serving(keep=keep) as url:
         client = openai.OpenAI(
             base_url=url, api_key="not needed", http_client=openai.DefaultHttpxClient(trust_env=False)
         )
-        wrong = sum([not ask(client, question) for question in QUESTIONS])
+        correct = sum([run(client, example) for example in EXAMPLES])
         if keep:
-            print("\nThe server goes on. Ask it:\n")
-            print(CURL.format(url=url, picture=FOLDER / "circle.png", question="What is this?"))
-    print(f"\n{len(QUESTIONS) - wrong} of {len(QUESTIONS)} answers are true.")
-    return 1 if wrong else 0
+            print("\nThe server is still running. Send it a request:\n")
+            print(CURL.format(url=url, image=FOLDER / "circle.png", prompt="What is this?"))
+    print(f"\n{correct} of {len(EXAMPLES)} responses are correct.")
+    return 0 if correct == len(EXAMPLES) else 1
 
 
 @contextlib.contextmanager
 def serving(*, keep: bool) -> Iterator[str]:
-    """A server on a free loopback port; its URL. If anything fails, the end of its log is shown."""
+    """Start a server on a free loopback port, and yield its URL. If anything fails, print the end of its log."""
     start = time.monotonic()
     with tempfile.NamedTemporaryFile("w+", prefix="dashinfer-vlm-", suffix=".log", delete=not keep) as log:
         command = [Path(sys.executable).with_name("dashinfer-vlm"), "serve", "--port", "0"]
@@ -105,38 +105,39 @@ def serving(*, keep: bool) -> Iterator[str]:
             _stop(server)
 
 
-def ask(client: openai.OpenAI, question: Question) -> bool:
-    """Ask, print what came back, and say whether it is true."""
-    names = ", ".join(str(FOLDER / name) for name in question.files)
-    print(f"\n{question.about}: {names}\n  Q: {question.text}\n  A: ", end="", flush=True)
-    content = [*map(_part, question.files), {"type": "text", "text": question.text}]
+def run(client: openai.OpenAI, example: Example) -> bool:
+    """Send the request, print the response, and return whether it is correct."""
+    names = ", ".join(str(FOLDER / name) for name in example.files)
+    print(f"\n{example.title}: {names}\n  Prompt: {example.prompt}\n  Response: ", end="", flush=True)
+    content = [*map(_part, example.files), {"type": "text", "text": example.prompt}]
     request: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": content}], "temperature": 0}
     start = time.monotonic()
-    answer, usage, first = (_stream if question.stream else _plain)(client, request)
+    response, usage, first_token_at = (_stream if example.stream else _plain)(client, request)
     seconds = time.monotonic() - start
-    true = answer == question.truth
-    print(f"   ({'true' if true else f'wrong: {question.truth}'})")
-    print(f"  {_usage(usage)} in {seconds:.2f} s" + (_speed(usage, first - start, seconds) if first else ""))
-    return true
+    correct = response == example.expected
+    print(f"   ({'correct' if correct else f'wrong, expected: {example.expected}'})")
+    speed = _speed(usage, first_token_at - start, seconds) if first_token_at else ""
+    print(f"  {_usage(usage)} in {seconds:.2f} s{speed}")
+    return correct
 
 
 def _plain(client: openai.OpenAI, request: dict[str, Any]) -> tuple[str, CompletionUsage, None]:
-    reply = client.chat.completions.create(**request)
-    answer = reply.choices[0].message.content
-    print(answer, end="")
-    return answer, reply.usage, None
+    completion = client.chat.completions.create(**request)
+    response = completion.choices[0].message.content
+    print(response, end="")
+    return response, completion.usage, None
 
 
 def _stream(client: openai.OpenAI, request: dict[str, Any]) -> tuple[str, CompletionUsage, float]:
-    """Also when the first piece came."""
-    pieces, first = [], None
+    """Return also the time of the first token."""
+    texts, first_token_at = [], None
     for chunk in client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True}):
-        piece = chunk.choices[0].delta.content if chunk.choices else None
-        if piece:
-            first = first or time.monotonic()
-            pieces.append(piece)
-            print(piece, end="", flush=True)
-    return "".join(pieces), chunk.usage, first or time.monotonic()
+        text = chunk.choices[0].delta.content if chunk.choices else None
+        if text:
+            first_token_at = first_token_at or time.monotonic()
+            texts.append(text)
+            print(text, end="", flush=True)
+    return "".join(texts), chunk.usage, first_token_at or time.monotonic()
 
 
 def _part(name: str) -> dict[str, Any]:
@@ -148,9 +149,9 @@ def _part(name: str) -> dict[str, Any]:
 
 def _usage(usage: CompletionUsage) -> str:
     details = usage.prompt_tokens_details
-    seen = {"image": details.image_tokens, "video": details.video_tokens} if details else {}
-    visual = ", ".join(f"{count} {kind}" for kind, count in seen.items() if count)
-    return f"{usage.prompt_tokens} prompt tokens ({visual}) + {usage.completion_tokens} answer tokens"
+    counts = {"image": details.image_tokens, "video": details.video_tokens} if details else {}
+    visual = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    return f"{usage.prompt_tokens} prompt tokens ({visual}) + {usage.completion_tokens} completion tokens"
 
 
 def _speed(usage: CompletionUsage, first: float, seconds: float) -> str:
@@ -159,14 +160,14 @@ def _speed(usage: CompletionUsage, first: float, seconds: float) -> str:
 
 
 def _wait(server: subprocess.Popen[bytes], log: Path) -> str:
-    end = time.monotonic() + READY_WITHIN
+    end = time.monotonic() + READY_TIMEOUT
     while time.monotonic() < end:
         if ready := READY.search(log.read_text()):
             return ready[1]
         if server.poll() is not None:
-            raise SystemExit(f"The server ended with {server.returncode} before it was ready.")
+            raise SystemExit(f"The server exited with code {server.returncode} before it was ready.")
         time.sleep(0.1)
-    raise SystemExit(f"The server was not ready within {READY_WITHIN:.0f} s.")
+    raise SystemExit(f"The server was not ready within {READY_TIMEOUT:.0f} s.")
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:

@@ -1,11 +1,11 @@
-"""Install into a fresh environment by README's own lines, and try what was installed.
+"""Install into a new environment with the commands of README.md, and test the result.
 
-For each VERSION, such as 3.12, or path of an interpreter: a new environment in a temporary folder, the first
-`pip install` line of README.md, `dashinfer-vlm serve`, README's program for the openai client, and one test module of
-each adapter. Ends with one line for each version; exits with 1 unless all of them passed.
+For each VERSION, such as 3.12 or the path of an interpreter, the script creates an environment in a temporary folder
+and runs the first `pip install` line of README.md, `dashinfer-vlm serve`, README's program for the openai client, and
+one test module of each adapter. It prints one line per version, and exits with 1 unless all of them passed.
 
-The CPU build of torch is installed where its index can be reached, else the one that pip finds, which brings several GB
-of CUDA libraries on Linux. Environments are deleted afterwards.
+The CPU build of torch is installed if its index can be reached. Otherwise pip installs the default build, with several
+GB of CUDA libraries on Linux. Environments are deleted afterwards.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 INDEX_OPTION = re.compile(r"\s--extra-index-url (\S+)")
 READY = re.compile(r"^Serving \S+ \(decoder \S+\) at (\S+)/v1", re.MULTILINE)
-READY_WITHIN = 300.0
-STEP_WITHIN = 3600.0
+READY_TIMEOUT = 300.0
+STEP_TIMEOUT = 3600.0
 EXTRAS = ".[server,litellm,langchain,video,cli]"
 TOOLS = ("pytest", "pytest-timeout", "hypothesis", "langchain-tests")
-"""What the tests below need; langchain-tests brings the plugins that pyproject.toml configures."""
+"""Packages for the tests below. langchain-tests provides the pytest plugins that pyproject.toml configures."""
 MODULES = {
     "server": "tests/server/test_chat.py",
     "litellm": "tests/litellm/test_completion.py",
     "langchain": "tests/langchain/test_chat.py",
     "cli": "tests/cli/test_chat.py",
 }
-FACTS = "import platform, torch; print(platform.python_version(), torch.__version__)"
+VERSIONS = "import platform, torch; print(platform.python_version(), torch.__version__)"
 
 
 class StepFailed(Exception):
-    """A step ended with an error; the message names it."""
+    """A step failed; the message names it."""
 
 
 class NotRun(Exception):
-    """The version cannot be tried here; the message says why."""
+    """The version cannot be tested here; the message says why."""
 
 
 def main() -> int:
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def _outcome(version: str) -> tuple[bool, str]:
-    """Whether all steps passed, and the closing line."""
+    """Return whether all steps passed, and the summary line."""
     try:
         return True, f"passed ({_try(version)})"
     except NotRun as reason:
@@ -72,10 +72,10 @@ def _outcome(version: str) -> tuple[bool, str]:
 
 
 def _try(version: str) -> str:
-    """All steps in a new environment; what was found.
+    """Run all steps in a new environment, and return a summary.
 
     Raises:
-        NotRun: there is no such interpreter.
+        NotRun: the interpreter does not exist.
         StepFailed: a step failed; its output was printed.
     """
     interpreter = _interpreter(version)
@@ -87,18 +87,18 @@ def _try(version: str) -> str:
         begin = time.monotonic()
         _step("README's pip line", [str(binaries / "python"), "-m", *_pip_line()], environment)
         seconds = time.monotonic() - begin
-        facts = _step("import torch", [str(binaries / "python"), "-c", FACTS], environment).split()
+        versions = _step("import torch", [str(binaries / "python"), "-c", VERSIONS], environment).split()
         with _server(binaries, environment) as address:
             program = _block("python", "from openai import OpenAI").replace("http://127.0.0.1:8000", address)
-            answer = _step("README's openai program", [str(binaries / "python"), "-c", program], environment).strip()
+            response = _step("README's openai program", [str(binaries / "python"), "-c", program], environment).strip()
         counts = _tests(binaries, environment)
-    found = f"{facts[0]}, torch {facts[1]}, installed in {seconds:.0f} s, openai client: {answer!r}"
-    return "; ".join([found, *counts])
+    summary = f"{versions[0]}, torch {versions[1]}, installed in {seconds:.0f} s, openai client: {response!r}"
+    return "; ".join([summary, *counts])
 
 
 def _tests(binaries: Path, environment: dict[str, str]) -> list[str]:
-    """One test module of each adapter; pytest's count of each."""
-    pip = [str(binaries / "python"), "-m", *_without_index(["pip", "install", "-c", "constraints.txt"])]
+    """Run one test module of each adapter, and return pytest's counts."""
+    pip = [str(binaries / "python"), "-m", *_with_reachable_index(["pip", "install", "-c", "constraints.txt"])]
     _step("pip install of the adapters' extras and pytest", [*pip, EXTRAS, *TOOLS], environment)
     outcomes = {adapter: _test(adapter, module, binaries, environment) for adapter, module in MODULES.items()}
     failed = [line for passed, line in outcomes.values() if not passed]
@@ -108,7 +108,7 @@ def _tests(binaries: Path, environment: dict[str, str]) -> list[str]:
 
 
 def _test(adapter: str, module: str, binaries: Path, environment: dict[str, str]) -> tuple[bool, str]:
-    """Whether one module passed, and what to report."""
+    """Run a test module, and return whether it passed and its summary."""
     command = [str(binaries / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", module]
     try:
         return True, f"{adapter}: {_step(f'tests of {adapter}', command, environment).strip().splitlines()[-1]}"
@@ -117,48 +117,48 @@ def _test(adapter: str, module: str, binaries: Path, environment: dict[str, str]
 
 
 def _interpreter(version: str) -> Path:
-    """The interpreter of that version: a path, a program on PATH, or one of pyenv's.
+    """Find the interpreter of a version: a path, a program on PATH, or one of pyenv.
 
     Raises:
-        NotRun: there is none.
+        NotRun: the interpreter does not exist.
     """
     if os.sep in version:
         if not os.access(version, os.X_OK):
-            raise NotRun(f"{version} is not a program")
+            raise NotRun(f"{version} is not an executable file")
         return Path(version).absolute()
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     candidates = [*sorted(pyenv.glob(f"{version}*/bin/python"), reverse=True)]
     if on_path := shutil.which(f"python{version}"):
         candidates.append(Path(on_path))
-    for candidate in candidates:  # pyenv's shims are on PATH for versions that are not active, too
+    for candidate in candidates:  # pyenv has shims on PATH for inactive versions too
         probe = [str(candidate), "-c", "import platform; print(platform.python_version())"]
         done = subprocess.run(probe, capture_output=True, text=True, check=False)
         if done.returncode == 0 and f"{done.stdout.strip()}.".startswith(f"{version}."):
             return candidate
-    raise NotRun(f"there is no Python {version} on this machine; name the path of an interpreter")
+    raise NotRun(f"Python {version} was not found. Pass the path of an interpreter")
 
 
 def _environment(binaries: Path, folder: Path) -> dict[str, str]:
-    """Variables for the new environment: nothing of the caller's Python, and a cache of its own."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    """Return the variables for the new environment, without the caller's Python and with a separate cache."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     own = {
         "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
         "XDG_CACHE_HOME": str(folder / "cache"),
         "PIP_CACHE_DIR": os.environ.get("PIP_CACHE_DIR", str(Path.home() / ".cache" / "pip")),
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else importing it fetches prices from the network
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise, importing it downloads prices
         "NO_PROXY": "127.0.0.1",
         "no_proxy": "127.0.0.1",
     }
-    return kept | own
+    return inherited | own
 
 
 def _pip_line() -> list[str]:
-    """README's first `pip install`, as a list."""
-    return _without_index(shlex.split(_block("bash", "pip install")))
+    """Return README's first `pip install` command."""
+    return _with_reachable_index(shlex.split(_block("bash", "pip install")))
 
 
-def _without_index(command: list[str]) -> list[str]:
-    """The command with the index of README's line if that can be reached, else without."""
+def _with_reachable_index(command: list[str]) -> list[str]:
+    """Return the command with README's extra index if that can be reached, and without it otherwise."""
     index = INDEX_OPTION.search(_block("bash", "pip install"))
     line = INDEX_OPTION.sub("", shlex.join(command))
     if index and _is_reachable(index[1]):
@@ -167,34 +167,34 @@ def _without_index(command: list[str]) -> list[str]:
 
 
 def _is_reachable(url: str) -> bool:
-    """pip would try again for every package, for minutes."""
+    """Check the index once: pip would retry for every package, for minutes."""
     try:
         with urllib.request.urlopen(f"{url}/torch/", timeout=10):  # noqa: S310 - README's own URL
             return True
     except (urllib.error.URLError, OSError):
-        print(f"== {url} cannot be reached: pip takes torch from elsewhere", flush=True)
+        print(f"== {url} cannot be reached; pip installs the default build of torch", flush=True)
         return False
 
 
 def _block(language: str, text: str) -> str:
-    """README's first block of that language that holds the text."""
+    """Return README's first code block in a language that contains a text."""
     blocks = re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
     return str(next(block for block in blocks if text in block))
 
 
 def _step(name: str, command: Sequence[str], environment: os._Environ[str] | dict[str, str]) -> str:
-    """The standard output of a program that has to succeed.
+    """Run a command, and return its standard output.
 
     Raises:
-        StepFailed: it did not; the end of its output was printed.
+        StepFailed: the command failed; the end of its output was printed.
     """
     print(f"== {name}: {shlex.join(command)[:200].splitlines()[0]}", flush=True)
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=STEP_WITHIN
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=STEP_TIMEOUT
         )
     except subprocess.TimeoutExpired:
-        raise StepFailed(f"{name} took more than {STEP_WITHIN:.0f} s") from None
+        raise StepFailed(f"{name} took more than {STEP_TIMEOUT:.0f} s") from None
     if done.returncode:
         for output in (done.stdout, done.stderr):
             print("\n".join(output.splitlines()[-30:]), flush=True)
@@ -204,10 +204,10 @@ def _step(name: str, command: Sequence[str], environment: os._Environ[str] | dic
 
 @contextlib.contextmanager
 def _server(binaries: Path, environment: dict[str, str]) -> Iterator[str]:
-    """README's server on a free port; its address.
+    """Start README's server on a free port, and yield its URL.
 
     Raises:
-        StepFailed: it does not become ready.
+        StepFailed: the server does not become ready.
     """
     line = re.sub(r"--port \d+", "--port 0", _block("bash", "dashinfer-vlm serve"))
     print(f"== {line.strip()}", flush=True)
@@ -221,7 +221,7 @@ def _server(binaries: Path, environment: dict[str, str]) -> Iterator[str]:
 
 
 def _ready(server: subprocess.Popen[bytes], log: int) -> str:
-    end = time.monotonic() + READY_WITHIN
+    end = time.monotonic() + READY_TIMEOUT
     while time.monotonic() < end and server.poll() is None:
         text = os.pread(log, 1 << 20, 0).decode(errors="replace")
         if found := READY.search(text):

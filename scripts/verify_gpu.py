@@ -1,9 +1,9 @@
-"""Verify the vision tower and the PyTorch decoder on a GPU against transformers, and time the model `small` there.
+"""Verify the vision tower and the PyTorch decoder on a GPU against transformers, and time the model `small`.
 
-Prints a report in Markdown. Exit code 0: all checks passed; 1: one failed; 2: it cannot run here. Nothing is downloaded
-and nothing has to be installed: it runs from a checkout, in an environment that has torch, transformers, numpy, pillow,
-safetensors, tokenizers and jinja2. A machine without a network needs these wheels too, 5 MB together, fetched elsewhere
-for its version of Python and unpacked into a folder:
+Prints a report in Markdown. Exit codes: 0 all checks passed, 1 a check failed, 2 it cannot run. Nothing is downloaded
+or installed: it runs from a checkout, in an environment with torch, transformers, numpy, pillow, safetensors,
+tokenizers and jinja2. A machine without network access also needs these wheels (5 MB), downloaded elsewhere for its
+Python version and unpacked into a folder:
 
     pip download --no-deps --only-binary=:all: --python-version 3.12 -d wheels -c constraints.txt \\
         openai distro sniffio pluggy pydantic pydantic-core annotated-types typing-inspection pydantic-settings \\
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def run() -> int:
-    """The exit code."""
+    """Run the checks, and return the exit code."""
     sys.path[:0] = [str(ROOT), str(ROOT / "plugins")]
     try:
         from benchmarks.verification.command import main

@@ -58,7 +58,7 @@ def test_readme_has_expected_sections():
 
 def test_demo_response_is_correct():
     output = run(["bash", "-c", block("scripts/demo")])
-    assert "4 of 4 answers are true" in output
+    assert "4 of 4 responses are correct" in output
 
 
 def test_readme_test_command_runs():

@@ -1,4 +1,4 @@
-"""The command line for people: chat, batch, bench, models, doctor, completion, and the old `dashinfer_vlm_serve`.
+"""The interactive commands: chat, batch, bench, models, doctor, completion, and the old `dashinfer_vlm_serve`.
 
-The commands ask a `ChatEngine`: one in this process, or a server's by its address.
+The commands send requests to a `ChatEngine`: an engine in this process, or a server's.
 """

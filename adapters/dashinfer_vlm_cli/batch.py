@@ -14,7 +14,7 @@ import click
 from dashinfer_vlm_core.config.config_file import ConfiguredCommand
 from dashinfer_vlm_core.errors import DashInferVLMError
 
-from .batch_files import BatchOutput, Entry, answered, failed, read_body, read_entries
+from .batch_files import BatchOutput, Entry, error_line, read_body, read_entries, response_line
 from .engines import EngineSource, engine_options
 
 if TYPE_CHECKING:
@@ -22,55 +22,58 @@ if TYPE_CHECKING:
 
     from .engines import AnyEngine
 
-PAUSE_SECONDS = 1.0
+RETRY_SECONDS = 1.0
 INTERRUPTED = 130
-"""Exit code of a run that was ended by Ctrl-C, as shells have it."""
+"""Exit code after Ctrl-C, as in shells."""
 
 
 @click.command(cls=ConfiguredCommand)
 @click.argument("requests", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-              help="File for the answers.  [default: REQUESTS with .answers.jsonl]")  # fmt: skip
+              help="File for the responses.  [default: REQUESTS with .answers.jsonl]")  # fmt: skip
 @click.option("--errors", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-              help="File for requests without an answer.  [default: OUTPUT with .errors.jsonl]")  # fmt: skip
+              help="File for failed requests.  [default: OUTPUT with .errors.jsonl]")  # fmt: skip
 @click.option("--concurrency", default=16, show_default=True, type=click.IntRange(1, 1024), metavar="INT",
-              help="Requests at once.")  # fmt: skip
+              help="Maximum number of concurrent requests.")  # fmt: skip
 @click.option("--retries", default=3, show_default=True, type=click.IntRange(min=0), metavar="INT",
-              help="Further tries of a request that may succeed later.")  # fmt: skip
+              help="Retries of a request after a transient error.")  # fmt: skip
 @engine_options
 def batch(
     *, requests: Path, output: Path | None, errors: Path | None, concurrency: int, retries: int, source: EngineSource
 ) -> None:
-    """Answer a file of requests, in OpenAI's batch format.
+    """Run a file of requests in OpenAI's batch format.
 
-    REQUESTS holds one request a line: custom_id, method, url, body. Answers are appended to the output as they come,
-    in any order. Run it again to go on after an interruption: what has an answer is not asked again; what failed, or
-    was changed since, is.
+    REQUESTS holds one request per line: custom_id, method, url, body. Responses are appended to the output as they
+    finish, in any order. To resume after an interruption, run the command again: it skips requests that have a
+    response, and sends those that failed or have changed.
 
-    Exits with 0 if every request has an answer, with 1 if some have none.
+    Exits with 0 if every request has a response, with 1 if some have none.
     """
     output = output or requests.with_suffix(".answers.jsonl")
     errors = errors or output.with_suffix(".errors.jsonl")
     entries = read_entries(requests)
-    with BatchOutput(output) as answers:
-        left = [entry for entry in entries if answers.done.get(entry.custom_id) != entry.line_id]
-        changed = sum(entry.custom_id in answers.done for entry in left)
+    with BatchOutput(output) as responses:
+        pending = [entry for entry in entries if responses.completed.get(entry.custom_id) != entry.line_id]
+        changed = sum(entry.custom_id in responses.completed for entry in pending)
         if changed:
-            click.echo(f"Changed since {output} answered them, and asked again: {changed}.", err=True)
-        with BatchOutput(errors, fresh=True) as faults:
-            job = _Job(requests=requests, answers=answers, faults=faults, retries=retries)
+            click.echo(
+                f"Requests that changed since their response in {output} and are sent again: {changed}.", err=True
+            )
+        with BatchOutput(errors, overwrite=True) as failures:
+            job = _Job(requests=requests, responses=responses, failures=failures, retries=retries)
             try:
-                _run(job, left, source, concurrency)
+                _run(job, pending, source, concurrency)
             except KeyboardInterrupt:
-                click.echo(f"Interrupted. Run it again to go on; what was answered is in {output}.", err=True)
+                click.echo(f"Interrupted. The responses so far are in {output}. Run it again to resume.", err=True)
                 sys.exit(INTERRUPTED)
-        if not job.failed:
+        if not job.num_failed:
             errors.unlink(missing_ok=True)
-        if changed or answers.superseded:
-            answers.compact()
-    told = f"{len(left) - job.failed} answered, {len(entries) - len(left)} were answered before, {job.failed} failed"
-    click.echo(f"{told}. Answers: {output}{f'; failures: {errors}' if job.failed else ''}", err=True)
-    sys.exit(1 if job.failed else 0)
+        if changed or responses.superseded:
+            responses.compact()
+    completed, skipped = len(pending) - job.num_failed, len(entries) - len(pending)
+    summary = f"{completed} completed, {skipped} completed before, {job.num_failed} failed"
+    click.echo(f"{summary}. Responses: {output}{f'; failures: {errors}' if job.num_failed else ''}", err=True)
+    sys.exit(1 if job.num_failed else 0)
 
 
 @dataclass(kw_only=True)
@@ -78,48 +81,50 @@ class _Job:
     """One run over a file of requests."""
 
     requests: Path
-    answers: BatchOutput
-    faults: BatchOutput
+    responses: BatchOutput
+    failures: BatchOutput
     retries: int
-    failed: int = field(default=0, init=False)
+    num_failed: int = field(default=0, init=False)
 
-    async def answer(self, engine: AnyEngine, entry: Entry) -> None:
+    async def process(self, engine: AnyEngine, entry: Entry) -> None:
         body = read_body(self.requests, entry)
         try:
-            completion = await self._try(engine, body)
+            completion = await self._complete(engine, body)
         except DashInferVLMError as error:
-            self.failed += 1
-            self.faults.append(failed(entry, error))
+            self.num_failed += 1
+            self.failures.append(error_line(entry, error))
         else:
-            self.answers.append(answered(entry, completion.model_dump(mode="json", exclude_unset=True)))
+            self.responses.append(response_line(entry, completion.model_dump(mode="json", exclude_unset=True)))
 
-    async def _try(self, engine: AnyEngine, body: dict[str, object]) -> ChatCompletion:
+    async def _complete(self, engine: AnyEngine, body: dict[str, object]) -> ChatCompletion:
         for _ in range(self.retries):
-            if (found := await _tried(engine, body)) is not None:
-                return found
+            if (completion := await _try(engine, body)) is not None:
+                return completion
         return await engine.achat(body)
 
 
-async def _tried(engine: AnyEngine, body: dict[str, object]) -> ChatCompletion | None:
-    """The answer; None, after a pause, if another try may have one."""
+async def _try(engine: AnyEngine, body: dict[str, object]) -> ChatCompletion | None:
+    """Return the completion, or None, after a pause, if a retry may succeed."""
     try:
         return await engine.achat(body)
     except DashInferVLMError as error:
         if not error.retryable:
             raise
-        await asyncio.sleep(getattr(error, "retry_after", PAUSE_SECONDS))
+        await asyncio.sleep(getattr(error, "retry_after", RETRY_SECONDS))
         return None
 
 
-def _run(job: _Job, left: list[Entry], source: EngineSource, concurrency: int) -> None:
+def _run(job: _Job, pending: list[Entry], source: EngineSource, concurrency: int) -> None:
     from .concurrency import progress, run_concurrently
 
-    if not left:
+    if not pending:
         return
-    with source.open() as engine, progress(len(left), unit="request") as tick:
-        asyncio.run(run_concurrently(left, lambda entry: _answer(job, engine, entry, tick), at_once=concurrency))
+    with source.open() as engine, progress(len(pending), unit="request") as advance:
+        asyncio.run(
+            run_concurrently(pending, lambda entry: _process(job, engine, entry, advance), max_concurrency=concurrency)
+        )
 
 
-async def _answer(job: _Job, engine: AnyEngine, entry: Entry, tick: Callable[[], None]) -> None:
-    await job.answer(engine, entry)
-    tick()
+async def _process(job: _Job, engine: AnyEngine, entry: Entry, advance: Callable[[], None]) -> None:
+    await job.process(engine, entry)
+    advance()

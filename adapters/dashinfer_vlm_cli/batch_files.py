@@ -1,4 +1,4 @@
-"""OpenAI's batch files: requests and answers as lines of JSON, appended so that a run that was cut off can go on."""
+"""OpenAI's batch files: requests and responses as lines of JSON, appended so that an interrupted run can resume."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 URL = "/v1/chat/completions"
-BEGINNING = b'{"id": "batch_req_'
-"""How each line that is written here begins: what is left of one can be told from a line of another file."""
+LINE_PREFIX = b'{"id": "batch_req_'
+"""Prefix of each output line, which distinguishes an incomplete last line from a line of an unrelated file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """Where a request stands in its file: bodies with pictures are too large to hold them all.
+    """The position of a request in its file. Bodies with images are too large to keep all of them in memory.
 
     Attributes:
-        custom_id: the caller's name for it, unique in the file.
+        custom_id: the caller's name for the request, unique in the file.
         offset: first byte of its line.
-        line_id: the `id` of lines that answer it: a digest of its name and body, however they are written.
+        line_id: the `id` of its output line: a digest of `custom_id` and body, independent of the order of keys.
     """
 
     custom_id: str
@@ -40,116 +40,123 @@ class Entry:
 
 
 def read_entries(path: Path) -> list[Entry]:
-    """Every request of a file, which is checked whole before the first is asked.
+    """Read and validate all requests of a file.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is no request; the message names the line.
+        ConfigError: the file cannot be read, or a line is not a request; the message names the line.
     """
     entries: list[Entry] = []
     lines: dict[str, int] = {}
     for number, offset, line in _lines(path):
         where = f"{path}, line {number}"
-        request = _checked(line, where)
+        request = _parse_request(line, where)
         custom_id = request["custom_id"]
         if custom_id in lines:
-            raise ConfigError(f"{where}: the custom_id {custom_id!r} is that of line {lines[custom_id]} too.")
+            raise ConfigError(f"{where}: the custom_id {custom_id!r} is also used in line {lines[custom_id]}.")
         lines[custom_id] = number
         entries.append(Entry(custom_id=custom_id, offset=offset, line_id=_line_id(request)))
     return entries
 
 
 def read_body(path: Path, entry: Entry) -> dict[str, Any]:
-    """The body of a request, read again.
+    """Read the body of a request.
 
     Raises:
-        ConfigError: the file was changed meanwhile.
+        ConfigError: the file has changed since `read_entries`.
     """
     with path.open("rb") as file:
         file.seek(entry.offset)
-        request = _checked(file.readline(), str(path))
+        request = _parse_request(file.readline(), str(path))
     if _line_id(request) != entry.line_id:
-        raise ConfigError(f"{path} was changed while it was read. Run the batch again.")
+        raise ConfigError(f"{path} changed during the run. Run the batch again.")
     body: dict[str, Any] = request["body"]
     return body
 
 
-def answered(entry: Entry, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The line of an answer; `body` is the chat completion."""
+def response_line(entry: Entry, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the output line of a completed request; `body` is the chat completion."""
     response = {"status_code": HTTPStatus.OK.value, "request_id": body["id"], "body": body}
     return {"id": entry.line_id, "custom_id": entry.custom_id, "response": response, "error": None}
 
 
-def failed(entry: Entry, error: DashInferVLMError) -> dict[str, Any]:
-    """The line of a request that has no answer."""
-    fault = {"code": error.code, "message": error.message, "param": error.param}
-    return {"id": entry.line_id, "custom_id": entry.custom_id, "response": None, "error": fault}
+def error_line(entry: Entry, error: DashInferVLMError) -> dict[str, Any]:
+    """Return the output line of a failed request."""
+    details = {"code": error.code, "message": error.message, "param": error.param}
+    return {"id": entry.line_id, "custom_id": entry.custom_id, "response": None, "error": details}
 
 
 class BatchOutput:
-    """A file of lines of a batch that one process at a time appends to: whole lines only, in any order.
+    """An output file of a batch. One process at a time appends complete lines, in any order.
 
-    A line at the end that was cut off is dropped; its request is to be asked again.
+    An incomplete last line is dropped, so that its request is sent again.
 
     Args:
-        path: the file; it is made where it is not there.
-        fresh: whether to begin anew, instead of going on behind what is there.
+        path: the file; it is created if it does not exist.
+        overwrite: whether to discard existing lines instead of appending to them.
 
     Attributes:
-        done: the custom_ids that the file holds, with the `id` of the last line of each.
-        superseded: whether it held, when it was opened, lines that later ones have replaced.
+        completed: the custom_ids in the file, with the `id` of the last line of each.
+        superseded: whether the file contained lines that later lines replace when it was opened.
 
     Raises:
-        ConfigError: it cannot be written, another process writes it, or it holds something else, which stays as it is.
+        ConfigError: the file cannot be written, another process is writing it, or it is not a batch output. It is not
+            modified.
     """
 
-    def __init__(self, path: Path, *, fresh: bool = False) -> None:
+    def __init__(self, path: Path, *, overwrite: bool = False) -> None:
         self.path = path
-        self._file = _locked(path)
+        self._file = _open_locked(path)
         try:
-            self.done: dict[str, str]
+            self.completed: dict[str, str]
             self.superseded: bool
-            self.done, self.superseded, torn = _read(path)
-            if fresh or torn:
-                os.ftruncate(self._file, 0 if fresh else path.stat().st_size - torn)
+            self.completed, self.superseded, incomplete = _read(path)
+            if overwrite or incomplete:
+                os.ftruncate(self._file, 0 if overwrite else path.stat().st_size - incomplete)
         except BaseException:
             os.close(self._file)
             raise
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Raises ConfigError if the disk is full or gone."""
+        """Append a line.
+
+        Raises:
+            ConfigError: the disk is full, or not available.
+        """
         data = json.dumps(line, ensure_ascii=False).encode() + b"\n"
         try:
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
-            raise ConfigError(f"{self.path} cannot be written: {error.strerror}. Run it again to go on.") from error
+            raise ConfigError(
+                f"{self.path} cannot be written: {error.strerror}. Run the batch again to resume."
+            ) from error
 
     def compact(self) -> None:
-        """Drop each line that a later one of the same custom_id has replaced: the file is written anew beside, and
-        moved. To be called last.
+        """Drop each line that a later line with the same custom_id replaces.
 
-        Raises ConfigError if that cannot be done; the file stays as it is.
+        Writes a new file in the same folder and renames it. Nothing can be appended afterwards.
+
+        Raises:
+            ConfigError: the new file cannot be written; the old one is not modified.
         """
         where = self.path.resolve()
         partial = where.with_name(f".{where.name}.partial")
-        last = {_name(line, str(where))[0]: number for number, _, line in _lines(where)}
-        kept = frozenset(last.values())
+        last = {_parse_ids(line, str(where))[0]: number for number, _, line in _lines(where)}
+        current = frozenset(last.values())
         try:
             partial.unlink(missing_ok=True)
             with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.writelines(line for number, _, line in _lines(where) if number in kept)
+                file.writelines(line for number, _, line in _lines(where) if number in current)
                 os.fsync(file.fileno())
             shutil.copymode(where, partial)
             partial.replace(where)
         except OSError as error:
             partial.unlink(missing_ok=True)
-            fault = (
-                f"{where} still holds answers to requests that were changed: {error.strerror}. The later ones count."
-            )
-            raise ConfigError(fault) from error
+            message = f"{where} still holds outdated responses: {error.strerror}. Later lines take precedence."
+            raise ConfigError(message) from error
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # a pipe, or another thing without a disk behind it
+        with contextlib.suppress(OSError):  # a pipe, for example, cannot be synced
             os.fsync(self._file)
         os.close(self._file)
 
@@ -160,57 +167,64 @@ class BatchOutput:
         self.close()
 
 
-def _locked(path: Path) -> int:
-    """The file, opened for one process."""
+def _open_locked(path: Path) -> int:
+    """Open a file for exclusive use by this process."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}. Choose another file.") from error
     try:
         if not path.is_file():
-            raise ConfigError(f"{path} is no file that a batch can go on with. Choose another file.")
+            raise ConfigError(f"{path} is not a regular file. Choose another file.")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(file), path.stat()):
-            raise BlockingIOError  # another batch has just put a new file there
+            raise BlockingIOError  # another batch has just replaced the file
     except BaseException as error:
         os.close(file)
         if isinstance(error, (BlockingIOError, FileNotFoundError)):
-            raise ConfigError(f"{path} is being written by another batch. Wait for it, or choose another.") from None
+            raise ConfigError(
+                f"{path} is being written by another batch. Wait for it to finish, or choose another file."
+            ) from None
         raise
     return file
 
 
-class _Found(NamedTuple):
-    """What a file of ours holds: the custom_ids with the `id` of the last line of each, whether there are more lines
-    than those, and the bytes of a line at its end that was cut off."""
+class _Contents(NamedTuple):
+    """The contents of an output file.
 
-    done: dict[str, str]
+    Attributes:
+        completed: the custom_ids, with the `id` of the last line of each.
+        superseded: whether there are earlier lines for any of them.
+        incomplete: bytes of an incomplete last line.
+    """
+
+    completed: dict[str, str]
     superseded: bool
-    torn: int
+    incomplete: int
 
 
-def _read(path: Path) -> _Found:
-    found, lines = dict[str, str](), 0
+def _read(path: Path) -> _Contents:
+    completed, lines = dict[str, str](), 0
     for number, _, line in _lines(path):
-        if not line.endswith(b"\n") and line.startswith(BEGINNING[: len(line)]):
-            return _Found(found, lines > len(found), len(line))
-        custom_id, line_id = _name(line, f"{path}, line {number}")
-        found[custom_id] = line_id
+        if not line.endswith(b"\n") and line.startswith(LINE_PREFIX[: len(line)]):
+            return _Contents(completed, lines > len(completed), len(line))
+        custom_id, line_id = _parse_ids(line, f"{path}, line {number}")
+        completed[custom_id] = line_id
         lines += 1
-    return _Found(found, lines > len(found), 0)
+    return _Contents(completed, lines > len(completed), 0)
 
 
-def _name(line: bytes, where: str) -> tuple[str, str]:
-    """The custom_id and the id of a line of ours."""
+def _parse_ids(line: bytes, where: str) -> tuple[str, str]:
+    """Return the `custom_id` and the `id` of an output line."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        read = json.loads(line)
-        if {"response", "error"} <= set(read):
-            return str(read["custom_id"]), str(read["id"])
-    raise ConfigError(f"{where} is no answer of a batch. Write to another file.")
+        output = json.loads(line)
+        if {"response", "error"} <= set(output):
+            return str(output["custom_id"]), str(output["id"])
+    raise ConfigError(f"{where} is not an output line of a batch. Choose another output file.")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Number, offset and bytes of each line that is not blank."""
+    """Yield number, offset and bytes of each line that is not blank."""
     try:
         with path.open("rb") as file:
             offset = 0
@@ -222,21 +236,21 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
 
 
-def _checked(line: bytes, where: str) -> dict[str, Any]:
+def _parse_request(line: bytes, where: str) -> dict[str, Any]:
     try:
         request = json.loads(line)
     except ValueError as error:
-        raise ConfigError(f"{where} is no JSON: {error}.") from None
+        raise ConfigError(f"{where} is not valid JSON: {error}.") from None
     if not isinstance(request, dict) or not isinstance(request.get("custom_id"), str):
-        raise ConfigError(f"{where} has no custom_id: each line is a request of OpenAI's batch format.")
+        raise ConfigError(f"{where} has no custom_id. Each line must be a request in OpenAI's batch format.")
     if request.get("method") != "POST" or request.get("url") != URL:
-        raise ConfigError(f"{where}: `method` has to be POST, and `url` {URL}: nothing else is answered here.")
+        raise ConfigError(f"{where}: `method` must be POST, and `url` must be {URL}.")
     if not isinstance(request.get("body"), dict) or request["body"].get("stream"):
-        raise ConfigError(f"{where}: `body` has to be the request, without `stream`.")
+        raise ConfigError(f"{where}: `body` must be a chat completion request without `stream`.")
     return request
 
 
 def _line_id(request: Mapping[str, Any]) -> str:
-    """The same for the same request, in whatever order its keys stand: OpenAI's format leaves it to whoever answers."""
-    asked = json.dumps([request["custom_id"], request["body"]], sort_keys=True)
-    return f"batch_req_{hashlib.sha256(asked.encode()).hexdigest()[:32]}"
+    """Return a digest of a request that does not depend on the order of keys. OpenAI's format leaves the id open."""
+    canonical = json.dumps([request["custom_id"], request["body"]], sort_keys=True)
+    return f"batch_req_{hashlib.sha256(canonical.encode()).hexdigest()[:32]}"

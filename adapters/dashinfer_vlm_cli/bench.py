@@ -1,4 +1,4 @@
-"""`dashinfer-vlm bench`: what a person's own machine does with chats of a chosen shape."""
+"""`dashinfer-vlm bench`: the speed of an engine for chats of a given shape."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dashinfer_vlm_core.cli.renamed_options import renamed_option
 from dashinfer_vlm_core.cli.terminal import show_table
 from dashinfer_vlm_core.config.config_file import ConfiguredCommand
 from dashinfer_vlm_core.errors import DashInferVLMError
@@ -39,15 +40,15 @@ class Size(click.ParamType[tuple[int, int]]):
         try:
             width, height = (int(side) for side in str(value).lower().split("x"))
         except ValueError:
-            self.fail(f"{value!r} is no size such as 448x448.", param, ctx)
+            self.fail(f"{value!r} is not a size. Write WIDTHxHEIGHT, such as 448x448.", param, ctx)
         if not (1 <= width <= 8192 and 1 <= height <= 8192):
-            self.fail(f"{value!r}: sides are 1 to 8192 pixels.", param, ctx)
+            self.fail(f"{value!r} is not a valid size: width and height must be between 1 and 8192 pixels.", param, ctx)
         return width, height
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """What each chat of a measurement holds: no two have the same picture or words, so that no cache helps."""
+    """The shape of the chats of a measurement. Each chat has different images and words, so that caches do not help."""
 
     images: int
     size: tuple[int, int]
@@ -56,7 +57,7 @@ class Shape:
     seed: int
 
     def request(self, index: int) -> dict[str, Any]:
-        rng = random.Random(f"{self.seed} {index}")  # noqa: S311 - numbers that can be had again, not secret ones
+        rng = random.Random(f"{self.seed} {index}")  # noqa: S311 - reproducible, not secret
         parts: list[dict[str, Any]] = [
             {"type": "image_url", "image_url": {"url": _image(rng, self.size)}} for _ in range(self.images)
         ]
@@ -72,65 +73,72 @@ class Shape:
 
 @dataclass(kw_only=True)
 class Measurement:
-    """What was measured.
+    """The results of a measurement.
 
     Attributes:
-        answers: those that came whole.
-        faults: what became of the others.
-        seconds: from the first request to the last answer.
+        completions: the completed chats.
+        errors: the error messages of the failed ones.
+        seconds: the time from the first request to the last response.
     """
 
-    answers: list[Completion] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
+    completions: list[Completion] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     def rates(self) -> dict[str, float]:
-        """Counts and totals per second."""
-        usages = [answer.usage for answer in self.answers if answer.usage]
+        """Return counts, and totals per second."""
+        usages = [completion.usage for completion in self.completions if completion.usage]
         return {
-            "completed": len(self.answers),
-            "failed": len(self.faults),
+            "completed": len(self.completions),
+            "failed": len(self.errors),
             "seconds": self.seconds,
-            "requests_per_second": len(self.answers) / self.seconds,
-            "output_tokens_per_second": sum(answer.tokens for answer in self.answers) / self.seconds,
+            "requests_per_second": len(self.completions) / self.seconds,
+            "output_tokens_per_second": sum(completion.tokens for completion in self.completions) / self.seconds,
             "prompt_tokens_per_second": sum(usage.prompt_tokens for usage in usages) / self.seconds,
         }
 
     def times(self) -> dict[str, dict[str, float]]:
-        """Milliseconds, as mean and percentiles: until the first token (TTFT), per further token (TPOT), between
-        pieces of a stream (ITL), and for the whole answer."""
+        """Return mean and percentiles in milliseconds.
+
+        TTFT is the time to the first token, TPOT the time per further token, ITL the time between two chunks of a
+        stream, and latency the time to the complete response.
+        """
         values: dict[str, Sequence[float | None]] = {
-            "ttft_ms": [answer.seconds_to_first for answer in self.answers],
-            "tpot_ms": [answer.seconds_per_token for answer in self.answers],
-            "itl_ms": [gap for answer in self.answers for gap in answer.gaps],
-            "latency_ms": [answer.last - answer.started for answer in self.answers if answer.last is not None],
+            "ttft_ms": [completion.seconds_to_first_token for completion in self.completions],
+            "tpot_ms": [completion.seconds_per_token for completion in self.completions],
+            "itl_ms": [gap for completion in self.completions for gap in completion.gaps],
+            "latency_ms": [
+                completion.last_chunk_at - completion.started_at
+                for completion in self.completions
+                if completion.last_chunk_at is not None
+            ],
         }
-        return {name: summary([value for value in found if value is not None]) for name, found in values.items()}
+        return {name: summary([value for value in times if value is not None]) for name, times in values.items()}
 
     def as_json(self) -> dict[str, Any]:
-        return {**self.rates(), **self.times(), "errors": sorted(set(self.faults))}
+        return {**self.rates(), **self.times(), "errors": sorted(set(self.errors))}
 
 
-def _count(*names: str, least: int, most: int | None = None, default: int, says: str) -> Callable[[Command], Command]:
-    return click.option(
-        *names, default=default, show_default=True, type=click.IntRange(least, most), metavar="INT", help=says
-    )
+def _count(
+    *names: str, minimum: int, maximum: int | None = None, default: int, text: str
+) -> Callable[[Command], Command]:
+    kind = click.IntRange(minimum, maximum)
+    return click.option(*names, default=default, show_default=True, type=kind, metavar="INT", help=text)
 
 
 @click.command(cls=ConfiguredCommand)
-@_count("-n", "--requests", least=1, default=32, says="Chats to measure.")
-@_count("--concurrency", least=1, most=4096, default=8, says="Chats at once.")
+@_count("-n", "--requests", minimum=1, default=32, text="Number of chats to measure.")
+@_count("--concurrency", minimum=1, maximum=4096, default=8, text="Maximum number of concurrent chats.")
 @click.option("--rate", type=click.FloatRange(min=0, min_open=True), metavar="NUMBER",
-              help="Chats that begin per second, at random moments (Poisson); all at once by default.")  # fmt: skip
-@_count("--pictures", least=0, most=32, default=1, says="Pictures per chat.")
+              help="Chats to start per second, as a Poisson process. All start at once by default.")  # fmt: skip
+@_count("--images", minimum=0, maximum=32, default=1, text="Images per chat.")
+@renamed_option("--pictures", "--images", removed_in="0.3")
 @click.option("--size", default="448x448", show_default=True, type=Size(), metavar=Size.name,
-              help="Pixels of a picture.")  # fmt: skip
-@_count("--words", least=0, most=100_000, default=16, says="Words per question.")
-@_count("--max-tokens", least=1, default=64, says="Tokens per answer.")
-@_count("--warmup", least=0, default=2, says="Chats before the first that is measured.")
-@click.option(
-    "--seed", default=0, show_default=True, metavar="INT", help="Another seed makes other pictures and words."
-)
+              help="Image size in pixels.")  # fmt: skip
+@_count("--words", minimum=0, maximum=100_000, default=16, text="Words per prompt.")
+@_count("--max-tokens", minimum=1, default=64, text="Tokens per response.")
+@_count("--warmup", minimum=0, default=2, text="Chats before the measurement.")
+@click.option("--seed", default=0, show_default=True, metavar="INT", help="Seed of the random images and words.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @engine_options
 def bench(
@@ -147,21 +155,21 @@ def bench(
     as_json: bool,
     source: EngineSource,
 ) -> None:
-    """Measure how fast a server or a model answers.
+    """Measure the speed of a server or a model.
 
-    Each chat has pictures and words of its own, so that caches do not help, and an answer of exactly --max-tokens
-    where the server knows `ignore_eos`. Exits with 1 if a chat failed.
+    Each chat has different images and words, so that caches do not help. Responses have exactly --max-tokens tokens if
+    the server supports `ignore_eos`. Exits with 1 if a chat failed.
     """
     shape = Shape(images=images, size=size, words=words, tokens=max_tokens, seed=seed)
     chats = [shape.request(index) for index in range(-warmup, requests)]
     with source.open() as engine:
         asyncio.run(measure(engine, chats[:warmup], concurrency=concurrency))
-        found = asyncio.run(measure(engine, chats[warmup:], concurrency=concurrency, rate=rate, show=True))
+        result = asyncio.run(measure(engine, chats[warmup:], concurrency=concurrency, rate=rate, show=True))
     if as_json:
-        click.echo(json.dumps(found.as_json(), indent=2))
+        click.echo(json.dumps(result.as_json(), indent=2))
     else:
-        _show(found)
-    sys.exit(1 if found.faults else 0)
+        _show(result)
+    sys.exit(1 if result.errors else 0)
 
 
 async def measure(
@@ -172,43 +180,43 @@ async def measure(
     rate: float | None = None,
     show: bool = False,
 ) -> Measurement:
-    """Ask all of them, at most `concurrency` at once, each at its time where there is a rate (per second)."""
+    """Run the chats, at most `concurrency` at a time. With a `rate` per second, they start at random times."""
     from .concurrency import progress, run_concurrently
 
-    found = Measurement()
+    result = Measurement()
     start = time.perf_counter()
     rng = random.Random(len(chats))  # noqa: S311 - as above
-    due, beginnings = start, []
+    start_time, start_times = start, []
     for _ in chats:
-        beginnings.append(due)
-        due += rng.expovariate(rate) if rate else 0.0
-    with progress(len(chats) if show else 0, unit="chat") as tick:
+        start_times.append(start_time)
+        start_time += rng.expovariate(rate) if rate else 0.0
+    with progress(len(chats) if show else 0, unit="chat") as advance:
 
         async def work(item: tuple[float, dict[str, Any]]) -> None:
             await asyncio.sleep(max(0.0, item[0] - time.perf_counter()))
-            await _one(engine, item[1], found)
-            tick()
+            await _run_chat(engine, item[1], result)
+            advance()
 
-        await run_concurrently(zip(beginnings, chats, strict=True), work, at_once=concurrency)
-    found.seconds = time.perf_counter() - start
-    return found
+        await run_concurrently(zip(start_times, chats, strict=True), work, max_concurrency=concurrency)
+    result.seconds = time.perf_counter() - start
+    return result
 
 
-async def _one(engine: AnyEngine, chat: dict[str, Any], found: Measurement) -> None:
-    answer = Completion(started=time.perf_counter())
+async def _run_chat(engine: AnyEngine, chat: dict[str, Any], result: Measurement) -> None:
+    completion = Completion(started_at=time.perf_counter())
     request = {**chat, "stream": True, "stream_options": {"include_usage": True}}
     try:
         async with contextlib.aclosing(engine.astream(request)) as chunks:
             async for chunk in chunks:
-                answer.take(chunk, time.perf_counter())
+                completion.add_chunk(chunk, time.perf_counter())
     except DashInferVLMError as error:
-        found.faults.append(error.message)
+        result.errors.append(error.message)
     else:
-        found.answers.append(answer)
+        result.completions.append(completion)
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Mean and percentiles (nearest rank) of seconds, in milliseconds; nothing of nothing."""
+    """Return mean and percentiles (nearest rank) in milliseconds of values in seconds; {} if there are none."""
     if not values:
         return {}
     ordered = sorted(value * 1000 for value in values)
@@ -216,27 +224,27 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     return {"mean": sum(ordered) / len(ordered), **ranks}
 
 
-def _show(found: Measurement) -> None:
+def _show(result: Measurement) -> None:
     show_table(
-        ("What", "Value"),
+        ("Metric", "Value"),
         [
             (name.replace("_", " "), f"{value:,}" if isinstance(value, int) else f"{value:,.2f}")
-            for name, value in found.rates().items()
+            for name, value in result.rates().items()
         ],
     )
     click.echo()
     rows = [
         (name.removesuffix("_ms").upper() + " (ms)", *(f"{value:,.1f}" for value in values.values()))
-        for name, values in found.times().items()
+        for name, values in result.times().items()
         if values
     ]
     show_table(("Time", "Mean", *(f"p{percent}" for percent in PERCENTILES)), rows)
-    for fault in sorted(set(found.faults)):
-        click.echo(f"\nfailed: {fault}")
+    for message in sorted(set(result.errors)):
+        click.echo(f"\nfailed: {message}")
 
 
 def _image(rng: random.Random, size: tuple[int, int]) -> str:
-    """Coarse noise of a size, as JPEG in a data URL: no two alike, and small to send."""
+    """Return coarse noise as a JPEG in a data URL, which is unique and small."""
     from PIL import Image as PILImage
 
     tile = PILImage.frombytes("RGB", (16, 16), rng.randbytes(16 * 16 * 3))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dashinfer_vlm_core.cli.terminal import printable, show_aside
+from dashinfer_vlm_core.cli.terminal import printable, show_note
 from dashinfer_vlm_core.config.config_file import ConfiguredCommand
 from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError
 
@@ -22,21 +22,17 @@ from .media import media_part
 if TYPE_CHECKING:
     from .engines import AnyEngine
 
-WHOLE_INPUT = "-"
+STANDARD_INPUT = "-"
 
 
 @click.command(cls=ConfiguredCommand)
 @click.argument("prompt", required=False)
-@click.option(
-    "--image", "images", multiple=True, metavar="PATH|URL", help="Picture for the first question; repeat it for more."
-)
-@click.option(
-    "--video", "videos", multiple=True, metavar="PATH|URL", help="Video for the first question; repeat it for more."
-)
-@click.option("--system", default="", metavar="TEXT", help="How the model is to behave.")
+@click.option("--image", "images", multiple=True, metavar="PATH|URL", help="Image for the first prompt; repeatable.")
+@click.option("--video", "videos", multiple=True, metavar="PATH|URL", help="Video for the first prompt; repeatable.")
+@click.option("--system", default="", metavar="TEXT", help="System prompt.")
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE",
-              help="Option of the requests, such as temperature=0; repeat it for more.")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print each answer as a line of JSON.")
+              help="Request option, such as temperature=0; repeatable.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print each response as a line of JSON.")
 @engine_options
 def chat(
     *,
@@ -48,10 +44,10 @@ def chat(
     as_json: bool,
     source: EngineSource,
 ) -> None:
-    """Talk with a model about pictures and videos.
+    """Chat with a model about images and videos.
 
-    With PROMPT, that one question is answered; `-` takes the whole standard input for it. Without, a terminal opens a
-    conversation (/help lists its commands), and anything else is read as one question per line.
+    With PROMPT, send that prompt; `-` reads it from standard input. Without PROMPT, start a conversation if standard
+    input is a terminal (/help lists its commands), and read one prompt per line otherwise.
     """
     conversation = Conversation()
     conversation.set_system(system)
@@ -62,21 +58,21 @@ def chat(
     at_terminal = prompt is None and not as_json and sys.stdin.isatty() and sys.stdout.isatty()
     with source.open() as engine:
         if at_terminal:
-            _talk(engine, conversation, source)
-        elif not _answer_all(engine, conversation, _questions(prompt), as_json=as_json):
+            _converse(engine, conversation, source)
+        elif not _complete_all(engine, conversation, _prompts(prompt), as_json=as_json):
             sys.exit(1)
 
 
 def _set(conversation: Conversation, setting: str) -> None:
     name, equals, value = setting.partition("=")
     if not equals:
-        raise ConfigError(f"`--set {setting}` has no value: write --set NAME=VALUE, as in --set temperature=0.")
+        raise ConfigError(f"`--set {setting}` has no value. Write --set NAME=VALUE, as in --set temperature=0.")
     conversation.set(name.strip(), value.strip())
 
 
-def _questions(prompt: str | None) -> Iterator[str]:
-    """What is asked. Lines that come from elsewhere are questions and nothing else: no commands, no paths."""
-    if prompt == WHOLE_INPUT:
+def _prompts(prompt: str | None) -> Iterator[str]:
+    """Yield the prompts. Commands and paths in lines from standard input are not interpreted."""
+    if prompt == STANDARD_INPUT:
         yield sys.stdin.read().strip()
     elif prompt is not None:
         yield prompt
@@ -84,46 +80,52 @@ def _questions(prompt: str | None) -> Iterator[str]:
         yield from filter(None, (line.strip() for line in sys.stdin))
 
 
-def _answer_all(engine: AnyEngine, conversation: Conversation, questions: Iterator[str], *, as_json: bool) -> bool:
-    """Answer one question after the other; whether all were."""
-    answered = [_answer(engine, conversation, question, as_json=as_json) for question in questions]
-    return all(answered)
+def _complete_all(engine: AnyEngine, conversation: Conversation, prompts: Iterator[str], *, as_json: bool) -> bool:
+    """Send the prompts in order, and return whether all of them succeeded."""
+    succeeded = [_complete(engine, conversation, prompt, as_json=as_json) for prompt in prompts]
+    return all(succeeded)
 
 
-def _answer(engine: AnyEngine, conversation: Conversation, question: str, *, as_json: bool) -> bool:
-    conversation.add_user(question)
-    show: Callable[[str], None] = _nothing if as_json else _shown
+def _complete(engine: AnyEngine, conversation: Conversation, prompt: str, *, as_json: bool) -> bool:
+    conversation.add_user(prompt)
+    show: Callable[[str], None] = _discard if as_json else _show
     try:
-        answer = complete(engine, conversation.request, show)
+        completion = complete(engine, conversation.request, show)
     except DashInferVLMError as error:
         conversation.undo()
         if as_json:
-            fault = {"message": error.message, "param": error.param, "code": error.code}
-            click.echo(json.dumps({"question": question, "error": fault}))
+            details = {"message": error.message, "param": error.param, "code": error.code}
+            click.echo(json.dumps({**_prompt_json(prompt), "error": details}))
         else:
             click.echo(f"dashinfer-vlm: {error.message}", err=True)
         return False
-    conversation.add_assistant(answer.text)
-    click.echo(json.dumps({"question": question, **answer.as_json()}) if as_json else "")
+    conversation.add_assistant(completion.text)
+    click.echo(json.dumps({**_prompt_json(prompt), **completion.as_json()}) if as_json else "")
     return True
 
 
-def _nothing(_: str) -> None:
-    """JSON is printed when the answer is whole."""
+def _prompt_json(prompt: str) -> dict[str, str]:
+    return {"prompt": prompt, "question": prompt}  # `question` is deprecated, until 0.3
 
 
-def _shown(text: str) -> None:
+def _discard(_: str) -> None:
+    """Ignore a chunk: JSON is printed after the end of the response."""
+
+
+def _show(text: str) -> None:
     click.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
 
 
-def _talk(engine: AnyEngine, conversation: Conversation, source: EngineSource) -> None:
-    """A conversation at the terminal, until the person leaves."""
+def _converse(engine: AnyEngine, conversation: Conversation, source: EngineSource) -> None:
+    """Run a conversation at the terminal until the user ends it."""
     from .line_reader import line_reader
     from .repl import COMMANDS, Repl
 
-    talk = Repl(engine=engine, conversation=conversation, write=_shown, note=show_aside)
+    repl = Repl(engine=engine, conversation=conversation, write=_show, notify=show_note)
     read = line_reader(source.config.cache_folder, [f"/{name}" for name in COMMANDS])
-    show_aside(f"{engine.status().model}: ask, drop pictures, or type /help. Ctrl-C stops an answer, Ctrl-D ends.")
-    while not talk.over:
-        with contextlib.suppress(KeyboardInterrupt):  # at the prompt: the line is dropped
-            talk.take(read())
+    show_note(
+        f"{engine.status().model}: type a prompt, drop images, or type /help. Ctrl-C stops a response, Ctrl-D exits."
+    )
+    while not repl.done:
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C while typing discards the line
+            repl.handle(read())

@@ -16,11 +16,14 @@ HINTS = {
 @click.argument("shell", type=click.Choice(list(HINTS)))
 @click.pass_context
 def completion(context: click.Context, *, shell: str) -> None:
-    """Print the script that completes this command line in a shell: commands, options, and the models that are here."""
+    """Print a shell completion script.
+
+    It completes commands, options and installed models.
+    """
     root = context.find_root()
     program = root.info_name or "dashinfer-vlm"
-    kind = get_completion_class(shell)
-    assert kind is not None, "click knows the shells that it is asked for"
+    completion_class = get_completion_class(shell)
+    assert completion_class is not None, "click supports all shells of HINTS"
     variable = f"_{program}_COMPLETE".replace("-", "_").upper()
-    click.echo(kind(root.command, {}, program, variable).source())
-    click.echo(f"# To have it in every shell, run once:  {HINTS[shell].format(program=program)}")
+    click.echo(completion_class(root.command, {}, program, variable).source())
+    click.echo(f"# To enable it permanently, run once:  {HINTS[shell].format(program=program)}")

@@ -1,4 +1,4 @@
-"""One answer, as it is written: its text piece by piece, and how long that took."""
+"""A streamed completion: its text and its timing."""
 
 from __future__ import annotations
 
@@ -17,67 +17,70 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class Completion:
-    """What came of a request so far.
+    """A completion so far. Times are in seconds.
 
     Attributes:
-        text: all of it.
-        finish: why it ended; empty while it has not.
-        usage: the engine's count of tokens; None until the end, or where it does not count.
-        pieces: chunks with text in them, which are tokens or more.
-        started, first, last: when it was asked, and when the first and the last piece came, in seconds.
-        gaps: seconds between pieces.
+        text: the text so far.
+        finish_reason: empty until the completion ends.
+        usage: the engine's token counts; None until the end, or if the engine does not report them.
+        num_chunks: chunks with text, each of one or more tokens.
+        started_at: when the request was sent.
+        first_chunk_at, last_chunk_at: when the first and the last chunk with text arrived.
+        gaps: intervals between chunks.
     """
 
     text: str = ""
-    finish: str = ""
+    finish_reason: str = ""
     usage: CompletionUsage | None = None
-    pieces: int = 0
-    started: float
-    first: float | None = None
-    last: float | None = None
+    num_chunks: int = 0
+    started_at: float
+    first_chunk_at: float | None = None
+    last_chunk_at: float | None = None
     gaps: list[float] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
-        return self.usage.completion_tokens if self.usage else self.pieces
+        return self.usage.completion_tokens if self.usage else self.num_chunks
 
     @property
-    def seconds_to_first(self) -> float | None:
-        return None if self.first is None else self.first - self.started
+    def seconds_to_first_token(self) -> float | None:
+        return None if self.first_chunk_at is None else self.first_chunk_at - self.started_at
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Of the tokens behind the first."""
-        if self.first is None or self.last is None or self.tokens < 2:
+        """The mean time per token after the first one."""
+        if self.first_chunk_at is None or self.last_chunk_at is None or self.tokens < 2:
             return None
-        return (self.last - self.first) / (self.tokens - 1)
+        return (self.last_chunk_at - self.first_chunk_at) / (self.tokens - 1)
 
     @property
     def tokens_per_second(self) -> float | None:
         return 1 / self.seconds_per_token if self.seconds_per_token else None
 
-    def take(self, chunk: ChatCompletionChunk, now: float) -> str:
-        """Note what a chunk brings; the text in it."""
+    def add_chunk(self, chunk: ChatCompletionChunk, now: float) -> str:
+        """Add a chunk and return its text."""
         self.usage = chunk.usage or self.usage
-        self.finish = next((choice.finish_reason for choice in chunk.choices if choice.finish_reason), self.finish)
+        self.finish_reason = next(
+            (choice.finish_reason for choice in chunk.choices if choice.finish_reason), self.finish_reason
+        )
         text = "".join(choice.delta.content or "" for choice in chunk.choices)
         if text:
-            self._note_time(now)
+            self._record_time(now)
             self.text += text
         return text
 
-    def _note_time(self, now: float) -> None:
-        if self.last is not None:
-            self.gaps.append(now - self.last)
-        self.first = now if self.first is None else self.first
-        self.last = now
-        self.pieces += 1
+    def _record_time(self, now: float) -> None:
+        if self.last_chunk_at is not None:
+            self.gaps.append(now - self.last_chunk_at)
+        self.first_chunk_at = now if self.first_chunk_at is None else self.first_chunk_at
+        self.last_chunk_at = now
+        self.num_chunks += 1
 
     def as_text(self) -> str:
-        """A line for people."""
+        """Summarize token counts and rates in one line."""
         parts = [f"{self.tokens} tokens"]
-        if self.seconds_to_first is not None:
-            parts.append(f"first after {self.seconds_to_first:.2f} s")
+        if self.seconds_to_first_token is not None:
+            parts.append(f"first after {self.seconds_to_first_token:.2f} s")
         if self.tokens_per_second is not None:
             parts.append(f"{self.tokens_per_second:.1f} tokens/s")
         if self.usage is not None:
@@ -86,10 +89,11 @@ class Completion:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "answer": self.text,
-            "finish_reason": self.finish or None,
+            "response": self.text,
+            "answer": self.text,  # deprecated, until 0.3
+            "finish_reason": self.finish_reason or None,
             "usage": self.usage.model_dump(exclude_none=True) if self.usage else None,
-            "seconds_to_first_token": self.seconds_to_first,
+            "seconds_to_first_token": self.seconds_to_first_token,
             "tokens_per_second": self.tokens_per_second,
         }
 
@@ -97,20 +101,20 @@ class Completion:
 def complete(
     engine: AnyEngine, request: Mapping[str, Any], show: Callable[[str], None], *, into: Completion | None = None
 ) -> Completion:
-    """Ask, and show the answer as it comes. What `into` holds stays true when this is interrupted.
+    """Send a request, show the response as it streams, and return it. An interruption leaves `into` consistent.
 
-    Raises as `ChatEngine.chat`; a KeyboardInterrupt cancels the request.
+    Raises the errors of `ChatEngine.chat`. A KeyboardInterrupt cancels the request.
     """
-    answer = into or Completion(started=time.perf_counter())
+    completion = into or Completion(started_at=time.perf_counter())
     streamed = {**request, "stream": True, "stream_options": {"include_usage": True}}
     with closing(engine.stream(streamed)) as chunks:
         for chunk in chunks:
-            show(answer.take(chunk, time.perf_counter()))
-    return answer
+            show(completion.add_chunk(chunk, time.perf_counter()))
+    return completion
 
 
 def _images(usage: CompletionUsage) -> str:
-    """Tokens of pictures and videos, where the engine tells; OpenAI's type does not know the field."""
+    """Describe the number of image tokens if the engine reports it. OpenAI's type lacks the field."""
     details = usage.prompt_tokens_details
     count = getattr(details, "image_tokens", None) if details else None
-    return f" ({count} of pictures)" if count else ""
+    return f" ({count} for images)" if count else ""

@@ -1,4 +1,4 @@
-"""Many requests at once, and no more than a number of them."""
+"""Concurrent requests with a limit, and a progress bar."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tqdm import tqdm
 T = TypeVar("T")
 
 
-async def run_concurrently(items: Iterable[T], work: Callable[[T], Awaitable[None]], *, at_once: int) -> None:
-    """Do `work` for each item; the first that raises ends all."""
-    left = iter(items)
+async def run_concurrently(items: Iterable[T], work: Callable[[T], Awaitable[None]], *, max_concurrency: int) -> None:
+    """Await `work` for each item. The first exception cancels all others."""
+    remaining = iter(items)
 
     async def worker() -> None:
-        for item in left:
+        for item in remaining:
             await work(item)
 
-    tasks = [asyncio.create_task(worker()) for _ in range(at_once)]
+    tasks = [asyncio.create_task(worker()) for _ in range(max_concurrency)]
     try:
         await asyncio.gather(*tasks)
     finally:
@@ -32,6 +32,6 @@ async def run_concurrently(items: Iterable[T], work: Callable[[T], Awaitable[Non
 
 @contextlib.contextmanager
 def progress(total: int, *, unit: str) -> Iterator[Callable[[], None]]:
-    """A bar on standard error, if that is a terminal; what the block gets is called when one more is done."""
+    """Show a progress bar on standard error if it is a terminal, and yield a function that advances it by one."""
     with tqdm(total=total, unit=unit, disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
         yield lambda: bar.update() and None

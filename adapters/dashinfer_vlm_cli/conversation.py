@@ -1,4 +1,4 @@
-"""What was said: messages, pictures that wait for their question, and options of the requests. No input and output."""
+"""A conversation: messages, media attached to the next prompt, and request options. It does no terminal I/O."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .media import Part
 
 Message = dict[str, Any]
 
-NO_OPTIONS = frozenset(
+RESERVED_FIELDS = frozenset(
     {"messages", "model", "n", "stream", "stream_options", "tools", "tool_choice", "parallel_tool_calls", "logprobs",
      "top_logprobs"}
 )  # fmt: skip
-"""Fields of a request that are not for a person in a conversation to set."""
+"""Request fields that cannot be set in a conversation."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,14 +27,14 @@ class Conversation:
     """A conversation with a model.
 
     Attributes:
-        messages: what was said so far, as OpenAI's JSON.
-        options: fields of the requests, such as `temperature`.
-        waiting: pictures and videos that go with the next question.
+        messages: the messages so far, as OpenAI's JSON.
+        options: request fields, such as `temperature`.
+        attachments: images and videos for the next prompt.
     """
 
     messages: list[Message] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
-    waiting: list[Part] = field(default_factory=list)
+    attachments: list[Part] = field(default_factory=list)
 
     @property
     def request(self) -> Mapping[str, Any]:
@@ -46,59 +46,61 @@ class Conversation:
 
     @property
     def system(self) -> str:
-        """How the model was told to behave; empty if it was not."""
+        """The system prompt; empty if there is none."""
         return str(self.messages[0]["content"]) if self.messages and self.messages[0]["role"] == "system" else ""
 
     def set_system(self, system: str) -> None:
-        """Say how the model is to behave, from the next answer on; an empty text takes that back."""
-        said = [message for message in self.messages if message["role"] != "system"]
-        self.messages = [*([{"role": "system", "content": system}] if system else []), *said]
+        """Set the system prompt for the following responses; an empty text removes it."""
+        others = [message for message in self.messages if message["role"] != "system"]
+        self.messages = [*([{"role": "system", "content": system}] if system else []), *others]
 
     def attach(self, part: Part) -> None:
-        self.waiting.append(part)
+        self.attachments.append(part)
 
     def add_user(self, text: str) -> None:
-        """Ask: what waits goes before the text."""
-        content = [*self.waiting, {"type": "text", "text": text}] if self.waiting else text
+        """Add a prompt: the attachments, then the text."""
+        content = [*self.attachments, {"type": "text", "text": text}] if self.attachments else text
         self.messages.append({"role": "user", "content": content})
-        self.waiting = []
+        self.attachments = []
 
     def add_assistant(self, text: str) -> None:
         self.messages.append({"role": "assistant", "content": text})
 
     def undo(self) -> bool:
-        """Drop the last question and its answer; False if there is none."""
-        asked = self._last_question()
-        if asked is None:
+        """Remove the last prompt and its response; return False if there is none."""
+        index = self._last_prompt()
+        if index is None:
             return False
-        del self.messages[asked:]
+        del self.messages[index:]
         return True
 
     def retry(self) -> bool:
-        """Drop the last answer, so that its question is the last that was said; False if there is none."""
-        asked = self._last_question()
-        if asked is None:
+        """Remove the last response, so that its prompt is the last message; return False if there is none."""
+        index = self._last_prompt()
+        if index is None:
             return False
-        del self.messages[asked + 1 :]
+        del self.messages[index + 1 :]
         return True
 
     def reset(self) -> None:
-        """Forget what was said; how the model is to behave, and the options, stay."""
+        """Remove all messages and attachments except the system prompt. Options stay."""
         self.messages = [message for message in self.messages if message["role"] == "system"]
-        self.waiting = []
+        self.attachments = []
 
     def set(self, name: str, text: str) -> object:
-        """Set an option of the requests from what was typed: JSON, or text; nothing unsets it. The value.
+        """Set a request option from text, which is parsed as JSON if possible, and return the value.
+
+        An empty text unsets the option.
 
         Raises:
-            RequestError: there is no such option, or it cannot have this value; in the words of the engine.
+            RequestError: the option does not exist, or the value is invalid; with the engine's message.
         """
         from dashinfer_vlm_core.protocol import ChatRequest
         from dashinfer_vlm_core.structured_output.output_grammar import grammar_for_request
 
-        known = sorted(set(ChatRequest.model_fields) - NO_OPTIONS)
+        known = sorted(set(ChatRequest.model_fields) - RESERVED_FIELDS)
         if name not in known:
-            raise InvalidParameter(f"There is no option `{name}`. {_nearest(name, known)}", param=name)
+            raise InvalidParameter(f"Unknown option `{name}`. {_nearest(name, known)}", param=name)
         if not text:
             self.options.pop(name, None)
             return None
@@ -110,10 +112,10 @@ class Conversation:
         return value
 
     def save(self, path: Path) -> None:
-        """Write the conversation, with its pictures, as the body of a request.
+        """Write the conversation, including its images, as a request body.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         partial = path.with_name(f".{path.name}.partial")
         partial.write_text(json.dumps(self.request, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -121,30 +123,30 @@ class Conversation:
 
     @classmethod
     def load(cls, path: Path) -> Conversation:
-        """A conversation that was saved, or the body of any other request.
+        """Load a saved conversation, or any other request body.
 
         Raises:
-            OSError: it cannot be read.
-            RequestError: it is no request; the message says why.
+            OSError: the file cannot be read.
+            RequestError: the file is not a valid request.
         """
         from dashinfer_vlm_core.protocol import ChatRequest
 
         try:
             body = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
-            raise InvalidParameter(f"{path} is no saved conversation: it holds no JSON.") from None
+            raise InvalidParameter(f"{path} is not a saved conversation: it is not valid JSON.") from None
         ChatRequest.parse(body)
-        options = {name: value for name, value in body.items() if name not in NO_OPTIONS}
+        options = {name: value for name, value in body.items() if name not in RESERVED_FIELDS}
         return cls(messages=list(body["messages"]), options=options)
 
-    def _last_question(self) -> int | None:
-        places = (index for index, message in enumerate(self.messages) if message["role"] == "user")
-        return max(places, default=None)
+    def _last_prompt(self) -> int | None:
+        indices = (index for index, message in enumerate(self.messages) if message["role"] == "user")
+        return max(indices, default=None)
 
 
 def _nearest(name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, n=3)
-    return f"Did you mean {' or '.join(f'`{one}`' for one in close)}?" if close else f"There is: {', '.join(known)}."
+    return f"Did you mean {' or '.join(f'`{one}`' for one in close)}?" if close else f"Options: {', '.join(known)}."
 
 
 def _value(text: str) -> Any:

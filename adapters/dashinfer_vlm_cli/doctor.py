@@ -16,24 +16,28 @@ from .engines import quiet
 
 
 @click.command()
-@click.option("--deep", is_flag=True, help="Also load the bundled model, and let it describe a picture.")
+@click.option("--deep", is_flag=True, help="Also load the bundled model and let it describe an image.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def doctor(*, deep: bool, as_json: bool) -> None:
-    """Say what is installed, what is missing, and how to mend it.
+    """Check the installation, and report how to fix problems.
 
-    Exits with 1 if something that is needed is broken; what is optional may be missing.
+    Exits with 1 if a required part is broken. Optional parts may be missing.
     """
     quiet()
     findings = list(all_findings(deep=deep))
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+        click.echo(json.dumps([_as_json(finding) for finding in findings], indent=2))
     else:
         _show(findings)
     sys.exit(1 if any(finding.status == "broken" for finding in findings) else 0)
 
 
+def _as_json(finding: Finding) -> dict[str, str]:
+    return {**dataclasses.asdict(finding), "mend": finding.fix}  # `mend` is deprecated, until 0.3
+
+
 def _show(findings: list[Finding]) -> None:
-    show_table(("What", "Status", "Found"), [(found.name, found.status, found.detail) for found in findings])
-    for found in findings:
-        if found.fix:
-            click.echo(f"\n{found.name}: {found.fix}")
+    show_table(("Check", "Status", "Details"), [(finding.name, finding.status, finding.detail) for finding in findings])
+    for finding in findings:
+        if finding.fix:
+            click.echo(f"\n{finding.name}: {finding.fix}")

@@ -1,4 +1,4 @@
-"""Which engine a command asks: one in this process, or that of a server."""
+"""Select the engine of a command: one in this process, or a server."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Command = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSource:
-    """Where the answers come from.
+    """The engine that a command uses.
 
     Attributes:
-        config: the engine to load, if there is no address.
-        api_base: a server's address, up to and with `/v1`.
-        api_key: for that server.
-        model: the model to ask that server for; its own if None.
+        config: the configuration of the engine to load if `api_base` is None.
+        api_base: the base URL of a server, including `/v1`.
+        api_key: the server's API key.
+        model: the model to request from the server; its default model if None.
     """
 
     config: EngineConfig
@@ -45,10 +45,10 @@ class EngineSource:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[AnyEngine]:
-        """The engine, ready, until the block ends.
+        """Load the engine or connect to the server, and close it at the end of the block.
 
         Raises:
-            SetupError: it cannot be loaded, or the address is none.
+            SetupError: the engine cannot be loaded, or the URL is invalid.
             EngineClosed: the server cannot be reached.
         """
         if self.api_base is None:
@@ -74,11 +74,12 @@ class EngineSource:
 
 
 def engine_options(command: Command) -> Command:
-    """Decorate a command that is made by `click.command(cls=ConfiguredCommand)`: it gets the options that choose an
-    engine, and a parameter `source`.
+    """Add the options that select an engine, and pass an `EngineSource` as the parameter `source`.
+
+    The command must be created by `click.command(cls=ConfiguredCommand)`.
 
     Raises, when the command runs:
-        ConfigError: an option of an engine in this process beside a server's address, or a value out of range.
+        ConfigError: an engine option is combined with `--api-base`, or a value is out of range.
     """
 
     @functools.wraps(command)
@@ -88,8 +89,8 @@ def engine_options(command: Command) -> Command:
         if api_base is not None and given - {"model"}:
             name = min(given - {"model"})
             raise ConfigError(
-                f"`--{name.replace('_', '-')}` is for an engine in this process, and `--api-base` names a server, which"
-                " has options of its own: leave out one of the two.",
+                f"`--{name.replace('_', '-')}` configures an engine in this process, and cannot be combined with"
+                " `--api-base`. Leave out one of the two.",
                 param=name,
             )
         model = config.model if "model" in given else None
@@ -102,21 +103,21 @@ def engine_options(command: Command) -> Command:
     return config_options(run)
 
 
-_API_BASE = click.option("--api-base", metavar="URL", help="Ask this server, such as http://127.0.0.1:8000/v1.")
+_API_BASE = click.option("--api-base", metavar="URL", help="Use this server, such as http://127.0.0.1:8000/v1.")
 _API_KEY = click.option(
-    "--api-key", metavar="KEY", envvar=f"{ENV_PREFIX}API_KEY", show_envvar=True, help="The key that the server wants."
+    "--api-key", metavar="KEY", envvar=f"{ENV_PREFIX}API_KEY", show_envvar=True, help="API key of the server."
 )
 
 
 def _given() -> set[str]:
-    """Names of the engine's options on the command line or in the file."""
+    """Return the names of the engine options on the command line or in the configuration file."""
     context = click.get_current_context()
     source = context.get_parameter_source
     return {name for name in option_fields() if source(name) is ParameterSource.COMMANDLINE}
 
 
 def quiet() -> None:
-    """Log warnings only, unless the person asks for more: the command itself says what matters."""
+    """Log warnings only, unless `--log-level` is set. The command itself prints what matters."""
     root = click.get_current_context().find_root()
     if root.get_parameter_source("log_level") is ParameterSource.DEFAULT:
         logging.getLogger().setLevel(logging.WARNING)

@@ -1,6 +1,6 @@
-"""`dashinfer_vlm_serve`: the command of the DashInfer-VLM toolkit, with its flags, over `dashinfer-vlm serve`.
+"""`dashinfer_vlm_serve`: the command of the DashInfer-VLM toolkit. It translates the flags for `dashinfer-vlm serve`.
 
-The flags are those of all its versions (2.0 to 2.6, and its repository after that).
+It accepts the flags of all versions (2.0 to 2.6, and later commits of the repository).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from dashinfer_vlm_core.plugins import add_commands
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlagTranslation:
-    """What became of a flag that was given.
+    """The translation of a flag.
 
     Attributes:
-        words: what `serve` is called with in its place.
-        told: what the person should know, if it is not the same as before.
+        args: the corresponding arguments of `serve`.
+        note: a message for the user if the behavior differs.
     """
 
-    words: tuple[str, ...] = ()
+    args: tuple[str, ...] = ()
     note: str = ""
 
 
@@ -35,168 +35,183 @@ class OldFlag:
     """A flag of the old command.
 
     Attributes:
-        flag: as it was documented; `_` and `-` are the same.
-        takes: its values, by `|` where only some are; empty if it takes none.
-        now: for the documentation: what stands for it.
-        becomes: makes that of a value.
+        flag: the documented spelling; `_` and `-` are equivalent.
+        metavar: its value, or its choices separated by `|`; empty for a switch.
+        replacement: what to use instead, for the documentation.
+        translate: translates a value of the flag.
     """
 
     flag: str
-    takes: str = ""
-    now: str
-    becomes: Callable[[str], FlagTranslation]
+    metavar: str = ""
+    replacement: str
+    translate: Callable[[str], FlagTranslation]
 
     @property
     def choices(self) -> list[str]:
-        return self.takes.split("|") if "|" in self.takes else []
+        return self.metavar.split("|") if "|" in self.metavar else []
 
     @property
     def name(self) -> str:
         return self.flag.lstrip("-").replace("-", "_")
 
 
-def renamed(flag: str) -> Callable[[str], FlagTranslation]:
-    return lambda value: FlagTranslation(words=(flag, value))
+def rename_to(flag: str) -> Callable[[str], FlagTranslation]:
+    return lambda value: FlagTranslation(args=(flag, value))
 
 
-def switched(flag: str) -> Callable[[str], FlagTranslation]:
-    return lambda _: FlagTranslation(words=(flag,))
+def switch_to(flag: str) -> Callable[[str], FlagTranslation]:
+    return lambda _: FlagTranslation(args=(flag,))
 
 
-def without_effect(told: str) -> Callable[[str], FlagTranslation]:
-    return lambda _: FlagTranslation(note=f"no effect; {told}")
+def ignore(reason: str) -> Callable[[str], FlagTranslation]:
+    return lambda _: FlagTranslation(note=f"no effect; {reason}")
 
 
-def _quantized(kind: str) -> FlagTranslation:
+def _translate_quant_type(kind: str) -> FlagTranslation:
     if kind in {"a16w8", "a8w8"}:
-        told = "weights alone are quantised here, not activations" if kind == "a8w8" else ""
-        return FlagTranslation(words=("--quantization", "int8"), note=told)
+        note = "only weights are quantized, not activations" if kind == "a8w8" else ""
+        return FlagTranslation(args=("--quantization", "int8"), note=note)
     if kind == "a16w4":
-        return FlagTranslation(words=("--quantization", "uint4"))
+        return FlagTranslation(args=("--quantization", "uint4"))
     if kind == "fp8":
-        return _fp8(kind)
+        return _reject_fp8(kind)
     raise ConfigError(
-        "`--quant-type` cannot be gptq or gptq_weight_only: checkpoints that are quantised already are not read. Name"
-        " the unquantised one, with `--quant-type a16w8` or `a16w4`.",
+        "`--quant-type` cannot be gptq or gptq_weight_only: quantized checkpoints are not supported. Use the"
+        " unquantized checkpoint with `--quant-type a16w8` or `a16w4`.",
         param="quant-type",
     )
 
 
-def _fp8(_: str) -> FlagTranslation:
+def _reject_fp8(_: str) -> FlagTranslation:
     raise ConfigError(
-        "FP8 (`--fp8`, `--quant-type fp8`) is not available. Use `--quantization int8`, which is as small, or leave it"
-        " out.",
+        "FP8 (`--fp8`, `--quant-type fp8`) is not supported. Use `--quantization int8`, which needs the same memory, or"
+        " leave it out.",
         param="fp8",
     )
 
 
-def _keys(keys: str) -> FlagTranslation:
-    words = [word for key in keys.split(",") if key for word in ("--api-key", key)]
-    return FlagTranslation(words=tuple(words))
+def _translate_keys(keys: str) -> FlagTranslation:
+    args = [arg for key in keys.split(",") if key for arg in ("--api-key", key)]
+    return FlagTranslation(args=tuple(args))
 
 
-def _origins(text: str) -> FlagTranslation:
+def _translate_origins(text: str) -> FlagTranslation:
     try:
         origins = json.loads(text)
     except ValueError:
         origins = None
     if not isinstance(origins, list) or not all(isinstance(origin, str) for origin in origins):
-        raise ConfigError("`--allowed-origins` is a list in JSON, such as '[\"https://example.com\"]'.")
-    return FlagTranslation(words=("--allowed-origins", ",".join(origins)))
+        raise ConfigError("`--allowed-origins` must be a JSON list, such as '[\"https://example.com\"]'.")
+    return FlagTranslation(args=("--allowed-origins", ",".join(origins)))
 
 
-def _tls(_: str) -> FlagTranslation:
+def _translate_tls(_: str) -> FlagTranslation:
     parameters = click.get_current_context().params
     key, certificate = parameters["old_keyfile"], parameters["old_certfile"]
     if not key or not certificate:
         raise ConfigError(
-            "`--ssl` wants the variables SSL_KEYFILE and SSL_CERTFILE: set them, or give `--ssl-keyfile` and"
-            " `--ssl-certfile` in its place.",
+            "`--ssl` requires the environment variables SSL_KEYFILE and SSL_CERTFILE. Set them, or use `--ssl-keyfile`"
+            " and `--ssl-certfile` instead.",
             param="ssl",
         )
-    return FlagTranslation(words=("--ssl-keyfile", key, "--ssl-certfile", certificate))
+    return FlagTranslation(args=("--ssl-keyfile", key, "--ssl-certfile", certificate))
 
 
 FLAGS = (
-    OldFlag(flag="--model", takes="TEXT", now="`--model`; hub ids are Hugging Face's", becomes=renamed("--model")),
-    OldFlag(flag="--host", takes="TEXT", now="`--host`", becomes=renamed("--host")),
-    OldFlag(flag="--port", takes="INT", now="`--port`", becomes=renamed("--port")),
+    OldFlag(
+        flag="--model",
+        metavar="TEXT",
+        replacement="`--model`; hub ids refer to Hugging Face",
+        translate=rename_to("--model"),
+    ),
+    OldFlag(flag="--host", metavar="TEXT", replacement="`--host`", translate=rename_to("--host")),
+    OldFlag(flag="--port", metavar="INT", replacement="`--port`", translate=rename_to("--port")),
     OldFlag(
         flag="--vision_engine",
-        takes="tensorrt|transformers",
-        now="nothing: the vision tower is this package's own, in PyTorch",
-        becomes=without_effect("the vision tower is this package's own, in PyTorch"),
+        metavar="tensorrt|transformers",
+        replacement="no effect: the vision tower is this package's, in PyTorch",
+        translate=ignore("the vision tower is this package's, in PyTorch"),
     ),
-    OldFlag(flag="--device", takes="TEXT", now="`--device`", becomes=renamed("--device")),
+    OldFlag(flag="--device", metavar="TEXT", replacement="`--device`", translate=rename_to("--device")),
     OldFlag(
         flag="--max_length",
-        takes="INT",
-        now="`--max-model-len`; by default the checkpoint's, not 32000",
-        becomes=renamed("--max-model-len"),
+        metavar="INT",
+        replacement="`--max-model-len`; defaults to the checkpoint's, not 32000",
+        translate=rename_to("--max-model-len"),
     ),
     OldFlag(
         flag="--max_batch",
-        takes="INT",
-        now="`--max-batch-size`; by default 32, not 128",
-        becomes=renamed("--max-batch-size"),
+        metavar="INT",
+        replacement="`--max-batch-size`; defaults to 32, not 128",
+        translate=rename_to("--max-batch-size"),
     ),
-    OldFlag(flag="--parallel_size", takes="INT", now="`--tensor-parallel`", becomes=renamed("--tensor-parallel")),
+    OldFlag(
+        flag="--parallel_size",
+        metavar="INT",
+        replacement="`--tensor-parallel`",
+        translate=rename_to("--tensor-parallel"),
+    ),
     OldFlag(
         flag="--enable-prefix-cache",
-        now="`--prefix-cache`; on by default, `--no-prefix-cache` turns it off",
-        becomes=switched("--prefix-cache"),
+        replacement="`--prefix-cache`; enabled by default, `--no-prefix-cache` disables it",
+        translate=switch_to("--prefix-cache"),
     ),
-    OldFlag(flag="--fp8", now="refused: use `--quantization int8`", becomes=_fp8),
+    OldFlag(flag="--fp8", replacement="rejected: use `--quantization int8`", translate=_reject_fp8),
     OldFlag(
         flag="--quant-type",
-        takes="gptq|gptq_weight_only|a8w8|a16w4|a16w8|fp8",
-        now="`a16w8` and `a8w8`: `--quantization int8`; `a16w4`: `--quantization uint4`; the others are refused",
-        becomes=_quantized,
+        metavar="gptq|gptq_weight_only|a8w8|a16w4|a16w8|fp8",
+        replacement="`a16w8` and `a8w8`: `--quantization int8`; `a16w4`: `--quantization uint4`; others are rejected",
+        translate=_translate_quant_type,
     ),
     OldFlag(
         flag="--dtype",
-        takes="bfloat16|float16|float32",
-        now="`--dtype`; by default the checkpoint's",
-        becomes=renamed("--dtype"),
+        metavar="bfloat16|float16|float32",
+        replacement="`--dtype`; defaults to the checkpoint's",
+        translate=rename_to("--dtype"),
     ),
-    OldFlag(flag="--min-pixels", takes="INT", now="`--min-pixels`", becomes=renamed("--min-pixels")),
+    OldFlag(flag="--min-pixels", metavar="INT", replacement="`--min-pixels`", translate=rename_to("--min-pixels")),
     OldFlag(
         flag="--max-pixels",
-        takes="INT",
-        now="`--max-pixels`; by default 1280 tokens' worth, not 16384",
-        becomes=renamed("--max-pixels"),
+        metavar="INT",
+        replacement="`--max-pixels`; defaults to the pixels of 1280 tokens, not of 16384",
+        translate=rename_to("--max-pixels"),
     ),
-    OldFlag(flag="--api-keys", takes="KEY,KEY", now="`--api-key`, once for each; better in a file", becomes=_keys),
+    OldFlag(
+        flag="--api-keys",
+        metavar="KEY,KEY",
+        replacement="`--api-key`, once per key; `--api-key-file` is safer",
+        translate=_translate_keys,
+    ),
     OldFlag(
         flag="--ssl",
-        now="`--ssl-keyfile` and `--ssl-certfile`; SSL_KEYFILE and SSL_CERTFILE are read for this command",
-        becomes=_tls,
+        replacement="`--ssl-keyfile` and `--ssl-certfile`; this command reads SSL_KEYFILE and SSL_CERTFILE",
+        translate=_translate_tls,
     ),
     OldFlag(
         flag="--allowed-origins",
-        takes="JSON",
-        now="`--allowed-origins`, by commas; by default none, not all",
-        becomes=_origins,
+        metavar="JSON",
+        replacement="`--allowed-origins`, separated by commas; defaults to none, not all",
+        translate=_translate_origins,
     ),
     OldFlag(
         flag="--allow-credentials",
-        now="nothing: pages send the key themselves, in the header Authorization",
-        becomes=without_effect("pages send the key themselves, in the header Authorization"),
+        replacement="no effect: pages send the key in the `Authorization` header",
+        translate=ignore("pages send the key in the Authorization header"),
     ),
     OldFlag(
         flag="--allowed-methods",
-        takes="JSON",
-        now="nothing: those that are answered are allowed",
-        becomes=without_effect("the methods that are answered are allowed"),
+        metavar="JSON",
+        replacement="no effect: all supported methods are allowed",
+        translate=ignore("all supported methods are allowed"),
     ),
     OldFlag(
         flag="--allowed-headers",
-        takes="JSON",
-        now="nothing: those that are understood are allowed",
-        becomes=without_effect("the headers that are understood are allowed"),
+        metavar="JSON",
+        replacement="no effect: all supported headers are allowed",
+        translate=ignore("all supported headers are allowed"),
     ),
 )
-"""Every flag that the old command had; docs/cli.md shows the same table."""
+"""All flags of the old command. docs/cli.md contains the same table."""
 
 
 @click.command(
@@ -212,51 +227,58 @@ FLAGS = (
 def serve(*, new: tuple[str, ...], **given: str | bool | None) -> None:
     """Serve a model with the flags of the DashInfer-VLM toolkit.
 
-    Each flag is passed on to `dashinfer-vlm serve` under its new name; those of `serve` itself are taken too.
+    The flags are translated for `dashinfer-vlm serve`, whose own options are accepted too.
     """
-    words = [*translated(given), *new]
-    click.echo(f"dashinfer_vlm_serve is now: dashinfer-vlm serve {' '.join(_shown(words))}", err=True)
+    args = [*translate_flags(given), *new]
+    click.echo(f"dashinfer_vlm_serve is now: dashinfer-vlm serve {' '.join(_redact_keys(args))}", err=True)
     add_commands(cli)
-    cli.main(["serve", *words], prog_name="dashinfer-vlm")
+    cli.main(["serve", *args], prog_name="dashinfer-vlm")
 
 
-def translated(given: Mapping[str, Any]) -> list[str]:
-    """The words for `dashinfer-vlm serve`; `given` are the parameters of the old command, in whose context this is.
+def translate_flags(given: Mapping[str, Any]) -> list[str]:
+    """Return the arguments for `dashinfer-vlm serve`.
+
+    Args:
+        given: the parameters of the old command, whose click context must be active.
 
     Raises:
-        ConfigError: what a flag asks for is not done; the message says what to use.
+        ConfigError: a flag is not supported; the message says what to use instead.
     """
-    return [word for flag in FLAGS for word in _passed_on(flag, given[flag.name])]
+    return [arg for flag in FLAGS for arg in _translate(flag, given[flag.name])]
 
 
-def _passed_on(flag: OldFlag, value: str | bool | None) -> tuple[str, ...]:
+def _translate(flag: OldFlag, value: str | bool | None) -> tuple[str, ...]:
     if value is None or value is False:
         return ()
-    became = flag.becomes(str(value))
-    if became.note:
-        click.echo(f"dashinfer_vlm_serve: {flag.flag}: {became.note}.", err=True)
-    return became.words
+    translation = flag.translate(str(value))
+    if translation.note:
+        click.echo(f"dashinfer_vlm_serve: {flag.flag}: {translation.note}.", err=True)
+    return translation.args
 
 
-def _shown(words: list[str]) -> Iterator[str]:
-    """The words without keys."""
-    for before, word in zip(["", *words], words, strict=False):
-        yield "..." if before == "--api-key" else word
+def _redact_keys(args: list[str]) -> Iterator[str]:
+    for previous, arg in zip(["", *args], args, strict=False):
+        yield "..." if previous == "--api-key" else arg
 
 
 def table() -> list[str]:
-    """The flags as a table of Markdown."""
-    rows = [f"| `{f'{flag.flag} {flag.takes}'.strip().replace('|', ' ')}` | {flag.now} |" for flag in FLAGS]
-    return ["| In DashInfer-VLM | here |", "|---|---|", *rows]
+    """Return the flags as a Markdown table."""
+    rows = [f"| `{f'{flag.flag} {flag.metavar}'.strip().replace('|', ' ')}` | {flag.replacement} |" for flag in FLAGS]
+    return ["| In DashInfer-VLM | In dashinfer-vlm |", "|---|---|", *rows]
 
 
 def _add_options(command: click.Command) -> None:
     for flag in FLAGS:
         kind = click.Choice(flag.choices) if flag.choices else str
         option = (
-            click.Option([flag.flag, flag.name], type=kind, metavar=None if flag.choices else flag.takes, help=flag.now)
-            if flag.takes
-            else click.Option([flag.flag, flag.name], is_flag=True, help=flag.now)
+            click.Option(
+                [flag.flag, flag.name],
+                type=kind,
+                metavar=None if flag.choices else flag.metavar,
+                help=flag.replacement,
+            )
+            if flag.metavar
+            else click.Option([flag.flag, flag.name], is_flag=True, help=flag.replacement)
         )
         option.required = flag.name == "model"
         command.params.append(option)

@@ -1,4 +1,4 @@
-"""Lines that a person types: with history, editing and completion, as good as what is installed allows."""
+"""Line input at the terminal, with history, editing and completion if prompt_toolkit is installed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ HISTORY = "chat_history"
 
 
 def line_reader(folder: Path, commands: Iterable[str]) -> Callable[[], str]:
-    """A function that reads a line; at the end of the input, `/exit`. It raises KeyboardInterrupt at Ctrl-C.
+    """Return a function that reads a line. It returns `/exit` at the end of the input.
+
+    The function raises KeyboardInterrupt on Ctrl-C.
 
     Args:
-        folder: where the history is kept; one that cannot be written costs the history alone.
-        commands: words that are completed at the beginning of a line.
+        folder: the folder of the history file. If it is not writable, the history is not stored.
+        commands: words to complete at the beginning of a line.
     """
     history = _history_file(folder)
     read = _toolkit_reader(history, list(commands)) if _has_toolkit() else _plain_reader()
@@ -29,7 +31,7 @@ def line_reader(folder: Path, commands: Iterable[str]) -> Callable[[], str]:
 
 
 def _has_toolkit() -> bool:
-    """Whether prompt_toolkit is there, and the terminal knows the escapes by which it edits."""
+    """Return whether prompt_toolkit is installed and the terminal supports its escape sequences."""
     if find_spec("prompt_toolkit") is None:
         return False
     from prompt_toolkit.utils import is_dumb_terminal
@@ -53,18 +55,18 @@ def _toolkit_reader(history: Path | None, commands: list[str]) -> Callable[[], s
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     files = PathCompleter(expanduser=True)
-    takes_file = {"/image", "/video", "/save", "/load"}
+    file_commands = {"/image", "/video", "/save", "/load"}
     session: PromptSession[str] = PromptSession(
         history=FileHistory(str(history)) if history else InMemoryHistory(),
         auto_suggest=AutoSuggestFromHistory(),
-        completer=NestedCompleter({command: files if command in takes_file else None for command in commands}),
+        completer=NestedCompleter({command: files if command in file_commands else None for command in commands}),
         complete_while_typing=False,
     )
     return lambda: session.prompt("> ")
 
 
 def _plain_reader() -> Callable[[], str]:
-    """Python's own `input`, which edits lines and keeps a history while it runs once readline is imported."""
-    import readline  # noqa: F401 - importing it is what makes `input` so
+    """Use Python's `input`, which edits lines and has a history in memory if readline is imported."""
+    import readline  # noqa: F401 - imported for its side effect on `input`
 
     return lambda: input("> ")

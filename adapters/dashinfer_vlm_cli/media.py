@@ -1,4 +1,4 @@
-"""What people name on a command line -> content parts: paths, URLs, and pictures of the clipboard."""
+"""Convert paths, URLs and the clipboard to content parts."""
 
 from __future__ import annotations
 
@@ -16,98 +16,98 @@ from dashinfer_vlm_core.errors import MediaUndecodable, MediaUnreachable, Missin
 Part: TypeAlias = "dict[str, Any]"
 Kind = Literal["image", "video"]
 
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-VIDEOS = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts")
 
-# As terminals write a file that is dropped on them: quoted, with escaped blanks, or as it is.
+# Terminals insert the path of a dropped file quoted, with escaped spaces, or unchanged.
 _WORD = re.compile(r"""'[^']*'|"[^"]*"|(?:\\.|\S)+""")
 
 
 def media_part(kind: Kind, source: str) -> Part:
-    """A content part for a path or an address; a file comes along whole, an address is left to the engine.
+    """Return a content part for a path or a URL. A file is embedded as a data URL; a URL is passed on to the engine.
 
     Raises:
-        MediaUnreachable: there is no such file, or it cannot be read.
+        MediaUnreachable: the file does not exist, or cannot be read.
     """
-    url = source if _is_address(source) else _data_url(kind, _path(source))
+    url = source if _is_url(source) else _file_url(kind, _local_path(source))
     return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
 
 
 def find_media(line: str) -> tuple[str, list[Part]]:
-    """A line that was typed -> its text without the pictures and videos that it names, and these.
+    """Split a line into its text and the images and videos that it contains.
 
-    Files count that are there, and addresses whose path ends as those of pictures and videos do.
+    Recognizes existing files and URLs with the suffix of an image or a video.
     """
     parts: list[Part] = []
 
-    def take(found: re.Match[str]) -> str:
-        source = _unquoted(found[0])
+    def extract(match: re.Match[str]) -> str:
+        source = _unquote(match[0])
         kind = _kind(source)
-        if kind is None or not (_is_address(source) or _path(source).is_file()):
-            return found[0]
+        if kind is None or not (_is_url(source) or _local_path(source).is_file()):
+            return match[0]
         parts.append(media_part(kind, source))
         return ""
 
-    text = _WORD.sub(take, line)
+    text = _WORD.sub(extract, line)
     return " ".join(text.split()) if parts else line, parts
 
 
 def clipboard_part() -> Part:
-    """The picture in the clipboard, which Pillow reads by the programs of the desktop.
+    """Return the image in the clipboard. Pillow reads it with the desktop's command-line tools.
 
     Raises:
-        MediaUndecodable: there is none.
-        MissingDependency: nothing here can read the clipboard; the message says what to install.
+        MediaUndecodable: the clipboard contains no image.
+        MissingDependency: no tool can read the clipboard; the message says what to install.
     """
     from PIL import Image as PILImage
     from PIL import ImageGrab
 
     try:
-        held = ImageGrab.grabclipboard()
+        image = ImageGrab.grabclipboard()
     except (NotImplementedError, OSError) as error:
         raise MissingDependency(
-            "The clipboard cannot be read here: install wl-clipboard (Wayland) or xclip (X11), or name a file with"
-            " /image PATH."
+            "The clipboard cannot be read. Install wl-clipboard (Wayland) or xclip (X11), or attach a file with /image"
+            " PATH."
         ) from error
-    if not isinstance(held, PILImage.Image):
-        raise MediaUndecodable("There is no picture in the clipboard. Copy one, or name a file with /image PATH.")
+    if not isinstance(image, PILImage.Image):
+        raise MediaUndecodable("There is no image in the clipboard. Copy one, or attach a file with /image PATH.")
     buffer = io.BytesIO()
-    held.save(buffer, "PNG")
-    return {"type": "image_url", "image_url": {"url": _as_url("image/png", buffer.getvalue())}}
+    image.save(buffer, "PNG")
+    return {"type": "image_url", "image_url": {"url": _data_url("image/png", buffer.getvalue())}}
 
 
 def _kind(source: str) -> Kind | None:
-    path = urlsplit(source).path.lower() if _is_address(source) else source.lower()
-    if path.endswith(PICTURES):
+    path = urlsplit(source).path.lower() if _is_url(source) else source.lower()
+    if path.endswith(IMAGE_SUFFIXES):
         return "image"
-    return "video" if path.endswith(VIDEOS) else None
+    return "video" if path.endswith(VIDEO_SUFFIXES) else None
 
 
-def _is_address(source: str) -> bool:
+def _is_url(source: str) -> bool:
     return source.lower().startswith(("http://", "https://", "data:"))
 
 
-def _path(source: str) -> Path:
+def _local_path(source: str) -> Path:
     if source.lower().startswith("file://"):
         source = unquote(urlsplit(source).path)
     return Path(source).expanduser()
 
 
-def _unquoted(word: str) -> str:
+def _unquote(word: str) -> str:
     try:
         return "".join(shlex.split(word))
-    except ValueError:  # an apostrophe in the midst of a sentence
+    except ValueError:  # an apostrophe in a sentence
         return word
 
 
-def _data_url(kind: Kind, path: Path) -> str:
+def _file_url(kind: Kind, path: Path) -> str:
     try:
         data = path.read_bytes()
     except OSError as error:
         raise MediaUnreachable(f"{path} cannot be read: {error.strerror or error}. Check the path.") from error
     media_type = mimetypes.guess_type(path.name)[0] or f"{kind}/{'png' if kind == 'image' else 'mp4'}"
-    return _as_url(media_type, data)
+    return _data_url(media_type, data)
 
 
-def _as_url(media_type: str, data: bytes) -> str:
+def _data_url(media_type: str, data: bytes) -> str:
     return f"data:{media_type};base64,{base64.b64encode(data).decode()}"

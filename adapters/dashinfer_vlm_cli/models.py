@@ -12,7 +12,7 @@ import click
 
 from dashinfer_vlm_core.cli.terminal import show_table
 from dashinfer_vlm_core.errors import CheckpointError, PluginError
-from dashinfer_vlm_core.models.checkpoint import downloaded
+from dashinfer_vlm_core.models.checkpoint import cached_models
 from dashinfer_vlm_core.plugins import Registry, load_plugins
 
 from .engines import quiet
@@ -20,15 +20,15 @@ from .engines import quiet
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelRow:
-    """A checkpoint that is on this machine.
+    """A checkpoint on this machine.
 
     Attributes:
-        name: what `--model` takes.
-        origin: how it came here.
-        folder: where its files are.
-        bytes: what they take on the disk.
-        dtype: number type of its weights; empty if it cannot be read.
-        context: tokens of prompt and answer together; 0 if it cannot be read.
+        name: the value for `--model`.
+        origin: `registered`, `downloaded` or `folder`.
+        folder: the checkpoint folder.
+        bytes: its size on disk.
+        dtype: data type of the weights; empty if it cannot be read.
+        context: maximum number of prompt and completion tokens; 0 if it cannot be read.
         problem: why it cannot be served; empty if it can.
     """
 
@@ -44,30 +44,30 @@ class ModelRow:
 @click.command()
 @click.option("--folder", "folders", multiple=True, metavar="PATH",
               type=click.Path(exists=True, file_okay=False, path_type=Path),
-              help="Look for checkpoints in this folder and the folders in it; repeat it for more.")  # fmt: skip
-@click.option("--all", "everything", is_flag=True, help="Also list downloads that cannot be served here.")
+              help="Also list checkpoints in this folder and its subfolders; repeatable.")  # fmt: skip
+@click.option("--all", "include_all", is_flag=True, help="Also list downloads that cannot be served.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-def models(*, folders: tuple[Path, ...], everything: bool, as_json: bool) -> None:
-    """List the models that are here: registered, downloaded, in folders.
+def models(*, folders: tuple[Path, ...], include_all: bool, as_json: bool) -> None:
+    """List the models on this machine: registered, downloaded, in folders.
 
-    What the hub's cache holds of other kinds of models is left out, unless --all asks for it.
+    Downloads that cannot be served are omitted, unless --all is given.
     """
     quiet()
-    rows = list(find_models(load_plugins(), folders, everything=everything))
+    rows = list(find_models(load_plugins(), folders, include_all=include_all))
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
         return
     cells = [(row.name, row.origin, _size(row.bytes), row.dtype, str(row.context or ""), row.problem) for row in rows]
-    show_table(("Model", "From", "Size", "Numbers", "Context", "Problem"), cells)
-    click.echo("\nOthers are downloaded on first use: dashinfer-vlm serve --model OWNER/NAME")
+    show_table(("Model", "Source", "Size", "Dtype", "Context", "Problem"), cells)
+    click.echo("\nOther models are downloaded on first use: dashinfer-vlm serve --model OWNER/NAME")
 
 
-def find_models(registry: Registry, folders: tuple[Path, ...], *, everything: bool) -> Iterator[ModelRow]:
+def find_models(registry: Registry, folders: tuple[Path, ...], *, include_all: bool) -> Iterator[ModelRow]:
     for name, folder in sorted(registry.models.items()):
         yield _row(registry, name, "registered", folder)
-    for name, folder in downloaded().items():
+    for name, folder in cached_models().items():
         row = _row(registry, name, "downloaded", folder)
-        if everything or not row.problem:
+        if include_all or not row.problem:
             yield row
     for parent in folders:
         for folder in [parent, *sorted(path for path in parent.iterdir() if path.is_dir())]:
@@ -76,7 +76,7 @@ def find_models(registry: Registry, folders: tuple[Path, ...], *, everything: bo
 
 
 def _row(registry: Registry, name: str, origin: str, folder: Path) -> ModelRow:
-    # Files of the hub's cache are links to their contents.
+    # Files in the hub's cache are symbolic links; stat() follows them.
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     row = ModelRow(name=name, origin=origin, folder=str(folder), bytes=size)
     try:

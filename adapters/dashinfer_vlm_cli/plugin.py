@@ -1,4 +1,4 @@
-"""The commands, by name. Each is imported when it is used: `dashinfer-vlm --help` pays for none of them."""
+"""The commands, by name. Each one is imported when it is used, so that `dashinfer-vlm --help` is fast."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import click
 from dashinfer_vlm_core.hookspecs import hookimpl
 
 COMMANDS = {
-    "batch": "Answer a file of requests, in OpenAI's batch format.",
-    "bench": "Measure how fast a server or a model answers.",
-    "chat": "Talk with a model about pictures and videos.",
-    "completion": "Print the script that completes this command line in a shell.",
-    "doctor": "Say what is installed, what is missing, and how to mend it.",
-    "models": "List the models that are here: registered, downloaded, in folders.",
+    "batch": "Run a file of requests in OpenAI's batch format.",
+    "bench": "Measure the speed of a server or a model.",
+    "chat": "Chat with a model about images and videos.",
+    "completion": "Print a shell completion script.",
+    "doctor": "Check the installation, and report how to fix problems.",
+    "models": "List the models on this machine: registered, downloaded, in folders.",
 }
 
 
 class LazyCommand(click.Command):
-    """Stands for the command of the same name in the module of the same name, until that is used."""
+    """A placeholder that imports the command of the same name from the module of the same name on first use."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """The context of the command itself, which click goes on with."""
+        """Return the context of the real command, with which click continues."""
         command: click.Command = getattr(importlib.import_module(f".{self.name}", __package__), str(self.name))
         return command.make_context(info_name, args, parent=parent, **extra)
 

@@ -1,4 +1,4 @@
-"""The talk at a terminal: lines go in, answers and what was done come out."""
+"""The interactive chat: it reads lines, and shows responses and status messages."""
 
 from __future__ import annotations
 
@@ -19,37 +19,39 @@ from .media import clipboard_part, find_media, media_part
 if TYPE_CHECKING:
     from .engines import AnyEngine
 
+NO_PROMPT = "There is no prompt yet."
+
 
 @dataclass(kw_only=True)
 class Repl:
-    """A conversation with the person at a terminal.
+    """An interactive chat.
 
     Attributes:
-        engine: what answers.
-        conversation: what was said.
-        write: shows a piece of an answer, as it comes.
-        note: shows a line about what was done, or went wrong.
-        files: files that this talk wrote or read: these it may write again.
-        over: whether the person has ended it.
+        engine: the engine that completes the conversation.
+        conversation: the conversation so far.
+        write: shows a part of a response as it streams.
+        notify: shows a status or error message.
+        files: files that this chat has written or read, which it may overwrite.
+        done: whether the user has ended the chat.
     """
 
     engine: AnyEngine
     conversation: Conversation
     write: Callable[[str], None]
-    note: Callable[[str], None]
+    notify: Callable[[str], None]
     files: set[Path] = field(default_factory=set)
-    over: bool = False
+    done: bool = False
 
-    def take(self, line: str) -> None:
-        """Do what a line says: a command, or a question with the pictures that it names."""
+    def handle(self, line: str) -> None:
+        """Handle a line: a command, or a prompt with paths and URLs of images and videos."""
         try:
-            self._take(line.strip())
+            self._handle(line.strip())
         except DashInferVLMError as error:
-            self.note(error.message)
+            self.notify(error.message)
         except OSError as error:
-            self.note(f"{error.filename or 'The file'}: {error.strerror or error}.")
+            self.notify(f"{error.filename or 'The file'}: {error.strerror or error}.")
 
-    def _take(self, line: str) -> None:
+    def _handle(self, line: str) -> None:
         name, _, argument = line.partition(" ")
         if name[:1] == "/" and name[1:] in COMMANDS:
             return COMMANDS[name[1:]].run(self, argument.strip())
@@ -57,141 +59,147 @@ class Repl:
         for part in parts:
             self.conversation.attach(part)
         if text.startswith("/") and not parts:
-            return self.note(f"There is no {name}. /help lists what there is.")
+            return self.notify(f"Unknown command {name}. /help lists all commands.")
         if text:
-            return self._question(text)
-        return self._say_what_waits() if parts else None
+            return self._prompt(text)
+        return self._show_attachments() if parts else None
 
-    def _question(self, text: str) -> None:
+    def _prompt(self, text: str) -> None:
         self.conversation.add_user(text)
-        self._answer()
+        self._complete()
 
-    def _answer(self) -> None:
-        """Ask what was said last. What fails is taken back, so that it does not weigh on the next question."""
-        answer = Completion(started=time.perf_counter())
+    def _complete(self) -> None:
+        """Complete the conversation. A prompt that fails is removed, so that it does not affect the next one."""
+        completion = Completion(started_at=time.perf_counter())
         try:
-            complete(self.engine, self.conversation.request, self.write, into=answer)
+            complete(self.engine, self.conversation.request, self.write, into=completion)
         except KeyboardInterrupt:
-            self._stopped(answer)
+            self._stop(completion)
         except DashInferVLMError as error:
             self.conversation.undo()
-            self.write("\n" if answer.text else "")
-            self.note(f"{error.message} The question was taken back.")
+            self.write("\n" if completion.text else "")
+            self.notify(f"{error.message} The prompt was removed.")
         else:
-            self.conversation.add_assistant(answer.text)
+            self.conversation.add_assistant(completion.text)
             self.write("\n")
-            self.note(answer.as_text())
+            self.notify(completion.as_text())
 
-    def _stopped(self, answer: Completion) -> None:
-        if not answer.text:
+    def _stop(self, completion: Completion) -> None:
+        if not completion.text:
             self.conversation.undo()
-            self.note("Stopped; the question was taken back.")
+            self.notify("Stopped. The prompt was removed.")
         else:
-            self.conversation.add_assistant(answer.text)
+            self.conversation.add_assistant(completion.text)
             self.write("\n")
-            self.note(f"Stopped. {answer.as_text()}")
+            self.notify(f"Stopped. {completion.as_text()}")
 
-    def _say_what_waits(self) -> None:
-        kinds = [part["type"].partition("_")[0] for part in self.conversation.waiting]
-        self.note(f"{' and '.join(kinds)} attached: ask about it.")
+    def _show_attachments(self) -> None:
+        kinds = [part["type"].partition("_")[0] for part in self.conversation.attachments]
+        self.notify(f"Attached to the next prompt: {', '.join(kinds)}.")
 
     # Commands
 
     def image(self, argument: str) -> None:
-        self.conversation.attach(media_part("image", _needed(argument, "/image PATH or URL")))
-        self._say_what_waits()
+        self.conversation.attach(media_part("image", _required(argument, "/image PATH or URL")))
+        self._show_attachments()
 
     def video(self, argument: str) -> None:
-        self.conversation.attach(media_part("video", _needed(argument, "/video PATH or URL")))
-        self._say_what_waits()
+        self.conversation.attach(media_part("video", _required(argument, "/video PATH or URL")))
+        self._show_attachments()
 
     def paste(self, _: str) -> None:
         self.conversation.attach(clipboard_part())
-        self._say_what_waits()
+        self._show_attachments()
 
     def reset(self, _: str) -> None:
         self.conversation.reset()
-        self.note("Everything that was said is forgotten.")
+        self.notify("The conversation was cleared.")
 
     def undo(self, _: str) -> None:
-        done = self.conversation.undo()
-        self.note("The last question and its answer are taken back." if done else "Nothing was asked yet.")
+        removed = self.conversation.undo()
+        self.notify("The last prompt and its response were removed." if removed else NO_PROMPT)
 
     def retry(self, _: str) -> None:
         if self.conversation.retry():
-            self._answer()
+            self._complete()
         else:
-            self.note("Nothing was asked yet.")
+            self.notify(NO_PROMPT)
 
     def save(self, argument: str) -> None:
-        path = Path(_needed(argument, "/save PATH")).expanduser()
+        path = Path(_required(argument, "/save PATH")).expanduser()
         if path.exists() and path.resolve() not in self.files:
-            raise InvalidParameter(f"{path} is there already: choose another name.")
+            raise InvalidParameter(f"{path} already exists. Choose another name.")
         self.conversation.save(path)
         self.files.add(path.resolve())
-        self.note(f"Saved to {path}, {self.conversation.turns} questions.")
+        self.notify(f"Saved to {path}, {self.conversation.turns} prompts.")
 
     def load(self, argument: str) -> None:
-        path = Path(_needed(argument, "/load PATH")).expanduser()
+        path = Path(_required(argument, "/load PATH")).expanduser()
         self.conversation = Conversation.load(path)
         self.files.add(path.resolve())
-        self.note(f"Loaded {path}, {self.conversation.turns} questions.")
+        self.notify(f"Loaded {path}, {self.conversation.turns} prompts.")
 
     def system(self, argument: str) -> None:
         if argument:
             self.conversation.set_system("" if argument == "-" else argument)
-        self.note(f"The model is told: {self.conversation.system or 'what its template says'}")
+        self.notify(f"System prompt: {self.conversation.system or 'the default of the chat template'}")
 
     def set(self, argument: str) -> None:
         if not argument:
-            return self.note(", ".join(f"{key} {value}" for key, value in self.conversation.options.items()) or "none")
-        name, text = [*re.split(r"\s*=\s*|\s+", argument, maxsplit=1), ""][:2]  # as /set, and as --set have it
+            return self.notify(
+                ", ".join(f"{key} {value}" for key, value in self.conversation.options.items()) or "none"
+            )
+        name, text = [*re.split(r"\s*=\s*|\s+", argument, maxsplit=1), ""][:2]  # as in /set and in --set
         value = self.conversation.set(name, text.strip())
-        return self.note(f"{name} is {'what the engine takes by itself' if value is None else value}")
+        return self.notify(f"{name} is {'the default' if value is None else value}")
 
     def help(self, _: str) -> None:
-        self.note("\n".join(help_lines()))
+        self.notify("\n".join(help_lines()))
 
     def leave(self, _: str) -> None:
-        self.over = True
+        self.done = True
 
 
-def _needed(argument: str, usage: str) -> str:
-    """An argument of a command, without the quotes that a terminal puts around dropped files."""
+def _required(argument: str, usage: str) -> str:
+    """Return the argument of a command without the quotes that terminals put around dropped files."""
     if not argument:
-        raise InvalidParameter(f"Write: {usage}")
+        raise InvalidParameter(f"Usage: {usage}")
     quoted = argument[0] in "'\"" and argument[-1] == argument[0] and len(argument) > 1
     return argument[1:-1] if quoted else argument.replace("\\ ", " ")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
-    """A command of the talk: what is typed behind its name, what it does, for `/help`."""
+    """A command of the chat; `/help` shows its arguments and its summary."""
 
     run: Callable[[Repl, str], None]
-    takes: str = ""
-    does: str
+    arguments: str = ""
+    summary: str
 
 
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
-        "image": Command(run=Repl.image, takes="PATH|URL", does="attach a picture to the next question"),
-        "video": Command(run=Repl.video, takes="PATH|URL", does="attach a video to the next question"),
-        "paste": Command(run=Repl.paste, does="attach the picture in the clipboard"),
-        "retry": Command(run=Repl.retry, does="ask the last question again"),
-        "undo": Command(run=Repl.undo, does="take the last question and its answer back"),
-        "reset": Command(run=Repl.reset, does="forget everything that was said"),
-        "system": Command(run=Repl.system, takes="[TEXT|-]", does="say how the model is to behave; - takes it back"),
-        "set": Command(run=Repl.set, takes="[NAME [VALUE]]", does="set or unset an option, as in: /set temperature 0"),
-        "save": Command(run=Repl.save, takes="PATH", does="write the conversation to a file"),
-        "load": Command(run=Repl.load, takes="PATH", does="go on with a conversation from a file"),
-        "help": Command(run=Repl.help, does="show this"),
-        "exit": Command(run=Repl.leave, does="end; so does Ctrl-D. Ctrl-C stops an answer"),
+        "image": Command(run=Repl.image, arguments="PATH|URL", summary="attach an image to the next prompt"),
+        "video": Command(run=Repl.video, arguments="PATH|URL", summary="attach a video to the next prompt"),
+        "paste": Command(run=Repl.paste, summary="attach the image in the clipboard"),
+        "retry": Command(run=Repl.retry, summary="regenerate the last response"),
+        "undo": Command(run=Repl.undo, summary="remove the last prompt and its response"),
+        "reset": Command(run=Repl.reset, summary="clear the conversation"),
+        "system": Command(run=Repl.system, arguments="[TEXT|-]", summary="set the system prompt; - removes it"),
+        "set": Command(
+            run=Repl.set,
+            arguments="[NAME [VALUE]]",
+            summary="set or unset a request option, such as: /set temperature 0",
+        ),
+        "save": Command(run=Repl.save, arguments="PATH", summary="save the conversation to a file"),
+        "load": Command(run=Repl.load, arguments="PATH", summary="load a conversation from a file"),
+        "help": Command(run=Repl.help, summary="show this help"),
+        "exit": Command(run=Repl.leave, summary="exit (also Ctrl-D); Ctrl-C stops a response"),
     }
 )
 
 
 def help_lines() -> Iterator[str]:
     for name, command in COMMANDS.items():
-        yield f"{f'/{name} {command.takes}'.rstrip():22} {command.does}"
-    yield "Paths and addresses of pictures and videos may also stand in a question: drop a file on the terminal."
+        yield f"{f'/{name} {command.arguments}'.rstrip():22} {command.summary}"
+    yield "A prompt may also contain paths and URLs of images and videos. To add a path, drop a file on the terminal."

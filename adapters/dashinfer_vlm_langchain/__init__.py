@@ -1,4 +1,4 @@
-"""LangChain's chat model: pictures and videos in chains and agents, in process or over HTTP.
+"""LangChain chat model for images and videos in chains and agents, in process or over HTTP.
 
 from dashinfer_vlm_langchain import ChatDashInferVLM
 

@@ -1,4 +1,4 @@
-"""The chat model: LangChain's four ways to ask, over engines of this process or of others."""
+"""The chat model: LangChain's `invoke`, `ainvoke`, `stream` and `astream`, with an engine in process or a server."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.engine.shared import SHARED, SharedEngines
 from dashinfer_vlm_core.errors import InvalidParameter, UnsupportedParameter
 from dashinfer_vlm_core.protocol import ChatRequest
-from dashinfer_vlm_core.protocol.fields import HONOURED, NO_EFFECT, REFUSED
+from dashinfer_vlm_core.protocol.fields import IGNORED_FIELDS, REJECTED_FIELDS, SUPPORTED_FIELDS
 
 from .client import LOOP, Call, complete, stream
 from .messages import to_openai
 from .profiles import profile_of
-from .results import PROVIDER, chat_chunk, chat_result
+from .results import PROVIDER, chat_chunks, chat_result
 from .structured import Method, Schema, bind_schema, output_parser, with_raw
 
 if TYPE_CHECKING:
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 
     from dashinfer_vlm_core.engine import ChatEngine
 
-KNOWN = frozenset(ChatRequest.model_fields) | HONOURED | NO_EFFECT | REFUSED.keys()
-"""Fields of a request about which an engine in this process has something to say."""
+KNOWN = frozenset(ChatRequest.model_fields) | SUPPORTED_FIELDS | IGNORED_FIELDS | REJECTED_FIELDS.keys()
+"""Request fields that an engine in this process accepts, ignores with a reason, or rejects with a reason."""
 
 OWN = frozenset({"messages", "model", "stream", "stream_options"})
-"""Fields of a request that this class fills."""
+"""Request fields that this class sets."""
 
 _SAMPLING = ("temperature", "max_tokens", "top_p", "seed", "n", "logprobs", "top_logprobs")
 
 
 class PerCall(BaseModel):
-    """What is about asking rather than about the answer."""
+    """Call options that are not request fields."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -55,20 +55,20 @@ class PerCall(BaseModel):
 
 
 class ChatDashInferVLM(BaseChatModel):
-    """A vision-language model as LangChain's chat model.
+    """A LangChain chat model for vision-language models.
 
-    By default the model runs in this process: it is loaded when it is first asked, once per configuration, and shared
-    by all chat models, threads and event loops. With `base_url` a server is asked instead, with `engine` an engine that
-    the caller has started. What the engine refuses or fails at reaches the caller as an error of the tree in
+    By default the model runs in this process. It is loaded at the first request, once per configuration, and shared by
+    all chat models, threads and event loops. With `base_url`, requests are sent to a server instead; with `engine`, to
+    an engine that the caller has started. Errors of the engine are raised as the classes of
     `dashinfer_vlm_core.errors`.
 
-    Each field of the request may be given here, or per call (`model.invoke(..., temperature=0)`, `bind`), which comes
-    first; those without an argument of their own go to `model_kwargs`.
+    Every request field can be set here or per call (`model.invoke(..., temperature=0)`, `bind`). Values per call take
+    precedence. Fields that are not arguments of this class are stored in `model_kwargs`.
 
     Raises:
-        InvalidParameter, UnsupportedParameter: a value that the engine would refuse.
-        ConfigError: an option of the engine that there is not, or that is out of range.
-        pydantic.ValidationError: an argument that there is not, or of another type.
+        InvalidParameter, UnsupportedParameter: a value that the engine would reject.
+        ConfigError: an engine option that does not exist, or is out of range.
+        pydantic.ValidationError: an argument that does not exist, or has the wrong type.
     """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(
@@ -76,73 +76,73 @@ class ChatDashInferVLM(BaseChatModel):
     )
 
     model: str = Field(default="demo", alias="model_name")
-    """A registered name (`demo` is the bundled one), a checkpoint folder, or a hub id; for a server, its name there."""
+    """A registered name (`demo` is bundled), a checkpoint folder, or a hub id; for a server, the model's name there."""
     temperature: float | None = None
     max_tokens: int | None = Field(default=None, alias="max_completion_tokens")
     top_p: float | None = None
     stop: list[str] | str | None = Field(default=None, alias="stop_sequences")
     seed: int | None = None
     n: int | None = None
-    """Answers per question; above 1 in `generate` alone, since LangChain's streams hold one answer."""
+    """Completions per prompt. Values above 1 work only with `generate`: LangChain's streams have one completion."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further fields of the request, such as `top_k` or `mm_processor_kwargs`."""
+    """Other request fields, such as `top_k` or `mm_processor_kwargs`."""
     extra_body: dict[str, Any] | None = None
-    """Further fields that are not checked here, for servers of others."""
+    """Other fields that are not validated here, for third-party servers."""
 
     streaming: bool = False
-    """Whether `invoke` streams inside, so that callbacks see tokens."""
+    """Whether `invoke` streams internally, so that callbacks receive tokens."""
     stream_usage: bool = True
-    """Whether the last chunk of a stream holds the usage."""
+    """Whether the last chunk of a stream contains the usage."""
     timeout: float | None = Field(default=None, alias="request_timeout", gt=0)
-    """Seconds for the whole answer, of a stream too; loading the model is counted."""
+    """Timeout in seconds for the complete response, also of a stream. It includes loading the model."""
     first_token_timeout: float | None = Field(default=None, gt=0)
-    """Seconds until a stream begins."""
+    """Timeout in seconds for the first chunk of a stream."""
     max_retries: int = Field(default=0, ge=0)
-    """How often to try again what may succeed later, such as a full queue; a stream only before its first chunk."""
+    """Maximum number of retries after transient errors. A stream is retried only before its first chunk."""
 
     base_url: str | None = None
-    """Address of a server, up to and with `/v1`."""
+    """The base URL of a server, including `/v1`."""
     api_key: SecretStr | None = None
-    """The server's key; an engine in this process needs none."""
+    """The server's API key. An engine in this process needs none."""
     engine_options: dict[str, Any] = Field(default_factory=dict)
-    """Fields of EngineConfig for an engine in this process."""
+    """EngineConfig fields of an engine in this process."""
     engine: Any = Field(default=None, exclude=True, repr=False)
-    """A `ChatEngine` to ask, in place of one that is looked up."""
+    """A `ChatEngine` to use."""
     engines: SharedEngines = Field(default_factory=lambda: SHARED, exclude=True, repr=False)
-    """Where engines come from; those that all adapters of this process share by default."""
+    """The registry of engines. By default, all adapters of this process share one."""
 
     @model_validator(mode="before")
     @classmethod
     def _gather(cls, values: Any) -> Any:
-        """Fields of the request that have no argument of their own go to `model_kwargs`; the rest is pydantic's."""
+        """Move request fields that are not arguments of this class to `model_kwargs`. Pydantic validates the others."""
         if not isinstance(values, dict):
             return values
         names = {name for name, field in cls.model_fields.items()}
         names |= {field.alias for field in cls.model_fields.values() if field.alias}
-        loose = {key: value for key, value in values.items() if key in KNOWN - OWN - names}
-        kept = {key: value for key, value in values.items() if key not in loose}
-        return kept | {"model_kwargs": {**(values.get("model_kwargs") or {}), **loose}} if loose else kept
+        extra = {key: value for key, value in values.items() if key in KNOWN - OWN - names}
+        own = {key: value for key, value in values.items() if key not in extra}
+        return own | {"model_kwargs": {**(values.get("model_kwargs") or {}), **extra}} if extra else own
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.engine is not None and (self.base_url or self.engine_options):
-            raise InvalidParameter("`engine` goes without `base_url` and `engine_options`.", param="engine")
+            raise InvalidParameter("`engine` cannot be combined with `base_url` or `engine_options`.", param="engine")
         if self.base_url and self.engine_options:
             raise InvalidParameter(
-                "`engine_options` are for an engine in this process; the one at `base_url` has options of its own.",
+                "`engine_options` configure an engine in this process, and cannot be combined with `base_url`.",
                 param="engine_options",
             )
         if self.base_url:
-            self.engines.remote(self.base_url, api_key=self._key)  # refuses what is no address
+            self.engines.remote(self.base_url, api_key=self._key)  # validates the URL
         elif self.engine is None:
             self._config(self.model)
-            hello = {"messages": [{"role": "user", "content": ""}]}
-            ChatRequest.parse({**self._request({}, stop=None, stream=False), **hello})
+            placeholder = {"messages": [{"role": "user", "content": ""}]}
+            ChatRequest.parse({**self._request({}, stop=None, stream=False), **placeholder})
         return self
 
-    # What LangChain asks about the model
+    # Model properties for LangChain
 
     @property
     def model_name(self) -> str:
@@ -154,27 +154,27 @@ class ChatDashInferVLM(BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        """All that the answer depends on: LangChain's caches go by it."""
-        where = self.base_url or getattr(self.engine, "api_base", None) or getattr(self.engine, "config", None)
+        """Everything that a response depends on. LangChain's caches use it as a key."""
+        engine = self.base_url or getattr(self.engine, "api_base", None) or getattr(self.engine, "config", None)
         return {
             "model_name": self.model,
             **self._request({}, stop=None, stream=False),
-            "engine": str(where or ""),
+            "engine": str(engine or ""),
             "engine_options": self.engine_options,
         }
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        params = super()._get_ls_params(stop=stop or _listed(self.stop), **kwargs)
+        params = super()._get_ls_params(stop=stop or _as_list(self.stop), **kwargs)
         params["ls_provider"] = PROVIDER
         return params
 
     def _resolve_model_profile(self) -> ModelProfile | None:
-        """None for servers: what they serve is not known before they are asked."""
+        """Return None for servers, whose models are unknown before the first request."""
         if self.base_url:
             return None
         return profile_of(self.engine) if self.engine is not None else profile_of(self._config(self.model))
 
-    # Ask
+    # Requests
 
     def _generate(
         self,
@@ -219,32 +219,32 @@ class ChatDashInferVLM(BaseChatModel):
         self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]
     ) -> AsyncGenerator[ChatGenerationChunk, None]:
         async with contextlib.aclosing(stream(self._call(messages, stop, kwargs, stream=True))) as chunks:
-            async for chunk in chat_chunk(chunks):
+            async for chunk in chat_chunks(chunks):
                 yield chunk
 
     def _call(
         self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any], *, stream: bool
     ) -> Call:
-        about = PerCall(**{name: kwargs.get(name, getattr(self, name)) for name in PerCall.model_fields})
+        options = PerCall(**{name: kwargs.get(name, getattr(self, name)) for name in PerCall.model_fields})
         given = {key: value for key, value in kwargs.items() if key not in PerCall.model_fields}
         model = given.pop("model", None) or given.pop("model_name", None)
-        request = self._request(given, stop=stop, stream=stream and about.stream_usage)
+        request = self._request(given, stop=stop, stream=stream and options.stream_usage)
         if stream and (request.get("n") or 1) > 1:
-            raise UnsupportedParameter("`n` cannot be above 1 in a stream: ask by `generate`.", param="n")
+            raise UnsupportedParameter("`n` must be 1 in a stream. Use `generate`.", param="n")
         name, engine = self._engine(model)
         return Call(
             engine=engine,
             request={**request, "messages": to_openai(messages), "stream": stream, **name},
-            timeout=about.timeout,
-            first_token_timeout=about.first_token_timeout,
-            max_retries=about.max_retries,
+            timeout=options.timeout,
+            first_token_timeout=options.first_token_timeout,
+            max_retries=options.max_retries,
         )
 
     def _request(self, given: dict[str, Any], *, stop: list[str] | None, stream: bool) -> dict[str, Any]:
-        """The fields of the request but for the messages: those of the call, and where it has none those from here.
+        """Return the request fields except the messages. Those of the call take precedence over those of this object.
 
         Raises:
-            UnsupportedParameter: a field that an engine in this process does not know, and would pass over.
+            UnsupportedParameter: a field that an engine in this process does not know, and would ignore.
         """
         if "max_completion_tokens" in given:
             given = {"max_tokens": given["max_completion_tokens"]} | given
@@ -256,12 +256,12 @@ class ChatDashInferVLM(BaseChatModel):
         if not self._remote and (unknown := fields.keys() - KNOWN):
             name = min(unknown)
             raise UnsupportedParameter(
-                f"`{name}` is no field of a request: leave it out, or mend its name.", param=name
+                f"`{name}` is not a known request field. Check its spelling, or leave it out.", param=name
             )
-        asks = {"stream_options": {"include_usage": True}} if stream else {}
-        return {key: value for key, value in {**fields, **body}.items() if value is not None} | asks
+        stream_options = {"stream_options": {"include_usage": True}} if stream else {}
+        return {key: value for key, value in {**fields, **body}.items() if value is not None} | stream_options
 
-    # What answers
+    # Engines
 
     @property
     def _key(self) -> str | None:
@@ -272,19 +272,19 @@ class ChatDashInferVLM(BaseChatModel):
         return bool(self.base_url) or hasattr(self.engine, "api_base")
 
     def _engine(self, model: str | None) -> tuple[dict[str, str], Callable[[], Any]]:
-        """By which name to ask, and how to find what answers."""
+        """Return the `model` field of the request, and a function that returns the engine."""
         if self.engine is not None:
-            named = model or (self.model if "model" in self.model_fields_set else None)
-            return {"model": named} if named else {}, self._given
+            name = model or (self.model if "model" in self.model_fields_set else None)
+            return {"model": name} if name else {}, self._given_engine
         if self.base_url:
-            return {"model": model or self.model}, self._remotely
+            return {"model": model or self.model}, self._remote_engine
         config = self._config(model or self.model)
         return {"model": config.name}, lambda: self.engines.aget(config)
 
-    async def _given(self) -> ChatEngine:
+    async def _given_engine(self) -> ChatEngine:
         return self.engine  # type: ignore[no-any-return]  # pydantic cannot check a protocol
 
-    async def _remotely(self) -> ChatEngine:
+    async def _remote_engine(self) -> ChatEngine:
         assert self.base_url is not None
         return self.engines.remote(self.base_url, api_key=self._key)
 
@@ -302,18 +302,18 @@ class ChatDashInferVLM(BaseChatModel):
         parallel_tool_calls: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """The model with tools that it may call, or has to.
+        """Return the model with tools that it may call, or must call.
 
         Args:
-            tools: functions, LangChain's tools, pydantic classes, TypedDicts, or tools as OpenAI writes them.
+            tools: functions, LangChain's tools, pydantic classes, TypedDicts, or tools in OpenAI's format.
             tool_choice: `auto` (call or not; the default), `any`, `required` or True, `none` or False, or the name of a
                 tool.
-            strict: whether to refuse parameters that cannot be guaranteed; a call always follows those that can.
-            parallel_tool_calls: False allows one call.
+            strict: whether to reject parameter schemas that cannot be enforced. Others are always enforced.
+            parallel_tool_calls: False allows at most one call.
         """
         bound: dict[str, Any] = {"tools": [convert_to_openai_tool(tool, strict=strict) for tool in tools]}
         if tool_choice is not None:
-            bound["tool_choice"] = _choice(tool_choice)
+            bound["tool_choice"] = _tool_choice(tool_choice)
         if parallel_tool_calls is not None:
             bound["parallel_tool_calls"] = parallel_tool_calls
         return self.bind(**bound, **kwargs)
@@ -327,27 +327,27 @@ class ChatDashInferVLM(BaseChatModel):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, Any]:
-        """The model with answers of a given form.
+        """Return the model with structured responses.
 
         Args:
             schema: a pydantic class, a TypedDict, or a JSON schema; `json_mode` needs none.
-            method: `json_schema` and `function_calling` follow the schema to the letter; `json_mode` gives any JSON
-                object, which the prompt has to describe.
-            include_raw: whether to give `raw`, `parsed` and `parsing_error` rather than to raise.
-            strict: whether to refuse what cannot be guaranteed in a tool's parameters too.
+            method: `json_schema` and `function_calling` enforce the schema; `json_mode` returns any JSON object,
+                which the prompt has to describe.
+            include_raw: whether to return `raw`, `parsed` and `parsing_error` instead of raising parsing errors.
+            strict: whether to reject schemas that cannot be enforced, also in the parameters of a tool.
         """
         bound = bind_schema(method, schema, strict)
-        ask = self.bind_tools if "tools" in bound else self.bind
-        model: Runnable[LanguageModelInput, AIMessage] = ask(**bound, **kwargs)
-        read = output_parser(method, schema)
-        return with_raw(model, read) if include_raw else model | read
+        bind = self.bind_tools if "tools" in bound else self.bind
+        model: Runnable[LanguageModelInput, AIMessage] = bind(**bound, **kwargs)
+        parser = output_parser(method, schema)
+        return with_raw(model, parser) if include_raw else model | parser
 
 
-def _listed(stop: list[str] | str | None) -> list[str] | None:
+def _as_list(stop: list[str] | str | None) -> list[str] | None:
     return [stop] if isinstance(stop, str) else stop
 
 
-def _choice(choice: str | dict[str, Any] | bool) -> str | dict[str, Any]:
+def _tool_choice(choice: str | dict[str, Any] | bool) -> str | dict[str, Any]:
     if isinstance(choice, bool):
         return "required" if choice else "none"
     if isinstance(choice, dict) or choice in {"auto", "none", "required"}:

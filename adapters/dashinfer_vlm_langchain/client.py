@@ -1,4 +1,4 @@
-"""Asks an engine with deadlines and retries, from callers with and without an event loop."""
+"""Sends requests to an engine with timeouts and retries, from callers with and without an event loop."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
     from dashinfer_vlm_core.engine import ChatEngine
 
 LOOP = PerProcess(lambda: LoopThread("dashinfer-vlm-langchain"))
-"""For callers without an event loop: so there is one way to keep deadlines, and to cancel."""
+"""An event loop for synchronous callers, so that timeouts and cancellation have one implementation."""
 
-PAUSE_SECONDS = 0.5
+RETRY_SECONDS = 0.5
 
-FindEngine: TypeAlias = Callable[[], Awaitable["ChatEngine"]]
+GetEngine: TypeAlias = Callable[[], Awaitable["ChatEngine"]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One question.
+    """A request with its options.
 
     Attributes:
-        engine: finds what answers, anew for each try: one that failed is replaced by then.
+        engine: returns the engine. It is called for each attempt, because a failed engine may have been replaced.
         request: OpenAI's JSON.
-        timeout: seconds for the whole answer, all tries together; None waits for ever.
-        first_token_timeout: seconds until a stream begins; None waits as long as for the whole.
-        max_retries: how often to try again what may succeed later.
+        timeout: seconds for the complete response, over all attempts; None means no limit.
+        first_token_timeout: seconds until the first chunk of a stream; None means `timeout`.
+        max_retries: maximum number of retries after transient errors.
     """
 
-    engine: FindEngine
+    engine: GetEngine
     request: Mapping[str, Any]
     timeout: float | None
     first_token_timeout: float | None
@@ -46,12 +46,12 @@ class Call:
 
 
 async def complete(call: Call) -> ChatCompletion:
-    """The answer; raises as `Engine.chat`, and DeadlineExceeded."""
+    """Return the completion. Raises the errors of `Engine.chat`, and DeadlineExceeded."""
     return await with_timeout(_try(call), call.timeout)
 
 
 async def stream(call: Call) -> AsyncGenerator[ChatCompletionChunk, None]:
-    """The answer chunk by chunk; closing it frees what it held. Raises as `ask`."""
+    """Stream the completion; closing the generator cancels the request. Raises the errors of `complete`."""
     limited = stream_with_timeout(_try_stream(call), seconds=call.timeout, first=call.first_token_timeout)
     async with contextlib.aclosing(limited) as chunks:
         async for chunk in chunks:
@@ -59,31 +59,31 @@ async def stream(call: Call) -> AsyncGenerator[ChatCompletionChunk, None]:
 
 
 async def _try(call: Call) -> ChatCompletion:
-    left = call.max_retries
+    retries = call.max_retries
     while True:
         try:
             return await (await call.engine()).achat(call.request)
         except DashInferVLMError as error:
-            await _pause_or_raise(error, left)
-        left -= 1
+            await _pause_or_raise(error, retries)
+        retries -= 1
 
 
 async def _try_stream(call: Call) -> AsyncGenerator[ChatCompletionChunk, None]:
-    left = call.max_retries
+    retries = call.max_retries
     while True:
         try:
             async with contextlib.aclosing((await call.engine()).astream(call.request)) as chunks:
                 async for chunk in chunks:
-                    left = 0  # what was shown cannot be taken back
+                    retries = 0  # the caller has received a part of the response
                     yield chunk
                 return
         except DashInferVLMError as error:
-            await _pause_or_raise(error, left)
-        left -= 1
+            await _pause_or_raise(error, retries)
+        retries -= 1
 
 
-async def _pause_or_raise(error: DashInferVLMError, left: int) -> None:
-    """Wait as long as the error asks for, if it may succeed then and there are tries left."""
-    if left < 1 or not error.retryable or isinstance(error, DeadlineExceeded):
+async def _pause_or_raise(error: DashInferVLMError, retries: int) -> None:
+    """Wait before the next attempt, or raise the error if it is permanent or no retries are left."""
+    if retries < 1 or not error.retryable or isinstance(error, DeadlineExceeded):
         raise error
-    await asyncio.sleep(getattr(error, "retry_after", PAUSE_SECONDS))
+    await asyncio.sleep(getattr(error, "retry_after", RETRY_SECONDS))

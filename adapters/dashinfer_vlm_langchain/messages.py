@@ -1,4 +1,4 @@
-"""LangChain's messages -> those of OpenAI's request."""
+"""Convert LangChain messages to OpenAI messages."""
 
 from __future__ import annotations
 
@@ -24,36 +24,38 @@ _SIZE = frozenset({"min_pixels", "max_pixels", "min_pixel", "max_pixel"})
 OPTIONS: Mapping[str, frozenset[str]] = MappingProxyType(
     {"image": _SIZE | {"detail"}, "video": _SIZE | {"fps", "num_frames", "total_pixels"}}
 )
-"""What the `extras` of a standard block may hold, beside `uuid`; others would be lost."""
+"""Keys of `extras` in a standard block, in addition to `uuid`. Other keys are rejected."""
 
-_FRAME = frozenset({"type", "url", "base64", "data", "mime_type", "source_type", "id", "index", "file_id", "extras"})
-"""Keys of a standard block that are not options; `source_type` and `data` are those of version 0."""
+_STANDARD_KEYS = frozenset(
+    {"type", "url", "base64", "data", "mime_type", "source_type", "id", "index", "file_id", "extras"}
+)
+"""Keys of a standard block that are not options; `source_type` and `data` belong to version 0."""
 
-_AS_IS = frozenset({"text", "image_url", "video_url", "image_embeds"})
-_NOT_SAID = frozenset({"tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use", "function_call"})
-_THOUGHT = frozenset({"reasoning", "thinking"})
-_REFUSED = MappingProxyType(
+_UNCHANGED = frozenset({"text", "image_url", "video_url", "image_embeds"})
+_CALLS = frozenset({"tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use", "function_call"})
+_REASONING = frozenset({"reasoning", "thinking"})
+_HINTS = MappingProxyType(
     {
-        "audio": "These models do not hear: leave it out.",
-        "input_audio": "These models do not hear: leave it out.",
-        "file": "Send pictures and videos as blocks of these types, and text as text.",
+        "audio": "Audio is not supported. Leave it out.",
+        "input_audio": "Audio is not supported. Leave it out.",
+        "file": "Send `image`, `video` or `text` blocks instead.",
     }
 )
 
 
 def to_openai(messages: Sequence[BaseMessage]) -> list[Json]:
-    """The messages as OpenAI's JSON, one for one, so that `messages[2]` of an error is the third of the caller's.
+    """Convert the messages to OpenAI's JSON, one to one, so that indices in error messages match the caller's list.
 
     Raises:
-        InvalidParameter: a block lacks what its type needs.
-        UnsupportedParameter: a message or a block is of a type that cannot be sent; `param` is its place.
+        InvalidParameter: a block lacks a required key.
+        UnsupportedParameter: the type of a message or a block is not supported; `param` is its path.
     """
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def _message(message: BaseMessage, where: str) -> Json:
     if isinstance(message, AIMessage):
-        sent = {"role": "assistant", "content": _said(message, where), "tool_calls": _calls(message)}
+        sent = {"role": "assistant", "content": _assistant_text(message, where), "tool_calls": _calls(message)}
     elif isinstance(message, ToolMessage):
         sent = {"role": "tool", "content": _content(message, where), "tool_call_id": message.tool_call_id}
     else:
@@ -69,35 +71,35 @@ def _role(message: BaseMessage, where: str) -> str:
     if isinstance(message, HumanMessage):
         return "user"
     raise UnsupportedParameter(
-        f"`{where}` is a {type(message).__name__}, which cannot be sent: use one of the system, the user, the model"
-        " or a tool.",
+        f"`{where}` is a {type(message).__name__}, which is not supported. Use a system, human, AI, tool or chat"
+        " message.",
         param=where,
     )
 
 
-# What the model said
+# Assistant messages
 
 
-def _said(message: AIMessage, where: str) -> str:
-    """Its text alone: calls are sent for themselves, and thoughts of other models are not this one's."""
+def _assistant_text(message: AIMessage, where: str) -> str:
+    """Return the text of a message. Tool calls are sent separately, and reasoning is not sent."""
     if isinstance(message.content, str):
         return message.content
-    return "".join(_said_in(block, f"{where}.content[{i}]") for i, block in enumerate(message.content))
+    return "".join(_assistant_block_text(block, f"{where}.content[{i}]") for i, block in enumerate(message.content))
 
 
-def _said_in(block: str | Json, where: str) -> str:
+def _assistant_block_text(block: str | Json, where: str) -> str:
     if isinstance(block, str):
         return block
     kind = block.get("type")
     if kind in {"text", "refusal"}:
         return str(block.get(kind, ""))
-    if kind in _NOT_SAID | _THOUGHT:
+    if kind in _CALLS | _REASONING:
         return ""
-    raise _unsupported(kind, where, "Messages of the model hold text and calls.")
+    raise _unsupported(kind, where, "Assistant messages contain text and tool calls.")
 
 
 def _calls(message: AIMessage) -> list[Json]:
-    """The calls, those with arguments that are no JSON too: the model may learn from its mistake."""
+    """Return the tool calls, including those with invalid JSON, so that the model can correct them."""
     valid = [(call["id"], call["name"], json.dumps(call["args"], ensure_ascii=False)) for call in message.tool_calls]
     invalid = [(call["id"], call["name"] or "", call["args"] or "") for call in message.invalid_tool_calls]
     return [
@@ -106,7 +108,7 @@ def _calls(message: AIMessage) -> list[Json]:
     ]
 
 
-# What it is shown
+# Other messages
 
 
 def _content(message: BaseMessage, where: str) -> str | list[Json]:
@@ -119,55 +121,55 @@ def _part(block: str | Json, where: str) -> Json:
     if isinstance(block, str):
         return {"type": "text", "text": block}
     kind = str(block.get("type"))
-    if kind in _AS_IS:
+    if kind in _UNCHANGED:
         return block
     if kind == "text-plain" and "text" in block:
         return {"type": "text", "text": block["text"]}
     if kind in OPTIONS:
         return _media(kind, block, where)
-    raise _unsupported(kind, where, _REFUSED.get(kind, "Send text, pictures and videos."))
+    raise _unsupported(kind, where, _HINTS.get(kind, "Send text, images and videos."))
 
 
 def _media(kind: str, block: Json, where: str) -> Json:
-    """A standard block, of version 1 or 0, as a part with our options."""
-    flat = {key: value for key, value in block.items() if key not in _FRAME}
+    """Convert a standard block of version 1 or 0 to a content part with options."""
+    flat = {key: value for key, value in block.items() if key not in _STANDARD_KEYS}
     options = flat | (block.get("extras") or {})
     uuid = options.pop("uuid", None)
     if unknown := options.keys() - OPTIONS[kind]:
         name = min(unknown)
         raise UnsupportedParameter(
-            f"`{where}.extras.{name}` is no option of a block of type {kind}: leave it out, or use one of"
+            f"`{where}.extras.{name}` is not an option of a block of type {kind}. Leave it out, or use one of"
             f" {', '.join(sorted(OPTIONS[kind] | {'uuid'}))}.",
             param=f"{where}.extras.{name}",
         )
-    url = _url(block, where, known=uuid is not None)
+    url = _url(block, where, optional=uuid is not None)
     part = {"type": f"{kind}_url", f"{kind}_url": {**({"url": url} if url else {}), **options}}
     return part | ({"uuid": uuid} if uuid is not None else {})
 
 
-def _url(block: Json, where: str, *, known: bool) -> str | list[Any] | None:
-    """Where a picture or video is; None where it goes by its `uuid` alone."""
+def _url(block: Json, where: str, *, optional: bool) -> str | list[Any] | None:
+    """Return the URL of an image or a video; None if it is identified by its `uuid` only."""
     if block.get("url"):
-        return block["url"]  # type: ignore[no-any-return]  # a list of frames too: the engine looks at it
+        return block["url"]  # type: ignore[no-any-return]  # may be a list of frames, which the engine validates
     if data := block.get("base64") or block.get("data"):
         if not block.get("mime_type"):
             raise InvalidParameter(
-                f"`{where}.mime_type` is required beside base64, such as {block['type']}/"
+                f"`{where}.mime_type` is required with `base64`, such as {block['type']}/"
                 f"{'png' if block['type'] == 'image' else 'mp4'}.",
                 param=f"{where}.mime_type",
             )
         return f"data:{block['mime_type']};base64,{data}"
     if "file_id" in block or block.get("source_type") == "id":
         raise UnsupportedParameter(
-            f"`{where}.file_id` is not supported: no files are kept here. Give `url` or `base64`.",
+            f"`{where}.file_id` is not supported. Use `url` or `base64`.",
             param=f"{where}.file_id",
         )
-    if known:
+    if optional:
         return None
-    raise InvalidParameter(f"`{where}` needs `url`, or `base64` with `mime_type`.", param=where)
+    raise InvalidParameter(f"`{where}` requires `url`, or `base64` with `mime_type`.", param=where)
 
 
 def _unsupported(kind: object, where: str, next_step: str) -> UnsupportedParameter:
     return UnsupportedParameter(
-        f"`{where}` is of type {str(kind)[:40]!r}, which cannot be sent. {next_step}", param=f"{where}.type"
+        f"`{where}` is of type {str(kind)[:40]!r}, which is not supported. {next_step}", param=f"{where}.type"
     )

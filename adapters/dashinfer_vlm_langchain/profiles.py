@@ -1,4 +1,4 @@
-"""What LangChain's users can ask about a model before it is loaded."""
+"""LangChain model profiles, which do not require the model to be loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dashinfer_vlm_core.plugins import load_plugins
 
 
 def profile_of(source: object) -> ModelProfile | None:
-    """Of an engine, or of the configuration of one; None if it cannot be told without asking a server."""
+    """Return the profile of an engine or of an engine configuration; None for a server, whose model is unknown."""
     config = source.config if isinstance(source, Engine) else source
     if not isinstance(config, EngineConfig):
         return None
@@ -24,25 +24,24 @@ def profile_of(source: object) -> ModelProfile | None:
     length = min(lengths, default=None)
     sizes = ModelProfile(max_input_tokens=length, max_output_tokens=length) if length else ModelProfile()
     profile = spec.profile if spec else Profile()
-    return ModelProfile(**sizes, **_abilities(profile, structured=_structured(config.decoder)))
+    return ModelProfile(**sizes, **_capabilities(profile, structured_output=_supports_guided_decoding(config.decoder)))
 
 
 @lru_cache(maxsize=64)
 def _spec_of(model: str) -> ModelSpec | None:
-    """What a checkpoint says about itself; None for a hub id, whose checkpoint may not be here yet."""
+    """Return the specification of a checkpoint; None for a hub id, which may not be downloaded yet."""
     registry = load_plugins()
     folder = registry.models.get(model, Path(model).expanduser())
     return registry.family_of(folder).load_spec(folder) if folder.is_dir() else None
 
 
-def _structured(decoder: str) -> bool:
-    """Whether a decoder can be held to a schema; those that are chosen by themselves can."""
+def _supports_guided_decoding(decoder: str) -> bool:
+    """Return whether a decoder supports guided decoding. Automatically selected decoders do."""
     factory = load_plugins().decoders.get(decoder)
     return factory is None or GUIDED_DECODING in factory.supported_params
 
 
-def _abilities(profile: Profile, *, structured: bool) -> ModelProfile:
-    """`structured` is whether the decoder can be held to a schema."""
+def _capabilities(profile: Profile, *, structured_output: bool) -> ModelProfile:
     return ModelProfile(
         text_inputs=True,
         image_inputs=profile.images,
@@ -58,8 +57,8 @@ def _abilities(profile: Profile, *, structured: bool) -> ModelProfile:
         video_outputs=False,
         reasoning_output=False,
         tool_calling=profile.tools,
-        tool_choice=profile.tools and structured,
+        tool_choice=profile.tools and structured_output,
         tool_call_streaming=profile.tools,
-        structured_output=structured,
+        structured_output=structured_output,
         temperature=True,
     )

@@ -1,4 +1,4 @@
-"""OpenAI's answers -> LangChain's messages."""
+"""Convert OpenAI completions to LangChain results."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ PROVIDER = "dashinfer_vlm"
 
 
 def chat_result(completion: ChatCompletion) -> ChatResult:
-    """An answer, or several of them; the first one holds the usage of all."""
-    about = _about(completion)
-    generations = [_generation(choice, about) for choice in completion.choices]
+    """Convert a completion. If it has several choices, the first message contains the usage of all."""
+    metadata = _metadata(completion)
+    generations = [_generation(choice, metadata) for choice in completion.choices]
     if completion.usage is not None:
         cast("AIMessage", generations[0].message).usage_metadata = usage(completion.usage)
-    return ChatResult(generations=generations, llm_output=about)
+    return ChatResult(generations=generations, llm_output=metadata)
 
 
-async def chat_chunk(chunks: AsyncIterator[ChatCompletionChunk]) -> AsyncIterator[ChatGenerationChunk]:
-    """A stream. What is said once (model, finish reason, usage) is said by the last chunk: they are added up."""
+async def chat_chunks(chunks: AsyncIterator[ChatCompletionChunk]) -> AsyncIterator[ChatGenerationChunk]:
+    """Convert a stream. The last chunk contains model, finish reason and usage, because LangChain adds up chunks."""
     last: dict[str, Any] = {}
-    counted: UsageMetadata | None = None
+    usage_metadata: UsageMetadata | None = None
     async for chunk in chunks:
-        counted = usage(chunk.usage) if chunk.usage else counted
+        usage_metadata = usage(chunk.usage) if chunk.usage else usage_metadata
         for choice in chunk.choices:
             if choice.finish_reason:
-                last = _about(chunk) | {"finish_reason": choice.finish_reason}
+                last = _metadata(chunk) | {"finish_reason": choice.finish_reason}
             if choice.delta.content or choice.delta.tool_calls or choice.logprobs:
                 yield _delta(choice)
-    message = AIMessageChunk(content="", response_metadata=last, usage_metadata=counted, chunk_position="last")
+    message = AIMessageChunk(content="", response_metadata=last, usage_metadata=usage_metadata, chunk_position="last")
     yield ChatGenerationChunk(message=message)
 
 
 def usage(counts: CompletionUsage) -> UsageMetadata:
-    """Tokens, those of pictures and videos among the details."""
+    """Convert token counts, including those of images and videos."""
     details = counts.prompt_tokens_details
-    told = {
+    input_details = {
         "cache_read": details and details.cached_tokens,
         "image": getattr(details, "image_tokens", None),
         "video": getattr(details, "video_tokens", None),
@@ -57,17 +57,17 @@ def usage(counts: CompletionUsage) -> UsageMetadata:
         input_tokens=counts.prompt_tokens,
         output_tokens=counts.completion_tokens,
         total_tokens=counts.total_tokens,
-        input_token_details=cast("InputTokenDetails", {key: n for key, n in told.items() if n is not None}),
+        input_token_details=cast("InputTokenDetails", {key: n for key, n in input_details.items() if n is not None}),
     )
 
 
-def _about(answer: ChatCompletion | ChatCompletionChunk) -> dict[str, Any]:
-    return {"id": answer.id, "model_name": answer.model, "model_provider": PROVIDER}
+def _metadata(response: ChatCompletion | ChatCompletionChunk) -> dict[str, Any]:
+    return {"id": response.id, "model_name": response.model, "model_provider": PROVIDER}
 
 
-def _generation(choice: Choice, about: dict[str, Any]) -> ChatGeneration:
+def _generation(choice: Choice, metadata: dict[str, Any]) -> ChatGeneration:
     calls, invalid = _calls(choice.message)
-    metadata = about | {"finish_reason": choice.finish_reason}
+    metadata = metadata | {"finish_reason": choice.finish_reason}
     if choice.logprobs is not None:
         metadata["logprobs"] = choice.logprobs.model_dump(exclude_unset=True)
     message = AIMessage(

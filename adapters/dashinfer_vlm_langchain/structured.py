@@ -1,4 +1,4 @@
-"""`with_structured_output`: what is asked of the model, and what reads its answer."""
+"""The request fields and output parsers of `with_structured_output`."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ Method: TypeAlias = Literal["json_schema", "function_calling", "json_mode"]
 Schema: TypeAlias = Any
 """A pydantic class (of version 1 too), a TypedDict, or a JSON schema with `title`."""
 
-Reader: TypeAlias = "Runnable[Any, Any]"
+OutputParser: TypeAlias = "Runnable[Any, Any]"
 
 
 def bind_schema(method: str, schema: Schema | None, strict: bool | None) -> dict[str, Any]:
-    """What to bind to the model. `tools` are those of `bind_tools`.
+    """Return the arguments to bind to the model; `tools` are for `bind_tools`.
 
     Raises:
-        InvalidParameter: there is no such method, or it needs a schema.
+        InvalidParameter: the method does not exist, or requires a schema.
     """
-    if method not in _ASK:
-        raise InvalidParameter(f"`method` must be one of {', '.join(_ASK)}; got {method!r}.", param="method")
+    if method not in _METHODS:
+        raise InvalidParameter(f"`method` must be one of {', '.join(_METHODS)}, got {method!r}.", param="method")
     if schema is None and method != "json_mode":
         raise InvalidParameter(f"`schema` is required with the method {method}.", param="schema")
     if method == "json_mode" and strict is not None:
-        raise InvalidParameter("`strict` does not go with json_mode, which follows no schema.", param="strict")
-    told = {"kwargs": {"method": method} | ({} if strict is None else {"strict": strict}), "schema": schema}
-    return _ASK[method](schema, strict) | ({} if schema is None else {"ls_structured_output_format": told})
+        raise InvalidParameter("`strict` cannot be combined with json_mode, which has no schema.", param="strict")
+    format_info = {"kwargs": {"method": method} | ({} if strict is None else {"strict": strict}), "schema": schema}
+    return _METHODS[method](schema, strict) | ({} if schema is None else {"ls_structured_output_format": format_info})
 
 
-def output_parser(method: str, schema: Schema | None) -> Reader:
-    """What makes an object of an answer: of the class if the schema is a pydantic one, else a dictionary."""
+def output_parser(method: str, schema: Schema | None) -> OutputParser:
+    """Return a parser for responses. It returns an instance of a pydantic schema, or else a dictionary."""
     pydantic = isinstance(schema, type) and is_basemodel_subclass(schema)
     if method != "function_calling":
         return PydanticOutputParser(pydantic_object=schema) if pydantic else JsonOutputParser()
@@ -53,10 +53,10 @@ def output_parser(method: str, schema: Schema | None) -> Reader:
 
 
 def with_raw(
-    model: Runnable[LanguageModelInput, AIMessage], read: Reader
+    model: Runnable[LanguageModelInput, AIMessage], parser: OutputParser
 ) -> Runnable[LanguageModelInput, dict[str, Any]]:
-    """The answer beside what was read of it: `raw`, `parsed` and `parsing_error`, one of which is None."""
-    parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | read, parsing_error=lambda _: None)
+    """Return `raw`, `parsed` and `parsing_error`. Either `parsed` or `parsing_error` is None."""
+    parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
     failed = RunnablePassthrough.assign(parsed=lambda _: None)
     return RunnableMap(raw=model) | parsed.with_fallbacks([failed], exception_key="parsing_error")
 
@@ -65,21 +65,21 @@ def _tool_name(schema: Schema) -> str:
     return str(convert_to_openai_tool(schema)["function"]["name"])
 
 
-def _by_schema(schema: Schema, strict: bool | None) -> dict[str, Any]:
+def _json_schema_fields(schema: Schema, strict: bool | None) -> dict[str, Any]:
     function = convert_to_openai_function(schema, strict=strict)
-    described = {key: function[key] for key in ("name", "description") if function.get(key)}
-    written = described | {"schema": function["parameters"], "strict": bool(strict)}
-    return {"response_format": {"type": "json_schema", "json_schema": written}}
+    description = {key: function[key] for key in ("name", "description") if function.get(key)}
+    json_schema = description | {"schema": function["parameters"], "strict": bool(strict)}
+    return {"response_format": {"type": "json_schema", "json_schema": json_schema}}
 
 
-def _by_call(schema: Schema, strict: bool | None) -> dict[str, Any]:
+def _tool_fields(schema: Schema, strict: bool | None) -> dict[str, Any]:
     return {"tools": [schema], "tool_choice": _tool_name(schema), "strict": strict, "parallel_tool_calls": False}
 
 
-def _by_format(_schema: Schema, _strict: bool | None) -> dict[str, Any]:
+def _json_mode_fields(_schema: Schema, _strict: bool | None) -> dict[str, Any]:
     return {"response_format": {"type": "json_object"}}
 
 
-_ASK: Mapping[str, Callable[[Schema, bool | None], dict[str, Any]]] = MappingProxyType(
-    {"json_schema": _by_schema, "function_calling": _by_call, "json_mode": _by_format}
+_METHODS: Mapping[str, Callable[[Schema, bool | None], dict[str, Any]]] = MappingProxyType(
+    {"json_schema": _json_schema_fields, "function_calling": _tool_fields, "json_mode": _json_mode_fields}
 )

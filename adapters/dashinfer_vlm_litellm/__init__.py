@@ -1,11 +1,11 @@
-"""The LiteLLM provider: `dashinfer_vlm/<model>` in every call of LiteLLM, in process or over HTTP.
+"""The LiteLLM provider for `dashinfer_vlm/<model>`, in process or over HTTP.
 
     import dashinfer_vlm_litellm, litellm
 
     dashinfer_vlm_litellm.register()
     litellm.completion("dashinfer_vlm/demo", messages=[...])
 
-LiteLLM's proxy takes `dashinfer_vlm_litellm.handler` as `custom_handler`.
+For LiteLLM's proxy, set `custom_handler` to `dashinfer_vlm_litellm.handler`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What LiteLLM hands to a provider -> what an engine takes."""
+"""Convert the arguments of a LiteLLM provider to an engine request."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 
 from dashinfer_vlm_core.errors import InvalidParameter, UnsupportedParameter
 
-OURS = frozenset({"engine_options", "first_token_timeout"})
-"""Arguments that are for the provider, not for the engine."""
+PROVIDER_ARGUMENTS = frozenset({"engine_options", "first_token_timeout"})
+"""Arguments for the provider, which are not sent to the engine."""
 
-LITELLMS = frozenset({"max_retries", "stream", "extra_body"})
-"""Arguments that LiteLLM leaves among those of the request, and that are none."""
+LITELLM_ARGUMENTS = frozenset({"max_retries", "stream", "extra_body"})
+"""Arguments of LiteLLM itself among the request fields."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One call of LiteLLM.
+    """A LiteLLM call.
 
     Attributes:
-        model: as the caller named it, without the provider.
-        request: what goes to the engine, as OpenAI's JSON.
-        engine_options: fields of EngineConfig for an engine in this process, frozen as pairs.
-        api_base: address of a server to ask instead; None for an engine in this process.
-        api_key: its key.
-        timeout: seconds for the whole answer; None waits for ever.
-        first_token_timeout: seconds until the first token of a stream; None waits as long as for the whole.
+        model: the model's name without the provider prefix.
+        request: the request for the engine, as OpenAI's JSON.
+        engine_options: EngineConfig fields of an engine in this process.
+        api_base: the base URL of a server; None for an engine in this process.
+        api_key: the server's API key.
+        timeout: seconds for the complete response; None means no limit.
+        first_token_timeout: seconds until the first token of a stream; None means `timeout`.
     """
 
     model: str
@@ -40,24 +40,26 @@ class Call:
 
 
 def read_call(arguments: Mapping[str, Any], *, stream: bool) -> Call:
-    """Take apart what LiteLLM passes to a handler.
+    """Parse the arguments that LiteLLM passes to a provider.
 
     Raises:
-        InvalidParameter: an argument of ours has the wrong shape.
-        UnsupportedParameter: a client of the proxy names what is its operator's to set, or a stream what LiteLLM would
-            spoil.
+        InvalidParameter: an argument of this provider is invalid.
+        UnsupportedParameter: a client of the proxy sets what only its operator may set, or LiteLLM does not support a
+            parameter in streams.
     """
     given: dict[str, Any] = dict(arguments["optional_params"])
-    client = _body_of_client(arguments)
+    client = _client_body(arguments)
     if "engine_options" in client:
-        raise UnsupportedParameter("`engine_options` are set by the operator of the proxy.", param="engine_options")
-    if arguments.get("headers") and not client:  # those of a client are the proxy's to pass on or not
-        raise UnsupportedParameter("`extra_headers` are not sent: leave them out.", param="extra_headers")
-    request = {name: value for name, value in given.items() if name not in OURS | LITELLMS}
+        raise UnsupportedParameter(
+            "`engine_options` can only be set by the operator of the proxy.", param="engine_options"
+        )
+    if arguments.get("headers") and not client:  # the proxy handles the headers of its clients
+        raise UnsupportedParameter("`extra_headers` is not supported. Leave it out.", param="extra_headers")
+    request = {name: value for name, value in given.items() if name not in PROVIDER_ARGUMENTS | LITELLM_ARGUMENTS}
     request |= given.get("extra_body") or {}
     request |= {"messages": arguments["messages"]}
     if stream:
-        request = _streamed(request)
+        request = _stream_request(request)
     return Call(
         model=arguments["model"],
         request=MappingProxyType(request),
@@ -70,15 +72,15 @@ def read_call(arguments: Mapping[str, Any], *, stream: bool) -> Call:
 
 
 def is_proxied(arguments: Mapping[str, Any]) -> bool:
-    """Whether a client of LiteLLM's proxy sent the call, rather than the program that this is part of."""
-    return bool(_body_of_client(arguments))
+    """Return whether a client of LiteLLM's proxy sent the call, and not this program."""
+    return bool(_client_body(arguments))
 
 
-def _streamed(request: dict[str, Any]) -> dict[str, Any]:
-    """LiteLLM shows the usage to whom asked for it, and counts by itself, badly, where it gets none."""
+def _stream_request(request: dict[str, Any]) -> dict[str, Any]:
+    """Always request the usage: without it, LiteLLM uses an inaccurate estimate. It hides it if not requested."""
     if request.get("n", 1) != 1:
         raise UnsupportedParameter(
-            "`n` cannot be above 1 in a stream: LiteLLM keeps one finish reason only. Leave out one of the two.",
+            "`n` must be 1 in a stream, because LiteLLM returns one finish reason only. Leave out `n` or `stream`.",
             param="n",
         )
     return request | {
@@ -91,12 +93,12 @@ def _options(given: Mapping[str, Any], api_base: str | None) -> Mapping[str, Any
     options = given.get("engine_options") or {}
     if not isinstance(options, Mapping):
         raise InvalidParameter(
-            '`engine_options` must be an object with fields of EngineConfig, such as {"max_model_len": 4096}.',
+            '`engine_options` must be an object with EngineConfig fields, such as {"max_model_len": 4096}.',
             param="engine_options",
         )
     if options and api_base:
         raise InvalidParameter(
-            "`engine_options` are for an engine in this process; the one at `api_base` has options of its own.",
+            "`engine_options` configure an engine in this process, and cannot be combined with `api_base`.",
             param="engine_options",
         )
     return options
@@ -106,11 +108,11 @@ def _seconds(value: Any, name: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise InvalidParameter(f"`{name}` must be a number of seconds above 0.", param=name)
+        raise InvalidParameter(f"`{name}` must be a positive number of seconds, got {value!r}.", param=name)
     return float(value)
 
 
-def _body_of_client(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a client of the proxy sent; nothing for calls of this program."""
+def _client_body(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the request body of a client of the proxy; {} for calls of this program."""
     proxied = (arguments.get("litellm_params") or {}).get("proxy_server_request") or {}
     return proxied.get("body") or {}

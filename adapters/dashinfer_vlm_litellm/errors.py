@@ -1,4 +1,4 @@
-"""Errors as LiteLLM's users know them: each kind of error is one of LiteLLM's classes."""
+"""Convert the engine's errors to LiteLLM's exceptions."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from dashinfer_vlm_core.errors import (
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-_Make: TypeAlias = Callable[[DashInferVLMError, str, str, str], openai.APIError]
+_ExceptionFactory: TypeAlias = Callable[[DashInferVLMError, str, str, str], openai.APIError]
 
-HIDDEN = "The model cannot be served now; the proxy's log says why."
-"""What a client of the proxy is told about the set-up of its operator."""
+HIDDEN_MESSAGE = "The model cannot be served. See the log of the proxy."
+"""The message for clients of the proxy if its configuration is wrong."""
 
 
-def _plain(kind: Callable[..., openai.APIError]) -> _Make:
+def _factory(kind: Callable[..., openai.APIError]) -> _ExceptionFactory:
     return lambda _error, message, model, provider: kind(message=message, model=model, llm_provider=provider)
 
 
 def _timeout(_error: DashInferVLMError, message: str, model: str, provider: str) -> openai.APIError:
-    """With 504, as our server answers: a stream that ends with LiteLLM's own 408 would have no fallback."""
+    """Use status 504 like our server. LiteLLM's default 408 would prevent fallbacks of streams."""
     return exceptions.Timeout(message=message, model=model, llm_provider=provider, exception_status_code=504)
 
 
 def _rate_limit(error: DashInferVLMError, message: str, model: str, provider: str) -> openai.APIError:
-    """With the header that the Router waits by."""
+    """Add the `retry-after` header, which LiteLLM's Router respects."""
     assert isinstance(error, QueueFull)
     response = httpx.Response(
         429,
@@ -56,54 +56,53 @@ def _rate_limit(error: DashInferVLMError, message: str, model: str, provider: st
     return exceptions.RateLimitError(message=message, model=model, llm_provider=provider, response=response)
 
 
-CLASSES: Mapping[type[DashInferVLMError], _Make] = MappingProxyType(
+CLASSES: Mapping[type[DashInferVLMError], _ExceptionFactory] = MappingProxyType(
     {
-        RequestError: _plain(exceptions.BadRequestError),
-        UnsupportedParameter: _plain(exceptions.UnsupportedParamsError),
-        ContextLengthExceeded: _plain(exceptions.ContextWindowExceededError),
-        ModelNotFound: _plain(exceptions.NotFoundError),
+        RequestError: _factory(exceptions.BadRequestError),
+        UnsupportedParameter: _factory(exceptions.UnsupportedParamsError),
+        ContextLengthExceeded: _factory(exceptions.ContextWindowExceededError),
+        ModelNotFound: _factory(exceptions.NotFoundError),
         QueueFull: _rate_limit,
         DeadlineExceeded: _timeout,
-        EngineClosed: _plain(exceptions.ServiceUnavailableError),
-        DecoderFailed: _plain(exceptions.ServiceUnavailableError),
-        EngineError: _plain(exceptions.InternalServerError),
-        AccessDenied: _plain(exceptions.AuthenticationError),
-        SetupError: _plain(exceptions.BadRequestError),  # who calls has chosen the model and its options
-        DashInferVLMError: _plain(exceptions.InternalServerError),
+        EngineClosed: _factory(exceptions.ServiceUnavailableError),
+        DecoderFailed: _factory(exceptions.ServiceUnavailableError),
+        EngineError: _factory(exceptions.InternalServerError),
+        AccessDenied: _factory(exceptions.AuthenticationError),
+        SetupError: _factory(exceptions.BadRequestError),  # the caller has chosen the model and its options
+        DashInferVLMError: _factory(exceptions.InternalServerError),
     }
 )
-"""How each error is made; one that is not listed is made as its nearest base."""
+"""The factory for each error class. Other classes use that of their nearest base class."""
 
 
-def as_litellm(error: DashInferVLMError, *, model: str, provider: str, hide_setup: bool) -> openai.APIError:
-    """The error of LiteLLM that stands for one of ours; `param`, `code` and `type` are those of OpenAI's body.
+def to_litellm_exception(error: DashInferVLMError, *, model: str, provider: str, hide_setup: bool) -> openai.APIError:
+    """Convert an error of the engine to LiteLLM's exception, with OpenAI's `param`, `code` and `type`.
 
     Args:
-        error: ours.
-        model: as the caller named it, without the provider.
-        provider: its name.
-        hide_setup: whether the caller is not the one who set the engine up, and is not to see its paths.
+        error: the error.
+        model: the model's name without the provider prefix.
+        provider: the provider's name.
+        hide_setup: whether to hide setup errors, which may contain paths, from a caller that did not set up the engine.
     """
     message, param = error.message, error.param
     kind = next(kind for kind in type(error).__mro__ if kind in CLASSES)
     if hide_setup and isinstance(error, SetupError):
-        logger.error("a request failed: %s", error.message)
-        message, param = HIDDEN, None
-        # No fault of the request: the Router tries another deployment, which may be set up better.
+        logger.error("Request failed: %s", error.message)
+        message, param = HIDDEN_MESSAGE, None
+        # The request is valid: the Router tries another deployment, whose setup may be correct.
         kind = EngineError if kind is SetupError else kind
-    made = CLASSES[kind](error, message, model, provider)
-    made.param, made.code = param, error.code
-    made.type = (
-        "invalid_request_error" if isinstance(made, openai.BadRequestError | openai.NotFoundError) else made.type
-    )
-    made.body = {"message": message, "type": made.type, "param": param, "code": error.code}
-    return made
+    exception = CLASSES[kind](error, message, model, provider)
+    exception.param, exception.code = param, error.code
+    if isinstance(exception, openai.BadRequestError | openai.NotFoundError):
+        exception.type = "invalid_request_error"
+    exception.body = {"message": message, "type": exception.type, "param": param, "code": error.code}
+    return exception
 
 
 @contextlib.contextmanager
 def litellm_errors(*, model: str, provider: str, hide_setup: bool) -> Iterator[None]:
-    """Raise LiteLLM's errors in place of ours."""
+    """Convert the engine's errors to LiteLLM's exceptions."""
     try:
         yield
     except DashInferVLMError as error:
-        raise as_litellm(error, model=model, provider=provider, hide_setup=hide_setup) from error
+        raise to_litellm_exception(error, model=model, provider=provider, hide_setup=hide_setup) from error

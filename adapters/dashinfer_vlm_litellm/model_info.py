@@ -1,4 +1,4 @@
-"""What LiteLLM knows about a model before it asks: `get_model_info`, `supports_vision`, checks of the context size."""
+"""Model information for LiteLLM's `get_model_info`, `supports_vision` and context window checks."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-_reported: dict[str, tuple[int, Profile]] = {}
-"""What LiteLLM knows from here: context size and profile, by name."""
+_registered: dict[str, tuple[int, Profile]] = {}
+"""Context length and profile that were registered here, by model name."""
 
 
 def register_model_info(name: str, length: int, profile: Profile | None = None) -> None:
-    """Tell LiteLLM about a model, unless its user has done so.
+    """Register a model with LiteLLM, unless the user has registered it.
 
     Args:
-        name: with the provider in front.
-        length: tokens that prompt and answer may have together.
-        profile: what the model can do; by default what was reported before, or else all of it.
+        name: the model's name with the provider prefix.
+        length: maximum number of prompt and completion tokens.
+        profile: the model's capabilities; by default those of an earlier registration, or else all of them.
     """
-    known = _reported.get(name)
+    known = _registered.get(name)
     profile = profile or (known[1] if known else Profile())
     if known != (length, profile) and (known or name not in litellm.model_cost):
-        _reported[name] = (length, profile)
+        _registered[name] = (length, profile)
         litellm.register_model({name: _info(name.partition("/")[0], length, profile)})
 
 
 def register_known_models(provider: str) -> None:
-    """Tell LiteLLM about the models that plugins bring, such as the bundled `demo`, without loading them."""
+    """Register the models of plugins, such as the bundled `demo`, without loading them."""
     registry = load_plugins()
     for name, folder in registry.models.items():
         if spec := _spec(registry, folder):
@@ -47,11 +47,11 @@ def register_known_models(provider: str) -> None:
 
 
 def _spec(registry: Registry, folder: Path) -> ModelSpec | None:
-    """What a checkpoint says about itself; None if it cannot be read."""
+    """Return the specification of a checkpoint; None if it cannot be read."""
     try:
         return registry.family_of(folder).load_spec(folder)
     except SetupError as error:
-        logger.warning("LiteLLM is not told about a model: %s", error.message)
+        logger.warning("A model was not registered with LiteLLM: %s", error.message)
         return None
 
 

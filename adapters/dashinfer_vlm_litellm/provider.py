@@ -1,4 +1,4 @@
-"""The provider: LiteLLM's four ways to ask for a chat completion, over engines of this process or of others."""
+"""The provider: completions and streams, synchronous and asynchronous, with an engine in process or a server."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ PROVIDER = "dashinfer_vlm"
 
 
 class DashInferVLM(CustomLLM):
-    """Answers LiteLLM's calls for `dashinfer_vlm/<model>`.
+    """The LiteLLM provider for `dashinfer_vlm/<model>`.
 
     The model is a registered name (`demo`), a checkpoint folder or a hub id. Its engine is loaded in this process on
-    first use, with `engine_options` and the environment as EngineConfig takes them, and shared by all calls of equal
-    options; with `api_base`, a server is asked instead. LiteLLM leaves deadlines to the provider: `timeout` is for the
-    whole answer, `first_token_timeout` for the beginning of a stream.
+    first use, configured by `engine_options` and the environment like EngineConfig, and shared by all calls with equal
+    options. With `api_base`, requests are sent to a server instead. LiteLLM leaves timeouts to the provider: `timeout`
+    applies to the complete response, `first_token_timeout` to the first token of a stream.
 
     Args:
-        engines: where engines come from; those that all adapters of this process share if None.
-        name: the provider's, in front of the model's.
+        engines: the registry of engines. By default, all adapters of this process share one.
+        name: the provider prefix of model names.
     """
 
     def __init__(self, engines: SharedEngines | None = None, *, name: str = PROVIDER) -> None:
         super().__init__()
         self.name = name
         self._engines = engines or SHARED
-        # Callers without an event loop get this one: so there is one way to keep deadlines, and to cancel.
+        # An event loop for synchronous callers, so that timeouts and cancellation have one implementation.
         self._loop = PerProcess(lambda: LoopThread("dashinfer-vlm-litellm"))
 
     def completion(self, *_: Any, **arguments: Any) -> ModelResponse:
         return self._loop.get().call(self.acompletion(**arguments))
 
-    # LiteLLM takes ModelResponseStream too, which its annotations do not know yet; and it takes async generators alone.
+    # LiteLLM accepts ModelResponseStream too, which its annotations lack. It accepts only async generators.
 
     def streaming(  # type: ignore[override]
         self, *_: Any, **arguments: Any
@@ -82,7 +82,7 @@ class DashInferVLM(CustomLLM):
                 yield chunk
 
     async def _engine(self, call: Call) -> tuple[ChatEngine, str]:
-        """What answers a call, and by which name it knows the model."""
+        """Return the engine of a call, and the engine's name of the model."""
         if call.api_base:
             return self._engines.remote(call.api_base, api_key=call.api_key), call.model
         config = self._engines.config(call.model, call.engine_options)

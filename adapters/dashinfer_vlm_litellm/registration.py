@@ -1,4 +1,4 @@
-"""Makes LiteLLM know the provider."""
+"""Registration of the provider with LiteLLM."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from .model_info import register_known_models
 from .provider import PROVIDER, DashInferVLM
 
 handler: DashInferVLM = DashInferVLM()
-"""The provider's instance in this process; its engines are started on first use."""
+"""The provider of this process. Engines are started on first use."""
 
 
 def register() -> DashInferVLM:
-    """Make `dashinfer_vlm/<model>` a model of LiteLLM in this process; calling it again changes nothing.
+    """Register the provider for `dashinfer_vlm/<model>` in this process. Repeated calls have no effect.
 
-    Call it before a `Router` is made: that one looks at its models at once.
+    Call it before creating a `Router`, which validates its models on creation.
     """
     others = [item for item in litellm.custom_provider_map if item["provider"] != PROVIDER]
-    # A new list: LiteLLM, or the proxy, may hold the old one.
+    # Create a new list, because LiteLLM or the proxy may hold a reference to the old one.
     litellm.custom_provider_map = [*others, CustomLLMItem(provider=PROVIDER, custom_handler=handler)]
     custom_llm_setup()  # type: ignore[no-untyped-call]  # LiteLLM has no annotations there
     register_known_models(PROVIDER)

@@ -1,4 +1,4 @@
-"""OpenAI's answers -> LiteLLM's."""
+"""Convert OpenAI completions to LiteLLM responses."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ if TYPE_CHECKING:
 
 
 def model_response(response: ModelResponse, completion: ChatCompletion) -> ModelResponse:
-    """Fill LiteLLM's response with an answer."""
+    """Copy a completion into LiteLLM's response object."""
     response.id, response.created, response.model = completion.id, completion.created, completion.model
     response.choices = [Choices(**choice.model_dump(exclude_unset=True)) for choice in completion.choices]
     if completion.usage is not None:
-        response.usage = Usage(**completion.usage.model_dump(exclude_none=True))  # type: ignore[attr-defined]  # set so throughout LiteLLM
+        response.usage = Usage(**completion.usage.model_dump(exclude_none=True))  # type: ignore[attr-defined]  # LiteLLM sets it in the same way
     return response
 
 
 async def stream_chunks(
     chunks: AsyncIterator[ChatCompletionChunk],
 ) -> AsyncIterator[ModelResponseStream | GenericStreamingChunk]:
-    """LiteLLM's chunks.
+    """Convert chunks to LiteLLM's.
 
-    LiteLLM makes the chunk with the finish reason and the one with the usage by itself, and drops the usage of a stream
-    that ends as OpenAI's does. It keeps both if they come together at the end, in its own older kind of chunk.
+    LiteLLM creates the chunks with the finish reason and the usage itself, and drops the usage of a stream that ends
+    like OpenAI's. It keeps both if they arrive together in a final GenericStreamingChunk, its older chunk type.
     """
     usage: dict[str, Any] | None = None
     reason = "stop"
@@ -36,11 +36,11 @@ async def stream_chunks(
         for choice in data["choices"]:
             reason = choice.get("finish_reason") or reason
             choice["finish_reason"] = None
-        if any(_says_something(choice["delta"]) for choice in data["choices"]):
+        if any(_has_content(choice["delta"]) for choice in data["choices"]):
             yield ModelResponseStream(**data)
     last = {"text": "", "is_finished": True, "finish_reason": reason, "usage": usage, "index": 0, "tool_use": None}
     yield cast("GenericStreamingChunk", last)
 
 
-def _says_something(delta: dict[str, Any]) -> bool:
+def _has_content(delta: dict[str, Any]) -> bool:
     return any(value is not None for value in delta.values())

@@ -1,7 +1,7 @@
-"""An agent with a tool that looks at pictures: python agent.py FOLDER QUESTION
+"""An agent with a tool that describes images: python agent.py FOLDER PROMPT
 
-The bundled model calls no tools by itself, so that its part is played here; the engine, the agent and the tool are
-real. With a checkpoint that was trained on tools, the agent's model is `ChatDashInferVLM(model="...")`.
+The bundled model was not trained to call tools, so this example scripts the agent's responses. Engine, agent and tool
+are real. With a checkpoint that was trained on tools, use `ChatDashInferVLM(model="...")` for the agent.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from langchain_core.tools import tool
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_langchain import ChatDashInferVLM
 
-folder, question = Path(sys.argv[1]), sys.argv[2]
-eyes = ChatDashInferVLM(temperature=0)
+folder, prompt = Path(sys.argv[1]), sys.argv[2]
+vision_model = ChatDashInferVLM(temperature=0)
 
 
 @tool
-def look(picture: str) -> str:
-    """Says what the picture of that name shows."""
-    data = base64.b64encode((folder / Path(picture).name).read_bytes()).decode()
+def describe_image(name: str) -> str:
+    """Describe the image file with the given name."""
+    data = base64.b64encode((folder / Path(name).name).read_bytes()).decode()
     block = {"type": "image", "base64": data, "mime_type": "image/png"}
-    return eyes.invoke([HumanMessage([block, {"type": "text", "text": "Describe the picture."}])]).text
+    return vision_model.invoke([HumanMessage([block, {"type": "text", "text": "Describe the picture."}])]).text
 
 
-call = json.dumps({"name": "look", "arguments": {"picture": "circle.png"}})
+call = json.dumps({"name": "describe_image", "arguments": {"name": "circle.png"}})
 with scripted_engine(f"<tool_call>\n{call}\n</tool_call>", "I looked: there is a circle.") as engine:
-    agent = create_agent(ChatDashInferVLM(engine=engine), tools=[look])
-    for message in agent.invoke({"messages": [HumanMessage(question)]})["messages"]:
+    agent = create_agent(ChatDashInferVLM(engine=engine), tools=[describe_image])
+    for message in agent.invoke({"messages": [HumanMessage(prompt)]})["messages"]:
         print(f"{message.type}: {message.text or [call['args'] for call in message.tool_calls]}")

@@ -1,4 +1,4 @@
-"""A chain with a prompt template: python chain.py PICTURE SHAPE"""
+"""A chain with a prompt template: python chain.py IMAGE SHAPE"""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ prompt = ChatPromptTemplate.from_messages(
         (
             "user",
             [
-                {"type": "image", "base64": "{picture}", "mime_type": "image/png"},
+                {"type": "image", "base64": "{image}", "mime_type": "image/png"},
                 {"type": "text", "text": "What colour is the {shape}?"},
             ],
         )
     ]
 )
 chain = prompt | ChatDashInferVLM(temperature=0) | StrOutputParser()
-picture = base64.b64encode(Path(sys.argv[1]).read_bytes()).decode()
-print(chain.invoke({"picture": picture, "shape": sys.argv[2]}))
+image = base64.b64encode(Path(sys.argv[1]).read_bytes()).decode()
+print(chain.invoke({"image": image, "shape": sys.argv[2]}))

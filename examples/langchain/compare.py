@@ -1,4 +1,4 @@
-"""Two pictures, asked about at once and then together: python compare.py FIRST SECOND QUESTION"""
+"""Describe two images in one batch, then compare them: python compare.py FIRST SECOND PROMPT"""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def block(path: str) -> dict[str, str]:
     return {"type": "image", "base64": data, "mime_type": "image/png"}
 
 
-def ask(question: str, *paths: str) -> list[HumanMessage]:
-    return [HumanMessage([*map(block, paths), {"type": "text", "text": question}])]
+def messages(prompt: str, *paths: str) -> list[HumanMessage]:
+    return [HumanMessage([*map(block, paths), {"type": "text", "text": prompt}])]
 
 
-*paths, question = sys.argv[1:]
+*paths, prompt = sys.argv[1:]
 chat = ChatDashInferVLM(temperature=0)
-for answer in chat.batch([ask("Describe the picture.", path) for path in paths]):  # decoded side by side
-    print(answer.text)
-print(chat.invoke(ask(question, *paths)).text)
+for response in chat.batch([messages("Describe the picture.", path) for path in paths]):  # decoded in one batch
+    print(response.text)
+print(chat.invoke(messages(prompt, *paths)).text)

@@ -1,4 +1,4 @@
-"""Ask about a picture, without any server: python describe.py PICTURE [QUESTION]"""
+"""Describe an image without a server: python describe.py IMAGE [PROMPT]"""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from langchain_core.messages import HumanMessage
 
 from dashinfer_vlm_langchain import ChatDashInferVLM
 
-picture = Path(sys.argv[1])
-question = sys.argv[2] if len(sys.argv) > 2 else "Describe the picture."
-kind = mimetypes.guess_type(picture.name)[0] or "image/png"
-block = {"type": kind.partition("/")[0], "base64": base64.b64encode(picture.read_bytes()).decode(), "mime_type": kind}
+image = Path(sys.argv[1])
+prompt = sys.argv[2] if len(sys.argv) > 2 else "Describe the picture."
+kind = mimetypes.guess_type(image.name)[0] or "image/png"
+block = {"type": kind.partition("/")[0], "base64": base64.b64encode(image.read_bytes()).decode(), "mime_type": kind}
 
 chat = ChatDashInferVLM(model="demo", temperature=0)  # or a checkpoint folder, or a hub id
-for chunk in chat.stream([HumanMessage([block, {"type": "text", "text": question}])]):
+for chunk in chat.stream([HumanMessage([block, {"type": "text", "text": prompt}])]):
     print(chunk.text, end="", flush=True)
 print()

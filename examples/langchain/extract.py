@@ -1,7 +1,7 @@
-"""An object out of a picture: python extract.py PICTURE
+"""Extract an object from an image: python extract.py IMAGE
 
-The schema is followed to the letter, whatever the model. What it says of the picture is as true as the model is good:
-the bundled one was never trained to write JSON.
+The response matches the schema with every model. Whether it is correct depends on the model: the bundled one was not
+trained to write JSON.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dashinfer_vlm_langchain import ChatDashInferVLM
 
 
 class Scene(BaseModel):
-    """What a picture shows."""
+    """The contents of an image."""
 
     shape: Literal["circle", "square", "triangle", "star", "cross"]
     color: Literal["red", "green", "blue", "yellow", "orange", "purple", "pink", "cyan"]
     count: int = Field(ge=1, le=3)
 
 
-picture = base64.b64encode(Path(sys.argv[1]).read_bytes()).decode()
-block = {"type": "image", "base64": picture, "mime_type": "image/png"}
+image = base64.b64encode(Path(sys.argv[1]).read_bytes()).decode()
+block = {"type": "image", "base64": image, "mime_type": "image/png"}
 chat = ChatDashInferVLM(temperature=0).with_structured_output(Scene)
 print(chat.invoke([HumanMessage([block, {"type": "text", "text": "Describe the picture."}])]).model_dump_json())

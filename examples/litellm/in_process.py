@@ -1,4 +1,4 @@
-"""Ask about a picture through LiteLLM, without any server: python in_process.py PICTURE [QUESTION]"""
+"""Describe an image through LiteLLM without a server: python in_process.py IMAGE [PROMPT]"""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import litellm
 
 import dashinfer_vlm_litellm
 
-picture = Path(sys.argv[1])
-question = sys.argv[2] if len(sys.argv) > 2 else "Describe the picture."
-url = f"data:{mimetypes.guess_type(picture.name)[0]};base64,{base64.b64encode(picture.read_bytes()).decode()}"
-content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]
+image = Path(sys.argv[1])
+prompt = sys.argv[2] if len(sys.argv) > 2 else "Describe the picture."
+url = f"data:{mimetypes.guess_type(image.name)[0]};base64,{base64.b64encode(image.read_bytes()).decode()}"
+content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": prompt}]
 
 dashinfer_vlm_litellm.register()
 chunks = litellm.completion(

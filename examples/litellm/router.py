@@ -1,4 +1,4 @@
-"""Two engines behind LiteLLM's Router: what does not fit the small one goes to the large one."""
+"""Two engines behind LiteLLM's Router: prompts that are too long for the small one go to the large one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import litellm
 
 import dashinfer_vlm_litellm
 
-dashinfer_vlm_litellm.register()  # before the Router is made: it looks at its models at once
+dashinfer_vlm_litellm.register()  # before creating the Router, which validates its models
 router = litellm.Router(
     model_list=[
         {
@@ -27,10 +27,10 @@ router = litellm.Router(
 
 
 async def main() -> None:
-    question = {"role": "user", "content": "Which shapes do you know?"}
-    for messages in ([question], [{"role": "system", "content": "Answer briefly. " * 20}, question]):
-        answer = await router.acompletion("small", messages=messages, temperature=0)
-        print(f"{answer.usage.prompt_tokens} tokens: {answer.choices[0].message.content}")
+    prompt = {"role": "user", "content": "Which shapes do you know?"}
+    for messages in ([prompt], [{"role": "system", "content": "Answer briefly. " * 20}, prompt]):
+        response = await router.acompletion("small", messages=messages, temperature=0)
+        print(f"{response.usage.prompt_tokens} tokens: {response.choices[0].message.content}")
 
 
 asyncio.run(main())

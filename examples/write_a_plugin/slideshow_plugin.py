@@ -1,4 +1,4 @@
-"""Read animated pictures as videos: `pip install .` here, and `dashinfer-vlm plugins` lists it."""
+"""Read animated images as videos. After `pip install .` here, `dashinfer-vlm plugins` lists the plugin."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dashinfer_vlm_core.errors import MediaUndecodable
 from dashinfer_vlm_core.media import StopCheck, VideoInfo
 
 dashinfer_vlm_api = 2
-"""The version of the plugin API that this plugin was written for."""
+"""The plugin API version that this plugin uses."""
 
 
 class Slideshow:
-    """One animated picture, opened."""
+    """An open animated image."""
 
     def __init__(self, image: Image.Image) -> None:
         self._image = image
@@ -28,13 +28,13 @@ class Slideshow:
         return np.stack([self._frame(index, check_stop) for index in indices])
 
     def _frame(self, index: int, check_stop: StopCheck) -> np.ndarray:
-        check_stop()  # raises when the request was cancelled meanwhile
+        check_stop()  # raises if the request was canceled
         self._image.seek(index)
         return np.asarray(self._image.convert("RGB"))
 
 
 class SlideshowReader:
-    """Comes after PyAV: it is asked about what that cannot read."""
+    """Reads animated images that PyAV, which has a higher priority, cannot read."""
 
     name = "slideshow"
     priority = 5
@@ -46,7 +46,7 @@ class SlideshowReader:
         try:
             image = Image.open(io.BytesIO(data), formats=["GIF", "WEBP", "PNG"])
         except UnidentifiedImageError:
-            raise MediaUndecodable("This is no animated picture.") from None
+            raise MediaUndecodable("The data is not an animated image.") from None
         return Slideshow(image)
 
 
