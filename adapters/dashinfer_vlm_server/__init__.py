@@ -1,8 +1,8 @@
-"""The ASGI server: OpenAI's chat completions over HTTP, in front of any engine.
+"""An ASGI server with OpenAI's chat completions API, for any engine.
 
     app = create_app(engine)  # an ASGI application: run it with uvicorn, or mount it in another one
 
-`dashinfer-vlm serve` does both and owns the engine.
+`dashinfer-vlm serve` creates the engine and runs the application with uvicorn.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["create_app"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `create_app` on use: the plugin in this package loads without FastAPI, and says how to get it."""
+    """Import `create_app` on first use: the plugin in this package must load, and report, without FastAPI."""
     if name == "create_app":
         from .app import create_app
 

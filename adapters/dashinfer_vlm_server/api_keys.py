@@ -1,4 +1,4 @@
-"""API keys: who may ask."""
+"""Authentication with API keys."""
 
 from __future__ import annotations
 
@@ -14,91 +14,93 @@ from dashinfer_vlm_core.errors import ConfigError
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-OPEN_ROUTES = frozenset({"/health", "/health/ready"})
-"""Paths that need no key: whoever watches over the process may have none."""
+PUBLIC_ROUTES = frozenset({"/health", "/health/ready"})
+"""Paths that require no key, so that process supervisors can check the server."""
 
-LONGEST_KEY = 4096
+MAX_KEY_LENGTH = 4096
 
 KEYS_VARIABLE = f"{ENV_PREFIX}API_KEYS"
 
 KEY_VARIABLE = f"{ENV_PREFIX}API_KEY"
-"""What clients read: a server that finds it set alone is not meant to be open."""
+"""The variable that clients read. The server also uses it, because a server where it is set is not meant to be open."""
 
 
 class ApiKeys:
-    """Keys of which only digests are kept, so that nothing can print them.
+    """API keys, stored as digests only, so that they cannot be printed.
 
     Args:
-        keys: any of which opens; without any, everything is open.
+        keys: the valid keys; without any, authentication is disabled.
 
     Raises:
-        ConfigError: one that no header can carry.
+        ConfigError: a key cannot be sent in a header.
     """
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
-        self._digests = tuple({_digest(_checked(key).encode()) for key in keys})
+        self._digests = tuple({_digest(_validated(key).encode()) for key in keys})
 
     @classmethod
     def read(cls, given: Iterable[str], file: Path | None) -> ApiKeys:
-        """The keys that were given, and those of a file: one a line, between blank lines and lines that begin with #.
+        """Combine given keys with those in a file, one per line. Blank lines and lines that start with # are ignored.
 
         Raises:
-            ConfigError: the file cannot be read or holds none, or a key cannot be used.
+            ConfigError: the file cannot be read or contains no key, or a key is invalid.
         """
-        return cls([*given, *(_lines(file) if file else ())])
+        return cls([*given, *(_read_keys(file) if file else ())])
 
     def __len__(self) -> int:
         return len(self._digests)
 
-    def open(self, authorization: bytes) -> bool:
-        """Whether the value of an Authorization header opens; takes as long for every value of one length."""
+    def is_valid(self, authorization: bytes) -> bool:
+        """Return whether an Authorization header has a valid key, in constant time for values of the same length."""
         scheme, _, key = authorization.partition(b" ")
         digest = _digest(key.strip())
-        found = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them, whichever fits
-        return scheme.lower() == b"bearer" and any(found)
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # no early exit
+        return scheme.lower() == b"bearer" and any(matches)
 
 
 class ApiKeyMiddleware:
-    """ASGI middleware: what has no key gets 401, unless its path is in `OPEN_ROUTES`.
+    """ASGI middleware that responds with 401 to requests without a valid key, except on public routes.
 
-    Paths are those that the router goes by: no header has a say in it.
+    It compares the path that the router uses, which headers cannot change.
     """
 
-    def __init__(self, app: ASGIApp, *, keys: ApiKeys, open_routes: frozenset[str] = OPEN_ROUTES) -> None:
+    def __init__(self, app: ASGIApp, *, keys: ApiKeys, public_routes: frozenset[str] = PUBLIC_ROUTES) -> None:
         self._app = app
         self._keys = keys
-        self._open_routes = open_routes
+        self._public_routes = public_routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._lets_in(scope):
+        if scope["type"] != "http" or self._is_authorized(scope):
             await self._app(scope, receive, send)
             return
         from .errors import error_response, unauthorized
 
         await error_response(unauthorized())(scope, receive, send)
 
-    def _lets_in(self, scope: Scope) -> bool:
+    def _is_authorized(self, scope: Scope) -> bool:
         path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
-        if not len(self._keys) or path in self._open_routes:
+        if not len(self._keys) or path in self._public_routes:
             return True
         values = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(values) == 1 and self._keys.open(values[0])
+        return len(values) == 1 and self._keys.is_valid(values[0])
 
 
-def _lines(file: Path) -> list[str]:
+def _read_keys(file: Path) -> list[str]:
     try:
         lines = [line.strip() for line in file.expanduser().read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(f"--api-key-file: {file} cannot be read: {reason}.") from error
     if not (keys := [line for line in lines if line and not line.startswith("#")]):
-        raise ConfigError(f"--api-key-file: {file} holds no key: write one a line.")
+        raise ConfigError(f"--api-key-file: {file} contains no key. Write one key per line.")
     return keys
 
 
-def _checked(key: str) -> str:
-    if not key or len(key) > LONGEST_KEY or not key.isascii() or not key.isprintable() or key != key.strip():
-        raise ConfigError("An API key is printable ASCII text without blanks around it, and not empty.")
+def _validated(key: str) -> str:
+    if not key or len(key) > MAX_KEY_LENGTH or not key.isascii() or not key.isprintable() or key != key.strip():
+        raise ConfigError(
+            f"API keys must have 1 to {MAX_KEY_LENGTH} printable ASCII characters, and no leading or trailing spaces."
+        )
     return key
 
 

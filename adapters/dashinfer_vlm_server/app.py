@@ -1,4 +1,4 @@
-"""The application: which URL answers what."""
+"""The ASGI application and its routes."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from openai.types import Model
 from openai.types.chat import ChatCompletion
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from starlette.middleware.cors import CORSMiddleware
 
+from dashinfer_vlm_core import __version__
 from dashinfer_vlm_core.concurrency.deadline import stream_with_timeout, with_timeout
+from dashinfer_vlm_core.deprecation import renamed_arguments
 from dashinfer_vlm_core.errors import EngineClosed, ModelNotFound
 from dashinfer_vlm_core.protocol import ChatRequest, DetokenizeRequest, TokenizeChat, TokenizePrompt, parse_tokenize
-from dashinfer_vlm_core.version import __version__
 
 from . import openapi
-from .api_keys import OPEN_ROUTES, ApiKeyMiddleware
-from .errors import DRAINING, HANDLERS, LATER_SECONDS
+from .api_keys import PUBLIC_ROUTES, ApiKeyMiddleware
+from .errors import DRAINING, HANDLERS, RETRY_AFTER_SECONDS
 from .metrics import Metrics, ObservableEngine
 from .page import FILES, add_page
-from .request_body import read_request, unless_disconnected
+from .request_body import cancel_on_disconnect, read_request
 from .request_context import HEADER, ByteBudget, RequestContextMiddleware, current_request
 from .settings import DrainState, Settings
 from .sse import EventStream
-from .tokens import Detokenized, Tokenized, detokenize, tokenize
+from .tokens import DetokenizeResponse, TokenizeResponse, detokenize, tokenize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -39,25 +40,26 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 
+@renamed_arguments(gate="drain_state")
 def create_app(
     engine: ChatEngine, settings: Settings | None = None, *, drain_state: DrainState | None = None
 ) -> FastAPI:
-    """An ASGI application that answers OpenAI's chat completions with `engine`.
+    """Create an ASGI application that serves OpenAI's chat completions API.
 
-    Starting and closing the engine is left to the caller; until it is ready, `/health/ready` and every question are
-    answered with 503.
+    The caller starts and closes the engine. Until it is ready, `/health/ready` and all requests to the model return
+    503.
 
     Args:
-        engine: what answers.
+        engine: the engine that serves the requests.
         settings: limits, keys and origins; `Settings()` if None.
-        gate: closed by whoever is about to end the server, so that nothing new is begun.
+        drain_state: set its `draining` before shutdown to reject new requests.
     """
     settings, metrics = settings or Settings(), Metrics(engine)
     if settings.tracer and isinstance(engine, ObservableEngine):
         engine.add_observer(settings.tracer)
     app = FastAPI(
         title="dashinfer-vlm",
-        description="OpenAI's chat completions about pictures and videos.",
+        description="OpenAI's chat completions API with images and videos.",
         redirect_slashes=False,
         openapi_url=None,
     )
@@ -67,9 +69,9 @@ def create_app(
     routes = _Routes(engine=engine, settings=settings, drain_state=drain_state or DrainState(), metrics=metrics)
     routes.add_to(app)
     if settings.page:
-        add_page(app, engine, read=routes.read_chat, finish=routes.unless_left)
+        add_page(app, engine, read=routes.read_chat, run=routes.run_with_limits)
     app.add_middleware(
-        ApiKeyMiddleware, keys=settings.keys, open_routes=OPEN_ROUTES.union(FILES if settings.page else ())
+        ApiKeyMiddleware, keys=settings.keys, public_routes=PUBLIC_ROUTES.union(FILES if settings.page else ())
     )
     if settings.allowed_origins:
         app.add_middleware(
@@ -87,7 +89,7 @@ def create_app(
 
 
 class _Route(APIRoute):
-    """What answers GET answers HEAD too (RFC 9110, 9.1); the HTTP server leaves the body out."""
+    """A route that supports HEAD if it supports GET (RFC 9110, 9.1); the HTTP server omits the body."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -96,25 +98,28 @@ class _Route(APIRoute):
 
 
 class ModelList(BaseModel):
-    """The models that are served: one."""
+    """The list of served models, which has one element."""
 
     object: str
     data: list[Model]
 
 
 class Health(BaseModel):
-    """How the engine is."""
+    """The status of the server and its engine."""
 
     status: str
     model: str
     decoder: str
     reason: str
     max_model_len: int
-    fatal_error: str | None = None
+    fatal_error: str | None = Field(default=None, description="Why the engine failed; absent unless it did.")
+    trouble: str | None = Field(
+        default=None, deprecated=True, description="The same as `fatal_error`. Deprecated, and removed in 0.3."
+    )
 
 
 class Version(BaseModel):
-    """Of this package."""
+    """The version of this package."""
 
     version: str
 
@@ -128,26 +133,33 @@ class _Routes:
     started: int = field(default_factory=lambda: int(time.time()))
 
     def add_to(self, app: FastAPI) -> None:
-        """Every route, with what its OpenAPI document says."""
+        """Add all routes, with their OpenAPI descriptions."""
 
-        def add(path: str, answer: Callable[..., Any], model: Any, statuses: tuple[int, ...], **options: Any) -> None:
-            responses = {200: {"model": model}, **openapi.errors_of(statuses)}
-            app.add_api_route(path, answer, response_model=None, responses=responses, **options)
+        def add(path: str, endpoint: Callable[..., Any], model: Any, statuses: tuple[int, ...], **options: Any) -> None:
+            responses = {200: {"model": model}, **openapi.error_responses(statuses)}
+            app.add_api_route(path, endpoint, response_model=None, responses=responses, **options)
 
         chat, tokens, plain = openapi.CHAT_STATUSES, openapi.TOKEN_STATUSES, openapi.PLAIN_STATUSES
         post: dict[str, Any] = {"methods": ["POST"]}
-        body = openapi.body_of
+        body = openapi.request_body
         add(
             "/v1/chat/completions", self.chat_completions, ChatCompletion, chat, openapi_extra=body(ChatRequest), **post
         )
         add("/v1/models", self.models, ModelList, plain)
         add("/v1/models/{name:path}", self.model, Model, plain)
-        add("/tokenize", self.tokenize, Tokenized, tokens, openapi_extra=body(TokenizePrompt, TokenizeChat), **post)
-        add("/detokenize", self.detokenize, Detokenized, tokens, openapi_extra=body(DetokenizeRequest), **post)
+        add(
+            "/tokenize",
+            self.tokenize,
+            TokenizeResponse,
+            tokens,
+            openapi_extra=body(TokenizePrompt, TokenizeChat),
+            **post,
+        )
+        add("/detokenize", self.detokenize, DetokenizeResponse, tokens, openapi_extra=body(DetokenizeRequest), **post)
         add("/health", self.health, Health, ())
         ready: dict[int | str, dict[str, Any]] = {
             200: {"model": Health},
-            503: {"model": Health, "description": "Requests cannot be answered now"},
+            503: {"model": Health, "description": "Requests cannot be served now"},
         }
         app.add_api_route("/health/ready", self.ready, response_model=None, responses=ready)
         add("/version", self.version, Version, plain)
@@ -161,17 +173,19 @@ class _Routes:
         seconds = self.settings.request_timeout
         if chat.stream:
             return EventStream(stream_with_timeout(self.engine.astream(chat), seconds=seconds, first=None))
-        return _json(await self.unless_left(request, self.engine.achat(chat)))
+        return _json(await self.run_with_limits(request, self.engine.achat(chat)))
 
     async def read_chat(self, request: Request) -> ChatRequest:
         return await self._read(request, ChatRequest.parse)
 
     async def tokenize(self, request: Request) -> Response:
-        return _json(await self.unless_left(request, tokenize(self.engine, await self._read(request, parse_tokenize))))
+        return _json(
+            await self.run_with_limits(request, tokenize(self.engine, await self._read(request, parse_tokenize)))
+        )
 
     async def detokenize(self, request: Request) -> Response:
         tokens = await self._read(request, DetokenizeRequest.parse)
-        return _json(await self.unless_left(request, detokenize(self.engine, tokens)))
+        return _json(await self.run_with_limits(request, detokenize(self.engine, tokens)))
 
     async def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [self._model().model_dump()]})
@@ -179,19 +193,19 @@ class _Routes:
     async def model(self, name: str) -> Response:
         model = self._model()
         if name != model.id:
-            raise ModelNotFound(f"The model {name!r} is not served here: ask for {model.id!r}.", param="model")
+            raise ModelNotFound(f"The model {name!r} is not served here. Use {model.id!r}.", param="model")
         return _json(model)
 
     async def health(self) -> Response:
-        """The process serves, whatever became of its engine."""
+        """Report the status. Returns 200 while the process serves, even if its engine failed."""
         return _json(self._health())
 
     async def ready(self) -> Response:
-        """Whether a question would be answered."""
+        """Report whether requests are served: 200 if they are, otherwise 503."""
         health = self._health()
         if health.status == "ready":
             return _json(health)
-        return _json(health, status=503, headers={"Retry-After": str(LATER_SECONDS)})
+        return _json(health, status=503, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
 
     async def version(self) -> Response:
         return _json(Version(version=__version__))
@@ -202,18 +216,18 @@ class _Routes:
 
     async def _read(self, request: Request, parse: Callable[[object], T]) -> T:
         if self.drain_state.draining:
-            raise EngineClosed("The server is ending: ask another one, or try again when it is back.", code=DRAINING)
+            raise EngineClosed("The server is shutting down. Try again later, or use another server.", code=DRAINING)
         settings = self.settings
         return await read_request(
             request,
             parse,
             max_bytes=settings.max_body_bytes,
             max_pause=settings.max_body_pause,
-            hold=current_request(request.scope).hold,
+            reserve=current_request(request.scope).reserve,
         )
 
-    async def unless_left(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
-        return await unless_disconnected(request.receive, with_timeout(work, self.settings.request_timeout))
+    async def run_with_limits(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
+        return await cancel_on_disconnect(request.receive, with_timeout(work, self.settings.request_timeout))
 
     def _health(self) -> Health:
         status = self.engine.status()
@@ -224,13 +238,15 @@ class _Routes:
             reason=status.decoder_reason,
             max_model_len=status.max_model_len,
         )
-        return health.model_copy(update={"fatal_error": status.fatal_error}) if status.fatal_error else health
+        if not status.fatal_error:
+            return health
+        return health.model_copy(update={"fatal_error": status.fatal_error, "trouble": status.fatal_error})
 
     def _model(self) -> Model:
         return Model(id=self.engine.status().model, object="model", created=self.started, owned_by="dashinfer-vlm")
 
 
-def _json(reply: BaseModel, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """OpenAI's wire form: fields that were set to null stay null, fields that were not set stay away."""
-    text = reply.model_dump_json(exclude_unset=True)
+def _json(body: BaseModel, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Serialize as OpenAI does: fields that were set to None are null, fields that were not set are omitted."""
+    text = body.model_dump_json(exclude_unset=True)
     return Response(text, status_code=status, headers=headers, media_type="application/json")

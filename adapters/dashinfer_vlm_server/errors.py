@@ -1,4 +1,4 @@
-"""Errors on the wire: each kind of error gets an HTTP status and OpenAI's error body, and nothing else gets out.
+"""Map errors to an HTTP status and OpenAI's error body. No other details are sent to clients.
 
 The body is `{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}`; `param` names the request's field.
 """
@@ -34,7 +34,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 STATUS: Mapping[type[DashInferVLMError], int] = MappingProxyType(
     {
-        # Media included, fetched or not: OpenAI answers 400 to a picture it cannot download, and clients catch that.
+        # Includes failed media fetches: OpenAI returns 400 for an image it cannot download, and clients expect that.
         RequestError: 400,
         ModelNotFound: 404,
         QueueFull: 429,
@@ -47,17 +47,17 @@ STATUS: Mapping[type[DashInferVLMError], int] = MappingProxyType(
         DashInferVLMError: 500,
     }
 )
-"""The status of each error; one that is not listed has that of its nearest base."""
+"""The status of each error class; others have the status of their nearest base class."""
 
 TYPES: Mapping[int, str] = MappingProxyType(
     {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 )
-"""OpenAI's `type` by status, where it is not simply the caller's fault (4xx) or the server's (5xx)."""
+"""OpenAI's `type` for statuses that are not a plain client error (4xx) or server error (5xx)."""
 
 CLIENT_GONE = 499
-"""Status in the access log of a request whose client left; nobody receives it."""
+"""Status in the access log if the client disconnected; it is never sent."""
 
-INTERNAL_ERROR = "The server failed on this request; its log says why. Other requests are not affected."
+INTERNAL_ERROR = "Internal server error. The server's log has the cause. Other requests are not affected."
 
 ROUTES = (
     "POST /v1/chat/completions, GET /v1/models, GET /v1/models/{model}, POST /v1/media/preview, POST /tokenize,"
@@ -66,29 +66,29 @@ ROUTES = (
 
 DRAINING = "draining"
 
-NOT_NOW = "The server is loading, ending or has ended: try again in a moment, or ask another one."
+UNAVAILABLE = "The server is loading or shutting down. Try again later, or use another server."
 
-LATER_SECONDS = 5
-"""When to ask again a server that is loading, restarting or ending."""
+RETRY_AFTER_SECONDS = 5
+"""`Retry-After` of a server that is loading, restarting or shutting down."""
 
 
 def status_for(error: Exception) -> int:
-    """The HTTP status of an error; 500 for what nobody foresaw."""
+    """Return the HTTP status of an error; 500 for unexpected errors."""
     if isinstance(error, HTTPException):
         return error.status_code
     return next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 500)
 
 
 def error_body(error: Exception) -> dict[str, Any]:
-    """OpenAI's error object. Only errors that were written for the caller show their text."""
+    """Return OpenAI's error object. It contains the message only of errors that are written for callers."""
     status = status_for(error)
     body = {"message": INTERNAL_ERROR, "type": _type(status), "param": None, "code": "internal_error"}
     if isinstance(error, (RequestError, EngineError, MissingDependency)):
         body |= {"message": error.message, "param": error.param, "code": error.code}
         if isinstance(error, EngineClosed) and error.to_be_started:
-            body["message"] = NOT_NOW
+            body["message"] = UNAVAILABLE
     elif isinstance(error, HTTPException):
-        body |= {"message": _explain(error), "code": _CODES.get(status)}
+        body |= {"message": _http_error_message(error), "code": _CODES.get(status)}
     return {"error": body}
 
 
@@ -97,28 +97,28 @@ def error_response(error: Exception) -> JSONResponse:
     if isinstance(error, QueueFull):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     elif isinstance(error, (EngineClosed, DecoderFailed)):
-        headers["Retry-After"] = str(LATER_SECONDS)
+        headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
     return JSONResponse(error_body(error), status_code=status_for(error), headers=headers)
 
 
 def unauthorized() -> HTTPException:
-    """No key, or a wrong one: which of them is not told."""
+    """Return the error for a missing or invalid key. It does not reveal which."""
     return HTTPException(
         401,
-        "A valid API key is needed: send the header `Authorization: Bearer KEY`.",
+        "A valid API key is required. Send the header `Authorization: Bearer KEY`.",
         headers={"WWW-Authenticate": "Bearer"},
     )
 
 
 async def send_error(_request: Request, error: Exception) -> Response:
-    """Exception handler for every error that was foreseen."""
-    if isinstance(error, SetupError):  # the operator can mend it, the caller cannot
-        logger.error("a request failed: %s", error.message)
+    """Handle an expected error."""
+    if isinstance(error, SetupError):  # only the operator can fix it
+        logger.error("Request failed: %s", error.message)
     return error_response(error)
 
 
 async def send_nothing(_request: Request, _error: Exception) -> Response:
-    """Exception handler for a client that left."""
+    """Handle a disconnected client."""
     return Response(status_code=CLIENT_GONE)
 
 
@@ -144,15 +144,15 @@ def _type(status: int) -> str:
     return TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 
-def _explain(error: HTTPException) -> str:
+def _http_error_message(error: HTTPException) -> str:
     if error.status_code == 404:
-        return f"There is nothing at this URL. This server answers {ROUTES}."
+        return f"Unknown URL. This server supports {ROUTES}."
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "other methods")
-        return f"This URL answers {' and '.join(sorted(allowed.split(', ')))} only."
+        return f"This URL supports {' and '.join(sorted(allowed.split(', ')))} only."
     return error.detail
 
 
 def status_text(status: int) -> str:
-    """What a status says, for the document."""
+    """Return the reason phrase of a status, for the OpenAPI document."""
     return http.HTTPStatus(status).phrase

@@ -1,4 +1,4 @@
-"""`--help` in sections: what belongs together stands together."""
+"""`--help` with sections of related options."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from click.core import ParameterSource
 from dashinfer_vlm_core.config import variable
 from dashinfer_vlm_core.config.config_file import ConfiguredCommand, EngineOption, FileOption
 
-from .logs import endings_as_records
+from .logs import errors_as_records
 
 ENGINE_SECTIONS: Mapping[str, str] = {
-    "model": "What answers",
-    "max_model_len": "How much at once",
-    "min_pixels": "Pictures and videos",
-    "allow_remote_media": "Where media may come from",
+    "model": "Model",
+    "max_model_len": "Scheduling and memory",
+    "min_pixels": "Images and videos",
+    "allow_remote_media": "Media sources",
 }
-"""Fields of EngineConfig with which a section begins."""
+"""The first field of `EngineConfig` in each section, and the section's title."""
 
 
-class Whole(click.IntRange):
-    """Whole numbers, which errors call by that name."""
+class IntegerRange(click.IntRange):
+    """An integer with bounds, called "integer" in error messages."""
 
-    name = "whole number"
+    name = "integer"
 
 
-class Number(click.FloatRange):
-    """Numbers, likewise."""
+class NumberRange(click.FloatRange):
+    """A number with bounds, called "number" in error messages."""
 
     name = "number"
 
 
 class Option(FileOption):
-    """An option of the server: it belongs to a section of the help, and the environment sets it too.
+    """An option of the server, listed in a section of the help, that the environment can set.
 
     Args:
-        section: its title.
-        envvar: its variables, if they are not as those of the engine's options are.
+        section: title of the section.
+        envvar: environment variables, if their names do not follow those of the engine's options.
     """
 
     def __init__(self, *args: Any, section: str, envvar: list[str] | None = None, **kwargs: Any) -> None:
@@ -55,21 +55,21 @@ class Option(FileOption):
         except click.BadParameter as error:
             if ctx.get_parameter_source(self.name or "") is not ParameterSource.ENVIRONMENT:
                 raise
-            raise click.BadParameter(f"{error.message} {self._mend(str(value))}", ctx, self) from error
+            raise click.BadParameter(f"{error.message} {self._fix_hint(str(value))}", ctx, self) from error
 
-    def _mend(self, value: str) -> str:
-        """What to do about a value from the environment."""
+    def _fix_hint(self, value: str) -> str:
+        """Describe how to fix an invalid value from the environment."""
         if value.startswith("tcp://"):
-            why = f"Kubernetes sets {self.envvar} for a Service of that name"
-            return f"{why}: write `enableServiceLinks: false` into the pod's spec, or give {self.opts[0]}."
-        return f"It comes from the environment: set {self.envvar} to another value, or unset it."
+            cause = f"Kubernetes sets {self.envvar} for a Service of that name"
+            return f"{cause}. Add `enableServiceLinks: false` to the pod's spec, or set {self.opts[0]}."
+        return f"It comes from the environment. Set {self.envvar} to another value, or unset it."
 
 
 class SectionedCommand(ConfiguredCommand):
-    """A command whose options are listed by section, in the order in which they were declared."""
+    """A command whose options are listed by section, in the order of their declaration."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        with endings_as_records():
+        with errors_as_records():
             return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -84,12 +84,12 @@ class SectionedCommand(ConfiguredCommand):
                 formatter.write_dl(records)
 
 
-def _section(parameter: click.Parameter, before: str) -> str:
-    """Where an option is listed: its own section, or that of the one before it."""
+def _section(parameter: click.Parameter, previous: str) -> str:
+    """Return the title under which an option is listed: its own, or that of the preceding option."""
     if isinstance(parameter, Option):
         return parameter.section
     if isinstance(parameter, EngineOption) and parameter.plugin:
         return parameter.plugin
     if parameter.name in {"help", "config_file"}:
         return "Options"
-    return ENGINE_SECTIONS.get(parameter.name or "", before)
+    return ENGINE_SECTIONS.get(parameter.name or "", previous)

@@ -1,4 +1,4 @@
-"""Logs: which request a line belongs to, and lines as JSON. No line holds a prompt, a picture or a key."""
+"""Log formats: lines with request IDs, as text or JSON. No line contains a prompt, an image or a key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dashinfer_vlm_core.errors import DashInferVLMError
 logger: logging.Logger = logging.getLogger(__name__)
 
 REQUEST_ID: contextvars.ContextVar[str] = contextvars.ContextVar("dashinfer_vlm_request_id", default="")
-"""The request that is being served; set in the engine's stages too."""
+"""The ID of the current request; also set while the engine processes it."""
 
 LogFormat = Literal["text", "json"]
 
@@ -27,7 +27,7 @@ TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class TextFormatter(logging.Formatter):
-    """As ever, with the request's id at the end where there is one."""
+    """Text lines that end with the request ID, if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         line, request = super().format(record), REQUEST_ID.get()
@@ -35,7 +35,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: `time` (UTC), `level`, `logger`, `message`, `request_id`, and the fields of a visit."""
+    """A JSON object per line: `time` (UTC), `level`, `logger`, `message`, `request_id`, and the fields of a request."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
@@ -52,7 +52,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_format(log_format: LogFormat) -> None:
-    """Have the handlers of the root logger write so; JSON, warnings of libraries too."""
+    """Set the format of the root logger's handlers. With JSON, warnings of libraries are logged too."""
     formatter = JsonFormatter() if log_format == "json" else TextFormatter(TEXT)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(formatter)
@@ -60,12 +60,12 @@ def set_format(log_format: LogFormat) -> None:
 
 
 def writes_json() -> bool:
-    """Whether what the program says is for a program to read."""
+    """Return whether logs are written as JSON."""
     return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
 
 
 def last_line(message: str) -> str:
-    """What a program says that ends at once, and that has no time for handlers."""
+    """Format the last message of a process that exits at once, without its log handlers."""
     if not writes_json():
         return f"dashinfer-vlm: {message}\n"
     record = logging.LogRecord(__name__, logging.INFO, __file__, 0, message, None, None)
@@ -73,8 +73,8 @@ def last_line(message: str) -> str:
 
 
 @contextlib.contextmanager
-def endings_as_records() -> Iterator[None]:
-    """Where lines are JSON, the error that ends the program is one of them, and the exit code is as ever."""
+def errors_as_records() -> Iterator[None]:
+    """If logs are JSON, log the error that ends the program as JSON too. The exit code does not change."""
     try:
         yield
     except (click.ClickException, click.exceptions.Exit, click.Abort):
@@ -82,10 +82,10 @@ def endings_as_records() -> Iterator[None]:
     except DashInferVLMError as error:
         if not writes_json():
             raise
-        logger.error("%s", error.message)  # noqa: TRY400 - it is for people, who are told what to do
+        logger.error("%s", error.message)  # noqa: TRY400 - the message is for the operator
         sys.exit(SETUP_FAILED)
     except Exception:
         if not writes_json():
             raise
-        logger.exception("the program failed")
+        logger.exception("Unexpected error.")
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""The OpenAPI document: the routes, with the schemas that requests are checked by and answers are made of."""
+"""The OpenAPI document: the routes, with the schemas of requests and responses."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from dashinfer_vlm_core import __version__
 from dashinfer_vlm_core.protocol import ChatRequest, DetokenizeRequest, TokenizeChat, TokenizePrompt
-from dashinfer_vlm_core.version import __version__
 
 from .errors import status_text
 
@@ -29,7 +29,7 @@ PLAIN_STATUSES = (401, 404, 500)
 
 
 class ErrorObject(BaseModel):
-    """What went wrong; `param` names the field of the request."""
+    """An error; `param` names the field of the request that caused it."""
 
     message: str
     type: str
@@ -43,34 +43,36 @@ class ErrorBody(BaseModel):
     error: ErrorObject
 
 
-def body_of(*models: type[BaseModel]) -> dict[str, Any]:
-    """A request body that is one of `models`, for a route that reads it itself."""
+def request_body(*models: type[BaseModel]) -> dict[str, Any]:
+    """Return the OpenAPI description of a body that matches one of `models`, for a route that reads it itself."""
     refs = [{"$ref": REF.format(model=model.__name__)} for model in models]
     schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def errors_of(statuses: tuple[int, ...]) -> dict[int | str, dict[str, Any]]:
-    """The error answers of a route."""
+def error_responses(statuses: tuple[int, ...]) -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI description of a route's error responses."""
     return {status: {"model": ErrorBody, "description": status_text(status)} for status in statuses}
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """The document of an application, made once."""
+    """Return the OpenAPI document of an application, which is created once."""
     if not app.openapi_schema:
-        made = get_openapi(title=app.title, version=__version__, routes=_told(app.routes), description=app.description)
+        schema = get_openapi(
+            title=app.title, version=__version__, routes=_without_head(app.routes), description=app.description
+        )
         _, schemas = models_json_schema([(model, "validation") for model in REQUESTS], ref_template=REF)
-        made["components"]["schemas"] |= schemas["$defs"]
-        made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        made["security"] = [{"key": []}, {}]
-        app.openapi_schema = made
+        schema["components"]["schemas"] |= schemas["$defs"]
+        schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        schema["security"] = [{"key": []}, {}]
+        app.openapi_schema = schema
     return app.openapi_schema
 
 
-def _told(routes: Iterable[BaseRoute]) -> list[BaseRoute]:
-    """The routes without HEAD, of which the document need not tell: it goes with GET everywhere."""
-    told = [copy.copy(route) for route in routes]
-    for route in told:
+def _without_head(routes: Iterable[BaseRoute]) -> list[BaseRoute]:
+    """Return copies of the routes without HEAD, which every GET route supports and the document omits."""
+    copies = [copy.copy(route) for route in routes]
+    for route in copies:
         if isinstance(route, APIRoute) and route.methods:
             route.methods = route.methods - {"HEAD"}
-    return told
+    return copies

@@ -1,7 +1,7 @@
-"""The page at `/`: asks the model from a browser, and shows what it sees.
+"""The chat page at `/`: sends requests from a browser, and shows images and videos as the model sees them.
 
-The page is a few static files, which nothing but this server's own API stands behind. It takes no key to look at them;
-where the API asks for one, the page does.
+The page consists of static files and uses only this server's API. The files are served without an API key; if the API
+requires one, the page prompts for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 STATIC = Path(__file__).with_name("static")
 
-KINDS: Mapping[str, str] = MappingProxyType(
+MEDIA_TYPES: Mapping[str, str] = MappingProxyType(
     {
         ".css": "text/css; charset=utf-8",
         ".html": "text/html; charset=utf-8",
@@ -35,24 +35,24 @@ KINDS: Mapping[str, str] = MappingProxyType(
         ".svg": "image/svg+xml",
     }
 )
-"""The operating system's table may say otherwise, and `nosniff` would then have the browser refuse the files."""
+"""Fixed, because with a different entry in the operating system's table, `nosniff` would make browsers reject files."""
 
 FILES: Mapping[str, Path] = MappingProxyType(
     {"/" if path.name == "index.html" else f"/page/{path.name}": path for path in sorted(STATIC.iterdir())}
 )
-"""The page's files by their paths, which need no key."""
+"""The page's files by URL path. They require no key."""
 
 POLICY = "; ".join(
     [
         "default-src 'none'",
         "script-src 'self'",
         "style-src 'self'",
-        "img-src 'self' blob: data:",  # pictures as they were dropped, and as the model sees them
+        "img-src 'self' blob: data:",  # images as they were added, and as the model sees them
         "connect-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",  # what the model writes can become text, never markup
+        "require-trusted-types-for 'script'",  # model output is displayed as text, never as markup
         "trusted-types 'none'",
     ]
 )
@@ -72,63 +72,63 @@ HEADERS: Mapping[str, str] = MappingProxyType(
 
 @runtime_checkable
 class Previewer(Protocol):
-    """An engine that can show what it would see; one that stands behind an address cannot."""
+    """An engine that can preview media; a remote engine cannot."""
 
     async def apreview(self, request: ChatRequestLike) -> Preview: ...
 
 
-Read: TypeAlias = Callable[[Request], Awaitable[ChatRequest]]
-Finish: TypeAlias = "Callable[[Request, Coroutine[Any, Any, Preview]], Awaitable[Preview]]"
+ReadRequest: TypeAlias = Callable[[Request], Awaitable[ChatRequest]]
+RunPreview: TypeAlias = "Callable[[Request, Coroutine[Any, Any, Preview]], Awaitable[Preview]]"
 
 
-def add_page(app: FastAPI, engine: object, *, read: Read, finish: Finish) -> None:
-    """Add `GET /`, the page's files under `/page/`, and, where the engine can, `POST /v1/media/preview`.
+def add_page(app: FastAPI, engine: object, *, read: ReadRequest, run: RunPreview) -> None:
+    """Add `GET /`, the page's files under `/page/` and, if the engine supports it, `POST /v1/media/preview`.
 
     Args:
-        app: the application of the API that the page asks.
-        engine: what answers there.
-        read: gets the request out of a body, under the application's limits.
-        finish: waits for the answer, as long as the application allows and the client stays.
+        app: the application with the API.
+        engine: the application's engine.
+        read: reads and parses a request under the application's limits.
+        run: awaits the preview with the application's timeout, and cancels it when the client disconnects.
     """
     for path, file in FILES.items():
-        app.add_api_route(path, _File.read(file).answer, response_model=None, include_in_schema=False)
+        app.add_api_route(path, _File.read(file).serve, response_model=None, include_in_schema=False)
     if isinstance(engine, Previewer):
-        route = _PreviewRoute(engine=engine, read=read, finish=finish)
+        route = _PreviewRoute(engine=engine, read=read, run=run)
         app.add_api_route(
             "/v1/media/preview",
-            route.answer,
+            route.preview,
             methods=["POST"],
             response_model=None,
-            responses=openapi.errors_of(openapi.CHAT_STATUSES),
-            openapi_extra=openapi.body_of(ChatRequest),
+            responses=openapi.error_responses(openapi.CHAT_STATUSES),
+            openapi_extra=openapi.request_body(ChatRequest),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _File:
-    """A file of the page; they are few and small, and what is not among them cannot be asked for."""
+    """A file of the page. Each has a separate route and stays in memory, so no request can reach other files."""
 
     content: bytes
     media_type: str
 
     @classmethod
     def read(cls, path: Path) -> _File:
-        return cls(content=path.read_bytes(), media_type=KINDS[path.suffix])
+        return cls(content=path.read_bytes(), media_type=MEDIA_TYPES[path.suffix])
 
-    async def answer(self) -> Response:
+    async def serve(self) -> Response:
         return Response(self.content, media_type=self.media_type, headers=HEADERS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _PreviewRoute:
     engine: Previewer
-    read: Read
-    finish: Finish
+    read: ReadRequest
+    run: RunPreview
 
-    async def answer(self, request: Request) -> Response:
-        """What the model would see of a chat completion request."""
+    async def preview(self, request: Request) -> Response:
+        """Show the images and videos of a chat completion request as the model sees them."""
         chat = await self.read(request)
-        return JSONResponse(_as_json(await self.finish(request, self.engine.apreview(chat))))
+        return JSONResponse(_as_json(await self.run(request, self.engine.apreview(chat))))
 
 
 def _as_json(preview: Preview) -> dict[str, Any]:

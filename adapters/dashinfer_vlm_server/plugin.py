@@ -1,4 +1,4 @@
-"""The command `dashinfer-vlm serve`. FastAPI and uvicorn are imported when it runs, so that the plugin always loads."""
+"""The command `dashinfer-vlm serve`. FastAPI and uvicorn are imported when it runs, so the plugin always loads."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from click.core import ParameterSource
 
 from dashinfer_vlm_core.cli.options import config_options
 from dashinfer_vlm_core.config import MIB, EngineConfig
-from dashinfer_vlm_core.config.config_file import place_of
+from dashinfer_vlm_core.config.config_file import option_location
 from dashinfer_vlm_core.errors import ConfigError, MissingDependency
 from dashinfer_vlm_core.hookspecs import hookimpl
 
 from .api_keys import KEY_VARIABLE, KEYS_VARIABLE, ApiKeys
-from .help import Number, Option, SectionedCommand, Whole
+from .help import IntegerRange, NumberRange, Option, SectionedCommand
 from .logs import LogFormat, set_format
 from .settings import Settings
-from .sockets import Address, Tls
+from .sockets import Address, TlsConfig
 
 if TYPE_CHECKING:
     from .tracing import Tracer
@@ -39,7 +39,7 @@ def register_commands(group: click.Group) -> None:
 
 
 def _options(section: str, *options: Callable[..., _Command]) -> Callable[[_Command], _Command]:
-    """Decorate a command with options of one section, in their order."""
+    """Decorate a command with the options of one section, in order."""
 
     def decorate(command: _Command) -> _Command:
         for option in reversed(options):
@@ -49,13 +49,13 @@ def _options(section: str, *options: Callable[..., _Command]) -> Callable[[_Comm
     return decorate
 
 
-def _option(*names: str, help: str, **attributes: Any) -> Callable[..., Callable[[_Command], _Command]]:  # noqa: A002 - click's word
-    shown = attributes.get("default") not in (None, "")
-    return partial(click.option, *names, cls=Option, help=help, show_default=shown, **attributes)
+def _option(*names: str, help: str, **attributes: Any) -> Callable[..., Callable[[_Command], _Command]]:  # noqa: A002 - click's name
+    show_default = attributes.get("default") not in (None, "")
+    return partial(click.option, *names, cls=Option, help=help, show_default=show_default, **attributes)
 
 
 def _set_format(context: click.Context, _option: click.Parameter, log_format: LogFormat) -> LogFormat:
-    """At once, so that what is wrong with other options is written so too."""
+    """Set the format immediately, so that errors in other options are also logged in it."""
     if not context.resilient_parsing:
         set_format(log_format)
     return log_format
@@ -63,68 +63,71 @@ def _set_format(context: click.Context, _option: click.Parameter, log_format: Lo
 
 _file = click.Path(path_type=Path, dir_okay=False)
 
-_LISTEN = (
-    _option("--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on; 0.0.0.0 is all of them."),
+_NETWORK = (
+    _option("--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on; 0.0.0.0 for all interfaces."),
     _option(
         "--port",
         default=8000,
-        type=Whole(0, 65535),
+        type=IntegerRange(0, 65535),
         metavar="PORT",
-        help="Port to listen on; 0 is a free one.",
+        help="Port to listen on; 0 selects a free port.",
     ),
-    _option("--uds", type=_file, help="Unix socket to listen on, in place of host and port."),
-    _option("--uds-mode", default="600", type=click.Choice(["600", "660"]), help="Permissions of that socket."),
-    _option("--page/--no-page", default=True, help="Whether / answers with a page to ask from."),
-    _option("--root-path", default="", metavar="PATH", help="Prefix of all paths, which a proxy in front takes off."),
+    _option("--uds", type=_file, help="Unix socket to listen on, instead of host and port."),
+    _option("--uds-mode", default="600", type=click.Choice(["600", "660"]), help="Permissions of the Unix socket."),
+    _option("--page/--no-page", default=True, help="Whether to serve the chat page at /."),
+    _option("--root-path", default="", metavar="PATH", help="Path prefix that a reverse proxy strips."),
 )
-_TRUST = (
+_SECURITY = (
     _option(
         "--api-key", "api_keys", multiple=True, envvar=[KEYS_VARIABLE, KEY_VARIABLE], metavar="KEY",
-        help=f"Key that requests must bring; repeat it for more. Safer in {KEYS_VARIABLE} (separated by blanks)"
-        " or in a file: `ps` shows command lines to everybody.",
+        help=f"API key that clients must send; can be repeated. {KEYS_VARIABLE} (separated by spaces) and a file are"
+        " safer: `ps` shows command lines to all users.",
     ),
-    _option("--api-key-file", type=_file, help="File with such keys, one a line."),
-    _option("--ssl-certfile", type=_file, help="Certificate of the server, with its chain: turns TLS on."),
-    _option("--ssl-keyfile", type=_file, help="Key of that certificate."),
-    _option("--ssl-keyfile-password", help="Password of that key."),
-    _option("--ssl-ca-certs", type=_file, help="Authorities: clients must bring a certificate of one of them."),
-    _option("--allowed-origins", default="", metavar="URL,...", also=list,
-            help="Origins whose pages may ask (CORS), by commas; * is all of them."),
+    _option("--api-key-file", type=_file, help="File with API keys, one per line."),
+    _option("--ssl-certfile", type=_file, help="Certificate chain of the server; enables TLS."),
+    _option("--ssl-keyfile", type=_file, help="Private key of the certificate."),
+    _option("--ssl-keyfile-password", help="Password of the private key."),
+    _option("--ssl-ca-certs", type=_file,
+            help="CA certificates; clients must present a certificate signed by one of them."),
+    _option("--allowed-origins", default="", metavar="URL,...", file_type=list,
+            help="Origins allowed to send requests (CORS), separated by commas; * allows all."),
 )  # fmt: skip
 _LIMITS = (
-    _option("--max-body-mib", default=288, type=Whole(min=1), metavar="MIB", help="Largest request."),
-    _option("--max-held-mib", default=2048, type=Whole(min=1), metavar="MIB",
-            help="All requests together that are served at one time."),
-    _option("--max-body-pause", default=60.0, type=Number(0, min_open=True), metavar="SECONDS",
-            help="How long the body of a request may stand still."),
-    _option("--request-timeout", type=Number(0, min_open=True), metavar="SECONDS",
-            help="How long an answer may take; no limit by default."),
-    _option("--grace", default=20.0, type=Number(0), metavar="SECONDS",
-            help="How long running requests may go on after a signal."),
+    _option("--max-body-mib", default=288, type=IntegerRange(min=1), metavar="MIB",
+            help="Maximum size of a request body."),
+    _option("--max-held-mib", default=2048, type=IntegerRange(min=1), metavar="MIB",
+            help="Maximum size of the bodies of all running requests together."),
+    _option("--max-body-pause", default=60.0, type=NumberRange(0, min_open=True), metavar="SECONDS",
+            help="Maximum pause while a client sends a body."),
+    _option("--request-timeout", type=NumberRange(0, min_open=True), metavar="SECONDS",
+            help="Maximum time for a response; no limit by default."),
+    _option("--grace", default=20.0, type=NumberRange(0), metavar="SECONDS",
+            help="Time for running requests to finish after a signal."),
 )  # fmt: skip
-_INSIGHT = (
+_OBSERVABILITY = (
     _option("--log-format", default="text", type=click.Choice(["text", "json"]), callback=_set_format,
-            help="How log lines are written."),
+            help="Format of log lines."),
     _option("--otlp-traces-endpoint", metavar="URL",
-            help="Where traces go, by OTLP over HTTP: http://127.0.0.1:4318/v1/traces, for example."),
+            help="OTLP/HTTP endpoint for traces, such as http://127.0.0.1:4318/v1/traces."),
 )  # fmt: skip
 
 
 @click.command(cls=SectionedCommand)
-@_options("Where it listens", *_LISTEN)
-@_options("Who may ask", *_TRUST)
-@_options("What a request may take", *_LIMITS)
-@_options("Logs and traces", *_INSIGHT)
+@_options("Network", *_NETWORK)
+@_options("Security", *_SECURITY)
+@_options("Request limits", *_LIMITS)
+@_options("Logs and traces", *_OBSERVABILITY)
 @config_options
 def serve(*, config: EngineConfig, **options: Any) -> None:
-    """Answer OpenAI's chat completions over HTTP.
+    """Serve OpenAI's chat completions API over HTTP.
 
-    It listens on this machine alone, without keys and encryption, unless told otherwise. SIGTERM ends it in order. Exit
-    codes: 0 ended by a signal, 2 something has to be mended first, 3 the decoder is lost: start it again.
+    By default, the server listens on localhost only, without API keys and TLS. SIGTERM shuts it down gracefully. Exit
+    codes: 0 ended by a signal, 2 setup error to fix, 3 the decoder is lost: restart the server.
 
-    The environment sets options of the server: DASHINFER_VLM_PORT for --port, and so on.
+    Server options can be set in the environment: DASHINFER_VLM_PORT for --port, and so on.
     """
-    gc.disable()  # until the model is loaded: it would look a hundred times at what stays, for a fifth of the time
+    # Until the model is loaded: about a hundred collections would scan objects that stay, for a fifth of the time.
+    gc.disable()
     try:
         sys.exit(_serve(config, options))
     finally:
@@ -136,7 +139,8 @@ def _serve(config: EngineConfig, options: dict[str, Any]) -> int:
         from .serving import run
     except ModuleNotFoundError as error:
         raise MissingDependency(
-            f"The server needs {error.name}, which is not installed. Run: pip install 'dashinfer-vlm-adapters[server]'"
+            f"The server requires {error.name}, which is not installed."
+            " Run: pip install 'dashinfer-vlm-adapters[server]'"
         ) from error
     settings, address = _settings(options), _address(options)
     _warn(settings, address)
@@ -159,10 +163,10 @@ def _settings(options: dict[str, Any]) -> Settings:
 
 def _address(options: dict[str, Any]) -> Address:
     if options["ssl_certfile"] is None and (options["ssl_keyfile"] or options["ssl_ca_certs"]):
-        raise ConfigError("--ssl-keyfile and --ssl-ca-certs go with --ssl-certfile only: give that too.")
+        raise ConfigError("--ssl-keyfile and --ssl-ca-certs require --ssl-certfile. Set it too.")
     if (root := options["root_path"]) and (not root.startswith("/") or root.endswith("/")):
-        raise ConfigError("--root-path begins with a slash and ends without one, as in /vision.")
-    tls = options["ssl_certfile"] and Tls(
+        raise ConfigError(f"--root-path must start with a slash and end without one, such as /vision, got {root}.")
+    tls = options["ssl_certfile"] and TlsConfig(
         certificate=options["ssl_certfile"],
         key=options["ssl_keyfile"],
         password=options["ssl_keyfile_password"],
@@ -185,15 +189,15 @@ def _tracer(endpoint: str | None) -> Tracer | None:
         from .tracing import tracer_to
     except ModuleNotFoundError as error:
         raise MissingDependency(
-            f"Traces need {error.name}, which is not installed. Run: pip install 'dashinfer-vlm-adapters[otel]'"
+            f"Traces require {error.name}, which is not installed. Run: pip install 'dashinfer-vlm-adapters[otel]'"
         ) from error
     return tracer_to(endpoint)
 
 
 def _warn(settings: Settings, address: Address) -> None:
-    """What an operator may not have meant."""
+    """Warn about settings that expose the server, perhaps unintentionally."""
     context = click.get_current_context()
-    if context.get_parameter_source("api_keys") is ParameterSource.COMMANDLINE and not place_of("api_keys"):
-        logger.warning("`ps` shows the keys of --api-key to everybody here: use %s or --api-key-file.", KEYS_VARIABLE)
-    if address.public and not len(settings.keys):
-        logger.warning("Other machines can reach this server, and it asks for no key: see --api-key-file.")
+    if context.get_parameter_source("api_keys") is ParameterSource.COMMANDLINE and not option_location("api_keys"):
+        logger.warning("`ps` shows the keys of --api-key to all users. Use %s or --api-key-file.", KEYS_VARIABLE)
+    if address.is_public and not len(settings.keys):
+        logger.warning("Other machines can reach this server, and it requires no API key. Set --api-key-file.")

@@ -1,4 +1,4 @@
-"""HTTP on one connection: uvicorn's, with an end to what would last for ever."""
+"""uvicorn's HTTP/1.1 protocol, with timeouts for slow clients."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_SECONDS = 20.0
-"""How long the head of a request may take, from the connection or its first byte on."""
+"""Maximum time to receive the head of a request (request line and headers), from the connection or its first byte."""
 
 WRITE_SECONDS = 30.0
-"""How long a client may not read while an answer waits for it."""
+"""How long a client may stop reading while a response waits to be sent."""
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Most bytes of the head of a request, up to a slice."""
+"""Maximum size of the head of a request, accurate to one slice."""
 
 _SLICE = 8 * 1024
-"""Bytes of a head that are looked at in one go: h11 minds its size only while it is not whole."""
+"""Bytes of a head that are passed to h11 at once: it checks the size only while the head is incomplete."""
 
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
-"""Socket options of Linux: a peer that is gone without a word is noticed within a minute."""
+"""Socket options of Linux that detect an unreachable peer within a minute."""
 
 
 class Protocol(H11Protocol):
-    """Uvicorn's protocol on h11, which unlike its other one bounds the head of a request.
+    """uvicorn's h11 protocol, which limits the size of the head of a request, unlike its httptools protocol.
 
-    A client that is slow with the head of its request is told so (408) and cut; one that reads no more of its answer is
-    cut, which frees its request as any client's leaving does.
+    A client that sends the head of its request too slowly gets a 408, and its connection is closed. If a client stops
+    reading its response, its connection is aborted, which cancels its request like any disconnect.
     """
 
     head_seconds = HEAD_SECONDS
@@ -60,13 +60,13 @@ class Protocol(H11Protocol):
             return
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
-            self._stop_waiting()  # for the head: the rest of the request is waited for where it is read
+            self._stop_waiting()  # the timeout of the body is in `read_request`
         elif self.conn.trailing_data[0]:
             self._wait_for_head()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:  # a part of the next request is there
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:  # part of the next request was received
             self._wait_for_head()
 
     def pause_writing(self) -> None:
@@ -80,29 +80,29 @@ class Protocol(H11Protocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "The request is not valid HTTP/1.1, or its head is too large.", "invalid_http")
+        self._reject(400, "The request is not valid HTTP/1.1, or its headers are too large.", "invalid_http")
 
     def _wait_for_head(self) -> None:
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(self.head_seconds, self._give_up)
+            self._head_timer = self.loop.call_later(self.head_seconds, self._head_timed_out)
 
     def _stop_waiting(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _give_up(self) -> None:
+    def _head_timed_out(self) -> None:
         self._head_timer = None
         if self.conn.trailing_data[0]:
-            self._refuse(408, "The head of the request took too long.", "request_timeout")
-        self.transport.close()  # nothing was asked, so there is nothing to answer
-        self.loop.call_later(self.head_seconds, self.transport.abort)  # should the client not read that either
+            self._reject(408, "The headers of the request took too long. Send them again.", "request_timeout")
+        self.transport.close()  # without a response if no request was started
+        self.loop.call_later(self.head_seconds, self.transport.abort)  # if the client does not read the response
 
-    def _refuse(self, status: int, message: str, code: str) -> None:
+    def _reject(self, status: int, message: str, code: str) -> None:
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
         body = json.dumps({"error": error}).encode()
         headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
-        with contextlib.suppress(h11.LocalProtocolError):  # an answer has begun: to cut it is all that is left
+        with contextlib.suppress(h11.LocalProtocolError):  # a response was started: only closing is left
             for event in (
                 h11.Response(status_code=status, headers=headers, reason=http.HTTPStatus(status).phrase),
                 h11.Data(data=body),
@@ -113,9 +113,9 @@ class Protocol(H11Protocol):
 
 
 def detect_lost_peers(listener: socket.socket) -> None:
-    """Have the system probe the connections of a listening socket, whose options they inherit."""
+    """Enable TCP keepalive for the connections of a listening socket, which inherit its options."""
     if listener.family == socket.AF_UNIX:
-        return  # the system knows at once
+        return  # the system detects a lost peer at once
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):

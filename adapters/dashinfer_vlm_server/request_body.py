@@ -1,4 +1,4 @@
-"""What comes in: the body of a request, under limits; and the news that the client left."""
+"""Read and parse request bodies under limits, and detect disconnects."""
 
 from __future__ import annotations
 
@@ -21,91 +21,90 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PARSED_INLINE = 256 * 1024
-"""Bytes up to which a body is parsed on the event loop: about a millisecond. A thread costs less beyond that."""
+INLINE_PARSE_BYTES = 256 * 1024
+"""Bodies up to this size are parsed on the event loop, in about a millisecond; larger ones in a thread."""
 
 MAX_VALUES = 250_000
-"""Most values and keys of a body: an empty array takes three bytes of it, but 64 of memory."""
+"""Maximum number of values and keys in a body: an empty array takes three bytes of text, but 64 bytes of memory."""
 
 EXAMPLE = 'a JSON object, such as {"messages": [{"role": "user", "content": "Hello!"}]}'
 
 MAX_DEPTH = 64
-"""How deep the values of a body may be nested."""
+"""Maximum nesting depth of the values in a body."""
 
 
 async def read_request(
-    request: Request, parse: Callable[[object], T], *, max_bytes: int, max_pause: float, hold: Callable[[int], None]
+    request: Request, parse: Callable[[object], T], *, max_bytes: int, max_pause: float, reserve: Callable[[int], None]
 ) -> T:
-    """Read a request whole; what `parse` makes of its object. The content type is not looked at: there is but one that
-    it could be.
+    """Read the body of a request and parse it. The content type is ignored, as JSON is the only supported one.
 
     Args:
-        request: whose body was not read yet.
-        parse: makes something of an object; called in a thread where that takes long.
-        max_bytes: most bytes of the body.
-        max_pause: most seconds between two pieces of it.
-        hold: told the size of each piece before it is kept; may raise.
+        request: a request whose body has not been read.
+        parse: converts the JSON object; called in a thread if the body is large.
+        max_bytes: maximum size of the body.
+        max_pause: maximum number of seconds between two chunks of the body.
+        reserve: called with the size of each chunk before it is stored; may raise.
 
     Raises:
-        HTTPException: 413, the body exceeds `max_bytes`; no more of it was kept. 408, nothing of it came for
+        HTTPException: 413, the body exceeds `max_bytes` and the rest was not stored. 408, no data was received for
             `max_pause` seconds.
-        RequestError: it is no JSON object, or `parse` refuses it.
-        ClientDisconnect: the client left before its request was complete.
+        RequestError: the body is not a JSON object, or `parse` rejects it.
+        ClientDisconnect: the client disconnected before the request was complete.
     """
-    body = await _read_body(request, max_bytes, max_pause, hold)
-    if len(body) <= PARSED_INLINE:
+    body = await _read_body(request, max_bytes, max_pause, reserve)
+    if len(body) <= INLINE_PARSE_BYTES:
         return parse(parse_object(body))
     return await asyncio.to_thread(lambda: parse(parse_object(body)))
 
 
 def parse_object(body: bytes | bytearray) -> dict[str, Any]:
-    """A JSON object, in any of JSON's encodings.
+    """Parse a JSON object in any of JSON's encodings.
 
     Raises:
-        InvalidParameter: it is something else, has a key twice or a number unknown to JSON, is nested too deep, or has
-            too many values.
+        InvalidParameter: the body is not a JSON object, has a duplicate key or NaN or an infinity, is nested too
+            deeply, or has too many values.
     """
     try:
         text = body.decode(json.detect_encoding(body), "surrogatepass")
         _check_shape(text)
-        value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+        value = json.loads(text, parse_constant=_reject_constant, object_pairs_hook=_reject_duplicate_keys)
     except json.JSONDecodeError as error:
-        raise _bad_json(_explain(error)) from None
+        raise _bad_json(_syntax_error(error)) from None
     except UnicodeDecodeError:
         raise _bad_json("The body is not valid JSON: it is not UTF-8 text.") from None
-    except ValueError:  # an integer of more digits than Python reads
+    except ValueError:  # an integer with more digits than Python converts
         raise _bad_json("The body has a number with too many digits.") from None
     except RecursionError:
-        raise _bad_json("The body is nested too deep.") from None
+        raise _bad_json("The body is nested too deeply.") from None
     if not isinstance(value, dict):
         raise _bad_json(f"The body must be {EXAMPLE}.")
     return value
 
 
-def _explain(error: json.JSONDecodeError) -> str:
-    """Where a body is no JSON; the parser's words differ between versions of Python, and name no next step."""
+def _syntax_error(error: json.JSONDecodeError) -> str:
+    """Describe where and why a body is not JSON. Python's own messages vary by version and suggest no fix."""
     where = f"line {error.lineno}, column {error.colno}"
     if not error.doc.strip():
-        return f"The body is empty: send {EXAMPLE}."
+        return f"The body is empty. Send {EXAMPLE}."
     if error.msg.startswith("Unterminated string"):
-        return f"The body is not valid JSON: it ends within the text that begins at {where}. Send the rest of it."
+        return f"The body is not valid JSON: the string that starts at {where} has no end. Send the complete body."
     if error.msg.startswith("Invalid control character"):
-        return f"The body is not valid JSON: write \\n for the line break, or \\u and four digits, at {where}."
+        return f"The body is not valid JSON: unescaped control character at {where}. Write \\n for a line break."
     if error.msg.startswith("Invalid \\"):
-        return f"The body is not valid JSON: there is a lone backslash at {where}. Write \\\\ for a backslash."
+        return f"The body is not valid JSON: invalid escape at {where}. Write \\\\ for a backslash."
     if not error.doc[error.pos :].strip():
-        return f"The body is not valid JSON: it ends at {where}, in the midst of a value. Send the rest of it."
+        return f"The body is not valid JSON: it ends at {where} within a value. Send the complete body."
     return (
-        f"The body is not valid JSON: it cannot be read from {where} on, {error.doc[error.pos : error.pos + 20]!r}."
-        " JSON has double quotes around names and texts, and commas between values alone."
+        f"The body is not valid JSON: unexpected text at {where}: {error.doc[error.pos : error.pos + 20]!r}. Use double"
+        " quotes around names and strings, and commas only between values."
     )
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves. The request's body must have been read.
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`, and cancel it when the client disconnects. The body of the request must have been read.
 
     Raises:
-        ClientDisconnect: the client left first.
+        ClientDisconnect: the client disconnected first.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))
@@ -120,27 +119,27 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _read_body(request: Request, max_bytes: int, max_pause: float, hold: Callable[[int], None]) -> bytearray:
+async def _read_body(request: Request, max_bytes: int, max_pause: float, reserve: Callable[[int], None]) -> bytearray:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
     body = bytearray()
-    pieces = request.stream()
-    while (piece := await _next(pieces, max_pause)) is not None:
-        if len(body) + len(piece) > max_bytes:
+    chunks = request.stream()
+    while (chunk := await _next_chunk(chunks, max_pause)) is not None:
+        if len(body) + len(chunk) > max_bytes:
             raise _too_large(max_bytes)
-        hold(len(piece))
-        body += piece
+        reserve(len(chunk))
+        body += chunk
     return body
 
 
-async def _next(pieces: AsyncGenerator[bytes, None], max_pause: float) -> bytes | None:
-    """The next piece of a body; None at its end."""
+async def _next_chunk(chunks: AsyncGenerator[bytes, None], max_pause: float) -> bytes | None:
+    """Return the next chunk of a body; None at its end."""
     try:
-        with anyio.fail_after(max_pause):  # `asyncio.wait_for` may lose a cancellation, see `deadline`
-            return await anext(pieces, None)
+        with anyio.fail_after(max_pause):  # `asyncio.wait_for` can lose a cancellation, see `deadline.py`
+            return await anext(chunks, None)
     except TimeoutError:
-        message = f"Nothing of the body came for {max_pause:g} seconds: send the request again."
+        message = f"No data of the body was received for {max_pause:g} seconds. Send the request again."
         raise HTTPException(408, message, headers={"Connection": "close"}) from None
 
 
@@ -150,9 +149,9 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def _check_shape(text: str) -> None:
-    """Refuse what would take far more memory than its text, before any object is made of it.
+    """Reject a body that would take far more memory than its text, before it is parsed.
 
-    What is counted is punctuation: each value but the first has a comma, a colon or a bracket before it.
+    Values are estimated by punctuation: each value but the first follows a comma, a colon or a bracket.
     """
     if sum(map(text.count, ",:[{")) < MAX_DEPTH:
         return
@@ -163,25 +162,25 @@ def _check_shape(text: str) -> None:
     if sum(map(outside.count, ",:[{")) > MAX_VALUES:
         raise _too_many_values()
     if _depth(outside) > MAX_DEPTH:
-        raise _bad_json(f"The body is nested too deep: {MAX_DEPTH} levels are read.")
+        raise _bad_json(f"The body is nested too deeply: at most {MAX_DEPTH} levels are allowed.")
 
 
 def _depth(outside: str) -> int:
-    """The deepest level of brackets, in what is outside of strings."""
+    """Return the nesting depth of brackets in the text outside of strings."""
     steps = (1 if bracket in "[{" else -1 for bracket in re.findall(r"[\[\]{}]", outside))
     return max(itertools.accumulate(steps), default=0)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Parsers differ in which of two equal keys counts; what one checks, another may not see."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise _bad_json("An object in the body has the same key twice.")
-    return found
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Reject duplicate keys: parsers differ in which one they use, so a proxy may validate another value than we do."""
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        raise _bad_json("An object in the body has a duplicate key. Send each key once.")
+    return unique
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise _bad_json(f"The body is not valid JSON: {name} is no JSON number.")
+def _reject_constant(name: str) -> NoReturn:
+    raise _bad_json(f"The body is not valid JSON: {name} is not a JSON number.")
 
 
 def _bad_json(message: str) -> InvalidParameter:
@@ -189,9 +188,9 @@ def _bad_json(message: str) -> InvalidParameter:
 
 
 def _too_many_values() -> InvalidParameter:
-    return _bad_json(f"The body has more than {MAX_VALUES} values: send less.")
+    return _bad_json(f"The body has more than {MAX_VALUES} values. Send fewer.")
 
 
 def _too_large(max_bytes: int) -> HTTPException:
-    message = f"The body exceeds {max_bytes} bytes: send smaller pictures, or https URLs instead of data: URLs."
+    message = f"The body exceeds {max_bytes} bytes. Send smaller images, or https URLs instead of data: URLs."
     return HTTPException(413, message)

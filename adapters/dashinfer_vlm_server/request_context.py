@@ -1,4 +1,4 @@
-"""What the door does with every request: a name, a line in the log, a count, and an answer even to a bug."""
+"""The context of every request: its ID, log line, metrics and memory, and a 500 response to unexpected errors."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger(__name__)
 
 HEADER = "X-Request-Id"
-QUIET = frozenset({"/health", "/health/ready", "/metrics"})
-"""Routes that are asked every few seconds: their lines are for debugging."""
+QUIET_ROUTES = frozenset({"/health", "/health/ready", "/metrics"})
+"""Routes that are polled every few seconds. Their requests are logged at level DEBUG."""
 
-_VISIT = "dashinfer_vlm.visit"
-_ACCEPTED = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_SCOPE_KEY = "dashinfer_vlm.request_context"
+_VALID_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 OUTCOMES = {
     401: "unauthorized",
@@ -47,76 +47,75 @@ OUTCOMES = {
     503: "unavailable",
     504: "timeout",
 }
-"""What became of a request, by status; others are `success` (below 400), `invalid` (4xx) and `error` (5xx)."""
+"""The outcome of a request by status; others are `success` (below 400), `invalid` (4xx) and `error` (5xx)."""
 
 
 class ByteBudget:
-    """Memory for the bodies of all requests together: a body is held until its request is over.
+    """A limit on the bodies of all requests together. A body counts until its request has ended.
 
     Args:
-        limit: in bytes.
+        limit: the limit in bytes.
     """
 
     def __init__(self, limit: int) -> None:
-        self._left = limit
+        self._available = limit
 
-    def take(self, size: int) -> None:
-        """Raises QueueFull if there is not as much left."""
-        if size > self._left:
-            raise QueueFull("The server holds as many large requests as it can: try again in a moment.")
-        self._left -= size
+    def reserve(self, size: int) -> None:
+        """Reserve bytes. Raises QueueFull if fewer are available."""
+        if size > self._available:
+            raise QueueFull("The server has no memory left for this request body. Try again later.")
+        self._available -= size
 
-    def give_back(self, size: int) -> None:
-        self._left += size
+    def release(self, size: int) -> None:
+        self._available += size
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestContext:
-    """One request at the door.
+    """The state of one HTTP request.
 
     Attributes:
-        id: its name, in answers and logs.
-        budget: for its body.
-        held: bytes of the budget that it has taken.
-        status: of the answer; that of a client that left, until there is one.
-        route: pattern of its path; `other` for those that nothing answers.
+        id: the request ID in responses and logs.
+        budget: the memory budget for request bodies.
+        reserved_bytes: how many bytes of the budget this request has reserved.
+        status: the status of the response; 499 (the client disconnected) until there is one.
+        route: the pattern of the path; `other` if no route matches.
     """
 
     id: str
     budget: ByteBudget
-    held: int = 0
+    reserved_bytes: int = 0
     status: int = CLIENT_GONE
     route: str = "other"
     start: float = field(default_factory=time.monotonic)
 
     @property
     def outcome(self) -> str:
-        other = "success" if self.status < 400 else "invalid" if self.status < 500 else "error"
-        return OUTCOMES.get(self.status, other)
+        default = "success" if self.status < 400 else "invalid" if self.status < 500 else "error"
+        return OUTCOMES.get(self.status, default)
 
-    def hold(self, size: int) -> None:
-        """So many bytes of its body have come. Raises QueueFull if there is no room for them."""
-        self.budget.take(size)
-        self.held += size
+    def reserve(self, size: int) -> None:
+        """Reserve memory for received bytes of the body. Raises QueueFull if the budget is exhausted."""
+        self.budget.reserve(size)
+        self.reserved_bytes += size
 
     def fail(self, error: Exception) -> None:
-        """It went wrong after the head of the answer was sent."""
+        """Record an error that occurred after the response headers were sent."""
         self.status = CLIENT_GONE if isinstance(error, ClientDisconnect) else status_for(error)
 
 
 def current_request(scope: Scope) -> RequestContext:
-    context: RequestContext = scope[_VISIT]
+    context: RequestContext = scope[_SCOPE_KEY]
     return context
 
 
 class RequestContextMiddleware:
-    """ASGI middleware around everything else.
+    """The outermost ASGI middleware: creates the `RequestContext`.
 
     Args:
-        app: what is inside.
-        routes: of the application: what is refused on the way to its router is counted under the route that it asked
-            for.
-        metrics, budget, tracer: of the application.
+        app: the wrapped application.
+        routes: the application's routes, by which requests that another middleware rejects are counted.
+        metrics, budget, tracer: the application's.
     """
 
     def __init__(
@@ -138,38 +137,38 @@ class RequestContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        context = scope[_VISIT] = RequestContext(id=_id(scope), budget=self._budget)
+        context = scope[_SCOPE_KEY] = RequestContext(id=_request_id(scope), budget=self._budget)
         token = REQUEST_ID.set(context.id)
         try:
             with self._metrics.in_flight.track_inprogress(), self._span(scope, context):
                 await self._serve(context, scope, receive, send)
         finally:
-            self._budget.give_back(context.held)
-            self._leave(context, scope)
+            self._budget.release(context.reserved_bytes)
+            self._record(context, scope)
             REQUEST_ID.reset(token)
 
     def _span(self, scope: Scope, context: RequestContext) -> AbstractContextManager[None]:
         return self._tracer.request_span(scope, context) if self._tracer else contextlib.nullcontext()
 
     async def _serve(self, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = False
+        started = False
 
-        async def tell(message: Message) -> None:
-            nonlocal begun
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
-                begun = True
+                started = True
                 context.status = message["status"]
                 MutableHeaders(scope=message)[HEADER] = context.id
             await send(message)
 
         try:
-            await self._app(scope, receive, tell)
+            await self._app(scope, receive, send_with_id)
         except Exception as error:
             context.status = 500
-            if begun:
-                raise  # which cuts the connection: there is no other way to say that the rest is missing
-            logger.exception("a request failed")
-            await error_response(error)(scope, receive, tell)
+            if started:
+                raise  # closes the connection, the only way to signal that the response is incomplete
+            logger.exception("Request failed.")
+            await error_response(error)(scope, receive, send_with_id)
         finally:
             context.route = self._route(scope)
 
@@ -179,7 +178,7 @@ class RequestContextMiddleware:
         )
         return getattr(route, "path", "other")
 
-    def _leave(self, context: RequestContext, scope: Scope) -> None:
+    def _record(self, context: RequestContext, scope: Scope) -> None:
         self._metrics.request(context.route, context.outcome)
         fields: dict[str, Any] = {
             "method": scope["method"] if scope["method"].isalpha() else "other",
@@ -188,11 +187,11 @@ class RequestContextMiddleware:
             "outcome": context.outcome,
             "seconds": round(time.monotonic() - context.start, 4),
         }
-        level = logging.DEBUG if context.route in QUIET and context.status != 401 else logging.INFO
+        level = logging.DEBUG if context.route in QUIET_ROUTES and context.status != 401 else logging.INFO
         logger.log(level, "%s", " ".join(map(str, fields.values())), extra={"fields": fields})
 
 
-def _id(scope: Scope) -> str:
-    """The caller's name for its request, if that is one that can stand in any log; else a new one."""
-    given = next((value for name, value in scope["headers"] if name == HEADER.lower().encode()), b"")
-    return given.decode() if _ACCEPTED.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+def _request_id(scope: Scope) -> str:
+    """Return the ID that the client sent, if it is safe in any log; otherwise a new one."""
+    value = next((value for name, value in scope["headers"] if name == HEADER.lower().encode()), b"")
+    return value.decode() if _VALID_ID.fullmatch(value) else f"req-{uuid.uuid4().hex}"

@@ -1,6 +1,6 @@
-"""One engine behind one address, until a signal ends it.
+"""Serve one engine on one address, until a signal.
 
-start ─▶ listens, `/health/ready` says 503 ─▶ the model is loaded ─▶ answers ─▶ signal ─▶ drains ─▶ ends
+start ─▶ listen, `/health/ready` returns 503 ─▶ model loaded ─▶ serve requests ─▶ signal ─▶ drain ─▶ exit
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .app import create_app
 from .logs import last_line, writes_json
 from .protocol import MAX_HEAD_BYTES, Protocol, detect_lost_peers
 from .settings import DrainState, Settings
-from .sockets import Address, opened
+from .sockets import Address, open_listener
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -43,32 +43,33 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 65
-"""Longer than clients and proxies keep idle connections (5 to 60 s), lest one closes while a request is under way."""
+"""Longer than clients and proxies keep idle connections (5 to 60 s), so that the server does not close one while the
+client sends a request."""
 
 GRACE_SECONDS = 20.0
-"""How long running requests may go on after a signal; a second signal ends them at once. Kubernetes waits for 30 s."""
+"""Time for running requests to finish after a signal; a second signal exits at once. Kubernetes waits for 30 s."""
 
-FAREWELL_SECONDS = 1.0
-"""How long after that clients may take to read why their requests ended, before their connections are cut."""
+CLOSE_SECONDS = 1.0
+"""Time after that for clients to read why their requests ended, before their connections are aborted."""
 
 DECODER_LOST = 3
-"""Exit code for a decoder that cannot be replaced: whoever supervises the process should start it again."""
+"""Exit code if the decoder cannot be restarted: the process supervisor should restart the server."""
 
-HELLO = '{"messages": [{"role": "user", "content": "Hello!"}]}'
+SAMPLE_REQUEST = '{"messages": [{"role": "user", "content": "Hello!"}]}'
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(config: EngineConfig, settings: Settings, address: Address, *, grace: float = GRACE_SECONDS) -> int:
-    """Load a model and serve it until SIGINT or SIGTERM; the exit code of the process.
+    """Load a model and serve it until SIGINT or SIGTERM. Returns the exit code of the process.
 
     Raises:
-        ConfigError: the address cannot be listened on, or the certificate cannot be used.
+        ConfigError: the server cannot listen on the address, or cannot use the certificate.
         SetupError: the model cannot be loaded.
     """
-    _on_signal(leave_at_once)
+    _on_signal(exit_immediately)
     drain_state, engine = DrainState(), Engine(config)
-    with opened(address) as listener:
+    with open_listener(address) as listener:
         detect_lost_peers(listener)
         application = create_app(engine, settings, drain_state=drain_state)
         server = Server(
@@ -80,26 +81,26 @@ def run(config: EngineConfig, settings: Settings, address: Address, *, grace: fl
         )
         server.run(sockets=[listener])
     if engine.status().state == "loading":
-        leave_at_once(server.signal or signal.SIGTERM, None)
-    return _end(engine, server)
+        exit_immediately(server.signal or signal.SIGTERM, None)
+    return _finish(engine, server)
 
 
 def http_settings(application: ASGIApp, address: Address) -> uvicorn.Config:
-    """How uvicorn is to serve an application.
+    """Return uvicorn's configuration for an application.
 
     Raises:
-        ConfigError: the files of TLS cannot be used.
+        ConfigError: the TLS files cannot be used.
     """
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # `_announce` says better that it has started
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # `_announce` replaces its startup messages
     tls = address.tls
     settings = uvicorn.Config(
         application,
         http=Protocol,
         ws="none",
         log_config=None,
-        access_log=False,  # `visits` writes it
+        access_log=False,  # `RequestContextMiddleware` writes it
         server_header=False,
-        proxy_headers=False,  # nobody's address is looked at
+        proxy_headers=False,  # client addresses are not used
         lifespan="off",
         root_path=address.root_path,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
@@ -112,28 +113,26 @@ def http_settings(application: ASGIApp, address: Address) -> uvicorn.Config:
     )
     try:
         settings.load()
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # the base of ssl.SSLError
         reason = error.strerror or getattr(error, "reason", None) or error
-        raise ConfigError(
-            f"The files of TLS cannot be used: {reason}. Check --ssl-certfile and --ssl-keyfile."
-        ) from error
+        raise ConfigError(f"The TLS files cannot be used: {reason}. Check --ssl-certfile and --ssl-keyfile.") from error
     return settings
 
 
 class Server(uvicorn.Server):
-    """Uvicorn in front of one engine, which it starts, and leaves in order.
+    """A uvicorn server that starts its engine, and shuts down gracefully.
 
     Args:
-        settings: uvicorn's.
-        engine: is started once the server listens, and closed when requests have outlasted the grace.
-        gate: of the application.
-        ready: called when the engine is.
-        grace: seconds that running requests may go on after a signal.
+        settings: uvicorn's configuration.
+        engine: started once the server listens, and closed if requests are still running after the grace period.
+        drain_state: the application's drain state.
+        ready: called when the engine is ready.
+        grace: number of seconds for running requests to finish after a signal.
 
     Attributes:
-        signal: which one ended it, if one did.
+        signal: the signal that ended the server, if any.
         error: why the engine could not be started.
-        lost: whether it ended because the engine cannot answer any more.
+        decoder_lost: whether the server ended because its engine failed permanently.
     """
 
     def __init__(
@@ -147,13 +146,13 @@ class Server(uvicorn.Server):
     ) -> None:
         super().__init__(settings)
         self._engine = engine
-        self._gate = drain_state
+        self._drain_state = drain_state
         self._ready = ready
         self._grace = grace
         self._loading: asyncio.Task[None] | None = None
         self.signal: int | None = None
         self.error: Exception | None = None
-        self.lost: bool = False
+        self.decoder_lost: bool = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -161,21 +160,21 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         if self._engine.status().state == "failed":
-            self.lost = self.should_exit = True
+            self.decoder_lost = self.should_exit = True
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let nothing new in, wait for what runs, and then end it; meanwhile newcomers are told so."""
-        self._gate.draining = True
+        """Reject new requests, wait for running ones, and terminate those that exceed the grace period."""
+        self._drain_state.draining = True
         if self.signal is not None:
             running, name = len(self.server_state.tasks), signal.Signals(self.signal).name
-            logger.info("%s: %d requests may go on for %g seconds.", name, running, self._grace)
+            logger.info("%s: waiting for %d running requests, up to %g seconds.", name, running, self._grace)
         if self._loading is not None:
             self._loading.cancel()
         with anyio.move_on_after(self._grace):
-            await self._finished()
+            await self._wait_for_requests()
         if self.server_state.tasks and self._engine.status().state != "loading":
-            logger.warning("%d requests outlasted the grace, and are ended.", len(self.server_state.tasks))
+            logger.warning("%d requests exceeded the grace period and are terminated.", len(self.server_state.tasks))
             await asyncio.to_thread(_close, self._engine)
         ending = asyncio.create_task(self._cut_connections())
         await super().shutdown(sockets)
@@ -183,7 +182,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but signals are not raised again: whoever runs the server ends the process."""
+        """Capture signals as uvicorn does, but do not raise them again: `run` exits the process."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -191,70 +190,69 @@ class Server(uvicorn.Server):
         try:
             yield
         finally:
-            _on_signal(leave_at_once)
+            _on_signal(exit_immediately)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.signal = sig
-        self.force_exit: bool = self.should_exit  # uvicorn takes a second SIGINT so, but not a second SIGTERM
+        self.force_exit: bool = self.should_exit  # uvicorn does this for a second SIGINT only
         self.should_exit: bool = True
 
     async def _load(self) -> None:
         try:
-            await _in_thread(self._engine.start)
+            await _run_in_daemon_thread(self._engine.start)
         except Exception as error:  # noqa: BLE001 - `run` raises it
             self.error = error
             self.should_exit = True
         else:
             self._ready()
 
-    async def _finished(self) -> None:
-        while self.server_state.tasks and not self.force_exit:  # noqa: ASYNC110 - uvicorn's set tells nobody
+    async def _wait_for_requests(self) -> None:
+        while self.server_state.tasks and not self.force_exit:  # noqa: ASYNC110 - uvicorn's set has no event
             await asyncio.sleep(0.05)
 
     async def _cut_connections(self) -> None:
-        """Whoever sends no more of its request, or reads no more of its answer, would hold the server for ever."""
-        await asyncio.sleep(FAREWELL_SECONDS)
+        """Abort connections whose clients stopped sending or reading, which would block the shutdown forever."""
+        await asyncio.sleep(CLOSE_SECONDS)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
 
-def leave_at_once(number: int, _frame: FrameType | None) -> None:
-    """For signals that cannot wait: threads that download or read files cannot be told to end, and an exit waits for
-    them."""
+def exit_immediately(number: int, _frame: FrameType | None) -> None:
+    """Handle a signal by exiting without cleanup: a normal exit would wait for threads that download or read files."""
     try:
-        # Not click.echo: the signal may have come in the midst of another write to the same stream.
-        os.write(sys.stderr.fileno(), last_line(f"ended by {signal.Signals(number).name}.").encode())
+        # Not click.echo: the signal may have interrupted another write to the same stream.
+        os.write(sys.stderr.fileno(), last_line(f"terminated by {signal.Signals(number).name}.").encode())
     finally:
         os._exit(0)
 
 
-def _end(engine: Engine, server: Server) -> int:
+def _finish(engine: Engine, server: Server) -> int:
     if server.error is not None:
         raise server.error
-    if server.lost:
-        logger.error("The decoder is lost (%s): this process ends, to be started again.", engine.status().fatal_error)
+    if server.decoder_lost:
+        logger.error("The decoder is lost (%s). The process exits and must be restarted.", engine.status().fatal_error)
         logging.shutdown()
-        os._exit(DECODER_LOST)  # what hangs would hold an orderly exit up
+        os._exit(DECODER_LOST)  # a hung decoder step would block a normal exit
     _close(engine)
     return 0
 
 
 def _close(engine: Engine) -> None:
-    """Whoever sent the signal wants the end: that a step hangs is told, and changes nothing else."""
+    """Close the engine. A hung step is logged, but does not prevent the exit."""
     try:
         engine.close()
     except DecoderFailed as error:
-        logger.error("%s", error.message)  # noqa: TRY400 - it was made for people
+        logger.error("%s", error.message)  # noqa: TRY400 - the message is for the operator
 
 
-async def _in_thread(work: Callable[[], object]) -> None:
-    """Blocking work in a thread that an exit does not wait for."""
+async def _run_in_daemon_thread(work: Callable[[], object]) -> None:
+    """Run blocking work in a thread that does not delay an exit."""
     done: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def run() -> None:
         try:
             work()
-        except BaseException as error:  # noqa: BLE001 - whoever waits raises it
+        except BaseException as error:  # noqa: BLE001 - raised by the caller that awaits the future
             done.set_exception(error)
         else:
             done.set_result(None)
@@ -264,7 +262,7 @@ async def _in_thread(work: Callable[[], object]) -> None:
 
 
 def _ready(url: str, address: Address, settings: Settings, engine: Engine) -> None:
-    # What is loaded stays: to look at all of it, the collector would keep every answer waiting for 0.3 s.
+    # Loaded objects stay alive. Scanning them would delay every response by 0.3 s per collection.
     gc.freeze()
     gc.enable()
     _announce(url, address, settings, engine)
@@ -282,9 +280,9 @@ def _announce(url: str, address: Address, settings: Settings, engine: Engine) ->
 
 
 def _curl(url: str, *, keyed: bool) -> str:
-    """A first question as a command; its key is for whoever runs it to put into the environment."""
+    """Return a curl command with a sample request, which reads the API key from the environment."""
     key = f'-H "Authorization: Bearer ${KEY_VARIABLE}" ' if keyed else ""
-    return f"curl {url}/chat/completions {key}-d '{HELLO}'"
+    return f"curl {url}/chat/completions {key}-d '{SAMPLE_REQUEST}'"
 
 
 def _on_signal(handler: Callable[[int, FrameType | None], None]) -> None:

@@ -1,4 +1,4 @@
-"""How the door is set up: what a request may take, who may ask, and what is told about it."""
+"""Settings of the server: request limits, authentication and observability."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dashinfer_vlm_core.config import MIB
+from dashinfer_vlm_core.deprecation import renamed_arguments, renamed_names
 
 from .api_keys import ApiKeys
 
@@ -13,20 +14,24 @@ if TYPE_CHECKING:
     from .tracing import Tracer
 
 
+@renamed_arguments(max_held_bytes="max_buffered_bytes")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Of an application.
+    """Settings of an application.
 
     Attributes:
-        max_body_bytes: most bytes of a request's body; larger ones are refused with 413. A video of 200 MiB is
+        max_body_bytes: maximum size of a request body; larger ones are rejected with 413. A video of 200 MiB is
             267 MiB in base64.
-        max_held_bytes: most bytes of the bodies of all requests in work; those above it are refused with 429.
-        max_body_pause: most seconds between two pieces of it; after longer ones it is refused with 408.
-        request_timeout: seconds that an answer may take, from when its request was read; None sets no limit.
-        keys: one of which a request must bring, unless there are none.
-        allowed_origins: origins whose pages may read answers (CORS); `*` is all of them.
-        page: whether `/` answers with a page to ask from, see `page.py`.
-        tracer: is told of requests, besides the metrics.
+        max_buffered_bytes: maximum size of the bodies of all running requests together; requests that exceed it are
+            rejected with 429.
+        max_body_pause: maximum number of seconds between two chunks of a body; after that, the request is rejected
+            with 408.
+        request_timeout: maximum number of seconds for a response, measured after its request was read; None for no
+            limit.
+        keys: API keys; every request must send one of them, unless there are none.
+        allowed_origins: origins whose pages may read responses (CORS); `*` allows all.
+        page: whether to serve the chat page at `/`, see `page.py`.
+        tracer: records traces of requests, in addition to the metrics.
     """
 
     max_body_bytes: int = 288 * MIB
@@ -41,10 +46,13 @@ class Settings:
 
 @dataclass(slots=True, eq=False)
 class DrainState:
-    """Whether new requests are let in.
+    """Whether the server accepts new requests.
 
     Attributes:
-        draining: the server ends, and answers only what it has begun.
+        draining: whether the server is shutting down: it finishes running requests and rejects new ones.
     """
 
     draining: bool = False
+
+
+__getattr__ = renamed_names(__name__, {"Gate": "DrainState"})

@@ -1,4 +1,4 @@
-"""Where the server listens: an address or a path, with or without TLS."""
+"""The socket of the server: a TCP address or a Unix socket, with or without TLS."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tls:
-    """Files of TLS, in PEM.
+class TlsConfig:
+    """TLS files in PEM format.
 
     Attributes:
-        certificate: the server's, with its chain.
-        key: of the certificate, unless it is in the same file.
-        password: of the key, if it has one.
-        client_authorities: who signs the certificates that clients must then bring.
+        certificate: the server's certificate chain.
+        key: the private key, unless it is in the same file.
+        password: the password of the key, if it has one.
+        client_authorities: CA certificates; if set, clients must present a certificate signed by one of them.
     """
 
     certificate: Path
@@ -35,30 +35,30 @@ class Tls:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
-    """What the server listens on.
+    """The address of the server.
 
     Attributes:
-        host, port: an address of this machine; port 0 is a free one.
-        path: a Unix socket in place of them.
-        mode: who may connect to it, as its file's permissions.
-        tls: encrypts, if it is there.
-        root_path: prefix that a proxy in front takes off the paths of requests.
+        host, port: a local address; port 0 selects a free port.
+        path: path of a Unix socket, used instead of host and port.
+        mode: file permissions of the Unix socket.
+        tls: TLS files, or None to disable TLS.
+        root_path: path prefix that a reverse proxy strips.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     path: Path | None = None
     mode: int = 0o600
-    tls: Tls | None = None
+    tls: TlsConfig | None = None
     root_path: str = ""
 
     @property
-    def public(self) -> bool:
-        """Whether other machines may reach it."""
+    def is_public(self) -> bool:
+        """Whether other machines may be able to connect."""
         return self.path is None and self.host not in LOOPBACK
 
     def url(self, listener: socket.socket) -> str:
-        """Where clients find a socket that was opened for it."""
+        """Return the API's base URL for a socket that listens on this address."""
         if self.path is not None:
             return f"unix:{self.path}"
         host, port = listener.getsockname()[:2]
@@ -66,8 +66,8 @@ class Address:
 
 
 @contextmanager
-def opened(address: Address) -> Iterator[socket.socket]:
-    """A socket that is bound, closed in the end, and whose file, if it has one, is gone then.
+def open_listener(address: Address) -> Iterator[socket.socket]:
+    """Bind a socket. On exit, close it and remove the file of a Unix socket.
 
     Raises:
         ConfigError: the address or the path cannot be used.
@@ -92,31 +92,31 @@ def _tcp(host: str, port: int) -> socket.socket:
         listener.close()
         raise ConfigError(
             f"Cannot listen on {host} port {port}: {error.strerror or error}. Choose another --host or --port"
-            " (--port 0 takes a free one)."
+            " (--port 0 selects a free port)."
         ) from error
     return listener
 
 
 def _unix(path: Path, mode: int) -> socket.socket:
-    _clear(path)
+    _remove_stale_socket(path)
     listener = socket.socket(socket.AF_UNIX)
-    before = os.umask(0o777 & ~mode)  # no moment at which others could connect
+    previous = os.umask(0o777 & ~mode)  # so that the permissions apply as soon as the file exists
     try:
         listener.bind(str(path))
     except OSError as error:
         listener.close()
         raise ConfigError(f"Cannot listen on {path}: {error.strerror or error}. Choose another --uds.") from error
     finally:
-        os.umask(before)
+        os.umask(previous)
     return listener
 
 
-def _clear(path: Path) -> None:
-    """Remove the socket of a server that was killed; that of one that lives is not ours to take."""
+def _remove_stale_socket(path: Path) -> None:
+    """Remove the socket file of a server that was killed. Raises ConfigError if it is in use or is another file."""
     if not path.exists():
         return
     with socket.socket(socket.AF_UNIX) as probe:
-        taken = not stat.S_ISSOCK(path.stat().st_mode) or probe.connect_ex(str(path)) != errno.ECONNREFUSED
-    if taken:
-        raise ConfigError(f"Cannot listen on {path}: it is there already, and in use. Choose another --uds.")
+        in_use = not stat.S_ISSOCK(path.stat().st_mode) or probe.connect_ex(str(path)) != errno.ECONNREFUSED
+    if in_use:
+        raise ConfigError(f"Cannot listen on {path}: the file exists and is in use. Choose another --uds.")
     path.unlink()

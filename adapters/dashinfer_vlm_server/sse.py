@@ -1,4 +1,4 @@
-"""What goes out piece by piece: chunks as server-sent events."""
+"""Streamed responses: chunks as server-sent events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from starlette.responses import AsyncContentStream
 from dashinfer_vlm_core.errors import DashInferVLMError
 
 from .errors import error_body
-from .request_body import unless_disconnected
+from .request_body import cancel_on_disconnect
 from .request_context import RequestContext, current_request
 
 if TYPE_CHECKING:
@@ -28,19 +28,19 @@ DONE = "data: [DONE]\n\n"
 
 HEADERS = {
     "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # nginx would otherwise hold the pieces back
+    "X-Accel-Buffering": "no",  # disables buffering in nginx
 }
 
-# JSON may hold these as they are, but clients that split text by str.splitlines (httpx among them) would cut the event.
+# JSON allows these characters, but clients that use str.splitlines, such as httpx, would split the event at them.
 _LINE_BREAKS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 
 class EventStream(StreamingResponse):
     """A stream of chunks as an HTTP response.
 
-    The head is sent with the first chunk, so that what fails before is an HTTP error like any other. What fails later
-    is one event with an `error`, and the stream ends without `[DONE]`, as OpenAI's does. A client that leaves closes
-    `chunks`.
+    The headers are sent with the first chunk, so an earlier error is an ordinary HTTP error. A later error is sent as
+    one event with an `error`, and the stream ends without `[DONE]`, as OpenAI's does. When the client disconnects,
+    `chunks` is closed.
     """
 
     media_type = "text/event-stream"
@@ -50,29 +50,29 @@ class EventStream(StreamingResponse):
         self._chunks = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        visit = current_request(scope)
+        context = current_request(scope)
         try:
-            await unless_disconnected(receive, self._send(send, visit))
-        except ClientDisconnect as error:  # nobody is left who could be told
-            visit.fail(error)
+            await cancel_on_disconnect(receive, self._send(send, context))
+        except ClientDisconnect as error:  # no client is left to receive an error
+            context.fail(error)
 
-    async def _send(self, send: Send, visit: RequestContext) -> None:
+    async def _send(self, send: Send, context: RequestContext) -> None:
         async with contextlib.aclosing(self._chunks) as chunks:
-            self.body_iterator: AsyncContentStream = _events(await anext(chunks), chunks, visit)
+            self.body_iterator: AsyncContentStream = _events(await anext(chunks), chunks, context)
             await self.stream_response(send)
 
 
 async def _events(
-    first: ChatCompletionChunk, rest: AsyncIterator[ChatCompletionChunk], visit: RequestContext
+    first: ChatCompletionChunk, rest: AsyncIterator[ChatCompletionChunk], context: RequestContext
 ) -> AsyncGenerator[str, None]:
     yield _chunk_event(first)
     try:
         async for chunk in rest:
             yield _chunk_event(chunk)
-    except Exception as error:  # a request ends here; its status is out, so the stream must tell
+    except Exception as error:  # the status has been sent, so the error goes into the stream
         if not isinstance(error, DashInferVLMError):
-            logger.exception("a stream failed")
-        visit.fail(error)
+            logger.exception("Stream failed.")
+        context.fail(error)
         yield _event(json.dumps(error_body(error)))
     else:
         yield DONE

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, in the shapes of vLLM's server."""
+"""`/tokenize` and `/detokenize`, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from dashinfer_vlm_core.protocol import DetokenizeRequest
 
 
-class Tokenized(BaseModel):
-    """Token ids of a prompt, and if they were asked for, the tokens as the vocabulary spells them."""
+class TokenizeResponse(BaseModel):
+    """Token IDs of a prompt and, if requested, the tokens as strings of the vocabulary."""
 
     count: int
     max_model_len: int
@@ -25,15 +25,15 @@ class Tokenized(BaseModel):
     token_strs: list[str] | None = None
 
 
-class Detokenized(BaseModel):
-    """The text of token ids."""
+class DetokenizeResponse(BaseModel):
+    """The text of token IDs."""
 
     prompt: str
 
 
 @runtime_checkable
-class Tokenizing(Protocol):
-    """An engine in this process, whose tokenizer can be used; one behind an address has none."""
+class SupportsTokenization(Protocol):
+    """An engine in this process, which has a tokenizer; a remote engine does not."""
 
     async def atokenize(self, request: Request) -> list[int]: ...
 
@@ -44,37 +44,39 @@ class Tokenizing(Protocol):
     async def aconvert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]: ...
 
 
-async def tokenize(engine: ChatEngine, request: TokenizePrompt | TokenizeChat) -> Tokenized:
-    """Answer `/tokenize`.
+async def tokenize(engine: ChatEngine, request: TokenizePrompt | TokenizeChat) -> TokenizeResponse:
+    """Handle `/tokenize`.
 
     Raises:
         HTTPException: 501, the engine has no tokenizer.
-        RequestError, EngineError: as the engine.
+        RequestError, EngineError: raised by the engine.
     """
-    tokenizing = _tokenizing(engine)
+    tokenizer = _tokenizer_of(engine)
     if isinstance(request, TokenizePrompt):
         _check_model(engine, request.model)
-        ids = await tokenizing.aencode(request.prompt)
+        ids = await tokenizer.aencode(request.prompt)
     else:
-        ids = await tokenizing.atokenize(request)
-    texts = await tokenizing.aconvert_ids_to_tokens(ids) if request.return_token_strs else None
-    return Tokenized(count=len(ids), max_model_len=engine.status().max_model_len, tokens=ids, token_strs=texts)
+        ids = await tokenizer.atokenize(request)
+    texts = await tokenizer.aconvert_ids_to_tokens(ids) if request.return_token_strs else None
+    return TokenizeResponse(count=len(ids), max_model_len=engine.status().max_model_len, tokens=ids, token_strs=texts)
 
 
-async def detokenize(engine: ChatEngine, request: DetokenizeRequest) -> Detokenized:
-    """Answer `/detokenize`. Raises as `tokenize`."""
-    tokenizing = _tokenizing(engine)
+async def detokenize(engine: ChatEngine, request: DetokenizeRequest) -> DetokenizeResponse:
+    """Handle `/detokenize`. Raises the errors of `tokenize`."""
+    tokenizer = _tokenizer_of(engine)
     _check_model(engine, request.model)
-    return Detokenized(prompt=await tokenizing.adecode(request.tokens))
+    return DetokenizeResponse(prompt=await tokenizer.adecode(request.tokens))
 
 
-def _tokenizing(engine: ChatEngine) -> Tokenizing:
-    if not isinstance(engine, Tokenizing):
-        raise HTTPException(501, "This server hands requests on to another one, and has no tokenizer: ask that one.")
+def _tokenizer_of(engine: ChatEngine) -> SupportsTokenization:
+    if not isinstance(engine, SupportsTokenization):
+        raise HTTPException(
+            501, "This server forwards requests to another one and has no tokenizer. Send the request to that server."
+        )
     return engine
 
 
 def _check_model(engine: ChatEngine, name: str | None) -> None:
     served = engine.status().model
     if name not in {None, served, DEFAULT_MODEL}:
-        raise ModelNotFound(f"The model {name!r} is not served here: ask for {served!r}.", param="model")
+        raise ModelNotFound(f"The model {name!r} is not served here. Use {served!r}.", param="model")

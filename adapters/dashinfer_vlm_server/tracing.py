@@ -1,6 +1,6 @@
-"""Traces: a span for each request and one for each of its stages, to a collector of OpenTelemetry's protocol.
+"""OpenTelemetry traces: a span per request and per stage, exported with OTLP.
 
-Nothing here is imported unless traces are asked for; no span holds a prompt, a picture or a key.
+This module is imported only if traces are enabled. No span contains a prompt, an image or a key.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from dashinfer_vlm_core import __version__
 from dashinfer_vlm_core.engine.observers import RequestObserver, Stage
-from dashinfer_vlm_core.version import __version__
 
 if TYPE_CHECKING:
     from openai.types import CompletionUsage
@@ -28,36 +28,36 @@ if TYPE_CHECKING:
 
 
 class Tracer(RequestObserver):
-    """Spans of requests and their stages.
+    """Creates spans of requests and their stages.
 
     Args:
-        provider: OpenTelemetry's; where the spans go.
+        provider: the OpenTelemetry provider that receives the spans.
     """
 
     def __init__(self, provider: trace.TracerProvider) -> None:
         self._tracer = provider.get_tracer("dashinfer_vlm_server", __version__)
 
     @contextlib.contextmanager
-    def request_span(self, scope: Scope, visit: RequestContext) -> Iterator[None]:
-        """The span of a request; it continues the trace that the header `traceparent` names (W3C Trace Context)."""
-        named = (b"traceparent", b"tracestate")
-        carrier = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in named}
+    def request_span(self, scope: Scope, context: RequestContext) -> Iterator[None]:
+        """Create the span of a request, in the trace of its `traceparent` header, if any (W3C Trace Context)."""
+        names = (b"traceparent", b"tracestate")
+        carrier = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in names}
         parent = TraceContextTextMapPropagator().extract(carrier)
         with self._tracer.start_as_current_span("request", context=parent, kind=SpanKind.SERVER) as span:
             try:
                 yield
             finally:
-                span.update_name(f"{scope['method']} {visit.route}")
+                span.update_name(f"{scope['method']} {context.route}")
                 span.set_attributes(
                     {
                         "http.request.method": scope["method"],
-                        "http.route": visit.route,
-                        "http.response.status_code": visit.status,
-                        "dashinfer_vlm.request_id": visit.id,
-                        "dashinfer_vlm.outcome": visit.outcome,
+                        "http.route": context.route,
+                        "http.response.status_code": context.status,
+                        "dashinfer_vlm.request_id": context.id,
+                        "dashinfer_vlm.outcome": context.outcome,
                     }
                 )
-                if visit.status >= 500:
+                if context.status >= 500:
                     span.set_status(StatusCode.ERROR)
 
     @contextlib.contextmanager
@@ -74,7 +74,7 @@ class Tracer(RequestObserver):
     def first_token(self, seconds: float) -> None:
         trace.get_current_span().add_event("first token")
 
-    def answered(self, usage: CompletionUsage, seconds: float) -> None:
+    def completed(self, usage: CompletionUsage, seconds: float) -> None:
         trace.get_current_span().set_attributes(
             {
                 "gen_ai.usage.input_tokens": usage.prompt_tokens,
@@ -84,10 +84,10 @@ class Tracer(RequestObserver):
 
 
 def tracer_to(endpoint: str) -> Tracer:
-    """A tracer whose spans go to a collector, in batches.
+    """Create a tracer that exports spans to a collector in batches.
 
     Args:
-        endpoint: of OTLP over HTTP, such as `http://127.0.0.1:4318/v1/traces`.
+        endpoint: OTLP/HTTP endpoint, such as `http://127.0.0.1:4318/v1/traces`.
     """
     provider = TracerProvider(
         resource=Resource.create({SERVICE_NAME: "dashinfer-vlm", SERVICE_VERSION: __version__}),

@@ -1,10 +1,10 @@
-// The server's API: OpenAI's chat completions, and what this server adds.
-// Addresses are relative, so that the page also works behind a proxy that serves it under a path.
+// A client for the server's API. URLs are relative, so that the page also works behind a proxy that serves it under a
+// path.
 
 const KEY = "dashinfer-vlm-key";
 
-/** What the server answered, or why it did not. */
-export class Failure extends Error {
+/** An error response of the server, or a connection error. */
+export class ApiError extends Error {
   constructor(message, { status = 0, param = null, code = null, retryAfter = null } = {}) {
     super(message);
     Object.assign(this, { status, param, code, retryAfter });
@@ -18,41 +18,41 @@ export function setKey(value) {
   else sessionStorage.removeItem(KEY);
 }
 
-/** The API's address, for code that runs elsewhere. */
+/** The API's absolute URL, for generated code. */
 export const baseUrl = () => new URL("v1", document.baseURI).href;
 
-/** The name of the model that is served here. */
+/** The name of the served model. */
 export async function model(signal) {
   const { data } = await (await call("v1/models", { signal })).json();
   return data[0].id;
 }
 
-/** How the server is: `status`, `decoder`, `max_model_len`; also while it cannot answer. */
+/** The status of the server: `status`, `decoder`, `max_model_len`; available even if the engine is not ready. */
 export async function health(signal) {
   return (await fetch("health", { signal })).json();
 }
 
-/** What the model would see of `messages`; null where the server cannot tell. */
+/** A preview of the media in `messages` as the model sees them; null if the server does not support previews. */
 export async function preview(messages, signal) {
   try {
     return await (await call("v1/media/preview", { body: { messages }, signal })).json();
   } catch (error) {
-    if (error instanceof Failure && error.code === "unknown_url") return null;
+    if (error instanceof ApiError && error.code === "unknown_url") return null;
     throw error;
   }
 }
 
-/** The chunks of an answer, as they come. */
+/** The chunks of a streamed response. */
 export async function* stream(request, signal) {
   const body = { ...request, stream: true, stream_options: { include_usage: true } };
   const response = await call("v1/chat/completions", { body, signal });
   for await (const data of events(response.body)) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
-    if (chunk.error) throw new Failure(chunk.error.message, chunk.error);
+    if (chunk.error) throw new ApiError(chunk.error.message, chunk.error);
     yield chunk;
   }
-  throw new Failure("The connection broke off before the answer was complete. Ask again.");
+  throw new ApiError("The connection was lost before the response was complete. Select Regenerate.");
 }
 
 async function call(path, { body, signal }) {
@@ -64,23 +64,23 @@ async function call(path, { body, signal }) {
     response = await fetch(path, { ...options, headers, signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Failure("The server cannot be reached: see whether it runs, then ask again.");
+    throw new ApiError("The server cannot be reached. Check that it is running, then select Regenerate.");
   }
-  if (!response.ok) throw await failure(response);
+  if (!response.ok) throw await errorFrom(response);
   return response;
 }
 
-async function failure(response) {
-  const about = { status: response.status, retryAfter: response.headers.get("Retry-After") };
+async function errorFrom(response) {
+  const details = { status: response.status, retryAfter: response.headers.get("Retry-After") };
   try {
     const { error } = await response.json();
-    return new Failure(error.message, { ...error, ...about });
+    return new ApiError(error.message, { ...error, ...details });
   } catch {
-    return new Failure(`The server answered with the status ${response.status}.`, about);
+    return new ApiError(`The server returned status ${response.status}.`, details);
   }
 }
 
-/** The data of server-sent events; each of ours is one line. */
+/** The data of server-sent events; the server sends one line per event. */
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -93,6 +93,6 @@ async function* events(body) {
       for (const block of blocks) if (block.startsWith("data: ")) yield block.slice("data: ".length);
     }
   } finally {
-    reader.cancel().catch(() => {}); // it may have failed already, which its reader was told
+    reader.cancel().catch(() => {}); // if the stream has failed, `read` has already thrown
   }
 }

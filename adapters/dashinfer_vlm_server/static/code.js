@@ -1,11 +1,11 @@
-// A request as code that can be run: curl, the openai client, and LangChain. Files are read by name, keys from the
-// environment.
+// Generates runnable code for a request: curl, the openai client, and LangChain. Files are read by name, and the API
+// key from the environment.
 
 import { baseUrl, key } from "./api.js";
 import { byId, closable, counted, element } from "./dom.js";
 
 const KEY = "OPENAI_API_KEY";
-const OPENAI_HAS = new Set([
+const OPENAI_FIELDS = new Set([
   "model",
   "messages",
   "temperature",
@@ -15,19 +15,19 @@ const OPENAI_HAS = new Set([
   "stop",
   "response_format",
 ]);
-const LANGCHAIN_HAS = new Set(["temperature", "top_p", "seed", "max_tokens", "stop"]);
+const LANGCHAIN_FIELDS = new Set(["temperature", "top_p", "seed", "max_tokens", "stop"]);
 const WIDTH = 100;
-const MARK = "\uFDD0"; // Unicode promises that no text holds it
+const MARK = "\uFDD0"; // a noncharacter of Unicode, which does not occur in text
 const MARKED = new RegExp(`${MARK}(\\d+)${MARK}`, "g");
 
-/** A file that stands for its data URL. */
+/** Placeholder for the data URL of a file. */
 class FileUrl {
   constructor({ name, file, local }) {
     Object.assign(this, { name, type: file.type, local });
   }
 }
 
-/** What stands in code for the URL of an attachment. */
+/** The URL of an attachment in generated code. */
 export const urlInCode = (attachment) => (attachment.file ? new FileUrl(attachment) : attachment.url);
 
 const LANGUAGES = { curl, openai, langchain };
@@ -47,9 +47,9 @@ export function openCode() {
   byId("copy-code").addEventListener("click", () => copy(byId("code").textContent, byId("code-status"), byId("code")));
 }
 
-/** Show the code of a request, whose files are `FileUrl`s. */
-export function showCode(shown) {
-  request = shown;
+/** Show the code for a request whose files are `FileUrl`s. */
+export function showCode(newRequest) {
+  request = newRequest;
   const tabs = [...byId("code-tabs").children];
   select(
     tabs.find((tab) => tab.ariaSelected === "true"),
@@ -59,20 +59,20 @@ export function showCode(shown) {
   const links = files.map(({ name, local }) => element("a", { href: local, download: name }, name));
   byId("code-files").replaceChildren(
     ...(files.length
-      ? [`It reads ${counted(files.length, "file")} in the folder where it runs: `, ...separated(links), "."]
+      ? [`The code reads ${counted(files.length, "file")} from the current folder: `, ...separated(links), "."]
       : []),
   );
   byId("code-dialog").showModal();
 }
 
-/** Copy to the clipboard; where the browser allows none (pages that are neither local nor https), select it instead. */
+/** Copy text to the clipboard, or select it if the browser allows no access (pages neither local nor over https). */
 export async function copy(text, status, source) {
   try {
     await navigator.clipboard.writeText(text);
     status.textContent = "Copied.";
   } catch {
     getSelection().selectAllChildren(source);
-    status.textContent = "Selected: copy it with your keyboard.";
+    status.textContent = "Selected. Copy it with your keyboard.";
   }
 }
 
@@ -90,11 +90,11 @@ const separated = (items) => items.flatMap((item, index) => (index ? [", ", item
 
 function filesOf(value) {
   if (value instanceof FileUrl) return [value];
-  const found = value && typeof value === "object" ? Object.values(value).flatMap(filesOf) : [];
-  return [...new Map(found.map((file) => [file.name, file])).values()];
+  const files = value && typeof value === "object" ? Object.values(value).flatMap(filesOf) : [];
+  return [...new Map(files.map((file) => [file.name, file])).values()];
 }
 
-// curl: the shell fills the files in while it reads the document.
+// curl: the shell inserts the files while it expands the here-document.
 
 function curl(body) {
   const files = filesOf(body);
@@ -117,29 +117,29 @@ const substitution = ({ name, type }) =>
 
 function openai(body) {
   const fields = Object.entries(body);
-  const extra = Object.fromEntries(fields.filter(([name]) => !OPENAI_HAS.has(name)));
-  const given = fields.filter(([name]) => OPENAI_HAS.has(name));
-  if (Object.keys(extra).length) given.push(["extra_body", extra]);
+  const extra = Object.fromEntries(fields.filter(([name]) => !OPENAI_FIELDS.has(name)));
+  const args = fields.filter(([name]) => OPENAI_FIELDS.has(name));
+  if (Object.keys(extra).length) args.push(["extra_body", extra]);
   return [
     ...imports(body, ["from openai import OpenAI"]),
     `client = OpenAI(base_url=${python(baseUrl())}, api_key=${pythonKey()})`,
-    "answer = client.chat.completions.create(",
-    ...given.map(([name, value]) => `    ${name}=${python(value, 4)},`),
+    "response = client.chat.completions.create(",
+    ...args.map(([name, value]) => `    ${name}=${python(value, 4)},`),
     ")",
-    "print(answer.choices[0].message.content)",
+    "print(response.choices[0].message.content)",
     "",
   ].join("\n");
 }
 
 function langchain({ model, messages, ...options }) {
   const fields = Object.entries(options);
-  const more = Object.fromEntries(fields.filter(([name]) => !LANGCHAIN_HAS.has(name)));
-  const given = [["model", model], ["base_url", baseUrl()], ...fields.filter(([name]) => LANGCHAIN_HAS.has(name))];
-  if (Object.keys(more).length) given.push(["model_kwargs", more]);
+  const modelKwargs = Object.fromEntries(fields.filter(([name]) => !LANGCHAIN_FIELDS.has(name)));
+  const args = [["model", model], ["base_url", baseUrl()], ...fields.filter(([name]) => LANGCHAIN_FIELDS.has(name))];
+  if (Object.keys(modelKwargs).length) args.push(["model_kwargs", modelKwargs]);
   return [
     ...imports({ messages }, ["from dashinfer_vlm_langchain import ChatDashInferVLM"]),
     "chat = ChatDashInferVLM(",
-    ...given.map(([name, value]) => `    ${name}=${python(value, 4)},`),
+    ...args.map(([name, value]) => `    ${name}=${python(value, 4)},`),
     ...(key() ? [`    api_key=${pythonKey()},`] : []),
     ")",
     `messages = ${python(messages)}`,
@@ -168,7 +168,7 @@ function imports(value, libraries) {
 
 const pythonKey = () => (key() ? `os.environ["${KEY}"]` : '"none"');
 
-/** A JSON value as Python writes it: on one line where that is short, else one item a line. */
+/** A JSON value as a Python literal: on one line if it fits, otherwise one item per line. */
 function python(value, indent = 0) {
   if (value instanceof FileUrl) return `data_url(${python(value.name)}, ${python(value.type)})`;
   if (value === null) return "None";

@@ -1,72 +1,73 @@
-// Turns of a conversation: a question, and its answer as it comes.
+// A conversation of exchanges: a prompt, and its response as it is streamed.
 
-import { Failure, stream } from "./api.js";
+import { ApiError, stream } from "./api.js";
 import { announce, button, counted, element } from "./dom.js";
 import { render } from "./markdown.js";
 import { tile } from "./media.js";
 
-const SPOKEN = 600; // characters of an answer that are read out by themselves; the rest is there to be read
+const MAX_ANNOUNCED = 600; // characters of a response that screen readers announce
 
-/** What a person can do where the server's own words do not say. */
+/** The next step for a status, where the server's message does not contain it. */
 const NEXT_STEP = {
-  401: "Enter the API key in the settings, then ask again.",
-  403: "Enter another API key in the settings, then ask again.",
-  413: "Take out a picture or a video, or send a smaller one.",
+  401: "Enter the API key in the settings, then select Regenerate.",
+  403: "Enter another API key in the settings, then select Regenerate.",
+  413: "Remove an image or a video, or use a smaller one.",
   429: "The server is busy.",
-  503: "The server cannot answer now; its operator has to look at it.",
+  503: "The server is unavailable. If this persists, contact its operator.",
 };
 
-export class Turn extends EventTarget {
+export class Exchange extends EventTarget {
   #controller = null;
   #frame = 0;
 
   constructor({ text, attachments }) {
     super();
-    Object.assign(this, { text, attachments, answer: "", state: "new", failure: null });
-    this.body = element("div", { class: "answer-text" });
-    this.foot = element("div", { class: "answer-foot" });
+    Object.assign(this, { text, attachments, response: "", state: "new", error: null });
+    this.body = element("div", { class: "response-text" });
+    this.footer = element("div", { class: "response-footer" });
     this.element = element(
       "li",
-      { class: "turn" },
+      { class: "exchange" },
       element(
         "article",
-        { class: "question", "aria-label": "Your question" },
-        attachments.length ? element("ul", { class: "tray" }, ...attachments.map((item) => tile(item))) : null,
+        { class: "prompt", "aria-label": "Your prompt" },
+        attachments.length ? element("ul", { class: "attachments" }, ...attachments.map((item) => tile(item))) : null,
         text && element("p", {}, text),
       ),
-      (this.place = element("article", { class: "answer", "aria-label": "Answer" }, this.body, this.foot)),
+      (this.container = element("article", { class: "response", "aria-label": "Response" }, this.body, this.footer)),
     );
   }
 
-  /** The question as a message; `urlOf` says what stands for the URL of an attachment. */
+  /** The prompt as a message; `urlOf` returns the URL to use for an attachment. */
   message(urlOf = (attachment) => attachment.url) {
     if (!this.attachments.length) return { role: "user", content: this.text };
     const parts = this.attachments.map((attachment) => attachment.part(urlOf(attachment)));
     return { role: "user", content: this.text ? [...parts, { type: "text", text: this.text }] : parts };
   }
 
-  /** Question and answer, for the questions after it; nothing if there is no answer to go on from. */
+  /** The messages for later requests: prompt and response, or none without a usable response. */
   history(urlOf) {
-    return this.answer && this.state !== "failed"
-      ? [this.message(urlOf), { role: "assistant", content: this.answer }]
+    return this.response && this.state !== "failed"
+      ? [this.message(urlOf), { role: "assistant", content: this.response }]
       : [];
   }
 
-  /** Ask, and show the answer while it comes. */
-  async ask(request) {
-    this.failure = null;
+  /** Send the request, and show the response while it is streamed. */
+  async send(request) {
+    this.error = null;
     this.#controller = new AbortController();
-    this.answer = "";
-    this.measures = { asked: performance.now(), first: null, last: null, usage: null, finish: null };
-    this.#enter("running");
-    announce("Asked. The answer comes.");
+    this.response = "";
+    this.timings = { start: performance.now(), first: null, last: null, usage: null, finishReason: null };
+    this.#setState("running");
+    announce("Sent. Waiting for the response.");
     try {
-      for await (const chunk of stream(request, this.#controller.signal)) this.#take(chunk);
-      this.#enter("done");
-      announce(`Answer: ${this.answer.slice(0, SPOKEN)}${this.answer.length > SPOKEN ? "… It goes on." : ""}`);
+      for await (const chunk of stream(request, this.#controller.signal)) this.#addChunk(chunk);
+      this.#setState("done");
+      const more = this.response.length > MAX_ANNOUNCED ? "… The response continues." : "";
+      announce(`Response: ${this.response.slice(0, MAX_ANNOUNCED)}${more}`);
     } catch (error) {
       if (error.name === "AbortError") {
-        this.#enter("stopped");
+        this.#setState("stopped");
         announce("Stopped.");
       } else this.#fail(error);
     }
@@ -76,97 +77,98 @@ export class Turn extends EventTarget {
     this.#controller?.abort();
   }
 
-  #take(chunk) {
+  #addChunk(chunk) {
     const [choice] = chunk.choices;
-    this.measures.usage = chunk.usage ?? this.measures.usage;
-    this.measures.finish = choice?.finish_reason ?? this.measures.finish;
-    const piece = choice?.delta.content;
-    if (!piece) return;
-    this.measures.last = performance.now();
-    this.measures.first ??= this.measures.last;
-    this.answer += piece;
+    this.timings.usage = chunk.usage ?? this.timings.usage;
+    this.timings.finishReason = choice?.finish_reason ?? this.timings.finishReason;
+    const content = choice?.delta.content;
+    if (!content) return;
+    this.timings.last = performance.now();
+    this.timings.first ??= this.timings.last;
+    this.response += content;
     this.#frame ||= requestAnimationFrame(() => this.#draw());
   }
 
   #draw() {
     cancelAnimationFrame(this.#frame);
     this.#frame = 0;
-    render(this.body, this.answer);
-    this.dispatchEvent(new Event("grow"));
+    render(this.body, this.response);
+    this.dispatchEvent(new Event("update"));
   }
 
-  #enter(state) {
+  #setState(state) {
     this.state = state;
-    this.place.dataset.state = state;
-    this.place.setAttribute("aria-busy", String(state === "running"));
-    this.foot.replaceChildren(
-      ...(state === "running" ? [] : [...notes(this), ...measured(this.measures), this.#actions()]),
+    this.container.dataset.state = state;
+    this.container.setAttribute("aria-busy", String(state === "running"));
+    this.footer.replaceChildren(
+      ...(state === "running" ? [] : [...notes(this), ...statistics(this.timings), this.#actions()]),
     );
     this.#draw();
     this.dispatchEvent(new Event("state"));
   }
 
   #fail(error) {
-    this.failure = error instanceof Failure ? error : new Failure("This page failed to read the answer.");
-    this.#enter("failed");
-    this.foot.prepend(problem(this.failure));
-    this.dispatchEvent(new Event("grow"));
+    this.error = error instanceof ApiError ? error : new ApiError("This page could not read the response.");
+    this.#setState("failed");
+    this.footer.prepend(errorBox(this.error));
+    this.dispatchEvent(new Event("update"));
   }
 
   #actions() {
-    const tell = (name) => () => this.dispatchEvent(new Event(name));
+    const dispatch = (name) => () => this.dispatchEvent(new Event(name));
     return element(
       "div",
       { class: "actions" },
-      this.answer ? button("Copy", tell("copy"), { class: "quiet" }) : null,
-      button("Ask again", tell("again"), { class: "quiet last-only" }),
-      button("Edit", tell("edit"), { class: "quiet last-only", "aria-label": "Edit the question" }),
-      button("Code", tell("code"), { class: "quiet", "aria-label": "Code of this request" }),
+      this.response ? button("Copy", dispatch("copy"), { class: "quiet" }) : null,
+      button("Regenerate", dispatch("regenerate"), { class: "quiet last-only" }),
+      button("Edit", dispatch("edit"), { class: "quiet last-only", "aria-label": "Edit the prompt" }),
+      button("Code", dispatch("code"), { class: "quiet", "aria-label": "Code for this request" }),
     );
   }
 }
 
-function problem({ message, status, param, retryAfter }) {
+function errorBox({ message, status, param, retryAfter }) {
   const wait = retryAfter ? ` Try again in ${counted(Number(retryAfter), "second")}.` : "";
   const next = `${NEXT_STEP[status] ?? ""}${wait}`;
   return element(
     "div",
     { class: "problem", role: "alert" },
-    element("p", { class: "problem-title" }, status ? `No answer (${status})` : "No answer"),
+    element("p", { class: "problem-title" }, status ? `Request failed (${status})` : "Request failed"),
     element("p", {}, message),
     next && element("p", {}, next),
-    param && element("p", { class: "note" }, "About: ", element("code", {}, param)),
+    param && element("p", { class: "note" }, "Field: ", element("code", {}, param)),
   );
 }
 
-function notes({ state, answer, measures }) {
+function notes({ state, response, timings }) {
   const note = (text) => [element("p", { class: "note" }, text)];
-  if (state === "stopped") return note(answer ? "You stopped it here." : "You stopped it before it began.");
-  if (state === "done" && measures.finish === "length") {
-    return note("It was cut off at the most tokens: raise them in the settings, and ask again.");
+  if (state === "stopped") return note(response ? "You stopped the response here." : "You stopped the response.");
+  if (state === "done" && timings.finishReason === "length") {
+    return note("The response reached Max tokens. Increase it in the settings, then select Regenerate.");
   }
-  return state === "done" && !answer ? note("The answer is empty.") : [];
+  return state === "done" && !response ? note("The response is empty.") : [];
 }
 
-function measured({ asked, first, last, usage }) {
+function statistics({ start, first, last, usage }) {
   const rows = [];
-  if (first) rows.push(["First token", time(first - asked)]);
-  if (usage) rows.push(...used(usage, last - first));
-  const shown = rows.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)));
-  return rows.length ? [element("dl", { class: "measures" }, ...shown)] : [];
+  if (first) rows.push(["First token", duration(first - start)]);
+  if (usage) rows.push(...usageRows(usage, last - first));
+  const items = rows.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)));
+  return rows.length ? [element("dl", { class: "stats" }, ...items)] : [];
 }
 
-function used({ completion_tokens: written, prompt_tokens: read, prompt_tokens_details: details }, elapsed) {
-  const seen = (details?.image_tokens ?? 0) + (details?.video_tokens ?? 0);
+function usageRows({ completion_tokens: generated, prompt_tokens: prompt, prompt_tokens_details: details }, elapsed) {
+  const visual = (details?.image_tokens ?? 0) + (details?.video_tokens ?? 0);
   const rows = [];
-  if (written > 1 && elapsed > 0) rows.push(["Speed", `${(((written - 1) / elapsed) * 1000).toFixed(1)} tokens/s`]);
+  if (generated > 1 && elapsed > 0)
+    rows.push(["Speed", `${(((generated - 1) / elapsed) * 1000).toFixed(1)} tokens/s`]);
   rows.push(
-    ["Prompt", `${counted(read, "token")}${seen ? `, ${seen} of them seen` : ""}`],
-    ["Answer", counted(written, "token")],
+    ["Prompt", `${counted(prompt, "token")}${visual ? `, ${visual} of them visual` : ""}`],
+    ["Response", counted(generated, "token")],
   );
   if (details?.cached_tokens) rows.push(["From cache", counted(details.cached_tokens, "token")]);
   return rows;
 }
 
-const time = (milliseconds) =>
+const duration = (milliseconds) =>
   milliseconds < 1000 ? `${milliseconds.toFixed(0)} ms` : `${(milliseconds / 1000).toFixed(2)} s`;

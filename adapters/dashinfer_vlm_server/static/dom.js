@@ -1,15 +1,15 @@
-// Elements without markup: whatever the model or a user wrote goes in as text.
+// Creates elements without parsing markup: model output and user input are inserted as text.
 
-/** An element with properties (`class`, `on<event>`, attributes) and children; empty children are left out. */
+/** Create an element with properties (`class`, `on<event>`, attributes) and children; empty children are omitted. */
 export function element(tag, properties = {}, ...children) {
-  const made = document.createElement(tag);
+  const node = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
     if (value === undefined || value === null || value === false) continue;
-    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else made.setAttribute(name, value === true ? "" : value);
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else node.setAttribute(name, value === true ? "" : value);
   }
-  made.append(...children.filter((child) => child !== null && child !== undefined && child !== ""));
-  return made;
+  node.append(...children.filter((child) => child !== null && child !== undefined && child !== ""));
+  return node;
 }
 
 export const byId = (id) => document.getElementById(id);
@@ -17,15 +17,15 @@ export const byId = (id) => document.getElementById(id);
 export const button = (text, onclick, properties = {}) =>
   element("button", { type: "button", onclick, ...properties }, text);
 
-/** `1 picture`, `2 pictures`. */
+/** Format a count: `1 image`, `2 images`. */
 export const counted = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 
-/** Say something to screen readers, once. */
+/** Announce text to screen readers. */
 export function announce(text) {
   byId("announcer").textContent = text;
 }
 
-/** Dialogs close by each button in them that is marked so, by Escape, and by a click beside them. */
+/** Let a dialog be closed by its `data-close` buttons, by Escape, and by a click outside. */
 export function closable(dialog) {
   for (const closer of dialog.querySelectorAll("[data-close]")) closer.addEventListener("click", () => dialog.close());
   dialog.addEventListener("click", (event) => {

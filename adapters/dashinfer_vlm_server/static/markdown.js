@@ -1,5 +1,5 @@
-// A small part of Markdown, as elements: fenced code, headings, lists, `code` and **bold**. No markup is ever parsed, so
-// that an answer can hold any.
+// Renders a subset of Markdown as elements: fenced code, headings, lists, `code` and **bold**. HTML in a response is
+// displayed as text.
 
 import { element } from "./dom.js";
 
@@ -8,19 +8,19 @@ const HEADING = /^#{1,6}\s+(.*)$/;
 const ITEM = /^\s*(?:[-*+]|(\d{1,9})[.)])\s+(.*)$/;
 const INLINE = /(`[^`\n]+`|\*\*[^*\n]+\*\*)/;
 
-/** Show `text` in `place`. Blocks that did not change stay as they are: a reader may have selected something in them. */
-export function render(place, text) {
+/** Render `text` in `container`. Unchanged blocks are kept, because the user may have selected text in them. */
+export function render(container, text) {
   const blocks = blocksOf(text.split("\n"));
   blocks.forEach((block, index) => {
-    const shown = place.children[index];
+    const existing = container.children[index];
     const source = JSON.stringify(block);
-    if (shown?.source === source) return;
-    const made = BUILD[block.kind](block);
-    made.source = source;
-    if (shown) shown.replaceWith(made);
-    else place.append(made);
+    if (existing?.source === source) return;
+    const node = BUILD[block.kind](block);
+    node.source = source;
+    if (existing) existing.replaceWith(node);
+    else container.append(node);
   });
-  while (place.children.length > blocks.length) place.lastElementChild.remove();
+  while (container.children.length > blocks.length) container.lastElementChild.remove();
 }
 
 function blocksOf(lines) {
@@ -29,12 +29,15 @@ function blocksOf(lines) {
     if (!lines[at].trim()) at += 1;
     else
       at =
-        fence(lines, at, blocks) || heading(lines, at, blocks) || list(lines, at, blocks) || prose(lines, at, blocks);
+        fence(lines, at, blocks) ||
+        heading(lines, at, blocks) ||
+        list(lines, at, blocks) ||
+        paragraph(lines, at, blocks);
   }
   return blocks;
 }
 
-// Each reads one block from line `at` and returns the line behind it; 0 if there is none of its kind.
+// Each function parses a block from line `at` and returns the line after it, or 0 if the block is of another kind.
 
 function fence(lines, at, blocks) {
   if (!FENCE.test(lines[at])) return 0;
@@ -45,9 +48,9 @@ function fence(lines, at, blocks) {
 }
 
 function heading(lines, at, blocks) {
-  const found = HEADING.exec(lines[at]);
-  if (found) blocks.push({ kind: "heading", text: found[1] });
-  return found ? at + 1 : 0;
+  const match = HEADING.exec(lines[at]);
+  if (match) blocks.push({ kind: "heading", text: match[1] });
+  return match ? at + 1 : 0;
 }
 
 function list(lines, at, blocks) {
@@ -55,16 +58,16 @@ function list(lines, at, blocks) {
   if (!first) return 0;
   const items = [];
   let end = at;
-  for (let found; end < lines.length && (found = ITEM.exec(lines[end])); end += 1) items.push(found[2]);
+  for (let match; end < lines.length && (match = ITEM.exec(lines[end])); end += 1) items.push(match[2]);
   blocks.push({ kind: "list", start: first[1] ?? null, items });
   return end;
 }
 
-function prose(lines, at, blocks) {
+function paragraph(lines, at, blocks) {
   let end = at + 1;
-  const goesOn = (line) => line.trim() && !FENCE.test(line) && !HEADING.test(line) && !ITEM.test(line);
-  while (end < lines.length && goesOn(lines[end])) end += 1;
-  blocks.push({ kind: "prose", text: lines.slice(at, end).join("\n") });
+  const continues = (line) => line.trim() && !FENCE.test(line) && !HEADING.test(line) && !ITEM.test(line);
+  while (end < lines.length && continues(lines[end])) end += 1;
+  blocks.push({ kind: "paragraph", text: lines.slice(at, end).join("\n") });
   return end;
 }
 
@@ -73,13 +76,13 @@ const BUILD = {
   heading: ({ text }) => element("p", { class: "heading" }, ...inline(text)),
   list: ({ start, items }) =>
     element(start ? "ol" : "ul", { start }, ...items.map((item) => element("li", {}, ...inline(item)))),
-  prose: ({ text }) => element("p", {}, ...inline(text)),
+  paragraph: ({ text }) => element("p", {}, ...inline(text)),
 };
 
 function inline(text) {
-  return text.split(INLINE).map((piece) => {
-    if (/^`.+`$/.test(piece)) return element("code", {}, piece.slice(1, -1));
-    if (/^\*\*.+\*\*$/.test(piece)) return element("strong", {}, piece.slice(2, -2));
-    return piece;
+  return text.split(INLINE).map((part) => {
+    if (/^`.+`$/.test(part)) return element("code", {}, part.slice(1, -1));
+    if (/^\*\*.+\*\*$/.test(part)) return element("strong", {}, part.slice(2, -2));
+    return part;
   });
 }

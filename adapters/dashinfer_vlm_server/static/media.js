@@ -1,23 +1,23 @@
-// Pictures and videos of a question: where they come from, and what the model sees of them.
+// Images and videos of a prompt, and their previews as the model sees them.
 
-import { Failure, preview } from "./api.js";
+import { ApiError, preview as fetchPreview } from "./api.js";
 import { button, byId, closable, counted, element } from "./dom.js";
 
 const VIDEO = /\.(mp4|m4v|mov|mkv|webm|avi|ts)$/i;
 const names = new Set();
 
-/** One picture or video. Tells by the event `change` when the server has said what the model sees of it. */
+/** An image or a video. Dispatches `change` when its preview or error changes. */
 export class Attachment extends EventTarget {
   constructor({ kind, name, url, file = null }) {
     super();
     Object.assign(this, { kind, name, url, file });
     this.local = file && URL.createObjectURL(file);
-    this.seen = null;
-    this.fault = "";
-    this.looking = this.look();
+    this.preview = null;
+    this.error = "";
+    this.loadPreview();
   }
 
-  /** From a file; null if it is neither a picture nor a video. */
+  /** Create an attachment from a file; null if it is not an image or a video. */
   static async fromFile(file) {
     const kind = file.type.split("/")[0];
     if (kind !== "image" && kind !== "video") return null;
@@ -33,33 +33,33 @@ export class Attachment extends EventTarget {
     return new Attachment({ kind, name: new URL(url).pathname.split("/").pop() || new URL(url).host, url });
   }
 
-  /** The part of a message that holds it; `url` stands in for its own. */
+  /** The content part of a message; `url` replaces its own URL. */
   part(url = this.url) {
     const type = `${this.kind}_url`;
     return { type, [type]: { url } };
   }
 
-  /** Ask what the model sees. */
-  async look() {
-    this.fault = "";
+  /** Request the preview from the server. */
+  async loadPreview() {
+    this.error = "";
     this.#changed();
     try {
-      const answer = await preview([{ role: "user", content: [this.part()] }]);
-      this.seen = answer && answer.data[0];
+      const result = await fetchPreview([{ role: "user", content: [this.part()] }]);
+      this.preview = result && result.data[0];
     } catch (error) {
-      if (!(error instanceof Failure)) throw error;
-      this.fault = error.message;
+      if (!(error instanceof ApiError)) throw error;
+      this.error = error.message;
     }
     this.#changed();
   }
 
   get tokens() {
-    return this.seen?.tokens ?? 0;
+    return this.preview?.tokens ?? 0;
   }
 
-  /** What to show of it at small size; none for a video that was not looked at. */
+  /** URL of a thumbnail; null for a video without a preview. */
   get thumbnail() {
-    return this.seen?.frames[0]?.url ?? (this.kind === "image" ? this.local : null);
+    return this.preview?.frames[0]?.url ?? (this.kind === "image" ? this.local : null);
   }
 
   #changed() {
@@ -67,41 +67,45 @@ export class Attachment extends EventTarget {
   }
 }
 
-/** A list item that shows an attachment, and stays true; with `onremove` it can be taken away. */
+/** A list item that shows an attachment and follows its changes; with `onremove`, it has a Remove button. */
 export function tile(attachment, onremove = null) {
-  const place = element("li", { class: "tile" });
+  const item = element("li", { class: "tile" });
   const draw = () => {
-    place.classList.toggle("faulty", attachment.fault !== "");
-    place.setAttribute("aria-busy", String(!attachment.seen && !attachment.fault));
-    const focused = place.contains(document.activeElement) && document.activeElement.className;
-    place.replaceChildren(
+    item.classList.toggle("failed", attachment.error !== "");
+    item.setAttribute("aria-busy", String(!attachment.preview && !attachment.error));
+    const focused = item.contains(document.activeElement) && document.activeElement.className;
+    item.replaceChildren(
       element(
         "button",
-        { type: "button", class: "look", onclick: () => (attachment.fault ? attachment.look() : show(attachment)) },
+        {
+          type: "button",
+          class: "preview",
+          onclick: () => (attachment.error ? attachment.loadPreview() : showFrames(attachment)),
+        },
         attachment.thumbnail
           ? element("img", { src: attachment.thumbnail, alt: "" })
-          : element("span", { class: "no-picture", "aria-hidden": "true" }, attachment.kind),
+          : element("span", { class: "no-image", "aria-hidden": "true" }, attachment.kind),
         element(
           "span",
           { class: "hidden" },
-          attachment.fault ? `Look again at ${attachment.name}` : `What the model sees of ${attachment.name}`,
+          attachment.error ? `Retry the preview of ${attachment.name}` : `Preview of ${attachment.name}`,
         ),
       ),
       element("span", { class: "tile-name", title: attachment.name }, attachment.name),
       element("span", { class: "tile-cost" }, cost(attachment)),
       ...(onremove ? [button("×", onremove, { class: "remove", "aria-label": `Remove ${attachment.name}` })] : []),
     );
-    if (focused) place.querySelector(`.${focused}`)?.focus();
+    if (focused) item.querySelector(`.${focused}`)?.focus();
   };
   attachment.addEventListener("change", draw);
   draw();
-  return place;
+  return item;
 }
 
 function cost(attachment) {
-  if (attachment.fault) return attachment.fault;
-  if (!attachment.seen) return "looking…";
-  const { tokens, size, kind, frame_count: frames } = attachment.seen;
+  if (attachment.error) return attachment.error;
+  if (!attachment.preview) return "loading…";
+  const { tokens, size, kind, frame_count: frames } = attachment.preview;
   return `${counted(tokens, "token")} · ${size.join("×")}${kind === "video" ? ` · ${counted(frames, "frame")}` : ""}`;
 }
 
@@ -113,31 +117,32 @@ export function openFrames() {
   );
 }
 
-function show({ name, seen }) {
-  if (!seen) return;
-  byId("frames-title").textContent = `What the model sees of ${name}`;
-  byId("frames-facts").textContent = facts(seen);
-  byId("frames").replaceChildren(...seen.frames.map((frame) => frameOf(frame, seen)));
+function showFrames({ name, preview }) {
+  if (!preview) return;
+  byId("frames-title").textContent = `${name} as the model sees it`;
+  byId("frames-facts").textContent = describe(preview);
+  byId("frames").replaceChildren(...preview.frames.map((frame) => figure(frame, preview)));
   byId("frames-dialog").showModal();
 }
 
-function facts({ kind, source_size: source, size, cells: [time, rows, columns], tokens, frame_count: count, frames }) {
-  const resized = source ? `${source.join("×")} pixels become ${size.join("×")}` : `${size.join("×")} pixels`;
+function describe({ kind, source_size, size, cells: [time, rows, columns], tokens, frame_count: count, frames }) {
+  const pixels = `${size.join("×")} pixels`;
+  const resized = source_size ? `${source_size.join("×")} pixels, resized to ${size.join("×")}` : pixels;
   const cells = `${time > 1 ? `${time} × ` : ""}${rows} × ${columns} cells`;
-  const some = frames.length < count ? `; ${frames.length} of ${count} frames are shown` : "";
-  const shared = kind === "video" ? `; ${count / time} frames share theirs` : "";
-  return `${resized}: ${cells}, ${counted(tokens, "token")}${shared}${some}.`;
+  const shown = frames.length < count ? `; ${frames.length} of ${count} frames are shown` : "";
+  const shared = kind === "video" ? `; ${count / time} frames share each token` : "";
+  return `${resized}: ${cells}, ${counted(tokens, "token")}${shared}${shown}.`;
 }
 
-function frameOf({ index, url }, { kind, size: [width, height], cells: [, rows, columns] }) {
-  const picture = element(
+function figure({ index, url }, { kind, size: [width, height], cells: [, rows, columns] }) {
+  const image = element(
     "span",
     { class: "cells" },
-    element("img", { src: url, width, height, alt: kind === "video" ? `Frame ${index + 1}` : "The picture" }),
+    element("img", { src: url, width, height, alt: kind === "video" ? `Frame ${index + 1}` : "The image" }),
   );
-  picture.style.setProperty("--columns", columns);
-  picture.style.setProperty("--rows", rows);
-  return element("figure", {}, picture, kind === "video" ? element("figcaption", {}, `Frame ${index + 1}`) : null);
+  image.style.setProperty("--columns", columns);
+  image.style.setProperty("--rows", rows);
+  return element("figure", {}, image, kind === "video" ? element("figcaption", {}, `Frame ${index + 1}`) : null);
 }
 
 function dataUrl(file) {
@@ -149,11 +154,11 @@ function dataUrl(file) {
   });
 }
 
-/** Code names files, so that each needs a name of its own. */
+/** Make a file name unique, because generated code refers to files by name. */
 function unique(name) {
   const [, stem, ending] = /^(.*?)(\.[^.]*)?$/.exec(name);
-  let free = name;
-  for (let number = 2; names.has(free); number += 1) free = `${stem}-${number}${ending ?? ""}`;
-  names.add(free);
-  return free;
+  let candidate = name;
+  for (let number = 2; names.has(candidate); number += 1) candidate = `${stem}-${number}${ending ?? ""}`;
+  names.add(candidate);
+  return candidate;
 }

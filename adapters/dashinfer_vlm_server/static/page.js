@@ -1,76 +1,76 @@
-// The page: a question is made below, asked, and joins the conversation above.
+// The chat page: the composer sends prompts, which are added to the conversation.
 
 import { health, key, model } from "./api.js";
 import { copy, openCode, showCode, urlInCode } from "./code.js";
-import { Turn } from "./conversation.js";
+import { Exchange } from "./conversation.js";
 import { announce, byId, closable, counted } from "./dom.js";
 import { Attachment, openFrames, tile } from "./media.js";
 import { invalidField, openSettings, options, systemMessages } from "./settings.js";
 
-const question = byId("question");
+const promptInput = byId("prompt");
 const conversation = byId("conversation");
-let turns = [];
+let exchanges = [];
 let attachments = [];
-let served = "";
+let modelName = "";
 
-// Asking
+// Requests
 
-function requestOf(turn, earlier, urlOf) {
-  const messages = [...systemMessages(), ...earlier.flatMap((other) => other.history(urlOf)), turn.message(urlOf)];
-  return { model: served || "model", messages, ...options() };
+function buildRequest(exchange, earlier, urlOf) {
+  const messages = [...systemMessages(), ...earlier.flatMap((other) => other.history(urlOf)), exchange.message(urlOf)];
+  return { model: modelName || "model", messages, ...options() };
 }
 
-const earlierThan = (turn) => turns.slice(0, turns.indexOf(turn));
+const previousExchanges = (exchange) => exchanges.slice(0, exchanges.indexOf(exchange));
 
-function ask(event) {
+function submit(event) {
   event?.preventDefault();
   if (running()) return;
-  const text = question.value.trim();
+  const text = promptInput.value.trim();
   if (!text && !attachments.length) {
-    question.focus();
+    promptInput.focus();
     return;
   }
-  if (!settingsAreValid()) return;
-  const turn = new Turn({ text, attachments });
-  listen(turn);
-  turns.push(turn);
-  byId("turns").append(turn.element);
-  question.value = "";
-  grow();
-  hold([]);
-  start(turn);
+  if (!checkSettings()) return;
+  const exchange = new Exchange({ text, attachments });
+  addListeners(exchange);
+  exchanges.push(exchange);
+  byId("exchanges").append(exchange.element);
+  promptInput.value = "";
+  resizePrompt();
+  setAttachments([]);
+  start(exchange);
 }
 
-function start(turn) {
-  const request = requestOf(turn, earlierThan(turn));
-  turn.code = requestOf(turn, earlierThan(turn), urlInCode);
-  turn.ask(request);
+function start(exchange) {
+  const request = buildRequest(exchange, previousExchanges(exchange));
+  exchange.code = buildRequest(exchange, previousExchanges(exchange), urlInCode);
+  exchange.send(request);
   conversation.scrollTop = conversation.scrollHeight;
 }
 
-function listen(turn) {
-  const on = (name, action) => turn.addEventListener(name, action);
-  on("state", drawState);
-  on("grow", () => keepUp(turn));
+function addListeners(exchange) {
+  const on = (name, action) => exchange.addEventListener(name, action);
+  on("state", updateState);
+  on("update", followResponse);
   on("copy", async () => {
-    await copy(turn.answer, byId("announcer"), turn.body);
+    await copy(exchange.response, byId("announcer"), exchange.body);
   });
-  on("again", () => settingsAreValid() && (start(turn), question.focus()));
-  on("edit", () => edit(turn));
-  on("code", () => showCode(turn.code));
+  on("regenerate", () => checkSettings() && (start(exchange), promptInput.focus()));
+  on("edit", () => edit(exchange));
+  on("code", () => showCode(exchange.code));
 }
 
-function edit(turn) {
-  turns = turns.filter((other) => other !== turn);
-  turn.element.remove();
-  question.value = turn.text;
-  hold(turn.attachments);
-  drawState();
-  grow();
-  question.focus();
+function edit(exchange) {
+  exchanges = exchanges.filter((other) => other !== exchange);
+  exchange.element.remove();
+  promptInput.value = exchange.text;
+  setAttachments(exchange.attachments);
+  updateState();
+  resizePrompt();
+  promptInput.focus();
 }
 
-function settingsAreValid() {
+function checkSettings() {
   const field = invalidField();
   if (!field) return true;
   toggleSettings(true);
@@ -79,95 +79,91 @@ function settingsAreValid() {
   return false;
 }
 
-const running = () => turns.find((turn) => turn.state === "running");
+const running = () => exchanges.find((exchange) => exchange.state === "running");
 
 function stop() {
   running()?.stop();
 }
 
-function drawState() {
+function updateState() {
   const busy = Boolean(running());
   const focused = document.activeElement;
   byId("stop").hidden = !busy;
-  byId("ask").hidden = busy;
-  if (busy && focused === byId("ask")) byId("stop").focus();
-  if (!busy && focused === byId("stop")) question.focus();
-  byId("welcome").hidden = turns.length > 0;
-  turns.forEach((turn, index) => turn.element.classList.toggle("last", index === turns.length - 1));
-  if (turns.at(-1)?.state === "failed") connect(); // it may have been started anew, with another model or a key
+  byId("send").hidden = busy;
+  if (busy && focused === byId("send")) byId("stop").focus();
+  if (!busy && focused === byId("stop")) promptInput.focus();
+  byId("welcome").hidden = exchanges.length > 0;
+  exchanges.forEach((exchange, index) => exchange.element.classList.toggle("last", index === exchanges.length - 1));
+  if (exchanges.at(-1)?.state === "failed") connect(); // the server may have restarted with another model or an API key
 }
 
-/** Follow an answer as it grows, unless its reader has scrolled away from its end. */
-function keepUp() {
-  const left = conversation.scrollHeight - conversation.scrollTop - conversation.clientHeight;
-  if (left < 160) conversation.scrollTop = conversation.scrollHeight;
+/** Scroll to the end of a streamed response, unless the user has scrolled up. */
+function followResponse() {
+  const distance = conversation.scrollHeight - conversation.scrollTop - conversation.clientHeight;
+  if (distance < 160) conversation.scrollTop = conversation.scrollHeight;
 }
 
-function startAnew() {
+function newChat() {
   stop();
-  turns = [];
-  byId("turns").replaceChildren();
-  drawState();
-  announce("The conversation is empty.");
-  question.focus();
+  exchanges = [];
+  byId("exchanges").replaceChildren();
+  updateState();
+  announce("New conversation.");
+  promptInput.focus();
 }
 
-// Pictures and videos
+// Images and videos
 
 async function addFiles(files) {
-  const refused = [];
+  const rejected = [];
   for (const file of files) {
     const attachment = await Attachment.fromFile(file);
     if (attachment) add(attachment);
-    else refused.push(file.name);
+    else rejected.push(file.name);
   }
-  byId("refused").textContent = refused.length ? `Neither a picture nor a video: ${refused.join(", ")}` : "";
+  byId("file-error").textContent = rejected.length ? `Not an image or a video: ${rejected.join(", ")}` : "";
 }
 
 function add(attachment) {
-  attachment.addEventListener("change", drawTally);
-  hold([...attachments, attachment]);
-  question.focus();
+  attachment.addEventListener("change", drawMediaSummary);
+  setAttachments([...attachments, attachment]);
+  promptInput.focus();
 }
 
 function remove(attachment) {
   const index = attachments.indexOf(attachment);
-  hold(attachments.filter((other) => other !== attachment));
-  (byId("tray").querySelectorAll(".remove")[index] ?? byId("choose")).focus();
+  setAttachments(attachments.filter((other) => other !== attachment));
+  (byId("attachments").querySelectorAll(".remove")[index] ?? byId("choose")).focus();
 }
 
-/** Have these in the tray; those that stay keep their tiles. */
-function hold(wanted) {
-  const tiles = new Map(attachments.map((attachment, index) => [attachment, byId("tray").children[index]]));
-  attachments = wanted;
-  byId("tray").replaceChildren(
-    ...wanted.map((attachment) => tiles.get(attachment) ?? tile(attachment, () => remove(attachment))),
+/** Show these attachments in the composer. Existing ones keep their tiles. */
+function setAttachments(updated) {
+  const tiles = new Map(attachments.map((attachment, index) => [attachment, byId("attachments").children[index]]));
+  attachments = updated;
+  byId("attachments").replaceChildren(
+    ...updated.map((attachment) => tiles.get(attachment) ?? tile(attachment, () => remove(attachment))),
   );
-  drawTally();
+  drawMediaSummary();
 }
 
-function drawTally() {
+function drawMediaSummary() {
   const count = (kind) => attachments.filter((attachment) => attachment.kind === kind).length;
-  const kinds = [
-    ["image", "picture"],
-    ["video", "video"],
-  ]
-    .filter(([kind]) => count(kind))
-    .map(([kind, noun]) => counted(count(kind), noun));
-  const known = attachments.every((attachment) => attachment.seen);
+  const kinds = ["image", "video"].filter(count).map((kind) => counted(count(kind), kind));
+  const known = attachments.every((attachment) => attachment.preview);
   const tokens = attachments.reduce((sum, attachment) => sum + attachment.tokens, 0);
-  byId("tally").textContent = kinds.length ? [...kinds, ...(known ? [counted(tokens, "token")] : [])].join(" · ") : "";
+  const summary = [...kinds, ...(known ? [counted(tokens, "token")] : [])].join(" · ");
+  byId("media-summary").textContent = kinds.length ? summary : "";
 }
 
 async function useSample() {
-  const picture = await (await fetch("page/sample.png")).blob();
-  await addFiles([new File([picture], "sample.png", { type: picture.type })]);
-  question.value ||= "Describe the picture.";
-  grow();
+  const image = await (await fetch("page/sample.png")).blob();
+  await addFiles([new File([image], "sample.png", { type: image.type })]);
+  promptInput.value ||= "Describe the picture.";
+  resizePrompt();
 }
 
-function openDrop() {
-  let depth = 0; // dragenter and dragleave come for each element that is crossed
+function listenForDrops() {
+  let depth = 0; // dragenter and dragleave are dispatched for every element under the pointer
   const show = (change) => {
     depth = Math.max(0, depth + change);
     byId("drop").hidden = depth === 0;
@@ -191,8 +187,8 @@ function openDrop() {
 
 // The rest of the page
 
-function grow() {
-  question.rows = Math.min(8, question.value.split("\n").length);
+function resizePrompt() {
+  promptInput.rows = Math.min(8, promptInput.value.split("\n").length);
 }
 
 function toggleSettings(open = !document.body.classList.contains("with-settings")) {
@@ -200,7 +196,7 @@ function toggleSettings(open = !document.body.classList.contains("with-settings"
   byId("toggle-settings").setAttribute("aria-expanded", String(open));
 }
 
-function askForKey() {
+function promptForKey() {
   byId("key-field").hidden = false;
   toggleSettings(true);
   byId("key").focus();
@@ -209,30 +205,32 @@ function askForKey() {
 async function connect() {
   try {
     const { status, decoder, max_model_len: length } = await health();
-    served = await model();
-    tell(
+    modelName = await model();
+    showStatus(
       status === "ready" ? "ready" : "down",
-      status === "ready" ? `${served} · ${decoder} · ${length.toLocaleString("en")} tokens` : `${served} is ${status}`,
+      status === "ready"
+        ? `${modelName} · ${decoder} · ${length.toLocaleString("en")} tokens`
+        : `${modelName} is ${status}`,
     );
   } catch (error) {
     if (error.status === 401) {
-      askForKey();
-      tell("down", "An API key is needed");
-    } else tell("down", "Not reachable");
+      promptForKey();
+      showStatus("down", "API key required");
+    } else showStatus("down", "Server unreachable");
   }
 }
 
-function tell(state, text) {
-  byId("served").dataset.state = state;
-  byId("served-text").textContent = text;
+function showStatus(state, text) {
+  byId("server-status").dataset.state = state;
+  byId("server-status-text").textContent = text;
 }
 
-function openQuestion() {
-  byId("composer").addEventListener("submit", ask);
+function listenToComposer() {
+  byId("composer").addEventListener("submit", submit);
   byId("stop").addEventListener("click", stop);
-  question.addEventListener("input", grow);
-  question.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) ask(event);
+  promptInput.addEventListener("input", resizePrompt);
+  promptInput.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
   });
   addEventListener("keydown", (event) => {
     if (event.key === "Escape" && !document.querySelector("dialog[open]")) stop();
@@ -245,7 +243,7 @@ function openQuestion() {
   byId("use-sample").addEventListener("click", useSample);
 }
 
-function openUrl() {
+function listenToUrlDialog() {
   const dialog = byId("url-dialog");
   closable(dialog);
   byId("add-url").addEventListener("click", () => dialog.showModal());
@@ -255,31 +253,31 @@ function openUrl() {
   });
 }
 
-function openBar() {
-  byId("new-chat").addEventListener("click", startAnew);
+function listenToToolbar() {
+  byId("new-chat").addEventListener("click", newChat);
   byId("toggle-settings").addEventListener("click", () => toggleSettings());
   byId("show-code").addEventListener("click", () => {
-    if (settingsAreValid()) showCode(draft());
+    if (checkSettings()) showCode(draftRequest());
   });
   byId("key").value = key();
   byId("key-field").hidden = !key();
   byId("key").addEventListener("change", connect);
 }
 
-/** What would be asked now; before a question is written, what was asked last. */
-function draft() {
-  const text = question.value.trim();
-  if (!text && !attachments.length && turns.length) return turns.at(-1).code;
-  return requestOf(new Turn({ text: text || "Hello!", attachments }), turns, urlInCode);
+/** The request that would be sent now, or the last one if the composer is empty. */
+function draftRequest() {
+  const text = promptInput.value.trim();
+  if (!text && !attachments.length && exchanges.length) return exchanges.at(-1).code;
+  return buildRequest(new Exchange({ text: text || "Hello!", attachments }), exchanges, urlInCode);
 }
 
 openSettings();
 openFrames();
 openCode();
-openUrl();
-openBar();
-openQuestion();
-openDrop();
+listenToUrlDialog();
+listenToToolbar();
+listenToComposer();
+listenForDrops();
 toggleSettings(matchMedia("(min-width: 64rem)").matches);
 connect();
-question.focus();
+promptInput.focus();

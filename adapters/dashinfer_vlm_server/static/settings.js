@@ -1,4 +1,4 @@
-// The form of settings, as fields of a request.
+// Converts the settings form to request fields.
 
 import { setKey } from "./api.js";
 import { byId } from "./dom.js";
@@ -28,26 +28,27 @@ export function openSettings() {
   byId("key").addEventListener("change", () => setKey(byId("key").value.trim()));
 }
 
-/** The fields of a request that were set. */
+/** The request fields that are set. */
 export function options() {
-  const set = {};
-  for (const name of NUMBERS) if (byId(name).value !== "") set[name] = byId(name).valueAsNumber;
-  if (byId("stop_string").value) set.stop = byId("stop_string").value;
+  const fields = {};
+  for (const name of NUMBERS) if (byId(name).value !== "") fields[name] = byId(name).valueAsNumber;
+  if (byId("stop_string").value) fields.stop = byId("stop_string").value;
   const format = byId("format").value;
-  if (format === "json_object") set.response_format = { type: format };
+  if (format === "json_object") fields.response_format = { type: format };
   if (format === "json_schema") {
-    set.response_format = { type: format, json_schema: { name: "answer", schema: JSON.parse(byId("schema").value) } };
+    const schema = JSON.parse(byId("schema").value);
+    fields.response_format = { type: format, json_schema: { name: "response", schema } };
   }
-  return set;
+  return fields;
 }
 
-/** The system prompt as messages: one, or none. */
+/** The system prompt as a list of one message, or none. */
 export function systemMessages() {
   const content = byId("system").value.trim();
   return content ? [{ role: "system", content }] : [];
 }
 
-/** The first field that holds no valid value; null if all do. */
+/** The first field with an invalid value, or null. */
 export function invalidField() {
   checkSchema();
   return byId("options").querySelector(":invalid:not(fieldset)");
@@ -55,15 +56,15 @@ export function invalidField() {
 
 function checkSchema() {
   const field = byId("schema");
-  let fault = "";
+  let message = "";
   if (byId("format").value === "json_schema") {
     try {
       JSON.parse(field.value);
     } catch (error) {
-      fault = `This is not JSON yet: ${error.message}`;
+      message = `Not valid JSON: ${error.message}`;
     }
   }
-  field.setCustomValidity(fault);
-  field.setAttribute("aria-invalid", String(fault !== ""));
-  byId("schema-error").textContent = fault;
+  field.setCustomValidity(message);
+  field.setAttribute("aria-invalid", String(message !== ""));
+  byId("schema-error").textContent = message;
 }
