@@ -1,1 +1,1 @@
-"""Threads and clocks: the event loop, the one thread that computes on a CPU, deadlines."""
+"""Threads and timeouts: the engine's event loop, the compute thread of a CPU, deadlines."""

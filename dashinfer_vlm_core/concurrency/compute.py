@@ -1,8 +1,8 @@
-"""Where models compute: on a CPU one thread of this process, which vision encoder and decoder share.
+"""Where models compute: on a CPU in one thread of the process, which the vision encoder and the decoder share.
 
-Each of them uses all cores. Both at once would wait at every barrier for threads that the other keeps from running. And
-OpenMP keeps a team of threads for each thread that computes: where there are more of them than cores, GNU's puts a team
-to sleep at each barrier, a hundred times in a decode step, which then takes a fifth longer.
+Each of them uses all cores. If both ran at once, each would wait at every barrier for threads that the other keeps from
+running. OpenMP also keeps a thread pool per computing thread: with more pool threads than cores, GNU's implementation
+puts a pool to sleep at each barrier, a hundred times per decode step, which makes the step a fifth slower.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 T = TypeVar("T")
 
-THREAD = "dashinfer-vlm-compute"
+THREAD_NAME = "dashinfer-vlm-compute"
 
 
 class Executor(Protocol):
-    """Runs what computes, in parts that others can wait for: a step of the decoder, a quarter of a second of the vision
-    encoder, a layer that is read."""
+    """Runs computations in parts, between which other work can run: a decode step, a quarter of a second of the vision
+    encoder, the loading of one layer."""
 
     def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns, or raises."""
+        """Return what `work` returns, or raise what it raises."""
 
 
 class _ComputeTask(NamedTuple):
-    """Work that somebody waits for; `thread` is theirs, by its `ident`."""
+    """Work that a caller waits for; `thread` is the `ident` of the caller's thread."""
 
     work: Callable[[], Any]
     thread: int
@@ -36,89 +36,93 @@ class _ComputeTask(NamedTuple):
 
 
 class ComputeExecutor:
-    """Does what is asked for on a thread of its own, in the order of asking.
+    """Runs work on its own thread, in the order of submission.
 
-    What torch keeps by thread, such as the number of its threads, is what it was when that thread began.
+    Torch's thread-local settings, such as the number of threads, keep the values they had when that thread started.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """As new, for a child of a process that had forked: threads do not outlive that."""
+        """Restore the initial state in the child of a fork, where the thread does not exist."""
         self._changed = threading.Condition()
         self._waiting: deque[_ComputeTask] = deque()
-        self._taken: _ComputeTask | None = None
+        self._current: _ComputeTask | None = None
         self._thread: threading.Thread | None = None
 
     @property
     def waiting(self) -> int:
-        """How many wait for their work to begin."""
+        """The number of tasks that have not started."""
         return len(self._waiting)
 
     @property
-    def served(self) -> int | None:
-        """The thread, by its `ident`, whose work is done now; None while nothing is done."""
-        taken = self._taken
-        return taken.thread if taken else None
+    def active_thread(self) -> int | None:
+        """The `ident` of the thread whose work is running; None if none is."""
+        current = self._current
+        return current.thread if current else None
 
     def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns, or raises. Work of that thread itself is done at once."""
+        """Return what `work` returns, or raise what it raises. Work submitted by the compute thread runs at once."""
         if threading.current_thread() is self._thread:
             return work()
-        turn = _ComputeTask(work, threading.get_ident(), Future())
+        task = _ComputeTask(work, threading.get_ident(), Future())
         with self._changed:
             if self._thread is None:
-                self._begin()
-            self._waiting.append(turn)
+                self._start_thread()
+            self._waiting.append(task)
             self._changed.notify_all()
         try:
-            result: T = turn.result.result()
+            result: T = task.result.result()
             return result
         finally:
-            del turn  # as in _take
+            del task  # as in _run_task
 
-    def take_from(self, thread: int | None) -> None:
-        """Give up on what is done for a thread, by its `ident`, and hangs: it must not keep others waiting."""
+    def abandon(self, thread: int | None) -> None:
+        """Abandon work that hangs, so that other work continues on a new thread.
+
+        Args:
+            thread: `ident` of the thread that submitted it; nothing happens if other work is running.
+        """
         with self._changed:
-            if self._taken and self._taken.thread == thread:
-                self._begin()
+            if self._current and self._current.thread == thread:
+                self._start_thread()
                 self._changed.notify_all()
 
-    def _begin(self) -> None:
-        thread = threading.Thread(target=self._work, name=THREAD, daemon=True)
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._work, name=THREAD_NAME, daemon=True)
         thread.start()  # it waits for the lock that is held here
-        self._taken, self._thread = None, thread
+        self._current, self._thread = None, thread
 
     def _work(self) -> None:
-        while turn := self._next():
-            _take(turn)
-            del turn  # what it has computed is others' to keep
+        while task := self._next():
+            _run_task(task)
+            del task  # do not keep the result alive
 
     def _next(self) -> _ComputeTask | None:
-        """The next one, when there is one; None if another thread has taken over meanwhile."""
+        """Wait for the next task; None if another thread has replaced this one."""
         me = threading.current_thread()
         with self._changed:
             if self._thread is me:
-                self._taken = None
+                self._current = None
             self._changed.wait_for(lambda: self._waiting or self._thread is not me)
             if self._thread is not me:
                 return None
-            self._taken = self._waiting.popleft()
-            return self._taken
+            self._current = self._waiting.popleft()
+            return self._current
 
 
-def _take(turn: _ComputeTask) -> None:
+def _run_task(task: _ComputeTask) -> None:
     try:
-        turn.result.set_result(turn.work())
-    except BaseException as error:  # noqa: BLE001 - whoever waits has it
-        turn.result.set_exception(error)
+        task.result.set_result(task.work())
+    except BaseException as error:  # noqa: BLE001 - the waiting caller raises it
+        task.result.set_exception(error)
     finally:
-        del turn  # the error's traceback holds this frame
+        del task  # the error's traceback holds this frame
 
 
 class _InlineExecutor:
-    """Computes where it is called: a GPU has queues of its own."""
+    """Runs work in the calling thread: a GPU has its own queues."""
 
     def run(self, work: Callable[[], T]) -> T:
         return work()
@@ -127,9 +131,9 @@ class _InlineExecutor:
 CPU_EXECUTOR = ComputeExecutor()
 os.register_at_fork(after_in_child=CPU_EXECUTOR.reset)
 
-_DIRECT = _InlineExecutor()
+_INLINE_EXECUTOR = _InlineExecutor()
 
 
 def executor_for(device: str) -> Executor:
-    """What runs the work of models on a device, such as `cpu` or `cuda:0`."""
-    return CPU_EXECUTOR if device.partition(":")[0] == "cpu" else _DIRECT
+    """Return the executor for models on a device, such as `cpu` or `cuda:0`."""
+    return CPU_EXECUTOR if device.partition(":")[0] == "cpu" else _INLINE_EXECUTOR

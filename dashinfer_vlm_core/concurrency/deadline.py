@@ -1,7 +1,7 @@
-"""Deadlines for whoever asks an engine: what is not there in time is cancelled, and frees what it held.
+"""Timeouts for callers of an engine: work that exceeds its deadline is canceled, which frees its resources.
 
-Not by `asyncio.wait_for`: before Python 3.12 it loses a cancellation that comes together with the result, and a stream
-would run on after its reader has left.
+`asyncio.wait_for` is not used: before Python 3.12 it loses a cancellation that arrives together with the result, and a
+stream would then continue after its client has disconnected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _END = object()
 
 
 async def with_timeout(work: Awaitable[T], seconds: float | None) -> T:
-    """The result of `work`, which is cancelled if it takes longer; None waits for ever.
+    """Return the result of `work`, or cancel it after `seconds`; None disables the timeout.
 
     Raises:
         DeadlineExceeded: it took longer.
@@ -31,19 +31,19 @@ async def with_timeout(work: Awaitable[T], seconds: float | None) -> T:
             return await work
     except TimeoutError:
         raise DeadlineExceeded(
-            f"The answer was not complete within {seconds:g} seconds: ask for fewer tokens, or allow it more time."
+            f"The response was not complete within {seconds:g} seconds. Request fewer tokens, or set a longer timeout."
         ) from None
 
 
 async def stream_with_timeout(
     items: AsyncGenerator[T, None], *, seconds: float | None, first: float | None
 ) -> AsyncGenerator[T, None]:
-    """The items of a stream, which is closed if it takes longer; what its reader takes is counted too.
+    """Yield the items of a stream, and close it at its deadline. The time that the consumer takes counts too.
 
     Args:
         items: the stream.
-        seconds: for all of it; None waits for ever.
-        first: for the first item; None waits as long as for all.
+        seconds: timeout of the whole stream; None disables it.
+        first: timeout of the first item; None means that only `seconds` applies.
 
     Raises:
         DeadlineExceeded: it took longer.
@@ -54,18 +54,18 @@ async def stream_with_timeout(
     limit = min(end, start + (math.inf if first is None else first))
     async with contextlib.aclosing(items):
         while (item := await _next(items, limit - clock())) is not _END:
-            yield item  # type: ignore[misc]  # it is an item: _END was told apart by identity
+            yield item  # type: ignore[misc]  # not _END, but the type checker cannot know
             limit = end
 
 
 async def _next(items: AsyncGenerator[T, None], seconds: float) -> T | object:
-    """The next item, or `_END`."""
-    if seconds == math.inf:  # a timer for each token of an answer would count
+    """Return the next item, or `_END`."""
+    if seconds == math.inf:  # avoids the cost of a timer per token
         return await anext(items, _END)
     try:
         with anyio.fail_after(max(seconds, 0.0)):
             return await anext(items, _END)
     except TimeoutError:
         raise DeadlineExceeded(
-            "The stream was cut off at its deadline: ask for fewer tokens, or allow it more time."
+            "The stream exceeded its timeout. Request fewer tokens, or set a longer timeout."
         ) from None

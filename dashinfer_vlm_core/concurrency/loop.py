@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own: how callers of any thread and any event loop reach the engine's stages."""
+"""An event loop in its own thread, through which callers in any thread or event loop run the engine's stages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _END = object()
 
 
 class LoopThread:
-    """Runs coroutines for other threads until it is stopped."""
+    """An event loop in its own thread, which runs coroutines for other threads until it is stopped."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -29,22 +29,22 @@ class LoopThread:
         self._lock = threading.Lock()
         self._thread.start()
 
-    def stop(self, last: Coroutine[Any, Any, None] | None = None) -> None:
-        """End what still runs with EngineClosed, run `last`, and end the thread, whatever `last` raises."""
+    def stop(self, cleanup: Coroutine[Any, Any, None] | None = None) -> None:
+        """Cancel running work, which raises EngineClosed, run `cleanup`, and end the thread even if that raises."""
         with self._lock:
             self._stopping = True
         try:
-            asyncio.run_coroutine_threadsafe(self._finish(last), self._loop).result()
+            asyncio.run_coroutine_threadsafe(self._finish(cleanup), self._loop).result()
         finally:
-            # Not by asyncio's shutdown_default_executor, which starts a thread: since Python 3.12 that fails while the
-            # interpreter shuts down, when shared engines are closed.
+            # asyncio's shutdown_default_executor starts a thread. Since Python 3.12 this fails while the interpreter
+            # shuts down, which is when shared engines are closed.
             self._executor.shutdown()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` and wait for it, blocking the caller's thread."""
+        """Run `work` and block the calling thread until it completes."""
         future = self.submit(work)
         try:
             return future.result()
@@ -53,49 +53,51 @@ class LoopThread:
             raise
 
     async def acall(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` and wait for it on the caller's own event loop; cancelling the caller cancels the work."""
+        """Run `work` and await it on the caller's event loop; canceling the caller cancels `work`."""
         return await asyncio.wrap_future(self.submit(work))
 
     def iterate(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
-        """The items of an async generator, one by one; closing this iterator closes the generator."""
-        arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        future = self._pour(items, arrived.put)
+        """Yield the items of an async generator; closing this iterator closes the generator."""
+        received: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        future = self._forward(items, received.put)
         try:
-            while (item := arrived.get()) is not _END:
+            while (item := received.get()) is not _END:
                 yield item
             future.result()
         finally:
             future.cancel()
 
     async def aiterate(self, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-        """As `iterate`, for callers on an event loop of their own."""
+        """Like `iterate`, for callers on another event loop."""
         caller = asyncio.get_running_loop()
-        arrived: asyncio.Queue[Any] = asyncio.Queue()
+        received: asyncio.Queue[Any] = asyncio.Queue()
 
         def put(item: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody is left to read
-                caller.call_soon_threadsafe(arrived.put_nowait, item)
+            with contextlib.suppress(RuntimeError):  # the caller's loop is closed
+                caller.call_soon_threadsafe(received.put_nowait, item)
 
-        future = self._pour(items, put)
+        future = self._forward(items, put)
         try:
-            while (item := await arrived.get()) is not _END:
+            while (item := await received.get()) is not _END:
                 yield item
             future.result()
         finally:
             future.cancel()
 
-    def _pour(self, items: AsyncGenerator[T, None], put: Callable[[object], None]) -> concurrent.futures.Future[None]:
-        """Hand over each item, and then the end, however it came."""
+    def _forward(
+        self, items: AsyncGenerator[T, None], put: Callable[[object], None]
+    ) -> concurrent.futures.Future[None]:
+        """Pass each item to `put`, then `_END`, whether the generator finished, failed or was canceled."""
         future = self.submit(_drain(items, put))
         future.add_done_callback(lambda _: put(_END))
         return future
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Begin to run `work`; cancelling the future cancels it."""
-        with self._lock:  # either the loop still takes it, or it is told so: nothing is left in between for ever
+        """Schedule `work`; canceling the future cancels it."""
+        with self._lock:  # work is either scheduled or rejected, so that no caller waits forever
             if self._stopping:
                 work.close()
-                raise closed()
+                raise engine_closed()
             return asyncio.run_coroutine_threadsafe(self._run(work), self._loop)
 
     async def _run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -105,27 +107,27 @@ class LoopThread:
         try:
             return await work
         except asyncio.CancelledError:
-            if self._stopping:  # not the caller has left: the engine has
-                raise closed() from None
+            if self._stopping:  # the engine was closed; the caller did not cancel
+                raise engine_closed() from None
             raise
         finally:
             self._tasks.discard(task)
 
-    async def _finish(self, last: Coroutine[Any, Any, None] | None) -> None:
-        await asyncio.sleep(0)  # what was submitted a moment ago begins, and so can end in an orderly way
+    async def _finish(self, cleanup: Coroutine[Any, Any, None] | None) -> None:
+        await asyncio.sleep(0)  # start what was just submitted, so that its cancellation runs its cleanup
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         try:
-            if last is not None:
-                await last
+            if cleanup is not None:
+                await cleanup
         finally:
             await self._loop.shutdown_asyncgens()
 
 
-def closed() -> EngineClosed:
+def engine_closed() -> EngineClosed:
     return EngineClosed(
-        "The engine is not running: use it inside `with Engine(...)`, or call start() first.", to_be_started=True
+        "The engine is not running. Use it inside `with Engine(...)`, or call start() first.", to_be_started=True
     )
 
 

@@ -1,5 +1,6 @@
-"""The stages of a request, and the engine around them."""
+"""The chat pipeline, and the engine that runs it."""
 
+from ..deprecation import renamed_names
 from .engine import ChatEngine, Engine, EngineStats, EngineStatus, Request, State, load_pipeline, select_decoder
 
 __all__ = [
@@ -12,3 +13,5 @@ __all__ = [
     "load_pipeline",
     "select_decoder",
 ]
+
+__getattr__ = renamed_names(__name__, {"choose_decoder": "select_decoder", "open_conductor": "load_pipeline"})

@@ -1,4 +1,4 @@
-"""The conductor: one line per stage of a request."""
+"""The chat pipeline: the stages of a request in order, one line per stage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..decoders.supervisor import Supervisor
 from ..errors import DashInferVLMError, EngineError, InvalidParameter, ModelNotFound, QueueFull, UnsupportedParameter
 from ..media import Embeddings, Media, MediaLoader
 from ..models.interface import ImageProcessor, VisualTokens
-from ..models.patches import embedded
+from ..models.patches import validate_embeddings
 from ..preprocessing.preview import MediaPreview, Preview, preview_media
 from ..preprocessing.prompt import Prompt, PromptBuilder
 from ..protocol import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, ChatRequest, MediaPart
@@ -42,12 +42,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Generation:
-    """The answers of one request, with the tokens that they were read from and written in.
+    """The response to one request, with its tokens.
 
     Attributes:
-        completion: the answers.
-        prompt_token_ids: of the prompt; pictures and videos stand there as placeholders.
-        token_ids: of each answer, the one that ends it included.
+        completion: the response.
+        prompt_token_ids: the prompt's token ids; images and videos are represented by placeholders.
+        token_ids: the token ids of each completion, including the one that ends it.
     """
 
     completion: ChatCompletion
@@ -56,11 +56,11 @@ class Generation:
 
 
 class _TokenBudget:
-    """Counts the visual tokens of one request while its media are processed, in several threads.
+    """Counts the visual tokens of one request while several threads process its media.
 
     Args:
-        check: is given the sum, and refuses it where it is too large.
-        tokens: that need no processing.
+        check: called with the sum; raises if it is too large.
+        tokens: the initial sum, from items that need no processing.
     """
 
     def __init__(self, check: Callable[[int], None], tokens: int = 0) -> None:
@@ -75,11 +75,11 @@ class _TokenBudget:
 
 
 class ConcurrencyLimiter:
-    """As many answers as are decoded or wait at one time; used on one event loop.
+    """Bounds the completions that are decoded or wait at the same time; used on one event loop.
 
     Attributes:
-        limit: most of them.
-        taken: those that there are now.
+        limit: the number of slots, one per completion.
+        in_use: the number of slots in use.
     """
 
     def __init__(self, limit: int) -> None:
@@ -87,33 +87,33 @@ class ConcurrencyLimiter:
         self.in_use: int = 0
 
     @contextlib.contextmanager
-    def slots(self, answers: int = 1) -> Iterator[None]:
-        """Hold a place for each answer of a request.
+    def slots(self, n: int = 1) -> Iterator[None]:
+        """Acquire a slot for each completion of a request, and release them on exit.
 
         Raises:
-            InvalidParameter: there were never so many.
-            QueueFull: not so many are left.
+            InvalidParameter: `n` exceeds the limit.
+            QueueFull: fewer than `n` slots are free.
         """
-        if answers > self.limit:
-            raise InvalidParameter(f"`n` can be {self.limit} at most: ask for fewer answers.", param="n")
-        if self.in_use + answers > self.limit:
-            raise QueueFull(f"{self.in_use} requests are served or wait already: try again in a moment.")
-        self.in_use += answers
+        if n > self.limit:
+            raise InvalidParameter(f"`n` must be at most {self.limit}, got {n}. Request fewer completions.", param="n")
+        if self.in_use + n > self.limit:
+            raise QueueFull(f"{self.in_use} requests are already running or waiting. Try again in a moment.")
+        self.in_use += n
         try:
             yield
         finally:
-            self.in_use -= answers
+            self.in_use -= n
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ChatPipeline:
-    """The rooms of a running engine, in the order a request walks through them.
+    """The stages of a running engine, in the order in which a request passes through them.
 
     Attributes:
-        name: the model's name in answers.
-        aliases: names that requests may use for it besides.
-        places: bounds the requests that are anywhere between here and their answer.
-        watcher: is told what happens to requests.
+        name: the model's name in responses.
+        aliases: other names that requests may use for it.
+        limiter: bounds the requests between their arrival and their response.
+        observer: is notified of stages, tokens and completed requests.
     """
 
     name: str
@@ -133,71 +133,78 @@ class ChatPipeline:
         return (await self.generate(request)).completion
 
     async def generate(self, request: ChatRequest) -> Generation:
-        with _faults(), self.limiter.slots(request.n):
-            timer = RequestTimer(self.observer, answers=request.n)
-            responses, decodes = await self._prepare(request)
-            ids: list[list[int]] = [[] for _ in responses]
-            async with contextlib.aclosing(self._tokens(responses, decodes, timer)) as tokens:
+        """Serve a request; return the complete response with its tokens."""
+        with _hide_internal_errors(), self.limiter.slots(request.n):
+            timer = RequestTimer(self.observer, n=request.n)
+            builders, decode_requests = await self._prepare(request)
+            token_ids: list[list[int]] = [[] for _ in builders]
+            async with contextlib.aclosing(self._decode(builders, decode_requests, timer)) as tokens:
                 async for index, token in tokens:
-                    responses[index].add_token(token)
-                    ids[index].append(token.id)
-            completion = responses[0].completion(responses[1:])
-            timer.answered(responses[0].usage(responses[1:]))
+                    builders[index].add_token(token)
+                    token_ids[index].append(token.id)
+            completion = builders[0].completion(builders[1:])
+            timer.completed(builders[0].usage(builders[1:]))
             return Generation(
                 completion=completion,
-                prompt_token_ids=tuple(decodes[0].token_ids.tolist()),
-                token_ids=tuple(map(tuple, ids)),
+                prompt_token_ids=tuple(decode_requests[0].token_ids.tolist()),
+                token_ids=tuple(map(tuple, token_ids)),
             )
 
     async def stream(self, request: ChatRequest) -> AsyncGenerator[ChatCompletionChunk, None]:
-        with _faults(), self.limiter.slots(request.n):
-            timer = RequestTimer(self.observer, answers=request.n)
-            responses, decodes = await self._prepare(request)
-            # They go out with the first token: what fails before is an error, not a stream.
-            opening = [response.first_chunk() for response in responses]
-            async with contextlib.aclosing(self._tokens(responses, decodes, timer)) as tokens:
+        """Serve a request; yield the response as chunks."""
+        with _hide_internal_errors(), self.limiter.slots(request.n):
+            timer = RequestTimer(self.observer, n=request.n)
+            builders, decode_requests = await self._prepare(request)
+            # Sent with the first token, so that an earlier failure is an error response and not a broken stream.
+            first_chunks = [builder.first_chunk() for builder in builders]
+            async with contextlib.aclosing(self._decode(builders, decode_requests, timer)) as tokens:
                 async for index, token in tokens:
-                    response = responses[index]
+                    builder = builders[index]
                     chunks = [
-                        *opening,
-                        *response.add_token(token),
-                        *(response.final_chunks() if response.finished else ()),
+                        *first_chunks,
+                        *builder.add_token(token),
+                        *(builder.final_chunks() if builder.finished else ()),
                     ]
-                    opening.clear()
+                    first_chunks.clear()
                     for chunk in chunks:
                         yield chunk
-            for response in responses:
-                if not response.finished:
-                    response.final_chunks()  # says what is wrong
-            timer.answered(responses[0].usage(responses[1:]))
-            for chunk in responses[0].usage_chunks(responses[1:]):
+            for builder in builders:
+                if not builder.finished:
+                    builder.final_chunks()  # raises: the decoder ended without a finish reason
+            timer.completed(builders[0].usage(builders[1:]))
+            for chunk in builders[0].usage_chunks(builders[1:]):
                 yield chunk
 
     async def preview(self, request: ChatRequest) -> Preview:
-        """What the model would see; neither the tower nor the decoder runs, and nothing is remembered."""
-        with _faults(), self.limiter.slots():
-            self._admit(request)
+        """Return what the model would see, without running the vision encoder or the decoder; nothing is cached."""
+        with _hide_internal_errors(), self.limiter.slots():
+            self._validate(request)
             parts = await asyncio.to_thread(request.media)
-            _check_given(parts)
+            _require_media_data(parts)
             budget = _TokenBudget(self.prompts.check_media)
 
-            def show(media: Media) -> MediaPreview:
+            def process_and_preview(media: Media) -> MediaPreview:
                 return preview_media(media, self._process(budget, media).item, self.processor)
 
-            items = await self.media.load(parts, then=show)
+            items = await self.media.load(parts, then=process_and_preview)
             prompt = await asyncio.to_thread(self.prompts.build, request, items)
             return Preview(items=items, prompt_tokens=len(prompt), max_model_len=self.prompts.max_model_len)
 
     async def tokenize(self, request: ChatRequest) -> list[int]:
-        """The prompt of a request, each picture and video as its placeholders; none is encoded."""
-        with _faults(), self.limiter.slots():
-            self._admit(request)
-            _, prompt = await self._read(request)
+        """Return the prompt's token ids, with placeholders for images and videos, which are not encoded."""
+        with _hide_internal_errors(), self.limiter.slots():
+            self._validate(request)
+            items = await self._load_media(request)
+            prompt = await self._build_prompt(request, items)
             ids: list[int] = prompt.token_ids.tolist()
             return ids
 
     async def close(self) -> None:
-        """Free everything. Raises DecoderFailed, when all else is freed, if a step of the decoder does not end soon."""
+        """Release all resources.
+
+        Raises:
+            DecoderFailed: a step of the decoder does not end soon; everything else was released.
+        """
         try:
             await self.decoder.close()
         finally:
@@ -205,125 +212,129 @@ class ChatPipeline:
             await self.media.close()
 
     async def _prepare(self, request: ChatRequest) -> tuple[list[ResponseBuilder], list[DecodeRequest]]:
-        """The answers of a request, not begun, and how to decode each; all have one prompt."""
-        sampling = self._admit(request)
-        with self.observer.stage("grammar"):
-            grammar = await self._compiled_grammar(request)
-        items, prompt = await self._read(request)
-        with self.observer.stage("vision"):
-            visual = await self.vision.embed(items, cache_salt=request.cache_salt or "")
-        responses = self._responses(request, prompt, guided=grammar is not None)
-        return responses, self._decode_requests(
-            responses, prompt, visual, sampling, grammar, cache_salt=request.cache_salt or ""
-        )
+        """Run the stages before the decoder; return a response builder and a decode request per completion."""
+        sampling = self._validate(request)
+        grammar = await self._compile_grammar(request)
+        items = await self._load_media(request)
+        prompt = await self._build_prompt(request, items)
+        visual = await self._encode_media(request, items)
+        builders = self._response_builders(request, prompt, guided=grammar is not None)
+        return builders, self._decode_requests(request, prompt, visual, sampling, grammar, response_id=builders[0].id)
 
-    async def _read(self, request: ChatRequest) -> tuple[list[Item], Prompt]:
-        """The pictures and videos of a request, cut, and its prompt."""
-        with self.observer.stage("media"):
-            items = await self._items(request)
-        with self.observer.stage("prompt"):
-            return items, await asyncio.to_thread(self.prompts.build, request, items)
-
-    async def _compiled_grammar(self, request: ChatRequest) -> CompiledGrammar | None:
-        """The compiled grammar of an answer that has to follow one."""
-        if GUIDED_DECODING not in self.decoder.supported_params:
-            self._refuse_structured_output(request)
-            return None
-        output_grammar = await asyncio.to_thread(grammar_for_request, request, self.spec.conversation)
-        if output_grammar is None:
-            return None
-        if request.ignore_eos:
-            raise InvalidParameter(
-                "`ignore_eos` goes on after the end that the format sets: leave one of them out.", param="ignore_eos"
-            )
-        return await self.grammars.compile_async(output_grammar.rules, output_grammar.start, param=output_grammar.param)
-
-    def _refuse_structured_output(self, request: ChatRequest) -> None:
-        """Refuse what only a grammar can ensure; tools may still be offered, and calls are found in the answer."""
-        wanted = request.response_format
-        strict = [f"tools[{i}].function.strict" for i, tool in enumerate(request.tools) if tool.function.strict]
-        forced = ["tool_choice"] if request.must_call else []
-        formats = ["response_format"] if wanted and wanted.type != "text" else []
-        for param in [*formats, *forced, *(strict if request.callable_tools else ())]:
-            raise UnsupportedParameter(
-                f"The decoder {self.decoder.name!r} cannot honour {param}: leave it out and ask for it in the prompt,"
-                " or start the engine with another decoder.",
-                param=param,
-            )
-
-    async def _items(self, request: ChatRequest) -> list[Item]:
-        """The pictures and videos: those that come along are loaded, the others are recalled by their names."""
-        parts = await asyncio.to_thread(request.media)  # which may cut megabytes of frames apart
-        self.media.check(parts)
-        cached = self.media_uuids.get(parts, cache_salt=request.cache_salt or "")
-        budget = _TokenBudget(self.prompts.check_media, sum(item.tokens for item in cached.values()))
-        given = [part for part in parts if part.given]
-        processed = await self.media.load(given, then=functools.partial(self._process, budget))
-        self.media_uuids.bind(given, processed, cache_salt=request.cache_salt or "")
-        loaded = iter(processed)
-        return [cached.get(part.path) or next(loaded).item for part in parts]
-
-    async def _tokens(
-        self, responses: Sequence[ResponseBuilder], requests: Sequence[DecodeRequest], timer: RequestTimer
-    ) -> AsyncGenerator[tuple[int, Token], None]:
-        """The tokens of all answers as they come, each with the answer's index; none of an answer that is finished."""
-        streams = [self.decoder.decode(request) for request in requests]
-        with self.observer.stage("decode"):
-            async with contextlib.aclosing(merge_streams(streams)) as tokens:
-                async for index, token in tokens:
-                    timer.token(index)
-                    yield index, token
-                    if responses[index].finished:
-                        await streams[index].aclose()
-
-    def _admit(self, request: ChatRequest) -> Sampling:
-        """Refuse what this model and this decoder cannot do, before any work is done."""
+    def _validate(self, request: ChatRequest) -> Sampling:
+        """Reject what this model or decoder does not support, before any work is done."""
         if request.model not in {self.name, DEFAULT_MODEL, *self.aliases}:
-            raise ModelNotFound(
-                f"The model {request.model!r} is not served here: ask for {self.name!r}.", param="model"
-            )
+            raise ModelNotFound(f"The model {request.model!r} is not served here. Use {self.name!r}.", param="model")
         if self.decoder.unsupported_vision_reason and (media := request.media()):
             raise UnsupportedParameter(self.decoder.unsupported_vision_reason, param=media[0].path)
         sampling = request.sampling()
         for name in sorted(sampling.requested_params() - self.decoder.supported_params):
             raise UnsupportedParameter(
-                f"The decoder {self.decoder.name!r} cannot honour {name}: leave it out, or start the engine with"
+                f"The decoder {self.decoder.name!r} does not support {name}. Remove it, or start the engine with"
                 " another decoder.",
                 param=name,
             )
         for name, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
             if unknown := [index for index in ids if index >= self.spec.vocab_size]:
                 raise InvalidParameter(
-                    f"{name} names the token {unknown[0]}, but the model's ids end at {self.spec.vocab_size - 1}.",
+                    f"{name} contains token id {unknown[0]}, but the model's largest id is {self.spec.vocab_size - 1}.",
                     param=name,
                 )
         if sampling.min_tokens and len({*sampling.stop_token_ids, *self.spec.tokens.stop}) >= self.spec.vocab_size:
             raise InvalidParameter(
-                "min_tokens bans stop_token_ids, which leave no other token.", param="stop_token_ids"
+                "min_tokens suppresses stop_token_ids, which leaves no other token. Remove some of them.",
+                param="stop_token_ids",
             )
         return sampling
 
-    def _process(self, budget: _TokenBudget, media: Media) -> Processed:
-        """What becomes of a picture or video of a request; called in several threads.
+    async def _compile_grammar(self, request: ChatRequest) -> CompiledGrammar | None:
+        """Compile the grammar that the response has to follow; None if it is unconstrained."""
+        with self.observer.stage("grammar"):
+            if GUIDED_DECODING not in self.decoder.supported_params:
+                self._reject_structured_output(request)
+                return None
+            output_grammar = await asyncio.to_thread(grammar_for_request, request, self.spec.conversation)
+            if output_grammar is None:
+                return None
+            if request.ignore_eos:
+                raise InvalidParameter(
+                    "`ignore_eos` would continue after the end that the output format requires. Remove one of them.",
+                    param="ignore_eos",
+                )
+            rules, start, param = output_grammar.rules, output_grammar.start, output_grammar.param
+            return await self.grammars.compile_async(rules, start, param=param)
 
-        What the context could never hold is refused before it is resized.
+    async def _load_media(self, request: ChatRequest) -> list[Item]:
+        """Load and process the request's images and videos; look up those referenced by `uuid` alone."""
+        with self.observer.stage("media"):
+            parts = await asyncio.to_thread(request.media)  # may have to split megabytes of video frames
+            self.media.check(parts)
+            cached = self.media_uuids.get(parts, cache_salt=request.cache_salt or "")
+            budget = _TokenBudget(self.prompts.check_media, sum(item.tokens for item in cached.values()))
+            given = [part for part in parts if part.has_source]
+            processed = await self.media.load(given, then=functools.partial(self._process, budget))
+            self.media_uuids.bind(given, processed, cache_salt=request.cache_salt or "")
+            loaded = iter(processed)
+            return [cached.get(part.path) or next(loaded).item for part in parts]
+
+    async def _build_prompt(self, request: ChatRequest, items: Sequence[Item]) -> Prompt:
+        with self.observer.stage("prompt"):
+            return await asyncio.to_thread(self.prompts.build, request, items)
+
+    async def _encode_media(self, request: ChatRequest, items: Sequence[Item]) -> Sequence[VisualTokens]:
+        with self.observer.stage("vision"):
+            return await self.vision.embed(items, cache_salt=request.cache_salt or "")
+
+    async def _decode(
+        self, builders: Sequence[ResponseBuilder], requests: Sequence[DecodeRequest], timer: RequestTimer
+    ) -> AsyncGenerator[tuple[int, Token], None]:
+        """Yield the tokens of all completions as they arrive, each with the index of its completion.
+
+        The decoder's generator of a completion is closed as soon as its response builder is finished.
+        """
+        streams = [self.decoder.decode(request) for request in requests]
+        with self.observer.stage("decode"):
+            async with contextlib.aclosing(merge_streams(streams)) as tokens:
+                async for index, token in tokens:
+                    timer.token(index)
+                    yield index, token
+                    if builders[index].finished:
+                        await streams[index].aclose()
+
+    def _reject_structured_output(self, request: ChatRequest) -> None:
+        """Reject what only a grammar can guarantee. Optional tools remain: calls are parsed from the text."""
+        response_format = request.response_format
+        strict = [f"tools[{i}].function.strict" for i, tool in enumerate(request.tools) if tool.function.strict]
+        forced = ["tool_choice"] if request.must_call else []
+        formats = ["response_format"] if response_format and response_format.type != "text" else []
+        for param in [*formats, *forced, *(strict if request.callable_tools else ())]:
+            raise UnsupportedParameter(
+                f"The decoder {self.decoder.name!r} does not support {param}. Remove it and describe the output in the"
+                " prompt, or start the engine with another decoder.",
+                param=param,
+            )
+
+    def _process(self, budget: _TokenBudget, media: Media) -> Processed:
+        """Process an image, a video or embeddings; called from several threads.
+
+        Media that can never fit the context are rejected before they are resized.
         """
         if isinstance(media, Embeddings):
             budget.add(len(media.rows))
-            return Processed(embedded(media, self.spec, self.processor), media.source)
+            return Processed(validate_embeddings(media, self.spec, self.processor), media.source)
         budget.add(self.processor.count_tokens(media))
         return Processed(self.processor.process(media), media.source)
 
-    def _responses(self, request: ChatRequest, prompt: Prompt, *, guided: bool) -> list[ResponseBuilder]:
+    def _response_builders(self, request: ChatRequest, prompt: Prompt, *, guided: bool) -> list[ResponseBuilder]:
         counts = PromptCounts(
             prompt_tokens=len(prompt), image_tokens=prompt.image_tokens, video_tokens=prompt.video_tokens
         )
-        name, created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
+        response_id, created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
         return [
             ResponseBuilder(
                 tokenizer=self.prompts.tokenizer,
                 request=request,
-                id=name,
+                id=response_id,
                 created=created,
                 model=self.name,
                 counts=counts,
@@ -336,23 +347,23 @@ class ChatPipeline:
 
     def _decode_requests(
         self,
-        responses: Sequence[ResponseBuilder],
+        request: ChatRequest,
         prompt: Prompt,
         visual: Sequence[VisualTokens],
         sampling: Sampling,
         grammar: CompiledGrammar | None,
         *,
-        cache_salt: str,
+        response_id: str,
     ) -> list[DecodeRequest]:
         max_tokens = min(sampling.max_tokens or DEFAULT_MAX_TOKENS, self.prompts.max_model_len - len(prompt))
         if sampling.min_tokens > max_tokens:
             raise InvalidParameter(
-                f"min_tokens is {sampling.min_tokens}, but the answer can have {max_tokens} tokens at most.",
+                f"min_tokens is {sampling.min_tokens}, but the completion can have at most {max_tokens} tokens.",
                 param="min_tokens",
             )
         sampling = replace(sampling, max_tokens=max_tokens)
         first = DecodeRequest(
-            id=responses[0].id,
+            id=response_id,
             token_ids=prompt.token_ids,
             positions=prompt.positions,
             spans=tuple(
@@ -361,25 +372,27 @@ class ChatPipeline:
             ),
             sampling=sampling,
             grammar=grammar,
-            cache_salt=cache_salt,
+            cache_salt=request.cache_salt or "",
         )
-        others = range(1, len(responses))
+        others = range(1, request.n)
         return [first, *(replace(first, id=f"{first.id}-{i}", sampling=sampling.seeded(i)) for i in others)]
 
 
-def _check_given(parts: Sequence[MediaPart]) -> None:
-    """Of what comes by its name alone, only its visual tokens are left."""
+def _require_media_data(parts: Sequence[MediaPart]) -> None:
+    """Reject media referenced by `uuid` alone: only their visual tokens are cached."""
     for part in parts:
-        if not part.given:
+        if not part.has_source:
             raise InvalidParameter(
-                f"`{part.path}` is a name alone, which cannot be shown: send the {part.kind} along.", param=part.path
+                f"`{part.path}` has a `uuid` but no data, so it cannot be previewed. Send the {part.kind} with it.",
+                param=part.path,
             )
 
 
 async def merge_streams(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[tuple[int, _T], None]:
-    """What several generators yield, as it comes, each with its generator's index.
+    """Yield the items of several generators as they arrive, each with the index of its generator.
 
-    A generator is asked for more when what it gave has been dealt with, never before. All are closed in the end.
+    The next item of a generator is requested only after the consumer has handled the previous one. All generators are
+    closed at the end.
     """
     if len(streams) == 1:  # without a task per item
         async with contextlib.aclosing(streams[0]) as only:
@@ -394,8 +407,8 @@ async def merge_streams(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGen
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 index = waiting.pop(task)
-                if (found := task.result()) is not None:
-                    yield index, found
+                if (next_item := task.result()) is not None:
+                    yield index, next_item
                     waiting[asyncio.ensure_future(_next(streams[index]))] = index
     finally:
         for task in waiting:
@@ -410,8 +423,8 @@ async def _next(stream: AsyncGenerator[_T, None]) -> _T | None:
 
 
 @contextlib.contextmanager
-def _faults() -> Iterator[None]:
-    """Where a request ends: what no room foresaw is logged, and told to the caller without its inner details."""
+def _hide_internal_errors() -> Iterator[None]:
+    """Log unexpected exceptions, and replace them with an error that does not expose internals."""
     try:
         yield
     except DashInferVLMError:
@@ -419,6 +432,6 @@ def _faults() -> Iterator[None]:
     except Exception as error:
         logger.exception("a request failed")
         raise EngineError(
-            "The engine failed on this request; its log says why. Other requests are not affected.",
+            "The engine failed on this request; see its log for the cause. Other requests are not affected.",
             code="internal_error",
         ) from error

@@ -1,4 +1,4 @@
-"""The engine: loads a model, and lets any thread and any event loop ask it."""
+"""The engine: loads a model and serves requests from any thread and any event loop."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequen
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from ..concurrency.loop import LoopThread, closed
+from ..concurrency.loop import LoopThread, engine_closed
 from ..config import MIB, EngineConfig
 from ..decoders import DecoderFactory, DecoderStats, DecoderSupport
 from ..decoders.supervisor import Supervisor
+from ..deprecation import RenamedAttribute
 from ..errors import DecoderFailed, EngineClosed, SetupError
 from ..kernels.choice import KernelSelector
 from ..media import FetchStats, MediaLoader
@@ -46,7 +47,7 @@ State = Literal["closed", "loading", "ready", "restarting", "failed"]
 
 
 class ChatEngine(Protocol):
-    """What adapters need of an engine, wherever it runs."""
+    """What adapters need of an engine, in this process or remote."""
 
     def chat(self, request: Request) -> ChatCompletion: ...
 
@@ -61,16 +62,16 @@ class ChatEngine(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStatus:
-    """How an engine is.
+    """The status of an engine.
 
     Attributes:
-        state: `closed` before `start` and after `close`, `loading` in between; `restarting` while a decoder that died
-            is being replaced, and `failed` when it cannot be.
+        state: `closed` before `start` and after `close`; `loading` during `start`; `restarting` while a decoder that
+            died is replaced, and `failed` if that is not possible.
         model: the name that requests use.
-        decoder: name of the decoder in use; empty while closed.
-        decoder_reason: why this decoder and no other.
-        max_model_len: tokens that prompt and answer may have together; 0 while closed.
-        trouble: why a `failed` engine cannot answer any more; it has to be started again.
+        decoder: the name of the decoder in use; empty while closed.
+        decoder_reason: why this decoder was selected.
+        max_model_len: the maximum number of tokens of prompt and completion together; 0 while closed.
+        fatal_error: why a `failed` engine cannot continue; it must be started again.
     """
 
     state: State
@@ -80,18 +81,20 @@ class EngineStatus:
     max_model_len: int = 0
     fatal_error: str = ""
 
+    trouble = RenamedAttribute("fatal_error")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStats:
-    """What an engine does and has done.
+    """Counters of an engine.
 
     Attributes:
-        answers: that are being made or wait, from their request's arrival on.
-        places: most of them.
+        active_requests: completions that are decoded or wait, from the arrival of their request on.
+        max_active_requests: the maximum of `active_requests`.
         restarts: how often the decoder was replaced.
-        vision: of the tower and its cache.
-        fetches: of media from the web.
-        decoder: of the language model.
+        vision: counters of the vision encoder and its cache.
+        fetches: counters of fetched media.
+        decoder: counters of the decoder.
     """
 
     active_requests: int
@@ -101,10 +104,13 @@ class EngineStats:
     fetches: FetchStats
     decoder: DecoderStats
 
+    answers = RenamedAttribute("active_requests")
+    places = RenamedAttribute("max_active_requests")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Running:
-    """What a started engine holds."""
+    """The parts of a started engine."""
 
     loop: LoopThread
     pipeline: ChatPipeline
@@ -112,14 +118,14 @@ class _Running:
 
 
 class Engine:
-    """Answers chat requests about pictures and videos with one model.
+    """Serves chat requests with images and videos with one model.
 
-    Start it by `with Engine(config) as engine`, by `async with`, or by `start`. Then any number of threads, tasks and
-    event loops may ask at once: its stages run on an event loop of its own, in a thread of its own.
+    Start it with `with Engine(config) as engine`, `async with` or `start`. Any number of threads, tasks and event loops
+    may then send requests concurrently: the stages run on the engine's event loop, in its own thread.
 
     Args:
         config: what to load and how; `EngineConfig()` if None.
-        registry: plugins to use; those of the installed distributions if None.
+        registry: the plugins; those of the installed distributions if None.
     """
 
     def __init__(self, config: EngineConfig | None = None, *, registry: Registry | None = None) -> None:
@@ -129,86 +135,89 @@ class Engine:
         self._observers = ObserverList()
         self._running: _Running | None = None
         self._loading = False
-        self._life = threading.Lock()
+        self._lifecycle_lock = threading.Lock()
 
-    # Ask
+    # Requests
 
     def chat(self, request: Request) -> ChatCompletion:
-        """Answer one request, blocking the caller's thread.
+        """Serve one request; blocks the calling thread.
 
         Raises:
-            RequestError: the request is wrong; `param` names the field.
-            EngineError: the engine could not serve it now.
+            RequestError: the request is invalid; `param` names the field.
+            EngineError: the engine could not serve it.
         """
         running, parsed = self._ready(), ChatRequest.parse(request)
         return running.loop.call(running.pipeline.chat(parsed))
 
     async def achat(self, request: Request) -> ChatCompletion:
-        """Answer one request; cancelling the caller frees everything that the request held. Raises as `chat`."""
+        """Serve one request; canceling the caller frees the request's resources. Raises like `chat`."""
         running, parsed = self._ready(), ChatRequest.parse(request)
         return await running.loop.acall(running.pipeline.chat(parsed))
 
     def submit(self, request: Request) -> Future[Generation]:
-        """Begin to answer one request; cancelling the future frees everything that the request held.
+        """Submit one request; canceling the future frees the request's resources.
 
-        The answer comes with the tokens of prompt and answer. Raises as `chat`, here or in the future.
+        The result includes the token ids of the prompt and the completions. Raises like `chat`, here or in the future.
         """
         running, parsed = self._ready(), ChatRequest.parse(request)
         return running.loop.submit(running.pipeline.generate(parsed))
 
     def stream(self, request: Request) -> Generator[ChatCompletionChunk, None, None]:
-        """Answer one request chunk by chunk; closing the iterator cancels the rest.
+        """Stream the response to one request; closing the iterator cancels the request.
 
-        Raises as `chat`, when the first chunk is taken.
+        Raises like `chat`, when the first chunk is requested.
         """
         running, parsed = self._ready(), ChatRequest.parse(request)
         yield from running.loop.iterate(running.pipeline.stream(parsed))
 
     async def astream(self, request: Request) -> AsyncGenerator[ChatCompletionChunk, None]:
-        """As `stream`, for callers on an event loop of their own."""
+        """Like `stream`, for callers on an event loop."""
         running, parsed = self._ready(), ChatRequest.parse(request)
         async with contextlib.aclosing(running.loop.aiterate(running.pipeline.stream(parsed))) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     def preview(self, request: Request) -> Preview:
-        """What the model would see of a request, and the tokens of its prompt; nothing is encoded or answered.
+        """Return the media as the model would see them, and the length of the prompt; no model runs.
 
-        Raises as `chat`; a picture or video that comes by its `uuid` alone cannot be shown.
+        Raises like `chat`; an image or video referenced by `uuid` alone cannot be previewed.
         """
         running, parsed = self._ready(), ChatRequest.parse(request)
         return running.loop.call(running.pipeline.preview(parsed))
 
     async def apreview(self, request: Request) -> Preview:
-        """As `preview`, for callers on an event loop of their own."""
+        """Like `preview`, for callers on an event loop."""
         running, parsed = self._ready(), ChatRequest.parse(request)
         return await running.loop.acall(running.pipeline.preview(parsed))
 
     async def atokenize(self, request: Request) -> list[int]:
-        """The token ids of a request's prompt; pictures and videos stand there as placeholders. Raises as `chat`."""
+        """Return the token ids of a request's prompt, with placeholders for images and videos. Raises like `chat`."""
         running, parsed = self._ready(), ChatRequest.parse(request)
         return await running.loop.acall(running.pipeline.tokenize(parsed))
 
     async def aencode(self, text: str) -> list[int]:
-        """The token ids of a rendered prompt, whose control tokens count as such. Raises as `chat`."""
+        """Return the token ids of a rendered prompt, in which control tokens are recognized. Raises like `chat`."""
         return await asyncio.to_thread(self._ready().pipeline.prompts.encode, text)
 
     async def adecode(self, ids: Sequence[int]) -> str:
-        """The text of token ids. Raises as `chat`."""
+        """Return the text of token ids. Raises like `chat`."""
         return await asyncio.to_thread(self._ready().pipeline.prompts.decode, ids)
 
     async def aconvert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
-        """Tokens as the vocabulary spells them. Raises as `chat`."""
+        """Return the tokens as written in the vocabulary. Raises like `chat`."""
         return await asyncio.to_thread(self._ready().pipeline.prompts.convert_ids_to_tokens, ids)
 
-    # Look after
+    # Status
+
+    watch = RenamedAttribute("add_observer")
+    aspell = RenamedAttribute("aconvert_ids_to_tokens")
 
     def add_observer(self, observer: RequestObserver) -> None:
-        """Tell `watcher` what happens to requests from now on."""
+        """Notify `observer` of all events of requests from now on."""
         self._observers.add(observer)
 
     def stats(self) -> EngineStats | None:
-        """What it does and has done since it was started; None while it is closed."""
+        """Return the counters since the engine was started; None while it is closed."""
         if self._running is None:
             return None
         pipeline = self._running.pipeline
@@ -238,12 +247,12 @@ class Engine:
     # Start and close
 
     def start(self) -> Self:
-        """Load the model; returns when it can answer. Starting twice is allowed.
+        """Load the model; return when the engine is ready. Calling it again has no effect.
 
         Raises:
-            SetupError: the configuration, the checkpoint, a plugin or a missing extra is in the way.
+            SetupError: the configuration, the checkpoint or a plugin is invalid, or an extra is missing.
         """
-        with self._life:
+        with self._lifecycle_lock:
             if self._running is None:
                 self._loading = True
                 try:
@@ -263,23 +272,24 @@ class Engine:
         return _Running(loop=loop, pipeline=pipeline, reason=reason)
 
     def close(self) -> None:
-        """Free everything; running requests end with EngineClosed. Closing twice is allowed.
+        """Release all resources; running requests raise EngineClosed. Calling it again has no effect.
 
         Raises:
-            DecoderFailed: a step of the decoder does not end soon, and `status` did not say so yet; all else was freed.
+            DecoderFailed: a step of the decoder does not end soon, and `status` has not reported it yet; everything
+                else was released.
         """
-        with self._life:
+        with self._lifecycle_lock:
             running, self._running = self._running, None
             if running is not None:
-                running.loop.stop(last=running.pipeline.close())
+                running.loop.stop(cleanup=running.pipeline.close())
 
     async def astart(self) -> Self:
-        """As `start`, without blocking the caller's event loop."""
+        """Like `start`, without blocking the caller's event loop."""
         await asyncio.to_thread(self.start)
         return self
 
     async def aclose(self) -> None:
-        """As `close`, without blocking the caller's event loop."""
+        """Like `close`, without blocking the caller's event loop."""
         await asyncio.to_thread(self.close)
 
     def __enter__(self) -> Self:
@@ -288,7 +298,7 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leave(error)
+        self._exit(error)
 
     async def __aenter__(self) -> Self:
         return await self.astart()
@@ -296,33 +306,33 @@ class Engine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await asyncio.to_thread(self._leave, error)
+        await asyncio.to_thread(self._exit, error)
 
-    def _leave(self, error: BaseException | None) -> None:
-        """Close; what went wrong in the `with` block is for its caller to see, and not what goes wrong here."""
+    def _exit(self, error: BaseException | None) -> None:
+        """Close; if the `with` block raised, log an error of `close`, so that it does not replace the block's error."""
         try:
             self.close()
-        except DecoderFailed as failure:
+        except DecoderFailed as close_error:
             if error is None:
                 raise
-            logger.warning("%s", failure.message)
+            logger.warning("%s", close_error.message)
 
     def _ready(self) -> _Running:
         running = self._running
         if running is None:
             if self._loading:
-                raise EngineClosed("The model is being loaded: try again in a moment.", code="engine_loading")
-            raise closed()
+                raise EngineClosed("The model is being loaded. Try again in a moment.", code="engine_loading")
+            raise engine_closed()
         return running
 
 
 async def load_pipeline(
     config: EngineConfig, registry: Registry, observer: RequestObserver
 ) -> tuple[ChatPipeline, str]:
-    """Load what `config` names; a conductor that can answer, and why it has the decoder that it has.
+    """Load the model and start the decoder; return the pipeline, and why this decoder was selected.
 
     Raises:
-        SetupError: something of the set-up is missing or wrong; the message says what to mend.
+        SetupError: the setup is incomplete or invalid; the message says how to fix it.
     """
     folder = await asyncio.to_thread(find_model, config.model, registered=registry.models, revision=config.revision)
     family = registry.family_of(folder)
@@ -336,7 +346,7 @@ async def load_pipeline(
     prompts = await asyncio.to_thread(
         PromptBuilder.load, spec, family.prompt_layout(spec), config, max_model_len=decoder.max_model_len
     )
-    # Refuses, now rather than at the first answer, a tokenizer whose tokens are no bytes.
+    # Rejects a tokenizer that is not byte-level now, rather than at the first request.
     IncrementalDetokenizer(prompts.tokenizer)
     processor = family.image_processor(spec, config)
     vision = await asyncio.to_thread(_load_vision, family, spec, config, kernels)
@@ -369,31 +379,31 @@ def _load_vision(family: ModelFamily, spec: ModelSpec, config: EngineConfig, ker
 
 
 def select_decoder(registry: Registry, spec: ModelSpec, config: EngineConfig) -> tuple[DecoderFactory, str]:
-    """The decoder to use, and why.
+    """Select the decoder; return its factory and the reason.
 
     Raises:
-        PluginError: no decoder of the name asked for is registered.
-        SetupError: it cannot run here, or none can, or an option of a plugin cannot be honoured by it.
+        PluginError: no decoder of the requested name is registered.
+        SetupError: the requested decoder, or every decoder, cannot run here, or the selected one does not support an
+            option of a plugin.
     """
     names = sorted(registry.decoders) if config.decoder == "auto" else [config.decoder]
-    fits = [(_fitness(registry.decoder(name), spec, config), registry.decoder(name)) for name in names]
-    best, factory = max(fits, key=lambda fit: fit[0].score, default=(None, None))
+    candidates = [(_check_support(registry.decoder(name), spec, config), registry.decoder(name)) for name in names]
+    best, factory = max(candidates, key=lambda candidate: candidate[0].score, default=(None, None))
     if best is None or factory is None or best.score <= 0:
         reasons = (
-            "; ".join(f"{factory.name}: {check_support.reason}" for check_support, factory in fits)
-            or "none is registered"
+            "; ".join(f"{factory.name}: {support.reason}" for support, factory in candidates) or "none is registered"
         )
         raise SetupError(f"No decoder can run here ({reasons}). `dashinfer-vlm plugins` lists what is installed.")
     for options in config.plugin_options:
         options.check(factory.name)
-    others = [f"{other.name}: {check_support.reason}" for check_support, other in fits if other is not factory]
-    return factory, " ".join([best.reason, *(["Passed over:"] if others else []), *others])
+    others = [f"{other.name}: {support.reason}" for support, other in candidates if other is not factory]
+    return factory, " ".join([best.reason, *(["Not selected:"] if others else []), *others])
 
 
-def _fitness(factory: DecoderFactory, spec: ModelSpec, config: EngineConfig) -> DecoderSupport:
-    """A decoder that fails at being asked cannot run; the others can."""
+def _check_support(factory: DecoderFactory, spec: ModelSpec, config: EngineConfig) -> DecoderSupport:
+    """Check a decoder; an exception means that it cannot run, and does not affect the other decoders."""
     try:
         return factory.check_support(spec, config)
     except Exception as error:
-        logger.exception("the decoder %s cannot say whether it can run", factory.name)
-        return DecoderSupport(score=0, reason=f"it failed when it was asked: {error}")
+        logger.exception("check_support of the decoder %s failed", factory.name)
+        return DecoderSupport(score=0, reason=f"its check failed: {error}")

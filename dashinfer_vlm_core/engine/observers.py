@@ -1,4 +1,4 @@
-"""What is told about requests while they are served: to metrics and traces, which the core knows nothing of."""
+"""Observers of requests: the core notifies them, metrics and traces implement them."""
 
 from __future__ import annotations
 
@@ -7,36 +7,44 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Literal
 
+from ..deprecation import warn_renamed
+
 if TYPE_CHECKING:
     from openai.types import CompletionUsage
 
 Stage = Literal["grammar", "media", "prompt", "vision", "decode"]
-"""The parts of a request's way that take time, in their order."""
+"""The stages of a request that take time, in order."""
 
 
 class RequestObserver:
-    """Told what happens to requests, on the engine's event loop: be quick, and raise nothing.
+    """Is notified of the events of requests on the engine's event loop; methods must be fast and must not raise.
 
-    It does nothing by itself; subclasses override what they want to know. The context variables of whoever asked the
-    engine are set where it is called.
+    The base class does nothing; subclasses override the methods they need. Methods are called with the context
+    variables of the engine's caller.
     """
 
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        if "answered" in vars(cls):
+            warn_renamed(f"{cls.__name__}.answered", f"{cls.__name__}.completed")
+            cls.completed = vars(cls)["answered"]  # type: ignore[method-assign]  # the name until 0.2
+
     def stage(self, stage: Stage) -> AbstractContextManager[object]:
-        """Entered where a request comes to a stage, and left where it leaves it, however that may be."""
+        """Return a context manager that is active while a request is in a stage; it is also exited on errors."""
         return nullcontext()
 
     def first_token(self, seconds: float) -> None:
-        """The first token of a request is there, so long after the request."""
+        """The first token of a request was decoded, `seconds` after the request arrived."""
 
     def next_token(self, seconds: float) -> None:
-        """Another token of an answer is there, so long after the one before it."""
+        """Another token of a completion was decoded, `seconds` after the previous one."""
 
-    def answered(self, usage: CompletionUsage, seconds: float) -> None:
-        """A request is answered whole, so long after it came; `usage` is what its answer tells."""
+    def completed(self, usage: CompletionUsage, seconds: float) -> None:
+        """A request is complete, `seconds` after it arrived; `usage` is the usage of its response."""
 
 
 class ObserverList(RequestObserver):
-    """Tells each one of several."""
+    """Notifies several observers."""
 
     def __init__(self) -> None:
         self._observers: Sequence[RequestObserver] = ()
@@ -47,7 +55,7 @@ class ObserverList(RequestObserver):
     def stage(self, stage: Stage) -> AbstractContextManager[object]:
         if not self._observers:
             return nullcontext()
-        with ExitStack() as stack:  # what was entered is left again should one of them fail
+        with ExitStack() as stack:  # if one of them raises, those already entered are exited
             for observer in self._observers:
                 stack.enter_context(observer.stage(stage))
             return stack.pop_all()
@@ -60,34 +68,34 @@ class ObserverList(RequestObserver):
         for observer in self._observers:
             observer.next_token(seconds)
 
-    def answered(self, usage: CompletionUsage, seconds: float) -> None:
+    def completed(self, usage: CompletionUsage, seconds: float) -> None:
         for observer in self._observers:
-            observer.answered(usage, seconds)
+            observer.completed(usage, seconds)
 
 
 class RequestTimer:
-    """Times one request for a watcher, from when it is made.
+    """Measures one request from construction on, and notifies an observer.
 
     Args:
-        watcher: is told.
-        answers: of the request.
+        observer: is notified.
+        n: the number of completions of the request.
     """
 
-    def __init__(self, observer: RequestObserver, *, answers: int) -> None:
+    def __init__(self, observer: RequestObserver, *, n: int) -> None:
         self._observer = observer
         self._start = time.monotonic()
-        self._last: list[float | None] = [None] * answers
-        self._begun = False
+        self._last: list[float | None] = [None] * n
+        self._started = False
 
     def token(self, index: int) -> None:
-        """A token of the answer with this index is there."""
+        """A token of the completion with this index was decoded."""
         now, last = time.monotonic(), self._last[index]
         self._last[index] = now
         if last is not None:
             self._observer.next_token(now - last)
-        if not self._begun:
-            self._begun = True
+        if not self._started:
+            self._started = True
             self._observer.first_token(now - self._start)
 
-    def answered(self, usage: CompletionUsage) -> None:
-        self._observer.answered(usage, time.monotonic() - self._start)
+    def completed(self, usage: CompletionUsage) -> None:
+        self._observer.completed(usage, time.monotonic() - self._start)

@@ -1,4 +1,4 @@
-"""An engine behind an address: the protocol `ChatEngine` over HTTP, against our server or another of OpenAI's kind."""
+"""A remote engine: the protocol `ChatEngine` over HTTP, for our server and other OpenAI-compatible ones."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from .. import errors
 from ..concurrency.loop import LoopThread
+from ..deprecation import renamed_names
 from ..errors import (
     AccessDenied,
     ConfigError,
@@ -39,16 +40,16 @@ logger: logging.Logger = logging.getLogger(__name__)
 CONNECT_SECONDS = 10.0
 STATUS_SECONDS = 5.0
 
-KIND_OF_CODE: Mapping[str, type[DashInferVLMError]] = MappingProxyType(
+ERROR_CLASS_BY_CODE: Mapping[str, type[DashInferVLMError]] = MappingProxyType(
     {
-        kind.code: kind
-        for kind in vars(errors).values()
-        if isinstance(kind, type) and issubclass(kind, DashInferVLMError) and kind.code
+        error_class.code: error_class
+        for error_class in vars(errors).values()
+        if isinstance(error_class, type) and issubclass(error_class, DashInferVLMError) and error_class.code
     }
 )
-"""Our server says by `code` which error it was; others of its kind share some of these words."""
+"""Our server identifies the error by `code`; other OpenAI-compatible servers share some of the codes."""
 
-KIND_OF_STATUS: Mapping[int, type[DashInferVLMError]] = MappingProxyType(
+ERROR_CLASS_BY_STATUS: Mapping[int, type[DashInferVLMError]] = MappingProxyType(
     {
         401: AccessDenied,
         403: AccessDenied,
@@ -60,89 +61,89 @@ KIND_OF_STATUS: Mapping[int, type[DashInferVLMError]] = MappingProxyType(
         504: DeadlineExceeded,
     }
 )
-"""What is left to go by where the code says nothing; others are InvalidParameter (4xx) and EngineError."""
+"""Used if the code is unknown; other statuses are InvalidParameter (4xx) or EngineError."""
 
 
 STATES = frozenset(get_args(State))
 DRAINING = "draining"
-"""What a server of ours says that is about to end."""
+"""The status that our server reports while it shuts down."""
 
 
 class RemoteEngine:
-    """Asks a server in place of an engine in this process; any number of threads, tasks and event loops may.
+    """Sends requests to a server instead of an engine in this process; safe for concurrent threads and event loops.
 
-    Requests are sent as they are: what they may hold is for the server to say. Nothing is tried twice. Cancelling a
-    caller, or closing a stream, closes the connection, which cancels the request on the server.
+    Requests are sent unchanged, and the server validates them. There are no retries. Canceling a caller or closing a
+    stream closes the connection, which cancels the request on the server.
 
     Args:
-        api_base: address up to and with `/v1`, such as `http://127.0.0.1:8000/v1`.
-        api_key: sent as the bearer token, if there is one.
-        model: for requests that name none.
-        timeout: seconds without a byte from the server after which a request has failed.
+        api_base: the URL up to and including `/v1`, such as `http://127.0.0.1:8000/v1`.
+        api_key: sent as the bearer token if given.
+        model: the model of requests that name none.
+        timeout: seconds without data from the server after which a request fails.
 
     Raises:
-        ConfigError: `api_base` is no http or https address.
+        ConfigError: `api_base` is not an http or https URL.
     """
 
     def __init__(
         self, api_base: str, *, api_key: str | None = None, model: str | None = None, timeout: float = 600.0
     ) -> None:
-        self.api_base: str = _checked(api_base)
+        self.api_base: str = _check_api_base(api_base)
         self.model = model
         self._http = openai.DefaultAsyncHttpxClient(
             timeout=httpx.Timeout(timeout, connect=min(timeout, CONNECT_SECONDS)),
         )
         self._client = openai.AsyncOpenAI(
             base_url=self.api_base,
-            api_key=api_key or "none",  # None would be filled from the environment: a key meant for somebody else
+            api_key=api_key or "none",  # None would be replaced from the environment, by a key for another service
             max_retries=0,
             timeout=self._http.timeout,
             http_client=self._http,
         )
-        self._client.organization = self._client.project = None  # from the environment too
+        self._client.organization = self._client.project = None  # set from the environment too
         self._loop = LoopThread("dashinfer-vlm-remote")
         self._closed = False
 
-    # Ask
+    # Requests
 
     def chat(self, request: Request) -> ChatCompletion:
-        """Answer one request, blocking the caller's thread.
+        """Serve one request; blocks the calling thread.
 
         Raises:
-            RequestError: the request is wrong; `param` names the field if the server does.
-            EngineError: the server could not serve it now, or cannot be reached.
-            AccessDenied: the server wants another key.
+            RequestError: the request is invalid; `param` names the field if the server does.
+            EngineError: the server could not serve it, or cannot be reached.
+            AccessDenied: the server rejected the API key.
         """
         return self._loop.call(self._chat(request))
 
     async def achat(self, request: Request) -> ChatCompletion:
-        """Answer one request; cancelling the caller cancels it on the server. Raises as `chat`."""
+        """Serve one request; canceling the caller cancels it on the server. Raises like `chat`."""
         return await self._loop.acall(self._chat(request))
 
     def stream(self, request: Request) -> Generator[ChatCompletionChunk, None, None]:
-        """Answer one request chunk by chunk; closing the iterator cancels the rest.
+        """Stream the response to one request; closing the iterator cancels the request.
 
-        Raises as `chat`, when a chunk is taken.
+        Raises like `chat`, when a chunk is requested.
         """
         yield from self._loop.iterate(self._stream(request))
 
     async def astream(self, request: Request) -> AsyncGenerator[ChatCompletionChunk, None]:
-        """As `stream`, for callers on an event loop of their own."""
+        """Like `stream`, for callers on an event loop."""
         async with contextlib.aclosing(self._loop.aiterate(self._stream(request))) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     def status(self) -> EngineStatus:
-        """What the server says about itself; `failed` with the reason while it does not."""
+        """Return the status that the server reports; `failed`, with the reason, if it does not respond."""
         return self._loop.call(self._status())
 
     # Close
 
     def close(self) -> None:
-        """Close the connections; running requests end with EngineClosed. Closing twice is allowed."""
+        """Close the connections; running requests raise EngineClosed. Calling it again has no effect."""
         if not self._closed:
             self._closed = True
-            self._loop.stop(last=self._client.close())
+            self._loop.stop(cleanup=self._client.close())
 
     def __enter__(self) -> Self:
         return self
@@ -153,17 +154,17 @@ class RemoteEngine:
         self.close()
 
     async def _chat(self, request: Request) -> ChatCompletion:
-        with _faults():
-            answer = await self._client.post(
+        with _translate_errors():
+            completion = await self._client.post(
                 "/chat/completions", cast_to=ChatCompletion, body=self._body(request, stream=False)
             )
-            if not isinstance(answer, ChatCompletion) or not answer.choices:
-                raise _no_openai()
-            return answer
+            if not isinstance(completion, ChatCompletion) or not completion.choices:
+                raise _not_compatible()
+            return completion
 
     async def _stream(self, request: Request) -> AsyncGenerator[ChatCompletionChunk, None]:
         finished = False
-        with _faults():
+        with _translate_errors():
             chunks = await self._client.post(
                 "/chat/completions",
                 cast_to=ChatCompletion,
@@ -176,17 +177,17 @@ class RemoteEngine:
                     finished = finished or any(choice.finish_reason for choice in chunk.choices)
                     yield chunk
             if not finished:
-                raise EngineError("The server ended the stream before the answer was complete. Try again.")
+                raise EngineError("The server ended the stream before the response was complete. Try again.")
 
     async def _status(self) -> EngineStatus:
         try:
-            with _faults():
-                return _told(await self._health()) or await self._models()
+            with _translate_errors():
+                return _status_from_health(await self._health()) or await self._models()
         except DashInferVLMError as error:
             return EngineStatus(state="failed", model=self.model or "", fatal_error=error.message)
 
     async def _health(self) -> Any:
-        """What our own server says at `/health`, ready or not; None if another one answers."""
+        """Return the response of our server's `/health`, ready or not; None if it is not JSON."""
         url = self.api_base.removesuffix("/v1") + "/health"
         response = await self._http.get(url, timeout=STATUS_SECONDS)
         with contextlib.suppress(ValueError):
@@ -197,8 +198,8 @@ class RemoteEngine:
         models = (await self._client.models.list(timeout=STATUS_SECONDS)).data
         served = next((model for model in models if model.id == self.model), models[0] if models else None)
         if served is None:
-            raise EngineError("The server has no model.")
-        length = getattr(served, "max_model_len", None)  # vLLM's and SGLang's servers tell it here
+            raise EngineError("The server lists no model at `/models`.")
+        length = getattr(served, "max_model_len", None)  # vLLM's and SGLang's servers report it here
         return EngineStatus(state="ready", model=served.id, max_model_len=length if isinstance(length, int) else 0)
 
     def _body(self, request: Request, *, stream: bool) -> dict[str, Any]:
@@ -208,30 +209,32 @@ class RemoteEngine:
 
 
 def error_from_response(error: openai.APIError) -> DashInferVLMError:
-    """The error of our tree that a server's answer stands for."""
+    """Return the error of our tree that corresponds to a server's error response."""
     if isinstance(error, openai.APITimeoutError):
-        return DeadlineExceeded("The server did not answer in time.")
+        return DeadlineExceeded("The server did not respond in time.")
     if isinstance(error, openai.APIConnectionError):
         return _unreachable()
     body = error.body if isinstance(error.body, Mapping) else {}
-    message = str(body.get("message") or "The server refused the request without saying why.")
+    message = str(body.get("message") or "The server rejected the request without a message.")
     code = error.code if isinstance(error.code, str) else None
-    return _made(_kind(error, code), message, error, code)
+    return _make_error(_error_class(error, code), message, error, code)
 
 
-def _kind(error: openai.APIError, code: str | None) -> type[DashInferVLMError]:
-    if code is not None and code in KIND_OF_CODE:
-        return KIND_OF_CODE[code]
+def _error_class(error: openai.APIError, code: str | None) -> type[DashInferVLMError]:
+    if code is not None and code in ERROR_CLASS_BY_CODE:
+        return ERROR_CLASS_BY_CODE[code]
     status = error.status_code if isinstance(error, openai.APIStatusError) else 500
-    return KIND_OF_STATUS.get(status, InvalidParameter if status < 500 else EngineError)
+    return ERROR_CLASS_BY_STATUS.get(status, InvalidParameter if status < 500 else EngineError)
 
 
-def _made(kind: type[DashInferVLMError], message: str, error: openai.APIError, code: str | None) -> DashInferVLMError:
-    if issubclass(kind, ContextLengthExceeded):
-        return kind(message, param=error.param or "messages")
-    if issubclass(kind, QueueFull):
-        return kind(message, retry_after=_retry_after(error))
-    return kind(message, param=error.param, code=code)
+def _make_error(
+    error_class: type[DashInferVLMError], message: str, error: openai.APIError, code: str | None
+) -> DashInferVLMError:
+    if issubclass(error_class, ContextLengthExceeded):
+        return error_class(message, param=error.param or "messages")
+    if issubclass(error_class, QueueFull):
+        return error_class(message, retry_after=_retry_after(error))
+    return error_class(message, param=error.param, code=code)
 
 
 def _retry_after(error: openai.APIError) -> float:
@@ -239,8 +242,8 @@ def _retry_after(error: openai.APIError) -> float:
     return float(header) if header.isdecimal() else 1.0
 
 
-def _told(health: Any) -> EngineStatus | None:
-    """The status that our server's `/health` holds; None if it is another server's."""
+def _status_from_health(health: Any) -> EngineStatus | None:
+    """Return the status in the response of our server's `/health`; None if it is from another server."""
     if not isinstance(health, dict) or health.get("status") not in {*STATES, DRAINING}:
         return None
     return EngineStatus(
@@ -254,28 +257,31 @@ def _told(health: Any) -> EngineStatus | None:
 
 
 @contextlib.contextmanager
-def _faults() -> Iterator[None]:
-    """The errors of two libraries, as ours."""
+def _translate_errors() -> Iterator[None]:
+    """Translate the errors of openai and httpx to ours."""
     try:
         yield
     except openai.APIError as error:
-        logger.debug("the server answered with an error", exc_info=True)
+        logger.debug("the server returned an error", exc_info=True)
         raise error_from_response(error) from error
-    except httpx.HTTPError as error:  # in the midst of a stream the client lets them through
-        logger.debug("the connection broke off", exc_info=True)
+    except httpx.HTTPError as error:  # while a stream is read, the openai client does not wrap them
+        logger.debug("the connection failed", exc_info=True)
         raise _unreachable() from error
 
 
 def _unreachable() -> EngineClosed:
-    return EngineClosed("The server cannot be reached, or broke the connection off.", code="connection_error")
+    return EngineClosed("The server cannot be reached, or closed the connection.", code="connection_error")
 
 
-def _no_openai() -> EngineError:
-    return EngineError("The server does not answer as OpenAI's API does: check `api_base`, which ends with /v1.")
+def _not_compatible() -> EngineError:
+    return EngineError("The server's response does not follow OpenAI's API. Check that `api_base` ends with /v1.")
 
 
-def _checked(api_base: str) -> str:
+def _check_api_base(api_base: str) -> str:
     url = httpx.URL(api_base)
     if url.scheme not in {"http", "https"} or not url.host:
-        raise ConfigError("`api_base` must be an http or https address, such as http://127.0.0.1:8000/v1.")
+        raise ConfigError("`api_base` must be an http or https URL, such as http://127.0.0.1:8000/v1.")
     return api_base.rstrip("/")
+
+
+__getattr__ = renamed_names(__name__, {"error_of": "error_from_response"})

@@ -1,4 +1,4 @@
-"""Engines that adapters share: one per configuration and process, started on first use."""
+"""Engines shared by adapters: one per configuration and process, started on first use."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ T = TypeVar("T")
 
 
 class PerProcess(Generic[T]):
-    """A value that is made on first use, and again in a process that was forked: threads do not survive that."""
+    """A value created on first use, and again in a forked process, where the threads of the first one do not exist."""
 
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make = make
-        self._made: tuple[int, T] | None = None
+    def __init__(self, factory: Callable[[], T]) -> None:
+        self._factory = factory
+        self._value: tuple[int, T] | None = None
         self._lock = threading.Lock()
 
     def get(self) -> T:
         with self._lock:
-            if self._made is None or self._made[0] != os.getpid():
-                self._made = os.getpid(), self._make()
-            return self._made[1]
+            if self._value is None or self._value[0] != os.getpid():
+                self._value = os.getpid(), self._factory()
+            return self._value[1]
 
 
 class SharedEngines:
     """One engine per equal configuration, for any thread and any event loop.
 
     Args:
-        registry: plugins that the engines use; those of the installed distributions if None.
+        registry: the engines' plugins; those of the installed distributions if None.
     """
 
     def __init__(self, registry: Registry | None = None) -> None:
@@ -56,11 +56,12 @@ class SharedEngines:
         self._configs: dict[tuple[str, str], EngineConfig] = {}
 
     def config(self, model: str, options: Mapping[str, Any]) -> EngineConfig:
-        """The configuration of a model with these other fields. The environment is read for the first call alone: that
-        takes longer than all else that an adapter does for a request.
+        """Return the configuration of a model with these options; cached per model and options.
+
+        Only the first call reads the environment, which takes longer than everything else an adapter does per request.
 
         Raises:
-            ConfigError: an option that there is not, or that is out of range.
+            ConfigError: an option is unknown or out of range.
         """
         key = model, json.dumps(dict(options), sort_keys=True, default=str)
         if key not in self._configs:
@@ -68,13 +69,12 @@ class SharedEngines:
         return self._configs[key]
 
     def get(self, config: EngineConfig) -> Engine:
-        """The engine of `config`, ready; whoever comes first loads it, the others wait for that.
+        """Return the engine of `config`, ready to serve; the first caller loads it, and the others wait.
 
-        An engine that was closed, or failed for good, is started anew. A start that failed is not kept: the next caller
-        tries again.
+        An engine that was closed or has failed is replaced. A failed start is not cached: the next caller tries again.
 
         Raises:
-            SetupError: it cannot be started.
+            SetupError: the engine cannot be started.
         """
         future, start = self._claim(config)
         if start:
@@ -82,14 +82,14 @@ class SharedEngines:
         return future.result()
 
     async def aget(self, config: EngineConfig) -> Engine:
-        """As `get`, without blocking the caller's event loop. Cancelling a caller ends no load."""
+        """Like `get`, without blocking the caller's event loop. Canceling a caller does not cancel the load."""
         future, start = self._claim(config)
         if start:
             threading.Thread(target=start, name="dashinfer-vlm-load", daemon=True).start()
         return future.result() if future.done() else await asyncio.wrap_future(future)
 
     def remote(self, api_base: str, *, api_key: str | None = None) -> RemoteEngine:
-        """The engine behind an address, for one key. Raises as `RemoteEngine`."""
+        """Return the remote engine of a URL and an API key. Raises like `RemoteEngine`."""
         with self._lock:
             engines = self._remote.get()
             if (api_base, api_key) not in engines:
@@ -97,45 +97,45 @@ class SharedEngines:
             return engines[api_base, api_key]
 
     def close(self, *, wait: bool = True) -> None:
-        """End every engine; running requests end with EngineClosed. The next use starts them anew.
+        """Close all engines; running requests raise EngineClosed. The next use starts new engines.
 
         Args:
-            wait: whether to wait for one that is being loaded, and to end it too.
+            wait: whether to wait for an engine that is being loaded, and to close it too.
 
         Raises:
-            DecoderFailed: a step of one of them does not end soon; all others are ended.
+            DecoderFailed: a decoder's step does not end soon; all other engines were closed.
         """
         with self._lock:
             local, remote = self._local.get(), self._remote.get()
             futures, engines = list(local.values()), list(remote.values())
             local.clear()
             remote.clear()
-        with contextlib.ExitStack() as ended:  # one that cannot be closed must not keep the others
+        with contextlib.ExitStack() as stack:  # an engine that cannot be closed must not prevent closing the others
             for engine in engines:
-                ended.callback(engine.close)
+                stack.callback(engine.close)
             for future in futures:
                 if (wait or future.done()) and future.exception() is None:
-                    ended.callback(future.result().close)
+                    stack.callback(future.result().close)
 
     def _claim(self, config: EngineConfig) -> tuple[Future[Engine], Callable[[], None] | None]:
-        """The place of an engine; and what the caller has to do that it gets there, if nobody does it already."""
+        """Return the future of an engine, and the function that loads it; None if another caller loads it."""
         with self._lock:
             futures = self._local.get()
-            found = futures.get(config)
-            if found is not None and _usable(found):
-                return found, None
+            existing = futures.get(config)
+            if existing is not None and _usable(existing):
+                return existing, None
             future: Future[Engine] = Future()
-            future.set_running_or_notify_cancel()  # one who waits for it may be cancelled: that is not to cancel it
+            future.set_running_or_notify_cancel()  # canceling one waiting caller must not cancel the future
             futures[config] = future
-        return future, partial(self._start, config, future, instead_of=found.result() if found else None)
+        return future, partial(self._start, config, future, replaces=existing.result() if existing else None)
 
-    def _start(self, config: EngineConfig, future: Future[Engine], *, instead_of: Engine | None) -> None:
-        """Load what belongs in a place; whoever waits there is told of an error."""
+    def _start(self, config: EngineConfig, future: Future[Engine], *, replaces: Engine | None) -> None:
+        """Load an engine and set the result or the exception of `future`."""
         try:
-            if instead_of is not None:
-                instead_of.close()  # frees the memory that its successor needs
+            if replaces is not None:
+                replaces.close()  # frees the memory that the new engine needs
             future.set_result(Engine(config, registry=self._registry).start())
-        except BaseException as error:  # noqa: BLE001 - those who wait raise it
+        except BaseException as error:  # noqa: BLE001 - the waiting callers raise it
             with self._lock:
                 if self._local.get().get(config) is future:
                     del self._local.get()[config]
@@ -143,16 +143,16 @@ class SharedEngines:
 
 
 def _usable(future: Future[Engine]) -> bool:
-    """Whether an engine is ready or on its way, for the first time or again."""
+    """Whether an engine is ready, loading or restarting."""
     return not future.done() or future.result().status().state in {"ready", "restarting"}
 
 
 SHARED = SharedEngines()
-"""The engines of this process; closed when it ends."""
+"""The engines of this process; closed when the process exits."""
 
 
 def close_shared() -> None:
-    """End the engines of this process, to free their memory; the next use starts them anew."""
+    """Close the engines of this process and free their memory; the next use starts new ones."""
     SHARED.close()
 
 
@@ -163,5 +163,5 @@ def _close_at_exit() -> None:
         logger.warning("%s", error.message)
 
 
-# Not by atexit: its turn comes when concurrent.futures takes no work any more, without which no engine can be closed.
+# atexit runs too late: by then concurrent.futures accepts no work, which closing an engine needs.
 threading._register_atexit(_close_at_exit)  # type: ignore[attr-defined]  # noqa: SLF001 - concurrent.futures uses it too

@@ -1,1 +1,1 @@
-"""Tokens -> objects of OpenAI's API."""
+"""Tokens to response objects of OpenAI's API."""

@@ -1,4 +1,4 @@
-"""The answer: tokens -> text -> objects of OpenAI's API. No input or output happens here."""
+"""Responses: tokens to text to objects of OpenAI's API, without I/O."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from ..tokenization.stop_strings import StopStringMatcher
 ChoiceFinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 LOGPROB_FLOOR = -9999.0
-"""OpenAI's number for "very unlikely": minus infinity is no JSON."""
+"""OpenAI's value for "very unlikely": JSON has no minus infinity."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptCounts:
-    """Lengths of the prompt, for the usage.
+    """Token counts of the prompt, for the usage.
 
     Attributes:
-        prompt_tokens: all of its tokens.
-        image_tokens: those of them that stand for pictures.
-        video_tokens: those of them that stand for videos.
+        prompt_tokens: all tokens.
+        image_tokens: the placeholders of images among them.
+        video_tokens: the placeholders of videos among them.
     """
 
     prompt_tokens: int
@@ -50,30 +50,30 @@ class PromptCounts:
 
 
 class ResponseBuilder:
-    """One answer in the making, streamed or whole: both are cut from the same text.
+    """Builds one choice of a response, streamed or not, from the same state.
 
-    The text is that of `tokenizer.decode(..., skip_special_tokens=True)`, without the token that ends the answer, up to
-    the first stop string. Log probabilities are listed for each token that has a part in that text: not for special
-    tokens, nor for those that begin in a stop string. `completion_tokens` counts every token that was decoded, the one
-    that ends the answer included.
+    The text equals `tokenizer.decode(..., skip_special_tokens=True)` without the token that ends the completion, up to
+    the first stop string. Log probabilities are listed for each token that contributes to this text: not for special
+    tokens, nor for tokens that begin in a stop string. `completion_tokens` counts every decoded token, including the
+    one that ends the completion.
 
     Args:
-        tokenizer: of the byte-level kind.
-        request: says which stop strings, log probabilities and usage are wanted.
-        id: of the answer, the same in all chunks.
+        tokenizer: a byte-level tokenizer.
+        request: specifies stop strings, log probabilities and usage.
+        id: the response's id, the same in all chunks.
         created: Unix time in seconds.
-        model: name of the model in the answer.
-        counts: lengths of the prompt.
-        index: which of the request's answers it is.
-        guided: whether a grammar guides its calls.
-        conversation: how the model writes calls.
+        model: the model's name in the response.
+        counts: token counts of the prompt.
+        index: the index of the choice.
+        guided: whether a grammar constrains its tool calls.
+        conversation: how the model writes tool calls.
 
     Attributes:
-        completion_tokens: tokens of the answer so far.
-        cached_tokens: tokens of the prompt that were read from a cache.
+        completion_tokens: the number of tokens so far.
+        cached_tokens: the number of prompt tokens that were read from a cache.
 
     Raises:
-        CheckpointError: the tokenizer is of another kind.
+        CheckpointError: the tokenizer is not byte-level.
     """
 
     def __init__(
@@ -96,36 +96,36 @@ class ResponseBuilder:
         self._wants_logprobs = request.logprobs
         self._wants_usage = request.include_usage
         self._detokenizer = IncrementalDetokenizer(tokenizer)
-        self._stops = StopStringMatcher(request.stop_strings)
+        self._stop_strings = StopStringMatcher(request.stop_strings)
         tools = {tool.function.name for tool in request.callable_tools}
-        self._reader = ToolCallParser(tools, guided=guided, conversation=conversation)
-        self._one_call = request.parallel_tool_calls is False
+        self._tool_parser = ToolCallParser(tools, guided=guided, conversation=conversation)
+        self._single_call = request.parallel_tool_calls is False
         self._text: list[str] = []
-        self._calls: list[_Call] = []
-        self._entries: list[_Entry] = []
-        self._listed: list[_Entry] = []
+        self._tool_calls: list[_ToolCall] = []
+        self._pending_logprobs: list[_TokenLogprob] = []
+        self._content_logprobs: list[_TokenLogprob] = []
         self.completion_tokens: int = 0
         self.cached_tokens: int = 0
         self._reason: FinishReason | None = None
 
     @property
     def finished(self) -> bool:
-        """Whether the answer is complete; nothing may be fed from then on."""
-        return self._stops.matched or self._reason is not None or self._called_once
+        """Whether the completion is complete; no token may be added afterwards."""
+        return self._stop_strings.matched or self._reason is not None or self._single_call_complete
 
     @property
-    def _called_once(self) -> bool:
-        """Whether the only call that is allowed is complete."""
-        return self._one_call and self._reader.complete > 0
+    def _single_call_complete(self) -> bool:
+        """Whether the only tool call that `parallel_tool_calls=False` allows is complete."""
+        return self._single_call and self._tool_parser.complete > 0
 
     def first_chunk(self) -> ChatCompletionChunk:
-        """The first chunk of a stream: who speaks."""
+        """Return the first chunk of a stream, which has the role."""
         return self._chunk(ChoiceDelta(role="assistant", content="", refusal=None))
 
     def add_token(self, token: Token) -> list[ChatCompletionChunk]:
-        """Take the next token; returns what of the text can be shown now.
+        """Add the next token; return chunks for the text that is final.
 
-        Held back are bytes of an unfinished character, and text that may become a stop string.
+        Bytes of an incomplete character and text that may become a stop string are held back.
         """
         self.completion_tokens += 1
         self.cached_tokens += token.cached_tokens
@@ -135,42 +135,44 @@ class ResponseBuilder:
         begin = self._detokenizer.position
         text = self._detokenizer.feed(token.id)
         if self._wants_logprobs and self._detokenizer.is_visible(token.id):
-            self._entries.append(_Entry(begin, self._logprob(token)))
-        return self._show(self._reader.feed(self._stops.feed(text)))
+            self._pending_logprobs.append(_TokenLogprob(begin, self._logprob(token)))
+        return self._chunks_for(self._tool_parser.feed(self._stop_strings.feed(text)))
 
     def final_chunks(self) -> list[ChatCompletionChunk]:
-        """The last chunks of this answer: what was held back, and why it ends.
+        """Return the last chunks of this choice: the text that was held back, and the finish reason.
 
         Raises:
-            DecoderFailed: the decoder stopped without saying why.
+            DecoderFailed: the decoder stopped without a finish reason.
         """
         return [*self._flush(), self._chunk(ChoiceDelta(), finish=self._finish_reason())]
 
     def usage_chunks(self, others: Sequence[ResponseBuilder] = ()) -> list[ChatCompletionChunk]:
-        """The last chunk of a stream, if it was asked for: the usage, that of the request's other answers included."""
+        """Return the usage chunk, which includes the request's other choices; nothing if it was not requested."""
         if not self._wants_usage:
             return []
         usage = self.usage(others)
         return [ChatCompletionChunk(**self._envelope, object="chat.completion.chunk", choices=[], usage=usage)]
 
     def completion(self, others: Sequence[ResponseBuilder] = ()) -> ChatCompletion:
-        """The whole answer, with the request's other answers.
+        """Return the complete response, with the request's other choices.
 
         Raises:
-            DecoderFailed: the decoder stopped without saying why.
+            DecoderFailed: the decoder stopped without a finish reason.
         """
-        choices = [reply.choice() for reply in (self, *others)]
+        choices = [builder.choice() for builder in (self, *others)]
         return ChatCompletion(**self._envelope, object="chat.completion", choices=choices, usage=self.usage(others))
 
     def choice(self) -> Choice:
-        """This answer among those of a request; raises as `completion`."""
+        """Return this choice. Raises like `completion`."""
         self._flush()
         finish = self._finish_reason()
         text = "".join(self._text)
-        message = ChatCompletionMessage(role="assistant", content=text or (None if self._calls else ""), refusal=None)
-        if self._calls:
-            message.tool_calls = [call.message() for call in self._calls]
-        logprobs = [entry.logprob for entry in self._listed]
+        message = ChatCompletionMessage(
+            role="assistant", content=text or (None if self._tool_calls else ""), refusal=None
+        )
+        if self._tool_calls:
+            message.tool_calls = [call.message() for call in self._tool_calls]
+        logprobs = [entry.logprob for entry in self._content_logprobs]
         return Choice(
             index=self._index,
             message=message,
@@ -179,11 +181,13 @@ class ResponseBuilder:
         )
 
     def usage(self, others: Sequence[ResponseBuilder] = ()) -> CompletionUsage:
-        """Tokens so far, of this answer and of `others`; the prompt counts once, and as cached where none had to read
-        it."""
-        replies = (self, *others)
-        completion = sum(reply.completion_tokens for reply in replies)
-        cached = min(reply.cached_tokens for reply in replies)
+        """Return the usage of this choice and `others` so far.
+
+        The prompt counts once. Its cached tokens are the minimum over the choices: those that no choice computed.
+        """
+        builders = (self, *others)
+        completion = sum(builder.completion_tokens for builder in builders)
+        cached = min(builder.cached_tokens for builder in builders)
         details = {"image_tokens": self._counts.image_tokens, "video_tokens": self._counts.video_tokens}
         return CompletionUsage(
             prompt_tokens=self._counts.prompt_tokens,
@@ -194,45 +198,49 @@ class ResponseBuilder:
 
     def _finish_reason(self) -> ChoiceFinishReason:
         if not self.finished:
-            raise DecoderFailed("The decoder ended the answer without saying why. Try again.")
-        if self._called_once or (self._reason == "stop" and self._reader.complete):
+            raise DecoderFailed("The decoder ended the completion without a finish reason. Try again.")
+        if self._single_call_complete or (self._reason == "stop" and self._tool_parser.complete):
             return "tool_calls"
-        return "stop" if self._stops.matched else self._reason or "stop"
+        return "stop" if self._stop_strings.matched else self._reason or "stop"
 
     def _flush(self) -> list[ChatCompletionChunk]:
-        rest = self._stops.feed(self._detokenizer.flush())
-        events = self._reader.feed(rest + self._stops.flush())
-        return self._show([*events, *self._reader.flush()])
+        rest = self._stop_strings.feed(self._detokenizer.flush())
+        events = self._tool_parser.feed(rest + self._stop_strings.flush())
+        return self._chunks_for([*events, *self._tool_parser.flush()])
 
-    def _show(self, events: list[ParserEvent]) -> list[ChatCompletionChunk]:
-        return [self._shown(event) for event in events]
+    def _chunks_for(self, events: list[ParserEvent]) -> list[ChatCompletionChunk]:
+        return [self._chunk_for(event) for event in events]
 
-    def _shown(self, event: ParserEvent) -> ChatCompletionChunk:
+    def _chunk_for(self, event: ParserEvent) -> ChatCompletionChunk:
         if isinstance(event, ContentDelta):
             self._text.append(event.text)
-            return self._chunk(ChoiceDelta(content=event.text), self._list(event))
+            return self._chunk(ChoiceDelta(content=event.text), self._logprobs_for(event))
         if isinstance(event, ToolCallStart):
-            self._calls.append(_Call(event.id, event.name))
+            self._tool_calls.append(_ToolCall(event.id, event.name))
             function = ChoiceDeltaToolCallFunction(name=event.name, arguments="")
             call = ChoiceDeltaToolCall(index=event.index, id=event.id, type="function", function=function)
         else:
-            self._calls[-1].arguments.append(event.text)
+            self._tool_calls[-1].arguments.append(event.text)
             call = ChoiceDeltaToolCall(index=event.index, function=ChoiceDeltaToolCallFunction(arguments=event.text))
         return self._chunk(ChoiceDelta(tool_calls=[call]))
 
-    def _list(self, said: ContentDelta) -> list[_Entry]:
-        """The log probabilities of the tokens that begin in a piece of the content; those before it are in calls."""
-        end = said.begin + len(said.text)
-        before = [entry for entry in self._entries if entry.begin < end]
-        self._entries = self._entries[len(before) :]
-        entries = [entry for entry in before if entry.begin >= said.begin]
-        self._listed += entries
+    def _logprobs_for(self, delta: ContentDelta) -> list[_TokenLogprob]:
+        """Return the log probabilities of the tokens that begin in a content delta; earlier ones are in tool calls."""
+        end = delta.begin + len(delta.text)
+        before_end = [entry for entry in self._pending_logprobs if entry.begin < end]
+        self._pending_logprobs = self._pending_logprobs[len(before_end) :]
+        entries = [entry for entry in before_end if entry.begin >= delta.begin]
+        self._content_logprobs += entries
         return entries
 
     def _chunk(
-        self, delta: ChoiceDelta, entries: list[_Entry] | None = None, *, finish: ChoiceFinishReason | None = None
+        self,
+        delta: ChoiceDelta,
+        entries: list[_TokenLogprob] | None = None,
+        *,
+        finish: ChoiceFinishReason | None = None,
     ) -> ChatCompletionChunk:
-        """A chunk as OpenAI sends it: nulls are explicit, `usage` is there if the stream will end with one."""
+        """Return a chunk as OpenAI sends it: nulls are explicit, and `usage` is present if the stream ends with it."""
         logprobs = None
         if self._wants_logprobs and entries is not None:
             logprobs = ChunkLogprobs(content=[entry.logprob for entry in entries], refusal=None)
@@ -241,11 +249,11 @@ class ResponseBuilder:
         return ChatCompletionChunk(**self._envelope, object="chat.completion.chunk", choices=[choice], **usage)
 
     def _logprob(self, token: Token) -> ChatCompletionTokenLogprob:
-        assert token.logprob is not None, "the engine asked the decoder for log probabilities"
-        top = [TopLogprob(**self._described(*alternative)) for alternative in token.top_logprobs]
-        return ChatCompletionTokenLogprob(**self._described(token.id, token.logprob), top_logprobs=top)
+        assert token.logprob is not None, "log probabilities were requested from the decoder"
+        top = [TopLogprob(**self._logprob_fields(*alternative)) for alternative in token.top_logprobs]
+        return ChatCompletionTokenLogprob(**self._logprob_fields(token.id, token.logprob), top_logprobs=top)
 
-    def _described(self, token_id: int, logprob: float) -> dict[str, Any]:
+    def _logprob_fields(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self._detokenizer.token_bytes(token_id)
         return {
             "token": data.decode("utf-8", "replace"),
@@ -255,16 +263,16 @@ class ResponseBuilder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    """Log probabilities of one token, and the character of the text that it begins at."""
+class _TokenLogprob:
+    """Log probabilities of one token, and the index of the character in the text at which it begins."""
 
     begin: int
     logprob: ChatCompletionTokenLogprob
 
 
 @dataclass(slots=True)
-class _Call:
-    """A call in the making."""
+class _ToolCall:
+    """A tool call that is being parsed."""
 
     id: str
     name: str

@@ -1,1 +1,1 @@
-"""A format or tools -> grammar -> token masks; text of the answer -> content and calls."""
+"""Response format or tools to grammar to token masks; generated text to content and tool calls."""

@@ -1,7 +1,7 @@
-"""Grammars -> token masks, by llguidance: compiled off the event loop, bounded in time and size, kept by content.
+"""Grammars to token masks with llguidance: compiled off the event loop, bounded in time and size, cached by content.
 
-llguidance computes a mask when it is asked for one, and keeps what it learned: so compiling takes milliseconds. Its
-limits count work, not seconds: what compiles here today compiles anywhere tomorrow.
+llguidance computes masks lazily and caches its states, so compilation takes milliseconds. Its limits count work, not
+seconds: whether a grammar compiles does not depend on the machine or its load.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from cachetools import LRUCache
 
+from ..deprecation import RenamedAttribute
 from ..errors import DecoderFailed, InvalidParameter
 from ..tokenization.detokenizer import IncrementalDetokenizer
 
@@ -25,36 +26,43 @@ if TYPE_CHECKING:
     from ..models.spec import ModelSpec
     from .grammar import Rules
 
-MAX_GUIDES = 64
-"""Compiled grammars that are kept."""
+MAX_CACHED_GRAMMARS = 64
+"""Maximum number of compiled grammars in the cache."""
 
 MAX_GRAMMAR_CHARACTERS = 4_000_000
 
-_TOO_HARD = "cannot be compiled within the limits: make it simpler"
+_TOO_COMPLEX = "cannot be compiled within the limits: make it simpler"
 
 
 class LLGuidanceGrammar:
-    """A compiled grammar; implements `decoder.Guide`."""
+    """A compiled grammar; implements `CompiledGrammar`."""
 
     def __init__(self, matcher: llguidance.LLMatcher, *, vocab_size: int) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
+
+    begin = RenamedAttribute("new_matcher")
 
     def new_matcher(self) -> LLGuidanceMatcher:
         return LLGuidanceMatcher(self._matcher.deep_copy(), vocab_size=self._vocab_size)
 
 
 class LLGuidanceMatcher:
-    """One answer's way through a grammar; implements `decoder.Walk`."""
+    """The state of one completion in a grammar; implements `GrammarMatcher`."""
 
     def __init__(self, matcher: llguidance.LLMatcher, *, vocab_size: int) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
 
+    allowed = RenamedAttribute("allowed_tokens")
+    take = RenamedAttribute("accept_token")
+
     def allowed_tokens(self) -> npt.NDArray[np.bool_]:
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            raise DecoderFailed("The format asked for became too complex within the answer: make it simpler.")
+            raise DecoderFailed(
+                "The requested output format exceeded the complexity limits during decoding. Make it simpler."
+            )
         bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=self._vocab_size, bitorder="little")
         return bits.view(np.bool_)
 
@@ -63,66 +71,64 @@ class LLGuidanceMatcher:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, one at a time, and keeps those used last.
+    """Compiles grammars for one tokenizer, one at a time, with an LRU cache.
 
     Args:
-        tokenizer: of the byte-level kind.
-        spec: of the model; its vocabulary may be larger than the tokenizer's.
+        tokenizer: a byte-level tokenizer.
+        spec: the model's specification; its vocabulary may be larger than the tokenizer's.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, spec: ModelSpec) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = spec.vocab_size
-        self._stop = list(spec.tokens.stop)
-        self._grammars: LRUCache[bytes, LLGuidanceGrammar] = LRUCache(MAX_GUIDES)
+        self._stop_ids = list(spec.tokens.stop)
+        self._grammars: LRUCache[bytes, LLGuidanceGrammar] = LRUCache(MAX_CACHED_GRAMMARS)
         self._lock = threading.Lock()
-        self._tokens: llguidance.LLTokenizer | None = None
+        self._llg_tokenizer: llguidance.LLTokenizer | None = None
 
     def __len__(self) -> int:
         return len(self._grammars)
 
     async def compile_async(self, rules: Rules, start: str, *, param: str) -> LLGuidanceGrammar:
-        """As `compile`, off the event loop."""
+        """Like `compile`, off the event loop."""
         return await asyncio.to_thread(self.compile, rules, start, param=param)
 
     def compile(self, rules: Rules, start: str, *, param: str) -> LLGuidanceGrammar:
-        """The guide of a grammar.
+        """Compile a grammar, or return it from the cache.
 
         Args:
-            rules: of the grammar.
-            start: the rule that an answer follows.
-            param: the field to blame.
+            rules: the grammar's rules.
+            start: the rule that a completion follows.
+            param: the request field to name in errors.
 
         Raises:
-            InvalidParameter: it exceeds the limits, or a pattern in it is malformed.
+            InvalidParameter: the grammar exceeds the limits, or a pattern in it is invalid.
         """
         text = rules.text(start)
         if len(text) > MAX_GRAMMAR_CHARACTERS:
-            raise InvalidParameter(f"`{param}` {_TOO_HARD}.", param=param)
+            raise InvalidParameter(f"`{param}` {_TOO_COMPLEX}.", param=param)
         key = sha256(text.encode()).digest()
         with self._lock:
             if key not in self._grammars:
-                self._grammars[key] = self._compiled(text, rules, param)
+                self._grammars[key] = self._compile(text, rules, param)
             return self._grammars[key]
 
-    def _compiled(self, text: str, rules: Rules, param: str) -> LLGuidanceGrammar:
+    def _compile(self, text: str, rules: Rules, param: str) -> LLGuidanceGrammar:
         matcher = self._matcher(text)
-        matcher.compute_bitmask()  # the first mask is the dearest, and finds what compiling leaves for later
+        matcher.compute_bitmask()  # the first mask is the slowest, and detects errors that compilation does not
         if matcher.is_error():
-            raise self._fault(rules, param)
+            raise self._compile_error(rules, param)
         return LLGuidanceGrammar(matcher, vocab_size=self._vocab_size)
 
-    def _fault(self, rules: Rules, param: str) -> InvalidParameter:
-        """What to say of a grammar that does not compile: a pattern is to blame, or the whole."""
-        for (field, place), rule in rules.patterns.items():
-            if self._is_hard(rules, rule):
-                message = (
-                    f"`{field or param}` at {place!r} is no regular expression that can be followed, or {_TOO_HARD}."
-                )
+    def _compile_error(self, rules: Rules, param: str) -> InvalidParameter:
+        """Return the error for a grammar that does not compile; it names the failing pattern, if there is one."""
+        for (field, path), rule in rules.patterns.items():
+            if self._fails(rules, rule):
+                message = f"`{field or param}` at {path!r} is not a supported regular expression, or {_TOO_COMPLEX}."
                 return InvalidParameter(message, param=field or param)
-        return InvalidParameter(f"`{param}` {_TOO_HARD}.", param=param)
+        return InvalidParameter(f"`{param}` {_TOO_COMPLEX}.", param=param)
 
-    def _is_hard(self, rules: Rules, rule: str) -> bool:
+    def _fails(self, rules: Rules, rule: str) -> bool:
         matcher = self._matcher(rules.text(rule))
         return bool(matcher.is_error())
 
@@ -138,21 +144,23 @@ class GrammarCompiler:
             max_grammar_size=200_000,
             verbose_errors=False,
         )
-        return LLMatcher(self._vocabulary(), text, log_level=0, limits=limits)
+        return LLMatcher(self._token_trie(), text, log_level=0, limits=limits)
 
-    def _vocabulary(self) -> llguidance.LLTokenizer:
-        """The tokens as a tree; made on first use, which takes seconds for a large vocabulary."""
-        if self._tokens is None:
+    def _token_trie(self) -> llguidance.LLTokenizer:
+        """Return llguidance's token trie, built on first use; this takes seconds for a large vocabulary."""
+        if self._llg_tokenizer is None:
             from llguidance import LLTokenizer, TokenizerWrapper
 
-            tokens = TokenizerWrapper(_Vocabulary(self._tokenizer, self._vocab_size, self._stop[0]))
+            wrapper = TokenizerWrapper(_TokenizerAdapter(self._tokenizer, self._vocab_size, self._stop_ids[0]))
             slices = LLTokenizer.json_slices()
-            self._tokens = LLTokenizer(tokens, n_vocab=self._vocab_size, eos_token=self._stop, slices=slices)
-        return self._tokens
+            self._llg_tokenizer = LLTokenizer(
+                wrapper, n_vocab=self._vocab_size, eos_token=self._stop_ids, slices=slices
+            )
+        return self._llg_tokenizer
 
 
-class _Vocabulary:
-    """What llguidance wants to know of a tokenizer."""
+class _TokenizerAdapter:
+    """A tokenizer with the interface that llguidance's `TokenizerWrapper` expects."""
 
     bos_token_id = None
 

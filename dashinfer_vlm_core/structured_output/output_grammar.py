@@ -1,4 +1,4 @@
-"""What a request wants its answer to look like -> a grammar."""
+"""Response format and tools of a request to a grammar."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..tokenization.conversation import HERMES, ConversationFormat
 from .grammar import COLON, COMMA, Rules, SchemaError, any_object, json_schema, literal
 
 MAX_CALLS = 16
-"""Most calls of one answer."""
+"""Maximum number of tool calls in one completion."""
 
 _ANYTHING = r"/(.|\n)*/"
 SCHEMA_PARAM = "response_format.json_schema.schema"
@@ -22,12 +22,12 @@ SCHEMA_PARAM = "response_format.json_schema.schema"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OutputGrammar:
-    """A grammar that an answer has to follow.
+    """A grammar that a completion has to follow.
 
     Attributes:
-        rules: of the grammar.
-        start: the rule that the answer follows.
-        param: the field that asks for it.
+        rules: the grammar's rules.
+        start: the rule that the completion follows.
+        param: the request field that requires it.
     """
 
     rules: Rules
@@ -36,27 +36,27 @@ class OutputGrammar:
 
     @property
     def field(self) -> str:
-        """The field of the request that `param` belongs to."""
+        """The top-level field of the request that contains `param`."""
         return self.param.partition(".")[0].partition("[")[0]
 
 
 def grammar_for_request(request: ChatRequest, conversation: ConversationFormat = HERMES) -> OutputGrammar | None:
-    """The grammar that a request asks for; None if its answer is free.
+    """Return the grammar that a request requires; None if its response is unconstrained.
 
-    Tools that may be called, but need not, are part of it: text is free until a call begins.
+    Optional tools are part of the grammar: text is unconstrained until a tool call begins.
 
     Args:
-        request: says what it wants.
-        conversation: how the model writes calls.
+        request: the request.
+        conversation: how the model writes tool calls.
 
     Raises:
-        InvalidParameter: a schema is malformed or too large, or cannot be guaranteed; `param` names it.
+        InvalidParameter: a schema is invalid, too large, or cannot be guaranteed; `param` names it.
     """
     rules = Rules()
     content = _content(rules, request)
     if not request.callable_tools:
         return content
-    begin, calls = literal(conversation.call_begin), _calls(rules, request, conversation)
+    begin, calls = literal(conversation.call_begin), _tool_calls(rules, request, conversation)
     if request.must_call:
         return OutputGrammar(rules=rules, start=f"{begin} {calls}", param="tool_choice")
     if content:
@@ -67,12 +67,12 @@ def grammar_for_request(request: ChatRequest, conversation: ConversationFormat =
 
 
 def _content(rules: Rules, request: ChatRequest) -> OutputGrammar | None:
-    wanted = request.response_format
-    if wanted is None or wanted.type == "text":
+    response_format = request.response_format
+    if response_format is None or response_format.type == "text":
         return None
-    if wanted.json_schema is None:
+    if response_format.json_schema is None:
         return OutputGrammar(rules=rules, start=any_object(rules), param="response_format")
-    start = _compiled(rules, wanted.json_schema.json_schema, SCHEMA_PARAM)
+    start = _compile_schema(rules, response_format.json_schema.json_schema, SCHEMA_PARAM)
     return OutputGrammar(rules=rules, start=start, param=SCHEMA_PARAM)
 
 
@@ -80,11 +80,11 @@ def _until_call(rules: Rules, begin: str) -> str:
     return rules.lazy(f"{rules.terminal(_ANYTHING)} {begin}")
 
 
-def _calls(rules: Rules, request: ChatRequest, conversation: ConversationFormat) -> str:
-    """What follows the first tag: a call, and more of them where there may be several."""
+def _tool_calls(rules: Rules, request: ChatRequest, conversation: ConversationFormat) -> str:
+    """Return the rule of what follows the first tag: one call, or several if parallel calls are allowed."""
     allowed = {tool.function.name for tool in request.callable_tools}
     calls = [
-        _call(rules, tool.function, f"tools[{index}].function.parameters", conversation)
+        _tool_call(rules, tool.function, f"tools[{index}].function.parameters", conversation)
         for index, tool in enumerate(request.tools)
         if tool.function.name in allowed
     ]
@@ -95,19 +95,19 @@ def _calls(rules: Rules, request: ChatRequest, conversation: ConversationFormat)
     return f"{call} ({following} {call}){{0,{MAX_CALLS - 1}}}"
 
 
-def _call(rules: Rules, tool: ToolFunction, param: str, conversation: ConversationFormat) -> str:
+def _tool_call(rules: Rules, tool: ToolFunction, param: str, conversation: ConversationFormat) -> str:
     schema = tool.parameters or {"properties": {}}
     if schema.get("type", "object") != "object":
         raise InvalidParameter(f"`{param}` must be a schema of type object.", param=param)
-    arguments = _compiled(rules, {**schema, "type": "object"}, param, lenient=not tool.strict)
+    arguments = _compile_schema(rules, {**schema, "type": "object"}, param, lenient=not tool.strict)
     name, key = literal(f'"{tool.name}"'), literal('"arguments"')
     begin, end = literal('\n{"name"'), literal("}\n" + conversation.call_end)
     return rules.add(f"{begin} {COLON} {name} {COMMA} {key} {COLON} {arguments} {end}")
 
 
-def _compiled(rules: Rules, schema: Mapping[str, Any], param: str, *, lenient: bool = False) -> str:
+def _compile_schema(rules: Rules, schema: Mapping[str, Any], param: str, *, lenient: bool = False) -> str:
     try:
         return json_schema(rules, schema, field=param, lenient=lenient)
-    except SchemaError as fault:
-        place = f" at {fault.place!r}" if fault.place else ""
-        raise InvalidParameter(f"`{param}`{place} {fault.words}.", param=param) from None
+    except SchemaError as error:
+        location = f" at {error.path!r}" if error.path else ""
+        raise InvalidParameter(f"`{param}`{location} {error.reason}.", param=param) from None

@@ -1,4 +1,4 @@
-"""Text of the answer, piece by piece -> content and calls, which the model writes as a `ConversationFormat` says."""
+"""Incremental parser of generated text into content and tool calls, in the syntax of a `ConversationFormat`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ContentDelta:
     """A piece of the content.
 
     Attributes:
-        begin: of the text that was fed, the character that it begins at.
+        begin: the index of its first character in the text that was fed.
         text: the piece.
     """
 
@@ -28,12 +28,12 @@ class ContentDelta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCallStart:
-    """A call begins.
+    """The start of a tool call.
 
     Attributes:
-        index: counts the calls of the answer.
-        id: a name for it that no other call has.
-        name: of the tool.
+        index: the index of the call in the completion.
+        id: a unique id.
+        name: the tool's name.
     """
 
     index: int
@@ -43,7 +43,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCallArgumentsDelta:
-    """A piece of the arguments of the call that began last; all pieces together are a JSON object."""
+    """A piece of the arguments of the last started call; all pieces together are a JSON object."""
 
     index: int
     text: str
@@ -53,19 +53,19 @@ ParserEvent: TypeAlias = ContentDelta | ToolCallStart | ToolCallArgumentsDelta
 
 
 class ToolCallParser:
-    """Finds the calls in an answer.
+    """Splits generated text into content and tool calls.
 
-    Where a grammar guides the answer, arguments are passed on while they are written. Elsewhere a call is passed on
-    once it is whole and known to be one; what is none is given back as text, the same to the character.
+    With guided decoding, arguments are streamed while they are generated. Otherwise a call is emitted once it is
+    complete and valid; text that looks like a call but is not is emitted as content, unchanged.
 
     Args:
-        names: of the tools that may be called; none if the answer is text and nothing else.
-        guided: whether a grammar guides the answer.
-        conversation: how the model writes calls.
+        names: the names of the tools that may be called; empty if all text is content.
+        guided: whether a grammar constrains the completion.
+        conversation: how the model writes tool calls.
 
     Attributes:
-        calls: how many have begun.
-        complete: how many have ended.
+        calls: the number of calls that have started.
+        complete: the number of calls that are complete.
     """
 
     def __init__(self, names: Collection[str], *, guided: bool, conversation: ConversationFormat = HERMES) -> None:
@@ -78,93 +78,98 @@ class ToolCallParser:
         self._names = names
         self._guided = guided
         self._state: Callable[[str], list[ParserEvent]] = self._read_text
-        self._opening, self._end = self._new_opening(), self._new_end()
-        self._settled = 0  # characters that became content, or part of a call
-        self._raw = ""  # those after them
-        self._ready = 0  # those of `_raw` that begin no call
+        self._begin_tag, self._end_tag = self._new_begin_tag(), self._new_end_tag()
+        self._consumed = 0  # characters emitted as content or parsed as part of a call
+        self._pending = ""  # the text after them
+        self._num_content = 0  # leading characters of `_pending` that cannot begin a call
 
     def feed(self, text: str) -> list[ParserEvent]:
-        """What is certain now."""
+        """Parse more text; return the events that are certain."""
         if not self._names:
-            return self._say(text) if text else []
-        return _joined(event for character in text for event in self._state(character))
+            return self._emit_content(text) if text else []
+        return _merge_events(event for character in text for event in self._state(character))
 
     def flush(self) -> list[ParserEvent]:
-        """What was held back, at the end of the answer."""
+        """End the text; return the events for what was held back."""
         if self._state == self._read_arguments:
-            rest = self._end.flush()
+            rest = self._end_tag.flush()
             return [ToolCallArgumentsDelta(index=self.calls - 1, text=rest)] if rest else []
         if self._state == self._read_call:
-            return self._close()
-        if not self._raw or self._is_gap(self._raw):
+            return self._parse_pending_call()
+        if not self._pending or self._is_space_after_call(self._pending):
             return []
-        return self._say(self._raw)
+        return self._emit_content(self._pending)
 
     def _read_text(self, character: str) -> list[ParserEvent]:
-        self._raw += character
-        self._ready += len(self._opening.feed(character))
-        text, events = self._raw[: self._ready], list[ParserEvent]()
-        if text and not self._is_gap(text):
-            events = self._say(text)
-        if self._opening.matched:
-            self._opening, self._ready, self._state = self._new_opening(), 0, self._read_call
+        self._pending += character
+        self._num_content += len(self._begin_tag.feed(character))
+        text, events = self._pending[: self._num_content], list[ParserEvent]()
+        if text and not self._is_space_after_call(text):
+            events = self._emit_content(text)
+        if self._begin_tag.matched:
+            self._begin_tag, self._num_content, self._state = self._new_begin_tag(), 0, self._read_call
         return events
 
     def _read_call(self, character: str) -> list[ParserEvent]:
-        self._raw += character
-        if self._guided and character == "{" and (head := self._head.fullmatch(self._raw)) and head[1] in self._names:
-            self._settle()
-            self._end, self._state = self._new_end(), self._read_arguments
-            return [self._begin(head[1]), *self._read_arguments("{")]
-        return self._close() if self._raw.endswith(self._tags[1]) else []
+        self._pending += character
+        if (
+            self._guided
+            and character == "{"
+            and (head := self._head.fullmatch(self._pending))
+            and head[1] in self._names
+        ):
+            self._consume_pending()
+            self._end_tag, self._state = self._new_end_tag(), self._read_arguments
+            return [self._start_call(head[1]), *self._read_arguments("{")]
+        return self._parse_pending_call() if self._pending.endswith(self._tags[1]) else []
 
     def _read_arguments(self, character: str) -> list[ParserEvent]:
-        self._settled += 1
-        text = self._end.feed(character)
-        if self._end.matched:
+        self._consumed += 1
+        text = self._end_tag.feed(character)
+        if self._end_tag.matched:
             self.complete += 1
             self._state = self._read_text
         return [ToolCallArgumentsDelta(index=self.calls - 1, text=text)] if text else []
 
-    def _close(self) -> list[ParserEvent]:
-        """A call that was read to its end; text if it is none."""
+    def _parse_pending_call(self) -> list[ParserEvent]:
+        """Parse the pending text as a call; emit it as content if it is not a valid one."""
         self._state = self._read_text
         begin, end = self._tags
-        found = _parsed(self._raw.partition(begin)[2].removesuffix(end))
-        if found is None or found[0] not in self._names:
-            return self._say(self._raw)
-        self._settle()
+        call = _parse_call(self._pending.partition(begin)[2].removesuffix(end))
+        if call is None or call[0] not in self._names:
+            return self._emit_content(self._pending)
+        self._consume_pending()
         self.complete += 1
-        begun = self._begin(found[0])
-        return [begun, ToolCallArgumentsDelta(index=begun.index, text=found[1])]
+        started = self._start_call(call[0])
+        return [started, ToolCallArgumentsDelta(index=started.index, text=call[1])]
 
-    def _begin(self, name: str) -> ToolCallStart:
+    def _start_call(self, name: str) -> ToolCallStart:
         self.calls += 1
         return ToolCallStart(index=self.calls - 1, id=f"call_{uuid.uuid4().hex[:24]}", name=name)
 
-    def _is_gap(self, text: str) -> bool:
-        """Whether text is but the space behind a call, as long as nothing else follows."""
+    def _is_space_after_call(self, text: str) -> bool:
+        """Whether text is only whitespace after a call, which is dropped unless content follows."""
         return self.calls > 0 and text.isspace()
 
-    def _say(self, text: str) -> list[ParserEvent]:
-        event = ContentDelta(begin=self._settled, text=text)
-        self._settled += len(text)
-        self._raw, self._ready = self._raw[len(text) :], 0
+    def _emit_content(self, text: str) -> list[ParserEvent]:
+        event = ContentDelta(begin=self._consumed, text=text)
+        self._consumed += len(text)
+        self._pending, self._num_content = self._pending[len(text) :], 0
         return [event]
 
-    def _new_opening(self) -> StopStringMatcher:
+    def _new_begin_tag(self) -> StopStringMatcher:
         return StopStringMatcher((self._tags[0], f"\n{self._tags[0]}"))
 
-    def _new_end(self) -> StopStringMatcher:
+    def _new_end_tag(self) -> StopStringMatcher:
         return StopStringMatcher(("}\n" + self._tags[1],))
 
-    def _settle(self) -> None:
-        self._settled += len(self._raw)
-        self._raw, self._ready = "", 0
+    def _consume_pending(self) -> None:
+        self._consumed += len(self._pending)
+        self._pending, self._num_content = "", 0
 
 
-def _parsed(text: str) -> tuple[str, str] | None:
-    """Name and arguments of a call; None if it is none."""
+def _parse_call(text: str) -> tuple[str, str] | None:
+    """Return the name and the arguments of a call; None if the text is not a call."""
     try:
         call = json.loads(text)
     except (ValueError, RecursionError):
@@ -175,13 +180,13 @@ def _parsed(text: str) -> tuple[str, str] | None:
     return (call["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
 
 
-def _joined(events: Iterable[ParserEvent]) -> list[ParserEvent]:
-    """The events, with neighbouring pieces as one."""
-    joined: list[ParserEvent] = []
+def _merge_events(events: Iterable[ParserEvent]) -> list[ParserEvent]:
+    """Merge adjacent deltas of the same type."""
+    merged: list[ParserEvent] = []
     for event in events:
-        last = joined[-1] if joined else None
+        last = merged[-1] if merged else None
         if isinstance(last, (ContentDelta, ToolCallArgumentsDelta)) and type(last) is type(event):
-            joined[-1] = replace(last, text=last.text + event.text)
+            merged[-1] = replace(last, text=last.text + event.text)
         else:
-            joined.append(event)
-    return joined
+            merged.append(event)
+    return merged

@@ -77,6 +77,20 @@ def test_renamed_arguments_and_attributes_warn():
     }  # fmt: skip
 
 
+def test_observer_that_overrides_answered_warns():
+    from dashinfer_vlm_core.engine.observers import RequestObserver
+
+    with pytest.warns(DeprecationWarning, match=r"`Old\.answered` is now `Old\.completed`"):
+
+        class Old(RequestObserver):
+            def answered(self, usage, seconds):
+                self.seconds = seconds
+
+    observer = Old()
+    observer.completed(None, 2.0)
+    assert observer.seconds == 2.0
+
+
 def test_warning_points_at_caller():
     with deprecations() as warned:
         Token(id=1, top=()).top  # noqa: B018

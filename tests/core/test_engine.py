@@ -346,7 +346,7 @@ def test_invalid_setup_is_named_and_leaves_no_thread(tiny_checkpoint, options, e
 
 def test_images_beyond_context_are_rejected_before_resizing(scripted):
     engine, _ = scripted("ok", max_model_len=64)
-    with pytest.raises(ContextLengthExceeded, match="The pictures and videos have at least 64 tokens") as caught:
+    with pytest.raises(ContextLengthExceeded, match="The images and videos have at least 64 tokens") as caught:
         engine.chat({"messages": as_openai([user(*[blurred_image(seed) for seed in range(4)], "?")])})
     assert caught.value.param == "messages"
 

@@ -19,7 +19,7 @@ def ask(server, messages=HELLO, **options):
         return client.chat.completions.create(model="tiny", messages=messages, **options)
 
 
-def test_the_answer_is_openais(scripted):
+def test_completion_matches_openai(scripted):
     answer = ask(scripted(ANSWER).server)
     assert (answer.object, answer.model) == ("chat.completion", "tiny")
     assert answer.choices[0].message.role == "assistant"
@@ -28,7 +28,7 @@ def test_the_answer_is_openais(scripted):
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_on_the_wire_null_stays_null_and_what_was_not_set_stays_away(scripted):
+def test_completion_json_omits_unset_fields(scripted):
     with scripted(ANSWER).server.http() as client:
         reply = client.post("/v1/chat/completions", json={"messages": HELLO})
     (choice,) = reply.json()["choices"]
@@ -39,7 +39,7 @@ def test_on_the_wire_null_stays_null_and_what_was_not_set_stays_away(scripted):
     assert "tool_calls" not in choice["message"]
 
 
-def test_a_stream_is_the_answer_in_pieces(scripted):
+def test_stream_chunks_form_the_completion(scripted):
     with scripted(ANSWER).server.openai() as client:
         chunks = list(client.chat.completions.create(model="tiny", messages=HELLO, stream=True))
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -50,7 +50,7 @@ def test_a_stream_is_the_answer_in_pieces(scripted):
     assert all(chunk.usage is None for chunk in chunks)
 
 
-def test_usage_comes_last_where_it_is_asked_for(scripted):
+def test_include_usage_adds_a_last_chunk(scripted):
     server = scripted(ANSWER).server
     with server.openai() as client:
         *_, last = client.chat.completions.create(
@@ -60,7 +60,7 @@ def test_usage_comes_last_where_it_is_asked_for(scripted):
     assert last.usage == ask(server).usage
 
 
-def test_events_are_one_line_of_json_each_and_done(scripted):
+def test_stream_events_are_json_lines_then_done(scripted):
     with scripted(ANSWER).server.http() as client:
         reply = client.post("/v1/chat/completions", json={"messages": HELLO, "stream": True})
     *events, last, end = reply.text.split("\n\n")
@@ -71,7 +71,7 @@ def test_events_are_one_line_of_json_each_and_done(scripted):
     assert reply.headers["x-accel-buffering"] == "no"
 
 
-def test_line_breaks_of_unicode_do_not_cut_events(scripted):
+def test_unicode_line_breaks_do_not_split_events(scripted):
     text = "one\u2028two\u2029three\x85four\nfive\r\nsix"
     with (
         scripted(text).server.http() as client,
@@ -82,7 +82,7 @@ def test_line_breaks_of_unicode_do_not_cut_events(scripted):
     assert "".join(delta.get("content") or "" for delta in deltas) == text
 
 
-def test_pieces_are_sent_as_they_come(scripted):
+def test_chunks_are_sent_immediately(scripted):
     served = scripted(ANSWER, delay=0.02)
     with served.server.openai() as client:
         stream = client.chat.completions.create(model="tiny", messages=HELLO, stream=True)
@@ -92,7 +92,7 @@ def test_pieces_are_sent_as_they_come(scripted):
         assert list(stream)
 
 
-def test_the_async_client_gets_the_same(scripted):
+def test_async_openai_client(scripted):
     server = scripted(ANSWER).server
 
     async def answers():
@@ -106,7 +106,7 @@ def test_the_async_client_gets_the_same(scripted):
     assert asyncio.run(answers()) == (ANSWER, ANSWER)
 
 
-def test_pictures_and_videos_reach_the_decoder(scripted):
+def test_images_and_videos_reach_the_decoder(scripted):
     served = scripted(ANSWER)
     messages = as_openai([user(blurred_image(1), "And this?", [blurred_image(2), blurred_image(3)])])
     details = ask(served.server, messages).usage.prompt_tokens_details
@@ -116,7 +116,7 @@ def test_pictures_and_videos_reach_the_decoder(scripted):
     assert video.stop - video.start == details.video_tokens > 0
 
 
-def test_twenty_at_once_get_their_own_answers(scripted):
+def test_concurrent_requests_get_their_own_responses(scripted):
     server = scripted(lambda request: str(request.sampling.seed), delay=0.005).server
 
     async def ask_with_seed(client, seed):
@@ -134,7 +134,7 @@ def test_twenty_at_once_get_their_own_answers(scripted):
     assert asyncio.run(answers()) == [str(seed) for seed in range(1000, 1020)]
 
 
-def test_log_probabilities_are_openais(scripted):
+def test_logprobs_match_openai(scripted):
     server = scripted(ANSWER).server
     plain = ask(server, logprobs=True, top_logprobs=1)
     with server.openai() as client:
@@ -146,16 +146,16 @@ def test_log_probabilities_are_openais(scripted):
     assert "".join(item.token for item in streamed).startswith(ANSWER)
 
 
-def test_the_model_is_listed(scripted):
+def test_models_lists_the_served_model(scripted):
     with scripted(ANSWER).server.openai() as client:
         (model,) = client.models.list()
         assert (model.id, model.object) == ("tiny", "model")
         assert client.models.retrieve("tiny") == model
-        with pytest.raises(openai.NotFoundError, match="'other/model' is not served here: ask for 'tiny'"):
+        with pytest.raises(openai.NotFoundError, match="'other/model' is not served here. Use 'tiny'"):
             client.models.retrieve("other/model")
 
 
-def test_health_says_what_answers(scripted):
+def test_health_reports_status_model_and_decoder(scripted):
     served = scripted(ANSWER)
     with served.server.http() as client:
         reply = client.get("/health")
@@ -164,7 +164,7 @@ def test_health_says_what_answers(scripted):
             "status": "ready",
             "model": "tiny",
             "decoder": "scripted",
-            "reason": "a script is played",
+            "reason": "returns scripted responses",
             "max_model_len": served.engine.status().max_model_len,
         }
         served.engine.close()

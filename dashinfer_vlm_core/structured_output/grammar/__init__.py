@@ -1,9 +1,10 @@
-"""What a guided answer may look like, as a grammar that a library turns into token masks.
+"""Grammars for guided decoding, from which a library computes token masks.
 
-    JSON schema ─▶ Rules: Lark rules, none of which refers back to itself
+    JSON schema ─▶ Rules: Lark rules without recursion
 
-Every language here is finite: strings, arrays, objects, digits and recursion end at bounds that the schema sets, else
-at those of `bounds`. An answer that follows its grammar therefore always ends by itself. Nothing is compiled here.
+Every language is finite: the length of strings, arrays, objects and numbers and the depth of recursion are bounded by
+the schema, or by the defaults in `bounds`. A completion that follows its grammar therefore always ends. This package
+only creates the grammars; `grammar_compiler` compiles them.
 """
 
 from .json_schema import COLON, COMMA, any_object, json_schema

@@ -1,41 +1,41 @@
-"""How large a schema may be, and what bounds a value whose schema does not."""
+"""Limits on schemas, and bounds on values whose schema sets none."""
 
 from __future__ import annotations
 
 MAX_STEPS = 20_000
-"""Parts of schemas looked at for one grammar; a reference that is followed counts anew, so that none multiply."""
+"""Maximum number of schema parts compiled for one grammar; a part counts again for each reference to it."""
 
 MAX_NESTING = 64
-"""How deep parts of a schema stand within each other, references followed: to compile them is to recurse."""
+"""Maximum nesting of a schema with references followed; the compiler is recursive."""
 
 MAX_RULES = 20_000
 MAX_RULE_DEPTH = 500
-"""How deep rules stand within each other; llguidance overflows its stack, and ends the process, at a few thousands."""
+"""Maximum nesting of rules; at a few thousand, llguidance overflows its stack, which ends the process."""
 
 MAX_PATTERN_CHARACTERS = 1024
 MAX_RECURSION = 5
-"""How often references that lead back to themselves are followed, one within the other."""
+"""Maximum depth to which recursive references are followed."""
 
 STRING_CHARACTERS = 4096
-"""Longest string without `maxLength`; `MAX_STRING_CHARACTERS` with it."""
+"""Maximum length of a string without `maxLength`; with it, `MAX_STRING_CHARACTERS`."""
 
 MAX_STRING_CHARACTERS = 65_536
 KEY_CHARACTERS = 64
 ARRAY_ITEMS = 256
-"""Longest array without `maxItems`; `MAX_ARRAY_ITEMS` with it."""
+"""Maximum length of an array without `maxItems`; with it, `MAX_ARRAY_ITEMS`."""
 
 MAX_ARRAY_ITEMS = 4096
 EXTRA_PROPERTIES = 64
-"""Most properties of an object besides those that its schema names."""
+"""Maximum number of properties of an object in addition to those that its schema names."""
 
 INTEGER_DIGITS = 15
-"""Of numbers without bounds, before the point: every such integer is exact in double precision."""
+"""Maximum digits before the decimal point of unbounded numbers: such integers are exact in double precision."""
 
 DECIMAL_PLACES = 6
 MAX_INTEGER_DIGITS = 30
-"""Of numbers with bounds of their own."""
+"""Maximum digits of numbers whose schema sets bounds."""
 
 ANY_DEPTH = 6
-"""How deep arrays and objects nest where the schema leaves a value free."""
+"""Maximum nesting of arrays and objects in a value without a schema."""
 
 ANY_ITEMS = 64

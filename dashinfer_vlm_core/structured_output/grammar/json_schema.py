@@ -1,4 +1,4 @@
-"""JSON schema -> rules: what OpenAI's and pydantic's schemas use, and a refusal of what could not be guaranteed."""
+"""JSON schema to rules: supports what OpenAI's and pydantic's schemas use, rejects what cannot be guaranteed."""
 
 from __future__ import annotations
 
@@ -22,75 +22,78 @@ _FORMAT_CHARACTERS = 256
 
 
 def json_schema(rules: Rules, schema: Schema, *, field: str = "", lenient: bool = False) -> str:
-    """The rule of the JSON texts that a schema describes: one blank at most after `,` and `:`, none elsewhere.
+    """Add the rules of the JSON texts that a schema allows: up to one space after `,` and `:`, none elsewhere.
 
-    Properties come in the schema's order. Properties that it does not name are left out unless `additionalProperties`
-    asks for them.
+    Properties are in the schema's order. Properties that it does not name are allowed only if `additionalProperties`
+    is set.
 
     Args:
-        rules: get the rules.
+        rules: the rules to add to.
         schema: parsed JSON of bounded size and depth.
-        field: of the request that holds it, for `Rules.patterns`.
-        lenient: pass over keywords that cannot be guaranteed.
+        field: the request field that contains the schema, for `Rules.patterns`.
+        lenient: whether to ignore keywords that cannot be guaranteed.
+
+    Returns:
+        The name of the schema's rule.
 
     Raises:
-        SchemaError: it is malformed, too complex, cannot be guaranteed, or describes nothing.
+        SchemaError: the schema is invalid, too complex, cannot be guaranteed, or allows no value.
     """
     try:
-        rule = _Compiler(rules, schema, field=field, lenient=lenient).compile(schema, level=0, place="")
+        rule = _Compiler(rules, schema, field=field, lenient=lenient).compile(schema, level=0, path="")
     except TooManyRules:
         raise SchemaError("", "is too large: make it simpler") from None
     if rule is None:
-        raise SchemaError("", "describes no value that could be written")
+        raise SchemaError("", "allows no value")
     return rule
 
 
 def any_object(rules: Rules) -> str:
-    """The rule of any JSON object, nested to a bounded depth."""
-    return _free(rules, bounds.ANY_DEPTH)[1]
+    """Return the rule of any JSON object, nested to a bounded depth."""
+    return _any_value(rules, bounds.ANY_DEPTH)[1]
 
 
-def _string(least: int = 0, most: int = bounds.STRING_CHARACTERS) -> str:
-    return regex(f'"{_CHARACTER}{{{least},{most}}}"')
+def _string(min_length: int = 0, max_length: int = bounds.STRING_CHARACTERS) -> str:
+    return regex(f'"{_CHARACTER}{{{min_length},{max_length}}}"')
 
 
-def _free(rules: Rules, depth: int) -> tuple[str, str]:
-    """Rules of any value and any object; arrays and objects nest `depth` deep."""
+def _any_value(rules: Rules, depth: int) -> tuple[str, str]:
+    """Return the rules of any value and any object, nested up to `depth` deep."""
     scalars = ["true", "false", "null"]
     value = rules.either([*map(literal, scalars), _string(), regex(_number())])
-    held = pairs = ""
+    arrays = objects = ""
     for _ in range(depth):
-        key = rules.terminal(_string(most=bounds.KEY_CHARACTERS))
-        held = rules.add(_braced("[", _list_of(value, 0, bounds.ANY_ITEMS), "]"))
+        key = rules.terminal(_string(max_length=bounds.KEY_CHARACTERS))
+        arrays = rules.add(_enclosed("[", _list_of(value, 0, bounds.ANY_ITEMS), "]"))
         pair = rules.add(f"{key} {COLON} {value}")
-        pairs = rules.add(_braced("{", _list_of(pair, 0, bounds.ANY_ITEMS), "}"))
-        value = rules.either([value, held, pairs])
-    return value, pairs
+        objects = rules.add(_enclosed("{", _list_of(pair, 0, bounds.ANY_ITEMS), "}"))
+        value = rules.either([value, arrays, objects])
+    return value, objects
 
 
 def _number() -> str:
     return rf"-?(0|[1-9][0-9]{{0,{bounds.INTEGER_DIGITS - 1}}})(\.[0-9]{{1,{bounds.DECIMAL_PLACES}}})?"
 
 
-def _list_of(item: str, least: int, most: int) -> str:
-    """Between `least` and `most` of `item`, with commas between them."""
-    if most == 0:
+def _list_of(item: str, min_count: int, max_count: int) -> str:
+    """Return the rule of a comma-separated list of `item` of bounded length."""
+    if max_count == 0:
         return ""
-    many = f"{item} {_more_of(item, max(least - 1, 0), most - 1)}".rstrip()
-    return many if least else f"({many})?"
+    many = f"{item} {_more_of(item, max(min_count - 1, 0), max_count - 1)}".rstrip()
+    return many if min_count else f"({many})?"
 
 
-def _more_of(item: str, least: int, most: int) -> str:
-    """As `_list_of`, behind another item."""
-    return f"({COMMA} {item}){{{least},{most}}}" if most else ""
+def _more_of(item: str, min_count: int, max_count: int) -> str:
+    """Like `_list_of`, after another item."""
+    return f"({COMMA} {item}){{{min_count},{max_count}}}" if max_count else ""
 
 
-def _braced(left: str, body: str, right: str) -> str:
+def _enclosed(left: str, body: str, right: str) -> str:
     return " ".join(filter(None, (literal(left), body, literal(right))))
 
 
 class _Compiler:
-    """Turns the parts of one schema into rules; None stands for a part that nothing can satisfy."""
+    """Compiles the parts of one schema to rules; None represents a part that no value satisfies."""
 
     def __init__(self, rules: Rules, root: Schema, *, field: str, lenient: bool) -> None:
         self._rules = rules
@@ -98,9 +101,9 @@ class _Compiler:
         self._root = root
         self._lenient = lenient
         self._steps = self._depth = 0
-        self._referred: dict[tuple[str, int], str | None] = {}
-        self._reached: dict[str, frozenset[str]] = {}
-        self._of_type: dict[str, Callable[[Mapping[str, Any], int, str], str | None]] = {
+        self._rules_by_reference: dict[tuple[str, int], str | None] = {}
+        self._references_by_pointer: dict[str, frozenset[str]] = {}
+        self._compile_by_type: dict[str, Callable[[Mapping[str, Any], int, str], str | None]] = {
             "object": self._object,
             "array": self._array,
             "string": self._string,
@@ -110,247 +113,258 @@ class _Compiler:
             "null": lambda *_: literal("null"),
         }
 
-    def compile(self, schema: Schema, level: int, place: str) -> str | None:
-        """The rule of a part of the schema.
+    def compile(self, schema: Schema, level: int, path: str) -> str | None:
+        """Compile a part of the schema; return its rule.
 
         Args:
             schema: the part.
-            level: how many references that lead back to themselves were followed.
-            place: where the part stands, for messages.
+            level: the number of recursive references that were followed.
+            path: the path of the part, for messages.
         """
-        self._count()
+        self._count_step()
         self._depth += 1
         if self._depth > bounds.MAX_NESTING:
             raise SchemaError("", f"nests deeper than {bounds.MAX_NESTING} levels: make it flatter")
         try:
-            return self._compiled(schema, level, place)
+            return self._compile(schema, level, path)
         finally:
             self._depth -= 1
 
-    def _compiled(self, schema: Schema, level: int, place: str) -> str | None:
+    def _compile(self, schema: Schema, level: int, path: str) -> str | None:
         if isinstance(schema, bool):
-            return _free(self._rules, bounds.ANY_DEPTH)[0] if schema else None
-        check_keywords(schema, place, lenient=self._lenient)
-        asked = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
-        if "$ref" in asked:
-            return self._reference(asked, level, place)
-        if "allOf" in asked:
-            return self._together(asked, level, place)
+            return _any_value(self._rules, bounds.ANY_DEPTH)[0] if schema else None
+        check_keywords(schema, path, lenient=self._lenient)
+        keywords = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
+        if "$ref" in keywords:
+            return self._reference(keywords, level, path)
+        if "allOf" in keywords:
+            return self._all_of(keywords, level, path)
         for key in ("anyOf", "oneOf"):
-            if key in asked:
-                return self._one_of(asked, key, level, place)
-        return self._value(asked, level, place)
+            if key in keywords:
+                return self._any_of(keywords, key, level, path)
+        return self._value(keywords, level, path)
 
-    def _value(self, schema: Mapping[str, Any], level: int, place: str) -> str | None:
+    def _value(self, schema: Mapping[str, Any], level: int, path: str) -> str | None:
         if "const" in schema or "enum" in schema:
-            return self._listed(schema, place)
+            return self._enum(schema, path)
         types = types_of(schema)
         if not types:
-            return self.compile(True, level, place)
-        found = [rule for name in types if (rule := self._of_type[name](schema, level, place)) is not None]
-        return self._rules.either(found) if found else None
+            return self.compile(True, level, path)
+        rules = [rule for name in types if (rule := self._compile_by_type[name](schema, level, path)) is not None]
+        return self._rules.either(rules) if rules else None
 
     # References and combinations
 
-    def _reference(self, schema: Mapping[str, Any], level: int, place: str) -> str | None:
-        pointer, beside = schema["$ref"], {key: value for key, value in schema.items() if key != "$ref"}
-        level += pointer in self._reachable(pointer, place)
+    def _reference(self, schema: Mapping[str, Any], level: int, path: str) -> str | None:
+        pointer, siblings = schema["$ref"], {key: value for key, value in schema.items() if key != "$ref"}
+        level += pointer in self._reachable_references(pointer, path)
         if level > bounds.MAX_RECURSION:
             return None
-        if beside:
-            return self.compile(merge(self._resolved(pointer, place), beside, place), level, place)
-        if (pointer, level) not in self._referred:
-            self._referred[pointer, level] = self.compile(self._resolved(pointer, place), level, pointer)
-        return self._referred[pointer, level]
+        if siblings:
+            return self.compile(merge(self._dereference(pointer, path), siblings, path), level, path)
+        if (pointer, level) not in self._rules_by_reference:
+            self._rules_by_reference[pointer, level] = self.compile(self._dereference(pointer, path), level, pointer)
+        return self._rules_by_reference[pointer, level]
 
-    def _together(self, schema: Mapping[str, Any], level: int, place: str) -> str | None:
+    def _all_of(self, schema: Mapping[str, Any], level: int, path: str) -> str | None:
         whole: Schema = {key: value for key, value in schema.items() if key != "allOf"}
         for part in schema["allOf"]:
-            self._count()
+            self._count_step()
             if isinstance(part, Mapping) and isinstance(part.get("$ref"), str):
-                pointer, beside = part["$ref"], {key: value for key, value in part.items() if key != "$ref"}
-                level += pointer in self._reachable(pointer, place)
+                pointer, siblings = part["$ref"], {key: value for key, value in part.items() if key != "$ref"}
+                level += pointer in self._reachable_references(pointer, path)
                 if level > bounds.MAX_RECURSION:
                     return None
-                part = merge(self._resolved(pointer, place), beside, place)  # noqa: PLW2901 - the part, spelled out
-            whole = merge(whole, part, place)
-        return self.compile(whole, level, place)
+                part = merge(self._dereference(pointer, path), siblings, path)  # noqa: PLW2901 - the part, dereferenced
+            whole = merge(whole, part, path)
+        return self.compile(whole, level, path)
 
-    def _one_of(self, schema: Mapping[str, Any], key: str, level: int, place: str) -> str | None:
-        beside = {name: value for name, value in schema.items() if name != key}
+    def _any_of(self, schema: Mapping[str, Any], key: str, level: int, path: str) -> str | None:
+        siblings = {name: value for name, value in schema.items() if name != key}
         branches = schema[key]
-        if key == "oneOf" and not self._lenient and not self._apart(branches, place):
-            raise SchemaError(f"{place}.oneOf", "has alternatives that one value could satisfy at once: write `anyOf`")
-        found = []
+        if key == "oneOf" and not self._lenient and not self._are_disjoint(branches, path):
+            raise SchemaError(
+                f"{path}.oneOf", "has alternatives that one value could satisfy at the same time: use `anyOf`"
+            )
+        rules = []
         for index, branch in enumerate(branches):
-            whole = merge(branch, beside, place) if beside else branch
-            rule = self.compile(whole, level, f"{place}.{key}[{index}]")
-            found += [rule] if rule is not None else []
-        return self._rules.either(found) if found else None
+            whole = merge(branch, siblings, path) if siblings else branch
+            rule = self.compile(whole, level, f"{path}.{key}[{index}]")
+            rules += [rule] if rule is not None else []
+        return self._rules.either(rules) if rules else None
 
-    def _apart(self, branches: Sequence[Schema], place: str) -> bool:
-        """Whether no value can satisfy two of the branches, as far as types and discriminators tell."""
-        plain = [self._plain(branch, place) for branch in branches]
-        return all(_disjoint(one, two) for index, one in enumerate(plain) for two in plain[:index])
+    def _are_disjoint(self, branches: Sequence[Schema], path: str) -> bool:
+        """Whether types and discriminators prove that no value satisfies two of the branches."""
+        resolved = [self._resolve(branch, path) for branch in branches]
+        return all(_disjoint(one, two) for index, one in enumerate(resolved) for two in resolved[:index])
 
-    def _plain(self, schema: Schema, place: str) -> Mapping[str, Any]:
+    def _resolve(self, schema: Schema, path: str) -> Mapping[str, Any]:
         for _ in range(bounds.MAX_RECURSION):
             if isinstance(schema, bool) or not isinstance(schema.get("$ref"), str):
                 break
-            schema = self._resolved(schema["$ref"], place)
+            schema = self._dereference(schema["$ref"], path)
         if isinstance(schema, bool):
             return {}
-        check_keywords(schema, place, lenient=True)
+        check_keywords(schema, path, lenient=True)
         return schema
 
-    def _resolved(self, pointer: str, place: str) -> Schema:
-        """What a reference within the schema (RFC 6901) leads to."""
-        found: Any = self._root
+    def _dereference(self, pointer: str, path: str) -> Schema:
+        """Return the target of a JSON Pointer (RFC 6901) within the schema."""
+        target: Any = self._root
         try:
             if not pointer.startswith("#"):
                 raise KeyError(pointer)
             for step in filter(None, pointer[1:].split("/")):
                 key = step.replace("~1", "/").replace("~0", "~")
-                found = found[int(key)] if isinstance(found, list) else found[key]
+                target = target[int(key)] if isinstance(target, list) else target[key]
         except (KeyError, IndexError, ValueError, TypeError):
-            raise SchemaError(f"{place}.$ref", "must name a part of the same schema, such as #/$defs/Name") from None
-        if not isinstance(found, (Mapping, bool)):
-            raise SchemaError(f"{place}.$ref", "leads to what is no schema")
-        return found
+            raise SchemaError(f"{path}.$ref", "must refer to a part of the same schema, such as #/$defs/Name") from None
+        if not isinstance(target, (Mapping, bool)):
+            raise SchemaError(f"{path}.$ref", "does not refer to a schema")
+        return target
 
-    def _reachable(self, pointer: str, place: str) -> frozenset[str]:
-        """The references that can be met from where a reference leads to."""
-        if pointer not in self._reached:
+    def _reachable_references(self, pointer: str, path: str) -> frozenset[str]:
+        """Return all references that are reachable from the target of a reference."""
+        if pointer not in self._references_by_pointer:
             seen: set[str] = set()
             waiting = [pointer]
             while waiting:
-                for found in _references(self._resolved(waiting.pop(), place)):
-                    self._count()
-                    if found not in seen:
-                        seen.add(found)
-                        waiting.append(found)
-            self._reached[pointer] = frozenset(seen)
-        return self._reached[pointer]
+                for reference in _references(self._dereference(waiting.pop(), path)):
+                    self._count_step()
+                    if reference not in seen:
+                        seen.add(reference)
+                        waiting.append(reference)
+            self._references_by_pointer[pointer] = frozenset(seen)
+        return self._references_by_pointer[pointer]
 
-    def _count(self) -> None:
+    def _count_step(self) -> None:
         self._steps += 1
         if self._steps > bounds.MAX_STEPS:
-            raise SchemaError("", "is too complex: make it smaller, or its references fewer")
+            raise SchemaError("", "is too complex: make it smaller, or use fewer references")
 
     # Values
 
-    def _listed(self, schema: Mapping[str, Any], place: str) -> str | None:
-        """One of the values of `const` or `enum`, of those that `type` allows."""
-        beside = sorted(schema.keys() - {"const", "enum", "type"})
-        if beside and not self._lenient:
-            raise SchemaError(f"{place}.{beside[0]}", "cannot stand beside `const` and `enum`: leave it out")
+    def _enum(self, schema: Mapping[str, Any], path: str) -> str | None:
+        """Return the rule of the values of `const` or `enum` that `type` allows."""
+        siblings = sorted(schema.keys() - {"const", "enum", "type"})
+        if siblings and not self._lenient:
+            raise SchemaError(f"{path}.{siblings[0]}", "cannot be combined with `const` or `enum`: remove it")
         values = schema["enum"] if "enum" in schema else [schema["const"]]
         if "const" in schema:
-            values = [value for value in values if _spelled(value) == _spelled(schema["const"])]
+            values = [value for value in values if _to_json(value) == _to_json(schema["const"])]
         kinds = types_of({"type": schema["type"]}) if "type" in schema else ()
-        spelled = [_spelled(value) for value in values if not kinds or _is_one_of(value, kinds)]
-        return self._rules.terminal(" | ".join(map(literal, dict.fromkeys(spelled)))) if spelled else None
+        texts = [_to_json(value) for value in values if not kinds or _is_one_of(value, kinds)]
+        return self._rules.terminal(" | ".join(map(literal, dict.fromkeys(texts)))) if texts else None
 
-    def _object(self, schema: Mapping[str, Any], level: int, place: str) -> str | None:
+    def _object(self, schema: Mapping[str, Any], level: int, path: str) -> str | None:
         properties, required = dict(schema.get("properties", {})), schema.get("required", [])
         more = schema.get("additionalProperties", "properties" not in schema)
         for name in required:
             properties.setdefault(name, schema.get("additionalProperties", True))
         pairs: list[tuple[str, bool]] = []
         for name, part in properties.items():
-            value = self.compile(part, level, f"{place}.properties.{name}")
+            value = self.compile(part, level, f"{path}.properties.{name}")
             if value is None and name in required:
                 return None
             if value is not None:
-                pairs.append((f"{literal(_spelled(name))} {COLON} {value}", name in required))
-        body = self._pairs(pairs, *self._extra(schema, properties, more, level, place))
-        return None if body is None else self._rules.add(_braced("{", body, "}"))
+                pairs.append((f"{literal(_to_json(name))} {COLON} {value}", name in required))
+        body = self._pairs(pairs, *self._additional_property(schema, properties, more, level, path))
+        return None if body is None else self._rules.add(_enclosed("{", body, "}"))
 
-    def _extra(
-        self, schema: Mapping[str, Any], named: Mapping[str, Any], more: Schema, level: int, place: str
+    def _additional_property(
+        self, schema: Mapping[str, Any], named: Mapping[str, Any], more: Schema, level: int, path: str
     ) -> tuple[str | None, int, int]:
-        """The rule of a property that the schema does not name, and how many of them there are: least and most."""
+        """Return the rule of a property that the schema does not name, and the minimum and maximum number of them."""
         required = len(set(schema.get("required", [])))
-        least = max(schema.get("minProperties", 0) - required, 0)
-        most = min(schema.get("maxProperties", math.inf) - len(named), max(least, bounds.EXTRA_PROPERTIES))
-        if most < 0 and not self._lenient:
-            raise SchemaError(f"{place}.maxProperties", "must not be below the number of properties")
-        value = self.compile(more, level, f"{place}.additionalProperties") if more is not False and most > 0 else None
+        min_count = max(schema.get("minProperties", 0) - required, 0)
+        max_count = min(schema.get("maxProperties", math.inf) - len(named), max(min_count, bounds.EXTRA_PROPERTIES))
+        if max_count < 0 and not self._lenient:
+            raise SchemaError(f"{path}.maxProperties", "must be at least the number of properties")
+        value = (
+            self.compile(more, level, f"{path}.additionalProperties") if more is not False and max_count > 0 else None
+        )
         if value is None:
-            return None, least, 0
+            return None, min_count, 0
         key = regex(f'"{_CHARACTER}{{0,{bounds.KEY_CHARACTERS}}}"')
-        taken = " | ".join(literal(_spelled(name)) for name in named)
-        key = self._rules.terminal(f"{key} & ~({taken})" if taken else key)
-        return self._rules.add(f"{key} {COLON} {value}"), least, int(most)
+        named_keys = " | ".join(literal(_to_json(name)) for name in named)
+        key = self._rules.terminal(f"{key} & ~({named_keys})" if named_keys else key)
+        return self._rules.add(f"{key} {COLON} {value}"), min_count, int(max_count)
 
-    def _pairs(self, pairs: list[tuple[str, bool]], extra: str | None, least: int, most: int) -> str | None:
-        """The inside of an object: named pairs in order, those that are not required may be missing, then others."""
-        if extra is None and least:
+    def _pairs(self, pairs: list[tuple[str, bool]], extra: str | None, min_count: int, max_count: int) -> str | None:
+        """Return the body of an object: named properties in order, the optional ones may be missing, then others."""
+        if extra is None and min_count:
             return None
         parts = [(self._rules.add(pair), not required) for pair, required in pairs]
-        if extra and most:
+        if extra and max_count:
             parts.append(
-                (self._rules.add(f"{extra} {_more_of(extra, max(least - 1, 0), most - 1)}".rstrip()), not least)
+                (
+                    self._rules.add(f"{extra} {_more_of(extra, max(min_count - 1, 0), max_count - 1)}".rstrip()),
+                    not min_count,
+                )
             )
         if not parts:
             return ""
-        row, may_be_empty = self._row(parts)
-        return f"({row})?" if may_be_empty else row
+        sequence, may_be_empty = self._sequence(parts)
+        return f"({sequence})?" if may_be_empty else sequence
 
-    def _row(self, parts: list[tuple[str, bool]]) -> tuple[str, bool]:
-        """Parts in order with commas between them, those that may be missing or not, but not all of them missing.
+    def _sequence(self, parts: list[tuple[str, bool]]) -> tuple[str, bool]:
+        """Return the rule of parts in order, separated by commas; optional parts may be missing, but not all parts.
 
-        Halved again and again: rules stand within each other as deep as the logarithm of their number.
+        Parts are split in halves recursively, so that the depth of the rules is logarithmic in their number.
 
         Returns:
-            The rule, and whether all parts may be missing.
+            The rule, and whether all parts are optional.
         """
         if len(parts) == 1:
             return parts[0]
         (left, left_empty), (right, right_empty) = (
-            self._row(half) for half in (parts[: len(parts) // 2], parts[len(parts) // 2 :])
+            self._sequence(half) for half in (parts[: len(parts) // 2], parts[len(parts) // 2 :])
         )
-        ways = [f"{left} {COMMA} {right}", *([left] if right_empty else []), *([right] if left_empty else [])]
-        return self._rules.either(ways) if len(ways) > 1 else self._rules.add(ways[0]), left_empty and right_empty
+        alternatives = [f"{left} {COMMA} {right}", *([left] if right_empty else []), *([right] if left_empty else [])]
+        return self._rules.either(alternatives) if len(alternatives) > 1 else self._rules.add(
+            alternatives[0]
+        ), left_empty and right_empty
 
-    def _array(self, schema: Mapping[str, Any], level: int, place: str) -> str | None:
-        least = schema.get("minItems", 0)
-        most = min(schema.get("maxItems", max(least, bounds.ARRAY_ITEMS)), bounds.MAX_ARRAY_ITEMS)
-        if least > most:
+    def _array(self, schema: Mapping[str, Any], level: int, path: str) -> str | None:
+        min_count = schema.get("minItems", 0)
+        max_count = min(schema.get("maxItems", max(min_count, bounds.ARRAY_ITEMS)), bounds.MAX_ARRAY_ITEMS)
+        if min_count > max_count:
             return None
         fixed = [
-            self.compile(part, level, f"{place}.prefixItems[{index}]")
-            for index, part in enumerate(schema.get("prefixItems", [])[:most])
+            self.compile(part, level, f"{path}.prefixItems[{index}]")
+            for index, part in enumerate(schema.get("prefixItems", [])[:max_count])
         ]
         if None in fixed:
             return None
-        free = schema.get("items", not fixed)
-        item = self.compile(free, level, f"{place}.items") if free is not False and most > len(fixed) else None
-        if item is None and least > len(fixed):
+        items = schema.get("items", not fixed)
+        item = self.compile(items, level, f"{path}.items") if items is not False and max_count > len(fixed) else None
+        if item is None and min_count > len(fixed):
             return None
         body = f" {COMMA} ".join(part for part in fixed if part)
         if item:
             rest = _more_of if fixed else _list_of
-            body += " " + rest(item, max(least - len(fixed), 0), most - len(fixed))
-        return self._rules.add(_braced("[", body, "]"))
+            body += " " + rest(item, max(min_count - len(fixed), 0), max_count - len(fixed))
+        return self._rules.add(_enclosed("[", body, "]"))
 
-    def _string(self, schema: Mapping[str, Any], _level: int, place: str) -> str | None:
-        least = schema.get("minLength", 0)
-        form = schema.get("format") if schema.get("format") in _FORMATS else None
-        usual = _FORMAT_CHARACTERS if form else bounds.STRING_CHARACTERS
-        most = min(schema.get("maxLength", max(least, usual)), bounds.MAX_STRING_CHARACTERS)
-        if least > most:
+    def _string(self, schema: Mapping[str, Any], _level: int, path: str) -> str | None:
+        min_length = schema.get("minLength", 0)
+        format_name = schema.get("format") if schema.get("format") in _FORMATS else None
+        default = _FORMAT_CHARACTERS if format_name else bounds.STRING_CHARACTERS
+        max_length = min(schema.get("maxLength", max(min_length, default)), bounds.MAX_STRING_CHARACTERS)
+        if min_length > max_length:
             return None
-        if "pattern" not in schema and form is None:
-            return self._rules.terminal(_string(least, most))
-        text = {"type": "string", "minLength": least, "maxLength": most}
-        text |= {key: schema[key] for key in ("pattern", "format") if key in schema and (key != "format" or form)}
+        if "pattern" not in schema and format_name is None:
+            return self._rules.terminal(_string(min_length, max_length))
+        text = {"type": "string", "minLength": min_length, "maxLength": max_length}
+        text |= {
+            key: schema[key] for key in ("pattern", "format") if key in schema and (key != "format" or format_name)
+        }
         rule = self._rules.add(f"%json {json.dumps(text)}")
-        place = f"{place}.{'pattern' if 'pattern' in schema else 'format'}"
-        self._rules.patterns.setdefault((self._field, place.removeprefix(".")), rule)
+        path = f"{path}.{'pattern' if 'pattern' in schema else 'format'}"
+        self._rules.patterns.setdefault((self._field, path.removeprefix(".")), rule)
         return rule
 
-    def _integer(self, schema: Mapping[str, Any], _level: int, _place: str) -> str | None:
+    def _integer(self, schema: Mapping[str, Any], _level: int, _path: str) -> str | None:
         low, high = _range(schema)
         first, last = math.ceil(low), math.floor(high)
         if first > last:
@@ -361,9 +375,9 @@ class _Compiler:
         pattern = integers_between(first, last)
         return None if pattern is None else self._rules.terminal(regex(pattern))
 
-    def _number(self, schema: Mapping[str, Any], level: int, place: str) -> str | None:
+    def _number(self, schema: Mapping[str, Any], level: int, path: str) -> str | None:
         if "multipleOf" in schema:
-            return self._integer(schema, level, place)
+            return self._integer(schema, level, path)
         if not schema.keys() & {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}:
             return self._rules.terminal(regex(_number()))
         pattern = numbers_between(*_range(schema), places=bounds.DECIMAL_PLACES)
@@ -371,27 +385,27 @@ class _Compiler:
 
 
 def _range(schema: Mapping[str, Any]) -> tuple[Fraction, Fraction]:
-    """The least and the largest number; a missing bound is far from the other one.
+    """Return the minimum and the maximum; a missing bound is far from the other one.
 
-    A bound is the decimal number that was written. What is excluded is the number in double precision: the range begins
-    at the next one, since readers round.
+    A bound is the decimal number as written. An exclusive bound excludes the number in double precision, because
+    parsers round: the range starts at the next double.
     """
     lows = [Fraction(str(schema[key])) for key in ("minimum",) if key in schema]
     highs = [Fraction(str(schema[key])) for key in ("maximum",) if key in schema]
-    lows += [_beyond(schema[key], math.inf) for key in ("exclusiveMinimum",) if key in schema]
-    highs += [_beyond(schema[key], -math.inf) for key in ("exclusiveMaximum",) if key in schema]
-    usual = Fraction(10**bounds.INTEGER_DIGITS - 1)
-    low = max(lows) if lows else min([-usual, *(10 * high for high in highs)])
-    high = min(highs) if highs else max(usual, 10 * low)
+    lows += [_next_float(schema[key], math.inf) for key in ("exclusiveMinimum",) if key in schema]
+    highs += [_next_float(schema[key], -math.inf) for key in ("exclusiveMaximum",) if key in schema]
+    default = Fraction(10**bounds.INTEGER_DIGITS - 1)
+    low = max(lows) if lows else min([-default, *(10 * high for high in highs)])
+    high = min(highs) if highs else max(default, 10 * low)
     return low, high
 
 
-def _beyond(bound: float, towards: float) -> Fraction:
+def _next_float(bound: float, towards: float) -> Fraction:
     return Fraction(repr(math.nextafter(float(bound), towards)))
 
 
 def _references(schema: object) -> Iterator[str]:
-    """The `$ref`s anywhere within a part of a schema."""
+    """Yield all `$ref`s within a part of a schema."""
     waiting = [schema]
     while waiting:
         part = waiting.pop()
@@ -409,8 +423,8 @@ def _disjoint(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
         return True
     if kinds == ({"object"}, {"object"}):
         named = set(one.get("required", [])) & set(two.get("required", []))
-        return any(_values_apart(_property(one, name), _property(two, name)) for name in named)
-    return _values_apart(one, two)
+        return any(_have_disjoint_values(_property(one, name), _property(two, name)) for name in named)
+    return _have_disjoint_values(one, two)
 
 
 def _property(schema: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -418,8 +432,8 @@ def _property(schema: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return part if isinstance(part, Mapping) else {}
 
 
-def _values_apart(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
-    """Whether both list their values, and share none."""
+def _have_disjoint_values(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
+    """Whether both enumerate their values and have none in common."""
     lists = [
         part["enum"] if "enum" in part else [part["const"]] for part in (one, two) if {"const", "enum"} & part.keys()
     ]
@@ -435,5 +449,5 @@ def _is_one_of(value: object, kinds: Sequence[str]) -> bool:
     return named.get(type(value)) in kinds
 
 
-def _spelled(value: object) -> str:
+def _to_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""Numbers in a range, as regular expressions over their digits: canonical, and of bounded length."""
+"""Regular expressions for numbers in a range: canonical, and of bounded length."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _DIGIT = "[0-9]"
 
 
 def numbers_between(low: Fraction, high: Fraction, *, places: int) -> str | None:
-    """Decimal numbers of [low, high] with at most `places` digits after the point; None if there are none.
+    """Return the pattern of decimal numbers in [low, high] with at most `places` decimal places; None if empty.
 
-    Every count of places is a range of integers, with a point set among their digits.
+    For each number of decimal places, these are the integers of a scaled range, with a decimal point inserted.
     """
     parts = []
     for count in range(places + 1):
@@ -21,12 +21,12 @@ def numbers_between(low: Fraction, high: Fraction, *, places: int) -> str | None
 
 
 def integers_between(low: int, high: int) -> str | None:
-    """Integers of [low, high]; None if there are none."""
+    """Return the pattern of the integers in [low, high]; None if empty."""
     return numbers_between(Fraction(low), Fraction(high), places=0)
 
 
 def _signed(low: int, high: int, places: int) -> list[str]:
-    """Patterns of the integers of [low, high], with a point before the last `places` digits; zero has no sign."""
+    """Return patterns for integers in [low, high], with a point before the last `places` digits; zero has no sign."""
     parts = _natural(max(low, 0), high, places) if high >= 0 else []
     if low < 0:
         parts += [f"-{part}" for part in _natural(max(-high, 1), -low, places)]
@@ -34,49 +34,49 @@ def _signed(low: int, high: int, places: int) -> list[str]:
 
 
 def _natural(low: int, high: int, places: int) -> list[str]:
-    """As `_signed`, for 0 <= low: one pattern for each run of digits that vary independently."""
+    """Like `_signed`, for 0 <= low: one pattern per sequence of digit classes."""
     parts = []
-    shortest = places + 1  # one digit at least stands before the point, be it a zero
+    shortest = places + 1  # at least one digit before the point, possibly zero
     for length in range(max(shortest, len(str(low))), max(shortest, len(str(high))) + 1):
         first = max(low, 0 if length == shortest else 10 ** (length - 1))
         last = min(high, 10**length - 1)
         if first <= last:
-            runs = _runs(str(first).zfill(length), str(last).zfill(length))
-            parts += [_pattern(run, places) for run in runs]
+            sequences = _digit_classes(str(first).zfill(length), str(last).zfill(length))
+            parts += [_pattern(classes, places) for classes in sequences]
     return parts
 
 
-def _runs(low: str, high: str) -> list[list[str]]:
-    """Digit classes of the numbers of [low, high]; both have the same length, and so has each run."""
+def _digit_classes(low: str, high: str) -> list[list[str]]:
+    """Return sequences of digit classes that together match the numbers in [low, high], all of the same length."""
     if not low:
         return [[]]
     first, last, rest = int(low[0]), int(high[0]), len(low) - 1
     if first == last:
-        return [[low[0], *run] for run in _runs(low[1:], high[1:])]
-    runs = []
-    if low[1:].strip("0"):  # the first digit leaves some of the numbers behind it out
-        runs += [[low[0], *run] for run in _runs(low[1:], "9" * rest)]
+        return [[low[0], *classes] for classes in _digit_classes(low[1:], high[1:])]
+    sequences = []
+    if low[1:].strip("0"):  # with this first digit, not all remaining digits are in the range
+        sequences += [[low[0], *classes] for classes in _digit_classes(low[1:], "9" * rest)]
         first += 1
     if high[1:].strip("9"):
-        runs += [[high[0], *run] for run in _runs("0" * rest, high[1:])]
+        sequences += [[high[0], *classes] for classes in _digit_classes("0" * rest, high[1:])]
         last -= 1
     if first <= last:
-        runs.append([_DIGIT if last - first == 9 else f"[{first}-{last}]", *[_DIGIT] * rest])
-    return runs
+        sequences.append([_DIGIT if last - first == 9 else f"[{first}-{last}]", *[_DIGIT] * rest])
+    return sequences
 
 
-def _pattern(run: list[str], places: int) -> str:
-    point = len(run) - places
-    return _squeezed(run[:point]) + (r"\." + _squeezed(run[point:]) if places else "")
+def _pattern(classes: list[str], places: int) -> str:
+    point = len(classes) - places
+    return _concatenated(classes[:point]) + (r"\." + _concatenated(classes[point:]) if places else "")
 
 
-def _squeezed(classes: list[str]) -> str:
-    """The classes one after the other, with the free digits at the end counted rather than repeated."""
-    free = 0
-    while free < len(classes) and classes[-1 - free] == _DIGIT:
-        free += 1
-    fixed = "".join(classes[: len(classes) - free])
-    return fixed + (f"{_DIGIT}{{{free}}}" if free > 1 else _DIGIT * free)
+def _concatenated(classes: list[str]) -> str:
+    """Concatenate the classes, with a count for the unconstrained digits at the end."""
+    trailing = 0
+    while trailing < len(classes) and classes[-1 - trailing] == _DIGIT:
+        trailing += 1
+    fixed = "".join(classes[: len(classes) - trailing])
+    return fixed + (f"{_DIGIT}{{{trailing}}}" if trailing > 1 else _DIGIT * trailing)
 
 
 def _either(parts: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Lark rules in the making."""
+"""A builder of Lark rules."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _NAME = re.compile(r"\b[rT][0-9]+\b")
 
 
 class TooManyRules(Exception):
-    """The grammar outgrew its bounds, in number or in depth."""
+    """The grammar exceeds the maximum number or depth of rules."""
 
 
 class Rules:
-    """Named rules, in llguidance's dialect of Lark; equal ones are one.
+    """Named rules in llguidance's dialect of Lark; equal rules are stored once.
 
     Attributes:
-        patterns: the rules that regular expressions of a request became, by field and place: only a library that
-            compiles them finds out what is wrong with them.
+        patterns: the rules of a request's regular expressions, by field and path in the schema. They are validated
+            only when the grammar is compiled.
     """
 
     def __init__(self) -> None:
@@ -28,30 +28,30 @@ class Rules:
         self.patterns: dict[tuple[str, str], str] = {}
 
     def add(self, body: str) -> str:
-        """The name of the rule with this body."""
-        return self._named(body, "r")
+        """Add a rule with this body; return its name."""
+        return self._add(body, "r")
 
     def terminal(self, body: str) -> str:
-        """The name of a rule that the lexer matches as one piece: only such bodies may hold `&` and `~`."""
-        return self._named(body, "T")
+        """Add a rule that the lexer matches as one token; return its name. Only such rules may contain `&` and `~`."""
+        return self._add(body, "T")
 
     def lazy(self, body: str) -> str:
-        """The name of a rule that the lexer matches as one piece, ending as soon as it can."""
-        return self._named(body, "r", "[lazy]")
+        """Add a rule that the lexer matches as one token, as short as possible; return its name."""
+        return self._add(body, "r", "[lazy]")
 
     def either(self, bodies: list[str]) -> str:
-        """The name of a rule that is one of `bodies`; at least one."""
+        """Return the rule of the alternatives `bodies`, of which there is at least one."""
         return bodies[0] if len(bodies) == 1 else self.add(" | ".join(dict.fromkeys(bodies)))
 
     def text(self, start: str) -> str:
-        """The whole grammar, from the rule or body `start` on."""
+        """Return the grammar as text, with the rule or body `start` as its start."""
         rules = (f"{name}{option}: {body}" for (body, option), name in self._names.items())
         return "\n".join([f"start: {start}", *rules])
 
-    def _named(self, body: str, kind: str, option: str = "") -> str:
+    def _add(self, body: str, kind: str, option: str = "") -> str:
         if (body, option) in self._names:
             return self._names[body, option]
-        # What looks like a name within a literal makes the rule no less deep.
+        # A name inside a literal can only overestimate the depth.
         depth = 1 + max((self._depths.get(name, 0) for name in _NAME.findall(body)), default=0)
         if len(self._names) >= MAX_RULES or depth > MAX_RULE_DEPTH:
             raise TooManyRules
@@ -61,10 +61,10 @@ class Rules:
 
 
 def literal(text: str) -> str:
-    """A piece of a rule's body that matches `text` and nothing else."""
+    """Return a rule body that matches exactly `text`."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def regex(pattern: str) -> str:
-    """A piece of a rule's body that matches a regular expression; `/` must be escaped in it."""
+    """Return a rule body that matches a regular expression; `/` must be escaped in it."""
     return f"/{pattern}/"

@@ -1,4 +1,4 @@
-"""The form of a JSON schema: its keywords and their values, and two schemas as one."""
+"""The shape of a JSON schema: validation of its keywords, and merging of two schemas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ANNOTATIONS = frozenset(
         "deprecated", "readOnly", "writeOnly", "discriminator", "contentEncoding", "contentMediaType", "example",
     }
 )  # fmt: skip
-"""Keywords that no value can break."""
+"""Keywords that do not constrain values."""
 
 NOT_GUARANTEED = frozenset(
     {
@@ -36,21 +36,21 @@ _IMPLIED = MappingProxyType(
         "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
     }
 )
-"""The type that a schema means which names none, by its keywords."""
+"""The type implied by the keywords of a schema without `type`."""
 
 
 class SchemaError(Exception):
-    """What is wrong with a schema.
+    """A schema is invalid or not supported.
 
     Attributes:
-        place: the part to blame, such as `properties.size.minimum`; empty for the whole.
-        words: what is wrong, and the next step, as the rest of a sentence.
+        path: the part that is wrong, such as `properties.size.minimum`; empty for the whole schema.
+        reason: what is wrong and how to fix it, as the predicate of a sentence.
     """
 
-    def __init__(self, place: str, words: str) -> None:
-        super().__init__(place, words)
-        self.place: str = place.removeprefix(".")
-        self.words = words
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path: str = path.removeprefix(".")
+        self.reason = reason
 
 
 def _is_count(value: object) -> bool:
@@ -60,7 +60,7 @@ def _is_count(value: object) -> bool:
 def _is_number(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
-    return bool(abs(value) < 10**bounds.MAX_INTEGER_DIGITS)  # which NaN is not either
+    return bool(abs(value) < 10**bounds.MAX_INTEGER_DIGITS)  # false for NaN
 
 
 def _is_schema(value: object) -> bool:
@@ -110,7 +110,7 @@ _SHAPES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
         "format": (lambda value: isinstance(value, str), "must be a string"),
         "multipleOf": (
             lambda value: _is_number(value) and value >= 1 and value == int(value),
-            "is supported for integers from 1 on",
+            "is supported only for integers, at least 1",
         ),
         **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _NUMBER),
         **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), _COUNT),
@@ -118,62 +118,65 @@ _SHAPES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
 )
 
 
-def check_keywords(schema: Mapping[str, Any], place: str, *, lenient: bool) -> None:
-    """Refuse keywords of a wrong shape and, unless `lenient`, those that cannot be guaranteed."""
-    for key, (fits, words) in _SHAPES.items():
-        if key in schema and not fits(schema[key]):
-            raise SchemaError(f"{place}.{key}", words)
+def check_keywords(schema: Mapping[str, Any], path: str, *, lenient: bool) -> None:
+    """Reject keywords with invalid values and, unless `lenient`, those that cannot be guaranteed."""
+    for key, (is_valid, reason) in _SHAPES.items():
+        if key in schema and not is_valid(schema[key]):
+            raise SchemaError(f"{path}.{key}", reason)
     for key in sorted(NOT_GUARANTEED & schema.keys()):
         if not lenient and schema[key] is not False:
-            raise SchemaError(f"{place}.{key}", "cannot be guaranteed: leave it out")
+            raise SchemaError(f"{path}.{key}", "cannot be guaranteed: remove it")
 
 
 def types_of(schema: Mapping[str, Any]) -> tuple[str, ...]:
-    """The types that a schema allows; none if it leaves that free."""
+    """Return the types that a schema allows; empty if it does not constrain the type."""
     if "type" in schema:
         return (schema["type"],) if isinstance(schema["type"], str) else tuple(schema["type"])
     return tuple(name for name, keywords in _IMPLIED.items() if keywords & schema.keys())
 
 
-def merge(one: Schema, two: Schema, place: str) -> Schema:
-    """A schema of the values that satisfy both.
+def merge(one: Schema, two: Schema, path: str) -> Schema:
+    """Return a schema of the values that satisfy both schemas.
 
     Raises:
-        SchemaError: it cannot be written as one.
+        SchemaError: the schemas cannot be merged.
     """
     if isinstance(one, bool) or isinstance(two, bool):
         return (two if one else False) if isinstance(one, bool) else (one if two else False)
     for part in (one, two):
-        check_keywords(part, place, lenient=True)
+        check_keywords(part, path, lenient=True)
     for closed, other in ((one, two), (two, one)):
-        strange = other.get("properties", {}).keys() - closed.get("properties", {}).keys()
-        if strange and closed.get("additionalProperties", True) is not True:
-            raise SchemaError(f"{place}.additionalProperties", "of one part forbids properties of another part")
-    whole = dict(one)
+        extra = other.get("properties", {}).keys() - closed.get("properties", {}).keys()
+        if extra and closed.get("additionalProperties", True) is not True:
+            raise SchemaError(
+                f"{path}.additionalProperties",
+                "forbids properties that another part of the schema defines: define them in both",
+            )
+    merged = dict(one)
     for key, value in two.items():
-        whole[key] = _merged(key, whole[key], value, place) if key in whole else value
-    return whole
+        merged[key] = _merge_keyword(key, merged[key], value, path) if key in merged else value
+    return merged
 
 
-def _merged(key: str, one: Any, two: Any, place: str) -> Any:
+def _merge_keyword(key: str, one: Any, two: Any, path: str) -> Any:
     if one == two or key in ANNOTATIONS:
         return one
     if key in _SHAPES and not all(_SHAPES[key][0](value) for value in (one, two)):
-        raise SchemaError(f"{place}.{key}", _SHAPES[key][1])
+        raise SchemaError(f"{path}.{key}", _SHAPES[key][1])
     if key in _MERGES:
-        return _MERGES[key](one, two, place)
-    raise SchemaError(f"{place}.{key}", "is said twice, and differs: write one schema for both")
+        return _MERGES[key](one, two, path)
+    raise SchemaError(f"{path}.{key}", "has two different values: write one schema for both")
 
 
-def _common_types(one: Any, two: Any, place: str) -> list[str]:
+def _common_types(one: Any, two: Any, path: str) -> list[str]:
     common = [name for name in types_of({"type": one}) if name in types_of({"type": two})]
     if not common:
-        raise SchemaError(f"{place}.type", "leaves no type that suits all parts of the schema")
+        raise SchemaError(f"{path}.type", "allows no type in all parts of the schema")
     return common
 
 
-def _common_properties(one: Any, two: Any, place: str) -> dict[str, Schema]:
-    shared = {name: merge(one[name], two[name], f"{place}.properties.{name}") for name in one.keys() & two.keys()}
+def _common_properties(one: Any, two: Any, path: str) -> dict[str, Schema]:
+    shared = {name: merge(one[name], two[name], f"{path}.properties.{name}") for name in one.keys() & two.keys()}
     return {**one, **two, **shared}
 
 
