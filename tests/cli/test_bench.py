@@ -1,4 +1,4 @@
-"""`bench`: what is asked, and what is counted."""
+"""`bench`: the requests and the statistics."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dashinfer_vlm_core.errors import QueueFull
 
 
 def shape(**changes):
-    return Shape(**{"pictures": 2, "size": (56, 84), "words": 5, "tokens": 8, "seed": 0, **changes})
+    return Shape(**{"images": 2, "size": (56, 84), "words": 5, "tokens": 8, "seed": 0, **changes})
 
 
-def test_no_two_chats_are_alike_and_a_seed_makes_the_same_again():
+def test_chats_are_unique_and_reproducible_by_seed():
     first, second = shape().request(0), shape().request(1)
     urls = [part["image_url"]["url"] for chat in (first, second) for part in chat["messages"][0]["content"][:2]]
     assert len(set(urls)) == 4
@@ -22,49 +22,59 @@ def test_no_two_chats_are_alike_and_a_seed_makes_the_same_again():
     assert first != shape(seed=1).request(0)
 
 
-def test_a_chat_has_the_shape_that_was_asked_for():
-    chat = shape(pictures=0, words=7, tokens=9).request(3)
+def test_chat_has_requested_shape():
+    chat = shape(images=0, words=7, tokens=9).request(3)
     (part,) = chat["messages"][0]["content"]
     assert len(part["text"].split()) == 8
     assert (chat["max_tokens"], chat["ignore_eos"]) == (9, True)
 
 
-def test_percentiles_are_those_of_the_nearest_rank():
+def test_summary_uses_nearest_rank_percentiles():
     assert summary([]) == {}
     assert summary([0.005]) == {"mean": 5, "p50": 5, "p90": 5, "p99": 5}
-    found = summary([number / 1000 for number in range(100, 0, -1)])
-    assert (found["p50"], found["p90"], found["p99"]) == (50, 90, 99)
+    statistics = summary([number / 1000 for number in range(100, 0, -1)])
+    assert (statistics["p50"], statistics["p90"], statistics["p99"]) == (50, 90, 99)
 
 
-def test_json_holds_rates_and_times(run, address):
-    url = address("one two three four.", delay=0.005)
+def test_json_contains_rates_and_times(run, server_url):
+    url = server_url("one two three four.", delay=0.005)
     words = ("--json", "-n", 6, "--concurrency", 2, "--size", "56x56", "--warmup", 1)
     result = run("bench", "--api-base", url, *words)
     assert result.exit_code == 0
-    found = json.loads(result.stdout)
-    assert (found["completed"], found["failed"], found["errors"]) == (6, 0, [])
-    assert found["requests_per_second"] == pytest.approx(6 / found["seconds"])
+    report = json.loads(result.stdout)
+    assert (report["completed"], report["failed"], report["errors"]) == (6, 0, [])
+    assert report["requests_per_second"] == pytest.approx(6 / report["seconds"])
     for name in ("ttft_ms", "tpot_ms", "itl_ms", "latency_ms"):
-        assert 0 < found[name]["p50"] <= found[name]["p90"] <= found[name]["p99"]
-    assert found["ttft_ms"]["mean"] < found["latency_ms"]["mean"]
+        assert 0 < report[name]["p50"] <= report[name]["p90"] <= report[name]["p99"]
+    assert report["ttft_ms"]["mean"] < report["latency_ms"]["mean"]
 
 
-def test_a_table_for_people_with_chats_of_text_at_a_rate(run, address):
-    result = run("bench", "--api-base", address("Yes. No."), "-n", 4, "--pictures", 0, "--rate", 200)
+def test_table_for_text_only_chats_at_a_rate(run, server_url):
+    result = run("bench", "--api-base", server_url("Yes. No."), "-n", 4, "--images", 0, "--rate", 200)
     assert "requests per second" in result.stdout
     assert all(name in result.stdout for name in ("TTFT (ms)", "TPOT (ms)", "ITL (ms)", "P99"))
 
 
-def test_failures_are_counted_and_named(run, address):
-    result = run("bench", "--api-base", address("Yes.", QueueFull("Busy.")), "-n", 3, "--warmup", 0, "--concurrency", 1,
-                 "--json")  # fmt: skip
-    found = json.loads(result.stdout)
-    assert (found["completed"], found["failed"], found["errors"]) == (1, 2, ["Busy."])
+def test_pictures_option_is_deprecated(run, server_url, caplog):
+    args = ("bench", "--api-base", server_url("Yes."), "-n", 1, "--warmup", 0, "--size", "56x56", "--json")
+    report = json.loads(run(*args, "--pictures", 0).stdout)
+    assert report["completed"] == 1
+    assert [record.message for record in caplog.records if "--pictures" in record.message] == [
+        "`--pictures` is deprecated and will be removed in 0.3. Use `--images`."
+    ]
+    assert "--pictures" not in run("bench", "--help").output
+
+
+def test_failures_are_counted_and_reported(run, server_url):
+    args = ("-n", 3, "--warmup", 0, "--concurrency", 1, "--json")
+    result = run("bench", "--api-base", server_url("Yes.", QueueFull("Busy.")), *args)
+    report = json.loads(result.stdout)
+    assert (report["completed"], report["failed"], report["errors"]) == (1, 2, ["Busy."])
     assert result.exit_code == 1
 
 
 @pytest.mark.parametrize("size", ["448", "x", "0x5", "9000x9000"])
-def test_a_size_that_is_none_is_refused(run, size):
-    refused = run("bench", "--size", size)
-    assert refused.exit_code == 2
-    assert "--size" in refused.output
+def test_invalid_size_is_rejected(run, size):
+    result = run("bench", "--size", size)
+    assert result.exit_code == 2
+    assert "--size" in result.output

@@ -29,13 +29,13 @@ def command(*, port, keys, loud, config):
 
 @pytest.fixture
 def result(tmp_path):
-    """What the command makes of a file and of words on the command line."""
+    """Run the command with a configuration file and arguments."""
 
-    def result(text, *words, mode=0o600, **environment):
+    def result(text, *args, mode=0o600, **environment):
         file = tmp_path / "options.yaml"
         file.write_text(text)
         file.chmod(mode)
-        result = CliRunner().invoke(command, ["--config", str(file), *words], env=environment)
+        result = CliRunner().invoke(command, ["--config", str(file), *args], env=environment)
         if isinstance(result.exception, ConfigError):
             raise result.exception
         return result
@@ -48,7 +48,7 @@ def options(result):
     return lambda *arguments, **environment: json.loads(result(*arguments, **environment).stdout)
 
 
-def test_keys_are_the_flags_with_dashes_or_underscores(options):
+def test_keys_accept_dashes_and_underscores(options):
     found = options("port: 9000\nmax-pixels: 100352\nprefix_cache: no\nloud: true\n")
     assert (found["port"], found["pixels"], found["cache"], found["loud"]) == (9000, 100352, False, True)
 
@@ -62,11 +62,11 @@ def test_lists_and_mappings(options):
     assert found["limits"] == "image=3,video=4"
 
 
-def test_an_empty_file_changes_nothing(options):
+def test_empty_file_changes_nothing(options):
     assert options("# nothing yet\n")["port"] == 8000
 
 
-def test_the_command_line_comes_before_the_file_and_the_file_before_the_environment(options):
+def test_precedence_is_command_line_file_environment(options):
     file = "port: 9000\napi-key: [file]\nmax_pixels: 100352\n"
     environment = {"TEST_KEYS": "environment", "DASHINFER_VLM_MAX_PIXELS": "200704"}
     assert options("", **environment) == options("") | {"keys": ["environment"], "pixels": 200704}
@@ -76,64 +76,64 @@ def test_the_command_line_comes_before_the_file_and_the_file_before_the_environm
     assert (found["port"], found["keys"], found["pixels"]) == (1, ["line"], 784)
 
 
-def test_text_stays_text(options):
-    """YAML would make numbers of them: an octal one, and minutes and seconds."""
+def test_values_stay_text(options):
+    """YAML would parse these values as an octal number, a sexagesimal number and a boolean."""
     assert options("api_key: [0123, 12:34, on]\n")["keys"] == ["0123", "12:34", "on"]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("prot: 1", r"line 1: there is no option 'prot'\. Did you mean 'port'\?"),
-        ("port: 1\nmax_pixel: 9", r"line 2: there is no option 'max_pixel'\. Did you mean 'max-pixels'\?"),
+        ("prot: 1", r"line 1: unknown option 'prot'\. Did you mean 'port'\?"),
+        ("port: 1\nmax_pixel: 9", r"line 2: unknown option 'max_pixel'\. Did you mean 'max-pixels'\?"),
         ("qqqq: 1", "`--help` lists all options"),
-        ("no-prefix-cache: true", "there is no option 'no-prefix-cache'"),
-        ("config: other.yaml", "there is no option 'config'"),
+        ("no-prefix-cache: true", "unknown option 'no-prefix-cache'"),
+        ("config: other.yaml", "unknown option 'config'"),
         ("port: 1\nport: 2", "line 2: 'port' is set twice"),
         ("max_pixels: 1000\nmax-pixels: 2000", "line 2: 'max-pixels' is set twice"),
         ("port:", "line 1: 'port' has no value"),
-        ("api_key: [[1]]", "nested too deep"),
-        ("- port", "has to hold options by their names"),
-        ("loud: maybe", "line 1: 'loud' is either true or false"),
+        ("api_key: [[1]]", "nested too deeply"),
+        ("- port", "must contain a mapping of option names"),
+        ("loud: maybe", "line 1: 'loud' must be true or false"),
         ("port: 1\nmax_pixels: 3", r"line 2: Invalid option max_pixels: must be at least 784 \(got '3'\)"),
         ("max_pixels: many", "line 1: Invalid option max_pixels: must be an integer"),
-        ("limit_mm_per_prompt: {audio: 1}", r"limit_mm_per_prompt\.audio: is not known here: leave it out"),
-        ("rgba_background: [1, 2]", "rgba_background: write three numbers"),
-        ("port: [1, 2]", "line 1: 'port' takes one value, not a list"),
-        ("model: {name: demo}", "line 1: 'model' takes one value, not keys of its own"),
-        ("server: {port: 1}", "line 1: there is no option 'server'"),
-        ("port:\t1", "line 1: there is a tab"),
-        ("port: 1\napi_key:\n  - one\n\t- two\n", "line 4: there is a tab"),
-        ("port: [\nloud: true\n", r"line 2: this is no YAML|line 1: \[ has no end"),
-        ("api_key: [one\n", r"line 1: \[ has no end\. Write the one that closes it"),
-        ("port: 1\nmodel: 'demo\nloud: true\n", "line 2: ' has no end"),
-        ("model: a: b", "line 1: this is no YAML. Write `name: value`, and quotes"),
-        ("port 8000", "has to hold options by their names"),
-        ("? [port]\n: 1", "line 1: the name of an option is nested too deep"),
-        ("port: \x01", "has characters that YAML does not allow"),
+        ("limit_mm_per_prompt: {audio: 1}", r"limit_mm_per_prompt\.audio: is not a known key"),
+        ("rgba_background: [1, 2]", "rgba_background: must be three numbers"),
+        ("port: [1, 2]", "line 1: 'port' accepts a single value, not a list"),
+        ("model: {name: demo}", "line 1: 'model' accepts a single value, not a mapping"),
+        ("server: {port: 1}", "line 1: unknown option 'server'"),
+        ("port:\t1", "line 1: YAML does not allow tabs"),
+        ("port: 1\napi_key:\n  - one\n\t- two\n", "line 4: YAML does not allow tabs"),
+        ("port: [\nloud: true\n", r"line 2: invalid YAML|line 1: \[ is not closed"),
+        ("api_key: [one\n", r"line 1: \[ is not closed\. Add the closing one"),
+        ("port: 1\nmodel: 'demo\nloud: true\n", "line 2: ' is not closed"),
+        ("model: a: b", "line 1: invalid YAML. Write `name: value`, and quote"),
+        ("port 8000", "must contain a mapping of option names"),
+        ("? [port]\n: 1", "line 1: the name of an option is nested too deeply"),
+        ("port: \x01", "contains characters that YAML does not allow"),
     ],
 )
-def test_what_is_wrong_is_named(result, text, message):
+def test_error_names_line_and_problem(result, text, message):
     with pytest.raises(ConfigError, match=message) as caught:
         result(text)
     assert not re.search(r"while (parsing|scanning)|Input should|<unicode string>", caught.value.message)
 
 
-def test_nothing_in_a_file_is_run(result, tmp_path):
+def test_yaml_tags_are_not_executed(result, tmp_path):
     with pytest.raises(ConfigError):
         result(f"port: !!python/object/apply:os.mkdir ['{tmp_path}/made']")
     assert not (tmp_path / "made").exists()
 
 
-def test_a_value_that_the_option_refuses_is_said_to_come_from_the_file(result):
+def test_invalid_value_error_names_file_and_line(result):
     refused = result("port: x")
     assert refused.exit_code == 2
-    assert "Invalid value for '--port': 'x' is not a valid integer. It comes from " in refused.output
+    assert "Invalid value for '--port': 'x' is not a valid integer. It is set in " in refused.output
     assert "options.yaml, line 1." in refused.output.replace("\n", "")
     assert "comes from" not in result("port: 1", "--port", "x").output
 
 
-def test_a_file_that_is_not_there_is_named():
+def test_missing_file_is_reported():
     refused = CliRunner().invoke(command, ["--config", "none.yaml"])
     assert isinstance(refused.exception, ConfigError)
     assert refused.exception.message.startswith("none.yaml cannot be read: No such file or directory.")
@@ -143,16 +143,16 @@ def test_a_file_that_is_not_there_is_named():
     ("text", "mode", "warned"),
     [("api_key: [k]", 0o644, True), ("api_key: [k]", 0o600, False), ("port: 1", 0o644, False)],
 )
-def test_keys_that_everybody_can_read_are_warned_of(result, text, mode, warned, caplog):
+def test_world_readable_secret_is_logged(result, text, mode, warned, caplog):
     result(text, mode=mode)
     assert ("chmod 600" in caplog.text) is warned
 
 
-def test_the_server_takes_a_file_with_each_of_its_options():
+def test_serve_accepts_config_file():
     assert isinstance(serve, ConfiguredCommand)
     assert {"config_file", "port", *option_fields()} <= {param.name for param in serve.params}
 
 
-def test_help_lists_the_options_of_the_engine_behind_the_commands_own():
+def test_help_lists_engine_options_after_command_options():
     text = CliRunner().invoke(command, ["--help"]).output
     assert text.index("--port") < text.index("--config") < text.index("Options of the engine") < text.index("--model")

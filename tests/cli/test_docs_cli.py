@@ -1,4 +1,4 @@
-"""The page on the command line: its examples print what it says, and its tables are those of the code."""
+"""docs/cli.md: its examples print the documented output, and its tables match the code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dashinfer_vlm_cli.plugin import COMMANDS
-from dashinfer_vlm_cli.repl import COMMANDS as SPOKEN
+from dashinfer_vlm_cli.repl import COMMANDS as REPL_COMMANDS
 from tests.pages import ROOT, page_text
 from tests.waiting import HANG
 
@@ -21,17 +21,17 @@ FILES = ("requests.jsonl", "options.yaml")
 
 
 def steps(block):
-    """The commands of an example, each with what it prints."""
+    """Return the commands of an example, each with its output."""
     return [
         (part.partition("\n")[0], part.partition("\n")[2]) for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]
     ]
 
 
 @pytest.fixture
-def shell(tmp_path, pictures):
-    """Run a command as it stands there, among the files of the page; what it prints."""
+def shell(tmp_path, images):
+    """Run a command of the page in a folder with its files, and return the output."""
     (tmp_path / "examples").mkdir()
-    (tmp_path / "examples" / "pictures").symlink_to(pictures)
+    (tmp_path / "examples" / "pictures").symlink_to(images)
     for command, printed in (step for block in CONSOLE for step in steps(block)):
         if command.startswith("cat "):
             (tmp_path / command.split()[1]).write_text(printed)
@@ -39,7 +39,7 @@ def shell(tmp_path, pictures):
     def shell(command):
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         environment = {**os.environ, "PATH": path, "HF_HUB_CACHE": str(tmp_path / "hub")}
-        ended = subprocess.run(
+        result = subprocess.run(
             ["bash", "-c", command],
             cwd=tmp_path,
             env=environment,
@@ -48,36 +48,36 @@ def shell(tmp_path, pictures):
             timeout=HANG,
             check=False,
         )
-        assert ended.returncode == 0, ended.stderr
-        return ended.stdout
+        assert result.returncode == 0, result.stderr
+        return result.stdout
 
     return shell
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", CONSOLE, ids=[steps(block)[0][0][:40] for block in CONSOLE])
-def test_the_examples_print_what_the_page_says(shell, block):
+def test_example_prints_documented_output(shell, block):
     for command, printed in steps(block):
         assert shell(command) == printed or not printed
 
 
-def test_the_files_of_the_page_are_shown():
+def test_example_files_are_shown_on_page():
     shown = {command.split()[1] for block in CONSOLE for command, _ in steps(block) if command.startswith("cat ")}
     assert shown == set(FILES)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_each_command_has_a_row_and_an_example(name):
+def test_command_has_row_and_example(name):
     assert f"| `{name}` | {COMMANDS[name]} |" in TEXT
     assert re.search(rf"^\$ .*dashinfer-vlm {name}\b", TEXT, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", SPOKEN)
-def test_each_command_of_the_talk_has_a_row(name):
-    command = SPOKEN[name]
-    written = f"/{name} {command.takes}".rstrip().replace("|", "\\|")
-    assert f"| `{written}` | {command.does} |" in TEXT
+@pytest.mark.parametrize("name", REPL_COMMANDS)
+def test_repl_command_has_row(name):
+    command = REPL_COMMANDS[name]
+    written = f"/{name} {command.arguments}".rstrip().replace("|", "\\|")
+    assert f"| `{written}` | {command.summary} |" in TEXT
 
 
-def test_the_page_is_where_the_tests_look():
+def test_page_exists():
     assert (ROOT / "docs" / "cli.md").is_file()

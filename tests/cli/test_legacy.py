@@ -1,4 +1,4 @@
-"""`dashinfer_vlm_serve`: a test for each flag of the old command."""
+"""`dashinfer_vlm_serve`: the translation of each flag of the old command."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from dashinfer_vlm_cli import legacy
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_server.plugin import serve
-from tests.cli.conftest import process
+from tests.cli.conftest import run_process
 
 SERVER_OPTIONS = {flag for param in serve.params for flag in (*param.opts, *param.secondary_opts)}
 
@@ -22,13 +22,13 @@ ROWS = [
     ("--max_batch", "128", ["--max-batch-size", "128"]),
     ("--parallel_size", "2", ["--tensor-parallel", "2"]),
     ("--enable-prefix-cache", None, ["--prefix-cache"]),
-    ("--fp8", None, "FP8 .* is not available. Use `--quantization int8`"),
+    ("--fp8", None, "FP8 .* is not supported. Use `--quantization int8`"),
     ("--quant-type", "a16w8", ["--quantization", "int8"]),
     ("--dtype", "float16", ["--dtype", "float16"]),
     ("--min-pixels", "3136", ["--min-pixels", "3136"]),
     ("--max-pixels", "12845056", ["--max-pixels", "12845056"]),
     ("--api-keys", "one,two", ["--api-key", "one", "--api-key", "two"]),
-    ("--ssl", None, "wants the variables SSL_KEYFILE and SSL_CERTFILE"),
+    ("--ssl", None, "requires the environment variables SSL_KEYFILE and SSL_CERTFILE"),
     ("--allowed-origins", '["https://a.example", "*"]', ["--allowed-origins", "https://a.example,*"]),
     ("--allow-credentials", None, []),
     ("--allowed-methods", '["GET"]', []),
@@ -37,43 +37,43 @@ ROWS = [
 
 
 @pytest.fixture
-def translated(capsys, monkeypatch):
-    """What `dashinfer-vlm serve` is called with; `translated.told()` is what the person is told."""
+def translate(capsys, monkeypatch):
+    """Return the arguments of `dashinfer-vlm serve`; `translate.messages()` returns the messages for the user."""
 
-    def translated(*words, **environment):
+    def translate(*words, **environment):
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         named = "--model" in words
         given = words if named else ("--model", "demo", *words)
         with legacy.serve.make_context("dashinfer_vlm_serve", list(given)) as context:
-            passed = [*legacy.translated(context.params), *context.params["new"]]
-        return passed if named else passed[2:]
+            args = [*legacy.translate_flags(context.params), *context.params["new"]]
+        return args if named else args[2:]
 
-    translated.told = lambda: capsys.readouterr().err
-    return translated
+    translate.messages = lambda: capsys.readouterr().err
+    return translate
 
 
-def test_each_flag_has_a_row():
+def test_every_flag_is_tested():
     assert [row[0] for row in ROWS] == [flag.flag for flag in legacy.FLAGS]
 
 
 @pytest.mark.parametrize(("flag", "value", "expected"), ROWS, ids=[row[0] for row in ROWS])
-def test_each_flag_is_mapped_or_answered(translated, flag, value, expected):
+def test_flag_is_translated_or_rejected(translate, flag, value, expected):
     words = [flag] if value is None else [flag, value]
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):
-            translated(*words)
+            translate(*words)
     else:
-        assert translated(*words) == expected
-        assert expected or f"{flag}: no effect; " in translated.told()
+        assert translate(*words) == expected
+        assert expected or f"{flag}: no effect; " in translate.messages()
 
 
 @pytest.mark.parametrize(("flag", "value", "expected"), ROWS, ids=[row[0] for row in ROWS])
-def test_dashes_and_underscores_are_the_same(translated, flag, value, expected):
+def test_dashes_and_underscores_are_equivalent(translate, flag, value, expected):
     if isinstance(expected, list):
         other = "--" + flag[2:].translate(str.maketrans("-_", "_-"))
         words = [other] if value is None else [other, value]
-        assert translated(*words) == expected
+        assert translate(*words) == expected
 
 
 @pytest.mark.parametrize(
@@ -81,38 +81,38 @@ def test_dashes_and_underscores_are_the_same(translated, flag, value, expected):
     [
         ("a8w8", ["--quantization", "int8"]),
         ("a16w4", ["--quantization", "uint4"]),
-        ("gptq", "Name the unquantised one"),
-        ("gptq_weight_only", "Name the unquantised one"),
-        ("fp8", "FP8 .* is not available"),
+        ("gptq", "Use the unquantized"),
+        ("gptq_weight_only", "Use the unquantized"),
+        ("fp8", "FP8 .* is not supported"),
     ],
 )
-def test_each_kind_of_quantisation(translated, kind, expected):
+def test_quant_type_is_translated_or_rejected(translate, kind, expected):
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):
-            translated("--quant-type", kind)
+            translate("--quant-type", kind)
     else:
-        assert translated("--quant-type", kind) == expected
+        assert translate("--quant-type", kind) == expected
 
 
-def test_tls_comes_from_the_old_variables(translated):
+def test_ssl_flag_reads_environment_variables(translate):
     files = {"SSL_KEYFILE": "key.pem", "SSL_CERTFILE": "cert.pem"}
-    assert translated("--ssl", **files) == ["--ssl-keyfile", "key.pem", "--ssl-certfile", "cert.pem"]
-    assert translated(**files) == []
+    assert translate("--ssl", **files) == ["--ssl-keyfile", "key.pem", "--ssl-certfile", "cert.pem"]
+    assert translate(**files) == []
 
 
 @pytest.mark.parametrize("origins", ["*", "{}", "[1]"])
-def test_origins_that_are_no_list_are_refused(translated, origins):
-    with pytest.raises(ConfigError, match="`--allowed-origins` is a list in JSON"):
-        translated("--allowed-origins", origins)
+def test_allowed_origins_must_be_json_list(translate, origins):
+    with pytest.raises(ConfigError, match="`--allowed-origins` must be a JSON list"):
+        translate("--allowed-origins", origins)
 
 
-def test_new_flags_are_taken_beside_the_old(translated):
-    assert translated("--max_batch", "4", "--video-fps", "1", "--no-prefix-cache") == [
+def test_new_options_are_passed_through(translate):
+    assert translate("--max_batch", "4", "--video-fps", "1", "--no-prefix-cache") == [
         "--max-batch-size", "4", "--video-fps", "1", "--no-prefix-cache",
     ]  # fmt: skip
 
 
-def test_a_model_has_to_be_named_as_before():
+def test_model_is_required():
     refused = CliRunner().invoke(legacy.serve, [])
     assert refused.exit_code == 2
     assert "--model" in refused.output
@@ -123,27 +123,27 @@ def test_a_model_has_to_be_named_as_before():
     [(flag, words) for flag, _, words in ROWS if isinstance(words, list)]
     + [("--ssl", ["--ssl-keyfile", "--ssl-certfile"])],
 )
-def test_what_they_are_mapped_to_are_options_of_the_server(flag, words):
+def test_translations_are_options_of_serve(flag, words):
     assert {word for word in words if word.startswith("--")} <= SERVER_OPTIONS
 
 
 @pytest.mark.slow
-def test_the_server_runs_under_the_old_flags(tiny_checkpoint):
+def test_server_starts_with_old_flags(tiny_checkpoint):
     program = "from dashinfer_vlm_cli.legacy import main; main()"
-    ended = process("--model", tiny_checkpoint, "--max_batch", "0", program=program)
-    assert ended.returncode == 2
-    assert "max_batch_size" in ended.stderr.splitlines()[-1]
-    assert "Traceback" not in ended.stderr
+    result = run_process("--model", tiny_checkpoint, "--max_batch", "0", program=program)
+    assert result.returncode == 2
+    assert "max_batch_size" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
     assert (
-        f"dashinfer_vlm_serve is now: dashinfer-vlm serve --model {tiny_checkpoint} --max-batch-size 0" in ended.stderr
+        f"dashinfer_vlm_serve is now: dashinfer-vlm serve --model {tiny_checkpoint} --max-batch-size 0" in result.stderr
     )
-    ended = process("--model", "demo", "--api-keys", "hush", "--port", "x", program=program)
-    assert "hush" not in ended.stderr
-    ended = process("--model", tiny_checkpoint, "--fp8", program=program)
-    assert (ended.returncode, ended.stderr.startswith("dashinfer-vlm: FP8")) == (2, True)
+    result = run_process("--model", "demo", "--api-keys", "hush", "--port", "x", program=program)
+    assert "hush" not in result.stderr
+    result = run_process("--model", tiny_checkpoint, "--fp8", program=program)
+    assert (result.returncode, result.stderr.startswith("dashinfer-vlm: FP8")) == (2, True)
 
 
-def test_the_table_of_the_page_is_this_one():
+def test_docs_contain_flag_table():
     from tests.pages import page_text
 
     assert "\n".join(legacy.table()) in page_text("cli.md")

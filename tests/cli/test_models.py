@@ -1,4 +1,4 @@
-"""`models`: what is registered, downloaded, and in folders."""
+"""`models`: registered and downloaded models, and those in folders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.waiting import HANG
 
 @pytest.fixture
 def hub(tmp_path, tiny_checkpoint):
-    """A hub's cache as huggingface-hub lays it, with a model of ours and one of another kind."""
+    """A huggingface-hub cache with a supported model and an unsupported one."""
 
     def add(name, folder, files):
         commit = "0123456789abcdef0123456789abcdef01234567"
@@ -40,21 +40,21 @@ def hub(tmp_path, tiny_checkpoint):
 
 
 @pytest.fixture
-def listed(hub):
-    """The rows of `models --json`, by name: in a process of its own, for huggingface-hub reads its options once."""
+def list_models(hub):
+    """Return the rows of `models --json` by name. It runs in a subprocess: huggingface-hub reads its options once."""
 
-    def listed(*words):
-        command = [sys.executable, "-c", MAIN, "models", "--json", *map(str, words)]
+    def list_models(*args):
+        command = [sys.executable, "-c", MAIN, "models", "--json", *map(str, args)]
         environment = {**os.environ, "HF_HUB_CACHE": str(hub)}
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG, check=True)
-        return {row["name"]: row for row in json.loads(ended.stdout)}
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG, check=True)
+        return {row["name"]: row for row in json.loads(result.stdout)}
 
-    return listed
+    return list_models
 
 
 @pytest.mark.slow
-def test_what_is_here_is_listed(listed, tiny_checkpoint):
-    rows = listed()
+def test_registered_and_downloaded_models_are_listed(list_models, tiny_checkpoint):
+    rows = list_models()
     assert set(rows) == {"demo", "maker/tiny"}
     assert (rows["demo"]["origin"], rows["demo"]["dtype"], rows["demo"]["context"]) == ("registered", "bfloat16", 4096)
     assert rows["demo"]["bytes"] == sum(path.stat().st_size for path in CHECKPOINT.iterdir())
@@ -64,13 +64,13 @@ def test_what_is_here_is_listed(listed, tiny_checkpoint):
 
 
 @pytest.mark.slow
-def test_others_and_folders_are_listed_when_asked_for(listed, tmp_path, tiny_checkpoint):
-    rows = listed("--all", "--folder", tiny_checkpoint.parent)
-    assert rows["maker/other"]["problem"] == "No model family is called 'bert'"
+def test_all_and_folder_options_list_more(list_models, tmp_path, tiny_checkpoint):
+    rows = list_models("--all", "--folder", tiny_checkpoint.parent)
+    assert rows["maker/other"]["problem"] == "No model family is named 'bert'"
     assert rows[str(tiny_checkpoint)]["origin"] == "folder"
 
 
-def test_the_table_for_people(run):
+def test_table_has_header_and_rows(run):
     lines = run("models").stdout.splitlines()
-    assert lines[0].split() == ["MODEL", "FROM", "SIZE", "NUMBERS", "CONTEXT", "PROBLEM"]
+    assert lines[0].split() == ["MODEL", "SOURCE", "SIZE", "DTYPE", "CONTEXT", "PROBLEM"]
     assert any(line.split()[:2] == ["demo", "registered"] for line in lines)

@@ -1,4 +1,4 @@
-"""What the command line costs before it does anything."""
+"""Startup cost of the command line, its help, and unknown environment variables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dashinfer_vlm_core.config.env_check import unknown_variables
 from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.plugins import add_commands
 from dashinfer_vlm_server.plugin import serve
-from tests.cli.conftest import MAIN, process
+from tests.cli.conftest import MAIN, run_process
 
 HEAVY = ("torch", "transformers", "tokenizers", "openai", "huggingface_hub", "litellm", "fastapi", "av")
 
@@ -28,21 +28,21 @@ main()
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [(), *((name,) for name in COMMANDS), ("serve",), ("plugins",)], ids=" ".join)
 def test_help_imports_nothing_heavy(words):
-    ended = process(*words, "--help", program=PROGRAM)
-    assert ended.stdout.splitlines()[-1] == "LOADED []"
-    assert "Usage: " in ended.stdout
+    result = run_process(*words, "--help", program=PROGRAM)
+    assert result.stdout.splitlines()[-1] == "LOADED []"
+    assert "Usage: " in result.stdout
 
 
 @pytest.mark.slow
-def test_the_environment_may_ask_for_more_of_the_log():
-    """Than warnings, which is what commands that say themselves what matters log."""
+def test_environment_sets_log_level():
+    """By default, commands log only warnings."""
     program = f"import atexit, logging\natexit.register(lambda: print(logging.getLogger().level))\n{MAIN}"
     for level, number in (("", 30), ("info", 20), ("debug", 10)):
-        asked = {"DASHINFER_VLM_LOG_LEVEL": level} if level else {}
-        assert process("models", program=program, **asked).stdout.splitlines()[-1] == str(number)
+        variables = {"DASHINFER_VLM_LOG_LEVEL": level} if level else {}
+        assert run_process("models", program=program, **variables).stdout.splitlines()[-1] == str(number)
 
 
-def test_the_group_lists_each_command_with_what_it_does(run):
+def test_group_help_lists_commands_with_summaries(run):
     text = run("--help").output
     for name, summary in COMMANDS.items():
         assert f"  {name}" in text
@@ -50,12 +50,12 @@ def test_the_group_lists_each_command_with_what_it_does(run):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_each_summary_is_the_first_line_of_the_help(run, name):
+def test_summary_is_first_line_of_help(run, name):
     assert COMMANDS[name].rstrip(".") in " ".join(run(name, "--help").output.split())
 
 
 def helps(group, *path):
-    """The help of every command of a group, as at a terminal of 80 columns."""
+    """Yield the help of every command of a group for a terminal with 80 columns."""
     with click.Context(group, info_name="dashinfer-vlm", terminal_width=80) as context:
         yield " ".join(path), group.get_help(context)
     for name in group.list_commands(context):
@@ -67,7 +67,7 @@ def helps(group, *path):
             yield " ".join([*path, name]), made.command.get_help(made)
 
 
-def test_help_is_free_of_noise():
+def test_help_has_no_noise():
     cli = click.Group(params=core.params, commands=dict(core.commands))
     add_commands(cli)
     found = dict(helps(cli))
@@ -81,30 +81,30 @@ def test_help_is_free_of_noise():
         assert max(map(len, text.splitlines())) <= 80, name
 
 
-def test_help_says_units_and_defaults(run):
+def test_help_shows_units_and_defaults(run):
     text = " ".join(run("chat", "--help").output.split())
     for words in (
-        "--image-max-bytes BYTES Most bytes of one encoded picture. [default: 20971520, 20 MiB]",
+        "--image-max-bytes BYTES Maximum size of an encoded image. [default: 20971520, 20 MiB]",
         "--kv-cache-mib MIB ",
         "--video-fetch-timeout SECONDS ",
         "--limit-mm-per-prompt image=N,video=N ",
         "[default: prefix-cache]",
         "[default: no-enable-mm-embeds]",
-        "--revision NAME Branch, tag or commit of a hub id; its main branch by default. --",
+        "--revision NAME Branch, tag or commit of a hub id; defaults to the main branch. --",
     ):
         assert words in text
 
 
 @pytest.fixture
-def told(group):
-    """What is said about variables, by their names, of the program with all commands."""
+def messages(group):
+    """Return the messages about unknown environment variables."""
     group.add_command(serve)
 
-    def told(*names):
+    def messages(*names):
         with click.Context(group) as context:
             return list(unknown_variables(names, context))
 
-    return told
+    return messages
 
 
 @pytest.mark.parametrize(
@@ -112,11 +112,11 @@ def told(group):
     [
         ("DASHINFER_VLM_MAX_PIXEL", "Did you mean DASHINFER_VLM_MAX_PIXELS?"),
         ("DASHINFER_VLM_HOTS", "Did you mean DASHINFER_VLM_HOST?"),
-        ("DASHINFER_VLM_ZQX", "`dashinfer-vlm serve --help` lists those that do."),
+        ("DASHINFER_VLM_ZQX", "`dashinfer-vlm serve --help` lists all options."),
     ],
 )
-def test_a_variable_that_sets_nothing_is_told(told, name, fix):
-    assert told(name) == [f"{name} is set in the environment, and sets no option. {fix}"]
+def test_unknown_variable_is_reported(messages, name, fix):
+    assert messages(name) == [f"The environment variable {name} does not set any option. {fix}"]
 
 
 @pytest.mark.parametrize(
@@ -134,11 +134,11 @@ def test_a_variable_that_sets_nothing_is_told(told, name, fix):
         "DASHINFER",
     ],
 )
-def test_a_variable_of_any_command_or_of_kubernetes_is_fine(told, name):
-    assert told(name) == []
+def test_known_and_kubernetes_variables_are_accepted(messages, name):
+    assert messages(name) == []
 
 
-def test_a_command_tells_it(run, caplog, tmp_path):
+def test_command_logs_unknown_variable(run, caplog, tmp_path):
     with pytest.raises(CheckpointError):
         run("chat", "Hello?", "--model", tmp_path, DASHINFER_VLM_MAX_PIXEL="784")
     assert "Did you mean DASHINFER_VLM_MAX_PIXELS?" in caplog.text
