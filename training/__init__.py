@@ -1,1 +1,1 @@
-"""How the bundled model was made: scenes, questions, training, evaluation, export. Run from a checkout."""
+"""Training of the bundled model: scenes, questions, training, evaluation, export. Run from a checkout."""

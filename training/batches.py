@@ -1,7 +1,7 @@
-"""Pack scenes and questions into the fixed-size rows that the network learns from.
+"""Pack scenes and questions into fixed-size rows for training.
 
-A row starts with a prompt that all its questions share; every question, with its answer, is a branch of its own that
-continues at the prompt's last position, so that each question is computed as if it had been asked alone.
+A row starts with a prompt that all its questions share. Every question with its answer is a separate branch that
+continues at the prompt's last position, so that each question is computed as if it were the only one.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from training.questions import Mention, Question
 from training.sizes import FACTOR, PATCH
 
 ROWS, LENGTH = 10, 192
-"""Rows of a batch and tokens of a row."""
+"""Rows per batch and tokens per row."""
 LISTS = 0.22
-"""Of the rows with one picture, those with several things in a row: by chance, four seldom have a clear order."""
+"""Share of the rows with one image whose objects have a clear order: four random objects rarely do."""
 PAIRS = 0.5
-"""Of the pictures of a set, those with two things: they are easily taken for those with one."""
+"""Share of the images of a set with two objects, which are easily confused with images of one object."""
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 DEVIATION = (0.26862954, 0.26130258, 0.27577711)
-"""Of red, green and blue, 0 to 1; the numbers of CLIP, which Qwen2-VL uses."""
+"""Mean and standard deviation of red, green and blue, 0 to 1: the values of CLIP, which Qwen2-VL uses."""
 
 _ORDER = np.arange(4096)
 _SYSTEMS = (
@@ -41,7 +41,7 @@ _LABELS = (("Picture {}: ", ""), ("Picture {}: ", " "), ("Image {}: ", "\n"), ("
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """What a batch is made of: shares of the kinds of rows, and how much more often than usual some are asked."""
+    """The composition of a batch: weights of the kinds of rows, and factors for the weights of some askers."""
 
     pictures: float = 10.0
     sets: float = 5.0
@@ -50,7 +50,7 @@ class Mix:
     more: Mapping[Callable[..., Question | None], float] = field(default_factory=dict)
 
     def pick(self, rng: random.Random, askers: Mapping[Any, float], shown: object) -> Question | None:
-        """Ask something; `askers` are weighted."""
+        """Choose an asker by weight and let it create a question."""
         weights = [weight * self.more.get(asker, 1) for asker, weight in askers.items()]
         chosen: Callable[..., Question | None] = rng.choices(list(askers), weights)[0]
         return chosen(rng, shown)
@@ -58,13 +58,13 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Visual:
-    """Something to look at: one scene for a picture, many for a clip."""
+    """An image (one scene) or a video (several scenes)."""
 
     scenes: tuple[drawing.Scene, ...]
 
     @property
     def steps(self) -> int:
-        """Temporal patches."""
+        """Number of temporal patches."""
         return (len(self.scenes) + 1) // 2
 
     @property
@@ -73,7 +73,7 @@ class Visual:
 
 
 class Mark(NamedTuple):
-    """Tokens of a row that are about one thing, and where the tokens of its picture or clip start."""
+    """Tokens of a row that are about one object, and the index of the first token of its image or video."""
 
     tokens: range
     mention: Mention
@@ -82,7 +82,7 @@ class Mark(NamedTuple):
 
 @dataclass(slots=True)
 class Row:
-    """One row while it is written. Vision tokens are noted as -1 - (index among the row's own)."""
+    """A row under construction. Vision tokens are stored as -1 - (index among the row's vision tokens)."""
 
     grid: Grid
     tokens: list[int] = field(default_factory=list)
@@ -93,13 +93,13 @@ class Row:
     owners: list[int] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     shown: dict[int, int] = field(default_factory=dict)
-    """Where each picture starts in this branch."""
+    """Index of each image's first token in this branch."""
     tasks: list[str] = field(default_factory=list)
     next: int = 0
     branch: int = 0
 
     @property
-    def room(self) -> int:
+    def remaining(self) -> int:
         return LENGTH - len(self.tokens)
 
     def write(self, text: str, *, learn: bool = False) -> None:
@@ -112,20 +112,20 @@ class Row:
         self.next += len(ids)
 
     def show(self, visual: Visual, first: int, ordinal: int) -> None:
-        """Write the vision tokens of a visual; `first` is the index of its first one in the row's features."""
+        """Append the vision tokens of a visual; `first` is the index of its first token in the row's features."""
         self.write("<|vision_start|>")
         rows, columns = self.grid
         shape = (visual.steps, rows, columns)
         count = visual.steps * rows * columns
         if self.branch == 0:
-            self.places.append(_places(shape, len(self.tokens), ordinal, visual.clip))
+            self.places.append(_place_labels(shape, len(self.tokens), ordinal, visual.clip))
         self.shown[ordinal] = len(self.tokens)
         self.tokens += range(-1 - first, -1 - first - count, -1)
         self.targets += [-100] * count
         self.owners += [-1] * count
         self.segments += [self.branch] * count
         self.positions.append(_block(shape) + self.next)
-        self.next += max(shape)  # text goes on after the largest position so far
+        self.next += max(shape)  # text continues after the largest position so far
         self.write("<|vision_end|>")
 
     def ask(self, question: Question, *, close: bool = False) -> None:
@@ -141,13 +141,13 @@ class Row:
             self.write("\n<|im_start|>user\n")
 
     def _mark(self, question: Question, start: int) -> None:
-        """Note what the tokens of the answer, which starts at `start`, have to look at: each is chosen one earlier."""
+        """Record the objects that the tokens of the answer at `start` must attend to; each is predicted one earlier."""
         ids = encode(question.answer)
         if question.about:
             self.marks.append(self._mark_of(question.about, range(start - 1, start + len(ids))))
         colors = [index for index, token in enumerate(ids) if token in _color_tokens()]
         for index, mention in zip(colors, question.named, strict=False):
-            # The article, the colour and the shape.
+            # The article, the color and the shape.
             self.marks.append(self._mark_of(mention, range(start + index - 2, start + index + 1)))
 
     def _mark_of(self, mention: Mention, tokens: range) -> Mark:
@@ -156,7 +156,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Story:
-    """A row with what it shows."""
+    """A row with its images or video."""
 
     row: Row
     visuals: tuple[Visual, ...]
@@ -170,12 +170,12 @@ _LIST_ASKERS: dict[questions.Asker, float] = {
 
 @functools.lru_cache(maxsize=200_000)
 def encode(text: str) -> list[int]:
-    """Tokens of a piece of the prompt that starts and ends where the tokenizer cuts anyway. Not to be changed."""
+    """Tokenize a part of the prompt that starts and ends at pre-tokenization boundaries. Do not modify the result."""
     return list(tokenizer.build().encode(text).ids)
 
 
 def batch(rng: random.Random, rows: int = ROWS, mix: Mix | None = None) -> Batch:
-    """A batch of one picture size with everything in it: pictures, sets, clips and plain text."""
+    """Create a batch of one image size with all kinds of rows: images, sets, videos and plain text."""
     mix = mix or Mix()
     grid = compose.choose(rng, compose.PICTURE_GRIDS)
     clips = mix.clips if grid in compose.CLIP_GRIDS else 0.0
@@ -186,7 +186,7 @@ def batch(rng: random.Random, rows: int = ROWS, mix: Mix | None = None) -> Batch
 
 
 def sight_batch(rng: random.Random, pictures: int) -> Batch:
-    """Pictures and pairs of frames without any text, for the first stage."""
+    """Create a batch of images and pairs of frames without text, for the first stage."""
     grid = rng.choice(((4, 4), (4, 4), (3, 3), (5, 5), (3, 5), (5, 3), (4, 3), (3, 4)))
     visuals = []
     for _ in range(pictures):
@@ -198,7 +198,7 @@ def sight_batch(rng: random.Random, pictures: int) -> Batch:
 
 
 def pack(stories: Sequence[Story], grid: Grid) -> Batch:
-    """Stories of one picture size -> tensors."""
+    """Convert stories of one image size to tensors."""
     count, size = len(stories), grid[0] * grid[1]
     tokens = np.full((count, LENGTH), encode("<|endoftext|>")[0])
     targets, segments = np.full((count, LENGTH), -100), np.full((count, LENGTH), -1)
@@ -238,7 +238,7 @@ def pack(stories: Sequence[Story], grid: Grid) -> Batch:
 
 
 def _pointers(index: int, story: Story) -> list[tuple[int, int, np.ndarray]]:
-    """For every token of an answer about one thing: its row and index, and where that thing is seen."""
+    """Return, for every token of an answer about one object, its row and index and the mask of the object's tokens."""
     found = []
     for tokens, mention, start in story.row.marks:
         seen = _cells([story.visuals[mention.picture]], story.row.grid)[:, 0] == drawing.COLORS.index(mention.color)
@@ -255,11 +255,11 @@ def _color_tokens() -> frozenset[int]:
 
 
 def cut(frames: torch.Tensor) -> torch.Tensor:
-    """Frames (N, 2, H, W, 3) of bytes -> patches (N, H W / 196, 1176), normalised, in Qwen2-VL's order."""
+    """Convert uint8 frames (N, 2, H, W, 3) to normalized patches (N, H W / 196, 1176) in Qwen2-VL's order."""
     count, _, height, width, _ = frames.shape
     rows, columns = height // FACTOR, width // FACTOR
     values = frames.view(count, 2, rows, 2, PATCH, columns, 2, PATCH, 3).permute(0, 2, 5, 3, 6, 8, 1, 4, 7)
-    values = values.reshape(count, rows * columns * 4, 3, -1)  # moved as bytes, which is cheaper
+    values = values.reshape(count, rows * columns * 4, 3, -1)  # permuted as bytes, which is faster
     scale, mean = 1 / (255 * torch.tensor(DEVIATION)), torch.tensor(MEAN) / torch.tensor(DEVIATION)
     return torch.addcmul(-mean[:, None], values.float(), scale[:, None]).flatten(2)
 
@@ -272,11 +272,11 @@ def _patches(visuals: Sequence[Visual], grid: Grid) -> torch.Tensor:
 
 
 def _frames(visual: Visual, grid: Grid) -> list[np.ndarray]:
-    """Pairs of frames, each (2, H, W, 3) bytes, at the size that the model sees."""
+    """Return pairs of frames, each uint8 (2, H, W, 3), at the model's input size."""
     size = (grid[1] * FACTOR, grid[0] * FACTOR)
     drawn = drawing.render_clip(list(visual.scenes))
     frames = [np.asarray(frame if frame.size == size else frame.resize(size, 3)) for frame in drawn]
-    frames += frames[-1:] * (len(frames) % 2)  # an odd last frame counts twice
+    frames += frames[-1:] * (len(frames) % 2)  # an odd last frame is repeated
     return [np.stack(frames[index : index + 2]) for index in range(0, len(frames), 2)]
 
 
@@ -290,11 +290,11 @@ def _cells(visuals: Sequence[Visual], grid: Grid) -> np.ndarray:
 
 @functools.cache
 def _block(shape: tuple[int, int, int]) -> np.ndarray:
-    """Positions of vision tokens from zero on, (3, tokens): time, row, column."""
+    """Return the positions of vision tokens starting at zero, (3, tokens): time, row, column."""
     return np.indices(shape).reshape(3, -1)
 
 
-def _places(shape: tuple[int, int, int], start: int, ordinal: int, clip: bool) -> np.ndarray:
+def _place_labels(shape: tuple[int, int, int], start: int, ordinal: int, clip: bool) -> np.ndarray:
     time, row, column = _block(shape)
     number = np.minimum(time, 3) if clip else np.full_like(time, ordinal)
     return np.stack([start + np.arange(time.size), 4 * row // shape[1], 4 * column // shape[2], number], axis=1)
@@ -318,7 +318,7 @@ def _picture_story(rng: random.Random, grid: Grid, mix: Mix) -> Story:
 
 
 def _list_scene(rng: random.Random, grid: Grid) -> drawing.Scene:
-    """Three things or four in a clear order from left to right, if that comes up within some tries."""
+    """Compose three or four objects, in a clear order from left to right if one is found in a few attempts."""
     count = rng.choice((3, 4, 4))
     for _ in range(12):
         scene = compose.compose(rng, grid, count)
@@ -364,7 +364,7 @@ def _text_story(rng: random.Random, grid: Grid, mix: Mix) -> Story:
 
 
 def _story(rng: random.Random, grid: Grid, visuals: tuple[Visual, ...], ask: Callable[[], Question | None]) -> Story:
-    """Pictures first (some with labels between them), as an earlier turn, or after the question."""
+    """Create a row with the images first (some with labels), in an earlier turn, or after the question."""
     row, layout = _start(rng, grid), rng.random()
     if layout < 0.25:
         _question_first(row, visuals, ask)
@@ -382,7 +382,7 @@ def _story(rng: random.Random, grid: Grid, visuals: tuple[Visual, ...], ask: Cal
 def _turns_story(
     rng: random.Random, grid: Grid, scenes: Sequence[drawing.Scene], pick: Callable[..., Question | None]
 ) -> Story:
-    """One picture and a question on it; then the other pictures come, with questions on all of them."""
+    """Create a row with one image and a question about it, followed by the other images and questions about all."""
     visuals = tuple(Visual((scene,)) for scene in scenes)
     row, size = _start(rng, grid), grid[0] * grid[1]
     row.show(visuals[0], 0, 0)
@@ -405,14 +405,14 @@ def _show_all(row: Row, visuals: Sequence[Visual], label: str = "", glue: str = 
 
 
 def _branches(row: Row, ask: Callable[[], Question | None], gap: str = "") -> None:
-    """Fill the row with questions, each after the same prompt; stop when the next one does not fit."""
+    """Fill the row with questions after the same prompt until the next one does not fit."""
     start = row.next
     asked: set[str] = set()
     for _ in range(24):
         question = ask()
         if question is None or question.text in asked:
             continue
-        if _cost(question) + len(gap) > row.room:
+        if _cost(question) + len(gap) > row.remaining:
             break
         asked.add(question.text)
         row.branch, row.next = row.branch + 1, start
@@ -421,14 +421,14 @@ def _branches(row: Row, ask: Callable[[], Question | None], gap: str = "") -> No
 
 
 def _question_first(row: Row, visuals: Sequence[Visual], ask: Callable[[], Question | None]) -> None:
-    """As `_branches`, but every branch brings its own copy of the vision tokens, after the question."""
+    """Like `_branches`, but every branch has its own copy of the vision tokens after the question."""
     start = row.next
     shown = sum(2 + visual.steps * row.grid[0] * row.grid[1] for visual in visuals)
     for _ in range(16):
         question = ask()
         if question is None:
             continue
-        if _cost(question) + shown > row.room:
+        if _cost(question) + shown > row.remaining:
             break
         row.branch, row.next = row.branch + 1, start
         row.write(question.text)
@@ -437,5 +437,5 @@ def _question_first(row: Row, visuals: Sequence[Visual], ask: Callable[[], Quest
 
 
 def _cost(question: Question) -> int:
-    """Tokens of a question with its answer."""
+    """Return the number of tokens of a question with its answer."""
     return len(encode(question.text)) + len(encode(question.answer)) + 6

@@ -1,6 +1,6 @@
-"""Make up scenes: one picture, a set of pictures, a clip. Every choice is drawn from the `random.Random` given.
+"""Compose random scenes: one image, a set of images, a video. All randomness comes from the given `random.Random`.
 
-A `Grid` is (rows, columns) of the tokens that the finished picture has; training batches share one.
+A `Grid` is (rows, columns) of the image's tokens; all images of a training batch have the same grid.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ PICTURE_GRIDS: dict[Grid, float] = {
     (5, 3): 1, (4, 5): 1, (5, 4): 1, (5, 6): 1.7, (6, 5): 1, (4, 7): 1, (7, 4): 0.8, (4, 8): 1, (8, 4): 0.7,
     (5, 7): 0.5, (7, 5): 0.5, (2, 5): 0.6, (5, 2): 0.6, (2, 8): 0.5, (8, 2): 0.5,
 }  # fmt: skip
-"""Sizes of pictures in tokens, with their shares in training. A photograph of 4:3 becomes (5, 6), of 16:9 (4, 8)."""
+"""Image sizes in tokens, with their weights in training. A photograph of 4:3 becomes (5, 6), one of 16:9 (4, 8)."""
 CLIP_GRIDS: dict[Grid, float] = {
     (4, 4): 4, (3, 3): 2.5, (3, 4): 1, (4, 3): 1, (5, 5): 0.7, (3, 5): 0.7, (5, 3): 0.7, (4, 5): 0.5, (5, 4): 0.5,
     (5, 6): 0.5, (6, 6): 0.5, (4, 8): 0.4,
 }  # fmt: skip
 CLIP_FRAMES, CLIP_TOKENS = 8, 112
-"""The longest clips, in frames and in vision tokens."""
+"""Maximum length of videos in frames and in vision tokens."""
 
 CENTRE_MARGIN = 0.1
-"""A thing nearer than this share of the canvas to a centre line is in no corner: nobody asks about it."""
+"""An object closer than this share of the canvas to a center line is in no corner, and no question is about it."""
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 MOTIONS: dict[str, float] = {"steady": 3, "pairs": 1.5, "jump": 2.2, "still": 2.6, "recolour": 2.4, "empty": 0.3}
-"""Kinds of clips, with their shares in training."""
+"""Kinds of videos, with their weights in training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clip:
-    """Frames in which the first thing moves, stays or changes its colour; a second thing, if any, rests."""
+    """A video whose first object moves, rests or changes its color; a second object, if any, rests."""
 
     scenes: tuple[Scene, ...]
     direction: str | None
@@ -44,18 +44,18 @@ class Clip:
 
 
 def choose(rng: random.Random, weights: dict[Grid, float]) -> Grid:
-    """A grid, drawn by weight."""
+    """Choose a random grid by weight."""
     return rng.choices(list(weights), list(weights.values()))[0]
 
 
 def longest_clip(grid: Grid) -> int:
-    """Frames of the longest clip of a size. Where time had more steps than the longer side has tokens, engines disagree
-    on the position of the text after it (see the model card)."""
+    """Return the maximum number of frames for a grid. With more time steps than tokens on the longer side, engines
+    would disagree on the position of the text after the video (see the model card)."""
     return min(CLIP_FRAMES, 2 * max(grid), 2 * (CLIP_TOKENS // (grid[0] * grid[1])))
 
 
 def canvas(rng: random.Random, grid: Grid, odd: float = 0.2) -> tuple[int, int]:
-    """Width and height in pixels of a picture that gets this grid; the share `odd` differs from the grid's own size."""
+    """Choose a width and height in pixels that result in this grid; a share `odd` differs from the grid's size."""
     height, width = grid[0] * FACTOR, grid[1] * FACTOR
     if rng.random() < odd:
         for _ in range(6):
@@ -67,7 +67,7 @@ def canvas(rng: random.Random, grid: Grid, odd: float = 0.2) -> tuple[int, int]:
 
 
 def compose(rng: random.Random, grid: Grid, count: int, *, clear: bool = False, busy: bool = True) -> Scene:
-    """A picture of `count` things (fewer where so many do not fit); `clear` keeps them off the centre lines."""
+    """Compose an image of `count` objects, or fewer if they do not fit; `clear` keeps them off the center lines."""
     width, height = canvas(rng, grid)
     things = _things(rng, width, height, count, clear)
     backdrop = photo(rng) if busy and not things and rng.random() < 0.5 else _backdrop(rng, busy)
@@ -75,12 +75,12 @@ def compose(rng: random.Random, grid: Grid, count: int, *, clear: bool = False, 
 
 
 def compose_set(rng: random.Random, grid: Grid, pictures: int, *, pairs: float = 0.35) -> list[Scene]:
-    """Pictures that have nothing to do with each other, of one thing each or, at the share `pairs`, of two."""
+    """Compose unrelated images with one object each or, for a share `pairs`, with two."""
     return [compose(rng, grid, rng.choices((1, 2), (1 - pairs, pairs))[0]) for _ in range(pictures)]
 
 
 def compose_change(rng: random.Random, grid: Grid) -> list[Scene]:
-    """The same scene twice; in the second picture one thing may have another colour or another shape."""
+    """Compose a scene twice; in the second image one object may have another color or another shape."""
     before = compose(rng, grid, rng.choices((1, 2, 3), (0.4, 0.45, 0.15))[0])
     things = list(before.things)
     index, kind = rng.randrange(len(things)), rng.random()
@@ -94,7 +94,7 @@ def compose_change(rng: random.Random, grid: Grid) -> list[Scene]:
 
 
 def compose_clip(rng: random.Random, grid: Grid, frames: int, motion: str) -> Clip:
-    """A clip. `steady` moves in every frame, `pairs` only between pairs of frames, `jump` once between two frames."""
+    """Compose a video: `steady` moves in every frame, `pairs` only between pairs of frames, `jump` once."""
     if motion == "empty":
         nothing = compose(rng, grid, 0)
         return Clip(scenes=(nothing,) * frames, direction=None)
@@ -110,7 +110,7 @@ def compose_clip(rng: random.Random, grid: Grid, frames: int, motion: str) -> Cl
 
 
 def photo(rng: random.Random) -> Backdrop:
-    """Strong coloured noise, often with a horizon: no shape is in it."""
+    """Create a backdrop of strong colored noise, often with a horizon, for images without shapes."""
     shade = [rng.randint(30, 225) for _ in range(6)]
     horizon = (rng.uniform(0.2, 0.8), rng.uniform(-0.4, 0.4), (shade[3], shade[4], shade[5]))
     return Backdrop(
@@ -127,9 +127,9 @@ def photo(rng: random.Random) -> Backdrop:
 
 
 def _backdrop(rng: random.Random, busy: bool) -> Backdrop:
-    grey = rng.choice((255, 255, 248, 240, 230, 215, 200, 150, 90, 45, 25, 10))
+    gray = rng.choice((255, 255, 248, 240, 230, 215, 200, 150, 90, 45, 25, 10))
     tint = rng.choice((0, 0, 8, 15))
-    red, green, blue = (max(0, min(255, grey + rng.randint(-tint, tint))) for _ in range(3))
+    red, green, blue = (max(0, min(255, gray + rng.randint(-tint, tint))) for _ in range(3))
     plain = Backdrop(rgb=(red, green, blue))
     kind = rng.random()
     if kind < 0.5:
@@ -153,7 +153,7 @@ def _jpeg(rng: random.Random) -> int | None:
 
 
 def _rgb(rng: random.Random, color: str) -> Rgb:
-    # Dark orange reads as brown, dark yellow as olive and dark pink as purple: these stay bright.
+    # Dark orange looks brown, dark yellow looks olive and dark pink looks purple: these colors stay bright.
     darkest = 0.86 if color in ("orange", "yellow", "pink") else 0.72
     return paint(color, rng.uniform(-6, 6), rng.uniform(0.78, 1), rng.uniform(darkest, 1))
 
@@ -164,39 +164,43 @@ def _things(rng: random.Random, width: int, height: int, count: int, clear: bool
     if count > 1 and rng.random() < 0.25:
         shapes[1] = shapes[0]
     things = []
-    for (x, y, radius), color, shape in zip(_places(rng, width, height, count, clear), colors, shapes, strict=False):
+    for (x, y, radius), color, shape in zip(
+        _place_objects(rng, width, height, count, clear), colors, shapes, strict=False
+    ):
         tilt = rng.uniform(-0.12, 0.12)
         things.append(Thing(color=color, shape=shape, x=x, y=y, radius=radius, tilt=tilt, rgb=_rgb(rng, color)))
     return tuple(things)
 
 
-def _places(rng: random.Random, width: int, height: int, count: int, clear: bool) -> list[tuple[float, float, float]]:
-    """Centres and radii of things that do not touch; gives up one thing whenever they do not fit."""
+def _place_objects(
+    rng: random.Random, width: int, height: int, count: int, clear: bool
+) -> list[tuple[float, float, float]]:
+    """Choose centers and radii of objects that do not touch; reduces the number of objects until they fit."""
     while count:
         for _ in range(12):
-            places = _try_places(rng, width, height, count, clear)
-            if len(places) == count:
-                return places
+            centers = _try_place_objects(rng, width, height, count, clear)
+            if len(centers) == count:
+                return centers
         count -= 1
     return []
 
 
-def _try_places(
+def _try_place_objects(
     rng: random.Random, width: int, height: int, count: int, clear: bool
 ) -> list[tuple[float, float, float]]:
     mean, largest = math.sqrt(width * height), {1: 0.42, 2: 0.42, 3: 0.36}.get(count, 0.32)
     limit = min(width, height) * (0.55 if clear else 0.86)
-    places: list[tuple[float, float, float]] = []
+    centers: list[tuple[float, float, float]] = []
     for _ in range(count * 12):
         radius = min(rng.uniform(0.24, largest) * mean, limit) / 2
         x, y = rng.uniform(radius + 1, width - radius - 1), rng.uniform(radius + 1, height - radius - 1)
         if clear and (abs(x / width - 0.5) < CENTRE_MARGIN + 0.01 or abs(y / height - 0.5) < CENTRE_MARGIN + 0.01):
             continue
-        if all(math.hypot(x - x2, y - y2) > (radius + radius2) * 1.12 + 0.01 * mean for x2, y2, radius2 in places):
-            places.append((x, y, radius))
-            if len(places) == count:
+        if all(math.hypot(x - x2, y - y2) > (radius + radius2) * 1.12 + 0.01 * mean for x2, y2, radius2 in centers):
+            centers.append((x, y, radius))
+            if len(centers) == count:
                 break
-    return places
+    return centers
 
 
 def _resting_clip(rng: random.Random, base: Scene, mover: Thing, frames: int, motion: str) -> Clip:
@@ -204,7 +208,7 @@ def _resting_clip(rng: random.Random, base: Scene, mover: Thing, frames: int, mo
         return Clip(scenes=_with_witness(rng, base, [mover] * frames), direction=None)
     color = rng.choice([word for word in COLORS if word != mover.color])
     later = replace(mover, color=color, rgb=_rgb(rng, color))
-    cut = 2 * rng.randint(1, frames // 2 - 1)  # between two pairs of frames: a patch never mixes the colours
+    cut = 2 * rng.randint(1, frames // 2 - 1)  # between two pairs of frames, so that no temporal patch has both colors
     scenes = tuple(replace(base, things=(thing,)) for thing in [mover] * cut + [later] * (frames - cut))
     return Clip(scenes=scenes, direction=None, recolored=(mover.color, color))
 
@@ -212,14 +216,14 @@ def _resting_clip(rng: random.Random, base: Scene, mover: Thing, frames: int, mo
 def _path(
     rng: random.Random, start_scene: Scene, direction: str, frames: int, motion: str
 ) -> list[tuple[float, float]]:
-    """The centre of the first thing in every frame, in pixels."""
+    """Return the center of the first object in every frame, in pixels."""
     base, radius = start_scene, start_scene.things[0].radius
     dx, dy = DIRECTIONS[direction]
     length, breadth = (base.width, base.height) if dx else (base.height, base.width)
-    room = length - 2 * radius
-    # Two frames share their patches: the two places must not lie too far apart to be seen as one thing.
-    span = room * rng.uniform(0.55, 1) if frames > 3 and motion != "jump" else min(room, length * rng.uniform(0.2, 0.5))
-    start = radius + rng.uniform(0, room - span)
+    free = length - 2 * radius
+    # Two frames share their patches: the two positions must be close enough to be recognized as one object.
+    span = free * rng.uniform(0.55, 1) if frames > 3 and motion != "jump" else min(free, length * rng.uniform(0.2, 0.5))
+    start = radius + rng.uniform(0, free - span)
     shares = _shares(rng, frames, motion)
     along = [start + span * (share if dx + dy > 0 else 1 - share) for share in shares]
     across, drift = rng.uniform(radius, breadth - radius), rng.uniform(-0.06, 0.06) * breadth
@@ -228,7 +232,7 @@ def _path(
 
 
 def _shares(rng: random.Random, frames: int, motion: str) -> list[float]:
-    """How much of the way is done in every frame, 0 to 1."""
+    """Return the share of the path completed in every frame, 0 to 1."""
     if motion == "pairs" and frames >= 4:
         pairs = (frames + 1) // 2
         return [pair / (pairs - 1) for pair in range(pairs) for _ in (0, 1)][:frames]
@@ -239,7 +243,7 @@ def _shares(rng: random.Random, frames: int, motion: str) -> list[float]:
 
 
 def _with_witness(rng: random.Random, base: Scene, moved: list[Thing]) -> tuple[Scene, ...]:
-    """One scene per frame, sometimes with a second thing that rests where the first never comes."""
+    """Create one scene per frame, sometimes with a second, resting object off the path of the first."""
     rest: tuple[Thing, ...] = ()
     if rng.random() < 0.2:
         for thing in _things(rng, base.width, base.height, 1, clear=False):

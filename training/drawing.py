@@ -1,7 +1,7 @@
-"""Draw coloured shapes on backgrounds: a `Scene` is plain data, `render` turns it into a picture.
+"""Draw colored shapes on backgrounds: a `Scene` is plain data, `render` draws an image of it.
 
-All lengths are pixels of the scene's own canvas, the origin is its top left corner, y grows downwards. Nothing here is
-random: whatever varies is a field of the scene, so that equal scenes give equal pixels.
+All lengths are pixels of the scene's canvas, the origin is its top left corner, and y points down. Rendering is
+deterministic: equal scenes have equal pixels.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 HUES = {"red": 0, "orange": 28, "yellow": 55, "green": 120, "cyan": 183, "blue": 225, "purple": 272, "pink": 322}
-"""Hue of each colour word in degrees, far enough apart for a wobble of 6 degrees."""
+"""Hue of each color name in degrees, far enough apart for a variation of 6 degrees."""
 COLORS = tuple(HUES)
 SHAPES = ("circle", "square", "triangle", "star", "cross")
 
 Point = tuple[float, float]
 Rgb = tuple[int, int, int]
 
-OVERSAMPLING = 4  # shapes are drawn this much larger and averaged down: smooth edges, positions between pixels
-FIELD = 320  # side of the precomputed noise fields in pixels; a larger canvas repeats them
+OVERSAMPLING = 4  # shapes are drawn larger by this factor and downsampled, for smooth edges and subpixel positions
+FIELD = 320  # side of the precomputed noise fields in pixels; they repeat on a larger canvas
 FIELDS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thing:
-    """One shape: a centre (`x`, `y`) and a `radius` in pixels, `tilt` in radians."""
+    """One object: center (`x`, `y`) and `radius` in pixels, `tilt` in radians."""
 
     color: str
     shape: str
@@ -43,7 +43,7 @@ class Thing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backdrop:
-    """What lies behind the shapes. Amplitudes are grey levels; `field` and `offset` choose a part of the noise."""
+    """The background. Amplitudes are gray levels; `field` and `offset` select a part of the noise."""
 
     rgb: Rgb
     slope: float = 0.0
@@ -54,12 +54,12 @@ class Backdrop:
     field: int = 0
     offset: tuple[int, int] = (0, 0)
     horizon: tuple[float, float, Rgb] | None = None
-    """Height (share of the canvas), slant and colour of a lower half plane: the coarse make-up of a photograph."""
+    """Height (share of the canvas), slope and color of a lower half plane, similar to the horizon of a photograph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """A canvas of `width` x `height` pixels with things on a backdrop; `jpeg` is the quality of a lossy copy."""
+    """A canvas of `width` x `height` pixels with objects on a backdrop; `jpeg` is the quality of lossy compression."""
 
     width: int
     height: int
@@ -69,13 +69,13 @@ class Scene:
 
 
 def paint(color: str, wobble: float, saturation: float, value: float) -> Rgb:
-    """The RGB of a colour word; `wobble` in degrees, the others 0 to 1."""
+    """Return the RGB value of a color name; `wobble` is in degrees, the other arguments are 0 to 1."""
     red, green, blue = colorsys.hsv_to_rgb((HUES[color] + wobble) % 360 / 360, saturation, value)
     return round(red * 255), round(green * 255), round(blue * 255)
 
 
 def render(scene: Scene) -> Image.Image:
-    """The picture of a scene, RGB, at the scene's own size."""
+    """Draw a scene as an RGB image of the scene's size."""
     picture = _backdrop(scene.backdrop, scene.width, scene.height)
     for thing in scene.things:
         _draw(picture, thing)
@@ -83,7 +83,7 @@ def render(scene: Scene) -> Image.Image:
 
 
 def render_clip(scenes: list[Scene]) -> list[Image.Image]:
-    """The frames of a clip. All share the first scene's size and backdrop, which is why it is painted once."""
+    """Draw the frames of a video. All use the size and backdrop of the first scene, so the backdrop is drawn once."""
     still = _backdrop(scenes[0].backdrop, scenes[0].width, scenes[0].height)
     frames = []
     for scene in scenes:
@@ -95,7 +95,7 @@ def render_clip(scenes: list[Scene]) -> list[Image.Image]:
 
 
 def mirror(scene: Scene) -> Scene:
-    """The scene with left and right exchanged (the backdrop stays: no question is about it)."""
+    """Mirror a scene horizontally, except for its backdrop, which no question is about."""
     things = tuple(
         Thing(
             color=thing.color,
@@ -113,7 +113,7 @@ def mirror(scene: Scene) -> Scene:
 
 @functools.cache
 def _outline(shape: str) -> tuple[Point, ...]:
-    """Corners of a shape of radius 1 around the origin; a circle has none."""
+    """Return the vertices of a shape of radius 1 around the origin; empty for a circle."""
     if shape == "square":
         return ((-0.84, -0.84), (0.84, -0.84), (0.84, 0.84), (-0.84, 0.84))
     if shape == "triangle":
@@ -125,8 +125,8 @@ def _outline(shape: str) -> tuple[Point, ...]:
     if shape == "cross":
         arm, half = 0.97, 0.34
         quarter = [(-half, -arm), (half, -arm), (half, -half)]
-        turned = [_rotate(point, turn * math.pi / 2) for turn in range(4) for point in quarter]
-        return tuple(turned)
+        rotated = [_rotate(point, turn * math.pi / 2) for turn in range(4) for point in quarter]
+        return tuple(rotated)
     return ()
 
 
@@ -173,14 +173,14 @@ def _lay_horizon(ground: np.ndarray, horizon: tuple[float, float, Rgb]) -> None:
 
 
 def _slope(width: int, height: int, angle: float) -> np.ndarray:
-    """A plane from about -0.7 to 0.7 over the canvas, (height, width)."""
+    """Return a linear gradient from about -0.7 to 0.7 over the canvas, (height, width)."""
     across = (np.arange(width, dtype=np.float32) / width - 0.5) * np.float32(math.cos(angle))
     down = (np.arange(height, dtype=np.float32) / height - 0.5) * np.float32(math.sin(angle))
     return np.asarray(down[:, None] + across[None])
 
 
 def _crop(fields: np.ndarray, backdrop: Backdrop, width: int, height: int) -> np.ndarray:
-    """Part of the noise, (height, width, 1 or 3), unit deviation."""
+    """Crop a part of the noise, (height, width, 1 or 3), with unit standard deviation."""
     rows = (np.arange(height) + backdrop.offset[1]) % FIELD
     columns = (np.arange(width) + backdrop.offset[0]) % FIELD
     chosen = [(backdrop.field + step) % FIELDS for step in range(3 if backdrop.colored else 1)]
@@ -189,7 +189,7 @@ def _crop(fields: np.ndarray, backdrop: Backdrop, width: int, height: int) -> np
 
 @functools.cache
 def _clouds() -> np.ndarray:
-    """Noise with a 1/f spectrum like that of photographs, (FIELDS, FIELD, FIELD), periodic, unit deviation."""
+    """Generate periodic 1/f noise like that of photographs, (FIELDS, FIELD, FIELD), with unit standard deviation."""
     rng = np.random.default_rng(20)
     frequency = np.hypot(np.fft.fftfreq(FIELD)[:, None], np.fft.rfftfreq(FIELD)[None]) * FIELD
     falloff = 1 / np.maximum(frequency, 2.0) ** rng.uniform(1.0, 1.6, (FIELDS, 1, 1))
@@ -200,7 +200,7 @@ def _clouds() -> np.ndarray:
 
 @functools.cache
 def _grains() -> np.ndarray:
-    """White noise, (FIELDS, FIELD, FIELD), unit deviation."""
+    """Generate white noise, (FIELDS, FIELD, FIELD), with unit standard deviation."""
     return np.random.default_rng(21).normal(size=(FIELDS, FIELD, FIELD)).astype(np.float32)
 
 

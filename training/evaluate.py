@@ -1,6 +1,6 @@
-"""Exact match per task on fresh scenes: `python -m training.evaluate CHECKPOINT [--n 300]`.
+"""Measure exact match per task on unseen scenes: `python -m training.evaluate CHECKPOINT [--n 300]`.
 
-Any engine can be measured: `evaluate(answer)` takes whatever turns samples into answers.
+Any engine can be measured: `evaluate(answer)` accepts any callable that maps samples to responses.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Answer = Callable[[Sequence[Sample]], list[str]]
 
 FLOORS = dict.fromkeys(scenes.PICTURE_TASKS, 0.95) | {"list": 0.80, "nth": 0.95, "which": 0.95}
 FLOORS |= dict.fromkeys(("motion", "motion_still", "motion_two_frames"), 0.95)
-"""What the model has to reach."""
+"""The required exact match per task."""
 MIXTURES = {
     "pictures, question first": (scenes.PICTURE_TASKS, "before"),
     "sets, question first": (scenes.SET_TASKS, "before"),
     "sets, labelled": (scenes.SET_TASKS, "labelled"),
     "clips, question first": (scenes.CLIP_TASKS, "before"),
 }
-"""Other orders of text and pictures, over several tasks in turn."""
+"""Other orders of text and images, cycling over several tasks."""
 FIRST_SEED = 1_000_000
 
 OWN_ENGINES = {
@@ -32,12 +32,12 @@ OWN_ENGINES = {
     "own-bfloat16": {"dtype": "bfloat16"},
     "own-int8": {"dtype": "bfloat16", "quantization": "int8"},
 }
-"""Names for our own engine, by its options."""
+"""Options of this project's engine by the name of the variant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The share of answers that are right to the letter, with some that are not: (question, truth, answer)."""
+    """The share of exactly matching responses, and the wrong ones as (question, expected answer, response)."""
 
     name: str
     exact: float
@@ -46,21 +46,21 @@ class Result:
 
 
 def evaluate(answer: Answer, count: int = 300, names: Sequence[str] | None = None) -> Iterator[Result]:
-    """Results task by task, then for the mixtures; `names` restricts them."""
+    """Yield the result of each task and then of each mixture; `names` selects some of them."""
     for name in names or (*scenes.TASKS, *MIXTURES):
-        asked = [_sample(name, index) for index in range(count)]
-        replies = answer(asked)
+        samples = [_sample(name, index) for index in range(count)]
+        responses = answer(samples)
         wrong = [
-            (one.question, one.answer, reply)
-            for one, reply in zip(asked, replies, strict=True)
-            if reply.strip() != one.answer
+            (one.question, one.answer, response)
+            for one, response in zip(samples, responses, strict=True)
+            if response.strip() != one.answer
         ]
         yield Result(name=name, exact=1 - len(wrong) / count, count=count, wrong=tuple(wrong))
 
 
 def table(results: Sequence[Result]) -> str:
-    """A Markdown table."""
-    lines = ["| task | exact match | to reach |", "|---|---|---|"]
+    """Format the results as a Markdown table."""
+    lines = ["| task | exact match | required |", "|---|---|---|"]
     for result in results:
         floor = f"{FLOORS[result.name]:.0%}" if result.name in FLOORS else ""
         lines.append(f"| {result.name} | {result.exact:.1%} | {floor} |")
@@ -75,7 +75,7 @@ def _sample(name: str, index: int) -> Sample:
 
 
 def _engine(name: str, checkpoint: Path) -> Answer:
-    """Engines take seconds to import: too long for `--help`."""
+    """Create an engine. Engines are imported here because that takes seconds, too long for `--help`."""
     if name in OWN_ENGINES:
         from training.own_engine import OwnEngine
 
@@ -90,15 +90,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--n", type=int, default=300, help="samples per task")
     parser.add_argument("--task", action="append", help="only this task; may be given more than once")
-    parser.add_argument("--wrong", type=int, default=0, help="wrong answers to show per task")
-    parser.add_argument("--engine", choices=("transformers", *OWN_ENGINES), default="transformers", help="what answers")
+    parser.add_argument("--wrong", type=int, default=0, help="number of wrong responses to show per task")
+    parser.add_argument(
+        "--engine", choices=("transformers", *OWN_ENGINES), default="transformers", help="engine to run"
+    )
     options = parser.parse_args(arguments)
     results = []
     for result in evaluate(_engine(options.engine, options.checkpoint), options.n, options.task):
         results.append(result)
         print(f"{result.name:28} {result.exact:.3f}", flush=True)
-        for question, truth, reply in result.wrong[: options.wrong]:
-            print(f"    {question!r}: {truth!r}, not {reply!r}")
+        for question, expected, response in result.wrong[: options.wrong]:
+            print(f"    {question!r}: expected {expected!r}, got {response!r}")
     print("\n" + table(results))
 
 

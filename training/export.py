@@ -20,11 +20,11 @@ CONTEXT = 4096
 
 
 def export(weights: Mapping[str, Tensor], architecture: Architecture, folder: Path) -> None:
-    """Write everything but the model card; `weights` are named as in the network, in fp32."""
+    """Write all files except the model card; `weights` have the network's names and are fp32."""
     folder.mkdir(parents=True, exist_ok=True)
     published = {name: _published(name, value) for name, value in weights.items() if not name.startswith("heads.")}
     save_file(published, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # safetensors leaves it readable by its owner only
+    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner only
     tokenizer.write(folder)
     _dump(folder / "config.json", _config(architecture))
     _dump(folder / "generation_config.json", _generation())
@@ -32,7 +32,7 @@ def export(weights: Mapping[str, Tensor], architecture: Architecture, folder: Pa
 
 
 def _published(name: str, value: Tensor) -> Tensor:
-    if name == "visual.patch_embed.proj.weight":  # published as the convolution that it is
+    if name == "visual.patch_embed.proj.weight":  # a convolution in published checkpoints
         value = value.view(-1, 3, sizes.TEMPORAL_PATCH, sizes.PATCH, sizes.PATCH)
     return value.to(torch.bfloat16).contiguous()
 
@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("checkpoint", type=Path, help="folder for the checkpoint")
     options = parser.parse_args(arguments)
     learner = torch.load(options.run / PROGRESS, weights_only=True)["learner"]
-    # The running average answers better than the last weights do, and with wider margins.
+    # The running average is more accurate than the last weights and has larger margins between logits.
     export(learner["average"] or learner["weights"], PLAN.sizes, options.checkpoint)
 
 

@@ -1,7 +1,7 @@
-"""Prompts on which two engines must agree token by token, and the script that makes them.
+"""Prompts for which two engines must generate the same tokens, and the script that creates them.
 
-An answer is frozen when the best logit leads by more than 1 at every step, in fp32 and in bf16: rounding in another
-order cannot change it. Pictures are not stored, they are drawn again from their seeds.
+A prompt is frozen if the best logit leads by more than 1 at every step, in fp32 and in bf16, so that a different
+order of rounding cannot change the response. Images are not stored; they are drawn again from their seeds.
 
 `python -m training.frozen [--checkpoint DIR]` writes `frozen_prompts.json`.
 """
@@ -33,12 +33,12 @@ KINDS: dict[str, tuple[str, ...]] = {
     "video": ("motion", "clip", "recolour", "motion_still", "motion_two_frames"),
     "turns": ("where", "count", "which", "motion"),
 }
-"""What each kind of prompt is made of."""
+"""The tasks of each kind of prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenPrompt:
-    """A conversation to be continued, and how. `turns` asks the second question after the first has been answered."""
+    """A conversation and its expected continuation. Prompts of the kind `turns` have two user messages."""
 
     kind: str
     samples: tuple[Sample, ...]
@@ -50,12 +50,12 @@ class FrozenPrompt:
     """The smallest lead of the best logit, in fp32 and in bf16."""
 
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation: contents are text or parts, {"text": ...}, {"image": picture}, {"video": frames}."""
+        """Return the messages; contents are text or parts: {"text": ...}, {"image": image}, {"video": frames}."""
         return conversation(self.samples)
 
 
 def conversation(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """The last sample's question after the others have been asked and answered, all on the first one's pictures."""
+    """Build a conversation of all samples' questions and answers up to the last question, on the first one's images."""
     first, *later = samples
     messages: list[dict[str, Any]] = [{"role": "user", "content": first.content()}]
     for before, one in zip(samples, later, strict=False):
@@ -65,12 +65,12 @@ def conversation(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 def prompts(path: Path = FILE) -> list[FrozenPrompt]:
-    """The frozen prompts, with their scenes."""
+    """Load the frozen prompts and recreate their scenes."""
     return [_read(entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
 
 
 def candidates(kind: str, seed: int) -> tuple[Sample, ...]:
-    """One conversation of a kind."""
+    """Create one conversation of a kind."""
     tasks = KINDS[kind]
     layout = scenes.LAYOUTS[seed % 3]
     first = sample(tasks[seed % len(tasks)], seed, layout if kind == "pictures" else "after")
@@ -78,7 +78,7 @@ def candidates(kind: str, seed: int) -> tuple[Sample, ...]:
 
 
 def _second_turn(first: Sample) -> Sample:
-    """Another question on the same pictures."""
+    """Create another question about the same images."""
     rng = random.Random(f"second turn {first.task} {first.seed}")
     while True:
         if first.is_clip:
@@ -95,7 +95,7 @@ def _second_turn(first: Sample) -> Sample:
 
 
 def freeze(checkpoint: Path) -> list[dict[str, Any]]:
-    """Find prompts that are answered truly and with a wide lead."""
+    """Find prompts with correct responses and large leads."""
     import torch
 
     from training.transformers_engine import TransformersEngine
@@ -117,10 +117,10 @@ def freeze(checkpoint: Path) -> list[dict[str, Any]]:
 def _try(kind: str, seed: int, engines: Sequence[TransformersEngine]) -> dict[str, Any] | None:
     samples = candidates(kind, seed)
     messages = conversation(samples)
-    # One at a time: padding must not decide what is frozen.
-    replies = [engine.generate([messages]) for engine in engines]
-    leads = [min(lead[0]) for _, lead in replies]
-    tokens = [reply[0][0] for reply in replies]
+    # One at a time: padding must not affect which prompts are frozen.
+    responses = [engine.generate([messages]) for engine in engines]
+    leads = [min(lead[0]) for _, lead in responses]
+    tokens = [response[0][0] for response in responses]
     text = engines[0].tokenizer.decode(tokens[0], skip_special_tokens=True)
     if min(leads) <= LEAD or tokens[0] != tokens[1] or text != samples[-1].answer:
         return None

@@ -1,4 +1,4 @@
-"""Draw the pictures and the clip of the examples: `python -m training.gallery FOLDER`."""
+"""Draw the images and the video of the examples: `python -m training.gallery FOLDER`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FRAMES, FRAMES_PER_SECOND = 8, 4
 
 
 def thing(words: str, x: float, y: float, radius: float, tilt: float = 0.05) -> Thing:
-    """A thing from its two words, at pixels `x`, `y`."""
+    """Create an object from its color and shape, such as "red circle", centered at the pixel (x, y)."""
     color, shape = words.split()
     rgb: Rgb = paint(color, 0, 0.88, 0.92)
     return Thing(color=color, shape=shape, x=x, y=y, radius=radius, tilt=tilt, rgb=rgb)
@@ -50,15 +50,15 @@ PICTURES = {
 
 
 def clip() -> list[Image.Image]:
-    """A blue circle on its way to the right."""
+    """Render a blue circle that moves to the right."""
     steps = np.linspace(24, 88, FRAMES)
     mover = thing("blue circle", 0, 58, 18)
     return render_clip([scene(112, 112, WHITE, replace(mover, x=float(x))) for x in steps])
 
 
 def write_video(path: Path, frames: Sequence[Image.Image]) -> None:
-    """An mp4 with H.264, slow and fine: the file is small anyway."""
-    import av  # an extra of the package: only needed here
+    """Write an mp4 file with H.264 in high quality; the file is small anyway."""
+    import av  # an optional dependency that only this function needs
 
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=Fraction(FRAMES_PER_SECOND), options={"crf": "12"})

@@ -1,7 +1,7 @@
-"""What is seen where: a label for every vision token, which teaches the vision tower to see before anyone asks.
+"""Labels for every vision token, with which the vision encoder is pretrained.
 
-Labels of a cell, in this order: colour, shape, the column and the row (in twelfths of the picture) of the centre of
-the thing that covers it, and its motion within the temporal patch. -100 means that nobody should say.
+The labels of a cell, in this order: color, shape, column and row (in twelfths of the image) of the center of the object
+that covers it, and the object's motion within the temporal patch. -100 means that the label is ignored.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from training.drawing import COLORS, SHAPES, Scene, Thing
 
 TWELFTHS = 12
 CELLS = (len(COLORS) + 1, len(SHAPES) + 1, TWELFTHS, TWELFTHS, len(DIRECTIONS) + 1)
-"""Number of values of each label; the last colour and shape mean background, motion 0 means rest."""
+"""Number of values of each label; the last color and the last shape mean background, motion 0 means no motion."""
 PLACES = (4, 4, 4)
-"""Labels of a vision token inside the language model: quarter down, quarter across, number of its picture or time."""
+"""Labels of a vision token in the language model: vertical quarter, horizontal quarter, image number or time step."""
 UNKNOWN = -100
-COVERED, TOUCHED = 0.3, 0.06  # shares of a cell (or of the thing, if smaller) that a thing overlaps
+COVERED, TOUCHED = 0.3, 0.06  # overlap as a share of the cell, or of the object if that is smaller
 
 
 def cells(first: Scene, second: Scene, grid: Grid) -> np.ndarray:
-    """Labels of the two frames of a temporal patch, (rows * columns, 5); a picture is two equal frames."""
+    """Return the labels of the two frames of a temporal patch, (rows * columns, 5); an image is two equal frames."""
     labels = _cells(first, grid)
     if first is not second and first.things != second.things:
         labels[labels != _cells(second, grid)] = UNKNOWN
@@ -59,7 +59,7 @@ def _mark_motion(labels: np.ndarray, first: Scene, second: Scene, grid: Grid) ->
 
 
 def _overlap(scene: Scene, thing: Thing, grid: Grid) -> np.ndarray:
-    """How much of each cell a thing's box covers, as a share of the smaller of the two, (rows, columns)."""
+    """Return the overlap of an object's box with each cell, as a share of the smaller of the two, (rows, columns)."""
     height, width, reach = scene.height / grid[0], scene.width / grid[1], 0.9 * thing.radius
     tops, lefts = np.arange(grid[0]) * height, np.arange(grid[1]) * width
     down = np.minimum(tops + height, thing.y + reach) - np.maximum(tops, thing.y - reach)

@@ -1,4 +1,4 @@
-"""One training step: losses, gradients shared between processes, AdamW on fp32 weights, a running average of them."""
+"""Training steps: losses, gradient all-reduce, AdamW on fp32 weights, and a running average of the weights."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
 from training import labels
-from training.network import Architecture, Batch, Network, initialise
+from training.network import Architecture, Batch, Network, initialize
 
 CELL_WEIGHT, PLACE_WEIGHT = 0.2, 0.1
-"""What one extra label counts for in the loss, beside 1 for the answers."""
+"""Weights of the auxiliary labels in the loss, relative to 1 for the answers."""
 CLIP_NORM = 1.0
 MEMORY = 0.999
-"""Of the running average: it spans about a thousand steps."""
+"""Decay of the running average, which spans about a thousand steps."""
 
 
 class Tally:
-    """What happened since the last report: losses, and per task how many answers were right in every token.
+    """Statistics since the last report: losses, and the number of answers per task with all tokens correct.
 
-    Training never sees a scene twice, so this is accuracy on fresh scenes, given the right beginning of each answer.
+    No scene occurs twice in training, so this is the accuracy on unseen scenes with teacher forcing.
     """
 
     def __init__(self) -> None:
@@ -51,15 +51,15 @@ class Tally:
 
 
 class Learner:
-    """A network that computes in bf16, with its weights kept in fp32 beside it."""
+    """A network that computes in bf16, with an fp32 master copy of its weights."""
 
     def __init__(self, sizes: Architecture, seed: int, *, averaging: bool = True) -> None:
         torch.manual_seed(seed)
         self.averaging = averaging
         self.pointing = 0.0
-        """Weight of pointing at what is asked about."""
+        """Weight of the loss for attending to the object of the question."""
         self.network = Network(sizes, labels.CELLS, labels.PLACES)
-        initialise(self.network)
+        initialize(self.network)
         self.weights = {name: value.detach().clone() for name, value in self.network.named_parameters()}
         self.average: dict[str, Tensor] = {}
         self.trained: list[str] = []
@@ -67,7 +67,7 @@ class Learner:
         self.network.model.embed_tokens.float()  # see Network.read
 
     def begin(self, sight_only: bool) -> None:
-        """Choose what is trained from now on, with a new optimizer."""
+        """Select the weights to train from now on, with a new optimizer."""
         self.trained = [name for name in self.weights if not sight_only or name.startswith(("visual.", "heads.cells."))]
         matrices = [self.weights[name] for name in self.trained if self.weights[name].ndim > 1]
         vectors = [self.weights[name] for name in self.trained if self.weights[name].ndim < 2]
@@ -77,7 +77,7 @@ class Learner:
         self.average = {name: value.clone() for name, value in self.weights.items()} if averaged else {}
 
     def learn(self, own: Sequence[Batch], total: int, rate: float, tally: Tally | None = None) -> None:
-        """One step on `total` batches, of which this process has its own share and other processes the rest."""
+        """Run one step on `total` batches; `own` is this process's share of them."""
         lengths = [self.weights[name].numel() for name in self.trained]
         flat = torch.zeros(sum(lengths))
         for batch in own:
@@ -119,7 +119,7 @@ class Learner:
         return answers + places + self.pointing * _pointing_loss(batch, reading.pointing, tally)
 
     def _label_loss(self, head: str, vectors: Tensor, wanted: Tensor) -> Tensor:
-        """Sum over the labels of a head; a label that nothing in the batch has counts zero."""
+        """Return the sum of the losses of a head's labels; a label that is unknown in the whole batch counts zero."""
         outputs = torch.split(
             getattr(self.network.heads, head)(vectors).float(), list(self.network.heads.sizes[head]), dim=-1
         )
@@ -130,7 +130,7 @@ class Learner:
         return total
 
     def _take_gradients(self) -> Tensor:
-        """All gradients as one vector in fp32."""
+        """Return all gradients as one fp32 vector, and clear them."""
         parameters = dict(self.network.named_parameters())
         parts = []
         for name in self.trained:
@@ -152,7 +152,7 @@ class Learner:
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state; `begin` has been called as it was when the state was saved."""
+        """Restore a saved state; `begin` must have been called as before saving."""
         for name, value in state["weights"].items():
             self.weights[name].copy_(value)
         for name, parameter in self.network.named_parameters():
@@ -163,7 +163,7 @@ class Learner:
 
 
 def _pointing_loss(batch: Batch, attended: Tensor, tally: Tally) -> Tensor:
-    """How far attention is from the things that are asked about."""
+    """Return the loss for attention outside of the objects that the questions are about."""
     if not len(batch.pointers):
         return torch.zeros(())
     shares = (attended[batch.pointers[:, 0], batch.pointers[:, 1]].float() * batch.spots).sum(-1)

@@ -1,10 +1,10 @@
-"""Qwen2-VL for training: the architecture as published, its parameters named as in published checkpoints.
+"""Qwen2-VL for training: the published architecture with the parameter names of published checkpoints.
 
-Two things differ from an engine for inference, neither changes the function computed. A row holds one prompt and many
-questions on it as branches: `segments` say who may attend to whom. And all pictures of a batch have one size, so the
-vision tower needs no variable-length attention.
+Two things differ from an inference engine without changing the computed function. A row contains one prompt and many
+questions about it as branches; `segments` determine the attention mask. All images of a batch have the same size, so
+the vision encoder needs no variable-length attention.
 
-Shapes: B rows of L tokens; N temporal patches ("frames") of P patches each; P / 4 tokens come of P patches.
+Shapes: B rows of L tokens; N temporal patches ("frames") of P patches each; P patches become P / 4 tokens.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Architecture:
     num_key_value_heads: int = 1
     rms_norm_eps: float = 1e-6
     rope_theta: float = 100.0
-    """Not the usual 1e6: with it the width axis, which gets the slowest third of the frequencies, would turn by less
-    than 0.001 rad over a whole picture, and the model could not use it. Much smaller is no good either: at 10 every
-    frequency turns fast, and a word finds the thing that it names only at the distances it was trained on."""
+    """Not the usual 1e6: with it, the width axis, which has the slowest third of the frequencies, would rotate by less
+    than 0.001 rad over a whole image, and the model could not use it. Much smaller values fail too: at 10 all
+    frequencies are fast, and a word attends to the object that it names only at the distances seen in training."""
     mrope_section: tuple[int, int, int] = (16, 24, 24)
     embed_dim: int = 128
     depth: int = 4
@@ -47,30 +47,30 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Packed rows, ready for the network; `batches.py` makes them."""
+    """Packed rows, the network's input; created by `batches.py`."""
 
     tokens: Tensor
-    """(B, L) index into the vocabulary followed by the vision tokens of this batch."""
+    """(B, L) indices into the vocabulary followed by the vision tokens of this batch."""
     positions: Tensor
     """(3, B, L) time, row and column of every token, the M-RoPE positions."""
     segments: Tensor
     """(B, L) 0 for the shared prompt, k for branch k, -1 for padding."""
     targets: Tensor
-    """(B, L) the token to predict after this one, -100 where none is learnt."""
+    """(B, L) the token to predict after this one, -100 if none."""
     patches: Tensor
-    """(N, P, 1176) normalised pixels."""
+    """(N, P, 1176) normalized pixels."""
     grid: tuple[int, int]
     """Rows and columns in patches, both even; P is their product."""
     cells: Tensor
-    """(N * P / 4, 5) what is seen at each vision token, see `labels.py`; -100 for unknown."""
+    """(N * P / 4, 5) labels of each vision token, see `labels.py`; -100 for unknown."""
     places: Tensor
-    """(n, 5) for vision tokens of the prompt: row of the batch, index in it, quarter down, quarter across, ordinal."""
+    """(n, 5) for vision tokens of the prompt: batch row, index in it, vertical and horizontal quarter, ordinal."""
     pointers: Tensor
-    """(n, 2) row and index of tokens of answers about one thing."""
+    """(n, 2) row and index of tokens of answers about one object."""
     spots: Tensor
-    """(n, L) true where that thing is seen."""
+    """(n, L) true at the tokens of that object."""
     owners: Tensor
-    """(B, L) the question that a target belongs to, an index into `tasks`; meaningless where there is no target."""
+    """(B, L) the question of each target, an index into `tasks`; undefined where there is no target."""
     tasks: tuple[str, ...]
 
 
@@ -171,8 +171,8 @@ class TextAttention(nn.Module):
         parts = (self.q_proj, self.k_proj, self.v_proj)
         weight, offset = torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
         qkv = F.linear(x, weight, offset).view(rows, length, -1, self.head_dim).transpose(1, 2)
-        turned = rotate(qkv[:, : self.heads + self.groups], cos, sin)
-        q, k, v = turned[:, : self.heads], turned[:, self.heads :], qkv[:, self.heads + self.groups :]
+        rotated = rotate(qkv[:, : self.heads + self.groups], cos, sin)
+        q, k, v = rotated[:, : self.heads], rotated[:, self.heads :], qkv[:, self.heads + self.groups :]
         shared = self.heads // self.groups
         k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
         shares = attention(q, k, bias)
@@ -193,7 +193,7 @@ class TextMlp(nn.Module):
 
 
 class FastRmsNorm(torch.autograd.Function):
-    """RMS norm with its own backward pass: torch's is made of many passes over memory, and four times slower here."""
+    """RMSNorm with a fused backward pass: torch's makes many passes over memory and is four times slower here."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -232,7 +232,7 @@ class TextLayer(nn.Module):
         self.mlp = TextMlp(sizes)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, bias: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The new hidden states and the attention of this layer, (B, heads, L, L)."""
+        """Return the new hidden states and this layer's attention weights, (B, heads, L, L)."""
         change, shares = self.self_attn(self.input_layernorm(x), cos, sin, bias)
         x = x + change
         if kept is not None:
@@ -242,19 +242,21 @@ class TextLayer(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What comes of a batch of rows."""
+    """The text model's output for a batch of rows."""
 
     last: Tensor
-    """(n, hidden) of the tokens that have a target."""
+    """(n, hidden) final hidden states of the tokens that have a target."""
     halfway: Tensor
-    """(B, L, hidden) after half of the layers."""
+    """(B, L, hidden) hidden states after half of the layers."""
     pointing: Tensor
-    """(B, L, L) what the first head after that attends to: training makes it point at the thing that is asked about."""
+    """(B, L, L) attention weights of the first head after that, which is trained to attend to the question's object."""
 
 
 class Text(nn.Module):
-    """Embedded rows (B, L, hidden) -> a `Reading`. Whatever follows the last attention is worked out for the tokens
-    that `kept` (B, L) names only."""
+    """The text model: maps embedded rows (B, L, hidden) to a `Reading`.
+
+    After the last attention, only the tokens that `kept` (B, L) selects are computed.
+    """
 
     def __init__(self, sizes: Architecture) -> None:
         super().__init__()
@@ -277,7 +279,7 @@ class Text(nn.Module):
 
 
 class Heads(nn.Module):
-    """Extra outputs that teach the model to see; they are dropped on export."""
+    """Auxiliary outputs for training the vision encoder; they are not exported."""
 
     def __init__(self, hidden: int, cells: tuple[int, ...], places: tuple[int, ...]) -> None:
         super().__init__()
@@ -287,7 +289,7 @@ class Heads(nn.Module):
 
 
 class Network(nn.Module):
-    """`visual.*` and `model.*` are the published model, `heads.*` serve training only."""
+    """The model to train: `visual.*` and `model.*` are published, `heads.*` are for training only."""
 
     def __init__(self, sizes: Architecture, cells: tuple[int, ...], places: tuple[int, ...]) -> None:
         super().__init__()
@@ -297,14 +299,14 @@ class Network(nn.Module):
         self.heads = Heads(sizes.hidden_size, cells, places)
 
     def see(self, batch: Batch) -> Tensor:
-        """The vision tokens, (N * P / 4, hidden)."""
+        """Return the vision tokens, (N * P / 4, hidden)."""
         if not len(batch.patches):
             return torch.zeros((0, self.sizes.hidden_size), dtype=self.visual.patch_embed.proj.weight.dtype)
         out: Tensor = self.visual(batch.patches.to(self.visual.patch_embed.proj.weight.dtype), batch.grid)
         return out
 
     def read(self, batch: Batch, seen: Tensor) -> Reading:
-        # The table stays in fp32: the gradient of a frequent token is a sum of thousands, too long for bf16.
+        # The embedding table stays fp32: the gradient of a frequent token is a sum of thousands, too long for bf16.
         vectors = torch.cat([self.model.embed_tokens.weight, seen.float()])
         x = F.embedding(batch.tokens, vectors).to(seen.dtype)
         mask, kept = attention_mask(batch.segments), batch.targets != -100
@@ -312,25 +314,25 @@ class Network(nn.Module):
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(n, hidden) -> (n, vocabulary) in fp32; input and output share their table."""
+        """Map (n, hidden) to fp32 logits (n, vocabulary); input and output embeddings are tied."""
         return F.linear(hidden, self.model.embed_tokens.weight.to(hidden.dtype)).float()
 
 
 def attention(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Shares of attention, (..., heads, length, length): for short rows far faster than torch's own."""
+    """Return attention weights, (..., heads, length, length); much faster than torch's for short rows."""
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
     shares: Tensor = (scores if bias is None else scores + bias).softmax(-1)
     return shares
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position: the two halves of the last axis turn against each other."""
+    """Apply rotary embedding to the two halves of the last axis."""
     half = x.shape[-1] // 2
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
 
 
 def attention_mask(segments: Tensor) -> Tensor:
-    """(B, 1, L, L): earlier tokens of the shared prompt and of the own branch."""
+    """Return the mask (B, 1, L, L) of earlier tokens in the shared prompt and in the same branch."""
     length = segments.shape[1]
     earlier = torch.ones(length, length, dtype=torch.bool).tril()
     own = segments[:, :, None] == segments[:, None, :]
@@ -339,7 +341,7 @@ def attention_mask(segments: Tensor) -> Tensor:
 
 @functools.cache
 def vision_rotation(grid: tuple[int, int], head_dim: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, (P, head_dim), in patch order: windows of two by two, row by row."""
+    """Return cosine and sine, (P, head_dim), in patch order: windows of 2 x 2, row by row."""
     rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
     order = [part.view(grid[0] // 2, 2, grid[1] // 2, 2).transpose(1, 2).flatten() for part in (rows, columns)]
     frequencies = 10000.0 ** -(torch.arange(0, head_dim // 2, 2) / (head_dim // 2))
@@ -349,7 +351,7 @@ def vision_rotation(grid: tuple[int, int], head_dim: int) -> tuple[Tensor, Tenso
 
 
 def text_rotation(positions: Tensor, sizes: Architecture) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, (B, 1, L, head_dim); each section of the frequencies follows its own axis of the positions."""
+    """Return cosine and sine, (B, 1, L, head_dim); each section of the frequencies uses its axis of the positions."""
     frequencies = sizes.rope_theta ** -(torch.arange(0, sizes.head_dim, 2) / sizes.head_dim)
     sections = torch.repeat_interleave(torch.arange(3), torch.tensor(sizes.mrope_section))
     angles = positions[sections].permute(1, 2, 0) * frequencies
@@ -357,8 +359,9 @@ def text_rotation(positions: Tensor, sizes: Architecture) -> tuple[Tensor, Tenso
     return angles.cos(), angles.sin()
 
 
-def initialise(network: Network) -> None:
-    """Fan-in scaled weights: at these widths the usual deviation of 0.02 leaves attention blind and training stalls."""
+def initialize(network: Network) -> None:
+    """Initialize weights scaled by fan-in: at these sizes with the usual deviation of 0.02 attention is nearly uniform
+    and training stalls."""
     depths = {"visual": network.sizes.depth, "model": network.sizes.num_hidden_layers}
     for name, parameter in network.named_parameters():
         if parameter.ndim < 2:
@@ -371,15 +374,15 @@ def initialise(network: Network) -> None:
         nn.init.normal_(parameter, 0, deviation)
     for index, block in enumerate(network.visual.blocks):
         assert isinstance(block, VisionBlock)
-        _look_near(block.attn, 1 if index % 2 == 0 else -1)
+        _initialize_local_attention(block.attn, 1 if index % 2 == 0 else -1)
 
 
 @torch.no_grad()
-def _look_near(attention: VisionAttention, step: int, sharpness: float = 14.0) -> None:
-    """Set query and key biases so that three heads start out looking at their own patch and at two neighbours.
+def _initialize_local_attention(attention: VisionAttention, step: int, sharpness: float = 14.0) -> None:
+    """Set query and key biases so that three heads initially attend to their own patch and to two neighbors.
 
-    With axial rotary positions a constant query and key give a score of a^2 cos(frequency * (distance - shift)): the
-    peak lies where we want it. Shapes are recognised much sooner than from a blind start. The last head stays free.
+    With axial rotary embedding, a constant query and key have a score of a^2 cos(frequency * (distance - shift)), whose
+    peak is at the chosen shift. Shapes are learned much sooner than with uniform attention. The last head is unchanged.
     """
     head_dim = attention.qkv.in_features // attention.heads
     axis = head_dim // 4  # frequencies per axis

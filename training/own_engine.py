@@ -1,4 +1,4 @@
-"""The checkpoint in this project's own engine, asked as clients ask it: OpenAI's JSON, pictures as data URLs."""
+"""Run the checkpoint in this project's engine, with requests as clients send them: OpenAI JSON, images as data URLs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Message = dict[str, Any]
 
 
 def as_openai(messages: Sequence[Message]) -> list[Message]:
-    """Messages whose parts hold pictures and lists of frames -> the same in OpenAI's JSON."""
+    """Convert messages whose parts contain images and lists of frames to OpenAI's JSON."""
     return [message | {"content": _content(message["content"])} for message in messages]
 
 
@@ -29,7 +29,7 @@ def data_url(picture: Image.Image) -> str:
 
 
 class OwnEngine:
-    """Answers samples greedily, all at once; `answer` is what `evaluate` wants of an engine.
+    """Generates greedy responses to all samples concurrently; `answer` is the callable that `evaluate` expects.
 
     `options` are those of `EngineConfig`.
     """

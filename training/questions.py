@@ -1,7 +1,7 @@
-"""Questions about scenes with the answers that are true of them.
+"""Questions about scenes with their correct answers.
 
-Every asker returns None where the scene leaves the answer open: things near the centre lines have no corner, things
-side by side on a diagonal have no order. Such cases are asked neither in training nor in evaluation.
+Every asker returns None if the answer would be ambiguous: objects near the center lines are in no corner, and objects
+on a diagonal have no order. Such questions occur neither in training nor in evaluation.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ NUMBERS = ("no", "one", "two", "three", "four")
 ORDINALS = ("first", "second", "third")
 CORNERS = ("top left", "top right", "bottom left", "bottom right")
 SIDE_MARGIN = 0.12
-"""Centres closer than this share of the canvas along an axis have no order on it."""
+"""Objects whose centers are closer than this share of the canvas along an axis have no order on it."""
 DIAGONAL = 1.6
-"""One thing is beside (above) another when it is this many times farther along that axis than along the other."""
+"""Two objects are side by side (one above the other) if their distance along that axis is at least this many times the
+distance along the other."""
 
 
 class Mention(NamedTuple):
-    """A thing by its colour, which is unique in a scene, and the number of its picture, from 0."""
+    """A reference to an object by its color, which is unique in a scene, and the index of its image."""
 
     color: str
     picture: int = 0
@@ -34,15 +35,15 @@ class Mention(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked, what is true, and the task that it belongs to."""
+    """A question, its correct answer and its task."""
 
     text: str
     answer: str
     task: str
     about: Mention | None = None
-    """The one thing that it is about, if it is about one."""
+    """The object that it is about, if it is about a single one."""
     named: tuple[Mention, ...] = ()
-    """All things that the answer names, in its order."""
+    """All objects that the answer names, in order."""
 
 
 Asker = Callable[[random.Random, Scene], "Question | None"]
@@ -127,7 +128,7 @@ _AT_END = ("What colour is the {shape} at the end?", "What colour does the {shap
 
 
 def name(thing: Thing) -> str:
-    """The thing with its article: "a red circle"."""
+    """Return the name of an object with its article: "a red circle"."""
     return with_article(f"{thing.color} {thing.shape}")
 
 
@@ -136,7 +137,7 @@ def with_article(words: str) -> str:
 
 
 def corner(scene: Scene, thing: Thing) -> str | None:
-    """The corner that a thing is in; None near the centre lines."""
+    """Return the corner that an object is in; None near the center lines."""
     x, y = thing.x / scene.width - 0.5, thing.y / scene.height - 0.5
     if abs(x) < CENTRE_MARGIN or abs(y) < CENTRE_MARGIN:
         return None
@@ -144,7 +145,7 @@ def corner(scene: Scene, thing: Thing) -> str | None:
 
 
 def describe(rng: random.Random, scene: Scene) -> Question | None:
-    """One thing by name, two with their relation, three or more from left to right, none with the plain sentence."""
+    """Ask for a description: one object by name, two with their relation, three or more from left to right."""
     count = len(scene.things)
     answer = description(scene)
     if answer is None:
@@ -155,7 +156,7 @@ def describe(rng: random.Random, scene: Scene) -> Question | None:
 
 
 def description(scene: Scene) -> str | None:
-    """The sentence that describes a scene, None where the order of the things is open."""
+    """Return the sentence that describes a scene; None if the order of the objects is ambiguous."""
     if not scene.things:
         return vocabulary.NO_SHAPES
     if len(scene.things) == 1:
@@ -201,7 +202,7 @@ def shape(rng: random.Random, scene: Scene) -> Question | None:
 
 
 def in_corner(rng: random.Random, scene: Scene) -> Question | None:
-    """What is in a corner: one thing, or nothing."""
+    """Ask what is in a corner: one object, or nothing."""
     corners = [corner(scene, thing) for thing in scene.things]
     if not corners or None in corners:
         return None
@@ -228,7 +229,7 @@ def where(rng: random.Random, scene: Scene) -> Question | None:
 
 
 def side(rng: random.Random, scene: Scene) -> Question | None:
-    """What is farthest to one side of at least two things."""
+    """Ask which of at least two objects is farthest to one side."""
     if len(scene.things) < 2:
         return None
     asked = rng.choice(list(_SIDES))
@@ -243,7 +244,7 @@ def side(rng: random.Random, scene: Scene) -> Question | None:
 
 
 def exists(rng: random.Random, scene: Scene) -> Question | None:
-    """Yes with the thing's name, or no; asked by shape, by colour or by both."""
+    """Ask whether an object exists, by shape, by color or by both; the answer is yes with the object's name, or no."""
     seen = list(scene.things)
     kind = rng.choice(("shape", "colour", "both"))
     if seen and rng.random() < 0.5:
@@ -263,7 +264,7 @@ def exists(rng: random.Random, scene: Scene) -> Question | None:
 
 
 def absent(rng: random.Random, scene: Scene) -> Question | None:
-    """A question that takes for granted what is not there."""
+    """Ask about an object that does not exist."""
     if not scene.things:
         return _question(rng, "empty", _EMPTY, vocabulary.NO_SHAPES)
     shapes, colors = {thing.shape for thing in scene.things}, {thing.color for thing in scene.things}
@@ -276,18 +277,18 @@ def absent(rng: random.Random, scene: Scene) -> Question | None:
 
 
 def outside(rng: random.Random, scene: object = None) -> Question:
-    """A question that this model cannot answer, whatever is in the picture."""
+    """Ask something that this model cannot answer, regardless of the image."""
     return Question(text=vocabulary.outside(rng), answer=vocabulary.OUTSIDE, task="outside")
 
 
 def chat(rng: random.Random) -> Question:
-    """Small talk without a picture."""
+    """Make small talk without an image."""
     forms, answer = rng.choice(vocabulary.SMALL_TALK)
     return Question(text=rng.choice(forms), answer=answer, task="chat")
 
 
 def no_picture(rng: random.Random) -> Question:
-    """A question about a picture that was not sent."""
+    """Ask about an image that was not sent."""
     forms = rng.choice((_DESCRIBE, _COUNT, _COLOR, _SHAPE, _CORNER, _WHERE, _SIDE, _NTH, _WHICH, _CHANGED, _MOTION))
     words = {
         "shape": rng.choice(SHAPES),
@@ -312,7 +313,7 @@ def nth(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
 
 
 def which(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
-    """Which picture has a shape, a colour or both, that only one of them has."""
+    """Ask which image has a shape, a color or both that only one of the images has."""
     index = rng.randrange(len(scenes))
     if not scenes[index].things:
         return None
@@ -344,7 +345,7 @@ def nth_colour(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
 
 
 def changed(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
-    """What differs between two pictures of one scene; None for pictures that have nothing to do with each other."""
+    """Ask for the difference between two images of one scene; None for unrelated images."""
     if len(scenes) != 2 or len(scenes[0].things) != len(scenes[1].things):
         return None
     pairs = list(zip(scenes[0].things, scenes[1].things, strict=True))
@@ -364,7 +365,7 @@ def changed(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
 
 
 def each(rng: random.Random, scenes: Sequence[Scene]) -> Question | None:
-    """All pictures in order, when each shows one thing."""
+    """Ask for a description of all images in order, if each shows one object."""
     if any(len(scene.things) != 1 for scene in scenes):
         return None
     answer = _sentence("first " + ", then ".join(name(scene.things[0]) for scene in scenes))
@@ -413,7 +414,7 @@ def clip_colour(rng: random.Random, clip: Clip) -> Question | None:
 
 
 def movement(clip: Clip) -> str:
-    """The predicate of the first thing: "moves to the left"."""
+    """Return the predicate of the first object: "moves to the left"."""
     if clip.direction is None:
         return "does not move"
     return f"moves {'to the ' if clip.direction in ('left', 'right') else ''}{clip.direction}"
@@ -423,7 +424,7 @@ PICTURE_ASKERS: dict[Asker, float] = {
     describe: 2.5, count: 1, color: 1, shape: 1, in_corner: 2.5, where: 2.5, side: 2, exists: 1.5, absent: 0.7,
     outside: 0.4,
 }  # fmt: skip
-"""Who asks about one picture, with their shares in training."""
+"""Askers about one image, with their weights in training."""
 SET_ASKERS: dict[SetAsker, float] = {nth: 2.5, which: 3, nth_colour: 1, changed: 3, each: 1.5, pictures: 0.3}
 CLIP_ASKERS: dict[ClipAsker, float] = {motion: 3, clip_description: 2, recolour: 2, clip_colour: 0.6}
 
@@ -468,7 +469,7 @@ def _question(
 
 
 def _naming(question: Question, pictures: Sequence[int]) -> Question:
-    """The question with what its answer names: the colours in it, from the pictures in turn or all from the last."""
+    """Add the objects that the answer names: its colors, one per image, with all remaining ones in the last image."""
     words = [word.strip(".,") for word in question.answer.split()]
     colors = [word for word in words if word in COLORS]
     places = [*pictures, *[pictures[-1]] * len(colors)]
@@ -476,7 +477,7 @@ def _naming(question: Question, pictures: Sequence[int]) -> Question:
 
 
 def _vary(rng: random.Random, text: str) -> str:
-    """People forget the question mark and the capital, and ask for short answers."""
+    """Vary punctuation and capitalization as users do, or request a short answer."""
     kind = rng.random()
     if kind < 0.05:
         return text.rstrip("?.")

@@ -1,7 +1,6 @@
-"""Samples for tests, demonstrations and evaluation: pictures or a clip, a question, and the true answer.
+"""Samples for tests, demonstrations and evaluation: images or a video, a question, and the correct answer.
 
-`sample(task, seed)` always gives the same sample for the same arguments, and none that training has seen: the two draw
-from differently named random sources.
+`sample(task, seed)` is deterministic, and its samples do not occur in training, which uses different random seeds.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from training.drawing import Scene, render, render_clip
 from training.questions import Question
 
 LAYOUTS = ("after", "before", "labelled")
-"""The question comes after the pictures, before them, or after pictures that are announced one by one in the text."""
+"""The question follows the images, precedes them, or follows images that are labeled one by one in the text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One question with all that is needed to ask it."""
+    """One question with its images or video and its correct answer."""
 
     task: str
     seed: int
     scenes: tuple[Scene, ...]
-    """One per picture or per frame."""
+    """One per image or per frame."""
     is_clip: bool
     question: str
     answer: str
@@ -37,16 +36,16 @@ class Sample:
 
     @property
     def pictures(self) -> list[PILImage.Image]:
-        """The pictures in order; none for a clip."""
+        """The images in order; empty for a video."""
         return [] if self.is_clip else [render(scene) for scene in self.scenes]
 
     @property
     def frames(self) -> list[PILImage.Image]:
-        """The frames of the clip; none for pictures."""
+        """The frames of the video; empty for images."""
         return render_clip(list(self.scenes)) if self.is_clip else []
 
     def content(self) -> list[dict[str, Any]]:
-        """The parts of the user's message in order: {"text": ...}, {"image": picture} or {"video": frames}."""
+        """Return the parts of the user message in order: {"text": ...}, {"image": image} or {"video": frames}."""
         visuals: list[dict[str, Any]] = [{"type": "image", "image": picture} for picture in self.pictures]
         if self.is_clip:
             visuals = [{"type": "video", "video": self.frames}]
@@ -63,7 +62,7 @@ Maker = Callable[[random.Random], "tuple[tuple[Scene, ...], bool, Question | Non
 
 
 def sample(task: str, seed: int, layout: str = "after") -> Sample:
-    """The sample of a task (a key of `TASKS`) with this seed."""
+    """Create the sample of a task (a key of `TASKS`) with this seed."""
     rng = random.Random(f"sample {task} {seed}")
     while True:
         scenes, is_clip, question = TASKS[task](rng)
@@ -75,12 +74,13 @@ def sample(task: str, seed: int, layout: str = "after") -> Sample:
 
 
 def _picture(asker: questions.Asker, *counts: int, clear: bool = False) -> Maker:
-    """One picture with so many things; `clear` keeps them off the centre lines, where they would be in no corner."""
+    """Create samples with one image of `counts` objects; `clear` keeps them off the center lines, so that each is in a
+    corner."""
 
     def make(rng: random.Random) -> tuple[tuple[Scene, ...], bool, Question | None]:
         scene = compose.compose(rng, _grid(rng), rng.choice(counts), clear=clear)
         question = asker(rng, scene)
-        # Fewer things than asked for, where they do not fit, would make it another task.
+        # If fewer objects fit than requested, it would be another task.
         return (scene,), False, question if len(scene.things) in counts else None
 
     return make
@@ -150,7 +150,7 @@ TASKS: dict[str, Maker] = {
     "no_picture": _plain(questions.no_picture),
     "outside_text": _plain(questions.outside),
 }
-"""How to make a sample of each task."""
+"""The factory for samples of each task."""
 PICTURE_TASKS = tuple(list(TASKS)[:13])
 SET_TASKS = ("nth", "which", "nth_colour", "each", "changed")
 CLIP_TASKS = ("motion", "motion_still", "motion_two_frames", "clip", "recolour")

@@ -1,4 +1,4 @@
-"""Sizes in pixels: the model's limits and Qwen2-VL's rule for the size that a picture is given before it is cut."""
+"""Sizes in pixels: the model's limits, and Qwen2-VL's rule for resizing images."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import math
 PATCH = 14
 """Side of a patch in pixels."""
 FACTOR = 28
-"""Side in pixels of what becomes one token: two by two patches are merged."""
+"""Side in pixels of the area of one token: 2 x 2 patches are merged."""
 TEMPORAL_PATCH = 2
-"""Frames that share a patch; a picture counts as two equal frames."""
+"""Frames per patch; an image counts as two equal frames."""
 MIN_PIXELS = 84 * 84
 MAX_PIXELS = 168 * 168
-"""Between 9 and 36 tokens for a picture. Sizes outside are scaled, as the preprocessor files of the checkpoint say."""
+"""Between 9 and 36 tokens per image. Other sizes are scaled, as in the checkpoint's preprocessor configuration."""
 
 
 def smart_resize(height: int, width: int) -> tuple[int, int]:
-    """Qwen2-VL's rule: both sides multiples of 28, the area within the limits, the aspect ratio nearly kept."""
+    """Apply Qwen2-VL's rule: both sides are multiples of 28, the area is within the limits, the aspect ratio is nearly
+    preserved."""
     rows, columns = round(height / FACTOR) * FACTOR, round(width / FACTOR) * FACTOR
     if rows * columns > MAX_PIXELS:
         shrink = math.sqrt(height * width / MAX_PIXELS)

@@ -1,4 +1,5 @@
-"""The tokenizer: byte-level BPE split like Qwen2's, learnt from our own sentences, and Qwen's special tokens."""
+"""The tokenizer: byte-level BPE with Qwen2's pre-tokenization, trained on generated sentences, and Qwen's special
+tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ SPECIAL_TOKENS = (
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How Qwen2 cuts text before the merges."""
+"""Qwen2's pre-tokenization regex."""
 DEFAULT_SYSTEM = "You are a helpful assistant."
 
 CHAT_TEMPLATE = (
@@ -44,12 +45,12 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""Gives the same prompt as Qwen2-VL's template for every conversation."""
+"""Renders the same prompt as Qwen2-VL's template for every conversation."""
 
 
 @functools.cache
 def build() -> Tokenizer:
-    """Learn the merges; the same on every machine, for the sentences come from fixed seeds."""
+    """Train the tokenizer; reproducible on every machine, because the sentences have fixed seeds."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
@@ -67,7 +68,7 @@ def build() -> Tokenizer:
 
 
 def write(folder: Path) -> None:
-    """The tokenizer's files as published checkpoints have them."""
+    """Write the tokenizer's files in the layout of published checkpoints."""
     tokenizer = build()
     tokenizer.save(str(folder / "tokenizer.json"))
     model = json.loads(tokenizer.to_str())["model"]
@@ -108,7 +109,7 @@ def _dump(path: Path, content: Any) -> None:
 
 
 def _sentences() -> list[str]:
-    """Questions and answers, mostly of our world, so that its words become single tokens."""
+    """Generate questions and answers, mostly about shapes, so that the words about them become single tokens."""
     rng = random.Random("tokenizer")
     asked = [question for _ in range(900) for question in _questions(rng)]
     lines = [line for question in asked for line in (question.text, question.answer)]

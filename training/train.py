@@ -1,8 +1,8 @@
-"""Train the demo model from nothing: `python -m training.train --out DIR`.
+"""Train the demo model from scratch: `python -m training.train --out DIR`.
 
-The schedule counts steps, and the scenes of a step follow from (seed, step, number of the batch in the step): a run
-that is stopped and started again ends with the same weights as one that was not, and a slow machine makes the same
-model as a fast one. Processes share the batches of a step; how many there are changes nothing but the order of a sum.
+The schedule counts steps, and the scenes of a step depend only on (seed, step, batch index): a run that is stopped and
+resumed ends with the same weights as an uninterrupted one, regardless of the speed of the machine. Processes share the
+batches of a step; their number affects only the order of summation.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from training.learner import Learner, Tally
 from training.network import Architecture, Batch
 
 PROGRESS = "progress.pt"
-"""File in the output folder from which a stopped run goes on."""
+"""File in the output folder from which a run is resumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Steps with one purpose. The rate rises for `warmup` steps and falls in the last `cooldown` share of the steps."""
+    """A training stage. The rate rises for `warmup` steps and falls in the last share `cooldown` of the steps."""
 
     name: str
     steps: int
@@ -38,12 +38,12 @@ class Stage:
     warmup: int = 0
     cooldown: float = 0.0
     final: float = 0.02
-    """Rate at the very end, as a share of `rate`."""
+    """Final learning rate, as a share of `rate`."""
     batches: int
     """Batches per step."""
     mix: making.Mix = field(default_factory=making.Mix)
     pointing: float = 0.0
-    """Weight of attending to what is asked about."""
+    """Weight of the loss for attending to the object of the question."""
     sight_only: bool = False
 
     def rate_at(self, step: int) -> float:
@@ -55,22 +55,22 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Everything that a result depends on."""
+    """Everything that the result of training depends on."""
 
     stages: tuple[Stage, ...]
     sizes: Architecture = field(default_factory=Architecture)
     seed: int = 0
     rows: int = making.ROWS
     sights: int = 32
-    """Pictures of a batch in a stage that only sees."""
+    """Images per batch in a stage that trains only the vision encoder."""
 
     @property
     def steps(self) -> int:
         return sum(stage.steps for stage in self.stages)
 
 
-# To find a thing by the word for its colour or its shape does not come by itself: long after everything about a single
-# thing is known, every one of several things is still as likely to be taken. It is asked for most until it is learnt.
+# Finding an object by its color or shape is learned late: long after everything about a single object is known, the
+# model still chooses one of several objects at random. These questions are therefore the most frequent until then.
 FIND = making.Mix(
     pictures=14, sets=2.5, clips=2.5, text=0.5,
     more={questions.color: 5, questions.shape: 5, questions.exists: 1.5, questions.count: 0.5},
@@ -79,7 +79,7 @@ LEARN = making.Mix(
     pictures=10, sets=6, clips=4, text=0.6,
     more={questions.describe: 1.4, questions.count: 1.4, questions.absent: 1.8, questions.outside: 0.6},
 )  # fmt: skip
-# What is left at the end are mistakes about shapes among several things: those are asked for most.
+# The remaining errors are about the shapes of several objects, so these questions are the most frequent ones.
 SETTLE = making.Mix(
     pictures=11, sets=5.5, clips=4, text=0.5,
     more={
@@ -99,7 +99,7 @@ PLAN = Plan(
 
 
 def make_batch(plan: Plan, stage: Stage, step: int, number: int) -> Batch:
-    """One of the batches of a step of the whole run."""
+    """Create one batch of a step; `step` counts from the start of the run."""
     rng = random.Random(f"train {plan.seed} {step} {number}")
     if stage.sight_only:
         return making.sight_batch(rng, plan.sights)
@@ -108,18 +108,18 @@ def make_batch(plan: Plan, stage: Stage, step: int, number: int) -> Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conduct:
-    """How a plan is carried out; none of this changes the result."""
+    """Options of a run that do not affect the result."""
 
     out: Path
     processes: int = 2
     stop_after: int | None = None
-    """Steps of the whole run after which to stop, as if somebody had."""
+    """Stop after this many steps of the run, to simulate an interruption."""
     report_every: int = 50
     save_every: int = 250
 
 
 def run(plan: Plan, conduct: Conduct) -> None:
-    """Train; go on from where an earlier run in the same folder stopped."""
+    """Train; resumes an earlier run in the same folder."""
     conduct.out.mkdir(parents=True, exist_ok=True)
     if conduct.processes == 1:
         _work(0, plan, conduct, 0)
@@ -131,8 +131,8 @@ def run(plan: Plan, conduct: Conduct) -> None:
 
 
 def _work(rank: int, plan: Plan, conduct: Conduct, port: int) -> None:
-    # One thread each: processes of one thread lose less to a busy machine than threads that wait for each other at
-    # every operation, and sums of one thread come out the same every time.
+    # One thread per process: on a busy machine this is faster than threads that synchronize at every operation, and
+    # sums are reproducible.
     torch.set_num_threads(1)
     if conduct.processes > 1:
         address = f"tcp://127.0.0.1:{port}"
@@ -165,7 +165,7 @@ def _train(rank: int, plan: Plan, conduct: Conduct) -> None:
 
 
 def _resume(learner: Learner, plan: Plan, out: Path) -> int:
-    """Load the progress, if any; the number of steps done."""
+    """Load the progress, if any, and return the number of completed steps."""
     if not (out / PROGRESS).exists():
         return 0
     progress = torch.load(out / PROGRESS, weights_only=True)
@@ -179,19 +179,19 @@ def _resume(learner: Learner, plan: Plan, out: Path) -> int:
 
 
 def _begins(plan: Plan, stage: Stage) -> bool:
-    """Whether a stage trains other weights than the one before it."""
+    """Whether a stage trains other weights than the previous one."""
     index = plan.stages.index(stage)
     return index == 0 or plan.stages[index - 1].sight_only != stage.sight_only
 
 
 def _save(path: Path, content: dict[str, Any]) -> None:
-    """Write beside and rename, so that a stop in between leaves the last file whole."""
+    """Write to a temporary file and rename it, so that an interruption does not damage the previous file."""
     torch.save(content, path.with_suffix(".new"))
     path.with_suffix(".new").replace(path)
 
 
 class Reporter:
-    """Prints how training goes."""
+    """Prints the progress of training."""
 
     def __init__(self, steps: int, every: int) -> None:
         self.steps, self.every, self.count = steps, every, 0
@@ -218,8 +218,8 @@ class Reporter:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m training.train", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the progress, and for going on from it")
-    parser.add_argument("--processes", type=int, default=2, help="one thread each; more than cores is no use when idle")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the progress, from which a run is resumed")
+    parser.add_argument("--processes", type=int, default=2, help="processes with one thread each; at most one per core")
     options = parser.parse_args(arguments)
     run(PLAN, Conduct(out=options.out, processes=options.processes))
 

@@ -1,5 +1,5 @@
-"""The checkpoint in transformers, as an independent judge. Inputs are made by hand: the whole processor of Qwen2-VL
-needs torchvision, which nothing else here does."""
+"""Run the checkpoint in transformers, as an independent reference. Inputs are built without Qwen2-VL's full processor,
+which requires torchvision."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Messages = list[dict[str, Any]]
 
 
 class TransformersEngine:
-    """Answers samples greedily; `answer` is what `evaluate` wants of an engine."""
+    """Generates greedy responses to samples; `answer` is the callable that `evaluate` expects."""
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, batch: int = 50) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -30,33 +30,34 @@ class TransformersEngine:
         self.batch = batch
 
     def answer(self, samples: Sequence[Sample]) -> list[str]:
-        replies: list[str] = []
+        responses: list[str] = []
         for start in range(0, len(samples), self.batch):
             chosen = [[{"role": "user", "content": sample.content()}] for sample in samples[start : start + self.batch]]
             tokens, _ = self.generate(chosen)
-            replies += [str(self.tokenizer.decode(reply, skip_special_tokens=True)) for reply in tokens]
-        return replies
+            responses += [str(self.tokenizer.decode(response, skip_special_tokens=True)) for response in tokens]
+        return responses
 
     @torch.no_grad()
     def generate(self, conversations: Sequence[Messages]) -> tuple[list[list[int]], list[list[float]]]:
-        """Greedy replies, up to and including the end token, and the lead of each token's logit over the next best."""
+        """Return greedy responses up to and including the end token, and the lead of each token's logit over the second
+        best."""
         inputs = self.inputs(conversations)
         self.model.model.rope_deltas = None
         out = self.model.generate(
             **inputs, do_sample=False, max_new_tokens=64, return_dict_in_generate=True, output_logits=True
         )
-        replies = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+        responses = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
         best = torch.stack(out.logits, dim=1).float().topk(2, dim=-1).values
         leads = (best[..., 0] - best[..., 1]).tolist()
         end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
-        lengths = [reply.index(end) + 1 if end in reply else len(reply) for reply in replies]
+        lengths = [response.index(end) + 1 if end in response else len(response) for response in responses]
         return (
-            [reply[:length] for reply, length in zip(replies, lengths, strict=True)],
+            [response[:length] for response, length in zip(responses, lengths, strict=True)],
             [lead[:length] for lead, length in zip(leads, lengths, strict=True)],
         )
 
     def inputs(self, conversations: Sequence[Messages]) -> dict[str, Tensor]:
-        """Left-padded arguments of the model's forward pass."""
+        """Return the left-padded inputs of the model's forward pass."""
         images, videos, prompts = [], [], []
         for messages in conversations:
             parts = [part for message in messages if not isinstance(message["content"], str)
@@ -82,7 +83,7 @@ class TransformersEngine:
         return inputs
 
     def _prompt(self, messages: Messages, *visuals: list[tuple[Tensor, tuple[int, int, int]]]) -> str:
-        """The chat template's text, each placeholder repeated once per vision token."""
+        """Render the chat template, with each placeholder repeated once per vision token."""
         text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         for pad, own in zip(("<|image_pad|>", "<|video_pad|>"), visuals, strict=True):
             for _, (time, rows, columns) in own:

@@ -1,4 +1,4 @@
-"""What the model is to say without a scene: its small talk, and its sentence for everything outside its world."""
+"""Training text without a scene: small talk, and unrelated prompts, which all have the same response."""
 
 from __future__ import annotations
 
@@ -110,12 +110,12 @@ _FORMS = (
     "Что это?", "这是什么？", "你好", "これは何ですか？", "Vad är det här?",  # noqa: RUF001 - the question mark of Chinese
     "O que é isto?", "Bu nedir?",
 )  # fmt: skip
-# The vocabulary has words that this world also uses ("star", "orange", "left"): not as nouns of a question.
+# Words of the lists above that also describe shapes ("star", "orange", "left") must not be inserted into a form.
 _WORLD = {"star", "orange", "left"}
 
 
 def outside(rng: random.Random) -> str:
-    """A question that has nothing to do with shapes, or plain noise from a keyboard."""
+    """Generate a prompt that is unrelated to shapes, or random characters."""
     form = rng.choice(_FORMS)
     while "{" in form and (start := form.find("{")) >= 0 and form[start + 2 : start + 3] == "}":
         form = form[:start] + _fill(rng, form[start + 1]) + form[start + 3 :]

@@ -1,7 +1,7 @@
-"""The arithmetic that vision encoder and decoder share: linear layers, norms, rotary positions, attention.
+"""Kernels that the vision encoder and the decoder share: linear layers, norms, rotary embedding, attention.
 
-`types` is the interface, `plain` implements it in PyTorch, for any device; plugins register faster ones, and `choice`
-takes the fastest that can run here.
+`types` defines the interface and `torch_kernels` implements it in PyTorch for any device. Plugins register faster
+kernels, and `choice` selects the fastest that can run on this machine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
     "Norm",
 ]  # fmt: skip
 
-# Names are imported on use: what the processor can do is asked without torch.
+# Names are imported lazily, so that CPU features can be queried without importing torch.
 
 
 def __getattr__(name: str) -> Any:
@@ -62,7 +62,7 @@ def __getattr__(name: str) -> Any:
 
 
 class TorchKernelFactory:
-    """PyTorch's kernels, for any device and number type; see `KernelFactory`."""
+    """Factory for PyTorch's kernels, for any device and dtype; see `KernelFactory`."""
 
     name = "torch"
     priority = 0

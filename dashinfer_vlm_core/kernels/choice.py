@@ -1,4 +1,4 @@
-"""Which kernels run a model here. No torch: factories import it."""
+"""Select the kernels that run a model on this machine. This module does not import torch; factories do."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from .types import Kernels
 
 TORCH = "torch"
-"""The kernels that run whatever the others do not."""
+"""Name of the fallback kernels, which run every model."""
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 
 class LoadedKernels(NamedTuple):
-    """Kernels, or why there are none.
+    """Kernels, or the reason why they are not available.
 
     Attributes:
-        kernels: they, or None.
-        reason: why faster ones are not used, or none at all; empty if nobody would expect them.
-        remedy: what helps; empty where this machine cannot have them.
+        kernels: the kernels, or None.
+        reason: why faster kernels, or any at all, are not used; empty if none were expected.
+        fix: how to make them available; empty if this machine does not support them.
     """
 
     kernels: Kernels | None
@@ -40,33 +40,32 @@ class LoadedKernels(NamedTuple):
 
 
 class KernelFactory(Protocol):
-    """Makes one set of kernels; a plugin registers one by `register_kernels`.
+    """A factory for one kernel set; plugins register it in the `register_kernels` hook.
 
     Attributes:
-        name: what `cpu_kernels` calls it.
-        priority: sets are tried from the highest to the lowest.
+        name: the value of `cpu_kernels` that selects it.
+        priority: kernel sets are tried from the highest priority to the lowest.
     """
 
     name: str
     priority: int
 
     def applies(self, device: str, dtype: torch.dtype) -> bool:
-        """Whether the set is made for models on such a device, in such a number type; if not, it is left out without a
-        word."""
+        """Whether the kernel set is meant for models on `device` in `dtype`; if not, it is skipped silently."""
 
     def unsupported_reason(self, text: TextModelSpec) -> str:
-        """Why the set cannot run a text model; empty if it can."""
+        """Return why the kernel set cannot run a text model; empty if it can."""
 
     def load(self, device: str, config: EngineConfig) -> LoadedKernels:
-        """The kernels, or why they cannot run on this machine. It may compile them, into the cache of `config`."""
+        """Load the kernels, or report why they cannot run on this machine. May compile them into `config`'s cache."""
 
 
 class KernelSelector:
-    """Chooses among the kernels that plugins registered.
+    """Selects one of the kernel sets that plugins registered.
 
     Args:
-        factories: of the registered sets, `TORCH` among them.
-        config: `cpu_kernels` of it names one, or `auto`.
+        factories: the registered factories, including that of `TORCH`.
+        config: its `cpu_kernels` is the name of a kernel set or `auto`.
     """
 
     def __init__(self, factories: Iterable[KernelFactory], config: EngineConfig) -> None:
@@ -74,42 +73,42 @@ class KernelSelector:
         self._config = config
 
     def choose(self, device: str, dtype: torch.dtype, text: TextModelSpec | None = None) -> Kernels:
-        """The fastest kernels for models on `device` in `dtype`, both resolved.
+        """Return the fastest kernels for models on `device` in `dtype`, both resolved.
 
-        Why others than PyTorch's are not taken where they could have been is logged.
+        Logs the reason when PyTorch's kernels are used although faster ones are registered for this device and dtype.
 
         Args:
-            device: as torch names it.
-            dtype: of the weights.
-            text: the text model that they are to run, if it is one.
+            device: torch's name of the device.
+            dtype: the dtype of the weights.
+            text: the text model that the kernels will run; None for other models.
 
         Raises:
-            ConfigError: `cpu_kernels` names a set that cannot run here.
+            ConfigError: `cpu_kernels` names a kernel set that cannot run on this machine.
         """
-        found = self.find(device, dtype, text)
-        if found.kernels is None:
-            raise ConfigError("No kernels are registered: `dashinfer-vlm plugins` says which plugins are broken.")
-        wanted = self._config.cpu_kernels
-        if found.kernels.name == TORCH and found.reason and wanted != "auto":
-            fault = f"`cpu_kernels` {wanted!r} cannot be used: {found.explanation}. Leave it out, or take `torch`."
-            raise ConfigError(fault, param="cpu_kernels")
-        if found.kernels.name == TORCH and found.reason:
-            logger.warning("PyTorch's kernels are used, which are slower than those in C: %s.", found.explanation)
-        return found.kernels
+        loaded = self.find_kernels(device, dtype, text)
+        if loaded.kernels is None:
+            raise ConfigError("No kernels are registered. Run `dashinfer-vlm plugins` to list broken plugins.")
+        requested = self._config.cpu_kernels
+        if loaded.kernels.name == TORCH and loaded.reason and requested != "auto":
+            message = f"`cpu_kernels` {requested!r} cannot be used: {loaded.explanation}. Omit it, or use `torch`."
+            raise ConfigError(message, param="cpu_kernels")
+        if loaded.kernels.name == TORCH and loaded.reason:
+            logger.warning("Using PyTorch's kernels, which are slower than the C kernels: %s.", loaded.explanation)
+        return loaded.kernels
 
-    def find(self, device: str, dtype: torch.dtype, text: TextModelSpec | None = None) -> LoadedKernels:
-        """As `choose`, with the reason why the next faster ones cannot run here, if they could have been taken.
+    def find_kernels(self, device: str, dtype: torch.dtype, text: TextModelSpec | None = None) -> LoadedKernels:
+        """Like `choose`, but with the reason why the next faster applicable kernels cannot run on this machine.
 
         Raises:
-            ConfigError: `cpu_kernels` names a set that no plugin registers.
+            ConfigError: `cpu_kernels` names a kernel set that no plugin registers.
         """
-        wanted, failed = self._config.cpu_kernels, LoadedKernels(None)
+        requested, failed = self._config.cpu_kernels, LoadedKernels(None)
         names = sorted(factory.name for factory in self._factories)
-        if wanted not in ("auto", *names):
-            fault = f"`cpu_kernels` {wanted!r} is registered by no plugin; there are: auto, {', '.join(names)}."
-            raise ConfigError(fault, param="cpu_kernels")
+        if requested not in ("auto", *names):
+            message = f"`cpu_kernels` {requested!r} is not registered by any plugin. Choose auto, {', '.join(names)}."
+            raise ConfigError(message, param="cpu_kernels")
         for factory in self._factories:
-            if wanted in ("auto", factory.name) or factory.name == TORCH:
+            if requested in ("auto", factory.name) or factory.name == TORCH:
                 loaded = self._load(factory, device, dtype, text)
                 if loaded.kernels is not None:
                     return failed._replace(kernels=loaded.kernels)

@@ -1,4 +1,4 @@
-"""What the processor can do."""
+"""CPU features."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def cpu_flags() -> frozenset[str]:
-    """The processor's features in Linux's words; empty where they cannot be known."""
+    """Return the CPU's features as /proc/cpuinfo spells them; empty if that file cannot be read."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return frozenset()
-    found = re.search(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)
-    return frozenset(found[1].split()) if found else frozenset()
+    match = re.search(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)
+    return frozenset(match[1].split()) if match else frozenset()

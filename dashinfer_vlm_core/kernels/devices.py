@@ -1,4 +1,4 @@
-"""What the driver has for torch and other engines to run on."""
+"""CUDA devices, counted without importing torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import functools
 
 @functools.cache
 def cuda_devices() -> int:
-    """Number of CUDA devices, asked of the driver itself; 0 without a driver. It does not change while we run."""
+    """Return the number of CUDA devices that the driver reports; 0 without a driver.
+
+    The result is cached: the number does not change during the life of the process.
+    """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         count = ctypes.c_int()

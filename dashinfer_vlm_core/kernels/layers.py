@@ -1,4 +1,4 @@
-"""The layers of a decoder, and its output layer, out of what a set of kernels can do."""
+"""Decoder layers and the LM head, composed of a kernel set's basic operations."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class ReferenceDecoderLayers:
         *others, final = zip(self._layers, batch.cache, strict=True)
         levels = len(batch.additions.values) if batch.additions else 0
         for number, (layer, cache) in enumerate(others):
-            self._mix(layer, x, self._queries(layer, x, batch, cache), batch.spans, cache)
+            self._add_attention_and_mlp(layer, x, self._queries(layer, x, batch, cache), batch.spans, cache)
             if batch.additions and number < levels:
                 x.index_add_(0, batch.additions.rows, batch.additions.values[number])
         queries = self._queries(final[0], x, batch, final[1])
         x = x[batch.last]
         if len(x):
-            self._mix(final[0], x, queries[batch.last], batch.last_spans, final[1])
+            self._add_attention_and_mlp(final[0], x, queries[batch.last], batch.last_spans, final[1])
         return x
 
     def _queries(self, layer: DecoderLayer, x: Tensor, batch: ForwardBatch, cache: Tensor) -> Tensor:
-        """[tokens, heads, width]; keys and values go into the cache."""
+        """Return the queries [tokens, heads, head_dim] and write the keys and values to the cache."""
         heads = self._shape.heads
         qkv = layer.qkv(self._normalize(x, layer.input_norm)).view(len(x), -1, self._shape.head_dim)
         if layer.query_norm and layer.key_norm:
@@ -45,8 +45,10 @@ class ReferenceDecoderLayers:
         cache.index_copy_(1, batch.slots, qkv[:, heads:].transpose(0, 1))
         return qkv[:, :heads]
 
-    def _mix(self, layer: DecoderLayer, x: Tensor, queries: Tensor, spans: KVSpans, cache: Tensor) -> None:
-        """Add attention and then the MLP to x, in place."""
+    def _add_attention_and_mlp(
+        self, layer: DecoderLayer, x: Tensor, queries: Tensor, spans: KVSpans, cache: Tensor
+    ) -> None:
+        """Add the attention output and then the MLP output to x, in place."""
         keys, values = torch.split(cache, self._shape.kv_heads)
         layer.output.add_to(x, self._kernels.attend(queries, keys, values, spans))
         layer.down.add_to(x, layer.gate_up(self._normalize(x, layer.mlp_norm)))
@@ -55,12 +57,12 @@ class ReferenceDecoderLayers:
         return self._kernels.norm(x, norm.weight, norm.bias, self._shape.eps)
 
     def _normalize_heads(self, x: Tensor, norm: Norm) -> Tensor:
-        """Of [rows, heads, width], each head by itself."""
+        """Normalize each head of x [rows, heads, head_dim] separately."""
         return self._normalize(x.reshape(-1, x.shape[-1]), norm).view(x.shape)
 
 
 class FullLMHead:
-    """See `Head`; the largest result is found among all of them."""
+    """See `LMHead`. `argmax` is left to the caller, from all logits."""
 
     def __init__(self, linear: Linear) -> None:
         self._linear = linear

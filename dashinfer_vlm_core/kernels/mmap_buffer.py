@@ -1,7 +1,7 @@
-"""Memory that the system has back as soon as nobody holds it.
+"""Tensors in their own memory mapping, which is returned to the system as soon as the tensor is freed.
 
-The C library keeps what is freed, and cannot give a matrix the place of the one before it once something small lies in
-there: loading a model of 2 billion parameters left it with 3 GB.
+The C library's allocator keeps freed memory, and small allocations in between fragment it, so that it cannot be reused
+for the next matrix: loading a model with 2 billion parameters left 3 GB of unused memory in the process.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-LEAST = 1 << 20
-"""Bytes from which on it is worth a call to the system."""
+MIN_MMAP_BYTES = 1 << 20
+"""Smaller tensors use torch's allocator: they are not worth a system call."""
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor in the memory of the CPU, of any values; zeros, where it is large."""
+    """Return a CPU tensor with uninitialized values (zeros if it has its own mapping)."""
     count = math.prod(shape)
-    if count * dtype.itemsize < LEAST or sys.platform == "win32":
+    if count * dtype.itemsize < MIN_MMAP_BYTES or sys.platform == "win32":
         return torch.empty(*shape, dtype=dtype)
     memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(*shape)

@@ -23,9 +23,10 @@ class TorchKernels:
     def __init__(self, device: str) -> None:
         kind = torch.device(device).type
         if kind == "cuda":
-            # Where torch prefers cuDNN's attention (2.11 does on Blackwell), each new shape costs an execution plan of
-            # nearly half a second, and every decode step has a new number of keys. The switch is the process's: a
-            # context manager around each call would race between the tower's thread and the decoder's.
+            # Where torch prefers cuDNN attention (2.11 does on Blackwell), it builds an execution plan for each new
+            # shape, which takes nearly half a second, and every decode step has a new number of keys. The switch is
+            # global to the process: a context manager around each call would race between the vision encoder's thread
+            # and the decoder's.
             torch.backends.cuda.enable_cudnn_sdp(False)
 
     def linear(
@@ -52,8 +53,8 @@ class TorchKernels:
     def rotate_(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         first, second = x.float().chunk(2, dim=-1)
         cos, sin = cos[:, None], sin[:, None]
-        turned = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
-        x.copy_(torch.cat(turned, dim=-1))
+        rotated = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
+        x.copy_(torch.cat(rotated, dim=-1))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spans: KVSpans) -> Tensor:
         if all(span.start < 0 for span in spans.spans):
@@ -69,17 +70,17 @@ class TorchKernels:
 
 
 class _Linear:
-    """Weights as they come."""
+    """A linear layer with the weights in their original layout."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation, fp32_output: bool) -> None:
         self._weight = weight
         self._bias = bias
         self._activation = activation
-        self._wide = fp32_output
+        self._fp32_output = fp32_output
 
     def __call__(self, x: Tensor) -> Tensor:
         out = _activate(self._product(x), self._activation)
-        return out.float() if self._wide else out
+        return out.float() if self._fp32_output else out
 
     def add_to(self, total: Tensor, x: Tensor) -> None:
         total += self._product(x)
@@ -89,7 +90,10 @@ class _Linear:
 
 
 class _PackedLinear(_Linear):
-    """Weights in oneDNN's own layout, into which it would bring them at every call: up to twice as fast on a CPU."""
+    """A linear layer with the weights in oneDNN's layout.
+
+    oneDNN would otherwise reorder them in every call; up to twice as fast on a CPU.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation, fp32_output: bool) -> None:
         super().__init__(_onednn("_reorder_linear_weight")(weight), bias, activation, fp32_output)
@@ -111,14 +115,14 @@ def _activate(x: Tensor, activation: Activation) -> Tensor:
 
 
 def _attend_frames(q: Tensor, k: Tensor, v: Tensor, spans: tuple[KVSpan, ...]) -> Tensor:
-    """Neighbours of equal length are one batched attention: no mask, and no padding."""
+    """Compute adjacent spans of equal length as one batched attention, without a mask or padding."""
     attended = []
     for (tokens, _), group in groupby(spans, key=lambda span: (span.num_queries, span.num_keys)):
         members = list(group)
         rows = slice(members[0].first_query, members[-1].first_query + tokens)
         keys = slice(members[0].first_key, members[-1].first_key + members[-1].num_keys)
         batch = len(members)
-        queries = torch.unflatten(q[rows], 0, (batch, -1)).transpose(1, 2)  # [frames, heads, tokens, width]
+        queries = torch.unflatten(q[rows], 0, (batch, -1)).transpose(1, 2)  # [frames, heads, tokens, head_dim]
         k_, v_ = (torch.unflatten(x[:, keys], 1, (batch, -1)).transpose(0, 1) for x in (k, v))
         mixed = F.scaled_dot_product_attention(queries, k_, v_)
         attended.append(mixed.transpose(1, 2).flatten(2).flatten(0, 1))
@@ -126,11 +130,12 @@ def _attend_frames(q: Tensor, k: Tensor, v: Tensor, spans: tuple[KVSpan, ...]) -
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """One span of [tokens, heads, width]; keys and values [kv heads, length, width]; mask as in `Spans`."""
+    """Attend one span: q [tokens, heads, head_dim], k and v [kv_heads, length, head_dim], mask as in `KVSpans`."""
     tokens, heads, width = q.shape
     groups = len(k), heads // len(k)
     if tokens == 1:
-        # Heads that share keys become rows of one matrix product: on a CPU up to ten times as fast as `enable_gqa`.
+        # Query heads that share keys become rows of one matrix product: up to ten times as fast as `enable_gqa` on a
+        # CPU.
         return F.scaled_dot_product_attention(q.view(1, *groups, width), k[None], v[None]).reshape(1, heads * width)
     shared = (*groups, k.shape[1], width)
     mixed = F.scaled_dot_product_attention(
@@ -144,9 +149,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _onednn(operator: str) -> Callable[..., Any]:
-    """An operator of torch's that its compiler uses, and that has no other name."""
-    found: Callable[..., Any] = getattr(torch.ops.mkldnn, operator)
-    return found
+    """Return one of torch's oneDNN operators, which torch.compile uses and which have no public name."""
+    function: Callable[..., Any] = getattr(torch.ops.mkldnn, operator)
+    return function
 
 
 def _onednn_has_bf16() -> bool:

@@ -1,4 +1,4 @@
-"""What every set of kernels can do."""
+"""The interface of a kernel set."""
 
 from __future__ import annotations
 
@@ -12,46 +12,48 @@ from torch import Tensor
 
 
 class Activation(IntEnum):
-    """What a linear layer ends with."""
+    """The activation that a linear layer applies to its output."""
 
     NONE = 0
     QUICK_GELU = 1
-    """x * sigmoid(1.702 x) (arXiv:1606.08415, 2)."""
+    """x * sigmoid(1.702 x) (arXiv:1606.08415, section 2)."""
     SILU_GATE = 2
-    """The weights are a gate's rows and then as many of an up projection: silu(gate) * up (arXiv:2002.05202)."""
+    """silu(gate) * up (arXiv:2002.05202); the weights are the gate's rows followed by as many up-projection rows."""
     GELU = 3
 
 
 class Linear(Protocol):
-    """A linear layer, its weights laid out as the kernels want them."""
+    """A linear layer with its weights in the kernels' layout."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[rows, outputs] of x [rows, inputs]; the last dimension of x is contiguous."""
+        """Return [rows, outputs] for x [rows, inputs]; the last dimension of x is contiguous."""
 
     def add_to(self, total: Tensor, x: Tensor) -> None:
         """Add the result for x [rows, inputs] to `total` [rows, outputs], in place."""
 
 
 class LMHead(Protocol):
-    """An output layer: a linear layer with float32 results, of which often only the largest is asked for."""
+    """The output layer: a linear layer with float32 logits, of which often only the argmax is needed."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """float32 [rows, outputs] of x [rows, inputs]; the last dimension of x is contiguous."""
+        """Return float32 [rows, outputs] for x [rows, inputs]; the last dimension of x is contiguous."""
 
     def argmax(self, x: Tensor) -> Tensor | None:
-        """int64 [rows]: which result of each row is the largest, the first of equals; None if only computing them all
-        would tell, or would be quicker."""
+        """Return the index of each row's largest logit, int64 [rows]; the first one of equal logits.
+
+        Returns None if it cannot be determined without computing all logits, or if computing them all is faster.
+        """
 
 
 class KVSpan(NamedTuple):
-    """Queries that stand side by side in a batch, and the keys that they look at.
+    """Adjacent queries of a batch and the keys that they attend to.
 
     Attributes:
-        first: row of the first query.
-        tokens: number of queries.
-        row: of the first key.
-        keys: number of keys.
-        start: query i looks at keys 0 to start + i; -1: at all of them.
+        first_query: row of the first query.
+        num_queries: number of queries.
+        first_key: row of the first key.
+        num_keys: number of keys.
+        start: query i attends to keys 0 to start + i; -1 if every query attends to all keys.
     """
 
     first_query: int
@@ -62,7 +64,7 @@ class KVSpan(NamedTuple):
 
 
 class KVSpans:
-    """The spans of one batch; what kernels derive from them is derived once, not once per layer."""
+    """The spans of one batch. Masks and tables are derived from them once, not once per layer."""
 
     def __init__(self, spans: Sequence[KVSpan], *, device: torch.device | str = "cpu") -> None:
         self.spans: tuple[KVSpan, ...] = tuple(spans)
@@ -70,13 +72,16 @@ class KVSpans:
 
     @cached_property
     def masks(self) -> list[Tensor | None]:
-        """For each span bool [tokens, keys], true where a query may look; None where one token or all may see all, and
-        where the span is a beginning, which is causal."""
+        """One mask per span, bool [queries, keys], true where a query attends to a key.
+
+        None if there is one query, if all queries attend to all keys, or if the span starts at position 0 and is
+        simply causal.
+        """
         return [_mask(span, self._device) for span in self.spans]
 
     @cached_property
     def table(self) -> Tensor:
-        """int64 [spans, 5] on the CPU, in the order of `Span`'s attributes."""
+        """The spans as int64 [spans, 5] on the CPU, in the order of `KVSpan`'s attributes."""
         return torch.tensor(self.spans, dtype=torch.int64)
 
 
@@ -87,7 +92,7 @@ def _mask(span: KVSpan, device: torch.device | str) -> Tensor | None:
 
 
 class Norm(NamedTuple):
-    """A LayerNorm; without a bias, an RMSNorm."""
+    """The parameters of a LayerNorm or, without a bias, of an RMSNorm."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -97,14 +102,14 @@ class DecoderLayer(NamedTuple):
     """One layer of a decoder.
 
     Attributes:
-        input_norm: before attention.
-        qkv: query, key and value heads, one under the other.
-        output: of attention.
-        mlp_norm: before the MLP.
-        gate_up: silu(gate) * up.
-        down: back to the hidden size.
-        query_norm: of each query head, before it is rotated.
-        key_norm: of each key head, likewise.
+        input_norm: the norm before attention.
+        qkv: the projection to query, key and value heads, concatenated in this order.
+        output: the output projection of attention.
+        mlp_norm: the norm before the MLP.
+        gate_up: the gate and up projection with `SILU_GATE`.
+        down: the projection back to the hidden size.
+        query_norm: the norm of each query head before rotary embedding.
+        key_norm: the norm of each key head before rotary embedding.
     """
 
     input_norm: Norm
@@ -118,14 +123,14 @@ class DecoderLayer(NamedTuple):
 
 
 class DecoderShape(NamedTuple):
-    """What all layers of a decoder have in common.
+    """The shape that all layers of a decoder share.
 
     Attributes:
-        heads: of queries.
-        kv_heads: of keys, and of values.
-        width: of a head.
-        eps: of the norms.
-        levels: of `Pass.additions`, at most.
+        heads: number of query heads.
+        kv_heads: number of key heads, and of value heads.
+        head_dim: size of a head.
+        eps: epsilon of the norms.
+        levels: maximum number of levels of `ForwardBatch.additions`.
     """
 
     heads: int
@@ -136,17 +141,17 @@ class DecoderShape(NamedTuple):
 
 
 class ForwardBatch(NamedTuple):
-    """New tokens of many requests, one request after the other.
+    """The new tokens of many requests, packed one request after the other.
 
     Attributes:
-        cos: float32 [tokens, width / 2], see `Kernels.rotate_`.
-        sin: likewise.
-        slots: int64 [tokens], the rows of the cache that take each token's keys and values.
+        cos: float32 [tokens, head_dim / 2], see `Kernels.rotate_`.
+        sin: float32 [tokens, head_dim / 2].
+        slots: int64 [tokens], the cache row for each token's keys and values.
         spans: one per request.
-        last: int64, increasing: the tokens whose hidden states are asked for.
+        last: int64, increasing: the tokens whose hidden states are returned.
         last_spans: one per token of `last`.
-        cache: [layers, 2 * kv_heads, rows, width]: keys, and then values, of all tokens before.
-        additions: what is added to the hidden states of some tokens after the first layers.
+        cache: [layers, 2 * kv_heads, rows, head_dim]: keys, then values, of all earlier tokens.
+        additions: rows to add to the hidden states of some tokens after the first layers.
     """
 
     cos: Tensor
@@ -160,11 +165,11 @@ class ForwardBatch(NamedTuple):
 
 
 class Additions(NamedTuple):
-    """Rows that are added to hidden states: `values[i]` after layer i.
+    """Rows to add to hidden states: `values[i]` after layer i.
 
     Attributes:
-        rows: int64 [count]: the tokens of the pass that get them.
-        values: [levels, count, hidden], fewer levels than there are layers.
+        rows: int64 [count]: the tokens of the batch that they are added to.
+        values: [levels, count, hidden], with fewer levels than the decoder has layers.
     """
 
     rows: Tensor
@@ -172,26 +177,26 @@ class Additions(NamedTuple):
 
 
 class DecoderLayers(Protocol):
-    """All layers of a decoder, one after the other."""
+    """All layers of a decoder."""
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """Hidden states after the last layer; keys and values of the new tokens are written to the cache.
+        """Return the hidden states after the last layer, and write the new tokens' keys and values to the cache.
 
         Args:
             x: [tokens, hidden], contiguous; overwritten.
-            batch: what else there is to know of them.
+            batch: positions, cache slots and spans of the tokens.
 
         Returns:
-            [len(batch.last), hidden]: the last layer computes no others.
+            [len(batch.last), hidden]; the last layer computes only these rows.
         """
 
 
 class Kernels(Protocol):
-    """Stateless; used by any thread.
+    """A kernel set. It is stateless and thread-safe.
 
     Attributes:
-        name: for people.
-        supports_int8: whether `linear` knows int8.
+        name: the name shown in logs and reports.
+        supports_int8: whether `linear` supports `int8`.
     """
 
     name: str
@@ -206,36 +211,40 @@ class Kernels(Protocol):
         fp32_output: bool = False,
         int8: bool = False,
     ) -> Linear:
-        """A layer of weights [outputs, inputs], which may be copied to another layout.
+        """Create a linear layer from weights [outputs, inputs], which may be copied to another layout.
 
         Args:
-            weight: on the device and in the dtype of the model.
+            weight: on the model's device and in its dtype.
             bias: [outputs].
-            activation: applied to the result.
-            wide: float32 results.
-            int8: round the weights to 8 bits, with one scale per output, and activations to 8 bits on the way.
+            activation: the activation to apply to the output.
+            fp32_output: return float32.
+            int8: quantize the weights to 8 bits with one scale per output, and the activations to 8 bits dynamically.
         """
 
     def head(self, weight: Tensor, *, int8: bool = False) -> LMHead:
-        """An output layer of weights [outputs, inputs]; see `linear`."""
+        """Create an LM head from weights [outputs, inputs]; see `linear`."""
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """LayerNorm of [rows, columns]; without a bias, RMSNorm."""
+        """Apply LayerNorm or, without a bias, RMSNorm to x [rows, columns]."""
 
     def rotate_(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Turn pairs (i, i + width / 2) of [rows, heads, width] in place, by float32 [rows, width / 2]."""
+        """Apply rotary embedding to x [rows, heads, head_dim] in place.
+
+        Rotates the pairs (i, i + head_dim / 2); cos and sin are float32 [rows, head_dim / 2].
+        """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spans: KVSpans) -> Tensor:
-        """Softmax attention, scaled by 1 / sqrt(width); heads that share keys stand side by side.
+        """Compute softmax attention, scaled by 1 / sqrt(head_dim); query heads that share keys are adjacent.
 
         Args:
-            q: [rows, heads, width].
-            k: [kv heads, key rows, width]; `v` likewise, with equal strides.
+            q: [rows, heads, head_dim].
+            k: [kv_heads, key rows, head_dim].
+            v: [kv_heads, key rows, head_dim], with the same strides as k.
             spans: cover all rows of q, in order.
 
         Returns:
-            [rows, heads * width].
+            [rows, heads * head_dim].
         """
 
     def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> DecoderLayers:
-        """Layers whose linear layers these kernels made."""
+        """Create decoder layers from `layers`, whose linear layers were created by these kernels."""

@@ -1,1 +1,1 @@
-"""Models: families, what a checkpoint says, where it lies, patches and weights."""
+"""Models: families, checkpoint specs, checkpoint files, image processing and weights."""

@@ -1,4 +1,4 @@
-"""A model's name -> its folder: a registered name, a folder, or a hub id."""
+"""Resolve a model name to its folder: a registered name, a folder, or a hub id."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 
-# What a text model needs; archives, other frameworks' weights and pickles stay on the hub.
+# Configuration, tokenizer and safetensors only: archives, pickles and other frameworks' weights are not downloaded.
 FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def find_model(name: str, *, registered: Mapping[str, Path], revision: str | None = None) -> Path:
-    """The folder of a checkpoint, downloaded with progress bars if it is a hub id that is not in the cache.
+    """Return a checkpoint's folder; a hub id that is not in the cache is downloaded with progress bars.
 
     Raises:
-        CheckpointError: no such name, folder or repository, or the download failed.
+        CheckpointError: there is no such name, folder or repository, or the download failed.
     """
     if name in registered:
         return registered[name]
     folder = Path(name).expanduser()
-    if name and folder.is_dir():  # an empty name would be the current folder
+    if name and folder.is_dir():  # an empty name would mean the current folder
         return folder
     if HUB_ID.fullmatch(name):
         return download(name, revision=revision)
     known = ", ".join(sorted(registered)) or "none"
     raise CheckpointError(
-        f"There is no model {name!r}: it is no registered name (known: {known}), no folder, and no hub id such as"
+        f"There is no model {name!r}. Use a registered name (known: {known}), a folder, or a hub id such as"
         " owner/name.",
         param="model",
     )
 
 
-def downloaded() -> dict[str, Path]:
-    """Checkpoints in the hub's cache, by hub id: the folder of the revision that was fetched last."""
+def cached_models() -> dict[str, Path]:
+    """Return the folders of the checkpoints in the hub's cache by hub id, each at its most recent revision."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -54,10 +54,10 @@ def downloaded() -> dict[str, Path]:
 
 
 def model_type(folder: Path) -> str:
-    """The `model_type` of a checkpoint's `config.json`: which architecture reads it.
+    """Return the `model_type` of a checkpoint's `config.json`, which selects the architecture.
 
     Raises:
-        CheckpointError: the file is missing or no such JSON.
+        CheckpointError: the file is missing or is not a model configuration.
     """
     path = folder / "config.json"
     try:
@@ -65,15 +65,15 @@ def model_type(folder: Path) -> str:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}): is this a checkpoint folder?") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is no model configuration: it has no model_type. Download it again.") from error
+        raise CheckpointError(f"{path} is not a model configuration: it has no model_type. Replace it.") from error
 
 
 def download(repo_id: str, *, revision: str | None = None) -> Path:
-    """Bring a checkpoint from the Hugging Face hub into its cache; files that are there already are not fetched again.
+    """Download a checkpoint from the Hugging Face Hub into its cache; cached files are not downloaded again.
 
     Raises:
-        CheckpointError: the hub does not have it, refuses it, or cannot be reached and the cache does not hold it
-            whole.
+        CheckpointError: the hub does not have it or denies access, or the hub cannot be reached and the cache is
+            incomplete.
     """
     import httpx
     from huggingface_hub import snapshot_download
@@ -88,25 +88,25 @@ def download(repo_id: str, *, revision: str | None = None) -> Path:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(FILES)))
     except RepositoryNotFoundError as error:
         raise CheckpointError(
-            f"The hub has no model {repo_id!r}, or it is private: check its name, or log in with `hf auth login`.",
+            f"The hub has no model {repo_id!r}, or it is private. Check its name, or log in with `hf auth login`.",
             param="model",
         ) from error
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
-            f"The hub cannot be reached and {repo_id!r} is not in the cache: connect, or give a folder instead.",
+            f"The hub cannot be reached and {repo_id!r} is not in the cache. Check the connection, or use a folder.",
             param="model",
         ) from error
     except (HfHubHTTPError, HFValidationError) as error:
         raise CheckpointError(f"Downloading {repo_id!r} failed: {error}", param="model") from error
-    except httpx.TransportError as error:  # the hub's client takes only some of these as "not reached"
+    except httpx.TransportError as error:  # the hub's client handles only some of these
         raise CheckpointError(
-            f"The connection to the hub broke while {repo_id!r} was fetched ({error}): try again, what has come is"
-            " kept.",
+            f"The connection to the hub broke while {repo_id!r} was being downloaded ({error}). Try again to resume the"
+            " download.",
             param="model",
         ) from error
     except OSError as error:
         raise CheckpointError(
-            f"Downloading {repo_id!r} failed: {error.strerror or error}. See whether the folder of the hub's cache"
-            " (HF_HOME) can be written to, and has room.",
+            f"Downloading {repo_id!r} failed: {error.strerror or error}. Check that the hub's cache folder (HF_HOME) is"
+            " writable and has free space.",
             param="model",
         ) from error

@@ -1,4 +1,4 @@
-"""Where a checkpoint's tensors are stored, by the names that its family uses; no torch."""
+"""Locate a checkpoint's tensors by the names that its family uses. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ INDEX = "model.safetensors.index.json"
 
 
 def stored_tensors(folder: Path, renames: Iterable[tuple[str, str]] = ()) -> dict[str, tuple[Path, str]]:
-    """Name -> (file, name in it) of every tensor of the checkpoint in `folder`.
+    """Map the name of every tensor of a checkpoint to its file and its name in that file.
 
     Args:
-        folder: of the checkpoint.
+        folder: the checkpoint's folder.
         renames: as in `ModelSpec.tensor_renames`.
 
     Raises:
-        CheckpointError: there are no safetensors, a shard is missing, or a file is damaged.
+        CheckpointError: there are no safetensors files, a shard is missing, or a file is damaged.
     """
     rules = [(re.compile(pattern), replacement) for pattern, replacement in renames]
     return {_renamed(name, rules): (file, name) for file in _files(folder) for name in _names(file)}
 
 
-def damaged(file: Path, error: Exception) -> CheckpointError:
+def unreadable_file_error(file: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{file} cannot be read: {error}. Copy or download it again.")
 
 
@@ -46,15 +46,15 @@ def _files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
         raise CheckpointError(
-            f"{folder} holds weights as pickles only, which can run code when they are read. Convert them once, where "
-            "you trust them, by transformers: "
+            f"{folder} contains only pickled weights, which can execute code when they are loaded. If you trust them, "
+            "convert them once with transformers: "
             "`AutoModelForImageTextToText.from_pretrained(folder).save_pretrained(other_folder)`."
         )
-    raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}. Copy or download the checkpoint again.")
+    raise CheckpointError(f"{folder} contains neither {SINGLE} nor {INDEX}. Copy or download the checkpoint again.")
 
 
 def _shards(folder: Path) -> list[Path]:
-    """The files that the index lists, all of them there."""
+    """Return the files that the index lists, after checking that all of them exist."""
     index = folder / INDEX
     try:
         listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
@@ -72,4 +72,4 @@ def _names(file: Path) -> list[str]:
         with safe_open(file, framework="numpy") as opened:
             return list(opened.keys())
     except (OSError, SafetensorError) as error:
-        raise damaged(file, error) from error
+        raise unreadable_file_error(file, error) from error

@@ -1,4 +1,4 @@
-"""ModelFamily: everything that belongs to a kind of model, and the types that it shares with the engine.
+"""ModelFamily: everything specific to one model architecture, and the types that it shares with the engine.
 
 decoded media ─ImageProcessor─▶ Patches ─VisionEncoder─▶ VisualTokens
                                    └─────PromptLayout─────▶ tokens, spans and positions of the prompt
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ..deprecation import RenamedAttribute, renamed_names
 from ..media.types import Image, Kind, Pixels, Video
 from .spec import ModelSpec
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Grid(NamedTuple):
-    """Patches of one image or video along time, height and width."""
+    """Number of patches of one image or video along time, height and width."""
 
     t: int
     h: int
@@ -38,17 +39,17 @@ class Grid(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Patches:
-    """One image or video, resized and cut, not yet normalized: the vision encoder does that where it runs.
+    """One image or video, resized and split into patches. The vision encoder normalizes the pixels on its device.
 
     Attributes:
-        pixels: uint8 [t * h * w, values of a patch], in the order that the family's vision encoder reads.
+        pixels: uint8 [t * h * w, values per patch], in the order that the family's vision encoder expects.
         grid: patches along time, height and width.
-        tokens: visual tokens that the vision encoder will make of them.
-        kind: what they were.
-        part: where it stands in the request.
-        digest: 32 bytes; equal exactly for equal kind, grid and pixels.
-        times: seconds at which each frame of a video is shown, before any padding; none for an image. The digest does
-            not cover them: the same frames at other times have the same embedding, and another prompt.
+        tokens: number of visual tokens that the vision encoder will produce.
+        kind: image or video.
+        path: the path of its field in the request.
+        digest: 32 bytes; equal if and only if kind, grid and pixels are equal.
+        times: timestamps of a video's frames in seconds, without padding; empty for an image. They are not part of the
+            digest: the same frames at other times have the same embedding but a different prompt.
     """
 
     pixels: npt.NDArray[np.uint8]
@@ -59,19 +60,21 @@ class Patches:
     digest: bytes
     times: tuple[float, ...] = ()
 
+    part = RenamedAttribute("path")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Embedded:
-    """Visual tokens that came ready-made, fit for the model.
+    """Precomputed embeddings of one image or video, validated for the model.
 
     Attributes:
         rows: float32 [tokens, visual width], finite.
         grid: patches along time, height and width.
         tokens: number of rows.
-        kind: what they are of.
-        part: where they stand in the request.
-        digest: 32 bytes; equal exactly for equal kind, grid and rows.
-        times: as in `Patches`; none where the request does not say.
+        kind: image or video.
+        path: the path of its field in the request.
+        digest: 32 bytes; equal if and only if kind, grid and rows are equal.
+        times: as in `Patches`; empty if the request does not specify them.
     """
 
     rows: npt.NDArray[np.float32]
@@ -82,9 +85,11 @@ class Embedded:
     digest: bytes
     times: tuple[float, ...] = ()
 
+    part = RenamedAttribute("path")
+
 
 class Visual(Protocol):
-    """What the prompt has to know of an image or video."""
+    """The properties of an image or video that the prompt depends on."""
 
     @property
     def grid(self) -> Grid: ...
@@ -100,13 +105,13 @@ class Visual(Protocol):
 
 
 class GridShape(NamedTuple):
-    """What a grid of patches amounts to.
+    """The visual tokens and pixels of a grid of patches.
 
     Attributes:
         cells: visual tokens along time, height and width.
-        width: of the image or of each frame, in pixels.
-        height: likewise.
-        frames: that the model sees, padding included.
+        width: width of the image or of each frame, in pixels.
+        height: height of the image or of each frame, in pixels.
+        frames: number of frames that the model receives, including padding.
     """
 
     cells: tuple[int, int, int]
@@ -116,54 +121,58 @@ class GridShape(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Visual tokens."""
+        """Number of visual tokens."""
         time, height, width = self.cells
         return time * height * width
 
 
 class ImageProcessor(Protocol):
-    """Decoded media -> Patches: resize rule, patch size, patch order. It keeps no state: any thread may call it, and an
-    equal one can be made in another process from the checkpoint's folder and the options."""
+    """Converts decoded media to `Patches`: resize rule, patch size, patch order.
+
+    It is stateless and thread-safe, and an equal one can be created in another process from the checkpoint's folder and
+    the options.
+    """
 
     def process(self, media: Image | Video) -> Patches:
-        """Resize and cut.
+        """Resize and patchify an image or video.
 
         Raises:
-            InvalidParameter: limits of the request that contradict each other or the server's, or sides that the model
-                does not read; the error names the field.
+            InvalidParameter: the request's limits contradict each other or the server's, or the model does not support
+                the aspect ratio; the error names the field.
         """
 
     def count_tokens(self, media: Image | Video) -> int:
-        """The visual tokens that `process` will give, by the size of the media alone: nothing is resized.
+        """Return the number of visual tokens that `process` would produce, from the size alone, without resizing.
 
         Raises:
-            InvalidParameter: as `process`.
+            InvalidParameter: as for `process`.
         """
 
     def shape(self, grid: Grid) -> GridShape:
-        """What a grid amounts to.
+        """Return the tokens and pixels that a grid corresponds to.
 
         Raises:
-            ValueError: the model has no such grids; the message says which it has.
+            ValueError: the grid is not valid for the model; the message states the requirement.
         """
 
     def frames(self, patches: Patches) -> Pixels:
-        """The frames that patches were cut from, as the model sees them: uint8 [frames, height, width, 3]."""
+        """Restore the resized frames from patches: uint8 [frames, height, width, 3]."""
 
 
 class Placeholder(NamedTuple):
-    """Token ids that stand for one image or video in a rendered prompt, one after the other."""
+    """The consecutive token ids that represent one image or video in a rendered prompt."""
 
     kind: Kind
     tokens: tuple[int, ...]
 
 
 class Expansion(NamedTuple):
-    """Tokens that take the place of a placeholder.
+    """The tokens that replace a placeholder.
 
     Attributes:
         token_ids: int64 [tokens].
-        spans: (index, length) of the runs that stand for visual tokens, in order; together they hold all of the item's.
+        spans: (index, length) of the token ranges that represent visual tokens, in order; together they cover all of
+            the item's visual tokens.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -172,13 +181,13 @@ class Expansion(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlaceholderSpan:
-    """A run of tokens in the prompt that stand for visual tokens of one image or video.
+    """Consecutive tokens of the prompt that represent visual tokens of one image or video.
 
     Attributes:
-        start: index of the first one in the prompt.
-        length: how many they are.
+        start: index of the first token in the prompt.
+        length: number of tokens.
         item: index of the image or video in the request.
-        row: index of the first one among the item's visual tokens.
+        row: index of the first token among the item's visual tokens.
     """
 
     start: int
@@ -188,45 +197,45 @@ class PlaceholderSpan:
 
 
 class PromptLayout(Protocol):
-    """How images and videos stand in a prompt: their tokens and their positions.
+    """The representation of images and videos in a prompt: their tokens and positions.
 
     Attributes:
-        placeholders: what the chat template writes for an image or video; where several fit, the longest counts.
+        placeholders: the tokens that the chat template writes for an image or video; the longest match wins.
     """
 
     placeholders: Sequence[Placeholder]
 
     def expand(self, item: Visual, encode: Callable[[str], Sequence[int]]) -> Expansion:
-        """The tokens of one item.
+        """Return the tokens of one item.
 
         Args:
             item: an image or video of the request.
-            encode: plain text to token ids.
+            encode: tokenizes plain text.
         """
 
     def positions(
         self, length: int, spans: Sequence[PlaceholderSpan], items: Sequence[Visual]
     ) -> npt.NDArray[np.int64]:
-        """Positions of a prompt along time, height and width.
+        """Return the positions of a prompt along time, height and width.
 
         Args:
-            length: tokens of the prompt.
+            length: number of tokens of the prompt.
             spans: in the order of the prompt.
-            items: images and videos, in the order of the request.
+            items: images and videos in the order of the request.
 
         Returns:
-            int64 [3, length]. What is generated goes on after the largest one.
+            int64 [3, length]. Generated tokens continue after the largest position.
         """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class VisualTokens:
-    """One image or video as the language model sees it.
+    """The visual tokens of one image or video, as the language model receives them.
 
     Attributes:
-        embedding: [tokens, visual width] on the vision encoder's device and in its dtype; shared, never written to.
+        embedding: [tokens, visual width] on the vision encoder's device and in its dtype; shared and read-only.
         grid: patches along time, height and width.
-        digest: 32 bytes that name the content; under a salt, the content and the salt.
+        digest: 32 bytes that identify the content; with a cache salt, the content and the salt.
     """
 
     embedding: torch.Tensor
@@ -235,50 +244,53 @@ class VisualTokens:
 
 
 class VisionEncoder(Protocol):
-    """A vision encoder; called from one thread at a time. On a CPU it computes by `executor_for`, in parts.
+    """A vision encoder; called from one thread at a time. On a CPU it computes in parts on the shared `executor_for`.
 
     Attributes:
-        batch_patches: patches that keep the device busy; with more in a pass, the first ones only wait for the last.
+        batch_patches: number of patches that saturates the device; larger batches only add latency.
     """
 
     batch_patches: int
 
     def encode(self, batch: Sequence[Patches]) -> list[torch.Tensor]:
-        """One [tokens, visual width] tensor per item; an item's rows do not depend on the rest of the batch."""
+        """Return one [tokens, visual width] tensor per item; an item's rows do not depend on the rest of the batch."""
 
     def adopt(self, rows: npt.NDArray[np.float32]) -> torch.Tensor:
-        """Rows that somebody else encoded, on the device and in the dtype of those that `encode` gives."""
+        """Convert precomputed embeddings to the device and dtype of `encode`'s output."""
 
 
 class ModelFamily(Protocol):
-    """Everything that belongs to a kind of model; a plugin registers one by `register_model_families`.
+    """Everything specific to one model architecture; plugins register it in the `register_model_families` hook.
 
     Attributes:
-        model_types: the values of `model_type` in `config.json` that it reads.
+        model_types: the supported values of `model_type` in `config.json`.
     """
 
     model_types: frozenset[str]
 
     def load_spec(self, folder: Path) -> ModelSpec:
-        """What the checkpoint says about itself.
+        """Load the checkpoint's configuration.
 
         Raises:
-            CheckpointError: a file is missing or says something that we do not support.
+            CheckpointError: a file is missing, invalid or requires an unsupported feature.
         """
 
     def image_processor(self, spec: ModelSpec, config: EngineConfig) -> ImageProcessor:
-        """What resizes and cuts images and videos, within the limits of one engine.
+        """Create the image processor for images and videos, with the limits of one engine.
 
         Raises:
-            ConfigError: limits of the configuration contradict each other or the model's.
+            ConfigError: the configuration's limits contradict each other or the model's.
         """
 
     def prompt_layout(self, spec: ModelSpec) -> PromptLayout:
-        """How images and videos stand in a prompt."""
+        """Create the prompt layout for images and videos."""
 
     def load_vision_encoder(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> VisionEncoder:
-        """The vision encoder, where and in the number type that the configuration says, which may be `auto`.
+        """Load the vision encoder on the configuration's device and in its dtype, both of which may be `auto`.
 
         Raises:
-            CheckpointError: tensors are missing or have other shapes.
+            CheckpointError: a tensor is missing or has an unexpected shape.
         """
+
+
+__getattr__ = renamed_names(__name__, {"Span": "PlaceholderSpan"})

@@ -1,4 +1,4 @@
-"""Building blocks of image processors: resizing, cutting into patches, putting together, digests. numpy and Pillow."""
+"""Building blocks of image processors: resize, patchify, unpatchify, content digests. Uses only numpy and Pillow."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ..media.types import Embeddings, Image, Pixels, Video
 from .interface import Embedded, Grid, GridShape, ImageProcessor
 from .spec import ModelSpec, PixelSpec
 
-LARGEST_EMBEDDING = 65504.0
-"""In magnitude: the largest number of float16, which a model may compute in."""
+MAX_EMBEDDING_MAGNITUDE = 65504.0
+"""The largest finite float16, which a model may compute in."""
 
 
-def embedded(media: Embeddings, spec: ModelSpec, processor: ImageProcessor) -> Embedded:
-    """Check visual tokens that a request brought along.
+def validate_embeddings(media: Embeddings, spec: ModelSpec, processor: ImageProcessor) -> Embedded:
+    """Validate precomputed embeddings of a request.
 
     Raises:
-        InvalidParameter: they have not the model's width, or not as many rows as the grid has visual tokens, or a
-            number that is not finite, or is beyond `LARGEST_EMBEDDING`.
+        InvalidParameter: the width is not the model's, the number of rows is not the grid's number of visual tokens, or
+            a value is not finite or larger in magnitude than `MAX_EMBEDDING_MAGNITUDE`.
     """
     grid = Grid(*media.grid)
     _check_rows(media, grid, spec, processor)
@@ -43,44 +43,44 @@ def _check_rows(media: Embeddings, grid: Grid, spec: ModelSpec, processor: Image
     rows = media.rows
     if rows.ndim != 2 or rows.shape[1] != spec.visual_width:
         raise InvalidParameter(
-            f"The embeddings must have the shape [tokens, {spec.visual_width}] of this model.", param=media.path
+            f"The embeddings must have the shape [tokens, {spec.visual_width}] for this model, got {list(rows.shape)}.",
+            param=media.path,
         )
     try:
         expected = processor.shape(grid).tokens
     except ValueError as error:
         raise InvalidParameter(
-            f"The embeddings are of a grid that the model has not: {error}.", param=media.path
+            f"The grid of the embeddings is not valid for this model: {error}.", param=media.path
         ) from None
     if len(rows) != expected:
         raise InvalidParameter(
-            f"Embeddings of a grid of {grid.t} x {grid.h} x {grid.w} patches have {expected} rows, and there are"
+            f"Embeddings for a grid of {grid.t} x {grid.h} x {grid.w} patches must have {expected} rows, got"
             f" {len(rows)}.",
             param=media.path,
         )
-    if not np.abs(rows).max(initial=0) <= LARGEST_EMBEDDING:  # nor where one is not a number
+    if not np.abs(rows).max(initial=0) <= MAX_EMBEDDING_MAGNITUDE:  # also true for NaN
         raise InvalidParameter(
-            f"The embeddings hold a number that is not finite, or beyond {LARGEST_EMBEDDING:g}.", param=media.path
+            f"The embeddings must be finite and at most {MAX_EMBEDDING_MAGNITUDE:g} in magnitude.", param=media.path
         )
 
 
 def smart_resize(
-    height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int, part: str | None = None
+    height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int, path: str | None = None
 ) -> tuple[int, int]:
-    """The size that an image is resized to: sides divisible by `factor`, pixels within the limits, the aspect ratio
-    nearly kept.
+    """Compute the size that an image is resized to.
 
-    The rule, its order of roundings included, is `smart_resize` of the published processor
-    (transformers, `smart_resize`).
+    Both sides are divisible by `factor`, the number of pixels is within the limits, and the aspect ratio is nearly
+    preserved. The rule, including its order of rounding, is `smart_resize` of the published processor (transformers).
 
     Returns:
         (height, width) in pixels.
 
     Raises:
-        InvalidParameter: one side is more than 200 times the other; `part` names the picture.
+        InvalidParameter: one side is more than 200 times the other; `path` is the error's `param`.
     """
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise InvalidParameter(
-            f"One side of {width} x {height} pixels is more than {MAX_ASPECT} times the other; crop it.", param=part
+            f"One side of {width} x {height} pixels is more than {MAX_ASPECT} times the other; crop it.", param=path
         )
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
     if rows * columns > max_pixels:
@@ -95,39 +95,39 @@ def smart_resize(
 
 
 def normalize(pixels: Pixels, spec: PixelSpec) -> npt.NDArray[np.float32]:
-    """`(x / 255 - mean) / std` per channel, for rows as in `Patches.pixels`; float32 of the same shape."""
+    """Return `(x / 255 - mean) / std` per channel for rows as in `Patches.pixels`; float32 of the same shape."""
     mean, std = (np.array(values, dtype=np.float32)[:, np.newaxis] for values in (spec.mean, spec.std))
     channels = pixels.reshape(len(pixels), 3, -1).astype(np.float32)
-    normal: npt.NDArray[np.float32] = ((channels / np.float32(255) - mean) / std).reshape(pixels.shape)
-    return normal
+    normalized: npt.NDArray[np.float32] = ((channels / np.float32(255) - mean) / std).reshape(pixels.shape)
+    return normalized
 
 
 def frames_shape(media: Image | Video) -> tuple[int, int, int]:
-    """(frames, height, width); a picture is one frame."""
+    """Return (frames, height, width); an image is one frame."""
     if isinstance(media, Image):
         return 1, media.image.height, media.image.width
     frames, height, width, _ = media.frames.shape
     return frames, height, width
 
 
-def grid_of(frames: int, height: int, width: int, spec: PixelSpec) -> Grid:
+def grid_for_size(frames: int, height: int, width: int, spec: PixelSpec) -> Grid:
     span = spec.temporal_patch_size
-    return Grid(padded(frames, span) // span, height // spec.patch_size, width // spec.patch_size)
+    return Grid(round_up(frames, span) // span, height // spec.patch_size, width // spec.patch_size)
 
 
-def padded(frames: int, span: int) -> int:
+def round_up(frames: int, span: int) -> int:
     return math.ceil(frames / span) * span
 
 
 def grid_shape(grid: Grid, spec: PixelSpec) -> GridShape:
-    """What a grid of patches amounts to.
+    """Return the tokens and pixels that a grid of patches corresponds to.
 
     Raises:
-        ValueError: it does not consist of whole visual tokens.
+        ValueError: the grid is not divisible into whole visual tokens.
     """
     merge = spec.merge_size
     if min(grid) < 1 or grid.h % merge or grid.w % merge:
-        raise ValueError(f"its height and width have to be multiples of {merge}, and none of its sides 0")
+        raise ValueError(f"its height and width must be multiples of {merge}, and all its sides at least 1")
     return GridShape(
         cells=(grid.t, grid.h // merge, grid.w // merge),
         width=grid.w * spec.patch_size,
@@ -137,7 +137,7 @@ def grid_shape(grid: Grid, spec: PixelSpec) -> GridShape:
 
 
 def resize(media: Image | Video, size: tuple[int, int]) -> Pixels:
-    """uint8 [frames, *size, 3]."""
+    """Resize to `size` (height, width); returns uint8 [frames, height, width, 3]."""
     if isinstance(media, Image):
         return _scaled(media.image, size)[np.newaxis]
     if media.frames.shape[1:3] == size:
@@ -149,20 +149,20 @@ def resize(media: Image | Video, size: tuple[int, int]) -> Pixels:
 
 
 def _scaled(image: PILImage.Image, size: tuple[int, int]) -> Pixels:
-    """uint8 [*size, 3]; a picture that has this size already is not resampled."""
+    """Return uint8 [*size, 3]; an image that already has this size is not resampled."""
     height, width = size
     return np.asarray(image.resize((width, height), PILImage.Resampling.BICUBIC))
 
 
 def patchify(frames: Pixels, spec: PixelSpec) -> tuple[Pixels, Grid]:
-    """uint8 [frames, height, width, 3] -> rows of patches, those of a visual token one after the other.
+    """Split frames, uint8 [frames, height, width, 3], into patches; returns one row per patch, and the grid.
 
-    Patches that the tower merges stand together, so that rows go (time, block row, block column, row and column in the
-    block); within a row, values go (channel, frame, y, x).
+    Patches that the vision encoder merges are adjacent: rows are ordered by (time, block row, block column, row in the
+    block, column in the block), and the values within a row by (channel, frame, y, x).
     """
     span, side, merge = spec.temporal_patch_size, spec.patch_size, spec.merge_size
     count, height, width, _ = frames.shape
-    grid = grid_of(count, height, width, spec)
+    grid = grid_for_size(count, height, width, spec)
     padded = np.concatenate([frames, np.repeat(frames[-1:], grid.t * span - count, axis=0)])
     blocks = padded.reshape(grid.t, span, grid.h // merge, merge, side, grid.w // merge, merge, side, 3)
     ordered = blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
@@ -170,7 +170,7 @@ def patchify(frames: Pixels, spec: PixelSpec) -> tuple[Pixels, Grid]:
 
 
 def unpatchify(pixels: Pixels, grid: Grid, spec: PixelSpec) -> Pixels:
-    """The frames that rows as in `Patches.pixels` were cut from: uint8 [frames, height, width, 3], padding included."""
+    """Restore the frames from rows as in `Patches.pixels`: uint8 [frames, height, width, 3], including padding."""
     span, side, merge = spec.temporal_patch_size, spec.patch_size, spec.merge_size
     blocks = pixels.reshape(grid.t, grid.h // merge, grid.w // merge, merge, merge, 3, span, side, side)
     ordered = blocks.transpose(0, 6, 1, 3, 7, 2, 4, 8, 5)
@@ -178,9 +178,9 @@ def unpatchify(pixels: Pixels, grid: Grid, spec: PixelSpec) -> Pixels:
     return frames
 
 
-def content_digest(what: str, grid: Grid, rows: npt.NDArray[Any]) -> bytes:
-    """32 bytes; the header's own length stands first, so that no header and rows can be read as others."""
-    header = f"{what} {grid.t} {grid.h} {grid.w} {rows.shape[1]}".encode()
+def content_digest(kind: str, grid: Grid, rows: npt.NDArray[Any]) -> bytes:
+    """Return a digest of 32 bytes. The header is preceded by its length, so that different inputs never collide."""
+    header = f"{kind} {grid.t} {grid.h} {grid.w} {rows.shape[1]}".encode()
     digest = hashlib.sha256(len(header).to_bytes(8, "big") + header)
     digest.update(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
     return digest.digest()

@@ -1,4 +1,4 @@
-"""ModelSpec: what a checkpoint says about itself, in words that all packages share."""
+"""ModelSpec: a checkpoint's configuration in a form that all packages share."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..tokenization.conversation import ConversationFormat
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PixelSpec:
-    """How the model wants its pixels (`preprocessor_config.json`).
+    """The model's preprocessing parameters (`preprocessor_config.json`).
 
     Attributes:
         patch_size: side of a square patch, in pixels.
         temporal_patch_size: frames that one patch spans.
         merge_size: patches per side that the vision encoder merges into one visual token.
-        min_pixels: least pixels (height times width) of a resized image.
-        max_pixels: most pixels of a resized image that the checkpoint allows.
+        min_pixels: minimum number of pixels (height times width) of a resized image.
+        max_pixels: maximum number of pixels of a resized image that the checkpoint allows.
         mean: per channel (red, green, blue), on a scale of 0 to 1.
         std: per channel.
     """
@@ -40,12 +40,12 @@ class PixelSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenSpec:
-    """Token ids that have a meaning to the engine (`config.json`, `generation_config.json`).
+    """Token ids that are special to the engine (`config.json`, `generation_config.json`).
 
     Attributes:
-        image: placeholder that stands for one visual token of an image.
-        video: placeholder that stands for one visual token of a video.
-        stop: tokens that end an answer.
+        image: placeholder for one visual token of an image.
+        video: placeholder for one visual token of a video.
+        stop: tokens that end a response.
     """
 
     image: int
@@ -59,7 +59,7 @@ class RotarySpec:
 
     Attributes:
         theta: base of the frequencies `theta ** (-2 i / head_dim)`.
-        axes: for each frequency the axis of the positions that it rotates by: 0 is time, 1 height, 2 width.
+        axes: for each frequency, the position axis that it rotates by: 0 is time, 1 height, 2 width.
         pairs: which columns of a head are rotated together: `halves` are (i, i + head_dim / 2), `neighbors` are
             (2 i, 2 i + 1).
     """
@@ -70,7 +70,7 @@ class RotarySpec:
 
     @property
     def sections(self) -> tuple[int, int, int] | None:
-        """Numbers of frequencies for time, height and width, if these stand one after the other; else None."""
+        """Numbers of frequencies for time, height and width if `axes` is contiguous in this order; else None."""
         time, height, width = (self.axes.count(axis) for axis in range(3))
         in_blocks = (0,) * time + (1,) * height + (2,) * width == self.axes
         return (time, height, width) if in_blocks else None
@@ -78,10 +78,10 @@ class RotarySpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextWeightNames:
-    """Names of the text model's tensors, after `ModelSpec.tensor_renames`. Names of modules lack `.weight`.
+    """Names of the text model's tensors after `ModelSpec.tensor_renames`, without the suffix `.weight`.
 
     Attributes:
-        layer: of a layer, `{}` being its number; the attributes behind it are names within a layer.
+        layer: prefix of a layer, where `{}` is its index; the attributes after this one are names within a layer.
     """
 
     embedding: str = "model.embed_tokens"
@@ -103,20 +103,20 @@ class TextWeightNames:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextModelSpec:
-    """The text model as data: decoders build their layers from it, or say what of it they do not support.
+    """The text model as data: decoders build their layers from it, or report what they do not support.
 
     A pre-norm transformer with grouped-query attention and a gated MLP (`silu(gate) * up`).
 
     Attributes:
-        head_dim: width of one attention head.
+        head_dim: size of one attention head.
         num_key_value_heads: divides `num_attention_heads`.
-        norm: of the layers, of queries and keys, and of the end; without biases.
-        qkv_bias: whether the projections to queries, keys and values have biases.
-        qk_norm: whether queries and keys are normalized, each head by itself, before they are rotated.
-        tie_word_embeddings: whether the output layer is the embedding table.
+        norm: type of all norms: those of the layers, of queries and keys, and the final one; without biases.
+        qkv_bias: whether the query, key and value projections have biases.
+        qk_norm: whether queries and keys are normalized per head before rotary embedding.
+        tie_word_embeddings: whether the output layer shares the embedding table.
         visual_levels: rows of `hidden_size` that a visual token has in addition to its embedding. The first is added
             to its hidden state after the first layer, the second after the second, and so on (DeepStack,
-            arXiv:2406.04334); fewer than there are layers.
+            arXiv:2406.04334); fewer than the number of layers.
     """
 
     hidden_size: int
@@ -138,17 +138,17 @@ class TextModelSpec:
 
     @property
     def visual_width(self) -> int:
-        """Columns of a visual token's row: the embedding, and then the additional levels."""
+        """Width of a visual token's row: the embedding followed by the additional levels."""
         return self.hidden_size * (1 + self.visual_levels)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """What a model can do, for the adapters to report.
+    """A model's capabilities, which the adapters report.
 
     Attributes:
-        images: whether it reads images.
-        videos: whether it reads videos.
+        images: whether it accepts images.
+        videos: whether it accepts videos.
         tools: whether it was trained to call tools.
     """
 
@@ -162,15 +162,15 @@ class ModelSpec:
     """One checkpoint.
 
     Attributes:
-        folder: where its files are.
-        model_type: of its configuration; the key of the family that reads it.
-        max_model_len: tokens that prompt and answer may have together.
-        dtype: number type of the stored weights, as torch names it.
-        video: which frames of a video the model sees.
-        conversation: how it writes calls of tools.
-        profile: what it can do, for the adapters to report.
-        tensor_renames: pairs of a regular expression and what replaces it, from the stored names of tensors to those
-            that the family and `text.weights` use; applied in this order.
+        folder: the folder with its files.
+        model_type: `model_type` of its `config.json`; the key of the family that loads it.
+        max_model_len: maximum number of tokens of prompt and response together.
+        dtype: dtype of the stored weights, as torch names it.
+        video: the policy that selects the frames of a video.
+        conversation: the format of tool calls.
+        profile: its capabilities, which the adapters report.
+        tensor_renames: pairs of a regular expression and its replacement, applied in this order, that map the stored
+            tensor names to those that the family and `text.weights` use.
     """
 
     folder: Path
@@ -187,15 +187,15 @@ class ModelSpec:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the output layer; token ids are below it."""
+        """Number of rows of the output layer; token ids are below it."""
         return self.text.vocab_size
 
     @property
     def hidden_size(self) -> int:
-        """Width of a token's embedding."""
+        """Size of a token's embedding."""
         return self.text.hidden_size
 
     @property
     def visual_width(self) -> int:
-        """Columns of a visual token's row."""
+        """Width of a visual token's row, see `TextModelSpec.visual_width`."""
         return self.text.visual_width

@@ -1,4 +1,4 @@
-"""safetensors files -> tensors, one at a time, under the names that a family uses."""
+"""Load tensors from safetensors files, one at a time, under the names that a family uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError, ConfigError
 from ..kernels import mmap_buffer
-from .files import damaged, stored_tensors
+from .files import stored_tensors, unreadable_file_error
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -20,17 +20,17 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 
 class Weights:
-    """The safetensors of a checkpoint folder, in one file or in the shards that an index lists.
+    """The tensors of a checkpoint folder, in a single safetensors file or in the shards of an index.
 
-    A file is opened for one tensor at a time: while it stays mapped, every page that was read counts beside its copy,
-    which would double the memory that loading a checkpoint needs. Opening it again costs less than a millisecond.
+    A file is opened for one tensor at a time. While a file stays mapped, every page that was read counts in addition to
+    its copy, which would double the memory for loading a checkpoint. Reopening takes less than a millisecond.
 
     Attributes:
-        names: the tensors.
+        names: names of the tensors.
     """
 
     def __init__(self, stored: Mapping[str, tuple[Path, str]]) -> None:
-        """Use `open`. `stored` maps a name to the file and the name there."""
+        """Use `open` instead. `stored` maps a name to the file and the stored name."""
         self._stored = dict(stored)
         self.names: frozenset[str] = frozenset(self._stored)
 
@@ -39,34 +39,34 @@ class Weights:
         """List the tensors of the checkpoint in `folder`; `renames` as in `ModelSpec.tensor_renames`.
 
         Raises:
-            CheckpointError: there are no safetensors, a shard is missing, or a file is damaged.
+            CheckpointError: there are no safetensors files, a shard is missing, or a file is damaged.
         """
         return cls(stored_tensors(folder, renames))
 
     def tensor(self, name: str, shape: Sequence[int], *, device: str, dtype: torch.dtype) -> torch.Tensor:
-        """Read one tensor of `shape` into memory of its own, on `device` in `dtype`.
+        """Load a tensor of `shape` into newly allocated memory on `device`, converted to `dtype`.
 
         Raises:
-            CheckpointError: it is not there, has another shape, or its file is damaged.
+            CheckpointError: the tensor is missing or has another shape, or its file is damaged.
         """
-        found = self.empty(shape, device=device, dtype=dtype)
-        self.read(name, found)
-        return found
+        tensor = self.empty(shape, device=device, dtype=dtype)
+        self.read(name, tensor)
+        return tensor
 
     @staticmethod
     def empty(shape: Sequence[int], *, device: str, dtype: torch.dtype) -> torch.Tensor:
-        """Memory to read weights into, which many of them leave again at once for a layout of their own."""
+        """Allocate a tensor to read weights into, often only briefly before they are packed into another layout."""
         if device == "cpu":
             return mmap_buffer.empty(shape, dtype)
         return torch.empty(*shape, device=device, dtype=dtype)
 
     def read(self, name: str, into: torch.Tensor) -> None:
-        """Read one tensor into another of the same shape, a part of a larger one perhaps, converting as it goes.
+        """Copy a stored tensor into `into`, which has the same shape and may be a view, with dtype conversion.
 
-        The file is mapped, not read: no copy of the tensor is ever in memory beside `into`.
+        The file is memory-mapped, so there is never a second copy of the tensor in memory.
 
         Raises:
-            CheckpointError: as `tensor`.
+            CheckpointError: as for `tensor`.
         """
         if name not in self._stored:
             raise CheckpointError(f"The checkpoint has no tensor {name!r}. Copy or download its safetensors again.")
@@ -76,15 +76,15 @@ class Weights:
                 shape = opened.get_slice(stored_name).get_shape()
                 if shape != list(into.shape):
                     raise CheckpointError(
-                        f"{file}: tensor {stored_name!r} is {shape}, but the configuration asks for "
-                        f"{list(into.shape)}. Take config.json and the safetensors of one and the same checkpoint."
+                        f"{file}: tensor {stored_name!r} is {shape}, but the configuration requires "
+                        f"{list(into.shape)}. Use config.json and safetensors files of the same checkpoint."
                     )
                 into.copy_(opened.get_tensor(stored_name))
         except (OSError, SafetensorError) as error:
-            raise damaged(file, error) from error
+            raise unreadable_file_error(file, error) from error
 
     def close(self) -> None:
-        """Forget the files; no tensor can be read any more. Closing twice is allowed."""
+        """Release the files; no tensor can be read afterwards. Idempotent."""
         self._stored.clear()
 
     def __enter__(self) -> Self:
@@ -95,10 +95,10 @@ class Weights:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch's number type of that name, which is one of `TORCH_DTYPES`.
+    """Return torch's dtype for one of the names in `TORCH_DTYPES`.
 
     Raises:
-        ConfigError: it is another.
+        ConfigError: `name` is not one of them.
     """
     if name not in TORCH_DTYPES:
         raise ConfigError(f"`dtype` is {name!r}; choose one of {', '.join(TORCH_DTYPES)}.", param="dtype")

@@ -1,8 +1,8 @@
-"""Kernels in C for CPUs: with AVX-512 BF16, and with AMX besides. Importing this package is cheap.
+"""C kernels for CPUs with AVX-512 BF16, optionally with AMX. Importing this package is cheap.
 
-avx512.c  tiles*.h                                  the kernels; compiled on first use
-native.py  native_linear.py  native_layers.py       called through ctypes, as `Kernels`
-build.py  huge_pages.py                             the compiler, and memory for weights
+avx512.c  tiles*.h                                  the kernels, compiled on first use
+native.py  native_linear.py  native_layers.py       the `Kernels` interface, through ctypes
+build.py  huge_pages.py                             the build, and memory for weights
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class NativeKernelFactory:
-    """See `KernelFactory`. Text models whose layers C does not know as a whole run on these kernels part by part."""
+    """See `KernelFactory`. Text models whose layers have no fused C implementation use the individual kernels."""
 
     def __init__(self, name: str, priority: int) -> None:
         self.name = name
@@ -32,7 +32,7 @@ class NativeKernelFactory:
 
     def unsupported_reason(self, text: TextModelSpec) -> str:
         if text.head_dim % 2 or text.hidden_size % 2:
-            return f"they take even widths, not heads of {text.head_dim} in rows of {text.hidden_size}"
+            return f"they require an even head_dim and hidden_size, got {text.head_dim} and {text.hidden_size}"
         return ""
 
     def load(self, device: str, config: EngineConfig) -> LoadedKernels:

@@ -1,10 +1,10 @@
-/* The arithmetic of the tower and the decoder, for CPUs with AVX-512 BF16 and VNNI.
+/* Kernels of the vision encoder and the decoder, for CPUs with AVX-512 BF16 and VNNI.
  *
- * Matrices of weights are packed into panels of 32 output columns, pairs (bf16) or quads (int8) of inputs side by side,
- * so that one instruction multiplies 16 columns; activations are read as they lie. Sums run over the inputs in one fixed
- * order, whatever the number of rows or threads: a row's result is the same to the bit in any company.
+ * Weight matrices are packed into panels of 32 output columns, with pairs (bf16) or quads (int8) of inputs interleaved,
+ * so that one instruction multiplies 16 columns; activations are not repacked. Sums run over the inputs in one fixed
+ * order, regardless of the number of rows or threads: a row's result is bit-exact in any batch.
  *
- * Built by build.py, called by the native*.py beside it, which answer for all shapes. Strides count elements.
+ * Built by build.py and called by native*.py in this folder, which validate all shapes. Strides count elements.
  */
 #include <immintrin.h>
 #include <math.h>
@@ -17,10 +17,10 @@
 typedef uint16_t bf16;
 
 enum { PANEL = 32, LANES = 16, TILE_ROWS = 12, TILE_ROWS_INT8 = 8, ROW_GROUP = 192, QUANT_BLOCK = 128, KEY_CHUNK = 512 };
-/* How long before its use memory is asked for, as measured: weights in bytes, those of 8 and 16 bits later where rows are
- * few; keys and values. */
-enum { AHEAD = 8192, AHEAD_OF_FEW = 1024, FEW = 2, KEYS_AHEAD = 64 };
-enum { NONE = 0, QUICK_GELU = 1, SILU_GATE = 2 }; /* native_linear.py applies the others */
+/* Prefetch distances, as measured: of weights in bytes, with a shorter distance for weights of 8 and 16 bits if there are
+ * few rows; of keys and values in rows. */
+enum { PREFETCH_BYTES = 8192, PREFETCH_BYTES_FEW_ROWS = 1024, FEW_ROWS = 2, PREFETCH_KEYS = 64 };
+enum { NONE = 0, QUICK_GELU = 1, SILU_GATE = 2 }; /* native_linear.py applies other activations */
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 12")
@@ -44,7 +44,7 @@ INLINE __m512bh pair(const bf16 *x)
     return (__m512bh)_mm512_set1_epi32(both);
 }
 
-/* 2^x by a polynomial on [-1/2, 1/2], to 2e-7; below -126 it is 0. */
+/* 2^x with a polynomial on [-1/2, 1/2] and an error of 2e-7; 0 below -126. */
 INLINE __m512 exp2_(__m512 x)
 {
     __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), part = _mm512_sub_ps(x, whole);
@@ -65,7 +65,7 @@ INLINE __m512 swish(__m512 x, float slope)
     return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
 }
 
-/* 16 rows of 16 dwords, turned over. */
+/* Transpose 16 rows of 16 dwords. */
 INLINE void transpose(__m512i r[LANES])
 {
     __m512i t[LANES];
@@ -91,28 +91,28 @@ INLINE void transpose(__m512i r[LANES])
     }
 }
 
-/* Products of bf16 ------------------------------------------------------------------------------------------------- */
+/* bf16 products ---------------------------------------------------------------------------------------------------- */
 
-/* Cache lines, on their way from memory to L2 while others are multiplied. A few at a time, between multiplications: many
- * at once would keep what is needed first waiting. */
-INLINE void ask_for(const void *memory, const int lines)
+/* Prefetch cache lines into L2 during the multiplications. Only a few at a time, between multiplications: many at once
+ * would delay the lines that are needed first. */
+INLINE void prefetch(const void *memory, const int lines)
 {
     UNROLL for (int line = 0; line < lines; line++) _mm_prefetch((const char *)memory + 64 * line, _MM_HINT_T1);
 }
 
-INLINE const char *ahead_of(const void *weights, const int rows)
+INLINE const char *prefetch_address(const void *weights, const int rows)
 {
-    return (const char *)weights + (rows > FEW ? AHEAD : AHEAD_OF_FEW);
+    return (const char *)weights + (rows > FEW_ROWS ? PREFETCH_BYTES : PREFETCH_BYTES_FEW_ROWS);
 }
 
-/* acc[m][z] = sum over `pairs` of row m of `a` times columns [16 z, 16 z + 16) of a panel that is `width` columns wide.
- * `next` is what will be read from memory after it, two lines of it for each pair; null, if nothing. */
+/* acc[m][z] = sum over `pairs` of row m of `a` times columns [16 z, 16 z + 16) of a panel with `width` columns.
+ * `next` is prefetched, two lines for each pair; it may be null. */
 INLINE void tile(const int rows, const int vectors, const char *next, const bf16 *a, ptrdiff_t lda, const bf16 *panel,
                  ptrdiff_t width, ptrdiff_t pairs, __m512 acc[TILE_ROWS][2])
 {
     UNROLL for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = _mm512_setzero_ps();
     for (ptrdiff_t p = 0; p < pairs; p++, panel += 2 * width) {
-        if (next) ask_for(next + 128 * p, 2);
+        if (next) prefetch(next + 128 * p, 2);
         __m512bh left = (__m512bh)_mm512_loadu_si512(panel);
         __m512bh right = vectors > 1 ? (__m512bh)_mm512_loadu_si512(panel + 2 * LANES) : left;
         UNROLL for (int m = 0; m < rows; m++) {
@@ -123,50 +123,50 @@ INLINE void tile(const int rows, const int vectors, const char *next, const bf16
     }
 }
 
-/* Calls BODY with the constant `rows`, so that each number of rows gets registers of its own. */
+/* Expand BODY with the constant `rows`, so that registers are allocated for each number of rows. */
 #define CASE(count, BODY) case count: { enum { rows = count }; BODY; } break;
 #define CASES_TO_12(BODY) \
     CASE(1, BODY) CASE(2, BODY) CASE(3, BODY) CASE(4, BODY) CASE(5, BODY) CASE(6, BODY) \
     CASE(7, BODY) CASE(8, BODY) CASE(9, BODY) CASE(10, BODY) CASE(11, BODY) CASE(12, BODY)
 #define WITH_ROWS(count, BODY) switch (count) { CASES_TO_12(BODY) }
 
-/* A linear layer: see native_linear.py. */
+/* A linear layer, see native_linear.py. */
 typedef struct {
     const void *packed;
-    const float *scales; /* of the packed rows, if the weights have 8 bits; else null */
-    const char *codes;   /* of the panels, if the weights have 12 bits; else null */
+    const float *scales; /* scales of the packed rows if the weights have 8 bits, else null */
+    const char *codes;   /* code tables of the panels if the weights have 12 bits, else null */
     const bf16 *bias;    /* [columns], or null */
-    int64_t outputs;     /* the weights' own rows */
+    int64_t outputs;     /* rows of the weights */
     int64_t inputs;
-    int64_t columns;     /* of results; half of the outputs with SILU_GATE */
+    int64_t columns;     /* columns of the result; half of the outputs with SILU_GATE */
     int32_t activation;
-    int32_t wide;        /* results are float */
+    int32_t fp32_output; /* results are float */
 } Matrix;
 
-/* What becomes of its sums. */
+/* What to do with the sums: activation, bias, and where to store them. */
 typedef struct {
     const Matrix *m;
     void *out;      /* [rows, columns] */
-    int64_t stride; /* between rows of `out` */
-    int32_t add;    /* to what `out` holds */
-} Ending;
+    int64_t stride; /* of the rows of `out` */
+    int32_t add;    /* add to `out` instead of overwriting it */
+} Epilogue;
 
-INLINE void put(const Ending *end, ptrdiff_t row, ptrdiff_t column, __m512 x)
+INLINE void store_output(const Epilogue *ep, ptrdiff_t row, ptrdiff_t column, __m512 x)
 {
-    __mmask16 lanes = first(end->m->columns - column);
-    if (end->m->wide) {
-        _mm512_mask_storeu_ps((float *)end->out + row * end->stride + column, lanes, x);
+    __mmask16 lanes = first(ep->m->columns - column);
+    if (ep->m->fp32_output) {
+        _mm512_mask_storeu_ps((float *)ep->out + row * ep->stride + column, lanes, x);
         return;
     }
-    bf16 *out = (bf16 *)end->out + row * end->stride + column;
-    store(out, lanes, end->add ? _mm512_add_ps(x, load(out, lanes)) : x);
+    bf16 *out = (bf16 *)ep->out + row * ep->stride + column;
+    store(out, lanes, ep->add ? _mm512_add_ps(x, load(out, lanes)) : x);
 }
 
-INLINE void finish(const Ending *end, ptrdiff_t row, ptrdiff_t panel, __m512 left, __m512 right)
+INLINE void finish(const Epilogue *ep, ptrdiff_t row, ptrdiff_t panel, __m512 left, __m512 right)
 {
-    const Matrix *m = end->m;
+    const Matrix *m = ep->m;
     if (m->activation == SILU_GATE) {
-        put(end, row, panel * LANES, _mm512_mul_ps(swish(left, 1.0f), right));
+        store_output(ep, row, panel * LANES, _mm512_mul_ps(swish(left, 1.0f), right));
         return;
     }
     ptrdiff_t column = panel * PANEL;
@@ -175,11 +175,11 @@ INLINE void finish(const Ending *end, ptrdiff_t row, ptrdiff_t panel, __m512 lef
         right = _mm512_add_ps(right, load(m->bias + column + LANES, first(m->columns - column - LANES)));
     }
     if (m->activation == QUICK_GELU) left = swish(left, 1.702f), right = swish(right, 1.702f);
-    put(end, row, column, left);
-    put(end, row, column + LANES, right);
+    store_output(ep, row, column, left);
+    store_output(ep, row, column + LANES, right);
 }
 
-/* Row of the weights that column `j` of a panel holds; gate and up projection share a panel. */
+/* The row of the weights in column `j` of a panel; gate and up projection share a panel. */
 INLINE ptrdiff_t source_row(ptrdiff_t panel, int j, ptrdiff_t outputs, int gated)
 {
     if (!gated) return panel * PANEL + j;
@@ -204,37 +204,37 @@ void pack_bf16(const uint32_t *weight, int64_t outputs, int64_t inputs, int32_t 
             }
 }
 
-/* Weights of 12 bits, which lose nothing ----------------------------------------------------------------------------- */
+/* Lossless 12-bit weights -------------------------------------------------------------------------------------------- */
 
-/* Of the 16 bits of a weight, the upper eight (its sign, and its exponent but for one bit) are nearly always one of a few:
- * 16 of them get a code of 4 bits, in each panel those that it has most; of the others, its strays, there is a list. The
- * idea is that of DFloat11 (arXiv:2504.11651); codes of one length are told apart by one shuffle.
+/* The upper eight bits of a bf16 weight (its sign, and its exponent except for one bit) almost always have one of a few
+ * values. The 16 most frequent ones of each panel get a code of 4 bits; all others, the outliers, are stored in a list. The
+ * idea is that of DFloat11 (arXiv:2504.11651); codes of a fixed length are decoded with one shuffle.
  *
- * Four inputs of a panel, 128 weights, are a group: their lower bytes, then two codes in a byte. */
-enum { GROUP = 4, GROUP_BYTES = 3 * 64, SAMPLE = 64, ONE_STRAY_IN = 256 };
+ * A group is four inputs of a panel, which are 128 weights: their lower bytes, then two codes per byte. */
+enum { GROUP = 4, GROUP_BYTES = 3 * 64, SAMPLE = 64, WEIGHTS_PER_OUTLIER = 256 };
 
 typedef struct {
     uint32_t group;
-    uint8_t place; /* among the group's bytes */
+    uint8_t index; /* in the group */
     uint8_t high;
-} Stray;
+} Outlier;
 
 typedef struct {
-    uint8_t high[LANES]; /* byte of each code */
-    Stray strays[];      /* in order, and one more, of no group */
+    uint8_t high[LANES]; /* the byte of each code */
+    Outlier outliers[];      /* in order, terminated by one with an invalid group */
 } Codes;
 
-static ptrdiff_t most_strays(ptrdiff_t inputs) { return (inputs * PANEL + ONE_STRAY_IN - 1) / ONE_STRAY_IN; }
+static ptrdiff_t max_outliers(ptrdiff_t inputs) { return (inputs * PANEL + WEIGHTS_PER_OUTLIER - 1) / WEIGHTS_PER_OUTLIER; }
 
-/* Bytes of the codes of a panel. */
-int64_t codes_space(int64_t inputs) { return sizeof(Codes) + (most_strays(inputs) + 1) * sizeof(Stray); }
+/* Size of a panel's code table in bytes. */
+int64_t codes_size(int64_t inputs) { return sizeof(Codes) + (max_outliers(inputs) + 1) * sizeof(Outlier); }
 
 INLINE const Codes *codes_of(const char *codes, ptrdiff_t panel, ptrdiff_t inputs)
 {
-    return (const Codes *)(codes + panel * codes_space(inputs));
+    return (const Codes *)(codes + panel * codes_size(inputs));
 }
 
-/* Lower and upper bytes of 64 weights, in the order in which `both_bytes` takes them. */
+/* Lower and upper bytes of 64 weights, in the order that `both_bytes` expects. */
 INLINE __m512i lower_bytes(const __m512i w[2])
 {
     __m512i byte = _mm512_set1_epi16(0xff);
@@ -252,7 +252,7 @@ INLINE void both_bytes(__m512i lower, __m512i upper, __m512bh w[2])
     w[1] = (__m512bh)_mm512_unpackhi_epi8(lower, upper);
 }
 
-/* The 16 upper bytes that a panel has most, as a sample of it tells. */
+/* Choose the 16 most frequent upper bytes of a panel, estimated from a sample. */
 static void choose_codes(const __m512i *panel, ptrdiff_t groups, uint8_t high[LANES])
 {
     uint32_t counts[256] = {0};
@@ -265,53 +265,53 @@ static void choose_codes(const __m512i *panel, ptrdiff_t groups, uint8_t high[LA
         }
     }
     for (int code = 0; code < LANES; code++) {
-        int most = 0;
-        for (int byte = 1; byte < 256; byte++) most = counts[byte] > counts[most] ? byte : most;
-        high[code] = most;
-        counts[most] = 0;
+        int best = 0;
+        for (int byte = 1; byte < 256; byte++) best = counts[byte] > counts[best] ? byte : best;
+        high[code] = best;
+        counts[best] = 0;
     }
 }
 
-/* Codes of 64 upper bytes, and which of them have none. */
-static __m512i coded(__m512i upper, const uint8_t high[LANES], __mmask64 *strays)
+/* Encode 64 upper bytes; also returns which of them have no code. */
+static __m512i coded(__m512i upper, const uint8_t high[LANES], __mmask64 *outliers)
 {
     __m512i codes = _mm512_setzero_si512();
-    *strays = ~(__mmask64)0;
+    *outliers = ~(__mmask64)0;
     for (int code = 0; code < LANES; code++) {
-        __mmask64 equal = _mm512_cmpeq_epi8_mask(upper, _mm512_set1_epi8(high[code])) & *strays;
+        __mmask64 equal = _mm512_cmpeq_epi8_mask(upper, _mm512_set1_epi8(high[code])) & *outliers;
         codes = _mm512_mask_mov_epi8(codes, equal, _mm512_set1_epi8(code));
-        *strays &= ~equal;
+        *outliers &= ~equal;
     }
     return codes;
 }
 
-/* False, if there are too many strays. */
+/* Encode a panel; returns 0 if there are too many outliers. */
 static int code_panel(const __m512i *panel, ptrdiff_t inputs, uint8_t *packed, Codes *codes)
 {
-    ptrdiff_t groups = inputs / GROUP, count = 0, most = most_strays(inputs);
+    ptrdiff_t groups = inputs / GROUP, count = 0, limit = max_outliers(inputs);
     choose_codes(panel, groups, codes->high);
     for (ptrdiff_t group = 0; group < groups; group++, panel += 4, packed += GROUP_BYTES) {
         __m512i pieces[2];
         for (int half = 0; half < 2; half++) {
-            __mmask64 strays;
+            __mmask64 outliers;
             __m512i upper = upper_bytes(panel + 2 * half);
             uint8_t bytes[64];
             _mm512_storeu_si512(bytes, upper);
             _mm512_storeu_si512(packed + 64 * half, lower_bytes(panel + 2 * half));
-            pieces[half] = coded(upper, codes->high, &strays);
-            for (; strays; strays &= strays - 1) {
-                int place = __builtin_ctzll(strays);
-                if (count == most) return 0;
-                codes->strays[count++] = (Stray){group, 64 * half + place, bytes[place]};
+            pieces[half] = coded(upper, codes->high, &outliers);
+            for (; outliers; outliers &= outliers - 1) {
+                int index = __builtin_ctzll(outliers);
+                if (count == limit) return 0;
+                codes->outliers[count++] = (Outlier){group, 64 * half + index, bytes[index]};
             }
         }
         _mm512_storeu_si512(packed + 128, _mm512_or_si512(pieces[0], _mm512_slli_epi16(pieces[1], 4)));
     }
-    codes->strays[count].group = UINT32_MAX;
+    codes->outliers[count].group = UINT32_MAX;
     return 1;
 }
 
-/* What `pack_bf16` has made, at an address that is a multiple of 64, in 12 bits; false, if there are too many strays. */
+/* Compress the panels of `pack_bf16`, aligned to 64 bytes, to 12 bits; returns 0 if there are too many outliers. */
 int32_t pack_codes(const bf16 *panels, int64_t outputs, int64_t inputs, uint8_t *packed, char *codes, int32_t threads)
 {
     int good = 1;
@@ -322,19 +322,19 @@ int32_t pack_codes(const bf16 *panels, int64_t outputs, int64_t inputs, uint8_t 
     return good;
 }
 
-/* A panel's groups, read one after the other. */
+/* Reads a panel's groups sequentially. */
 typedef struct {
     const uint8_t *packed;
-    const Stray *stray; /* the next one */
-    __m512i high;       /* byte of each code */
+    const Outlier *outlier; /* the next one */
+    __m512i high;       /* the byte of each code */
 } Reader;
 
 INLINE Reader read_panel(const Matrix *m, ptrdiff_t panel)
 {
     const Codes *codes = codes_of(m->codes, panel, m->inputs);
-    ask_for(codes_of(m->codes, panel + 1, m->inputs), 2);
+    prefetch(codes_of(m->codes, panel + 1, m->inputs), 2);
     __m512i high = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)codes->high));
-    return (Reader){(const uint8_t *)m->packed + panel * (m->inputs / GROUP) * GROUP_BYTES, codes->strays, high};
+    return (Reader){(const uint8_t *)m->packed + panel * (m->inputs / GROUP) * GROUP_BYTES, codes->outliers, high};
 }
 
 INLINE void read_group(Reader *r, ptrdiff_t group, __m512bh w[4])
@@ -342,25 +342,25 @@ INLINE void read_group(Reader *r, ptrdiff_t group, __m512bh w[4])
     __m512i low = _mm512_set1_epi8(15), codes = _mm512_loadu_si512(r->packed + 128), upper[2];
     upper[0] = _mm512_shuffle_epi8(r->high, _mm512_and_si512(codes, low));
     upper[1] = _mm512_shuffle_epi8(r->high, _mm512_and_si512(_mm512_srli_epi16(codes, 4), low));
-    for (; __builtin_expect(r->stray->group == group, 0); r->stray++) {
-        __mmask64 place = (__mmask64)1 << r->stray->place % 64, front = r->stray->place < 64 ? place : 0;
-        __m512i high = _mm512_set1_epi8(r->stray->high);
+    for (; __builtin_expect(r->outlier->group == group, 0); r->outlier++) {
+        __mmask64 bit = (__mmask64)1 << r->outlier->index % 64, front = r->outlier->index < 64 ? bit : 0;
+        __m512i high = _mm512_set1_epi8(r->outlier->high);
         upper[0] = _mm512_mask_mov_epi8(upper[0], front, high);
-        upper[1] = _mm512_mask_mov_epi8(upper[1], place & ~front, high);
+        upper[1] = _mm512_mask_mov_epi8(upper[1], bit & ~front, high);
     }
     both_bytes(_mm512_loadu_si512(r->packed), upper[0], w);
     both_bytes(_mm512_loadu_si512(r->packed + 64), upper[1], w + 2);
     r->packed += GROUP_BYTES;
 }
 
-/* As `tile`, to the bit; into `plain`, unless that is null, goes the panel as `tile` takes it. */
+/* Like `tile`, bit-exactly; unless `plain` is null, the decoded panel is written to it in the layout of `tile`. */
 INLINE void tile_coded(const int rows, const bf16 *a, ptrdiff_t lda, Reader r, ptrdiff_t inputs, bf16 *plain,
                        __m512 acc[TILE_ROWS][2])
 {
     UNROLL for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = _mm512_setzero_ps();
     for (ptrdiff_t group = 0; group < inputs / GROUP; group++, a += GROUP) {
         __m512bh w[4];
-        ask_for(r.packed + AHEAD, 3);
+        prefetch(r.packed + PREFETCH_BYTES, 3);
         read_group(&r, group, w);
         if (plain) UNROLL for (int i = 0; i < 4; i++) _mm512_storeu_si512(plain + (4 * group + i) * PANEL, (__m512i)w[i]);
         UNROLL for (int m = 0; m < rows; m++) {
@@ -377,16 +377,16 @@ INLINE void tile_coded(const int rows, const bf16 *a, ptrdiff_t lda, Reader r, p
 #include "tiles.h"
 #include "tiles_linear.h"
 #else
-/* Linear layers of bf16 -------------------------------------------------------------------------------------------- */
+/* bf16 linear layers ----------------------------------------------------------------------------------------------- */
 
-/* So many tiles read the codes of a panel, each for itself; of more, the first writes it out for the others. */
+/* Up to this many tiles decode a panel separately; with more, the first one stores the decoded panel for the others. */
 enum { CODED_TILES = 6 };
 
-/* `plain` has room for a panel, where there are rows for more than `CODED_TILES`. */
+/* `plain` is a buffer for one panel if there are rows for more than `CODED_TILES`. */
 static void linear_rows(const bf16 *x, ptrdiff_t stride, ptrdiff_t panel, ptrdiff_t start, ptrdiff_t stop,
-                        const Ending *end, bf16 *plain)
+                        const Epilogue *ep, bf16 *plain)
 {
-    const Matrix *m = end->m;
+    const Matrix *m = ep->m;
     const bf16 *weights = m->codes ? plain : (const bf16 *)m->packed + panel * m->inputs * PANEL;
     ptrdiff_t blocks = (stop - start + TILE_ROWS - 1) / TILE_ROWS;
     int write = blocks > CODED_TILES;
@@ -396,17 +396,17 @@ static void linear_rows(const bf16 *x, ptrdiff_t stride, ptrdiff_t panel, ptrdif
         WITH_ROWS(next - row, {
             __m512 acc[TILE_ROWS][2];
             if (!m->codes)
-                tile(rows, 2, ahead_of(weights, rows), a, stride, weights, PANEL, m->inputs / 2, acc);
+                tile(rows, 2, prefetch_address(weights, rows), a, stride, weights, PANEL, m->inputs / 2, acc);
             else if (block && write)
                 tile(rows, 2, NULL, a, stride, weights, PANEL, m->inputs / 2, acc);
             else
                 tile_coded(rows, a, stride, read_panel(m, panel), m->inputs, write ? plain : NULL, acc);
-            UNROLL for (int i = 0; i < rows; i++) finish(end, row + i, panel, acc[i][0], acc[i][1]);
+            UNROLL for (int i = 0; i < rows; i++) finish(ep, row + i, panel, acc[i][0], acc[i][1]);
         })
     }
 }
 
-/* One row against one panel, for `take_largest`. */
+/* Multiply one row by one panel, for `update_argmax`. */
 static void multiply_row(const Matrix *m, const bf16 *x, ptrdiff_t panel, __m512 sums[2])
 {
     __m512 acc[TILE_ROWS][2];
@@ -416,40 +416,41 @@ static void multiply_row(const Matrix *m, const bf16 *x, ptrdiff_t panel, __m512
     sums[1] = acc[0][1];
 }
 
-/* Of the panel that each thread is at. */
-static int64_t linear_bf16_space(int64_t rows, int64_t inputs, int32_t threads)
+/* One decoded panel per thread. */
+static int64_t linear_bf16_workspace_size(int64_t rows, int64_t inputs, int32_t threads)
 {
     return rows > CODED_TILES * TILE_ROWS ? threads * inputs * PANEL * (int64_t)sizeof(bf16) : 0;
 }
 
-static void linear_bf16(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Ending *end, char *space, int threads)
+static void linear_bf16(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Epilogue *ep, char *workspace, int threads)
 {
-    ptrdiff_t panels = (end->m->outputs + PANEL - 1) / PANEL, groups = (rows + ROW_GROUP - 1) / ROW_GROUP;
+    ptrdiff_t panels = (ep->m->outputs + PANEL - 1) / PANEL, groups = (rows + ROW_GROUP - 1) / ROW_GROUP;
 #pragma omp parallel for schedule(guided, groups > 1 ? 1 : 2) num_threads(threads)
     for (ptrdiff_t task = 0; task < panels * groups; task++) {
         ptrdiff_t panel = task / groups, group = task % groups;
-        linear_rows(x, stride, panel, rows * group / groups, rows * (group + 1) / groups, end,
-                    (bf16 *)space + omp_get_thread_num() * end->m->inputs * PANEL);
+        linear_rows(x, stride, panel, rows * group / groups, rows * (group + 1) / groups, ep,
+                    (bf16 *)workspace + omp_get_thread_num() * ep->m->inputs * PANEL);
     }
 }
 
 #endif
 
-/* Products of int8 ------------------------------------------------------------------------------------------------- */
+/* int8 products ---------------------------------------------------------------------------------------------------- */
 
-/* The largest magnitude; NaN, if there is one: without their sign, numbers are ordered as integers, NaN last. */
-static float largest(const bf16 *x, ptrdiff_t count)
+/* The largest magnitude, NaN if any value is NaN: without the sign, floats are ordered like integers, with NaN last. */
+static float max_abs(const bf16 *x, ptrdiff_t count)
 {
-    __m512i most = _mm512_setzero_si512();
+    __m512i largest = _mm512_setzero_si512();
     for (ptrdiff_t k = 0; k < count; k += LANES)
-        most = _mm512_max_epu32(most, _mm512_castps_si512(_mm512_abs_ps(load(x + k, first(count - k)))));
-    uint32_t bits = _mm512_reduce_max_epu32(most);
+        largest = _mm512_max_epu32(largest, _mm512_castps_si512(_mm512_abs_ps(load(x + k, first(count - k)))));
+    uint32_t bits = _mm512_reduce_max_epu32(largest);
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
 }
 
-/* Weights as bytes, 128 added: row r is (byte - 128) * scales[r]. The packed rows of a panel are in its order. */
+/* Quantize weights to unsigned bytes with an offset of 128: row r is (byte - 128) * scales[r]. Scales are stored in the
+ * order of the packed rows. */
 void pack_int8(const bf16 *weight, int64_t outputs, int64_t inputs, int32_t gated, uint8_t *packed, float *scales,
                int32_t threads)
 {
@@ -460,7 +461,7 @@ void pack_int8(const bf16 *weight, int64_t outputs, int64_t inputs, int32_t gate
         for (int j = 0; j < PANEL; j++) {
             ptrdiff_t row = source_row(panel, j, outputs, gated);
             const bf16 *from = weight + row * inputs;
-            float scale = row < outputs ? largest(from, inputs) / 127.0f : 0.0f, inverse = scale > 0 ? 1.0f / scale : 0.0f;
+            float scale = row < outputs ? max_abs(from, inputs) / 127.0f : 0.0f, inverse = scale > 0 ? 1.0f / scale : 0.0f;
             scales[panel * PANEL + j] = scale;
             for (ptrdiff_t k = 0; k < inputs; k++) {
                 uint32_t bits = row < outputs ? (uint32_t)from[k] << 16 : 0;
@@ -472,14 +473,14 @@ void pack_int8(const bf16 *weight, int64_t outputs, int64_t inputs, int32_t gate
     }
 }
 
-/* Activations of one row: bytes, 64 at a time, `step` bytes apart; and for each block of inputs a scale and -128 times the
- * sum of its bytes, which takes back what was added to the weights. Blocks, since a few inputs of these models are hundreds
- * of times the others. */
-static void quantise_row(const bf16 *x, ptrdiff_t inputs, int8_t *bytes, ptrdiff_t step, float *scales, int32_t *offsets)
+/* Quantize the activations of one row to bytes, stored 64 at a time, `step` bytes apart. Each block of inputs has a scale
+ * and -128 times the sum of its bytes, which compensates for the offset of the weights. Blocks are used because a few inputs
+ * of these models are hundreds of times larger than the others. */
+static void quantize_row(const bf16 *x, ptrdiff_t inputs, int8_t *bytes, ptrdiff_t step, float *scales, int32_t *offsets)
 {
     for (ptrdiff_t k = 0, block = 0; k < inputs; k += QUANT_BLOCK, block++) {
         ptrdiff_t count = inputs - k < QUANT_BLOCK ? inputs - k : QUANT_BLOCK;
-        float scale = largest(x + k, count) / 127.0f;
+        float scale = max_abs(x + k, count) / 127.0f;
         __m512 inverse = _mm512_set1_ps(scale > 0 ? 1.0f / scale : 0.0f);
         __m512i sum = _mm512_setzero_si512();
         for (ptrdiff_t i = 0; i < count; i += LANES) {
@@ -497,12 +498,12 @@ typedef struct {
     int8_t *bytes;    /* [rows, inputs] */
     float *scales;    /* [rows, blocks] */
     int32_t *offsets; /* [rows, blocks] */
-} Quantised;
+} Quantized;
 
-/* Twelve rows in one tile read a panel once; where there are more, eight are faster. */
+/* Up to twelve rows use one tile, which reads a panel once; with more rows, tiles of eight are faster. */
 INLINE ptrdiff_t int8_tiles(ptrdiff_t rows) { return rows <= TILE_ROWS ? 1 : (rows + TILE_ROWS_INT8 - 1) / TILE_ROWS_INT8; }
 
-INLINE void tile_int8(const int rows, const Quantised *x, ptrdiff_t row, ptrdiff_t inputs, const uint8_t *panel,
+INLINE void tile_int8(const int rows, const Quantized *x, ptrdiff_t row, ptrdiff_t inputs, const uint8_t *panel,
                       __m512 acc[TILE_ROWS][2])
 {
     ptrdiff_t blocks = (inputs + QUANT_BLOCK - 1) / QUANT_BLOCK;
@@ -515,7 +516,7 @@ INLINE void tile_int8(const int rows, const Quantised *x, ptrdiff_t row, ptrdiff
         ptrdiff_t stop = (block + 1) * QUANT_BLOCK < inputs ? (block + 1) * QUANT_BLOCK : inputs;
         for (ptrdiff_t k = block * QUANT_BLOCK; k < stop; k += 4, panel += 4 * PANEL) {
             __m512i left = _mm512_loadu_si512(panel), right = _mm512_loadu_si512(panel + 4 * LANES);
-            ask_for(ahead_of(panel, rows), 2);
+            prefetch(prefetch_address(panel, rows), 2);
             UNROLL for (int m = 0; m < rows; m++) {
                 int32_t quad;
                 memcpy(&quad, bytes + m * inputs + k, sizeof quad);
@@ -531,12 +532,12 @@ INLINE void tile_int8(const int rows, const Quantised *x, ptrdiff_t row, ptrdiff
     }
 }
 
-static void linear_rows_int8(const Quantised *x, ptrdiff_t panel, ptrdiff_t start, ptrdiff_t stop, const Ending *end)
+static void linear_rows_int8(const Quantized *x, ptrdiff_t panel, ptrdiff_t start, ptrdiff_t stop, const Epilogue *ep)
 {
-    const float *scales = end->m->scales + panel * PANEL;
+    const float *scales = ep->m->scales + panel * PANEL;
     __m512 left = _mm512_loadu_ps(scales), right = _mm512_loadu_ps(scales + LANES);
-    ptrdiff_t inputs = end->m->inputs;
-    const uint8_t *weights = (const uint8_t *)end->m->packed + panel * inputs * PANEL;
+    ptrdiff_t inputs = ep->m->inputs;
+    const uint8_t *weights = (const uint8_t *)ep->m->packed + panel * inputs * PANEL;
     ptrdiff_t blocks = int8_tiles(stop - start);
     for (ptrdiff_t block = 0; block < blocks; block++) {
         ptrdiff_t row = start + (stop - start) * block / blocks, next = start + (stop - start) * (block + 1) / blocks;
@@ -544,29 +545,30 @@ static void linear_rows_int8(const Quantised *x, ptrdiff_t panel, ptrdiff_t star
             __m512 acc[TILE_ROWS][2];
             tile_int8(rows, x, row, inputs, weights, acc);
             UNROLL for (int m = 0; m < rows; m++)
-                finish(end, row + m, panel, _mm512_mul_ps(acc[m][0], left), _mm512_mul_ps(acc[m][1], right));
+                finish(ep, row + m, panel, _mm512_mul_ps(acc[m][0], left), _mm512_mul_ps(acc[m][1], right));
         })
     }
 }
 
-static void linear_int8(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Ending *end, char *space, int threads)
+static void linear_int8(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Epilogue *ep, char *workspace, int threads)
 {
-    ptrdiff_t panels = (end->m->outputs + PANEL - 1) / PANEL, groups = (rows + ROW_GROUP - 1) / ROW_GROUP;
-    ptrdiff_t inputs = end->m->inputs, blocks = (inputs + QUANT_BLOCK - 1) / QUANT_BLOCK;
-    Quantised q = {.scales = (float *)space, .offsets = (int32_t *)space + rows * blocks};
+    ptrdiff_t panels = (ep->m->outputs + PANEL - 1) / PANEL, groups = (rows + ROW_GROUP - 1) / ROW_GROUP;
+    ptrdiff_t inputs = ep->m->inputs, blocks = (inputs + QUANT_BLOCK - 1) / QUANT_BLOCK;
+    Quantized q = {.scales = (float *)workspace, .offsets = (int32_t *)workspace + rows * blocks};
     q.bytes = (int8_t *)(q.offsets + rows * blocks);
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for
         for (ptrdiff_t row = 0; row < rows; row++)
-            quantise_row(x + row * stride, inputs, q.bytes + row * inputs, 64, q.scales + row * blocks, q.offsets + row * blocks);
+            quantize_row(x + row * stride, inputs, q.bytes + row * inputs, 64, q.scales + row * blocks,
+                         q.offsets + row * blocks);
 #pragma omp for schedule(guided, groups > 1 ? 1 : 2)
         for (ptrdiff_t task = 0; task < panels * groups; task++)
-            linear_rows_int8(&q, task / groups, rows * (task % groups) / groups, rows * (task % groups + 1) / groups, end);
+            linear_rows_int8(&q, task / groups, rows * (task % groups) / groups, rows * (task % groups + 1) / groups, ep);
     }
 }
 
-static int64_t quantised_space(int64_t rows, int64_t inputs)
+static int64_t quantized_size(int64_t rows, int64_t inputs)
 {
     return rows * (inputs + 8 * ((inputs + QUANT_BLOCK - 1) / QUANT_BLOCK));
 }
@@ -575,45 +577,45 @@ static int64_t quantised_space(int64_t rows, int64_t inputs)
 #include "tiles_int8.h"
 #endif
 
-/* Bytes that `linear` needs, for any weights of that shape in 8 bits or in more. */
-int64_t linear_space(const Matrix *m, int64_t rows, int32_t threads)
+/* Workspace size of `linear` in bytes; the same for all weights of this shape that have 8 bits, or that have more. */
+int64_t linear_workspace_size(const Matrix *m, int64_t rows, int32_t threads)
 {
-    if (!m->scales) return linear_bf16_space(rows, m->inputs, threads);
+    if (!m->scales) return linear_bf16_workspace_size(rows, m->inputs, threads);
 #ifdef TILES
-    if (rows > FEW_INT8) return linear_tiles_int8_space(rows, m->inputs);
+    if (rows > FEW_ROWS_INT8) return linear_tiles_int8_workspace_size(rows, m->inputs);
 #endif
-    return quantised_space(rows, m->inputs);
+    return quantized_size(rows, m->inputs);
 }
 
-/* x [rows, inputs] times the weights, into `out` or, with `add`, on top of it. */
+/* Multiply x [rows, inputs] by the weights and write the result to `out` or, with `add`, add it. */
 void linear(const Matrix *m, const bf16 *x, int64_t stride, int64_t rows, void *out, int64_t out_stride, int32_t add,
-            char *space, int32_t threads)
+            char *workspace, int32_t threads)
 {
-    Ending end = {m, out, out_stride, add};
-    if (!m->scales) linear_bf16(x, stride, rows, &end, space, threads);
+    Epilogue ep = {m, out, out_stride, add};
+    if (!m->scales) linear_bf16(x, stride, rows, &ep, workspace, threads);
 #ifdef TILES
-    else if (rows > FEW_INT8) linear_tiles_int8(x, stride, rows, &end, space, threads);
+    else if (rows > FEW_ROWS_INT8) linear_tiles_int8(x, stride, rows, &ep, workspace, threads);
 #endif
-    else linear_int8(x, stride, rows, &end, space, threads);
+    else linear_int8(x, stride, rows, &ep, workspace, threads);
 }
 
-/* The largest result ----------------------------------------------------------------------------------------------- */
+/* Argmax ----------------------------------------------------------------------------------------------------------- */
 
-/* A matrix as it is and in 8 bits, and how far the two can be apart. */
+/* A matrix in its original form and in 8 bits, and bounds of their difference. */
 typedef struct {
-    const Matrix *exact, *rough;
-    const float *norms;  /* [outputs]: of the rows in 8 bits, at most */
-    const float *errors; /* [outputs]: of what the rounding took from them, at most */
-} Screen;
+    const Matrix *exact, *quantized;
+    const float *norms;  /* [outputs]: upper bounds of the norms of the 8-bit rows */
+    const float *errors; /* [outputs]: upper bounds of the norms of their rounding errors */
+} ArgmaxBounds;
 
-typedef struct { float value; int64_t column; } Largest;
+typedef struct { float value; int64_t column; } ArgmaxResult;
 
-enum { WORTH = 8 }; /* up to an eighth of the panels are multiplied anew */
+enum { RECOMPUTE_SHARE = 8 }; /* at most an eighth of the panels are recomputed */
 
-static float length(__m512 squares) { return 1.001f * __builtin_sqrtf(_mm512_reduce_add_ps(squares)); }
+static float norm_bound(__m512 squares) { return 1.001f * __builtin_sqrtf(_mm512_reduce_add_ps(squares)); }
 
-void screen_bounds(const bf16 *weight, int64_t outputs, int64_t inputs, const float *scales, float *norms, float *errors,
-                   int32_t threads)
+void compute_argmax_bounds(const bf16 *weight, int64_t outputs, int64_t inputs, const float *scales, float *norms,
+                           float *errors, int32_t threads)
 {
 #pragma omp parallel for num_threads(threads)
     for (ptrdiff_t row = 0; row < outputs; row++) {
@@ -626,14 +628,14 @@ void screen_bounds(const bf16 *weight, int64_t outputs, int64_t inputs, const fl
             lost = _mm512_fmadd_ps(part, part, lost);
             whole = _mm512_fmadd_ps(x, x, whole);
         }
-        errors[row] = length(lost);
-        norms[row] = length(whole) + errors[row];
+        errors[row] = norm_bound(lost);
+        norms[row] = norm_bound(whole) + errors[row];
     }
 }
 
-/* What the norm of a weight's row, and that of its error, are to be multiplied by: how far a row of activations is from
- * its bytes, with what adding up in floats can lose; and its norm. */
-static void row_reach(const bf16 *x, const Quantised *q, ptrdiff_t row, ptrdiff_t inputs, float reach[2])
+/* The factors of the norm of a weight row and of the norm of its error: the norm of the rounding error of a row of
+ * activations, including the error of float summation, and the norm of the row. */
+static void row_bound_factors(const bf16 *x, const Quantized *q, ptrdiff_t row, ptrdiff_t inputs, float factors[2])
 {
     ptrdiff_t blocks = (inputs + QUANT_BLOCK - 1) / QUANT_BLOCK;
     __m512 whole = _mm512_setzero_ps(), lost = _mm512_setzero_ps();
@@ -645,21 +647,21 @@ static void row_reach(const bf16 *x, const Quantised *q, ptrdiff_t row, ptrdiff_
         lost = _mm512_fmadd_ps(part, part, lost);
         whole = _mm512_fmadd_ps(value, value, whole);
     }
-    reach[1] = length(whole);
-    reach[0] = length(lost) + (inputs + LANES) * 0x1p-23f * reach[1];
+    factors[1] = norm_bound(whole);
+    factors[0] = norm_bound(lost) + (inputs + LANES) * 0x1p-23f * factors[1];
 }
 
-/* The most that the largest result of a panel can be, for each row. */
-static void screen_panel(const Screen *s, const Quantised *q, const float *reach, ptrdiff_t rows, ptrdiff_t panel,
-                         float *most, ptrdiff_t panels)
+/* Upper bound of a panel's largest result, for each row. */
+static void bound_panel(const ArgmaxBounds *s, const Quantized *q, const float *factors, ptrdiff_t rows, ptrdiff_t panel,
+                         float *upper, ptrdiff_t panels)
 {
-    ptrdiff_t inputs = s->rough->inputs, column = panel * PANEL, blocks = (rows + TILE_ROWS_INT8 - 1) / TILE_ROWS_INT8;
-    const uint8_t *weights = (const uint8_t *)s->rough->packed + panel * inputs * PANEL;
+    ptrdiff_t inputs = s->quantized->inputs, column = panel * PANEL, blocks = (rows + TILE_ROWS_INT8 - 1) / TILE_ROWS_INT8;
+    const uint8_t *weights = (const uint8_t *)s->quantized->packed + panel * inputs * PANEL;
     __mmask16 lanes[2];
     __m512 scales[2], norms[2], errors[2];
     UNROLL for (int z = 0; z < 2; z++) {
-        lanes[z] = first(s->rough->outputs - column - z * LANES);
-        scales[z] = _mm512_loadu_ps(s->rough->scales + column + z * LANES);
+        lanes[z] = first(s->quantized->outputs - column - z * LANES);
+        scales[z] = _mm512_loadu_ps(s->quantized->scales + column + z * LANES);
         norms[z] = _mm512_maskz_loadu_ps(lanes[z], s->norms + column + z * LANES);
         errors[z] = _mm512_maskz_loadu_ps(lanes[z], s->errors + column + z * LANES);
     }
@@ -669,20 +671,20 @@ static void screen_panel(const Screen *s, const Quantised *q, const float *reach
             __m512 acc[TILE_ROWS][2];
             tile_int8(rows, q, row, inputs, weights, acc);
             for (int m = 0; m < rows; m++) {
-                __m512 norm = _mm512_set1_ps(reach[2 * (row + m) + 1]);
-                __m512 lost = _mm512_set1_ps(reach[2 * (row + m)]);
+                __m512 norm = _mm512_set1_ps(factors[2 * (row + m) + 1]);
+                __m512 lost = _mm512_set1_ps(factors[2 * (row + m)]);
                 float high[2];
                 UNROLL for (int z = 0; z < 2; z++) {
                     __m512 far = _mm512_fmadd_ps(errors[z], norm, _mm512_mul_ps(norms[z], lost));
                     high[z] = _mm512_mask_reduce_max_ps(lanes[z], _mm512_fmadd_ps(acc[m][z], scales[z], far));
                 }
-                most[(row + m) * panels + panel] = high[0] > high[1] ? high[0] : high[1];
+                upper[(row + m) * panels + panel] = high[0] > high[1] ? high[0] : high[1];
             }
         })
     }
 }
 
-static void take_largest(const Screen *s, const bf16 *x, ptrdiff_t panel, Largest *found)
+static void update_argmax(const ArgmaxBounds *s, const bf16 *x, ptrdiff_t panel, ArgmaxResult *found)
 {
     const Matrix *m = s->exact;
     __m512 acc[1][2];
@@ -695,67 +697,73 @@ static void take_largest(const Screen *s, const bf16 *x, ptrdiff_t panel, Larges
         if (!equal) continue;
         column += __builtin_ctz(equal);
 #pragma omp critical
-        if (value > found->value || (value == found->value && column < found->column)) *found = (Largest){value, column};
+        if (value > found->value || (value == found->value && column < found->column))
+            *found = (ArgmaxResult){value, column};
     }
 }
 
-/* Takes the panel that promises most, and says what others have to reach; NaN, if too many could for it to be worth it. */
-static float row_floor(const Screen *s, const bf16 *x, const float *most, ptrdiff_t panels, float norm, Largest *found)
+/* Compute the panel with the largest upper bound, and return the value that others must reach; NaN if so many panels could
+ * reach it that computing all of them is faster. */
+static float row_threshold(const ArgmaxBounds *s, const bf16 *x, const float *upper, ptrdiff_t panels, float norm,
+                           ArgmaxResult *found)
 {
     ptrdiff_t best = 0, count = 0;
-    for (ptrdiff_t panel = 1; panel < panels; panel++) best = most[panel] > most[best] ? panel : best;
-    take_largest(s, x, best, found);
-    for (ptrdiff_t panel = 0; panel < panels; panel++) count += most[panel] >= found->value;
-    if (norm < 1e18f && WORTH * count <= panels + WORTH) return found->value;
+    for (ptrdiff_t panel = 1; panel < panels; panel++) best = upper[panel] > upper[best] ? panel : best;
+    update_argmax(s, x, best, found);
+    for (ptrdiff_t panel = 0; panel < panels; panel++) count += upper[panel] >= found->value;
+    if (norm < 1e18f && RECOMPUTE_SHARE * count <= panels + RECOMPUTE_SHARE) return found->value;
     found->column = -1;
     return NAN;
 }
 
-/* Which result of each row of x times the weights is the largest, the first of equals; -1 where it is quicker to compute
- * them all, or where numbers are too large.
+/* The column of the largest result in each row of x times the weights, the first of equal ones; -1 if computing all results
+ * is faster, or if values are too large.
  *
- * With 8 bits, which are a third less to read, results are known but for an error, which the inequality of Cauchy and
- * Schwarz bounds: |w h - w' h'| <= |w'| |h - h'| + |w - w'| |h|. The panel that promises most is then multiplied as it is,
- * as `linear` does it, to the bit; and so are those that could still hold more. */
-void largest_columns(const Screen *s, const bf16 *x, int64_t stride, int64_t rows, int64_t *out, char *space, int32_t threads)
+ * The 8-bit weights, which are a third smaller, give the results with an error that the Cauchy-Schwarz inequality bounds:
+ * |w h - w' h'| <= |w'| |h - h'| + |w - w'| |h|. The panel with the largest upper bound is then computed from the original
+ * weights, bit-exactly as in `linear`, and so is every panel whose upper bound is not below that panel's result. */
+void argmax_columns(const ArgmaxBounds *s, const bf16 *x, int64_t stride, int64_t rows, int64_t *out, char *workspace,
+                    int32_t threads)
 {
-    ptrdiff_t inputs = s->rough->inputs, panels = (s->rough->outputs + PANEL - 1) / PANEL;
+    ptrdiff_t inputs = s->quantized->inputs, panels = (s->quantized->outputs + PANEL - 1) / PANEL;
     ptrdiff_t blocks = (inputs + QUANT_BLOCK - 1) / QUANT_BLOCK;
-    Largest *found = (Largest *)space;
-    float *reach = (float *)(found + rows), *floors = reach + 2 * rows, *most = floors + rows;
-    Quantised q = {.scales = most + rows * panels, .offsets = (int32_t *)(most + rows * panels) + rows * blocks};
+    ArgmaxResult *found = (ArgmaxResult *)workspace;
+    float *factors = (float *)(found + rows), *thresholds = factors + 2 * rows, *upper = thresholds + rows;
+    Quantized q = {.scales = upper + rows * panels, .offsets = (int32_t *)(upper + rows * panels) + rows * blocks};
     q.bytes = (int8_t *)(q.offsets + rows * blocks);
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for
         for (ptrdiff_t row = 0; row < rows; row++) {
-            quantise_row(x + row * stride, inputs, q.bytes + row * inputs, 64, q.scales + row * blocks, q.offsets + row * blocks);
-            row_reach(x + row * stride, &q, row, inputs, reach + 2 * row);
-            found[row] = (Largest){-INFINITY, -1};
+            quantize_row(x + row * stride, inputs, q.bytes + row * inputs, 64, q.scales + row * blocks,
+                         q.offsets + row * blocks);
+            row_bound_factors(x + row * stride, &q, row, inputs, factors + 2 * row);
+            found[row] = (ArgmaxResult){-INFINITY, -1};
         }
 #pragma omp for schedule(guided, 2)
-        for (ptrdiff_t panel = 0; panel < panels; panel++) screen_panel(s, &q, reach, rows, panel, most, panels);
+        for (ptrdiff_t panel = 0; panel < panels; panel++) bound_panel(s, &q, factors, rows, panel, upper, panels);
 #pragma omp for
         for (ptrdiff_t row = 0; row < rows; row++)
-            floors[row] = row_floor(s, x + row * stride, most + row * panels, panels, reach[2 * row + 1], found + row);
+            thresholds[row] = row_threshold(s, x + row * stride, upper + row * panels, panels, factors[2 * row + 1],
+                                            found + row);
 #pragma omp for schedule(dynamic, 16)
         for (ptrdiff_t panel = 0; panel < panels; panel++)
             for (ptrdiff_t row = 0; row < rows; row++)
-                if (most[row * panels + panel] >= floors[row]) take_largest(s, x + row * stride, panel, found + row);
+                if (upper[row * panels + panel] >= thresholds[row]) update_argmax(s, x + row * stride, panel, found + row);
     }
     for (ptrdiff_t row = 0; row < rows; row++) out[row] = found[row].column;
 }
 
-/* Bytes that `largest_columns` needs. */
-int64_t largest_space(int64_t rows, int64_t inputs, int64_t outputs)
+/* Workspace size of `argmax_columns` in bytes. */
+int64_t argmax_workspace_size(int64_t rows, int64_t inputs, int64_t outputs)
 {
     ptrdiff_t panels = (outputs + PANEL - 1) / PANEL;
-    return rows * (sizeof(Largest) + sizeof(float) * (3 + panels)) + quantised_space(rows, inputs);
+    return rows * (sizeof(ArgmaxResult) + sizeof(float) * (3 + panels)) + quantized_size(rows, inputs);
 }
 
-/* Norms and rotary positions --------------------------------------------------------------------------------------- */
+/* Norms and rotary embedding --------------------------------------------------------------------------------------- */
 
-/* LayerNorm with a bias, RMSNorm without one; rows are [columns], one after the other in `out`. */
+/* LayerNorm with a bias, RMSNorm without one; the rows of `out` are contiguous. */
 INLINE void norm_row(const bf16 *x, const bf16 *weight, const bf16 *bias, float eps, bf16 *out, ptrdiff_t columns)
 {
     __m512 mean = _mm512_setzero_ps(), square = _mm512_setzero_ps();
@@ -785,7 +793,7 @@ void norm(const bf16 *x, int64_t stride, const bf16 *weight, const bf16 *bias, f
         norm_row(x + row * stride, weight, bias, eps, out + row * columns, columns);
 }
 
-/* Turns each pair (x[i], x[i + half]) of `heads` heads, in place; cos and sin are [rows, half]. */
+/* Rotate each pair (x[i], x[i + half]) of `heads` heads in place; cos and sin are [rows, half]. */
 void rotate(bf16 *x, int64_t stride, const float *cos, const float *sin, int64_t rows, int64_t heads, int64_t half,
                  int32_t threads)
 {
@@ -805,27 +813,27 @@ void rotate(bf16 *x, int64_t stride, const float *cos, const float *sin, int64_t
 /* Attention -------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    int64_t first;  /* row of the segment's first query in q and out */
-    int64_t tokens; /* queries */
-    int64_t row;    /* of the first key in k and v */
-    int64_t keys;   /* in all */
-    int64_t start;  /* query i looks at keys [0, start + i]; -1: at all */
-} Span;
+    int64_t first_query; /* its row in q and out */
+    int64_t num_queries;
+    int64_t first_key;   /* its row in k and v */
+    int64_t num_keys;
+    int64_t start;       /* query i attends to keys [0, start + i]; -1: to all keys */
+} KVSpan;
 
 typedef struct {
     const bf16 *q, *k, *v;
     bf16 *out;
-    int64_t q_token, q_head, kv_token, kv_head, out_token; /* strides; heads of `out` are side by side */
+    int64_t q_token, q_head, kv_token, kv_head, out_token; /* strides; heads of `out` are contiguous */
     int64_t heads, kv_heads, width;
     float scale;
 } Heads;
 
-INLINE ptrdiff_t rounded(ptrdiff_t x, ptrdiff_t to) { return (x + to - 1) / to * to; }
+INLINE ptrdiff_t round_up(ptrdiff_t x, ptrdiff_t to) { return (x + to - 1) / to * to; }
 
 static void *carve(char **from, size_t bytes)
 {
     char *part = *from;
-    *from += rounded(bytes, 64);
+    *from += round_up(bytes, 64);
     return part;
 }
 
@@ -834,27 +842,27 @@ static void *carve(char **from, size_t bytes)
 #else
 enum { QUERY_ROWS = ROW_GROUP };
 
-typedef struct { /* of one thread */
+typedef struct { /* per thread */
     bf16 *queries; /* [ROW_GROUP, width] */
     bf16 *keys;    /* KEY_CHUNK / PANEL panels of [width / 2, PANEL] pairs */
-    bf16 *values;  /* [KEY_CHUNK / 2, columns] pairs; columns is the width rounded up to LANES */
+    bf16 *values;  /* [KEY_CHUNK / 2, columns] pairs, where columns is the width rounded up to LANES */
     bf16 *weights; /* [TILE_ROWS, KEY_CHUNK] */
     float *scores; /* [TILE_ROWS, KEY_CHUNK] */
     float *sums;   /* [ROW_GROUP, columns] */
-    float *most;   /* [ROW_GROUP], the largest score so far */
-    float *total;  /* [ROW_GROUP], of the weights so far */
+    float *largest;   /* [ROW_GROUP], the largest score so far */
+    float *total;  /* [ROW_GROUP], the sum of the weights so far */
 } Scratch;
 
 static size_t scratch_bytes(ptrdiff_t width)
 {
-    ptrdiff_t columns = rounded(width, LANES);
+    ptrdiff_t columns = round_up(width, LANES);
     return 64 * 8 + 2 * (ROW_GROUP * width + KEY_CHUNK * width + KEY_CHUNK * columns + TILE_ROWS * KEY_CHUNK) +
            4 * (TILE_ROWS * KEY_CHUNK + ROW_GROUP * columns + 2 * ROW_GROUP);
 }
 
 static Scratch carve_scratch(char *from, ptrdiff_t width)
 {
-    ptrdiff_t columns = rounded(width, LANES);
+    ptrdiff_t columns = round_up(width, LANES);
     Scratch s;
     s.queries = carve(&from, 2 * ROW_GROUP * width);
     s.keys = carve(&from, 2 * KEY_CHUNK * width);
@@ -862,16 +870,16 @@ static Scratch carve_scratch(char *from, ptrdiff_t width)
     s.weights = carve(&from, 2 * TILE_ROWS * KEY_CHUNK);
     s.scores = carve(&from, 4 * TILE_ROWS * KEY_CHUNK);
     s.sums = carve(&from, 4 * ROW_GROUP * columns);
-    s.most = carve(&from, 4 * ROW_GROUP);
+    s.largest = carve(&from, 4 * ROW_GROUP);
     s.total = carve(&from, 4 * ROW_GROUP);
     return s;
 }
 
-/* `count` keys of one head as panels of PANEL columns; the last panel is filled up with zeros. */
+/* Pack `count` keys of one head into panels of PANEL columns; the last panel is padded with zeros. */
 static void pack_keys(const bf16 *k, ptrdiff_t stride, ptrdiff_t count, ptrdiff_t width, bf16 *packed)
 {
     ptrdiff_t pairs = width / 2;
-    for (ptrdiff_t key = 0; key < rounded(count, PANEL); key += LANES)
+    for (ptrdiff_t key = 0; key < round_up(count, PANEL); key += LANES)
         for (ptrdiff_t p = 0; p < pairs; p += LANES) {
             __m512i rows[LANES];
             for (int j = 0; j < LANES; j++)
@@ -883,10 +891,10 @@ static void pack_keys(const bf16 *k, ptrdiff_t stride, ptrdiff_t count, ptrdiff_
         }
 }
 
-/* `count` values of one head: pairs of keys side by side; an odd one out is paired with zero. */
+/* Pack `count` values of one head with pairs of keys interleaved; an odd last key is paired with zero. */
 static void pack_values(const bf16 *v, ptrdiff_t stride, ptrdiff_t count, ptrdiff_t width, bf16 *packed)
 {
-    ptrdiff_t columns = rounded(width, LANES);
+    ptrdiff_t columns = round_up(width, LANES);
     for (ptrdiff_t key = 0; key < count; key += 2)
         for (ptrdiff_t c = 0; c < width; c += LANES) {
             __mmask16 lanes = first(width - c);
@@ -898,26 +906,28 @@ static void pack_values(const bf16 *v, ptrdiff_t stride, ptrdiff_t count, ptrdif
         }
 }
 
-/* Softmax weights of one row over a chunk, relative to the largest score so far; returns what its sums shrink by. */
-INLINE float weigh(float *scores, bf16 *weights, ptrdiff_t count, ptrdiff_t padded, float *most, float *total)
+/* Compute the softmax weights of one row over a chunk, relative to the largest score so far; returns the factor by which
+ * the earlier sums must be scaled. */
+INLINE float softmax_chunk(float *scores, bf16 *weights, ptrdiff_t count, ptrdiff_t padded, float *largest, float *total)
 {
-    __m512 high = _mm512_set1_ps(*most), sum = _mm512_setzero_ps();
+    __m512 high = _mm512_set1_ps(*largest), sum = _mm512_setzero_ps();
     for (ptrdiff_t i = 0; i < count; i += LANES)
         high = _mm512_mask_max_ps(high, first(count - i), high, _mm512_loadu_ps(scores + i));
     float now = _mm512_reduce_max_ps(high);
-    float shrink = _mm512_cvtss_f32(exp2_(_mm512_set1_ps(*most - now)));
+    float shrink = _mm512_cvtss_f32(exp2_(_mm512_set1_ps(*largest - now)));
     for (ptrdiff_t i = 0; i < padded; i += LANES) {
-        __m512 weight = _mm512_maskz_mov_ps(first(count - i), exp2_(_mm512_sub_ps(_mm512_loadu_ps(scores + i), _mm512_set1_ps(now))));
+        __m512 score = _mm512_sub_ps(_mm512_loadu_ps(scores + i), _mm512_set1_ps(now));
+        __m512 weight = _mm512_maskz_mov_ps(first(count - i), exp2_(score));
         sum = _mm512_add_ps(sum, weight);
         _mm256_storeu_si256((__m256i *)(weights + i), narrow(weight));
     }
-    *most = now;
+    *largest = now;
     *total = *total * shrink + _mm512_reduce_add_ps(sum);
     return shrink;
 }
 
-/* acc[m] = sum over `count` keys of weight times value, for up to PANEL columns of values that lie as they are: like
- * `tile` on packed ones, to the bit. */
+/* acc[m] = sum over `count` keys of weight times value, for up to PANEL columns of unpacked values: bit-exactly like
+ * `tile` with packed values. */
 INLINE void tile_values(const int rows, const bf16 *weights, const bf16 *v, ptrdiff_t stride, ptrdiff_t count,
                         ptrdiff_t columns, __m512 acc[TILE_ROWS][2])
 {
@@ -926,8 +936,8 @@ INLINE void tile_values(const int rows, const bf16 *weights, const bf16 *v, ptrd
     __mmask32 lanes = columns >= PANEL ? ~0u : (1u << columns) - 1;
     UNROLL for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = _mm512_setzero_ps();
     for (ptrdiff_t key = 0; key < count; key += 2, v += 2 * stride) {
-        _mm_prefetch((const char *)(v + KEYS_AHEAD * stride), _MM_HINT_T1);
-        _mm_prefetch((const char *)(v + (KEYS_AHEAD + 1) * stride), _MM_HINT_T1);
+        _mm_prefetch((const char *)(v + PREFETCH_KEYS * stride), _MM_HINT_T1);
+        _mm_prefetch((const char *)(v + (PREFETCH_KEYS + 1) * stride), _MM_HINT_T1);
         __m512i even = _mm512_maskz_loadu_epi16(lanes, v);
         __m512i odd = _mm512_maskz_loadu_epi16(key + 1 < count ? lanes : 0, v + stride);
         __m512bh low = (__m512bh)_mm512_unpacklo_epi16(even, odd), high = (__m512bh)_mm512_unpackhi_epi16(even, odd);
@@ -944,17 +954,17 @@ INLINE void tile_values(const int rows, const bf16 *weights, const bf16 *v, ptrd
     }
 }
 
-/* Up to TILE_ROWS queries against a chunk of keys: their sums, largest scores and totals go on. Keys and values are those
- * that are packed in `s` or, with `once`, lie at k and v and are not looked at by any other query. */
+/* Attend up to TILE_ROWS queries to a chunk of keys and update their sums, largest scores and totals. Keys and values are
+ * packed in `s` or, with `once`, unpacked at k and v, because no other query attends to them. */
 INLINE void attend_rows(const int rows, const int once, const Heads *h, const Scratch *s, ptrdiff_t row,
                         const ptrdiff_t *limits, ptrdiff_t chunk, ptrdiff_t count, const bf16 *k, const bf16 *v)
 {
-    ptrdiff_t pairs = h->width / 2, columns = rounded(h->width, LANES), padded = rounded(count, PANEL);
+    ptrdiff_t pairs = h->width / 2, columns = round_up(h->width, LANES), padded = round_up(count, PANEL);
     __m512 scale = _mm512_set1_ps(h->scale * 1.44269504f), acc[TILE_ROWS][2];
     for (ptrdiff_t key = 0; key < padded; key += PANEL) {
         const bf16 *keys = s->keys + (once ? 0 : key * h->width), *next = NULL;
         if (once) {
-            ptrdiff_t later = key + KEYS_AHEAD;
+            ptrdiff_t later = key + PREFETCH_KEYS;
             next = later < padded ? k + later * h->kv_token : v + (later - padded) * h->kv_token;
             pack_keys(k + key * h->kv_token, h->kv_token, count - key < PANEL ? count - key : PANEL, h->width, s->keys);
         }
@@ -967,8 +977,8 @@ INLINE void attend_rows(const int rows, const int once, const Heads *h, const Sc
     float shrink[TILE_ROWS];
     for (int m = 0; m < rows; m++) {
         ptrdiff_t seen = limits[row + m] - chunk;
-        shrink[m] = weigh(s->scores + m * KEY_CHUNK, s->weights + m * KEY_CHUNK, seen < count ? seen : count, padded,
-                          s->most + row + m, s->total + row + m);
+        shrink[m] = softmax_chunk(s->scores + m * KEY_CHUNK, s->weights + m * KEY_CHUNK, seen < count ? seen : count, padded,
+                          s->largest + row + m, s->total + row + m);
     }
     for (ptrdiff_t c = 0; c < columns; c += PANEL) {
         int both = c + LANES < columns;
@@ -984,7 +994,7 @@ INLINE void attend_rows(const int rows, const int once, const Heads *h, const Sc
     }
 }
 
-/* All queries of a tile against a chunk of keys that start at k and v. */
+/* Attend all queries of a tile to the chunk of keys at k and v. */
 static void attend_chunk(const Heads *h, const Scratch *s, ptrdiff_t row_count, const ptrdiff_t *limits, ptrdiff_t chunk,
                          ptrdiff_t count, const bf16 *k, const bf16 *v)
 {
@@ -1001,27 +1011,28 @@ static void attend_chunk(const Heads *h, const Scratch *s, ptrdiff_t row_count, 
     }
 }
 
-/* Queries of tokens [token, end) of a segment, for all heads that share the keys of `kv`. */
-static void attend_tile(const Heads *h, const Span *span, const Scratch *s, ptrdiff_t kv, ptrdiff_t token, ptrdiff_t end)
+/* Attend the queries [token, end) of a span, for all heads that share the keys of head `kv`. */
+static void attend_tile(const Heads *h, const KVSpan *span, const Scratch *s, ptrdiff_t kv, ptrdiff_t token, ptrdiff_t end)
 {
-    ptrdiff_t group = h->heads / h->kv_heads, rows = (end - token) * group, columns = rounded(h->width, LANES);
+    ptrdiff_t group = h->heads / h->kv_heads, rows = (end - token) * group, columns = round_up(h->width, LANES);
     ptrdiff_t limits[ROW_GROUP];
     for (ptrdiff_t row = 0; row < rows; row++) {
         ptrdiff_t at = token + row / group, head = kv * group + row % group;
-        const bf16 *query = h->q + (span->first + at) * h->q_token + head * h->q_head;
+        const bf16 *query = h->q + (span->first_query + at) * h->q_token + head * h->q_head;
         memcpy(s->queries + row * h->width, query, 2 * h->width);
-        limits[row] = span->start < 0 ? span->keys : span->start + at + 1;
-        s->most[row] = -1e30f;
+        limits[row] = span->start < 0 ? span->num_keys : span->start + at + 1;
+        s->largest[row] = -1e30f;
         s->total[row] = 0;
     }
     memset(s->sums, 0, sizeof(float) * rows * columns);
-    ptrdiff_t keys = limits[rows - 1], offset = span->row * h->kv_token + kv * h->kv_head;
+    ptrdiff_t keys = limits[rows - 1], offset = span->first_key * h->kv_token + kv * h->kv_head;
     for (ptrdiff_t chunk = 0; chunk < keys; chunk += KEY_CHUNK) {
         ptrdiff_t count = keys - chunk < KEY_CHUNK ? keys - chunk : KEY_CHUNK, from = offset + chunk * h->kv_token;
         attend_chunk(h, s, rows, limits, chunk, count, h->k + from, h->v + from);
     }
     for (ptrdiff_t row = 0; row < rows; row++) {
-        bf16 *out = h->out + (span->first + token + row / group) * h->out_token + (kv * group + row % group) * h->width;
+        bf16 *out = h->out + (span->first_query + token + row / group) * h->out_token +
+                    (kv * group + row % group) * h->width;
         __m512 inverse = _mm512_set1_ps(1.0f / s->total[row]);
         for (ptrdiff_t c = 0; c < h->width; c += LANES)
             store(out + c, first(h->width - c), _mm512_mul_ps(_mm512_loadu_ps(s->sums + row * columns + c), inverse));
@@ -1030,59 +1041,60 @@ static void attend_tile(const Heads *h, const Span *span, const Scratch *s, ptrd
 
 #endif
 
-/* Attention of each segment's queries to its own keys. `space` has `attend_space` bytes for each thread. */
-void attend(const Heads *h, const Span *spans, int64_t count, char *space, int32_t threads)
+/* Attend each span's queries to its keys. `workspace` has `attend_workspace_size()` bytes per thread. */
+void attend(const Heads *h, const KVSpan *spans, int64_t count, char *workspace, int32_t threads)
 {
-    ptrdiff_t group = h->heads / h->kv_heads, step = QUERY_ROWS / group, bytes = rounded(scratch_bytes(h->width), 64);
+    ptrdiff_t group = h->heads / h->kv_heads, step = QUERY_ROWS / group, bytes = round_up(scratch_bytes(h->width), 64);
     ptrdiff_t tiles = 0;
-    for (ptrdiff_t i = 0; i < count; i++) tiles += (spans[i].tokens + step - 1) / step;
+    for (ptrdiff_t i = 0; i < count; i++) tiles += (spans[i].num_queries + step - 1) / step;
 #pragma omp parallel num_threads(threads)
     {
-        Scratch s = carve_scratch(space + omp_get_thread_num() * bytes, h->width);
+        Scratch s = carve_scratch(workspace + omp_get_thread_num() * bytes, h->width);
 #pragma omp for schedule(dynamic, 1)
         for (ptrdiff_t task = 0; task < tiles * h->kv_heads; task++) {
             ptrdiff_t kv = task % h->kv_heads, index = task / h->kv_heads, i = 0;
-            while (index >= (spans[i].tokens + step - 1) / step) index -= (spans[i++].tokens + step - 1) / step;
-            ptrdiff_t token = index * step, end = token + step < spans[i].tokens ? token + step : spans[i].tokens;
+            while (index >= (spans[i].num_queries + step - 1) / step)
+                index -= (spans[i++].num_queries + step - 1) / step;
+            ptrdiff_t token = index * step, end = token + step < spans[i].num_queries ? token + step : spans[i].num_queries;
             attend_tile(h, spans + i, &s, kv, token, end);
         }
     }
 }
 
-int64_t attend_space(int64_t width) { return rounded(scratch_bytes(width), 64); }
+int64_t attend_workspace_size(int64_t width) { return round_up(scratch_bytes(width), 64); }
 
-/* Layers of a decoder ---------------------------------------------------------------------------------------------- */
+/* Decoder layers --------------------------------------------------------------------------------------------------- */
 
 typedef struct {
     const bf16 *input_norm;
     const Matrix *qkv, *output;
     const bf16 *mlp_norm;
     const Matrix *gate_up, *down;
-} Layer;
+} DecoderLayer;
 
-typedef struct { /* new tokens of many requests: see `Pass` in types.py */
+typedef struct { /* the new tokens of many requests, see `ForwardBatch` in types.py */
     bf16 *x;       /* [rows, hidden]; overwritten */
     int64_t rows, hidden;
     const float *cos, *sin;
     const int64_t *slots;
-    const Span *spans;
+    const KVSpan *spans;
     int64_t span_count;
     const int64_t *last; /* increasing */
     int64_t last_count;
-    const Span *last_spans;
+    const KVSpan *last_spans;
     bf16 *out;   /* [last_count, hidden] */
     bf16 *cache; /* [layers, 2 * kv_heads, cache_rows, width] */
     int64_t cache_rows;
-    bf16 *normed, *qkv, *mixed, *inner; /* room for one result of each kind */
-    char *linear_space, *attend_space;
-} Pass;
+    bf16 *normed, *qkv, *mixed, *inner; /* intermediate results */
+    char *linear_workspace, *attend_workspace;
+} ForwardBatch;
 
 typedef struct {
     int64_t heads, kv_heads, width;
     float scale, eps;
-} Shape;
+} DecoderShape;
 
-static void store_keys_values(const Pass *p, const Shape *s, bf16 *cache)
+static void store_keys_values(const ForwardBatch *p, const DecoderShape *s, bf16 *cache)
 {
     ptrdiff_t stride = (s->heads + 2 * s->kv_heads) * s->width;
     for (ptrdiff_t row = 0; row < p->rows; row++)
@@ -1091,8 +1103,8 @@ static void store_keys_values(const Pass *p, const Shape *s, bf16 *cache)
                    p->qkv + row * stride + (s->heads + head) * s->width, 2 * s->width);
 }
 
-/* The rows that are asked for: their hidden states into `out`, their queries to the front. */
-static void keep_last(const Pass *p, const Shape *s)
+/* Select the requested rows: copy their hidden states to `out` and move their queries to the front. */
+static void select_last(const ForwardBatch *p, const DecoderShape *s)
 {
     ptrdiff_t stride = (s->heads + 2 * s->kv_heads) * s->width;
     for (ptrdiff_t i = 0; i < p->last_count; i++) {
@@ -1101,37 +1113,37 @@ static void keep_last(const Pass *p, const Shape *s)
     }
 }
 
-/* Attention and then the MLP of a layer, added to `x`. */
-static void mix(const Layer *l, const Pass *p, const Shape *s, const bf16 *cache, bf16 *x, ptrdiff_t rows,
-                const Span *spans, ptrdiff_t span_count, int threads)
+/* Add a layer's attention output and then its MLP output to `x`. */
+static void attention_and_mlp(const DecoderLayer *l, const ForwardBatch *p, const DecoderShape *s, const bf16 *cache,
+                              bf16 *x, ptrdiff_t rows, const KVSpan *spans, ptrdiff_t span_count, int threads)
 {
     ptrdiff_t head = p->cache_rows * s->width, mixed = s->heads * s->width, inner = l->gate_up->columns;
     Heads h = {
         p->qkv, cache, cache + s->kv_heads * head, p->mixed, mixed + 2 * s->kv_heads * s->width, s->width, s->width,
         head, mixed, s->heads, s->kv_heads, s->width, s->scale,
     };
-    attend(&h, spans, span_count, p->attend_space, threads);
-    linear(l->output, p->mixed, mixed, rows, x, p->hidden, 1, p->linear_space, threads);
+    attend(&h, spans, span_count, p->attend_workspace, threads);
+    linear(l->output, p->mixed, mixed, rows, x, p->hidden, 1, p->linear_workspace, threads);
     norm(x, p->hidden, l->mlp_norm, NULL, s->eps, p->normed, rows, p->hidden, threads);
-    linear(l->gate_up, p->normed, p->hidden, rows, p->inner, inner, 0, p->linear_space, threads);
-    linear(l->down, p->inner, inner, rows, x, p->hidden, 1, p->linear_space, threads);
+    linear(l->gate_up, p->normed, p->hidden, rows, p->inner, inner, 0, p->linear_workspace, threads);
+    linear(l->down, p->inner, inner, rows, x, p->hidden, 1, p->linear_workspace, threads);
 }
 
-/* All layers, in one call: handing the interpreter's lock over for each of their parts took a tenth of a step. */
-void decode(const Layer *layers, int64_t count, const Shape *s, const Pass *p, int32_t threads)
+/* Run all layers in one call: releasing and acquiring the GIL for each operation took a tenth of a step. */
+void decode(const DecoderLayer *layers, int64_t count, const DecoderShape *s, const ForwardBatch *p, int32_t threads)
 {
     ptrdiff_t heads = s->heads + s->kv_heads, stride = (heads + s->kv_heads) * s->width;
     for (ptrdiff_t i = 0; i < count; i++) {
         bf16 *cache = p->cache + i * 2 * s->kv_heads * p->cache_rows * s->width;
         norm(p->x, p->hidden, layers[i].input_norm, NULL, s->eps, p->normed, p->rows, p->hidden, threads);
-        linear(layers[i].qkv, p->normed, p->hidden, p->rows, p->qkv, stride, 0, p->linear_space, threads);
+        linear(layers[i].qkv, p->normed, p->hidden, p->rows, p->qkv, stride, 0, p->linear_workspace, threads);
         rotate(p->qkv, stride, p->cos, p->sin, p->rows, heads, s->width / 2, threads);
         store_keys_values(p, s, cache);
         if (i + 1 < count) {
-            mix(layers + i, p, s, cache, p->x, p->rows, p->spans, p->span_count, threads);
+            attention_and_mlp(layers + i, p, s, cache, p->x, p->rows, p->spans, p->span_count, threads);
         } else if (p->last_count) {
-            keep_last(p, s);
-            mix(layers + i, p, s, cache, p->out, p->last_count, p->last_spans, p->last_count, threads);
+            select_last(p, s);
+            attention_and_mlp(layers + i, p, s, cache, p->out, p->last_count, p->last_spans, p->last_count, threads);
         }
     }
 }

@@ -1,8 +1,9 @@
-"""Memory in pages of 2 MiB, where the system has them: a tenth of a decode step went into looking up smaller ones.
+"""Allocate weights in huge pages of 2 MiB, where available: TLB misses of smaller ones took a tenth of a decode step.
 
-Linux makes such pages of whole and aligned pieces of memory only: matrices lie side by side in larger pieces, which are
-free again when the last of their tensors is. Pages are joined when a model is loaded, beside its first answers: asking
-for huge ones at once would be simpler, but a virtual machine may take a second or two for each gigabyte of them.
+Linux uses huge pages only for whole, aligned 2 MiB ranges. Matrices are therefore placed next to each other in larger
+chunks, which are freed with the last of their tensors. Pages are collapsed in the background after a model is loaded,
+during its first responses. Requesting huge pages at allocation would be simpler, but a virtual machine may take one or
+two seconds for each gigabyte.
 """
 
 from __future__ import annotations
@@ -20,111 +21,114 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PAGE = 2 << 20
-PIECE = 16 << 20
-LINE = 64
-"""Bytes of a cache line: where each tensor begins."""
+HUGE_PAGE_SIZE = 2 << 20
+CHUNK_SIZE = 16 << 20
+CACHE_LINE = 64
+"""Size of a cache line, to which each tensor is aligned."""
 
-QUIET = 1.0
-"""Seconds without a new tensor, after which a model is taken to be loaded."""
+QUIET_SECONDS = 1.0
+"""A model is considered loaded after this many seconds without a new tensor."""
 
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25
-"""Linux's <linux/mman.h>. The second one does now, from Linux 6.1 on, what the first one allows to be done some day."""
+"""From Linux's <linux/mman.h>. MADV_HUGEPAGE allows the kernel to collapse pages at some later time; MADV_COLLAPSE,
+from Linux 6.1 on, collapses them immediately."""
 
 
 @dataclass(slots=True)
-class _Piece:
-    """Memory that only its tensors keep, handed out from the front.
+class _Chunk:
+    """Memory that is kept alive only by its tensors and is allocated from front to back.
 
     Attributes:
-        memory: all of it.
-        end: where the rest begins that nobody has.
+        memory: the mapping.
+        end: offset of the unused rest.
     """
 
     memory: weakref.ref[mmap.mmap]
     end: int
 
 
-class _Pieces:
-    """The pieces of this process; threads may ask at once."""
+class _ChunkAllocator:
+    """The chunks of this process. Thread-safe."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """As new, for a child of a process that had forked: what lies there is its parent's."""
+        """Reset to the initial state, for a forked child: the existing chunks belong to its parent."""
         self._lock = threading.Lock()
-        self._newest: _Piece | None = None
-        self._small: list[_Piece] = []  # whose pages were not joined yet
-        self._joins = False
-        self._taken = 0.0
+        self._newest: _Chunk | None = None
+        self._uncollapsed: list[_Chunk] = []  # chunks whose pages are not collapsed yet
+        self._is_collapsing = False
+        self._last_allocation = 0.0
 
-    def take(self, size: int) -> tuple[mmap.mmap, int]:
-        """Memory, and where in it so many bytes begin that nobody else has."""
+    def allocate(self, size: int) -> tuple[mmap.mmap, int]:
+        """Allocate `size` bytes; returns a mapping and the offset in it."""
         with self._lock:
-            piece = self._newest
-            memory = piece.memory() if piece else None
-            if piece is None or memory is None or piece.end + size > len(memory):
-                if piece:
-                    self._join_soon()
-                memory, start = _new_memory(max(size, PIECE))
-                self._newest = piece = _Piece(weakref.ref(memory), start)
-                self._small.append(piece)
-            start, piece.end = piece.end, piece.end + -(-size // LINE) * LINE
-            self._taken = time.monotonic()
+            chunk = self._newest
+            memory = chunk.memory() if chunk else None
+            if chunk is None or memory is None or chunk.end + size > len(memory):
+                if chunk:
+                    self._start_collapsing()
+                memory, start = _new_memory(max(size, CHUNK_SIZE))
+                self._newest = chunk = _Chunk(weakref.ref(memory), start)
+                self._uncollapsed.append(chunk)
+            start, chunk.end = chunk.end, chunk.end + -(-size // CACHE_LINE) * CACHE_LINE
+            self._last_allocation = time.monotonic()
             return memory, start
 
-    def _join_soon(self) -> None:
-        if self._joins or sys.platform != "linux":
+    def _start_collapsing(self) -> None:
+        if self._is_collapsing or sys.platform != "linux":
             return
-        with contextlib.suppress(RuntimeError):  # no more threads: small pages do as well
-            threading.Thread(target=self._join_all, name="huge-pages", daemon=True).start()
-            self._joins = True
+        with contextlib.suppress(RuntimeError):  # no thread can be started: small pages work too
+            threading.Thread(target=self._collapse_all, name="huge-pages", daemon=True).start()
+            self._is_collapsing = True
 
-    def _join_all(self) -> None:
-        while piece := self._next_to_join():
-            join(piece.memory, piece.end)
+    def _collapse_all(self) -> None:
+        while chunk := self._next_to_collapse():
+            collapse(chunk.memory, chunk.end)
 
-    def _next_to_join(self) -> _Piece | None:
-        while (left := self._taken + QUIET - time.monotonic()) > 0:
+    def _next_to_collapse(self) -> _Chunk | None:
+        while (left := self._last_allocation + QUIET_SECONDS - time.monotonic()) > 0:
             time.sleep(left)
         with self._lock:
-            self._joins = bool(self._small)
-            return self._small.pop() if self._small else None
+            self._is_collapsing = bool(self._uncollapsed)
+            return self._uncollapsed.pop() if self._uncollapsed else None
 
 
 def _new_memory(size: int) -> tuple[mmap.mmap, int]:
-    """Memory for so many bytes, and where in it the first huge page would begin."""
-    memory = mmap.mmap(-1, -(-size // PAGE) * PAGE + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return memory, -_address(memory) % PAGE
+    """Map memory for `size` bytes; returns the mapping and the offset of its first huge page boundary."""
+    memory = mmap.mmap(
+        -1, -(-size // HUGE_PAGE_SIZE) * HUGE_PAGE_SIZE + HUGE_PAGE_SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )
+    return memory, -_address(memory) % HUGE_PAGE_SIZE
 
 
 def _address(memory: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def join(memory: weakref.ref[mmap.mmap], end: int) -> None:
-    """Make huge pages of the whole ones before `end`, as long as somebody has the memory.
+def collapse(memory: weakref.ref[mmap.mmap], end: int) -> None:
+    """Collapse the complete 2 MiB ranges before `end` into huge pages, unless the memory has been freed.
 
-    Where the system refuses, nothing is lost: the small ones do as well, only slower.
+    If the system declines, small pages remain in use, which are only slower.
     """
-    found = memory()
-    if found is None:
+    mapping = memory()
+    if mapping is None:
         return
-    madvise = ctypes.CDLL(None).madvise  # Python's own keeps the interpreter's lock
-    address = _address(found)
-    for start in range(-address % PAGE, end - PAGE + 1, PAGE):
+    madvise = ctypes.CDLL(None).madvise  # `mmap.madvise` holds the GIL
+    address = _address(mapping)
+    for start in range(-address % HUGE_PAGE_SIZE, end - HUGE_PAGE_SIZE + 1, HUGE_PAGE_SIZE):
         for advice in (MADV_HUGEPAGE, MADV_COLLAPSE):
-            madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(PAGE), advice)
+            madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(HUGE_PAGE_SIZE), advice)
 
 
-_PIECES = _Pieces()
-os.register_at_fork(after_in_child=_PIECES.reset)
+_ALLOCATOR = _ChunkAllocator()
+os.register_at_fork(after_in_child=_ALLOCATOR.reset)
 
 
 def empty(count: int, dtype: torch.dtype) -> Tensor:
-    """So many numbers, of any value."""
+    """Allocate an uninitialized 1-D tensor of `count` elements."""
     if not count:
         return torch.empty(0, dtype=dtype)
-    memory, start = _PIECES.take(count * dtype.itemsize)
+    memory, start = _ALLOCATOR.allocate(count * dtype.itemsize)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=start)

@@ -1,6 +1,6 @@
-"""Kernels in C (`avx512.c`), called through ctypes.
+"""The C kernels (`avx512.c`), called through ctypes.
 
-A row's result is bit-exact regardless of the rows that are computed with it.
+A row's result is bit-exact regardless of the other rows in the batch.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .build import OTHER_CACHE, BuildError, build
 from .native_layers import NativeLayers
 from .native_linear import NativeInt8Linear, NativeLinear, NativeLMHead
 
-MOST_SHARING = 192
-"""Heads that share keys: their queries of one token are worked on together."""
+MAX_HEADS_PER_KV_HEAD = 192
+"""Maximum number of query heads per key head: their queries of one token are processed together."""
 
 _INT, _LONG, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -48,30 +48,30 @@ SIGNATURES: dict[str, tuple[type[Any], ...]] = {
     "rotate": (_POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, _LONG, _INT),
     "attend": (_POINTER, _POINTER, _LONG, _POINTER, _INT),
     "decode": (_POINTER, _LONG, _POINTER, _POINTER, _INT),
-    "screen_bounds": (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT),
-    "largest_columns": (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT),
-    "codes_space": (_LONG,),
-    "linear_space": (_POINTER, _LONG, _INT),
-    "largest_space": (_LONG, _LONG, _LONG),
-    "attend_space": (_LONG,),
+    "compute_argmax_bounds": (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT),
+    "argmax_columns": (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT),
+    "codes_size": (_LONG,),
+    "linear_workspace_size": (_POINTER, _LONG, _INT),
+    "argmax_workspace_size": (_LONG, _LONG, _LONG),
+    "attend_workspace_size": (_LONG,),
 }
 
 RESULTS: dict[str, type[Any]] = {
     "pack_codes": _INT,
-    "codes_space": _LONG,
-    "linear_space": _LONG,
-    "largest_space": _LONG,
-    "attend_space": _LONG,
+    "codes_size": _LONG,
+    "linear_workspace_size": _LONG,
+    "argmax_workspace_size": _LONG,
+    "attend_workspace_size": _LONG,
 }
 
 
 class Variant(NamedTuple):
-    """One way to compile `avx512.c`.
+    """A build variant of `avx512.c`.
 
     Attributes:
-        name: of the kernel set, and the value of `cpu_kernels` that selects it.
-        flags: of the compiler.
-        features: of the processor that it needs, as /proc/cpuinfo spells them.
+        name: name of the kernel set, and the value of `cpu_kernels` that selects it.
+        flags: compiler flags.
+        features: required CPU features, as /proc/cpuinfo spells them.
     """
 
     name: str
@@ -86,7 +86,7 @@ AMX = Variant(
     (*AVX512.features, "amx_tile", "amx_bf16", "amx_int8"),
 )
 PORTABLE_TILES = Variant("portable_tiles", ("-DTILES",))
-"""The kernels of `AMX` with its instructions spelled out in C, bit-exact and slow: for tests on every machine."""
+"""The kernels of `AMX` with its instructions emulated in C, bit-exact and slow: for tests on every machine."""
 
 VARIANTS = (AMX, AVX512)
 """Fastest first."""
@@ -103,7 +103,7 @@ class Heads(ctypes.Structure):
 
 
 class Avx512Kernels:
-    """See `Kernels`. For bfloat16 on a CPU; widths of inputs are even."""
+    """See `Kernels`. For bfloat16 on a CPU; the number of inputs is even."""
 
     supports_int8 = True
 
@@ -120,10 +120,10 @@ class Avx512Kernels:
         fp32_output: bool = False,
         int8: bool = False,
     ) -> Linear:
-        if weight.shape[1] % 4:  # four inputs of a weight stand side by side
+        if weight.shape[1] % 4:  # weights are packed in groups of four inputs
             return TorchKernels("cpu").linear(weight, bias, activation=activation, fp32_output=fp32_output)
-        made = NativeInt8Linear if int8 else NativeLinear
-        return made(self._library, weight.contiguous(), bias, activation, fp32_output)
+        linear_type = NativeInt8Linear if int8 else NativeLinear
+        return linear_type(self._library, weight.contiguous(), bias, activation, fp32_output)
 
     def head(self, weight: Tensor, *, int8: bool = False) -> LMHead:
         if int8 or weight.shape[1] % 4:
@@ -153,27 +153,31 @@ class Avx512Kernels:
         rows, heads, width = q.shape
         assert k.stride() == v.stride()
         assert q.stride(2) == k.stride(2) == 1
-        if not _attends(heads, len(k), width):
+        if not _supports_attention(heads, len(k), width):
             return TorchKernels("cpu").attend(q, k, v, spans)
         out = torch.empty(rows, heads * width, dtype=q.dtype)
         threads = _threads()
-        space = torch.empty(threads * self._library.attend_space(width), dtype=torch.uint8)
+        workspace = torch.empty(threads * self._library.attend_workspace_size(width), dtype=torch.uint8)
         description = Heads(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), q.stride(0), q.stride(1), k.stride(1),
             k.stride(0), heads * width, heads, len(k), width, width**-0.5,
         )  # fmt: skip
         table = spans.table
-        self._library.attend(ctypes.byref(description), table.data_ptr(), len(table), space.data_ptr(), threads)
+        self._library.attend(ctypes.byref(description), table.data_ptr(), len(table), workspace.data_ptr(), threads)
         return out
 
     def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> DecoderLayers:
-        if not shape.levels and all(map(_decodes, layers)) and _attends(shape.heads, shape.kv_heads, shape.head_dim):
+        if (
+            not shape.levels
+            and all(map(_supports_layer, layers))
+            and _supports_attention(shape.heads, shape.kv_heads, shape.head_dim)
+        ):
             return NativeLayers(self._library, layers, shape)
         return ReferenceDecoderLayers(self, layers, shape)
 
 
-def _decodes(layer: DecoderLayer) -> bool:
-    """Whether `decode` in C knows such layers."""
+def _supports_layer(layer: DecoderLayer) -> bool:
+    """Whether `decode` in C supports the layer."""
     norms = (layer.input_norm, layer.mlp_norm)
     linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
     return (
@@ -183,16 +187,16 @@ def _decodes(layer: DecoderLayer) -> bool:
     )
 
 
-def _attends(heads: int, kv_heads: int, width: int) -> bool:
-    """Whether attention of that shape is known in C."""
-    return width % 2 == 0 and heads <= MOST_SHARING * kv_heads
+def _supports_attention(heads: int, kv_heads: int, width: int) -> bool:
+    """Whether `attend` in C supports attention of this shape."""
+    return width % 2 == 0 and heads <= MAX_HEADS_PER_KV_HEAD * kv_heads
 
 
-_LOADING = threading.Lock()
+_LOAD_LOCK = threading.Lock()
 
 
 def load_native(config: EngineConfig) -> LoadedKernels:
-    """The fastest of these kernels that can run here, or why none can."""
+    """Load the fastest of these kernels that can run on this machine, or report why none can."""
     loaded = LoadedKernels(None)
     for variant in VARIANTS:
         loaded = load_variant(variant, config)
@@ -202,11 +206,11 @@ def load_native(config: EngineConfig) -> LoadedKernels:
 
 
 def load_variant(variant: Variant, config: EngineConfig) -> LoadedKernels:
-    """One variant of the kernels in C, compiled where it is not in the cache of `config`, or why it cannot be used.
+    """Load one variant of the C kernels, compiled if it is not in `config`'s cache, or report why it cannot be used.
 
-    Compiling takes seconds; whoever asks meanwhile waits for that.
+    Compiling takes seconds; concurrent callers wait for it.
     """
-    with _LOADING:  # a cache alone would let two that ask at once compile twice
+    with _LOAD_LOCK:  # with the cache alone, concurrent callers would compile twice
         return _load(variant, config)
 
 
@@ -220,12 +224,12 @@ def _load(variant: Variant, config: EngineConfig) -> LoadedKernels:
         library = ctypes.CDLL(str(build(source, config.cache_folder / "kernels", variant.name, variant.flags)))
     except BuildError as error:
         return LoadedKernels(None, error.reason, error.fix)
-    except RuntimeError as error:  # there is no home folder
+    except RuntimeError as error:  # no home folder
         return LoadedKernels(None, str(error), OTHER_CACHE)
     except OSError as error:
-        return LoadedKernels(None, f"the compiled kernels do not load ({error})", OTHER_CACHE)
+        return LoadedKernels(None, f"the compiled kernels cannot be loaded ({error})", OTHER_CACHE)
     if variant is AMX and not library.tiles_permitted():
-        return LoadedKernels(None, "the system does not permit this process to use AMX", "Linux 5.16 or newer does")
+        return LoadedKernels(None, "the system does not permit this process to use AMX", "use Linux 5.16 or newer")
     for name, types in SIGNATURES.items():
         getattr(library, name).argtypes = types
         getattr(library, name).restype = RESULTS.get(name)

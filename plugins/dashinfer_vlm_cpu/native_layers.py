@@ -1,7 +1,6 @@
-"""All layers of a decoder in one call to C.
+"""Run all layers of a decoder in one call to C.
 
-Handing the interpreter's lock over before and after each of their parts, and Python between them, took a tenth of a
-step.
+Releasing and acquiring the GIL around each operation, and the Python code in between, took a tenth of a step.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _LONG, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
 class CLayer(ctypes.Structure):
-    """`Layer` in C."""
+    """`DecoderLayer` in C."""
 
     _fields_ = (
         ("input_norm", _POINTER), ("qkv", _POINTER), ("output", _POINTER), ("mlp_norm", _POINTER),
@@ -29,19 +28,19 @@ class CLayer(ctypes.Structure):
 
 
 class CDecoderShape(ctypes.Structure):
-    """`Shape` in C."""
+    """`DecoderShape` in C."""
 
     _fields_ = (("heads", _LONG), ("kv_heads", _LONG), ("width", _LONG), ("scale", _FLOAT), ("eps", _FLOAT))
 
 
 class CForwardBatch(ctypes.Structure):
-    """`Pass` in C."""
+    """`ForwardBatch` in C."""
 
     _fields_ = (
         ("x", _POINTER), ("rows", _LONG), ("hidden", _LONG), ("cos", _POINTER), ("sin", _POINTER), ("slots", _POINTER),
         ("spans", _POINTER), ("span_count", _LONG), ("last", _POINTER), ("last_count", _LONG), ("last_spans", _POINTER),
         ("out", _POINTER), ("cache", _POINTER), ("cache_rows", _LONG), ("normed", _POINTER), ("qkv", _POINTER),
-        ("mixed", _POINTER), ("inner", _POINTER), ("linear_space", _POINTER), ("attend_space", _POINTER),
+        ("mixed", _POINTER), ("inner", _POINTER), ("linear_workspace", _POINTER), ("attend_workspace", _POINTER),
     )  # fmt: skip
 
 
@@ -51,7 +50,7 @@ class NativeLayers:
     def __init__(self, library: ctypes.CDLL, layers: Sequence[DecoderLayer], shape: DecoderShape) -> None:
         self._library = library
         self._layers = tuple(layers)
-        self._table = (CLayer * len(layers))(*map(_described, layers))
+        self._table = (CLayer * len(layers))(*map(_c_layer, layers))
         self._shape = CDecoderShape(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5, shape.eps)
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
@@ -59,12 +58,13 @@ class NativeLayers:
         assert all(part.is_contiguous() for part in (x, batch.cos, batch.sin, batch.slots, batch.last, batch.cache))
         rows, hidden = x.shape
         out = torch.empty(len(batch.last), hidden, dtype=x.dtype)
-        rooms = self._workspaces(rows, hidden)
+        workspaces = self._workspaces(rows, hidden)
         spans, last_spans = batch.spans.table, batch.last_spans.table
         description = CForwardBatch(
             x.data_ptr(), rows, hidden, batch.cos.data_ptr(), batch.sin.data_ptr(), batch.slots.data_ptr(),
             spans.data_ptr(), len(spans), batch.last.data_ptr(), len(batch.last), last_spans.data_ptr(),
-            out.data_ptr(), batch.cache.data_ptr(), batch.cache.shape[2], *(room.data_ptr() for room in rooms),
+            out.data_ptr(), batch.cache.data_ptr(), batch.cache.shape[2],
+            *(workspace.data_ptr() for workspace in workspaces),
         )  # fmt: skip
         self._library.decode(
             self._table, len(self._table), ctypes.byref(self._shape), ctypes.byref(description), torch.get_num_threads()
@@ -72,21 +72,21 @@ class NativeLayers:
         return out
 
     def _workspaces(self, rows: int, hidden: int) -> list[Tensor]:
-        """Memory for what lies between the parts of a layer, in the order of `PassInC`."""
+        """Allocate memory for a layer's intermediate results, in the order of `CForwardBatch`."""
         linears = [part for part in self._layers[0] if isinstance(part, NativeLinear)]
         heads, kv_heads, width = self._shape.heads, self._shape.kv_heads, self._shape.width
         columns = hidden, (heads + 2 * kv_heads) * width, heads * width, max(linear.inputs for linear in linears)
-        spaces = (
+        sizes = (
             max(linear.workspace_bytes(rows) for linear in linears),
-            torch.get_num_threads() * self._library.attend_space(width),
+            torch.get_num_threads() * self._library.attend_workspace_size(width),
         )
         return [
             *(torch.empty(rows, count, dtype=torch.bfloat16) for count in columns),
-            *(torch.empty(count, dtype=torch.uint8) for count in spaces),
+            *(torch.empty(count, dtype=torch.uint8) for count in sizes),
         ]
 
 
-def _described(layer: DecoderLayer) -> CLayer:
+def _c_layer(layer: DecoderLayer) -> CLayer:
     return CLayer(
         input_norm=_address(layer.input_norm),
         qkv=_address(layer.qkv),

@@ -1,4 +1,4 @@
-"""Linear layers of the kernels in C."""
+"""Linear layers of the C kernels."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from . import huge_pages
 
 PANEL = 32
 
-LONGEST_PAUSE = 63
-"""Steps between two attempts to find the largest result without computing all: in vain, it costs two thirds more."""
+MAX_SKIPPED_STEPS = 63
+"""Maximum number of steps between two attempts to find the argmax without computing all logits: a failed attempt makes
+the LM head two thirds more expensive."""
 
-LARGEST_NORM = 1e18
-"""Of weights; with larger ones, a result could leave the range of float32."""
+MAX_NORM = 1e18
+"""Maximum norm of a row of weights; with larger ones, a logit could overflow float32."""
 
 _INT, _LONG, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 
@@ -35,12 +36,12 @@ class Matrix(ctypes.Structure):
 
 
 class PackedWeights(NamedTuple):
-    """Weights as C wants them.
+    """Weights in the layout of the C kernels.
 
     Attributes:
-        weights: in panels.
-        scales: of 8-bit weights.
-        codes: of 12-bit weights.
+        weights: the panels.
+        scales: the scales of 8-bit weights.
+        codes: the code tables of 12-bit weights.
     """
 
     weights: Tensor
@@ -49,7 +50,7 @@ class PackedWeights(NamedTuple):
 
 
 class NativeLinear:
-    """bfloat16 weights in panels: of 12 bits, from which C restores all 16; where that cannot be, of 16."""
+    """A linear layer with bfloat16 weights in panels, losslessly compressed to 12 bits where possible, else of 16."""
 
     def __init__(
         self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None, activation: Activation, fp32_output: bool
@@ -60,9 +61,9 @@ class NativeLinear:
         self.columns: int = outputs // 2 if gated else outputs
         self.inputs = inputs
         assert not gated or bias is None
-        self._kept = (*self._pack(weight, gated), bias)
+        self._tensors = (*self._pack(weight, gated), bias)
         self.matrix: Matrix = Matrix(
-            *(None if kept is None else kept.data_ptr() for kept in self._kept), outputs, inputs, self.columns,
+            *(None if tensor is None else tensor.data_ptr() for tensor in self._tensors), outputs, inputs, self.columns,
             activation, fp32_output,
         )  # fmt: skip
 
@@ -75,14 +76,14 @@ class NativeLinear:
         self._run(x, total, add=True)
 
     def workspace_bytes(self, rows: int) -> int:
-        """Bytes of scratch memory that so many rows need."""
-        return int(self._library.linear_space(ctypes.byref(self.matrix), rows, torch.get_num_threads()))
+        """Return the number of workspace bytes for `rows` rows."""
+        return int(self._library.linear_workspace_size(ctypes.byref(self.matrix), rows, torch.get_num_threads()))
 
     def _pack(self, weight: Tensor, gated: bool) -> PackedWeights:
         panels = self._panels(weight, gated)
         outputs, inputs = weight.shape
         packed = huge_pages.empty(len(panels) // 2 * 3, torch.uint8)
-        codes = huge_pages.empty(_padded(outputs) // PANEL * self._library.codes_space(inputs), torch.uint8)
+        codes = huge_pages.empty(_padded(outputs) // PANEL * self._library.codes_size(inputs), torch.uint8)
         coded = self._library.pack_codes(
             panels.data_ptr(), outputs, inputs, packed.data_ptr(), codes.data_ptr(), torch.get_num_threads()
         )  # fmt: skip
@@ -91,7 +92,7 @@ class NativeLinear:
         return PackedWeights(huge_pages.empty(len(panels), panels.dtype).copy_(panels))
 
     def _panels(self, weight: Tensor, gated: bool) -> Tensor:
-        """All 16 bits."""
+        """Pack the weights into panels of 16 bits."""
         outputs, inputs = weight.shape
         panels = mmap_buffer.empty([_padded(outputs) * inputs], torch.bfloat16)
         self._library.pack_bf16(weight.data_ptr(), outputs, inputs, gated, panels.data_ptr(), torch.get_num_threads())
@@ -99,15 +100,18 @@ class NativeLinear:
 
     def _run(self, x: Tensor, out: Tensor, *, add: bool) -> None:
         assert x.stride(1) == 1
-        space = torch.empty(self.workspace_bytes(len(x)), dtype=torch.uint8)
+        workspace = torch.empty(self.workspace_bytes(len(x)), dtype=torch.uint8)
         self._library.linear(
             ctypes.byref(self.matrix), x.data_ptr(), x.stride(0), len(x), out.data_ptr(), out.stride(0), add,
-            space.data_ptr(), torch.get_num_threads(),
+            workspace.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
 
 
 class NativeInt8Linear(NativeLinear):
-    """Weights of 8 bits in panels, one scale per output; activations get 8 bits and a scale per 128 inputs."""
+    """A linear layer with 8-bit weights in panels.
+
+    Weights have one scale per output; activations are quantized to 8 bits with one scale per 128 inputs.
+    """
 
     def _pack(self, weight: Tensor, gated: bool) -> PackedWeights:
         outputs, inputs = weight.shape
@@ -120,54 +124,58 @@ class NativeInt8Linear(NativeLinear):
 
 
 class ArgmaxBounds(ctypes.Structure):
-    """`Screen` in C."""
+    """`ArgmaxBounds` in C."""
 
-    _fields_ = (("exact", _POINTER), ("rough", _POINTER), ("norms", _POINTER), ("errors", _POINTER))
+    _fields_ = (("exact", _POINTER), ("quantized", _POINTER), ("norms", _POINTER), ("errors", _POINTER))
 
 
 class NativeLMHead(NativeLinear):
-    """An output layer that also holds its weights in 8 bits, to find the largest result at two thirds of the cost.
+    """An LM head that also holds its weights in 8 bits, to find the argmax at two thirds of the cost.
 
-    They are read in place of the others, which only confirm what the 8 bits leave open: the largest is that of all
-    results, to the bit. See `largest_columns` in C.
+    The 8-bit weights are read instead of the original ones, which are used only for the columns that remain ambiguous:
+    the argmax is exactly that of all logits. See `argmax_columns` in C.
     """
 
     def __init__(self, library: ctypes.CDLL, weight: Tensor) -> None:
         super().__init__(library, weight, None, Activation.NONE, fp32_output=True)
         outputs, inputs = weight.shape
-        self._rough = NativeInt8Linear(library, weight, None, Activation.NONE, fp32_output=True)
+        self._int8 = NativeInt8Linear(library, weight, None, Activation.NONE, fp32_output=True)
         self._bounds = torch.empty(2, outputs, dtype=torch.float32)
         norms, errors = (bound.data_ptr() for bound in self._bounds)
-        library.screen_bounds(
-            weight.data_ptr(), outputs, inputs, self._rough.matrix.scales, norms, errors, torch.get_num_threads()
+        library.compute_argmax_bounds(
+            weight.data_ptr(), outputs, inputs, self._int8.matrix.scales, norms, errors, torch.get_num_threads()
         )
-        self._screen = ArgmaxBounds(ctypes.addressof(self.matrix), ctypes.addressof(self._rough.matrix), norms, errors)
-        self._sound = bool((self._bounds < LARGEST_NORM).all())
-        self._misses = self._pause = 0
+        self._argmax_bounds = ArgmaxBounds(
+            ctypes.addressof(self.matrix), ctypes.addressof(self._int8.matrix), norms, errors
+        )
+        self._bounds_are_finite = bool((self._bounds < MAX_NORM).all())
+        self._misses = self._steps_to_skip = 0
 
     def argmax(self, x: Tensor) -> Tensor | None:
-        """See `Head`. Where it was in vain, it is tried more and more rarely."""
-        if not self._sound:
+        """See `LMHead`. After failed attempts, it skips a growing number of steps."""
+        if not self._bounds_are_finite:
             return None
-        if self._pause:
-            self._pause -= 1
+        if self._steps_to_skip:
+            self._steps_to_skip -= 1
             return None
-        best = self._argmax(x)
-        self._misses = 0 if best is not None else self._misses + 1
-        self._pause = min(2**self._misses - 1, LONGEST_PAUSE)
-        return best
+        columns = self._argmax(x)
+        self._misses = 0 if columns is not None else self._misses + 1
+        self._steps_to_skip = min(2**self._misses - 1, MAX_SKIPPED_STEPS)
+        return columns
 
     def _argmax(self, x: Tensor) -> Tensor | None:
         assert x.stride(1) == 1
-        best = torch.empty(len(x), dtype=torch.int64)
-        space = torch.empty(self._library.largest_space(len(x), self.inputs, self.columns), dtype=torch.uint8)
-        self._library.largest_columns(
-            ctypes.byref(self._screen), x.data_ptr(), x.stride(0), len(x), best.data_ptr(), space.data_ptr(),
-            torch.get_num_threads(),
+        columns = torch.empty(len(x), dtype=torch.int64)
+        workspace = torch.empty(
+            self._library.argmax_workspace_size(len(x), self.inputs, self.columns), dtype=torch.uint8
+        )
+        self._library.argmax_columns(
+            ctypes.byref(self._argmax_bounds), x.data_ptr(), x.stride(0), len(x), columns.data_ptr(),
+            workspace.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
-        return None if bool((best < 0).any()) else best
+        return None if bool((columns < 0).any()) else columns
 
 
 def _padded(outputs: int) -> int:
-    """Columns of whole panels."""
+    """Return the number of columns rounded up to whole panels."""
     return -(-outputs // PANEL) * PANEL

@@ -1,29 +1,29 @@
-/* Products of up to 32 rows with 32 columns, in the order in which AMX adds up.
+/* Products of up to 32 rows with 32 columns, in the summation order of AMX.
  *
- * One interface, two implementations: the tile instructions (TILES_AMX), and portable C, which gives the same bits, so
- * that every machine can test what is built on it. As the Intel SDM defines TDPBF16PS, a step of 32 inputs sums its 16
- * products of even inputs and its 16 products of odd inputs with fused multiply-adds, each from zero; the two sums are
- * added, and that sum is added to the result. Denormal numbers count as zero, on the way in and out.
+ * One interface, two implementations: the tile instructions (TILES_AMX), and bit-exact portable C, so that the code on top
+ * can be tested on every machine. As the Intel SDM defines TDPBF16PS, a step of 32 inputs sums its 16 products of even
+ * inputs and its 16 products of odd inputs with fused multiply-adds, each from zero; the two sums are added, and that sum is
+ * added to the result. Denormal inputs and outputs are flushed to zero.
  *
- * Left operand of a step: [rows][64 bytes], rows at most 32. Right operand: [16][128 bytes], 32 columns side by side, with
- * two inputs (bf16) or four (8 bits) of a column in each 32 bits.
+ * Left operand of a step: [rows][64 bytes], rows at most 32. Right operand: [16][128 bytes], 32 columns, with two inputs
+ * (bf16) or four (8 bits) of a column in each 32 bits.
  */
 #include <stdint.h>
 #include <string.h>
 
-enum { TILE = 16, STEP_BYTES = 64, STEP_INPUTS = 32, STEP_INPUTS_INT8 = 64, MOST_ROWS = 2 * TILE };
+enum { TILE = 16, STEP_BYTES = 64, STEP_INPUTS = 32, STEP_INPUTS_INT8 = 64, MAX_ROWS = 2 * TILE };
 
 #ifdef TILES_AMX
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-typedef struct { int rows; } Tiles; /* the sums are in the tile registers: 0 to 3 */
+typedef struct { int rows; } Tiles; /* the sums are in the tile registers 0 to 3 */
 
-/* The compiler does not know what memory the instructions below read. */
+/* Compiler barrier: the compiler does not know which memory the instructions below read. */
 #define MEMORY_IS_WRITTEN() __asm__ volatile("" ::: "memory")
 
-/* Linux gives a process tile registers on request only (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). */
+/* Linux requires a process to request tile registers (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). */
 int32_t tiles_permitted(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 
 static Tiles tiles_configured(int rows, int low, int high)
@@ -70,7 +70,7 @@ INLINE void tiles_load(Tiles *t, const void *sums)
     }
 }
 
-/* To rows of `sums` that are `stride` bytes apart. */
+/* Store the sums; rows of `sums` are `stride` bytes apart. */
 INLINE void tiles_store(const Tiles *t, void *sums, ptrdiff_t stride)
 {
     char *to = sums;
@@ -102,8 +102,8 @@ INLINE void tiles_store(const Tiles *t, void *sums, ptrdiff_t stride)
 STEP_OF(tiles_step_bf16, _tile_dpbf16ps)
 STEP_OF(tiles_step_int8, _tile_dpbsud)
 
-/* As two calls of `tiles_step_bf16` for up to 16 rows, with right operands b and c: a product has to wait for the one
- * before it that adds to the same sums, and here it waits for others. */
+/* Like two calls of `tiles_step_bf16` for up to 16 rows, with right operands b and c. A product depends on the previous one
+ * that adds to the same sums; here the products of the other operand hide that latency. */
 INLINE void tiles_step_pair(Tiles *t, const void *a, const void *b, const void *c)
 {
     MEMORY_IS_WRITTEN();
@@ -139,8 +139,8 @@ INLINE void tiles_store_pair(const Tiles *t, void *first, void *second, ptrdiff_
 
 typedef struct {
     int rows;
-    union { float sums[MOST_ROWS][32]; int32_t totals[MOST_ROWS][32]; };
-    float second[TILE][32]; /* of pairs */
+    union { float sums[MAX_ROWS][32]; int32_t totals[MAX_ROWS][32]; };
+    float second[TILE][32]; /* the sums of the second operand of a pair */
 } Tiles;
 
 int32_t tiles_permitted(void) { return 1; }

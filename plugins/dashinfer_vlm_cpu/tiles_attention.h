@@ -1,47 +1,47 @@
-/* Attention as products of tiles: see tiles.h. Keys are taken in chunks that begin at the first one, so that a query's
- * result depends neither on other queries nor on how many of its keys are masked. */
+/* Attention with tile products, see tiles.h. Keys are processed in chunks that start at the first key, so that a query's
+ * result depends neither on other queries nor on the number of masked keys. */
 
 enum { QUERY_ROWS = 384, TILE_CHUNK = 256, CHUNK_STEPS = TILE_CHUNK / STEP_INPUTS };
 
-typedef struct { /* of one thread; `width` is a head's, rounded up to whole steps */
+typedef struct { /* per thread; `width` is the head dimension, rounded up to whole steps */
     ptrdiff_t width;
     char *queries;  /* blocks of rows, as in tiles_linear.h */
     char *keys;     /* [panels of 32 keys][steps][PANEL_STEP] */
     char *values;   /* [panels of 32 columns][steps of 32 keys][PANEL_STEP] */
     char *weights;  /* [steps of 32 keys][rows][64 bytes] */
-    float *scores;  /* [MOST_ROWS, TILE_CHUNK] */
+    float *scores;  /* [MAX_ROWS, TILE_CHUNK] */
     float *sums;    /* [QUERY_ROWS, width] */
     float *largest; /* [QUERY_ROWS], the largest score so far */
-    float *total;   /* [QUERY_ROWS], of the weights so far */
+    float *total;   /* [QUERY_ROWS], the sum of the weights so far */
 } Scratch;
 
 static size_t scratch_bytes(ptrdiff_t head_width)
 {
-    ptrdiff_t width = rounded(head_width, STEP_INPUTS);
-    return 64 * 9 + 2 * (QUERY_ROWS * width + 2 * TILE_CHUNK * width + MOST_ROWS * TILE_CHUNK) +
-           4 * (MOST_ROWS * TILE_CHUNK + QUERY_ROWS * width + 2 * QUERY_ROWS);
+    ptrdiff_t width = round_up(head_width, STEP_INPUTS);
+    return 64 * 9 + 2 * (QUERY_ROWS * width + 2 * TILE_CHUNK * width + MAX_ROWS * TILE_CHUNK) +
+           4 * (MAX_ROWS * TILE_CHUNK + QUERY_ROWS * width + 2 * QUERY_ROWS);
 }
 
 static Scratch carve_scratch(char *from, ptrdiff_t head_width)
 {
-    Scratch s = {.width = rounded(head_width, STEP_INPUTS)};
+    Scratch s = {.width = round_up(head_width, STEP_INPUTS)};
     from = aligned(from);
     s.queries = carve(&from, 2 * QUERY_ROWS * s.width);
     s.keys = carve(&from, 2 * TILE_CHUNK * s.width);
     s.values = carve(&from, 2 * TILE_CHUNK * s.width);
-    s.weights = carve(&from, 2 * MOST_ROWS * TILE_CHUNK);
-    s.scores = carve(&from, 4 * MOST_ROWS * TILE_CHUNK);
+    s.weights = carve(&from, 2 * MAX_ROWS * TILE_CHUNK);
+    s.scores = carve(&from, 4 * MAX_ROWS * TILE_CHUNK);
     s.sums = carve(&from, 4 * QUERY_ROWS * s.width);
     s.largest = carve(&from, 4 * QUERY_ROWS);
     s.total = carve(&from, 4 * QUERY_ROWS);
     return s;
 }
 
-/* `count` keys of one head as right operands, filled up with zeros. */
+/* Pack `count` keys of one head as right operands, padded with zeros. */
 static void pack_keys(const bf16 *k, ptrdiff_t stride, ptrdiff_t count, ptrdiff_t width, char *packed)
 {
-    ptrdiff_t pairs = width / 2, steps = divided(width, STEP_INPUTS);
-    for (ptrdiff_t key = 0; key < rounded(count, PANEL); key += LANES)
+    ptrdiff_t pairs = width / 2, steps = ceil_div(width, STEP_INPUTS);
+    for (ptrdiff_t key = 0; key < round_up(count, PANEL); key += LANES)
         for (ptrdiff_t step = 0; step < steps; step++) {
             __m512i rows[LANES];
             for (int j = 0; j < LANES; j++) {
@@ -54,7 +54,7 @@ static void pack_keys(const bf16 *k, ptrdiff_t stride, ptrdiff_t count, ptrdiff_
         }
 }
 
-/* `count` values of one head as right operands, filled up with zeros: two keys of a column in each 32 bits. */
+/* Pack `count` values of one head as right operands, padded with zeros: two keys of a column in each 32 bits. */
 static void pack_values(const bf16 *v, ptrdiff_t stride, ptrdiff_t count, ptrdiff_t width, char *packed)
 {
     __m512i left = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
@@ -63,7 +63,7 @@ static void pack_values(const bf16 *v, ptrdiff_t stride, ptrdiff_t count, ptrdif
     for (ptrdiff_t column = 0; column < width; column += PANEL) {
         __mmask32 lanes = width - column >= PANEL ? ~0u : (1u << (width - column)) - 1;
         char *to = packed + column / PANEL * CHUNK_STEPS * PANEL_STEP;
-        for (ptrdiff_t key = 0; key < rounded(count, STEP_INPUTS); key += 2, to += 128) {
+        for (ptrdiff_t key = 0; key < round_up(count, STEP_INPUTS); key += 2, to += 128) {
             const bf16 *from = v + key * stride + column;
             __m512i even = _mm512_maskz_loadu_epi16(key < count ? lanes : 0, from);
             __m512i odd = _mm512_maskz_loadu_epi16(key + 1 < count ? lanes : 0, from + stride);
@@ -73,10 +73,10 @@ static void pack_values(const bf16 *v, ptrdiff_t stride, ptrdiff_t count, ptrdif
     }
 }
 
-/* Softmax weights of one row over a chunk, relative to the largest score so far, in steps that are `step` bytes apart;
- * returns the factor by which its earlier sums shrink. Scores are still to be multiplied by `scale`. */
-INLINE float weigh(const float *scores, float scale, char *weights, ptrdiff_t step, ptrdiff_t count, ptrdiff_t padded,
-                   float *largest, float *total)
+/* Compute the softmax weights of one row over a chunk, relative to the largest score so far, in steps that are `step` bytes
+ * apart; returns the factor by which the earlier sums must be scaled. Scores are not multiplied by `scale` yet. */
+INLINE float softmax_chunk(const float *scores, float scale, char *weights, ptrdiff_t step, ptrdiff_t count,
+                           ptrdiff_t padded, float *largest, float *total)
 {
     __m512 by = _mm512_set1_ps(scale), high = _mm512_set1_ps(*largest), sum = _mm512_setzero_ps();
     for (ptrdiff_t i = 0; i < count; i += LANES)
@@ -99,12 +99,12 @@ INLINE float weigh(const float *scores, float scale, char *weights, ptrdiff_t st
     return shrink;
 }
 
-/* A block of up to 32 queries, from `row` on, against the packed chunk: their sums, largest scores and totals go on. */
+/* Attend up to 32 queries, from `row` on, to the packed chunk and update their sums, largest scores and totals. */
 static void attend_block(const Heads *h, const Scratch *s, ptrdiff_t row, Tiles *t, const ptrdiff_t *limits,
                          ptrdiff_t chunk, ptrdiff_t count)
 {
-    _Alignas(64) float found[MOST_ROWS][PANEL];
-    ptrdiff_t steps = s->width / STEP_INPUTS, padded = rounded(count, PANEL);
+    _Alignas(64) float found[MAX_ROWS][PANEL];
+    ptrdiff_t steps = s->width / STEP_INPUTS, padded = round_up(count, PANEL);
     const char *queries = s->queries + 2 * row * s->width;
     for (ptrdiff_t key = 0; key < padded; key += PANEL) {
         tiles_zero(t);
@@ -112,11 +112,12 @@ static void attend_block(const Heads *h, const Scratch *s, ptrdiff_t row, Tiles 
             tiles_step_bf16(t, queries + step * t->rows * STEP_BYTES, s->keys + (key / PANEL * steps + step) * PANEL_STEP);
         tiles_store(t, s->scores + key, TILE_CHUNK * sizeof(float));
     }
-    float shrink[MOST_ROWS];
+    float shrink[MAX_ROWS];
     for (int m = 0; m < t->rows; m++) {
         ptrdiff_t seen = limits[row + m] - chunk;
-        shrink[m] = weigh(s->scores + m * TILE_CHUNK, h->scale * 1.44269504f, s->weights + m * STEP_BYTES,
-                          t->rows * STEP_BYTES, seen < count ? seen : count, padded, s->largest + row + m, s->total + row + m);
+        shrink[m] = softmax_chunk(s->scores + m * TILE_CHUNK, h->scale * 1.44269504f, s->weights + m * STEP_BYTES,
+                          t->rows * STEP_BYTES, seen < count ? seen : count, padded, s->largest + row + m,
+                                 s->total + row + m);
     }
     for (ptrdiff_t column = 0; column < s->width; column += PANEL) {
         const char *values = s->values + column / PANEL * CHUNK_STEPS * PANEL_STEP;
@@ -133,28 +134,28 @@ static void attend_block(const Heads *h, const Scratch *s, ptrdiff_t row, Tiles 
     }
 }
 
-/* Queries of tokens [token, end) of a segment, for all heads that share the keys of `kv`. */
-static void attend_tile(const Heads *h, const Span *span, const Scratch *s, ptrdiff_t kv, ptrdiff_t token, ptrdiff_t end)
+/* Attend the queries [token, end) of a span, for all heads that share the keys of head `kv`. */
+static void attend_tile(const Heads *h, const KVSpan *span, const Scratch *s, ptrdiff_t kv, ptrdiff_t token, ptrdiff_t end)
 {
     ptrdiff_t group = h->heads / h->kv_heads, rows = (end - token) * group;
     ptrdiff_t limits[QUERY_ROWS];
     Blocks queries = {s->queries, rows, s->width / STEP_INPUTS};
     for (ptrdiff_t row = 0; row < rows; row++) {
         ptrdiff_t at = token + row / group, head = kv * group + row % group;
-        pack_row(&queries, row, h->q + (span->first + at) * h->q_token + head * h->q_head, h->width);
-        limits[row] = span->start < 0 ? span->keys : span->start + at + 1;
+        pack_row(&queries, row, h->q + (span->first_query + at) * h->q_token + head * h->q_head, h->width);
+        limits[row] = span->start < 0 ? span->num_keys : span->start + at + 1;
         s->largest[row] = -1e30f;
         s->total[row] = 0;
     }
     memset(s->sums, 0, sizeof(float) * rows * s->width);
-    ptrdiff_t keys = limits[rows - 1], offset = span->row * h->kv_token + kv * h->kv_head;
+    ptrdiff_t keys = limits[rows - 1], offset = span->first_key * h->kv_token + kv * h->kv_head;
     Tiles t = tiles_open(block_rows(&queries, 0));
     for (ptrdiff_t chunk = 0; chunk < keys; chunk += TILE_CHUNK) {
         ptrdiff_t count = keys - chunk < TILE_CHUNK ? keys - chunk : TILE_CHUNK, from = offset + chunk * h->kv_token;
         pack_keys(h->k + from, h->kv_token, count, h->width, s->keys);
         pack_values(h->v + from, h->kv_token, count, h->width, s->values);
-        for (ptrdiff_t row = 0; row < rows; row += MOST_ROWS) {
-            int here = block_rows(&queries, row / MOST_ROWS);
+        for (ptrdiff_t row = 0; row < rows; row += MAX_ROWS) {
+            int here = block_rows(&queries, row / MAX_ROWS);
             if (limits[row + here - 1] <= chunk) continue;
             if (here != t.rows) t = tiles_open(here);
             attend_block(h, s, row, &t, limits, chunk, count);
@@ -162,7 +163,8 @@ static void attend_tile(const Heads *h, const Span *span, const Scratch *s, ptrd
     }
     tiles_close();
     for (ptrdiff_t row = 0; row < rows; row++) {
-        bf16 *out = h->out + (span->first + token + row / group) * h->out_token + (kv * group + row % group) * h->width;
+        bf16 *out = h->out + (span->first_query + token + row / group) * h->out_token +
+                    (kv * group + row % group) * h->width;
         __m512 inverse = _mm512_set1_ps(1.0f / s->total[row]);
         for (ptrdiff_t c = 0; c < h->width; c += LANES)
             store(out + c, first(h->width - c), _mm512_mul_ps(_mm512_loadu_ps(s->sums + row * s->width + c), inverse));

@@ -1,19 +1,20 @@
-/* Linear layers of 8 bits as products of tiles: see tiles.h. Sums of whole numbers are exact, so that the results are those
- * of `linear_int8`, which is faster for few rows. */
+/* 8-bit linear layers with tile products, see tiles.h. Integer sums are exact, so that the results equal those of
+ * `linear_int8`, which is faster for few rows. */
 
-enum { FEW_INT8 = TILE, PANEL_GROUP_INT8 = 4 };
+enum { FEW_ROWS_INT8 = TILE, PANEL_GROUP_INT8 = 4 };
 
-/* One block of rows against one panel. `tail` has the panel's last step where it is cut short. */
-static void multiply_int8(const Quantised *x, ptrdiff_t first, int rows, ptrdiff_t inputs, const char *panel,
-                          const char *tail, Tiles *t, float acc[MOST_ROWS][PANEL])
+/* Multiply one block of rows by one panel. `tail` is the panel's last step, padded, if that is incomplete. */
+static void multiply_int8(const Quantized *x, ptrdiff_t first, int rows, ptrdiff_t inputs, const char *panel,
+                          const char *tail, Tiles *t, float acc[MAX_ROWS][PANEL])
 {
-    _Alignas(64) int32_t sums[MOST_ROWS][PANEL];
-    ptrdiff_t steps = divided(inputs, STEP_INPUTS_INT8), blocks = divided(inputs, QUANT_BLOCK);
+    _Alignas(64) int32_t sums[MAX_ROWS][PANEL];
+    ptrdiff_t steps = ceil_div(inputs, STEP_INPUTS_INT8), blocks = ceil_div(inputs, QUANT_BLOCK);
     const char *bytes = (const char *)x->bytes + first * steps * STEP_BYTES;
     for (ptrdiff_t block = 0; block < blocks; block++) {
         tiles_zero(t);
         for (ptrdiff_t step = 2 * block; step < 2 * block + 2 && step < steps; step++)
-            tiles_step_int8(t, bytes + step * rows * STEP_BYTES, tail && step + 1 == steps ? tail : panel + step * PANEL_STEP);
+            tiles_step_int8(t, bytes + step * rows * STEP_BYTES,
+                            tail && step + 1 == steps ? tail : panel + step * PANEL_STEP);
         tiles_store(t, sums, sizeof sums[0]);
         for (int i = 0; i < rows; i++) {
             __m512i offset = _mm512_set1_epi32(x->offsets[(first + i) * blocks + block]);
@@ -27,56 +28,58 @@ static void multiply_int8(const Quantised *x, ptrdiff_t first, int rows, ptrdiff
     }
 }
 
-/* All rows against panels [first, first + count). */
-static void multiply_group_int8(const Quantised *x, ptrdiff_t rows, const Ending *end, ptrdiff_t first, ptrdiff_t count)
+/* Multiply all rows by the panels [first, first + count). */
+static void multiply_group_int8(const Quantized *x, ptrdiff_t rows, const Epilogue *ep, ptrdiff_t first, ptrdiff_t count)
 {
-    _Alignas(64) float acc[MOST_ROWS][PANEL];
+    _Alignas(64) float acc[MAX_ROWS][PANEL];
     _Alignas(64) char tails[PANEL_GROUP_INT8][PANEL_STEP];
-    ptrdiff_t inputs = end->m->inputs, left = inputs % STEP_INPUTS_INT8;
-    const char *weights = (const char *)end->m->packed + first * inputs * PANEL;
+    ptrdiff_t inputs = ep->m->inputs, left = inputs % STEP_INPUTS_INT8;
+    const char *weights = (const char *)ep->m->packed + first * inputs * PANEL;
     for (ptrdiff_t i = 0; i < count && left; i++) {
         memcpy(tails[i], weights + ((i + 1) * inputs - left) * PANEL, left * PANEL);
         memset(tails[i] + left * PANEL, 0, PANEL_STEP - left * PANEL);
     }
-    Tiles t = tiles_open(rows < MOST_ROWS ? rows : MOST_ROWS);
-    for (ptrdiff_t row = 0; row < rows; row += MOST_ROWS) {
-        int here = rows - row < MOST_ROWS ? rows - row : MOST_ROWS;
+    Tiles t = tiles_open(rows < MAX_ROWS ? rows : MAX_ROWS);
+    for (ptrdiff_t row = 0; row < rows; row += MAX_ROWS) {
+        int here = rows - row < MAX_ROWS ? rows - row : MAX_ROWS;
         if (here != t.rows) t = tiles_open(here);
         for (ptrdiff_t i = 0; i < count; i++) {
-            const float *scales = end->m->scales + (first + i) * PANEL;
+            const float *scales = ep->m->scales + (first + i) * PANEL;
             multiply_int8(x, row, here, inputs, weights + i * inputs * PANEL, left ? tails[i] : NULL, &t, acc);
             for (int m = 0; m < here; m++)
-                finish(end, row + m, first + i, _mm512_mul_ps(_mm512_load_ps(acc[m]), _mm512_loadu_ps(scales)),
+                finish(ep, row + m, first + i, _mm512_mul_ps(_mm512_load_ps(acc[m]), _mm512_loadu_ps(scales)),
                        _mm512_mul_ps(_mm512_load_ps(acc[m] + LANES), _mm512_loadu_ps(scales + LANES)));
         }
     }
     tiles_close();
 }
 
-static ptrdiff_t linear_tiles_int8_space(ptrdiff_t rows, ptrdiff_t inputs)
+static ptrdiff_t linear_tiles_int8_workspace_size(ptrdiff_t rows, ptrdiff_t inputs)
 {
-    return 64 + rows * (divided(inputs, STEP_INPUTS_INT8) * STEP_BYTES + 8 * divided(inputs, QUANT_BLOCK));
+    return 64 + rows * (ceil_div(inputs, STEP_INPUTS_INT8) * STEP_BYTES + 8 * ceil_div(inputs, QUANT_BLOCK));
 }
 
-static void linear_tiles_int8(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Ending *end, char *space, int threads)
+static void linear_tiles_int8(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Epilogue *ep, char *workspace,
+                              int threads)
 {
-    ptrdiff_t inputs = end->m->inputs, panels = divided(end->m->outputs, PANEL);
-    ptrdiff_t blocks = divided(inputs, QUANT_BLOCK), steps = divided(inputs, STEP_INPUTS_INT8);
-    Quantised q = {.bytes = (int8_t *)aligned(space)};
+    ptrdiff_t inputs = ep->m->inputs, panels = ceil_div(ep->m->outputs, PANEL);
+    ptrdiff_t blocks = ceil_div(inputs, QUANT_BLOCK), steps = ceil_div(inputs, STEP_INPUTS_INT8);
+    Quantized q = {.bytes = (int8_t *)aligned(workspace)};
     q.scales = (float *)(q.bytes + rows * steps * STEP_BYTES);
     q.offsets = (int32_t *)(q.scales + rows * blocks);
-    ptrdiff_t tasks = divided(divided(panels, PANEL_GROUP_INT8), threads) * threads, group = divided(panels, tasks);
+    ptrdiff_t tasks = ceil_div(ceil_div(panels, PANEL_GROUP_INT8), threads) * threads, group = ceil_div(panels, tasks);
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for
         for (ptrdiff_t row = 0; row < rows; row++) {
-            ptrdiff_t first = row / MOST_ROWS * MOST_ROWS, here = rows - first < MOST_ROWS ? rows - first : MOST_ROWS;
+            ptrdiff_t first = row / MAX_ROWS * MAX_ROWS, here = rows - first < MAX_ROWS ? rows - first : MAX_ROWS;
             int8_t *bytes = q.bytes + first * steps * STEP_BYTES + (row - first) * STEP_BYTES;
             memset(bytes + (steps - 1) * here * STEP_BYTES, 0, STEP_BYTES);
-            quantise_row(x + row * stride, inputs, bytes, here * STEP_BYTES, q.scales + row * blocks, q.offsets + row * blocks);
+            quantize_row(x + row * stride, inputs, bytes, here * STEP_BYTES, q.scales + row * blocks,
+                         q.offsets + row * blocks);
         }
 #pragma omp for schedule(dynamic, 1) nowait
         for (ptrdiff_t first = 0; first < panels; first += group)
-            multiply_group_int8(&q, rows, end, first, panels - first < group ? panels - first : group);
+            multiply_group_int8(&q, rows, ep, first, panels - first < group ? panels - first : group);
     }
 }

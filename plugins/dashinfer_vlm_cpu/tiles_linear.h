@@ -1,15 +1,15 @@
-/* Linear layers as products of tiles: see tiles.h. Included by avx512.c in place of its own products of many columns.
+/* Linear layers with tile products, see tiles.h. Included by avx512.c instead of its own linear layers.
  *
- * Rows are packed into blocks of 32, each step's 64 bytes of its rows side by side. The steps of a row are always added in
- * one order from the first to the last, so that its result does not depend on how the work is divided.
+ * Rows are packed into blocks of 32, with the 64 bytes of each step contiguous over the block's rows. The steps of a row are
+ * always added in order from the first to the last, so that its result does not depend on how the work is divided.
  */
 
-/* A task is up to `PANEL_GROUP` panels: their weights, restored to 16 bits, stay in L2 while all rows go by. Longer sums are
- * computed in parts of `PART` steps, for the same reason. For a single block of rows, steps are restored into a ring in L1,
- * `LEAD` of them before they are multiplied: tiles cannot be loaded from stores that are still under way. */
+/* A task is up to `PANEL_GROUP` panels: their weights, decoded to 16 bits, stay in L2 while all rows are multiplied. Longer
+ * sums are computed in parts of `PART` steps for the same reason. For a single block of rows, steps are decoded into a ring
+ * buffer in L1, `LEAD` steps before they are multiplied: tiles cannot be loaded from stores that are still in flight. */
 enum { PANEL_GROUP = 8, PART = 40, RING = 4, LEAD = 2, PANEL_STEP = 2 * STEP_BYTES * TILE };
 
-INLINE ptrdiff_t divided(ptrdiff_t x, ptrdiff_t by) { return (x + by - 1) / by; }
+INLINE ptrdiff_t ceil_div(ptrdiff_t x, ptrdiff_t by) { return (x + by - 1) / by; }
 
 /* Packed rows of one linear layer. */
 typedef struct {
@@ -19,32 +19,32 @@ typedef struct {
 
 INLINE int block_rows(const Blocks *x, ptrdiff_t block)
 {
-    ptrdiff_t left = x->rows - block * MOST_ROWS;
-    return left < MOST_ROWS ? left : MOST_ROWS;
+    ptrdiff_t left = x->rows - block * MAX_ROWS;
+    return left < MAX_ROWS ? left : MAX_ROWS;
 }
 
 INLINE char *block_step(const Blocks *x, ptrdiff_t block, ptrdiff_t step)
 {
-    return x->bytes + (block * MOST_ROWS * x->steps + step * block_rows(x, block)) * STEP_BYTES;
+    return x->bytes + (block * MAX_ROWS * x->steps + step * block_rows(x, block)) * STEP_BYTES;
 }
 
 static void pack_row(const Blocks *to, ptrdiff_t row, const bf16 *x, ptrdiff_t inputs)
 {
-    ptrdiff_t block = row / MOST_ROWS;
+    ptrdiff_t block = row / MAX_ROWS;
     for (ptrdiff_t step = 0; step < to->steps; step++) {
         ptrdiff_t left = inputs - step * STEP_INPUTS;
         __mmask32 lanes = left >= STEP_INPUTS ? ~0u : (1u << left) - 1;
-        _mm512_store_si512(block_step(to, block, step) + row % MOST_ROWS * STEP_BYTES,
+        _mm512_store_si512(block_step(to, block, step) + row % MAX_ROWS * STEP_BYTES,
                            _mm512_maskz_loadu_epi16(lanes, x + step * STEP_INPUTS));
     }
 }
 
-/* Steps of a panel, one after the other, from weights of 12 or 16 bits. */
+/* Reads the steps of a panel sequentially, from weights of 12 or 16 bits. */
 typedef struct {
     const Matrix *m;
-    const bf16 *plain; /* of 16 bits */
+    const bf16 *plain; /* weights of 16 bits */
     Reader coded;
-    ptrdiff_t group, pairs; /* next group of coded weights; pairs that are left */
+    ptrdiff_t group, pairs; /* next group of 12-bit weights; number of remaining pairs */
 } Source;
 
 INLINE Source open_panel(const Matrix *m, ptrdiff_t panel)
@@ -55,20 +55,20 @@ INLINE Source open_panel(const Matrix *m, ptrdiff_t panel)
     return s;
 }
 
-/* The next four inputs. */
+/* Read the next four inputs. */
 INLINE void read_next(Source *s, __m512bh w[4])
 {
     if (s->m->codes) {
-        ask_for(s->coded.packed + AHEAD, 3);
+        prefetch(s->coded.packed + PREFETCH_BYTES, 3);
         read_group(&s->coded, s->group++, w);
         return;
     }
-    ask_for((const char *)s->plain + AHEAD, 4);
+    prefetch((const char *)s->plain + PREFETCH_BYTES, 4);
     UNROLL for (int i = 0; i < 4; i++) w[i] = (__m512bh)_mm512_loadu_si512(s->plain + i * PANEL);
     s->plain += 4 * PANEL;
 }
 
-/* The next `steps` of them, filled up with zeros behind the last input. */
+/* Read the next `steps` steps, padded with zeros after the last input. */
 INLINE void read_steps(Source *s, ptrdiff_t steps, char *to)
 {
     ptrdiff_t here = steps * TILE < s->pairs ? steps * TILE : s->pairs;
@@ -81,14 +81,14 @@ INLINE void read_steps(Source *s, ptrdiff_t steps, char *to)
     memset(to, 0, (steps * TILE - here) * 128);
 }
 
-static void finish_block(const Ending *end, ptrdiff_t row, int rows, ptrdiff_t panel, const float sums[][PANEL])
+static void finish_block(const Epilogue *ep, ptrdiff_t row, int rows, ptrdiff_t panel, const float sums[][PANEL])
 {
     for (int i = 0; i < rows; i++)
-        finish(end, row + i, panel, _mm512_load_ps(sums[i]), _mm512_load_ps(sums[i] + LANES));
+        finish(ep, row + i, panel, _mm512_load_ps(sums[i]), _mm512_load_ps(sums[i] + LANES));
 }
 
-/* One block of rows: weights pass through L1, and the sums stay in the tiles. */
-static void multiply_few(const Blocks *x, const Matrix *m, ptrdiff_t panel, Tiles *t, float sums[][PANEL])
+/* Multiply one block of rows by a panel: weights are streamed through L1, and the sums stay in the tiles. */
+static void multiply_block(const Blocks *x, const Matrix *m, ptrdiff_t panel, Tiles *t, float sums[][PANEL])
 {
     _Alignas(64) char ring[RING][PANEL_STEP];
     Source source = open_panel(m, panel);
@@ -100,8 +100,8 @@ static void multiply_few(const Blocks *x, const Matrix *m, ptrdiff_t panel, Tile
     tiles_store(t, sums, sizeof sums[0]);
 }
 
-/* The same for up to 16 rows and two panels, `panel` and the next one. */
-static void multiply_pair(const Blocks *x, const Matrix *m, ptrdiff_t panel, Tiles *t, float sums[2][TILE][PANEL])
+/* The same for up to 16 rows and two panels, `panel` and `panel + 1`. */
+static void multiply_panel_pair(const Blocks *x, const Matrix *m, ptrdiff_t panel, Tiles *t, float sums[2][TILE][PANEL])
 {
     _Alignas(64) char rings[2][RING][PANEL_STEP];
     Source first = open_panel(m, panel), second = open_panel(m, panel + 1);
@@ -117,8 +117,8 @@ static void multiply_pair(const Blocks *x, const Matrix *m, ptrdiff_t panel, Til
     tiles_store_pair(t, sums[0], sums[1], sizeof sums[0][0]);
 }
 
-/* One row in vector registers, which is faster for one than tiles: the same sums in the same order. x is in float32, `steps`
- * times 32 inputs; denormal numbers count as zero by the mode of the processor that `flush_denormals` sets. */
+/* Multiply one row in vector registers, which is faster than tiles: the same sums in the same order. x is float32,
+ * `steps` times 32 inputs; `flush_denormals` must have set the CPU mode that flushes denormal numbers to zero. */
 static void multiply_one(const float *x, ptrdiff_t steps, const Matrix *m, ptrdiff_t panel, float sums[PANEL])
 {
     Source source = open_panel(m, panel);
@@ -143,22 +143,23 @@ static void multiply_one(const float *x, ptrdiff_t steps, const Matrix *m, ptrdi
     _mm512_store_ps(sums + LANES, right);
 }
 
-/* All rows against panels [first, first + count). `weights` has room for a part of each, `kept` for their sums. */
-static void multiply_many(const Blocks *x, const Ending *end, ptrdiff_t first, ptrdiff_t count, char *weights,
-                          float (*kept)[MOST_ROWS][PANEL])
+/* Multiply all rows by the panels [first, first + count). `weights` is a buffer for one part of each panel,
+ * `partial_sums` for their sums. */
+static void multiply_many(const Blocks *x, const Epilogue *ep, ptrdiff_t first, ptrdiff_t count, char *weights,
+                          float (*partial_sums)[MAX_ROWS][PANEL])
 {
-    _Alignas(64) float sums[MOST_ROWS][PANEL];
+    _Alignas(64) float sums[MAX_ROWS][PANEL];
     Source sources[PANEL_GROUP];
-    for (ptrdiff_t i = 0; i < count; i++) sources[i] = open_panel(end->m, first + i);
+    for (ptrdiff_t i = 0; i < count; i++) sources[i] = open_panel(ep->m, first + i);
     for (ptrdiff_t step = 0; step < x->steps; step += PART) {
         ptrdiff_t here = x->steps - step < PART ? x->steps - step : PART;
         for (ptrdiff_t i = 0; i < count; i++) read_steps(sources + i, here, weights + i * here * PANEL_STEP);
         Tiles t = tiles_open(block_rows(x, 0));
-        for (ptrdiff_t block = 0; block * MOST_ROWS < x->rows; block++) {
+        for (ptrdiff_t block = 0; block * MAX_ROWS < x->rows; block++) {
             int rows = block_rows(x, block);
             if (rows != t.rows) t = tiles_open(rows);
             for (ptrdiff_t i = 0; i < count; i++) {
-                float(*later)[PANEL] = kept[block * PANEL_GROUP + i];
+                float(*later)[PANEL] = partial_sums[block * PANEL_GROUP + i];
                 if (step) tiles_load(&t, later);
                 else tiles_zero(&t);
                 const char *a = block_step(x, block, step), *b = weights + i * here * PANEL_STEP;
@@ -168,37 +169,37 @@ static void multiply_many(const Blocks *x, const Ending *end, ptrdiff_t first, p
                     continue;
                 }
                 tiles_store(&t, sums, sizeof sums[0]);
-                finish_block(end, block * MOST_ROWS, rows, first + i, sums);
+                finish_block(ep, block * MAX_ROWS, rows, first + i, sums);
             }
         }
         tiles_close();
     }
 }
 
-/* Panels of a task: as many as stay in L2, and as even a share for each thread as that allows. */
+/* Number of panels of a task: as many as fit in L2, with the work divided as evenly between threads as possible. */
 static ptrdiff_t panel_group(ptrdiff_t panels, int threads)
 {
-    ptrdiff_t tasks = divided(divided(panels, PANEL_GROUP), threads) * threads;
-    return divided(panels, tasks);
+    ptrdiff_t tasks = ceil_div(ceil_div(panels, PANEL_GROUP), threads) * threads;
+    return ceil_div(panels, tasks);
 }
 
-static ptrdiff_t blocks_space(ptrdiff_t rows, ptrdiff_t steps) { return rows * steps * STEP_BYTES; }
+static ptrdiff_t blocks_size(ptrdiff_t rows, ptrdiff_t steps) { return rows * steps * STEP_BYTES; }
 
-static ptrdiff_t task_space(ptrdiff_t rows, ptrdiff_t steps)
+static ptrdiff_t task_size(ptrdiff_t rows, ptrdiff_t steps)
 {
-    if (rows <= MOST_ROWS) return 0;
-    ptrdiff_t kept = steps > PART ? divided(rows, MOST_ROWS) * PANEL_GROUP * MOST_ROWS * PANEL * sizeof(float) : 0;
-    return PANEL_GROUP * (steps < PART ? steps : PART) * PANEL_STEP + kept;
+    if (rows <= MAX_ROWS) return 0;
+    ptrdiff_t partial_sums = steps > PART ? ceil_div(rows, MAX_ROWS) * PANEL_GROUP * MAX_ROWS * PANEL * sizeof(float) : 0;
+    return PANEL_GROUP * (steps < PART ? steps : PART) * PANEL_STEP + partial_sums;
 }
 
-static ptrdiff_t linear_bf16_space(ptrdiff_t rows, ptrdiff_t inputs, int threads)
+static ptrdiff_t linear_bf16_workspace_size(ptrdiff_t rows, ptrdiff_t inputs, int threads)
 {
-    ptrdiff_t steps = divided(inputs, STEP_INPUTS);
+    ptrdiff_t steps = ceil_div(inputs, STEP_INPUTS);
     ptrdiff_t one = sizeof(float) * steps * STEP_INPUTS;
-    return 64 + (rows == 1 ? one : blocks_space(rows, steps) + threads * task_space(rows, steps));
+    return 64 + (rows == 1 ? one : blocks_size(rows, steps) + threads * task_size(rows, steps));
 }
 
-/* Returns the mode before. */
+/* Flush denormal numbers to zero; returns the previous mode. */
 static unsigned flush_denormals(void)
 {
     unsigned before = _mm_getcsr();
@@ -211,75 +212,75 @@ static void widen_row(const bf16 *x, ptrdiff_t inputs, float *to)
     for (ptrdiff_t k = 0; k < inputs; k += LANES) _mm512_store_ps(to + k, load(x + k, first(inputs - k)));
 }
 
-static void linear_one(const bf16 *x, const Ending *end, float *space, int threads)
+static void linear_one(const bf16 *x, const Epilogue *ep, float *workspace, int threads)
 {
-    ptrdiff_t panels = divided(end->m->outputs, PANEL), steps = divided(end->m->inputs, STEP_INPUTS);
-    widen_row(x, end->m->inputs, space);
+    ptrdiff_t panels = ceil_div(ep->m->outputs, PANEL), steps = ceil_div(ep->m->inputs, STEP_INPUTS);
+    widen_row(x, ep->m->inputs, workspace);
 #pragma omp parallel num_threads(threads)
     {
         _Alignas(64) float sums[1][PANEL];
 #pragma omp for schedule(guided, 2) nowait
         for (ptrdiff_t panel = 0; panel < panels; panel++) {
             unsigned mode = flush_denormals();
-            multiply_one(space, steps, end->m, panel, sums[0]);
+            multiply_one(workspace, steps, ep->m, panel, sums[0]);
             _mm_setcsr(mode);
-            finish_block(end, 0, 1, panel, sums);
+            finish_block(ep, 0, 1, panel, sums);
         }
     }
 }
 
-static char *aligned(char *space) { return (char *)(((uintptr_t)space + 63) / 64 * 64); }
+static char *aligned(char *workspace) { return (char *)(((uintptr_t)workspace + 63) / 64 * 64); }
 
-static void linear_bf16(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Ending *end, char *space, int threads)
+static void linear_bf16(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Epilogue *ep, char *workspace, int threads)
 {
-    ptrdiff_t inputs = end->m->inputs, panels = divided(end->m->outputs, PANEL), group = panel_group(panels, threads);
-    Blocks packed = {aligned(space), rows, divided(inputs, STEP_INPUTS)};
-    char *rest = packed.bytes + blocks_space(rows, packed.steps);
+    ptrdiff_t inputs = ep->m->inputs, panels = ceil_div(ep->m->outputs, PANEL), group = panel_group(panels, threads);
+    Blocks packed = {aligned(workspace), rows, ceil_div(inputs, STEP_INPUTS)};
+    char *rest = packed.bytes + blocks_size(rows, packed.steps);
     if (rows == 1) {
-        linear_one(x, end, (float *)packed.bytes, threads);
+        linear_one(x, ep, (float *)packed.bytes, threads);
         return;
     }
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for
         for (ptrdiff_t row = 0; row < rows; row++) pack_row(&packed, row, x + row * stride, inputs);
-        if (rows > MOST_ROWS) {
-            char *weights = rest + omp_get_thread_num() * task_space(rows, packed.steps);
-            char *kept = weights + PANEL_GROUP * (packed.steps < PART ? packed.steps : PART) * PANEL_STEP;
+        if (rows > MAX_ROWS) {
+            char *weights = rest + omp_get_thread_num() * task_size(rows, packed.steps);
+            char *partial_sums = weights + PANEL_GROUP * (packed.steps < PART ? packed.steps : PART) * PANEL_STEP;
 #pragma omp for schedule(dynamic, 1) nowait
             for (ptrdiff_t first = 0; first < panels; first += group)
-                multiply_many(&packed, end, first, panels - first < group ? panels - first : group, weights,
-                              (float(*)[MOST_ROWS][PANEL])kept);
+                multiply_many(&packed, ep, first, panels - first < group ? panels - first : group, weights,
+                              (float(*)[MAX_ROWS][PANEL])partial_sums);
         } else if (rows <= TILE) {
             _Alignas(64) float sums[2][TILE][PANEL];
             Tiles t = tiles_open_pair(rows);
 #pragma omp for schedule(guided, 1) nowait
             for (ptrdiff_t panel = 0; panel < panels; panel += 2) {
-                if (panel + 1 < panels) multiply_pair(&packed, end->m, panel, &t, sums);
-                else multiply_few(&packed, end->m, panel, &t, sums[0]);
-                for (ptrdiff_t i = 0; i < 2 && panel + i < panels; i++) finish_block(end, 0, rows, panel + i, sums[i]);
+                if (panel + 1 < panels) multiply_panel_pair(&packed, ep->m, panel, &t, sums);
+                else multiply_block(&packed, ep->m, panel, &t, sums[0]);
+                for (ptrdiff_t i = 0; i < 2 && panel + i < panels; i++) finish_block(ep, 0, rows, panel + i, sums[i]);
             }
             tiles_close();
         } else {
-            _Alignas(64) float sums[MOST_ROWS][PANEL];
+            _Alignas(64) float sums[MAX_ROWS][PANEL];
             Tiles t = tiles_open(rows);
 #pragma omp for schedule(guided, 2) nowait
             for (ptrdiff_t panel = 0; panel < panels; panel++) {
-                multiply_few(&packed, end->m, panel, &t, sums);
-                finish_block(end, 0, rows, panel, sums);
+                multiply_block(&packed, ep->m, panel, &t, sums);
+                finish_block(ep, 0, rows, panel, sums);
             }
             tiles_close();
         }
     }
 }
 
-/* One row against one panel, for `take_largest`. */
+/* Multiply one row by one panel, for `update_argmax`. */
 static void multiply_row(const Matrix *m, const bf16 *x, ptrdiff_t panel, __m512 acc[2])
 {
     _Alignas(64) float sums[PANEL], row[m->inputs + LANES];
     widen_row(x, m->inputs, row);
     unsigned mode = flush_denormals();
-    multiply_one(row, divided(m->inputs, STEP_INPUTS), m, panel, sums);
+    multiply_one(row, ceil_div(m->inputs, STEP_INPUTS), m, panel, sums);
     _mm_setcsr(mode);
     acc[0] = _mm512_load_ps(sums);
     acc[1] = _mm512_load_ps(sums + LANES);

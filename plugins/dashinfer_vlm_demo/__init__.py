@@ -1,4 +1,4 @@
-"""The bundled model: a tiny checkpoint, trained from scratch on drawn shapes (`training/`, not in the wheel)."""
+"""The bundled model: a tiny checkpoint, trained from scratch on synthetic shapes (`training/`, not in the wheel)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dashinfer_vlm_core import hookimpl
 __all__ = ["CHECKPOINT", "register_models"]
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"
-"""Folder of the trained model, in the published file layout of its family."""
+"""Folder of the trained model, in its family's published file layout."""
 
 
 @hookimpl

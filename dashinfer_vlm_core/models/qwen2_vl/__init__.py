@@ -1,4 +1,4 @@
-"""Qwen2-VL: the built-in family. Importing this package is cheap; torch is imported when a vision encoder is loaded."""
+"""Qwen2-VL, the built-in family. Importing this package is cheap: torch is imported when a vision encoder is loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .config import MODEL_TYPE, read_spec
 
 
 class Qwen2VL:
-    """Reads Qwen2-VL checkpoints: 2B, 7B and 72B alike."""
+    """The family of Qwen2-VL checkpoints: 2B, 7B and 72B."""
 
     model_types: frozenset[str] = frozenset({MODEL_TYPE})
 

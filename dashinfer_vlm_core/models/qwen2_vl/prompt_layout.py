@@ -1,4 +1,4 @@
-"""How images and videos stand in a prompt of Qwen2-VL: one run of placeholders each, and M-RoPE positions."""
+"""The prompt layout of Qwen2-VL: one sequence of placeholders per image or video, and M-RoPE positions."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Qwen2VLPromptLayout:
 def mrope_positions(
     length: int, spans: Sequence[PlaceholderSpan], grids: Sequence[Grid], *, merge: int
 ) -> npt.NDArray[np.int64]:
-    """Positions of a prompt along time, height and width, int64 [3, length]; spans in the order of the prompt.
+    """Return the positions of a prompt along time, height and width, int64 [3, length]; spans in prompt order.
 
-    Text advances on all three axes together. A visual token stands at the start of its span plus its frame, row and
-    column, and what follows starts at the largest position so far + 1. Source: the Qwen2-VL paper (arXiv 2409.12191,
-    section 2.1) and the code published with it.
+    Text tokens advance on all three axes together. The position of a visual token is the start of its span plus its
+    frame, row and column, and the next token's position is the largest position so far + 1. Source: the Qwen2-VL paper
+    (arXiv:2409.12191, section 2.1) and the code published with it.
     """
     positions = np.empty((3, length), np.int64)
     index = position = 0

@@ -1,4 +1,4 @@
-"""2-D rotary positions of the vision tower (Qwen2-VL, arXiv:2409.12191, 2.1; RoPE: arXiv:2104.09864)."""
+"""2-D rotary embedding of the vision encoder (Qwen2-VL, arXiv:2409.12191, section 2.1; RoPE: arXiv:2104.09864)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .config import VISION_ROPE_THETA
 
 
 def patch_positions(h: int, w: int, merge: int) -> torch.Tensor:
-    """Row and column of each patch of one frame, in patch order: window by window of `merge` by `merge`.
+    """Return the row and column of each patch of one frame, in patch order: by windows of `merge` x `merge` patches.
 
     Returns:
         int64 [h * w, 2].
@@ -24,9 +24,9 @@ def patch_positions(h: int, w: int, merge: int) -> torch.Tensor:
 def rotary_tables(
     grids: Sequence[Grid], *, head_dim: int, merge: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines for all patches of `grids`, frames alike whenever they are.
+    """Compute cosines and sines for all patches of `grids`; all frames of an item have the same values.
 
-    The first half of a table's columns turns by the row, the second by the column.
+    The first half of a table's columns encodes the row, the second half the column.
 
     Returns:
         Two float32 tensors [patches, head_dim // 2].

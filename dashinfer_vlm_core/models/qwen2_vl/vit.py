@@ -1,6 +1,6 @@
-"""The vision tower (Qwen2-VL, arXiv:2409.12191): many pictures and videos in one packed pass.
+"""The vision encoder of Qwen2-VL (arXiv:2409.12191): encodes many images and videos in one packed forward pass.
 
-In shapes, `n` is the patches of all items, `d` the width of the tower and `c` that of a head.
+In shapes, `n` is the number of patches of all items, `d` is `embed_dim` and `c` is the head dimension.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from .rope import rotary_tables
 LAYER_NORM_EPS = 1e-6
 
 BATCH_PATCHES_CPU = 2048
-"""Two pictures of 448x448: one alone runs a CPU's matrix units at nine tenths of what many do."""
+"""Two images of 448x448. A single one already reaches nine tenths of a CPU's peak matrix throughput."""
 
 BATCH_PATCHES = 65536
 
-TURN_FLOP = 100e9
-"""Floating-point operations of a stretch of blocks, after which others may compute: a quarter of a second on two cores.
-With shorter ones, decode steps of few answers take half of the time while many pictures wait."""
+EXCLUSIVE_FLOP = 100e9
+"""Floating-point operations of consecutive blocks between two points where other work may run: a quarter of a second on
+two cores. With shorter intervals, decode steps of a few requests take half of the time while many images wait."""
 
 ACTIVATIONS = {"quick_gelu": Activation.QUICK_GELU, "gelu": Activation.GELU}
 
 
 class Norm(NamedTuple):
-    """Of a LayerNorm over the width of the tower; both [d]."""
+    """Parameters of a LayerNorm over `embed_dim`; both [d]."""
 
     weight: torch.Tensor
     bias: torch.Tensor
 
 
 class Block(NamedTuple):
-    """One block of the tower."""
+    """One block of the vision encoder."""
 
     norm1: Norm
     qkv: Linear
@@ -57,7 +57,7 @@ class Block(NamedTuple):
 
 
 class Merger(NamedTuple):
-    """Each window of patches, which stand together in patch order, becomes one visual token."""
+    """The patch merger: turns each window of patches, adjacent in patch order, into one visual token."""
 
     norm: Norm
     fc1: Linear
@@ -65,7 +65,7 @@ class Merger(NamedTuple):
 
 
 class Frames:
-    """Which patches attend to each other, and where they stand: made once per pass, used by every block.
+    """Attention spans and rotary tables of the patches, computed once per forward pass and used by every block.
 
     Attributes:
         spans: one per frame, since attention stays within a frame.
@@ -86,11 +86,11 @@ class Frames:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tower:
-    """The published tower on one device, in one dtype.
+    """The published vision encoder on one device, in one dtype.
 
     Attributes:
-        patch_embed: the published convolution strides by its own size: on patches that are cut already it is a matrix
-            product.
+        patch_embed: the published convolution; its stride equals its kernel size, so that it is a matrix product on
+            patches.
     """
 
     config: VisionConfig
@@ -102,11 +102,14 @@ class Tower:
     merger: Merger
 
     def parts(self, patches: torch.Tensor, grids: Sequence[Grid]) -> Generator[None, None, torch.Tensor]:
-        """Yields where others may compute; returns [n / spatial_merge_size ** 2, hidden_size] of normalised patches
-        [n, columns] of items with `grids`."""
+        """Encode normalized patches [n, columns] of items with `grids`; yields where other work may run.
+
+        Returns:
+            [n / spatial_merge_size ** 2, hidden_size].
+        """
         frames = Frames(grids, self.config, patches.device)
         x = self.patch_embed(patches)
-        stretch = max(1, int(TURN_FLOP / (24 * len(x) * self.config.embed_dim**2)))
+        stretch = max(1, int(EXCLUSIVE_FLOP / (24 * len(x) * self.config.embed_dim**2)))
         for first in range(0, len(self.blocks), stretch):
             for block in self.blocks[first : first + stretch]:
                 block.proj.add_to(x, self._attend(block, x, frames))
@@ -127,11 +130,11 @@ class Tower:
 
 
 class Qwen2VLEncoder:
-    """The tower as a `VisionEncoder`.
+    """The `VisionEncoder` of Qwen2-VL.
 
-    Rows of an item depend on the rest of its batch by rounding alone, since libraries may add up in another order for
-    another number of rows: in float32 within 1e-5 of the largest value. With the native kernels they do not depend on
-    it at all.
+    An item's rows depend on the rest of its batch only by rounding, because libraries may sum in a different order for
+    a different number of rows: in float32, within 1e-5 of the largest value. With the C kernels they do not depend on
+    the batch at all.
     """
 
     def __init__(self, tower: Tower, pixels: PixelSpec) -> None:
@@ -150,8 +153,8 @@ class Qwen2VLEncoder:
 
     @torch.inference_mode()
     def _encode(self, batch: Sequence[Patches]) -> Iterator[list[torch.Tensor] | None]:
-        """None where others may compute, and at last what came out."""
-        # Sorted, so that equal frames become neighbours; cloned, so that an item does not hold its batch's memory.
+        """Yield None where other work may run, and finally the encoded items."""
+        # Sorted, so that frames of equal size are adjacent; cloned, so that an item does not keep its batch's memory.
         order = sorted(range(len(batch)), key=lambda index: frame_length(batch[index].grid))
         grids = [batch[index].grid for index in order]
         pixels = torch.from_numpy(np.concatenate([batch[index].pixels for index in order]))
@@ -164,17 +167,17 @@ class Qwen2VLEncoder:
         return self.executor.run(lambda: torch.from_numpy(rows).to(self.tower.device, self.tower.dtype))
 
     def normalize(self, pixels: torch.Tensor) -> torch.Tensor:
-        """uint8 [n, columns] to the tower's dtype on its device, each channel around 0."""
+        """Convert uint8 pixels [n, columns] to the encoder's dtype and device, and normalize each channel."""
         return ((pixels.to(self.tower.device).float() - self.mean) / self.std).to(self.tower.dtype)
 
 
 def frame_length(grid: Grid) -> int:
-    """Patches of one frame."""
+    """Return the number of patches of one frame."""
     return grid.h * grid.w
 
 
 def load_encoder(spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> Qwen2VLEncoder:
-    """The tower of a checkpoint; see `ModelFamily.load_vision_encoder`."""
+    """Load a checkpoint's vision encoder; see `ModelFamily.load_vision_encoder`."""
     device = resolve_device(config.device)
     dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, device))
     with Weights.open(spec.folder, spec.tensor_renames) as weights:
@@ -183,7 +186,7 @@ def load_encoder(spec: ModelSpec, config: EngineConfig, kernels: KernelSelector)
 
 
 class _Reader(NamedTuple):
-    """Reads the tower's parameters one by one, straight to where they stay."""
+    """Reads the vision encoder's parameters one by one, directly into their final memory."""
 
     weights: Weights
     kernels: Kernels
@@ -205,10 +208,10 @@ class _Reader(NamedTuple):
 
 
 def load_tower(config: VisionConfig, read: _Reader) -> Tower:
-    """The tower of an opened checkpoint, read part by part, so that others may compute meanwhile.
+    """Load the vision encoder of an opened checkpoint in parts, so that other work may run in between.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape.
+        CheckpointError: a tensor is missing or has an unexpected shape.
     """
     patch = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
     kernels, run = read.kernels, executor_for(read.device).run
