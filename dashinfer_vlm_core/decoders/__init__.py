@@ -1,5 +1,6 @@
-"""Decoders: their contract, and what replaces one that has died."""
+"""The interface of decoders, and the supervisor that restarts them."""
 
+from ..deprecation import renamed_names
 from .interface import (
     GUIDED_DECODING,
     SAMPLING_PARAMETERS,
@@ -33,3 +34,8 @@ __all__ = [
     "VisualSpan",
     "check_request",
 ]
+
+__getattr__ = renamed_names(
+    __name__,
+    {"GUIDE": "GUIDED_DECODING", "Fitness": "DecoderSupport", "Guide": "CompiledGrammar", "Walk": "GrammarMatcher"},
+)

@@ -1,4 +1,4 @@
-"""The decoder's contract: token ids, visual tokens and positions go in, one token after the other comes out."""
+"""The interface of decoders: from token ids, visual tokens and positions to a stream of tokens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from ..deprecation import RenamedAttribute, renamed_arguments, renamed_names
 from ..errors import ContextLengthExceeded, DecoderFailed, InvalidParameter
 from ..protocol.sampling import SAMPLING_PARAMETERS, Sampling
 
@@ -41,18 +42,19 @@ logger: logging.Logger = logging.getLogger(__name__)
 FinishReason = Literal["stop", "length"]
 
 GUIDED_DECODING = "guide"
-"""What a decoder supported_params that bars, at each step, the tokens that a grammar does not allow."""
+"""The member of `supported_params` of a decoder that can mask, at each step, the tokens that a grammar does not
+allow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class VisualSpan:
-    """Where visual tokens of one picture or video stand in the prompt.
+    """A run of placeholder tokens and the visual tokens of one image or video that replace it.
 
     Attributes:
         start: index of the first placeholder token.
         tokens: all of the item's visual tokens.
-        row: the first one of `tokens.embedding` that stands here.
-        length: how many they are; all that follow by default.
+        row: the first row of `tokens.embedding` to use.
+        length: the number of rows; all following rows by default.
     """
 
     start: int
@@ -62,46 +64,48 @@ class VisualSpan:
 
     @property
     def stop(self) -> int:
-        """Index behind the last placeholder token."""
+        """Index after the last placeholder token."""
         return self.start + (len(self.tokens.embedding) - self.row if self.length is None else self.length)
 
 
 class GrammarMatcher(Protocol):
-    """One answer's way through a grammar; used by one thread at a time."""
+    """The state of one completion in a grammar; used by one thread at a time."""
 
     def allowed_tokens(self) -> npt.NDArray[np.bool_]:
-        """Which tokens may come next: bool, one for each row of the output layer, at least one of them true.
+        """Return the tokens that may come next: bool, one per row of the output layer, at least one of them true.
 
-        Tokens that end an answer are among them where the grammar may end, and alone where it must. Asking changes
-        nothing.
+        Stop tokens are allowed where the grammar may end, and are the only allowed ones where it must end. The call
+        does not change the state.
 
         Raises:
-            DecoderFailed: to go on from here would take more work than the limits allow.
+            DecoderFailed: continuing would exceed the grammar's limits.
         """
 
     def accept_token(self, token: int) -> None:
-        """Go on behind a token that was allowed."""
+        """Advance by an allowed token."""
 
 
 class CompiledGrammar(Protocol):
-    """What an answer has to follow, token by token; any number of answers may do so at once."""
+    """A compiled grammar; any number of completions may use it at the same time."""
 
     def new_matcher(self) -> GrammarMatcher:
-        """A new way through it, from the start."""
+        """Create a matcher at the start of the grammar."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DecodeRequest:
-    """One answer to decode.
+    """One completion to decode.
 
     Attributes:
         id: the request's id, for logs.
-        token_ids: int64 [length]; placeholders included.
-        positions: int64 [3, length]: time, height and width (M-RoPE). Answer tokens go on at the largest position + 1.
+        token_ids: int64 [length], including placeholders.
+        positions: int64 [3, length]: time, height and width (M-RoPE). Output tokens continue at the largest
+            position + 1.
         spans: visual tokens in prompt order; they replace the embeddings of their placeholders.
-        sampling: with `max_tokens` set, such that prompt and answer fit `max_model_len`.
-        guide: bars tokens at each step; None leaves the answer free. Only decoders that honour `GUIDE` get one.
-        salt: what is kept of the prompt under it is found under it alone.
+        sampling: with `max_tokens` set, so that prompt and output fit `max_model_len`.
+        grammar: masks tokens at each step; None for unconstrained output. Only decoders that support
+            `GUIDED_DECODING` get one.
+        cache_salt: separates prefix cache entries; a prompt cached with a salt is found only with the same salt.
     """
 
     id: str
@@ -112,17 +116,21 @@ class DecodeRequest:
     grammar: CompiledGrammar | None = None
     cache_salt: str = ""
 
+    guide = RenamedAttribute("grammar")
+    salt = RenamedAttribute("cache_salt")
 
+
+@renamed_arguments(top="top_logprobs", finish="finish_reason", cached="cached_tokens")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Token:
     """One decoded token.
 
     Attributes:
-        id: its id; the token that ends an answer is yielded too, with `finish="stop"`.
-        logprob: natural logarithm of its probability before temperature and truncation; None unless asked for.
-        top: the most likely tokens of this step as (id, logprob), most likely first; empty unless asked for.
-        finish: why the answer ends with this token; None while it goes on.
-        cached: prompt tokens that were read from a prefix cache; set on the first token.
+        id: its id; the stop token is yielded too, with `finish_reason="stop"`.
+        logprob: natural logarithm of its probability before temperature and truncation; None unless requested.
+        top_logprobs: the most likely tokens of this step as (id, logprob), most likely first; empty unless requested.
+        finish_reason: why the output ends with this token; None if it continues.
+        cached_tokens: prompt tokens taken from a prefix cache; set on the first token.
     """
 
     id: int
@@ -131,9 +139,13 @@ class Token:
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
 
+    top = RenamedAttribute("top_logprobs")
+    finish = RenamedAttribute("finish_reason")
+    cached = RenamedAttribute("cached_tokens")
+
 
 class RequestNotStarted(Exception):
-    """The decoder died before it began with the request, which another one can take: the supervisor sees to that."""
+    """The decoder died before it started the request. The supervisor passes the request to the next decoder."""
 
 
 class Decoder(Protocol):
@@ -141,14 +153,14 @@ class Decoder(Protocol):
 
     Attributes:
         name: as listed by `dashinfer-vlm plugins` and `/health`.
-        max_model_len: tokens that prompt and answer may have together here; at most the model's.
+        max_model_len: most tokens of prompt and output together; at most the model's limit.
         supported_params: the members of `SAMPLING_PARAMETERS` that it supports, and `GUIDED_DECODING` if it can mask
             tokens; the engine rejects requests that need more.
         unsupported_vision_reason: why it accepts no images and videos, and the next step; the engine rejects requests
             with media. Empty if it accepts them.
-        trouble: why it cannot decode at all any more, though it was started; empty while it can. For `/health`.
+        fatal_error: why it cannot decode although it was started; empty while it can. For `/health`.
 
-    One that counts what it does says so by a method `snapshot() -> DecoderStats`.
+    A decoder with statistics has a method `snapshot() -> DecoderStats`.
     """
 
     name: str
@@ -160,52 +172,52 @@ class Decoder(Protocol):
     def fatal_error(self) -> str: ...
 
     async def start(self) -> None:
-        """Load what is needed and be ready for `decode`.
+        """Load the model and prepare for `decode`.
 
         Raises:
-            SetupError: it cannot run here; the message says what to mend.
+            SetupError: it cannot run here; the message contains the fix.
         """
 
     async def close(self) -> None:
         """Free everything; running requests end with EngineClosed. Closing twice is allowed.
 
         Raises:
-            DecoderFailed: it hangs; only the end of the process frees what it holds.
+            DecoderFailed: it hangs; only the end of the process frees its memory.
         """
 
     def decode(self, request: DecodeRequest) -> AsyncGenerator[Token, None]:
-        """Yield the answer's tokens; the last one carries `finish`.
+        """Yield the output tokens; the last one has a `finish_reason`.
 
-        An async generator: closing it (`aclose`, or cancelling the task that reads it) stops the request within one
-        step and frees all that it held.
+        Closing the generator (`aclose`, or canceling the task that reads it) stops the request within one step and
+        frees its memory.
 
         Raises:
-            QueueFull: `max_waiting` requests wait already.
-            ContextLengthExceeded: the request could never fit the memory for keys and values.
+            QueueFull: `max_waiting` requests are already waiting.
+            ContextLengthExceeded: the request does not fit the KV cache.
             DecoderFailed: the decoder died while the request ran.
-            RequestNotStarted: it died before; it is in `trouble`.
+            RequestNotStarted: the decoder died before it started the request; see `fatal_error`.
             EngineClosed: the decoder was closed.
         """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderStats:
-    """What a decoder does and has done; zero for what it does not count.
+    """Statistics of a decoder; zero for values that it does not measure.
 
     Attributes:
-        running: requests that are decoded now.
-        waiting: requests that wait for a place in the batch.
-        kv_used: tokens' worth of memory for keys and values that running requests hold.
-        kv_cached: tokens' worth that is kept for later requests.
-        kv_size: tokens' worth that there is.
-        started: requests that got a place.
-        queue_seconds: that they waited for it, together.
-        steps: passes of the language model.
-        step_requests: requests that had a part in each, together.
+        running: requests in the batch.
+        waiting: requests that wait for a slot in the batch.
+        kv_used: size of the KV cache that running requests use, in tokens.
+        kv_cached: size that is kept for later requests, in tokens.
+        kv_size: total size of the KV cache, in tokens.
+        started: requests that got a slot.
+        queue_seconds: total time that they waited for it.
+        steps: forward passes of the language model.
+        step_requests: total number of requests in these passes.
         queries: prompts that were looked up in the prefix cache.
         hits: prompts of which a part was found there.
         cached_tokens: prompt tokens that were found there.
-        preemptions: times that a running request had to wait again.
+        preemptions: number of times that a running request was preempted.
     """
 
     running: int = 0
@@ -224,7 +236,7 @@ class DecoderStats:
 
     @classmethod
     def of(cls, decoder: Decoder) -> DecoderStats:
-        """What a decoder counts; nothing if it does not."""
+        """The statistics of a decoder; zeros if it has none."""
         snapshot = getattr(decoder, "snapshot", cls)
         counted: DecoderStats = snapshot()
         return counted
@@ -232,11 +244,11 @@ class DecoderStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderSupport:
-    """Whether a decoder can run here, and how well.
+    """Whether a decoder can run a checkpoint here, and its priority.
 
     Attributes:
-        score: 0 if it cannot; among those that can, `decoder="auto"` takes the highest.
-        reason: one sentence for the log and for `/health`; if it cannot run, what would have to change.
+        score: 0 if it cannot run; `decoder="auto"` selects the decoder with the highest score.
+        reason: one sentence for the log and for `/health`; if it cannot run, what has to change.
     """
 
     score: int
@@ -244,10 +256,10 @@ class DecoderSupport:
 
 
 class DecoderFactory(Protocol):
-    """Makes decoders; a plugin registers one by `register_decoders`.
+    """Creates decoders; a plugin registers a factory with `register_decoders`.
 
     Attributes:
-        name: what `EngineConfig.decoder` calls it.
+        name: its name in `EngineConfig.decoder`.
         supported_params: as `Decoder.supported_params`, on the device that supports the most; reported before a model
             is loaded.
     """
@@ -258,34 +270,34 @@ class DecoderFactory(Protocol):
     def check_support(self, spec: ModelSpec, config: EngineConfig) -> DecoderSupport: ...
 
     def create(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> Decoder:
-        """A decoder that is not started yet; called in a thread, since it may have to compile something.
+        """Create a decoder without starting it. This is called in a thread, since it may compile kernels.
 
         Args:
-            spec: of the model.
-            config: of the engine.
-            kernels: chooses kernels, for decoders that compute with torch.
+            spec: the model's spec.
+            config: the engine's configuration.
+            kernels: selects kernels, for decoders that compute with torch.
         """
 
 
 def check_request(request: DecodeRequest, spec: ModelSpec, *, max_model_len: int) -> None:
-    """Refuse what a decoder may rely on not to get.
+    """Check the invariants on which decoders rely.
 
     Raises:
-        DecoderFailed: an invariant of DecodeRequest is broken; the log says which.
-        InvalidParameter: a token id that does not exist; `param` names the option.
-        ContextLengthExceeded: prompt and answer together exceed `max_model_len`.
+        DecoderFailed: an invariant of DecodeRequest is violated; it is logged.
+        InvalidParameter: a token id does not exist; `param` names the option.
+        ContextLengthExceeded: prompt and output together exceed `max_model_len`.
     """
-    fault = _fault(request, spec)
-    if fault:
-        logger.error("Request %s reached the decoder malformed: %s.", request.id, fault)
-        raise DecoderFailed("The request reached the decoder malformed; the engine's log has the cause.")
+    reason = _broken_invariant(request, spec)
+    if reason:
+        logger.error("The decoder received a malformed request %s: %s.", request.id, reason)
+        raise DecoderFailed("The decoder received a malformed request; see the engine's log for the cause.")
     _check_ids("logit_bias", request.sampling.logit_bias, spec)
     _check_ids("stop_token_ids", request.sampling.stop_token_ids, spec)
-    prompt, answer = len(request.token_ids), request.sampling.max_tokens or 0
-    if prompt + answer > max_model_len:
+    prompt, output = len(request.token_ids), request.sampling.max_tokens or 0
+    if prompt + output > max_model_len:
         raise ContextLengthExceeded(
-            f"The prompt's {prompt} tokens and an answer of up to {answer} exceed the {max_model_len} tokens "
-            "that fit here. Shorten the messages, use smaller pictures, or lower max_tokens.",
+            f"The prompt's {prompt} tokens and a completion of up to {output} tokens exceed the limit of"
+            f" {max_model_len}. Shorten the messages, use smaller images, or lower max_tokens.",
             prompt_tokens=prompt,
             limit=max_model_len,
         )
@@ -297,11 +309,11 @@ def _check_ids(param: str, ids: Iterable[int], spec: ModelSpec) -> None:
         raise InvalidParameter(f"Token {unknown} does not exist. Use ids below {spec.vocab_size}.", param=param)
 
 
-def _fault(request: DecodeRequest, spec: ModelSpec) -> str | None:
-    """Which invariant of DecodeRequest is broken, if one is."""
+def _broken_invariant(request: DecodeRequest, spec: ModelSpec) -> str | None:
+    """The violated invariant of DecodeRequest; None if there is none."""
     ids, length = request.token_ids, len(request.token_ids)
     if not length or ids.min() < 0 or ids.max() >= spec.vocab_size:
-        return f"token_ids are empty or outside of the vocabulary of {spec.vocab_size}"
+        return f"token_ids are empty or outside the vocabulary of {spec.vocab_size}"
     if request.positions.shape != (3, length):
         return f"positions are {request.positions.shape}, not (3, {length})"
     if not request.sampling.max_tokens:
@@ -312,10 +324,20 @@ def _fault(request: DecodeRequest, spec: ModelSpec) -> str | None:
         if len(shape) != 2 or shape[1] != spec.visual_width:
             return f"visual tokens are {shape}, not (rows, {spec.visual_width})"
         if not 0 <= span.row < span.row + span.stop - span.start <= shape[0]:
-            return (
-                f"a span at {span.start} takes rows from {span.row} on of {shape[0]} visual tokens, which are too few"
-            )
+            return f"a span at {span.start} needs rows from {span.row} on, but there are only {shape[0]} visual tokens"
         if span.start < end or span.stop > length:
-            return f"a span of {shape[0]} visual tokens at {span.start} is outside of the prompt or on top of another"
+            return f"a span of {shape[0]} visual tokens at {span.start} is outside the prompt or overlaps another"
         end = span.stop
     return None
+
+
+__getattr__ = renamed_names(
+    __name__,
+    {
+        "GUIDE": "GUIDED_DECODING",
+        "Fitness": "DecoderSupport",
+        "Guide": "CompiledGrammar",
+        "NotBegun": "RequestNotStarted",
+        "Walk": "GrammarMatcher",
+    },
+)

@@ -1,4 +1,4 @@
-"""Keeps a decoder running: one that has died is replaced, a bounded number of times."""
+"""Restart a decoder that died, a limited number of times."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from .interface import Decoder, DecodeRequest, DecoderStats, RequestNotStarted, 
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.2
-"""How often it is asked whether the decoder has died, should nobody be decoding who would notice."""
+POLL_SECONDS = 0.2
+"""How often the decoder is checked while no request would notice its death."""
 
 HEALTHY_SECONDS = 600.0
-"""How long a decoder has to run until the restarts before it are forgotten."""
+"""How long a decoder has to run before the restart counter is reset."""
 
 INITIAL_BACKOFF = 0.1
-"""Seconds before a decoder that did not start is tried again; doubled each time."""
+"""Seconds before a failed start is retried; doubled each time."""
 
 
 class Supervisor:
-    """A decoder that outlives its death; implements `Decoder` and belongs to one event loop.
+    """Wraps a decoder and restarts it when it dies; implements `Decoder` and belongs to one event loop.
 
-    When the decoder says that it is in `trouble`, it is closed, which fails the requests in it, and another one is made
-    and started; requests that come meanwhile, and those that it had not begun with, wait for that. After `restarts` of
-    them in a row, or where one cannot be closed, the trouble is for good.
+    When the decoder reports a `fatal_error`, it is closed, which fails its running requests, and a new one is created
+    and started. New requests, and those that the decoder had not started, wait for it. After `restarts` restarts in a
+    row, or if a decoder cannot be closed, the error is permanent.
 
     Args:
-        make: a decoder that is not started yet; called here for the first one, and in a thread for the others.
-        restarts: how often in a row it is replaced, or tried to be.
+        make: creates a decoder that is not started; called here for the first one, and in a thread for the others.
+        restarts: the maximum number of restarts, or attempts, in a row.
 
     Attributes:
-        restarted: how often it was replaced.
-        restarting: whether it is being replaced now.
-        trouble: why it was given up on; empty while it was not.
+        restarted: number of restarts.
+        restarting: whether it is restarting now.
+        fatal_error: why it stopped restarting; empty while it has not.
     """
 
     def __init__(self, make: Callable[[], Decoder], *, restarts: int) -> None:
         self._make = make
-        self._restarts = self._left = restarts
-        self._began = 0.0
+        self._restarts = self._restarts_left = restarts
+        self._started_at = 0.0
         self._decoder = make()
         self._ready = asyncio.Event()
-        self._keeper: asyncio.Task[None] | None = None
+        self._monitor_task: asyncio.Task[None] | None = None
         self._closed = False
         self.restarted: int = 0
         self.fatal_error: str = ""
@@ -58,31 +58,31 @@ class Supervisor:
 
     @property
     def restarting(self) -> bool:
-        return self._keeper is not None and not self._ready.is_set()
+        return self._monitor_task is not None and not self._ready.is_set()
 
     def snapshot(self) -> DecoderStats:
         return DecoderStats.of(self._decoder)
 
     async def start(self) -> None:
         await self._decoder.start()
-        self._now_ready()
-        self._keeper = asyncio.create_task(self._keep(), name="decoder-supervisor")
+        self._set_ready()
+        self._monitor_task = asyncio.create_task(self._monitor(), name="decoder-supervisor")
 
     async def close(self) -> None:
         self._closed = True
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
+        if self._monitor_task is not None:
+            self._monitor_task.cancel()
+            await asyncio.gather(self._monitor_task, return_exceptions=True)
         self._ready.set()
         try:
             await self._decoder.close()
         except DecoderFailed:
-            if not self.fatal_error:  # else it was given up on because it cannot be closed
+            if not self.fatal_error:  # otherwise it failed permanently because it cannot be closed
                 raise
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[Token, None]:
         while True:
-            decoder = await self._healthy()
+            decoder = await self._wait_until_healthy()
             try:
                 async with contextlib.aclosing(decoder.decode(request)) as tokens:
                     async for token in tokens:
@@ -91,65 +91,65 @@ class Supervisor:
                 if self._closed:
                     raise EngineClosed("The engine was closed; start it again.") from None
             except (EngineClosed, DecoderFailed):
-                if self._closed or self._well(decoder):
+                if self._closed or self._is_healthy(decoder):
                     raise
                 raise DecoderFailed(_DIED) from None
             else:
                 return
 
-    def _well(self, decoder: Decoder) -> bool:
-        """Whether it is in use and in no trouble: what it says is about one request alone."""
+    def _is_healthy(self, decoder: Decoder) -> bool:
+        """Whether `decoder` is in use and works, so that its errors concern one request only."""
         return decoder is self._decoder and self._ready.is_set() and not self.fatal_error and not decoder.fatal_error
 
-    async def _healthy(self) -> Decoder:
-        """The decoder, once it is in no trouble.
+    async def _wait_until_healthy(self) -> Decoder:
+        """Wait until the decoder works, and return it.
 
         Raises:
-            DecoderFailed: it was given up on.
+            DecoderFailed: it failed permanently.
         """
         if self._decoder.fatal_error and not self.fatal_error and not self._closed:
-            self._ready.clear()  # its death is not known to `_keep` yet
+            self._ready.clear()  # `_monitor` has not noticed its death yet
         await self._ready.wait()
         if self.fatal_error:
             raise DecoderFailed(self.fatal_error)
         return self._decoder
 
-    async def _keep(self) -> None:
-        """Look after the decoder until it is given up on, or we are cancelled."""
+    async def _monitor(self) -> None:
+        """Replace the decoder whenever it fails, until it fails permanently or this task is canceled."""
         while not self.fatal_error:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
             if fatal_error := self._decoder.fatal_error:
                 self._ready.clear()
                 self.fatal_error = await self._replace(fatal_error)
-                self._now_ready()
+                self._set_ready()
 
-    def _now_ready(self) -> None:
-        self._began = asyncio.get_running_loop().time()
+    def _set_ready(self) -> None:
+        self._started_at = asyncio.get_running_loop().time()
         self._ready.set()
 
     async def _replace(self, fatal_error: str) -> str:
-        """Close the decoder and start another one; why that is not possible, or nothing if it is done."""
+        """Close the decoder and start a new one; returns why that is impossible, or an empty string on success."""
         logger.error("The decoder %s has failed: %s", self.name, fatal_error)
-        if asyncio.get_running_loop().time() - self._began >= HEALTHY_SECONDS:
-            self._left = self._restarts
-        failure = await _failure(self._decoder.close())
-        pause = 0.0
-        while not failure and self._left:
-            await asyncio.sleep(pause)
-            pause = 2 * pause or INITIAL_BACKOFF
-            self._left -= 1
-            fatal_error = await _failure(self._start_another())
+        if asyncio.get_running_loop().time() - self._started_at >= HEALTHY_SECONDS:
+            self._restarts_left = self._restarts
+        failure = await _error_of(self._decoder.close())
+        backoff = 0.0
+        while not failure and self._restarts_left:
+            await asyncio.sleep(backoff)
+            backoff = 2 * backoff or INITIAL_BACKOFF
+            self._restarts_left -= 1
+            fatal_error = await _error_of(self._start_new_decoder())
             if not fatal_error:
-                await asyncio.to_thread(_give_back)
+                await asyncio.to_thread(_trim_memory)
                 self.restarted += 1
-                logger.warning("The decoder was started again; this may happen %d more times.", self._left)
+                logger.warning("The decoder was restarted; %d restarts are left.", self._restarts_left)
                 return ""
         return failure or fatal_error
 
-    async def _start_another(self) -> None:
-        self._decoder = await self._started()
+    async def _start_new_decoder(self) -> None:
+        self._decoder = await self._new_decoder()
 
-    async def _started(self) -> Decoder:
+    async def _new_decoder(self) -> Decoder:
         decoder = await asyncio.to_thread(self._make)
         try:
             await decoder.start()
@@ -159,22 +159,22 @@ class Supervisor:
         return decoder
 
 
-async def _failure(step: Coroutine[Any, Any, None]) -> str:
-    """Why a step of the replacement has failed; empty if it has not."""
+async def _error_of(step: Coroutine[Any, Any, None]) -> str:
+    """Await a step of the replacement; returns why it failed, or an empty string on success."""
     try:
         await step
     except DashInferVLMError as error:
-        logger.error("The decoder cannot be replaced: %s", error.message)  # noqa: TRY400 - it was made for people
+        logger.error("The decoder cannot be replaced: %s", error.message)  # noqa: TRY400 - the message is written for users
         return error.message
     except Exception:
         logger.exception("The decoder cannot be replaced.")
-        return "The decoder failed and could not be started again; the log has the cause."
+        return "The decoder failed and could not be restarted; see the log for the cause."
     return ""
 
 
-def _give_back() -> None:
-    """Return to the system what a dead decoder has freed in pieces: glibc keeps it, and each death leaves more."""
-    with contextlib.suppress(OSError, TypeError, AttributeError):  # there is no such function outside of glibc
+def _trim_memory() -> None:
+    """Return the memory of a dead decoder to the system: glibc keeps freed fragments, and each restart adds more."""
+    with contextlib.suppress(OSError, TypeError, AttributeError):  # the function exists in glibc only
         ctypes.CDLL(None).malloc_trim(0)
 
 

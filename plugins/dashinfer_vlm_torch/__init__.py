@@ -1,5 +1,5 @@
-"""The language decoder in plain PyTorch: it runs wherever torch runs, and is the reference that other decoders are
-compared with."""
+"""The language decoder in plain PyTorch. It runs on any device that torch supports, and is the reference for other
+decoders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TorchDecoderFactory:
-    """Registers as `torch`. Its score leaves room above it for decoders that are made for one kind of device."""
+    """The factory of the decoder `torch`. Decoders for a specific device type are expected to return a higher score."""
 
     name = "torch"
     supported_params: frozenset[str] = SAMPLING_PARAMETERS | {GUIDED_DECODING}

@@ -1,4 +1,4 @@
-"""Keys and values of all running requests."""
+"""Keys and values of all sequences."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from dashinfer_vlm_core.models.spec import TextModelSpec
 
 
 class KVCache:
-    """One pool for all requests; a request has a contiguous range of its rows, and `Memory` says which.
+    """One pool for all sequences; `KVCacheManager` assigns each a contiguous range of rows.
 
-    On a CPU the operating system gives memory to rows when they are first written, so that a new pool costs next to
-    nothing.
+    On a CPU, the operating system allocates memory when a row is first written, so a new pool costs almost nothing.
 
     Attributes:
         pool: [layers, 2 * kv heads, tokens, head_dim], keys first.
@@ -25,7 +24,7 @@ class KVCache:
     def bytes_per_token(config: TextModelSpec, dtype: torch.dtype) -> int:
         return config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
 
-    def move(self, source: int, target: int, rows: int) -> None:
+    def copy_rows(self, source: int, target: int, rows: int) -> None:
         """Copy rows; the ranges may overlap."""
         overlap = abs(source - target) < rows
         for layer in self.pool:

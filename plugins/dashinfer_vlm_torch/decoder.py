@@ -1,5 +1,4 @@
-"""The face of the decoder: it checks requests, and yields in the caller's event loop what the worker's thread
-decodes."""
+"""The PyTorch decoder: checks requests, and yields the tokens of the worker's thread in the caller's event loop."""
 
 from __future__ import annotations
 
@@ -30,16 +29,16 @@ from .worker import OutputQueue, Worker, WorkerCounts
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-LEAST_TOKENS = 16
+MIN_KV_TOKENS = 16
 
 
 class TorchDecoder:
     """Decodes with continuous batching; implements `dashinfer_vlm_core.decoders.Decoder`.
 
-    What is guaranteed: a request's tokens depend on its own content alone, up to the rounding of matrix products, whose
-    order of summation may change with the number of rows. In float32 that is around 1e-6 of a logit, so that greedy
-    answers are the same alone and in any company wherever the best two logits differ by more; the same seed gives the
-    same text unless a random number falls that close to a border of the cumulative distribution.
+    Guarantee: a request's tokens depend only on its own content, up to the rounding of matrix products, whose order of
+    summation may change with the number of rows. In float32 the difference is around 1e-6 of a logit. Greedy outputs
+    are therefore the same alone and in any batch wherever the two largest logits differ by more. The same seed gives
+    the same text unless a random number is that close to a boundary of the cumulative distribution.
     """
 
     name = "torch"
@@ -56,13 +55,13 @@ class TorchDecoder:
         self._int8 = config.quantization == "int8"
         _check_options(config, self._kernels)
         context = min(spec.max_model_len, config.max_model_len or spec.max_model_len)
-        self._kv_tokens = self._affordable_tokens(context)
+        self._kv_tokens = self._kv_pool_tokens(context)
         self.max_model_len: int = min(context, self._kv_tokens)
         self._worker: Worker | None = None
 
     @property
     def stats(self) -> SchedulerStats:
-        """Who runs and waits, and how much memory for keys and values is taken."""
+        """Running and waiting requests, and the use of the KV cache."""
         return self._worker.stats if self._worker else self._scheduler().stats
 
     def snapshot(self) -> DecoderStats:
@@ -88,27 +87,27 @@ class TorchDecoder:
         if worker is None:
             raise EngineClosed("The decoder is not running. Start the engine first.")
         check_request(request, self._spec, max_model_len=self.max_model_len)
-        run = SequenceState.of(request, self._spec.tokens.stop)
+        sequence = SequenceState.of(request, self._spec.tokens.stop)
         output_queue = OutputQueue(asyncio.get_running_loop(), asyncio.Queue())
-        worker.submit(run, output_queue)
+        worker.submit(sequence, output_queue)
         try:
             while True:
-                reply = await output_queue.queue.get()
-                if not isinstance(reply, Token):
-                    raise reply
-                yield reply
-                if reply.finish_reason:
+                output = await output_queue.queue.get()
+                if not isinstance(output, Token):
+                    raise output
+                yield output
+                if output.finish_reason:
                     return
         finally:
-            worker.cancel(run)
+            worker.cancel(sequence)
 
-    def _affordable_tokens(self, context: int) -> int:
-        """Size of the KV pool: what the budget pays for, but no more than a full batch can use."""
+    def _kv_pool_tokens(self, context: int) -> int:
+        """Size of the KV pool in tokens: what fits into `kv_cache_mib`, at most what a full batch can use."""
         budget = self._config.kv_cache_mib
         tokens = budget * MIB // KVCache.bytes_per_token(self._text, self._dtype)
-        if tokens < LEAST_TOKENS:
-            fault = f"`kv_cache_mib` {budget} holds only {tokens} tokens of this model. Raise it."
-            raise ConfigError(fault, param="kv_cache_mib")
+        if tokens < MIN_KV_TOKENS:
+            message = f"`kv_cache_mib` {budget} holds only {tokens} tokens of this model. Increase it."
+            raise ConfigError(message, param="kv_cache_mib")
         if tokens < context:
             logger.warning("kv_cache_mib=%d holds %d tokens, fewer than the context of %d.", budget, tokens, context)
         return min(tokens, context * self._config.max_batch_size)
@@ -118,8 +117,8 @@ class TorchDecoder:
             model = TextModel(
                 weights, self._text, self._kernels, device=self._device, dtype=self._dtype, int8=self._int8
             )
-        weights_as = "int8" if self._int8 else str(self._dtype).removeprefix("torch.")
-        logger.info("Weights in %s on %s, with the kernels %r.", weights_as, self._device, self._kernels.name)
+        weight_dtype = "int8" if self._int8 else str(self._dtype).removeprefix("torch.")
+        logger.info("Weights in %s on %s, with the kernels %r.", weight_dtype, self._device, self._kernels.name)
         return ModelRunner(model, KVCache(self._text, self._kv_tokens, device=self._device, dtype=self._dtype))
 
     def _scheduler(self) -> Scheduler:
@@ -136,11 +135,11 @@ def _check_options(config: EngineConfig, kernels: Kernels) -> None:
     if config.quantization == "none" or (config.quantization == "int8" and kernels.supports_int8):
         return
     if config.quantization == "int8" and config.cpu_kernels == "torch":
-        fault = "`quantization` int8 needs the kernels in C: leave `cpu_kernels` torch out."
-        raise ConfigError(fault, param="quantization")
+        message = "`quantization` int8 requires the kernels in C. Remove `cpu_kernels` torch."
+        raise ConfigError(message, param="quantization")
     raise ConfigError(
-        f"`quantization` {config.quantization!r} is not possible with the PyTorch decoder here: it knows int8 alone,"
-        " for bfloat16 on a CPU with AVX-512 BF16 and VNNI and a C compiler. Leave it out, or take the decoder"
-        " dashinfer on CUDA.",
+        f"`quantization` {config.quantization!r} is not supported by the PyTorch decoder here: it supports only int8,"
+        " for bfloat16 on a CPU with AVX-512 BF16 and VNNI and a C compiler. Remove it, or use the decoder dashinfer on"
+        " CUDA.",
         param="quantization",
     )

@@ -1,4 +1,4 @@
-"""Where in the pool of keys and values a slab of contiguous rows can lie."""
+"""Find contiguous rows in the KV pool."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .prefix_hash import PrefixHash
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class KVAllocation:
-    """Contiguous rows of the pool, which hold the keys and values of one sequence.
+    """Contiguous rows of the pool with the keys and values of one sequence.
 
-    Contiguous, because attention then reads a request's keys as a view: gathering pages would copy them once per layer
-    and step.
+    The rows are contiguous because attention then reads a sequence's keys as a view. Gathering pages would copy them
+    once per layer and step.
 
     Attributes:
-        trail: the sequence.
-        start: the first row; -1 before there is one.
-        rows: how many there are.
-        read: tokens, from the first on, whose keys and values are there.
-        listed: blocks of the trail by which the slab can be found.
-        idle: whether nobody runs on it any more.
+        prefix: the content of the sequence.
+        start: the first row; -1 before rows are assigned.
+        rows: number of rows.
+        num_computed_tokens: leading tokens whose keys and values are computed.
+        num_indexed_blocks: leading blocks by which the prefix cache finds it.
+        is_free: whether no running sequence uses it.
     """
 
     prefix: PrefixHash
@@ -39,7 +39,7 @@ class KVAllocation:
 
 
 class KVAllocator:
-    """Slabs in `size` rows, none on top of another. What it does takes time linear in the number of slabs."""
+    """Disjoint allocations within `size` rows. Every operation takes time linear in the number of allocations."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -47,11 +47,11 @@ class KVAllocator:
 
     @property
     def allocations(self) -> tuple[KVAllocation, ...]:
-        """By their rows."""
+        """All allocations, in the order of their rows."""
         return tuple(self._allocations)
 
-    def place(self, allocation: KVAllocation, start: int, rows: int) -> None:
-        """Let a slab, new or not, have these rows, which belong to nobody else."""
+    def assign(self, allocation: KVAllocation, start: int, rows: int) -> None:
+        """Assign rows, which must be free, to a new or existing allocation."""
         if allocation.rows:
             self.remove(allocation)
         allocation.start, allocation.rows = start, rows
@@ -63,16 +63,16 @@ class KVAllocator:
     def overlapping(self, start: int, stop: int) -> list[KVAllocation]:
         return [allocation for allocation in self._allocations if allocation.start < stop and start < allocation.stop]
 
-    def find_start(self, allocation: KVAllocation, rows: int, leaving: Iterable[KVAllocation]) -> int | None:
-        """The first of `rows` rows that `slab` can have; None if there is no way.
+    def find_start(self, allocation: KVAllocation, rows: int, evictable: Iterable[KVAllocation]) -> int | None:
+        """Find the first row of `rows` contiguous rows for `allocation`; None if that is impossible.
 
-        Its own rows count as free. It stays where it is if it can, else it goes into the tightest gap, else to the end
-        of the first range that is free when others have left.
+        Its own rows count as free. In order of preference: its current start, the smallest gap that is large enough,
+        the end of the first range that becomes free by eviction.
 
         Args:
-            slab: a new one, or one that is too small.
-            rows: how many it needs.
-            leaving: slabs that may be removed, or cut at their end, in the order in which they should go.
+            allocation: a new allocation, or one that is too small.
+            rows: the required number of rows.
+            evictable: allocations that may be removed or truncated, in order of eviction.
         """
         gaps = self._gaps(allocation)
         for start, stop in gaps:
@@ -81,13 +81,13 @@ class KVAllocator:
         large_enough = [gap for gap in gaps if gap[1] - gap[0] >= rows]
         if large_enough:
             return min(large_enough, key=lambda gap: gap[1] - gap[0])[0]
-        start, stop = _first_free(gaps, rows, leaving)
+        start, stop = _first_free(gaps, rows, evictable)
         if start <= allocation.start <= stop - rows:
             return allocation.start
         return stop - rows if stop else None
 
     def _gaps(self, without: KVAllocation) -> list[tuple[int, int]]:
-        """Free ranges (start, stop) as if one slab were not there."""
+        """Free ranges (start, stop), counting the rows of one allocation as free."""
         edges = [
             edge
             for allocation in self._allocations
@@ -98,10 +98,10 @@ class KVAllocator:
         return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
 
 
-def _first_free(gaps: list[tuple[int, int]], rows: int, leaving: Iterable[KVAllocation]) -> tuple[int, int]:
-    """The first range of at least `rows` that comes about when slabs leave one after the other; (0, 0) if none does."""
+def _first_free(gaps: list[tuple[int, int]], rows: int, evictable: Iterable[KVAllocation]) -> tuple[int, int]:
+    """The first range of at least `rows` rows that evicting allocations one by one frees; (0, 0) if none."""
     stops, starts = dict(gaps), {stop: start for start, stop in gaps}
-    for allocation in leaving:
+    for allocation in evictable:
         start, stop = starts.pop(allocation.start, allocation.start), stops.pop(allocation.stop, allocation.stop)
         stops[start], starts[stop] = stop, start
         if stop - start >= rows:

@@ -1,4 +1,4 @@
-"""Who holds which rows of the pool of keys and values, and what ended runs have left in the others."""
+"""Assign the rows of the KV pool to sequences, and cache what finished sequences leave in the others."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from itertools import islice
 from typing import NamedTuple
 
 from .kv_allocator import KVAllocation, KVAllocator
-from .prefix_hash import BLOCK, PrefixHash
+from .prefix_hash import BLOCK_SIZE, PrefixHash
 
-CANDIDATES = 8
-"""Of many sequences with equal blocks, so many are compared token by token where they part: those listed last."""
+MAX_CANDIDATES = 8
+"""If many allocations have an equal block, only this many of them, the last indexed, are compared token by token."""
 
 
 class KVCopy(NamedTuple):
@@ -23,20 +23,20 @@ class KVCopy(NamedTuple):
 
 
 class PrefixMatch(NamedTuple):
-    """A slab that begins with the same `tokens` tokens."""
+    """An allocation whose first `num_tokens` tokens match."""
 
     allocation: KVAllocation
     num_tokens: int
 
 
 class KVCacheManager:
-    """Slabs of runs, and idle ones: what they hold is found by later runs, until somebody needs the room.
+    """Manages the allocations of running sequences and the free ones, which form the prefix cache.
 
-    Idle slabs leave when they were not used for longest, and lose their ends first. None is kept whose blocks another
-    idle one has too.
+    Free allocations are evicted in least recently used order, and truncated before they are discarded. An allocation is
+    not kept if another free one has the same blocks.
 
-    Rows are booked here and copied later: whoever uses the pool next carries out `take_moves` first, in order. A slab's
-    `read` counts on that.
+    This class only records which rows are copied: the next user of the pool has to execute `take_copies` first, in
+    order. `KVAllocation.num_computed_tokens` assumes that these copies have been executed.
     """
 
     def __init__(self, rows: int, *, caching: bool) -> None:
@@ -45,7 +45,7 @@ class KVCacheManager:
         self._index: dict[bytes, dict[KVAllocation, None]] = {}  # an ordered set for each block's digest
         self._free: OrderedDict[bytes, KVAllocation] = (
             OrderedDict()
-        )  # by their last block; the first was not used for longest
+        )  # by the digest of the last block, least recently used first
         self._copies: list[KVCopy] = []
 
     @property
@@ -54,72 +54,72 @@ class KVCacheManager:
 
     @property
     def used(self) -> int:
-        """Rows that runs hold."""
+        """Rows of running sequences."""
         return sum(allocation.rows for allocation in self._allocator.allocations if not allocation.is_free)
 
     @property
     def cached(self) -> int:
-        """Rows that are kept for later runs."""
+        """Rows that are kept for later sequences."""
         return sum(allocation.rows for allocation in self._free.values())
 
     def take_copies(self) -> list[KVCopy]:
-        """What has to be copied before the pool is used next."""
-        moves, self._copies = self._copies, []
-        return moves
+        """Return and clear the copies to execute before the pool is used again."""
+        copies, self._copies = self._copies, []
+        return copies
 
     def allocate(self, prefix: PrefixHash, rows: int) -> KVAllocation | None:
-        """A slab of at least `rows` rows, in which the longest known beginning of `trail` is read; None if there is no
-        room.
+        """Allocate at least `rows` rows that begin with the longest cached prefix of `prefix`; None if that is not
+        possible.
 
-        The last token of `trail` is never among what is read: somebody wants its logits.
+        The last token of `prefix` is never taken from the cache, since its logits are required.
         """
         match = self._find_prefix(prefix)
-        if match and match.allocation.is_free and match.allocation.num_computed_tokens - match.num_tokens < BLOCK:
+        if match and match.allocation.is_free and match.allocation.num_computed_tokens - match.num_tokens < BLOCK_SIZE:
             return self._reuse(match, prefix, rows)
         allocation = KVAllocation(prefix=prefix)
-        if self._place(allocation, rows, spare=match and match.allocation):
+        if self._reserve_rows(allocation, rows, exclude=match and match.allocation):
             self._copy(match, allocation)
             return allocation
         return self._reuse(match, prefix, rows) if match and match.allocation.is_free else None
 
     def grow(self, allocation: KVAllocation, rows: int) -> bool:
-        """Let a run's slab have `rows` rows at least, here or elsewhere; whether there is room."""
-        return rows <= allocation.rows or self._place(allocation, rows)
+        """Grow an allocation to at least `rows` rows, in place or by moving it; returns whether that was possible."""
+        return rows <= allocation.rows or self._reserve_rows(allocation, rows)
 
-    def mark_computed(self, allocation: KVAllocation, read: int) -> None:
-        """The keys and values of the first `read` tokens of a slab are there."""
-        allocation.num_computed_tokens = read
+    def mark_computed(self, allocation: KVAllocation, num_tokens: int) -> None:
+        """Record that the keys and values of the first `num_tokens` tokens are computed, and index their blocks."""
+        allocation.num_computed_tokens = num_tokens
         if self._caching:
-            for digest in allocation.prefix.digests[allocation.num_indexed_blocks : read // BLOCK]:
+            for digest in allocation.prefix.digests[allocation.num_indexed_blocks : num_tokens // BLOCK_SIZE]:
                 self._index.setdefault(digest, {})[allocation] = None
-            allocation.num_indexed_blocks = read // BLOCK
+            allocation.num_indexed_blocks = num_tokens // BLOCK_SIZE
 
     def extend_from_cache(self, allocation: KVAllocation) -> int:
-        """Copy what other slabs have of the tokens that are to be read next; how many tokens that are."""
+        """Copy the next pending tokens from other allocations that have them; returns the number of tokens copied."""
         before = allocation.num_computed_tokens
-        self._copy(self._find_prefix(allocation.prefix, besides=allocation), allocation)
+        self._copy(self._find_prefix(allocation.prefix, exclude=allocation), allocation)
         return allocation.num_computed_tokens - before
 
     def free(self, allocation: KVAllocation, *, keep: bool = True) -> None:
-        """Its run has ended.
+        """Free the allocation of a sequence.
 
         Args:
-            slab: a run's.
-            keep: whether what it holds is right, so that later runs may have it.
+            allocation: an allocation that is in use.
+            keep: whether its keys and values are valid and may be cached.
         """
         if keep:
             self._retain(allocation)
         else:
             self._discard(allocation)
 
-    def _find_prefix(self, prefix: PrefixHash, *, besides: KVAllocation | None = None) -> PrefixMatch | None:
-        """The slab that begins as `trail` does for longest. A slab is listed with each of its blocks, so that the last
-        known one can be found by bisection."""
+    def _find_prefix(self, prefix: PrefixHash, *, exclude: KVAllocation | None = None) -> PrefixMatch | None:
+        """Find the allocation with the longest common prefix. Allocations are indexed by each of their blocks, so that
+        the last cached block can be found by bisection."""
         blocks = bisect_left(prefix.digests, True, key=lambda digest: digest not in self._index)
         if not blocks:
             return None
-        start = blocks * BLOCK
-        found = islice(reversed(self._index[prefix.digests[blocks - 1]]), CANDIDATES)
+        start = blocks * BLOCK_SIZE
+        candidates = islice(reversed(self._index[prefix.digests[blocks - 1]]), MAX_CANDIDATES)
         matches = [
             PrefixMatch(
                 allocation,
@@ -129,38 +129,41 @@ class KVCacheManager:
                     len(prefix) - 1,
                 ),
             )
-            for allocation in found
-            if allocation is not besides
+            for allocation in candidates
+            if allocation is not exclude
         ]
         return max(matches, key=lambda match: match.num_tokens, default=None)
 
     def _copy(self, match: PrefixMatch | None, allocation: KVAllocation) -> None:
-        """Let `slab` have what it lacks of a match."""
+        """Copy from a match the tokens that `allocation` lacks."""
         if match is None or match.num_tokens <= allocation.num_computed_tokens:
             return
-        source, read = match.allocation, allocation.num_computed_tokens
-        self._copies.append(KVCopy(source.start + read, allocation.start + read, match.num_tokens - read))
+        source, num_computed = match.allocation, allocation.num_computed_tokens
+        self._copies.append(
+            KVCopy(source.start + num_computed, allocation.start + num_computed, match.num_tokens - num_computed)
+        )
         self.mark_computed(allocation, match.num_tokens)
         if source.is_free:
-            self._free.move_to_end(_key(source))
+            self._free.move_to_end(_last_digest(source))
 
     def _reuse(self, match: PrefixMatch, prefix: PrefixHash, rows: int) -> KVAllocation | None:
-        """The idle slab itself, without what follows the match: there is nothing to copy unless it has to move."""
-        allocation, read = match.allocation, match.allocation.num_computed_tokens
+        """Reuse a free allocation itself, without the tokens after the match. Nothing is copied unless it has to
+        move."""
+        allocation, num_computed = match.allocation, match.allocation.num_computed_tokens
         self._remove_free(allocation)
         allocation.num_computed_tokens = match.num_tokens
-        if not self._place(allocation, rows):
-            allocation.num_computed_tokens = read
+        if not self._reserve_rows(allocation, rows):
+            allocation.num_computed_tokens = num_computed
             self._add_free(allocation)
             return None
-        self._unindex(allocation, allocation.num_computed_tokens // BLOCK)
+        self._unindex(allocation, allocation.num_computed_tokens // BLOCK_SIZE)
         allocation.prefix = prefix
         return allocation
 
-    def _place(self, allocation: KVAllocation, rows: int, *, spare: KVAllocation | None = None) -> bool:
-        """Find `rows` rows for a slab, at the cost of idle ones other than `spare`, and move it there."""
+    def _reserve_rows(self, allocation: KVAllocation, rows: int, *, exclude: KVAllocation | None = None) -> bool:
+        """Reserve `rows` rows for an allocation and move it there, evicting free allocations other than `exclude`."""
         start = self._allocator.find_start(
-            allocation, rows, (idle for idle in self._free.values() if idle is not spare)
+            allocation, rows, (free for free in self._free.values() if free is not exclude)
         )
         if start is None:
             return False
@@ -169,21 +172,22 @@ class KVCacheManager:
                 self._shrink(other, start - other.start)
         if allocation.num_computed_tokens and start != allocation.start:
             self._copies.append(KVCopy(allocation.start, start, allocation.num_computed_tokens))
-        self._allocator.place(allocation, start, rows)
+        self._allocator.assign(allocation, start, rows)
         return True
 
     def _shrink(self, allocation: KVAllocation, rows: int) -> None:
-        """Leave an idle slab its first rows, if they are worth it; it stays the next to go."""
+        """Truncate a free allocation to its first rows; discard it if no whole block is left. It remains the next to be
+        evicted."""
         self._remove_free(allocation)
-        self._unindex(allocation, max(rows, 0) // BLOCK)
+        self._unindex(allocation, max(rows, 0) // BLOCK_SIZE)
         allocation.num_computed_tokens = max(rows, 0)
         self._retain(allocation)
         if allocation.is_free:
-            self._free.move_to_end(_key(allocation), last=False)
+            self._free.move_to_end(_last_digest(allocation), last=False)
 
     def _retain(self, allocation: KVAllocation) -> None:
-        """Let a slab go idle, unless its blocks are kept already; those that it makes superfluous go."""
-        others = self._index[_key(allocation)] if allocation.num_indexed_blocks else {}
+        """Keep an allocation as free unless its blocks are already cached; discard others that it makes redundant."""
+        others = self._index[_last_digest(allocation)] if allocation.num_indexed_blocks else {}
         longer = next(
             (
                 other
@@ -193,7 +197,7 @@ class KVCacheManager:
             None,
         )
         if longer:
-            self._free.move_to_end(_key(longer))
+            self._free.move_to_end(_last_digest(longer))
         if longer or not allocation.num_indexed_blocks:
             self._discard(allocation)
             return
@@ -206,11 +210,11 @@ class KVCacheManager:
 
     def _add_free(self, allocation: KVAllocation) -> None:
         allocation.is_free = True
-        self._free[_key(allocation)] = allocation
+        self._free[_last_digest(allocation)] = allocation
 
     def _remove_free(self, allocation: KVAllocation) -> None:
         allocation.is_free = False
-        del self._free[_key(allocation)]
+        del self._free[_last_digest(allocation)]
 
     def _discard(self, allocation: KVAllocation) -> None:
         if allocation.is_free:
@@ -219,7 +223,7 @@ class KVCacheManager:
         self._allocator.remove(allocation)
 
     def _unindex(self, allocation: KVAllocation, blocks: int) -> None:
-        """Let a slab be found by its first `blocks` blocks alone."""
+        """Remove all but the first `blocks` blocks of an allocation from the index."""
         for digest in allocation.prefix.digests[blocks : allocation.num_indexed_blocks]:
             holders = self._index[digest]
             del holders[allocation]
@@ -228,6 +232,6 @@ class KVCacheManager:
         allocation.num_indexed_blocks = min(allocation.num_indexed_blocks, blocks)
 
 
-def _key(allocation: KVAllocation) -> bytes:
-    """The digest of a slab's last block, which covers all of them."""
+def _last_digest(allocation: KVAllocation) -> bytes:
+    """The digest of an allocation's last indexed block, which covers all preceding blocks."""
     return allocation.prefix.digests[allocation.num_indexed_blocks - 1]

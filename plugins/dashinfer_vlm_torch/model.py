@@ -1,7 +1,7 @@
-"""The text model: packed tokens of many requests in, logits of the rows that were asked for out.
+"""The text model: from packed tokens of many sequences to the logits of the requested rows.
 
-Its layers are built from a `TextModelSpec`; transformers' models are the oracle. Weights that read the same input are
-fused into one matrix.
+Its layers are built from a `TextModelSpec`; transformers' models are the reference. Weights that multiply the same
+input are fused into one matrix.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .attention import KVCache
 
 
 class PackedBatch(NamedTuple):
-    """New tokens of many requests, one request after the other; all but the positions as in `Pass`.
+    """New tokens of many sequences, one sequence after the other; all fields but the positions as in `ForwardBatch`.
 
     Attributes:
         positions: int64 [3, tokens].
@@ -61,7 +61,7 @@ class TextModel:
         dtype: torch.dtype,
         int8: bool = False,
     ) -> None:
-        """Read the model; with `int8`, which `kernels` must know, the matrices are rounded to 8 bits."""
+        """Load the model; with `int8`, which `kernels` must support, the matrices are quantized to 8 bits."""
         self.config = config
         self.device = device
         self.dtype = dtype
@@ -70,7 +70,7 @@ class TextModel:
         run = self.executor.run
         read = _Reader(weights, kernels, device, dtype, int8, config)
         names, hidden, vocab = config.weights, config.hidden_size, config.vocab_size
-        # A part after the other, so that others may compute meanwhile.
+        # One task per part, so that other tasks can run in between.
         self._embedding = run(lambda: read.tensor(f"{names.embedding}.weight", vocab, hidden))
         self._layers = kernels.decoder_layers(
             [run(functools.partial(_read_layer, read, config, number)) for number in range(config.num_hidden_layers)],
@@ -87,20 +87,21 @@ class TextModel:
         self._rotary = Rotary(config.rotary, config.head_dim, device)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[tokens, hidden_size] of int64 [tokens]; memory of its own, to be written to."""
+        """Look up int64 [tokens]; returns a new, writable tensor [tokens, hidden_size]."""
         return F.embedding(token_ids, self._embedding)
 
     def forward(self, x: Tensor, batch: PackedBatch, cache: KVCache) -> Tensor:
-        """Hidden states after the last layer, not normalised, which `logits` does; see `DecoderLayers`."""
+        """Compute hidden states after the last layer, without the final norm, which `logits` applies; see
+        `DecoderLayers`."""
         cos, sin = self._rotary(batch.positions)
         return self._layers(x, ForwardBatch(cos, sin, *batch[1:-1], cache.pool, batch.additions))
 
     def logits(self, x: Tensor) -> Tensor:
-        """float32 [rows, vocab_size] of hidden states [rows, hidden_size]."""
+        """Compute float32 [rows, vocab_size] from hidden states [rows, hidden_size]."""
         return self._head(self._normalize(x))
 
     def argmax(self, x: Tensor) -> Tensor | None:
-        """int64 [rows], the token of each row's largest logit; None if `logits` is the way to find it."""
+        """Return int64 [rows], the token of each row's largest logit; None if the caller has to use `logits`."""
         return self._head.argmax(self._normalize(x))
 
     def _normalize(self, x: Tensor) -> Tensor:
@@ -115,7 +116,8 @@ class RotaryTables(NamedTuple):
 
 
 class Rotary:
-    """M-RoPE (arXiv 2409.12191, section 2.1): each frequency turns with time, height or width."""
+    """M-RoPE (arXiv 2409.12191, section 2.1): each frequency is rotated by the time, height or width
+    position."""
 
     def __init__(self, rotary: RotarySpec, head_dim: int, device: str) -> None:
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
@@ -123,7 +125,7 @@ class Rotary:
         self._axes = torch.tensor(rotary.axes).to(device)
 
     def __call__(self, positions: Tensor) -> RotaryTables:
-        """The turn of int64 positions [3, tokens]."""
+        """Compute the tables of int64 positions [3, tokens]."""
         angles = positions[self._axes].T.contiguous() * self._frequencies
         return RotaryTables(angles.cos(), angles.sin())
 
@@ -140,7 +142,7 @@ class _Reader(NamedTuple):
         return self.weights.tensor(name, shape, device=self.device, dtype=self.dtype)
 
     def fused(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
-        """The named tensors one under the other, each read to where it belongs."""
+        """Read the named tensors into one tensor, concatenated along the rows."""
         fused = self.weights.empty([sum(rows), *columns], device=self.device, dtype=self.dtype)
         for name, part in zip(names, torch.split(fused, list(rows)), strict=True):
             self.weights.read(name, part)
@@ -203,6 +205,6 @@ def _read_head_norm(read: _Reader, config: TextModelSpec, name: str) -> Norm | N
 
 
 def _as_halves(rows: Tensor, head_dim: int) -> Tensor:
-    """Rows of heads, [heads * head_dim, ...], whose neighbors are rotated together, in the order in which the kernels
-    rotate them: of each head the even ones, and then the odd ones. Products of queries and keys stay the same."""
+    """Permute rows [heads * head_dim, ...] in which neighbors are rotated together to the order that the kernels
+    rotate: the even rows of each head, then the odd ones. Products of queries and keys do not change."""
     return torch.cat([torch.unflatten(rows, 0, (-1, head_dim))[:, start::2] for start in (0, 1)], dim=1).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""What stands where in a sequence, so that equal beginnings can be found and nothing else."""
+"""Hash the content of a sequence by blocks, so that the prefix cache finds exact matches only."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import numpy.typing as npt
 
 from dashinfer_vlm_core.decoders import DecodeRequest
 
-BLOCK = 16
-"""Tokens that are looked up together; the block in which two sequences part is compared token by token."""
+BLOCK_SIZE = 16
+"""Tokens per digest. The block in which two sequences diverge is compared token by token."""
 
 _COLUMNS = 12
-_WIDTH = 8 * _COLUMNS
-_TEXT = struct.Struct(f"={_COLUMNS}q")
+_TOKEN_BYTES = 8 * _COLUMNS
+_OUTPUT_TOKEN = struct.Struct(f"={_COLUMNS}q")
 
 
 class PrefixHash:
-    """A prompt and the answer so far, as far as keys and values depend on them.
+    """The content of a prompt and its output on which keys and values depend.
 
-    Keys and values of a token follow from what it is, from its position, and from all tokens before it. What it is, is
-    its id, and for a visual token the content (by digest), the grid, and its place in the grid. All of that is kept,
-    96 bytes per token. Each whole block has a digest that covers every block before it and the request's salt; it is
-    cryptographic, since whoever finds two equal ones reads another's prompt.
+    Keys and values of a token depend on the token, its position, and all preceding tokens. A token is identified by its
+    id and, if it is a visual token, by the content digest, the grid and its index in the grid: 96 bytes per token. The
+    digest of each whole block covers all preceding blocks and the request's `cache_salt`. It is cryptographic, since a
+    caller who finds a collision could use the cached prompt of another one.
 
     Attributes:
         digests: one per whole block.
@@ -37,40 +37,41 @@ class PrefixHash:
         self._digest_blocks()
 
     def __len__(self) -> int:
-        return len(self._rows) // _WIDTH
+        return len(self._rows) // _TOKEN_BYTES
 
     def append(self, token: int, position: int) -> None:
-        """Go on by a token of the answer."""
-        self._rows += _TEXT.pack(token, position, position, position, *[0] * (_COLUMNS - 4))
+        """Append an output token."""
+        self._rows += _OUTPUT_TOKEN.pack(token, position, position, position, *[0] * (_COLUMNS - 4))
         self._digest_blocks()
 
     def truncated(self, tokens: int) -> PrefixHash:
-        """A trail of its own of the first `tokens`."""
+        """Return a copy with the first `tokens` tokens."""
         prefix = object.__new__(PrefixHash)
-        prefix._rows = self._rows[: tokens * _WIDTH]
+        prefix._rows = self._rows[: tokens * _TOKEN_BYTES]
         prefix._salt = self._salt
-        prefix.digests = self.digests[: tokens // BLOCK]
+        prefix.digests = self.digests[: tokens // BLOCK_SIZE]
         return prefix
 
     def common_length(self, other: PrefixHash, start: int) -> int:
-        """How many tokens from `start` on are the same in both: at most a block."""
+        """Number of equal tokens from `start` on, at most one block."""
         count = 0
-        while count < BLOCK and (row := self._row(start + count)) and row == other._row(start + count):
+        while count < BLOCK_SIZE and (row := self._row(start + count)) and row == other._row(start + count):
             count += 1
         return count
 
     def _row(self, index: int) -> bytearray:
-        return self._rows[index * _WIDTH : (index + 1) * _WIDTH]
+        return self._rows[index * _TOKEN_BYTES : (index + 1) * _TOKEN_BYTES]
 
     def _digest_blocks(self) -> None:
-        size = BLOCK * _WIDTH
+        size = BLOCK_SIZE * _TOKEN_BYTES
         for start in range(len(self.digests) * size, len(self._rows) - size + 1, size):
             before = self.digests[-1] if self.digests else self._salt
             self.digests.append(_digest(before, self._rows[start : start + size]))
 
 
 def _describe(request: DecodeRequest) -> npt.NDArray[np.int64]:
-    """[length, 12]: id, position (3), and for visual tokens grid (3), place in it, and digest (32 bytes)."""
+    """[length, 12]: id, position (3), and for visual tokens the grid (3), the index in it, and the digest (32
+    bytes)."""
     rows = np.zeros((len(request.token_ids), _COLUMNS), np.int64)
     rows[:, 0] = request.token_ids
     rows[:, 1:4] = request.positions.T

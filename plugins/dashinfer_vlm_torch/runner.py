@@ -1,5 +1,5 @@
-"""One step: pack the tokens of all chunks, run the model once, choose a token for every run that has been read
-whole."""
+"""Run one step: pack the tokens of all chunks, run the model once, and sample a token for every sequence without
+pending tokens."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ T = TypeVar("T")
 
 
 class ModelRunner:
-    """Model and cache on one device; used by one thread at a time.
+    """Model and KV cache on one device; used by one thread at a time.
 
-    A step depends on nothing but the runs' tokens and the cache before them, so that it can be done again after a
+    A step depends only on the sequences' tokens and the cache entries before them, so it can be repeated after a
     failure.
     """
 
@@ -33,56 +33,55 @@ class ModelRunner:
         self._cache = cache
 
     def compute(self, work: Callable[[], T]) -> T:
-        """What `work` returns, or raises: where moves and steps are to be done. See `Executor`."""
+        """Run `work`, which copies rows or runs steps, on the model's executor; returns its result. See `Executor`."""
         return self._model.executor.run(work)
 
     def check_device(self) -> None:
-        """Compute next to nothing on the device.
+        """Check with a trivial computation that the device works.
 
         Raises:
-            RuntimeError: the device is lost. After a fault such as an illegal memory access, every later call of a CUDA
-                context fails.
+            RuntimeError: the device is lost. After an error such as an illegal memory access, every later call in a
+                CUDA context fails.
         """
         torch.zeros(1, device=self._model.device).item()
 
     @torch.inference_mode()
-    def copy_rows(self, moves: Iterable[KVCopy]) -> None:
-        """Copy rows of the cache, one move after the other."""
-        for move in moves:
-            self._cache.move(*move)
+    def copy_rows(self, copies: Iterable[KVCopy]) -> None:
+        """Copy rows of the KV cache, in order."""
+        for copy in copies:
+            self._cache.copy_rows(*copy)
 
     @torch.inference_mode()
     def step(self, chunks: Sequence[ScheduledChunk]) -> dict[SequenceState, Outcome]:
-        """Read all chunks; the choices of those that are their run's last."""
+        """Compute all chunks; returns the sampled tokens of chunks with `is_last`."""
         ids, positions, slots = self._pack(chunks)
         x = self._model.embed(ids)
-        additions = _place_visual_tokens(x, chunks)
+        additions = _merge_visual_tokens(x, chunks)
         spans = _spans(chunks)
-        whole = [(chunk.sequence, span) for chunk, span in zip(chunks, spans, strict=True) if chunk.last]
+        sampled = [(chunk.sequence, span) for chunk, span in zip(chunks, spans, strict=True) if chunk.is_last]
         last = torch.tensor(
-            [span.first_query + span.num_queries - 1 for _, span in whole], dtype=torch.int64, device=x.device
+            [span.first_query + span.num_queries - 1 for _, span in sampled], dtype=torch.int64, device=x.device
         )
         last_spans = [
-            KVSpan(i, 1, span.first_key, span.num_keys, span.num_keys - 1) for i, (_, span) in enumerate(whole)
+            KVSpan(i, 1, span.first_key, span.num_keys, span.num_keys - 1) for i, (_, span) in enumerate(sampled)
         ]
         batch = PackedBatch(
             positions, slots, KVSpans(spans, device=x.device), last, KVSpans(last_spans, device=x.device), additions
         )
         x = self._model.forward(x, batch, self._cache)
-        if not whole:
+        if not sampled:
             return {}
-        sequences = [sequence for sequence, _ in whole]
+        sequences = [sequence for sequence, _ in sampled]
         return dict(zip(sequences, self._sample(x, sequences), strict=True))
 
     def _sample(self, x: Tensor, sequences: Sequence[SequenceState]) -> list[Outcome]:
-        """The next token of each run, whose hidden states are a row of x."""
+        """Sample the next token of each sequence from its row of hidden states."""
         if all(map(is_greedy, sequences)) and (tokens := self._model.argmax(x)) is not None:
             return list(map(SampledToken, tokens.tolist()))
         return sample(self._model.logits(x), sequences)
 
     def _pack(self, chunks: Sequence[ScheduledChunk]) -> tuple[Tensor, Tensor, Tensor]:
-        """Token ids [tokens], positions [3, tokens] and cache rows [tokens] of the chunks one after the other, in one
-        transfer."""
+        """Pack token ids [tokens], positions [3, tokens] and cache rows [tokens] of all chunks into one transfer."""
         packed = np.empty((5, sum(stop - start for _, start, stop in chunks)), dtype=np.int64)
         offset = 0
         for sequence, start, stop in chunks:
@@ -96,7 +95,7 @@ class ModelRunner:
 
 
 def _spans(chunks: Sequence[ScheduledChunk]) -> list[KVSpan]:
-    """What the tokens of each chunk look at: all tokens of their request up to themselves."""
+    """The keys that each chunk attends to: each token attends to all tokens of its sequence up to itself."""
     firsts = np.cumsum([0, *(stop - start for _, start, stop in chunks)]).tolist()
     return [
         KVSpan(first, stop - start, sequence.first_row, stop, start)
@@ -104,10 +103,11 @@ def _spans(chunks: Sequence[ScheduledChunk]) -> list[KVSpan]:
     ]
 
 
-def _place_visual_tokens(x: Tensor, chunks: Sequence[ScheduledChunk]) -> Additions | None:
-    """Overwrite the embeddings of placeholders, as far as they lie within the chunks; returns what is added later."""
+def _merge_visual_tokens(x: Tensor, chunks: Sequence[ScheduledChunk]) -> Additions | None:
+    """Overwrite the embeddings of placeholders in the chunks with visual tokens; returns the additions to later
+    layers."""
     offset, hidden = 0, x.shape[1]
-    places: list[int] = []
+    indices: list[int] = []
     levels: list[Tensor] = []
     for sequence, start, stop in chunks:
         for span in sequence.request.spans:
@@ -117,10 +117,10 @@ def _place_visual_tokens(x: Tensor, chunks: Sequence[ScheduledChunk]) -> Additio
                 rows = span.tokens.embedding[row : row + end - first]
                 x[offset + first - start : offset + end - start].copy_(rows[:, :hidden])
                 if rows.shape[1] > hidden:
-                    places += range(offset + first - start, offset + end - start)
+                    indices += range(offset + first - start, offset + end - start)
                     levels.append(rows[:, hidden:].to(x.device, x.dtype))
         offset += stop - start
     if not levels:
         return None
     values = torch.unflatten(torch.cat(levels), 1, (-1, hidden)).transpose(0, 1)
-    return Additions(torch.tensor(places, device=x.device), values)
+    return Additions(torch.tensor(indices, device=x.device), values)

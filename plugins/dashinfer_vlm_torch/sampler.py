@@ -1,9 +1,10 @@
-"""Logits -> the next token of each request, all rows at once; what no request of the batch asks for costs nothing.
+"""Sample the next token of each sequence from logits, all rows at once. Options that no request of the batch uses cost
+nothing.
 
-The order is the field's (vLLM): bias and minimum length, penalties, the grammar's mask, temperature, top_k, top_p,
-draw. Log-probabilities are the model's own, before all of these. Everything is a function of a row's logits, its
-options, its tokens so far and its seed, never of the rows beside it; a draw inverts the cumulative distribution in the
-order of token ids, so that equal logits cannot change places.
+The order is that of vLLM: bias and minimum length, penalties, the grammar's mask, temperature, top_k, top_p, sampling.
+Log-probabilities are the model's own, before all of these. The result depends on a row's logits, its options, its
+tokens so far and its seed, never on other rows. Sampling inverts the cumulative distribution in the order of token ids,
+so the order of equal logits cannot affect the result.
 """
 
 from __future__ import annotations
@@ -24,83 +25,86 @@ from .scheduler import Outcome, SampledToken, SequenceState
 
 Alternatives: TypeAlias = tuple[tuple[int, float], ...]
 
-OVERFLOW = "The model's numbers left the range of its dtype. Try bfloat16 or float32 for `dtype`."
+OVERFLOW = "The model's activations exceeded the range of its dtype. Set `dtype` to bfloat16 or float32."
 
 MAX_ALTERNATIVES = 20
 NUCLEUS_WIDTH = 1024
-"""A nucleus is looked for among so many tokens first: with eight rows that is three times as fast."""
+"""The nucleus is searched among this many of the most likely tokens first. With eight rows that is three times as
+fast."""
 
 DIGIT_BITS = 16
 LOW_DIGITS = 1 << DIGIT_BITS
 HIGH_DIGITS = (0x3F800000 >> DIGIT_BITS) + 1
-"""The upper half of the bits of a weight, which is 1 at most."""
+"""The number of values of the upper 16 bits of a weight, which is at most 1."""
 
 BLOCK = 128
-"""Tokens whose weights are added up together."""
+"""Tokens per block of the cumulative sum."""
 
-LARGEST_UNIFORM = 1 - 2.0**-52
-"""So that `uniform * total` is below `total` after rounding."""
+MAX_UNIFORM = 1 - 2.0**-52
+"""Keeps `uniform * total` below `total` after rounding."""
 
 
 def sample(logits: Tensor, sequences: Sequence[SequenceState]) -> list[Outcome]:
-    """The next token of each run.
+    """Sample the next token of each sequence.
 
     Args:
-        logits: float32 [runs, vocab_size]; not changed.
-        runs: one per row.
+        logits: float32 [sequences, vocab_size]; not modified.
+        sequences: one per row.
 
     Returns:
-        A choice per run, or the error of a run whose logits are not finite.
+        A token per sequence, or the error of a sequence whose logits are not finite or whose grammar failed.
     """
-    masks, lost = _masks(sequences)
-    scores = _bar(_penalise(_edit(logits, sequences), sequences), masks)
+    masks, errors = _masks(sequences)
+    scores = _mask_disallowed(_apply_penalties(_apply_bias_and_min_tokens(logits, sequences), sequences), masks)
     best, ids = scores.max(dim=-1)
-    drawn = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.temperature >= GREEDY_BELOW]
-    if drawn:
-        index = _index(drawn, logits)
-        part = scores if len(drawn) == len(sequences) else scores[index]
-        ids[index] = _draw(part, [sequences[row] for row in drawn])
-    chosen = torch.where(best.isfinite(), ids, -1)
-    listed = _log_probabilities(logits, ids, sequences)
+    random_rows = [
+        row for row, sequence in enumerate(sequences) if sequence.request.sampling.temperature >= GREEDY_BELOW
+    ]
+    if random_rows:
+        index = _index(random_rows, logits)
+        part = scores if len(random_rows) == len(sequences) else scores[index]
+        ids[index] = _sample_rows(part, [sequences[row] for row in random_rows])
+    token_ids = torch.where(best.isfinite(), ids, -1)
+    logprobs = _log_probabilities(logits, ids, sequences)
     return [
-        lost.get(row) or (DecoderFailed(OVERFLOW) if token < 0 else SampledToken(token, *listed.get(row, ())))
-        for row, token in enumerate(chosen.tolist())
+        errors.get(row) or (DecoderFailed(OVERFLOW) if token < 0 else SampledToken(token, *logprobs.get(row, ())))
+        for row, token in enumerate(token_ids.tolist())
     ]
 
 
 def is_greedy(sequence: SequenceState) -> bool:
-    """Whether `choose` would take the token of the largest logit, whatever the others are."""
+    """Whether `sample` would return the token of the largest logit, without log-probabilities."""
     sampling = sequence.request.sampling
-    edited = (
-        sampling.logit_bias or sequence.matcher or (sequence.stops and sequence.too_short) or _is_penalised(sequence)
+    is_modified = (
+        sampling.logit_bias or sequence.matcher or (sequence.stops and sequence.too_short) or _has_penalties(sequence)
     )
-    return sampling.temperature < GREEDY_BELOW and sampling.logprobs is None and not edited
+    return sampling.temperature < GREEDY_BELOW and sampling.logprobs is None and not is_modified
 
 
 def uniform(sequence: SequenceState) -> float:
-    """The random number in [0, 1) of a run's next token: a function of its seed and of how many tokens came before.
+    """The random number in [0, 1) for a sequence's next token, a function of its seed and the length of its output.
 
-    Philox is a counter-based generator (Salmon et al., SC 2011), made for this.
+    Philox is a counter-based generator (Salmon et al., SC 2011).
     """
     generator = np.random.Generator(np.random.Philox(key=sequence.seed, counter=len(sequence.output_ids)))
-    return min(generator.random(), LARGEST_UNIFORM)
+    return min(generator.random(), MAX_UNIFORM)
 
 
 def _masks(sequences: Sequence[SequenceState]) -> tuple[dict[int, npt.NDArray[np.bool_]], dict[int, DecoderFailed]]:
-    """By row, for rows that follow a grammar: the tokens that it allows, or why it cannot be followed on."""
+    """By row, for rows with a grammar: the allowed tokens, or the error of the grammar."""
     masks: dict[int, npt.NDArray[np.bool_]] = {}
-    lost: dict[int, DecoderFailed] = {}
+    errors: dict[int, DecoderFailed] = {}
     for row, sequence in enumerate(sequences):
         if sequence.matcher:
             try:
-                masks[row] = _without_early_end(sequence, sequence.matcher.allowed_tokens())
+                masks[row] = _without_stop_tokens(sequence, sequence.matcher.allowed_tokens())
             except DecoderFailed as error:
-                lost[row] = error
-    return masks, lost
+                errors[row] = error
+    return masks, errors
 
 
-def _without_early_end(sequence: SequenceState, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """The mask less the tokens that end the answer while it is too short, unless the grammar leaves nothing else."""
+def _without_stop_tokens(sequence: SequenceState, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Remove stop tokens from the mask while the output is too short, unless the grammar allows no other token."""
     if not sequence.too_short:
         return mask
     others = mask.copy()
@@ -108,53 +112,53 @@ def _without_early_end(sequence: SequenceState, mask: npt.NDArray[np.bool_]) -> 
     return others if others.any() else mask
 
 
-def _bar(scores: Tensor, masks: dict[int, npt.NDArray[np.bool_]]) -> Tensor:
-    """Put -inf at what a grammar does not allow."""
+def _mask_disallowed(scores: Tensor, masks: dict[int, npt.NDArray[np.bool_]]) -> Tensor:
+    """Set the scores of tokens that a grammar does not allow to -inf."""
     if not masks:
         return scores
     scores = scores.clone()
-    barred = torch.from_numpy(~np.stack(list(masks.values()))).to(scores.device)
+    disallowed = torch.from_numpy(~np.stack(list(masks.values()))).to(scores.device)
     index = _index(list(masks), scores)
-    scores[index] = scores[index].masked_fill(barred, -torch.inf)
+    scores[index] = scores[index].masked_fill(disallowed, -torch.inf)
     return scores
 
 
-def _edit(scores: Tensor, sequences: Sequence[SequenceState]) -> Tensor:
-    """logit_bias, and no end before min_tokens."""
+def _apply_bias_and_min_tokens(scores: Tensor, sequences: Sequence[SequenceState]) -> Tensor:
+    """Apply `logit_bias`, and disallow stop tokens before `min_tokens`."""
     biased = [
         (row, sequence.request.sampling.logit_bias)
         for row, sequence in enumerate(sequences)
         if sequence.request.sampling.logit_bias
     ]
-    young = [
+    below_min = [
         (row, sequence.stops)
         for row, sequence in enumerate(sequences)
         if sequence.stops and sequence.too_short and not sequence.matcher
     ]
-    if not biased and not young:
+    if not biased and not below_min:
         return scores
     scores = scores.clone()
     if biased:
-        rows, ids = _cells(biased)
+        rows, ids = _flat_index(biased)
         bias = [value for _, values in biased for value in values.values()]
         scores[rows, ids] += torch.tensor(bias, device=scores.device)
-    if young:
-        scores[_cells(young)] = -torch.inf
+    if below_min:
+        scores[_flat_index(below_min)] = -torch.inf
     return scores
 
 
-def _cells(cells: Iterable[tuple[int, Iterable[int]]]) -> tuple[list[int], list[int]]:
-    """(row, ids) pairs as an index."""
-    pairs = [(row, token) for row, tokens in cells for token in tokens]
+def _flat_index(tokens_by_row: Iterable[tuple[int, Iterable[int]]]) -> tuple[list[int], list[int]]:
+    """Convert (row, ids) pairs to an index of rows and columns."""
+    pairs = [(row, token) for row, tokens in tokens_by_row for token in tokens]
     return [row for row, _ in pairs], [token for _, token in pairs]
 
 
-def _penalise(scores: Tensor, sequences: Sequence[SequenceState]) -> Tensor:
-    """Repetition, presence and frequency penalties, at the few tokens that they concern."""
-    penalised = [(row, sequence) for row, sequence in enumerate(sequences) if _is_penalised(sequence)]
-    if not penalised:
+def _apply_penalties(scores: Tensor, sequences: Sequence[SequenceState]) -> Tensor:
+    """Apply repetition, presence and frequency penalties, only to the tokens that they affect."""
+    penalized = [(row, sequence) for row, sequence in enumerate(sequences) if _has_penalties(sequence)]
+    if not penalized:
         return scores
-    columns = zip(*(_penalties(row, sequence) for row, sequence in penalised), strict=True)
+    columns = zip(*(_penalties(row, sequence) for row, sequence in penalized), strict=True)
     rows, tokens, factors, terms = (torch.from_numpy(np.concatenate(parts)).to(scores.device) for parts in columns)
     scores = scores.clone()
     values = scores[rows, tokens]
@@ -162,86 +166,88 @@ def _penalise(scores: Tensor, sequences: Sequence[SequenceState]) -> Tensor:
     return scores
 
 
-def _is_penalised(sequence: SequenceState) -> bool:
+def _has_penalties(sequence: SequenceState) -> bool:
     sampling = sequence.request.sampling
     return sampling.repetition_penalty != 1 or bool(sampling.presence_penalty or sampling.frequency_penalty)
 
 
 def _penalties(row: int, sequence: SequenceState) -> tuple[npt.NDArray[np.generic], ...]:
-    """Rows and tokens of the logits to penalise, and for each of them the factor and the term."""
+    """Rows and tokens of the logits to penalize, and the factor and the term of each."""
     sampling = sequence.request.sampling
-    answer, counts = np.unique(np.array(sequence.output_ids, dtype=np.int64), return_counts=True)
-    tokens = answer if sampling.repetition_penalty == 1 else np.union1d(sequence.request.token_ids, answer)
+    output, counts = np.unique(np.array(sequence.output_ids, dtype=np.int64), return_counts=True)
+    tokens = output if sampling.repetition_penalty == 1 else np.union1d(sequence.request.token_ids, output)
     terms = np.zeros(len(tokens), np.float32)
-    terms[np.searchsorted(tokens, answer)] = sampling.presence_penalty + sampling.frequency_penalty * counts
+    terms[np.searchsorted(tokens, output)] = sampling.presence_penalty + sampling.frequency_penalty * counts
     return np.full_like(tokens, row), tokens, np.full_like(terms, sampling.repetition_penalty), terms
 
 
-def _draw(scores: Tensor, sequences: Sequence[SequenceState]) -> Tensor:
-    """int64 [rows], drawn from float32 [rows, vocab_size]."""
+def _sample_rows(scores: Tensor, sequences: Sequence[SequenceState]) -> Tensor:
+    """Sample int64 [rows] from float32 [rows, vocab_size]."""
     options = [sequence.request.sampling for sequence in sequences]
     scores = scores / _column([option.temperature for option in options], scores)
     _keep_top_k(scores, [option.top_k for option in options])
     weights = scores.softmax(dim=-1)
     _keep_top_p(weights, [option.top_p for option in options])
-    return _pick(weights, _column([uniform(sequence) for sequence in sequences], scores, torch.float64))
+    return _invert_cdf(weights, _column([uniform(sequence) for sequence in sequences], scores, torch.float64))
 
 
-def _pick(weights: Tensor, shares: Tensor) -> Tensor:
-    """int64 [rows], the token at which the running sum of a row exceeds its share, float64 [rows, 1], of the whole.
+def _invert_cdf(weights: Tensor, shares: Tensor) -> Tensor:
+    """Return int64 [rows], the tokens at which the cumulative sums exceed `shares`, float64 [rows, 1], of the totals.
 
-    Sums of blocks are added up first, so that only one block of a row is added up number by number: the whole row in
-    float64 takes five times as long.
+    Blocks are summed first, so that the cumulative sum of only one block per row is computed token by token. For the
+    whole row in float64, this takes five times as long.
     """
     rows, count = weights.shape
     padding = -count % BLOCK
     blocks = (F.pad(weights, (0, padding)) if padding else weights).view(rows, -1, BLOCK)
     ends = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     points = ends[:, -1:] * shares
-    # Beyond the last block and token only where the logits are not finite, for which `choose` reports an error.
+    # Beyond the last block and token only if the logits are not finite; `sample` reports an error for these rows.
     block = torch.searchsorted(ends, points, right=True).clamp(max=blocks.shape[1] - 1)
     before = torch.where(block > 0, ends.gather(1, (block - 1).clamp(min=0)), 0.0)
     inside = blocks[torch.arange(rows, device=block.device), block[:, 0]].double().cumsum(dim=-1)
-    # Rounded otherwise than the block's sum, they may end below the point, which means the last token with a weight.
-    least = torch.nextafter(inside[:, -1:], torch.zeros_like(points))
-    token = torch.searchsorted(inside, torch.minimum(points - before, least), right=True)
+    # Rounding differs from that of the block's sum: if the cumulative sum ends below the point, the last token with a
+    # nonzero weight is meant.
+    limit = torch.nextafter(inside[:, -1:], torch.zeros_like(points))
+    token = torch.searchsorted(inside, torch.minimum(points - before, limit), right=True)
     return (block * BLOCK + token)[:, 0].clamp(max=count - 1)
 
 
 def _keep_top_k(scores: Tensor, top_k: Sequence[int]) -> None:
-    """Put -inf below the k-th largest score of each row; scores equal to it all stay."""
+    """Set scores below the k-th largest of each row to -inf. Scores equal to it are all kept."""
     rows = [row for row, k in enumerate(top_k) if 0 < k < scores.shape[-1]]
     if rows:
         index = _index(rows, scores)
         ranks = torch.tensor([[top_k[row] - 1] for row in rows], device=scores.device)
-        floors = scores[index].topk(max(top_k[row] for row in rows)).values.gather(1, ranks)
-        scores[index] = scores[index].masked_fill(scores[index] < floors, -torch.inf)
+        thresholds = scores[index].topk(max(top_k[row] for row in rows)).values.gather(1, ranks)
+        scores[index] = scores[index].masked_fill(scores[index] < thresholds, -torch.inf)
 
 
 def _keep_top_p(weights: Tensor, top_p: Sequence[float]) -> None:
-    """Put 0 outside the nucleus: the fewest tokens whose weights reach p; weights equal to its least all stay."""
+    """Set weights outside the nucleus, the fewest tokens whose weights reach p, to 0. Weights equal to the smallest in
+    the nucleus are all kept."""
     rows = [row for row, p in enumerate(top_p) if p < 1]
     if rows:
         index = _index(rows, weights)
         part = weights[index]
-        floors = _nucleus_floors(part, _column([top_p[row] for row in rows], weights, torch.float64))
-        weights[index] = part.masked_fill(part < floors, 0)
+        thresholds = _nucleus_thresholds(part, _column([top_p[row] for row in rows], weights, torch.float64))
+        weights[index] = part.masked_fill(part < thresholds, 0)
 
 
-def _nucleus_floors(weights: Tensor, top_p: Tensor) -> Tensor:
-    """[rows, 1], the least weight within each row's nucleus (Holtzman et al., arXiv 1904.09751): the least of which the
-    larger ones do not reach p."""
+def _nucleus_thresholds(weights: Tensor, top_p: Tensor) -> Tensor:
+    """[rows, 1], the smallest weight in each row's nucleus (Holtzman et al., arXiv 1904.09751): the smallest weight
+    for which the sum of the larger ones is below p."""
     largest = weights.topk(min(NUCLEUS_WIDTH, weights.shape[-1])).values
     cumulative = largest.cumsum(dim=-1, dtype=torch.float64)
     if bool((cumulative[:, -1:] < top_p).any()):
-        return _wide_nucleus_floors(weights, top_p)
+        return _wide_nucleus_thresholds(weights, top_p)
     inside = (cumulative - largest < top_p).sum(dim=-1, keepdim=True)
-    return largest.gather(1, inside.clamp(min=1) - 1)  # none is inside where weights are NaN
+    return largest.gather(1, inside.clamp(min=1) - 1)  # no token is inside if weights are NaN
 
 
-def _wide_nucleus_floors(weights: Tensor, top_p: Tensor) -> Tensor:
-    """The same of nuclei of any width, without sorting: digit by digit, as a radix sort would, since floats without a
-    sign are ordered as their bits are."""
+def _wide_nucleus_thresholds(weights: Tensor, top_p: Tensor) -> Tensor:
+    """Compute the same for nuclei of any size without sorting: digit by digit, as in a radix sort, since nonnegative
+    floats are ordered like their bits."""
     bits = weights.view(torch.int32)
     high, above = _last_within(weights, (bits >> DIGIT_BITS).clamp(0, HIGH_DIGITS - 1), HIGH_DIGITS, top_p)
     inside = weights.masked_fill(bits >> DIGIT_BITS != high, 0)
@@ -249,37 +255,39 @@ def _wide_nucleus_floors(weights: Tensor, top_p: Tensor) -> Tensor:
     return (high << DIGIT_BITS | low).to(torch.int32).view(torch.float32)
 
 
-def _last_within(weights: Tensor, digits: Tensor, count: int, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The least digit whose larger ones hold less weight than is wanted, and how much they hold; both [rows, 1]."""
-    held = torch.zeros(len(weights), count, dtype=torch.float64, device=weights.device)
-    held.scatter_add_(1, digits.long(), weights.double())
-    larger = held.flip(1).cumsum(1).roll(1, dims=1)
+def _last_within(weights: Tensor, digits: Tensor, count: int, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest digit for which the total weight of larger digits is below `target`, and that total; both [rows,
+    1]."""
+    totals = torch.zeros(len(weights), count, dtype=torch.float64, device=weights.device)
+    totals.scatter_add_(1, digits.long(), weights.double())
+    larger = totals.flip(1).cumsum(1).roll(1, dims=1)
     larger[:, 0] = 0
     larger = larger.flip(1)
-    digit = (larger >= wanted).sum(dim=1, keepdim=True).clamp(max=count - 1)
+    digit = (larger >= target).sum(dim=1, keepdim=True).clamp(max=count - 1)
     return digit, larger.gather(1, digit)
 
 
 def _log_probabilities(
     logits: Tensor, ids: Tensor, sequences: Sequence[SequenceState]
 ) -> dict[int, tuple[float, Alternatives]]:
-    """By row, for rows that ask: the chosen token's log-probability, and the most likely tokens with theirs."""
-    asked = {
+    """By row, for rows that request them: the sampled token's log-probability, and the most likely tokens with
+    theirs."""
+    requested = {
         row: count
         for row, sequence in enumerate(sequences)
         if (count := sequence.request.sampling.logprobs) is not None
     }
-    if not asked:
+    if not requested:
         return {}
-    index = _index(list(asked), logits)
+    index = _index(list(requested), logits)
     logprobs = logits[index].log_softmax(dim=-1)
-    # Always the same width, so that the order of equal ones does not depend on what other rows ask for.
+    # Always the same number, so that the order of equal values does not depend on the requests of other rows.
     top = logprobs.topk(min(MAX_ALTERNATIVES, logits.shape[-1]))
-    chosen = logprobs.gather(1, ids[index, None])[:, 0].tolist()
+    sampled = logprobs.gather(1, ids[index, None])[:, 0].tolist()
     alternatives = [
         tuple(zip(*row, strict=True)) for row in zip(top.indices.tolist(), top.values.tolist(), strict=True)
     ]
-    return {row: (chosen[i], alternatives[i][:count]) for i, (row, count) in enumerate(asked.items())}
+    return {row: (sampled[i], alternatives[i][:count]) for i, (row, count) in enumerate(requested.items())}
 
 
 def _index(rows: Sequence[int], like: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Whose tokens go into the next step: admission, chunked prefill, preemption, cancellation. Pure Python; no tensor, no
-thread, no clock."""
+"""Schedule the tokens of each step: admission, chunked prefill, preemption, cancellation. Pure Python, without tensors,
+threads or clocks."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
 
 from .kv_allocator import KVAllocation
 from .kv_cache_manager import KVCacheManager, KVCopy
-from .prefix_hash import BLOCK, PrefixHash
+from .prefix_hash import BLOCK_SIZE, PrefixHash
 
 SEED_BITS = 64
 
-ROOM = 64
-"""Rows for a run's answer at its beginning; later, as many as the answer has already."""
+INITIAL_OUTPUT_ROWS = 64
+"""Rows reserved for the output of a new sequence. Later, as many rows are reserved as the output has tokens."""
 
 
 class SampledToken(NamedTuple):
-    """What the sampler chose for one request.
+    """The token sampled for one sequence.
 
     Attributes:
-        id: the token.
-        logprob: its log-probability in the model's own distribution; None unless asked for.
-        top: the most likely tokens as (id, logprob), most likely first.
+        id: the token id.
+        logprob: its log-probability in the model's own distribution; None unless requested.
+        top_logprobs: the most likely tokens as (id, logprob), most likely first.
     """
 
     id: int
     logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 Outcome: TypeAlias = SampledToken | DecoderFailed
@@ -44,20 +44,22 @@ Outcome: TypeAlias = SampledToken | DecoderFailed
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SequenceState:
-    """One request on its way: waiting, then running.
+    """The state of one sequence, which is waiting or running.
 
     Attributes:
-        request: what was asked.
-        stops: tokens that end the answer.
-        seed: names the sequence of its random numbers.
-        first_position: M-RoPE position of the first answer token, on all three axes.
-        trail: what stands where in prompt and answer.
-        slab: first row of its keys and values in the pool, as of the step under way: `plan` alone changes it.
-        held: its rows in the pool; None while it waits.
-        answer: tokens chosen so far.
-        walk: the answer's way through the request's grammar, if it has one.
-        cached: tokens that were found, and not read, before its first answer token.
-        own: tokens that it had read itself when it was put back: to find those again is no gain.
+        request: the request to decode.
+        stops: tokens that end the output.
+        seed: the seed of its random numbers.
+        first_position: M-RoPE position of the first output token, on all three axes.
+        prefix: the content of prompt and output, with a digest per block.
+        first_row: first row of its keys and values in the pool during the current step; only `Scheduler.schedule`
+            changes it.
+        allocation: its rows in the pool; None while it waits.
+        output_ids: tokens sampled so far.
+        matcher: the output's state in the request's grammar, if it has one.
+        num_cached_tokens: tokens taken from the prefix cache before the first output token.
+        num_preempted_tokens: tokens that it had computed itself when it was preempted. If they are found in the cache
+            again, they do not count as cached.
     """
 
     request: DecodeRequest
@@ -66,15 +68,15 @@ class SequenceState:
     first_position: int
     prefix: PrefixHash
     first_row: int = -1
-    held: KVAllocation | None = None
+    allocation: KVAllocation | None = None
     output_ids: list[int] = field(default_factory=list)
     matcher: GrammarMatcher | None = None
     num_cached_tokens: int = 0
-    own: int = 0
+    num_preempted_tokens: int = 0
 
     @classmethod
     def of(cls, request: DecodeRequest, stop: Iterable[int]) -> SequenceState:
-        """A run of `request` by a model whose own stop tokens are `stop`."""
+        """Create the state of `request` for a model with the stop tokens `stop`."""
         sampling = request.sampling
         seed = secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed % (1 << SEED_BITS)
         return cls(
@@ -92,13 +94,13 @@ class SequenceState:
 
     @property
     def length(self) -> int:
-        """Tokens known so far: prompt and answer."""
+        """Tokens of prompt and output so far."""
         return self.prompt_length + len(self.output_ids)
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens, from the first on, whose keys and values are in the pool."""
-        return self.held.num_computed_tokens if self.held else 0
+        """Leading tokens whose keys and values are in the pool."""
+        return self.allocation.num_computed_tokens if self.allocation else 0
 
     @property
     def num_pending_tokens(self) -> int:
@@ -106,7 +108,7 @@ class SequenceState:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether all but the newest token of its answer is read."""
+        """Whether only the newest output token is left to compute."""
         return bool(self.output_ids) and self.num_pending_tokens == 1
 
     @property
@@ -116,79 +118,81 @@ class SequenceState:
 
     @property
     def max_len(self) -> int:
-        """Rows of the pool that it may come to need."""
+        """The most rows of the pool that it may need."""
         return self.prompt_length + self.max_tokens
 
     @property
     def reserved_len(self) -> int:
-        """Rows with which it can go on for a while."""
-        return min(self.max_len, self.length + max(ROOM, len(self.output_ids)))
+        """Rows to reserve, so that it does not have to grow at every step."""
+        return min(self.max_len, self.length + max(INITIAL_OUTPUT_ROWS, len(self.output_ids)))
 
     @property
     def too_short(self) -> bool:
-        """Whether the next token may not end the answer."""
+        """Whether the output is shorter than `min_tokens`, so that the next token must not end it."""
         return len(self.output_ids) < self.request.sampling.min_tokens
 
     def token_ids(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Tokens [start, stop)."""
+        """Token ids [start, stop)."""
         prompt, first = self.request.token_ids[start:stop], max(start - self.prompt_length, 0)
-        answer = self.output_ids[first : max(stop - self.prompt_length, 0)]
-        return np.append(prompt, answer).astype(np.int64) if answer else prompt
+        output = self.output_ids[first : max(stop - self.prompt_length, 0)]
+        return np.append(prompt, output).astype(np.int64) if output else prompt
 
     def positions(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Positions of tokens [start, stop), broadcastable to [3, stop - start]."""
-        after = np.arange(max(start, self.prompt_length), stop)[None] + (self.first_position - self.prompt_length)
+        output_positions = np.arange(max(start, self.prompt_length), stop)[None] + (
+            self.first_position - self.prompt_length
+        )
         if start >= self.prompt_length:
-            return after
-        return np.concatenate((self.request.positions[:, start:stop], np.tile(after, (3, 1))), axis=1)
+            return output_positions
+        return np.concatenate((self.request.positions[:, start:stop], np.tile(output_positions, (3, 1))), axis=1)
 
     def append(self, token: int) -> None:
-        """Go on by the next token of the answer."""
+        """Append the next output token."""
         self.output_ids.append(token)
         self.prefix.append(token, self.first_position + len(self.output_ids) - 1)
         if self.matcher:
             self.matcher.accept_token(token)
 
-    def finish(self) -> FinishReason | None:
-        """Why the answer ends with its last token, if it does."""
+    def finish_reason(self) -> FinishReason | None:
+        """Why the output ends with its last token; None if it continues."""
         if self.output_ids[-1] in self.stops:
             return "stop"
         return "length" if len(self.output_ids) == self.max_tokens else None
 
 
 class ScheduledChunk(NamedTuple):
-    """Tokens [start, stop) of a run, to be read in one step."""
+    """Tokens [start, stop) of a sequence, to be computed in one step."""
 
     sequence: SequenceState
     start: int
     stop: int
 
     @property
-    def last(self) -> bool:
-        """Whether the step ends by choosing the run's next token."""
+    def is_last(self) -> bool:
+        """Whether the step samples the sequence's next token."""
         return self.stop == self.sequence.length
 
 
 class SchedulerOutput(NamedTuple):
-    """What to do next: copy rows, in order, then read the chunks together."""
+    """The next step: copy rows, in order, then compute the chunks in one forward pass."""
 
     copies: list[KVCopy]
     chunks: list[ScheduledChunk]
 
 
 class SchedulerStats(NamedTuple):
-    """A snapshot; the last four count from the start.
+    """A snapshot; the last four fields are totals since the start.
 
     Attributes:
         running: requests in the batch.
-        waiting: requests that wait for a place in it.
-        kv_used: tokens' worth of memory for keys and values that running requests hold.
-        kv_cached: tokens' worth that is kept for later requests, and given up as soon as it is needed.
-        kv_size: tokens' worth that there is.
-        queries: prompts that were read.
-        hits: prompts of which a part was found, and not read.
-        cached_tokens: tokens of prompts that were found.
-        preemptions: times that a running request had to wait again.
+        waiting: requests that wait for a slot in the batch.
+        kv_used: size of the KV cache that running requests use, in tokens.
+        kv_cached: size that is kept for later requests and evicted when it is needed, in tokens.
+        kv_size: total size of the KV cache, in tokens.
+        queries: prompts that were prefilled.
+        hits: prompts of which a part was taken from the prefix cache.
+        cached_tokens: prompt tokens that were taken from the prefix cache.
+        preemptions: number of times that a running request was preempted.
     """
 
     running: int
@@ -203,18 +207,18 @@ class SchedulerStats(NamedTuple):
 
 
 class Scheduler:
-    """Requests in the order of their arrival; not safe for threads by itself.
+    """Schedules sequences first come, first served; not thread-safe.
 
-    A run is admitted with memory for its prompt and the beginning of its answer, and gets more as it goes on. Where
-    there is no more, the youngest running request is put back to the head of the queue, and reads its prompt and its
-    answer so far again later. The first in the queue is admitted first, however small those behind it are. So the
-    oldest always goes on, and nobody starves.
+    A sequence is admitted with memory for its prompt and the beginning of its output, and gets more as the output
+    grows. If there is none left, the youngest running sequence is preempted: it returns to the head of the queue, and
+    its prompt and output are recomputed later. The queue is strictly in order, even if a later sequence would fit.
+    Therefore the oldest sequence always progresses, and no sequence starves.
     """
 
     def __init__(
         self, *, kv_tokens: int, max_batch_size: int, max_waiting: int, prefill_chunk: int, prefix_cache: bool = True
     ) -> None:
-        self._memory = KVCacheManager(kv_tokens, caching=prefix_cache)
+        self._kv_cache_manager = KVCacheManager(kv_tokens, caching=prefix_cache)
         self._prefix_cache = prefix_cache
         self._max_batch_size = max_batch_size
         self._max_waiting = max_waiting
@@ -232,9 +236,9 @@ class Scheduler:
         return SchedulerStats(
             running=len(self._running),
             waiting=len(self._waiting),
-            kv_used=self._memory.used,
-            kv_cached=self._memory.cached,
-            kv_size=self._memory.size,
+            kv_used=self._kv_cache_manager.used,
+            kv_cached=self._kv_cache_manager.cached,
+            kv_size=self._kv_cache_manager.size,
             queries=self._queries,
             hits=self._hits,
             cached_tokens=self._cached_tokens,
@@ -242,36 +246,36 @@ class Scheduler:
         )
 
     def add(self, sequence: SequenceState) -> None:
-        """Take a run whose footprint is at most the pool's size.
+        """Add a sequence whose `max_len` is at most the pool's size.
 
         Raises:
-            QueueFull: it would have to wait, and `max_waiting` requests do already.
+            QueueFull: it would have to wait, and `max_waiting` requests are already waiting.
         """
         self._waiting.append(sequence)
         self._admit()
         if len(self._waiting) > self._max_waiting:
             self._waiting.remove(sequence)
-            raise QueueFull(f"{self._max_waiting} requests wait already. Try again in a second.")
+            raise QueueFull(f"{self._max_waiting} requests are already waiting. Try again in a second.")
 
     def remove(self, sequence: SequenceState, *, failed: bool = False) -> None:
-        """Forget a run and free what it held; a run that has ended already is no error.
+        """Remove a sequence and free its memory; does nothing if it has already ended.
 
-        A step that is under way may still write to the run's rows. That is harmless: what it writes is not booked as
-        read, and the next owner of the rows writes in a later step.
+        The current step may still write to the sequence's rows. That is harmless: these tokens are not marked as
+        computed, and the next owner of the rows writes to them in a later step.
 
         Args:
-            run: one that was added.
-            failed: whether its keys and values are not to be trusted.
+            sequence: a sequence that was added.
+            failed: whether its keys and values may be wrong, so that they must not be cached.
         """
         if sequence in self._running:
-            self._memory.free(self._running.pop(sequence), keep=not failed)
-            sequence.held = None
+            self._kv_cache_manager.free(self._running.pop(sequence), keep=not failed)
+            sequence.allocation = None
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
         self._admit()
 
     def clear(self) -> list[SequenceState]:
-        """Remove all runs; the runs that there were."""
+        """Remove and return all sequences."""
         sequences = [*self._running, *self._waiting]
         self._waiting.clear()
         for sequence in list(self._running):
@@ -279,122 +283,136 @@ class Scheduler:
         return sequences
 
     def schedule(self) -> SchedulerOutput:
-        """The next step: the newest token of every answer, and up to `prefill_chunk` tokens of what is not read yet;
-        half as many beside answers, which each step holds up."""
+        """Schedule the next step: one token of every decoding sequence, and up to `prefill_chunk` tokens of the others.
+
+        If any sequence is decoding, the prefill budget is halved, since each prefill token delays the next output
+        tokens.
+        """
         self._free_rows()
-        shares = self._divide_budget([sequence for sequence in self._running if not sequence.is_decoding])
+        num_scheduled_tokens = self._divide_budget([sequence for sequence in self._running if not sequence.is_decoding])
         chunks = []
-        for sequence, held in self._running.items():
-            sequence.first_row = held.start
-            tokens = 1 if sequence.is_decoding else shares.get(sequence, 0)
-            if tokens:
+        for sequence, allocation in self._running.items():
+            sequence.first_row = allocation.start
+            num_tokens = 1 if sequence.is_decoding else num_scheduled_tokens.get(sequence, 0)
+            if num_tokens:
                 chunks.append(
-                    ScheduledChunk(sequence, sequence.num_computed_tokens, sequence.num_computed_tokens + tokens)
+                    ScheduledChunk(sequence, sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens)
                 )
-        return SchedulerOutput(self._memory.take_copies(), chunks)
+        return SchedulerOutput(self._kv_cache_manager.take_copies(), chunks)
 
     def update(
-        self, chunks: Sequence[ScheduledChunk], choices: Mapping[SequenceState, Outcome]
+        self, chunks: Sequence[ScheduledChunk], outcomes: Mapping[SequenceState, Outcome]
     ) -> list[tuple[SequenceState, Token | DecoderFailed]]:
-        """Book what a step has done; the tokens and errors to deliver. Runs that were removed meanwhile are passed
-        over."""
-        replies: list[tuple[SequenceState, Token | DecoderFailed]] = []
+        """Record the results of a step and return the tokens and errors to deliver. Sequences that were removed during
+        the step are skipped."""
+        outputs: list[tuple[SequenceState, Token | DecoderFailed]] = []
         for sequence, _, stop in chunks:
             if sequence not in self._running:
                 continue
-            choice = choices.get(sequence)
-            if isinstance(choice, DecoderFailed):
+            outcome = outcomes.get(sequence)
+            if isinstance(outcome, DecoderFailed):
                 self.remove(sequence, failed=True)
-                replies.append((sequence, choice))
+                outputs.append((sequence, outcome))
                 continue
-            self._memory.mark_computed(self._running[sequence], stop)
-            if choice is not None:
-                replies.append((sequence, self._append(sequence, choice)))
-        return replies
+            self._kv_cache_manager.mark_computed(self._running[sequence], stop)
+            if outcome is not None:
+                outputs.append((sequence, self._append(sequence, outcome)))
+        return outputs
 
-    def _append(self, sequence: SequenceState, choice: SampledToken) -> Token:
-        sequence.append(choice.id)
-        first = len(sequence.output_ids) == 1
-        if first:
+    def _append(self, sequence: SequenceState, sampled: SampledToken) -> Token:
+        sequence.append(sampled.id)
+        is_first = len(sequence.output_ids) == 1
+        if is_first:
             self._queries += 1
             self._hits += sequence.num_cached_tokens > 0
             self._cached_tokens += sequence.num_cached_tokens
-        finish = sequence.finish()
-        if finish:
+        finish_reason = sequence.finish_reason()
+        if finish_reason:
             self.remove(sequence)
-        cached = sequence.num_cached_tokens if first else 0
+        cached_tokens = sequence.num_cached_tokens if is_first else 0
         return Token(
-            id=choice.id, logprob=choice.logprob, top_logprobs=choice.top, finish_reason=finish, cached_tokens=cached
+            id=sampled.id,
+            logprob=sampled.logprob,
+            top_logprobs=sampled.top_logprobs,
+            finish_reason=finish_reason,
+            cached_tokens=cached_tokens,
         )
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._max_batch_size:
             sequence = self._waiting[0]
-            held = self._memory.allocate(sequence.prefix, sequence.reserved_len)
-            if held is None:
+            allocation = self._kv_cache_manager.allocate(sequence.prefix, sequence.reserved_len)
+            if allocation is None:
                 return
             self._waiting.popleft()
-            self._running[sequence] = sequence.held = held
+            self._running[sequence] = sequence.allocation = allocation
             if not sequence.output_ids:
-                sequence.num_cached_tokens = min(held.num_computed_tokens, sequence.num_cached_tokens) + max(
-                    held.num_computed_tokens - sequence.num_cached_tokens - sequence.own, 0
+                sequence.num_cached_tokens = min(allocation.num_computed_tokens, sequence.num_cached_tokens) + max(
+                    allocation.num_computed_tokens - sequence.num_cached_tokens - sequence.num_preempted_tokens, 0
                 )
 
     def _free_rows(self) -> None:
-        """Rows for the next token of everybody, the oldest first, at the cost of the youngest."""
+        """Reserve rows for the next token of every running sequence, oldest first, and preempt the youngest if
+        necessary."""
         for sequence in list(self._running):
             while sequence in self._running and not self._grow(sequence):
                 self._preempt(next(reversed(self._running)))
 
     def _grow(self, sequence: SequenceState) -> bool:
-        held = self._running[sequence]
-        if sequence.length <= held.rows:
+        allocation = self._running[sequence]
+        if sequence.length <= allocation.rows:
             return True
-        least = min(sequence.max_len, sequence.length + BLOCK)
-        return self._memory.grow(held, sequence.reserved_len) or self._memory.grow(held, least)
+        min_len = min(sequence.max_len, sequence.length + BLOCK_SIZE)
+        return self._kv_cache_manager.grow(allocation, sequence.reserved_len) or self._kv_cache_manager.grow(
+            allocation, min_len
+        )
 
     def _preempt(self, sequence: SequenceState) -> None:
-        sequence.own = sequence.num_computed_tokens - sequence.num_cached_tokens
-        self._memory.free(self._running.pop(sequence))
-        sequence.held = None
+        sequence.num_preempted_tokens = sequence.num_computed_tokens - sequence.num_cached_tokens
+        self._kv_cache_manager.free(self._running.pop(sequence))
+        sequence.allocation = None
         self._waiting.appendleft(sequence)
         self._preemptions += 1
 
     def _divide_budget(self, sequences: Iterable[SequenceState]) -> dict[SequenceState, int]:
-        """How many tokens each run may read in the next step.
+        """Divide the prefill budget of the next step; returns the number of tokens per sequence.
 
-        Half of the budget goes to whoever came first, so that it is read at half speed at least; the rest to those with
-        the least left, so that a short prompt does not wait for a long one.
+        Half of the budget goes to the oldest sequence, so that it is prefilled at half speed at least. The rest goes to
+        the sequences with the fewest pending tokens, so that a short prompt does not wait for a long one.
         """
-        left = {sequence: sequence.num_pending_tokens for sequence in self._without_duplicate_prefills(sequences)}
-        beside = any(sequence.is_decoding for sequence in self._running)
-        budget = (self._prefill_chunk + 1) // 2 if beside else self._prefill_chunk
-        shares = dict.fromkeys(left, 0)
-        for sequence in list(left)[:1]:
-            shares[sequence] = min(left[sequence], (budget + 1) // 2)
-            budget -= shares[sequence]
-        for sequence in sorted(left, key=left.__getitem__):
-            more = min(left[sequence] - shares[sequence], budget)
-            shares[sequence] += more
-            budget -= more
-        return shares
+        num_pending = {
+            sequence: sequence.num_pending_tokens for sequence in self._without_duplicate_prefills(sequences)
+        }
+        has_decodes = any(sequence.is_decoding for sequence in self._running)
+        budget = (self._prefill_chunk + 1) // 2 if has_decodes else self._prefill_chunk
+        num_scheduled = dict.fromkeys(num_pending, 0)
+        for sequence in list(num_pending)[:1]:
+            num_scheduled[sequence] = min(num_pending[sequence], (budget + 1) // 2)
+            budget -= num_scheduled[sequence]
+        for sequence in sorted(num_pending, key=num_pending.__getitem__):
+            num_tokens = min(num_pending[sequence] - num_scheduled[sequence], budget)
+            num_scheduled[sequence] += num_tokens
+            budget -= num_tokens
+        return num_scheduled
 
     def _without_duplicate_prefills(self, sequences: Iterable[SequenceState]) -> list[SequenceState]:
-        """Without those that had better wait until another run has read what they have in common.
+        """Filter out the sequences that should wait until another one has computed their common prefix.
 
-        To read takes time by the token, so that two who read the same take twice as long, both. Who has mostly
-        something else to read does not wait.
+        The time of a prefill is proportional to its tokens, so two sequences that compute the same prefix would both
+        take twice as long. A sequence does not wait if most of its pending tokens are not shared.
         """
         if not self._prefix_cache:
             return list(sequences)
-        going: list[SequenceState] = []
-        ahead: set[bytes] = set()
+        scheduled: list[SequenceState] = []
+        scheduled_blocks: set[bytes] = set()
         for sequence in sequences:
-            found = self._memory.extend_from_cache(self._running[sequence])
-            sequence.num_cached_tokens += 0 if sequence.output_ids else found
-            blocks = sequence.prefix.digests[sequence.num_computed_tokens // BLOCK :]
-            common = next((i for i, digest in enumerate(blocks) if digest not in ahead), len(blocks)) * BLOCK
-            if not common or 2 * common < sequence.num_pending_tokens:
-                going.append(sequence)
-                ahead.update(blocks)
-        return going
+            num_cached = self._kv_cache_manager.extend_from_cache(self._running[sequence])
+            sequence.num_cached_tokens += 0 if sequence.output_ids else num_cached
+            blocks = sequence.prefix.digests[sequence.num_computed_tokens // BLOCK_SIZE :]
+            num_duplicate = (
+                next((i for i, digest in enumerate(blocks) if digest not in scheduled_blocks), len(blocks)) * BLOCK_SIZE
+            )
+            if not num_duplicate or 2 * num_duplicate < sequence.num_pending_tokens:
+                scheduled.append(sequence)
+                scheduled_blocks.update(blocks)
+        return scheduled

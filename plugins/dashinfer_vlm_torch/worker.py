@@ -1,4 +1,4 @@
-"""The thread that has step after step computed, and hands tokens to whatever event loops their readers live in."""
+"""The thread that runs the scheduler's steps and delivers tokens to the event loops of their readers."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from .scheduler import Outcome, ScheduledChunk, Scheduler, SchedulerOutput, Sche
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-Reply: TypeAlias = Token | EngineError
+Output: TypeAlias = Token | EngineError
 
 STOP_SECONDS = 10.0
-"""How long the step that is under way may go on when the worker is stopped."""
+"""How long the current step may take after the worker is stopped."""
 
 
 class OutputQueue(NamedTuple):
-    """Where a reader waits: a queue, and the event loop that it belongs to."""
+    """The queue that a reader waits for, and the event loop that it belongs to."""
 
     loop: asyncio.AbstractEventLoop
-    queue: asyncio.Queue[Reply]
+    queue: asyncio.Queue[Output]
 
 
 class WorkerCounts(NamedTuple):
-    """What a worker has done; as in `DecoderStats`."""
+    """Totals of a worker; fields as in `DecoderStats`."""
 
     steps: int = 0
     step_requests: int = 0
@@ -44,26 +44,26 @@ class WorkerCounts(NamedTuple):
 
 
 class Worker:
-    """Has the model run, and waits for it in a thread of its own; all methods may be called from any thread.
+    """Runs steps in a separate thread; all methods are thread-safe.
 
-    `_lock` guards the scheduler, the mailboxes and what is counted. It is never held while the model runs.
+    `_lock` guards the scheduler, the output queues and the counters. It is never held while the model runs.
 
     Args:
         runner: runs the model.
-        scheduler: says what each step does.
-        step_timeout: seconds after which a step counts as hung.
+        scheduler: schedules the steps.
+        step_timeout: seconds after which a step is considered hung.
     """
 
     def __init__(self, runner: ModelRunner, scheduler: Scheduler, *, step_timeout: float) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._step_timeout = step_timeout
-        self._step_began = math.inf
+        self._step_started = math.inf
         self._counts = WorkerCounts()
-        self._queued: dict[SequenceState, float] = {}
+        self._arrivals: dict[SequenceState, float] = {}
         self._outputs: dict[SequenceState, OutputQueue] = {}
         self._lock = threading.Condition()
-        self._ended: type[EngineError] | None = None
+        self._end_error: type[EngineError] | None = None
         self._thread = threading.Thread(target=self._work, name="dashinfer-vlm-torch-decoder", daemon=True)
         self._thread.start()
 
@@ -79,77 +79,77 @@ class Worker:
 
     @property
     def fatal_error(self) -> str:
-        """Why nothing is decoded any more, though nobody has stopped the worker; empty while something is."""
+        """Why the worker cannot decode although it was not stopped; empty while it can."""
         with self._lock:
-            if self._ended is DecoderFailed:
+            if self._end_error is DecoderFailed:
                 return _ENDED
-            hung = time.monotonic() - self._step_began > self._step_timeout
+            hung = time.monotonic() - self._step_started > self._step_timeout
         return f"A step of the decoder has taken more than {self._step_timeout:g} seconds." if hung else ""
 
-    def submit(self, run: SequenceState, output_queue: OutputQueue) -> None:
-        """Queue a run; its tokens, or the error that ends it, arrive in the mailbox.
+    def submit(self, sequence: SequenceState, output_queue: OutputQueue) -> None:
+        """Add a sequence; its tokens, or the error that ends it, are put into `output_queue`.
 
         Raises:
-            QueueFull: `max_waiting` requests wait already.
+            QueueFull: `max_waiting` requests are already waiting.
             EngineClosed: the worker was stopped.
             DecoderFailed: the worker died.
         """
         with self._lock:
-            if self._ended:
-                raise self._ended(_ENDED)
-            self._scheduler.add(run)
-            self._outputs[run] = output_queue
-            self._queued[run] = time.monotonic()
+            if self._end_error:
+                raise self._end_error(_ENDED)
+            self._scheduler.add(sequence)
+            self._outputs[sequence] = output_queue
+            self._arrivals[sequence] = time.monotonic()
             self._lock.notify()
 
-    def cancel(self, run: SequenceState) -> None:
-        """Forget a run and free what it held; one that has ended already is no error."""
+    def cancel(self, sequence: SequenceState) -> None:
+        """Cancel a sequence and free its memory; does nothing if it has already ended."""
         with self._lock:
-            self._queued.pop(run, None)
-            if self._outputs.pop(run, None):
-                self._scheduler.remove(run)
+            self._arrivals.pop(sequence, None)
+            if self._outputs.pop(sequence, None):
+                self._scheduler.remove(sequence)
 
     def stop(self) -> None:
-        """End all runs with EngineClosed, after the step that is under way.
+        """End all sequences with EngineClosed after the current step.
 
         Raises:
-            DecoderFailed: that step does not end soon.
+            DecoderFailed: the current step does not end in time.
         """
         with self._lock:
-            self._ended = self._ended or EngineClosed
+            self._end_error = self._end_error or EngineClosed
             self._lock.notify()
         seconds = min(STOP_SECONDS, self._step_timeout)
         self._thread.join(timeout=seconds)
         if self._thread.is_alive():
-            CPU_EXECUTOR.take_from(self._thread.ident)  # a tower that waits for it goes on, and can be closed
+            CPU_EXECUTOR.abandon(self._thread.ident)  # lets a waiting vision encoder continue
             self._end_all()
             raise DecoderFailed(
-                f"A step of the decoder has not ended within {seconds:g} seconds. It ends with the process at last:"
-                " start that anew."
+                f"A step of the decoder has not ended within {seconds:g} seconds. Only the end of the process stops it:"
+                " restart the process."
             )
 
     def _work(self) -> None:
         try:
             while step := self._next_step():
-                self._finish_step(step.chunks, self._runner.compute(functools.partial(self._take, step)))
+                self._finish_step(step.chunks, self._runner.compute(functools.partial(self._execute, step)))
         except Exception:
-            logger.exception("The decoder's thread died; every request fails until the engine is started again.")
+            logger.exception("The decoder's thread died; all requests fail until the engine is restarted.")
         finally:
             self._end_all()
 
     def _next_step(self) -> SchedulerOutput | None:
-        """What to do next, after waiting for something to do; None if the worker was stopped."""
+        """Wait for requests and return the next step; None if the worker was stopped."""
         with self._lock:
-            self._lock.wait_for(lambda: self._ended or self._scheduler.busy)
-            if self._ended:
+            self._lock.wait_for(lambda: self._end_error or self._scheduler.busy)
+            if self._end_error:
                 return None
             step = self._scheduler.schedule()
             self._count(step.chunks)
             return step
 
     def _count(self, chunks: Sequence[ScheduledChunk]) -> None:
-        self._step_began = now = time.monotonic()
-        arrivals = [self._queued.pop(chunk.sequence) for chunk in chunks if chunk.sequence in self._queued]
+        self._step_started = now = time.monotonic()
+        arrivals = [self._arrivals.pop(chunk.sequence) for chunk in chunks if chunk.sequence in self._arrivals]
         steps, step_requests, started, queue_seconds = self._counts
         self._counts = WorkerCounts(
             steps=steps + 1,
@@ -158,69 +158,71 @@ class Worker:
             queue_seconds=queue_seconds + sum(now - arrival for arrival in arrivals),
         )
 
-    def _take(self, step: SchedulerOutput) -> dict[SequenceState, Outcome]:
+    def _execute(self, step: SchedulerOutput) -> dict[SequenceState, Outcome]:
         self._runner.copy_rows(step.copies)
-        return self._attempt(step.chunks)
+        return self._run_chunks(step.chunks)
 
-    def _attempt(self, chunks: Sequence[ScheduledChunk]) -> dict[SequenceState, Outcome]:
-        """Run a step; should it fail, run each of its chunks alone, so that only the one to blame fails.
+    def _run_chunks(self, chunks: Sequence[ScheduledChunk]) -> dict[SequenceState, Outcome]:
+        """Compute chunks in one pass; if it fails, compute each chunk alone, so that only the one that causes it fails.
 
         Raises:
-            RuntimeError: the device is lost, so that no request can be computed any more.
+            RuntimeError: the device is lost, so no request can be computed.
         """
         try:
             return self._runner.step(chunks)
         except Exception:
             if len(chunks) == 1:
                 self._runner.check_device()
-                run = chunks[0].sequence
-                logger.exception("Request %s failed in the decoder.", run.request.id)
-                return {run: DecoderFailed("The decoder failed on this request; the engine's log has the cause.")}
-            logger.warning("A step of %d requests failed; each is tried alone.", len(chunks), exc_info=True)
-            return {run: choice for chunk in chunks for run, choice in self._attempt([chunk]).items()}
+                sequence = chunks[0].sequence
+                logger.exception("Request %s failed in the decoder.", sequence.request.id)
+                return {
+                    sequence: DecoderFailed("The decoder failed on this request; see the engine's log for the cause.")
+                }
+            logger.warning("A step of %d requests failed; each is retried alone.", len(chunks), exc_info=True)
+            return {sequence: outcome for chunk in chunks for sequence, outcome in self._run_chunks([chunk]).items()}
 
-    def _finish_step(self, chunks: Sequence[ScheduledChunk], choices: dict[SequenceState, Outcome]) -> None:
+    def _finish_step(self, chunks: Sequence[ScheduledChunk], outcomes: dict[SequenceState, Outcome]) -> None:
         with self._lock:
-            self._step_began = math.inf
-            replies = self._scheduler.update(chunks, choices)
-            posts = [(self._outputs[run], reply) for run, reply in replies]
-            for run, reply in replies:
-                if isinstance(reply, EngineError) or reply.finish_reason:
-                    del self._outputs[run]
-        self._deliver(posts)
+            self._step_started = math.inf
+            outputs = self._scheduler.update(chunks, outcomes)
+            deliveries = [(self._outputs[sequence], output) for sequence, output in outputs]
+            for sequence, output in outputs:
+                if isinstance(output, EngineError) or output.finish_reason:
+                    del self._outputs[sequence]
+        self._deliver(deliveries)
 
     def _end_all(self) -> None:
         with self._lock:
-            self._ended = error = self._ended or DecoderFailed
+            self._end_error = error = self._end_error or DecoderFailed
             self._scheduler.clear()
-            posts: list[tuple[OutputQueue, Reply]] = [
+            deliveries: list[tuple[OutputQueue, Output]] = [
                 (output_queue, error(_ENDED)) for output_queue in self._outputs.values()
             ]
             self._outputs.clear()
-            self._queued.clear()
-        self._deliver(posts)
+            self._arrivals.clear()
+        self._deliver(deliveries)
 
-    def _deliver(self, posts: Sequence[tuple[OutputQueue, Reply]]) -> None:
-        """Wake each event loop once, however many of its readers get something."""
+    def _deliver(self, deliveries: Sequence[tuple[OutputQueue, Output]]) -> None:
+        """Deliver outputs, with one wake-up per event loop."""
         by_loop = defaultdict(list)
-        for output_queue, reply in posts:
-            by_loop[output_queue.loop].append((output_queue, reply))
-        for loop, mail in by_loop.items():
-            self._post_to_loop(loop, mail)
+        for output_queue, output in deliveries:
+            by_loop[output_queue.loop].append((output_queue, output))
+        for loop, batch in by_loop.items():
+            self._post_to_loop(loop, batch)
 
-    def _post_to_loop(self, loop: asyncio.AbstractEventLoop, mail: Sequence[tuple[OutputQueue, Reply]]) -> None:
+    def _post_to_loop(self, loop: asyncio.AbstractEventLoop, deliveries: Sequence[tuple[OutputQueue, Output]]) -> None:
         try:
-            loop.call_soon_threadsafe(_put_all, mail)
-        except RuntimeError:  # the loop was closed under its readers
+            loop.call_soon_threadsafe(_put_all, deliveries)
+        except RuntimeError:  # the loop was closed while readers were waiting
             with self._lock:
-                sequences = [run for run, output_queue in self._outputs.items() if output_queue.loop is loop]
-            for run in sequences:
-                self.cancel(run)
+                sequences = [sequence for sequence, output_queue in self._outputs.items() if output_queue.loop is loop]
+            for sequence in sequences:
+                self.cancel(sequence)
 
 
 _ENDED = "The decoder has stopped. Start the engine again."
 
 
-def _put_all(mail: Sequence[tuple[OutputQueue, Reply]]) -> None:
-    for output_queue, reply in mail:
-        output_queue.queue.put_nowait(reply)
+def _put_all(deliveries: Sequence[tuple[OutputQueue, Output]]) -> None:
+    for output_queue, output in deliveries:
+        output_queue.queue.put_nowait(output)

@@ -68,7 +68,7 @@ def test_another_form_is_another_entry(spec, full_environment, tmp_path):
 def test_cpu_only_environment_converts_to_float32_alone(spec, environment, tmp_path, form):
     if not environment.cpu_only:
         pytest.skip("DashInfer is installed with torch here.")
-    with pytest.raises(SetupError, match="it converts to float32 alone, without quantization"):
+    with pytest.raises(SetupError, match="it converts only to float32, without quantization"):
         convert(spec, form, environment=environment, cache=tmp_path)
 
 

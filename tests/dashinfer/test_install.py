@@ -22,10 +22,16 @@ from dashinfer_vlm_core.decoders.dashinfer.environment import (
     locked,
     private_environment,
     private_folder,
-    stand_ins_folder,
+    stub_libraries_folder,
 )
-from dashinfer_vlm_core.decoders.dashinfer.install import CPU_ONLY_PACKAGES, _requirements, install, make_stubs, suits
-from dashinfer_vlm_core.decoders.dashinfer.stand_ins import DRIVER
+from dashinfer_vlm_core.decoders.dashinfer.install import (
+    CPU_ONLY_PACKAGES,
+    _requirements,
+    compile_driver_stubs,
+    install,
+    is_suitable,
+)
+from dashinfer_vlm_core.decoders.dashinfer.stub_libraries import DRIVER
 from dashinfer_vlm_core.errors import MissingDependency
 from dashinfer_vlm_core.kernels.devices import cuda_devices
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
@@ -58,13 +64,13 @@ def test_another_python_is_refused(tmp_path):
     result = run("install", "--python", sys.executable, "--cache-dir", tmp_path)
     assert result.exit_code == 1
     assert isinstance(result.exception, MissingDependency)
-    assert f"{sys.executable} is no CPython 3.10" in result.exception.message
-    assert not suits(Path(sys.executable))
-    assert not suits(tmp_path / "python3.10")
+    assert f"{sys.executable} is not a CPython 3.10" in result.exception.message
+    assert not is_suitable(Path(sys.executable))
+    assert not is_suitable(tmp_path / "python3.10")
 
 
 def test_an_interpreter_that_is_named_has_to_be_there(tmp_path):
-    with pytest.raises(MissingDependency, match="is no file") as error:
+    with pytest.raises(MissingDependency, match="is not a file") as error:
         find_environment(EngineConfig(dashinfer_python=tmp_path / "python"))
     assert error.value.param == "dashinfer_python"
 
@@ -77,10 +83,10 @@ def test_an_interpreter_without_dashinfer_says_what_it_lacks():
 
 
 @pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="there is no C compiler")
-def test_stand_ins_are_compiled_once_and_load(tmp_path):
+def test_stub_libraries_are_compiled_once_and_load(tmp_path):
     lines = []
-    make_stubs(tmp_path, lines.append)
-    make_stubs(tmp_path, lines.append)
+    compile_driver_stubs(tmp_path, lines.append)
+    compile_driver_stubs(tmp_path, lines.append)
     assert len(lines) == 1
     library = ctypes.CDLL(str(tmp_path / "libnvidia-ml.so.1"))
     library.nvmlErrorString.restype = ctypes.c_char_p
@@ -109,7 +115,7 @@ def installed(tmp_path):
         python.chmod(0o755)
         (folder / "environment.json").write_text("{}")
         if cpu_only:
-            stand_ins_folder(python).mkdir()
+            stub_libraries_folder(python).mkdir()
         return EngineConfig(cache_dir=tmp_path)
 
     return make
@@ -134,9 +140,9 @@ def test_an_environment_that_works_is_kept(installed, cpu_only, cpu):
     if cuda_devices() and cpu_only and not cpu:
         pytest.skip("There is a GPU, for which the full environment would be installed.")
     lines = []
-    findings = install(installed(cpu_only=cpu_only), python=None, cpu=cpu, tell=lines.append)
+    findings = install(installed(cpu_only=cpu_only), python=None, cpu=cpu, report=lines.append)
     assert findings.cpu_only == cpu_only
-    assert lines == [f"DashInfer 2.1.0 is installed already{', for the CPU only' if cpu_only else ''}."]
+    assert lines == [f"DashInfer 2.1.0 is already installed{', for the CPU only' if cpu_only else ''}."]
 
 
 @needs_3_11
@@ -152,7 +158,7 @@ def test_named_interpreter_for_the_cpu_only_is_recognized(tmp_path):
     python.parent.mkdir(parents=True)
     python.touch()
     assert not find_environment(EngineConfig(dashinfer_python=python)).cpu_only
-    stand_ins_folder(python).mkdir()
+    stub_libraries_folder(python).mkdir()
     assert find_environment(EngineConfig(dashinfer_python=python)).cpu_only
 
 
@@ -165,10 +171,10 @@ def test_cpu_only_packages_are_listed_with_exact_versions():
 @pytest.mark.dashinfer
 def test_installing_again_finds_it_installed(environment):
     lines = []
-    findings = install(EngineConfig(), python=None, cpu=environment.stubs is not None, tell=lines.append)
+    findings = install(EngineConfig(), python=None, cpu=environment.stubs is not None, report=lines.append)
     assert findings.version.startswith("2.1.0")
     kind = ", for the CPU only" if environment.cpu_only else ""
-    assert lines == [f"DashInfer {findings.version} is installed already{kind}."]
+    assert lines == [f"DashInfer {findings.version} is already installed{kind}."]
 
 
 @pytest.mark.dashinfer

@@ -96,9 +96,14 @@ def test_salts_are_refused_where_the_engine_keeps_prefixes(tiny_checkpoint):
 
 def test_a_plan_for_cuda(tiny_checkpoint):
     one = plan(tiny_checkpoint, cuda=4)
-    assert (one.compute_unit, one.max_batch_size, one.max_model_len, one.form.dtype) == ("CUDA:0", 32, 2048, "float32")
+    assert (one.compute_unit, one.max_batch_size, one.max_model_len, one.weight_format.dtype) == (
+        "CUDA:0",
+        32,
+        2048,
+        "float32",
+    )
     two = plan(tiny_checkpoint, cuda=4, device="cuda:1", tensor_parallel=2, dtype="bfloat16", quantization="int8")
-    assert (two.compute_unit, two.form.split, two.form.dtype, two.form.quantization) == (
+    assert (two.compute_unit, two.weight_format.split, two.weight_format.dtype, two.weight_format.quantization) == (
         "CUDA:1,2",
         True,
         "bfloat16",

@@ -297,7 +297,7 @@ def test_a_worker_that_hangs_is_replaced_and_one_that_idles_is_not(decoder, orac
     failure, restarts = run_skipping(run())
     assert failure.retryable
     assert restarts == 1
-    assert f"said nothing for {timeout:g} seconds" in caplog.text
+    assert f"sent nothing for {timeout:g} seconds" in caplog.text
     assert not children()
 
 
@@ -318,7 +318,7 @@ def test_a_worker_that_does_not_start_is_given_up_on(environment, decoder, tmp_p
         (tmp_path / "broken").touch()
         await decoder(dashinfer_python=python).start()
 
-    with pytest.raises(SetupError, match=r"died at its start \(exit status 7"):
+    with pytest.raises(SetupError, match=r"died during startup \(exit status 7"):
         asyncio.run(run())
     assert not children()
 
@@ -359,7 +359,7 @@ def test_request_that_waits_when_the_worker_dies_goes_on_in_the_next(environment
     assert isinstance(died, DecoderFailed)
     assert ids(answer) == oracle.greedy(prompt(1, 10))
     assert "failed while the request ran" in given_up[0].message
-    assert "died at its start (exit status 7" in given_up[1].message
+    assert "died during startup (exit status 7" in given_up[1].message
     assert len(made) == 1 + 1 + 2
     assert not children()
 
@@ -408,7 +408,7 @@ def test_health_says_that_a_worker_was_given_up_on(environment, talking_checkpoi
         os.kill(int(children()[0]), signal.SIGKILL)
         while engine.status().state == "ready":
             time.sleep(0.01)
-        with pytest.raises(DecoderFailed, match="died at its start"):
+        with pytest.raises(DecoderFailed, match="died during startup"):
             engine.chat({"messages": [user("Hello")]})
         ill = asyncio.run(health(engine))
     assert (well.status_code, well.json()["decoder"], "CPU:0" in well.json()["reason"]) == (200, "dashinfer", True)

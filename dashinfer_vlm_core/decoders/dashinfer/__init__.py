@@ -1,15 +1,16 @@
-"""DashInfer: a language decoder that runs in a process of its own, under its own interpreter. Importing this package is
+"""DashInfer: a language decoder that runs in a separate process, under its own interpreter. Importing this package is
 cheap.
 
     environment.py  install.py  commands.py    the interpreter that DashInfer needs, and `dashinfer-vlm dashinfer`
-    settings.py    checks.py                   its own options, and what `dashinfer-vlm doctor` says of it
-    stand_ins.py    gpu_code.py                what makes an environment for the CPU only, without CUDA's libraries
-    convert.py      serialize.py               a checkpoint's language model in DashInfer's format, once
-    torch_placeholder.py                       what that needs of torch, in numpy, for the CPU only
-    plan.py         options.py                 EngineConfig and Sampling in DashInfer's terms, checked
-    decoder.py      process.py     worker.py   the decoder, its worker process, and the program that runs there
+    settings.py    checks.py                   its options, and its checks for `dashinfer-vlm doctor`
+    stub_libraries.py  gpu_code.py             support for a CPU-only environment, without CUDA's libraries
+    convert.py      serialize.py               conversion of a checkpoint's language model to DashInfer's format
+    torch_placeholder.py                       a replacement for torch in that conversion, in numpy, for the CPU only
+    plan.py         options.py                 translation of EngineConfig and Sampling to DashInfer's options
+    decoder.py      process.py     worker.py   the decoder, its worker process, and the worker's program
 
-`serialize.py`, `torch_placeholder.py` and `worker.py` run in DashInfer's environment and import nothing of ours.
+`serialize.py`, `torch_placeholder.py` and `worker.py` run in DashInfer's environment and import nothing from this
+package.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
 
 HEAD_DIMS = (64, 128)
 
-BEST, ON_REQUEST = 20, 1
-"""Above every decoder for any device where there is CUDA; below them on a CPU, where it has to be asked for."""
+SCORE_ON_CUDA, SCORE_ON_CPU = 20, 1
+"""Above all other decoders on CUDA; below them on a CPU, where it has to be selected explicitly."""
 
 
 class DashInferFactory:
-    """Registers as `dashinfer`."""
+    """The factory of the decoder `dashinfer`."""
 
     name = "dashinfer"
     supported_params: frozenset[str] = SUPPORTED_ON_CUDA
@@ -48,7 +49,7 @@ class DashInferFactory:
         from .plan import make_plan
 
         if reason := unsupported(spec.text):
-            return DecoderSupport(score=0, reason=f"It cannot decode {spec.model_type}: {reason}.")
+            return DecoderSupport(score=0, reason=f"It does not support {spec.model_type}: {reason}.")
         try:
             environment = find_environment(config)
             plan = make_plan(spec, config, cuda=cuda_devices(), cpu_only=environment.cpu_only)
@@ -56,13 +57,13 @@ class DashInferFactory:
             return DecoderSupport(score=0, reason=error.message)
         if spec.text.head_dim not in HEAD_DIMS:
             head_dim = spec.text.head_dim
-            return DecoderSupport(score=0, reason=f"Its kernels take heads of 64 or 128 numbers, not of {head_dim}.")
+            return DecoderSupport(score=0, reason=f"Its kernels require a head size of 64 or 128, not {head_dim}.")
         where = f"DashInfer runs {environment.origin}, on {plan.compute_unit}"
         if plan.on_cpu:
             return DecoderSupport(
-                score=ON_REQUEST, reason=f"{where}: exact for text alone, so only where it is asked for."
+                score=SCORE_ON_CPU, reason=f"{where}: exact for text only, so it has to be selected explicitly."
             )
-        return DecoderSupport(score=BEST, reason=f"{where}.")
+        return DecoderSupport(score=SCORE_ON_CUDA, reason=f"{where}.")
 
     def create(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> Decoder:
         from .decoder import DashInferDecoder

@@ -21,30 +21,32 @@ _CACHE = click.option(
 
 @click.group("dashinfer")
 def dashinfer() -> None:
-    """The DashInfer decoder: its environment, and its models."""
+    """Manage the DashInfer decoder's environment."""
 
 
-@dashinfer.command("install", short_help="Make DashInfer's own environment, and try it.")
-@click.option("--python", type=click.Path(path_type=Path), help="A CPython 3.10; by default one is looked for.")
-@click.option("--cpu", is_flag=True, help="For the CPU only: without CUDA's libraries, a thirtieth of the disk.")
+@dashinfer.command("install", short_help="Create DashInfer's environment and check that it loads.")
+@click.option("--python", type=click.Path(path_type=Path), help="A CPython 3.10 to use; searched for by default.")
+@click.option(
+    "--cpu", is_flag=True, help="Install for the CPU only, without CUDA's libraries: a thirtieth of the disk space."
+)
 @_CACHE
 def install_command(python: Path | None, cpu: bool, cache_dir: Path | None) -> None:
-    """Make DashInfer's own environment in the user's cache, and try it.
+    """Create DashInfer's environment in the user's cache and check that it loads.
 
-    It takes 6.6 GB (3.4 GB to download), or 0.2 GB (0.32 GB to download) with --cpu, which needs a C compiler.
+    It takes 6.6 GB (3.4 GB to download), or 0.2 GB (0.32 GB to download) with --cpu, which requires a C compiler.
 
-    DashInfer's wheels are for CPython 3.10; whatever Python runs this, the engine gets one of its own. Running it again
-    repairs it.
+    DashInfer's wheels are for CPython 3.10. The environment has its own interpreter, whatever Python runs this command.
+    Run the command again to repair the environment.
     """
-    findings = install(_config(cache_dir), python=python, cpu=cpu, tell=lambda line: click.echo(line, err=True))
+    findings = install(_config(cache_dir), python=python, cpu=cpu, report=lambda line: click.echo(line, err=True))
     click.echo(f"DashInfer {findings.version} loads under Python {findings.python}, {_devices(findings)}.")
 
 
-@dashinfer.command("status", short_help="Say what is installed, and whether it loads.")
+@dashinfer.command("status", short_help="Show what is installed and whether it loads.")
 @_CACHE
 @click.pass_context
 def status_command(context: click.Context, cache_dir: Path | None) -> None:
-    """Say what is installed, whether it loads, and on which devices; exits with 1 if it cannot be used."""
+    """Show what is installed, whether it loads, and on which devices; exits with 1 if it cannot be used."""
     try:
         environment = find_environment(_config(cache_dir))
     except MissingDependency as error:
@@ -72,7 +74,7 @@ def _lines(environment: Environment, findings: Findings) -> list[str]:
 def _kind(environment: Environment) -> str:
     if environment.cpu_only:
         return "for the CPU only, without CUDA's libraries"
-    stubs = f"; stand-ins for a GPU driver: {environment.stubs}" if environment.stubs else ""
+    stubs = f"; stub libraries for a GPU driver: {environment.stubs}" if environment.stubs else ""
     return f"full, for GPUs and the CPU{stubs}"
 
 
@@ -86,7 +88,7 @@ def _next_step(environment: Environment, findings: Findings) -> str:
 
 def _devices(findings: Findings) -> str:
     if findings.cpu_only:
-        gpu = ": run `dashinfer-vlm dashinfer install` for one that uses the GPU" if cuda_devices() else ""
+        gpu = ": run `dashinfer-vlm dashinfer install` for an environment that uses the GPU" if cuda_devices() else ""
         return f"on the CPU only{gpu}"
     if findings.cuda or cuda_devices():
         return f"on the CPU and on {findings.cuda} CUDA device(s)"

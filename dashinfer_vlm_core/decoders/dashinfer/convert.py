@@ -1,4 +1,5 @@
-"""A checkpoint's language model in DashInfer's format: written once, in its environment, into the user's cache."""
+"""Convert a checkpoint's language model to DashInfer's format, once, in DashInfer's environment and the user's
+cache."""
 
 from __future__ import annotations
 
@@ -24,15 +25,15 @@ PROGRAM = Path(__file__).with_name("serialize.py")
 NAME = "model"
 MANIFEST = "manifest.json"
 FORMAT = 1
-"""Raised when what `serialize.py` writes changes, so that older entries of the cache are not used."""
+"""Incremented when the output of `serialize.py` changes, so that older cache entries are not used."""
 
 ENGINE_CLASS = "Qwen_v20"
 """DashInfer's class for the text models of Qwen2 and Qwen2-VL."""
 
-TEXT = ("model.", "lm_head.")
-"""What the names of a text model's tensors begin with."""
+TEXT_PREFIXES = ("model.", "lm_head.")
+"""Prefixes of the tensor names of a text model."""
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CHUNK = 1 << 24
 LOG_LINES = 20
 
@@ -41,12 +42,12 @@ Tensors = Mapping[str, tuple[Path, str]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightFormat:
-    """How weights are written.
+    """The format in which weights are written.
 
     Attributes:
         dtype: `float32`, `bfloat16` or `float16`.
         quantization: as in EngineConfig.
-        split: whether several devices will share them.
+        split: whether several devices share them.
     """
 
     dtype: str
@@ -66,67 +67,75 @@ class ConvertedModel:
         return cls(graph=folder / f"{NAME}.asgraph", weights=folder / f"{NAME}.asparam")
 
 
-def convert(spec: ModelSpec, form: WeightFormat, *, environment: Environment, cache: Path) -> ConvertedModel:
-    """The checkpoint's language model in DashInfer's format; from the cache if a whole one is there.
+def convert(spec: ModelSpec, weight_format: WeightFormat, *, environment: Environment, cache: Path) -> ConvertedModel:
+    """Convert the checkpoint's language model to DashInfer's format, or return it from the cache.
 
-    The key is the identity of the weights (names, sizes and times of their files), the configuration, the form and the
-    engine's version. An entry appears whole or not at all; its checksums are compared each time, which costs a fraction
-    of the loading that follows.
+    The key consists of the identity of the weights (names, sizes and times of their files), the configuration, the
+    weight format and the engine's version. Entries are written atomically. Their checksums are verified each time,
+    which takes a fraction of the loading that follows.
 
     Raises:
         CheckpointError: tensors are missing or files are damaged.
-        SetupError: too little disk space, or DashInfer failed; its words are in the message.
+        SetupError: there is too little disk space, or DashInfer failed; the message contains its output.
     """
     stored, text = stored_tensors(spec.folder, spec.tensor_renames), spec.text
-    tensors = {name: place for name, place in stored.items() if name.startswith(TEXT)}
+    tensors = {name: location for name, location in stored.items() if name.startswith(TEXT_PREFIXES)}
     _check_tensors(tensors, text, spec)
-    folder = cache / _key(tensors, text, form)
+    folder = cache / _key(tensors, text, weight_format)
     with locked(folder.with_suffix(".lock")) as waited:
         if waited:
             logger.info("waited for another process that converts the same model")
         if _is_whole(folder):
             return ConvertedModel.at(folder)
         if folder.exists():
-            logger.warning("the converted model in %s is damaged: it is made again", folder)
-        _rebuild(folder, _job(tensors, text, form), environment=environment, needed=_size(tensors, spec, form))
+            logger.warning("the converted model in %s is damaged: converting it again", folder)
+        _rebuild(
+            folder,
+            _job(tensors, text, weight_format),
+            environment=environment,
+            needed=_size(tensors, spec, weight_format),
+        )
     return ConvertedModel.at(folder)
 
 
 def unsupported(text: TextModelSpec) -> str:
-    """Why DashInfer has no class for a text model; empty if it has."""
-    needs = {
+    """Why DashInfer has no class for a text model; empty if it has one."""
+    requirements = {
         "RMSNorm": text.norm == "rms_norm",
-        "biases of queries, keys and values": text.qkv_bias,
-        "no norms of queries and keys": not text.qk_norm,
+        "biases for queries, keys and values": text.qkv_bias,
+        "no norms for queries and keys": not text.qk_norm,
         "rotary positions in halves, time before height before width": text.rotary.pairs == "halves"
         and text.rotary.sections is not None,
         "no additions after its first layers": not text.visual_levels,
-        "the names of tensors that Qwen2-VL has": text.weights == TextWeightNames(),
+        "Qwen2-VL's tensor names": text.weights == TextWeightNames(),
     }
-    missing = [what for what, has in needs.items() if not has]
-    return f"its class {ENGINE_CLASS} needs {', '.join(missing)}" if missing else ""
+    missing = [requirement for requirement, met in requirements.items() if not met]
+    return f"its class {ENGINE_CLASS} requires {', '.join(missing)}" if missing else ""
 
 
 def _check_tensors(tensors: Tensors, text: TextModelSpec, spec: ModelSpec) -> None:
-    """Something is of every layer; what DashInfer does not find besides, it names itself."""
+    """Check that embeddings, norm, output layer and the last layer exist. DashInfer reports other missing tensors
+    itself."""
     last = f"model.layers.{text.num_hidden_layers - 1}."
     wanted = {"model.embed_tokens.weight", "model.norm.weight"} | (
         set() if text.tie_word_embeddings else {"lm_head.weight"}
     )
     missing = sorted(wanted - set(tensors)) or ([] if any(name.startswith(last) for name in tensors) else [f"{last}*"])
     if missing:
-        raise CheckpointError(f"{spec.folder} has no tensor {missing[0]!r}. Copy or download its safetensors again.")
+        raise CheckpointError(
+            f"{spec.folder} has no tensor {missing[0]!r}. Copy or download its safetensors files again."
+        )
 
 
-def _key(tensors: Tensors, text: TextModelSpec, form: WeightFormat) -> str:
+def _key(tensors: Tensors, text: TextModelSpec, weight_format: WeightFormat) -> str:
     files = sorted({file for file, _ in tensors.values()})
     stats = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
-    identity = json.dumps([FORMAT, VERSION, asdict(form), asdict(text), stats], sort_keys=True)
+    identity = json.dumps([FORMAT, VERSION, asdict(weight_format), asdict(text), stats], sort_keys=True)
     return hashlib.sha256(identity.encode()).hexdigest()[:32]
 
 
-def _job(tensors: Tensors, text: TextModelSpec, form: WeightFormat) -> dict[str, Any]:
-    """What `serialize.py` reads; the configuration in the words of Hugging Face, and in those of DashInfer."""
+def _job(tensors: Tensors, text: TextModelSpec, weight_format: WeightFormat) -> dict[str, Any]:
+    """The input of `serialize.py`; the configuration contains the keys of both Hugging Face and DashInfer."""
     config = {
         "hidden_size": text.hidden_size,
         "intermediate_size": text.intermediate_size,
@@ -145,19 +154,19 @@ def _job(tensors: Tensors, text: TextModelSpec, form: WeightFormat) -> dict[str,
     }
     return {
         "name": NAME,
-        "dtype": form.dtype,
-        "weights": form.quantization,
-        "split": form.split,
+        "dtype": weight_format.dtype,
+        "weights": weight_format.quantization,
+        "split": weight_format.split,
         "tensors": {name: [str(file), stored] for name, (file, stored) in tensors.items()},
         "tied": text.tie_word_embeddings,
         "config": config,
     }
 
 
-def _size(tensors: Tensors, spec: ModelSpec, form: WeightFormat) -> int:
-    """An upper bound of what will be written, in bytes; the tower's share of the files is counted in."""
+def _size(tensors: Tensors, spec: ModelSpec, weight_format: WeightFormat) -> int:
+    """An upper bound of the output's size in bytes, which includes the vision encoder's weights in the same files."""
     stored = sum(file.stat().st_size for file in {file for file, _ in tensors.values()})
-    return 2 * stored * BYTES[form.dtype] // BYTES[spec.dtype]
+    return 2 * stored * DTYPE_BYTES[weight_format.dtype] // DTYPE_BYTES[spec.dtype]
 
 
 def _rebuild(folder: Path, job: dict[str, Any], *, environment: Environment, needed: int) -> None:
@@ -170,7 +179,7 @@ def _rebuild(folder: Path, job: dict[str, Any], *, environment: Environment, nee
         logger.info(
             "converting the language model to DashInfer's format, once: up to %.1f GB in %s", needed / 1e9, folder
         )
-        _run({**job, "folder": str(partial)}, partial, environment)
+        _run_serializer({**job, "folder": str(partial)}, partial, environment)
         write_json(partial / MANIFEST, _checksums(partial))
         partial.rename(folder)
     finally:
@@ -178,38 +187,38 @@ def _rebuild(folder: Path, job: dict[str, Any], *, environment: Environment, nee
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Refuse what would fill the disk.
+    """Check that the disk has enough free space.
 
     Raises:
-        SetupError: there are fewer than `needed` bytes left in `folder`.
+        SetupError: fewer than `needed` bytes are free in `folder`.
     """
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise SetupError(
-            f"Converting the model needs {needed / 1e9:.1f} GB in {folder.parent}, where {free / 1e9:.1f} GB are left."
-            " Free some, or choose another disk by cache_dir."
+            f"Converting the model needs {needed / 1e9:.1f} GB in {folder.parent}, where {free / 1e9:.1f} GB are free."
+            " Free some space, or set cache_dir to a folder on another disk."
         )
 
 
-def _run(job: dict[str, Any], folder: Path, environment: Environment) -> None:
-    """Run `serialize.py`, passing its progress on to the log."""
+def _run_serializer(job: dict[str, Any], folder: Path, environment: Environment) -> None:
+    """Run `serialize.py` and log its progress."""
     path = folder / "job.json"
     write_json(path, job)
     stubs = [str(environment.stubs)] if environment.stubs else []
     lines: deque[str] = deque(maxlen=LOG_LINES)
-    with subprocess.Popen(  # noqa: S603 - the interpreter is the operator's choice, the program is ours
+    with subprocess.Popen(  # noqa: S603 - the operator selects the interpreter; the program is our own
         environment.command(PROGRAM, str(path), *stubs), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
-            _tell(line)
+            _log_progress(line)
     path.unlink()
     if process.returncode:
         raise SetupError(f"DashInfer could not convert the model (exit status {process.returncode}): {''.join(lines)}")
 
 
-def _tell(line: str) -> None:
+def _log_progress(line: str) -> None:
     if line.startswith('{"progress"'):
         step = json.loads(line)
         logger.info("converting: %d %%, %s", round(100 * step["progress"]), step["what"])

@@ -1,4 +1,4 @@
-"""The DashInfer decoder as the engine sees it: it keeps a worker process running, and hands requests to it."""
+"""The DashInfer decoder: runs a worker process and sends requests to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .convert import ConvertedModel, convert
 from .environment import find_environment
 from .options import SUPPORTED_ON_CPU, SUPPORTED_ON_CUDA, check_sampling, generate_config, stop_tokens
 from .plan import check_cache_salt, make_plan
-from .process import LOG_MARK, WorkerDied, WorkerProcess
+from .process import LOG_SEPARATOR, WorkerDied, WorkerProcess
 from .settings import DashInferOptions
 
 if TYPE_CHECKING:
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-ENDS = 2
-"""The engine counts two tokens more than prompt and answer have."""
+EXTRA_TOKENS = 2
+"""The engine counts two tokens more than prompt and output have."""
 
 UNSUPPORTED_VISION_REASON = (
-    "DashInfer on a CPU ignores the rows and columns of pictures (M-RoPE), so that answers about them would be wrong:"
-    " use the decoder `torch`, or set approximate_vision to accept that."
+    "DashInfer on a CPU ignores the rows and columns of images (M-RoPE), so responses about them would be wrong. Use"
+    " the decoder `torch`, or set approximate_vision to accept that."
 )
 
 Step: TypeAlias = tuple[int, "tuple[float, list[tuple[int, float]]] | None", int]
@@ -44,11 +44,11 @@ Step: TypeAlias = tuple[int, "tuple[float, list[tuple[int, float]]] | None", int
 
 @dataclass(eq=False, slots=True)
 class _ActiveRequest:
-    """One request in the worker.
+    """A request that the worker decodes.
 
     Attributes:
-        inbox: its tokens as (id, logprobs, cached prompt tokens), or the error that ends it.
-        released: whether the engine has forgotten it.
+        outputs: its tokens as (id, logprobs, cached prompt tokens), or the error that ends it.
+        released: whether the engine has released it.
     """
 
     number: int
@@ -60,12 +60,12 @@ class _ActiveRequest:
 class DashInferDecoder:
     """Decodes in DashInfer's engine; implements `dashinfer_vlm_core.decoders.Decoder`. Belongs to one event loop.
 
-    The engine runs in a worker process under its own interpreter. Should that die, the decoder is in `trouble`: the
-    requests in it fail, and are retryable; those that wait are left to the next decoder. A worker that has requests and
-    says nothing for `EngineConfig.step_timeout` is killed.
+    The engine runs in a worker process under its own interpreter. If the process dies, `fatal_error` is set, running
+    requests fail with a retryable error, and waiting requests are left to the next decoder. A worker that has requests
+    and sends nothing for `EngineConfig.step_timeout` is killed.
 
     Attributes:
-        pid: of the worker; None while there is none.
+        pid: the worker's process id; None while there is no worker.
     """
 
     name = "dashinfer"
@@ -90,11 +90,11 @@ class DashInferDecoder:
         self.fatal_error: str = ""
         self._worker: WorkerProcess | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._places = asyncio.Semaphore(self._plan.max_batch_size)
+        self._slots = asyncio.Semaphore(self._plan.max_batch_size)
         self._waiting = 0
-        self._runs: dict[int, _ActiveRequest] = {}
-        self._numbers = 0
-        self._heard = 0.0
+        self._active: dict[int, _ActiveRequest] = {}
+        self._num_requests = 0
+        self._last_frame_at = 0.0
         self._closed = False
 
     @property
@@ -105,13 +105,15 @@ class DashInferDecoder:
         if self._serving is not None:
             return
         environment, cache = self._environment, self._config.cache_folder / "models"
-        model = await asyncio.to_thread(convert, self._spec, self._plan.form, environment=environment, cache=cache)
+        model = await asyncio.to_thread(
+            convert, self._spec, self._plan.weight_format, environment=environment, cache=cache
+        )
         try:
             worker = await WorkerProcess.launch(environment, self._arguments(model))
         except WorkerDied as error:
-            logger.warning("DashInfer's worker died at its start: %s", error)
+            logger.warning("DashInfer's worker died during startup: %s", error)
             raise SetupError(
-                f"DashInfer's worker died at its start ({_how(error)}); the log has its last words."
+                f"DashInfer's worker died during startup ({_exit_status(error)}). See the log for its last output."
             ) from error
         logger.info("DashInfer %s is ready on %s, process %d", worker.version, self._plan.compute_unit, worker.pid)
         self._worker = worker
@@ -120,24 +122,24 @@ class DashInferDecoder:
     async def close(self) -> None:
         self._closed = True
         if self._serving is not None and not self._serving.done():
-            if self._worker is not None:  # else it is ending the worker, and cannot be interrupted in that
+            if self._worker is not None:  # otherwise it is already ending the worker, and must not be interrupted
                 self._serving.cancel()
             await asyncio.wait([self._serving])
-        await self._end()  # a task that is cancelled before its first step has ended nothing
+        await self._end()  # a task that is canceled before its first step has not ended the worker
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[Token, None]:
         self._check(request)
         arrays = await asyncio.to_thread(_arrays, request) if request.spans else _arrays(request)
         await self._acquire_slot()
-        run = self._enter(request, arrays)
+        active = self._submit(request, arrays)
         try:
-            async for token in self._tokens(run):
+            async for token in self._tokens(active):
                 yield token
         finally:
-            self._leave(run)
+            self._cancel(active)
 
     def _check(self, request: DecodeRequest) -> None:
-        """No value reaches the engine that it might not survive."""
+        """Reject every value that might crash the engine."""
         if self.fatal_error:
             raise RequestNotStarted
         if self._serving is None or self._closed:
@@ -146,55 +148,57 @@ class DashInferDecoder:
         check_cache_salt(request.cache_salt, self._plan)
         check_sampling(request.sampling)
         if unsupported := sorted(request.sampling.requested_params() - self.supported_params):
-            raise UnsupportedParameter(f"DashInfer cannot honour {unsupported[0]} here.", param=unsupported[0])
+            raise UnsupportedParameter(
+                f"DashInfer does not support {unsupported[0]} here. Remove it.", param=unsupported[0]
+            )
         if request.spans and self.unsupported_vision_reason:
             raise UnsupportedParameter(self.unsupported_vision_reason, param="messages")
 
-    # Places: who may be in the engine
+    # Slots: admission to the engine
 
     async def _acquire_slot(self) -> None:
-        """Wait for a place in the worker."""
-        if self._places.locked() and self._waiting >= self._config.max_waiting:
-            raise QueueFull(f"{self._waiting} requests wait already. Try again in a second.")
+        """Wait for a slot in the worker."""
+        if self._slots.locked() and self._waiting >= self._config.max_waiting:
+            raise QueueFull(f"{self._waiting} requests are already waiting. Try again in a second.")
         self._waiting += 1
         try:
-            await self._places.acquire()
+            await self._slots.acquire()
         finally:
             self._waiting -= 1
         if self._worker is None:
-            self._places.release()
+            self._slots.release()
             raise RequestNotStarted if self.fatal_error else EngineClosed(_CLOSED)
 
-    def _enter(self, request: DecodeRequest, arrays: list[Array]) -> _ActiveRequest:
-        """Send the request to the worker; from here on, `_release` alone gives its place back."""
+    def _submit(self, request: DecodeRequest, arrays: list[Array]) -> _ActiveRequest:
+        """Send the request to the worker. After this, only `_release` releases its slot."""
         assert self._worker is not None
-        if not self._runs:
-            self._heard = asyncio.get_running_loop().time()
-        self._numbers += 1
-        run = self._runs[self._numbers] = _ActiveRequest(self._numbers, request)
+        if not self._active:
+            self._last_frame_at = asyncio.get_running_loop().time()
+        self._num_requests += 1
+        active = self._active[self._num_requests] = _ActiveRequest(self._num_requests, request)
         keys = [int(request.token_ids[span.start]) for span in request.spans]
         options = generate_config(request, self._spec)
-        self._worker.send({"do": "start", "id": run.number, "options": options, "keys": keys}, arrays)
-        return run
+        self._worker.send({"do": "start", "id": active.number, "options": options, "keys": keys}, arrays)
+        return active
 
-    def _leave(self, run: _ActiveRequest) -> None:
-        """Its reader has gone; if the engine has not finished it by itself, it stops it within a step."""
-        if not run.released and self._worker is not None:
-            self._worker.send({"do": "stop", "id": run.number})
+    def _cancel(self, active: _ActiveRequest) -> None:
+        """Stop a request whose reader has ended, unless the engine has finished it. This takes at most one step."""
+        if not active.released and self._worker is not None:
+            self._worker.send({"do": "stop", "id": active.number})
 
-    def _release(self, run: _ActiveRequest) -> None:
-        run.released = True
-        del self._runs[run.number]
-        self._places.release()
+    def _release(self, active: _ActiveRequest) -> None:
+        active.released = True
+        del self._active[active.number]
+        self._slots.release()
 
     # Tokens
 
-    async def _tokens(self, run: _ActiveRequest) -> AsyncGenerator[Token, None]:
-        sampling = run.request.sampling
+    async def _tokens(self, active: _ActiveRequest) -> AsyncGenerator[Token, None]:
+        sampling = active.request.sampling
         stops = stop_tokens(sampling, self._spec)
         count = 0
         while True:
-            step = await run.outputs.get()
+            step = await active.outputs.get()
             if isinstance(step, EngineError):
                 raise step
             token, logprobs, cached = step
@@ -214,48 +218,50 @@ class DashInferDecoder:
             if finish:
                 return
 
-    def _book(self, frame: dict[str, Any]) -> None:
-        """What the worker says, into the inboxes. A run that is unknown was released already."""
+    def _handle_frame(self, frame: dict[str, Any]) -> None:
+        """Put what a frame contains into the output queues."""
         if frame["is"] == "tokens":
             for number, ids, logprobs, cached in frame["of"]:
-                run = self._runs[number]
+                active = self._active[number]
                 for token, listed in zip(ids, logprobs or [None] * len(ids), strict=True):
-                    run.outputs.put_nowait((token, listed, cached))
+                    active.outputs.put_nowait((token, listed, cached))
             return
-        run = self._runs[frame["id"]]
+        active = self._active[frame["id"]]
         if frame["is"] == "failed":
-            logger.error("Request %s failed in DashInfer: %s", run.request.id, frame["why"])
-        run.outputs.put_nowait(DecoderFailed("The decoder failed on this request; the engine's log has the cause."))
+            logger.error("Request %s failed in DashInfer: %s", active.request.id, frame["why"])
+        active.outputs.put_nowait(
+            DecoderFailed("The decoder failed on this request; see the engine's log for the cause.")
+        )
         if frame["is"] == "released":
-            self._release(run)
+            self._release(active)
 
-    # The worker's life
+    # Lifecycle of the worker
 
     def _arguments(self, model: ConvertedModel) -> dict[str, Any]:
         return {
             "model_path": str(model.graph),
             "weights_path": str(model.weights),
             "compute_unit": self._plan.compute_unit,
-            "engine_max_length": self.max_model_len + ENDS,
+            "engine_max_length": self.max_model_len + EXTRA_TOKENS,
             "engine_max_batch": self._plan.max_batch_size,
             "enable_prefix_cache": self._plan.prefix_cache,
         }
 
     async def _serve(self, worker: WorkerProcess) -> None:
-        """Until the worker dies, or we are cancelled; then nothing of it is left, and its requests have failed."""
-        watch = asyncio.create_task(self._watch(worker), name="dashinfer-watch")
+        """Handle frames until the worker dies or this task is canceled; then end the worker and fail its requests."""
+        watchdog = asyncio.create_task(self._kill_if_hung(worker), name="dashinfer-watchdog")
         try:
             async for frame in worker.frames():
-                self._heard = asyncio.get_running_loop().time()
-                self._book(frame)
+                self._last_frame_at = asyncio.get_running_loop().time()
+                self._handle_frame(frame)
         except WorkerDied as error:
-            self.fatal_error = f"DashInfer's worker died ({_how(error)}); the log has its last words."
-            logger.warning("DashInfer's worker died with %d requests: %s", len(self._runs), error)
+            self.fatal_error = f"DashInfer's worker died ({_exit_status(error)}). See the log for its last output."
+            logger.warning("DashInfer's worker died with %d requests: %s", len(self._active), error)
         except Exception:
-            self.fatal_error = "DashInfer's worker said what nobody understands; the log has the cause."
-            logger.exception("what DashInfer's worker sent was not understood")
+            self.fatal_error = "DashInfer's worker sent an invalid frame. See the log for the cause."
+            logger.exception("invalid frame from DashInfer's worker")
         finally:
-            watch.cancel()
+            watchdog.cancel()
             await self._end()
 
     async def _end(self) -> None:
@@ -265,38 +271,38 @@ class DashInferDecoder:
         try:
             await worker.close()
         finally:
-            self._end_runs(EngineClosed(_CLOSED) if self._closed and not self.fatal_error else DecoderFailed(_DIED))
+            self._fail_active(EngineClosed(_CLOSED) if self._closed and not self.fatal_error else DecoderFailed(_DIED))
 
-    async def _watch(self, worker: WorkerProcess) -> None:
-        """Kill a worker that has requests and says nothing: it is replaced as any other that died."""
-        patience, silence = self._config.step_timeout, 0.0
-        while silence < patience:
-            await asyncio.sleep(patience - silence)
-            silence = asyncio.get_running_loop().time() - self._heard if self._runs else 0.0
+    async def _kill_if_hung(self, worker: WorkerProcess) -> None:
+        """Kill a worker that has requests and sends nothing; it is then replaced like any worker that died."""
+        timeout, silence = self._config.step_timeout, 0.0
+        while silence < timeout:
+            await asyncio.sleep(timeout - silence)
+            silence = asyncio.get_running_loop().time() - self._last_frame_at if self._active else 0.0
         logger.error(
-            "DashInfer's worker has said nothing for %g seconds, with %d requests: it is killed.",
-            patience,
-            len(self._runs),
+            "Killing DashInfer's worker: it has sent nothing for %g seconds, with %d requests.",
+            timeout,
+            len(self._active),
         )
         worker.kill()
 
-    def _end_runs(self, error: EngineError) -> None:
-        for run in list(self._runs.values()):
-            run.outputs.put_nowait(error)
-            self._release(run)
+    def _fail_active(self, error: EngineError) -> None:
+        for active in list(self._active.values()):
+            active.outputs.put_nowait(error)
+            self._release(active)
 
 
 _CLOSED = "The decoder was closed. Start the engine again."
 _DIED = "The decoder's process died. Try again in a moment."
 
 
-def _how(death: WorkerDied) -> str:
-    """What is known of it, without the worker's log."""
-    return str(death).partition(LOG_MARK)[0]
+def _exit_status(death: WorkerDied) -> str:
+    """The exit status, without the worker's log."""
+    return str(death).partition(LOG_SEPARATOR)[0]
 
 
-def _name(span: VisualSpan) -> bytes:
-    """32 bytes that name the rows of a span: the item's digest if they are all of it."""
+def _span_digest(span: VisualSpan) -> bytes:
+    """A 32-byte digest of a span's rows; the item's digest if the span contains all of its rows."""
     digest, rows = span.tokens.digest, span.stop - span.start
     if rows == len(span.tokens.embedding):
         return digest
@@ -304,12 +310,12 @@ def _name(span: VisualSpan) -> bytes:
 
 
 def _arrays(request: DecodeRequest) -> list[Array]:
-    """What the worker's `start` takes. Visual tokens may come from another device: this waits for it."""
+    """The arrays of the worker's `start` frame. This waits for visual tokens on another device."""
     arrays: list[Array] = [np.ascontiguousarray(request.token_ids[np.newaxis], dtype=np.int64)]
     if request.spans:
         arrays.append(np.ascontiguousarray(request.positions[:, np.newaxis], dtype=np.int32))
     for span in request.spans:
         rows = span.tokens.embedding[span.row : span.row + span.stop - span.start]
         embedding = CPU_EXECUTOR.run(rows.detach().float).cpu().numpy()
-        arrays += [np.ascontiguousarray(embedding), np.frombuffer(_name(span), dtype=np.int32)]
+        arrays += [np.ascontiguousarray(embedding), np.frombuffer(_span_digest(span), dtype=np.int32)]
     return arrays

@@ -1,4 +1,4 @@
-"""DashInfer's own environment: where it is, and what is in it."""
+"""Locate and examine DashInfer's environment."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _INSTALL = "Run `dashinfer-vlm dashinfer install` (with `--cpu` on a machine wit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """An interpreter that has DashInfer.
+    """An interpreter with DashInfer.
 
     Attributes:
         python: the interpreter.
-        origin: how it came to be used; it is shown to everybody, and holds no path.
-        stubs: folder of stand-ins for the GPU driver's libraries, where they were made.
-        cpu_only: whether it was installed for the CPU only, with stand-ins for all of CUDA's libraries.
-        folder: what was installed for it; None for an interpreter that the user installed.
+        origin: how it was selected; shown publicly, so it contains no path.
+        stubs: folder of stub libraries for the GPU driver's libraries, if they were compiled.
+        cpu_only: whether it was installed for the CPU only, with stub libraries for all of CUDA's libraries.
+        folder: the folder of the private environment; None for an interpreter that the user installed.
     """
 
     python: Path
@@ -48,19 +48,19 @@ class Environment:
     folder: Path | None = None
 
     def command(self, program: Path, *arguments: str) -> list[str]:
-        """`program` under this interpreter, which sees nothing of ours: no PYTHONPATH, no user site."""
+        """The command that runs `program` under this interpreter, isolated from PYTHONPATH and the user site."""
         return [str(self.python), "-I", str(program), *arguments]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Findings:
-    """What an environment says about itself.
+    """The result of examining an environment.
 
     Attributes:
         python: its version.
         cuda: number of CUDA devices that it sees.
         version: the engine's; empty if it cannot be loaded.
-        problem: why not; empty if it can.
+        problem: why it cannot be loaded; empty if it can.
         cpu_only: whether it was installed for the CPU only.
     """
 
@@ -76,19 +76,19 @@ def private_folder(config: EngineConfig) -> Path:
 
 
 def private_environment(folder: Path) -> Environment:
-    """The environment in `folder`, whether it is there or not."""
+    """The environment in `folder`, whether it exists or not."""
     python = folder / "env" / "bin" / "python"
     return Environment(
         python=python,
         origin="in its own environment",
         stubs=_stubs(folder),
-        cpu_only=stand_ins_folder(python).is_dir(),
+        cpu_only=stub_libraries_folder(python).is_dir(),
         folder=folder,
     )
 
 
-def stand_ins_folder(python: Path) -> Path:
-    """The folder of stand-ins whose existence marks the environment of `python` as one for the CPU only."""
+def stub_libraries_folder(python: Path) -> Path:
+    """The folder of stub libraries, whose existence marks the environment of `python` as CPU only."""
     return python.parent.parent / worker.CPU_ONLY
 
 
@@ -97,24 +97,27 @@ def _stubs(folder: Path) -> Path | None:
 
 
 def find_environment(config: EngineConfig) -> Environment:
-    """The environment to use: the one that is configured, else this one if it has DashInfer, else the private one.
+    """Find the environment to use: the configured one, else this one if it has DashInfer, else the private one.
 
-    Only looks whether it is there: `examine` tries it.
+    This only checks that it exists; `examine` loads the engine.
 
     Raises:
-        MissingDependency: there is none; the message says how to install it.
+        MissingDependency: there is none; the message contains the command that installs it.
     """
     folder = private_folder(config)
     stubs = _stubs(folder)
     python = config.options_of(DashInferOptions).dashinfer_python
     if python is not None:
         if not python.is_file():
-            raise MissingDependency(f"`dashinfer_python` {python} is no file.", param="dashinfer_python")
+            raise MissingDependency(
+                f"`dashinfer_python` {python} is not a file. Set it to a Python interpreter that has DashInfer.",
+                param="dashinfer_python",
+            )
         return Environment(
             python=python,
             origin="in the environment that dashinfer_python names",
             stubs=stubs,
-            cpu_only=stand_ins_folder(python).is_dir(),
+            cpu_only=stub_libraries_folder(python).is_dir(),
         )
     if sys.version_info[:2] == PYTHON and importlib.util.find_spec("dashinfer") is not None:
         return Environment(python=Path(sys.executable), origin="in this interpreter", stubs=stubs)
@@ -125,18 +128,18 @@ def find_environment(config: EngineConfig) -> Environment:
 
 
 def examine(environment: Environment) -> Findings:
-    """Load the engine in the environment: takes a second."""
+    """Load the engine in the environment, which takes a second."""
     stubs = [str(environment.stubs)] if environment.stubs else []
     try:
-        done = subprocess.run(  # noqa: S603 - the interpreter is the operator's choice, the program is ours
+        done = subprocess.run(  # noqa: S603 - the operator selects the interpreter; the program is our own
             environment.command(PROGRAM, "check", *stubs),
             capture_output=True,
             text=True,
             timeout=CHECK_SECONDS,
             check=False,
         )
-        found = json.loads(done.stdout.splitlines()[-1])
-        return Findings(**found, cuda=0 if found["cpu_only"] else cuda_devices())
+        findings = json.loads(done.stdout.splitlines()[-1])
+        return Findings(**findings, cuda=0 if findings["cpu_only"] else cuda_devices())
     except (OSError, subprocess.TimeoutExpired) as error:
         return Findings(problem=str(error))
     except (IndexError, ValueError, TypeError):
@@ -145,25 +148,25 @@ def examine(environment: Environment) -> Findings:
 
 
 def disk_bytes(folder: Path) -> int:
-    """Bytes of disk that the files under `folder` take: what is allocated, so that holes in files do not count."""
-    found = (path.lstat() for path in folder.rglob("*"))
-    return 512 * sum({stat.st_ino: stat.st_blocks for stat in found}.values())
+    """Disk space of the files under `folder` in bytes, without holes in files."""
+    stats = (path.lstat() for path in folder.rglob("*"))
+    return 512 * sum({stat.st_ino: stat.st_blocks for stat in stats}.values())
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[bool]:
-    """Hold the lock file `path` against other threads and processes; yields whether it had to wait.
+    """Lock the file `path` against other threads and processes; yields whether it had to wait.
 
     Raises:
-        SetupError: its folder cannot be made or written to.
+        SetupError: its folder cannot be created or written to.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         opened = path.open("w")
     except OSError as error:
         raise SetupError(
-            f"The cache folder {path.parent} cannot be written to ({error.strerror or error}): make it writable, or"
-            " choose another by cache_dir."
+            f"The cache folder {path.parent} cannot be written to ({error.strerror or error}). Make it writable, or"
+            " set cache_dir to another folder."
         ) from error
     with opened as file:
         try:
@@ -176,7 +179,7 @@ def locked(path: Path) -> Iterator[bool]:
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """All of it or nothing, whatever happens meanwhile."""
+    """Write a JSON file atomically."""
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     partial.replace(path)

@@ -1,7 +1,7 @@
-"""Makes DashInfer's own environment: a CPython 3.10, pinned wheels, and for the CPU stand-ins for CUDA's libraries.
+"""Create DashInfer's environment: a CPython 3.10, pinned wheels, and for the CPU stub libraries for CUDA's libraries.
 
-There are two kinds. The full one has torch, which brings CUDA's libraries, and runs on GPUs and CPUs. The one for the
-CPU only has the wheel of DashInfer and numpy: a thirtieth of the disk.
+There are two kinds. The full one has torch, which depends on CUDA's libraries, and runs on GPUs and CPUs. The CPU-only
+one has DashInfer's wheel and numpy, and takes a thirtieth of the disk space.
 """
 
 from __future__ import annotations
@@ -26,126 +26,126 @@ from .environment import (
     locked,
     private_environment,
     private_folder,
-    stand_ins_folder,
+    stub_libraries_folder,
     write_json,
 )
 from .gpu_code import remove_gpu_code
-from .stand_ins import ALL, DRIVER, compile_stand_ins, find_compiler
+from .stub_libraries import ALL, DRIVER, compile_stub_libraries, find_compiler
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 CPU_ONLY_PACKAGES = frozenset({"dashinfer", "numpy"})
-"""What an environment for the CPU only gets of them."""
+"""The packages of `REQUIREMENTS` that a CPU-only environment gets."""
 
 FULL_BYTES = 12 * 10**9
-"""The wheels (3.4 GB) and what they unpack to (6.6 GB), with room to spare."""
+"""The wheels (3.4 GB) and their unpacked size (6.6 GB), with a margin."""
 CPU_ONLY_BYTES = 2 * 10**9
-"""The wheels (0.32 GB) and what they unpack to (0.9 GB, until the GPU code is removed), with room to spare."""
+"""The wheels (0.32 GB) and their unpacked size (0.9 GB, until the GPU code is removed), with a margin."""
 
 EXTENSION = "env/lib/python*/site-packages/dashinfer/allspark/_allspark.cpython-*.so"
 
 NAME = f"python{PYTHON[0]}.{PYTHON[1]}"
-_SUITS = (
+_IS_SUITABLE = (
     "import sys, venv, ensurepip; "
     f"sys.exit(sys.implementation.name != 'cpython' or sys.version_info[:2] != {PYTHON} or sys.maxsize < 2**32)"
 )
 
 
-def install(config: EngineConfig, *, python: Path | None, cpu: bool, tell: Tell) -> Findings:
-    """Make the private environment, unless there is one that works; what it says about itself.
+def install(config: EngineConfig, *, python: Path | None, cpu: bool, report: Report) -> Findings:
+    """Create the private environment unless a working one exists; returns the findings of its examination.
 
-    A full environment serves a CPU too, so that it is kept. One for the CPU only is kept as well, unless this machine
-    has a GPU and `cpu` does not ask for it.
+    A full environment is kept, since it also runs on a CPU. A CPU-only environment is kept too, unless this machine has
+    a GPU and `cpu` is false.
 
     Args:
-        config: says where.
-        python: the CPython 3.10 to build on; looked for if None.
-        cpu: whether to make an environment for the CPU only.
-        tell: gets a line per step.
+        config: contains the cache folder.
+        python: the CPython 3.10 to use; searched for if None.
+        cpu: whether to create a CPU-only environment.
+        report: is called with a line per step.
 
     Raises:
-        MissingDependency: there is no CPython 3.10 or no C compiler; the message says how to get one.
-        SetupError: another platform, too little disk space, or the wheels could not be installed.
+        MissingDependency: there is no CPython 3.10 or no C compiler; the message explains how to install one.
+        SetupError: the platform is not supported, there is too little disk space, or the wheels cannot be installed.
     """
     _check_platform()
     folder = private_folder(config)
     with locked(folder.with_suffix(".lock")) as waited:
         if waited:
-            tell("Another installation has just ended.")
-        findings = _working(config, cpu=cpu, tell=tell)
+            report("Waited for another installation.")
+        findings = _working_findings(config, cpu=cpu, report=report)
         if findings is not None and (cpu or not findings.cpu_only or not cuda_devices()):
-            tell(f"DashInfer {findings.version} is installed already{', for the CPU only' * findings.cpu_only}.")
+            report(f"DashInfer {findings.version} is already installed{', for the CPU only' * findings.cpu_only}.")
             return findings
         if cpu:
-            return _build_cpu_only(folder, python or find_python(tell), tell)
-        return _build_full(folder, python or find_python(tell), tell)
+            return _build_cpu_only(folder, python or find_python(report), report)
+        return _build_full(folder, python or find_python(report), report)
 
 
-def _working(config: EngineConfig, *, cpu: bool, tell: Tell) -> Findings | None:
-    """What the environment that would be used says about itself; None if there is none, or none that loads.
+def _working_findings(config: EngineConfig, *, cpu: bool, report: Report) -> Findings | None:
+    """Examine the environment that would be used; None if there is none, or it does not load.
 
-    One that has CUDA's libraries, and lacks only the driver's, gets stand-ins for these if `cpu` allows them.
+    If `cpu` is true, an environment that lacks only the GPU driver's libraries gets stub libraries for these.
     """
     try:
         environment = find_environment(config)
         findings = examine(environment)
         if findings.problem and cpu and findings.python and not findings.cpu_only:
-            make_stubs(private_folder(config) / "stubs", tell)
+            compile_driver_stubs(private_folder(config) / "stubs", report)
             findings = examine(find_environment(config))
     except MissingDependency:
         return None
     return None if findings.problem else findings
 
 
-def find_python(tell: Tell) -> Path:
-    """A CPython 3.10: on PATH, of pyenv or uv, or else one that uv fetches.
+def find_python(report: Report) -> Path:
+    """Find a CPython 3.10: on PATH, in pyenv or in uv; otherwise let uv download one.
 
     Raises:
         MissingDependency: there is none.
     """
     for candidate in _candidates():
-        if suits(candidate):
+        if is_suitable(candidate):
             return candidate
     if uv := shutil.which("uv"):
-        tell(f"Letting uv fetch {NAME}.")
+        report(f"Downloading {NAME} with uv.")
         _run([uv, "python", "install", f"{PYTHON[0]}.{PYTHON[1]}"])
         for candidate in _found_by_uv(uv):
-            if suits(candidate):
+            if is_suitable(candidate):
                 return candidate
     raise MissingDependency(
-        f"DashInfer's wheels are for CPython {PYTHON[0]}.{PYTHON[1]}, and there is none on PATH, under pyenv or uv."
+        f"DashInfer's wheels are for CPython {PYTHON[0]}.{PYTHON[1]}, but there is none on PATH, in pyenv or in uv."
         " Install one (`uv python install 3.10`, `pyenv install 3.10`, or your system's python3.10 and"
-        " python3.10-venv), or name one by `--python PATH`."
+        " python3.10-venv), or specify one with `--python PATH`."
     )
 
 
-def suits(python: Path) -> bool:
-    """Whether it is a CPython 3.10 that can make environments."""
+def is_suitable(python: Path) -> bool:
+    """Whether `python` is a CPython 3.10 that can create environments."""
     try:
-        command = [str(python), "-I", "-c", _SUITS]
-        return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0  # noqa: S603 - found in the operator's own folders
+        command = [str(python), "-I", "-c", _IS_SUITABLE]
+        return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0  # noqa: S603 - an interpreter in the operator's own folders
     except (OSError, subprocess.TimeoutExpired):
         return False
 
 
-def make_stubs(folder: Path, tell: Tell) -> None:
-    """Compile stand-ins for the GPU driver's libraries, where they are not there yet.
+def compile_driver_stubs(folder: Path, report: Report) -> None:
+    """Compile stub libraries for the GPU driver's libraries unless they exist.
 
     Raises:
         MissingDependency: there is no C compiler.
-        SetupError: it failed.
+        SetupError: the compilation failed.
     """
     if all((folder / library.soname).exists() for library in DRIVER):
         return
-    tell("Compiling stand-ins for the GPU driver's libraries.")
-    compile_stand_ins(DRIVER, folder)
+    report("Compiling stub libraries for the GPU driver's libraries.")
+    compile_stub_libraries(DRIVER, folder)
 
 
 def _check_platform() -> None:
-    found = f"{platform.system()} {platform.machine()}"
-    if found != "Linux x86_64":
-        raise SetupError(f"DashInfer's wheels are for Linux on x86_64, not for {found}. Use another decoder.")
+    name = f"{platform.system()} {platform.machine()}"
+    if name != "Linux x86_64":
+        raise SetupError(f"DashInfer's wheels are for Linux on x86_64, not for {name}. Use another decoder.")
 
 
 def _candidates() -> Iterator[Path]:
@@ -167,32 +167,34 @@ def _found_by_uv(uv: str) -> Iterator[Path]:
         yield Path(found)
 
 
-def _build_full(folder: Path, python: Path, tell: Tell) -> Findings:
-    _make_environment(folder, python, FULL_BYTES, tell)
-    tell("Installing DashInfer and what it links: 3.4 GB to download, 6.6 GB on disk.")
+def _build_full(folder: Path, python: Path, report: Report) -> Findings:
+    _make_environment(folder, python, FULL_BYTES, report)
+    report("Installing DashInfer and its dependencies: 3.4 GB to download, 6.6 GB on disk.")
     _pip_install(folder, _requirements())
     return _finish(folder)
 
 
-def _build_cpu_only(folder: Path, python: Path, tell: Tell) -> Findings:
-    find_compiler()  # before anything that exists is replaced
-    _make_environment(folder, python, CPU_ONLY_BYTES, tell)
-    tell("Compiling stand-ins for the libraries of CUDA and of the GPU driver.")
-    compile_stand_ins(ALL, stand_ins_folder(private_environment(folder).python))
-    tell("Installing DashInfer for the CPU: 0.32 GB to download.")
+def _build_cpu_only(folder: Path, python: Path, report: Report) -> Findings:
+    find_compiler()  # before an existing environment is replaced
+    _make_environment(folder, python, CPU_ONLY_BYTES, report)
+    report("Compiling stub libraries for the libraries of CUDA and the GPU driver.")
+    compile_stub_libraries(ALL, stub_libraries_folder(private_environment(folder).python))
+    report("Installing DashInfer for the CPU: 0.32 GB to download.")
     _pip_install(folder, [line for line in _requirements() if line.partition("==")[0] in CPU_ONLY_PACKAGES])
     removed = sum(remove_gpu_code(path) for path in folder.glob(EXTENSION))
     if removed:
-        tell(f"Removed the GPU code of DashInfer's extension: {removed / 1e6:.0f} MB of disk are free again.")
+        report(f"Removed the GPU code of DashInfer's extension: {removed / 1e6:.0f} MB of disk space freed.")
     return _finish(folder, gpu_code_removed=removed)
 
 
-def _make_environment(folder: Path, python: Path, needed: int, tell: Tell) -> None:
-    if not suits(python):
-        raise MissingDependency(f"{python} is no CPython {PYTHON[0]}.{PYTHON[1]} with venv; name another by --python.")
+def _make_environment(folder: Path, python: Path, needed: int, report: Report) -> None:
+    if not is_suitable(python):
+        raise MissingDependency(
+            f"{python} is not a CPython {PYTHON[0]}.{PYTHON[1]} with venv. Specify another one with --python."
+        )
     _check_space(folder, needed)
     (folder / MARKER).unlink(missing_ok=True)
-    tell(f"Making an environment in {folder} with {python}.")
+    report(f"Creating an environment in {folder} with {python}.")
     _run([str(python), "-I", "-m", "venv", "--clear", str(folder / "env")])
 
 
@@ -207,7 +209,7 @@ def _pip_install(folder: Path, requirements: list[str]) -> None:
 
 
 def _finish(folder: Path, **record: int) -> Findings:
-    """Try what was installed, and only then say that it is there; `record` is kept with what it says about itself."""
+    """Check that the environment works, and only then mark it as installed; `record` is stored with the findings."""
     findings = examine(private_environment(folder))
     if findings.problem:
         hint = " On a machine without a GPU driver, add `--cpu`." if "libcuda" in findings.problem else ""
@@ -221,18 +223,18 @@ def _check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise SetupError(
-            f"{folder} has {free / 1e9:.1f} GB left, and DashInfer needs {needed / 1e9:.0f}."
-            " Free some, or choose another disk by --cache-dir."
+            f"{folder} has {free / 1e9:.1f} GB of free space, and DashInfer needs {needed / 1e9:.0f} GB."
+            " Free some space, or set --cache-dir to a folder on another disk."
         )
 
 
 def _run(command: list[str]) -> None:
-    """A step whose output the person sees."""
+    """Run a command whose output is shown to the user."""
     try:
-        subprocess.run(command, check=True)  # noqa: S603 - commands are ours, paths the operator's
+        subprocess.run(command, check=True)  # noqa: S603 - our own commands, the operator's paths
     except (OSError, subprocess.CalledProcessError) as error:
         raise SetupError(
-            f"`{' '.join(command[:6])} ...` failed: {error}. Mend what it says above, and run it again."
+            f"`{' '.join(command[:6])} ...` failed: {error}. Fix the error above, and run the command again."
         ) from error
 
 

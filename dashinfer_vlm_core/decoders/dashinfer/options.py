@@ -1,4 +1,5 @@
-"""Sampling -> DashInfer's generate_config: every value is checked, for the engine ignores, bends or dies of some."""
+"""Translate Sampling to DashInfer's generate_config. Every value is checked, since the engine ignores some invalid
+values, changes others, and crashes on the rest."""
 
 from __future__ import annotations
 
@@ -17,53 +18,58 @@ SUPPORTED_ON_CUDA = SUPPORTED_ON_CPU | {"presence_penalty", "frequency_penalty"}
 """On a CPU the engine applies presence_penalty to the prompt as well, and frequency_penalty not at all."""
 
 GREEDY_BELOW = 1e-5
-"""As in the engine itself; dividing by less would leave the range of float32."""
+"""As in the engine; dividing by a smaller temperature would exceed the range of float32."""
 
-WHOLE_ABOVE = 1 - 2e-6
-"""The engine silently lowers a top_p within 1e-6 of 1 to 0.99, and takes 0 as the whole distribution."""
+TOP_P_DISABLED_ABOVE = 1 - 2e-6
+"""The engine silently lowers a top_p within 1e-6 of 1 to 0.99, and treats 0 as the whole distribution."""
 
-LEAST_TOP_P = 1e-6
-"""Below 1e-7 the engine would take the whole distribution; no token's share is so small that this changes anything."""
+MIN_TOP_P = 1e-6
+"""Below 1e-7 the engine would use the whole distribution. No token's probability is so small that this limit changes
+the result."""
 
-REPETITION_PENALTIES = (0.01, 2.0)
-MOST_LOGPROBS = 10
+REPETITION_PENALTY_RANGE = (0.01, 2.0)
+MAX_LOGPROBS = 10
 SEED_BITS = 32
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Refuse what the engine cannot do.
+    """Check that the engine supports the sampling parameters.
 
     Raises:
-        InvalidParameter: a value outside of the engine's range.
-        UnsupportedParameter: a combination that the engine computes differently.
+        InvalidParameter: a value is outside the engine's range.
+        UnsupportedParameter: the engine computes a combination of parameters differently.
     """
-    least, most = REPETITION_PENALTIES
-    if not least <= sampling.repetition_penalty <= most:
-        raise InvalidParameter(f"repetition_penalty may be {least} to {most} here.", param="repetition_penalty")
+    minimum, maximum = REPETITION_PENALTY_RANGE
+    if not minimum <= sampling.repetition_penalty <= maximum:
+        message = (
+            f"repetition_penalty must be {minimum} to {maximum} with DashInfer, got {sampling.repetition_penalty}."
+        )
+        raise InvalidParameter(message, param="repetition_penalty")
     if sampling.logprobs is None:
         return
-    if sampling.logprobs > MOST_LOGPROBS:
-        raise InvalidParameter(f"top_logprobs may be up to {MOST_LOGPROBS} here.", param="top_logprobs")
+    if sampling.logprobs > MAX_LOGPROBS:
+        message = f"top_logprobs must be at most {MAX_LOGPROBS} with DashInfer, got {sampling.logprobs}."
+        raise InvalidParameter(message, param="top_logprobs")
     if sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty:
         raise UnsupportedParameter(
-            "Log-probabilities are available here only without penalties: leave one of the two out.", param="logprobs"
+            "DashInfer returns log-probabilities only without penalties. Remove one of the two.", param="logprobs"
         )
 
 
 def stop_tokens(sampling: Sampling, spec: ModelSpec) -> frozenset[int]:
-    """Tokens that end the answer."""
+    """Tokens that end the output."""
     return frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else spec.tokens.stop)
 
 
 def generate_config(request: DecodeRequest, spec: ModelSpec) -> dict[str, Any]:
-    """What the engine is asked for.
+    """Create the engine's options for a request.
 
-    Every token that ends the answer goes in as a stop word, so that all of them, and no others, do.
+    Every token that ends the output is passed as a stop word, so that exactly these tokens end it.
     """
     sampling = request.sampling
     assert sampling.max_tokens is not None
     return {
-        **_choice(sampling, spec.vocab_size),
+        **_sampling_config(sampling, spec.vocab_size),
         "num_beams": 1,
         "num_return_sequences": 1,
         "do_sample": True,
@@ -81,12 +87,12 @@ def generate_config(request: DecodeRequest, spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _choice(sampling: Sampling, vocab_size: int) -> dict[str, Any]:
+def _sampling_config(sampling: Sampling, vocab_size: int) -> dict[str, Any]:
     """Temperature and truncation; a `top_k` above the vocabulary would corrupt the engine's memory."""
     if sampling.temperature < GREEDY_BELOW:
         return {"temperature": 1.0, "top_k": 1, "top_p": 0.0}
     return {
         "temperature": sampling.temperature,
         "top_k": sampling.top_k if sampling.top_k < vocab_size else 0,
-        "top_p": 0.0 if sampling.top_p > WHOLE_ABOVE else max(sampling.top_p, LEAST_TOP_P),
+        "top_p": 0.0 if sampling.top_p > TOP_P_DISABLED_ABOVE else max(sampling.top_p, MIN_TOP_P),
     }

@@ -1,4 +1,4 @@
-"""EngineConfig and a checkpoint -> how DashInfer runs: device, number type, context, places."""
+"""Determine from EngineConfig and a checkpoint how DashInfer runs: device, dtype, context length, batch size."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from dataclasses import dataclass
 from ...config import MIB, EngineConfig
 from ...errors import ConfigError, UnsupportedParameter
 from ...models.spec import ModelSpec, TextModelSpec
-from .convert import BYTES, WeightFormat
+from .convert import DTYPE_BYTES, WeightFormat
 from .settings import DashInferOptions
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-LEAST_TOKENS = 16
+MIN_KV_TOKENS = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """How the engine runs.
+    """The engine's settings.
 
     Attributes:
-        compute_unit: as DashInfer names devices: `CPU:0`, or `CUDA:0,1` for two that share the weights.
-        form: how the weights are written.
-        max_model_len: tokens that prompt and answer may have together.
-        places: requests that are decoded together.
-        prefix_cache: whether prompts share what others have read; then texts of different salts meet.
+        compute_unit: devices in DashInfer's notation: `CPU:0`, or `CUDA:0,1` for two that share the weights.
+        weight_format: the format of the converted weights.
+        max_model_len: most tokens of prompt and output together.
+        max_batch_size: requests that are decoded together.
+        prefix_cache: whether prompts share cached prefixes. DashInfer's cache does not separate cache salts.
     """
 
     compute_unit: str
-    form: WeightFormat
+    weight_format: WeightFormat
     max_model_len: int
     max_batch_size: int
     prefix_cache: bool = False
@@ -40,16 +40,16 @@ class Plan:
 
 
 def make_plan(spec: ModelSpec, config: EngineConfig, *, cuda: int, cpu_only: bool = False) -> Plan:
-    """How to run here; `cuda` is the number of CUDA devices, `cpu_only` whether DashInfer was installed without CUDA.
+    """Create a plan; `cuda` is the number of CUDA devices, `cpu_only` whether DashInfer was installed without CUDA.
 
     Raises:
-        ConfigError: an option that DashInfer cannot honour on this device.
+        ConfigError: DashInfer does not support an option on this device.
     """
     first = _first_device(config.device, cuda)
     if first is not None and cpu_only:
         raise ConfigError(
-            f"`device` {config.device!r} means a GPU here, and DashInfer is installed for the CPU only: run"
-            " `dashinfer-vlm dashinfer install` for one that uses the GPU, or set `device` to cpu.",
+            f"`device` {config.device!r} selects a GPU, but DashInfer is installed for the CPU only: run"
+            " `dashinfer-vlm dashinfer install` for an environment that uses the GPU, or set `device` to cpu.",
             param="device",
         )
     context = min(spec.max_model_len, config.max_model_len or spec.max_model_len)
@@ -58,16 +58,16 @@ def make_plan(spec: ModelSpec, config: EngineConfig, *, cuda: int, cpu_only: boo
     devices = config.options_of(DashInferOptions).tensor_parallel
     last = first + devices
     if last > cuda:
-        fault = f"`tensor_parallel` {devices} from device {first} on needs {last} devices; here are {cuda}."
-        raise ConfigError(fault, param="tensor_parallel")
+        message = f"`tensor_parallel` {devices} from device {first} on requires {last} devices, got {cuda}. Reduce it."
+        raise ConfigError(message, param="tensor_parallel")
     heads = spec.text.num_key_value_heads
     if heads % devices:
-        fault = f"`tensor_parallel` {devices} does not divide the model's {heads} key-value heads."
-        raise ConfigError(fault, param="tensor_parallel")
+        message = f"`tensor_parallel` {devices} does not divide the model's {heads} key-value heads. Choose a divisor."
+        raise ConfigError(message, param="tensor_parallel")
     dtype = spec.dtype if config.dtype == "auto" else config.dtype
     return Plan(
         compute_unit="CUDA:" + ",".join(str(index) for index in range(first, last)),
-        form=WeightFormat(dtype=dtype, quantization=config.quantization, split=devices > 1),
+        weight_format=WeightFormat(dtype=dtype, quantization=config.quantization, split=devices > 1),
         max_model_len=context,
         max_batch_size=config.max_batch_size,
         prefix_cache=config.prefix_cache,
@@ -75,15 +75,15 @@ def make_plan(spec: ModelSpec, config: EngineConfig, *, cuda: int, cpu_only: boo
 
 
 def check_cache_salt(salt: str, plan: Plan) -> None:
-    """Refuse what the engine would not keep apart.
+    """Check that the engine can isolate a request with `cache_salt`.
 
     Raises:
-        UnsupportedParameter: there is a salt, and the engine's cache of prefixes, which knows none.
+        UnsupportedParameter: there is a salt, and the engine's prefix cache, which ignores it, is enabled.
     """
     if salt and plan.prefix_cache:
         raise UnsupportedParameter(
-            "DashInfer's prefix cache keeps texts of different `cache_salt` not apart: start the engine with"
-            " --no-prefix-cache, or leave it out.",
+            "DashInfer's prefix cache does not separate requests by `cache_salt`: start the engine with"
+            " --no-prefix-cache, or remove it.",
             param="cache_salt",
         )
 
@@ -94,36 +94,46 @@ def _first_device(device: str, cuda: int) -> int | None:
         return None
     kind, _, index = device.partition(":")
     if kind not in {"auto", "cuda"} or not (index or "0").isdecimal():
-        raise ConfigError(f"`device` {device!r} is none that DashInfer runs on: cpu, cuda or cuda:N.", param="device")
+        raise ConfigError(
+            f"DashInfer does not support `device` {device!r}. Set it to cpu, cuda or cuda:N.", param="device"
+        )
     return int(index or 0)
 
 
 def _plan_cpu(text: TextModelSpec, config: EngineConfig, context: int) -> Plan:
-    """On a CPU the engine computes in float32, and each request takes memory for the longest context at once:
-    `kv_cache_mib` bounds how many run together.
+    """Create a plan for a CPU, where the engine computes in float32 and allocates memory for the longest context per
+    request, so that `kv_cache_mib` limits how many run together.
     """
     devices = config.options_of(DashInferOptions).tensor_parallel
     for name, value, neutral in (("tensor_parallel", devices, 1), ("quantization", config.quantization, "none")):
         if value != neutral:
-            raise ConfigError(f"`{name}` needs CUDA: on a CPU, DashInfer takes {neutral!r} only.", param=name)
+            raise ConfigError(
+                f"`{name}` {value!r} requires CUDA: on a CPU, DashInfer supports only {neutral!r}.", param=name
+            )
     if config.dtype not in {"auto", "float32"}:
-        fault = f"`dtype` {config.dtype!r}: on a CPU, DashInfer computes in float32 only. Set it to auto or float32."
-        raise ConfigError(fault, param="dtype")
-    per_token = text.num_hidden_layers * 2 * text.num_key_value_heads * text.head_dim * BYTES["float32"]
+        message = f"`dtype` {config.dtype!r}: on a CPU, DashInfer computes only in float32. Set it to auto or float32."
+        raise ConfigError(message, param="dtype")
+    per_token = text.num_hidden_layers * 2 * text.num_key_value_heads * text.head_dim * DTYPE_BYTES["float32"]
     affordable = config.kv_cache_mib * MIB // per_token
-    if affordable < LEAST_TOKENS:
-        fault = f"`kv_cache_mib` {config.kv_cache_mib} holds only {affordable} tokens of this model. Raise it."
-        raise ConfigError(fault, param="kv_cache_mib")
+    if affordable < MIN_KV_TOKENS:
+        message = f"`kv_cache_mib` {config.kv_cache_mib} holds only {affordable} tokens of this model. Increase it."
+        raise ConfigError(message, param="kv_cache_mib")
     if affordable < context:
         logger.warning(
             "kv_cache_mib=%d holds %d tokens, fewer than the context of %d.", config.kv_cache_mib, affordable, context
         )
         context = affordable
-    places = min(config.max_batch_size, affordable // context)
-    if places < config.max_batch_size:
+    max_batch_size = min(config.max_batch_size, affordable // context)
+    if max_batch_size < config.max_batch_size:
         logger.info(
-            "%d requests are decoded together: kv_cache_mib holds no more of %d tokens. A smaller max_model_len helps.",
-            places,
+            "At most %d requests are decoded together: kv_cache_mib holds no more with %d tokens each. Reduce"
+            " max_model_len for more.",
+            max_batch_size,
             context,
         )
-    return Plan(compute_unit="CPU:0", form=WeightFormat(dtype="float32"), max_model_len=context, max_batch_size=places)
+    return Plan(
+        compute_unit="CPU:0",
+        weight_format=WeightFormat(dtype="float32"),
+        max_model_len=context,
+        max_batch_size=max_batch_size,
+    )

@@ -1,4 +1,4 @@
-"""The parent's side of a worker process: start it, talk to it, hear that it died, and leave nothing of it behind."""
+"""The parent's side of a worker process: start it, exchange frames with it, detect its death, and clean up."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-LINGER_SECONDS = 1.0
-"""How long a worker may take from closing its socket to its end."""
-LAST_LINES = 5
-LOG_MARK = " | "
-"""Between what is known of a death, and the last lines of the worker's log."""
+EXIT_SECONDS = 1.0
+"""How long a worker may take to exit after it closed its socket."""
+MAX_LOG_LINES = 5
+LOG_SEPARATOR = " | "
+"""Separates the exit status of a worker from the last lines of its log."""
 
 
 class WorkerDied(Exception):
-    """The worker's process ended, or never became ready; the text says what is known."""
+    """The worker's process ended, or never became ready; the message contains its exit status and last log lines."""
 
 
 class WorkerProcess:
-    """A worker that is ready. Belongs to the event loop that launched it.
+    """A worker process that is ready. Belongs to the event loop that launched it.
 
-    The two talk over a pair of connected Unix sockets, one of which the worker inherits: nothing is on disk, and nobody
-    else can reach it.
+    The processes communicate over a pair of connected Unix sockets, one of which the worker inherits. There is no file
+    on disk, and no other process can connect.
 
     Attributes:
-        pid: of its process.
-        version: the engine's.
+        pid: its process id.
+        version: the engine's version.
     """
 
     def __init__(self, process: Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -51,12 +51,12 @@ class WorkerProcess:
         self._process = process
         self._reader = reader
         self._writer = writer
-        self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
-        self._log = asyncio.create_task(self._pass_log_on(), name="dashinfer-log")
+        self._log_lines: deque[str] = deque(maxlen=MAX_LOG_LINES)
+        self._log = asyncio.create_task(self._forward_log(), name="dashinfer-log")
 
     @classmethod
     async def launch(cls, environment: Environment, model: dict[str, Any]) -> WorkerProcess:
-        """Start a worker and let it load; `model` holds the arguments of DashInfer's AsModelConfig.
+        """Start a worker and load the model; `model` contains the arguments of DashInfer's AsModelConfig.
 
         Raises:
             WorkerDied: it ended before it was ready.
@@ -70,7 +70,7 @@ class WorkerProcess:
                     stdout=PIPE,
                     stderr=asyncio.subprocess.STDOUT,
                     pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # Ctrl-C in a terminal is for us: we close it in order
+                    start_new_session=True,  # Ctrl-C in a terminal must not reach it: the parent closes it
                 )
             except OSError as error:
                 ours.close()
@@ -86,12 +86,12 @@ class WorkerProcess:
         return self
 
     def send(self, head: dict[str, Any], arrays: Sequence[npt.NDArray[np.generic]] = ()) -> None:
-        """Hand a frame over; what a dead worker is sent is lost, and `frames` says that it is dead."""
+        """Send a frame. A frame to a dead worker is lost, and `frames` raises WorkerDied."""
         if not self._writer.is_closing():
             self._writer.writelines(worker.pack(head, arrays))
 
     async def frames(self) -> AsyncGenerator[dict[str, Any], None]:
-        """What the worker sends.
+        """Yield the frames that the worker sends.
 
         Raises:
             WorkerDied: it ended.
@@ -100,12 +100,12 @@ class WorkerProcess:
             yield await self._receive()
 
     def kill(self) -> None:
-        """End it; `frames` says so. A worker holds nothing that it would have to put in order."""
+        """Kill it; `frames` then raises WorkerDied. A worker has nothing to clean up."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
     async def close(self) -> None:
-        """Kill it and wait until it is gone."""
+        """Kill it and wait until it has ended."""
         self.kill()
         self._writer.close()
         with contextlib.suppress(OSError):
@@ -126,29 +126,30 @@ class WorkerProcess:
         return head
 
     async def _exit_error(self) -> str:
-        # Not killed at once: to signal a process that has just ended takes its exit status away from whoever waits.
-        with anyio.move_on_after(LINGER_SECONDS):
+        # Not killed at once: a signal to a process that has just ended would hide its exit status.
+        with anyio.move_on_after(EXIT_SECONDS):
             await self._process.wait()
-        if self._process.returncode is None:  # it has closed its socket only
+        if self._process.returncode is None:  # it only closed its socket
             self.kill()
         status = await self._process.wait()
         await self._log
-        how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
-        return LOG_MARK.join([how, *self._last_lines])
+        exit_status = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+        return LOG_SEPARATOR.join([exit_status, *self._log_lines])
 
-    async def _pass_log_on(self) -> None:
-        """The worker's output -> our log, for debugging, fatal lines aside: DashInfer calls harmless things errors."""
+    async def _forward_log(self) -> None:
+        """Log the worker's output at level debug, but fatal lines as warnings. DashInfer reports harmless events as
+        errors."""
         assert self._process.stdout is not None
         async for raw in _lines(self._process.stdout):
             line = raw.decode(errors="replace").rstrip()
             if not line.strip("."):
                 continue
-            self._last_lines.append(line)
+            self._log_lines.append(line)
             logger.log(logging.WARNING if line.startswith("F") else logging.DEBUG, "worker %d: %s", self.pid, line)
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
-    """Lines, where those that are longer than the stream's limit come in pieces."""
+    """Yield lines; a line longer than the stream's limit is skipped in part."""
     while True:
         try:
             line = await stream.readline()

@@ -1,24 +1,24 @@
-"""Writes a language model in DashInfer's format. Runs in DashInfer's own environment, as a program of one file.
+"""Write a language model in DashInfer's format. This program runs in DashInfer's environment.
 
     python -I serialize.py JOB.json [STUBS]
 
 The job, written by `convert.py`:
 
-    name       the files become NAME.asgraph and NAME.asparam
-    folder     where to write them
+    name       the files are NAME.asgraph and NAME.asparam
+    folder     the folder to write them to
     dtype      float32, bfloat16 or float16
-    weights    none, int8 or uint4: how they are stored
-    split      whether several devices will share the weights
+    weights    none, int8 or uint4: the quantization
+    split      whether several devices share the weights
     tensors    published name -> [safetensors file, name in it]
     tied       whether the output layer is the embedding table
-    config     the text model's configuration, in Hugging Face's words and DashInfer's
+    config     the text model's configuration, with the keys of Hugging Face and of DashInfer
 
-Progress goes to standard output, as one JSON object per line that begins with `{"progress":`; DashInfer's own prints
-stand between them. Apart from `worker.py` and `torch_placeholder.py`, this file imports nothing of ours, for it runs
-under another interpreter (CPython 3.8 or 3.10).
+Progress is written to standard output, one JSON object per line that begins with `{"progress":`, between DashInfer's
+own output. Apart from `worker.py` and `torch_placeholder.py`, this file imports nothing from this package, since it
+runs under another interpreter (CPython 3.8 or 3.10).
 
-In an environment for the CPU only there is no torch: `torch_placeholder.py` takes its place, for float32 alone. What is
-written is the same, byte for byte.
+A CPU-only environment has no torch. `torch_placeholder.py` replaces it, for float32 only; the files are equal byte for
+byte.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import types
 from typing import Any
 
 GROUPS = {"int8": -1, "uint4": 128}
-"""Consecutive weights that share a scale; -1 for a whole channel."""
+"""Number of consecutive weights that share a scale; -1 for a whole channel."""
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def load_program(name: str) -> Any:
-    """The module in the file NAME.py in the folder of this one."""
+    """Load the module NAME.py from the folder of this file."""
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), name + ".py")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -62,7 +62,7 @@ def report(progress: float, what: str) -> None:
 
 
 def read(job: dict[str, Any]) -> dict[str, Any]:
-    """The language model's tensors by published name, in the number type of the job."""
+    """Read the language model's tensors, by published name, in the job's dtype."""
     import torch
     from safetensors import safe_open
 
@@ -77,9 +77,9 @@ def read(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_without_torch(job: dict[str, Any]) -> dict[str, Any]:
-    """The same tensors, each read from its file when it is written; puts the placeholders in the place of torch."""
+    """Open the same tensors, each of which is read when it is written; installs the replacement for torch."""
     if job["dtype"] != "float32" or job["weights"] != "none":
-        raise SystemExit("DashInfer is installed for the CPU only: it converts to float32 alone, without quantization.")
+        raise SystemExit("DashInfer is installed for the CPU only: it converts only to float32, without quantization.")
     torch = load_program("torch_placeholder")
     for name in ("safetensors", "safetensors.torch"):
         sys.modules[name] = Unused(name)
@@ -92,8 +92,8 @@ def read_without_torch(job: dict[str, Any]) -> dict[str, Any]:
 
 
 class Unused(types.ModuleType):
-    """Takes the place of a module that DashInfer imports for a loader of its own, which is not used here. Importing
-    transformers would take twice as long as the rest, and tie this to the versions that DashInfer knows.
+    """Replaces a module that DashInfer imports for a loader that is not used here. Importing transformers would take
+    twice as long as the rest, and restrict it to the versions that DashInfer supports.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -116,14 +116,14 @@ def write(job: dict[str, Any], state: dict[str, Any]) -> None:
         derive_type="lmhead",
         multigpu_mode=int(job["split"]),
         do_binary_add_fused=True,
-        do_dynamic_quantize_convert=job["weights"] != "none",  # without it, quant_config is ignored in silence
+        do_dynamic_quantize_convert=job["weights"] != "none",  # without it, quant_config is silently ignored
         quant_config=quantization(allspark, job),
         rotary_base=job["config"]["rope_theta"],
     )
 
 
 def quantization(allspark: Any, job: dict[str, Any]) -> Any:
-    """DashInfer's description of weights that are quantised as they are written; None if they are not."""
+    """DashInfer's settings for quantization during conversion; None without quantization."""
     if job["weights"] == "none":
         return None
     settings = allspark.IQSettings(

@@ -1,4 +1,4 @@
-"""The options that DashInfer alone has."""
+"""DashInfer's own options."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from ...errors import ConfigError
 
 
 class DashInferOptions(PluginOptions):
-    title: ClassVar[str] = "DashInfer alone"
+    title: ClassVar[str] = "DashInfer only"
 
     tensor_parallel: int = Field(1, ge=1, le=64, description="CUDA devices that share the weights (DashInfer).")
     approximate_vision: bool = Field(
         False,
-        description="Whether DashInfer answers about pictures on a CPU, where it ignores their rows and columns.",
+        description="Accept images and videos on a CPU, where DashInfer ignores their rows and columns.",
     )
     dashinfer_python: Path | None = Field(
-        None, description="Interpreter of an environment that has DashInfer; by default the one that was installed."
+        None, description="Interpreter of an environment with DashInfer; by default the installed environment's."
     )
 
     def check(self, decoder: str) -> None:
-        """The others are about how DashInfer runs where it is chosen; this one is about what the model needs."""
+        """Check `tensor_parallel`, which the model may require; the other options have no effect on other decoders."""
         if decoder != "dashinfer" and self.tensor_parallel > 1:
             raise ConfigError(
-                f"`tensor_parallel` {self.tensor_parallel}: the decoder {decoder} runs on one device. Leave it out, or"
-                " take the decoder dashinfer.",
+                f"`tensor_parallel` {self.tensor_parallel}: the decoder {decoder} runs on one device. Remove it, or"
+                " use the decoder dashinfer.",
                 param="tensor_parallel",
             )

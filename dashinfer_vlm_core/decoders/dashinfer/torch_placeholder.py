@@ -1,12 +1,12 @@
-"""What DashInfer's converter uses of torch, in numpy and for float32 alone: `serialize.py` puts this module in the
-place of torch where an environment for the CPU only has none.
+"""The part of torch that DashInfer's converter uses, in numpy and for float32 only. In a CPU-only environment, which
+has no torch, `serialize.py` installs this module as `torch`.
 
-Of torch it has what `dashinfer.allspark` mentions while it is imported, and what its Qwen2 converter calls:
+It contains the names that `dashinfer.allspark` uses during its import, and those that its Qwen2 converter calls:
 `tensor(value).numpy()`, `concat`, `permute(...).contiguous()`, `cpu()`, `to("cpu")`, `shape`, `dtype`, `Tensor(0)` and
-`utils.dlpack.to_dlpack`. Anything else is an AttributeError, and fails the conversion.
+`utils.dlpack.to_dlpack`. Any other name raises an AttributeError, and the conversion fails.
 
-A tensor of a checkpoint is read when its values are used and not kept, so that a conversion holds one tensor at a time.
-Imports nothing of ours, and needs numpy alone.
+A checkpoint's tensor is read when its values are used and is not kept, so a conversion holds one tensor at a time.
+This file imports only numpy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Array = npt.NDArray[Any]
 
 
 class dtype:  # noqa: N801 - torch's name for it
-    """A number type; DashInfer compares its name and looks it up in a table."""
+    """A data type; DashInfer compares its name and looks it up in a table."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -45,7 +45,7 @@ int8: dtype = dtype("int8")
 
 
 class Tensor:
-    """A float32 tensor, which knows its shape and where its values come from."""
+    """A float32 tensor whose values are read on demand."""
 
     dtype = float32
 
@@ -68,16 +68,16 @@ class Tensor:
 
 
 def tensor(value: bool | float | Sequence[Any]) -> types.SimpleNamespace:
-    """A scalar or list as an array of the type that torch chooses: bool, int64 or float32."""
+    """Convert a scalar or list to an array of torch's default type: bool, int64 or float32."""
     array = np.array(value)
-    chosen = np.float32 if array.dtype.kind == "f" else array.dtype if array.dtype.kind == "b" else np.int64
-    return types.SimpleNamespace(numpy=lambda: array.astype(chosen))
+    numpy_dtype = np.float32 if array.dtype.kind == "f" else array.dtype if array.dtype.kind == "b" else np.int64
+    return types.SimpleNamespace(numpy=lambda: array.astype(numpy_dtype))
 
 
 def concat(tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors joined along their first axis."""
+    """Concatenate tensors along the first axis."""
     first = sum(part.shape[0] for part in tensors)
-    values = lambda: np.concatenate([part.numpy() for part in tensors])  # noqa: E731 - nothing but a value
+    values = lambda: np.concatenate([part.numpy() for part in tensors])  # noqa: E731 - a lazy value
     return Tensor(first, *tensors[0].shape[1:], values=values)
 
 
@@ -87,7 +87,7 @@ def permute(tensor: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 def to_dlpack(tensor: Tensor) -> Any:
-    """A DLPack capsule, which keeps the array; numpy makes them of writable arrays only."""
+    """Create a DLPack capsule, which owns the array. numpy creates them only from writable arrays."""
     return np.require(tensor.numpy(), np.float32, ["C", "A", "W"]).__dlpack__()
 
 
@@ -98,7 +98,7 @@ vars(cuda)["is_available"] = lambda: False
 
 
 class SafetensorsFile:
-    """A file of tensors: https://github.com/huggingface/safetensors#format. They are mapped, not read."""
+    """A memory-mapped safetensors file: https://github.com/huggingface/safetensors#format."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -111,7 +111,7 @@ class SafetensorsFile:
         """The tensor `name` as float32."""
         entry = self._entries[name]
         if entry["dtype"] not in STORED:
-            raise TypeError("%s in %s has the type %s, which is not read here" % (name, self._path, entry["dtype"]))
+            raise TypeError("%s in %s has the unsupported dtype %s" % (name, self._path, entry["dtype"]))
         return Tensor(*entry["shape"], values=lambda: self._read(**entry))
 
     def _read(self, dtype: str, shape: list[int], data_offsets: list[int]) -> Array:
@@ -125,4 +125,4 @@ class SafetensorsFile:
 
 
 STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-"""Types of stored tensors in numpy's words; of bfloat16, its bits, which are the upper half of float32's."""
+"""numpy's dtypes of stored tensors. bfloat16 is read as its bits, which are the upper half of a float32."""

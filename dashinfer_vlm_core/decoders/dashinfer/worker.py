@@ -1,29 +1,29 @@
-"""DashInfer's engine in a process of its own, under its own interpreter: its death costs its own requests only.
+"""Run DashInfer's engine in a separate process under its own interpreter, so that a crash affects only its requests.
 
-    python -I worker.py serve FD         answer the parent, which holds the other end of the socket FD
-    python -I worker.py check [STUBS]    load the engine, and print what was found as JSON
+    python -I worker.py serve FD         serve the parent, which has the other end of the socket FD
+    python -I worker.py check [STUBS]    load the engine and print the findings as JSON
 
-This file imports nothing of ours and needs numpy and DashInfer's extension alone, neither torch nor transformers; it
-keeps to what Python 3.8 has. The parent imports `pack` and `head_length` from here, so that the two ends cannot
-disagree.
+This file imports nothing from this package. It requires only numpy and DashInfer's extension, neither torch nor
+transformers, and is compatible with Python 3.8. The parent imports `pack` and `head_length` from here, so that both
+ends use the same frame format.
 
-Frames. Both ways, a frame is: uint32 (little endian), the length of the head; the head, a JSON object in UTF-8; then
-the bytes of the arrays that `head["arrays"]` lists as [numpy dtype, shape], in that order.
+Frames. In both directions, a frame is: uint32 (little endian), the length of the head; the head, a JSON object in
+UTF-8; then the bytes of the arrays that `head["arrays"]` lists as [numpy dtype, shape], in that order.
 
     parent -> worker
         {"do": "load", "model": AsModelConfig's arguments, "libraries": folder of driver stubs or null}
         {"do": "start", "id": n, "options": generate_config, "keys": [placeholder, ...]}
             arrays: token ids int64 [1, length]; and if there are keys: positions int32 [3, 1, length], then for each
-            key the run's embedding float32 [rows, hidden_size] and its content digest int32 [8]
+            key the embedding of its span float32 [rows, hidden_size] and the content digest int32 [8]
         {"do": "stop", "id": n}
     worker -> parent
         {"is": "ready", "version": text}
         {"is": "tokens", "of": [[n, [token id, ...], [[logprob, [[id, logprob], ...]], ...] or null, cached], ...]}
-        {"is": "failed", "id": n, "why": text}      refused by the engine, or broken off
-        {"is": "released", "id": n}                 the last word on a request: its place is free
+        {"is": "failed", "id": n, "why": text}      rejected or aborted by the engine
+        {"is": "released", "id": n}                 the last frame of a request: its slot is free
 
-Life. Standard input is a pipe that the parent never writes to: when its other end closes, however the parent died, the
-kernel sends SIGIO, whose default is to end the process, even while the engine loads and holds the interpreter.
+Lifecycle. Standard input is a pipe to which the parent never writes. When its other end closes, however the parent
+died, the kernel sends SIGIO, whose default action ends the process, even while the engine loads and holds the GIL.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 HEAD = struct.Struct("<I")
-LARGEST_HEAD = 1 << 28
+MAX_HEAD_BYTES = 1 << 28
 NAME = "model"
 POLL_SECONDS = 0.001
 
-# In the order in which they need each other; each is found by its soname once it is loaded.
+# In the order of their dependencies; once loaded, a library is found by its soname.
 CUDA_LIBRARIES = (
     "cuda_runtime/lib/libcudart.so.12",
     "cublas/lib/libcublasLt.so.12",
@@ -66,14 +66,15 @@ CUDA_LIBRARIES = (
 DRIVER_LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
 
 CPU_ONLY = "cpu-only"
-"""Folder of an environment for the CPU only, where stand-ins for all these libraries lie; others do not have it."""
+"""Folder of a CPU-only environment with stub libraries for all of these libraries; other environments do not have
+it."""
 
 
 # Frames
 
 
 def pack(head: dict[str, Any], arrays: Iterable[npt.NDArray[Any]] = ()) -> list[bytes | memoryview]:
-    """The frame of `head` (a dict) and C-contiguous numpy arrays, as a list of bytes-like pieces."""
+    """Serialize `head` (a dict) and C-contiguous numpy arrays to a frame, as a list of bytes-like pieces."""
     listed = [[array.dtype.str, list(array.shape)] for array in arrays]
     body = json.dumps({**head, "arrays": listed} if listed else head).encode()
     return [HEAD.pack(len(body)), body, *(array.data.cast("B") for array in arrays if array.size)]
@@ -81,7 +82,7 @@ def pack(head: dict[str, Any], arrays: Iterable[npt.NDArray[Any]] = ()) -> list[
 
 def head_length(prefix: bytes | bytearray) -> int:
     length: int = HEAD.unpack(prefix)[0]
-    if length > LARGEST_HEAD:
+    if length > MAX_HEAD_BYTES:
         raise ValueError("a frame's head of %d bytes" % length)
     return length
 
@@ -98,7 +99,8 @@ class Connection:
             self._sock.sendall(b"".join(pack(head)))
 
     def receive(self) -> tuple[dict[str, Any], list[npt.NDArray[Any]]]:
-        """(head, arrays) of the next frame; the arrays are writable, as DLPack wants them. EOFError at the end."""
+        """Receive the next frame as (head, arrays). The arrays are writable, as DLPack requires. EOFError at the
+        end."""
         import numpy
 
         head = json.loads(bytes(self._read(head_length(self._read(HEAD.size)))).decode())
@@ -125,10 +127,10 @@ class Connection:
 
 
 def load_libraries(stubs: str | None = None) -> None:
-    """Load by path what DashInfer's extension links, so that no LD_LIBRARY_PATH is needed.
+    """Load by path the libraries that DashInfer's extension links, so that no LD_LIBRARY_PATH is needed.
 
-    `stubs` is a folder that holds stand-ins for the GPU driver's libraries; they are used where there is no driver. An
-    environment for the CPU only has stand-ins for all of them, and loads no others, whatever the machine has.
+    `stubs` is a folder with stub libraries for the GPU driver's libraries, which are used if there is no driver. A
+    CPU-only environment has stub libraries for all of them and loads no others, whatever the machine has.
     """
     folders = [sysconfig.get_config_var("LIBDIR") or "", os.path.join(sys.base_prefix, "lib"), None]
     _preload("libpython%d.%d.so.1.0" % sys.version_info[:2], folders)
@@ -150,10 +152,10 @@ def is_cpu_only() -> bool:
 def load_extension(stubs: str | None = None) -> Any:
     """DashInfer's extension module, without its Python package, which would import torch."""
     load_libraries(stubs)
-    found = _find("dashinfer/allspark/_allspark.cpython-*.so")
-    if not found:
+    paths = _find("dashinfer/allspark/_allspark.cpython-*.so")
+    if not paths:
         raise ImportError("dashinfer is not installed here")
-    loader = importlib.machinery.ExtensionFileLoader("_allspark", found[0])
+    loader = importlib.machinery.ExtensionFileLoader("_allspark", paths[0])
     spec = importlib.util.spec_from_loader("_allspark", loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
@@ -162,7 +164,7 @@ def load_extension(stubs: str | None = None) -> Any:
 
 
 def _preload(name: str, folders: Iterable[str | None]) -> ctypes.CDLL:
-    """Load a library from the first folder that has it (None: where the system looks); raise the last error else."""
+    """Load a library from the first folder that has it (None: the system's search path), or raise the last error."""
     error = ImportError("%s was not found" % name)
     for folder in folders:
         try:
@@ -177,7 +179,7 @@ def _find(pattern: str) -> list[str]:
 
 
 class ActiveRequest:
-    """One request in the engine. Its capsules and arrays are kept: the engine reads them without a copy."""
+    """A request in the engine. Its capsules and arrays are kept, since the engine reads them without a copy."""
 
     def __init__(self, number: int, handle: Any, results: Any, kept: list[Any], logprobs: bool) -> None:
         self.number = number
@@ -189,8 +191,8 @@ class ActiveRequest:
 
 
 class Service:
-    """Three threads: the main one starts requests, `_pump` carries tokens away, `_reap` stops and releases, which waits
-    for the engine's step. A run is read by the pump alone, and released only after the pump has let go of it.
+    """Runs requests in three threads: the main thread starts them, `_pump` sends tokens, and `_reap` stops and releases
+    them, which waits for the engine's step. Only `_pump` reads a request, and `_reap` gets it only after that.
     """
 
     def __init__(self, extension: Any, connection: Connection, model: dict[str, Any]) -> None:
@@ -199,16 +201,16 @@ class Service:
         self._engine = extension.AsEngine()
         self._engine._build_model_from_as_model_config(extension.AsModelConfig(model_name=NAME, **model))
         self._check(self._engine._start_model(NAME))
-        self._over = (
+        self._end_statuses = (
             extension.GenerateRequestStatus.GenerateFinished,
             extension.GenerateRequestStatus.GenerateInterrupted,
         )
         self._changed = threading.Condition()
-        self._runs: dict[int, ActiveRequest] = {}
+        self._requests: dict[int, ActiveRequest] = {}
         self._stops: set[int] = set()
         self._finished: queue.Queue[ActiveRequest] = queue.Queue()
         for work in (self._pump, self._reap):
-            threading.Thread(target=_or_die, args=(work,), daemon=True).start()
+            threading.Thread(target=_exit_on_error, args=(work,), daemon=True).start()
 
     @property
     def version(self) -> str:
@@ -216,13 +218,13 @@ class Service:
 
     def start(self, head: dict[str, Any], arrays: list[npt.NDArray[Any]]) -> None:
         try:
-            run = self._start(head, arrays)
-        except Exception as error:  # whatever it is, it is this request's fault or the engine's, not the others'
+            request = self._start(head, arrays)
+        except Exception as error:  # any error must fail only this request
             self._connection.send({"is": "failed", "id": head["id"], "why": str(error)})
             self._connection.send({"is": "released", "id": head["id"]})
             return
         with self._changed:
-            self._runs[run.number] = run
+            self._requests[request.number] = request
             self._changed.notify()
 
     def stop(self, number: int) -> None:
@@ -246,7 +248,7 @@ class Service:
         return ActiveRequest(head["id"], handle, results, kept, options["logprobs"])
 
     def _media(self, keys: list[int], arrays: list[npt.NDArray[Any]], kept: list[Any]) -> Any:
-        """MultiMediaInfo of the runs of placeholders, in prompt order; each key is a placeholder's token id."""
+        """Create MultiMediaInfo for the placeholder spans, in prompt order; each key is a placeholder's token id."""
         info = self._extension.MultiMediaInfo()
         info.set_multimedia_type(0)
         capsules = [array.__dlpack__() for array in arrays]
@@ -269,49 +271,54 @@ class Service:
     def _pump(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._runs)
-                runs = list(self._runs.values())
-                stops = self._stops & set(self._runs)
+                self._changed.wait_for(lambda: self._requests)
+                requests = list(self._requests.values())
+                stops = self._stops & set(self._requests)
                 self._stops.clear()
-            posts = [post for post in (self._take(run) for run in runs if run.number not in stops) if post]
-            if posts:
-                self._connection.send({"is": "tokens", "of": posts})
-            done = [run for run in runs if run.number in stops or run.status in self._over]
-            for run in done:
+            outputs = [
+                output
+                for output in (self._read_tokens(request) for request in requests if request.number not in stops)
+                if output
+            ]
+            if outputs:
+                self._connection.send({"is": "tokens", "of": outputs})
+            done = [request for request in requests if request.number in stops or request.status in self._end_statuses]
+            for request in done:
                 with self._changed:
-                    del self._runs[run.number]
-                self._finished.put(run)
-            if not posts and not done:
+                    del self._requests[request.number]
+                self._finished.put(request)
+            if not outputs and not done:
                 time.sleep(POLL_SECONDS)
 
-    def _take(self, run: ActiveRequest) -> list[Any] | None:
-        """What is new of a run. Its status is read first: it may be finished while tokens are still queued, and is over
-        only when there were none left after that.
+    def _read_tokens(self, request: ActiveRequest) -> list[Any] | None:
+        """Read the new tokens of a request. The status is read first: a request may be finished while tokens are still
+        queued, and has ended only if none were left after that.
         """
-        status = run.results.GenerateStatus()
-        element = run.results.GetNoWait()
+        status = request.results.GenerateStatus()
+        element = request.results.GetNoWait()
         ids = list(element.ids_from_generate) if element is not None else []
         if not ids:
-            run.status = status
+            request.status = status
             return None
         logprobs = None
-        if run.logprobs:
+        if request.logprobs:
             logprobs = list(zip(element.token_logprobs_list, element.log_probs_list))
-        return [run.number, ids, logprobs, element.prefix_cache_len]
+        return [request.number, ids, logprobs, element.prefix_cache_len]
 
     def _reap(self) -> None:
         while True:
-            run = self._finished.get()
-            self._engine._stop_request(NAME, run.handle)
-            self._engine._release_request(NAME, run.handle)
-            if run.status == self._extension.GenerateRequestStatus.GenerateInterrupted:
-                self._connection.send({"is": "failed", "id": run.number, "why": str(run.status)})
-            self._connection.send({"is": "released", "id": run.number})
-            del run
+            request = self._finished.get()
+            self._engine._stop_request(NAME, request.handle)
+            self._engine._release_request(NAME, request.handle)
+            if request.status == self._extension.GenerateRequestStatus.GenerateInterrupted:
+                self._connection.send({"is": "failed", "id": request.number, "why": str(request.status)})
+            self._connection.send({"is": "released", "id": request.number})
+            del request
 
 
-def _or_die(work: Callable[[], None]) -> None:
-    """A thread that fails would leave requests waiting for ever; without the process, the parent starts another."""
+def _exit_on_error(work: Callable[[], None]) -> None:
+    """Run `work`, and exit the process if it fails, since requests would wait forever. The parent then starts
+    another."""
     try:
         work()
     except BaseException:
@@ -322,13 +329,13 @@ def _or_die(work: Callable[[], None]) -> None:
 def exit_with_parent() -> None:
     fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([0], [], [], 0)[0]:  # it was gone already
+    if select.select([0], [], [], 0)[0]:  # the parent has already ended
         os._exit(0)
 
 
 def serve(descriptor: int) -> None:
     exit_with_parent()
-    os.dup2(2, 1)  # DashInfer prints; all of it is log
+    os.dup2(2, 1)  # DashInfer prints to stdout; all of it goes to the log
     os.environ.setdefault("GLOG_minloglevel", "2")
     connection = Connection(socket.socket(fileno=descriptor))
     load, _ = connection.receive()
@@ -346,12 +353,12 @@ def serve(descriptor: int) -> None:
 
 def check(stubs: str | None = None) -> None:
     os.environ.setdefault("GLOG_minloglevel", "2")
-    found = {"python": "%d.%d.%d" % sys.version_info[:3], "cpu_only": is_cpu_only()}
+    findings = {"python": "%d.%d.%d" % sys.version_info[:3], "cpu_only": is_cpu_only()}
     try:
-        found["version"] = load_extension(stubs).AsEngine().get_version_full()
+        findings["version"] = load_extension(stubs).AsEngine().get_version_full()
     except Exception as error:
-        found["problem"] = str(error)
-    print(json.dumps(found), flush=True)
+        findings["problem"] = str(error)
+    print(json.dumps(findings), flush=True)
 
 
 def main() -> None:
@@ -360,12 +367,12 @@ def main() -> None:
         return
     try:
         serve(int(sys.argv[2]))
-    except (EOFError, OSError):  # the parent has closed its end, or died
+    except (EOFError, OSError):  # the parent closed its end, or died
         status = 0
     except BaseException:
         traceback.print_exc()
         status = 1
-    os._exit(status)  # leaving the usual way would stop the engine, which aborts while requests run
+    os._exit(status)  # a regular exit would stop the engine, which aborts while requests run
 
 
 if __name__ == "__main__":

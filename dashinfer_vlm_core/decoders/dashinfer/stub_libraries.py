@@ -1,12 +1,13 @@
-"""Stand-ins for the CUDA and driver libraries that DashInfer's extension links, so that it loads on a machine without
-them. The dynamic loader needs the libraries and every symbol to exist; on the CPU none of them does any work.
+"""Stub libraries for the CUDA and driver libraries that DashInfer's extension links, so that it loads on a machine
+without them. The dynamic loader requires the libraries and every symbol to exist, but on a CPU they are not used.
 
 The symbols are the undefined ones of the wheel's extension (`nm -D --undefined-only`); a test compares the two. While
 the engine loads and generates on a CPU, only `__cudaRegister*` and `__cudaUnregister*` are called. These and the other
-`__cuda*` return 0, `*ErrorName` and `*ErrorString` a text, and the rest the library's own code for an absent device.
+`__cuda*` functions return 0, `*ErrorName` and `*ErrorString` return a text, and the rest return the library's error
+code for a missing device.
 
-Compiled on the user's machine rather than shipped: the sources are generated from this table, compile in a second, and
-leave the wheel without binaries that nobody could review.
+They are compiled on the user's machine rather than shipped. The sources are generated from this table and compile in a
+second, and the wheel contains no binaries that cannot be reviewed.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ _TEXTS = ("ErrorName", "ErrorString")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StandIn:
-    """One library.
+class StubLibrary:
+    """A stub library.
 
     Attributes:
         soname: its name, for the dynamic loader and as a file.
-        symbols: the functions that it has to define.
-        error: what they return: the library's own code for a missing device or driver.
-        versioned: whether the extension asks for its symbols under a version, which is named like the library. The
-            loader aborts the process where a library defines none.
+        symbols: the functions that it defines.
+        error: their return value, the library's error code for a missing device or driver.
+        versioned: whether the extension references its symbols with a version, which is named like the library. The
+            loader aborts the process if such a library defines no version.
     """
 
     soname: str
@@ -46,12 +47,15 @@ class StandIn:
 
     @property
     def source(self) -> str:
-        """The library in C."""
-        return "".join(map(self._function, self.symbols)) or "/* The extension links it, and uses nothing of it. */\n"
+        """The library's C source."""
+        return (
+            "".join(map(self._function, self.symbols))
+            or "/* The extension links this library, but uses none of its symbols. */\n"
+        )
 
     @property
     def version_script(self) -> str:
-        """What the linker's `--version-script` takes; empty for symbols without a version."""
+        """The content for the linker's `--version-script`; empty for symbols without a version."""
         return f"{self.soname} {{ global: *; }};\n" if self.versioned else ""
 
     def _function(self, name: str) -> str:
@@ -60,8 +64,8 @@ class StandIn:
         return f"long {name}(void) {{ return {0 if name.startswith('__cuda') else self.error}; }}\n"
 
 
-CUDA = StandIn(soname="libcuda.so.1")
-NVML = StandIn(
+CUDA = StubLibrary(soname="libcuda.so.1")
+NVML = StubLibrary(
     soname="libnvidia-ml.so.1",
     error=9,  # NVML_ERROR_DRIVER_NOT_LOADED
     symbols=(
@@ -75,9 +79,9 @@ NVML = StandIn(
     ),
 )
 DRIVER = (CUDA, NVML)
-"""What a GPU driver installs: enough where CUDA's own libraries are installed."""
+"""The GPU driver's libraries. No others are required if CUDA's libraries are installed."""
 
-RUNTIME = StandIn(
+RUNTIME = StubLibrary(
     soname="libcudart.so.12",
     error=100,  # cudaErrorNoDevice
     versioned=True,
@@ -130,7 +134,7 @@ RUNTIME = StandIn(
         "cudaStreamWaitEvent",
     ),
 )
-CUBLAS_LT = StandIn(
+CUBLAS_LT = StubLibrary(
     soname="libcublasLt.so.12",  # error 1: CUBLAS_STATUS_NOT_INITIALIZED
     versioned=True,
     symbols=(
@@ -144,7 +148,7 @@ CUBLAS_LT = StandIn(
         "cublasLtMatrixLayoutInit_internal",
     ),
 )
-CUBLAS = StandIn(
+CUBLAS = StubLibrary(
     soname="libcublas.so.12",  # error 1: CUBLAS_STATUS_NOT_INITIALIZED
     versioned=True,
     symbols=(
@@ -159,7 +163,7 @@ CUBLAS = StandIn(
         "cublasSetWorkspace_v2",
     ),
 )
-CUSPARSE = StandIn(
+CUSPARSE = StubLibrary(
     soname="libcusparse.so.12",  # error 1: CUSPARSE_STATUS_NOT_INITIALIZED
     versioned=True,
     symbols=(
@@ -171,7 +175,7 @@ CUSPARSE = StandIn(
         "cusparseSpMM_bufferSize",
     ),
 )
-NCCL = StandIn(
+NCCL = StubLibrary(
     soname="libnccl.so.2",  # error 1: ncclUnhandledCudaError
     symbols=(
         "ncclAllGather",
@@ -183,61 +187,61 @@ NCCL = StandIn(
         "ncclGetUniqueId",
     ),
 )
-ALL = (*DRIVER, RUNTIME, CUBLAS_LT, CUBLAS, StandIn(soname="libnvJitLink.so.12"), CUSPARSE, NCCL)
-"""Everything of NVIDIA's that the extension links."""
+ALL = (*DRIVER, RUNTIME, CUBLAS_LT, CUBLAS, StubLibrary(soname="libnvJitLink.so.12"), CUSPARSE, NCCL)
+"""All of NVIDIA's libraries that the extension links."""
 
 
 def find_compiler() -> str:
-    """A C compiler.
+    """Find a C compiler.
 
     Raises:
-        MissingDependency: there is none; the message says how to get one.
+        MissingDependency: there is none; the message explains how to install one.
     """
     for name in COMPILERS:
         if found := shutil.which(name):
             return found
     raise MissingDependency(
-        "`--cpu` compiles a few lines of C, and no C compiler was found. Install gcc or clang, by"
+        "`--cpu` compiles a few lines of C, but no C compiler was found. Install gcc or clang with"
         " `apt-get install gcc` or `dnf install gcc`."
     )
 
 
-def compile_stand_ins(libraries: Iterable[StandIn], folder: Path) -> None:
-    """Compile `libraries` into `folder`; a library appears there whole or not at all.
+def compile_stub_libraries(libraries: Iterable[StubLibrary], folder: Path) -> None:
+    """Compile `libraries` into `folder`. Each file is written atomically.
 
     Raises:
         MissingDependency: there is no C compiler.
-        SetupError: the compiler failed, or the folder cannot be written.
+        SetupError: the compiler failed, or the folder cannot be written to.
     """
     compiler = find_compiler()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
             for library in libraries:
-                made = _compile(compiler, library, Path(temporary))
-                made.replace(folder / library.soname)
+                output = _compile(compiler, library, Path(temporary))
+                output.replace(folder / library.soname)
     except OSError as error:
         raise SetupError(
-            f"The folder {folder} cannot be written ({error.strerror or error}). Make it writable, or choose another"
-            " by --cache-dir."
+            f"The folder {folder} cannot be written to ({error.strerror or error}). Make it writable, or set"
+            " --cache-dir to another folder."
         ) from error
 
 
-def _compile(compiler: str, library: StandIn, folder: Path) -> Path:
-    source, script, made = folder / "source.c", folder / "version_script", folder / library.soname
+def _compile(compiler: str, library: StubLibrary, folder: Path) -> Path:
+    source, script, output = folder / "source.c", folder / "version_script", folder / library.soname
     source.write_text(library.source)
     script.write_text(library.version_script)
-    command = [compiler, *FLAGS, str(source), f"-Wl,-soname,{library.soname}", "-o", str(made)]
+    command = [compiler, *FLAGS, str(source), f"-Wl,-soname,{library.soname}", "-o", str(output)]
     if library.versioned:
         command.append(f"-Wl,--version-script={script}")
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS)  # noqa: S603 our own command
+        subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=COMPILE_SECONDS)  # noqa: S603 - our own command
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip().splitlines() or ["no message"])[-1]
         raise SetupError(f"{compiler} could not compile {library.soname} ({last}). Install gcc 8 or newer.") from error
     except subprocess.TimeoutExpired as error:
         raise SetupError(
             f"{compiler} took more than {COMPILE_SECONDS} seconds for {library.soname}. Try again when the machine is"
-            " idle."
+            " less busy."
         ) from error
-    return made
+    return output

@@ -1,4 +1,4 @@
-"""Stand-ins for CUDA's libraries, the removal of GPU code, and an environment that has nothing else."""
+"""Stub libraries for CUDA's libraries, the removal of GPU code, and a CPU-only environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from dashinfer_vlm_core.decoders.dashinfer import worker
 from dashinfer_vlm_core.decoders.dashinfer.gpu_code import remove_gpu_code
 from dashinfer_vlm_core.decoders.dashinfer.process import WorkerDied, WorkerProcess
-from dashinfer_vlm_core.decoders.dashinfer.stand_ins import ALL, DRIVER, StandIn, compile_stand_ins
+from dashinfer_vlm_core.decoders.dashinfer.stub_libraries import ALL, DRIVER, StubLibrary, compile_stub_libraries
 from dashinfer_vlm_core.errors import MissingDependency, SetupError
 
 needs_compiler = pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="there is no C compiler")
@@ -40,28 +40,28 @@ def defined():
 
 
 @pytest.fixture(scope="module")
-def stand_ins(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("prefix") / "stand-ins"
-    compile_stand_ins(ALL, folder)
+def stub_libraries(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prefix") / "stub-libraries"
+    compile_stub_libraries(ALL, folder)
     return folder
 
 
 @needs_compiler
 @needs_nm
-def test_libraries_define_what_the_table_lists(stand_ins):
-    assert {path.name for path in stand_ins.iterdir()} == {library.soname for library in ALL}
-    assert [path.name for path in stand_ins.parent.iterdir()] == [stand_ins.name]
-    assert set().union(*(symbols(path, "--defined-only") for path in stand_ins.iterdir())) == defined()
+def test_libraries_define_what_the_table_lists(stub_libraries):
+    assert {path.name for path in stub_libraries.iterdir()} == {library.soname for library in ALL}
+    assert [path.name for path in stub_libraries.parent.iterdir()] == [stub_libraries.name]
+    assert set().union(*(symbols(path, "--defined-only") for path in stub_libraries.iterdir())) == defined()
 
 
 @needs_compiler
-def test_functions_report_that_there_is_no_gpu(stand_ins):
-    runtime = ctypes.CDLL(str(stand_ins / "libcudart.so.12"))
+def test_functions_report_that_there_is_no_gpu(stub_libraries):
+    runtime = ctypes.CDLL(str(stub_libraries / "libcudart.so.12"))
     runtime.cudaGetErrorString.restype = ctypes.c_char_p
     assert runtime.__getattr__("__cudaRegisterFatBinary")() == 0
     assert runtime.cudaGetDeviceCount() == 100
     assert runtime.cudaGetErrorString(100).startswith(b"There is no GPU")
-    assert ctypes.CDLL(str(stand_ins / "libnvidia-ml.so.1")).nvmlInit_v2() == 9
+    assert ctypes.CDLL(str(stub_libraries / "libnvidia-ml.so.1")).nvmlInit_v2() == 9
 
 
 def test_worker_loads_each_of_them():
@@ -73,7 +73,7 @@ def test_worker_loads_each_of_them():
 def test_missing_compiler_is_reported_with_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MissingDependency, match=r"no C compiler was found.*`apt-get install gcc`"):
-        compile_stand_ins(ALL, tmp_path / "stand-ins")
+        compile_stub_libraries(ALL, tmp_path / "stub-libraries")
 
 
 def test_failing_compiler_is_quoted(tmp_path, monkeypatch):
@@ -82,8 +82,8 @@ def test_failing_compiler_is_quoted(tmp_path, monkeypatch):
     compiler.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SetupError, match=r"could not compile libx\.so \(error: no such option\)"):
-        compile_stand_ins([StandIn(soname="libx.so")], tmp_path / "stand-ins")
-    assert list((tmp_path / "stand-ins").iterdir()) == []
+        compile_stub_libraries([StubLibrary(soname="libx.so")], tmp_path / "stub-libraries")
+    assert list((tmp_path / "stub-libraries").iterdir()) == []
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_gpu_code_of_a_file_with_other_names_is_kept(library, caplog):
     with caplog.at_level(logging.INFO):
         assert remove_gpu_code(library) == 0
     assert library.read_bytes() == before
-    assert "the file has other names" in caplog.text
+    assert "the file has other hard links" in caplog.text
 
 
 @pytest.mark.parametrize("content", [b"", b"\x7fELF", b"text" * 100, b"\x7fELF\x02\x01" + bytes(100)])
