@@ -1,4 +1,4 @@
-"""A chat model under the real engine, whose decoder plays a script."""
+"""A chat model with the real engine and a scripted decoder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dashinfer_vlm_langchain import ChatDashInferVLM
 
 
 class Scripted(NamedTuple):
-    """A chat model, the script that its decoder plays, and where its engines are."""
+    """A chat model, the script of its decoder, and its engine registry."""
 
     chat: ChatDashInferVLM
     script: Script
@@ -23,11 +23,11 @@ class Scripted(NamedTuple):
 
 @pytest.fixture
 def scripted(tiny_checkpoint) -> Iterator[Callable[..., Scripted]]:
-    """`scripted("Yes.", max_tokens=9).chat.invoke("?")`."""
+    """Return a chat model with scripted responses: `scripted("Yes.", max_tokens=9).chat.invoke("?")`."""
     made = []
 
-    def start(*answers, delay=0.0, supported_params=EVERYTHING, engine_options=None, **arguments) -> Scripted:
-        script = Script(*answers, delay=delay, supported_params=supported_params)
+    def start(*responses, delay=0.0, supported_params=EVERYTHING, engine_options=None, **arguments) -> Scripted:
+        script = Script(*responses, delay=delay, supported_params=supported_params)
         engines = SharedEngines(scripted_registry(script))
         made.append(engines)
         options = {"decoder": "scripted", **(engine_options or {})}
@@ -43,7 +43,7 @@ def scripted(tiny_checkpoint) -> Iterator[Callable[..., Scripted]]:
 
 @pytest.fixture(scope="session")
 def read_prompt(tiny_checkpoint) -> Callable[[object], str]:
-    """What a decoder is asked, as text with its control tokens."""
+    """Decode the prompt of a decoder request, including special tokens."""
     tokenizer = tokenizers.Tokenizer.from_file(str(tiny_checkpoint / "tokenizer.json"))
     return lambda request: tokenizer.decode(list(request.token_ids), skip_special_tokens=False)
 

@@ -1,4 +1,4 @@
-"""The chat model's four ways to ask, what can be set, and who may leave when."""
+"""The chat model: invoke and stream, parameters, errors, timeouts and cancellation."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from tests.waiting import until
 
 SHAPES = "Which shapes do you know?"
 NOWHERE = "http://127.0.0.1:9/v1"
-LONG = "A long answer that goes on and on and on. " * 20
+LONG = "A long response that goes on and on and on. " * 20
 
 
-def added(chunks):
+def merge_chunks(chunks):
     first, *rest = chunks
     return sum(rest, first)
 
@@ -43,70 +43,70 @@ async def collect(chunks):
     return [chunk async for chunk in chunks]
 
 
-def four_ways(chat, question, **options):
+def call_all_ways(chat, prompt, **options):
     return [
-        chat.invoke(question, **options),
-        asyncio.run(chat.ainvoke(question, **options)),
-        added(chat.stream(question, **options)),
-        added(asyncio.run(collect(chat.astream(question, **options)))),
+        chat.invoke(prompt, **options),
+        asyncio.run(chat.ainvoke(prompt, **options)),
+        merge_chunks(chat.stream(prompt, **options)),
+        merge_chunks(asyncio.run(collect(chat.astream(prompt, **options)))),
     ]
 
 
-def told(message):
-    """What has to be the same however it was asked."""
+def comparable(message):
+    """Return what must be equal for all ways to call the model."""
     about = {key: value for key, value in message.response_metadata.items() if key != "id"}
     return message.content, message.tool_calls, message.usage_metadata, about
 
 
-# Ask
+# Calls
 
 
-def test_the_four_ways_give_the_engines_answer(demo):
+def test_invoke_and_stream_return_the_engines_response(demo):
     expected = SHARED.get(EngineConfig()).chat({"messages": [{"role": "user", "content": SHAPES}], "temperature": 0})
-    answers = four_ways(demo, SHAPES)
-    assert answers[0].content == expected.choices[0].message.content
-    assert answers[0].usage_metadata["input_tokens"] == expected.usage.prompt_tokens
-    assert answers[0].response_metadata["finish_reason"] == "stop"
-    assert answers[0].response_metadata["model_name"] == "demo"
-    for answer in answers[1:]:
-        assert told(answer) == told(answers[0])
+    responses = call_all_ways(demo, SHAPES)
+    assert responses[0].content == expected.choices[0].message.content
+    assert responses[0].usage_metadata["input_tokens"] == expected.usage.prompt_tokens
+    assert responses[0].response_metadata["finish_reason"] == "stop"
+    assert responses[0].response_metadata["model_name"] == "demo"
+    for response in responses[1:]:
+        assert comparable(response) == comparable(responses[0])
 
 
-def test_usage_tells_what_was_found_in_the_prefix_cache(demo):
-    question = "Say something else that nobody has said here before."
-    before, after = (demo.invoke(question).usage_metadata for _ in range(2))
-    streamed = added(demo.stream(question)).usage_metadata
+def test_usage_reports_prefix_cache_hits(demo):
+    prompt = "Say something else that nobody has said here before."
+    before, after = (demo.invoke(prompt).usage_metadata for _ in range(2))
+    streamed = merge_chunks(demo.stream(prompt)).usage_metadata
     assert before["input_token_details"]["cache_read"] < before["input_tokens"] - 1
     assert after["input_token_details"]["cache_read"] == after["input_tokens"] - 1
     assert streamed["input_token_details"]["cache_read"] == after["input_tokens"] - 1
 
 
-def test_one_chunk_alone_holds_the_usage_and_what_is_said_once(scripted):
+def test_last_chunk_contains_usage_and_metadata(scripted):
     chunks = list(scripted("Yes, and no.").chat.stream("?"))
     assert len(chunks) > 3
     assert [chunk.chunk_position for chunk in chunks] == [None] * (len(chunks) - 1) + ["last"]
     assert [chunk for chunk in chunks if chunk.usage_metadata or chunk.response_metadata] == chunks[-1:]
     assert chunks[-1].usage_metadata["output_tokens"] > 3
-    silent = added(scripted("Yes, and no.", stream_usage=False).chat.stream("?"))
+    silent = merge_chunks(scripted("Yes, and no.", stream_usage=False).chat.stream("?"))
     assert silent.usage_metadata is None
 
 
-def test_invoke_streams_inside_where_callbacks_want_tokens(scripted):
-    seen = MediaPreview()
-    answer = scripted("Yes, and no.", streaming=True).chat.invoke("?", config={"callbacks": [seen]})
-    assert "".join(seen.tokens) == answer.content == "Yes, and no."
-    assert len(seen.tokens) > 3
+def test_streaming_invoke_passes_tokens_to_callbacks(scripted):
+    recorder = CallbackRecorder()
+    response = scripted("Yes, and no.", streaming=True).chat.invoke("?", config={"callbacks": [recorder]})
+    assert "".join(recorder.tokens) == response.content == "Yes, and no."
+    assert len(recorder.tokens) > 3
 
 
-def test_batches_answer_each_question_for_itself(scripted):
+def test_batch_returns_one_response_per_prompt(scripted):
     provider = scripted(lambda request: f"{len(request.token_ids)} tokens")
-    questions = ["a " * size for size in range(20)]
-    answers = [*provider.chat.batch(questions), *asyncio.run(provider.chat.abatch(questions))]
-    assert all(answer.content == f"{answer.usage_metadata['input_tokens']} tokens" for answer in answers)
-    assert len({answer.content for answer in answers}) == 20
+    prompts = ["a " * size for size in range(20)]
+    responses = [*provider.chat.batch(prompts), *asyncio.run(provider.chat.abatch(prompts))]
+    assert all(response.content == f"{response.usage_metadata['input_tokens']} tokens" for response in responses)
+    assert len({response.content for response in responses}) == 20
 
 
-def test_several_answers_come_from_generate_and_count_the_prompt_once(demo):
+def test_generate_n_completions_counts_prompt_once(demo):
     with get_usage_metadata_callback() as counted:
         result = demo.generate([[HumanMessage(SHAPES)]], n=3, temperature=1, seed=1)
     first, *others = [generation.message for generation in result.generations[0]]
@@ -118,21 +118,21 @@ def test_several_answers_come_from_generate_and_count_the_prompt_once(demo):
     assert caught.value.param == "n"
 
 
-def test_log_probabilities_come_with_both_kinds_of_answer(demo):
-    answers = four_ways(demo, SHAPES, logprobs=True, top_logprobs=2, max_tokens=4)
+def test_logprobs_in_responses_and_streams(demo):
+    responses = call_all_ways(demo, SHAPES, logprobs=True, top_logprobs=2, max_tokens=4)
     listed = [
-        [(entry["token"], len(entry["top_logprobs"])) for entry in answer.response_metadata["logprobs"]["content"]]
-        for answer in answers
+        [(entry["token"], len(entry["top_logprobs"])) for entry in response.response_metadata["logprobs"]["content"]]
+        for response in responses
     ]
     assert [len(entries) for entries in listed] == [4] * 4
     assert all(entries == listed[0] for entries in listed)
-    assert answers[2].response_metadata["finish_reason"] == "length"
+    assert responses[2].response_metadata["finish_reason"] == "length"
 
 
-# What can be set
+# Parameters
 
 
-def test_arguments_reach_the_decoder_and_those_of_a_call_come_first(scripted):
+def test_parameters_reach_decoder_and_call_takes_precedence(scripted):
     options = {
         "temperature": 0.5,
         "top_p": 0.9,
@@ -151,7 +151,7 @@ def test_arguments_reach_the_decoder_and_those_of_a_call_come_first(scripted):
     assert (sampling.temperature, sampling.seed, sampling.max_tokens, sampling.top_k) == (1.5, 4, 5, 3)
 
 
-def test_langchains_other_names_are_taken(tiny_checkpoint):
+def test_langchain_parameter_aliases_are_accepted(tiny_checkpoint):
     chat = ChatDashInferVLM(
         model_name=str(tiny_checkpoint), max_completion_tokens=9, stop_sequences=["x"], request_timeout=3, api_key="k"
     )
@@ -160,10 +160,10 @@ def test_langchains_other_names_are_taken(tiny_checkpoint):
     assert "'k'" not in repr(chat)
 
 
-def test_a_stop_string_ends_the_answer(scripted):
+def test_stop_string_ends_response(scripted):
     chat = scripted("One, two, three.", stop=[" three"]).chat
     assert chat.invoke("?").content == "One, two,"
-    assert [answer.content for answer in four_ways(chat, "?", stop=[" two"])] == ["One,"] * 4
+    assert [response.content for response in call_all_ways(chat, "?", stop=[" two"])] == ["One,"] * 4
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_stop_string_ends_the_answer(scripted):
         ({"engine": Engine(), "base_url": NOWHERE}, InvalidParameter, "engine"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_meant_is_refused_when_the_model_is_made(arguments, error, named):
+def test_invalid_argument_is_rejected_by_constructor(arguments, error, named):
     with pytest.raises(error, match=named):
         ChatDashInferVLM(**arguments)
 
@@ -197,7 +197,7 @@ def test_what_cannot_be_meant_is_refused_when_the_model_is_made(arguments, error
         ({"model": "./no-such-folder"}, Exception, "no-such-folder"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_in_a_call(scripted, options, error, named):
+def test_invalid_argument_is_rejected_by_call(scripted, options, error, named):
     provider = scripted("Yes.")
     with pytest.raises(error, match=named):
         provider.chat.invoke("?", **options)
@@ -206,7 +206,7 @@ def test_what_cannot_be_meant_is_refused_in_a_call(scripted, options, error, nam
     assert not provider.script.requests
 
 
-def test_an_engine_can_be_handed_over(tiny_checkpoint):
+def test_engine_can_be_passed(tiny_checkpoint):
     with scripted_engine("Yes.", model=str(tiny_checkpoint), served_model_name="eyes") as engine:
         chat = ChatDashInferVLM(engine=engine)
         assert chat.invoke("?").response_metadata["model_name"] == "eyes"
@@ -215,7 +215,7 @@ def test_an_engine_can_be_handed_over(tiny_checkpoint):
             chat.invoke("?", model="ears")
 
 
-def test_the_profile_says_what_the_model_takes(scripted):
+def test_profile_contains_model_capabilities(scripted):
     profile = ChatDashInferVLM(engine_options={"max_model_len": 512}).profile
     assert profile["max_input_tokens"] == 512
     assert profile["image_inputs"]
@@ -228,7 +228,7 @@ def test_the_profile_says_what_the_model_takes(scripted):
     assert not ChatDashInferVLM(engine_options={"decoder": "dashinfer"}).profile["structured_output"]
 
 
-def test_langchains_cache_tells_models_apart(scripted):
+def test_langchain_cache_distinguishes_parameters(scripted):
     from langchain_core.caches import InMemoryCache
 
     cache = InMemoryCache()
@@ -242,11 +242,11 @@ def test_langchains_cache_tells_models_apart(scripted):
 # A server
 
 
-def test_a_server_gives_the_same_answers(demo):
+def test_server_returns_same_responses(demo):
     with serving(SHARED.get(EngineConfig())) as server:
         remote = ChatDashInferVLM(base_url=f"{server.url}/v1", model="demo", temperature=0, api_key="none")
-        _, expected = (told(demo.invoke(SHAPES)) for _ in range(2))  # the usage names what the prefix cache held
-        assert [told(answer) for answer in four_ways(remote, SHAPES)] == [expected] * 4
+        _, expected = (comparable(demo.invoke(SHAPES)) for _ in range(2))  # the usage contains the prefix cache hits
+        assert [comparable(response) for response in call_all_ways(remote, SHAPES)] == [expected] * 4
         with pytest.raises(InvalidParameter) as caught:
             remote.invoke(SHAPES, top_k=-2)
         assert caught.value.param == "top_k"
@@ -256,7 +256,7 @@ def test_a_server_gives_the_same_answers(demo):
 # Errors
 
 
-class MediaPreview(BaseCallbackHandler):
+class CallbackRecorder(BaseCallbackHandler):
     def __init__(self) -> None:
         self.tokens: list[str] = []
         self.errors: list[BaseException] = []
@@ -269,36 +269,36 @@ class MediaPreview(BaseCallbackHandler):
 
 
 @pytest.mark.parametrize("error", [QueueFull("Busy."), DecoderFailed("Dead.")])
-def test_errors_reach_the_caller_and_the_callbacks_as_they_are(scripted, error):
-    seen = MediaPreview()
-    config = {"callbacks": [seen]}
+def test_errors_reach_caller_and_callbacks_unchanged(scripted, error):
+    recorder = CallbackRecorder()
+    config = {"callbacks": [recorder]}
     chat = scripted(error).chat
-    for ask in (
+    for call in (
         lambda: chat.invoke("?", config=config),
         lambda: asyncio.run(chat.ainvoke("?", config=config)),
         lambda: list(chat.stream("?", config=config)),
         lambda: asyncio.run(collect(chat.astream("?", config=config))),
     ):
         with pytest.raises(type(error), match=error.message):
-            ask()
-    assert [type(one) for one in seen.errors] == [type(error)] * 4
-    assert seen.tokens == []
+            call()
+    assert [type(one) for one in recorder.errors] == [type(error)] * 4
+    assert recorder.tokens == []
 
 
-def test_a_prompt_that_does_not_fit_says_so(scripted):
+def test_too_long_prompt_raises_context_length_exceeded(scripted):
     with pytest.raises(ContextLengthExceeded):
         scripted("Yes.", engine_options={"max_model_len": 16}).chat.invoke("?")
 
 
-def test_another_model_answers_where_this_one_cannot(scripted):
+def test_fallback_model_responds(scripted):
     broken, whole = scripted(QueueFull("Busy.")), scripted("Yes.")
     either = broken.chat.with_fallbacks([whole.chat], exceptions_to_handle=(EngineError,))
-    assert [answer.content for answer in four_ways(either, "?")] == ["Yes."] * 4
+    assert [response.content for response in call_all_ways(either, "?")] == ["Yes."] * 4
     with pytest.raises(InvalidParameter):
         either.invoke("?", top_k=-2)
 
 
-def test_langchain_tries_again_what_may_succeed_later(scripted):
+def test_with_retry_retries_transient_errors(scripted):
     provider = scripted(QueueFull("Busy."), "Yes.")
     patient = provider.chat.with_retry(retry_if_exception_type=(EngineError,), wait_exponential_jitter=False)
     assert patient.invoke("?").content == "Yes."
@@ -308,26 +308,26 @@ def test_langchain_tries_again_what_may_succeed_later(scripted):
 
 
 @pytest.mark.parametrize("way", range(4))
-def test_the_model_itself_tries_again_as_often_as_it_is_told(scripted, way):
+def test_max_retries_limits_retries(scripted, way):
     busy = QueueFull("Busy.", retry_after=0.01)
-    assert four_ways(scripted(busy, busy, busy, *["Yes."] * 4, max_retries=3).chat, "?")[way].content == "Yes."
+    assert call_all_ways(scripted(busy, busy, busy, *["Yes."] * 4, max_retries=3).chat, "?")[way].content == "Yes."
     with pytest.raises(QueueFull):
         scripted(busy, busy, "Yes.", max_retries=1).chat.invoke("?")
 
 
-def test_what_cannot_succeed_is_not_tried_again(scripted):
+def test_permanent_error_is_not_retried(scripted):
     provider = scripted(UnsupportedParameter("Never."), "Yes.", max_retries=3)
     with pytest.raises(UnsupportedParameter):
         provider.chat.invoke("?")
     assert len(provider.script.requests) == 1
 
 
-# Leaving
+# Cancellation
 
 
 @pytest.fixture
 def slow(scripted):
-    """A chat model that is loaded, and whose answers take minutes."""
+    """Return a loaded chat model whose responses take minutes."""
     provider = scripted("Ready.", LONG)
     provider.chat.invoke("?")
     provider.script.delay = 0.2
@@ -339,14 +339,14 @@ def idle(provider):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_an_answer_that_takes_too_long_is_given_up(slow, streamed):
+def test_timeout_cancels_request(slow, streamed):
     with pytest.raises(DeadlineExceeded):
         list(slow.chat.stream("?", timeout=0.5)) if streamed else slow.chat.invoke("?", timeout=0.5, max_retries=5)
     until(idle(slow))
-    assert len(slow.script.requests) <= 2  # the first one loaded the model; the second is not tried again
+    assert len(slow.script.requests) <= 2  # the first request loaded the model; the second is not retried
 
 
-def test_a_stream_that_has_begun_is_not_tried_again(slow):
+def test_started_stream_is_not_retried(slow):
     chunks = slow.chat.stream("?", max_retries=3)
     next(chunks)
     slow.engines.close()
@@ -355,7 +355,7 @@ def test_a_stream_that_has_begun_is_not_tried_again(slow):
     assert len(slow.script.requests) == 2
 
 
-def test_closing_a_stream_frees_its_place(slow):
+def test_closing_stream_cancels_request(slow):
     chunks = slow.chat.stream("?")
     assert isinstance(next(chunks), AIMessageChunk)
     assert slow.script.running == 1
@@ -363,7 +363,7 @@ def test_closing_a_stream_frees_its_place(slow):
     until(idle(slow))
 
 
-def test_closing_a_stream_frees_its_place_on_an_event_loop(slow):
+def test_closing_async_stream_cancels_request(slow):
     async def leave():
         chunks = slow.chat.astream("?")
         await anext(chunks)
@@ -374,7 +374,7 @@ def test_closing_a_stream_frees_its_place_on_an_event_loop(slow):
     until(idle(slow))
 
 
-def test_cancelling_a_task_frees_its_place(slow):
+def test_canceling_task_cancels_request(slow):
     async def leave():
         task = asyncio.create_task(slow.chat.ainvoke("?"))
         await asyncio.to_thread(until, lambda: slow.script.running == 1)
@@ -386,14 +386,14 @@ def test_cancelling_a_task_frees_its_place(slow):
     until(idle(slow))
 
 
-def test_a_decoder_that_cannot_be_held_to_a_schema_says_so(scripted):
+def test_decoder_without_guided_decoding_rejects_schema(scripted):
     chat = scripted("Yes.", supported_params=SAMPLING_PARAMETERS).chat
     with pytest.raises(UnsupportedParameter) as caught:
         chat.with_structured_output(method="json_mode").invoke("?")
     assert caught.value.param == "response_format"
 
 
-def test_engines_are_shared_by_equal_models(tiny_checkpoint):
+def test_equal_configurations_share_engine(tiny_checkpoint):
     from dashinfer_vlm_core.engine.shared import SharedEngines
 
     engines = SharedEngines(scripted_registry(Script("Yes.")))

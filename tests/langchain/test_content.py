@@ -1,4 +1,4 @@
-"""Every way in which LangChain spells what a message holds."""
+"""Conversion of LangChain content blocks and messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dashinfer_vlm_langchain.messages import to_openai
 from tests.samples import data_url, encode, encode_video, noise
 from tests.web import body, serve
 
-PICTURES = Path(__file__).parents[2] / "examples" / "pictures"
+IMAGES = Path(__file__).parents[2] / "examples" / "pictures"
 
 
 def text(words):
@@ -31,7 +31,7 @@ def text(words):
 
 
 def base64_of(name):
-    return base64.b64encode((PICTURES / name).read_bytes()).decode()
+    return base64.b64encode((IMAGES / name).read_bytes()).decode()
 
 
 CIRCLE, MOVING = base64_of("circle.png"), base64_of("moving.mp4")
@@ -48,7 +48,7 @@ CIRCLE, MOVING = base64_of("circle.png"), base64_of("moving.mp4")
     ],
     ids=["OpenAI's", "v1 base64", "v1 url", "v0 base64", "v0 url"],
 )
-def test_a_picture_is_seen_however_it_is_spelled(demo, block):
+def test_image_block_formats(demo, block):
     assert demo.invoke([HumanMessage([block, text("Describe the picture.")])]).content == "A red circle."
 
 
@@ -62,38 +62,38 @@ def test_a_picture_is_seen_however_it_is_spelled(demo, block):
     ],
     ids=["OpenAI's kin", "v1 base64", "v1 url", "v0 base64"],
 )
-def test_a_video_is_seen_however_it_is_spelled(demo, block):
-    answer = demo.invoke([HumanMessage([block, text("Which way does the circle move?")])])
-    assert answer.content == "It moves to the right."
-    assert answer.usage_metadata["input_token_details"]["video"] > 0
+def test_video_block_formats(demo, block):
+    response = demo.invoke([HumanMessage([block, text("Which way does the circle move?")])])
+    assert response.content == "It moves to the right."
+    assert response.usage_metadata["input_token_details"]["video"] > 0
 
 
-def test_a_picture_is_fetched():
-    with serve({"/circle.png": body((PICTURES / "circle.png").read_bytes(), "Content-Type: image/png")}) as web:
+def test_image_url_is_fetched():
+    with serve({"/circle.png": body((IMAGES / "circle.png").read_bytes(), "Content-Type: image/png")}) as web:
         chat = ChatDashInferVLM(temperature=0, engine_options={"allow_private_addresses": True})
         content = [{"type": "image", "url": web.url("/circle.png")}, text("Describe the picture.")]
         assert chat.invoke([HumanMessage(content)]).content == "A red circle."
 
 
-def test_options_of_a_block_bound_its_tokens(scripted):
-    """Sizes are counted in visual tokens of 28 x 28 pixels."""
+def test_block_options_limit_visual_tokens(scripted):
+    """A visual token covers 28 x 28 pixels."""
     chat = scripted("Yes.").chat
-    picture = {"type": "image", "url": data_url(encode(noise(300, 400)))}
+    image = {"type": "image", "url": data_url(encode(noise(300, 400)))}
     video = {"type": "video", "url": data_url(encode_video(), "video/mp4")}
 
     def tokens(block, **extras):
         details = chat.invoke([HumanMessage([block | {"extras": extras}])]).usage_metadata["input_token_details"]
         return details["image"] or details["video"]
 
-    assert tokens(picture, max_pixels=28 * 28 * 20) <= 20 < tokens(picture)
-    assert tokens(picture | {"max_pixels": 28 * 28 * 20}) <= 20
-    assert tokens(picture, detail="high") == tokens(picture)
+    assert tokens(image, max_pixels=28 * 28 * 20) <= 20 < tokens(image)
+    assert tokens(image | {"max_pixels": 28 * 28 * 20}) <= 20
+    assert tokens(image, detail="high") == tokens(image)
     assert tokens(video, num_frames=2) * 2 == tokens(video, num_frames=4)
-    named = tokens(picture, uuid="a picture")
-    assert tokens({"type": "image"}, uuid="a picture") == named
+    named = tokens(image, uuid="a image")
+    assert tokens({"type": "image"}, uuid="a image") == named
 
 
-def test_messages_keep_their_places_and_their_names():
+def test_to_openai_keeps_order_and_names():
     sent = to_openai(
         [
             SystemMessage("Be brief."),
@@ -116,17 +116,17 @@ def test_messages_keep_their_places_and_their_names():
 
 
 @pytest.mark.parametrize("version", ["v0", "v1"])
-def test_answers_come_back_in_the_next_turn(demo, version):
+def test_response_is_accepted_in_next_request(demo, version):
     chat = demo.model_copy(update={"output_version": version})
-    picture = {"type": "image", "base64": CIRCLE, "mime_type": "image/png"}
-    turns = [HumanMessage([picture, text("Describe the picture.")])]
-    first = chat.invoke(turns)
+    image = {"type": "image", "base64": CIRCLE, "mime_type": "image/png"}
+    messages = [HumanMessage([image, text("Describe the picture.")])]
+    first = chat.invoke(messages)
     assert isinstance(first.content, list) == (version == "v1")
-    second = chat.invoke([*turns, first, HumanMessage("Where is the circle?")])
+    second = chat.invoke([*messages, first, HumanMessage("Where is the circle?")])
     assert second.text == "The circle is in the top left."
 
 
-def test_what_other_models_thought_and_called_is_no_text():
+def test_reasoning_and_calls_are_not_sent_as_text():
     blocks = [
         {"type": "reasoning", "reasoning": "Hm."},
         text("Yes."),
@@ -155,7 +155,7 @@ def test_what_other_models_thought_and_called_is_no_text():
         ({"no": "type"}, UnsupportedParameter, "type"),
     ],
 )
-def test_what_cannot_be_sent_is_refused_by_its_place(scripted, block, error, param):
+def test_unsupported_block_error_names_its_path(scripted, block, error, param):
     provider = scripted("Yes.")
     with pytest.raises(error) as caught:
         provider.chat.invoke([SystemMessage("Hm."), HumanMessage([text("?"), block])])
@@ -164,12 +164,12 @@ def test_what_cannot_be_sent_is_refused_by_its_place(scripted, block, error, par
 
 
 @pytest.mark.parametrize("message", [FunctionMessage("1", name="f"), RemoveMessage("1")])
-def test_messages_of_other_kinds_are_refused(message):
+def test_unsupported_message_type_is_rejected(message):
     with pytest.raises(UnsupportedParameter, match=type(message).__name__):
         to_openai([message])
 
 
-def test_a_model_holds_no_pictures():
+def test_images_in_assistant_messages_are_rejected():
     with pytest.raises(UnsupportedParameter) as caught:
         to_openai([AIMessage([{"type": "image", "url": "https://a/b.png"}])])
     assert caught.value.param == "messages[0].content[0].type"

@@ -1,6 +1,6 @@
-"""LangChain's standard suites, over the real engine with a decoder that plays a model which calls tools when it should.
+"""LangChain's standard test suites with the real engine and a decoder that simulates a model with tool calls.
 
-What they skip, and why, stands in docs/langchain.md.
+docs/langchain.md lists what they skip, and why.
 """
 
 from __future__ import annotations
@@ -35,42 +35,42 @@ VALUES = {
 }
 
 
-class Player:
-    """A model that does what its prompt asks for: it calls the first tool, answers with a joke, or greets."""
+class SimulatedModel:
+    """A simulated model: it calls the first tool, responds with a joke, or greets."""
 
     def __init__(self, read_prompt) -> None:
         self._read = read_prompt
 
     def __call__(self, request) -> str:
         prompt = self._read(request)
-        question = prompt.split("<|im_start|>")[-2]
-        if "<tool_response>" in question:
+        prompt_text = prompt.split("<|im_start|>")[-2]
+        if "<tool_response>" in prompt_text:
             return "It is done."
         if tools := re.findall(r'^{"type": "function".*}$', prompt, re.MULTILINE):
-            return self._call(json.loads(tools[0])["function"], question)
+            return self._call(json.loads(tools[0])["function"], prompt_text)
         if request.grammar is not None:
             return json.dumps({name: VALUES[name] for name in ("setup", "punchline")})
         return "Hello, how are you?"
 
-    def _call(self, function, question) -> str:
-        known = VALUES | {"customer_name": "".join(re.findall(r"named '(.*?)'", question))}
+    def _call(self, function, prompt_text) -> str:
+        known = VALUES | {"customer_name": "".join(re.findall(r"named '(.*?)'", prompt_text))}
         arguments = {name: known[name] for name in function["parameters"].get("properties", {})}
         call = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
         return f"<tool_call>\n{call}\n</tool_call>"
 
 
-class Nearby(ChatDashInferVLM):
-    """Finds on this machine what the suites have on the network."""
+class LocalChat(ChatDashInferVLM):
+    """Replaces the suites' URLs with those of a local server."""
 
     web: str
 
     async def _agenerate(self, messages, stop=None, run_manager=None, **kwargs):
-        near = [type(m).model_validate_json(m.model_dump_json().replace(HOST, self.web)) for m in messages]
-        return await super()._agenerate(near, stop, run_manager, **kwargs)
+        messages = [type(m).model_validate_json(m.model_dump_json().replace(HOST, self.web)) for m in messages]
+        return await super()._agenerate(messages, stop, run_manager, **kwargs)
 
 
-class OneMore:
-    """A plugin that gives a model a second name."""
+class AliasPlugin:
+    """A plugin that registers a second name for a model."""
 
     def __init__(self, folder) -> None:
         self._folder = folder
@@ -81,9 +81,9 @@ class OneMore:
 
 
 @pytest.fixture(scope="session")
-def played(tiny_checkpoint, read_prompt):
-    registry = scripted_registry(Script(Player(read_prompt)))
-    registry.add_plugin(OneMore(tiny_checkpoint), name="one more")
+def model_params(tiny_checkpoint, read_prompt):
+    registry = scripted_registry(Script(SimulatedModel(read_prompt)))
+    registry.add_plugin(AliasPlugin(tiny_checkpoint), name="one more")
     engines = SharedEngines(registry)
     options = {"decoder": "scripted", "allow_private_addresses": True}
     yield {"model": str(tiny_checkpoint), "engines": engines, "engine_options": options}
@@ -91,21 +91,21 @@ def played(tiny_checkpoint, read_prompt):
 
 
 @pytest.fixture(autouse=True)
-def network(request, played, monkeypatch):
-    """The suites download a picture by `httpx.get`: they get one from a real server, on loopback."""
+def network(request, model_params, monkeypatch):
+    """The suites download an image with `httpx.get`: redirect it to a local server."""
     path = "/langchain-ai/docs/4d11d08b6b0e210bd456943f7a22febbd168b543/src/images/agentic-rag-output.png"
     with serve({path: body(encode(noise(60, 80)), "Content-Type: image/png")}) as web:
-        near = httpx.Client(trust_env=False)
-        monkeypatch.setattr(httpx, "get", lambda url, **options: near.get(url.replace(HOST, web.url("")), **options))
-        request.instance.played = played | {"web": web.url("")}
+        client = httpx.Client(trust_env=False)
+        monkeypatch.setattr(httpx, "get", lambda url, **options: client.get(url.replace(HOST, web.url("")), **options))
+        request.instance.model_params = model_params | {"web": web.url("")}
         yield
-        near.close()
+        client.close()
 
 
-class Abilities:
-    """What is switched on."""
+class Capabilities:
+    """The enabled features."""
 
-    chat_model_class = Nearby
+    chat_model_class = LocalChat
     supports_image_inputs = True
     supports_image_urls = True
     supports_video_inputs = True
@@ -114,27 +114,27 @@ class Abilities:
     returns_usage_metadata = True
     supports_model_override = True
     model_override_value = "one-more"
-    supported_usage_metadata_details = {"invoke": ["cache_read_input"], "stream": ["cache_read_input"]}  # noqa: RUF012  the suites' own form
+    supported_usage_metadata_details = {"invoke": ["cache_read_input"], "stream": ["cache_read_input"]}  # noqa: RUF012  as in the suites
 
     @property
     def chat_model_params(self):
-        return self.played
+        return self.model_params
 
     def invoke_with_cache_read_input(self, *, stream=False):
-        chat = self.chat_model_class(**self.played)
+        chat = self.chat_model_class(**self.model_params)
         if not stream:
             return chat.invoke("Hello")
         first, *rest = chat.stream("Hello")
         return sum(rest, first)
 
 
-class TestUnit(Abilities, ChatModelUnitTests):
+class TestUnit(Capabilities, ChatModelUnitTests):
     pass
 
 
-class TestIntegration(Abilities, ChatModelIntegrationTests):
-    """With structured output by its default method, the schema."""
+class TestIntegration(Capabilities, ChatModelIntegrationTests):
+    """With the default method of structured output, json_schema."""
 
 
-class TestStructuredByCall(Abilities, ChatModelIntegrationTests):
-    structured_output_kwargs = {"method": "function_calling"}  # noqa: RUF012  the suites' own form
+class TestStructuredByCall(Capabilities, ChatModelIntegrationTests):
+    structured_output_kwargs = {"method": "function_calling"}  # noqa: RUF012  as in the suites

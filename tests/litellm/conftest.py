@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import pytest
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else importing it fetches prices from the network
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise, importing it downloads prices
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # those of LiteLLM's import are not ours to mend
+    warnings.simplefilter("ignore")  # from importing LiteLLM
     import litellm
 
 import dashinfer_vlm_litellm
@@ -26,7 +26,7 @@ def text_of(chunks):
 
 
 def counts(usage):
-    """What LiteLLM and OpenAI's types both hold."""
+    """Return the token counts that are in LiteLLM's and in OpenAI's types."""
     details = usage.prompt_tokens_details
     return (
         usage.prompt_tokens,
@@ -37,7 +37,7 @@ def counts(usage):
     )
 
 
-async def ask(model, **options):
+async def complete(model, **options):
     return await litellm.acompletion(model, **options)
 
 
@@ -46,7 +46,7 @@ async def stream(model, **options):
 
 
 class Scripted(NamedTuple):
-    """A provider of its own name, whose engines are whole but for the decoder, which plays a script."""
+    """A provider with a unique name and real engines with a scripted decoder."""
 
     model: str
     script: Script
@@ -55,11 +55,11 @@ class Scripted(NamedTuple):
 
 @pytest.fixture
 def scripted(tiny_checkpoint) -> Iterator[Callable[..., Scripted]]:
-    """Register providers whose engines play a script: `litellm.completion(scripted("Yes.").model, ...)`."""
+    """Register providers with scripted responses: `litellm.completion(scripted("Yes.").model, ...)`."""
     made = []
 
-    def start(*answers, delay=0.0, supported_params=SAMPLING_PARAMETERS) -> Scripted:
-        script = Script(*answers, delay=delay, supported_params=supported_params)
+    def start(*responses, delay=0.0, supported_params=SAMPLING_PARAMETERS) -> Scripted:
+        script = Script(*responses, delay=delay, supported_params=supported_params)
         engines = SharedEngines(scripted_registry(script))
         provider = f"scripted_{len(made)}"
         made.append((provider, engines))
@@ -78,6 +78,6 @@ def scripted(tiny_checkpoint) -> Iterator[Callable[..., Scripted]]:
 
 @pytest.fixture
 def demo() -> Iterator[str]:
-    """The bundled model, as LiteLLM names it."""
+    """Return LiteLLM's name of the bundled model."""
     dashinfer_vlm_litellm.register()
     return "dashinfer_vlm/demo"

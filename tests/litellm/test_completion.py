@@ -1,4 +1,4 @@
-"""LiteLLM's own functions, in process: what is asked reaches the engine, and the answer comes back whole."""
+"""`litellm.completion` and `litellm.acompletion` with an engine in process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.engine.shared import SHARED
 from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
 from dashinfer_vlm_core.testing import EVERYTHING
-from tests.litellm.conftest import HELLO, ask, counts, stream, text_of
+from tests.litellm.conftest import HELLO, complete, counts, stream, text_of
 from tests.samples import data_url, encode_video, image_url
 
-TRUTH = "I know circles, squares, triangles, stars and crosses."
-ASK = {"messages": [{"role": "user", "content": "Which shapes do you know?"}], "temperature": 0}
+EXPECTED = "I know circles, squares, triangles, stars and crosses."
+REQUEST = {"messages": [{"role": "user", "content": "Which shapes do you know?"}], "temperature": 0}
 
 
 def last_request(scripted):
@@ -41,46 +41,46 @@ def text(words):
     return {"type": "text", "text": words}
 
 
-def test_the_four_ways_give_the_engines_answer(demo):
-    expected = SHARED.get(EngineConfig()).chat(ASK)
-    whole = [litellm.completion(demo, **ASK), asyncio.run(ask(demo, **ASK))]
-    streams = [list(litellm.completion(demo, stream=True, **ASK)), asyncio.run(stream(demo, **ASK))]
-    assert expected.choices[0].message.content.startswith(TRUTH)
-    for answer in whole:
-        assert answer.choices[0].message.content == expected.choices[0].message.content
-        assert answer.choices[0].finish_reason == "stop"
-        assert answer.model == "demo"
-        assert answer.id.startswith("chatcmpl-")
-        assert counts(answer.usage) == counts(expected.usage)
+def test_completion_and_stream_return_the_engines_response(demo):
+    expected = SHARED.get(EngineConfig()).chat(REQUEST)
+    whole = [litellm.completion(demo, **REQUEST), asyncio.run(complete(demo, **REQUEST))]
+    streams = [list(litellm.completion(demo, stream=True, **REQUEST)), asyncio.run(stream(demo, **REQUEST))]
+    assert expected.choices[0].message.content.startswith(EXPECTED)
+    for response in whole:
+        assert response.choices[0].message.content == expected.choices[0].message.content
+        assert response.choices[0].finish_reason == "stop"
+        assert response.model == "demo"
+        assert response.id.startswith("chatcmpl-")
+        assert counts(response.usage) == counts(expected.usage)
     for chunks in streams:
         assert text_of(chunks) == expected.choices[0].message.content
         assert chunks[-1].choices[0].finish_reason == "stop"
         assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_a_stream_shows_the_engines_usage_to_whom_asks_for_it(demo):
+def test_stream_contains_usage_only_if_requested(demo):
     messages = user(image(), text("Describe the picture."))
     expected = litellm.completion(demo, messages=messages, temperature=0)
     options = {"messages": messages, "temperature": 0, "stream": True}
-    silent = list(litellm.completion(demo, **options))
-    told = list(litellm.completion(demo, stream_options={"include_usage": True}, **options))
+    without_usage = list(litellm.completion(demo, **options))
+    with_usage = list(litellm.completion(demo, stream_options={"include_usage": True}, **options))
     assert expected.usage.prompt_tokens_details.image_tokens > 20
-    assert not any(getattr(chunk, "usage", None) for chunk in silent)
-    assert [counts(chunk.usage) for chunk in told if getattr(chunk, "usage", None)] == [counts(expected.usage)]
-    assert counts(litellm.stream_chunk_builder(told).usage) == counts(expected.usage)
+    assert not any(getattr(chunk, "usage", None) for chunk in without_usage)
+    assert [counts(chunk.usage) for chunk in with_usage if getattr(chunk, "usage", None)] == [counts(expected.usage)]
+    assert counts(litellm.stream_chunk_builder(with_usage).usage) == counts(expected.usage)
 
 
-def test_usage_tells_what_was_found_in_the_prefix_cache(demo):
+def test_usage_reports_prefix_cache_hits(demo):
     options = {"messages": user(text("Say something that nobody has said here before.")), "temperature": 0}
     before, after = (litellm.completion(demo, **options).usage for _ in range(2))
-    *_, told = litellm.completion(demo, stream=True, stream_options={"include_usage": True}, **options)
+    *_, with_usage = litellm.completion(demo, stream=True, stream_options={"include_usage": True}, **options)
     assert before.prompt_tokens_details.cached_tokens < after.prompt_tokens - 1
     assert after.prompt_tokens_details.cached_tokens == after.prompt_tokens - 1
-    assert told.usage.prompt_tokens_details.cached_tokens == after.prompt_tokens - 1
+    assert with_usage.usage.prompt_tokens_details.cached_tokens == after.prompt_tokens - 1
 
 
-def test_log_probabilities_come_with_both_kinds_of_answer(demo):
-    options = ASK | {"logprobs": True, "top_logprobs": 2, "max_tokens": 4}
+def test_logprobs_in_responses_and_streams(demo):
+    options = REQUEST | {"logprobs": True, "top_logprobs": 2, "max_tokens": 4}
     whole = litellm.completion(demo, **options).choices[0]
     chunks = list(litellm.completion(demo, stream=True, **options))
     streamed = [entry for chunk in chunks if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
@@ -92,7 +92,7 @@ def test_log_probabilities_come_with_both_kinds_of_answer(demo):
 
 
 @pytest.mark.parametrize("place", ["flat", "extra_body"])
-def test_what_openai_has_no_name_for_reaches_the_decoder(scripted, place):
+def test_extra_parameters_reach_decoder(scripted, place):
     provider = scripted("Yes.")
     extras = {"top_k": 7, "repetition_penalty": 1.5, "min_tokens": 2, "ignore_eos": True, "stop_token_ids": [3]}
     options = {"extra_body": extras} if place == "extra_body" else extras
@@ -104,7 +104,7 @@ def test_what_openai_has_no_name_for_reaches_the_decoder(scripted, place):
 
 
 @pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
-def test_openais_own_parameters_reach_the_decoder(scripted, limit):
+def test_openai_parameters_reach_decoder(scripted, limit):
     provider = scripted("Yes.")
     options = {"temperature": 0.5, "top_p": 0.9, "seed": 4, "frequency_penalty": 0.1, "presence_penalty": 0.2, limit: 9}
     litellm.completion(provider.model, messages=HELLO, logit_bias={"5": -1}, **options)
@@ -114,15 +114,15 @@ def test_openais_own_parameters_reach_the_decoder(scripted, limit):
     assert dict(sampling.logit_bias) == {5: -1}
 
 
-def test_a_stop_string_ends_the_answer(scripted):
+def test_stop_string_ends_response(scripted):
     provider = scripted("One, two, three.")
     assert litellm.completion(provider.model, messages=HELLO, stop=[" three"]).choices[0].message.content == "One, two,"
     chunks = litellm.completion(provider.model, messages=HELLO, stop=" two", stream=True)
     assert text_of(chunks) == "One,"
 
 
-def test_options_of_parts_and_of_all_media_bound_their_tokens(scripted):
-    """Sizes are counted in visual tokens of 28 x 28 pixels."""
+def test_media_options_limit_visual_tokens(scripted):
+    """A visual token covers 28 x 28 pixels."""
     provider = scripted("Yes.")
 
     def tokens(*parts, **options):
@@ -137,7 +137,7 @@ def test_options_of_parts_and_of_all_media_bound_their_tokens(scripted):
     assert tokens(video(), media_io_kwargs={"video": {"num_frames": 2}}) == tokens(video(num_frames=2))
 
 
-def test_a_picture_can_be_named_and_sent_by_its_name(scripted):
+def test_image_can_be_sent_by_uuid(scripted):
     provider = scripted("Yes.")
     named = image() | {"uuid": "a picture"}
     first = litellm.completion(provider.model, messages=user(named, text("?"))).usage
@@ -145,7 +145,7 @@ def test_a_picture_can_be_named_and_sent_by_its_name(scripted):
     assert counts(litellm.completion(provider.model, messages=user(again, text("?"))).usage) == counts(first)
 
 
-def test_an_answer_can_be_sent_back_in_the_next_turn(scripted):
+def test_response_is_accepted_in_next_request(scripted):
     provider = scripted("One.", "Two.")
     first = litellm.completion(provider.model, messages=HELLO).choices[0].message
     second = litellm.completion(provider.model, messages=[*HELLO, first, *HELLO])
@@ -166,7 +166,7 @@ def test_an_answer_can_be_sent_back_in_the_next_turn(scripted):
         ({"messages": [{"role": "user", "content": [image(min_pixels=0)]}]}, None),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(scripted, options, param, streamed):
+def test_unsupported_parameter_error_names_it(scripted, options, param, streamed):
     provider = scripted("Yes.")
     with pytest.raises(litellm.BadRequestError) as caught:
         list(litellm.completion(provider.model, **{"messages": HELLO, "stream": streamed, **options}))
@@ -175,7 +175,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(scripted, options, param, st
     assert not provider.script.requests
 
 
-def test_tools_formats_and_answers_come_through(scripted):
+def test_tools_response_format_and_n(scripted):
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
     provider = scripted(call, call, '{"a": 1}', supported_params=EVERYTHING)
     options = {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "weather"}}]}
@@ -187,19 +187,19 @@ def test_tools_formats_and_answers_come_through(scripted):
         (found,) = choice.message.tool_calls
         assert (found.function.name, found.function.arguments) == ("weather", '{"city": "Rome"}')
         assert choice.finish_reason == "tool_calls"
-    answers = litellm.completion(provider.model, messages=HELLO, n=2, response_format={"type": "json_object"})
-    assert [choice.message.content for choice in answers.choices] == ['{"a": 1}'] * 2
+    responses = litellm.completion(provider.model, messages=HELLO, n=2, response_format={"type": "json_object"})
+    assert [choice.message.content for choice in responses.choices] == ['{"a": 1}'] * 2
 
 
-def test_litellm_drops_what_it_says_can_be_dropped(scripted):
+def test_drop_params_drops_unsupported_parameter(scripted):
     provider = scripted("Yes.")
     with pytest.raises(litellm.UnsupportedParamsError):
         litellm.completion(provider.model, messages=HELLO, reasoning_effort="low")
-    answer = litellm.completion(provider.model, messages=HELLO, reasoning_effort="low", drop_params=True)
-    assert answer.choices[0].message.content == "Yes."
+    response = litellm.completion(provider.model, messages=HELLO, reasoning_effort="low", drop_params=True)
+    assert response.choices[0].message.content == "Yes."
 
 
-def test_a_prompt_that_does_not_fit_is_a_context_window_error(scripted):
+def test_too_long_prompt_is_context_window_error(scripted):
     provider = scripted("Yes.")
     options = {"messages": HELLO, "engine_options": {"max_model_len": 16}}
     with pytest.raises(litellm.ContextWindowExceededError):
@@ -209,8 +209,8 @@ def test_a_prompt_that_does_not_fit_is_a_context_window_error(scripted):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_errors_of_the_engine_are_litellms(scripted, streamed):
-    """Before the first chunk LiteLLM wraps what a Router may try elsewhere, and keeps the cause."""
+def test_engine_errors_become_litellm_exceptions(scripted, streamed):
+    """Before the first chunk, LiteLLM wraps errors that a Router can retry elsewhere, and keeps the cause."""
     provider = scripted(QueueFull("Busy.", retry_after=3), DecoderFailed("Dead."), "Yes.")
     for expected in (litellm.RateLimitError, litellm.ServiceUnavailableError):
         with pytest.raises((expected, MidStreamFallbackError)) as caught:
@@ -219,19 +219,19 @@ def test_errors_of_the_engine_are_litellms(scripted, streamed):
     assert litellm.completion(provider.model, messages=HELLO).choices[0].message.content == "Yes."
 
 
-def test_engines_are_loaded_once_per_configuration_whoever_comes_first(scripted):
+def test_engine_is_loaded_once_per_configuration(scripted):
     provider = scripted("Yes.")
 
-    async def crowd(**options):
-        return await asyncio.gather(*(ask(provider.model, messages=HELLO, **options) for _ in range(10)))
+    async def run_many(**options):
+        return await asyncio.gather(*(complete(provider.model, messages=HELLO, **options) for _ in range(10)))
 
     before = engine_threads()
-    threads = [threading.Thread(target=lambda: asyncio.run(crowd())) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: asyncio.run(run_many())) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    asyncio.run(crowd(engine_options={"max_batch_size": 2}))
+    asyncio.run(run_many(engine_options={"max_batch_size": 2}))
     assert len(provider.script.requests) == 50
     assert engine_threads() - before == 2
 
@@ -240,20 +240,20 @@ def engine_threads():
     return sum(thread.name == "dashinfer-vlm-engine" for thread in threading.enumerate())
 
 
-def test_fifty_at_once_each_get_their_own_answer(scripted):
+def test_fifty_concurrent_requests_get_their_responses(scripted):
     provider = scripted(lambda request: f"{len(request.token_ids)} tokens", delay=0.001)
 
-    async def crowd():
+    async def run_many():
         sizes = range(50)
-        asked = [[{"role": "user", "content": "a " * size}] for size in sizes]
-        half = [stream(provider.model, messages=messages) for messages in asked[::2]]
-        rest = [ask(provider.model, messages=messages) for messages in asked[1::2]]
+        prompts = [[{"role": "user", "content": "a " * size}] for size in sizes]
+        half = [stream(provider.model, messages=messages) for messages in prompts[::2]]
+        rest = [complete(provider.model, messages=messages) for messages in prompts[1::2]]
         return await asyncio.gather(*half), await asyncio.gather(*rest)
 
-    streams, answers = asyncio.run(crowd())
-    for answer in answers:
-        assert answer.choices[0].message.content == f"{answer.usage.prompt_tokens} tokens"
-    assert len({text_of(chunks) for chunks in streams} | {a.choices[0].message.content for a in answers}) == 50
+    streams, responses = asyncio.run(run_many())
+    for response in responses:
+        assert response.choices[0].message.content == f"{response.usage.prompt_tokens} tokens"
+    assert len({text_of(chunks) for chunks in streams} | {a.choices[0].message.content for a in responses}) == 50
 
 
 @pytest.mark.parametrize(
@@ -265,25 +265,25 @@ def test_fifty_at_once_each_get_their_own_answer(scripted):
         ([1], "engine_options"),
     ],
 )
-def test_wrong_engine_options_are_named(scripted, options, named):
+def test_invalid_engine_option_is_reported(scripted, options, named):
     with pytest.raises(litellm.BadRequestError, match=named):
         litellm.completion(scripted("Yes.").model, messages=HELLO, engine_options=options)
 
 
-def test_an_engine_can_go_by_another_name_than_its_folder(scripted, tiny_checkpoint):
+def test_model_name_can_differ_from_folder(scripted, tiny_checkpoint):
     provider = scripted("Yes.")
     name = provider.model.partition("/")[0]
-    answer = litellm.completion(f"{name}/eyes", messages=HELLO, engine_options={"model": str(tiny_checkpoint)})
-    assert answer.choices[0].message.content == "Yes."
+    response = litellm.completion(f"{name}/eyes", messages=HELLO, engine_options={"model": str(tiny_checkpoint)})
+    assert response.choices[0].message.content == "Yes."
 
 
-def test_a_model_that_is_nowhere_is_named_to_the_program_that_asks(scripted):
+def test_missing_model_is_named_to_calling_program(scripted):
     name = scripted("Yes.").model.partition("/")[0]
     with pytest.raises(litellm.BadRequestError, match="no-such-folder"):
         litellm.completion(f"{name}/./no-such-folder", messages=HELLO)
 
 
-def test_litellm_knows_a_model_once_it_is_loaded(scripted):
+def test_loaded_model_has_model_info(scripted):
     provider = scripted("Yes.")
     litellm.completion(provider.model, messages=HELLO, engine_options={"max_model_len": 512})
     info = litellm.get_model_info(provider.model)
@@ -292,14 +292,14 @@ def test_litellm_knows_a_model_once_it_is_loaded(scripted):
     assert litellm.completion_cost(litellm.completion(provider.model, messages=HELLO), model=provider.model) == 0
 
 
-def test_the_demo_is_known_before_it_is_loaded():
+def test_demo_has_model_info_before_loading():
     dashinfer_vlm_litellm.register()
     info = litellm.get_model_info("dashinfer_vlm/demo")
     assert info["max_input_tokens"] == SHARED.get(EngineConfig()).status().max_model_len
     assert litellm.supports_vision("dashinfer_vlm/demo")
 
 
-def test_registering_twice_is_registering_once():
+def test_register_is_idempotent():
     dashinfer_vlm_litellm.register()
     before = list(litellm.custom_provider_map)
     assert dashinfer_vlm_litellm.register() is dashinfer_vlm_litellm.handler

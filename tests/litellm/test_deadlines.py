@@ -1,4 +1,4 @@
-"""LiteLLM leaves deadlines to the provider; whoever gives up frees what its request held."""
+"""Timeouts, which LiteLLM leaves to the provider, and cancellation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from litellm.exceptions import MidStreamFallbackError
 from tests.litellm.conftest import HELLO
 from tests.waiting import HANG, until
 
-LONG = "A long answer that goes on and on and on. " * 20
+LONG = "A long response that goes on and on and on. " * 20
 
 
 def idle(provider):
@@ -25,7 +25,7 @@ def cause(error):
 
 @pytest.fixture
 def slow(scripted):
-    """A provider that is loaded, and whose answers take minutes."""
+    """Return a loaded provider whose responses take minutes."""
     provider = scripted("Ready.", LONG)
     litellm.completion(provider.model, messages=HELLO)
     provider.script.delay = 0.2
@@ -33,7 +33,7 @@ def slow(scripted):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_an_answer_that_takes_too_long_is_a_timeout(slow, streamed):
+def test_timeout_raises_litellm_timeout(slow, streamed):
     with pytest.raises((litellm.Timeout, MidStreamFallbackError)) as caught:
         list(litellm.completion(slow.model, messages=HELLO, timeout=0.5, stream=streamed))
     assert isinstance(cause(caught.value), litellm.Timeout)
@@ -42,19 +42,19 @@ def test_an_answer_that_takes_too_long_is_a_timeout(slow, streamed):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_an_answer_that_takes_too_long_is_a_timeout_on_an_event_loop_too(slow, streamed):
-    async def ask():
-        answer = await litellm.acompletion(slow.model, messages=HELLO, timeout=0.5, stream=streamed)
-        async for _ in answer:
+def test_timeout_raises_litellm_timeout_on_event_loop(slow, streamed):
+    async def run():
+        response = await litellm.acompletion(slow.model, messages=HELLO, timeout=0.5, stream=streamed)
+        async for _ in response:
             pass
 
     with pytest.raises((litellm.Timeout, MidStreamFallbackError)) as caught:
-        asyncio.run(ask())
+        asyncio.run(run())
     assert isinstance(cause(caught.value), litellm.Timeout)
     until(idle(slow))
 
 
-def test_a_stream_may_have_a_deadline_for_its_first_token_alone(slow):
+def test_first_token_timeout_of_stream(slow):
     stream = litellm.completion(slow.model, messages=HELLO, first_token_timeout=HANG, timeout=HANG, stream=True)
     assert next(iter(stream)).choices
     stream.completion_stream.close()
@@ -66,16 +66,16 @@ def test_a_stream_may_have_a_deadline_for_its_first_token_alone(slow):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),  # LiteLLM itself takes a `timeout` of 0 for its default, and refuses words
+    ("name", "value"),  # LiteLLM itself replaces a `timeout` of 0 by its default, and rejects text
     [("timeout", -1), ("first_token_timeout", 0), ("first_token_timeout", -1), ("first_token_timeout", "soon")],
 )
-def test_a_deadline_that_is_none_is_refused(scripted, name, value):
+def test_invalid_timeout_is_rejected(scripted, name, value):
     with pytest.raises(litellm.BadRequestError) as caught:
         list(litellm.completion(scripted("Yes.").model, messages=HELLO, stream=True, **{name: value}))
     assert caught.value.param == name
 
 
-def test_cancelling_a_task_frees_its_request(slow):
+def test_canceling_task_cancels_request(slow):
     async def leave():
         task = asyncio.create_task(litellm.acompletion(slow.model, messages=HELLO))
         await asyncio.to_thread(until, lambda: slow.script.running == 1)
@@ -87,7 +87,7 @@ def test_cancelling_a_task_frees_its_request(slow):
     until(idle(slow))
 
 
-def test_closing_a_stream_frees_its_request(slow):
+def test_closing_stream_cancels_request(slow):
     async def leave():
         stream = await litellm.acompletion(slow.model, messages=HELLO, stream=True)
         async for _ in stream:
@@ -99,8 +99,8 @@ def test_closing_a_stream_frees_its_request(slow):
     until(idle(slow))
 
 
-def test_closing_a_sync_stream_frees_its_request(slow):
-    """LiteLLM's wrapper has no `close` of its own."""
+def test_closing_sync_stream_cancels_request(slow):
+    """LiteLLM's wrapper has no `close` method."""
     stream = litellm.completion(slow.model, messages=HELLO, stream=True)
     next(iter(stream))
     assert slow.script.running == 1

@@ -1,4 +1,4 @@
-"""The programs of docs/litellm.md and of examples/litellm are run."""
+"""The programs in docs/litellm.md and examples/litellm run."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ SERVER = "http://127.0.0.1:8000"
 def run(*arguments):
     variables = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     command = [sys.executable, *arguments]
-    ended = subprocess.run(
+    result = subprocess.run(
         command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=HANG, check=False
     )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 @pytest.mark.parametrize("program", page_programs("litellm.md"), ids=["in process", "with options", "with a server"])
-def test_the_programs_of_the_page_run(program):
+def test_documented_program_runs(program):
     with serving(SHARED.get(EngineConfig())) as server:
         output = run("-c", program.replace(SERVER, server.url))
     assert "circles, squares, triangles, stars and crosses" in output or SERVER not in program
 
 
-def test_the_picture_is_described():
+def test_in_process_example_describes_image():
     assert run("examples/litellm/in_process.py", "examples/pictures/circle.png") == "A red circle.\n"
 
 
-def test_what_does_not_fit_the_small_engine_goes_to_the_large_one():
+def test_router_example_sends_long_prompt_to_large_engine():
     short, long = run("examples/litellm/router.py").splitlines()
     assert int(short.split()[0]) < 64 < int(long.split()[0])
     assert "circles" in short

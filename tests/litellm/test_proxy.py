@@ -1,4 +1,4 @@
-"""LiteLLM's real proxy on loopback, asked by the `openai` client: one deployment in its process, others over HTTP."""
+"""LiteLLM's real proxy with the `openai` client: one deployment in its process, others over HTTP."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tests.waiting import HANG, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-PICTURES = Path(__file__).parents[2] / "examples/pictures"
+IMAGES = Path(__file__).parents[2] / "examples/pictures"
 EXAMPLE = Path(__file__).parents[2] / "examples/litellm/config.yaml"
 KEY = f"sk-{uuid.uuid4().hex}"
 DYING_NAME = f"dying-{uuid.uuid4().hex}"
-TRUTH = "I know circles, squares, triangles, stars and crosses"
-LONG = "A long answer that goes on and on and on. " * 20
+EXPECTED = "I know circles, squares, triangles, stars and crosses"
+LONG = "A long response that goes on and on and on. " * 20
 START_SECONDS = 200
 
 DYING = """
@@ -53,7 +53,7 @@ def free_port():
 
 
 def serves(port, model):
-    """Whether the server at `port` is the one that was started here: no other takes our key and has that model."""
+    """Return whether the server at `port` was started here: only that accepts our key and has that model."""
     headers = {"Authorization": f"Bearer {KEY}"}
     with contextlib.suppress(httpx.HTTPError):
         found = httpx.get(f"http://127.0.0.1:{port}/v1/models", headers=headers, timeout=HANG, trust_env=False)
@@ -63,8 +63,10 @@ def serves(port, model):
 
 @contextlib.contextmanager
 def running(command, model, log, **variables):
-    """A process, once it serves `model`, and its port, which is the last word of its command. A port that was free may
-    be taken by somebody else before the process listens: then it gets another."""
+    """Start a process, and yield it and its port once it serves `model`. The port is the last argument of the command.
+
+    If another process takes the free port before this one listens, retry with another port.
+    """
     environment = {**os.environ, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", **variables}
     for _ in range(5):
         port = free_port()
@@ -95,7 +97,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def remote(tiny_checkpoint):
-    """A server of this process, whose decoder plays a script."""
+    """Start a server in this process with a scripted decoder."""
     script = Script(LONG)
     config = EngineConfig(model=str(tiny_checkpoint), served_model_name="tiny", decoder="scripted")
     with Engine(config, registry=scripted_registry(script)) as engine, serving(engine) as server:
@@ -104,7 +106,7 @@ def remote(tiny_checkpoint):
 
 @pytest.fixture(scope="module")
 def dying(folder, tiny_checkpoint):
-    """A server of its own process, to be killed; its address."""
+    """Start a server in a subprocess that the tests kill, and return its URL."""
     command = [sys.executable, "-c", DYING, str(tiny_checkpoint), DYING_NAME]
     with running(command, DYING_NAME, folder / "dying.log") as (process, port):
         yield process, f"http://127.0.0.1:{port}/v1"
@@ -112,7 +114,7 @@ def dying(folder, tiny_checkpoint):
 
 @pytest.fixture(scope="module")
 def proxy(folder, remote, dying):
-    """The address of a proxy with the configuration of the example, and more deployments."""
+    """Start a proxy with the configuration of the example and more deployments, and return its URL."""
     server, _ = remote
 
     def deployment(name, model="demo", **params):
@@ -148,21 +150,21 @@ def client(proxy):
 
 def media(name):
     kind, mime = ("video_url", "video/mp4") if name.endswith("mp4") else ("image_url", "image/png")
-    data = base64.b64encode((PICTURES / name).read_bytes()).decode()
+    data = base64.b64encode((IMAGES / name).read_bytes()).decode()
     return {"type": kind, kind: {"url": f"data:{mime};base64,{data}"}}
 
 
-def asking(words, *names):
-    return [{"role": "user", "content": [*map(media, names), {"type": "text", "text": words}]}]
+def user_message(text, *names):
+    return [{"role": "user", "content": [*map(media, names), {"type": "text", "text": text}]}]
 
 
 CONVERSATIONS = {
     "text": [{"role": "user", "content": "Which shapes do you know?"}],
-    "picture": asking("Describe the picture.", "circle.png"),
-    "two pictures": asking("What has changed?", "before.png", "after.png"),
-    "video": asking("What happens in the video?", "moving.mp4"),
-    "two turns": [
-        *asking("Describe the picture.", "circle.png"),
+    "image": user_message("Describe the picture.", "circle.png"),
+    "two images": user_message("What has changed?", "before.png", "after.png"),
+    "video": user_message("What happens in the video?", "moving.mp4"),
+    "two prompts": [
+        *user_message("Describe the picture.", "circle.png"),
         {"role": "assistant", "content": "A red circle."},
         {"role": "user", "content": "Which shapes do you know?"},
     ],
@@ -170,30 +172,30 @@ CONVERSATIONS = {
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
-def test_the_same_conversation_gets_the_same_answer_everywhere(client, demo, messages):
-    """In process, through the proxy and through our server; whole and streamed."""
+def test_all_interfaces_return_same_response(client, demo, messages):
+    """In process, through the proxy and through our server, with and without streaming."""
     options = {"messages": messages, "temperature": 0}
     streamed = options | {"stream": True, "stream_options": {"include_usage": True}}
     mine = litellm.completion(demo, **options)
     with serving(SHARED.get(EngineConfig())) as server, connect(server.url) as direct:
-        answers = [ask.chat.completions.create(model="demo", **options) for ask in (direct, client)]
-        streams = [list(ask.chat.completions.create(model="demo", **streamed)) for ask in (direct, client)]
+        responses = [each.chat.completions.create(model="demo", **options) for each in (direct, client)]
+        streams = [list(each.chat.completions.create(model="demo", **streamed)) for each in (direct, client)]
     streams.append(list(litellm.completion(demo, **streamed)))
     text = mine.choices[0].message.content
-    assert [answer.choices[0].message.content for answer in answers] == [text, text]
+    assert [response.choices[0].message.content for response in responses] == [text, text]
     assert [text_of(chunks) for chunks in streams] == [text] * 3
-    usages = [answer.usage for answer in answers] + [chunks[-1].usage for chunks in streams]
+    usages = [response.usage for response in responses] + [chunks[-1].usage for chunks in streams]
     assert {counts(usage) for usage in usages} == {counts(mine.usage)}
-    assert {answer.choices[0].finish_reason for answer in answers} == {"stop"}
+    assert {response.choices[0].finish_reason for response in responses} == {"stop"}
 
 
-def test_the_usage_of_a_stream_is_shown_to_whom_asks_for_it(client):
+def test_stream_has_no_usage_unless_requested(client):
     chunks = list(client.chat.completions.create(model="demo", messages=HELLO, stream=True, max_tokens=4))
     assert chunks[-1].choices[0].finish_reason in {"stop", "length"}
     assert not any(chunk.usage for chunk in chunks)
 
 
-def test_the_models_and_their_health_are_listed(client, proxy):
+def test_models_and_health_are_listed(client, proxy):
     assert {model.id for model in client.models.list()} == {"demo", "served", "narrow", "remote", "dying"}
     headers = {"Authorization": f"Bearer {KEY}"}
     health = httpx.get(f"{proxy}/health?model=demo", headers=headers, timeout=HANG, trust_env=False).json()
@@ -212,30 +214,30 @@ def test_the_models_and_their_health_are_listed(client, proxy):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_bad_request_is_named_as_openai_names_it(client, model, options, param):
+def test_bad_request_has_openai_param(client, model, options, param):
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**{"model": model, "messages": HELLO, **options})
     assert caught.value.param == param
     assert "Traceback" not in caught.value.message
 
 
-def test_an_overloaded_engine_is_a_rate_limit(client):
+def test_full_queue_is_rate_limit_error(client):
     forever = {"extra_body": {"ignore_eos": True}, "max_tokens": 3900}
     with client.chat.completions.create(model="narrow", messages=HELLO, stream=True, **forever) as stream:
         next(stream)
         with pytest.raises(openai.RateLimitError):
             client.chat.completions.create(model="narrow", messages=HELLO, max_tokens=1)
-    until(lambda: answered(client, "narrow"))
+    until(lambda: has_free_slot(client, "narrow"))
 
 
-def answered(client, model):
+def has_free_slot(client, model):
     with contextlib.suppress(openai.RateLimitError):
         return client.chat.completions.create(model=model, messages=HELLO, max_tokens=1).choices
     return False
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_client_that_leaves_frees_its_request(proxy, remote, streamed):
+def test_client_disconnect_cancels_request(proxy, remote, streamed):
     _, script = remote
     script.delay = 0.5
     body = json.dumps({"model": "remote", "messages": HELLO, "stream": streamed}).encode()
@@ -250,19 +252,19 @@ def test_a_client_that_leaves_frees_its_request(proxy, remote, streamed):
     until(lambda: script.running == 0)
 
 
-def test_a_server_that_is_killed_is_replaced_by_another_deployment(client, dying):
-    """LiteLLM does not continue a text that another model began: that stream ends with an error, all else goes on."""
+def test_killed_server_falls_back_to_other_deployment(client, dying):
+    """LiteLLM does not continue a response of another model: that stream ends with an error, other requests succeed."""
     process, url = dying
-    ask = {"model": "dying", "messages": CONVERSATIONS["text"], "temperature": 0}
+    request = {"model": "dying", "messages": CONVERSATIONS["text"], "temperature": 0}
     with ThreadPoolExecutor(1) as pool:
-        begun = client.chat.completions.create(stream=True, **ask)
-        assert text_of([next(begun) for _ in range(4)]).startswith("One")
-        waiting = pool.submit(client.chat.completions.create, **ask)
+        stream = client.chat.completions.create(stream=True, **request)
+        assert text_of([next(stream) for _ in range(4)]).startswith("One")
+        waiting = pool.submit(client.chat.completions.create, **request)
         running = "dashinfer_vlm_answers 2"
         until(lambda: running in httpx.get(url.replace("/v1", "/metrics"), trust_env=False, timeout=HANG).text)
         process.kill()
         with pytest.raises(openai.APIError, match="cannot be reached"):
-            list(begun)
-        assert waiting.result().choices[0].message.content.startswith(TRUTH)
-    assert text_of(client.chat.completions.create(stream=True, **ask)).startswith(TRUTH)
-    assert client.chat.completions.create(**ask).choices[0].message.content.startswith(TRUTH)
+            list(stream)
+        assert waiting.result().choices[0].message.content.startswith(EXPECTED)
+    assert text_of(client.chat.completions.create(stream=True, **request)).startswith(EXPECTED)
+    assert client.chat.completions.create(**request).choices[0].message.content.startswith(EXPECTED)

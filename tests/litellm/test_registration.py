@@ -1,4 +1,4 @@
-"""How LiteLLM comes to know the provider, in any order, and how the proxy finds it."""
+"""Registration of the provider with LiteLLM and its proxy, and model information."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tests.litellm.conftest import HELLO
 from tests.waiting import HANG
 
 
-def test_the_entry_point_is_register():
+def test_entry_point_is_register():
     assert load_adapter("litellm") is dashinfer_vlm_litellm.register
 
 
-def test_the_proxy_finds_the_handler(tmp_path):
+def test_proxy_finds_handler(tmp_path):
     found = get_instance_fn("dashinfer_vlm_litellm.handler", str(tmp_path / "config.yaml"))
     assert found is dashinfer_vlm_litellm.handler
 
 
-def test_other_providers_stay():
+def test_register_keeps_other_providers():
     other = {"provider": "other", "custom_handler": dashinfer_vlm_litellm.handler}
     before = litellm.custom_provider_map
     litellm.custom_provider_map = [*before, other]
@@ -36,23 +36,23 @@ def test_other_providers_stay():
     litellm.custom_provider_map = [item for item in litellm.custom_provider_map if item is not other]
 
 
-def test_a_router_made_after_it_answers(demo):
+def test_router_works_after_register(demo):
     params = {"model": demo, "engine_options": {"max_model_len": 512}}
-    router = litellm.Router(model_list=[{"model_name": "eyes", "litellm_params": params}])
-    assert router.completion("eyes", messages=HELLO, max_tokens=1).usage.completion_tokens == 1
+    router = litellm.Router(model_list=[{"model_name": "vision", "litellm_params": params}])
+    assert router.completion("vision", messages=HELLO, max_tokens=1).usage.completion_tokens == 1
     router.discard()
 
 
-def test_what_the_user_said_about_a_model_stays(scripted):
+def test_user_model_info_is_kept(scripted):
     provider = scripted("Yes.")
-    told = {"litellm_provider": provider.model.partition("/")[0], "mode": "chat", "max_input_tokens": 77}
-    litellm.register_model({provider.model: told})
+    info = {"litellm_provider": provider.model.partition("/")[0], "mode": "chat", "max_input_tokens": 77}
+    litellm.register_model({provider.model: info})
     litellm.completion(provider.model, messages=HELLO)
     assert litellm.get_model_info(provider.model)["max_input_tokens"] == 77
 
 
 @pytest.mark.slow
-def test_without_litellm_the_adapter_says_what_to_install():
+def test_missing_litellm_error_names_extra():
     program = (
         "import sys\n"
         "sys.modules['litellm'] = None\n"
@@ -63,11 +63,11 @@ def test_without_litellm_the_adapter_says_what_to_install():
         "except MissingDependency as error:\n"
         "    print(error)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG, check=False)
-    assert "pip install 'dashinfer-vlm-adapters[litellm]'" in ended.stdout
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG, check=False)
+    assert "pip install 'dashinfer-vlm-adapters[litellm]'" in result.stdout
 
 
-def test_a_profile_stays_when_the_context_changes():
+def test_profile_is_kept_when_context_length_changes():
     name = "dashinfer_vlm/images-only"
     register_model_info(name, 100, Profile(videos=False))
     register_model_info(name, 50)

@@ -1,4 +1,4 @@
-"""The same provider with `api_base`: a server is asked."""
+"""The provider with `api_base`, which sends requests to a server."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.testing import Script, scripted_registry
-from tests.litellm.conftest import HELLO, ask, counts, stream, text_of
+from tests.litellm.conftest import HELLO, complete, counts, stream, text_of
 from tests.server.conftest import serving
 from tests.waiting import until
 
 
 @pytest.fixture
 def served(tiny_checkpoint, scripted):
-    """`served("Yes.")`: a running server, how LiteLLM asks it, and the script of its decoder."""
+    """Start a server with scripted responses and return arguments for LiteLLM, its engine and its script."""
     provider = scripted("Not this one.")
     name = provider.model.partition("/")[0]
     with contextlib.ExitStack() as stack:
 
-        def start(*answers, delay=0.0):
-            script = Script(*answers, delay=delay)
+        def start(*responses, delay=0.0):
+            script = Script(*responses, delay=delay)
             config = EngineConfig(model=str(tiny_checkpoint), served_model_name="tiny", decoder="scripted")
             engine = stack.enter_context(Engine(config, registry=scripted_registry(script)))
             server = stack.enter_context(serving(engine))
@@ -33,19 +33,19 @@ def served(tiny_checkpoint, scripted):
     assert not provider.script.requests
 
 
-def test_the_four_ways_give_the_servers_answer(served):
+def test_completion_and_stream_return_the_servers_response(served):
     call, engine, _ = served("Yes, and no.")
     expected = engine.chat({"messages": HELLO})
-    for answer in (litellm.completion(**call), asyncio.run(ask(**call))):
-        assert answer.choices[0].message.content == "Yes, and no."
-        assert counts(answer.usage) == counts(expected.usage)
+    for response in (litellm.completion(**call), asyncio.run(complete(**call))):
+        assert response.choices[0].message.content == "Yes, and no."
+        assert counts(response.usage) == counts(expected.usage)
     call |= {"stream_options": {"include_usage": True}}
     for chunks in (list(litellm.completion(stream=True, **call)), asyncio.run(stream(**call))):
         assert text_of(chunks) == "Yes, and no."
         assert [counts(chunk.usage) for chunk in chunks if getattr(chunk, "usage", None)] == [counts(expected.usage)]
 
 
-def test_a_wrong_request_is_refused_by_the_server(served):
+def test_invalid_request_is_rejected_by_server(served):
     call, _, _ = served("Yes.")
     with pytest.raises(litellm.BadRequestError) as caught:
         litellm.completion(top_k=-2, **call)
@@ -54,21 +54,21 @@ def test_a_wrong_request_is_refused_by_the_server(served):
         litellm.completion(**call | {"model": call["model"].replace("tiny", "huge")})
 
 
-def test_engine_options_are_not_for_a_server(served):
+def test_engine_options_with_server_are_rejected(served):
     call, _, _ = served("Yes.")
     with pytest.raises(litellm.BadRequestError) as caught:
         litellm.completion(engine_options={"max_model_len": 64}, **call)
     assert caught.value.param == "engine_options"
 
 
-def test_a_server_that_is_not_there_is_unavailable(served):
+def test_unreachable_server_is_unavailable(served):
     call, _, _ = served("Yes.")
     with pytest.raises(litellm.ServiceUnavailableError):
         litellm.completion(**call | {"api_base": "http://127.0.0.1:9/v1"})
 
 
-def test_a_deadline_frees_the_request_on_the_server(served):
-    call, _, script = served("A long answer. " * 50, delay=0.5)
+def test_timeout_cancels_request_on_server(served):
+    call, _, script = served("A long response. " * 50, delay=0.5)
     with pytest.raises(litellm.Timeout):
         litellm.completion(timeout=1.0, **call)
     until(lambda: script.running == 0)
