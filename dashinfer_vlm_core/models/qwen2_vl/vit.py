@@ -85,7 +85,7 @@ class Frames:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Tower:
+class Qwen2VLVisionModel:
     """The published vision encoder on one device, in one dtype.
 
     Attributes:
@@ -109,9 +109,9 @@ class Tower:
         """
         frames = Frames(grids, self.config, patches.device)
         x = self.patch_embed(patches)
-        stretch = max(1, int(EXCLUSIVE_FLOP / (24 * len(x) * self.config.embed_dim**2)))
-        for first in range(0, len(self.blocks), stretch):
-            for block in self.blocks[first : first + stretch]:
+        interval = max(1, int(EXCLUSIVE_FLOP / (24 * len(x) * self.config.embed_dim**2)))
+        for first in range(0, len(self.blocks), interval):
+            for block in self.blocks[first : first + interval]:
                 block.proj.add_to(x, self._attend(block, x, frames))
                 block.fc2.add_to(x, block.fc1(self._norm(x, block.norm2)))
             yield
@@ -137,13 +137,13 @@ class Qwen2VLEncoder:
     the batch at all.
     """
 
-    def __init__(self, tower: Tower, pixels: PixelSpec) -> None:
-        self.tower = tower
-        self.executor: Executor = executor_for(tower.device.type)
-        self.batch_patches = BATCH_PATCHES_CPU if tower.device.type == "cpu" else BATCH_PATCHES
-        columns = tower.config.temporal_patch_size * tower.config.patch_size**2
-        self.mean: torch.Tensor = 255 * torch.tensor(pixels.mean, device=tower.device).repeat_interleave(columns)
-        self.std: torch.Tensor = 255 * torch.tensor(pixels.std, device=tower.device).repeat_interleave(columns)
+    def __init__(self, model: Qwen2VLVisionModel, pixels: PixelSpec) -> None:
+        self.model = model
+        self.executor: Executor = executor_for(model.device.type)
+        self.batch_patches = BATCH_PATCHES_CPU if model.device.type == "cpu" else BATCH_PATCHES
+        columns = model.config.temporal_patch_size * model.config.patch_size**2
+        self.mean: torch.Tensor = 255 * torch.tensor(pixels.mean, device=model.device).repeat_interleave(columns)
+        self.std: torch.Tensor = 255 * torch.tensor(pixels.std, device=model.device).repeat_interleave(columns)
 
     def encode(self, batch: Sequence[Patches]) -> list[torch.Tensor]:
         parts, encoded = self._encode(batch), None
@@ -158,17 +158,17 @@ class Qwen2VLEncoder:
         order = sorted(range(len(batch)), key=lambda index: frame_length(batch[index].grid))
         grids = [batch[index].grid for index in order]
         pixels = torch.from_numpy(np.concatenate([batch[index].pixels for index in order]))
-        window = self.tower.config.spatial_merge_size**2
-        encoded = yield from self.tower.parts(self.normalize(pixels), grids)
+        window = self.model.config.spatial_merge_size**2
+        encoded = yield from self.model.parts(self.normalize(pixels), grids)
         rows = torch.split(encoded, [grid.patches // window for grid in grids])
         yield [item.clone() for _, item in sorted(zip(order, rows, strict=True))]
 
     def adopt(self, rows: npt.NDArray[np.float32]) -> torch.Tensor:
-        return self.executor.run(lambda: torch.from_numpy(rows).to(self.tower.device, self.tower.dtype))
+        return self.executor.run(lambda: torch.from_numpy(rows).to(self.model.device, self.model.dtype))
 
     def normalize(self, pixels: torch.Tensor) -> torch.Tensor:
         """Convert uint8 pixels [n, columns] to the encoder's dtype and device, and normalize each channel."""
-        return ((pixels.to(self.tower.device).float() - self.mean) / self.std).to(self.tower.dtype)
+        return ((pixels.to(self.model.device).float() - self.mean) / self.std).to(self.model.dtype)
 
 
 def frame_length(grid: Grid) -> int:
@@ -182,7 +182,7 @@ def load_encoder(spec: ModelSpec, config: EngineConfig, kernels: KernelSelector)
     dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, device))
     with Weights.open(spec.folder, spec.tensor_renames) as weights:
         reader = _Reader(weights, kernels.choose(device, dtype), device, dtype)
-        return Qwen2VLEncoder(load_tower(read_vision_config(spec.folder), reader), spec.pixels)
+        return Qwen2VLEncoder(load_vision_model(read_vision_config(spec.folder), reader), spec.pixels)
 
 
 class _Reader(NamedTuple):
@@ -207,7 +207,7 @@ class _Reader(NamedTuple):
         return self.kernels.linear(self.tensor(f"{name}.weight", *shape).flatten(1))
 
 
-def load_tower(config: VisionConfig, read: _Reader) -> Tower:
+def load_vision_model(config: VisionConfig, read: _Reader) -> Qwen2VLVisionModel:
     """Load the vision encoder of an opened checkpoint in parts, so that other work may run in between.
 
     Raises:
@@ -215,7 +215,7 @@ def load_tower(config: VisionConfig, read: _Reader) -> Tower:
     """
     patch = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
     kernels, run = read.kernels, executor_for(read.device).run
-    return Tower(
+    return Qwen2VLVisionModel(
         config=config,
         kernels=kernels,
         device=torch.device(read.device),
