@@ -27,7 +27,7 @@ PAGES = sorted(
 )
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(<?([^)\s>]+)>?\)")
-PLAIN = {"", "console", "text", "http", "diff", "markdown"}
+PLAIN = {"", "console", "text", "http", "dockerfile"}
 """Languages of blocks that show output, or that no parser is at hand for."""
 
 

@@ -1,4 +1,4 @@
-"""Metrics: what they count, and that nobody can make them grow."""
+"""Metrics: values, and a fixed set of labels."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ CHAT = "/v1/chat/completions"
 
 
 def sample(client, name, **labels):
-    """The value of one metric; 0 if it has not been counted yet."""
+    """Return the value of a metric; 0 if it has no value yet."""
     text = client.get("/metrics").text
     for family in text_string_to_metric_families(text):
-        for found in family.samples:
-            if found.name == PREFIX + name and found.labels == labels:
-                return found.value
+        for item in family.samples:
+            if item.name == PREFIX + name and item.labels == labels:
+                return item.value
     return 0
 
 
-def picture(url):
+def image_request(url):
     return {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]}
 
 
-def test_whole_answers_are_counted_as_their_usage_says(scripted):
+def test_metrics_match_the_usage_of_completions(scripted):
     with scripted("A red circle.").server.http() as client:
-        usages = [client.post(CHAT, json=body).json()["usage"] for body in (HELLO, picture(image_url(60, 90)))]
+        usages = [client.post(CHAT, json=body).json()["usage"] for body in (HELLO, image_request(image_url(60, 90)))]
         streamed = HELLO | {"stream": True}
         client.post(CHAT, json=streamed)
-        # A stream's request is over a moment after its last byte; the one that asks is in flight too.
+        # A stream's request ends shortly after its last byte; the request for the metrics is in flight too.
         until(lambda: sample(client, "requests_in_flight") == 1)
         usages.append(usages[0])
         assert sample(client, "prompt_tokens_total") == sum(usage["prompt_tokens"] for usage in usages)
@@ -50,8 +50,8 @@ def test_whole_answers_are_counted_as_their_usage_says(scripted):
         assert sample(client, "request_prompt_tokens_count") == 3
         assert sample(client, "time_to_first_token_seconds_count") == 3
         assert sample(client, "e2e_request_latency_seconds_count") == 3
-        gaps = sum(usage["completion_tokens"] - 1 for usage in usages)
-        assert sample(client, "inter_token_latency_seconds_count") == gaps
+        intervals = sum(usage["completion_tokens"] - 1 for usage in usages)
+        assert sample(client, "inter_token_latency_seconds_count") == intervals
         assert sample(client, "stage_seconds_count", stage="decode") == 3
         assert sample(client, "vision_batch_size_sum") == 1
 
@@ -67,11 +67,11 @@ OUTCOMES = {
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("outcome", "answer", "body"), [(name, *case) for name, case in OUTCOMES.items()])
-def test_every_request_has_one_outcome(scripted, outcome, answer, body, stream):
-    with scripted(answer).server.http() as client:
+@pytest.mark.parametrize(("outcome", "response", "body"), [(name, *case) for name, case in OUTCOMES.items()])
+def test_request_is_counted_with_one_outcome(scripted, outcome, response, body, stream):
+    with scripted(response).server.http() as client:
         client.post(CHAT, json=body | {"stream": stream})
-        # A stream's request is over a moment after its last byte.
+        # A stream's request ends shortly after its last byte.
         until(lambda: sum_of(client.get("/metrics").text, "requests_total", route=CHAT) == 1)
         assert sample(client, "requests_total", route=CHAT, outcome=outcome) == 1
 
@@ -79,10 +79,10 @@ def test_every_request_has_one_outcome(scripted, outcome, answer, body, stream):
 def sum_of(text, name, **labels):
     families = text_string_to_metric_families(text)
     return sum(
-        found.value
+        item.value
         for family in families
-        for found in family.samples
-        if found.name == PREFIX + name and labels.items() <= found.labels.items()
+        for item in family.samples
+        if item.name == PREFIX + name and labels.items() <= item.labels.items()
     )
 
 
@@ -96,7 +96,7 @@ def sum_of(text, name, **labels):
         ("GET", "/nothing", "other"),
     ],
 )
-def test_who_has_no_key_is_counted_under_the_route_that_was_asked_for(scripted, method, path, route, caplog):
+def test_unauthorized_request_is_counted_under_its_route(scripted, method, path, route, caplog):
     caplog.set_level(logging.INFO)
     with scripted("Fine.", settings={"keys": ApiKeys(["right"])}).server.http() as client:
         assert client.request(method, path).status_code == 401
@@ -106,43 +106,43 @@ def test_who_has_no_key_is_counted_under_the_route_that_was_asked_for(scripted, 
     assert f"{method} {route} 401" in caplog.text
 
 
-def test_a_client_that_left_is_counted_as_such(scripted):
+def test_disconnect_is_counted_as_cancelled(scripted):
     served = scripted("A long answer. " * 100, delay=0.1)
     with served.server.http() as client:
-        with client.stream("POST", CHAT, json=HELLO | {"stream": True}) as reply:
-            next(reply.iter_lines())
+        with client.stream("POST", CHAT, json=HELLO | {"stream": True}) as response:
+            next(response.iter_lines())
         until(lambda: sample(client, "requests_total", route=CHAT, outcome="cancelled") == 1)
 
 
-def test_a_stream_that_breaks_off_is_no_success(scripted):
+def test_failed_stream_is_not_counted_as_success(scripted):
     served = scripted("A long answer. " * 100, delay=0.05)
     with served.server.http() as client:
-        with client.stream("POST", CHAT, json=HELLO | {"stream": True}) as reply:
-            lines = reply.iter_lines()
+        with client.stream("POST", CHAT, json=HELLO | {"stream": True}) as response:
+            lines = response.iter_lines()
             next(lines)
             served.engine.close()
             assert "engine_closed" in "".join(lines)
-        # The engine's own loop has to end the stream before the request counts.
+        # The request is counted after the engine's event loop has ended the stream.
         until(lambda: sample(client, "requests_total", route=CHAT, outcome="unavailable") == 1)
 
 
-def test_fetches_that_fail_are_counted(scripted):
+def test_failed_fetches_are_counted(scripted):
     with serve({}) as web, scripted("Fine.", allow_private_addresses=True).server.http() as client:
-        assert client.post(CHAT, json=picture(web.url("/none.png"))).status_code == 400
+        assert client.post(CHAT, json=image_request(web.url("/none.png"))).status_code == 400
         assert sample(client, "media_fetch_failures_total") == 1
         assert sample(client, "media_fetches_total") == 0
 
 
-def test_the_cache_of_pictures_is_counted(scripted):
+def test_embedding_cache_metrics(scripted):
     with scripted("Fine.").server.http() as client:
         for _ in range(3):
-            client.post(CHAT, json=picture(image_url(60, 90)))
+            client.post(CHAT, json=image_request(image_url(60, 90)))
         counted = [sample(client, f"mm_cache_{name}") for name in ("queries_total", "hits_total", "bytes")]
     assert counted[:2] == [3, 2]
     assert counted[2] > 0
 
 
-def test_the_torch_decoder_counts_its_steps(tiny_checkpoint):
+def test_torch_decoder_metrics(tiny_checkpoint):
     config = EngineConfig(model=str(tiny_checkpoint), decoder="torch")
     with Engine(config) as engine, serving(engine) as server, server.http() as client:
         usage = client.post(CHAT, json=HELLO | {"max_tokens": 5, "ignore_eos": True}).json()["usage"]
@@ -155,13 +155,13 @@ def test_the_torch_decoder_counts_its_steps(tiny_checkpoint):
         assert sample(client, "ready") == 1
 
 
-def test_there_are_metrics_before_there_is_an_engine(tiny_checkpoint):
+def test_metrics_before_the_engine_starts(tiny_checkpoint):
     with serving(scripted_engine("Fine.", model=str(tiny_checkpoint))) as server, server.http() as client:
         assert sample(client, "ready") == 0
-        assert "answer_places" not in client.get("/metrics").text
+        assert "active_requests" not in client.get("/metrics").text
 
 
-def test_each_application_counts_for_itself(tiny_checkpoint):
+def test_applications_have_separate_metrics(tiny_checkpoint):
     for _ in range(2):
         engine = scripted_engine("Fine.", model=str(tiny_checkpoint))
         with engine, serving(engine) as server, server.http() as client:
@@ -169,7 +169,7 @@ def test_each_application_counts_for_itself(tiny_checkpoint):
             assert sample(client, "requests_total", route=CHAT, outcome="success") == 1
 
 
-def test_every_metric_has_our_prefix_or_is_of_the_process(tiny_checkpoint):
+def test_metric_names_have_a_prefix(tiny_checkpoint):
     with serving(scripted_engine("Fine.", model=str(tiny_checkpoint))) as server, server.http() as client:
         names = re.findall(r"^# TYPE (\S+)", client.get("/metrics").text, re.MULTILINE)
     assert all(name.startswith((PREFIX, "process_")) for name in names)
