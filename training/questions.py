@@ -292,7 +292,7 @@ def no_picture(rng: random.Random) -> Question:
     forms = rng.choice((_DESCRIBE, _COUNT, _COLOR, _SHAPE, _CORNER, _WHERE, _SIDE, _NTH, _WHICH, _CHANGED, _MOTION))
     words = {
         "shape": rng.choice(SHAPES),
-        "colour": rng.choice(COLORS),
+        "color": rng.choice(COLORS),
         "corner": rng.choice(CORNERS),
         "number": "2",
         "side": rng.choice(list(_SIDES.values())),
