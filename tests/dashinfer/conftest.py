@@ -1,4 +1,4 @@
-"""Everything here runs on DashInfer's real engine, on the CPU; without its environment, it is left out and says so."""
+"""All tests here run DashInfer's real engine on the CPU; without its environment, they are skipped with the reason."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.tiny import write_checkpoint
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """For the engine: models are tiny, and threads would wait for each other."""
+    """Limit the engine to one thread: the models are tiny, and threads would wait for each other."""
     os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture(scope="package", autouse=True)
 def one_torch_thread() -> Iterator[None]:
-    """For transformers in this process, which has read its environment already."""
+    """Limit transformers in this process, which has read its environment already."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -47,7 +47,7 @@ def environment() -> Environment:
 
 @pytest.fixture(scope="session")
 def cache(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache for the models that the tests convert, with the installed environment and the compiled kernels in it."""
+    """Return a cache for converted models, with links to the installed environment and the compiled kernels."""
     folder = tmp_path_factory.mktemp("cache")
     installed = private_folder(EngineConfig())
     (folder / installed.name).symlink_to(installed)
@@ -63,8 +63,8 @@ def oracle(oracles: Callable[[str], Oracle]) -> Oracle:
 
 
 @pytest.fixture(scope="session")
-def talking_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model with a tokenizer, whose heads are as wide as DashInfer wants them."""
+def chat_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a random model with a tokenizer and the head width required by DashInfer."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]}
     return write_checkpoint(
         tmp_path_factory.mktemp("talking"), num_attention_heads=1, num_key_value_heads=1, rope_parameters=rope
@@ -73,7 +73,7 @@ def talking_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def decoder(cache: Path, oracle: Oracle) -> Callable[..., DashInferDecoder]:
-    """A decoder of the random model, not started."""
+    """Return a factory of decoders of the random model, not started."""
 
     def make(folder: Path = oracle.folder, **options: object) -> DashInferDecoder:
         config = EngineConfig(
@@ -85,7 +85,7 @@ def decoder(cache: Path, oracle: Oracle) -> Callable[..., DashInferDecoder]:
 
 
 class SharedDecoder:
-    """A decoder with default options, started once for the tests that change nothing about it.
+    """A decoder with default options, started once for all tests that do not modify it.
 
     Its event loop runs in a thread, so that it lives longer than a test.
     """
@@ -95,12 +95,12 @@ class SharedDecoder:
         self._loop = LoopThread("shared-decoder")
         self._loop.call(decoder.start())
 
-    def answers(self, requests: list[DecodeRequest], *, together: bool = True) -> list[list[Token]]:
-        """The tokens of each request, decoded together or one after the other."""
-        return self._loop.call(self._answers(requests, together))
+    def generate(self, requests: list[DecodeRequest], *, concurrent: bool = True) -> list[list[Token]]:
+        """Return the tokens of each request, decoded concurrently or sequentially."""
+        return self._loop.call(self._generate(requests, concurrent))
 
-    async def _answers(self, requests: list[DecodeRequest], together: bool) -> list[list[Token]]:
-        if together:
+    async def _generate(self, requests: list[DecodeRequest], concurrent: bool) -> list[list[Token]]:
+        if concurrent:
             return await asyncio.gather(*(collect(self._decoder, request) for request in requests))
         return [await collect(self._decoder, request) for request in requests]
 
@@ -110,7 +110,7 @@ class SharedDecoder:
 
 @pytest.fixture(scope="session")
 def shared(cache: Path, oracle: Oracle) -> Iterator[SharedDecoder]:
-    """A decoder of the random model with default options, already started."""
+    """Return a started decoder of the random model with default options."""
     config = EngineConfig(device="cpu", max_model_len=512, max_waiting=2000, cache_dir=cache)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -121,7 +121,7 @@ def shared(cache: Path, oracle: Oracle) -> Iterator[SharedDecoder]:
 
 @pytest.fixture
 def full_environment(environment: Environment) -> Environment:
-    """An environment that has torch, for what one for the CPU only cannot do."""
+    """Return an environment with torch, for features that a CPU-only environment lacks."""
     if environment.cpu_only:
         pytest.skip("DashInfer is installed for the CPU only: run `dashinfer-vlm dashinfer install` for the full one.")
     return environment

@@ -32,7 +32,7 @@ def made(path):
     return path.stat().st_mtime_ns
 
 
-def test_it_is_written_once_and_a_damaged_one_again(spec, environment, tmp_path):
+def test_model_is_converted_once_and_again_if_damaged(spec, environment, tmp_path):
     first = convert(spec, FLOAT32, environment=environment, cache=tmp_path)
     written, content = made(first.weights), first.weights.read_bytes()
     assert convert(spec, FLOAT32, environment=environment, cache=tmp_path) == first
@@ -43,7 +43,7 @@ def test_it_is_written_once_and_a_damaged_one_again(spec, environment, tmp_path)
     assert sorted(path.suffix for path in tmp_path.iterdir()) == ["", ".lock"]
 
 
-def test_two_at_once_write_it_once(spec, environment, tmp_path):
+def test_concurrent_conversions_write_once(spec, environment, tmp_path):
     with ThreadPoolExecutor() as pool:
         both = [pool.submit(convert, spec, FLOAT32, environment=environment, cache=tmp_path) for _ in range(2)]
         first, second = (future.result() for future in both)
@@ -51,13 +51,13 @@ def test_two_at_once_write_it_once(spec, environment, tmp_path):
     assert len(list(tmp_path.glob("*.lock"))) == 1
 
 
-def test_other_weights_are_another_entry(spec, environment, tmp_path):
+def test_other_weights_have_separate_entry(spec, environment, tmp_path):
     first = convert(spec, FLOAT32, environment=environment, cache=tmp_path)
     os.utime(spec.folder / "model.safetensors", ns=(1, 1))
     assert convert(spec, FLOAT32, environment=environment, cache=tmp_path).graph.parent != first.graph.parent
 
 
-def test_another_form_is_another_entry(spec, full_environment, tmp_path):
+def test_other_format_has_separate_entry(spec, full_environment, tmp_path):
     first = convert(spec, FLOAT32, environment=full_environment, cache=tmp_path)
     half = convert(spec, WeightFormat(dtype="bfloat16"), environment=full_environment, cache=tmp_path)
     assert half.weights.stat().st_size < 0.6 * first.weights.stat().st_size
@@ -76,8 +76,8 @@ CONVERTED_BY_TORCH = "a9788e609af97e7f1e554f0cbb1d8c0b7ca6a2aea3831745318efb535c
 """SHA-256 of the weights of the next test, as the full environment writes them with torch 2.6."""
 
 
-def test_weights_are_those_that_torch_writes(spec, environment, tmp_path):
-    """Of bfloat16 weights that are the same everywhere, whatever a library's random numbers are."""
+def test_weights_equal_those_written_by_torch(spec, environment, tmp_path):
+    """With bfloat16 weights that do not depend on a library's random numbers."""
     checkpoint = tmp_path / "checkpoint"
     shutil.copytree(spec.folder, checkpoint)
     stored = load_file(checkpoint / "model.safetensors")
@@ -89,15 +89,15 @@ def test_weights_are_those_that_torch_writes(spec, environment, tmp_path):
 
 
 @pytest.mark.parametrize(("quantization", "share"), [("int8", 0.6), ("uint4", 0.35)])
-def test_weights_are_quantised_as_they_are_written(spec, full_environment, tmp_path, quantization, share):
-    """The embedding table stays as it is."""
+def test_weights_are_quantized_when_written(spec, full_environment, tmp_path, quantization, share):
+    """The embedding table is not quantized."""
     form = WeightFormat(dtype="bfloat16", quantization=quantization)
     small = convert(spec, form, environment=full_environment, cache=tmp_path)
     stored = (spec.folder / "model.safetensors").stat().st_size
     assert small.weights.stat().st_size < share * stored / 2
 
 
-def test_failures_leave_nothing_and_say_what_was_said(spec, environment, tmp_path):
+def test_failed_conversion_leaves_nothing_and_reports_output(spec, environment, tmp_path):
     elsewhere = replace(environment, python=Path(sys.executable))
     with pytest.raises(SetupError, match=r"(?s)exit status 1.*ImportError"):
         convert(spec, FLOAT32, environment=elsewhere, cache=tmp_path)
@@ -109,12 +109,12 @@ def test_disk_space_is_checked_first(tmp_path):
         check_space(tmp_path, 10**18)
 
 
-def test_a_checkpoint_without_its_layers_is_named(spec, environment, tmp_path):
+def test_checkpoint_without_layers_is_named(spec, environment, tmp_path):
     longer = replace(spec, folder=tmp_path, text=replace(spec.text, num_hidden_layers=3))
     (tmp_path / "model.safetensors").symlink_to(spec.folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"no tensor 'model.layers.2.\*'"):
         convert(longer, FLOAT32, environment=environment, cache=tmp_path / "cache")
 
 
-def test_where_the_files_are(tmp_path):
+def test_cache_paths(tmp_path):
     assert ConvertedModel.at(tmp_path).graph == tmp_path / "model.asgraph"

@@ -1,4 +1,4 @@
-"""DashInfer on the CPU = transformers, batched = alone, and each sampling option = its definition."""
+"""DashInfer on the CPU equals transformers, batched equals alone, and each sampling option matches its definition."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ pytestmark = pytest.mark.dashinfer
 
 
 def sequential(request):
-    """The request at positions 0, 1, 2, ...: what DashInfer computes on a CPU, whatever the real ones are."""
+    """Return the request at positions 0, 1, 2, ..., which DashInfer uses on a CPU instead of the real ones."""
     return replace(request, positions=np.tile(np.arange(len(request.token_ids)), (3, 1)))
 
 
-def answers(decoder, requests, *, together=True):
+def generate(decoder, requests, *, concurrent=True):
     async def run():
         async with decoding(decoder):
-            if together:
+            if concurrent:
                 return await asyncio.gather(*(collect(decoder, request) for request in requests))
             return [await collect(decoder, request) for request in requests]
 
@@ -38,41 +38,41 @@ def answers(decoder, requests, *, together=True):
 def test_text_equals_transformers(oracles, decoder, shape):
     oracle = oracles(shape)
     requests = [prompt(seed, length) for seed, length in enumerate((1, 2, 9, 40, 130))]
-    for request, tokens in zip(requests, answers(decoder(oracle.folder), requests, together=False), strict=True):
+    for request, tokens in zip(requests, generate(decoder(oracle.folder), requests, concurrent=False), strict=True):
         assert ids(tokens) == oracle.greedy(request)
         assert [token.finish_reason for token in tokens[:-1]] == [None] * (len(tokens) - 1)
         assert tokens[-1].finish_reason in {"stop", "length"}
 
 
-def test_injected_embeddings_equal_transformers_on_sequential_positions(oracle, decoder):
+def test_embeddings_equal_transformers_on_sequential_positions(oracle, decoder):
     requests = [
         visual(5, (1, 4, 6), 7, width=oracle.width),
         visual(3, (1, 2, 2), 4, (1, 3, 5), 2, (1, 4, 4), 3, width=oracle.width, content=3),
         visual(2, (3, 2, 2), 1, (1, 5, 1), 6, width=oracle.width, content=5),
     ]
     requests = [sequential(request) for request in requests]
-    found = answers(decoder(approximate_vision=True), requests)
+    found = generate(decoder(approximate_vision=True), requests)
     assert [ids(tokens) for tokens in found] == [oracle.greedy(request) for request in requests]
 
 
-def test_thirty_two_together_equal_each_alone(shared):
+def test_batch_of_32_equals_each_alone(shared):
     lengths = np.random.default_rng(0).integers(1, 150, 32)
     requests = [prompt(seed, int(length), max_tokens=40) for seed, length in enumerate(lengths)]
     requests += [prompt(seed, 20, max_tokens=40, temperature=1.3, top_k=50, seed=seed) for seed in range(8)]
-    together = shared.answers(requests)
-    alone = shared.answers(requests, together=False)
-    assert [ids(tokens) for tokens in together] == [ids(tokens) for tokens in alone]
+    concurrent = shared.generate(requests)
+    alone = shared.generate(requests, concurrent=False)
+    assert [ids(tokens) for tokens in concurrent] == [ids(tokens) for tokens in alone]
 
 
-def test_the_prefix_cache_changes_nothing(decoder):
+def test_prefix_cache_does_not_change_tokens(decoder):
     shared = prompt(1, 100)
     requests = [replace(shared, token_ids=np.append(shared.token_ids[:-1], last)) for last in range(6)]
-    on = answers(decoder(prefix_cache=True), requests, together=False)
-    off = answers(decoder(prefix_cache=False), requests, together=False)
+    on = generate(decoder(prefix_cache=True), requests, concurrent=False)
+    off = generate(decoder(prefix_cache=False), requests, concurrent=False)
     assert [ids(tokens) for tokens in on] == [ids(tokens) for tokens in off]
 
 
-def test_the_bundled_model_answers_as_in_transformers(cache):
+def test_bundled_model_equals_transformers(cache):
     conversations = [[user(text)] for text in ("Hello!", "Which shapes do you know?", "What can you see?")]
     oracle = TransformersEngine(CHECKPOINT)
     config = EngineConfig(model="demo", decoder="dashinfer", device="cpu", max_model_len=512, cache_dir=cache)
@@ -84,11 +84,11 @@ def test_the_bundled_model_answers_as_in_transformers(cache):
             assert answer.usage.completion_tokens == len(expected)
 
 
-def test_log_probabilities_are_the_models_own(oracle, shared):
-    """Before temperature, and of every request in company of others."""
+def test_logprobs_are_of_unmodified_distribution(oracle, shared):
+    """They are taken before temperature, for every request of a batch."""
     requests = [prompt(seed, 8 + seed, logprobs=count, max_tokens=6) for seed, count in enumerate((0, 3, 10))]
     requests += [prompt(9, 12, logprobs=2, max_tokens=6, temperature=1.7, seed=4), prompt(10, 30)]
-    for request, tokens in zip(requests, shared.answers(requests), strict=True):
+    for request, tokens in zip(requests, shared.generate(requests), strict=True):
         count = request.sampling.logprobs
         if count is None:
             assert all(token.logprob is None and not token.top_logprobs for token in tokens)
@@ -103,29 +103,29 @@ def test_log_probabilities_are_the_models_own(oracle, shared):
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 2.0])
-def test_the_repetition_penalty_is_the_fields(oracle, shared, penalty):
-    """Compared with the PyTorch decoder, whose sampler is compared with the definition."""
+def test_repetition_penalty_matches_definition(oracle, shared, penalty):
+    """Compare with the PyTorch decoder, whose sampler is compared with the definition."""
     requests = [prompt(seed, 20, repetition_penalty=penalty) for seed in range(4)]
 
     async def torch():
         async with decoding(oracle.decoder()) as ours:
             return [await collect(ours, request) for request in requests]
 
-    assert [ids(tokens) for tokens in shared.answers(requests)] == [ids(tokens) for tokens in asyncio.run(torch())]
+    assert [ids(tokens) for tokens in shared.generate(requests)] == [ids(tokens) for tokens in asyncio.run(torch())]
 
 
 def first_tokens(shared, count, **sampling):
-    """The first token of `count` answers to one prompt, each with a seed of its own."""
+    """Return the first token of `count` completions of one prompt, each with another seed."""
     requests = [prompt(1, 12, max_tokens=1, seed=seed, **sampling) for seed in range(count)]
-    return [tokens[0].id for tokens in shared.answers(requests)]
+    return [tokens[0].id for tokens in shared.generate(requests)]
 
 
 def probabilities(oracle, temperature):
     return (oracle.logits(prompt(1, 12), [0])[0] / temperature).softmax(-1).double().numpy()
 
 
-def test_top_p_1_is_the_whole_distribution(oracle, shared):
-    """The engine would lower it to 0.99 in silence: then no token outside of that nucleus could ever be drawn."""
+def test_top_p_1_samples_full_distribution(oracle, shared):
+    """The engine would silently lower it to 0.99, and no token outside of that nucleus could be sampled."""
     expected = probabilities(oracle, 2.0)
     order = np.argsort(-expected)
     inside = set(order[: int((expected[order].cumsum() < 0.99).sum()) + 1].tolist())
@@ -139,7 +139,7 @@ def test_top_p_1_is_the_whole_distribution(oracle, shared):
     assert np.abs(deviations).max() < 4.5
 
 
-def test_truncation_keeps_what_it_says(oracle, shared):
+def test_top_k_and_top_p_keep_the_right_tokens(oracle, shared):
     order = np.argsort(-probabilities(oracle, 2.0)).tolist()
     cumulative = np.sort(probabilities(oracle, 2.0))[::-1].cumsum()
     assert set(first_tokens(shared, 200, temperature=2.0, top_k=3)) == set(order[:3])
@@ -149,14 +149,14 @@ def test_truncation_keeps_what_it_says(oracle, shared):
     assert set(first_tokens(shared, 20, temperature=2.0, top_k=1)) == {order[0]}
 
 
-def test_a_seed_decides(shared):
+def test_seed_determines_output(shared):
     requests = [prompt(1, 12, max_tokens=30, temperature=1.5, seed=seed) for seed in (5, 5, 6, -1)]
-    first, again, other, negative = (ids(tokens) for tokens in shared.answers(requests))
+    first, again, other, negative = (ids(tokens) for tokens in shared.generate(requests))
     assert first == again
     assert len({tuple(first), tuple(other), tuple(negative)}) == 3
 
 
-def test_stop_tokens_end_the_answer(oracle, shared):
+def test_stop_tokens_end_generation(oracle, shared):
     plain = oracle.greedy(prompt(1, 20))
     stops = (plain[5], plain[9])
     requests = [
@@ -164,19 +164,19 @@ def test_stop_tokens_end_the_answer(oracle, shared):
         prompt(1, 20, stop_token_ids=(plain[0],)),
         prompt(1, 20, max_tokens=1),
     ]
-    stopped, at_once, one = shared.answers(requests)
+    stopped, at_once, one = shared.generate(requests)
     first = min(plain.index(token) for token in stops)
     assert (ids(stopped), stopped[-1].finish_reason) == (plain[: first + 1], "stop")
     assert (ids(at_once), at_once[-1].finish_reason) == (plain[:1], "stop")
     assert (ids(one), one[-1].finish_reason) == (plain[:1], "length")
 
 
-def test_the_models_end_token_ends_unless_it_is_ignored(shared):
-    """Of a few sampled answers, some are ended by the model itself."""
+def test_models_end_token_ends_unless_ignored(shared):
+    """Among a few sampled completions, some are ended by the model itself."""
     requests = [prompt(seed, 5, max_tokens=60, temperature=2.0, seed=seed) for seed in range(30)]
     ignoring = [replace(request, sampling=replace(request.sampling, ignore_eos=True)) for request in requests]
     ended = 0
-    for plain, on in zip(shared.answers(requests), shared.answers(ignoring), strict=True):
+    for plain, on in zip(shared.generate(requests), shared.generate(ignoring), strict=True):
         ended += plain[-1].finish_reason == "stop"
         assert (plain[-1].id == STOP) == (plain[-1].finish_reason == "stop")
         assert (len(on), on[-1].finish_reason) == (60, "length")

@@ -1,4 +1,4 @@
-"""1,500 requests, right and wrong, through the public interface: none of them ends the worker."""
+"""1,500 valid and invalid requests through the public interface: none of them ends the worker."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ UNHONOURED = {
 
 
 def case(number):
-    """A request: mostly right, sometimes with one wrong value or something that DashInfer cannot do."""
+    """Return a request: mostly valid, sometimes with one invalid value or an unsupported feature."""
     rng = random.Random(number)
     names = rng.sample(list(RANGES), rng.randrange(0, 6))
     body = {"max_tokens": rng.randrange(1, 6)} | {name: RANGES[name](rng) for name in names}
@@ -75,13 +75,13 @@ def case(number):
     return {"messages": as_openai([user(*content)]), **body}
 
 
-def test_no_request_ends_the_worker(talking_checkpoint, cache):
+def test_no_request_ends_the_worker(chat_checkpoint, cache):
     config = EngineConfig(
-        model=str(talking_checkpoint), decoder="dashinfer", device="cpu", cache_dir=cache, max_batch_size=16
+        model=str(chat_checkpoint), decoder="dashinfer", device="cpu", cache_dir=cache, max_batch_size=16
     )
     outcomes = Counter()
 
-    async def ask(engine, number):
+    async def send(engine, number):
         try:
             answer = await engine.achat(case(number))
         except RequestError as error:
@@ -89,12 +89,12 @@ def test_no_request_ends_the_worker(talking_checkpoint, cache):
         assert answer.choices[0].finish_reason in {"stop", "length"}
         return "answered"
 
-    async def ask_in_turn(engine, numbers):
-        outcomes.update([await ask(engine, number) for number in numbers])
+    async def send_sequentially(engine, numbers):
+        outcomes.update([await send(engine, number) for number in numbers])
 
     async def all_cases(engine):
         numbers = iter(range(CASES))
-        await asyncio.gather(*(ask_in_turn(engine, numbers) for _ in range(TOGETHER)))
+        await asyncio.gather(*(send_sequentially(engine, numbers) for _ in range(TOGETHER)))
 
     with Engine(config) as engine:
         decoder = engine._ready().pipeline.decoder._decoder

@@ -1,4 +1,4 @@
-"""Finding, making and describing DashInfer's environment."""
+"""Finding, creating and describing DashInfer's environment."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ def run(*arguments):
 
 
 @needs_3_11
-def test_status_says_that_nothing_is_installed_and_what_to_do(tmp_path):
+def test_status_reports_missing_installation_and_next_step(tmp_path):
     result = run("status", "--cache-dir", tmp_path)
     assert result.exit_code == 1
     assert "DashInfer is not installed. Run `dashinfer-vlm dashinfer install`" in result.output
 
 
 @needs_3_11
-def test_without_an_environment_the_decoder_cannot_run_and_says_why(tmp_path, tiny_checkpoint):
+def test_decoder_without_environment_reports_reason(tmp_path, tiny_checkpoint):
     check_support = DashInferFactory().check_support(read_spec(tiny_checkpoint), EngineConfig(cache_dir=tmp_path))
     assert check_support.score == 0
     assert "dashinfer install" in check_support.reason
 
 
 @needs_3_11
-def test_another_python_is_refused(tmp_path):
+def test_other_python_version_is_rejected(tmp_path):
     result = run("install", "--python", sys.executable, "--cache-dir", tmp_path)
     assert result.exit_code == 1
     assert isinstance(result.exception, MissingDependency)
@@ -69,13 +69,13 @@ def test_another_python_is_refused(tmp_path):
     assert not is_suitable(tmp_path / "python3.10")
 
 
-def test_an_interpreter_that_is_named_has_to_be_there(tmp_path):
+def test_configured_interpreter_must_exist(tmp_path):
     with pytest.raises(MissingDependency, match="is not a file") as error:
         find_environment(EngineConfig(dashinfer_python=tmp_path / "python"))
     assert error.value.param == "dashinfer_python"
 
 
-def test_an_interpreter_without_dashinfer_says_what_it_lacks():
+def test_interpreter_without_dashinfer_reports_missing_module():
     findings = examine(Environment(python=Path(sys.executable), origin="", stubs=None))
     assert findings.python.startswith(f"{sys.version_info.major}.")
     assert findings.problem
@@ -95,7 +95,7 @@ def test_stub_libraries_are_compiled_once_and_load(tmp_path):
     assert {library.soname for library in DRIVER} == {path.name for path in tmp_path.iterdir()}
 
 
-def test_a_lock_is_waited_for(tmp_path):
+def test_installation_waits_for_lock(tmp_path):
     with locked(tmp_path / "lock") as first:
         assert not first
     with locked(tmp_path / "lock") as second:
@@ -104,7 +104,7 @@ def test_a_lock_is_waited_for(tmp_path):
 
 @pytest.fixture
 def installed(tmp_path):
-    """Lay out an environment whose interpreter answers as one with DashInfer does."""
+    """Create an environment whose interpreter behaves like one with DashInfer."""
 
     def make(*, cpu_only):
         folder = private_folder(EngineConfig(cache_dir=tmp_path))
@@ -123,7 +123,7 @@ def installed(tmp_path):
 
 @needs_3_11
 @pytest.mark.parametrize(("cpu_only", "kind"), [(False, "full, for GPUs and the CPU"), (True, "for the CPU only")])
-def test_status_says_which_kind_is_installed(installed, cpu_only, kind):
+def test_status_reports_installed_kind(installed, cpu_only, kind):
     environment = find_environment(config := installed(cpu_only=cpu_only))
     assert environment.cpu_only == cpu_only
     output = run("status", "--cache-dir", config.cache_dir).output
@@ -135,8 +135,8 @@ def test_status_says_which_kind_is_installed(installed, cpu_only, kind):
 @needs_3_11
 @pytest.mark.parametrize("cpu_only", [False, True])
 @pytest.mark.parametrize("cpu", [False, True])
-def test_an_environment_that_works_is_kept(installed, cpu_only, cpu):
-    """A full one with `--cpu` too; one for the CPU only without it too, unless there is a GPU."""
+def test_working_environment_is_kept(installed, cpu_only, cpu):
+    """A full one also with `--cpu`; a CPU-only one also without it, unless there is a GPU."""
     if cuda_devices() and cpu_only and not cpu:
         pytest.skip("There is a GPU, for which the full environment would be installed.")
     lines = []
@@ -146,14 +146,14 @@ def test_an_environment_that_works_is_kept(installed, cpu_only, cpu):
 
 
 @needs_3_11
-def test_decoder_refuses_cuda_where_only_the_cpu_is_installed(installed, oracles):
+def test_decoder_rejects_cuda_in_cpu_only_environment(installed, oracles):
     config = installed(cpu_only=True).model_copy(update={"device": "cuda"})
     check_support = DashInferFactory().check_support(read_spec(oracles("64-untied").folder), config)
     assert check_support.score == 0
     assert "is installed for the CPU only: run `dashinfer-vlm dashinfer install`" in check_support.reason
 
 
-def test_named_interpreter_for_the_cpu_only_is_recognized(tmp_path):
+def test_configured_cpu_only_interpreter_is_recognized(tmp_path):
     python = tmp_path / "env" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.touch()
@@ -169,7 +169,7 @@ def test_cpu_only_packages_are_listed_with_exact_versions():
 
 
 @pytest.mark.dashinfer
-def test_installing_again_finds_it_installed(environment):
+def test_second_installation_is_a_no_op(environment):
     lines = []
     findings = install(EngineConfig(), python=None, cpu=environment.stubs is not None, report=lines.append)
     assert findings.version.startswith("2.1.0")
@@ -178,7 +178,7 @@ def test_installing_again_finds_it_installed(environment):
 
 
 @pytest.mark.dashinfer
-def test_status_says_what_is_there(environment):
+def test_status_lists_installed_versions(environment):
     result = run("status")
     assert result.exit_code == 0, result.output
     assert "DashInfer:   2.1.0" in result.output
@@ -189,10 +189,10 @@ def test_status_says_what_is_there(environment):
 
 
 @pytest.mark.dashinfer
-def test_auto_takes_dashinfer_on_cuda_alone(cache, oracle, tiny_checkpoint):
+def test_auto_selects_dashinfer_only_on_cuda(cache, oracle, tiny_checkpoint):
     check_support = DashInferFactory().check_support
     on_cpu = check_support(read_spec(oracle.folder), EngineConfig(cache_dir=cache, device="cpu"))
     assert on_cpu.score == 1
     assert "CPU:0" in on_cpu.reason
     narrow = check_support(read_spec(tiny_checkpoint), EngineConfig(cache_dir=cache, device="cpu"))
-    assert (narrow.score, "heads of 64 or 128" in narrow.reason) == (0, True)
+    assert (narrow.score, "head size of 64 or 128" in narrow.reason) == (0, True)

@@ -1,4 +1,4 @@
-"""What is checked and translated before it reaches the engine; nothing here needs it."""
+"""Checks and translation of options before they reach the engine; no test here needs the engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def options(spec, **sampling):
     return generate_config(request, spec)
 
 
-def test_a_default_request_asks_for_the_whole_distribution(spec):
+def test_default_request_samples_full_distribution(spec):
     found = options(spec)
     assert (found["temperature"], found["top_k"], found["top_p"]) == (1.0, 0, 0.0)
     assert found["max_length"] == 12
@@ -56,7 +56,7 @@ def test_a_default_request_asks_for_the_whole_distribution(spec):
         ({"logprobs": 0}, {"logprobs": True, "top_logprobs": 0}),
     ],
 )
-def test_values_the_engine_would_bend_are_spelled_so_that_it_does_not(spec, asked, sent):
+def test_values_are_translated_to_avoid_silent_changes(spec, asked, sent):
     found = options(spec, **asked)
     assert {name: found[name] for name in sent} == sent
 
@@ -75,7 +75,7 @@ def test_stop_tokens(spec):
         ({"logprobs": 1, "presence_penalty": 1.0}, UnsupportedParameter, "logprobs"),
     ],
 )
-def test_values_the_engine_cannot_take_are_refused(asked, kind, param):
+def test_unsupported_values_are_rejected(asked, kind, param):
     with pytest.raises(kind) as refusal:
         check_sampling(Sampling(**asked))
     assert refusal.value.param == param
@@ -85,16 +85,16 @@ def plan(folder, *, cuda, cpu_only=False, **config):
     return make_plan(read_spec(folder), EngineConfig(**config), cuda=cuda, cpu_only=cpu_only)
 
 
-def test_salts_are_refused_where_the_engine_keeps_prefixes(tiny_checkpoint):
+def test_cache_salts_are_rejected_with_prefix_cache(tiny_checkpoint):
     with pytest.raises(UnsupportedParameter, match="--no-prefix-cache") as caught:
         check_cache_salt("tenant", plan(tiny_checkpoint, cuda=1))
     assert caught.value.param == "cache_salt"
     check_cache_salt("", plan(tiny_checkpoint, cuda=1))
     check_cache_salt("tenant", plan(tiny_checkpoint, cuda=1, prefix_cache=False))
-    check_cache_salt("tenant", plan(tiny_checkpoint, cuda=0))  # on a CPU the engine keeps none
+    check_cache_salt("tenant", plan(tiny_checkpoint, cuda=0))  # on a CPU, the engine has no prefix cache
 
 
-def test_a_plan_for_cuda(tiny_checkpoint):
+def test_plan_for_cuda(tiny_checkpoint):
     one = plan(tiny_checkpoint, cuda=4)
     assert (one.compute_unit, one.max_batch_size, one.max_model_len, one.weight_format.dtype) == (
         "CUDA:0",
@@ -111,8 +111,8 @@ def test_a_plan_for_cuda(tiny_checkpoint):
     )
 
 
-def test_a_plan_for_the_cpu_keeps_within_the_memory_for_keys_and_values(tiny_checkpoint):
-    """A token of this model takes 2 layers * 2 * 2 heads * 16 * 4 bytes."""
+def test_cpu_plan_stays_within_kv_cache_memory(tiny_checkpoint):
+    """A token of this model needs 2 layers * 2 * 2 heads * 16 * 4 bytes."""
     assert plan(tiny_checkpoint, cuda=0).max_batch_size == 32
     small = plan(tiny_checkpoint, cuda=0, kv_cache_mib=1, max_model_len=1000)
     assert (small.compute_unit, small.max_model_len, small.max_batch_size) == ("CPU:0", 1000, 2)
@@ -121,14 +121,14 @@ def test_a_plan_for_the_cpu_keeps_within_the_memory_for_keys_and_values(tiny_che
 
 
 @pytest.mark.parametrize(("device", "cuda"), [("auto", 1), ("cuda", 1), ("cuda", 0), ("cuda:1", 2)])
-def test_a_cpu_only_environment_never_gets_a_gpu(tiny_checkpoint, device, cuda):
-    with pytest.raises(ConfigError, match="run `dashinfer-vlm dashinfer install` for one") as refusal:
+def test_cpu_only_environment_never_uses_gpu(tiny_checkpoint, device, cuda):
+    with pytest.raises(ConfigError, match="run `dashinfer-vlm dashinfer install` for an environment") as refusal:
         plan(tiny_checkpoint, cuda=cuda, cpu_only=True, device=device)
     assert refusal.value.param == "device"
 
 
 @pytest.mark.parametrize(("device", "cuda"), [("auto", 0), ("cpu", 0), ("cpu", 4)])
-def test_a_cpu_only_environment_runs_on_the_cpu(tiny_checkpoint, device, cuda):
+def test_cpu_only_environment_runs_on_cpu(tiny_checkpoint, device, cuda):
     assert plan(tiny_checkpoint, cuda=cuda, cpu_only=True, device=device).compute_unit == "CPU:0"
 
 
@@ -144,13 +144,13 @@ def test_a_cpu_only_environment_runs_on_the_cpu(tiny_checkpoint, device, cuda):
         ({"device": "cuda:1"}, 1, "tensor_parallel"),
     ],
 )
-def test_options_that_a_device_cannot_honour_are_refused(tiny_checkpoint, config, cuda, param):
+def test_options_unsupported_by_device_are_rejected(tiny_checkpoint, config, cuda, param):
     with pytest.raises(ConfigError) as refusal:
         plan(tiny_checkpoint, cuda=cuda, **config)
     assert refusal.value.param == param
 
 
-def test_frames_are_read_as_they_were_packed(socketpair):
+def test_frames_round_trip(socketpair):
     ours, theirs = socketpair
     arrays = [np.arange(6, dtype=np.int64).reshape(1, 6), np.zeros((0, 3), np.float32), np.ones((2, 3), np.float32)]
     ours.sendall(b"".join(worker.pack({"do": "start", "id": 1}, arrays)))
@@ -174,12 +174,12 @@ def socketpair():
         yield ours, theirs
 
 
-def test_a_head_of_absurd_length_is_refused():
+def test_absurd_frame_length_is_rejected():
     with pytest.raises(ValueError, match="a frame's head"):
         worker.head_length(b"\xff\xff\xff\xff")
 
 
-def test_the_programs_import_nothing_of_ours():
+def test_worker_scripts_do_not_import_project():
     for name in ("worker.py", "serialize.py", "torch_placeholder.py"):
         source = (PROGRAM.parent / name).read_text()
         assert not re.search(r"^\s*(from \.|import dashinfer_vlm|from dashinfer_vlm)", source, re.MULTILINE), name

@@ -24,7 +24,7 @@ SECTION_BYTES = 1 << 20
 
 
 def symbols(library, which):
-    """Dynamic symbols of a library as (name, version or ""), weak ones aside."""
+    """Return the dynamic symbols of a library as (name, version or ""), except weak ones."""
     listed = subprocess.run(["nm", "-D", which, str(library)], capture_output=True, text=True, check=True).stdout
     rows = [line.split()[-2:] for line in listed.splitlines()]
     return {
@@ -35,7 +35,7 @@ def symbols(library, which):
 
 
 def defined():
-    """What the table defines, in the form of `symbols`."""
+    """Return the symbols defined by the table, in the format of `symbols`."""
     return {(name, library.soname if library.versioned else "") for library in ALL for name in library.symbols}
 
 
@@ -48,7 +48,7 @@ def stub_libraries(tmp_path_factory):
 
 @needs_compiler
 @needs_nm
-def test_libraries_define_what_the_table_lists(stub_libraries):
+def test_libraries_define_listed_symbols(stub_libraries):
     assert {path.name for path in stub_libraries.iterdir()} == {library.soname for library in ALL}
     assert [path.name for path in stub_libraries.parent.iterdir()] == [stub_libraries.name]
     assert set().union(*(symbols(path, "--defined-only") for path in stub_libraries.iterdir())) == defined()
@@ -88,7 +88,7 @@ def test_failing_compiler_is_quoted(tmp_path, monkeypatch):
 
 @pytest.fixture
 def library(tmp_path):
-    """A shared library with a megabyte in the section that holds GPU code, and a function."""
+    """Build a shared library with a function and a megabyte in the section of GPU code."""
     path = tmp_path / "library.so"
     section = f'__asm__(".section .nv_fatbin,\\"a\\"\\n.fill {SECTION_BYTES}, 1, 7\\n.text");\n'
     source = section + "int answer(void) { return 42; }\n"
@@ -98,7 +98,7 @@ def library(tmp_path):
 
 
 @needs_compiler
-def test_gpu_code_becomes_a_hole_and_nothing_else_changes(library):
+def test_gpu_code_becomes_a_hole_without_other_changes(library):
     before = library.read_bytes()
     freed = remove_gpu_code(library)
     if not freed:
@@ -110,7 +110,7 @@ def test_gpu_code_becomes_a_hole_and_nothing_else_changes(library):
 
 
 @needs_compiler
-def test_gpu_code_of_a_file_with_other_names_is_kept(library, caplog):
+def test_gpu_code_of_other_file_names_is_kept(library, caplog):
     before = library.read_bytes()
     (library.parent / "other-name.so").hardlink_to(library)
     with caplog.at_level(logging.INFO):
@@ -120,7 +120,7 @@ def test_gpu_code_of_a_file_with_other_names_is_kept(library, caplog):
 
 
 @pytest.mark.parametrize("content", [b"", b"\x7fELF", b"text" * 100, b"\x7fELF\x02\x01" + bytes(100)])
-def test_other_files_are_left_as_they_are(tmp_path, content, caplog):
+def test_other_files_are_unchanged(tmp_path, content, caplog):
     path = tmp_path / "file"
     path.write_bytes(content)
     with caplog.at_level(logging.INFO):
@@ -139,8 +139,8 @@ def cpu_only(environment):
 
 @pytest.mark.dashinfer
 @needs_nm
-def test_every_symbol_that_the_extension_needs_is_defined(environment):
-    """No more and no less than what it takes from NVIDIA's libraries."""
+def test_every_symbol_needed_by_extension_is_defined(environment):
+    """The table has exactly the symbols that it imports from NVIDIA's libraries."""
     (extension,) = environment.python.parent.parent.glob(
         "lib/python*/site-packages/dashinfer/allspark/_allspark.cpython-*.so"
     )
@@ -152,13 +152,13 @@ def test_every_symbol_that_the_extension_needs_is_defined(environment):
 
 
 @pytest.mark.dashinfer
-def test_worker_of_a_cpu_only_environment_refuses_cuda(cpu_only):
+def test_cpu_only_worker_rejects_cuda(cpu_only):
     with pytest.raises(WorkerDied, match=r"exit status 1.*is installed for the CPU only: run `dashinfer-vlm dashinfer"):
         asyncio.run(WorkerProcess.launch(cpu_only, {"compute_unit": "CUDA:0"}))
 
 
 @pytest.mark.dashinfer
-def test_cpu_only_environment_has_nothing_but_dashinfer_and_numpy(cpu_only):
+def test_cpu_only_environment_has_only_dashinfer_and_numpy(cpu_only):
     listed = subprocess.run(
         cpu_only.command("-m", "pip", "list", "--format=freeze"), capture_output=True, text=True, check=True
     )

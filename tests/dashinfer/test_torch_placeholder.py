@@ -1,4 +1,4 @@
-"""The placeholder for torch = torch, in all that DashInfer's converter asks of it."""
+"""The torch placeholder equals torch in everything that DashInfer's converter uses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_attributes_are_the_same_bytes(value):
 
 @pytest.fixture
 def stored(tmp_path):
-    """A file of tensors in each type, and what torch makes of them in float32."""
+    """Return a file of tensors in each dtype, and torch's float32 conversion of them."""
     generator = torch.Generator().manual_seed(0)
     made = {
         str(dtype): torch.randn(5, 3, generator=generator, dtype=torch.float64).to(dtype)
@@ -38,7 +38,7 @@ def same(ours, expected):
 
 
 class Capsule:
-    """What numpy reads a DLPack capsule from."""
+    """An object from which numpy reads a DLPack capsule."""
 
     def __init__(self, tensor):
         self._array = np.require(tensor.numpy(), np.float32, ["C", "A", "W"])
@@ -51,14 +51,14 @@ class Capsule:
         return self._array.__dlpack_device__()
 
 
-def test_every_stored_type_is_read_as_torch_reads_it(stored):
+def test_every_stored_dtype_is_read_as_in_torch(stored):
     file, expected = stored
     for name, tensor in expected.items():
         same(file.tensor(name), tensor)
     assert file.tensor("nothing").numpy().shape == (0, 3)
 
 
-def test_transposed_and_joined_tensors_are_those_of_torch(stored):
+def test_transposed_and_joined_tensors_equal_torch(stored):
     file, expected = stored
     names = ["torch.bfloat16", "torch.float32", "torch.float16"]
     joined = placeholder.concat([file.tensor(name) for name in names]).cpu()
@@ -67,12 +67,12 @@ def test_transposed_and_joined_tensors_are_those_of_torch(stored):
     same(placeholder.Tensor(0), torch.Tensor(0))
 
 
-def test_a_type_that_is_not_read_is_named(stored):
+def test_unsupported_dtype_is_named(stored):
     file, _ = stored
     with pytest.raises(TypeError, match=r"integers in .* has the type I64"):
         file.tensor("integers")
 
 
-def test_what_the_converter_does_not_use_is_absent():
+def test_unused_attributes_are_absent():
     assert not placeholder.cuda.is_available()
     assert not hasattr(placeholder, "load")

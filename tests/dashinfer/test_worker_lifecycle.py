@@ -1,4 +1,4 @@
-"""A decoder whose engine lives in another process: ends of streams, places, deaths, and what is left behind."""
+"""A decoder with its engine in another process: ends of streams, slots, worker failures, and cleanup."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from .conftest import decoding
 pytestmark = pytest.mark.dashinfer
 
 LONG = {"max_tokens": 3000, "ignore_eos": True}
-"""Seconds of the engine's work, in a context of `ROOM`: however late a test goes on, most of it is to come."""
+"""Seconds of the engine's work with a context of `CONTEXT`, so that most of it remains even if a test is slow."""
 
 ROOM = 4096
 
@@ -48,13 +48,13 @@ def descriptors():
 
 
 def all_children():
-    """Processes that any thread of ours started."""
+    """Return the processes started by any thread of this process."""
     return {pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()}
 
 
 @pytest.fixture
 def children():
-    """Lists the processes that were started since the test began."""
+    """Return a function that lists the processes started since the test began."""
     others = all_children()
     return lambda: sorted(all_children() - others)
 
@@ -64,15 +64,15 @@ def shared_files():
 
 
 def is_gone(pid):
-    """Whether the process has ended, waited for or not."""
+    """Return whether the process has ended, reaped or not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except FileNotFoundError:
         return True
 
 
-async def reading(running, requests):
-    """Tasks that read the answers, once the first token is there: in any fixed time, all may be done already."""
+async def start_readers(running, requests):
+    """Return tasks that read the completions, after the first token; after a fixed time, all might be finished."""
     begun = asyncio.Event()
 
     async def read(request):
@@ -84,7 +84,7 @@ async def reading(running, requests):
     return tasks
 
 
-def test_no_token_is_lost_at_the_end_of_a_stream(decoder):
+def test_no_token_is_lost_at_end_of_stream(decoder):
     wanted = np.random.default_rng(0).integers(1, 40, 200).tolist()
 
     async def run():
@@ -97,17 +97,17 @@ def test_no_token_is_lost_at_the_end_of_a_stream(decoder):
     assert all(tokens[-1].finish_reason == "length" for tokens in found)
 
 
-def test_leaving_a_stream_stops_it_and_frees_its_place(decoder, oracle):
-    """The worker is halted while the reader leaves: however slow this machine is, the engine has most of it to go."""
+def test_closing_stream_stops_it_and_frees_its_slot(decoder, oracle):
+    """The worker is stopped while the reader leaves, so that most tokens remain even on a slow machine."""
     max_tokens = 3000
 
     async def run():
         running = decoder(max_batch_size=1, max_model_len=4096)
-        counts, book = Counter(), running._handle_frame
+        counts, handle_frame = Counter(), running._handle_frame
 
         def count_tokens(frame):
             counts.update({number: len(tokens) for number, tokens, *_ in frame.get("of", ())})
-            book(frame)
+            handle_frame(frame)
 
         running._handle_frame = count_tokens
         async with decoding(running):
@@ -122,10 +122,10 @@ def test_leaving_a_stream_stops_it_and_frees_its_place(decoder, oracle):
     assert answer == oracle.greedy(prompt(2, 10, max_tokens=3))
 
 
-def test_cancelling_readers_that_run_and_wait_leaves_the_others_alone(decoder, oracle):
+def test_canceling_readers_does_not_affect_others(decoder, oracle):
     async def run():
         async with decoding(decoder(max_batch_size=2, max_model_len=ROOM)) as running:
-            tasks = await reading(running, [prompt(seed, 10, **LONG) for seed in range(6)])
+            tasks = await start_readers(running, [prompt(seed, 10, **LONG) for seed in range(6)])
             for task in tasks:
                 task.cancel()
             answer = await collect(running, prompt(9, 10))
@@ -137,7 +137,7 @@ def test_cancelling_readers_that_run_and_wait_leaves_the_others_alone(decoder, o
     assert all(isinstance(end, asyncio.CancelledError) for end in ends)
 
 
-def test_two_hundred_wait_for_four_places(decoder, oracle):
+def test_200_requests_wait_for_4_slots(decoder, oracle):
     requests = [prompt(seed % 20, 6, max_tokens=5) for seed in range(200)]
 
     async def run():
@@ -152,12 +152,12 @@ def test_two_hundred_wait_for_four_places(decoder, oracle):
     assert [ids(tokens) for tokens in asyncio.run(run())] == expected * 10
 
 
-def test_closing_ends_what_runs_and_waits(decoder):
+def test_close_ends_running_and_waiting_requests(decoder):
     async def run():
         running = decoder(max_batch_size=1, max_model_len=ROOM)
         await running.start()
         pid = running.pid
-        tasks = await reading(running, [prompt(seed, 5, **LONG) for seed in range(3)])
+        tasks = await start_readers(running, [prompt(seed, 5, **LONG) for seed in range(3)])
         await running.close()
         await running.close()
         ends = await asyncio.gather(*tasks, return_exceptions=True)
@@ -170,8 +170,8 @@ def test_closing_ends_what_runs_and_waits(decoder):
     assert gone
 
 
-def test_what_the_engine_might_not_survive_never_reaches_it(decoder, oracle):
-    refused = {
+def test_dangerous_requests_never_reach_the_engine(decoder, oracle):
+    rejected = {
         "context": (prompt(1, 500, max_tokens=13), ContextLengthExceeded, "messages"),
         "pictures": (visual(2, (1, 2, 2), 3, width=oracle.width), UnsupportedParameter, "messages"),
         "presence": (prompt(1, 5, presence_penalty=1.0), UnsupportedParameter, "presence_penalty"),
@@ -186,18 +186,18 @@ def test_what_the_engine_might_not_survive_never_reaches_it(decoder, oracle):
 
     async def run():
         async with decoding(decoder()) as running:
-            for name, (request, kind, param) in refused.items():
-                with pytest.raises(kind) as refusal:
+            for name, (request, kind, param) in rejected.items():
+                with pytest.raises(kind) as caught:
                     await collect(running, request)
-                assert refusal.value.param == param, name
+                assert caught.value.param == param, name
             fits = await collect(running, prompt(1, 500, max_tokens=12, top_k=10**9, temperature=1.0, ignore_eos=True))
             return len(fits), running.fatal_error
 
     assert asyncio.run(run()) == (12, "")
 
 
-def test_a_killed_worker_fails_its_own_requests_and_is_replaced(decoder, oracle, children):
-    """Six times, with eight streams each; then nothing is left of any of them. One may have come to its end before."""
+def test_killed_worker_fails_its_requests_and_is_replaced(decoder, oracle, children):
+    """Six times with eight streams each; then no resources remain. A stream may have finished before."""
     expected = oracle.greedy(prompt(1, 10))
 
     async def streams(running):
@@ -235,7 +235,7 @@ def test_a_killed_worker_fails_its_own_requests_and_is_replaced(decoder, oracle,
 
 
 class SkippingLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock can be put forward, so that a test of a timeout neither waits nor races."""
+    """An event loop with an adjustable clock, so that a test of a timeout neither waits nor races."""
 
     skipped = 0.0
 
@@ -254,7 +254,7 @@ def run_skipping(main):
 
 @asynccontextmanager
 async def passing_time(seconds):
-    """Put the clock forward by so many seconds, again and again."""
+    """Repeatedly move the clock forward by a number of seconds."""
 
     async def skip():
         while True:
@@ -268,7 +268,7 @@ async def passing_time(seconds):
         passing.cancel()
 
 
-def test_a_worker_that_hangs_is_replaced_and_one_that_idles_is_not(decoder, oracle, children, caplog):
+def test_only_hanging_worker_is_replaced_not_idle_one(decoder, oracle, children, caplog):
     expected = oracle.greedy(prompt(1, 10))
     timeout = EngineConfig().step_timeout
 
@@ -277,16 +277,16 @@ def test_a_worker_that_hangs_is_replaced_and_one_that_idles_is_not(decoder, orac
         made = iter([first, decoder(max_model_len=ROOM)])
         async with decoding(Supervisor(lambda: next(made), restarts=1)) as running:
             assert ids(await collect(running, prompt(1, 10))) == expected
-            while first._active:  # noqa: ASYNC110 - nothing says that the engine has let go of a request
+            while first._active:  # noqa: ASYNC110 - there is no event for a released request
                 await asyncio.sleep(0.001)
             asyncio.get_running_loop().skipped += 10 * timeout
-            await asyncio.sleep(0.001)  # the timeout's own task runs
+            await asyncio.sleep(0.001)  # lets the timeout's task run
             assert ids(await collect(running, prompt(1, 10))) == expected
             assert running.restarted == 0
             stream = running.decode(prompt(2, 5, **LONG))
             await anext(stream)
             os.kill(int(children()[0]), signal.SIGSTOP)
-            # More than once: what the worker sent before it was halted counts as a sign of life.
+            # More than once, because data sent before the worker was stopped counts as a sign of life.
             async with passing_time(timeout):
                 with pytest.raises(DecoderFailed, match="failed while the request ran") as failure:
                     async for _ in stream:
@@ -301,16 +301,16 @@ def test_a_worker_that_hangs_is_replaced_and_one_that_idles_is_not(decoder, orac
     assert not children()
 
 
-def broken_on_demand(environment, folder):
-    """An interpreter that works until the file `broken` stands beside it."""
+def breakable_interpreter(environment, folder):
+    """Return an interpreter that works until the file `broken` exists next to it."""
     python = folder / "python"
     python.write_text(f'#!/bin/sh\n[ -e "{folder}/broken" ] && exit 7\nexec "{environment.python}" "$@"\n')
     python.chmod(0o755)
     return python
 
 
-def test_a_worker_that_does_not_start_is_given_up_on(environment, decoder, tmp_path, children):
-    python = broken_on_demand(environment, tmp_path)
+def test_worker_that_does_not_start_is_abandoned(environment, decoder, tmp_path, children):
+    python = breakable_interpreter(environment, tmp_path)
 
     async def run():
         await (running := decoder(dashinfer_python=python)).start()
@@ -324,15 +324,15 @@ def test_a_worker_that_does_not_start_is_given_up_on(environment, decoder, tmp_p
 
 
 @pytest.fixture
-def restarts_forgotten(monkeypatch):
-    """A decoder that dies may be replaced as often as one that has run for long."""
+def unlimited_restarts(monkeypatch):
+    """Reset the restart count immediately, as after a long healthy run."""
     monkeypatch.setattr("dashinfer_vlm_core.decoders.supervisor.HEALTHY_SECONDS", 0.0)
 
 
-@pytest.mark.usefixtures("restarts_forgotten")
-def test_request_that_waits_when_the_worker_dies_goes_on_in_the_next(environment, decoder, oracle, tmp_path, children):
-    """And fails where there is no next one."""
-    python = broken_on_demand(environment, tmp_path)
+@pytest.mark.usefixtures("unlimited_restarts")
+def test_waiting_request_continues_in_next_worker(environment, decoder, oracle, tmp_path, children):
+    """It fails if there is no next worker."""
+    python = breakable_interpreter(environment, tmp_path)
 
     made = []
 
@@ -341,9 +341,9 @@ def test_request_that_waits_when_the_worker_dies_goes_on_in_the_next(environment
         return made[-1]
 
     async def die_with_one_waiting(running):
-        (reader,) = await reading(running, [prompt(2, 5, **LONG)])
+        (reader,) = await start_readers(running, [prompt(2, 5, **LONG)])
         waiter = asyncio.create_task(collect(running, prompt(1, 10)))
-        while not made[-1]._waiting:  # noqa: ASYNC110 - nothing says that a request waits
+        while not made[-1]._waiting:  # noqa: ASYNC110 - there is no event for a waiting request
             await asyncio.sleep(0)
         os.kill(int(children()[0]), signal.SIGKILL)
         return await asyncio.gather(reader, waiter, return_exceptions=True)
@@ -354,18 +354,18 @@ def test_request_that_waits_when_the_worker_dies_goes_on_in_the_next(environment
             (tmp_path / "broken").touch()
             return replaced, await die_with_one_waiting(running)
 
-    replaced, given_up = asyncio.run(run())
-    died, answer = replaced
-    assert isinstance(died, DecoderFailed)
+    replaced, abandoned = asyncio.run(run())
+    failed, answer = replaced
+    assert isinstance(failed, DecoderFailed)
     assert ids(answer) == oracle.greedy(prompt(1, 10))
-    assert "failed while the request ran" in given_up[0].message
-    assert "died during startup (exit status 7" in given_up[1].message
+    assert "failed while the request ran" in abandoned[0].message
+    assert "died during startup (exit status 7" in abandoned[1].message
     assert len(made) == 1 + 1 + 2
     assert not children()
 
 
-def test_no_request_is_lost_while_a_dead_worker_is_slow_to_end(decoder, oracle, children, monkeypatch):
-    """The supervisor closes the decoder meanwhile: its requests end, and what it had not begun with goes on."""
+def test_no_request_is_lost_while_dead_worker_exits_slowly(decoder, oracle, children, monkeypatch):
+    """The supervisor closes the decoder: its running requests end, and requests that had not started continue."""
     close = WorkerProcess.close
 
     async def close_slowly(worker):
@@ -378,23 +378,23 @@ def test_no_request_is_lost_while_a_dead_worker_is_slow_to_end(decoder, oracle, 
         first, second = (decoder(max_batch_size=1, max_model_len=ROOM) for _ in range(2))
         made = iter([first, second])
         async with decoding(Supervisor(lambda: next(made), restarts=1)) as running:
-            (reader,) = await reading(running, [prompt(2, 5, **LONG)])
+            (reader,) = await start_readers(running, [prompt(2, 5, **LONG)])
             waiter = asyncio.create_task(collect(running, prompt(1, 10)))
-            while not first._waiting:  # noqa: ASYNC110 - nothing says that a request waits
+            while not first._waiting:  # noqa: ASYNC110 - there is no event for a waiting request
                 await asyncio.sleep(0)
             os.kill(int(children()[0]), signal.SIGKILL)
             return await asyncio.wait_for(asyncio.gather(reader, waiter, return_exceptions=True), HANG)
 
-    died, answer = asyncio.run(run())
-    assert isinstance(died, DecoderFailed)
+    failed, answer = asyncio.run(run())
+    assert isinstance(failed, DecoderFailed)
     assert ids(answer) == oracle.greedy(prompt(1, 10))
     assert not children()
 
 
-def test_health_says_that_a_worker_was_given_up_on(environment, talking_checkpoint, cache, tmp_path, children):
-    python = broken_on_demand(environment, tmp_path)
+def test_health_reports_abandoned_worker(environment, chat_checkpoint, cache, tmp_path, children):
+    python = breakable_interpreter(environment, tmp_path)
     config = EngineConfig(
-        model=str(talking_checkpoint), decoder="dashinfer", device="cpu", cache_dir=cache, dashinfer_python=python
+        model=str(chat_checkpoint), decoder="dashinfer", device="cpu", cache_dir=cache, dashinfer_python=python
     )
 
     async def health(engine):
@@ -410,31 +410,31 @@ def test_health_says_that_a_worker_was_given_up_on(environment, talking_checkpoi
             time.sleep(0.01)
         with pytest.raises(DecoderFailed, match="died during startup"):
             engine.chat({"messages": [user("Hello")]})
-        ill = asyncio.run(health(engine))
+        unhealthy = asyncio.run(health(engine))
     assert (well.status_code, well.json()["decoder"], "CPU:0" in well.json()["reason"]) == (200, "dashinfer", True)
-    assert (ill.status_code, ill.json()["status"]) == (503, "failed")
-    assert "exit status 7" in ill.json()["fatal_error"]
+    assert (unhealthy.status_code, unhealthy.json()["status"]) == (503, "failed")
+    assert "exit status 7" in unhealthy.json()["fatal_error"]
 
 
-def test_a_picture_is_refused_where_it_stands(talking_checkpoint, cache):
-    config = EngineConfig(model=str(talking_checkpoint), decoder="dashinfer", device="cpu", cache_dir=cache)
-    with Engine(config) as engine, pytest.raises(UnsupportedParameter, match="M-RoPE") as refusal:
+def test_image_is_rejected_with_its_path(chat_checkpoint, cache):
+    config = EngineConfig(model=str(chat_checkpoint), decoder="dashinfer", device="cpu", cache_dir=cache)
+    with Engine(config) as engine, pytest.raises(UnsupportedParameter, match="M-RoPE") as caught:
         engine.chat({"messages": as_openai([user("What is this?", blurred_image(1))])})
-    assert refusal.value.param == "messages[0].content[1]"
+    assert caught.value.param == "messages[0].content[1]"
 
 
-def test_pictures_are_answered_approximately_on_request(talking_checkpoint, cache):
+def test_approximate_vision_processes_images(chat_checkpoint, cache):
     config = EngineConfig(
-        model=str(talking_checkpoint), decoder="dashinfer", device="cpu", cache_dir=cache, approximate_vision=True
+        model=str(chat_checkpoint), decoder="dashinfer", device="cpu", cache_dir=cache, approximate_vision=True
     )
     with Engine(config) as engine:
         answer = engine.chat({"messages": as_openai([user("What is this?", blurred_image(1))]), "max_tokens": 8})
     assert answer.usage.completion_tokens <= 8
 
 
-def test_stop_strings_and_clients_that_leave(talking_checkpoint, cache):
+def test_stop_strings_and_closed_streams(chat_checkpoint, cache):
     config = EngineConfig(
-        model=str(talking_checkpoint), decoder="dashinfer", device="cpu", cache_dir=cache, max_batch_size=1
+        model=str(chat_checkpoint), decoder="dashinfer", device="cpu", cache_dir=cache, max_batch_size=1
     )
     body = {"messages": [user("Tell me.")], "temperature": 0, "max_tokens": 60}
     with Engine(config) as engine:
@@ -467,7 +467,7 @@ asyncio.run(main())
 """
 
 
-def test_a_worker_dies_with_its_parent(cache, oracle):
+def test_worker_exits_with_its_parent(cache, oracle):
     command = [sys.executable, "-c", PARENT, str(oracle.folder), str(cache)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         pid = int(parent.stdout.readline())

@@ -237,7 +237,7 @@ def allocate(allocator, rows, leaving=()):
     made = KVAllocation(prefix=PrefixHash(prompt(0, 1)))
     start = allocator.find_start(made, rows, leaving)
     if start is not None:
-        allocator.place(made, start, rows)
+        allocator.assign(made, start, rows)
     return made if start is not None else None
 
 
