@@ -34,13 +34,13 @@ class MeanTower:
         self.short = set()
         self.gate = threading.Event()
         self.gate.set()
-        self.wait_for_pass = threading.Semaphore(0)
+        self.started = threading.Semaphore(0)
         self.threads = set()
 
     def encode(self, batch):
         self.passes.append([item.digest for item in batch])
         self.threads.add(threading.current_thread())
-        self.wait_for_pass.release()
+        self.started.release()
         assert self.gate.wait(timeout=HANG)
         if any(item.digest in self.poison for item in batch):
             raise RuntimeError("this tower cannot stomach that")
