@@ -8,6 +8,7 @@ from types import MappingProxyType
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig, hookimpl
+from dashinfer_vlm_core.concurrency.compute import THREAD_NAME
 from dashinfer_vlm_core.engine import select_decoder
 from dashinfer_vlm_core.errors import (
     CheckpointError,
@@ -291,8 +292,9 @@ def test_requests_beyond_queue_are_rejected_before_any_work(scripted):
 
 
 def engine_threads(others):
-    """Return the running engine threads; `others` were started before by other tests."""
-    return [thread for thread in set(threading.enumerate()) - others if "dashinfer" in thread.name]
+    """Return the running threads of engines; the compute thread belongs to the process, `others` to other tests."""
+    started = set(threading.enumerate()) - others
+    return [thread for thread in started if "dashinfer" in thread.name and thread.name != THREAD_NAME]
 
 
 def test_closed_engine_reports_how_to_start_it(tiny_checkpoint):
