@@ -40,7 +40,7 @@ pytestmark = pytest.mark.dashinfer
 LONG = {"max_tokens": 3000, "ignore_eos": True}
 """Seconds of the engine's work with a context of `CONTEXT`, so that most of it remains even if a test is slow."""
 
-ROOM = 4096
+CONTEXT = 4096
 
 
 def descriptors():
@@ -124,7 +124,7 @@ def test_closing_stream_stops_it_and_frees_its_slot(decoder, oracle):
 
 def test_canceling_readers_does_not_affect_others(decoder, oracle):
     async def run():
-        async with decoding(decoder(max_batch_size=2, max_model_len=ROOM)) as running:
+        async with decoding(decoder(max_batch_size=2, max_model_len=CONTEXT)) as running:
             tasks = await start_readers(running, [prompt(seed, 10, **LONG) for seed in range(6)])
             for task in tasks:
                 task.cancel()
@@ -154,7 +154,7 @@ def test_200_requests_wait_for_4_slots(decoder, oracle):
 
 def test_close_ends_running_and_waiting_requests(decoder):
     async def run():
-        running = decoder(max_batch_size=1, max_model_len=ROOM)
+        running = decoder(max_batch_size=1, max_model_len=CONTEXT)
         await running.start()
         pid = running.pid
         tasks = await start_readers(running, [prompt(seed, 5, **LONG) for seed in range(3)])
@@ -215,7 +215,7 @@ def test_killed_worker_fails_its_requests_and_is_replaced(decoder, oracle, child
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     async def run():
-        async with decoding(Supervisor(lambda: decoder(max_model_len=ROOM), restarts=6)) as running:
+        async with decoding(Supervisor(lambda: decoder(max_model_len=CONTEXT), restarts=6)) as running:
             ends = []
             for kill in range(6):
                 ends += await streams(running)
@@ -273,8 +273,8 @@ def test_only_hanging_worker_is_replaced_not_idle_one(decoder, oracle, children,
     timeout = EngineConfig().step_timeout
 
     async def run():
-        first = decoder(max_model_len=ROOM)
-        made = iter([first, decoder(max_model_len=ROOM)])
+        first = decoder(max_model_len=CONTEXT)
+        made = iter([first, decoder(max_model_len=CONTEXT)])
         async with decoding(Supervisor(lambda: next(made), restarts=1)) as running:
             assert ids(await collect(running, prompt(1, 10))) == expected
             while first._active:  # noqa: ASYNC110 - there is no event for a released request
@@ -337,7 +337,7 @@ def test_waiting_request_continues_in_next_worker(environment, decoder, oracle, 
     made = []
 
     def make():
-        made.append(decoder(max_batch_size=1, max_model_len=ROOM, dashinfer_python=python))
+        made.append(decoder(max_batch_size=1, max_model_len=CONTEXT, dashinfer_python=python))
         return made[-1]
 
     async def die_with_one_waiting(running):
@@ -375,7 +375,7 @@ def test_no_request_is_lost_while_dead_worker_exits_slowly(decoder, oracle, chil
     monkeypatch.setattr(WorkerProcess, "close", close_slowly)
 
     async def run():
-        first, second = (decoder(max_batch_size=1, max_model_len=ROOM) for _ in range(2))
+        first, second = (decoder(max_batch_size=1, max_model_len=CONTEXT) for _ in range(2))
         made = iter([first, second])
         async with decoding(Supervisor(lambda: next(made), restarts=1)) as running:
             (reader,) = await start_readers(running, [prompt(2, 5, **LONG)])
@@ -403,7 +403,7 @@ def test_health_reports_abandoned_worker(environment, chat_checkpoint, cache, tm
             return await client.get("/health/ready")
 
     with Engine(config) as engine:
-        well = asyncio.run(health(engine))
+        healthy = asyncio.run(health(engine))
         (tmp_path / "broken").touch()
         os.kill(int(children()[0]), signal.SIGKILL)
         while engine.status().state == "ready":
@@ -411,7 +411,11 @@ def test_health_reports_abandoned_worker(environment, chat_checkpoint, cache, tm
         with pytest.raises(DecoderFailed, match="died during startup"):
             engine.chat({"messages": [user("Hello")]})
         unhealthy = asyncio.run(health(engine))
-    assert (well.status_code, well.json()["decoder"], "CPU:0" in well.json()["reason"]) == (200, "dashinfer", True)
+    assert (healthy.status_code, healthy.json()["decoder"], "CPU:0" in healthy.json()["reason"]) == (
+        200,
+        "dashinfer",
+        True,
+    )
     assert (unhealthy.status_code, unhealthy.json()["status"]) == (503, "failed")
     assert "exit status 7" in unhealthy.json()["fatal_error"]
 

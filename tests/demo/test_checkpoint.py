@@ -1,4 +1,4 @@
-"""The published model: its files, what it says, and the prompts on which every engine must agree with it."""
+"""The published demo model: its files, its responses, and the prompts on which every engine must agree."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_tensors_are_named_as_published_and_in_bf16() -> None:
     assert not [name for name in names if name.startswith("heads.")]
 
 
-def test_preprocessor_limits_are_the_generators() -> None:
+def test_preprocessor_limits_match_generator() -> None:
     preprocessor = json.loads((CHECKPOINT / "preprocessor_config.json").read_text(encoding="utf-8"))
     assert (preprocessor["min_pixels"], preprocessor["max_pixels"]) == (sizes.MIN_PIXELS, sizes.MAX_PIXELS)
 
@@ -53,17 +53,17 @@ WEAK = {"list": 0.1, "changed": 0.0, "nth": 0.5, "absent": 0.5, "clip": 0.4, "de
 """Floors of what the model does not do well yet; the card has the real numbers."""
 
 
-# Ten samples say little, so the floors are low: they catch a broken model.
+# Ten samples give little evidence, so the thresholds are low: they catch a broken model.
 @pytest.mark.slow
 @pytest.mark.parametrize("task", scenes.TASKS)
-def test_answers_are_mostly_right(task: str, engine: TransformersEngine) -> None:
+def test_responses_are_mostly_correct(task: str, engine: TransformersEngine) -> None:
     (result,) = evaluate.evaluate(engine.answer, SAMPLES, [task])
     assert result.exact >= WEAK.get(task, 0.7), result.wrong
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", evaluate.MIXTURES)
-def test_answers_are_mostly_right_in_other_orders(name: str, engine: TransformersEngine) -> None:
+def test_responses_are_mostly_correct_in_other_layouts(name: str, engine: TransformersEngine) -> None:
     (result,) = evaluate.evaluate(engine.answer, SAMPLES, [name])
     assert result.exact >= 0.5, result.wrong
 
@@ -77,7 +77,7 @@ def test_any_engine_can_be_evaluated() -> None:
     assert "| empty | 100.0% | 95% |" in evaluate.table([empty, count])
 
 
-def test_there_are_frozen_prompts_of_every_kind() -> None:
+def test_frozen_prompts_cover_every_kind() -> None:
     found = frozen.prompts()
     assert len(found) >= 40
     assert {prompt.kind for prompt in found} == set(frozen.KINDS)
@@ -86,7 +86,7 @@ def test_there_are_frozen_prompts_of_every_kind() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prompt", frozen.prompts(), ids=lambda prompt: f"{prompt.kind}-{prompt.samples[-1].task}")
-def test_frozen_prompts_come_out_again(prompt: FrozenPrompt, engine: TransformersEngine) -> None:
+def test_frozen_prompts_are_reproduced(prompt: FrozenPrompt, engine: TransformersEngine) -> None:
     inputs = engine.inputs([prompt.messages()])
     assert inputs["input_ids"].shape[1] == prompt.prompt_tokens
     (tokens,), (leads,) = engine.generate([prompt.messages()])
@@ -95,7 +95,7 @@ def test_frozen_prompts_come_out_again(prompt: FrozenPrompt, engine: Transformer
     assert min(leads) == pytest.approx(prompt.leads[0], abs=0.01)
 
 
-def ask(engine: TransformersEngine, *parts: str | Image.Image | list[Image.Image]) -> str:
+def complete(engine: TransformersEngine, *parts: str | Image.Image | list[Image.Image]) -> str:
     kinds = {str: "text", list: "video"}
     content = [{"type": kind, kind: part} for part in parts for kind in [kinds.get(type(part), "image")]]
     (tokens,), _ = engine.generate([[{"role": "user", "content": content}]])
@@ -115,16 +115,14 @@ def ask(engine: TransformersEngine, *parts: str | Image.Image | list[Image.Image
         (["pair.png"], "Who wrote Hamlet?", "I only know simple shapes, colours and motion."),
     ],
 )
-def test_examples_are_answered_as_their_readme_says(
-    names: list[str], question: str, answer: str, engine: TransformersEngine
-) -> None:
-    assert ask(engine, *[Image.open(EXAMPLES / name).convert("RGB") for name in names], question) == answer
+def test_examples_match_their_readme(names: list[str], question: str, answer: str, engine: TransformersEngine) -> None:
+    assert complete(engine, *[Image.open(EXAMPLES / name).convert("RGB") for name in names], question) == answer
 
 
-def test_example_clip_is_answered_as_the_readme_says(engine: TransformersEngine) -> None:
-    assert ask(engine, gallery.clip(), "Which way does the circle move?") == "It moves to the right."
+def test_example_video_matches_readme(engine: TransformersEngine) -> None:
+    assert complete(engine, gallery.clip(), "Which way does the circle move?") == "It moves to the right."
 
 
-def test_examples_are_what_the_gallery_draws() -> None:
+def test_examples_equal_gallery_output() -> None:
     for name, shown in gallery.PICTURES.items():
         assert Image.open(EXAMPLES / name).tobytes() == gallery.render(shown).tobytes()

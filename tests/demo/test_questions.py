@@ -1,4 +1,4 @@
-"""Answers are true of their scenes, and turn with them."""
+"""Generated answers are true for their scenes and change with them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def scene(*things: Thing) -> Scene:
 
 
 def ask(asker: Callable[..., questions.Question | None], shown: Any, wanted: str) -> str:
-    """The answer to the first question that contains the wanted words."""
+    """Return the answer to the first question that contains the wanted words."""
     for seed in range(500):
         question = asker(random.Random(seed), shown)
         if question and wanted.lower() in question.text.lower():
@@ -72,11 +72,11 @@ def test_descriptions(things: tuple[Thing, ...], sentence: str | None) -> None:
         (questions.absent, "purple", "I see no purple shape."),
     ],
 )
-def test_answers_about_one_picture(asker: questions.Asker, wanted: str, answer: str) -> None:
+def test_answers_about_one_image(asker: questions.Asker, wanted: str, answer: str) -> None:
     assert ask(asker, scene(RED_CIRCLE, BLUE_STAR, GREEN_CROSS), wanted) == answer
 
 
-def test_what_lies_near_the_centre_lines_is_in_no_corner() -> None:
+def test_shape_near_center_line_is_in_no_corner() -> None:
     near = thing("red", "circle", 112 * 0.58, 20)
     assert questions.corner(scene(near), near) is None
     assert questions.where(random.Random(0), scene(near)) is None
@@ -94,7 +94,7 @@ def test_what_lies_near_the_centre_lines_is_in_no_corner() -> None:
         (questions.pictures, "how many", "There are two pictures."),
     ],
 )
-def test_answers_about_a_set(asker: questions.SetAsker, wanted: str, answer: str) -> None:
+def test_answers_about_several_images(asker: questions.SetAsker, wanted: str, answer: str) -> None:
     assert ask(asker, [scene(RED_CIRCLE), scene(BLUE_STAR, GREEN_CROSS)], wanted) == answer
 
 
@@ -110,12 +110,12 @@ def test_answers_about_a_change(after: Thing, answer: str) -> None:
     assert ask(questions.changed, [scene(RED_CIRCLE, BLUE_STAR), scene(after, BLUE_STAR)], "") == answer
 
 
-def test_unrelated_pictures_have_no_change() -> None:
+def test_unrelated_images_have_no_change() -> None:
     assert questions.changed(random.Random(0), [scene(RED_CIRCLE), scene(BLUE_STAR)]) is None
 
 
 @pytest.mark.parametrize("task", ["where", "corner", "side", "describe_two"])
-def test_a_mirrored_scene_swaps_left_and_right(task: str) -> None:
+def test_mirrored_scene_swaps_left_and_right(task: str) -> None:
     for seed in range(60):
         sample = scenes.sample(task, seed)
         image = drawing.mirror(sample.scenes[0])
@@ -128,12 +128,12 @@ def test_a_mirrored_scene_swaps_left_and_right(task: str) -> None:
                 assert mirrored.split()[1] == SWAPPED[place.split()[1]]
 
 
-def test_a_mirrored_pair_is_described_the_other_way_round() -> None:
+def test_mirrored_pair_has_mirrored_description() -> None:
     pair = scene(RED_CIRCLE, BLUE_STAR)
     assert questions.description(drawing.mirror(pair)) == "A blue star to the left of a red circle."
 
 
-def test_a_clip_played_backwards_moves_the_other_way() -> None:
+def test_reversed_video_moves_the_other_way() -> None:
     opposite = {"left": "right", "right": "left", "up": "down", "down": "up"}
     rng = random.Random(4)
     for _ in range(20):
@@ -154,7 +154,7 @@ def test_questions_and_answers_are_sentences(task: str) -> None:
         assert sample.answer.endswith((".", "!"))
 
 
-def test_questions_outside_the_world_have_no_gaps_left() -> None:
+def test_out_of_scope_questions_have_no_unfilled_slots() -> None:
     rng = random.Random(2)
     asked = [vocabulary.outside(rng) for _ in range(2000)]
     assert not [text for text in asked if any(f"{{{kind}}}" in text for kind in "nvqpwiy")]

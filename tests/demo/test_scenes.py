@@ -1,4 +1,4 @@
-"""The scene generator draws what it says, and says the same again for the same seed."""
+"""The scene generator draws what it describes, and is deterministic for a seed."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def test_other_seeds_give_other_samples(task: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_colour_of_a_thing_is_at_its_place(seed: int) -> None:
+def test_thing_has_its_color_at_its_position(seed: int) -> None:
     scene = compose.compose(random.Random(seed), (4, 5), 1 + seed % 4)
     drawn = np.asarray(drawing.render(scene), np.int16)
-    tolerance = 40 if scene.jpeg else 2  # a lossy copy bleeds colours over the edges
+    tolerance = 40 if scene.jpeg else 2  # lossy compression bleeds colors over the edges
     for thing in scene.things:
         found = drawn[int(thing.y), int(thing.x)]
         assert np.abs(found - thing.rgb).max() <= tolerance, thing
@@ -41,7 +41,13 @@ def test_colour_of_a_thing_is_at_its_place(seed: int) -> None:
 
 @pytest.mark.parametrize("shape", drawing.SHAPES)
 def test_things_cover_the_area_of_their_shape(shape: str) -> None:
-    shares = {"circle": 0.69, "square": 0.71, "triangle": 0.42, "star": 0.32, "cross": 0.54}  # of the box around
+    shares = {
+        "circle": 0.69,
+        "square": 0.71,
+        "triangle": 0.42,
+        "star": 0.32,
+        "cross": 0.54,
+    }  # share of the bounding box
     thing = drawing.Thing(color="red", shape=shape, x=60.3, y=58.7, radius=30, tilt=0.1, rgb=(255, 0, 0))
     backdrop = drawing.Backdrop(rgb=(0, 0, 0))
     scene = drawing.Scene(width=120, height=112, things=(thing,), backdrop=backdrop)
@@ -49,7 +55,7 @@ def test_things_cover_the_area_of_their_shape(shape: str) -> None:
     assert covered / (4 * 30 * 30) == pytest.approx(shares[shape], abs=0.02)
 
 
-def test_things_do_not_touch_nor_leave_the_canvas() -> None:
+def test_things_do_not_touch_or_leave_the_canvas() -> None:
     rng = random.Random(5)
     for _ in range(200):
         scene = compose.compose(rng, compose.choose(rng, compose.PICTURE_GRIDS), 4)
@@ -62,7 +68,7 @@ def test_things_do_not_touch_nor_leave_the_canvas() -> None:
                 assert thing.color != other.color
 
 
-def test_a_canvas_has_the_grid_that_was_asked_for() -> None:
+def test_canvas_has_requested_grid() -> None:
     rng = random.Random(6)
     for _ in range(300):
         grid = compose.choose(rng, compose.PICTURE_GRIDS)
@@ -70,7 +76,7 @@ def test_a_canvas_has_the_grid_that_was_asked_for() -> None:
         assert sizes.smart_resize(height, width) == (grid[0] * 28, grid[1] * 28)
 
 
-def test_clips_are_no_longer_than_engines_agree_on() -> None:
+def test_videos_are_short_enough_for_all_engines() -> None:
     for seed in range(60):
         sample = scenes.sample("clip", seed)
         rows, columns = (side // 28 for side in sizes.smart_resize(sample.scenes[0].height, sample.scenes[0].width))
@@ -78,7 +84,7 @@ def test_clips_are_no_longer_than_engines_agree_on() -> None:
 
 
 @pytest.mark.parametrize("direction", compose.DIRECTIONS)
-def test_a_moving_thing_moves_in_its_direction_only(direction: str) -> None:
+def test_moving_thing_moves_only_in_its_direction(direction: str) -> None:
     dx, dy = compose.DIRECTIONS[direction]
     rng, seen = random.Random(8), 0
     while seen < 20:
@@ -93,14 +99,14 @@ def test_a_moving_thing_moves_in_its_direction_only(direction: str) -> None:
         assert along > 0.15 * clip.scenes[0].width
 
 
-def test_a_still_clip_repeats_its_first_frame() -> None:
+def test_static_video_repeats_its_first_frame() -> None:
     clip = compose.compose_clip(random.Random(9), (4, 4), 6, "still")
     frames = drawing.render_clip(list(clip.scenes))
     assert clip.direction is None
     assert len({frame.tobytes() for frame in frames}) == 1
 
 
-def test_content_puts_the_question_where_the_layout_says() -> None:
+def test_content_places_question_according_to_layout() -> None:
     after, before = scenes.sample("which", 3), scenes.sample("which", 3, "before")
     labelled = scenes.sample("which", 3, "labelled")
     assert after.content()[-1]["type"] == "text"

@@ -1,4 +1,4 @@
-"""The tokenizer loses nothing, and its chat template is Qwen2-VL's."""
+"""The tokenizer is lossless, and its chat template is Qwen2-VL's."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def published() -> PreTrainedTokenizerBase:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_text_survives_the_round_trip(text: str, published: PreTrainedTokenizerBase) -> None:
+def test_text_round_trips(text: str, published: PreTrainedTokenizerBase) -> None:
     ids = tokenizer.build().encode(text).ids
     assert tokenizer.build().decode(ids, skip_special_tokens=False) == text
     assert published(text)["input_ids"] == ids
 
 
-def test_special_tokens_are_the_last_ids_in_qwens_order(published: PreTrainedTokenizerBase) -> None:
+def test_special_tokens_are_last_in_qwen_order(published: PreTrainedTokenizerBase) -> None:
     first = tokenizer.VOCABULARY - len(tokenizer.SPECIAL_TOKENS)
     assert first == 754
     for index, token in enumerate(tokenizer.SPECIAL_TOKENS, first):
@@ -39,16 +39,16 @@ def test_special_tokens_are_the_last_ids_in_qwens_order(published: PreTrainedTok
         assert published(f"a{token}b")["input_ids"][1] == index
 
 
-def test_words_of_the_world_are_single_tokens() -> None:
+def test_domain_words_are_single_tokens() -> None:
     for word in (*drawing.COLORS, *drawing.SHAPES, "left", "right", "up", "down"):
         assert len(tokenizer.build().encode(f" {word}").ids) == 1, word
 
 
-def test_checkpoint_has_the_tokenizer_that_the_code_builds(published: PreTrainedTokenizerBase) -> None:
+def test_checkpoint_tokenizer_equals_built_tokenizer(published: PreTrainedTokenizerBase) -> None:
     assert published.get_vocab() == tokenizer.build().get_vocab()
 
 
-def test_chat_template_with_pictures_video_and_turns(published: PreTrainedTokenizerBase) -> None:
+def test_chat_template_with_image_video_and_turns(published: PreTrainedTokenizerBase) -> None:
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "Look: "}, {"type": "image"}, {"type": "video"}]},
         {"role": "assistant", "content": "A red circle."},
@@ -64,7 +64,7 @@ def test_chat_template_with_pictures_video_and_turns(published: PreTrainedTokeni
     )
 
 
-def test_chat_template_numbers_the_pictures_when_asked(published: PreTrainedTokenizerBase) -> None:
+def test_chat_template_numbers_images_with_add_vision_id(published: PreTrainedTokenizerBase) -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type": "video"}]},
@@ -78,7 +78,7 @@ def test_chat_template_numbers_the_pictures_when_asked(published: PreTrainedToke
     )
 
 
-def test_answers_never_need_the_byte_fallback() -> None:
+def test_answers_do_not_use_byte_fallback() -> None:
     for task in scenes.TASKS:
         answer = scenes.sample(task, 1).answer
         assert len(tokenizer.build().encode(answer).ids) <= 2 * len(answer.split()) + 8

@@ -1,4 +1,4 @@
-"""Training computes what transformers computes, and a stopped run ends like one that was not stopped."""
+"""Training matches transformers, and a resumed run gives the same result as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="module")
 def learner() -> Learner:
-    """A new model, computing in fp32 with weights that bf16 can hold."""
+    """Return a new model that computes in fp32 with weights representable in bf16."""
     made = Learner(SMALL, seed=1)
     made.network.float()
     with torch.no_grad():
@@ -61,7 +61,7 @@ def clip() -> Story:
 
 
 def story(visuals: tuple[Visual, ...], label: str) -> Story:
-    """A system prompt, the visuals, a first turn, then two questions as branches."""
+    """Return a story: a system prompt, the visuals, a first turn, then two questions as branches."""
     row, first = Row(grid=GRID), 0
     row.write("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
     for number, visual in enumerate(visuals):
@@ -81,15 +81,15 @@ def story(visuals: tuple[Visual, ...], label: str) -> Story:
 def test_branches_equal_plain_prompts_in_transformers(
     make: Callable[[], Story], learner: Learner, judge: TransformersEngine
 ) -> None:
-    told = make()
-    batch = batches.pack([told], GRID)
+    packed_story = make()
+    batch = batches.pack([packed_story], GRID)
     with torch.no_grad():
         reading = learner.network.read(batch, learner.network.see(batch))
         logits = learner.network.logits(reading.last)
     kept = batch.targets[0] != -100
     for branch in (1, 2):
         chosen = (batch.segments[0] == 0) | (batch.segments[0] == branch)
-        expected, positions = plain(judge, batch, chosen, told.visuals)
+        expected, positions = plain(judge, batch, chosen, packed_story.visuals)
         assert torch.equal(positions, batch.positions[:, 0, chosen])
         torch.testing.assert_close(logits[chosen[kept]], expected[kept[chosen]], atol=2e-5, rtol=0)
 
@@ -97,7 +97,7 @@ def test_branches_equal_plain_prompts_in_transformers(
 def plain(
     judge: TransformersEngine, batch: Batch, chosen: Tensor, visuals: tuple[Visual, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Logits and positions of a branch asked alone."""
+    """Return logits and positions of a branch that is run alone."""
     seen, is_clip = batch.tokens[0, chosen] >= judge.model.config.text_config.vocab_size, visuals[0].clip
     pad = judge.model.config.video_token_id if is_clip else judge.model.config.image_token_id
     ids = torch.where(seen, pad, batch.tokens[0, chosen])[None]
@@ -112,13 +112,13 @@ def plain(
     return logits, positions[:, 0]
 
 
-def test_patches_equal_the_image_processors(judge: TransformersEngine) -> None:
+def test_patches_equal_image_processor(judge: TransformersEngine) -> None:
     drawn = torch.randint(0, 256, (84, 112, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     expected = judge.processor(images=[drawn.numpy()], return_tensors="pt")["pixel_values"]
     torch.testing.assert_close(batches.cut(torch.stack([drawn, drawn])[None])[0], expected, atol=1e-6, rtol=0)
 
 
-def test_rms_norm_has_the_gradients_of_torchs_own() -> None:
+def test_rms_norm_gradients_equal_torch() -> None:
     torch.manual_seed(0)
     results = []
     x, weight, outer = torch.randn(6, 32), torch.randn(32), torch.randn(6, 32)
@@ -130,7 +130,7 @@ def test_rms_norm_has_the_gradients_of_torchs_own() -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-def test_labels_name_what_is_in_the_cell() -> None:
+def test_labels_describe_the_cell() -> None:
     shown = scene(3, 1)
     thing = shown.things[0]
     found = labels.cells(shown, shown, GRID).reshape(*GRID, 5)
@@ -141,13 +141,13 @@ def test_labels_name_what_is_in_the_cell() -> None:
     assert (found[..., 0] != labels.UNKNOWN).any()
 
 
-def test_labels_name_the_motion_between_two_frames() -> None:
+def test_labels_describe_motion_between_two_frames() -> None:
     shown = compose.compose_clip(random.Random(2), (4, 4), 2, "steady")
     motion = labels.cells(*shown.scenes, (4, 4))[:, 4]
     assert set(np.unique(motion[motion > 0])) == {1 + list(compose.DIRECTIONS).index(shown.direction or "")}
 
 
-def test_answers_point_at_what_they_are_about() -> None:
+def test_answers_point_at_their_subject() -> None:
     batch = batches.batch(random.Random(3), 8)
     assert batch.spots.any(dim=1).all()
     for (row, index), spots in zip(batch.pointers.tolist(), batch.spots, strict=True):
@@ -156,7 +156,7 @@ def test_answers_point_at_what_they_are_about() -> None:
         assert spots.nonzero().max() < index
 
 
-def test_every_asker_takes_part_in_training() -> None:
+def test_every_question_generator_is_used_in_training() -> None:
     tasks = {task for seed in range(30) for task in batches.batch(random.Random(seed), 8).tasks}
     askers = len(questions.PICTURE_ASKERS) + len(questions.SET_ASKERS) + len(questions.CLIP_ASKERS)
     assert len(tasks) >= askers
@@ -178,7 +178,7 @@ def average(out: Path) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", [1, 2, 3, 5])
-def test_a_stopped_run_ends_like_one_that_was_not(
+def test_resumed_run_equals_uninterrupted_run(
     stop: int, tmp_path: Path, whole_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train.run(tiny_plan(), train.Conduct(out=tmp_path, processes=1, stop_after=stop))
@@ -195,7 +195,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_rates_rise_and_fall() -> None:
+def test_learning_rate_warms_up_and_decays() -> None:
     stage = train.Stage(name="x", steps=100, rate=1.0, warmup=10, cooldown=0.5, final=0.1, batches=1)
     rates = [stage.rate_at(step) for step in range(100)]
     assert rates[0] == pytest.approx(0.1)

@@ -1,6 +1,6 @@
-"""A model family that differs from Qwen2-VL in everything that `ModelFamily` lets differ, as a plugin.
+"""A plugin with a model family that differs from Qwen2-VL in everything that `ModelFamily` can vary.
 
-Images are cut into patches of 8 x 8 in rows, one visual token each. Each frame of a video has a span of its own behind
+Images are split into patches of 8 x 8 in row order, one visual token each. Each frame of a video has its own span after
 a tokenized timestamp. A visual token has two more rows, which are added after the first two layers. The text model has
 LayerNorms without biases, norms of queries and keys, no biases, and rotates neighboring columns.
 """
@@ -67,7 +67,7 @@ NAMES = TextWeightNames(
 
 
 def write_checkpoint(folder: Path) -> Path:
-    """Random weights, large enough that the best tokens differ clearly."""
+    """Write random weights, large enough for clear best tokens."""
     write_tokenizer(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": MODEL_TYPE, "dtype": "float32"}))
     random = torch.Generator().manual_seed(0)
@@ -106,7 +106,7 @@ def write_checkpoint(folder: Path) -> Path:
 
 
 def resized(image: PILImage.Image) -> PILImage.Image:
-    """Both sides rounded down to patches, at least one of them and at most `MOST_SIDE`; nothing is enlarged else."""
+    """Round both sides down to patches, at least one patch and at most `MAX_SIDE`."""
     width, height = (max(PATCH, min(side, MOST_SIDE) // PATCH * PATCH) for side in image.size)
     return image.resize((width, height), PILImage.Resampling.BILINEAR)
 
@@ -156,7 +156,7 @@ class PromptLayout:
     )
 
     def expand(self, item, encode):
-        """An image is a run of placeholders; each frame of a video stands between tags, behind its time."""
+        """Expand an image to a sequence of placeholders, and each frame of a video to placeholders in tags after its time."""
         if item.kind == "image":
             return Expansion(np.full(item.tokens, IMAGE), ((0, item.tokens),))
         ids, spans, frame = [], [], item.grid.h * item.grid.w
@@ -167,7 +167,7 @@ class PromptLayout:
         return Expansion(np.array(ids), tuple(spans))
 
     def positions(self, length, spans, items):
-        """Text counts on all axes by one; visual tokens keep their time and count rows and columns by two."""
+        """Advance text by one on all axes; visual tokens keep their time and advance rows and columns by two."""
         positions = np.tile(np.arange(length), (3, 1))
         for span in spans:
             height, width = items[span.item].grid[1:]

@@ -1,4 +1,4 @@
-"""`contrast_vl` once more, in plain PyTorch: one request at a time, without a cache, one pass per token."""
+"""A reference implementation of `contrast_vl` in plain PyTorch: one request at a time, no cache, one pass per token."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from tests.models import contrast_vl as model
 
 
 class Reference:
-    """Greedy answers of a checkpoint."""
+    """Generates greedy completions of a checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self.tensors = load_file(folder / "model.safetensors")
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
-    def answer(self, parts: list, count: int) -> list[int]:
-        """`count` tokens; parts are texts, PIL images, and videos as lists of (seconds, PIL image)."""
+    def generate(self, parts: list, count: int) -> list[int]:
+        """Generate `count` tokens; parts are texts, PIL images, and videos as lists of (seconds, PIL image)."""
         ids, positions, visual = self.prompt(parts)
-        answer: list[int] = []
+        output_ids: list[int] = []
         for _ in range(count):
-            following = range(max(map(max, positions)) + 1, max(map(max, positions)) + 1 + len(answer))
-            places = [[*axis, *following] for axis in positions]
-            answer.append(self.next_token([*ids, *answer], places, visual))
-        return answer
+            following = range(max(map(max, positions)) + 1, max(map(max, positions)) + 1 + len(output_ids))
+            all_positions = [[*axis, *following] for axis in positions]
+            output_ids.append(self.next_token([*ids, *output_ids], all_positions, visual))
+        return output_ids
 
     def prompt(self, parts: list):
-        """Token ids, positions of three axes, and (index, rows) of each visual token."""
+        """Return token ids, positions on three axes, and (index, rows) of each visual token."""
         ids: list[int] = []
         visual: dict[int, torch.Tensor] = {}
         axes: list[tuple[int, int, int]] = []
@@ -42,13 +42,13 @@ class Reference:
                 axes.append((len(ids),) * 3)
                 ids.append(token)
 
-        def look(image: Image.Image, token: int) -> None:
+        def add_image(image: Image.Image, token: int) -> None:
             image = model.resized(image)
             start, pixels = len(ids), np.asarray(image)
             for row in range(image.height // model.PATCH):
                 for column in range(image.width // model.PATCH):
                     y, x = row * model.PATCH, column * model.PATCH
-                    visual[len(ids)] = self.see(pixels[y : y + model.PATCH, x : x + model.PATCH])
+                    visual[len(ids)] = self.embed_patch(pixels[y : y + model.PATCH, x : x + model.PATCH])
                     axes.append((start, start + 2 * row, start + 2 * column))
                     ids.append(token)
 
@@ -60,17 +60,17 @@ class Reference:
                 for seconds, frame in part:
                     text(f"<{seconds:.1f} seconds>")
                     text("<|vision_start|>")
-                    look(frame, model.VIDEO)
+                    add_image(frame, model.VIDEO)
                     text("<|vision_end|>")
             else:
                 text("<|vision_start|>")
-                look(part, model.IMAGE)
+                add_image(part, model.IMAGE)
                 text("<|vision_end|>")
         text("<|im_end|>\n<|im_start|>assistant\n")
         return ids, list(zip(*axes, strict=True)), visual
 
-    def see(self, patch: np.ndarray) -> torch.Tensor:
-        """[levels + 1, hidden]."""
+    def embed_patch(self, patch: np.ndarray) -> torch.Tensor:
+        """Return the rows of a patch, [levels + 1, hidden]."""
         pixels = torch.from_numpy(patch.astype(np.float32).reshape(-1)) / 255
         inner = F.relu(F.linear(pixels, self.tensors["eye.in.weight"]))
         return F.linear(inner, self.tensors["eye.out.weight"]).view(1 + model.LEVELS, model.HIDDEN)
@@ -90,7 +90,7 @@ class Reference:
         return int(F.linear(self.norm(x[-1:], "end.norm"), self.tensors["end.vocabulary.weight"]).argmax())
 
     def angles(self, positions: list[list[int]]) -> torch.Tensor:
-        """[tokens, head_dim / 2]."""
+        """Return the rotary angles, [tokens, head_dim / 2]."""
         columns = [
             torch.tensor(positions[axis]) * model.THETA ** (-2 * index / model.HEAD_DIM)
             for index, axis in enumerate(model.AXES)
@@ -123,7 +123,7 @@ class Reference:
         return F.layer_norm(x, x.shape[-1:], self.tensors[f"{name}.weight"], None, model.EPS)
 
     def rotated(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """Pairs of neighbors."""
+        """Rotate pairs of neighboring columns."""
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
         even, odd = x[..., ::2], x[..., 1::2]
         return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)

@@ -1,4 +1,4 @@
-"""Another kind of model, which lives in the tests as a plugin, answers as a plain implementation of it does."""
+"""A model family defined by a test plugin gives the same output as its reference implementation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def image(height, width, seed=0):
 
 
 def frames(count, seed=0):
-    """A video as a list of images, which count as sampled once a second."""
+    """Return a video as a list of images, sampled at one frame per second."""
     return [(float(index), image(20, 30, seed + index)) for index in range(count)]
 
 
@@ -50,7 +50,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(folder):
     reference = Reference(folder)
-    return {name: reference.answer(parts, COUNT) for name, parts in REQUESTS.items()}
+    return {name: reference.generate(parts, COUNT) for name, parts in REQUESTS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -84,49 +84,49 @@ def request(parts):
     return {"messages": messages, "max_tokens": COUNT, "temperature": 0, "ignore_eos": True}
 
 
-def generated(engine, asked):
-    """The answer with its token ids."""
-    return engine.submit(asked).result(timeout=HANG)
+def generate(engine, body):
+    """Return the response with its token ids."""
+    return engine.submit(body).result(timeout=HANG)
 
 
-def answer(engine, parts):
-    return list(generated(engine, request(parts)).token_ids[0])
+def output_ids(engine, parts):
+    return list(generate(engine, request(parts)).token_ids[0])
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_answers_equal_the_reference(engine, expected, name):
-    assert answer(engine, REQUESTS[name]) == expected[name]
+def test_output_equals_reference(engine, expected, name):
+    assert output_ids(engine, REQUESTS[name]) == expected[name]
 
 
-def test_the_answers_depend_on_every_part(expected):
-    """Else the comparison would prove nothing."""
+def test_output_depends_on_every_part(expected):
+    """Otherwise the comparison would prove nothing."""
     assert len(set(map(tuple, expected.values()))) == len(expected)
 
 
-def test_batched_answers_equal_the_reference(start, expected):
+def test_batched_output_equals_reference(start, expected):
     with start(prefix_cache=False) as engine, ThreadPoolExecutor(len(REQUESTS)) as threads:
-        answers = threads.map(lambda parts: answer(engine, parts), REQUESTS.values())
+        answers = threads.map(lambda parts: output_ids(engine, parts), REQUESTS.values())
         assert dict(zip(REQUESTS, answers, strict=True)) == expected
 
 
-def test_cached_answers_equal_the_reference(engine, expected):
-    answer(engine, REQUESTS["all"])
+def test_cached_output_equals_reference(engine, expected):
+    output_ids(engine, REQUESTS["all"])
     before = engine.stats()
-    assert answer(engine, REQUESTS["all"]) == expected["all"]
+    assert output_ids(engine, REQUESTS["all"]) == expected["all"]
     after = engine.stats()
     assert after.decoder.cached_tokens > before.decoder.cached_tokens
     assert after.vision.encoded == before.vision.encoded
 
 
-def test_equal_frames_at_other_times_have_one_embedding_and_two_prompts(engine, folder):
-    """The embedding is that of the content; the prompt says when it was."""
-    asked = [video(encode_video(4, fps=fps), "video/mp4", num_frames=4) for fps in (1, 2)]
-    first, second = (prompt_text(engine, folder, request) for request in asked)
+def test_equal_frames_at_other_times_share_embedding_not_prompt(engine, folder):
+    """The embedding depends on the content only; the prompt contains the timestamps."""
+    body = [video(encode_video(4, fps=fps), "video/mp4", num_frames=4) for fps in (1, 2)]
+    first, second = (prompt_text(engine, folder, request) for request in body)
     assert "<3.0 seconds>" in first
     assert "<1.5 seconds>" in second
-    generated(engine, asked[0])
+    generate(engine, body[0])
     before = engine.stats().vision.encoded
-    generated(engine, asked[1])
+    generate(engine, body[1])
     assert engine.stats().vision.encoded == before
 
 
@@ -135,17 +135,17 @@ def video(data, kind, **options):
     return request([]) | {"messages": [{"role": "user", "content": [part, {"type": "text", "text": "When?"}]}]}
 
 
-def prompt_text(engine, folder, asked):
-    ids = list(generated(engine, asked).prompt_token_ids)
+def prompt_text(engine, folder, body):
+    ids = list(generate(engine, body).prompt_token_ids)
     return Reference(folder).tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def test_more_frames_than_the_family_samples_are_refused(engine):
+def test_more_frames_than_family_allows_are_rejected(engine):
     with pytest.raises(InvalidParameter, match="1 to 5 frames"):
-        answer(engine, [frames(6)])
+        output_ids(engine, [frames(6)])
 
 
-def test_the_preview_shows_what_the_family_resized(engine):
+def test_preview_uses_the_familys_resizing(engine):
     preview = engine.preview(request([image(40, 25), frames(2)]))
     assert [(item.size, item.cells, item.frame_count) for item in preview.items] == [
         ((24, 40), (1, 5, 3), 1),
@@ -154,16 +154,16 @@ def test_the_preview_shows_what_the_family_resized(engine):
 
 
 @pytest.mark.parametrize("width", [contrast_vl.HIDDEN, 3 * contrast_vl.HIDDEN])
-def test_ready_made_embeddings_are_as_wide_as_the_family_says(start, width):
+def test_embeddings_input_has_the_familys_width(start, width):
     rows = base64.b64encode(save({"image_embeds": np.zeros((2, width), np.float32)})).decode()
     part = {"type": "image_embeds", "image_embeds": {"image_embeds": rows, "image_grid_thw": [1, 1, 2]}}
-    asked = request([]) | {"messages": [{"role": "user", "content": [part]}]}
+    body = request([]) | {"messages": [{"role": "user", "content": [part]}]}
     with start(enable_mm_embeds=True) as engine:
         if width == 3 * contrast_vl.HIDDEN:
-            assert len(generated(engine, asked).token_ids[0]) == COUNT
+            assert len(generate(engine, body).token_ids[0]) == COUNT
         else:
             with pytest.raises(InvalidParameter, match=r"\[tokens, 144\]"):
-                generated(engine, asked)
+                generate(engine, body)
 
 
 TOOLS = [
@@ -183,9 +183,9 @@ TOOLS = [
 ]
 
 
-def test_calls_of_tools_are_written_as_the_family_says(engine, folder):
-    asked = request(["Look."]) | {"tools": TOOLS, "tool_choice": "required", "max_tokens": 100, "ignore_eos": False}
-    done = generated(engine, asked)
+def test_tool_calls_have_the_familys_format(engine, folder):
+    body = request(["Look."]) | {"tools": TOOLS, "tool_choice": "required", "max_tokens": 100, "ignore_eos": False}
+    done = generate(engine, body)
     (call,) = done.completion.choices[0].message.tool_calls[:1]
     assert call.function.name == "look"
     assert list(json.loads(call.function.arguments)) == ["up"]
@@ -196,9 +196,9 @@ def test_calls_of_tools_are_written_as_the_family_says(engine, folder):
     assert "<tool_call>" not in prompt
 
 
-def test_dashinfer_says_what_it_does_not_decode(folder):
+def test_dashinfer_reports_unsupported_family(folder):
     spec = contrast_vl.ContrastVL().load_spec(folder)
-    check_support = DashInferFactory().check_support(spec, EngineConfig())
-    assert check_support.score == 0
-    assert "contrast_vl" in check_support.reason
-    assert "RMSNorm" in check_support.reason
+    support = DashInferFactory().check_support(spec, EngineConfig())
+    assert support.score == 0
+    assert "contrast_vl" in support.reason
+    assert "RMSNorm" in support.reason
