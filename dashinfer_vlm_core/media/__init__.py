@@ -1,9 +1,11 @@
-"""Content part -> decoded media: the only room that opens a socket or a file for a user."""
+"""Content parts -> decoded media: the only package that opens sockets or files on behalf of a request."""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from ..deprecation import renamed_names
 
 if TYPE_CHECKING:
     from .fetch import FetchStats
@@ -30,8 +32,9 @@ __all__ = [
     "VideoReader",
 ]
 
-# Names are imported on use: the built-in plugin registers READERS whenever the command line starts, `--help` included.
-_ROOMS = {
+# Names are imported on first use: the built-in plugin registers READERS whenever the command line starts, even for
+# `--help`.
+_MODULES = {
     "FetchStats": "fetch",
     "MediaLoader": "loader",
     "PyAVReader": "readers",
@@ -40,7 +43,10 @@ _ROOMS = {
 }
 
 
+_renamed = renamed_names(__name__, {"Clip": "Video", "Picture": "Image"}, stacklevel=4)
+
+
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(importlib.import_module(f".{_ROOMS.get(name, 'types')}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f".{_MODULES.get(name, 'types')}", __name__), name)
+    return _renamed(name)

@@ -1,4 +1,4 @@
-"""http and https sources -> bytes, on the terms of this server: what it may reach, how much, how long."""
+"""Fetch http and https sources within the server's limits on hosts, bytes and seconds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import anyio
 import httpx
 
+from .. import __version__
 from ..config import EngineConfig
 from ..errors import MediaError, MediaRefused, MediaTooLarge, MediaUnreachable, QueueFull
-from ..version import __version__
 from .types import Kind
-from .url_policy import Resolver, SystemResolver, addresses, check_url
+from .url_policy import Resolver, SystemResolver, check_url, resolve_addresses
 
 MAX_REDIRECTS = 3
 MAX_ADDRESSES = 3
@@ -31,12 +31,12 @@ HEADERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FetchStats:
-    """What a `Fetcher` has done so far.
+    """Counters of a `Fetcher`.
 
     Attributes:
-        fetched: sources that came whole.
-        failed: sources that did not, for whatever reason but a caller that left.
-        bytes: of those that came whole.
+        fetched: sources fetched completely.
+        failed: sources that failed for any reason except cancellation by the caller.
+        bytes: total size of the sources fetched completely.
     """
 
     fetched: int = 0
@@ -45,37 +45,37 @@ class FetchStats:
 
 
 class ByteBudget:
-    """Bytes that may still be fetched for one request."""
+    """Bytes that may be fetched for one request."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._taken = 0
+        self._used = 0
 
-    def take(self, size: int, part: str) -> None:
-        """Count bytes that came.
+    def consume(self, size: int, path: str) -> None:
+        """Count received bytes.
 
         Raises:
-            MediaTooLarge: those of the request are too many.
+            MediaTooLarge: the request has received more than its limit.
         """
-        self._taken += size
-        if self._taken > self._limit:
+        self._used += size
+        if self._used > self._limit:
             raise MediaTooLarge(
-                f"The media of the request has more than {self._limit} bytes together; send fewer or smaller ones.",
-                param=part,
+                f"The media of the request exceeds {self._limit} bytes in total; send fewer or smaller items.",
+                param=path,
             )
 
 
 class Fetcher:
-    """Fetches the media of users; at most `config.max_fetches` at the same time.
+    """Fetches media URLs, at most `config.max_fetches` at a time.
 
-    Each hop is resolved once, its addresses are checked, and the connection goes to an address that was checked, under
-    the host's own name: a resolver that changes its answers gains nothing. It drives a transport rather than a client,
-    because a client would keep cookies, follow redirects by itself and read proxies from the environment. Connections
-    are not kept: a kept one belongs to an address, and the next host at that address must prove its own name.
+    Each hop is resolved once, its addresses are checked, and the connection goes to a checked address with the original
+    host name in the Host header and in TLS, which prevents DNS rebinding. A transport is used instead of a client,
+    because a client keeps cookies, follows redirects and reads proxies from the environment. Connections are not
+    reused: the pool is keyed by address, and another host at the same address must present its own certificate.
 
     Args:
-        config: limits of bytes, seconds, hosts and addresses.
-        resolve: finds the addresses of a host name; the operating system does by default.
+        config: limits on bytes, seconds, hosts and addresses.
+        resolve: resolves host names; defaults to the operating system's resolver.
         transport: connects to the addresses.
     """
 
@@ -97,30 +97,31 @@ class Fetcher:
     def stats(self) -> FetchStats:
         return FetchStats(fetched=self._fetched, failed=self._failed, bytes=self._bytes)
 
-    async def get(self, url: httpx.URL, *, kind: Kind, part: str, allowance: ByteBudget | None = None) -> bytes:
-        """The body behind `url`, which `check_url` has passed.
+    async def get(self, url: httpx.URL, *, kind: Kind, path: str, budget: ByteBudget | None = None) -> bytes:
+        """Fetch the body of `url`, which must have passed `check_url`.
 
         Args:
-            url: where it is.
-            kind: says which limits it has.
-            part: where it stands in the request.
-            allowance: of the request, which it is counted against.
+            url: the URL to fetch.
+            kind: selects the size and time limits.
+            path: the part's location in the request, used in errors.
+            budget: the request's byte budget; defaults to a new one.
 
         Raises:
-            MediaRefused: a redirect or an address that is forbidden, or too many redirects.
-            MediaTooLarge: the body exceeds the limit of its kind, or all bodies of the request their allowance.
-            MediaUnreachable: no whole answer in time, or an answer that is not the media.
-            QueueFull: no other fetch came to its end for as long as this one may take.
+            MediaRefused: a redirect or address is forbidden, or there are too many redirects.
+            MediaTooLarge: the body exceeds the limit of its kind, or the request exceeds its budget.
+            MediaUnreachable: the response is incomplete, late, or not the media.
+            QueueFull: no fetch slot became free within the time limit of this fetch.
         """
         seconds = self._config.image_fetch_timeout if kind == "image" else self._config.video_fetch_timeout
-        await self._take_slot(seconds)
+        await self._acquire_slot(seconds)
         try:
             with anyio.fail_after(seconds):  # `asyncio.wait_for` may lose a cancellation, see `deadline`
-                body = await self._follow(url, kind, part, allowance or ByteBudget(self._config.max_fetched_bytes))
+                body = await self._follow(url, kind, path, budget or ByteBudget(self._config.max_fetched_bytes))
         except (httpx.HTTPError, OSError, UnicodeError) as error:  # a timeout is an OSError
             self._failed += 1
             raise MediaUnreachable(
-                "The media could not be fetched whole and in time; check the URL, or send a data: URL.", param=part
+                "The media could not be fetched completely within the time limit; check the URL, or send a data: URL.",
+                param=path,
             ) from error
         except MediaError:
             self._failed += 1
@@ -135,49 +136,52 @@ class Fetcher:
         self._system.close()
         await self._transport.aclose()
 
-    async def _take_slot(self, seconds: float) -> None:
+    async def _acquire_slot(self, seconds: float) -> None:
         try:
             with anyio.fail_after(seconds):
                 await self._slots.acquire()
         except TimeoutError:
-            raise QueueFull("Too many pictures and videos are being fetched: try again in a moment.") from None
+            raise QueueFull("Too many images and videos are being fetched; try again in a moment.") from None
 
-    async def _follow(self, url: httpx.URL, kind: Kind, part: str, allowance: ByteBudget) -> bytes:
+    async def _follow(self, url: httpx.URL, kind: Kind, path: str, budget: ByteBudget) -> bytes:
         for _ in range(MAX_REDIRECTS + 1):
-            response = await self._request(url, part)
+            response = await self._request(url, path)
             try:
                 if not response.has_redirect_location:
-                    return await self._body(response, kind, part, allowance)
+                    return await self._read_body(response, kind, path, budget)
             finally:
                 await response.aclose()
-            url = check_url(response.headers["Location"], part=part, config=self._config, base=url)
-        raise MediaRefused("The URL redirects too often; give the final one.", param=part)
+            url = check_url(response.headers["Location"], path=path, config=self._config, base=url)
+        raise MediaRefused("The URL redirects too often; send the final URL.", param=path)
 
-    async def _request(self, url: httpx.URL, part: str) -> httpx.Response:
-        """One hop: the head of the answer from the first address that accepts a connection."""
-        found = await addresses(url, self._resolve, part=part, config=self._config)
-        return await self._first(url, found[:MAX_ADDRESSES])
+    async def _request(self, url: httpx.URL, path: str) -> httpx.Response:
+        """Send one hop's request to the first address that accepts a connection; the body is not read yet."""
+        addresses = await resolve_addresses(url, self._resolve, path=path, config=self._config)
+        return await self._send_to_first(url, addresses[:MAX_ADDRESSES])
 
-    async def _first(self, url: httpx.URL, found: Sequence[str]) -> httpx.Response:
-        for address in found[:-1]:
+    async def _send_to_first(self, url: httpx.URL, addresses: Sequence[str]) -> httpx.Response:
+        for address in addresses[:-1]:
             with suppress(httpx.ConnectError, httpx.ConnectTimeout):
                 return await self._transport.handle_async_request(_request_to(address, url))
-        return await self._transport.handle_async_request(_request_to(found[-1], url))
+        return await self._transport.handle_async_request(_request_to(addresses[-1], url))
 
-    async def _body(self, response: httpx.Response, kind: Kind, part: str, allowance: ByteBudget) -> bytes:
+    async def _read_body(self, response: httpx.Response, kind: Kind, path: str, budget: ByteBudget) -> bytes:
         if response.status_code != httpx.codes.OK:
-            raise MediaUnreachable("The host of this URL did not answer with the media; check the URL.", param=part)
+            raise MediaUnreachable("The host of this URL did not return the media; check the URL.", param=path)
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise MediaUnreachable("The host of this URL compresses what it sends; send a data: URL.", param=part)
+            raise MediaUnreachable("The host of this URL sends compressed content; send a data: URL.", param=path)
         limit = self._config.image_max_bytes if kind == "image" else self._config.video_max_bytes
         if int(response.headers.get("Content-Length", 0)) > limit:
-            raise too_large(limit, part)
-        return await _read(response, limit, part, allowance)
+            raise too_large_error(limit, path)
+        return await _read(response, limit, path, budget)
 
 
 def direct_transport(tls: ssl.SSLContext | None = None) -> httpx.AsyncHTTPTransport:
-    """Connects to where it is told, without proxies, and keeps no connection; `tls` says whom to trust, else the public
-    authorities."""
+    """Create a transport without proxies or connection reuse.
+
+    Args:
+        tls: trusted certificates; defaults to the public authorities.
+    """
     return httpx.AsyncHTTPTransport(
         verify=tls or True,
         trust_env=False,
@@ -185,19 +189,19 @@ def direct_transport(tls: ssl.SSLContext | None = None) -> httpx.AsyncHTTPTransp
     )
 
 
-async def _read(response: httpx.Response, limit: int, part: str, allowance: ByteBudget) -> bytes:
+async def _read(response: httpx.Response, limit: int, path: str, budget: ByteBudget) -> bytes:
     chunks, size = [], 0
     async for chunk in response.aiter_raw():
         size += len(chunk)
-        allowance.take(len(chunk), part)
+        budget.consume(len(chunk), path)
         if size > limit:
-            raise too_large(limit, part)
+            raise too_large_error(limit, path)
         chunks.append(chunk)
-    return await asyncio.to_thread(b"".join, chunks)  # 200 MB would hold up the loop
+    return await asyncio.to_thread(b"".join, chunks)  # joining 200 MB would block the event loop
 
 
 def _request_to(address: str, url: httpx.URL) -> httpx.Request:
-    """A request for `url` that connects to `address`, with the Host and the TLS name that `url` has."""
+    """Build a request for `url` that connects to `address` but keeps the Host header and TLS name of `url`."""
     timeouts = httpx.Timeout(CONNECT_SECONDS, read=SILENCE_SECONDS).as_dict()
     return httpx.Request(
         "GET",
@@ -207,5 +211,5 @@ def _request_to(address: str, url: httpx.URL) -> httpx.Request:
     )
 
 
-def too_large(limit: int, part: str) -> MediaTooLarge:
-    return MediaTooLarge(f"The media has more than {limit} bytes; send a smaller one.", param=part)
+def too_large_error(limit: int, path: str) -> MediaTooLarge:
+    return MediaTooLarge(f"The media exceeds {limit} bytes; send a smaller file.", param=path)

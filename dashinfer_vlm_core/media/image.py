@@ -1,4 +1,4 @@
-"""Bytes -> upright RGB pixels, by Pillow, for the six formats that the web uses."""
+"""Decode images to upright RGB with Pillow, in the six common web formats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from PIL import Image as PILImage
 from ..errors import DashInferVLMError, InvalidParameter, MediaTooLarge, MediaUndecodable
 
 MAX_ASPECT = 200
-"""How many times longer one side of a picture may be than the other."""
+"""Maximum ratio of the longer side of an image to the shorter one."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 _ORIENTATION = 0x0112
@@ -29,78 +29,81 @@ _OPAQUE = ("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
 _TRANSPARENT = ("LA", "La", "PA", "RGBA", "RGBa")
 
 
-def decode_image(data: bytes, *, part: str, max_pixels: int, background: tuple[int, int, int]) -> PILImage.Image:
+def decode_image(data: bytes, *, path: str, max_pixels: int, background: tuple[int, int, int]) -> PILImage.Image:
     """Decode the first frame of a PNG, JPEG, WebP, GIF, BMP or TIFF file.
 
-    Whatever the file holds is brought to 8-bit RGB: palettes are looked up, of 16 bits the upper 8 are kept (as libpng
-    and Pillow do for RGB), CMYK is converted without a colour profile, transparency is composed on `background`, and
-    the EXIF orientation is applied.
+    Every pixel format is converted to 8-bit RGB: palettes are resolved, 16-bit channels keep their upper 8 bits (as
+    libpng and Pillow do for RGB), CMYK is converted without a color profile, transparency is composited on
+    `background`, and the EXIF orientation is applied.
 
     Args:
         data: the encoded file.
-        part: names the picture in errors.
-        max_pixels: most pixels, by the header, before anything is decoded.
+        path: the image's location in the request, used in errors.
+        max_pixels: maximum pixels, checked against the header before decoding.
         background: red, green and blue under transparent pixels.
 
     Returns:
-        An upright picture of mode RGB, wholly in memory.
+        An upright image of mode RGB, fully loaded.
 
     Raises:
-        MediaTooLarge: more pixels than `max_pixels`.
-        InvalidParameter: a picture that is only one pixel high or wide.
-        MediaUndecodable: another format, damaged or truncated data, or a pixel format without an agreed meaning.
+        MediaTooLarge: the image has more than `max_pixels` pixels.
+        InvalidParameter: the image is only one pixel high or wide, or one side exceeds `MAX_ASPECT` times the other.
+        MediaUndecodable: another format, damaged or truncated data, or a pixel format without a defined range.
     """
-    with _errors(part), PILImage.open(BytesIO(data), formats=FORMATS) as image:
-        return convert_image(image, part=part, max_pixels=max_pixels, background=background)
+    with _errors(path), PILImage.open(BytesIO(data), formats=FORMATS) as image:
+        return convert_image(image, path=path, max_pixels=max_pixels, background=background)
 
 
 def convert_image(
-    image: PILImage.Image, *, part: str, max_pixels: int, background: tuple[int, int, int]
+    image: PILImage.Image, *, path: str, max_pixels: int, background: tuple[int, int, int]
 ) -> PILImage.Image:
-    """As `decode_picture`, of a picture that is open already, which may be the result itself."""
-    check_size(image.size, max_pixels, part)
-    _check_coding(image, part)
-    with _errors(part):
+    """Convert an open image as `decode_image` does; may return `image` itself."""
+    check_size(image.size, max_pixels, path)
+    _check_coding(image, path)
+    with _errors(path):
         image.load()
         if image.mode not in (*_OPAQUE, *_TRANSPARENT) and not image.mode.startswith("I;16"):
             raise MediaUndecodable(
-                "A picture of 32-bit integers or floats has no agreed range; convert it to RGB.", param=part
+                "An image of 32-bit integers or floats has no defined range; convert it to RGB.", param=path
             )
         return _upright(_to_rgb(image, background), _orientation(image))
 
 
-def count_pixels(data: bytes, *, part: str, max_pixels: int) -> int:
-    """The pixels of a picture as its header says, without decoding; raises as `decode_picture`."""
-    with _errors(part), PILImage.open(BytesIO(data), formats=FORMATS) as image:
+def count_pixels(data: bytes, *, path: str, max_pixels: int) -> int:
+    """Count an image's pixels from its header, without decoding it; raises as `decode_image`."""
+    with _errors(path), PILImage.open(BytesIO(data), formats=FORMATS) as image:
         width, height = size = (int(image.width), int(image.height))
-        check_size(size, max_pixels, part)
-        _check_coding(image, part)
+        check_size(size, max_pixels, path)
+        _check_coding(image, path)
         return width * height
 
 
-def check_size(size: tuple[int, int], max_pixels: int, part: str) -> None:
-    """Refuse a (width, height) of more than `max_pixels`, of a line, or of a strip.
+def check_size(size: tuple[int, int], max_pixels: int, path: str) -> None:
+    """Check the (width, height) of an image.
 
     Raises:
-        MediaTooLarge, InvalidParameter: it is.
+        MediaTooLarge: more than `max_pixels` pixels.
+        InvalidParameter: only one pixel high or wide, or one side exceeds `MAX_ASPECT` times the other.
     """
     width, height = size
     if width * height > max_pixels:
-        raise MediaTooLarge(f"The picture has more than {max_pixels} pixels; send a smaller one.", param=part)
+        raise MediaTooLarge(f"The image has more than {max_pixels} pixels; send a smaller one.", param=path)
     if min(size) < 2:
         raise InvalidParameter(
-            "The picture is only one pixel high or wide; send one with something to see.", param=part
+            f"The image has {width} x {height} pixels; send one that is at least 2 pixels high and wide.", param=path
         )
     if max(size) > MAX_ASPECT * min(size):
         raise InvalidParameter(
-            f"One side of {width} x {height} pixels is more than {MAX_ASPECT} times the other; crop it.", param=part
+            f"One side of {width} x {height} pixels is more than {MAX_ASPECT} times the other; crop the image.",
+            param=path,
         )
 
 
-def _check_coding(image: PILImage.Image, part: str) -> None:
-    """Pillow decodes run-length coded bitmaps in Python: a few kilobytes of one hold a thread for many seconds."""
+def _check_coding(image: PILImage.Image, path: str) -> None:
+    """Reject run-length encoded BMP: Pillow decodes it in Python, and a few kilobytes occupy a thread for many
+    seconds."""
     if image.format == "BMP" and any(tile[0] == "bmp_rle" for tile in getattr(image, "tile", ())):
-        raise MediaUndecodable("Run-length coded BMP files are not read; save it as PNG.", param=part)
+        raise MediaUndecodable("Run-length encoded BMP files are not supported; save the image as PNG.", param=path)
 
 
 def _to_rgb(image: PILImage.Image, background: tuple[int, int, int]) -> PILImage.Image:
@@ -112,7 +115,7 @@ def _to_rgb(image: PILImage.Image, background: tuple[int, int, int]) -> PILImage
 
 
 def _to_8_bits(image: PILImage.Image) -> PILImage.Image:
-    """16-bit grey to 8-bit grey with alpha, from which a transparent level (tRNS) can no longer be told otherwise."""
+    """Convert 16-bit gray to 8-bit gray with alpha; 8 bits alone cannot represent the transparent level (tRNS)."""
     levels = np.asarray(image)
     alpha = np.where(levels == image.info.get("transparency", -1), 0, 255)
     return PILImage.fromarray(np.stack([levels >> 8, alpha], axis=-1).astype(np.uint8))
@@ -125,11 +128,13 @@ def _compose(image: PILImage.Image, background: tuple[int, int, int]) -> PILImag
 
 
 def _orientation(image: PILImage.Image) -> int:
-    """The EXIF orientation, 1 (upright) where there is none that can be read: a damaged note does not spoil a sound
-    picture."""
+    """Read the EXIF orientation; return 1 (upright) if it is missing or unreadable.
+
+    Damaged metadata does not invalidate an image.
+    """
     try:
         return int(image.getexif().get(_ORIENTATION, 1))
-    except Exception:  # noqa: BLE001  Pillow's EXIF parser raises whatever broken bytes lead it to
+    except Exception:  # noqa: BLE001  Pillow's EXIF parser raises arbitrary exceptions on damaged data
         return 1
 
 
@@ -138,16 +143,16 @@ def _upright(image: PILImage.Image, orientation: int) -> PILImage.Image:
 
 
 @contextmanager
-def _errors(part: str) -> Iterator[None]:
-    """Pillow's failures in our words."""
+def _errors(path: str) -> Iterator[None]:
+    """Convert Pillow's exceptions to this package's errors."""
     try:
         yield
     except DashInferVLMError:
         raise
     except (PILImage.DecompressionBombError, PILImage.DecompressionBombWarning) as error:
-        raise MediaTooLarge("The picture has too many pixels; send a smaller one.", param=part) from error
-    except Exception as error:  # Pillow's decoders raise whatever broken bytes lead them to
+        raise MediaTooLarge("The image has too many pixels; send a smaller one.", param=path) from error
+    except Exception as error:  # Pillow's decoders raise arbitrary exceptions on damaged data
         raise MediaUndecodable(
-            "This is no whole PNG, JPEG, WebP, GIF, BMP or TIFF picture; save it again in one of these formats.",
-            param=part,
+            "This is not a complete PNG, JPEG, WebP, GIF, BMP or TIFF image; save it again in one of these formats.",
+            param=path,
         ) from error

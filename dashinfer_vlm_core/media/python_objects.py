@@ -1,16 +1,16 @@
-"""What code in this process hands over -> Media: pictures, arrays, tensors and embeddings that are already there.
+"""Python objects of this process -> Media: images, arrays, tensors and embeddings passed without encoding.
 
-    picture     a PIL image; an array of pixels; embeddings
+    image       a PIL image; an array of pixels; embeddings
     video       an array of pixels; a list of PIL images or of arrays, all of one size; embeddings
-    pixels      numpy or torch, uint8: [height, width] (grey) or [height, width, 1, 3 or 4 channels]; of a video
-                [frames, height, width, channels]. The channels may also be the axis before height, if they are 3 and
-                the last axis cannot be theirs.
+    pixels      numpy or torch, uint8: [height, width] (gray) or [height, width, 1, 3 or 4 channels]; for a video
+                [frames, height, width, channels]. Three channels may also precede height and width, if the last axis
+                cannot be the channels.
     embeddings  {"image_embeds": rows, "image_grid_thw": grid}, or video_embeds and video_grid_thw: floats
-                [tokens, hidden size], and three whole numbers or one row of them; numpy or torch, the grid also a list.
+                [tokens, hidden size], and three integers or one row of them; numpy or torch, the grid also a list.
                 Or `EncodedEmbeddings`.
 
-Pixels are read while their request is prepared, and are not to be changed before it is answered; embeddings are copied.
-Tensors are known by what they can do: torch is not imported here.
+Pixels are read while the request is prepared and must not change before it completes; embeddings are copied. Tensors
+are recognized by duck typing, because torch is not imported here.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from .image import check_size, convert_image
 from .sampling import VideoSamplingPolicy
 from .tensors import Array, as_grid, as_rows, read_embeddings
 from .types import Embeddings, Image, Media, Pixels, StopCheck, Video
-from .video import check_frames, check_total, frame_name, stack_frames
+from .video import check_frames, check_total, frame_path, stack_frames
 
 _Frame: TypeAlias = PILImage.Image | Pixels
 
-# Pillow reads a file on first use, and not in two threads at once; pictures that share a lock merely wait.
+# Pillow reads a file on first use and is not thread-safe there. Images that share a lock only wait for each other.
 _LOCKS = tuple(threading.Lock() for _ in range(61))
 
 
 def load_object(part: MediaPart, config: EngineConfig, policy: VideoSamplingPolicy, check_stop: StopCheck) -> Media:
-    """What a caller of this process handed over as `part.content`, within the limits of `config`.
+    """Convert `part.content`, a Python object of this process, within the limits of `config`.
 
     Raises:
-        InvalidParameter: it is nothing that this module lists, or has a wrong shape or type.
-        UnsupportedParameter: `fps` or `num_frames` of a video that is frames already.
+        InvalidParameter: the object is not one that this module supports, or has a wrong shape or dtype.
+        UnsupportedParameter: `fps` or `num_frames` with a video that is already frames.
         MediaTooLarge: more pixels or bytes than are allowed.
-        MediaUndecodable: embeddings as text that cannot be read, or an image whose file is damaged.
+        MediaUndecodable: encoded embeddings that cannot be read, or an image whose file is damaged.
     """
     if isinstance(part.content, (Mapping, EncodedEmbeddings)):
         return _embeddings(part.content, part, config)
@@ -55,7 +55,7 @@ def load_object(part: MediaPart, config: EngineConfig, policy: VideoSamplingPoli
     frame = _frame(part.content, part.path, config)
     image = PILImage.fromarray(frame) if isinstance(frame, np.ndarray) else frame
     return Image(
-        image=_converted(image, part, part.path, config),
+        image=_convert(image, part, part.path, config),
         path=part.path,
         min_pixels=part.min_pixels,
         max_pixels=part.max_pixels,
@@ -63,7 +63,7 @@ def load_object(part: MediaPart, config: EngineConfig, policy: VideoSamplingPoli
 
 
 def fingerprint(media: Media) -> bytes:
-    """32 bytes, equal exactly for equal contents of one kind."""
+    """Hash media to 32 bytes; equal if and only if kind and contents are equal."""
     digest = hashlib.sha256(type(media).__name__.encode())
     shape: tuple[int, ...]
     if isinstance(media, Image):
@@ -79,110 +79,116 @@ def fingerprint(media: Media) -> bytes:
 
 def _embeddings(content: Mapping[Any, Any] | EncodedEmbeddings, part: MediaPart, config: EngineConfig) -> Embeddings:
     if isinstance(content, EncodedEmbeddings):
-        rows, grid = read_embeddings(content, part=part.path, max_bytes=config.image_max_bytes)
+        rows, grid = read_embeddings(content, path=part.path, max_bytes=config.image_max_bytes)
     else:
         names = (f"{part.kind}_embeds", f"{part.kind}_grid_thw")
         if set(content) != set(names):
             raise InvalidParameter(
-                f"Embeddings of a part of kind {part.kind} are an object of `{names[0]}` and `{names[1]}`.",
+                f"Embeddings of kind {part.kind} must be a dict with the keys `{names[0]}` and `{names[1]}`.",
                 param=part.path,
             )
-        rows = as_rows(_array(content[names[0]], part.path), part=part.path)
-        grid = as_grid(_numbers(content[names[1]], part.path), part=part.path)
+        rows = as_rows(_as_array(content[names[0]], part.path), path=part.path)
+        grid = as_grid(_as_grid_array(content[names[1]], part.path), path=part.path)
     return Embeddings(rows=rows, grid=grid, kind=part.kind, path=part.path)
 
 
 def _video(
     content: object, part: MediaPart, config: EngineConfig, policy: VideoSamplingPolicy, check_stop: StopCheck
 ) -> Video:
-    found = _array(content, part.path)
-    given = content if isinstance(content, (list, tuple)) else None if found is None else _channels_last(found)
-    if given is None or (found is not None and found.ndim != 4):
+    array = _as_array(content, part.path)
+    items = content if isinstance(content, (list, tuple)) else None if array is None else _channels_last(array)
+    if items is None or (array is not None and array.ndim != 4):
         raise InvalidParameter(
-            "A video is an array of the shape [frames, height, width, 3], or a list of pictures.", param=part.path
+            "A video must be an array of shape [frames, height, width, 3] or a list of images.", param=part.path
         )
-    check_frames(len(given), part=part, policy=policy)
-    frames = [_frame(frame, frame_name(part, index), config) for index, frame in enumerate(given)]
+    check_frames(len(items), part=part, policy=policy)
+    frames = [_frame(frame, frame_path(part, index), config) for index, frame in enumerate(items)]
     check_total(sum(width * height for width, height in map(_size, frames)), part=part, config=config)
 
     def pixels() -> Iterator[Pixels]:
         for index, frame in enumerate(frames):
             check_stop()
-            yield _rgb(frame, part, frame_name(part, index), config)
+            yield _rgb(frame, part, frame_path(part, index), config)
 
     return stack_frames(pixels(), len(frames), part, policy)
 
 
-def _frame(content: object, name: str, config: EngineConfig) -> _Frame:
-    """A PIL image as it is, or uint8 [height, width] or [height, width, 3 or 4]; its size is allowed."""
+def _frame(content: object, path: str, config: EngineConfig) -> _Frame:
+    """Return a PIL image unchanged, or uint8 [height, width] or [height, width, 3 or 4]; checks the size."""
     if isinstance(content, PILImage.Image):
-        check_size(content.size, config.max_decoded_pixels, name)
+        check_size(content.size, config.max_decoded_pixels, path)
         return content
-    found = _array(content, name)
-    if found is None:
+    array = _as_array(content, path)
+    if array is None:
         raise InvalidParameter(
-            "This is no picture: give a PIL image, an array of pixels, or embeddings with their grid.", param=name
+            f"{type(content).__name__} is not an image: pass a PIL image, an array of pixels, or embeddings with their"
+            " grid.",
+            param=path,
         )
-    if found.dtype != np.uint8:
+    if array.dtype != np.uint8:
         raise InvalidParameter(
-            "Pixels are of the type uint8: multiply floats from 0 to 1 by 255 and convert them. Embeddings come with"
-            " their grid, as image_embeds and image_grid_thw.",
-            param=name,
+            f"Pixels must be uint8, got {array.dtype}: multiply floats from 0 to 1 by 255 and convert them. Pass"
+            " embeddings with their grid, as image_embeds and image_grid_thw.",
+            param=path,
         )
-    found = _channels_last(found)
-    if found.ndim != 2 and (found.ndim != 3 or found.shape[2] not in (1, 3, 4)):
+    array = _channels_last(array)
+    if array.ndim != 2 and (array.ndim != 3 or array.shape[2] not in (1, 3, 4)):
         raise InvalidParameter(
-            "An array of pixels has the shape [height, width] or [height, width, channels], of 1, 3 or 4 channels.",
-            param=name,
+            "An array of pixels must have the shape [height, width] or [height, width, channels] with 1, 3 or 4"
+            f" channels, got {list(array.shape)}.",
+            param=path,
         )
-    check_size((found.shape[1], found.shape[0]), config.max_decoded_pixels, name)
-    return found[:, :, 0] if found.shape[2:] == (1,) else found
+    check_size((array.shape[1], array.shape[0]), config.max_decoded_pixels, path)
+    return array[:, :, 0] if array.shape[2:] == (1,) else array
 
 
 def _size(frame: _Frame) -> tuple[int, int]:
     return frame.size if isinstance(frame, PILImage.Image) else (frame.shape[1], frame.shape[0])
 
 
-def _rgb(frame: _Frame, part: MediaPart, name: str, config: EngineConfig) -> Pixels:
-    """uint8 [height, width, 3]."""
+def _rgb(frame: _Frame, part: MediaPart, path: str, config: EngineConfig) -> Pixels:
+    """Convert a frame to uint8 [height, width, 3]."""
     if isinstance(frame, np.ndarray):
         if frame.shape[2:] == (3,):
             return frame
         frame = PILImage.fromarray(frame)
-    return np.asarray(_converted(frame, part, name, config))
+    return np.asarray(_convert(frame, part, path, config))
 
 
-def _converted(image: PILImage.Image, part: MediaPart, name: str, config: EngineConfig) -> PILImage.Image:
+def _convert(image: PILImage.Image, part: MediaPart, path: str, config: EngineConfig) -> PILImage.Image:
     background = part.background or config.rgba_background
     with _LOCKS[id(image) % len(_LOCKS)]:
-        return convert_image(image, part=name, max_pixels=config.max_decoded_pixels, background=background)
+        return convert_image(image, path=path, max_pixels=config.max_decoded_pixels, background=background)
 
 
-def _array(value: Any, name: str) -> Array | None:
-    """A numpy array, or a torch tensor (one of floats as float32: numpy has no bfloat16); None if it is neither."""
+def _as_array(value: Any, path: str) -> Array | None:
+    """Convert a numpy array or torch tensor to a numpy array; return None for anything else.
+
+    Floating-point tensors become float32, because numpy has no bfloat16.
+    """
     if isinstance(value, np.ndarray):
         return value
-    if not (hasattr(value, "detach") and hasattr(value, "is_floating_point")):  # files have the first
+    if not (hasattr(value, "detach") and hasattr(value, "is_floating_point")):  # file objects have `detach` too
         return None
     try:
         tensor = value.detach().cpu()
-        found: Array = (CPU_EXECUTOR.run(tensor.float) if tensor.is_floating_point() else tensor).numpy()
+        array: Array = (CPU_EXECUTOR.run(tensor.float) if tensor.is_floating_point() else tensor).numpy()
     except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
-        raise InvalidParameter("This tensor cannot be read: give a dense one with its data.", param=name) from error
-    return found
+        raise InvalidParameter("The tensor cannot be read: pass a dense tensor with data.", param=path) from error
+    return array
 
 
-def _numbers(value: Any, name: str) -> Array | None:
+def _as_grid_array(value: Any, path: str) -> Array | None:
     if not isinstance(value, (list, tuple)):
-        return _array(value, name)
+        return _as_array(value, path)
     try:
         return np.array(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidParameter("The grid of embeddings is three whole numbers.", param=name) from error
+        raise InvalidParameter("The grid of embeddings must be three integers.", param=path) from error
 
 
 def _channels_last(pixels: Array) -> Array:
-    """[..., height, width, channels], also of [..., 3, height, width] where the last axis cannot be the channels."""
+    """Move channels last: [..., 3, height, width] if the last axis cannot be the channels; otherwise unchanged."""
     if pixels.ndim > 2 and pixels.shape[-1] not in (1, 3, 4) and pixels.shape[-3] == 3:
         return np.moveaxis(pixels, -3, -1)
     return pixels

@@ -1,4 +1,4 @@
-"""The reader of video files that comes with this package; it imports its library on use."""
+"""The built-in video reader; it imports PyAV on first use."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .types import OpenVideo, Pixels, StopCheck, VideoInfo, VideoReader
-from .video import stack, undecodable
+from .video import stack, undecodable_error
 
 if TYPE_CHECKING:
     from av.container import InputContainer
 
-# FFmpeg opens what a file refers to, if it can: these are the only containers it may take the bytes for, and nothing
-# else is opened.
-_CONTAINED = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts", "protocol_whitelist": "none"}
+# FFmpeg opens other files that a file refers to. These options allow only these container formats, and no protocol to
+# open anything else.
+_CONTAINER_OPTIONS = {
+    "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts",
+    "protocol_whitelist": "none",
+}
 
 
 class PyAVReader:
-    """PyAV: FFmpeg, maintained, and built for every platform."""
+    """Video reader that uses PyAV, the maintained FFmpeg bindings with wheels for every platform."""
 
     name = "pyav"
     priority = 10
@@ -36,24 +39,24 @@ class PyAVReader:
 
 
 READERS: tuple[VideoReader, ...] = (PyAVReader(),)
-"""Best first. decord is none of them: of damaged files, every few hundredth ends its process."""
+"""Best first. decord is not included: about one in a few hundred damaged files crashes its process."""
 
 
 class _PyAVVideo:
     def __init__(self, data: bytes) -> None:
         self._data = data
-        with _opened(data) as container:
-            self.info = _header(container)
+        with _open(data) as container:
+            self.info = _read_header(container)
 
     def frames(self, indices: list[int], check_stop: StopCheck) -> Pixels:
-        with _opened(self._data) as container:
+        with _open(self._data) as container:
             container.streams.video[0].thread_type = "AUTO"
-            found = stack(self._decoded(container, indices, check_stop), len(indices))
-        if len(found) < len(indices):
-            raise undecodable()
-        return found
+            frames = stack(self._decode(container, indices, check_stop), len(indices))
+        if len(frames) < len(indices):
+            raise undecodable_error()
+        return frames
 
-    def _decoded(self, container: InputContainer, indices: list[int], check_stop: StopCheck) -> Iterator[Pixels]:
+    def _decode(self, container: InputContainer, indices: list[int], check_stop: StopCheck) -> Iterator[Pixels]:
         wanted = set(indices)
         for i, frame in zip(range(indices[-1] + 1), container.decode(video=0), strict=False):
             check_stop()
@@ -61,31 +64,30 @@ class _PyAVVideo:
                 yield self._upright(frame)
 
     def _upright(self, frame: Any) -> Pixels:
-        """A frame as shown; one that is not as large as the header said was not counted, and is refused."""
+        """Return a rotated frame; reject one whose size differs from the header's, on which the limits were checked."""
         if (frame.width, frame.height) != (self.info.width, self.info.height):
-            raise undecodable()
+            raise undecodable_error()
         pixels: Pixels = frame.to_ndarray(format="rgb24")
         return np.rot90(pixels, frame.rotation // 90)
 
 
 def _check_container(data: bytes) -> None:
-    """Refuse what does not begin as MP4/QuickTime, Matroska/WebM, AVI or MPEG-TS files do.
+    """Reject data without the signature of MP4/QuickTime, Matroska/WebM, AVI or MPEG-TS.
 
-    Decided before FFmpeg sees the bytes: it would also read playlists, which make it open the files and addresses they
-    list.
+    This check comes before FFmpeg, which also reads playlists and opens the files and URLs that they list.
     """
     mp4 = data[4:8] in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
     transport_stream = data[0:1] == b"G" and data[188:189] == b"G" and data[376:377] == b"G"
     avi = data[:4] == b"RIFF" and data[8:12] == b"AVI "
     if not (mp4 or transport_stream or avi or data[:4] == b"\x1a\x45\xdf\xa3"):
-        raise undecodable()
+        raise undecodable_error()
 
 
-def _header(container: InputContainer) -> VideoInfo:
-    """What the container says, without decoding: where it counts no frames, its packets are counted."""
+def _read_header(container: InputContainer) -> VideoInfo:
+    """Read the container's header without decoding; count the packets if it has no frame count."""
     stream = container.streams.video[0] if container.streams.video else None
-    if stream is None or stream.codec_context is None:  # the second where FFmpeg knows no such codec
-        raise undecodable()
+    if stream is None or stream.codec_context is None:  # no context if FFmpeg has no such codec
+        raise undecodable_error()
     return VideoInfo(
         frames=stream.frames or sum(packet.size > 0 for packet in container.demux(stream)),
         fps=float(stream.average_rate or 0),
@@ -95,11 +97,11 @@ def _header(container: InputContainer) -> VideoInfo:
 
 
 @contextmanager
-def _opened(data: bytes) -> Iterator[InputContainer]:
+def _open(data: bytes) -> Iterator[InputContainer]:
     import av
 
     try:
-        with av.open(BytesIO(data), "r", container_options=_CONTAINED) as container:
+        with av.open(BytesIO(data), "r", container_options=_CONTAINER_OPTIONS) as container:
             yield container
     except (av.FFmpegError, ValueError) as error:
-        raise undecodable() from error
+        raise undecodable_error() from error

@@ -1,4 +1,4 @@
-"""Which frames of a video the model sees, and when each was shown."""
+"""Select the frames of a video that the model receives, and their timestamps."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..config import EngineConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoSamplingPolicy:
-    """How a model's processor samples the frames of a video file. TorchKernels data, so that any process can apply it.
+    """How a model's processor samples the frames of a video file; plain data that any process can apply.
 
     The defaults are those of `smart_nframes` in qwen-vl-utils 0.0.14.
 
     Attributes:
-        fps: frames per second that are sampled.
-        min_frames: least frames, if the video has as many.
-        max_frames: most frames.
+        fps: sampled frames per second.
+        min_frames: minimum number of frames, if the video has as many.
+        max_frames: maximum number of frames.
         frame_factor: the number of frames is a multiple of this.
     """
 
@@ -28,8 +28,8 @@ class VideoSamplingPolicy:
     max_frames: int = 768
     frame_factor: int = 2
 
-    def within(self, config: EngineConfig) -> VideoSamplingPolicy:
-        """This policy with what the configuration sets in its place."""
+    def with_config(self, config: EngineConfig) -> VideoSamplingPolicy:
+        """Return this policy with the values that the configuration overrides."""
         return replace(
             self,
             fps=config.video_fps or self.fps,
@@ -38,30 +38,31 @@ class VideoSamplingPolicy:
         )
 
     def count(self, total: int, fps: float, *, rate: float | None = None) -> int:
-        """How many of `total` frames to sample.
+        """Return how many of `total` frames to sample.
 
-        At `rate` or `self.fps` frames per second, but `min_frames` to `max_frames`, never more than there are, rounded
-        down to a multiple of `frame_factor`. A video of fewer frames than that factor gives all of them.
+        The video is sampled at `rate`, or else `self.fps`, frames per second. The count is clamped to `min_frames` and
+        `max_frames`, never exceeds `total`, and is rounded down to a multiple of `frame_factor`. A video with fewer
+        frames than that factor is used whole.
 
         Args:
             total: frames of the video.
             fps: frames per second of the video.
-            rate: frames per second that a request asks for.
+            rate: frames per second that the request sets.
         """
         factor = self.frame_factor
         if total < factor:
             return total
-        least = math.ceil(self.min_frames / factor) * factor
-        most = math.floor(min(self.max_frames, total) / factor) * factor
-        wanted = total / fps * (rate or self.fps)
-        return math.floor(min(max(wanted, least), most) / factor) * factor
+        min_count = math.ceil(self.min_frames / factor) * factor
+        max_count = math.floor(min(self.max_frames, total) / factor) * factor
+        count = total / fps * (rate or self.fps)
+        return math.floor(min(max(count, min_count), max_count) / factor) * factor
 
     def indices(self, total: int, count: int) -> list[int]:
-        """`count` frames evenly spread from the first of `total` frames to the last.
+        """Return `count` indices evenly spaced from the first of `total` frames to the last.
 
-        They are those of `torch.linspace(0, total - 1, count).round()`, which qwen-vl-utils 0.0.14 takes: in float32,
-        from both ends to the middle, with products that are rounded once. In long videos exact arithmetic would take
-        others.
+        They equal `torch.linspace(0, total - 1, count).round()`, which qwen-vl-utils 0.0.14 uses: computed in float32,
+        from both ends to the middle, with products rounded once. For long videos exact arithmetic would select other
+        frames.
         """
         last = total - 1
         step = float(np.float32(last) / np.float32(max(count - 1, 1)))
@@ -70,5 +71,5 @@ class VideoSamplingPolicy:
         return [int(index) for index in spread.astype(np.float32).round()]
 
     def even_times(self, count: int) -> tuple[float, ...]:
-        """Seconds at which `count` frames are shown that came as a list: they count as sampled at `fps`."""
+        """Return timestamps in seconds for a list of `count` frames, which are assumed to be sampled at `fps`."""
         return tuple(index / self.fps for index in range(count))

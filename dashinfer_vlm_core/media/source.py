@@ -1,4 +1,4 @@
-"""Where a part's bytes are: in the request itself, on this machine, or in the web."""
+"""Sources of a part's bytes: data: URLs in the request, local files, and http(s) URLs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .url_policy import check_url
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE)
 _SPACE = b" \t\r\n"
-# Those that base64 in a URL can need, and no others: undoing them in general costs a hundred times the text's memory.
+# Only the percent-escapes that base64 in a URL can need: general unquoting uses a hundred times the text's memory.
 _ESCAPES = tuple(
-    (b"%" + code, sign)
-    for codes, sign in (("2B 2b", b"+"), ("2F 2f", b"/"), ("3D 3d", b"="), ("0A 0a 0D 0d 20 09", b""))
+    (b"%" + code, character)
+    for codes, character in (("2B 2b", b"+"), ("2F 2f", b"/"), ("3D 3d", b"="), ("0A 0a 0D 0d 20 09", b""))
     for code in codes.encode().split()
 )
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
@@ -32,7 +32,7 @@ _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InlineSource:
-    """A data: URL of an allowed size, not decoded yet."""
+    """A data: URL within the size limit, not decoded yet."""
 
     url: str = field(repr=False)
     path: str = field(compare=False)
@@ -40,16 +40,16 @@ class InlineSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSource:
-    """A file under the allowed folder; `limit` in bytes."""
+    """A file in the allowed folder; `limit` is in bytes."""
 
-    path: Path
+    file: Path
     limit: int
-    part: str = field(compare=False)
+    path: str = field(compare=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteSource:
-    """A URL that may be fetched, as far as its writing tells."""
+    """A URL that passed the checks that need no name resolution."""
 
     url: httpx.URL
     kind: Kind
@@ -57,11 +57,11 @@ class RemoteSource:
 
 
 Source: TypeAlias = InlineSource | LocalSource | RemoteSource
-"""Equal for equal contents to get, whichever part asks."""
+"""Sources are equal if they refer to the same content; the part that uses them does not matter."""
 
 
-def locate(text: str, *, kind: Kind, part: str, config: EngineConfig) -> Source:
-    """What a media URL points to, checked as far as possible without reading it.
+def locate(text: str, *, kind: Kind, path: str, config: EngineConfig) -> Source:
+    """Parse a media URL and check it as far as possible without reading the media.
 
     Raises:
         MediaRefused: a scheme, host, address or folder that is not allowed here.
@@ -71,107 +71,112 @@ def locate(text: str, *, kind: Kind, part: str, config: EngineConfig) -> Source:
     scheme = match.group(1).lower() if (match := _SCHEME.match(text)) else "file"
     limit = config.image_max_bytes if kind == "image" else config.video_max_bytes
     if scheme == "data":
-        return _inline(text, limit, part)
+        return _inline(text, limit, path)
     if scheme in ("http", "https"):
-        return RemoteSource(url=check_url(text, part=part, config=config), kind=kind, path=part)
+        return RemoteSource(url=check_url(text, path=path, config=config), kind=kind, path=path)
     if scheme == "file":
-        return LocalSource(path=_allowed(text, config.allowed_local_media_path, part), limit=limit, part=part)
-    raise MediaRefused("Media comes from http:, https: and data: URLs; use one of these.", param=part)
+        return LocalSource(file=_allowed_file(text, config.allowed_local_media_path, path), limit=limit, path=path)
+    raise MediaRefused("The URL scheme is not supported for media; send an http:, https: or data: URL.", param=path)
 
 
 def decode(source: InlineSource) -> bytes:
-    """The bytes of a data: URL (RFC 2397).
+    """Decode a data: URL (RFC 2397).
 
-    Its media type is not looked at: what the bytes are is decided by the bytes.
+    The declared media type is ignored; the format is detected from the bytes.
 
     Raises:
-        MediaUndecodable: it is not base64.
+        MediaUndecodable: the data is not base64.
     """
-    return from_base64(source.url.partition(",")[2], part=source.path)
+    return from_base64(source.url.partition(",")[2], path=source.path)
 
 
-def from_base64(payload: str, *, part: str) -> bytes:
-    """The bytes of base64 text.
+def from_base64(payload: str, *, path: str) -> bytes:
+    """Decode base64 text.
 
-    Line breaks and blanks, the URL-safe alphabet, escapes and missing padding are accepted, because common encoders
-    write them; anything else outside of base64 is an error.
+    White space, the URL-safe alphabet, percent-escapes and missing padding are accepted, because common encoders write
+    them; any other character outside of base64 is an error.
 
     Raises:
-        MediaUndecodable: it is not base64.
+        MediaUndecodable: the text is not base64.
     """
     try:
         raw = payload.encode("ascii")
-        for escape, sign in _ESCAPES if b"%" in raw else ():
-            raw = raw.replace(escape, sign)
+        for escape, character in _ESCAPES if b"%" in raw else ():
+            raw = raw.replace(escape, character)
         raw = raw.translate(_URL_SAFE, delete=_SPACE).rstrip(b"=")
         return base64.b64decode(raw + b"=" * (-len(raw) % 4), validate=True)
     except (binascii.Error, UnicodeEncodeError) as error:
-        raise MediaUndecodable("The data is not valid base64; encode it again.", param=part) from error
+        raise MediaUndecodable("The data is not valid base64; encode it again.", param=path) from error
 
 
-def check_base64(payload: str, *, limit: int, part: str) -> None:
-    """Refuse base64 text of more than `limit` bytes, without decoding it.
+def check_base64(payload: str, *, limit: int, path: str) -> None:
+    """Check the size of base64 text without decoding it.
 
     Raises:
-        MediaTooLarge: it is.
+        MediaTooLarge: the data has more than `limit` bytes.
     """
     escaped = sum(payload.count(escape.decode()) for escape, _ in _ESCAPES) if "%" in payload else 0
-    signs = len(payload) - 2 * escaped - sum(payload.count(sign) for sign in " \t\r\n=")
-    if signs * 3 // 4 > limit:
-        raise MediaTooLarge(f"The media has more than {limit} bytes; send a smaller one.", param=part)
+    characters = len(payload) - 2 * escaped - sum(payload.count(ignored) for ignored in " \t\r\n=")
+    if characters * 3 // 4 > limit:
+        raise MediaTooLarge(f"The media exceeds {limit} bytes; send a smaller file.", param=path)
 
 
 def read(source: LocalSource) -> bytes:
-    """The bytes of a local file.
+    """Read a local file.
 
     Raises:
-        MediaUnreachable: there is no regular file that can be read.
-        MediaTooLarge: it exceeds the limit.
+        MediaUnreachable: the path is not a readable regular file.
+        MediaTooLarge: the file exceeds the limit.
     """
     try:
-        # Not to wait for ever on a pipe; not to follow a link that took the file's place after it was checked.
-        handle = os.open(source.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # O_NONBLOCK does not wait for a pipe; O_NOFOLLOW rejects a link that replaced the file after the check.
+        handle = os.open(source.file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         with open(handle, "rb") as file:  # noqa: PTH123  a descriptor has no Path
             data = file.read(source.limit + 1) if stat.S_ISREG(os.fstat(handle).st_mode) else None
     except OSError as error:
-        raise _missing(source.path) from error
+        raise _missing_file_error(source.path) from error
     if data is None:
-        raise _missing(source.path)
+        raise _missing_file_error(source.path)
     if len(data) > source.limit:
-        raise MediaTooLarge(f"The media has more than {source.limit} bytes; send a smaller one.", param=source.path)
+        raise MediaTooLarge(f"The media exceeds {source.limit} bytes; send a smaller file.", param=source.path)
     return data
 
 
-def _inline(text: str, limit: int, part: str) -> InlineSource:
+def _inline(text: str, limit: int, path: str) -> InlineSource:
     header, comma, payload = text.partition(",")
     if not comma or not header.lower().rstrip().endswith(";base64"):
-        raise MediaUndecodable("A data: URL has the form `data:image/png;base64,...`.", param=part)
-    check_base64(payload, limit=limit, part=part)
-    return InlineSource(url=text, path=part)
+        raise MediaUndecodable(
+            "The data: URL is not base64; it must have the form `data:image/png;base64,...`.", param=path
+        )
+    check_base64(payload, limit=limit, path=path)
+    return InlineSource(url=text, path=path)
 
 
-def _allowed(text: str, folder: Path | None, part: str) -> Path:
-    """The real path of a file: URL or a path (relative ones start at the allowed folder), if it is inside that
-    folder."""
+def _allowed_file(text: str, folder: Path | None, path: str) -> Path:
+    """Resolve a file: URL or a path to a real path inside the allowed folder, to which relative paths refer.
+
+    Raises:
+        MediaRefused: local files are not allowed, or the path is outside the folder.
+    """
     if folder is not None:
         try:
             root = folder.resolve()
-            path = (root / _path(text)).resolve()
-            if path.is_relative_to(root):
-                return path
-        except (OSError, ValueError, RuntimeError):  # unusable names, and loops of links
+            file = (root / _path_from_url(text)).resolve()
+            if file.is_relative_to(root):
+                return file
+        except (OSError, ValueError, RuntimeError):  # invalid names and symlink loops
             pass
-    raise MediaRefused("Local files are not served here; send a data:, http: or https: URL.", param=part)
+    raise MediaRefused("Local files are not allowed here; send a data:, http: or https: URL.", param=path)
 
 
-def _path(text: str) -> str:
+def _path_from_url(text: str) -> str:
     if not _SCHEME.match(text):
         return text
     url = urlsplit(text)
     if url.netloc not in ("", "localhost") or url.query or url.fragment:
-        raise ValueError("a file: URL is a path of this machine and nothing else")
+        raise ValueError("a file: URL must be a path on this machine, without a host, query or fragment")
     return unquote(url.path)
 
 
-def _missing(part: str) -> MediaUnreachable:
-    return MediaUnreachable("There is no such file among those that may be read; check its name.", param=part)
+def _missing_file_error(path: str) -> MediaUnreachable:
+    return MediaUnreachable("The file does not exist or cannot be read; check its name.", param=path)

@@ -1,8 +1,8 @@
-"""Base64 text -> tensors: safetensors files, and what `torch.save` writes of one tensor, read without running anything.
+"""Read tensors from base64 text: safetensors files, and `torch.save` files of one tensor, without unpickling.
 
-A `torch.save` payload is a zip archive with a pickle and the tensor's bytes. The pickle of a plain dense tensor always
-has the same steps, so it is not run, nor interpreted: its steps are compared with those, and the shape and type are
-read from the places where they must stand. Whatever else a pickle says is no tensor here.
+A `torch.save` file is a zip archive with a pickle and the tensor's bytes. The pickle of a plain dense tensor always has
+the same opcodes, so it is never executed: its opcodes are matched against the expected sequence, and the shape and type
+are read from their fixed positions. Any other pickle is rejected.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ ROWS = "image_embeds"
 GRID = "image_grid_thw"
 MAX_PATCHES = 2**31 - 1
 
-_HEADER = 65536  # bytes of a safetensors header: those of two tensors have some hundred
-_PICKLE = 4096  # bytes of a tensor's pickle, which has some 160
-_ENTRIES = 64  # files in an archive of torch.save, which writes seven
+_MAX_HEADER_BYTES = 65536  # of a safetensors file; the header of two tensors has a few hundred bytes
+_MAX_PICKLE_BYTES = 4096  # of a tensor's pickle, which has about 160 bytes
+_MAX_ENTRIES = 64  # files in an archive; torch.save writes seven
 _DIRECTORY_ENTRY = b"PK\x01\x02"
 
 _TYPES: Mapping[str, str] = MappingProxyType({"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4"})
-"""How numpy reads the bytes of each type; it has no bfloat16, which is the upper half of a float32."""
+"""numpy dtypes by safetensors dtype; numpy has no bfloat16, which is the upper half of a float32."""
 
 _STORAGES: Mapping[str, str] = MappingProxyType(
     {"FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16", "LongStorage": "I64", "IntStorage": "I32"}
 )
-"""The types above as torch.save names them."""
+"""safetensors dtypes by the storage class that torch.save writes."""
 
-_WHOLE_NUMBERS = frozenset({"BININT", "BININT1", "BININT2", "LONG1"})
-_BOOKKEEPING = frozenset({"PROTO", "BINPUT"})
+_INT_OPCODES = frozenset({"BININT", "BININT1", "BININT2", "LONG1"})
+_IGNORED_OPCODES = frozenset({"PROTO", "BINPUT"})
 
-# Steps as `_steps` writes them; repr() of the arguments keeps each on its line.
+# Opcodes as `_opcodes` formats them; repr() escapes the arguments.
 _PLAIN_TENSOR = re.compile(
     r"GLOBAL 'torch\._utils _rebuild_tensor_v2' MARK"
     r" MARK BINUNICODE 'storage' GLOBAL 'torch (?P<storage>\w+)' BINUNICODE '(?P<key>[0-9]+)'"
@@ -61,12 +61,12 @@ _PLAIN_TENSOR = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Tensor:
-    """A dense tensor, in rows, whose size is not checked yet.
+    """A dense, row-major tensor whose size is not checked yet.
 
     Attributes:
         kind: a key of `_TYPES`.
-        shape: as it says.
-        data: its numbers, little endian.
+        shape: the declared shape.
+        data: the values, little-endian.
     """
 
     kind: str
@@ -74,142 +74,149 @@ class _Tensor:
     data: bytes
 
     def array(self) -> Array:
-        """float32 or int64; raises ValueError where the data is not of the shape."""
-        numbers = np.frombuffer(self.data, _TYPES[self.kind])
-        if math.prod(self.shape) != len(numbers):
-            raise ValueError("there are more or fewer numbers than the shape says")
+        """Convert to float32 or int64; raises ValueError if the data does not match the shape."""
+        values = np.frombuffer(self.data, _TYPES[self.kind])
+        if math.prod(self.shape) != len(values):
+            raise ValueError(f"the shape {self.shape} does not match {len(values)} values")
         if self.kind == "BF16":
-            numbers = (numbers.astype(np.uint32) << 16).view(np.float32)
-        return numbers.astype(np.float32 if self.kind.endswith(("F32", "F16")) else np.int64).reshape(self.shape)
+            values = (values.astype(np.uint32) << 16).view(np.float32)
+        return values.astype(np.float32 if self.kind.endswith(("F32", "F16")) else np.int64).reshape(self.shape)
 
 
-def read_embeddings(encoded: EncodedEmbeddings, *, part: str, max_bytes: int) -> tuple[Rows, GridShape]:
-    """The visual tokens that a request brings along, and their grid.
+def read_embeddings(encoded: EncodedEmbeddings, *, path: str, max_bytes: int) -> tuple[Rows, GridShape]:
+    """Read the visual tokens of a request and their grid.
 
     Args:
-        encoded: base64 of safetensors files, or of `torch.save` payloads of one dense tensor each. Rows are float32,
+        encoded: base64 of safetensors files, or of `torch.save` files of one dense tensor each. Rows are float32,
             float16 or bfloat16, the grid is int64 or int32. A safetensors file has the tensors `image_embeds`,
-            `image_grid_thw`, or both where no other grid is given.
-        part: names it in errors.
-        max_bytes: most bytes of a payload.
+            `image_grid_thw`, or both if `encoded` has no separate grid.
+        path: the part's location in the request, used in errors.
+        max_bytes: maximum bytes of a file.
 
     Returns:
-        As `as_rows` and `as_grid`.
+        The results of `as_rows` and `as_grid`.
 
     Raises:
-        MediaTooLarge: more than `max_bytes`.
-        MediaUndecodable: it is neither, is damaged, or holds something else.
-        InvalidParameter: as `as_rows` and `as_grid`.
+        MediaTooLarge: a file has more than `max_bytes` bytes.
+        MediaUndecodable: a file has another format, is damaged, or has other contents.
+        InvalidParameter: as for `as_rows` and `as_grid`.
     """
-    found = _read(encoded.rows, {ROWS} if encoded.grid else {ROWS, GRID}, part=part, max_bytes=max_bytes)
+    arrays = _read(encoded.rows, {ROWS} if encoded.grid else {ROWS, GRID}, path=path, max_bytes=max_bytes)
     if isinstance(encoded.grid, str):
-        found |= _read(encoded.grid, {GRID}, part=part, max_bytes=max_bytes)
+        arrays |= _read(encoded.grid, {GRID}, path=path, max_bytes=max_bytes)
     elif encoded.grid is not None:
-        found[GRID] = np.asarray(encoded.grid)
-    return as_rows(found.get(ROWS), part=part), as_grid(found.get(GRID), part=part)
+        arrays[GRID] = np.asarray(encoded.grid)
+    return as_rows(arrays.get(ROWS), path=path), as_grid(arrays.get(GRID), path=path)
 
 
-def as_rows(found: Array | None, *, part: str) -> Rows:
-    """A copy of the rows as float32 [tokens, hidden size]; what is too large for that becomes infinite.
+def as_rows(array: Array | None, *, path: str) -> Rows:
+    """Copy the rows to float32 [tokens, hidden size]; values beyond float32 become infinite.
 
     Raises:
-        InvalidParameter: they have another number of axes, no entries, or another type.
+        InvalidParameter: the array is missing, is empty, is not two-dimensional, or is not floating-point.
     """
-    if found is None or found.dtype.kind != "f" or found.ndim != 2 or not found.size:
+    if array is None or array.dtype.kind != "f" or array.ndim != 2 or not array.size:
         raise InvalidParameter(
-            "Embeddings of a picture are floats of the shape [tokens, hidden size]: give them as image_embeds.",
-            param=part,
+            "Embeddings must be floats of shape [tokens, hidden size]: send them as image_embeds.",
+            param=path,
         )
     with np.errstate(over="ignore"):
-        return np.array(found, dtype=np.float32, order="C")
+        return np.array(array, dtype=np.float32, order="C")
 
 
-def as_grid(found: Array | None, *, part: str) -> GridShape:
-    """Patches along time, height and width, of three numbers or of one row of three.
+def as_grid(array: Array | None, *, path: str) -> GridShape:
+    """Return the patches along time, height and width, from three integers or one row of three.
 
     Raises:
-        InvalidParameter: they are not three, not whole, or not at least 1 each.
+        InvalidParameter: the array is missing, is not three integers, or has one below 1.
     """
-    whole = found is not None and found.dtype.kind in "iu" and found.shape in {(3,), (1, 3)}
-    numbers = found.ravel().tolist() if found is not None and whole else [0]
-    if min(numbers) < 1 or math.prod(numbers) > MAX_PATCHES:
+    is_valid = array is not None and array.dtype.kind in "iu" and array.shape in {(3,), (1, 3)}
+    sizes = array.ravel().tolist() if array is not None and is_valid else [0]
+    if min(sizes) < 1 or math.prod(sizes) > MAX_PATCHES:
         raise InvalidParameter(
-            "Embeddings come with the grid of their one picture or video: its patches along time, height and width, as"
-            " three whole numbers.",
-            param=part,
+            "Embeddings need the grid of their one image or video: its patches along time, height and width, as three"
+            " positive integers.",
+            param=path,
         )
-    time, height, width = numbers
+    time, height, width = sizes
     return time, height, width
 
 
-def _read(text: str, names: set[str], *, part: str, max_bytes: int) -> dict[str, Array]:
-    """Arrays by name, of these names alone; a `torch.save` payload holds the rows, or else the grid."""
-    check_base64(text, limit=max_bytes, part=part)
-    data = from_base64(text, part=part)
+def _read(text: str, names: set[str], *, path: str, max_bytes: int) -> dict[str, Array]:
+    """Read arrays by name; only `names` are allowed. A `torch.save` file holds the rows if `names` has them, else the
+    grid."""
+    check_base64(text, limit=max_bytes, path=path)
+    data = from_base64(text, path=path)
     try:
-        tensors = {max(names - {GRID}, default=GRID): _torch_saved(data)} if data[:2] == b"PK" else _safetensors(data)
+        tensors = (
+            {max(names - {GRID}, default=GRID): _read_torch_save(data)}
+            if data[:2] == b"PK"
+            else _read_safetensors(data)
+        )
         if not tensors.keys() <= names:
-            raise ValueError("there are other tensors")
+            raise ValueError("the file has other tensors")
         return {name: tensor.array() for name, tensor in tensors.items()}
-    except Exception as error:  # the parsers of other people raise whatever broken bytes lead them to
+    except Exception as error:  # third-party parsers raise arbitrary exceptions on damaged data
         raise MediaUndecodable(
-            "This is neither a safetensors file of image_embeds and image_grid_thw, nor one dense, contiguous tensor as"
-            " torch.save writes it; save it with safetensors.",
-            param=part,
+            "The embeddings are neither a safetensors file of image_embeds and image_grid_thw, nor one dense,"
+            " contiguous tensor written by torch.save; save them with safetensors.",
+            param=path,
         ) from error
 
 
-def _safetensors(data: bytes) -> dict[str, _Tensor]:
-    if int.from_bytes(data[:8], "little") > _HEADER:
+def _read_safetensors(data: bytes) -> dict[str, _Tensor]:
+    if int.from_bytes(data[:8], "little") > _MAX_HEADER_BYTES:
         raise ValueError("the header is too long")
-    found = safetensors.deserialize(data)  # type: ignore[no-untyped-call]  # safetensors leaves it untyped
+    tensors = safetensors.deserialize(data)  # type: ignore[no-untyped-call]  # safetensors leaves it untyped
     return {
-        name: _Tensor(kind=item["dtype"], shape=tuple(item["shape"]), data=bytes(item["data"])) for name, item in found
+        name: _Tensor(kind=item["dtype"], shape=tuple(item["shape"]), data=bytes(item["data"]))
+        for name, item in tensors
     }
 
 
-def _torch_saved(data: bytes) -> _Tensor:
-    if data.count(_DIRECTORY_ENTRY) > _ENTRIES:  # zipfile would make an object of each
-        raise ValueError("there are too many files")
+def _read_torch_save(data: bytes) -> _Tensor:
+    if data.count(_DIRECTORY_ENTRY) > _MAX_ENTRIES:  # zipfile creates an object for each
+        raise ValueError("the archive has too many files")
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         folder = archive.namelist()[0].partition("/")[0]
-        if _stored(archive, f"{folder}/byteorder", b"little") != b"little":
-            raise ValueError("its bytes are in another order")
-        steps = _PLAIN_TENSOR.fullmatch(" ".join(_steps(_stored(archive, f"{folder}/data.pkl")[:_PICKLE])))
-        if steps is None:
-            raise ValueError("this is no plain tensor")
-        shape, strides = _numbers(steps["shape"]), _numbers(steps["strides"])
-        if int(steps["size"]) != math.prod(shape) or not _in_rows(shape, strides):
-            raise ValueError("this is a view of another tensor")
+        if _read_stored(archive, f"{folder}/byteorder", b"little") != b"little":
+            raise ValueError("the tensor is not little-endian")
+        pickled = _read_stored(archive, f"{folder}/data.pkl")[:_MAX_PICKLE_BYTES]
+        match = _PLAIN_TENSOR.fullmatch(" ".join(_opcodes(pickled)))
+        if match is None:
+            raise ValueError("the pickle is not a plain dense tensor")
+        shape, strides = _parse_ints(match["shape"]), _parse_ints(match["strides"])
+        if int(match["size"]) != math.prod(shape) or not _is_contiguous(shape, strides):
+            raise ValueError("the tensor is a view of another tensor")
         return _Tensor(
-            kind=_STORAGES[steps["storage"]], shape=shape, data=_stored(archive, f"{folder}/data/{steps['key']}")
+            kind=_STORAGES[match["storage"]], shape=shape, data=_read_stored(archive, f"{folder}/data/{match['key']}")
         )
 
 
-def _stored(archive: zipfile.ZipFile, name: str, default: bytes | None = None) -> bytes:
-    """A file of an archive, which may not be compressed: none is larger than the archive."""
+def _read_stored(archive: zipfile.ZipFile, name: str, default: bytes | None = None) -> bytes:
+    """Read an uncompressed file of an archive, which is never larger than the archive."""
     if default is not None and name not in archive.namelist():
         return default
     info = archive.getinfo(name)
     if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-        raise ValueError("torch.save does not compress")
+        raise ValueError("the file is compressed, which torch.save never does")
     return archive.read(info)
 
 
-def _steps(pickled: bytes) -> Iterator[str]:
-    """What a pickle would do, step by step, without what it remembers and nowhere uses."""
-    for step, argument, _ in pickletools.genops(pickled):
-        if step.name not in _BOOKKEEPING:
-            name = "INT" if step.name in _WHOLE_NUMBERS else step.name
+def _opcodes(pickled: bytes) -> Iterator[str]:
+    """Format the opcodes of a pickle, except the protocol version and unused memo entries."""
+    for opcode, argument, _ in pickletools.genops(pickled):
+        if opcode.name not in _IGNORED_OPCODES:
+            name = "INT" if opcode.name in _INT_OPCODES else opcode.name
             yield name if argument is None else f"{name} {argument!r}"
 
 
-def _numbers(steps: str) -> tuple[int, ...]:
-    return tuple(map(int, steps.replace("INT", "").split()))
+def _parse_ints(opcodes: str) -> tuple[int, ...]:
+    return tuple(map(int, opcodes.replace("INT", "").split()))
 
 
-def _in_rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether the numbers lie row by row, without gaps; the stride along an axis of one means nothing."""
+def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether the tensor is row-major without gaps; the stride of an axis of length 1 is ignored."""
     step = 1
     for length, stride in zip(reversed(shape), reversed(strides), strict=True):
         if length != 1 and stride != step:

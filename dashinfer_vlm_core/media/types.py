@@ -1,4 +1,4 @@
-"""Decoded media: what leaves this package."""
+"""Decoded media, the output of this package."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image as PILImage
 
+from ..deprecation import RenamedAttribute
+
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 Kind: TypeAlias = Literal["image", "video"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Image:
-    """One decoded picture, upright, in RGB.
+    """One decoded image, upright, in RGB.
 
     Attributes:
-        image: of mode RGB, 8 bits a channel; Pillow's own, so that resizing starts without a copy.
-        part: where it stands in the request, such as `messages[0].content[1]`.
-        source: digest of what it was decoded from, where the part has a `uuid`.
-        min_pixels: least pixels after resizing that the request asks for.
-        max_pixels: most pixels after resizing that the request asks for.
+        image: a Pillow image of mode RGB with 8 bits per channel, so that resizing starts without a copy.
+        path: its location in the request, such as `messages[0].content[1]`.
+        source: digest of the encoded data, if the part has a `uuid`.
+        min_pixels: minimum pixels after resizing that the request sets.
+        max_pixels: maximum pixels after resizing that the request sets.
     """
 
     image: PILImage.Image
@@ -32,19 +34,21 @@ class Image:
     min_pixels: int | None = None
     max_pixels: int | None = None
 
+    part = RenamedAttribute("path")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Video:
-    """The frames of one video that the model will see, upright, in RGB, all of one size.
+    """The sampled frames of one video, upright, in RGB, all of one size.
 
     Attributes:
         frames: uint8 [frames, height, width, 3], at least one.
-        part: where it stands in the request.
-        times: seconds at which each frame is shown.
-        source: as in `Picture`.
-        min_pixels: least pixels of a frame after resizing that the request asks for.
-        max_pixels: most pixels of a frame after resizing that the request asks for.
-        total_pixels: most pixels of all frames together that the request asks for.
+        path: its location in the request.
+        times: timestamp of each frame in seconds.
+        source: as in `Image`.
+        min_pixels: minimum pixels of a frame after resizing that the request sets.
+        max_pixels: maximum pixels of a frame after resizing that the request sets.
+        total_pixels: maximum pixels of all frames together that the request sets.
     """
 
     frames: Pixels
@@ -55,17 +59,19 @@ class Video:
     max_pixels: int | None = None
     total_pixels: int | None = None
 
+    part = RenamedAttribute("path")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Embeddings:
-    """Visual tokens that the request brings along instead of pixels.
+    """Visual tokens that the request contains instead of pixels.
 
     Attributes:
-        rows: float32 [tokens, hidden size], as they came: nothing but their type and number of axes is checked.
+        rows: float32 [tokens, hidden size]; only the type and the number of axes are checked.
         grid: patches along time, height and width, at least 1 each.
-        kind: what they are of.
-        part: where they stand in the request.
-        source: as in `Picture`.
+        kind: whether they encode an image or a video.
+        path: their location in the request.
+        source: as in `Image`.
     """
 
     rows: npt.NDArray[np.float32]
@@ -74,22 +80,24 @@ class Embeddings:
     path: str
     source: bytes = b""
 
+    part = RenamedAttribute("path")
+
 
 Media: TypeAlias = Image | Video | Embeddings
 
 StopCheck: TypeAlias = Callable[[], None]
-"""Called now and then by long work; raises once nobody waits for the result any more."""
+"""Called regularly by long-running work; raises once the result is no longer needed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoInfo:
-    """What the header of a video file says.
+    """The header of a video file.
 
     Attributes:
         frames: number of frames.
         fps: average frames per second.
-        width: of a stored frame, in pixels, before any rotation.
-        height: of a stored frame, in pixels, before any rotation.
+        width: width of a stored frame in pixels, before any rotation.
+        height: height of a stored frame in pixels, before any rotation.
     """
 
     frames: int
@@ -99,17 +107,17 @@ class VideoInfo:
 
 
 class OpenVideo(Protocol):
-    """One video file, opened."""
+    """An open video file."""
 
     @property
     def info(self) -> VideoInfo: ...
 
     def frames(self, indices: list[int], check_stop: StopCheck) -> Pixels:
-        """The frames at `indices` (ascending), as uint8 [len(indices), height, width, 3].
+        """Decode the frames at `indices` (ascending) to uint8 [len(indices), height, width, 3].
 
         Args:
-            indices: of frames, from 0.
-            check_stop: to be called every few frames; let its error through.
+            indices: frame indices, starting at 0.
+            check_stop: must be called every few frames; its exception must propagate.
 
         Raises:
             MediaUndecodable: the file ends early or is damaged.
@@ -117,24 +125,24 @@ class OpenVideo(Protocol):
 
 
 class VideoReader(Protocol):
-    """Opens video files; a plugin registers one by `register_video_readers`.
+    """Opens video files; plugins register readers with `register_video_readers`.
 
-    It sees whatever bytes a request calls a video: a reader decides by them, before a library does, whether they are
-    of its formats. One that fails in another way than `MediaUndecodable` is named in the log, and the next is tried.
+    A reader receives any bytes that a request declares a video, so it must check the signature of its formats before it
+    calls a library. If it raises anything but `MediaUndecodable`, its name is logged and the next reader is tried.
 
     Attributes:
-        name: as listed by `dashinfer-vlm plugins`.
-        priority: readers are tried from the highest to the lowest.
+        name: shown by `dashinfer-vlm plugins`.
+        priority: readers are tried from the highest priority to the lowest.
     """
 
     name: str
     priority: int
 
     def available(self) -> bool:
-        """Whether its library is installed."""
+        """Whether the reader's library is installed."""
 
     def open(self, data: bytes) -> OpenVideo:
-        """Open an encoded video that is wholly in memory.
+        """Open an encoded video in memory.
 
         Raises:
             MediaUndecodable: this reader cannot read it.

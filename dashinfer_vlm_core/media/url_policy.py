@@ -1,4 +1,4 @@
-"""Which web addresses may be fetched: one strict parser of URLs, and one rule about networks."""
+"""Policy for media URLs: a strict URL parser and a check for public IP addresses."""
 
 from __future__ import annotations
 
@@ -17,62 +17,65 @@ from ..config import EngineConfig
 from ..errors import MediaRefused, MediaUnreachable
 
 Resolver: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
-"""(host name, port) -> the numeric addresses it has now; raises OSError if it has none."""
+"""Resolves (host name, port) to IP addresses; raises OSError if there are none."""
 
 RESOLVER_THREADS = 8
 
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _NAT64 = IPv6Network("64:ff9b::/96")
 _SPECIAL = (
-    IPv4Network("192.88.99.0/24"),  # relays of 6to4, RFC 7526
-    IPv4Network("192.0.0.0/24"),  # for protocols, RFC 6890; some clouds answer there
-    IPv4Network("168.63.129.16/32"),  # Azure's own services, on every virtual machine
-    IPv6Network("64:ff9b:1::/48"),  # NAT64 within one site, RFC 8215
+    IPv4Network("192.88.99.0/24"),  # 6to4 relays, RFC 7526
+    IPv4Network("192.0.0.0/24"),  # IETF protocol assignments, RFC 6890; some clouds serve metadata there
+    IPv4Network("168.63.129.16/32"),  # Azure platform services, reachable from every virtual machine
+    IPv6Network("64:ff9b:1::/48"),  # local-use NAT64, RFC 8215
 )
 
 
-def check_url(text: str, *, part: str, config: EngineConfig, base: httpx.URL | None = None) -> httpx.URL:
-    """The URL that `text` (relative to `base`, if given) names, once nothing about its writing forbids to fetch it.
+def check_url(text: str, *, path: str, config: EngineConfig, base: httpx.URL | None = None) -> httpx.URL:
+    """Parse a URL (relative to `base`, if given) and check everything that needs no name resolution.
 
-    Two parsers may disagree on a URL that is written oddly, so odd ones are refused rather than understood: with user
-    names, white space, backslashes or control characters, with a host that ends in a dot, is escaped, or is a number in
-    disguise (`0x7f.1`).
+    URL parsers disagree on unusual URLs, so these are rejected: user names, white space, backslashes and control
+    characters, and hosts that end in a dot, are percent-encoded, or are noncanonical IP addresses (`0x7f.1`).
 
     Raises:
-        MediaRefused: such a URL, another scheme than http and https, a host that `config` does not allow.
+        MediaRefused: an unusual URL, a scheme other than http and https, or a host that `config` does not allow.
     """
     if not config.allow_remote_media:
-        raise MediaRefused("This server fetches no media; send it as a data: URL.", param=part)
+        raise MediaRefused("This server does not fetch media; send it as a data: URL.", param=path)
     url = _parse(text, base)
     if url is None:
-        raise MediaRefused("The URL is not a plain http: or https: URL; write it without tricks.", param=part)
+        raise MediaRefused(
+            "The URL is not a plain http: or https: URL; remove user names, spaces, backslashes and unusual host"
+            " notations.",
+            param=path,
+        )
     if config.allowed_media_domains and _names(url).isdisjoint(config.allowed_media_domains):
-        raise MediaRefused("This server does not fetch from that host; send the media as a data: URL.", param=part)
+        raise MediaRefused("This server does not fetch from that host; send the media as a data: URL.", param=path)
     if is_numeric(url) and not config.allow_private_addresses and not is_public(_host(url)):
-        raise _not_public(part)
+        raise _not_public_error(path)
     return url
 
 
-async def addresses(url: httpx.URL, resolve: Resolver, *, part: str, config: EngineConfig) -> Sequence[str]:
-    """The numeric addresses of the URL's host, every one of which may be connected to.
+async def resolve_addresses(url: httpx.URL, resolve: Resolver, *, path: str, config: EngineConfig) -> Sequence[str]:
+    """Resolve the URL's host to IP addresses, all of which may be connected to.
 
     Raises:
-        MediaRefused: one of them is not public; a name with mixed answers is refused as a whole.
-        MediaUnreachable: there are none.
+        MediaRefused: an address is not public; a host with mixed addresses is rejected.
+        MediaUnreachable: the host has no addresses.
     """
-    found = [_host(url)] if is_numeric(url) else await resolve(_host(url), _port(url))
-    if not found:
-        raise MediaUnreachable("The host of this URL has no address; check the URL.", param=part)
-    if not config.allow_private_addresses and not all(is_public(address) for address in found):
-        raise _not_public(part)
-    return found
+    addresses = [_host(url)] if is_numeric(url) else await resolve(_host(url), _port(url))
+    if not addresses:
+        raise MediaUnreachable("The host of this URL has no address; check the URL.", param=path)
+    if not config.allow_private_addresses and not all(is_public(address) for address in addresses):
+        raise _not_public_error(path)
+    return addresses
 
 
 class SystemResolver:
-    """The addresses that the operating system's resolver gives, in its order of preference.
+    """The operating system's resolver, which returns addresses in its order of preference.
 
-    It may take half a minute for a name and cannot be interrupted, so that it has threads of its own: slow names delay
-    other names, and nothing else. Who waits for one sets the time limit.
+    A lookup may take half a minute and cannot be interrupted, so lookups have their own threads: slow names delay only
+    other names. The caller sets the time limit.
     """
 
     def __init__(self) -> None:
@@ -82,12 +85,15 @@ class SystemResolver:
         return await asyncio.get_running_loop().run_in_executor(self._threads, _look_up, host, port)
 
     def close(self) -> None:
-        """Look up no more names; a lookup that runs is left to end by itself."""
+        """Cancel queued lookups; running ones finish in the background."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def is_public(text: str) -> bool:
-    """Whether a numeric address belongs to the public internet; an IPv4 address inside an IPv6 one decides for both."""
+    """Whether an IP address is publicly routable.
+
+    NAT64 addresses are checked by the IPv4 address that they embed; other embeddings of IPv4 are never public.
+    """
     address = ip_address(text)
     if isinstance(address, IPv6Address):
         if address in _NAT64:
@@ -99,7 +105,7 @@ def is_public(text: str) -> bool:
 
 
 def is_numeric(url: httpx.URL) -> bool:
-    """Whether the URL's host is an address already, not a name."""
+    """Whether the URL's host is an IP address instead of a name."""
     host = _host(url)
     return ":" in host or _NUMBER.fullmatch(host.rpartition(".")[2]) is not None
 
@@ -109,7 +115,7 @@ def _look_up(host: str, port: int) -> list[str]:
 
 
 def _parse(text: str, base: httpx.URL | None) -> httpx.URL | None:
-    """None for whatever two parsers could read differently."""
+    """Parse a URL; return None if two parsers could interpret it differently."""
     if not text.isprintable() or " " in text or "\\" in text:
         return None
     try:
@@ -126,7 +132,7 @@ def _is_plain(host: str) -> bool:
 
 
 def _is_canonical(host: str) -> bool:
-    """Refuses decimal, octal, hexadecimal and shortened IPv4 addresses, which `getaddrinfo` would understand."""
+    """Whether an IP address is canonical: `getaddrinfo` also accepts decimal, octal, hexadecimal and shortened ones."""
     try:
         return bool(ip_address(host))
     except ValueError:
@@ -138,7 +144,7 @@ def _host(url: httpx.URL) -> str:
 
 
 def _names(url: httpx.URL) -> set[str]:
-    """The host as it travels (punycode) and as people write it."""
+    """Return the host in punycode and in Unicode."""
     return {_host(url), url.host}
 
 
@@ -146,7 +152,7 @@ def _port(url: httpx.URL) -> int:
     return (443 if url.scheme == "https" else 80) if url.port is None else url.port
 
 
-def _not_public(part: str) -> MediaRefused:
+def _not_public_error(path: str) -> MediaRefused:
     return MediaRefused(
-        "The URL leads to an address that this server may not fetch from; use a public one.", param=part
+        "The URL resolves to an address that this server may not fetch from; use a public URL.", param=path
     )

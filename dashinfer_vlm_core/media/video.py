@@ -1,4 +1,4 @@
-"""Encoded videos and lists of frames -> the frames that the model will see."""
+"""Encoded videos and lists of frames -> the sampled frames for the model."""
 
 from __future__ import annotations
 
@@ -25,29 +25,30 @@ from .types import OpenVideo, Pixels, StopCheck, Video, VideoInfo, VideoReader
 
 MAX_FPS = 240.0
 
-_FRAMES = ".video_url.url"  # where the frames of a part stand in JSON
+_FRAMES = ".video_url.url"  # location of a part's frames in JSON
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 
 def frame_count(total: int, fps: float, *, part: MediaPart, policy: VideoSamplingPolicy) -> int:
-    """How many frames of a file to sample: as the policy says, or `part.num_frames` rounded to what it allows.
+    """Return how many frames of a file to sample: the policy's count, or `part.num_frames` rounded to its factor.
 
     Args:
         total: frames in the file.
         fps: frames per second of the file.
 
     Raises:
-        InvalidParameter: `num_frames` is more than the file or the limit has, or rounds to none.
+        InvalidParameter: `num_frames` exceeds the frames of the file or the limit, or rounds to 0.
     """
     if part.num_frames is None:
         return policy.count(total, fps, rate=part.fps)
     factor = policy.frame_factor
     count = round(part.num_frames / factor) * factor
-    most = min(total, policy.max_frames)
-    if not factor <= count <= most:
+    max_count = min(total, policy.max_frames)
+    if not factor <= count <= max_count:
         raise InvalidParameter(
-            f"num_frames must be {factor} to {most} for this video.", param=f"{part.path}.video_url.num_frames"
+            f"`num_frames` must be {factor} to {max_count} for this video, got {part.num_frames}.",
+            param=f"{part.path}.video_url.num_frames",
         )
     return count
 
@@ -61,14 +62,14 @@ def decode_video(
     policy: VideoSamplingPolicy,
     check_stop: StopCheck,
 ) -> Video:
-    """The sampled frames of an encoded video, by the first of `readers` that can read it.
+    """Sample the frames of an encoded video with the first of `readers` that can read it.
 
     Raises:
-        MediaTooLarge: by its header the video is too long, or has too many pixels; or decoding it takes too long.
+        MediaTooLarge: the header declares too many seconds or pixels, or decoding takes too long.
         MediaUndecodable: no reader can read it.
-        InvalidParameter: `part.num_frames` does not fit the file.
+        InvalidParameter: `part.num_frames` is out of range for the file.
     """
-    check = _in_time(check_stop, part, config)
+    check = _with_deadline(check_stop, part, config)
     for reader in readers:
         check()
         try:
@@ -77,23 +78,22 @@ def decode_video(
             continue
         except (RequestError, EngineError):
             raise
-        except Exception:  # a library that is broken, or breaks on this file: another may read it
-            logger.warning("the video reader %r failed; the next one is tried", reader.name, exc_info=True)
-    raise undecodable(part.path)
+        except Exception:  # the library is broken or fails on this file; another reader may succeed
+            logger.warning("Video reader %r failed; trying the next one", reader.name, exc_info=True)
+    raise undecodable_error(part.path)
 
 
 def stack_frames(frames: Iterable[Pixels], count: int, part: MediaPart, policy: VideoSamplingPolicy) -> Video:
-    """A clip of `count` decoded pictures, which must be of one size.
+    """Stack `count` decoded frames, which must have one size, to a video.
 
     Raises:
-        InvalidParameter: one is not; the error names it.
+        InvalidParameter: a frame has another size; `param` names the frame.
     """
     return _video(stack(_of_one_size(frames, part), count), part, policy.even_times(count))
 
 
 def stack(frames: Iterable[Pixels], count: int) -> Pixels:
-    """Frames of one size, up to `count`, in one array; each is copied into its place and let go, so that none is held
-    twice."""
+    """Copy up to `count` frames of one size into one array, without holding all frames a second time."""
     stacked, filled = np.empty((0, 0, 0, 3), np.uint8), 0
     for frame in frames:
         if not filled:
@@ -103,64 +103,67 @@ def stack(frames: Iterable[Pixels], count: int) -> Pixels:
     return stacked[:filled]
 
 
-def frame_name(part: MediaPart, index: int) -> str:
-    """Where a frame stands in the request."""
+def frame_path(part: MediaPart, index: int) -> str:
+    """Return a frame's location in the request."""
     return f"{part.path}{_FRAMES if part.content is None else ''}[{index}]"
 
 
 def check_frames(count: int, *, part: MediaPart, policy: VideoSamplingPolicy) -> None:
-    """Refuse a list of frames that is to be sampled, is empty, or is too long.
+    """Check a list of frames.
 
     Raises:
-        UnsupportedParameter, InvalidParameter: it is; the error names the option, or the list.
+        UnsupportedParameter: `num_frames` or `fps` is set; they apply only to video files.
+        InvalidParameter: the list is empty or too long.
     """
     for name, value in (("num_frames", part.num_frames), ("fps", part.fps)):
         if value is not None:
             raise UnsupportedParameter(
-                f"{name} samples a video file; a list of frames is taken whole, so send the frames you want.",
+                f"`{name}` applies only to video files. A list of frames is used whole; send only the frames you want.",
                 param=f"{part.path}.video_url.{name}" if part.content is None else f"{part.path}.{name}",
             )
     if not 0 < count <= policy.max_frames:
         raise InvalidParameter(
-            f"A video is a list of 1 to {policy.max_frames} frames, and this one has {count}.",
+            f"A list of frames must have 1 to {policy.max_frames} frames, got {count}.",
             param=part.path + (_FRAMES if part.content is None else ""),
         )
 
 
 def check_total(pixels: int, *, part: MediaPart, config: EngineConfig) -> None:
-    """Refuse a clip that would take more memory than is allowed.
+    """Check the memory that a decoded video needs.
 
     Args:
-        pixels: of all its frames together, before resizing.
+        pixels: pixels of all frames together, before resizing.
 
     Raises:
-        MediaTooLarge: it would.
+        MediaTooLarge: `pixels` exceeds the limit.
     """
-    most = config.video_max_decoded_pixels
-    if pixels > most:
+    limit = config.video_max_decoded_pixels
+    if pixels > limit:
         raise MediaTooLarge(
-            f"The frames of the video have more than {most} pixels; send fewer or smaller ones.", param=part.path
+            f"The frames of the video have more than {limit} pixels in total; send fewer or smaller ones.",
+            param=part.path,
         )
 
 
-def available(readers: Sequence[VideoReader]) -> tuple[VideoReader, ...]:
-    """The readers whose library is installed, best first.
+def available_readers(readers: Sequence[VideoReader]) -> tuple[VideoReader, ...]:
+    """Return the readers whose library is installed, best first.
 
     Raises:
-        MissingDependency: there is none.
+        MissingDependency: no reader is installed.
     """
-    found = sorted((reader for reader in readers if reader.available()), key=lambda reader: -reader.priority)
-    if not found:
+    installed = sorted((reader for reader in readers if reader.available()), key=lambda reader: -reader.priority)
+    if not installed:
         raise MissingDependency(
-            "No reader of video files is installed here: pip install 'dashinfer-vlm-adapters[video]'. "
+            "No video reader is installed: pip install 'dashinfer-vlm-adapters[video]'. "
             "A list of frames works without one."
         )
-    return tuple(found)
+    return tuple(installed)
 
 
-def undecodable(part: str | None = None) -> MediaUndecodable:
+def undecodable_error(path: str | None = None) -> MediaUndecodable:
     return MediaUndecodable(
-        "This is no whole video that can be read here; send H.264 in an MP4 file, or a list of frames.", param=part
+        "The video is incomplete or its format is not supported here; send H.264 in an MP4 file, or a list of frames.",
+        param=path,
     )
 
 
@@ -170,14 +173,15 @@ def _of_one_size(frames: Iterable[Pixels], part: MediaPart) -> Iterator[Pixels]:
         shape = shape or frame.shape
         if frame.shape != shape:
             raise InvalidParameter(
-                f"All frames of a video have one size, and the first has {shape[1]} x {shape[0]} pixels.",
-                param=frame_name(part, i),
+                f"All frames of a video must have the size of the first, {shape[1]} x {shape[0]} pixels, got"
+                f" {frame.shape[1]} x {frame.shape[0]}.",
+                param=frame_path(part, i),
             )
         yield frame
 
 
-def _in_time(check_stop: StopCheck, part: MediaPart, config: EngineConfig) -> StopCheck:
-    """Also ends what takes too long: a few kilobytes can hold minutes of work, and few frames be sampled of them."""
+def _with_deadline(check_stop: StopCheck, part: MediaPart, config: EngineConfig) -> StopCheck:
+    """Extend `check_stop` by a deadline: a file of a few kilobytes can take minutes to decode, even for few frames."""
     end = time.monotonic() + config.video_decode_timeout
 
     def check() -> None:
@@ -185,7 +189,7 @@ def _in_time(check_stop: StopCheck, part: MediaPart, config: EngineConfig) -> St
         if time.monotonic() > end:
             raise MediaTooLarge(
                 f"Decoding the video takes more than {config.video_decode_timeout:g} seconds; send a shorter or smaller"
-                " one.",
+                " video.",
                 param=part.path,
             )
 
@@ -205,17 +209,17 @@ def _sample(
 
 
 def _check_header(info: VideoInfo, part: MediaPart, config: EngineConfig) -> None:
-    """Nothing is decoded of a file whose header is senseless, or of one that would take too long."""
+    """Reject a file with an invalid header or one that exceeds the limits, before decoding."""
     if min(info.frames, info.height, info.width) < 1 or not 0 < info.fps < math.inf:
-        raise undecodable(part.path)
+        raise undecodable_error(part.path)
     if info.height * info.width > config.max_decoded_pixels:
         raise MediaTooLarge(
-            f"The video has more than {config.max_decoded_pixels} pixels per frame; send a smaller one.",
+            f"The video has more than {config.max_decoded_pixels} pixels per frame; send a smaller video.",
             param=part.path,
         )
     if info.frames / min(info.fps, MAX_FPS) > config.video_max_seconds:
         raise MediaTooLarge(
-            f"The video is longer than {config.video_max_seconds:g} seconds; send a shorter one.", param=part.path
+            f"The video is longer than {config.video_max_seconds:g} seconds; send a shorter video.", param=part.path
         )
 
 

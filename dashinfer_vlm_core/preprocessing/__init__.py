@@ -1,1 +1,1 @@
-"""Messages and grids -> prompt; what the model would see of a request."""
+"""Messages and grids -> prompt; previews of the model's input."""

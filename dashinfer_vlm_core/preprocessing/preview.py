@@ -1,4 +1,4 @@
-"""What the model would see of a request: its pictures and frames after resizing, and what they cost in tokens."""
+"""Preview the model's input: a request's images and frames after resizing, and their token counts."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ..media.types import Image, Kind, Media, Pixels, Video
 from ..models.interface import Embedded, Grid, ImageProcessor, Patches
 
 MAX_FRAMES = 16
-"""Frames of one video that a preview shows."""
+"""Maximum frames of one video in a preview."""
 
-FASTEST = 1
-"""zlib's level: the rest of a preview takes less time than its better levels do."""
+PNG_COMPRESS_LEVEL = 1
+"""zlib level; higher levels would take longer than the rest of a preview."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """One frame as the model sees it.
+    """One frame as the model receives it.
 
     Attributes:
-        index: among the frames that the model sees, from 0.
-        png: it, as a PNG file: no pixel is another than the vision tower's.
+        index: index among the model's frames, starting at 0.
+        png: a PNG file with exactly the pixels that the vision encoder receives.
     """
 
     index: int
@@ -33,19 +33,19 @@ class Frame:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaPreview:
-    """One picture or video as the model sees it.
+    """One image or video as the model receives it.
 
     Attributes:
-        kind: what it is.
-        part: where it stands in the request.
+        kind: whether it is an image or a video.
+        path: its location in the request.
         source_size: width and height before resizing, in pixels; None for embeddings.
-        size: width and height of what the model sees, in pixels.
+        size: width and height after resizing, in pixels.
         grid: patches along time, height and width.
         cells: visual tokens along time, height and width.
-        tokens: visual tokens.
-        frame_count: frames that the model sees, those that a video is padded with included; 1 for a picture.
-        times: seconds at which each frame of a video is shown, before any padding.
-        frames: up to `MAX_FRAMES` of them, evenly chosen with the first and the last; none for embeddings.
+        tokens: number of visual tokens.
+        frame_count: number of frames, including padding frames of a video; 1 for an image.
+        times: timestamp of each frame of a video in seconds, before any padding.
+        frames: up to `MAX_FRAMES` evenly spaced frames, including the first and the last; none for embeddings.
     """
 
     kind: Kind
@@ -62,12 +62,12 @@ class MediaPreview:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preview:
-    """What the model would see of a request.
+    """The model's input for a request.
 
     Attributes:
-        items: its pictures and videos, in its order.
-        prompt_tokens: of the whole prompt, with the visual ones.
-        max_model_len: tokens that prompt and answer may have together.
+        items: the request's images and videos, in order.
+        prompt_tokens: tokens of the whole prompt, including visual tokens.
+        max_model_len: maximum tokens of prompt and completion together.
     """
 
     items: tuple[MediaPreview, ...]
@@ -76,12 +76,12 @@ class Preview:
 
 
 def preview_media(media: Media, item: Patches | Embedded, processor: ImageProcessor) -> MediaPreview:
-    """Show one picture or video. What is shown is put together from the patches, so that it is what the model gets.
+    """Preview one image or video, reconstructed from its patches so that it shows the model's actual input.
 
     Args:
-        media: as it was decoded.
-        item: what was cut from it.
-        processor: what cut it.
+        media: the decoded media.
+        item: the patches or embeddings made from it.
+        processor: the image processor that made the patches.
     """
     frames = processor.frames(item) if isinstance(item, Patches) else None
     shape = processor.shape(item.grid)
@@ -95,18 +95,18 @@ def preview_media(media: Media, item: Patches | Embedded, processor: ImageProces
         tokens=item.tokens,
         frame_count=shape.frames if frames is None else len(frames),
         times=item.times,
-        frames=() if frames is None else _chosen(frames),
+        frames=() if frames is None else _select_frames(frames),
     )
 
 
-def _chosen(frames: Pixels) -> tuple[Frame, ...]:
+def _select_frames(frames: Pixels) -> tuple[Frame, ...]:
     indices = np.linspace(0, len(frames) - 1, min(len(frames), MAX_FRAMES)).round().astype(int).tolist()
     return tuple(Frame(index=index, png=_png(frames[index])) for index in indices)
 
 
 def _png(frame: Pixels) -> bytes:
     buffer = io.BytesIO()
-    PILImage.fromarray(frame).save(buffer, "PNG", compress_level=FASTEST)
+    PILImage.fromarray(frame).save(buffer, "PNG", compress_level=PNG_COMPRESS_LEVEL)
     return buffer.getvalue()
 
 

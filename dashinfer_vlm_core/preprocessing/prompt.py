@@ -17,25 +17,25 @@ from ..errors import ContextLengthExceeded, InvalidParameter
 from ..models.interface import Placeholder, PlaceholderSpan, PromptLayout, Visual
 from ..models.spec import ModelSpec
 from ..protocol import ChatRequest
-from ..tokenization.chat_template import ChatTemplate, read_chat_template, unusable
-from ..tokenization.hermes import as_text, with_objects
+from ..tokenization.chat_template import ChatTemplate, read_chat_template, template_config_error
+from ..tokenization.hermes import parse_tool_arguments, render_tools_as_text
 from ..tokenization.tokenizer import CheckpointTokenizer, read_tokenizer
 
-# Characters that Unicode leaves to private agreement; one that no message holds marks what is not to be read as a
-# control token.
+# Private-use characters. One that no message contains is inserted into the messages' text, so that it cannot be parsed
+# as a control token.
 MARKS = tuple(chr(code) for code in range(0xE000, 0xE100))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prompt:
-    """What the decoder reads.
+    """A tokenized prompt, the decoder's input.
 
     Attributes:
-        token_ids: int64 [length]; each picture or video stands there as a run of placeholders.
+        token_ids: int64 [length]; each image or video is a run of placeholder tokens.
         positions: int64 [3, length]: time, height, width.
-        spans: of visual tokens, in the order of the prompt.
-        image_tokens: placeholders of pictures.
-        video_tokens: placeholders of videos.
+        spans: spans of visual tokens, in the order of the prompt.
+        image_tokens: number of image placeholder tokens.
+        video_tokens: number of video placeholder tokens.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -49,7 +49,7 @@ class Prompt:
 
 
 class PromptBuilder:
-    """Turns messages into token ids and positions for one checkpoint; may be called from several threads."""
+    """Converts messages to token ids and positions for one checkpoint; thread-safe."""
 
     def __init__(
         self,
@@ -64,48 +64,50 @@ class PromptBuilder:
         self._spec = spec
         self._layout = layout
         self._placeholders: dict[int, list[Placeholder]] = {}
-        for placeholder in sorted(layout.placeholders, key=lambda one: -len(one.tokens)):
+        for placeholder in sorted(layout.placeholders, key=lambda item: -len(item.tokens)):
             self._placeholders.setdefault(placeholder.tokens[0], []).append(placeholder)
         self.max_model_len = max_model_len
         self.tokenizer: tokenizers.Tokenizer = tokenizer.backend
-        # Control tokens come from the template alone and are looked up by name; everything else is encoded as plain
+        # Only the template produces control tokens, which are looked up by name; everything else is encoded as plain
         # text.
         self.tokenizer.encode_special_tokens = True
         added = self.tokenizer.get_added_tokens_decoder()
         self._control = {token.content: index for index, token in added.items() if token.special}
         self._split = re.compile("|".join(re.escape(name) for name in sorted(self._control, key=len, reverse=True)))
-        self._first = sorted({name[0] for name in self._control})
-        self._longest = max(len(token) for token in self.tokenizer.get_vocab(with_added_tokens=True))
+        self._first_chars = sorted({name[0] for name in self._control})
+        self._max_token_chars = max(len(token) for token in self.tokenizer.get_vocab(with_added_tokens=True))
 
     @classmethod
     def load(cls, spec: ModelSpec, layout: PromptLayout, config: EngineConfig, *, max_model_len: int) -> PromptBuilder:
         """Read the tokenizer and the chat template of a checkpoint.
 
         Raises:
-            CheckpointError: the folder has no tokenizer, or no chat template.
-            ConfigError: the file of `EngineConfig.chat_template` cannot be read, or nothing can be rendered with it.
+            CheckpointError: the folder has no tokenizer or no chat template.
+            ConfigError: the file of `EngineConfig.chat_template` cannot be read, or its template cannot be rendered.
         """
         tokenizer = read_tokenizer(spec.folder)
-        template = read_chat_template(spec.folder, config.chat_template, tokenizer.templates, tokenizer.names)
+        template = read_chat_template(
+            spec.folder, config.chat_template, tokenizer.chat_templates, tokenizer.special_tokens_map
+        )
         builder = cls(tokenizer, template, spec=spec, layout=layout, max_model_len=max_model_len)
         builder.check_template()
         return builder
 
     def build(self, request: ChatRequest, visuals: Sequence[Visual]) -> Prompt:
-        """Render, expand and place one request.
+        """Render and tokenize one request, expand its placeholders and compute positions.
 
         Args:
-            request: its messages hold as many pictures and videos as there are `visuals`.
-            visuals: in the order of the messages.
+            request: a request with as many images and videos as `visuals`.
+            visuals: the images and videos, in the order of the messages.
 
         Raises:
-            ContextLengthExceeded: the prompt, or the prompt and the answer asked for, do not fit the context.
-            InvalidParameter: the template refuses these messages, or does not place every picture and video.
+            ContextLengthExceeded: the prompt, or the prompt plus the requested completion, exceeds the context.
+            InvalidParameter: the template rejects the messages, or does not include every image and video.
         """
         try:
-            ids, spans = self._expand(self._runs(request), visuals)
-        except _Misplaced:
-            raise _misplaced(raw=request.raw_prompt is not None) from None
+            ids, spans = self._expand(self._segments(request), visuals)
+        except _PlaceholderMismatch:
+            raise _placeholder_error(raw=request.raw_prompt is not None) from None
         prompt = Prompt(
             token_ids=np.concatenate(ids),
             positions=self._layout.positions(sum(map(len, ids)), spans, visuals),
@@ -117,76 +119,77 @@ class PromptBuilder:
         return prompt
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a rendered prompt: control tokens in it count as such.
+        """Encode a rendered prompt to token ids; control tokens in it are parsed.
 
         Raises:
-            ContextLengthExceeded: it is far too long for the model.
+            ContextLengthExceeded: the text is certainly too long for the model.
         """
         self._check_size(text)
-        return [index for run in self._encode(self._pieces(text, mark="")) for index in run]
+        return [index for segment in self._encode(self._pieces(text, mark="")) for index in segment]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, control tokens included.
+        """Decode token ids to text, including control tokens.
 
         Raises:
-            InvalidParameter: an id that the model does not have.
+            InvalidParameter: an id is outside the model's vocabulary.
         """
         list(self._checked_ids(tuple(ids), param="tokens"))
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
-        """Tokens as the vocabulary spells them; empty for ids that the model has and the tokenizer has not."""
+        """Return the vocabulary's tokens; empty for ids that the model has but the tokenizer does not."""
         return [self.tokenizer.id_to_token(index) or "" for index in ids]
 
     def check_template(self) -> None:
-        """Render the plainest conversation there is, so that a broken template is the operator's trouble, at start-up.
+        """Render a minimal conversation, so that a broken template is reported at startup instead of by requests.
 
         Raises:
-            ConfigError: the template has an error, or refuses even that.
+            ConfigError: the template raised an error.
         """
         try:
             self.render([{"role": "user", "content": "Hello"}])
         except InvalidParameter as error:
-            raise unusable(error.__cause__ or error) from error
+            raise template_config_error(error.__cause__ or error) from error
 
     def render(self, messages: list[dict[str, Any]], tools: Sequence[Any] = ()) -> str:
-        """The chat template's text for `messages` and `tools`, ready for an answer.
+        """Render `messages` and `tools` with the chat template, including the generation prompt.
 
         Raises:
-            InvalidParameter: the template refuses them.
+            InvalidParameter: the template rejects them.
         """
-        if self._template.knows_tools:
+        if self._template.supports_tools:
             return self._template.render(messages, tools)
-        return self._template.render(as_text(messages, tools, self._spec.conversation))
+        return self._template.render(render_tools_as_text(messages, tools, self._spec.conversation))
 
-    def _runs(self, request: ChatRequest) -> Iterable[list[int]]:
-        """Token ids in order; each control token is a run of its own."""
+    def _segments(self, request: ChatRequest) -> Iterable[list[int]]:
+        """Tokenize a request in segments of token ids; each control token is a separate segment."""
         prompt = request.raw_prompt
         if prompt is not None and not prompt:
-            raise InvalidParameter("The prompt is empty: write something for the model to read.", param="prompt")
+            raise InvalidParameter("The prompt is empty; it needs at least one token.", param="prompt")
         if isinstance(prompt, tuple):
             return self._checked_ids(prompt)
         if prompt is not None:
             self._check_size(prompt)
             return self._encode(self._pieces(prompt, mark=""))
-        # Arguments are parsed first: what JSON escapes in them must be guarded as well.
-        messages = with_objects(request.template_messages())
+        # Arguments are parsed first, because JSON-escaped text in them must be guarded as well.
+        messages = parse_tool_arguments(request.template_messages())
         tools = [tool.for_prompt() for tool in request.offered_tools]
         self._check_size([messages, tools])
         mark = _unused_mark([messages, tools])
-        guarded = [[_guard(item, self._first, mark) for item in items] for items in (messages, tools)]
+        guarded = [[_guard(item, self._first_chars, mark) for item in items] for items in (messages, tools)]
         return self._encode(self._pieces(self.render(*guarded), mark))
 
     def _checked_ids(self, ids: tuple[int, ...], *, param: str = "prompt_token_ids") -> Iterable[list[int]]:
         if not all(0 <= index < self._spec.vocab_size for index in ids):
             raise InvalidParameter(
-                f"Token ids of this model are 0 to {self._spec.vocab_size - 1}: encode the prompt with its tokenizer.",
+                f"Token ids must be 0 to {self._spec.vocab_size - 1} for this model: encode the prompt with its"
+                " tokenizer.",
                 param=param,
             )
         return ([index] for index in ids)
 
     def _pieces(self, text: str, mark: str) -> list[str]:
-        """The text, cut into control tokens (at odd indices) and plain text (at even ones, mark removed)."""
+        """Split text into control tokens (odd indices) and plain text (even indices, mark removed)."""
         pieces, end = [], 0
         for match in self._split.finditer(text):
             pieces += [text[end : match.start()].replace(mark, ""), match.group()]
@@ -199,38 +202,39 @@ class PromptBuilder:
             yield [self._control[piece]] if index % 2 else next(plain).ids
 
     def _expand(
-        self, runs: Iterable[list[int]], visuals: Sequence[Visual]
+        self, segments: Iterable[list[int]], visuals: Sequence[Visual]
     ) -> tuple[list[npt.NDArray[np.int64]], list[PlaceholderSpan]]:
-        """Each placeholder becomes the tokens of the next image or video of its kind."""
+        """Replace each placeholder by the tokens of the next image or video of its kind."""
         ids: list[npt.NDArray[np.int64]] = []
         spans: list[PlaceholderSpan] = []
         waiting: dict[str, deque[int]] = {"image": deque(), "video": deque()}
         for index, item in enumerate(visuals):
             waiting[item.kind].append(index)
-        runs, length, at = [run for run in runs if run], 0, 0
-        while at < len(runs):
-            placeholder = self._placeholder_at(runs, at)
+        segments, length, position = [segment for segment in segments if segment], 0, 0
+        while position < len(segments):
+            placeholder = self._placeholder_at(segments, position)
             if placeholder is None:
-                ids.append(np.asarray(runs[at], np.int64))
+                ids.append(np.asarray(segments[position], np.int64))
             else:
                 if not waiting[placeholder.kind]:
-                    raise _Misplaced
+                    raise _PlaceholderMismatch
                 index = waiting[placeholder.kind].popleft()
                 expansion = self._layout.expand(visuals[index], self._encode_plain)
-                spans += _placed(expansion.spans, length, index)
+                spans += _to_prompt_spans(expansion.spans, length, index)
                 ids.append(expansion.token_ids)
             length += len(ids[-1])
-            at += len(placeholder.tokens) if placeholder else 1
+            position += len(placeholder.tokens) if placeholder else 1
         if any(waiting.values()):
-            raise _Misplaced
+            raise _PlaceholderMismatch
         return ids, spans
 
-    def _placeholder_at(self, runs: Sequence[list[int]], at: int) -> Placeholder | None:
-        """What begins at a run, each token of a placeholder being a run of its own."""
-        if len(runs[at]) != 1:
+    def _placeholder_at(self, segments: Sequence[list[int]], position: int) -> Placeholder | None:
+        """Return the placeholder that begins at a segment; each token of a placeholder is a separate segment."""
+        if len(segments[position]) != 1:
             return None
-        for placeholder in self._placeholders.get(runs[at][0], ()):
-            if [[token] for token in placeholder.tokens] == list(runs[at : at + len(placeholder.tokens)]):
+        for placeholder in self._placeholders.get(segments[position][0], ()):
+            candidate = segments[position : position + len(placeholder.tokens)]
+            if [[token] for token in placeholder.tokens] == list(candidate):
                 return placeholder
         return None
 
@@ -239,26 +243,26 @@ class PromptBuilder:
         return ids
 
     def _check_size(self, texts: Any) -> None:
-        """Refuse a text that is too long before spending time on it: a token spans only so many characters."""
-        least = sum(map(len, _strings(texts))) // self._longest
-        if least > self.max_model_len:
+        """Reject text that is certainly too long before tokenizing it, by the maximum characters per token."""
+        min_tokens = sum(map(len, _strings(texts))) // self._max_token_chars
+        if min_tokens > self.max_model_len:
             raise ContextLengthExceeded(
-                f"The messages have at least {least} tokens, but the model reads {self.max_model_len}, answer included:"
-                " shorten them.",
-                prompt_tokens=least,
+                f"The messages have at least {min_tokens} tokens, but the context length is {self.max_model_len},"
+                " completion included: shorten them.",
+                prompt_tokens=min_tokens,
                 limit=self.max_model_len,
             )
 
     def check_media(self, tokens: int) -> None:
-        """Refuse so many visual tokens; cheap enough to ask before anything is resized.
+        """Check a number of visual tokens; cheap enough to call before anything is resized.
 
         Raises:
-            ContextLengthExceeded: they alone do not fit the context.
+            ContextLengthExceeded: the visual tokens alone exceed the context.
         """
         if tokens >= self.max_model_len:
             raise ContextLengthExceeded(
-                f"The pictures and videos have at least {tokens} tokens, but the model reads {self.max_model_len},"
-                " answer included: send fewer, or lower max_pixels.",
+                f"The images and videos have at least {tokens} tokens, but the context length is {self.max_model_len},"
+                " completion included: send fewer, or lower max_pixels.",
                 prompt_tokens=tokens,
                 limit=self.max_model_len,
             )
@@ -266,40 +270,40 @@ class PromptBuilder:
     def _check_length(self, prompt_tokens: int, request: ChatRequest) -> None:
         if prompt_tokens >= self.max_model_len:
             raise ContextLengthExceeded(
-                f"The prompt has {prompt_tokens} tokens, pictures and videos included, but the model reads"
-                f" {self.max_model_len}, answer included: shorten the messages, or lower max_pixels.",
+                f"The prompt has {prompt_tokens} tokens, images and videos included, but the context length is"
+                f" {self.max_model_len}, completion included: shorten the messages, or lower max_pixels.",
                 prompt_tokens=prompt_tokens,
                 limit=self.max_model_len,
             )
         max_tokens = request.sampling().max_tokens
         if max_tokens is not None and prompt_tokens + max_tokens > self.max_model_len:
             raise ContextLengthExceeded(
-                f"The prompt has {prompt_tokens} tokens and {max_tokens} more are asked for, but the model reads"
-                f" {self.max_model_len} in all: ask for at most {self.max_model_len - prompt_tokens}.",
+                f"The prompt has {prompt_tokens} tokens and {max_tokens} more are requested, but the context length is"
+                f" {self.max_model_len}: request at most {self.max_model_len - prompt_tokens}.",
                 prompt_tokens=prompt_tokens,
                 limit=self.max_model_len,
                 param="max_completion_tokens" if request.max_completion_tokens else "max_tokens",
             )
 
 
-def _placed(runs: Iterable[tuple[int, int]], start: int, item: int) -> Iterator[PlaceholderSpan]:
-    """The runs of an item's expansion, which begins at token `start` of the prompt, as spans of the prompt."""
+def _to_prompt_spans(spans: Iterable[tuple[int, int]], start: int, item: int) -> Iterator[PlaceholderSpan]:
+    """Convert the spans of an item's expansion, which begins at token `start` of the prompt, to spans of the prompt."""
     row = 0
-    for index, length in runs:
+    for index, length in spans:
         yield PlaceholderSpan(start=start + index, length=length, item=item, row=row)
         row += length
 
 
-def _guard(value: Any, first: Sequence[str], mark: str) -> Any:
-    """A copy of `value` whose strings cannot be read as control tokens, nor become ones beside their neighbours."""
+def _guard(value: Any, first_chars: Sequence[str], mark: str) -> Any:
+    """Copy `value` so that its strings contain no control tokens and form none with adjacent text."""
     if isinstance(value, str):
-        for letter in first:
-            value = value.replace(letter, letter + mark)
+        for char in first_chars:
+            value = value.replace(char, char + mark)
         return value
     if isinstance(value, Mapping):
-        return {_guard(key, first, mark): _guard(item, first, mark) for key, item in value.items()}
+        return {_guard(key, first_chars, mark): _guard(item, first_chars, mark) for key, item in value.items()}
     if isinstance(value, Sequence):
-        return [_guard(item, first, mark) for item in value]
+        return [_guard(item, first_chars, mark) for item in value]
     return value
 
 
@@ -321,22 +325,22 @@ def _unused_mark(texts: Any) -> str:
         if mark not in text:
             return mark
     raise InvalidParameter(
-        "The messages use every private-use character from U+E000 to U+E0FF: leave one out.", param="messages"
+        "The messages use every private-use character from U+E000 to U+E0FF: remove at least one.", param="messages"
     )
 
 
-class _Misplaced(Exception):
-    """Placeholders and media do not go together."""
+class _PlaceholderMismatch(Exception):
+    """The placeholders of the prompt do not match the media."""
 
 
-def _misplaced(*, raw: bool) -> InvalidParameter:
+def _placeholder_error(*, raw: bool) -> InvalidParameter:
     if raw:
         return InvalidParameter(
-            "The prompt must hold one placeholder for each picture and video, of its kind.",
+            "The prompt must contain one placeholder of the matching kind for each image and video.",
             param="prompt",
         )
     return InvalidParameter(
-        "The chat template does not place every picture and video of these messages: put them into user"
-        " messages, or check --chat-template.",
+        "The chat template does not include every image and video of these messages: put them into user messages, or"
+        " check --chat-template.",
         param="messages",
     )

@@ -1,1 +1,1 @@
-"""Text <-> token ids: tokenizer, chat template, tools as text, characters of an answer, strings that end it."""
+"""Text <-> token ids: tokenizer, chat template, tool formats, incremental detokenizer, stop strings."""

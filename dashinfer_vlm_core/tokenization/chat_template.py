@@ -1,6 +1,6 @@
-"""A checkpoint's chat template, rendered as transformers does: Jinja in a sandbox, with what templates may use there.
+"""Render a checkpoint's chat template as transformers does: sandboxed Jinja with the same extensions and globals.
 
-Not by transformers itself, whose import takes a quarter of the time until a small model is ready.
+transformers itself is not used, because its import takes a quarter of a small model's startup time.
 """
 
 from __future__ import annotations
@@ -24,125 +24,125 @@ from ..errors import CheckpointError, ConfigError, InvalidParameter
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-DEFAULT, WITH_TOOLS = "default", "tool_use"
-"""Names of templates where there are several, as transformers knows them."""
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""transformers' names of templates, for checkpoints with several."""
 
-FAILURES = (TypeError, ValueError, ArithmeticError, AttributeError, LookupError)
-"""What the expressions of a template raise, beside Jinja's own errors."""
+EXPRESSION_ERRORS = (TypeError, ValueError, ArithmeticError, AttributeError, LookupError)
+"""Exceptions that expressions in a template raise, in addition to Jinja's own."""
 
 
 class ChatTemplate:
-    """Turns messages into the text that a model was trained on; may be used from several threads.
+    """A chat template that renders messages to prompt text; thread-safe.
 
     Attributes:
-        knows_tools: whether it tells the model of tools.
+        supports_tools: whether the template renders tools.
     """
 
-    def __init__(self, sources: Mapping[str, str], names: Mapping[str, str]) -> None:
+    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str]) -> None:
         """
         Args:
-            sources: templates by their names; with tools the one of `WITH_TOOLS` is taken, if there is one.
-            names: what else templates may write by name, such as `eos_token`.
+            sources: templates by name; `TOOL_USE`, if present, is used for requests with tools.
+            variables: other variables that templates may use, such as `eos_token`.
 
         Raises:
-            ConfigError: one is no Jinja template, or there is none for plain conversations.
+            ConfigError: a template is not valid Jinja, or `DEFAULT` is missing.
         """
         if DEFAULT not in sources:
             raise ConfigError(
-                f"The checkpoint has chat templates named {', '.join(sorted(sources))} and none named {DEFAULT}:"
-                " choose one by --chat-template."
+                f"The checkpoint has chat templates named {', '.join(sorted(sources))}, but none named {DEFAULT}:"
+                " select one with --chat-template."
             )
         environment = _environment()
         try:
             self._templates = {name: environment.from_string(source) for name, source in sources.items()}
         except jinja2.TemplateError as error:
-            raise unusable(error) from error
-        self.knows_tools: bool = WITH_TOOLS in sources or "tools" in jinja2.meta.find_undeclared_variables(
+            raise template_config_error(error) from error
+        self.supports_tools: bool = TOOL_USE in sources or "tools" in jinja2.meta.find_undeclared_variables(
             environment.parse(sources[DEFAULT])
         )
-        self._names = dict(names)
+        self._variables = dict(variables)
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> str:
-        """The text for `messages` and `tools` (plain JSON values), ready for an answer.
+        """Render `messages` and `tools` (plain JSON values) with the generation prompt.
 
         Raises:
-            InvalidParameter: the template refuses them.
+            InvalidParameter: the template rejects them.
         """
-        name = WITH_TOOLS if tools and WITH_TOOLS in self._templates else DEFAULT
+        name = TOOL_USE if tools and TOOL_USE in self._templates else DEFAULT
         try:
             return self._templates[name].render(
-                **self._names,
-                # Templates test whether a key is there, and write "None" for one that is but has no value.
+                **self._variables,
+                # Templates test whether a key is present, and render a value of None as "None".
                 messages=[{key: value for key, value in message.items() if value is not None} for message in messages],
                 tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=True,
             )
-        except (jinja2.TemplateError, *FAILURES) as error:
-            raise _refused(error) from error
+        except (jinja2.TemplateError, *EXPRESSION_ERRORS) as error:
+            raise _render_error(error) from error
 
 
 def read_chat_template(
-    folder: Path, override: Path | None, own: Mapping[str, str], names: Mapping[str, str]
+    folder: Path, override: Path | None, tokenizer_templates: Mapping[str, str], variables: Mapping[str, str]
 ) -> ChatTemplate:
-    """The operator's template, else the ones in files of their own in the checkpoint, else the tokenizer's `own`.
+    """Read the `override` file, else the checkpoint's template files, else `tokenizer_templates`.
 
     Raises:
-        CheckpointError: there is none, or a file of the checkpoint cannot be read.
-        ConfigError: the operator's file cannot be read, or what was read is no template.
+        CheckpointError: the checkpoint has no chat template, or one of its files cannot be read.
+        ConfigError: the `override` file cannot be read, or a template is not valid.
     """
     if override is not None:
         try:
-            return ChatTemplate({DEFAULT: override.read_text(encoding="utf-8")}, names)
+            return ChatTemplate({DEFAULT: override.read_text(encoding="utf-8")}, variables)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"chat_template: {override} cannot be read: {error}.") from error
     try:
-        files = _files(folder)
+        files = _read_files(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"The chat template in {folder} cannot be read: {error!r}. Download it again.") from error
-    sources = files if DEFAULT in files else {**own, **files}
+    sources = files if DEFAULT in files else {**tokenizer_templates, **files}
     if not sources:
         raise CheckpointError(
-            f"{folder} has no chat template: use an instruct checkpoint, or give one by --chat-template."
+            f"{folder} has no chat template: use an instruct checkpoint, or set one with --chat-template."
         )
-    return ChatTemplate(sources, names)
+    return ChatTemplate(sources, variables)
 
 
-def unusable(cause: BaseException) -> ConfigError:
-    """What the operator is told of a template with which nothing can be rendered."""
-    return ConfigError(f"The chat template cannot be used: {cause}. Mend it, or give another one.")
+def template_config_error(cause: BaseException) -> ConfigError:
+    """Create the error for a template that cannot be rendered at all."""
+    return ConfigError(f"The chat template cannot be used: {cause}. Fix it, or set another one with --chat-template.")
 
 
-def _files(folder: Path) -> dict[str, str]:
-    """Templates of a checkpoint that have files of their own."""
-    more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-    sources = {path.stem: path.read_text(encoding="utf-8") for path in more}
-    text, wrapped = folder / "chat_template.jinja", folder / "chat_template.json"
-    if text.is_file():
-        sources[DEFAULT] = text.read_text(encoding="utf-8")
-    elif wrapped.is_file():
-        sources[DEFAULT] = str(json.loads(wrapped.read_text(encoding="utf-8"))["chat_template"])
+def _read_files(folder: Path) -> dict[str, str]:
+    """Read a checkpoint's separate template files."""
+    additional = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    sources = {path.stem: path.read_text(encoding="utf-8") for path in additional}
+    jinja_file, json_file = folder / "chat_template.jinja", folder / "chat_template.json"
+    if jinja_file.is_file():
+        sources[DEFAULT] = jinja_file.read_text(encoding="utf-8")
+    elif json_file.is_file():
+        sources[DEFAULT] = str(json.loads(json_file.read_text(encoding="utf-8"))["chat_template"])
     return sources
 
 
 def _environment() -> jinja2.sandbox.SandboxedEnvironment:
-    """Where templates run: they come with checkpoints, and reach nothing but what they are given."""
+    """Create the sandbox for templates: they come from untrusted checkpoints and access only their variables."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )
-    environment.filters["tojson"] = _as_json
+    environment.filters["tojson"] = _to_json
     environment.globals |= {
-        "raise_exception": _refuse,
-        "strftime_now": _now,
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
         "namespace": _Namespace,
     }
     return environment
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what the model wrote, for trainers; here it is text like any other."""
+    """`{% generation %}` marks the model's output for training; here it has no effect."""
 
-    tags = {"generation"}  # noqa: RUF012 - Jinja's own way of naming them
+    tags = {"generation"}  # noqa: RUF012 - Jinja's interface
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
@@ -151,13 +151,13 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Values that outlive a loop; none with a name that means something to Python."""
+    """Variables that outlive a loop; rejects names that begin with an underscore, which Python may treat specially."""
 
     def __init__(self, /, *args: Any, **values: Any) -> None:
-        named = dict(*args, **values)
-        for name in named:
+        variables = dict(*args, **values)
+        for name in variables:
             _check_name(name)
-        super().__init__(named)
+        super().__init__(variables)
 
     def __setitem__(self, name: str, value: Any) -> None:
         _check_name(name)
@@ -166,28 +166,29 @@ class _Namespace(jinja2.utils.Namespace):
 
 def _check_name(name: str) -> None:
     if name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace holds no names that begin with _, such as {name!r}")
+        raise jinja2.exceptions.SecurityError(f"a namespace must not have names that begin with _, got {name!r}")
 
 
-def _refuse(message: str) -> NoReturn:
+def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _as_json(value: Any, **options: Any) -> str:
-    """Jinja's own writes < and & for HTML."""
+def _to_json(value: Any, **options: Any) -> str:
+    """Serialize to JSON; unlike Jinja's filter, does not escape < and & for HTML."""
     return json.dumps(value, **{"ensure_ascii": False, **options})
 
 
-def _now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)  # local: templates tell the date of today
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)  # local time: templates render today's date
 
 
-def _refused(error: Exception) -> InvalidParameter:
-    """A refusal in the template's own words, if it has chosen any; Jinja's are for the operator's log."""
+def _render_error(error: Exception) -> InvalidParameter:
+    """Create the error for messages that a template rejects; a message of `raise_exception` is passed on."""
     if type(error) is jinja2.TemplateError:  # by `raise_exception`; Jinja itself raises subclasses
-        return InvalidParameter(f"The model's chat template refuses these messages: {error}", param="messages")
-    # Not Jinja's text: it may quote the request.
-    logger.warning("the chat template failed on a request with %s", type(error).__name__)
+        return InvalidParameter(f"The model's chat template rejects these messages: {error}", param="messages")
+    # Jinja's text may quote the request, so it is not logged.
+    logger.warning("The chat template failed on a request with %s", type(error).__name__)
     return InvalidParameter(
-        "The model's chat template cannot render these messages: leave out what is unusual in them.", param="messages"
+        "The model's chat template cannot render these messages: check their roles, their order and their content.",
+        param="messages",
     )

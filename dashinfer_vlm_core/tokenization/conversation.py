@@ -1,4 +1,4 @@
-"""How a model writes what is no plain text: calls of tools."""
+"""How a model writes tool calls."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversationFormat:
-    """How a model was trained to call tools: a JSON object with `name` and `arguments` between two tags. The defaults
-    are those of the Hermes format.
+    """A model's tool call format: a JSON object with `name` and `arguments` between two tags.
+
+    The defaults are the Hermes format.
 
     Attributes:
-        call_begin: tag in front of a call.
-        call_end: tag behind it.
-        result_begin: tag in front of a result.
-        result_end: tag behind it.
-        default_system: what the chat template says where a conversation has no system message; used where tools have to
-            be described by a template that knows nothing of them.
-        tools_prompt: describes tools in the system message for such templates; `{tools}` takes one JSON object per
-            line, `{begin}` and `{end}` the tags of a call.
+        call_begin: tag before a call.
+        call_end: tag after a call.
+        result_begin: tag before a result.
+        result_end: tag after a result.
+        default_system: the chat template's default system message; used to describe tools if the template does not
+            support them.
+        tools_prompt: describes tools in the system message for such templates; `{tools}` is replaced by one JSON object
+            per line, `{begin}` and `{end}` by the tags of a call.
     """
 
     call_begin: str = "<tool_call>"
@@ -44,4 +45,4 @@ For each function call, return a json object with function name and arguments wi
 
 
 HERMES = ConversationFormat()
-"""What most models of this kind were trained on."""
+"""The format that most vision language models were trained on."""

@@ -1,4 +1,4 @@
-"""Token ids -> text, one by one."""
+"""Incremental detokenization: token ids -> text, one token at a time."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import tokenizers.decoders
 from ..errors import CheckpointError
 
 
-def _byte_of_character() -> dict[str, int]:
-    """The alphabet in which byte-level vocabularies are written: GPT-2's `bytes_to_unicode`, read backwards.
+def _bytes_by_character() -> dict[str, int]:
+    """Return the alphabet of byte-level vocabularies: the inverse of GPT-2's `bytes_to_unicode`.
 
-    Printable bytes stand for themselves, all others, in order, for the characters from 256 on.
+    Printable bytes map to themselves, all others, in order, to the characters from 256 on.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF_CHARACTER = _byte_of_character()
+_BYTES_BY_CHARACTER = _bytes_by_character()
 
 
 class IncrementalDetokenizer:
-    """Token ids to text, one by one, in time linear in the text.
+    """Converts token ids to text, one token at a time, in linear time.
 
-    `tokenizers.decoders.DecodeStream` gives the same text, but decodes all it holds back again at each step, which is
-    quadratic on a run of invalid bytes, and it does not tell the bytes of a token, which `logprobs` needs.
+    `tokenizers.decoders.DecodeStream` produces the same text, but decodes everything it holds back again at each step,
+    which is quadratic for a sequence of invalid bytes, and it does not return a token's bytes, which `logprobs` needs.
 
     Attributes:
-        position: characters given so far.
+        position: characters returned so far.
 
     Raises:
         CheckpointError: the tokenizer is not byte-level.
@@ -44,23 +44,23 @@ class IncrementalDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for; nothing, for ids that the model has and the tokenizer has not."""
+        """Return a token's bytes; empty for ids that the model has but the tokenizer does not."""
         token = self._tokenizer.id_to_token(token_id) or ""
         try:
-            return bytes(_BYTE_OF_CHARACTER[character] for character in token)
-        except KeyError:  # an added token is written as it is
+            return bytes(_BYTES_BY_CHARACTER[character] for character in token)
+        except KeyError:  # an added token, which is plain text
             return token.encode()
 
     def is_visible(self, token_id: int) -> bool:
-        """Whether a token has a part in the text."""
+        """Whether a token contributes to the text."""
         return token_id not in self._special and bool(self.token_bytes(token_id))
 
     def feed(self, token_id: int) -> str:
-        """The characters that this token completes; invalid bytes become U+FFFD, special tokens nothing."""
+        """Return the characters that this token completes; invalid bytes become U+FFFD, special tokens are skipped."""
         return self._decode(b"" if token_id in self._special else self.token_bytes(token_id))
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD if the last character was not completed."""
+        """Return the remaining text: U+FFFD if the last character is incomplete."""
         return self._decode(b"", final=True)
 
     def _decode(self, data: bytes, *, final: bool = False) -> str:

@@ -1,8 +1,8 @@
-"""Tools and calls as text, in the words of a `ConversationFormat`.
+"""Render tools and tool calls as text in a `ConversationFormat`, for chat templates that do not support tools.
 
-    tools, messages ─▶ messages of plain text, for templates that know nothing of tools
+    tools, messages ─▶ messages of plain text
 
-`calls` reads them from answers.
+`structured_output.tool_parser` parses tool calls from completions.
 """
 
 from __future__ import annotations
@@ -17,46 +17,47 @@ from .conversation import HERMES, ConversationFormat
 Message: TypeAlias = dict[str, Any]
 
 
-def with_objects(messages: list[Message]) -> list[Message]:
-    """The messages, with the arguments of calls as objects: a string would be spelled as one once more.
+def parse_tool_arguments(messages: list[Message]) -> list[Message]:
+    """Parse the arguments of tool calls to objects, because templates would encode a string as JSON a second time.
 
-    Arguments that are no JSON stay what they are.
+    Arguments that are not valid JSON stay strings.
     """
     return [
-        message | {"tool_calls": [_with_object(call) for call in message["tool_calls"]]}
+        message | {"tool_calls": [_parse_arguments(call) for call in message["tool_calls"]]}
         if "tool_calls" in message
         else message
         for message in messages
     ]
 
 
-def as_text(messages: list[Message], tools: Sequence[Any], conversation: ConversationFormat = HERMES) -> list[Message]:
-    """The conversation in messages of system, user and assistant alone, without any field but the content.
+def render_tools_as_text(
+    messages: list[Message], tools: Sequence[Any], conversation: ConversationFormat = HERMES
+) -> list[Message]:
+    """Convert a conversation to system, user and assistant messages that have only content.
 
     Args:
-        messages: as `ChatRequest.template_messages` gives them, after `with_objects`.
-        tools: what may be called; told at the end of the system message.
-        conversation: how the model writes calls.
+        messages: the result of `ChatRequest.template_messages`, after `parse_tool_arguments`.
+        tools: available tools, described at the end of the system message.
+        conversation: the model's tool call format.
     """
     if tools:
         first, rest = messages[:1], messages[1:]
         if not first or first[0]["role"] != "system":
             first, rest = [{"role": "system", "content": conversation.default_system}], messages
-        told = conversation.tools_prompt.format(
-            tools="\n".join(map(_spelled, tools)), begin=conversation.call_begin, end=conversation.call_end
+        tools_prompt = conversation.tools_prompt.format(
+            tools="\n".join(map(_to_json, tools)), begin=conversation.call_begin, end=conversation.call_end
         )
-        messages = [{"role": "system", "content": _joined([first[0]["content"], told])}, *rest]
-    groups = [(of_tools, list(group)) for of_tools, group in groupby(messages, key=lambda item: item["role"] == "tool")]
-    return [
-        turn
-        for of_tools, group in groups
-        for turn in (
-            [_results(group, conversation)] if of_tools else [_without_calls(item, conversation) for item in group]
-        )
-    ]
+        messages = [{"role": "system", "content": _join_contents([first[0]["content"], tools_prompt])}, *rest]
+    converted: list[Message] = []
+    for is_tool, group in groupby(messages, key=lambda item: item["role"] == "tool"):
+        if is_tool:
+            converted.append(_results_as_user_message(list(group), conversation))
+        else:
+            converted += [_calls_as_text(item, conversation) for item in group]
+    return converted
 
 
-def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+def _parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     try:
         arguments = json.loads(function["arguments"])
@@ -65,12 +66,12 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
     return call | {"function": function | {"arguments": arguments}}
 
 
-def _without_calls(message: Message, conversation: ConversationFormat) -> Message:
+def _calls_as_text(message: Message, conversation: ConversationFormat) -> Message:
     calls = [
         "\n".join(
             [
                 conversation.call_begin,
-                _spelled({key: call["function"][key] for key in ("name", "arguments")}),
+                _to_json({key: call["function"][key] for key in ("name", "arguments")}),
                 conversation.call_end,
             ]
         )
@@ -80,20 +81,20 @@ def _without_calls(message: Message, conversation: ConversationFormat) -> Messag
         return message
     content = message["content"]
     plain = {key: value for key, value in message.items() if key != "tool_calls"}
-    return plain | {"content": _joined([content, "\n" if content else "", "\n".join(calls)])}
+    return plain | {"content": _join_contents([content, "\n" if content else "", "\n".join(calls)])}
 
 
-def _results(messages: list[Message], conversation: ConversationFormat) -> Message:
-    """One turn of the user for the results of calls that were made together."""
+def _results_as_user_message(messages: list[Message], conversation: ConversationFormat) -> Message:
+    """Combine the results of parallel tool calls in one user message."""
     pieces: list[Any] = []
     for message in messages:
         begin, end = f"{conversation.result_begin}\n", f"\n{conversation.result_end}"
         pieces += ["\n" if pieces else "", begin, message["content"], end]
-    return {"role": "user", "content": _joined(pieces)}
+    return {"role": "user", "content": _join_contents(pieces)}
 
 
-def _joined(contents: list[Any]) -> str | list[Any]:
-    """Contents, strings or lists of parts, as one: a string if all of them are."""
+def _join_contents(contents: list[Any]) -> str | list[Any]:
+    """Join contents (strings or lists of parts); the result is a string if all of them are strings."""
     if all(isinstance(content, str) for content in contents):
         return "".join(contents)
     parts: list[Any] = []
@@ -102,5 +103,5 @@ def _joined(contents: list[Any]) -> str | list[Any]:
     return parts
 
 
-def _spelled(value: object) -> str:
+def _to_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Strings that end a text, found while it is written."""
+"""Stop strings, matched incrementally while text is generated."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class _Matcher:
-    """Knuth, Morris and Pratt's search for one string, a character at a time.
+    """Knuth-Morris-Pratt search for one string, one character at a time.
 
     Attributes:
-        state: length of the longest beginning of the string that the text ends with.
-        fallback: for each length of a beginning, that of the longest shorter one that it ends with.
+        state: length of the longest prefix of the string that is a suffix of the text.
+        fallback: for each prefix length, the length of the longest shorter prefix that is a suffix of it.
     """
 
     string: str
@@ -29,18 +29,19 @@ class _Matcher:
         return state + (self.string[state] == character)
 
     def step(self, character: str) -> bool:
-        """Whether the text, with this character, ends with the string."""
+        """Append a character to the text; return whether the text now ends with the string."""
         self.state = self._next(self.state, character)
         return self.state == len(self.string)
 
 
 class StopStringMatcher:
-    """Cuts a text, given piece by piece, before the first stop string.
+    """Truncates streamed text before the first stop string.
 
-    First is the one that is complete first, whatever the pieces; of several that end at one character, the longest.
+    The first match is the one that ends first, however the text is split; of several that end at the same character,
+    the longest.
 
     Attributes:
-        matched: whether one was found; all later text is dropped.
+        matched: whether a stop string was found; all later text is discarded.
     """
 
     def __init__(self, strings: tuple[str, ...]) -> None:
@@ -49,19 +50,19 @@ class StopStringMatcher:
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """What can be shown for sure: all but what a stop string may begin with."""
+        """Add text; return what can be output, which excludes a possible beginning of a stop string."""
         if not self._matchers or self.matched:
             return "" if self.matched else text
         held, self._held = self._held + text, ""
         for index, character in enumerate(text, start=len(held) - len(text) + 1):
-            if found := [len(matcher.string) for matcher in self._matchers if matcher.step(character)]:
+            if lengths := [len(matcher.string) for matcher in self._matchers if matcher.step(character)]:
                 self.matched = True
-                return held[: index - max(found)]
+                return held[: index - max(lengths)]
         kept = max(matcher.state for matcher in self._matchers)
         self._held = held[len(held) - kept :]
         return held[: len(held) - kept]
 
     def flush(self) -> str:
-        """What was held back: at the end of the text it is no stop string."""
+        """Return the text held back, which at the end of the text is not a stop string."""
         held, self._held = self._held, ""
         return held

@@ -1,4 +1,4 @@
-"""Patches -> visual tokens, and names for what was sent before."""
+"""Patches -> visual tokens, and the uuids of media sent before."""
 
 from .service import CachedMedia, Item, Processed, VisionService, VisionStats
 

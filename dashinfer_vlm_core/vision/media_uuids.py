@@ -1,7 +1,7 @@
-"""Callers' names for pictures and videos: what was sent once under a `uuid` need not be sent again.
+"""Uuids of images and videos: media sent once with a `uuid` need not be sent again.
 
-A name belongs to the salt that it came with, and to the content that it first came with: another content under the same
-name is refused, as is a name whose content is not in the cache (any more).
+A uuid is bound to its request's cache salt and to the content that was first sent with it. Another content with the
+same uuid is rejected, as is a uuid whose content is not, or no longer, in the cache.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ..models.interface import Embedded, Grid, Patches
 from ..protocol import MediaPart
 from .service import CachedMedia, Processed, VisionService
 
-MAX_CUTS = 8
-"""Ways of cutting one content that are remembered under its name."""
+MAX_VARIANTS = 8
+"""Variants of one content, processed with different options, that are cached per uuid."""
 
-_Name: TypeAlias = tuple[str, Kind, str]
+_UuidKey: TypeAlias = tuple[str, Kind, str]
 _Options: TypeAlias = tuple[object, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Content:
-    """One content, cut as some options say."""
+    """One content, processed with one set of options."""
 
     digest: bytes
     grid: Grid
@@ -37,77 +37,79 @@ class _Content:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _UuidEntry:
-    """What a name stands for.
+    """The content of one uuid.
 
     Attributes:
-        source: digest of what it was decoded from.
-        cuts: by the options that bound its pixels and frames.
+        source: digest of the encoded data.
+        items: processed contents by the options that limited their pixels and frames.
     """
 
     source: bytes
-    items: LRUCache[_Options, _Content] = field(default_factory=lambda: LRUCache(MAX_CUTS))
+    items: LRUCache[_Options, _Content] = field(default_factory=lambda: LRUCache(MAX_VARIANTS))
 
     def find(self, part: MediaPart) -> _Content | None:
-        """What came before with these options; those that its content did not heed do not count."""
-        found = (self.items.get(options) for options in (_sampled(part), _resized(part), _AS_IT_IS))
-        return next((content for content in found if content), None)
+        """Return the content processed with the part's options; options that did not affect it are ignored."""
+        variants = (
+            self.items.get(options) for options in (_sampling_options(part), _resize_options(part), _NO_OPTIONS)
+        )
+        return next((content for content in variants if content), None)
 
 
 class MediaUuidCache:
-    """The names of one engine; used on one event loop.
+    """Maps an engine's media uuids to cached contents; used on one event loop.
 
     Args:
-        vision: where the contents are cached.
-        limit: most names; those least recently used are forgotten.
+        vision: the service whose cache holds the contents.
+        limit: maximum number of uuids; the least recently used ones are evicted.
     """
 
     def __init__(self, vision: VisionService, *, limit: int) -> None:
         self._vision = vision
-        self._bound: LRUCache[_Name, _UuidEntry] = LRUCache(limit)
+        self._entries: LRUCache[_UuidKey, _UuidEntry] = LRUCache(limit)
 
     def get(self, parts: Sequence[MediaPart], *, cache_salt: str = "") -> dict[str, CachedMedia]:
-        """The parts that come by name alone, by their place in the request.
+        """Return the cached media of the parts that have only a uuid, by their path in the request.
 
         Raises:
-            InvalidParameter: a name is not known, or its content is not cached any more.
+            InvalidParameter: a uuid is unknown, or its content is no longer cached.
         """
-        return {part.path: self._get(part, cache_salt) for part in parts if not part.given}
+        return {part.path: self._get(part, cache_salt) for part in parts if not part.has_source}
 
     def bind(self, parts: Sequence[MediaPart], processed: Sequence[Processed], *, cache_salt: str = "") -> None:
-        """Remember the parts that came with a name.
+        """Bind the uuids of parts to their contents.
 
         Args:
-            parts: those of one request that came along.
-            processed: what became of them, in the same order.
-            salt: of the request.
+            parts: the parts of one request that have content.
+            processed: the processed contents, in the same order.
+            cache_salt: the request's cache salt.
 
         Raises:
-            InvalidParameter: a name belongs to another content already.
+            InvalidParameter: a uuid is already bound to another content.
         """
         for part, (item, source) in zip(parts, processed, strict=True):
             if part.uuid is not None:
-                self._bind(part, part.uuid, source, cache_salt).items[_cut(part, item)] = _content(item)
+                self._bind(part, part.uuid, source, cache_salt).items[_applied_options(part, item)] = _content(item)
 
     def _bind(self, part: MediaPart, uuid: str, source: bytes, cache_salt: str) -> _UuidEntry:
-        name = (cache_salt, part.kind, uuid)
-        bound = self._bound.get(name) or _UuidEntry(source=source)
-        if bound.source != source:
+        key = (cache_salt, part.kind, uuid)
+        entry = self._entries.get(key) or _UuidEntry(source=source)
+        if entry.source != source:
             raise InvalidParameter(
-                f"`{part.path}.uuid` was sent with another content before: give this one a name of its own.",
+                f"`{part.path}.uuid` was already sent with another content: use a different uuid for this one.",
                 param=f"{part.path}.uuid",
                 code="uuid_conflict",
             )
-        if self._bound.maxsize:
-            self._bound[name] = bound
-        return bound
+        if self._entries.maxsize:
+            self._entries[key] = entry
+        return entry
 
     def _get(self, part: MediaPart, cache_salt: str) -> CachedMedia:
-        bound = self._bound.get((cache_salt, part.kind, part.uuid or ""))
-        content = bound.find(part) if bound else None
+        entry = self._entries.get((cache_salt, part.kind, part.uuid or ""))
+        content = entry.find(part) if entry else None
         visual = self._vision.find(content.digest, content.grid, cache_salt=cache_salt) if content else None
         if content is None or visual is None:
             raise InvalidParameter(
-                f"`{part.path}.uuid` names nothing that is cached here with these options: send it along.",
+                f"`{part.path}.uuid` is not cached with these options: send the content with it.",
                 param=f"{part.path}.uuid",
                 code="uuid_not_cached",
             )
@@ -118,19 +120,19 @@ def _content(item: Patches | Embedded) -> _Content:
     return _Content(digest=item.digest, grid=item.grid, tokens=item.tokens, times=item.times)
 
 
-def _cut(part: MediaPart, item: Patches | Embedded) -> _Options:
-    """The options that shaped what became of a part: embeddings heed none, and only video files are sampled."""
+def _applied_options(part: MediaPart, item: Patches | Embedded) -> _Options:
+    """Return the options that affected a part's content: none for embeddings; sampling only for video files."""
     if isinstance(item, Embedded):
-        return _AS_IT_IS
-    return _sampled(part) if part.kind == "video" and isinstance(part.url, str) else _resized(part)
+        return _NO_OPTIONS
+    return _sampling_options(part) if part.kind == "video" and isinstance(part.url, str) else _resize_options(part)
 
 
-def _sampled(part: MediaPart) -> _Options:
-    return ("sampled", part.fps, part.num_frames, *_resized(part))
+def _sampling_options(part: MediaPart) -> _Options:
+    return ("sampled", part.fps, part.num_frames, *_resize_options(part))
 
 
-def _resized(part: MediaPart) -> _Options:
+def _resize_options(part: MediaPart) -> _Options:
     return ("resized", part.min_pixels, part.max_pixels, part.total_pixels, part.background)
 
 
-_AS_IT_IS: _Options = ("as it is",)
+_NO_OPTIONS: _Options = ("none",)

@@ -1,6 +1,6 @@
-"""Patches -> VisualTokens: each content is encoded once, and pictures of different requests share a pass.
+"""Patches -> VisualTokens: each content is encoded once, and items of different requests are batched.
 
-Visual tokens that a request brings along, or that it names, join here.
+Visual tokens that a request contains, or refers to by uuid, are merged with the encoded ones here.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CachedMedia:
-    """A picture or video that came before, held so that it cannot leave the cache meanwhile.
+    """An image or video sent before; the reference to its visual tokens prevents their eviction.
 
     Attributes:
-        visual: its visual tokens.
-        tokens: their number.
-        kind: what it is.
-        part: where it stands in the request.
+        visual: the visual tokens.
+        tokens: number of visual tokens.
+        kind: whether it is an image or a video.
+        path: its location in the request.
         times: as in `Patches`.
     """
 
@@ -50,26 +50,26 @@ class CachedMedia:
 
 
 class Processed(NamedTuple):
-    """What became of a picture or video that came along, and the digest of what it was decoded from."""
+    """A processed image or video, and the digest of its encoded data."""
 
     item: Patches | Embedded
     source: bytes
 
 
 Item: TypeAlias = Patches | Embedded | CachedMedia
-"""A picture or video of a request, as the prompt and the tower take it."""
+"""An image or video of a request, as input to the prompt and the vision encoder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionStats:
-    """What a `VisionService` has done so far.
+    """Counters of a `VisionService`.
 
     Attributes:
-        passes: times the tower ran, failed passes included.
-        encoded: items that it encoded.
-        hits: items that were found in the cache.
-        joins: items that somebody else had asked for already, and that were waited for together.
-        bytes: memory that the cache holds now.
+        passes: forward passes of the vision encoder, including failed ones.
+        encoded: items encoded.
+        hits: items found in the cache.
+        joins: items that another request was already encoding, so that both waited for one computation.
+        bytes: current size of the cache.
     """
 
     passes: int
@@ -80,16 +80,16 @@ class VisionStats:
 
 
 class VisionService:
-    """Encodes each content once, caches it, and lets requests share passes of the tower.
+    """Encodes each content once, caches it, and batches the items of concurrent requests.
 
-    Belongs to one event loop. A thread of its own waits for the tower, so the loop never does; whatever is asked for
-    meanwhile goes into the next pass.
+    Bound to one event loop. The encoder runs in a separate thread, so it never blocks the loop; items requested during
+    a pass are batched into the next one.
 
     Args:
-        encoder: the tower.
-        model_key: names checkpoint and number type, where one cache could serve several.
-        cache_bytes: memory for embeddings; those least recently used leave first. 0 keeps none.
-        batch_patches: most patches of one pass; an item that has more goes alone.
+        encoder: the vision encoder.
+        model_key: identifies checkpoint and dtype in cache keys.
+        cache_bytes: memory for embeddings; the least recently used ones are evicted first. 0 disables the cache.
+        batch_patches: maximum patches per pass; a larger item is encoded alone.
     """
 
     def __init__(self, encoder: VisionEncoder, *, model_key: bytes = b"", cache_bytes: int, batch_patches: int) -> None:
@@ -115,41 +115,41 @@ class VisionService:
         )
 
     async def embed(self, items: Sequence[Item], *, cache_salt: str = "") -> tuple[VisualTokens, ...]:
-        """The visual tokens of each item, in order.
+        """Return the visual tokens of each item, in order.
 
-        Cancelling the caller drops what nobody else waits for, unless the tower has it already.
+        Canceling the caller discards the items that no other request waits for, unless their pass has started.
 
         Args:
-            items: of one request.
-            salt: what is encoded under it is found in the cache under it alone.
+            items: the items of one request.
+            cache_salt: part of the cache key; cached items are shared only between requests with the same salt.
 
         Raises:
-            EngineError: the tower failed on one of the items; `param` says which.
+            EngineError: the vision encoder failed on an item; `param` names it.
             EngineClosed: the service was closed.
         """
         if self._closed:
-            raise EngineClosed("The engine was closed. Start another one.")
+            raise EngineClosed("The engine was closed; start another one.")
         jobs = [self._job(item, cache_salt) for item in items if isinstance(item, Patches)]
         try:
             encoding = iter(jobs)
             return tuple([await self._tokens(item, encoding, cache_salt) for item in items])
         finally:
             for job in jobs:
-                self._leave(job)
+                self._release(job)
 
     def find(self, digest: bytes, grid: Grid, *, cache_salt: str = "") -> VisualTokens | None:
-        """What is in the cache for the content of this digest (as in `Patches`)."""
-        name = _salted(digest, cache_salt)
-        embedding = self._cache.get(self._model_key + name)
-        return None if embedding is None else VisualTokens(embedding=embedding, grid=grid, digest=name)
+        """Return the cached visual tokens of the content with this digest (as in `Patches`), or None."""
+        salted = _salted(digest, cache_salt)
+        embedding = self._cache.get(self._model_key + salted)
+        return None if embedding is None else VisualTokens(embedding=embedding, grid=grid, digest=salted)
 
-    def _keep(self, key: bytes, embedding: torch.Tensor) -> None:
-        """At the cost of those least recently used; one above the whole budget is not kept."""
+    def _store(self, key: bytes, embedding: torch.Tensor) -> None:
+        """Cache an embedding, evicting the least recently used ones; one larger than the cache is not stored."""
         if key not in self._cache and _size(embedding) <= self._cache.maxsize:
             self._cache[key] = embedding
 
     async def close(self) -> None:
-        """Fail what waits, let a running pass end, and free the thread and the cache. Closing twice is allowed."""
+        """Fail the queued items, wait for a running pass, and release the thread and the cache; idempotent."""
         self._closed = True
         while self._waiting:
             self._finish(self._waiting.popleft(), EngineClosed("The engine was closed while the request waited."))
@@ -166,38 +166,38 @@ class VisionService:
             return await self._adopt(item, _salted(item.digest, cache_salt))
         return await next(encoding).tokens(item.path)
 
-    async def _adopt(self, item: Embedded, name: bytes) -> VisualTokens:
-        """Between two passes of the tower; cached, so that it can be named later."""
+    async def _adopt(self, item: Embedded, salted: bytes) -> VisualTokens:
+        """Convert embeddings in the encoder's thread, between passes, and cache them for later requests by uuid."""
         loop = asyncio.get_running_loop()
         embedding = await loop.run_in_executor(self._thread, self._encoder.adopt, item.rows)
-        self._keep(self._model_key + name, embedding)
-        return VisualTokens(embedding=embedding, grid=item.grid, digest=name)
+        self._store(self._model_key + salted, embedding)
+        return VisualTokens(embedding=embedding, grid=item.grid, digest=salted)
 
     def _job(self, item: Patches, cache_salt: str) -> _Job:
-        """The job that yields this content: done if it is cached, else one that runs or waits, else a new one."""
-        name = _salted(item.digest, cache_salt)
-        key = self._model_key + name
+        """Return the job for this content: a finished one if it is cached, else the pending one, else a new one."""
+        salted = _salted(item.digest, cache_salt)
+        key = self._model_key + salted
         if (embedding := self._cache.get(key)) is not None:
             self._hits += 1
-            job = _Job(key, name, item)
+            job = _Job(key, salted, item)
             job.finish(embedding)
         elif key in self._jobs:
             self._joins += 1
             job = self._jobs[key]
         else:
-            job = self._jobs[key] = _Job(key, name, item)
+            job = self._jobs[key] = _Job(key, salted, item)
             self._waiting.append(job)
-            self._wake()
+            self._ensure_running()
         job.callers += 1
         return job
 
-    def _leave(self, job: _Job) -> None:
+    def _release(self, job: _Job) -> None:
         job.callers -= 1
         if job.callers == 0 and job in self._waiting:
             self._waiting.remove(job)
             del self._jobs[job.key]
 
-    def _wake(self) -> None:
+    def _ensure_running(self) -> None:
         if self._runner is None or self._runner.done():
             self._runner = asyncio.create_task(self._run(), name="vision")
 
@@ -206,22 +206,22 @@ class VisionService:
             await self._encode(batch)
 
     def _next_batch(self) -> list[_Job]:
-        """Jobs for one pass, first come first served: the first one, and those behind it that still fit."""
+        """Take the jobs for one pass in FIFO order: the first one, and the following ones that fit."""
         batch: list[_Job] = []
-        room = self._batch_patches
-        while self._waiting and (not batch or self._waiting[0].size <= room):
+        remaining = self._batch_patches
+        while self._waiting and (not batch or self._waiting[0].size <= remaining):
             batch.append(self._waiting.popleft())
-            room -= batch[-1].size
+            remaining -= batch[-1].size
         return batch
 
     async def _encode(self, batch: list[_Job]) -> None:
-        """One pass; if it fails, one pass for each item, so that it fails for those alone that are to blame."""
+        """Encode a batch in one pass; if it fails, encode each item separately, so that only faulty items fail."""
         self._passes += 1
         try:
-            embeddings = await self._pass([job.patches for job in batch])
+            embeddings = await self._run_encoder([job.patches for job in batch])
         except Exception as error:
             if len(batch) == 1:
-                logger.exception("The vision tower failed on a grid of %s", batch[0].patches.grid)
+                logger.exception("The vision encoder failed on a grid of %s", batch[0].patches.grid)
                 self._finish(batch[0], error)
             else:
                 for job in batch:
@@ -229,15 +229,15 @@ class VisionService:
             return
         self._encoded += len(batch)
         for job, embedding in zip(batch, embeddings, strict=True):
-            self._keep(job.key, embedding)
+            self._store(job.key, embedding)
             self._finish(job, embedding)
 
-    async def _pass(self, batch: list[Patches]) -> list[torch.Tensor]:
-        """Run the tower, and hold it to its contract."""
+    async def _run_encoder(self, batch: list[Patches]) -> list[torch.Tensor]:
+        """Run the encoder and check the number of rows that it returns."""
         embeddings = await asyncio.get_running_loop().run_in_executor(self._thread, self._encoder.encode, batch)
         rows, expected = [len(embedding) for embedding in embeddings], [item.tokens for item in batch]
         if rows != expected:
-            raise EngineError(f"The vision tower made {rows} visual tokens instead of {expected}.")
+            raise EngineError(f"The vision encoder returned {rows} visual tokens instead of {expected}.")
         return embeddings
 
     def _finish(self, job: _Job, outcome: torch.Tensor | Exception) -> None:
@@ -246,18 +246,18 @@ class VisionService:
 
 
 class _Job:
-    """One content on its way through the tower, and everybody who waits for it.
+    """One content to encode, shared by all callers that wait for it.
 
     Attributes:
-        key: in the cache.
-        name: digest of the visual tokens.
-        size: in patches.
-        callers: how many wait.
+        key: cache key.
+        digest: salted digest of the content.
+        size: number of patches.
+        callers: number of waiting callers.
     """
 
-    def __init__(self, key: bytes, name: bytes, patches: Patches) -> None:
+    def __init__(self, key: bytes, digest: bytes, patches: Patches) -> None:
         self.key = key
-        self.name = name
+        self.digest = digest
         self.patches = patches
         self.size = patches.grid.patches
         self.callers = 0
@@ -268,20 +268,20 @@ class _Job:
         self._outcome = outcome
         self._done.set()
 
-    async def tokens(self, part: str) -> VisualTokens:
-        """The outcome, for the caller whose request holds this content at `part`."""
+    async def tokens(self, path: str) -> VisualTokens:
+        """Wait for the result; `path` is the content's location in the caller's request, used in errors."""
         await self._done.wait()
         assert self._outcome is not None
         if isinstance(self._outcome, EngineClosed):
             raise EngineClosed(self._outcome.message)
         if isinstance(self._outcome, Exception):
-            message = "The vision tower failed on this picture or video. Try again; the engine's log has the cause."
-            raise EngineError(message, param=part, code="vision_failed") from self._outcome
-        return VisualTokens(embedding=self._outcome, grid=self.patches.grid, digest=self.name)
+            message = "The vision encoder failed on this image or video. Try again; the engine's log has the cause."
+            raise EngineError(message, param=path, code="vision_failed") from self._outcome
+        return VisualTokens(embedding=self._outcome, grid=self.patches.grid, digest=self.digest)
 
 
 def _salted(digest: bytes, cache_salt: str) -> bytes:
-    """The digest itself without a salt; else one of both, of the same length."""
+    """Return the digest unchanged without a salt, else a digest of both, of the same length."""
     if not cache_salt:
         return digest
     return hashlib.sha256(b"salted" + hashlib.sha256(cache_salt.encode()).digest() + digest).digest()

@@ -128,7 +128,7 @@ def test_tool_support_of_template(source, knows):
 
 
 def test_templates_without_default_are_setup_error():
-    with pytest.raises(ConfigError, match=r"named rag, tool_use and none named default.*--chat-template"):
+    with pytest.raises(ConfigError, match=r"named rag, tool_use, but none named default.*--chat-template"):
         ChatTemplate({"tool_use": "a", "rag": "b"}, {})
 
 

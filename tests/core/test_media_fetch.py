@@ -613,7 +613,7 @@ def test_media_of_one_request_share_a_limit(room, refused):
 
     with serve({"/a": body(PICTURE), "/b": body(PICTURE)}) as web:
         if refused:
-            with pytest.raises(MediaTooLarge, match="together") as caught:
+            with pytest.raises(MediaTooLarge, match="in total") as caught:
                 asyncio.run(run(web))
             assert caught.value.param == PART
         else:

@@ -237,7 +237,7 @@ def test_rows_of_wrong_shape_or_dtype_are_rejected(rows):
     ],
 )
 def test_invalid_grid_is_rejected(grid):
-    assert "three whole numbers" in refused(InvalidParameter, saved(ROWS), grid)
+    assert "three positive integers" in refused(InvalidParameter, saved(ROWS), grid)
 
 
 def test_too_many_bytes_are_rejected_before_decoding():

@@ -168,5 +168,5 @@ def test_variants_of_one_content_are_bounded(start):
         chat(engine, image(CAT, "cat"), media_io_kwargs={"image": {"rgba_background_color": [level] * 3}})
     for level in range(MAX_VARIANTS, 0, -1):
         chat(engine, image(None, "cat"), media_io_kwargs={"image": {"rgba_background_color": [level] * 3}})
-    with pytest.raises(InvalidParameter, match="names nothing that is cached here with these options"):
+    with pytest.raises(InvalidParameter, match="is not cached with these options"):
         chat(engine, image(None, "cat"), media_io_kwargs={"image": {"rgba_background_color": [0] * 3}})

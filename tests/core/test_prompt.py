@@ -229,7 +229,7 @@ def test_longest_prompt_leaves_one_token(builder):
     "media", [[], [patches(1, 4, 4)] * 2, [patches(2, 4, 4, kind="video")]], ids=["missing", "too many", "other kind"]
 )
 def test_template_with_misplaced_images_is_reported(builder, media):
-    with pytest.raises(InvalidParameter, match="does not place"):
+    with pytest.raises(InvalidParameter, match="does not include"):
         builder.build(request(user("<image>", "x")), media)
 
 

@@ -1,4 +1,4 @@
-"""Lines 1 to 5: fetching. The name of a host in TLS has its test in tests/core/test_media_fetch.py."""
+"""Rules 1 to 5: fetching. SNI is tested in tests/core/test_media_fetch.py."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from dashinfer_vlm_core.media.fetch import SILENCE_SECONDS, Fetcher
 from dashinfer_vlm_core.media.url_policy import check_url
 from dashinfer_vlm_core.protocol import MediaPart
 from tests.samples import data_url, encode, image_url, noise
-from tests.security.conftest import GOOD, LIMITS, image, picture, text, video
+from tests.security.conftest import GOOD, LIMITS, image, image_data, text, video
 from tests.waiting import HANG
 from tests.web import LoopbackTransport, body, fake_resolver, raw, redirect, serve
 
 PART = "messages[0].content[0]"
-PICTURE = encode(noise(20, 30))
+IMAGE = encode(noise(20, 30))
 WORDS = text("What is this?")
 
-# Line 1: one connector for every door
+# Rule 1: one connector for every interface
 
 
-class Watched:
-    """Notes the connections and the opened files of this process, as Python's own audit events tell them."""
+class AuditLog:
+    """Records connections and opened files of this process through Python's audit events."""
 
     def __init__(self):
         self.on = False
         self.connections, self.files = [], []
-        sys.addaudithook(self._note)  # it cannot be taken away again, only told to be silent
+        sys.addaudithook(self._note)  # it cannot be removed, only disabled
 
     def _note(self, event, arguments):
         if self.on and event == "socket.connect":
@@ -51,28 +51,28 @@ class Watched:
         self.on = False
 
 
-def test_security_01_nothing_but_the_connector_reaches_out(open_door, folder):
-    with serve({"/a.png": body(PICTURE)}) as web:
+def test_security_01_only_the_connector_opens_connections(open_server, folder):
+    with serve({"/a.png": body(IMAGE)}) as web:
         parts = [image(web.url("/a.png")), image("picture.png"), GOOD, video([web.url("/a.png"), "picture.png"]), WORDS]
         request = {"messages": [{"role": "user", "content": parts}], "max_tokens": 1}
-        with Watched() as watched:
-            open_door.engine.chat(request)
-    assert watched.connections == [("127.0.0.1", web.port)]
-    assert [name for name in watched.files if not name.startswith(sys.prefix)] == [str(folder / "picture.png")]
+        with AuditLog() as audit:
+            open_server.engine.chat(request)
+    assert audit.connections == [("127.0.0.1", web.port)]
+    assert [name for name in audit.files if not name.startswith(sys.prefix)] == [str(folder / "picture.png")]
 
 
 @pytest.mark.parametrize(
-    "door", ["chat", "achat", "stream", "astream", "VLM.chat", "VLM.generate", "server", "server's stream"]
+    "interface", ["chat", "achat", "stream", "astream", "VLM.chat", "VLM.generate", "server", "server's stream"]
 )
-def test_security_01_every_door_refuses_in_the_same_words(closed_door, door):
-    engine, part = closed_door.engine, image("http://127.0.0.1/a.png")
+def test_security_01_every_interface_rejects_alike(default_server, interface):
+    engine, part = default_server.engine, image("http://127.0.0.1/a.png")
     request = {"messages": [{"role": "user", "content": [part]}]}
     offline = VLM(engine=engine)
 
     async def exhaust():
         return [chunk async for chunk in engine.astream(request)]
 
-    ways = {
+    calls = {
         "chat": lambda: engine.chat(request),
         "achat": lambda: asyncio.run(engine.achat(request)),
         "stream": lambda: list(engine.stream(request)),
@@ -82,42 +82,42 @@ def test_security_01_every_door_refuses_in_the_same_words(closed_door, door):
             {"prompt": "<|image_pad|>", "multi_modal_data": {"image": "http://127.0.0.1/a.png"}}, use_tqdm=False
         ),
     }
-    if door in ways:
+    if interface in calls:
         with pytest.raises(MediaRefused) as caught:
-            ways[door]()
+            calls[interface]()
         message = caught.value.message
     else:
-        message = closed_door.refuses(part, stream=door != "server")
-    assert message == "The URL leads to an address that this server may not fetch from; use a public one."
+        message = default_server.rejection(part, stream=interface != "server")
+    assert message == "The URL resolves to an address that this server may not fetch from; use a public URL."
 
 
-# Line 2: files
+# Rule 2: files
 
 
-def test_security_02_files_are_refused_by_default(closed_door, folder):
-    picture = folder / "picture.png"
-    said = {
-        closed_door.refuses(image(url), code="media_refused")
-        for url in (picture.as_uri(), str(picture), "picture.png", "~/picture.png", "file:///etc/passwd")
+def test_security_02_files_are_rejected_by_default(default_server, folder):
+    image_data = folder / "picture.png"
+    messages = {
+        default_server.rejection(image(url), code="media_refused")
+        for url in (image_data.as_uri(), str(image_data), "picture.png", "~/picture.png", "file:///etc/passwd")
     }
-    assert said == {"Local files are not served here; send a data:, http: or https: URL."}
+    assert messages == {"Local files are not allowed here; send a data:, http: or https: URL."}
 
 
-def test_security_02_files_of_the_allowed_folder_are_read(open_door, folder):
-    expected = open_door.sees(picture(PICTURE))
+def test_security_02_files_in_the_allowed_folder_are_read(open_server, folder):
+    expected = open_server.fingerprint(image_data(IMAGE))
     for url in ("picture.png", str(folder / "picture.png"), (folder / "picture.png").as_uri(), "inside.png"):
-        assert open_door.sees(image(url)) == expected
+        assert open_server.fingerprint(image(url)) == expected
 
 
-def test_security_02_no_way_leads_out_of_the_allowed_folder_and_none_tells_what_is_there(open_door, folder):
+def test_security_02_path_traversal_is_rejected_alike(open_server, folder):
     outside = folder.parent
-    said = {
-        open_door.refuses(image(url), code="media_refused")
+    messages = {
+        open_server.rejection(image(url), code="media_refused")
         for url in (
             "../secret.png",
             "../nothing.png",
             "outside.png",  # a link
-            "../allowed-but-not/secret.png",  # begins as the allowed folder does
+            "../allowed-but-not/secret.png",  # has the allowed folder as a prefix
             str(outside / "secret.png"),
             str(outside / "nothing.png"),
             (outside / "secret.png").as_uri(),
@@ -130,12 +130,12 @@ def test_security_02_no_way_leads_out_of_the_allowed_folder_and_none_tells_what_
             "x" * 5000 + "/../../secret.png",
         )
     }
-    assert said == {"Local files are not served here; send a data:, http: or https: URL."}
+    assert messages == {"Local files are not allowed here; send a data:, http: or https: URL."}
 
 
-# Line 3: addresses, names and redirects
+# Rule 3: addresses, names and redirects
 
-TRICKS = [
+PRIVATE_URLS = [
     "http://127.0.0.1:{port}/a.png",
     "http://localhost:{port}/a.png",
     "http://good.example@127.0.0.1:{port}/a.png",
@@ -178,26 +178,26 @@ TRICKS = [
 ]
 
 
-def test_security_03_no_writing_of_a_private_address_is_connected_to(closed_door):
-    with serve({"/a.png": body(PICTURE)}) as web:
-        for trick in TRICKS:
-            closed_door.refuses(image(trick.format(port=web.port)), code="media_refused")
-            closed_door.refuses(video([trick.format(port=web.port)]), param=f"{PART}.video_url.url[0]")
+def test_security_03_no_spelling_of_a_private_address_connects(default_server):
+    with serve({"/a.png": body(IMAGE)}) as web:
+        for url in PRIVATE_URLS:
+            default_server.rejection(image(url.format(port=web.port)), code="media_refused")
+            default_server.rejection(video([url.format(port=web.port)]), param=f"{PART}.video_url.url[0]")
     assert not web.requests
 
 
 def fetch(url, config, **table):
-    """The fetcher under a resolver that knows `table`, with every connection brought to this machine."""
+    """Fetch with a resolver that knows `table`; every connection is redirected to this machine."""
     looked_up = []
     resolve = fake_resolver(table)
 
     async def run():
-        async def noted(host, port):
+        async def recording_resolve(host, port):
             looked_up.append(host)
             return await resolve(host, port)
 
         transport = LoopbackTransport()
-        fetcher = Fetcher(config, resolve=noted, transport=transport)
+        fetcher = Fetcher(config, resolve=recording_resolve, transport=transport)
         try:
             data = await fetcher.get(check_url(url, path=PART, config=config), kind="image", path=PART)
         except MediaError as error:
@@ -212,30 +212,30 @@ def fetch(url, config, **table):
 PUBLIC = "93.184.216.34"
 
 
-def test_security_03_a_name_that_changes_its_address_is_asked_once_and_the_checked_address_is_dialled():
-    with serve({"/a.png": body(PICTURE)}) as web:
+def test_security_03_dns_rebinding_connects_to_the_checked_address():
+    with serve({"/a.png": body(IMAGE)}) as web:
         url = web.url("/a.png", host="changes.example")
-        data, dialled, asked = fetch(url, EngineConfig(), **{"changes.example": [[PUBLIC], ["127.0.0.1"]]})
-    assert (data, dialled, asked) == (PICTURE, [PUBLIC], ["changes.example"])
+        data, connected, looked_up = fetch(url, EngineConfig(), **{"changes.example": [[PUBLIC], ["127.0.0.1"]]})
+    assert (data, connected, looked_up) == (IMAGE, [PUBLIC], ["changes.example"])
     assert f"Host: changes.example:{web.port}" in web.requests[0]
 
 
-def test_security_03_a_name_that_turns_private_on_the_next_hop_is_refused():
-    with serve({"/a.png": redirect("/b.png"), "/b.png": body(PICTURE)}) as web:
+def test_security_03_host_private_on_the_next_hop_is_rejected():
+    with serve({"/a.png": redirect("/b.png"), "/b.png": body(IMAGE)}) as web:
         url = web.url("/a.png", host="changes.example")
-        data, dialled, asked = fetch(url, EngineConfig(), **{"changes.example": [[PUBLIC], ["127.0.0.1"]]})
+        data, connected, looked_up = fetch(url, EngineConfig(), **{"changes.example": [[PUBLIC], ["127.0.0.1"]]})
     assert isinstance(data, MediaRefused)
-    assert (dialled, asked) == ([PUBLIC], ["changes.example"] * 2)
+    assert (connected, looked_up) == ([PUBLIC], ["changes.example"] * 2)
     assert len(web.requests) == 1
 
 
-def test_security_03_one_private_address_among_public_ones_refuses_the_name():
-    data, dialled, _ = fetch("http://two.example/", EngineConfig(), **{"two.example": [PUBLIC, "10.0.0.1"]})
+def test_security_03_any_private_address_rejects_the_host():
+    data, connected, _ = fetch("http://two.example/", EngineConfig(), **{"two.example": [PUBLIC, "10.0.0.1"]})
     assert isinstance(data, MediaRefused)
-    assert not dialled
+    assert not connected
 
 
-def test_security_03_the_loader_asks_the_resolver_it_was_given_and_no_other():
+def test_security_03_loader_uses_only_its_resolver():
     async def run(table):
         loader = MediaLoader(EngineConfig(), READERS, resolve=fake_resolver(table))
         part = MediaPart(kind="image", path=PART, url="http://pictures.example/a.png")
@@ -244,18 +244,18 @@ def test_security_03_the_loader_asks_the_resolver_it_was_given_and_no_other():
         finally:
             await loader.close()
 
-    for answer in ("127.0.0.1", "::ffff:10.0.0.1", "169.254.169.254"):
+    for response in ("127.0.0.1", "::ffff:10.0.0.1", "169.254.169.254"):
         with pytest.raises(MediaRefused):
-            asyncio.run(run({"pictures.example": [answer]}))
+            asyncio.run(run({"pictures.example": [response]}))
 
 
-def test_security_03_three_redirects_are_followed_and_a_fourth_is_not(open_door):
-    answers = {f"/{left}": redirect(f"/{left - 1}") for left in range(1, 5)} | {"/0": body(PICTURE)}
-    with serve(answers) as web:
-        assert open_door.sees(image(web.url("/3"))) == open_door.sees(picture(PICTURE))
-        open_door.refuses(image(web.url("/4")), code="media_refused")
+def test_security_03_at_most_three_redirects(open_server):
+    responses = {f"/{left}": redirect(f"/{left - 1}") for left in range(1, 5)} | {"/0": body(IMAGE)}
+    with serve(responses) as web:
+        assert open_server.fingerprint(image(web.url("/3"))) == open_server.fingerprint(image_data(IMAGE))
+        open_server.rejection(image(web.url("/4")), code="media_refused")
         web.responses["/loop"] = redirect("/loop")
-        open_door.refuses(image(web.url("/loop")), code="media_refused")
+        open_server.rejection(image(web.url("/loop")), code="media_refused")
 
 
 @pytest.mark.parametrize(
@@ -270,27 +270,27 @@ def test_security_03_three_redirects_are_followed_and_a_fourth_is_not(open_door)
         "gopher://127.0.0.1/",
     ],
 )
-def test_security_03_each_redirect_is_checked_again(open_door, location):
+def test_security_03_every_redirect_is_checked(open_server, location):
     with serve({"/a.png": redirect(location)}) as web:
-        open_door.refuses(image(web.url("/a.png")), code="media_refused")
+        open_server.rejection(image(web.url("/a.png")), code="media_refused")
 
 
-def test_security_03_allowed_domains_are_whole_names_on_every_hop():
+def test_security_03_allowed_domains_match_whole_names():
     config = EngineConfig(allowed_media_domains=("good.example",))
     table = {name: [PUBLIC] for name in ("good.example", "evilgood.example", "good.example.evil", "a.good.example")}
-    with serve({"/a.png": body(PICTURE)}) as web:
+    with serve({"/a.png": body(IMAGE)}) as web:
         web.responses["/away"] = redirect(web.url("/a.png", host="evilgood.example"))
-        assert fetch(web.url("/a.png", host="good.example"), config, **table)[0] == PICTURE
+        assert fetch(web.url("/a.png", host="good.example"), config, **table)[0] == IMAGE
         assert isinstance(fetch(web.url("/away", host="good.example"), config, **table)[0], MediaRefused)
         for name in ("evilgood.example", "good.example.evil", "a.good.example"):
             with pytest.raises(MediaRefused):
                 check_url(web.url("/a.png", host=name), path=PART, config=config)
 
 
-def test_security_03_nothing_of_the_environment_and_no_cookie_travels_along(monkeypatch, tmp_path):
+def test_security_03_no_proxy_netrc_or_cookie_is_used(monkeypatch, tmp_path):
     (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password secret")
     cookie = body(b"", "Set-Cookie: a=b; Path=/", "Location: /b.png", status="302 Found")
-    with serve({"/a.png": cookie, "/b.png": body(PICTURE)}) as web, serve({}) as proxy:
+    with serve({"/a.png": cookie, "/b.png": body(IMAGE)}) as web, serve({}) as proxy:
         monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
         for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
             monkeypatch.setenv(name, proxy.url(""))
@@ -317,16 +317,16 @@ def load(*parts):
     return asyncio.run(run())
 
 
-# Line 4: caps
+# Rule 4: limits
 
 
 def endless(head, piece):
-    def answer(stream):
+    def response(stream):
         stream.sendall(head)
-        while True:  # until the other side has had enough and hangs up
+        while True:  # until the client disconnects
             stream.sendall(piece)
 
-    return answer
+    return response
 
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
@@ -334,24 +334,24 @@ FLOODS = {
     "an endless body": endless(HEAD + b"\r\n", b"x" * 65536),
     "endless chunks": endless(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"10000\r\n" + b"x" * 65536 + b"\r\n"),
     "a body that is larger than allowed": body(b"x" * 100_001),
-    "a declared length above the cap": raw(HEAD + b"Content-Length: 100001\r\n\r\n"),
+    "a declared length over the limit": raw(HEAD + b"Content-Length: 100001\r\n\r\n"),
     "a declared length of twenty digits": raw(HEAD + b"Content-Length: 99999999999999999999\r\n\r\n"),
 }
-LIES = {
-    "fewer bytes than declared": raw(HEAD + b"Content-Length: 5000\r\n\r\n" + PICTURE),
+MALFORMED = {
+    "fewer bytes than declared": raw(HEAD + b"Content-Length: 5000\r\n\r\n" + IMAGE),
     "a length of five thousand digits": raw(HEAD + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n"),
-    "a negative length": raw(HEAD + b"Content-Length: -1\r\n\r\n" + PICTURE),
-    "a length in words": raw(HEAD + b"Content-Length: many\r\n\r\n" + PICTURE),
-    "two lengths": raw(HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n" + PICTURE),
+    "a negative length": raw(HEAD + b"Content-Length: -1\r\n\r\n" + IMAGE),
+    "a length in words": raw(HEAD + b"Content-Length: many\r\n\r\n" + IMAGE),
+    "two lengths": raw(HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n" + IMAGE),
     "broken chunks": raw(HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"),
-    "a bomb, compressed": body(gzip.compress(bytes(50_000_000)), "Content-Encoding: gzip"),
-    "another encoding": body(PICTURE, "Content-Encoding: br, secret"),
-    "a head without end": endless(HEAD, b"X-Secret: " + b"y" * 1000 + b"\r\n"),
-    "no HTTP": raw(b"SSH-2.0-secret\r\n"),
+    "a compressed bomb": body(gzip.compress(bytes(50_000_000)), "Content-Encoding: gzip"),
+    "another encoding": body(IMAGE, "Content-Encoding: br, secret"),
+    "an endless head": endless(HEAD, b"X-Secret: " + b"y" * 1000 + b"\r\n"),
+    "not HTTP": raw(b"SSH-2.0-secret\r\n"),
     "nothing": raw(b""),
-    "an error with words": body(b"secret of /etc/passwd", status="500 secret"),
+    "an error with text": body(b"secret of /etc/passwd", status="500 secret"),
     "a redirect to nowhere": body(b"", status="302 Found"),
-    "a redirect to an odd place": raw(b"HTTP/1.1 302 Found\r\nLocation: \xff\xfe://\r\nContent-Length: 0\r\n\r\n"),
+    "a redirect to an invalid URL": raw(b"HTTP/1.1 302 Found\r\nLocation: \xff\xfe://\r\nContent-Length: 0\r\n\r\n"),
 }
 SLOW = {
     "/drip": [HEAD + b"Content-Length: 1000\r\n\r\n", b"x"],
@@ -361,35 +361,38 @@ SLOW = {
 
 
 @pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
-def test_security_04_too_many_bytes_are_cut_off(open_door, flood):
+def test_security_04_download_over_the_limit_is_aborted(open_server, flood):
     with serve({"/a.png": flood}) as web:
-        assert open_door.refuses(image(web.url("/a.png")), code="media_too_large").startswith("The media has more than")
+        assert open_server.rejection(image(web.url("/a.png")), code="media_too_large").startswith("The media exceeds")
 
 
 @pytest.mark.parametrize("kind", [image, video])
-def test_security_04_inline_and_local_media_have_the_same_caps(open_door, folder, kind):
+def test_security_04_inline_and_local_media_have_the_same_limits(open_server, folder, kind):
     (folder / "large.bin").write_bytes(bytes(300_001))
     for url in (data_url(bytes(300_001)), "large.bin"):
-        open_door.refuses(kind(url), code="media_too_large")
+        open_server.rejection(kind(url), code="media_too_large")
 
 
-@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
-def test_security_05_a_server_that_lies_is_told_in_fixed_words(open_door, lie):
-    with serve({"/a.png": lie}) as web:
-        message = open_door.refuses(image(web.url("/a.png")))
+@pytest.mark.parametrize("malformed", MALFORMED.values(), ids=MALFORMED)
+def test_security_05_malformed_response_gets_a_fixed_message(open_server, malformed):
+    with serve({"/a.png": malformed}) as web:
+        message = open_server.rejection(image(web.url("/a.png")))
     assert message in {
-        "The media could not be fetched whole and in time; check the URL, or send a data: URL.",
-        "The host of this URL did not answer with the media; check the URL.",
-        "The host of this URL compresses what it sends; send a data: URL.",
-        "The URL is not a plain http: or https: URL; write it without tricks.",
+        "The media could not be fetched completely within the time limit; check the URL, or send a data: URL.",
+        "The host of this URL did not return the media; check the URL.",
+        "The host of this URL sends compressed content; send a data: URL.",
+        (
+            "The URL is not a plain http: or https: URL; remove user names, spaces, backslashes and unusual host"
+            " notations."
+        ),
     }
 
 
-def test_security_04_what_is_slow_ends_by_the_clock_and_holds_up_nobody(open_door):
-    """The engine's clock is skipped to just before the end of the time, where something comes once more."""
+def test_security_04_slow_fetch_times_out_without_blocking(open_server):
+    """The engine's clock is advanced to just before the timeout, when the servers send more data."""
     begun, over = threading.Semaphore(0), threading.Event()
 
-    def answer(first, then):
+    def response(first, then):
         def send(stream):
             stream.sendall(first)
             begun.release()
@@ -404,78 +407,81 @@ def test_security_04_what_is_slow_ends_by_the_clock_and_holds_up_nobody(open_doo
         assert all(begun.acquire(timeout=HANG) for _ in SLOW)
 
     more = threading.Event()
-    answers = {path: answer(*pieces) for path, pieces in SLOW.items()}
-    with serve(answers) as web, ThreadPoolExecutor(len(SLOW)) as pool:
-        slow = [pool.submit(open_door.refuses, image(web.url(path)), code="media_unreachable") for path in SLOW]
+    responses = {path: response(*pieces) for path, pieces in SLOW.items()}
+    with serve(responses) as web, ThreadPoolExecutor(len(SLOW)) as pool:
+        slow = [pool.submit(open_server.rejection, image(web.url(path)), code="media_unreachable") for path in SLOW]
         all_have_sent()
-        assert open_door.ask(WORDS).status_code == 200
+        assert open_server.chat(WORDS).status_code == 200
         assert not any(future.done() for future in slow)
-        open_door.skip(SILENCE_SECONDS - 1)
+        open_server.skip(SILENCE_SECONDS - 1)
         more.set()
         all_have_sent()
-        open_door.skip(LIMITS["image_fetch_timeout"] - SILENCE_SECONDS + 2)
+        open_server.skip(LIMITS["image_fetch_timeout"] - SILENCE_SECONDS + 2)
         assert len({future.result(timeout=HANG) for future in slow}) == 1
         over.set()
 
 
-class Gauge:
-    """Counts answers that are under way; one is over before its last bytes go out: their reader may ask anew."""
+class ConcurrencyGauge:
+    """Counts concurrent responses. One is counted as ended before its last bytes are sent."""
 
     def __init__(self):
-        self.most = self._now = 0
+        self.max = self._now = 0
         self._lock = threading.Lock()
 
-    def answer(self, stream):
+    def response(self, stream):
         stream.sendall(HEAD + b"\r\n")
         with self._lock:
             self._now += 1
-            self.most = max(self.most, self._now)
-        threading.Event().wait(0.1)  # others begin meanwhile, if they may
+            self.max = max(self.max, self._now)
+        threading.Event().wait(0.1)  # time for other fetches to start
         with self._lock:
             self._now -= 1
-        stream.sendall(PICTURE)
+        stream.sendall(IMAGE)
 
 
-def test_security_04_no_more_is_fetched_at_once_than_allowed(open_door):
-    gauge = Gauge()
-    with serve({f"/{index}": gauge.answer for index in range(16)}) as web, ThreadPoolExecutor(2) as pool:
+def test_security_04_concurrent_fetches_are_limited(open_server):
+    gauge = ConcurrencyGauge()
+    with serve({f"/{index}": gauge.response for index in range(16)}) as web, ThreadPoolExecutor(2) as pool:
         halves = [[image(web.url(f"/{index}")) for index in some] for some in (range(8), range(8, 16))]
-        assert [answer.status_code for answer in pool.map(lambda parts: open_door.ask(*parts), halves)] == [200, 200]
+        assert [response.status_code for response in pool.map(lambda parts: open_server.chat(*parts), halves)] == [
+            200,
+            200,
+        ]
     assert len(web.requests) == 16
-    assert gauge.most <= 4
+    assert gauge.max <= 4
 
 
-WRONG = {
-    "too many pictures": ([GOOD] * 8, {}, "messages[0].content[8]"),
+INVALID = {
+    "too many images": ([GOOD] * 8, {}, "messages[0].content[8]"),
     "a part of an unknown type": ([{"type": "smell"}], {}, "messages[0].content[1].type"),
     "a forbidden source": ([image("/etc/passwd")], {}, "messages[0].content[1]"),
-    "an option beyond the server's": ([], {"temperature": 3}, "temperature"),
-    "a field that cannot be honoured": ([], {"functions": [{"name": "f"}]}, "functions"),
-    "a token beyond the vocabulary": ([], {"logit_bias": {"99999999": 1}}, "logit_bias"),
+    "a value out of range": ([], {"temperature": 3}, "temperature"),
+    "an unsupported field": ([], {"functions": [{"name": "f"}]}, "functions"),
+    "a token outside the vocabulary": ([], {"logit_bias": {"99999999": 1}}, "logit_bias"),
 }
 
 
-@pytest.mark.parametrize(("parts", "fields", "param"), WRONG.values(), ids=WRONG)
-def test_security_04_a_request_that_is_wrong_fetches_nothing(open_door, parts, fields, param):
-    with serve({"/a.png": body(PICTURE)}) as web:
-        open_door.refuses(image(web.url("/a.png")), *parts, param=param, **fields)
+@pytest.mark.parametrize(("parts", "fields", "param"), INVALID.values(), ids=INVALID)
+def test_security_04_invalid_request_fetches_nothing(open_server, parts, fields, param):
+    with serve({"/a.png": body(IMAGE)}) as web:
+        open_server.rejection(image(web.url("/a.png")), *parts, param=param, **fields)
         threading.Event().wait(0.05)
     assert not web.requests
 
 
-# Line 5: what cannot be had is named by its part
+# Rule 5: errors name the part
 
 
-def test_security_05_the_part_to_blame_is_named_and_nothing_else_is_told(open_door):
-    with serve({"/text": body(b"secret: not a picture")}) as web:
+def test_security_05_error_names_only_the_part(open_server):
+    with serve({"/text": body(b"secret: not an image")}) as web:
         gone = web.url("/gone")
         bad = {image(web.url("/text"))["image_url"]["url"]: "media_undecodable", gone: "media_unreachable"}
         for url, code in bad.items():
             history = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
             message = {"role": "user", "content": [WORDS, GOOD, image(url)]}
-            open_door.refuses(param="messages[2].content[2]", code=code, messages=[*history, message])
+            open_server.rejection(param="messages[2].content[2]", code=code, messages=[*history, message])
             frames = [image_url(), url]
-            open_door.refuses(video(frames), param=f"{PART}.video_url.url[1]", code=code)
+            open_server.rejection(video(frames), param=f"{PART}.video_url.url[1]", code=code)
     with serve({}) as web:
         closed = web.url("/a.png")
-    open_door.refuses(image(closed), code="media_unreachable")  # nobody listens there any more
+    open_server.rejection(image(closed), code="media_unreachable")  # the port is closed
