@@ -1,4 +1,4 @@
-"""The page in a real browser: Chromium, driven by Playwright. Where there is none, the tests are skipped and say so."""
+"""Runs the page in Chromium with Playwright. The tests are skipped if there is no browser."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dashinfer_vlm_server import create_app
 from tests.server.conftest import RunningServer, serving
 from tests.waiting import HANG
 
-PICTURES = Path(__file__).parents[2] / "examples" / "pictures"
+IMAGES = Path(__file__).parents[2] / "examples" / "pictures"
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
-# Reports what the policy of the page forbids where its tests look: among the errors of the console.
-WATCH = """document.addEventListener("securitypolicyviolation", (event) =>
-  console.error(`policy: ${event.violatedDirective} forbids ${event.blockedURI || event.sample}`))"""
+# Reports violations of the page's content security policy as console errors.
+REPORT_VIOLATIONS = """document.addEventListener("securitypolicyviolation", (event) =>
+  console.error(`policy: ${event.violatedDirective} blocks ${event.blockedURI || event.sample}`))"""
 
 DROP = """([files, events]) => {
   const transfer = new DataTransfer();
@@ -41,61 +41,61 @@ DROP = """([files, events]) => {
 }"""
 
 
-@pytest.fixture(scope="module")  # no longer: while it runs, no other test of this thread can have an event loop
+@pytest.fixture(scope="module")  # not longer: while it runs, no other test in this thread can run an event loop
 def browser():
-    """A running Chromium: the system's, else the one that `playwright install chromium` brings."""
+    """A running Chromium: the system's, or the one installed by `playwright install chromium`."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[dev]'")
     path = next(filter(None, map(shutil.which, NAMES)), None)
     playwright.expect.set_options(timeout=1000 * HANG)
     with playwright.sync_playwright() as driver:
         try:
-            # No sandbox can be made by root, who runs the tests in containers; all that is opened here is our own page.
+            # root, which runs the tests in containers, cannot use the sandbox. Only our own page is opened.
             started = driver.chromium.launch(executable_path=path, chromium_sandbox=os.geteuid() != 0)
         except playwright.Error as error:
-            pytest.skip(f"no Chromium can be started ({str(error).splitlines()[0]}): run scripts/browser")
+            pytest.skip(f"Chromium cannot be started ({str(error).splitlines()[0]}): run scripts/browser")
         with contextlib.closing(started):
             yield started
 
 
 @dataclass
-class RequestContext:
-    """A page that is open in a tab of its own.
+class PageDriver:
+    """Drives the page in a separate tab.
 
     Attributes:
         page: Playwright's page.
-        home: the address that it came from.
-        faults: errors of its console and its scripts, what its policy forbade, and requests to other servers.
-        failing: whether answers with an error are part of the test; a browser's console reports each.
+        url: the URL of the page.
+        problems: errors of the console and of scripts, policy violations, and requests to other servers.
+        expects_errors: whether the test expects error responses, which the browser reports in the console.
     """
 
     page: object
-    home: str
+    url: str
     artifacts: Path
-    faults: list[str] = field(default_factory=list)
-    failing: bool = False
+    problems: list[str] = field(default_factory=list)
+    expects_errors: bool = False
 
-    def watch(self) -> None:
+    def attach(self) -> None:
         self.page.on("console", self._note)
-        self.page.on("pageerror", lambda error: self.faults.append(str(error)))
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
         self.page.on("request", self._check)
-        self.page.add_init_script(WATCH)
+        self.page.add_init_script(REPORT_VIOLATIONS)
 
     def drop(self, *paths: Path, by=("dragenter", "dragover", "drop")) -> None:
-        """Drop files on the page, or paste them, by these events."""
+        """Drop files on the page, or paste them, with these events."""
         self.page.evaluate(DROP, [[_file(path) for path in paths], by])
 
-    def ask(self, question: str) -> None:
-        self.page.get_by_label("Question", exact=True).fill(question)
-        self.page.get_by_role("button", name="Ask", exact=True).click()
+    def send(self, prompt: str) -> None:
+        self.page.get_by_label("Prompt", exact=True).fill(prompt)
+        self.page.get_by_role("button", name="Send", exact=True).click()
 
-    def answer(self, turn: int = -1):
-        return self.page.get_by_role("article", name="Answer").nth(turn)
+    def response(self, index: int = -1):
+        return self.page.get_by_role("article", name="Response").nth(index)
 
-    def finished(self, turn: int = -1):
-        """The answer, once it has ended."""
-        answer = self.answer(turn)
-        answer.get_by_role("button", name="Code of this request").wait_for()
-        return answer
+    def finished(self, index: int = -1):
+        """Wait until the response has ended, and return it."""
+        response = self.response(index)
+        response.get_by_role("button", name="Code for this request").wait_for()
+        return response
 
     def tile(self, name: str):
         return self.page.get_by_role("listitem").filter(has_text=name)
@@ -104,13 +104,13 @@ class RequestContext:
         self.page.screenshot(path=self.artifacts / f"{name}.png")
 
     def _note(self, message) -> None:
-        expected = self.failing and message.text.startswith("Failed to load resource")
+        expected = self.expects_errors and message.text.startswith("Failed to load resource")
         if message.type in {"error", "warning"} and not expected:
-            self.faults.append(message.text)
+            self.problems.append(message.text)
 
     def _check(self, request) -> None:
-        if not request.url.startswith((self.home, "blob:", "data:")):
-            self.faults.append(f"a request to {request.url}")
+        if not request.url.startswith((self.url, "blob:", "data:")):
+            self.problems.append(f"a request to {request.url}")
 
 
 def _file(path: Path) -> dict[str, str]:
@@ -123,7 +123,7 @@ def _file(path: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def artifacts(request, tmp_path_factory) -> Path:
-    """Where screenshots are kept."""
+    """The folder for screenshots."""
     chosen = request.config.getoption("--artifacts")
     if not chosen:
         return tmp_path_factory.mktemp("page")
@@ -133,23 +133,23 @@ def artifacts(request, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def visit(browser, artifacts) -> Iterator[Callable[..., RequestContext]]:
-    """Open the page of a server: `visit(server, color_scheme="dark")`. In the end it must not have had any fault."""
-    visits = []
+def open_page(browser, artifacts) -> Iterator[Callable[..., PageDriver]]:
+    """Open the page of a server: `open_page(server, color_scheme="dark")`. Fail at the end if it had any problem."""
+    drivers = []
     with contextlib.ExitStack() as stack:
 
-        def open_page(server: RunningServer, **options) -> RequestContext:
+        def start(server: RunningServer, **options) -> PageDriver:
             context = stack.enter_context(
                 contextlib.closing(browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options}))
             )
             context.set_default_timeout(1000 * HANG)
-            visits.append(RequestContext(context.new_page(), f"{server.url}/", artifacts))
-            visits[-1].watch()
-            visits[-1].page.goto(visits[-1].home)
-            return visits[-1]
+            drivers.append(PageDriver(context.new_page(), f"{server.url}/", artifacts))
+            drivers[-1].attach()
+            drivers[-1].page.goto(drivers[-1].url)
+            return drivers[-1]
 
-        yield open_page
-    assert [fault for visit in visits for fault in visit.faults] == []
+        yield start
+    assert [problem for driver in drivers for problem in driver.problems] == []
 
 
 class Scripted(NamedTuple):
@@ -160,11 +160,11 @@ class Scripted(NamedTuple):
 
 @pytest.fixture
 def scripted() -> Iterator[Callable[..., Scripted]]:
-    """Start a server with the bundled model, whose decoder plays a script."""
+    """Start a server with the bundled model and a scripted decoder."""
     with contextlib.ExitStack() as stack:
 
-        def start(*answers, delay=0.0, settings=None, **options) -> Scripted:
-            script = Script(*answers, delay=delay, supported_params=EVERYTHING)
+        def start(*responses, delay=0.0, settings=None, **options) -> Scripted:
+            script = Script(*responses, delay=delay, supported_params=EVERYTHING)
             config = EngineConfig(decoder="scripted", **options)
             engine = stack.enter_context(Engine(config, registry=scripted_registry(script)))
             server = stack.enter_context(RunningServer(create_app(engine, settings)).running())
@@ -175,6 +175,6 @@ def scripted() -> Iterator[Callable[..., Scripted]]:
 
 @pytest.fixture(scope="session")
 def demo() -> Iterator[RunningServer]:
-    """A server with the bundled model, as it is."""
+    """A server with the bundled model."""
     with Engine(EngineConfig()) as engine, serving(engine) as server:
         yield server

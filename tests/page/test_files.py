@@ -1,4 +1,4 @@
-"""The page's files and its endpoint, without a browser."""
+"""Tests of the page's files and its endpoint, without a browser."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ def http(engine):
         yield client
 
 
-def test_every_file_comes_under_a_strict_policy(http):
+def test_page_files_have_a_strict_content_security_policy(http):
     assert {"/", "/page/page.js", "/page/page.css"} <= set(FILES)
     for path in FILES:
-        answer = http.get(path)
-        assert answer.status_code == 200
-        policy = answer.headers["Content-Security-Policy"]
+        response = http.get(path)
+        assert response.status_code == 200
+        policy = response.headers["Content-Security-Policy"]
         assert "default-src 'none'" in policy
         assert "frame-ancestors 'none'" in policy
         assert "unsafe" not in policy
-        assert answer.headers["X-Content-Type-Options"] == "nosniff"
-        assert answer.headers["Referrer-Policy"] == "no-referrer"
+        assert response.headers["X-Content-Type-Options"] == "nosniff"
+        assert response.headers["Referrer-Policy"] == "no-referrer"
 
 
 @pytest.mark.parametrize(
     "path", ["/page/", "/page/index.html", "/page/../page.py", "/page/%2e%2e/page.py", "/page/none.js"]
 )
-def test_nothing_else_can_be_asked_for(http, path):
+def test_other_files_are_not_served(http, path):
     assert http.get(path).json()["error"]["code"] == "unknown_url"
 
 
-def test_the_page_can_be_left_out(engine):
+def test_page_can_be_disabled(engine):
     with serving(engine, page=False) as server, server.http() as client:
         for path in ("/", "/page/page.js"):
             assert client.get(path).status_code == 404
@@ -59,7 +59,7 @@ def test_the_page_can_be_left_out(engine):
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
-def test_nothing_is_loaded_from_elsewhere_and_nothing_is_inline(path):
+def test_page_has_no_remote_or_inline_code(path):
     text = path.read_text(encoding="utf-8")
     assert not re.search(r"""(?:src|href|url|import|from)\W{1,3}(?:https?:)?//""", text)
     assert not re.search(
@@ -67,30 +67,30 @@ def test_nothing_is_loaded_from_elsewhere_and_nothing_is_inline(path):
     )
 
 
-def test_a_preview_shows_frames_and_counts(http):
+def test_preview_returns_frames_and_token_counts(http):
     body = {"messages": as_openai([user(blurred_image(1, 200, 100), [blurred_image(2)] * 3, "Compare.")])}
-    answer = http.post("/v1/media/preview", json=body).json()
-    image, video = answer["data"]
-    assert answer["object"] == "media.preview"
+    response = http.post("/v1/media/preview", json=body).json()
+    image, video = response["data"]
+    assert response["object"] == "media.preview"
     assert (image["part"], image["kind"], image["source_size"]) == ("messages[0].content[0]", "image", [200, 100])
     assert image["tokens"] == image["cells"][1] * image["cells"][2]
     assert [frame["index"] for frame in video["frames"]] == [0, 1, 2, 3]
     shown = Image.open(io.BytesIO(base64.b64decode(image["frames"][0]["url"].partition(",")[2])))
     assert list(shown.size) == image["size"]
-    assert answer["prompt_tokens"] > image["tokens"] + video["tokens"]
+    assert response["prompt_tokens"] > image["tokens"] + video["tokens"]
 
 
-def test_a_preview_is_refused_as_a_request_is(http):
+def test_preview_errors_match_chat_errors(http):
     content = [{"type": "image_url", "image_url": {"url": "data:,x"}}]
-    refused = http.post("/v1/media/preview", json={"messages": [{"role": "user", "content": content}]})
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "messages[0].content[0]"
+    rejected = http.post("/v1/media/preview", json={"messages": [{"role": "user", "content": content}]})
+    assert rejected.status_code == 400
+    assert rejected.json()["error"]["param"] == "messages[0].content[0]"
     assert http.post("/v1/media/preview", content=b"{").json()["error"]["code"] == "invalid_json"
     assert http.get("/v1/media/preview").status_code == 405
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_the_page(tmp_path):
+def test_wheel_contains_the_page(tmp_path):
     from hatchling.builders.wheel import WheelBuilder
 
     (wheel,) = WheelBuilder(str(STATIC.parents[2])).build(directory=str(tmp_path), versions=["standard"])

@@ -1,8 +1,8 @@
-"""The sixteen lines about media of our security rules, tried from outside: each test carries its line's number.
+"""Tests of the rules of SECURITY.md from outside. The name of each test contains the number of its rule.
 
-Two doors, both with the bundled model behind a real socket. The `open_door` may fetch from loopback, where the hostile
-web servers of `tests.web` live, and read one folder; its caps are small. The `closed_door` has the defaults, under
-which loopback and local files are out of reach. Whatever a test does, its door has to answer a good request afterwards.
+Two servers with the bundled model listen on real sockets. `open_server` may fetch from loopback, where the malicious
+servers of `tests.web` listen, and read one folder; its limits are small. `default_server` has the default settings,
+which forbid loopback and local files. After each test, its server must respond to a valid request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LEAKS = re.compile(
     r"Traceback|File \"|site-packages|0x[0-9a-f]{4}|\bPIL\b|[Pp]illow|httpx|httpcore|h11|numpy|torch(?!\.save)|decord"
     r"|libav|ffmpeg|[Ee]rrno|\d+\.\d+\.\d+\.\d+|::1|localhost|/etc|/tmp|/root|/home|/proc|passwd|secret",
 )
-"""What no error may show: paths, addresses, libraries and their words, and what the hostile files and servers say."""
+"""What no error may contain: paths, addresses, names and messages of libraries, and content of malicious files."""
 
 LIMITS: dict[str, Any] = {
     "allow_private_addresses": True,
@@ -42,15 +42,15 @@ LIMITS: dict[str, Any] = {
 }
 
 
-class Door:
-    """A server of the bundled model, and the ways to knock at it."""
+class ServerClient:
+    """Sends requests to a server with the bundled model."""
 
     def __init__(self, engine: Engine, http: httpx.Client) -> None:
         self.engine = engine
         self._http = http
 
     def skip(self, seconds: float) -> None:
-        """Move the engine's clock forward."""
+        """Advance the engine's clock."""
         loop = self.engine._running.loop._loop
         assert isinstance(loop, SkippableLoop)
         loop.skip(seconds)
@@ -58,26 +58,26 @@ class Door:
     def post(self, body: str) -> httpx.Response:
         return self._http.post("/v1/chat/completions", content=body)
 
-    def ask(self, *parts: object, role: str = "user", **fields: object) -> httpx.Response:
-        """One message of these content parts; `fields` go beside it."""
+    def chat(self, *parts: object, role: str = "user", **fields: object) -> httpx.Response:
+        """Send one message with these content parts, and additional request fields."""
         messages = [{"role": role, "content": list(parts) or "What is this?"}]
         return self._http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1, **fields})
 
-    def refuses(self, *parts: object, param: str = "messages[0].content[0]", code: str = "", **fields: object) -> str:
-        """The words with which a request is refused: by the field to blame, and without a word from inside."""
-        answer = self.ask(*parts, **fields)
-        error = answer.json()["error"]
-        assert answer.status_code == 400, error
+    def rejection(self, *parts: object, param: str = "messages[0].content[0]", code: str = "", **fields: object) -> str:
+        """Assert that a request is rejected by its field and without internal details. Return the message."""
+        response = self.chat(*parts, **fields)
+        error = response.json()["error"]
+        assert response.status_code == 400, error
         assert (error["type"], error["param"]) == ("invalid_request_error", param), error
         assert error["code"] == code or not code, error
         assert not LEAKS.search(error["message"]), error
         return error["message"]
 
-    def sees(self, *parts: object, **fields: object) -> object:
-        """What the model makes of a request: its prompt's length and its thoughts about the first token."""
-        answer = self.ask(*parts, temperature=0, logprobs=True, top_logprobs=5, **fields)
-        assert answer.status_code == 200, answer.json()
-        body = answer.json()
+    def fingerprint(self, *parts: object, **fields: object) -> object:
+        """Return the length of the prompt and the logprobs of the first token, which identify the model's input."""
+        response = self.chat(*parts, temperature=0, logprobs=True, top_logprobs=5, **fields)
+        assert response.status_code == 200, response.json()
+        body = response.json()
         return body["usage"]["prompt_tokens"], body["choices"][0]["logprobs"]["content"]
 
 
@@ -85,7 +85,7 @@ def image(url: str, **options: object) -> dict[str, object]:
     return {"type": "image_url", "image_url": {"url": url, **options}}
 
 
-def picture(data: bytes, kind: str = "image/png", **options: object) -> dict[str, object]:
+def image_data(data: bytes, kind: str = "image/png", **options: object) -> dict[str, object]:
     return image(data_url(data, kind), **options)
 
 
@@ -93,7 +93,7 @@ def video(url: str | list[str], **options: object) -> dict[str, object]:
     return {"type": "video_url", "video_url": {"url": url, **options}}
 
 
-def film(data: bytes, **options: object) -> dict[str, object]:
+def video_data(data: bytes, **options: object) -> dict[str, object]:
     return video(data_url(data, "video/mp4"), **options)
 
 
@@ -105,19 +105,19 @@ GOOD = image(image_url())
 
 
 @contextlib.contextmanager
-def opened(**options: Any) -> Iterator[Door]:
+def running_server(**options: Any) -> Iterator[ServerClient]:
     config = EngineConfig(model="demo", decoder="torch", **options)
     engine = Engine(config)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(asyncio, "new_event_loop", SkippableLoop)
         engine.start()
     with contextlib.closing(engine), serving(engine, max_body_bytes=10_000_000) as server, server.http() as http:
-        yield Door(engine, http)
+        yield ServerClient(engine, http)
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that may be read, and beside it what may not."""
+    """The folder that the server may read, next to files that it may not read."""
     base = tmp_path_factory.mktemp("disk")
     folder = base / "allowed"
     folder.mkdir()
@@ -131,29 +131,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def _open_door(folder: Path) -> Iterator[Door]:
-    with opened(allowed_local_media_path=folder, **LIMITS) as door:
-        yield door
+def _open_server(folder: Path) -> Iterator[ServerClient]:
+    with running_server(allowed_local_media_path=folder, **LIMITS) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
-def _closed_door() -> Iterator[Door]:
-    with opened() as door:
-        yield door
+def _default_server() -> Iterator[ServerClient]:
+    with running_server() as server:
+        yield server
 
 
-def _still_answers(door: Door) -> Door:
-    assert door.ask(GOOD, text("What is this?")).status_code == 200
-    return door
-
-
-@pytest.fixture
-def open_door(_open_door: Door) -> Iterator[Door]:
-    yield _open_door
-    _still_answers(_open_door)
+def check_responds(server: ServerClient) -> ServerClient:
+    assert server.chat(GOOD, text("What is this?")).status_code == 200
+    return server
 
 
 @pytest.fixture
-def closed_door(_closed_door: Door) -> Iterator[Door]:
-    yield _closed_door
-    _still_answers(_closed_door)
+def open_server(_open_server: ServerClient) -> Iterator[ServerClient]:
+    yield _open_server
+    check_responds(_open_server)
+
+
+@pytest.fixture
+def default_server(_default_server: ServerClient) -> Iterator[ServerClient]:
+    yield _default_server
+    check_responds(_default_server)

@@ -1,4 +1,4 @@
-"""Lines 15 and 16: what is kept between requests."""
+"""Rules 15 and 16: caches between requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from tests.samples import data_url, encode, noise
-from tests.security.conftest import LIMITS, image, opened, picture, text, video
+from tests.security.conftest import LIMITS, image, image_data, running_server, text, video
 from tests.web import body, serve
 
 PART = "messages[0].content[0]"
@@ -16,106 +16,111 @@ CIRCLE, SQUARE = encode(noise(60, 60)), encode(noise(60, 60, 1))
 
 
 @pytest.fixture(scope="module")
-def forgetful_door():
-    """It keeps nothing: what it sees, it has just looked at."""
-    with opened(vision_cache_mib=0, **LIMITS) as door:
-        yield door
+def uncached_server():
+    """A server without an embedding cache."""
+    with running_server(vision_cache_mib=0, **LIMITS) as server:
+        yield server
 
 
-# Line 15: keys
+# Rule 15: keys
 
 
-def test_security_15_another_picture_behind_a_known_url_is_seen(open_door):
-    circle, square = open_door.sees(picture(CIRCLE), WORDS), open_door.sees(picture(SQUARE), WORDS)
+def test_security_15_changed_image_at_the_same_url_is_seen(open_server):
+    circle, square = (
+        open_server.fingerprint(image_data(CIRCLE), WORDS),
+        open_server.fingerprint(image_data(SQUARE), WORDS),
+    )
     assert circle != square
     with serve({"/a.png": body(CIRCLE)}) as web:
         part = image(web.url("/a.png"))
-        assert open_door.sees(part, WORDS) == circle
+        assert open_server.fingerprint(part, WORDS) == circle
         web.responses["/a.png"] = body(SQUARE)
-        assert open_door.sees(part, WORDS) == square
+        assert open_server.fingerprint(part, WORDS) == square
 
 
-def test_security_15_options_belong_to_the_key(open_door, forgetful_door):
-    """Twice each, in another order than the first time, so that a key without the options would be met."""
+def test_security_15_options_are_part_of_the_cache_key(open_server, uncached_server):
+    """Each part is sent twice, in different order, so that a key without the options would give a wrong hit."""
     file = encode(noise(200, 120))
-    asked = [picture(file), picture(file, max_pixels=8000), picture(file, min_pixels=27_000)]
-    expected = [forgetful_door.sees(part, WORDS) for part in asked]
-    for part, seen in [*zip(asked, expected, strict=True), *reversed(list(zip(asked, expected, strict=True)))]:
-        assert open_door.sees(part, WORDS) == seen
+    asked = [image_data(file), image_data(file, max_pixels=8000), image_data(file, min_pixels=27_000)]
+    expected = [uncached_server.fingerprint(part, WORDS) for part in asked]
+    for part, fingerprint in [*zip(asked, expected, strict=True), *reversed(list(zip(asked, expected, strict=True)))]:
+        assert open_server.fingerprint(part, WORDS) == fingerprint
     assert len({length for length, _ in expected}) == 3
 
 
-def test_security_15_a_salt_hides_what_others_sent_by_name(open_door):
-    part = {**picture(CIRCLE), "uuid": "holiday"}
+def test_security_15_salt_separates_uuids(open_server):
+    part = {**image_data(CIRCLE), "uuid": "holiday"}
     by_name = {"type": "image_url", "image_url": None, "uuid": "holiday"}
-    seen = open_door.sees(part, WORDS, cache_salt="anna")
-    assert open_door.sees(by_name, WORDS, cache_salt="anna") == seen
+    fingerprint = open_server.fingerprint(part, WORDS, cache_salt="anna")
+    assert open_server.fingerprint(by_name, WORDS, cache_salt="anna") == fingerprint
     for fields in ({}, {"cache_salt": "bert"}):
-        open_door.refuses(by_name, WORDS, param=f"{PART}.uuid", code="uuid_not_cached", **fields)
-    other = {**picture(SQUARE), "uuid": "holiday"}  # whose name this is to Bert is Anna's business as little
-    assert open_door.sees(other, WORDS, cache_salt="bert") == open_door.sees(picture(SQUARE), WORDS)
-    assert open_door.sees(by_name, WORDS, cache_salt="anna") == seen
+        open_server.rejection(by_name, WORDS, param=f"{PART}.uuid", code="uuid_not_cached", **fields)
+    other = {**image_data(SQUARE), "uuid": "holiday"}  # the same uuid with another salt
+    assert open_server.fingerprint(other, WORDS, cache_salt="bert") == open_server.fingerprint(
+        image_data(SQUARE), WORDS
+    )
+    assert open_server.fingerprint(by_name, WORDS, cache_salt="anna") == fingerprint
 
 
-def test_security_15_a_name_is_bound_to_the_content_first_seen_with_it(open_door):
-    seen = open_door.sees({**picture(CIRCLE), "uuid": "bound"}, WORDS)
-    open_door.refuses({**picture(SQUARE), "uuid": "bound"}, param=f"{PART}.uuid", code="uuid_conflict")
-    assert open_door.sees({"type": "image_url", "image_url": None, "uuid": "bound"}, WORDS) == seen
-    frames = {"type": "video_url", "video_url": None, "uuid": "bound"}  # a picture's name is no video's
-    open_door.refuses(frames, param=f"{PART}.uuid", code="uuid_not_cached")
+def test_security_15_uuid_is_bound_to_its_first_content(open_server):
+    fingerprint = open_server.fingerprint({**image_data(CIRCLE), "uuid": "bound"}, WORDS)
+    open_server.rejection({**image_data(SQUARE), "uuid": "bound"}, param=f"{PART}.uuid", code="uuid_conflict")
+    assert open_server.fingerprint({"type": "image_url", "image_url": None, "uuid": "bound"}, WORDS) == fingerprint
+    frames = {"type": "video_url", "video_url": None, "uuid": "bound"}  # an image's uuid does not match a video
+    open_server.rejection(frames, param=f"{PART}.uuid", code="uuid_not_cached")
 
 
-def test_security_15_names_and_salts_are_bounded(open_door):
+def test_security_15_uuid_and_salt_length_is_limited(open_server):
     for name in ("", "x" * 129, 1, ["a"]):
-        open_door.refuses({**picture(CIRCLE), "uuid": name}, param=f"{PART}.uuid")
-        open_door.refuses(WORDS, cache_salt=name, param="cache_salt")
+        open_server.rejection({**image_data(CIRCLE), "uuid": name}, param=f"{PART}.uuid")
+        open_server.rejection(WORDS, cache_salt=name, param="cache_salt")
 
 
-def test_security_15_old_names_are_forgotten():
-    with opened(max_media_ids=2, **LIMITS) as door:
+def test_security_15_old_uuids_are_evicted():
+    with running_server(max_media_ids=2, **LIMITS) as server:
         for index in range(3):
-            door.sees({**picture(CIRCLE), "uuid": f"name {index}"}, WORDS)
+            server.fingerprint({**image_data(CIRCLE), "uuid": f"name {index}"}, WORDS)
         first, last = ({"type": "image_url", "image_url": None, "uuid": f"name {index}"} for index in (0, 2))
-        door.refuses(first, param=f"{PART}.uuid", code="uuid_not_cached")
-        assert door.ask(last, WORDS).status_code == 200
+        server.rejection(first, param=f"{PART}.uuid", code="uuid_not_cached")
+        assert server.chat(last, WORDS).status_code == 200
 
 
-def test_security_15_a_salt_hides_what_was_read_of_a_text(open_door):
-    """A prompt that comes faster, or is told as cached, would show that somebody had sent it."""
+def test_security_15_salt_separates_prefix_cache(open_server):
+    """A faster or cached prompt would reveal that another client had sent it."""
     words = text("Nobody else needs to know of this. " * 8)
 
     def cached(**fields):
-        answer = open_door.ask(words, **fields)
-        usage = answer.json()["usage"]
+        response = open_server.chat(words, **fields)
+        usage = response.json()["usage"]
         return usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
 
     assert cached(cache_salt="text of anna")[0] == 0
     assert cached(cache_salt="text of bert")[0] == 0
     found, length = cached()
-    assert found < 40 < length  # what all prompts begin with
+    assert found < 40 < length  # the common beginning of all prompts
     assert cached(cache_salt="text of anna") == (length - 1, length)
 
 
-# Line 16: equal bytes in other shapes
+# Rule 16: equal bytes with other shapes
 
 
-def test_security_16_equal_bytes_in_other_shapes_do_not_meet(open_door, forgetful_door):
+def test_security_16_equal_bytes_with_other_shapes_differ(open_server, uncached_server):
     pixels = noise(112, 112)
     shapes = [(112, 112), (56, 224), (224, 56)]
-    parts = [picture(encode(pixels.reshape(*shape, 3))) for shape in shapes]
+    parts = [image_data(encode(pixels.reshape(*shape, 3))) for shape in shapes]
     parts.append(video([data_url(encode(half)) for half in np.split(pixels, 2)]))
-    expected = [forgetful_door.sees(part, WORDS) for part in parts]
+    expected = [uncached_server.fingerprint(part, WORDS) for part in parts]
     for _ in range(2):
-        assert [open_door.sees(part, WORDS) for part in parts] == expected
-    assert len({str(seen) for seen in expected}) == len(parts)
+        assert [open_server.fingerprint(part, WORDS) for part in parts] == expected
+    assert len({str(fingerprint) for fingerprint in expected}) == len(parts)
 
 
-def test_security_16_equal_indices_of_two_palettes_do_not_meet(open_door, forgetful_door):
+def test_security_16_equal_indices_with_other_palettes_differ(open_server, uncached_server):
     indices = Image.fromarray(noise(40, 40)).quantize(8)
-    seen = []
+    fingerprint = []
     for seed in (0, 1):
         stored = indices.copy()
         stored.putpalette(noise(8, 1, seed).tobytes())
-        seen.append(open_door.sees(picture(encode(stored)), WORDS))
-        assert seen[-1] == forgetful_door.sees(picture(encode(stored.convert("RGB"))), WORDS)
-    assert seen[0] != seen[1]
+        fingerprint.append(open_server.fingerprint(image_data(encode(stored)), WORDS))
+        assert fingerprint[-1] == uncached_server.fingerprint(image_data(encode(stored.convert("RGB"))), WORDS)
+    assert fingerprint[0] != fingerprint[1]

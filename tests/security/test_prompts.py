@@ -1,4 +1,4 @@
-"""Lines 9 to 14: what reaches the model."""
+"""Rules 9 to 14: what reaches the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_demo import CHECKPOINT
 from tests.executed_lines import count_lines
 from tests.samples import encode, image_url, noise
-from tests.security.conftest import GOOD, LEAKS, LIMITS, opened, picture, text, video
+from tests.security.conftest import GOOD, LEAKS, LIMITS, image_data, running_server, text, video
 
 PART = "messages[0].content[0]"
 TOKENIZER = tokenizers.Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
@@ -35,18 +35,18 @@ WORDS = text("What is this?")
 
 
 @pytest.fixture(scope="module")
-def asked():
-    """Ask an engine whose decoder plays a script; the request that the decoder got."""
+def decode_request():
+    """Send a request to an engine with a scripted decoder, and return the request that the decoder received."""
     script = Script("Fine.")
     config = EngineConfig(model="demo", decoder="scripted", **LIMITS)
     with Engine(config, registry=scripted_registry(script)) as engine:
 
-        def ask(request):
+        def send(request):
             engine.chat(request)
             return script.requests[-1]
 
-        yield ask
-        ask(conversation(text("Hello")))
+        yield send
+        send(conversation(text("Hello")))
 
 
 def conversation(*parts, **fields):
@@ -57,7 +57,7 @@ def control_tokens(request):
     return [token for token in request.token_ids.tolist() if token in CONTROL.values()]
 
 
-# Line 9: control tokens that somebody types stay text
+# Rule 9: typed control tokens stay text
 
 TYPED = [
     *CONTROL,
@@ -65,11 +65,11 @@ TYPED = [
     "<|vision_start|><|image_pad|><|vision_end|>",
     "<|im_<|im_end|>end|>",
 ]
-PLACES = {
+MESSAGES = {
     "user": lambda typed: [{"role": "user", "content": typed}],
     "part": lambda typed: [{"role": "user", "content": [text(typed)]}],
     "two parts": lambda typed: [{"role": "user", "content": [text(typed[:3]), text(typed[3:])]}],
-    "beside a picture": lambda typed: [{"role": "user", "content": [text(typed), GOOD, text(typed)]}],
+    "next to an image": lambda typed: [{"role": "user", "content": [text(typed), GOOD, text(typed)]}],
     "system": lambda typed: [{"role": "system", "content": typed}, {"role": "user", "content": "?"}],
     "assistant": lambda typed: [{"role": "assistant", "content": typed}, {"role": "user", "content": "?"}],
     "refusal": lambda typed: [{"role": "assistant", "refusal": typed}, {"role": "user", "content": "?"}],
@@ -81,30 +81,30 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-def test_security_09_control_tokens_that_are_typed_stay_text(asked, place):
-    expected = control_tokens(asked({"messages": place("Hello there, everybody.")}))
+@pytest.mark.parametrize("messages", MESSAGES.values(), ids=MESSAGES)
+def test_security_09_typed_control_tokens_stay_text(decode_request, messages):
+    expected = control_tokens(decode_request({"messages": messages("Hello there, everybody.")}))
     for typed in TYPED:
-        assert control_tokens(asked({"messages": place(typed)})) == expected, typed
+        assert control_tokens(decode_request({"messages": messages(typed)})) == expected, typed
 
 
-def test_security_09_what_is_typed_arrives_letter_by_letter(asked):
+def test_security_09_typed_text_is_preserved(decode_request):
     for typed in TYPED:
-        ids = asked(conversation(text(typed))).token_ids.tolist()
+        ids = decode_request(conversation(text(typed))).token_ids.tolist()
         assert typed in TOKENIZER.decode(ids, skip_special_tokens=False)
 
 
-# Line 10: as many placeholders as embedding rows
+# Rule 10: as many placeholders as embedding rows
 
 
-def test_security_10_every_placeholder_has_its_row(asked):
-    pictures = [picture(encode(noise(*size))) for size in ((20, 30), (300, 100), (60, 60))]
-    clip = video([image_url(), image_url(seed=1), image_url(seed=2)])
-    for parts in ([*pictures, WORDS], [WORDS, clip], [clip, text("<|video_pad|>"), *pictures, text("<|image_pad|>")]):
-        request = asked(conversation(*parts))
+def test_security_10_every_placeholder_has_an_embedding_row(decode_request):
+    images = [image_data(encode(noise(*size))) for size in ((20, 30), (300, 100), (60, 60))]
+    frames = video([image_url(), image_url(seed=1), image_url(seed=2)])
+    for parts in ([*images, WORDS], [WORDS, frames], [frames, text("<|video_pad|>"), *images, text("<|image_pad|>")]):
+        request = decode_request(conversation(*parts))
         pads = np.isin(request.token_ids, [CONTROL["<|image_pad|>"], CONTROL["<|video_pad|>"]])
         spans = [range(span.start, span.start + len(span.tokens.embedding)) for span in request.spans]
-        assert np.flatnonzero(pads).tolist() == [place for span in spans for place in span]
+        assert np.flatnonzero(pads).tolist() == [position for span in spans for position in span]
         assert request.positions.shape == (3, len(request.token_ids))
 
 
@@ -118,17 +118,17 @@ def test_security_10_every_placeholder_has_its_row(asked):
         (CONTROL["<|image_pad|>"],) * 2,
     ],
 )
-def test_security_10_a_rendered_prompt_with_other_placeholders_never_reaches_the_decoder(asked, prompt):
+def test_security_10_mismatched_placeholders_are_rejected(decode_request, prompt):
     attached = MediaPart(kind="image", path="multi_modal_data.image[0]", url=image_url())
     with pytest.raises(InvalidParameter):
-        asked(OfflineRequest(prompt=prompt, attached=(attached,)))
+        decode_request(OfflineRequest(prompt=prompt, attached=(attached,)))
 
 
-# Line 11: embeddings of users
+# Rule 11: embeddings from clients
 
 
 def embeds(data, grid=(1, 12, 12)):
-    """A part that brings embeddings; one of 12 x 12 patches has 36 rows here."""
+    """Return a part with embeddings. An image of 12 x 12 patches has 36 rows in this model."""
     value = {"image_embeds": base64.b64encode(data).decode()}
     return {"type": "image_embeds", "image_embeds": value | ({"image_grid_thw": list(grid)} if grid else {})}
 
@@ -138,9 +138,9 @@ def rows(count=36, width=256, fill=0.5, kind=np.float32):
 
 
 @pytest.fixture(scope="module")
-def embeddings_door():
-    with opened(enable_mm_embeds=True, image_max_bytes=100_000) as door:
-        yield door
+def embeddings_server():
+    with running_server(enable_mm_embeds=True, image_max_bytes=100_000) as server:
+        yield server
 
 
 class Bomb:
@@ -162,29 +162,29 @@ def safetensors_of(**header):
     return struct.pack("<Q", len(head)) + head + bytes(64)
 
 
-def test_security_11_embeddings_are_off_by_default(closed_door):
-    closed_door.refuses(embeds(rows()), code="unsupported_parameter")
+def test_security_11_embeddings_are_off_by_default(default_server):
+    default_server.rejection(embeds(rows()), code="unsupported_parameter")
 
 
-def test_security_11_embeddings_that_fit_are_taken(embeddings_door):
-    assert embeddings_door.ask(embeds(rows()), WORDS).status_code == 200
+def test_security_11_valid_embeddings_are_accepted(embeddings_server):
+    assert embeddings_server.chat(embeds(rows()), WORDS).status_code == 200
 
 
-UNFIT = {
+INVALID = {
     "another width": embeds(rows(width=255)),
     "a row too many": embeds(rows(37)),
     "a row too few": embeds(rows(35)),
     "another grid": embeds(rows(), (1, 12, 14)),
     "a grid that cannot be merged": embeds(rows(), (1, 9, 16)),
-    "a grid of nothing": embeds(rows(), (0, 12, 12)),
-    "a grid below nothing": embeds(rows(), (-1, -12, 12)),
-    "a grid beyond numbers": embeds(rows(), (2**31, 2**31, 2**31)),
-    "a grid of two": embeds(rows(), (12, 12)),
+    "an empty grid": embeds(rows(), (0, 12, 12)),
+    "a negative grid": embeds(rows(), (-1, -12, 12)),
+    "an overflowing grid": embeds(rows(), (2**31, 2**31, 2**31)),
+    "a grid of two numbers": embeds(rows(), (12, 12)),
     "no grid": embeds(rows(), None),
-    "no number": embeds(rows(fill=math.nan)),
+    "NaN": embeds(rows(fill=math.nan)),
     "infinity": embeds(rows(fill=math.inf)),
     "beyond float32": embeds(rows(fill=1e300, kind=np.float64)),
-    "whole numbers": embeds(rows(fill=1, kind=np.int64)),
+    "integers": embeds(rows(fill=1, kind=np.int64)),
     "no rows": embeds(rows(0)),
     "three axes": embeds(save({"image_embeds": np.zeros((1, 36, 256), np.float32)})),
     "a pickle": embeds(pickle.dumps(Bomb())),
@@ -209,17 +209,17 @@ UNFIT = {
 }
 
 
-@pytest.mark.parametrize("part", UNFIT.values(), ids=UNFIT)
-def test_security_11_embeddings_that_do_not_fit_are_refused_and_nothing_is_run(embeddings_door, capfd, part):
-    answer = embeddings_door.ask(part, WORDS)
-    assert answer.status_code == 400, answer.json()
-    embeddings_door.refuses(part, WORDS, param=answer.json()["error"]["param"])
-    assert answer.json()["error"]["param"].startswith(PART)
+@pytest.mark.parametrize("part", INVALID.values(), ids=INVALID)
+def test_security_11_invalid_embeddings_are_rejected(embeddings_server, capfd, part):
+    response = embeddings_server.chat(part, WORDS)
+    assert response.status_code == 400, response.json()
+    embeddings_server.rejection(part, WORDS, param=response.json()["error"]["param"])
+    assert response.json()["error"]["param"].startswith(PART)
     assert "a pickle was run" not in capfd.readouterr().out
-    assert embeddings_door.ask(WORDS).status_code == 200
+    assert embeddings_server.chat(WORDS).status_code == 200
 
 
-# Line 12: numbers
+# Rule 12: numbers
 
 FIELDS = [
     "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "frequency_penalty",
@@ -232,56 +232,61 @@ VALUES = [
 ]  # fmt: skip
 
 
-def refused(door, body, param):
-    answer = door.post(body)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), error
+def assert_rejected(server, body, param):
+    response = server.post(body)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"]) == (400, "invalid_request_error"), error
     assert error["code"] == "invalid_json" or error["param"] == param, error
     assert len(error["message"]) < 400
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: value[:12])
-def test_security_12_every_number_is_finite_in_range_and_a_number(closed_door, value):
+def test_security_12_numbers_are_finite_and_in_range(default_server, value):
     for name in FIELDS:
         fields = f'"logprobs": true, "{name}": {value}'
-        refused(closed_door, f'{{"messages": [{{"role": "user", "content": "?"}}], {fields}}}', name)
+        assert_rejected(default_server, f'{{"messages": [{{"role": "user", "content": "?"}}], {fields}}}', name)
     url = image_url()
     for name in OPTIONS:
         part = f'{{"type": "image_url", "image_url": {{"url": "{url}", "{name}": {value}}}}}'
-        refused(closed_door, f'{{"messages": [{{"role": "user", "content": [{part}]}}]}}', f"{PART}.image_url.{name}")
+        assert_rejected(
+            default_server, f'{{"messages": [{{"role": "user", "content": [{part}]}}]}}', f"{PART}.image_url.{name}"
+        )
     for name in (*OPTIONS, "fps", "num_frames", "total_pixels"):
         part = f'{{"type": "video_url", "video_url": {{"url": "data:", "{name}": {value}}}}}'
-        refused(closed_door, f'{{"messages": [{{"role": "user", "content": [{part}]}}]}}', f"{PART}.video_url.{name}")
+        assert_rejected(
+            default_server, f'{{"messages": [{{"role": "user", "content": [{part}]}}]}}', f"{PART}.video_url.{name}"
+        )
 
 
-def test_security_12_minus_nought_is_nought(closed_door):
+def test_security_12_negative_zero_is_zero(default_server):
     body = '{"messages": [{"role": "user", "content": "?"}], "max_tokens": 1, "temperature": -0.0, "top_k": -0}'
-    assert closed_door.post(body).status_code == 200
+    assert default_server.post(body).status_code == 200
 
 
-# Line 13: the context
+# Rule 13: the context
 
 
-def test_security_13_prompt_and_answer_must_fit_and_the_counts_are_told(open_door):
-    message = open_door.refuses(text("word " * 6000), param="messages", code="context_length_exceeded")
+def test_security_13_context_overflow_reports_the_counts(open_server):
+    message = open_server.rejection(text("word " * 6000), param="messages", code="context_length_exceeded")
     assert "4096" in message
-    message = open_door.refuses(text("Hi"), max_tokens=4096, param="max_tokens", code="context_length_exceeded")
-    assert "4096 more are asked for" in message
-    open_door.refuses(*[GOOD] * 8, text("x " * 4000), param="messages", code="context_length_exceeded")
+    message = open_server.rejection(text("Hi"), max_tokens=4096, param="max_tokens", code="context_length_exceeded")
+    assert "4096 more are requested" in message
+    open_server.rejection(*[GOOD] * 8, text("x " * 4000), param="messages", code="context_length_exceeded")
 
 
 ADVERSARIAL = ["<|image_pad|>", "<|", " ", "a", "\n", "é\u0301", "\ue000", "👩\u200d", "0", "'s", "\u200b", "{{", "a1 "]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("piece", ADVERSARIAL, ids=ascii)
-def test_security_13_no_text_costs_more_than_its_length(open_door, prompts, piece):
-    """Four times the text takes at most four times the lines of Python. What the tokenizer does cannot be counted:
-    400,000 characters, far more than a request may have, come to an end, which quadratic work would not."""
-    assert open_door.ask(text(piece * (40_000 // len(piece)))).status_code in {200, 400}
-    least, most = (count_lines(lambda size=size: prompts.encode(piece * (size // len(piece)))) for size in (2000, 8000))
-    assert most < 4.5 * least
-    assert TOKENIZER.encode_batch_fast([piece * (400_000 // len(piece))], add_special_tokens=False)[0].ids
+@pytest.mark.parametrize("part", ADVERSARIAL, ids=ascii)
+def test_security_13_tokenization_time_is_linear(open_server, prompts, part):
+    """Four times the text executes at most four times the lines of Python. The tokenizer is native code and cannot be
+    counted, so it encodes 400,000 characters, many more than a request may have: quadratic time would hit the timeout.
+    """
+    assert open_server.chat(text(part * (40_000 // len(part)))).status_code in {200, 400}
+    short, long = (count_lines(lambda size=size: prompts.encode(part * (size // len(part)))) for size in (2000, 8000))
+    assert long < 4.5 * short
+    assert TOKENIZER.encode_batch_fast([part * (400_000 // len(part))], add_special_tokens=False)[0].ids
 
 
 @pytest.fixture(scope="module")
@@ -290,7 +295,7 @@ def prompts():
     return PromptBuilder.load(spec, Qwen2VLPromptLayout(spec), EngineConfig(), max_model_len=100_000)
 
 
-# Line 14: nothing of a request is executed
+# Rule 14: nothing in a request is executed
 
 CODE = {
     "chat_template": "{% for a in range(10**9) %}{% endfor %}",
@@ -307,8 +312,8 @@ CODE = {
 
 
 @pytest.mark.parametrize("name", CODE)
-def test_security_14_code_of_a_request_is_refused_by_name(closed_door, name):
-    closed_door.refuses(WORDS, **{name: CODE[name]}, param=name, code="unsupported_parameter")
+def test_security_14_code_in_a_request_is_rejected(default_server, name):
+    default_server.rejection(WORDS, **{name: CODE[name]}, param=name, code="unsupported_parameter")
 
 
 HOSTILE_SCHEMAS = {
@@ -337,8 +342,8 @@ HOSTILE_SCHEMAS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE_SCHEMAS)
 @pytest.mark.timeout(300)
-def test_security_14_hostile_schemas_are_refused_or_followed(closed_door, name):
-    """In bounded time, by the schema's own field, as a format and as a tool; the fixture asks a good one after it."""
+def test_security_14_hostile_schema_is_bounded(default_server, name):
+    """As a response format and as a tool, it is rejected by its field or followed, in bounded time."""
     schema = HOSTILE_SCHEMAS[name]
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     parameters = {"properties": {"a": schema}, "$defs": schema.get("$defs", {})}
@@ -347,34 +352,34 @@ def test_security_14_hostile_schemas_are_refused_or_followed(closed_door, name):
         ({"response_format": form}, "response_format.json_schema.schema"),
         ({"tools": [tool], "tool_choice": "required"}, "tools[0].function.parameters"),
     ):
-        answer = closed_door.ask(WORDS, max_tokens=20, **fields)
-        if answer.status_code != 200:
-            error = answer.json()["error"]
-            assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), error
-            assert error["param"] in {param, "messages"}, error  # the prompt tells of tools, and may be too long
+        response = default_server.chat(WORDS, max_tokens=20, **fields)
+        if response.status_code != 200:
+            error = response.json()["error"]
+            assert (response.status_code, error["type"]) == (400, "invalid_request_error"), error
+            assert error["param"] in {param, "messages"}, error  # the prompt contains the tools and may be too long
             assert not LEAKS.search(error["message"]), error
 
 
-def test_security_14_unknown_processor_options_are_refused(closed_door):
+def test_security_14_unknown_processor_options_are_rejected(default_server):
     for name in ("mm_processor_kwargs", "media_io_kwargs"):
-        closed_door.refuses(WORDS, **{name: {"backend": "os.system"}}, param=f"{name}.backend")
+        default_server.rejection(WORDS, **{name: {"backend": "os.system"}}, param=f"{name}.backend")
 
 
 @pytest.mark.parametrize(
     "typed", ["{{ 7 * 191 }}", "{% raw %}", "{# gone #}", "{{ messages }}", "{{ ''.__class__.__mro__ }}", "{% for"]
 )
-def test_security_14_templates_that_are_typed_stay_text(asked, typed):
-    for message in PLACES["user"](typed), PLACES["part"](typed), PLACES["system"](typed):
-        assert typed in TOKENIZER.decode(asked({"messages": message}).token_ids.tolist())
+def test_security_14_typed_templates_stay_text(decode_request, typed):
+    for message in MESSAGES["user"](typed), MESSAGES["part"](typed), MESSAGES["system"](typed):
+        assert typed in TOKENIZER.decode(decode_request({"messages": message}).token_ids.tolist())
 
 
-def test_security_14_stop_strings_are_no_patterns(open_door):
+def test_security_14_stop_strings_are_not_patterns(open_server):
     request = {"temperature": 0, "max_tokens": 20}
-    plain = open_door.ask(GOOD, WORDS, **request).json()["choices"][0]
-    pattern = open_door.ask(GOOD, WORDS, stop=[".*", "(a+)+$"], **request).json()["choices"][0]
+    plain = open_server.chat(GOOD, WORDS, **request).json()["choices"][0]
+    pattern = open_server.chat(GOOD, WORDS, stop=[".*", "(a+)+$"], **request).json()["choices"][0]
     assert pattern == plain
 
 
-def test_security_14_deep_nesting_is_refused(closed_door):
+def test_security_14_deep_nesting_is_rejected(default_server):
     body = '{"messages": [{"role": "user", "content": "?"}], "metadata": ' + "[" * 90_000 + "]" * 90_000 + "}"
-    refused(closed_door, body, "metadata")
+    assert_rejected(default_server, body, "metadata")

@@ -30,7 +30,7 @@ from tests.waiting import HANG, until
 
 @pytest.fixture(autouse=True)
 def log_format() -> Iterator[None]:
-    """The command, run in this process, sets the format of all logs."""
+    """Restore the log format, which the command sets for all logs of this process."""
     handlers = {handler: handler.formatter for handler in logging.getLogger().handlers}
     yield
     for handler, formatter in handlers.items():
@@ -39,7 +39,7 @@ def log_format() -> Iterator[None]:
 
 
 class RunningServer:
-    """An application behind a real socket, in a thread of its own."""
+    """An application on a real socket, in a separate thread."""
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class RunningServer:
 
     @property
     def tasks(self) -> int:
-        """Requests whose head was read, and that have not ended."""
+        """Number of requests whose head was read and that have not ended."""
         return len(self._uvicorn.server_state.tasks)
 
     @property
     def writers_paused(self) -> bool:
-        """Whether a client does not read what waits for it."""
+        """Whether a client has stopped reading its response."""
         return any(connection.flow.write_paused for connection in tuple(self._uvicorn.server_state.connections))
 
     @property
@@ -99,7 +99,7 @@ class RunningServer:
             assert not thread.is_alive()
 
     async def _serve(self, leave: asyncio.Event) -> None:
-        """Serve until `leave`. uvicorn then waits twice for a tenth of a second, which is most of many tests' time."""
+        """Serve until `leave`. Skip the two waits of 0.1 s in uvicorn's shutdown, which would dominate many tests."""
         serving = asyncio.create_task(self._uvicorn.serve(self._sockets))
         await leave.wait()
         self._uvicorn.should_exit = True
@@ -110,7 +110,7 @@ class RunningServer:
 
 @contextlib.contextmanager
 def serving(engine: ChatEngine, *, protocol: type[Protocol] = Protocol, **options) -> Iterator[RunningServer]:
-    """`engine` behind a server; a real checkpoint is not needed for one that is made for the test."""
+    """Serve `engine`, which can be a test double without a checkpoint."""
     with RunningServer(create_app(engine, Settings(**options)), protocol=protocol).running() as server:
         yield server
 
@@ -123,11 +123,11 @@ class Scripted(NamedTuple):
 
 @pytest.fixture
 def scripted(tiny_checkpoint) -> Iterator[Callable[..., Scripted]]:
-    """Start servers whose engine is whole but for the decoder, which plays a script: `scripted("Yes.", delay=0.01)`."""
+    """Start servers whose engine has a scripted decoder: `scripted("Yes.", delay=0.01)`."""
     with contextlib.ExitStack() as stack:
 
         def start(
-            *answers,
+            *responses,
             delay=0.0,
             supported_params=SAMPLING_PARAMETERS,
             max_body_bytes=10_000_000,
@@ -135,7 +135,7 @@ def scripted(tiny_checkpoint) -> Iterator[Callable[..., Scripted]]:
             protocol=Protocol,
             **options,
         ) -> Scripted:
-            script = Script(*answers, delay=delay, supported_params=supported_params)
+            script = Script(*responses, delay=delay, supported_params=supported_params)
             config = EngineConfig(model=str(tiny_checkpoint), served_model_name="tiny", decoder="scripted", **options)
             engine = stack.enter_context(Engine(config, registry=scripted_registry(script)))
             served = serving(engine, protocol=protocol, max_body_bytes=max_body_bytes, **settings)

@@ -1,4 +1,4 @@
-"""Clients that are broken or mean, over bare sockets: the server answers or cuts them, and afterwards holds nothing."""
+"""Broken or malicious clients on raw sockets: the server responds or disconnects them, and leaks no resources."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def request(body, *headers, length=None):
     return PATH + b"\r\n".join([*head, b"", b""]) + body
 
 
-def chunked(*pieces):
-    return PATH + b"Transfer-Encoding: chunked\r\n\r\n" + b"".join(pieces)
+def chunked(*chunks):
+    return PATH + b"Transfer-Encoding: chunked\r\n\r\n" + b"".join(chunks)
 
 
 def chunk(data):
@@ -35,8 +35,8 @@ def chunk(data):
 HEAD = BODY_PAUSE = 10 * HANG
 
 
-class Patient(Protocol):
-    """Timeouts that no machine is too slow for; tests skip them."""
+class SkippableProtocol(Protocol):
+    """Long timeouts, which tests skip by moving the clock."""
 
     head_seconds = HEAD
     write_seconds = 10 * HANG
@@ -44,19 +44,19 @@ class Patient(Protocol):
 
 @pytest.fixture
 def served(scripted):
-    """A server whose answers are short, and that holds nothing in the end."""
-    served = scripted("Fine.", settings={"max_body_pause": BODY_PAUSE}, protocol=Patient)
+    """A server with short responses that must have no open requests at the end."""
+    served = scripted("Fine.", settings={"max_body_pause": BODY_PAUSE}, protocol=SkippableProtocol)
     yield served
-    assert_well(served)
+    assert_healthy(served)
 
 
-def assert_well(served):
-    """It answers, no request is left, and no connection but those of tests that keep theirs."""
+def assert_healthy(served):
+    """Assert that the server responds and has no open requests or connections."""
     with served.server.http() as client:
         until(lambda: served.engine.stats().active_requests == 0)
         assert served.script.running == 0
-        answer = client.post("/v1/chat/completions", json=HELLO)
-        assert answer.json()["choices"][0]["message"]["content"]
+        response = client.post("/v1/chat/completions", json=HELLO)
+        assert response.json()["choices"][0]["message"]["content"]
     until(lambda: served.server.connections == 0)
 
 
@@ -66,35 +66,35 @@ def connected(served):
         yield connection
 
 
-def rest(connection):
-    """What comes until the server closes; a reset is an end too."""
+def read_until_closed(connection):
+    """Read until the server closes or resets the connection."""
     received = b""
     with contextlib.suppress(ConnectionResetError):
-        while piece := connection.recv(65536):
-            received += piece
+        while chunk := connection.recv(65536):
+            received += chunk
     return received
 
 
-def status(reply):
-    return int(reply.split(b" ", 2)[1]) if reply else None
+def status(response):
+    return int(response.split(b" ", 2)[1]) if response else None
 
 
 # Heads
 
 BROKEN_HEADS = {
-    "no HTTP": b"hello\r\n\r\n",
+    "not HTTP": b"hello\r\n\r\n",
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 100,
     "null bytes": b"\x00" * 200 + b"\r\n\r\n",
     "a header without a colon": b"GET / HTTP/1.1\r\nHost\r\n\r\n",
     "a folded line at the start": b"GET / HTTP/1.1\r\n Host: a\r\n\r\n",
     "no host": b"GET /health HTTP/1.1\r\n\r\n",
     "two hosts": b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
-    "a line that is no HTTP": b"GET /health FTP/1.0\r\nHost: a\r\n\r\n",
-    "a length that is none": PATH + b"Content-Length: many\r\n\r\n",
+    "a request line that is not HTTP": b"GET /health FTP/1.0\r\nHost: a\r\n\r\n",
+    "a length that is not a number": PATH + b"Content-Length: many\r\n\r\n",
     "a negative length": PATH + b"Content-Length: -1\r\n\r\n",
     "two lengths": PATH + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
     "a length of a thousand digits": PATH + b"Content-Length: " + b"9" * 1000 + b"\r\n\r\n",
-    "an encoding that is not known": PATH + b"Transfer-Encoding: gzip\r\n\r\n",
+    "an unknown encoding": PATH + b"Transfer-Encoding: gzip\r\n\r\n",
     "one header of 100 KB": PATH + b"X-Long: " + b"a" * 100_000 + b"\r\n\r\n",
     "ten thousand headers": PATH + b"".join(b"X-%d: 1\r\n" % i for i in range(10_000)) + b"\r\n",
     "a path of 100 KB": b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
@@ -102,35 +102,35 @@ BROKEN_HEADS = {
 
 
 @pytest.mark.parametrize("head", BROKEN_HEADS.values(), ids=BROKEN_HEADS)
-def test_a_broken_head_is_refused(served, head):
+def test_malformed_head_is_rejected(served, head):
     with connected(served) as connection:
         with contextlib.suppress(ConnectionResetError, BrokenPipeError):
             connection.sendall(head)
-        reply = rest(connection)
-    if reply:  # a reset may overtake it, if not all of the head was read
-        assert status(reply) in {400, 501}
-        assert json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+        response = read_until_closed(connection)
+    if response:  # lost if a reset arrives first, when the head was not read completely
+        assert status(response) in {400, 501}
+        assert json.loads(response.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
 
 
-def test_a_head_that_comes_drop_by_drop_is_cut(served):
-    """A slow loris: each byte alone is well in time."""
+def test_slow_head_times_out(served):
+    """Slowloris: each byte alone arrives in time."""
     with connected(served) as connection:
         for byte in PATH[:3]:
             connection.sendall(bytes([byte]))
             served.server.loop.skip(0.4 * HEAD)
-        reply = rest(connection)
-    assert status(reply) == 408
-    assert b"request_timeout" in reply
+        response = read_until_closed(connection)
+    assert status(response) == 408
+    assert b"request_timeout" in response
 
 
-def test_a_connection_on_which_nothing_is_asked_is_closed(served):
+def test_idle_connection_is_closed(served):
     with connected(served) as connection:
         until(lambda: served.server.connections == 1)
         served.server.loop.skip(HEAD + 1)
-        assert rest(connection) == b""
+        assert read_until_closed(connection) == b""
 
 
-def test_the_second_request_of_a_connection_may_not_drip_either(served):
+def test_slow_second_request_on_a_connection_times_out(served):
     with connected(served) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
         first = connection.recv(65536)
@@ -139,10 +139,10 @@ def test_the_second_request_of_a_connection_may_not_drip_either(served):
         assert status(first) == 200
         connection.sendall(b"GET /hea")
         served.server.loop.skip(HEAD + 1)
-        assert status(rest(connection)) == 408
+        assert status(read_until_closed(connection)) == 408
 
 
-def test_a_hundred_slow_connections_shut_nobody_out(served):
+def test_slow_connections_do_not_block_other_clients(served):
     with contextlib.ExitStack() as stack:
         for _ in range(100):
             stack.enter_context(connected(served)).sendall(PATH)
@@ -159,8 +159,8 @@ BROKEN_BODIES = {
     "shorter than declared": (request(BODY, length=len(BODY) + 10), 408),
     "longer than declared": (request(BODY, length=len(BODY) - 10), 400),
     "no length at all": (PATH + b"\r\n" + BODY, 400),
-    "a chunk whose size is none": (chunked(b"zz\r\nhello\r\n"), 400),
-    "a chunk longer than it says": (chunked(b"3\r\nhello\r\n"), 400),
+    "a chunk size that is not a number": (chunked(b"zz\r\nhello\r\n"), 400),
+    "a chunk longer than its size": (chunked(b"3\r\nhello\r\n"), 400),
     "a chunk without an end": (chunked(b"ffff\r\nhello"), 408),
     "chunks without an end": (chunked(chunk(BODY)), 408),
     "a negative chunk": (chunked(b"-5\r\nhello\r\n"), 400),
@@ -170,14 +170,14 @@ BROKEN_BODIES = {
 
 
 @pytest.mark.parametrize(("sent", "expected"), BROKEN_BODIES.values(), ids=BROKEN_BODIES)
-def test_a_broken_body_is_refused(served, sent, expected):
+def test_malformed_body_is_rejected(served, sent, expected):
     with connected(served) as connection:
         connection.sendall(sent)
         if expected == 408:
             until(lambda: served.server.tasks)  # its head was read
             served.server.loop.skip(BODY_PAUSE + 1)
-        reply = connection.recv(65536)
-    assert status(reply) == expected, reply
+        response = connection.recv(65536)
+    assert status(response) == expected, response
 
 
 def nested(depth):
@@ -197,54 +197,54 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("body", BOMBS.values(), ids=BOMBS)
-def test_json_that_would_become_much_more_is_refused(served, body):
+def test_json_bomb_is_rejected(served, body):
     with served.server.http() as client:
-        reply = client.post("/v1/chat/completions", content=body)
-    assert reply.status_code == 400
-    assert reply.json()["error"]["code"] == "invalid_json"
-    assert reply.json()["error"]["message"].startswith(("The body has more than", "The body is nested too deep"))
+        response = client.post("/v1/chat/completions", content=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "invalid_json"
+    assert response.json()["error"]["message"].startswith(("The body has more than", "The body is nested too deeply"))
 
 
-def test_long_text_full_of_punctuation_is_no_bomb(served):
+def test_punctuation_in_text_is_not_counted_as_json_values(served):
     text = 'a, b: [c] {d} "e" \\ ' * (MAX_VALUES // 4)
     with served.server.http() as client:
-        reply = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": text}]})
-    assert reply.json()["error"]["code"] == "context_length_exceeded"
+        response = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": text}]})
+    assert response.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_as_deep_as_is_read(served):
+def test_json_at_maximum_depth_is_accepted(served):
     body = json.dumps(HELLO | {"metadata": {"note": json.loads("[" * (MAX_DEPTH - 2) + "]" * (MAX_DEPTH - 2))}})
     with served.server.http() as client:
         assert client.post("/v1/chat/completions", content=body).status_code == 200
 
 
-# Many at once
+# Concurrent requests
 
 
-def test_requests_in_one_go_are_answered_one_after_the_other(served):
+def test_pipelined_requests_are_served_in_order(served):
     with connected(served) as connection:
         connection.sendall(request(BODY) * 5 + request(BODY, b"Connection: close"))
-        assert rest(connection).count(b"HTTP/1.1 200 OK") == 6
+        assert read_until_closed(connection).count(b"HTTP/1.1 200 OK") == 6
 
 
 @pytest.mark.slow
-def test_an_answer_that_nobody_reads_is_cut_and_its_request_is_freed(scripted):
-    served = scripted("word " * 400, delay=0.005, protocol=Patient, max_model_len=2048)
+def test_response_that_is_not_read_is_aborted(scripted):
+    served = scripted("word " * 400, delay=0.005, protocol=SkippableProtocol, max_model_len=2048)
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", served.server.port))
-        wanted = HELLO | {"stream": True, "max_tokens": 1900, "n": 8, "logprobs": True, "top_logprobs": 20}
-        connection.sendall(request(json.dumps(wanted).encode()))
+        body = HELLO | {"stream": True, "max_tokens": 1900, "n": 8, "logprobs": True, "top_logprobs": 20}
+        connection.sendall(request(json.dumps(body).encode()))
         until(lambda: served.script.running == 8)
         until(lambda: served.server.writers_paused)
         served.server.loop.skip(10 * HANG + 1)
         until(lambda: served.server.connections == 0)
         until(lambda: served.script.running == 0)
     served.script.delay = 0
-    assert_well(served)
+    assert_healthy(served)
 
 
-# Leaving
+# Disconnects
 
 STAGES = {
     "at once": b"",
@@ -259,7 +259,7 @@ STAGES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
 @pytest.mark.parametrize("sent", STAGES.values(), ids=STAGES)
-def test_who_leaves_at_any_stage_leaves_nothing_behind(scripted, sent, reset):
+def test_disconnect_at_any_stage_frees_the_request(scripted, sent, reset):
     served = scripted("A long answer. " * 50, delay=0.2)
     for _ in range(5):
         with connected(served) as connection:
@@ -270,10 +270,10 @@ def test_who_leaves_at_any_stage_leaves_nothing_behind(scripted, sent, reset):
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     until(lambda: served.engine.stats().active_requests == 0)
     served.script.delay = 0.0
-    assert_well(served)
+    assert_healthy(served)
 
 
-def test_connections_of_a_listener_are_probed_by_the_system():
+def test_accepted_connections_use_tcp_keepalive():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         detect_lost_peers(listener)
         with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
@@ -281,10 +281,10 @@ def test_connections_of_a_listener_are_probed_by_the_system():
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
 
 
-def test_half_closed_is_not_left(served):
-    """TCP does not tell who will send no more from who has left: the latter is assumed unless the answer was faster.
-    What counts is that nothing is held for it, which `served` checks."""
+def test_half_closed_connection_is_released(served):
+    """The server cannot distinguish a half-closed connection from a disconnect, and assumes the latter unless the
+    response was faster. In both cases, it must free the request, which `served` checks."""
     with connected(served) as connection:
         connection.sendall(request(BODY, b"Connection: close"))
         connection.shutdown(socket.SHUT_WR)
-        assert status(rest(connection)) in {200, None}
+        assert status(read_until_closed(connection)) in {200, None}

@@ -1,4 +1,4 @@
-"""Bad requests, through the server: each is refused by the field to blame, and the next good one is answered."""
+"""Bad requests over HTTP: each error names the field, and the next valid request succeeds."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def blank(width, height):
     return data_url(encode(Image.new("RGB", (width, height))))
 
 
-PICTURE = image_url()
+IMAGE = image_url()
 PART = "messages[0].content[1]"
-CLIP = "messages[0].content[0]"
+FIRST_PART = "messages[0].content[0]"
 TOOL = {"type": "function", "function": {"name": "f"}}
 DEEP: dict = {}
 for _ in range(40):
@@ -39,7 +39,7 @@ def with_schema(schema):
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
 
 
-# Name: (what to change in a good request, or a whole body; the field to blame)
+# Name: (fields to change in a valid request, or a complete body; the field that the error names)
 BAD = {
     # The conversation
     "no messages": ({"messages": None}, "messages"),
@@ -59,37 +59,37 @@ BAD = {
     "a part without type": (with_content([{"text": "Hello"}]), "messages[0].content[0].type"),
     "a part of unknown type": (with_content([{"type": "smell"}]), "messages[0].content[0].type"),
     "a text part without text": (with_content([{"type": "text"}]), "messages[0].content[0].text"),
-    "a picture of the system": (
-        with_content([{"type": "image_url", "image_url": {"url": PICTURE}}], role="system"),
+    "an image in a system message": (
+        with_content([{"type": "image_url", "image_url": {"url": IMAGE}}], role="system"),
         "messages[0].content[0]",
     ),
     "audio in a part": (
         with_content([{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]),
         "messages[0].content[0].type",
     ),
-    # What is not done here
+    # Unsupported features
     "unknown model": ({"model": "gpt-4o"}, "model"),
     "model is a number": ({"model": 4}, "model"),
-    "no answers": ({"n": 0}, "n"),
-    "a thousand answers": ({"n": 1000}, "n"),
+    "zero choices": ({"n": 0}, "n"),
+    "a thousand choices": ({"n": 1000}, "n"),
     "tools of another type": ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     "a tool without a name": ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     "a tool twice": ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
     "a choice without tools": ({"tool_choice": "required"}, "tool_choice"),
-    "a choice that is no tool": (
+    "a choice that is not a tool": (
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
         "tool_choice.function.name",
     ),
     "a schema that is too deep": (with_schema(DEEP), "response_format.json_schema.schema"),
-    "a schema that is no schema": (with_schema({"type": "strin"}), "response_format.json_schema.schema"),
-    "a pattern that is none": (with_schema({"pattern": "(("}), "response_format.json_schema.schema"),
+    "an invalid schema": (with_schema({"type": "strin"}), "response_format.json_schema.schema"),
+    "an invalid pattern": (with_schema({"pattern": "(("}), "response_format.json_schema.schema"),
     "a format without a schema": (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
         "response_format.json_schema.schema",
     ),
     "audio": ({"modalities": ["text", "audio"]}, "modalities"),
     "reasoning": ({"reasoning_effort": "high"}, "reasoning_effort"),
-    "a template of its own": ({"chat_template": "{{ messages }}"}, "chat_template"),
+    "a chat template": ({"chat_template": "{{ messages }}"}, "chat_template"),
     "storage": ({"store": True}, "store"),
     # Numbers
     "temperature too high": ({"temperature": 2.1}, "temperature"),
@@ -129,20 +129,20 @@ BAD = {
     "stream a string": ({"stream": "yes"}, "stream"),
     "stream_options alone": ({"stream_options": {"include_usage": True}}, "stream_options"),
     "stream_options a list": ({"stream": True, "stream_options": []}, "stream_options"),
-    # Pictures
-    "image_url a string": (with_content([{"type": "image_url", "image_url": PICTURE}]), f"{CLIP}.image_url"),
+    # Images
+    "image_url a string": (with_content([{"type": "image_url", "image_url": IMAGE}]), f"{FIRST_PART}.image_url"),
     "image_url empty": (with_image(""), f"{PART}.image_url.url"),
     "image_url a number": (with_image(1), f"{PART}.image_url.url"),
-    "unknown detail": (with_image(PICTURE, detail="most"), f"{PART}.image_url.detail"),
-    "max_pixels zero": (with_image(PICTURE, max_pixels=0), f"{PART}.image_url.max_pixels"),
+    "unknown detail": (with_image(IMAGE, detail="most"), f"{PART}.image_url.detail"),
+    "max_pixels zero": (with_image(IMAGE, max_pixels=0), f"{PART}.image_url.max_pixels"),
     "min_pixels above max_pixels": (
-        with_image(PICTURE, min_pixels=9000, max_pixels=8000),
+        with_image(IMAGE, min_pixels=9000, max_pixels=8000),
         f"{PART}.image_url.min_pixels",
     ),
     "bad base64": (with_image("data:image/png;base64,@@@"), PART),
     "a data URL without a comma": (with_image("data:image/png;base64"), PART),
-    "not a picture": (with_image(data_url(b"hello, I am text")), PART),
-    "half a picture": (with_image(data_url(encode(Image.new("RGB", (64, 64)), "JPEG")[:200])), PART),
+    "not an image": (with_image(data_url(b"hello, I am text")), PART),
+    "half an image": (with_image(data_url(encode(Image.new("RGB", (64, 64)), "JPEG")[:200])), PART),
     "a file": (with_image("file:///etc/passwd"), PART),
     "a path": (with_image("/etc/passwd"), PART),
     "a private address": (with_image("http://10.0.0.1/a.png"), PART),
@@ -152,29 +152,29 @@ BAD = {
     "one pixel": (with_image(blank(1, 1)), PART),
     "a line": (with_image(blank(402, 2)), PART),
     "too many pixels": (with_image(blank(2000, 2000)), PART),
-    "too many pictures": (
-        with_content([{"type": "image_url", "image_url": {"url": PICTURE}}] * 4),
+    "too many images": (
+        with_content([{"type": "image_url", "image_url": {"url": IMAGE}}] * 4),
         "messages[0].content[3]",
     ),
     # Videos
-    "video_url a string": (with_content([{"type": "video_url", "video_url": "x"}]), f"{CLIP}.video_url"),
-    "no frames": (with_video([]), f"{CLIP}.video_url.url"),
-    "a frame is a number": (with_video([PICTURE, 1]), f"{CLIP}.video_url.url[1]"),
-    "fps zero": (with_video([PICTURE] * 2, fps=0), f"{CLIP}.video_url.fps"),
+    "video_url a string": (with_content([{"type": "video_url", "video_url": "x"}]), f"{FIRST_PART}.video_url"),
+    "no frames": (with_video([]), f"{FIRST_PART}.video_url.url"),
+    "a frame is a number": (with_video([IMAGE, 1]), f"{FIRST_PART}.video_url.url[1]"),
+    "fps zero": (with_video([IMAGE] * 2, fps=0), f"{FIRST_PART}.video_url.fps"),
     "fps and num_frames": (
         with_video("data:video/mp4;base64,AAAA", fps=1, num_frames=4),
-        f"{CLIP}.video_url.num_frames",
+        f"{FIRST_PART}.video_url.num_frames",
     ),
-    "not a video": (with_video(data_url(b"hello, I am text", "video/mp4")), CLIP),
-    "a frame is not a picture": (with_video([PICTURE, data_url(b"text")]), f"{CLIP}.video_url.url[1]"),
+    "not a video": (with_video(data_url(b"hello, I am text", "video/mp4")), FIRST_PART),
+    "a frame is not an image": (with_video([IMAGE, data_url(b"text")]), f"{FIRST_PART}.video_url.url[1]"),
     "too many videos": (
-        with_content([{"type": "video_url", "video_url": {"url": [PICTURE] * 2}}] * 2),
+        with_content([{"type": "video_url", "video_url": {"url": [IMAGE] * 2}}] * 2),
         "messages[0].content[1]",
     ),
-    # Too much
+    # Too long
     "too long": (with_content("word " * 3000), "messages"),
-    "too many pictures' worth of tokens": (
-        with_content([{"type": "image_url", "image_url": {"url": PICTURE}}, {"type": "text", "text": "x" * 2040}]),
+    "too many tokens of images and text": (
+        with_content([{"type": "image_url", "image_url": {"url": IMAGE}}, {"type": "text", "text": "x" * 2040}]),
         "messages",
     ),
 }
@@ -191,12 +191,12 @@ def client(tiny_checkpoint):
         yield http
 
 
-def test_the_table_is_as_long_as_promised():
+def test_table_has_at_least_60_requests():
     assert len(BAD) >= 60
 
 
 @pytest.mark.parametrize(("change", "param"), BAD.values(), ids=BAD)
-def test_a_bad_request_is_refused_by_name_and_the_next_good_one_is_answered(client, change, param):
+def test_bad_request_names_the_field_and_server_continues(client, change, param):
     bad = client.post("/v1/chat/completions", **body(change))
     error = bad.json()["error"]
     assert bad.status_code == (404 if change == {"model": "gpt-4o"} else 400), error
@@ -210,8 +210,8 @@ def test_a_bad_request_is_refused_by_name_and_the_next_good_one_is_answered(clie
     assert good.json()["choices"][0]["message"]["content"] == "Fine."
 
 
-@pytest.mark.parametrize("name", ["temperature too high", "unknown model", "not a picture", "too long"])
-def test_a_stream_is_refused_in_the_same_way(client, name):
+@pytest.mark.parametrize("name", ["temperature too high", "unknown model", "not an image", "too long"])
+def test_bad_streaming_request_names_the_field(client, name):
     change, param = BAD[name]
     bad = client.post("/v1/chat/completions", json=GOOD | change | {"stream": True})
     assert bad.status_code in {400, 404}
@@ -219,5 +219,5 @@ def test_a_stream_is_refused_in_the_same_way(client, name):
 
 
 def body(change):
-    """A good request with a change, or JSON as it is, for what no dictionary can say."""
+    """Return a valid request with changes, or raw JSON that a dictionary cannot express."""
     return {"content": change} if isinstance(change, str) else {"json": GOOD | change}

@@ -1,4 +1,4 @@
-"""The main road: what OpenAI's own client gets."""
+"""Chat completions with OpenAI's client."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import pytest
 from tests.conversations import as_openai, blurred_image, user
 
 HELLO = [{"role": "user", "content": "Hello"}]
-ANSWER = "A red circle to the left of a blue square."
+RESPONSE = "A red circle to the left of a blue square."
 
 
-def ask(server, messages=HELLO, **options):
+def complete(server, messages=HELLO, **options):
     with server.openai() as client:
         return client.chat.completions.create(model="tiny", messages=messages, **options)
 
 
 def test_completion_matches_openai(scripted):
-    answer = ask(scripted(ANSWER).server)
-    assert (answer.object, answer.model) == ("chat.completion", "tiny")
-    assert answer.choices[0].message.role == "assistant"
-    assert answer.choices[0].message.content == ANSWER
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    response = complete(scripted(RESPONSE).server)
+    assert (response.object, response.model) == ("chat.completion", "tiny")
+    assert response.choices[0].message.role == "assistant"
+    assert response.choices[0].message.content == RESPONSE
+    assert response.choices[0].finish_reason == "stop"
+    assert response.usage.total_tokens == response.usage.prompt_tokens + response.usage.completion_tokens
 
 
 def test_completion_json_omits_unset_fields(scripted):
-    with scripted(ANSWER).server.http() as client:
-        reply = client.post("/v1/chat/completions", json={"messages": HELLO})
-    (choice,) = reply.json()["choices"]
-    assert reply.headers["content-type"] == "application/json"
+    with scripted(RESPONSE).server.http() as client:
+        response = client.post("/v1/chat/completions", json={"messages": HELLO})
+    (choice,) = response.json()["choices"]
+    assert response.headers["content-type"] == "application/json"
     assert choice["logprobs"] is None
     assert choice["message"]["refusal"] is None
     assert "audio" not in choice["message"]
@@ -40,10 +40,10 @@ def test_completion_json_omits_unset_fields(scripted):
 
 
 def test_stream_chunks_form_the_completion(scripted):
-    with scripted(ANSWER).server.openai() as client:
+    with scripted(RESPONSE).server.openai() as client:
         chunks = list(client.chat.completions.create(model="tiny", messages=HELLO, stream=True))
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ANSWER
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == RESPONSE
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1].choices[0].finish_reason == "stop"
     assert len({chunk.id for chunk in chunks}) == 1
@@ -51,39 +51,39 @@ def test_stream_chunks_form_the_completion(scripted):
 
 
 def test_include_usage_adds_a_last_chunk(scripted):
-    server = scripted(ANSWER).server
+    server = scripted(RESPONSE).server
     with server.openai() as client:
         *_, last = client.chat.completions.create(
             model="tiny", messages=HELLO, stream=True, stream_options={"include_usage": True}
         )
     assert last.choices == []
-    assert last.usage == ask(server).usage
+    assert last.usage == complete(server).usage
 
 
 def test_stream_events_are_json_lines_then_done(scripted):
-    with scripted(ANSWER).server.http() as client:
-        reply = client.post("/v1/chat/completions", json={"messages": HELLO, "stream": True})
-    *events, last, end = reply.text.split("\n\n")
+    with scripted(RESPONSE).server.http() as client:
+        response = client.post("/v1/chat/completions", json={"messages": HELLO, "stream": True})
+    *events, last, end = response.text.split("\n\n")
     assert (last, end) == ("data: [DONE]", "")
     assert all(json.loads(event.removeprefix("data: "))["object"] == "chat.completion.chunk" for event in events)
-    assert reply.headers["content-type"].startswith("text/event-stream")
-    assert reply.headers["cache-control"] == "no-cache"
-    assert reply.headers["x-accel-buffering"] == "no"
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-accel-buffering"] == "no"
 
 
 def test_unicode_line_breaks_do_not_split_events(scripted):
     text = "one\u2028two\u2029three\x85four\nfive\r\nsix"
     with (
         scripted(text).server.http() as client,
-        client.stream("POST", "/v1/chat/completions", json={"messages": HELLO, "stream": True}) as reply,
+        client.stream("POST", "/v1/chat/completions", json={"messages": HELLO, "stream": True}) as response,
     ):
-        lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
     deltas = [json.loads(line)["choices"][0]["delta"] for line in lines if line != "[DONE]"]
     assert "".join(delta.get("content") or "" for delta in deltas) == text
 
 
 def test_chunks_are_sent_immediately(scripted):
-    served = scripted(ANSWER, delay=0.02)
+    served = scripted(RESPONSE, delay=0.02)
     with served.server.openai() as client:
         stream = client.chat.completions.create(model="tiny", messages=HELLO, stream=True)
         next(stream)
@@ -93,23 +93,23 @@ def test_chunks_are_sent_immediately(scripted):
 
 
 def test_async_openai_client(scripted):
-    server = scripted(ANSWER).server
+    server = scripted(RESPONSE).server
 
-    async def answers():
+    async def responses():
         http = openai.DefaultAsyncHttpxClient(trust_env=False)
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http) as client:
             plain = await client.chat.completions.create(model="tiny", messages=HELLO)
             stream = await client.chat.completions.create(model="tiny", messages=HELLO, stream=True)
-            pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
-            return plain.choices[0].message.content, "".join(pieces)
+            chunks = [chunk.choices[0].delta.content or "" async for chunk in stream]
+            return plain.choices[0].message.content, "".join(chunks)
 
-    assert asyncio.run(answers()) == (ANSWER, ANSWER)
+    assert asyncio.run(responses()) == (RESPONSE, RESPONSE)
 
 
 def test_images_and_videos_reach_the_decoder(scripted):
-    served = scripted(ANSWER)
+    served = scripted(RESPONSE)
     messages = as_openai([user(blurred_image(1), "And this?", [blurred_image(2), blurred_image(3)])])
-    details = ask(served.server, messages).usage.prompt_tokens_details
+    details = complete(served.server, messages).usage.prompt_tokens_details
     (request,) = served.script.requests
     image, video = request.spans
     assert image.stop - image.start == details.image_tokens > 0
@@ -119,48 +119,48 @@ def test_images_and_videos_reach_the_decoder(scripted):
 def test_concurrent_requests_get_their_own_responses(scripted):
     server = scripted(lambda request: str(request.sampling.seed), delay=0.005).server
 
-    async def ask_with_seed(client, seed):
+    async def complete_with_seed(client, seed):
         if seed % 2:
             plain = await client.chat.completions.create(model="tiny", messages=HELLO, seed=seed)
             return plain.choices[0].message.content
         stream = await client.chat.completions.create(model="tiny", messages=HELLO, seed=seed, stream=True)
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
-    async def answers():
+    async def responses():
         http = openai.DefaultAsyncHttpxClient(trust_env=False)
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http) as client:
-            return await asyncio.gather(*(ask_with_seed(client, seed) for seed in range(1000, 1020)))
+            return await asyncio.gather(*(complete_with_seed(client, seed) for seed in range(1000, 1020)))
 
-    assert asyncio.run(answers()) == [str(seed) for seed in range(1000, 1020)]
+    assert asyncio.run(responses()) == [str(seed) for seed in range(1000, 1020)]
 
 
 def test_logprobs_match_openai(scripted):
-    server = scripted(ANSWER).server
-    plain = ask(server, logprobs=True, top_logprobs=1)
+    server = scripted(RESPONSE).server
+    plain = complete(server, logprobs=True, top_logprobs=1)
     with server.openai() as client:
         stream = client.chat.completions.create(
             model="tiny", messages=HELLO, stream=True, logprobs=True, top_logprobs=1
         )
         streamed = [item for chunk in stream if chunk.choices[0].logprobs for item in chunk.choices[0].logprobs.content]
     assert streamed == plain.choices[0].logprobs.content
-    assert "".join(item.token for item in streamed).startswith(ANSWER)
+    assert "".join(item.token for item in streamed).startswith(RESPONSE)
 
 
 def test_models_lists_the_served_model(scripted):
-    with scripted(ANSWER).server.openai() as client:
+    with scripted(RESPONSE).server.openai() as client:
         (model,) = client.models.list()
         assert (model.id, model.object) == ("tiny", "model")
         assert client.models.retrieve("tiny") == model
-        with pytest.raises(openai.NotFoundError, match="'other/model' is not served here. Use 'tiny'"):
+        with pytest.raises(openai.NotFoundError, match=r"'other/model' is not served here\. Use 'tiny'"):
             client.models.retrieve("other/model")
 
 
 def test_health_reports_status_model_and_decoder(scripted):
-    served = scripted(ANSWER)
+    served = scripted(RESPONSE)
     with served.server.http() as client:
-        reply = client.get("/health")
-        assert reply.status_code == 200
-        assert reply.json() == {
+        response = client.get("/health")
+        assert response.status_code == 200
+        assert response.json() == {
             "status": "ready",
             "model": "tiny",
             "decoder": "scripted",
@@ -168,6 +168,6 @@ def test_health_reports_status_model_and_decoder(scripted):
             "max_model_len": served.engine.status().max_model_len,
         }
         served.engine.close()
-        replies = [client.get("/health"), client.get("/health/ready")]
-    assert [reply.status_code for reply in replies] == [200, 503]
-    assert [reply.json()["status"] for reply in replies] == ["closed", "closed"]
+        responses = [client.get("/health"), client.get("/health/ready")]
+    assert [response.status_code for response in responses] == [200, 503]
+    assert [response.json()["status"] for response in responses] == ["closed", "closed"]

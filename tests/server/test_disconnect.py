@@ -1,6 +1,6 @@
-"""A client that leaves frees what its request held, long before the answer would have ended; the server goes on.
+"""A disconnect frees the resources of a request long before its response would end, and the server continues.
 
-The answers take minutes; `eventually` waits for seconds.
+The responses would take minutes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LONG = "A long answer that goes on and on and on. " * 20
 
 
 def connect(server, body, *, declared=None):
-    """A bare connection over which a request was sent."""
+    """Send a request on a raw connection, and return the connection."""
     data = json.dumps(body).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: test\r\nContent-Length: {declared or len(data)}\r\n\r\n"
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=HANG)
@@ -23,42 +23,42 @@ def connect(server, body, *, declared=None):
     return connection
 
 
-def assert_answers(served):
+def assert_responds(served):
     served.script.delay = 0.0
     with served.server.http() as client:
         assert client.post("/v1/chat/completions", json=HELLO).json()["choices"][0]["message"]["content"] == "Fine."
 
 
-def test_leaving_before_a_whole_answer(scripted):
+def test_disconnect_before_a_completion(scripted):
     served = scripted(LONG, "Fine.", delay=0.5)
     connection = connect(served.server, HELLO)
     until(lambda: served.script.running == 1)
     connection.close()
     until(lambda: served.script.running == 0)
-    assert_answers(served)
+    assert_responds(served)
 
 
-def test_leaving_in_the_middle_of_a_stream(scripted):
+def test_disconnect_during_a_stream(scripted):
     served = scripted(LONG, "Fine.", delay=0.5)
     connection = connect(served.server, HELLO | {"stream": True})
     assert connection.recv(4096).startswith(b"HTTP/1.1 200")
     assert served.script.running == 1
     connection.close()
     until(lambda: served.script.running == 0)
-    assert_answers(served)
+    assert_responds(served)
 
 
-def test_leaving_before_the_first_piece_of_a_stream(scripted):
+def test_disconnect_before_the_first_chunk(scripted):
     served = scripted(LONG, "Fine.", delay=60)
     connection = connect(served.server, HELLO | {"stream": True})
     until(lambda: served.script.running == 1)
     connection.close()
     until(lambda: served.script.running == 0)
-    assert_answers(served)
+    assert_responds(served)
 
 
-def test_leaving_before_the_request_is_whole(scripted):
+def test_disconnect_before_the_request_is_complete(scripted):
     served = scripted("Fine.")
     connect(served.server, HELLO, declared=100_000).close()
-    assert_answers(served)
+    assert_responds(served)
     assert len(served.script.requests) == 1

@@ -1,4 +1,4 @@
-"""The operator's guide: its programs run, and its tables are those of the code."""
+"""docs/operations.md: its programs run, and its tables match the code."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ TEXT = page_text("operations.md")
 
 
 @pytest.mark.slow
-def test_the_programs_print_what_the_page_says():
+def test_programs_print_the_documented_output():
     check_programs("operations.md")
 
 
-def test_the_table_of_metrics_is_that_of_the_code(tiny_checkpoint):
+def test_documented_metrics_match_the_code(tiny_checkpoint):
     engine = scripted_engine("Fine.", model=str(tiny_checkpoint))
     with engine, serving(engine) as server, server.http() as client:
         text = client.get("/metrics").text
     helps = re.findall(rf"^# HELP {PREFIX}(\S+) (.+)$", text, re.MULTILINE)
     kinds = dict(re.findall(rf"^# TYPE {PREFIX}(\S+) (\S+)$", text, re.MULTILINE))
-    made = [(name, kinds[name], words) for name, words in helps if not name.endswith("_created")]
-    assert made == re.findall(
+    actual = [(name, kinds[name], words) for name, words in helps if not name.endswith("_created")]
+    assert actual == re.findall(
         r"^\| `([a-z0-9_]+)` \| (counter|gauge|histogram|summary) \| (.+) \|$", TEXT, re.MULTILINE
     )
 
 
-def test_the_table_of_routes_is_that_of_the_document(tiny_checkpoint):
-    told = re.findall(r"`(?:GET|POST) (/[^`]*)`", TEXT)
+def test_documented_routes_match_openapi(tiny_checkpoint):
+    documented = re.findall(r"`(?:GET|POST) (/[^`]*)`", TEXT)
     paths = openapi.document(create_app(scripted_engine("Fine.", model=str(tiny_checkpoint))))["paths"]
-    assert {path.replace("{name}", "{model}") for path in paths} | {"/", "/metrics", "/openapi.json"} == set(told)
+    assert {path.replace("{name}", "{model}") for path in paths} | {"/", "/metrics", "/openapi.json"} == set(documented)
 
 
-def test_the_outcomes_are_those_of_the_code():
+def test_documented_outcomes_match_the_code():
     section = TEXT[TEXT.index("| Outcome |") :]
-    told = re.findall(r"^\| `([a-z]+)` \| ", section, re.MULTILINE)
-    assert set(told) == {*OUTCOMES.values(), "success", "invalid", "error"}
+    documented = re.findall(r"^\| `([a-z]+)` \| ", section, re.MULTILINE)
+    assert set(documented) == {*OUTCOMES.values(), "success", "invalid", "error"}
 
 
 OTHERS = {"--no-cache-dir", "--create-home", "--extra-index-url"}
@@ -58,13 +58,13 @@ OPTIONS = sorted(set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", TEXT)) - OTHERS)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_of_the_page_exists(option):
+def test_documented_option_exists(option):
     known = {name for parameter in plugin.serve.params for name in (*parameter.opts, *parameter.secondary_opts)}
     assert option in known | {"--help", "--log-level", "--stop-timeout"}
 
 
-def test_the_commands_of_the_page_are_understood(caplog):
-    """As far as an engine: what they name is not there."""
+def test_documented_commands_are_parsed(caplog):
+    """They fail only where the engine would start, because the named files do not exist."""
     group = click.Group()
     plugin.register_commands(group)
     unit = configparser.ConfigParser(interpolation=None)
@@ -83,7 +83,7 @@ def test_the_commands_of_the_page_are_understood(caplog):
     assert pod["readinessProbe"]["httpGet"]["path"] == "/health/ready"
 
 
-def test_the_numbers_of_the_page_are_those_of_the_code():
+def test_documented_numbers_match_the_code():
     assert f"`--grace` seconds ({GRACE_SECONDS:g} by default)" in " ".join(TEXT.split())
     assert f"| {DECODER_LOST} | the decoder is lost |" in TEXT
 

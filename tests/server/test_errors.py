@@ -1,4 +1,4 @@
-"""Errors on the wire: the right status, OpenAI's body, and nothing that was not meant for the caller."""
+"""Error responses: the status, OpenAI's body, and no internal details."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ CLIENT_CLASSES = {
 
 
 def make(kind):
-    needed = {"prompt_tokens": 9, "limit": 8} if kind is errors.ContextLengthExceeded else {}
-    return kind("What is wrong.", **needed)
+    arguments = {"prompt_tokens": 9, "limit": 8} if kind is errors.ContextLengthExceeded else {}
+    return kind("What is wrong.", **arguments)
 
 
 def family(kind):
     return {kind}.union(*(family(child) for child in kind.__subclasses__()))
 
 
-def test_every_error_has_a_status():
+def test_every_error_class_has_a_status():
     assert family(errors.DashInferVLMError) - {errors.DashInferVLMError} == STATUSES.keys()
     assert {kind: status_for(make(kind)) for kind in STATUSES} == STATUSES
 
 
 @pytest.mark.parametrize("kind", STATUSES)
-def test_the_type_fits_the_status(kind):
+def test_error_type_matches_the_status(kind):
     error = error_body(make(kind))["error"]
     expected = {429: "rate_limit_error"}.get(
         STATUSES[kind], "server_error" if STATUSES[kind] >= 500 else "invalid_request_error"
@@ -75,20 +75,20 @@ def test_the_type_fits_the_status(kind):
     assert error["type"] == expected
 
 
-def test_what_is_for_the_operator_is_not_shown_to_the_caller():
+def test_internal_details_are_not_sent_to_the_client():
     assert error_body(errors.CheckpointError(SECRET))["error"]["message"] == INTERNAL_ERROR
     assert error_body(ValueError(SECRET))["error"]["message"] == INTERNAL_ERROR
     assert error_body(errors.MissingDependency("pip install x"))["error"]["message"] == "pip install x"
 
 
 @pytest.mark.parametrize(("seconds", "header"), [(0.0, "1"), (1.2, "2"), (30, "30")])
-def test_a_full_queue_says_when_to_try_again(seconds, header):
+def test_queue_full_sets_retry_after(seconds, header):
     assert error_response(errors.QueueFull("Busy.", retry_after=seconds)).headers["retry-after"] == header
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", CLIENT_CLASSES)
-def test_openais_client_raises_its_own_classes(scripted, kind, stream):
+def test_openai_client_raises_its_error_classes(scripted, kind, stream):
     server = scripted(make(kind), "Fine.").server
     with server.openai() as client:
         with pytest.raises(CLIENT_CLASSES[kind]) as caught:
@@ -98,19 +98,19 @@ def test_openais_client_raises_its_own_classes(scripted, kind, stream):
         assert client.chat.completions.create(model="tiny", messages=HELLO).choices[0].message.content == "Fine."
 
 
-def test_unknown_urls_and_methods_are_answered_as_openai_does(scripted):
+def test_unknown_url_and_method_return_openai_errors(scripted):
     with scripted("Fine.").server.http() as client:
         missing = client.get("/v1/nothing")
         wrong = [client.get("/v1/chat/completions"), client.delete("/v1/models"), client.post("/health")]
     assert missing.status_code == 404
     assert missing.json()["error"]["code"] == "unknown_url"
     assert "POST /v1/chat/completions" in missing.json()["error"]["message"]
-    assert [reply.status_code for reply in wrong] == [405, 405, 405]
-    allowed = [sorted(reply.headers["allow"].split(", ")) for reply in wrong]
+    assert [response.status_code for response in wrong] == [405, 405, 405]
+    allowed = [sorted(response.headers["allow"].split(", ")) for response in wrong]
     assert allowed == [["POST"], ["GET", "HEAD"], ["GET", "HEAD"]]
-    assert wrong[1].json()["error"]["message"] == "This URL answers GET and HEAD only."
+    assert wrong[1].json()["error"]["message"] == "This URL supports GET and HEAD only."
     assert wrong[0].json()["error"] == {
-        "message": "This URL answers POST only.",
+        "message": "This URL supports POST only.",
         "type": "invalid_request_error",
         "param": None,
         "code": "method_not_allowed",
@@ -122,11 +122,11 @@ def chunk(text):
     return ChatCompletionChunk(id="1", created=1, model="tiny", object="chat.completion.chunk", choices=[choice])
 
 
-class Buggy:
-    """An engine that breaks off with what nobody foresaw, after `pieces` pieces."""
+class FailingEngine:
+    """An engine that raises an unexpected error after `chunks` chunks."""
 
-    def __init__(self, pieces):
-        self.pieces = pieces
+    def __init__(self, chunks):
+        self.chunks = chunks
 
     def status(self):
         return EngineStatus(state="ready", model="buggy")
@@ -136,32 +136,32 @@ class Buggy:
         raise ValueError(SECRET)
 
     async def astream(self, request):
-        for _ in range(self.pieces):
+        for _ in range(self.chunks):
             yield chunk("word ")
         raise ValueError(SECRET)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_bug_is_an_error_of_the_server_without_its_inner_life(stream, caplog):
-    with serving(Buggy(0)) as server, server.http() as client:
-        replies = [client.post("/v1/chat/completions", json={"messages": HELLO, "stream": stream}) for _ in range(3)]
-    assert [reply.status_code for reply in replies] == [500, 500, 500]
-    assert replies[0].json()["error"]["message"] == INTERNAL_ERROR
-    assert SECRET not in replies[0].text
+def test_unexpected_error_returns_500_without_details(stream, caplog):
+    with serving(FailingEngine(0)) as server, server.http() as client:
+        responses = [client.post("/v1/chat/completions", json={"messages": HELLO, "stream": stream}) for _ in range(3)]
+    assert [response.status_code for response in responses] == [500, 500, 500]
+    assert responses[0].json()["error"]["message"] == INTERNAL_ERROR
+    assert SECRET not in responses[0].text
     assert SECRET in caplog.text
 
 
-def test_an_error_after_the_head_ends_the_stream_with_an_error_and_without_done(caplog):
-    with serving(Buggy(2)) as server, server.http() as client:
-        reply = client.post("/v1/chat/completions", json={"messages": HELLO, "stream": True})
-    *_, last, end = reply.text.split("\n\n")
-    assert reply.status_code == 200
+def test_error_in_a_stream_is_sent_as_the_last_event(caplog):
+    with serving(FailingEngine(2)) as server, server.http() as client:
+        response = client.post("/v1/chat/completions", json={"messages": HELLO, "stream": True})
+    *_, last, end = response.text.split("\n\n")
+    assert response.status_code == 200
     assert end == ""
     assert json.loads(last.removeprefix("data: ")) == error_body(ValueError())
     assert SECRET in caplog.text
 
 
-def test_openais_client_raises_what_comes_in_the_middle_of_a_stream(scripted):
+def test_openai_client_raises_an_error_in_a_stream(scripted):
     served = scripted("A long answer that goes on and on.", delay=0.05)
     with served.server.openai() as client:
         stream = client.chat.completions.create(model="tiny", messages=HELLO, stream=True)
@@ -172,7 +172,7 @@ def test_openais_client_raises_what_comes_in_the_middle_of_a_stream(scripted):
     assert caught.value.code == "engine_closed"
 
 
-def test_a_closed_engine_answers_503(scripted):
+def test_closed_engine_returns_503(scripted):
     served = scripted("Fine.")
     served.engine.close()
     with served.server.openai() as client, pytest.raises(openai.InternalServerError) as caught:

@@ -1,4 +1,4 @@
-"""The OpenAPI document says what the server does: schemathesis asks what it allows, and what it does not."""
+"""The OpenAPI document matches the server: schemathesis sends valid and invalid requests."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from dashinfer_vlm_server import create_app, openapi
 from dashinfer_vlm_server.page import FILES
 from tests.server.conftest import serving
 
-# pytest parses what it imports of schemathesis. That has to be done before a server's thread runs: CPython 3.11 can
-# fail with "AST constructor recursion depth mismatch" if threads change meanwhile.
+# pytest rewrites the assertions of imported schemathesis modules. This must happen before a server thread runs: CPython
+# 3.11 can fail with "AST constructor recursion depth mismatch" if threads switch during parsing.
 CHECKS = (
     not_a_server_error,
     status_code_conformance,
@@ -69,11 +69,11 @@ ROUTES = {
         (path, method, mode)
         for path, method in ROUTES.items()
         for mode in GenerationMode
-        if method == "POST" or mode is GenerationMode.POSITIVE  # without a body, nothing of a request can be wrong
+        if method == "POST" or mode is GenerationMode.POSITIVE  # a request without a body is always valid
     ],
 )
-def test_every_answer_is_one_that_the_document_names(server, path, method, mode):
-    """`mode` says whether requests are those that the document allows, or others."""
+def test_responses_conform_to_the_openapi_document(server, path, method, mode):
+    """`mode` selects valid or invalid requests."""
     operation = schemathesis.openapi.from_url(f"{server.url}/openapi.json")[path][method]
 
     @FEW
@@ -84,15 +84,15 @@ def test_every_answer_is_one_that_the_document_names(server, path, method, mode)
     check()
 
 
-def test_every_route_is_in_the_document(tiny_checkpoint):
+def test_openapi_document_lists_every_route(tiny_checkpoint):
     app = create_app(scripted_engine("Fine.", model=str(tiny_checkpoint)))
-    told = openapi.document(app)
-    left_out = {"/metrics", "/openapi.json", *FILES}
+    documented = openapi.document(app)
+    omitted = {"/metrics", "/openapi.json", *FILES}
     served = {getattr(route, "path", "").replace(":path", "") for route in app.routes}
-    assert set(told["paths"]) == set(ROUTES) == served - left_out
-    assert {path: [method.upper() for method in told["paths"][path]] for path in ROUTES} == {
+    assert set(documented["paths"]) == set(ROUTES) == served - omitted
+    assert {path: [method.upper() for method in documented["paths"][path]] for path in ROUTES} == {
         path: [method] for path, method in ROUTES.items()
     }
-    schema = told["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    schema = documented["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert schema == {"$ref": "#/components/schemas/ChatRequest"}
-    assert {"messages", "temperature", "tools"} < set(told["components"]["schemas"]["ChatRequest"]["properties"])
+    assert {"messages", "temperature", "tools"} < set(documented["components"]["schemas"]["ChatRequest"]["properties"])

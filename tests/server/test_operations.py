@@ -35,21 +35,23 @@ CHAT = "/v1/chat/completions"
 # Health
 
 
-def test_it_is_alive_and_not_ready_while_the_model_loads(tiny_checkpoint):
-    go = threading.Event()
+def test_server_is_live_but_not_ready_while_loading(tiny_checkpoint):
+    proceed = threading.Event()
 
-    class Slow(Engine):
+    class SlowEngine(Engine):
         def start(self):
             self._loading = True
-            go.wait(timeout=HANG)
+            proceed.wait(timeout=HANG)
             return super().start()
 
     script = Script("Fine.")
-    engine = Slow(EngineConfig(model=str(tiny_checkpoint), decoder="scripted"), registry=scripted_registry(script))
-    gate = DrainState()
-    settings = http_settings(create_app(engine, drain_state=gate), Address())
+    engine = SlowEngine(
+        EngineConfig(model=str(tiny_checkpoint), decoder="scripted"), registry=scripted_registry(script)
+    )
+    drain_state = DrainState()
+    settings = http_settings(create_app(engine, drain_state=drain_state), Address())
     settings.port = 0
-    server = Server(settings, engine=engine, drain_state=gate, grace=0.2)
+    server = Server(settings, engine=engine, drain_state=drain_state, grace=0.2)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     until(lambda: server.started)
@@ -57,10 +59,10 @@ def test_it_is_alive_and_not_ready_while_the_model_loads(tiny_checkpoint):
     with httpx.Client(base_url=url, trust_env=False, timeout=HANG) as client:
         until(lambda: client.get("/health").json()["status"] == "loading")
         assert client.get("/health").status_code == 200
-        ready, asked = client.get("/health/ready"), client.post(CHAT, json=HELLO)
+        ready, chat = client.get("/health/ready"), client.post(CHAT, json=HELLO)
         assert (ready.status_code, ready.json()["status"], ready.headers["retry-after"]) == (503, "loading", "5")
-        assert (asked.status_code, asked.json()["error"]["code"]) == (503, "engine_loading")
-        go.set()
+        assert (chat.status_code, chat.json()["error"]["code"]) == (503, "engine_loading")
+        proceed.set()
         until(lambda: client.get("/health/ready").status_code == 200)
         assert client.post(CHAT, json=HELLO).status_code == 200
     server.should_exit = True
@@ -69,21 +71,21 @@ def test_it_is_alive_and_not_ready_while_the_model_loads(tiny_checkpoint):
     engine.close()
 
 
-def test_a_draining_server_says_so_and_begins_nothing(tiny_checkpoint):
-    gate = DrainState()
+def test_draining_server_rejects_new_requests(tiny_checkpoint):
+    drain_state = DrainState()
     script = scripted_registry(Script("Fine."))
     with Engine(EngineConfig(model=str(tiny_checkpoint), decoder="scripted"), registry=script) as engine:
-        server = RunningServer(create_app(engine, drain_state=gate))
+        server = RunningServer(create_app(engine, drain_state=drain_state))
         with server.running(), server.http() as client:
             assert client.get("/health/ready").status_code == 200
-            gate.draining = True
-            replies = [client.get("/health"), client.get("/health/ready"), client.post(CHAT, json=HELLO)]
-    assert [reply.status_code for reply in replies] == [200, 503, 503]
-    assert replies[1].json()["status"] == "draining"
-    assert replies[2].json()["error"]["code"] == "draining"
+            drain_state.draining = True
+            responses = [client.get("/health"), client.get("/health/ready"), client.post(CHAT, json=HELLO)]
+    assert [response.status_code for response in responses] == [200, 503, 503]
+    assert responses[1].json()["status"] == "draining"
+    assert responses[2].json()["error"]["code"] == "draining"
 
 
-def test_the_version_is_told(scripted):
+def test_version_route(scripted):
     with scripted("Fine.").server.http() as client:
         assert client.get("/version").json() == {"version": __version__}
 
@@ -94,7 +96,7 @@ def test_the_version_is_told(scripted):
 @pytest.mark.parametrize(
     "path", ["/", "/health", "/health/ready", "/v1/models", "/v1/models/tiny", "/version", "/metrics"]
 )
-def test_head_is_answered_as_get_without_a_body(scripted, path):
+def test_head_matches_get_without_a_body(scripted, path):
     with scripted("Fine.").server.http() as client:
         whole, head = client.get(path), client.head(path)
         assert (head.status_code, head.headers["content-type"]) == (200, whole.headers["content-type"])
@@ -105,44 +107,44 @@ def test_head_is_answered_as_get_without_a_body(scripted, path):
             assert bare.makefile("rb").read().endswith(b"\r\n\r\n")
 
 
-def test_head_needs_a_key_where_get_does_and_names_what_is_not_there(scripted):
+def test_head_requires_a_key_and_reports_unknown_urls(scripted):
     with scripted("Fine.", settings={"keys": ApiKeys(["right"])}).server.http() as client:
         assert [client.head(path).status_code for path in ("/health", "/v1/models")] == [200, 401]
         client.headers["Authorization"] = "Bearer right"
-        replies = [client.head(path) for path in ("/v1/models", "/v1/models/none", "/nothing", CHAT)]
+        responses = [client.head(path) for path in ("/v1/models", "/v1/models/none", "/nothing", CHAT)]
         counted = client.get("/metrics").text
-    assert [reply.status_code for reply in replies] == [200, 404, 404, 405]
+    assert [response.status_code for response in responses] == [200, 404, 404, 405]
     assert 'requests_total{outcome="unauthorized",route="/v1/models"} 1.0' in counted
     assert 'requests_total{outcome="success",route="/v1/models"} 1.0' in counted
 
 
-# Names of requests
+# Request IDs
 
 
 @pytest.mark.parametrize("name", ["abc-1", "7f.x:Y_z", "a" * 128])
-def test_a_request_keeps_the_name_that_it_came_with(scripted, name):
+def test_valid_request_id_is_kept(scripted, name):
     with scripted("Fine.").server.http() as client:
-        for reply in (
+        for response in (
             client.post(CHAT, json=HELLO, headers={"X-Request-Id": name}),
             client.post(CHAT, json=HELLO | {"stream": True}, headers={"X-Request-Id": name}),
             client.post(CHAT, json={}, headers={"X-Request-Id": name}),
             client.get("/nothing", headers={"X-Request-Id": name}),
         ):
-            assert reply.headers["x-request-id"] == name
+            assert response.headers["x-request-id"] == name
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a" * 129, "é".encode(), 'x"y', "a\tb"])
-def test_a_name_that_no_log_should_hold_is_replaced(scripted, name):
+def test_invalid_request_id_is_replaced(scripted, name):
     with scripted("Fine.").server.http() as client:
-        reply = client.get("/version", headers={"X-Request-Id": name})
-    assert reply.headers["x-request-id"].startswith("req-")
-    assert len(reply.headers["x-request-id"]) == 36
+        response = client.get("/version", headers={"X-Request-Id": name})
+    assert response.headers["x-request-id"].startswith("req-")
+    assert len(response.headers["x-request-id"]) == 36
 
 
-def test_openais_client_knows_the_name(scripted):
+def test_openai_client_reads_the_request_id(scripted):
     with scripted("Fine.").server.openai() as client:
-        answer = client.chat.completions.create(model="tiny", messages=HELLO["messages"])
-        assert answer._request_id.startswith("req-")
+        response = client.chat.completions.create(model="tiny", messages=HELLO["messages"])
+        assert response._request_id.startswith("req-")
         with pytest.raises(openai.BadRequestError) as caught:
             client.chat.completions.create(model="tiny", messages=[])
         assert caught.value.request_id.startswith("req-")
@@ -151,7 +153,7 @@ def test_openais_client_knows_the_name(scripted):
 # Logs
 
 
-def test_a_line_of_json_says_what_became_of_a_request(scripted, caplog):
+def test_json_log_line_of_a_request(scripted, caplog):
     caplog.set_level(logging.INFO)
     with scripted("Fine.").server.http() as client:
         client.post(CHAT, json=HELLO, headers={"X-Request-Id": "one"})
@@ -164,8 +166,8 @@ def test_a_line_of_json_says_what_became_of_a_request(scripted, caplog):
     assert "POST /v1/chat/completions 200 success" in TextFormatter("%(message)s").format(record)
 
 
-def test_the_engines_lines_name_the_request_too(scripted, tmp_path):
-    """Its stages run in another thread, and on another event loop."""
+def test_engine_log_lines_have_the_request_id(scripted, tmp_path):
+    """The engine runs in another thread, on another event loop."""
     handler = logging.FileHandler(tmp_path / "log")
     handler.setFormatter(JsonFormatter())
     logging.getLogger().addHandler(handler)
@@ -184,7 +186,7 @@ def test_the_engines_lines_name_the_request_too(scripted, tmp_path):
 # Keys
 
 
-def test_keys_of_a_file_open_and_others_do_not(tmp_path):
+def test_api_keys_from_a_file_are_valid(tmp_path):
     file = tmp_path / "keys"
     file.write_text("# of the team\nfirst\n\n second \n")
     keys = ApiKeys.read(["third"], file)
@@ -195,9 +197,9 @@ def test_keys_of_a_file_open_and_others_do_not(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(None, "cannot be read: No such file"), (b"", "holds no key"), (b"\xff", "no UTF-8"), (b"a\tb", "printable")],
+    [(None, "cannot be read: No such file"), (b"", "contains no key"), (b"\xff", "not UTF-8"), (b"a\tb", "printable")],
 )
-def test_a_file_without_usable_keys_is_refused(tmp_path, content, words):
+def test_key_file_without_valid_keys_is_rejected(tmp_path, content, words):
     file = tmp_path / "keys"
     if content is not None:
         file.write_bytes(content)
@@ -205,7 +207,7 @@ def test_a_file_without_usable_keys_is_refused(tmp_path, content, words):
         ApiKeys.read([], file)
 
 
-def test_openais_client_brings_its_key(scripted):
+def test_openai_client_sends_its_key(scripted):
     server = scripted("Fine.", settings={"keys": ApiKeys(["right"])}).server
     with server.openai() as client:
         with pytest.raises(openai.AuthenticationError) as caught:
@@ -217,16 +219,16 @@ def test_openais_client_brings_its_key(scripted):
 # Origins
 
 
-def test_pages_of_other_origins_are_shut_out_unless_they_are_named(scripted):
+def test_cors_allows_only_listed_origins(scripted):
     page = {"Origin": "https://page.example"}
-    asks = {**page, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    preflight = {**page, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     with scripted("Fine.").server.http() as client:
         assert "access-control-allow-origin" not in client.get("/version", headers=page).headers
     settings = {"allowed_origins": ("https://page.example",), "keys": ApiKeys(["right"])}
     with scripted("Fine.", settings=settings).server.http() as client:
-        assert client.options(CHAT, headers=asks).headers["access-control-allow-origin"] == "https://page.example"
-        refused = client.post(CHAT, json=HELLO, headers=page)
-        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "https://page.example")
+        assert client.options(CHAT, headers=preflight).headers["access-control-allow-origin"] == "https://page.example"
+        rejected = client.post(CHAT, json=HELLO, headers=page)
+        assert (rejected.status_code, rejected.headers["access-control-allow-origin"]) == (401, "https://page.example")
         assert "access-control-allow-origin" not in client.get("/version", headers={"Origin": "https://x"}).headers
 
 
@@ -234,7 +236,7 @@ def test_pages_of_other_origins_are_shut_out_unless_they_are_named(scripted):
 
 
 def served(engine, address, **settings):
-    """A server on an address of any kind."""
+    """Serve `engine` on any kind of address."""
     server = RunningServer(create_app(engine, Settings(**settings)), address)
     return server.running()
 
@@ -246,8 +248,8 @@ def engine(tiny_checkpoint):
         yield engine
 
 
-def test_a_root_path_is_that_of_the_proxy_in_front(engine):
-    """The proxy takes the prefix off; keys are asked for all the same."""
+def test_root_path_is_stripped_by_the_proxy(engine):
+    """The proxy strips the prefix; keys are still required."""
     with served(engine, Address(root_path="/vision"), keys=ApiKeys(["right"])) as server, server.http() as client:
         assert client.get("/version", headers={"Authorization": "Bearer right"}).status_code == 200
         assert client.get("/health").status_code == 200
@@ -255,7 +257,7 @@ def test_a_root_path_is_that_of_the_proxy_in_front(engine):
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o660])
-def test_a_unix_socket_is_for_those_whom_its_permissions_let_in(engine, tmp_path, mode):
+def test_unix_socket_has_the_given_permissions(engine, tmp_path, mode):
     address = Address(path=tmp_path / "socket", mode=mode)
     with open_listener(address) as listener:
         assert address.path.stat().st_mode & 0o777 == mode
@@ -266,7 +268,7 @@ def test_a_unix_socket_is_for_those_whom_its_permissions_let_in(engine, tmp_path
     assert not address.path.exists()
 
 
-def test_the_socket_of_a_server_that_was_killed_is_replaced_and_no_other(tmp_path):
+def test_only_a_stale_unix_socket_is_replaced(tmp_path):
     address = Address(path=tmp_path / "socket")
     with open_listener(address) as first:
         first.listen()
@@ -284,7 +286,7 @@ def test_the_socket_of_a_server_that_was_killed_is_replaced_and_no_other(tmp_pat
 PEM = Path(__file__).parents[1] / "pictures_test.pem"
 
 
-def test_tls_encrypts(engine):
+def test_tls(engine):
     with served(engine, Address(tls=TlsConfig(certificate=PEM))) as server:
         trust = ssl.create_default_context(cafile=str(PEM))
         trust.check_hostname = False
@@ -295,7 +297,7 @@ def test_tls_encrypts(engine):
             httpx.get(f"{server.url}/health", trust_env=False)
 
 
-def test_a_client_without_a_certificate_is_turned_away_where_one_is_asked_for(engine):
+def test_client_certificate_is_required(engine):
     with served(engine, Address(tls=TlsConfig(certificate=PEM, client_authorities=PEM))) as server:
         trust = ssl.create_default_context(cafile=str(PEM))
         trust.check_hostname = False
@@ -307,7 +309,7 @@ def test_a_client_without_a_certificate_is_turned_away_where_one_is_asked_for(en
 
 
 @pytest.mark.parametrize("content", [None, "no certificate"])
-def test_a_certificate_that_cannot_be_used_is_named(engine, tmp_path, content):
+def test_unusable_certificate_is_named(engine, tmp_path, content):
     file = tmp_path / "cert.pem"
     if content:
         file.write_text(content)
@@ -318,18 +320,18 @@ def test_a_certificate_that_cannot_be_used_is_named(engine, tmp_path, content):
 # Tokens
 
 
-def test_a_prompt_is_counted_and_comes_back(engine, tiny_checkpoint):
+def test_tokenize_and_detokenize_a_prompt(engine, tiny_checkpoint):
     text = "<|im_start|>user\nHello<|im_end|>"
     with served(engine, Address()) as server, server.http() as client:
-        answer = client.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
-        assert answer["count"] == len(answer["tokens"])
-        assert "".join(answer["token_strs"]) == text.replace("\n", "Ċ")  # as byte-level vocabularies spell it
-        assert answer["token_strs"][0] == "<|im_start|>"
-        assert answer["max_model_len"] == engine.status().max_model_len
-        assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": text}
+        response = client.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+        assert response["count"] == len(response["tokens"])
+        assert "".join(response["token_strs"]) == text.replace("\n", "Ċ")  # as in byte-level vocabularies
+        assert response["token_strs"][0] == "<|im_start|>"
+        assert response["max_model_len"] == engine.status().max_model_len
+        assert client.post("/detokenize", json={"tokens": response["tokens"]}).json() == {"prompt": text}
 
 
-def test_messages_are_counted_with_their_pictures_as_the_answer_counts_them(engine):
+def test_tokenize_counts_image_tokens_like_usage(engine):
     content = [{"type": "text", "text": "?"}, {"type": "image_url", "image_url": {"url": image_url(60, 90)}}]
     body = {"messages": [{"role": "user", "content": content}]}
     with served(engine, Address()) as server, server.http() as client:
@@ -340,7 +342,7 @@ def test_messages_are_counted_with_their_pictures_as_the_answer_counts_them(engi
     assert usage["prompt_tokens_details"]["image_tokens"] > 0
 
 
-BAD_COUNTS = {
+BAD_TOKENIZE_REQUESTS = {
     "nothing": ("/tokenize", {}, "prompt"),
     "both": ("/tokenize", {"prompt": "a", **HELLO}, "prompt"),
     "a number": ("/tokenize", {"prompt": 1}, "prompt"),
@@ -356,33 +358,33 @@ BAD_COUNTS = {
 }
 
 
-@pytest.mark.parametrize(("path", "body", "param"), BAD_COUNTS.values(), ids=BAD_COUNTS)
-def test_what_cannot_be_counted_is_refused_by_name(scripted, path, body, param):
+@pytest.mark.parametrize(("path", "body", "param"), BAD_TOKENIZE_REQUESTS.values(), ids=BAD_TOKENIZE_REQUESTS)
+def test_bad_tokenize_request_names_the_field(scripted, path, body, param):
     with scripted("Fine.").server.http() as client:
-        reply = client.post(path, content=body if isinstance(body, str) else json.dumps(body))
-    assert reply.status_code == (404 if param == "model" else 400), reply.text
-    assert reply.json()["error"]["param"] == param
+        response = client.post(path, content=body if isinstance(body, str) else json.dumps(body))
+    assert response.status_code == (404 if param == "model" else 400), response.text
+    assert response.json()["error"]["param"] == param
 
 
 # Deadlines
 
 
-def test_a_preview_has_to_be_there_in_time(scripted):
-    served = scripted("Never asked.", settings={"request_timeout": 1e-9})
+def test_preview_times_out(scripted):
+    served = scripted("Never sent.", settings={"request_timeout": 1e-9})
     with served.server.http() as client:
-        reply = client.post("/v1/media/preview", json=HELLO)
-    assert (reply.status_code, reply.json()["error"]["code"]) == (504, "deadline_exceeded")
+        response = client.post("/v1/media/preview", json=HELLO)
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_has_to_be_there_in_time(scripted, stream):
+def test_response_times_out(scripted, stream):
     served = scripted("A long answer. " * 50, "Fine.", delay=0.1, settings={"request_timeout": 10 * HANG})
     with served.server.http() as client, ThreadPoolExecutor(1) as pool:
-        begun = threading.Event()
-        answer = pool.submit(read, client, HELLO | {"stream": stream}, begun)
-        until(lambda: begun.is_set() if stream else served.script.running)
+        started = threading.Event()
+        response = pool.submit(read, client, HELLO | {"stream": stream}, started)
+        until(lambda: started.is_set() if stream else served.script.running)
         served.server.loop.skip(11 * HANG)
-        status, text = answer.result(timeout=HANG)
+        status, text = response.result(timeout=HANG)
         until(lambda: served.script.running == 0)
     served.script.delay = 0.0
     with served.server.http() as client:
@@ -393,35 +395,35 @@ def test_an_answer_has_to_be_there_in_time(scripted, stream):
     assert "[DONE]" not in text
 
 
-def read(client, request, begun):
-    """The status and the body of an answer; `begun` is set at its first piece."""
-    with client.stream("POST", CHAT, json=request) as reply:
+def read(client, request, started):
+    """Return the status and body of a response; set `started` at its first chunk."""
+    with client.stream("POST", CHAT, json=request) as response:
         text = ""
-        for piece in reply.iter_text():
-            begun.set()
-            text += piece
-        return reply.status_code, text
+        for chunk in response.iter_text():
+            started.set()
+            text += chunk
+        return response.status_code, text
 
 
 # Types
 
 
-CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "it"}}\n</tool_call>'
-LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+TOOL_CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "it"}}\n</tool_call>'
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
 
 @pytest.mark.parametrize(
-    ("answer", "options"),
+    ("response", "options"),
     [
         ("Fine.", {}),
         ("Fine.", {"n": 2, "logprobs": True, "top_logprobs": 1, "stream_options": {"include_usage": True}}),
-        (f"Let me see. {CALL}", {"tools": [LOOK]}),
+        (f"Let me see. {TOOL_CALL}", {"tools": [TOOL]}),
     ],
     ids=["plain", "everything listed", "calls"],
 )
-def test_openais_types_read_every_answer(scripted, answer, options):
-    """Checked here: their client builds its objects of whatever comes."""
-    with scripted(*[answer] * 4).server.http() as client:
+def test_openai_types_parse_every_response(scripted, response, options):
+    """Validated here, because their client constructs its objects without validation."""
+    with scripted(*[response] * 4).server.http() as client:
         whole = {name: value for name, value in options.items() if name != "stream_options"}
         completion = ChatCompletion.model_validate_json(client.post(CHAT, json=HELLO | whole).content)
         events = client.post(CHAT, json=HELLO | options | {"stream": True}).text.split("\n\n")

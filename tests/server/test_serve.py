@@ -1,4 +1,4 @@
-"""The command, as a process of its own."""
+"""Tests of `dashinfer-vlm serve` as a separate process."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def process(log, *options, environment=MappingProxyType({}), program=MAIN):
 
 
 def ready(log):
-    """The server's URL, once it says that it is ready."""
+    """Match the URL of the server once it logs that it is ready."""
     return re.search(r"^Serving tiny \(decoder torch\) at (http://127\.0\.0\.1:\d+)/v1$", log.read_text(), re.MULTILINE)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # two processes that load PyTorch and a model
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
-def test_it_says_when_it_is_ready_answers_and_ends_in_peace(tiny_checkpoint, tmp_path, ending):
+def test_serve_starts_responds_and_exits_on_a_signal(tiny_checkpoint, tmp_path, ending):
     log = tmp_path / "log"
     with process(log, "--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0) as server:
         until(lambda: ready(log) or server.poll() is not None)
@@ -86,7 +86,7 @@ atexit.register(lambda: print(sorted(seen)))
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_garbage_is_collected_once_all_is_loaded_and_what_is_loaded_is_passed_over(tiny_checkpoint, tmp_path):
+def test_gc_is_frozen_after_loading(tiny_checkpoint, tmp_path):
     log = tmp_path / "log"
     options = ("--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0)
     with process(log, *options, program=COLLECTING) as server:
@@ -101,8 +101,8 @@ def test_garbage_is_collected_once_all_is_loaded_and_what_is_loaded_is_passed_ov
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_while_the_model_is_downloaded(tmp_path, ending):
-    """From a hub that takes connections and never answers; its client would wait for ten minutes."""
+def test_signal_during_a_download_exits(tmp_path, ending):
+    """The hub accepts connections and never responds; its client would wait for ten minutes."""
     with socket.create_server(("127.0.0.1", 0)) as hub:
         hub.settimeout(HANG)
         environment = {
@@ -119,22 +119,22 @@ def test_a_signal_ends_it_while_the_model_is_downloaded(tmp_path, ending):
             with connection:
                 server.send_signal(ending)
                 assert server.wait(timeout=HANG) == 0
-    assert log.read_text().splitlines()[-1] == f"dashinfer-vlm: ended by {ending.name}."
+    assert log.read_text().splitlines()[-1] == f"dashinfer-vlm: terminated by {ending.name}."
     assert "Traceback" not in log.read_text()
 
 
-class Stopping(NamedTuple):
-    """A server in a thread, whose requests have 0.2 s when it is told to stop."""
+class StoppableServer(NamedTuple):
+    """A server in a thread, with a grace period of 0.2 s."""
 
     server: Server
     thread: threading.Thread
 
     @classmethod
     def start(cls, engine, app=None, *, grace=0.2):
-        gate = DrainState()
-        settings = http_settings(app or create_app(engine, drain_state=gate), Address())
+        drain_state = DrainState()
+        settings = http_settings(app or create_app(engine, drain_state=drain_state), Address())
         settings.port = 0
-        server = Server(settings, engine=engine, drain_state=gate, grace=grace)
+        server = Server(settings, engine=engine, drain_state=drain_state, grace=grace)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         until(lambda: server.started)
@@ -153,24 +153,24 @@ class Stopping(NamedTuple):
 
 
 @pytest.fixture
-def stopping(tiny_checkpoint):
-    """One whose answers take minutes."""
+def stoppable(tiny_checkpoint):
+    """A server whose responses take minutes."""
     script = Script("A long answer that goes on and on. " * 100, delay=0.2)
     config = EngineConfig(model=str(tiny_checkpoint), decoder="scripted")
     with Engine(config, registry=scripted_registry(script)) as engine:
-        yield Stopping.start(engine)
+        yield StoppableServer.start(engine)
 
 
-def test_requests_that_outlast_the_grace_are_told_why(stopping):
+def test_request_over_the_grace_period_gets_an_error(stoppable):
     with (
-        httpx.Client(base_url=f"http://127.0.0.1:{stopping.port}", trust_env=False) as client,
-        client.stream("POST", "/v1/chat/completions", json=HELLO | {"stream": True, "max_tokens": 999}) as reply,
+        httpx.Client(base_url=f"http://127.0.0.1:{stoppable.port}", trust_env=False) as client,
+        client.stream("POST", "/v1/chat/completions", json=HELLO | {"stream": True, "max_tokens": 999}) as response,
     ):
-        lines = reply.iter_lines()
+        lines = response.iter_lines()
         next(lines)
-        stopping.stop()
+        stoppable.stop()
         *_, last = filter(None, lines)
-    stopping.assert_ends()
+    stoppable.assert_ends()
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_closed"
 
 
@@ -178,62 +178,62 @@ def request_head(length):
     return f"POST /v1/chat/completions HTTP/1.1\r\nHost: test\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
-def test_a_client_that_sends_no_more_does_not_hold_the_server(stopping, caplog):
-    with socket.create_connection(("127.0.0.1", stopping.port)) as stalled:
+def test_client_that_stops_sending_does_not_block_shutdown(stoppable, caplog):
+    with socket.create_connection(("127.0.0.1", stoppable.port)) as stalled:
         stalled.sendall(request_head(1000) + b'{"messages": [')
-        until(lambda: stopping.server.server_state.tasks)
-        stopping.stop()
-        stopping.assert_ends()
+        until(lambda: stoppable.server.server_state.tasks)
+        stoppable.stop()
+        stoppable.assert_ends()
     assert "Traceback" not in caplog.text
 
 
-async def much(_scope, _receive, send):
-    """An application that answers more than fits between a server and a client that does not read."""
+async def send_large_response(_scope, _receive, send):
+    """An application whose response exceeds the socket buffers of a client that does not read."""
     await send({"type": "http.response.start", "status": 200})
     for _ in range(64):
         await send({"type": "http.response.body", "body": bytes(1024 * 1024), "more_body": True})
     await send({"type": "http.response.body"})
 
 
-def test_a_client_that_reads_no_more_does_not_hold_the_server(tiny_checkpoint, caplog):
-    stopping = Stopping.start(scripted_engine("Fine.", model=str(tiny_checkpoint)), much)
-    with socket.create_connection(("127.0.0.1", stopping.port)) as stalled:
+def test_client_that_stops_reading_does_not_block_shutdown(tiny_checkpoint, caplog):
+    stoppable = StoppableServer.start(scripted_engine("Fine.", model=str(tiny_checkpoint)), send_large_response)
+    with socket.create_connection(("127.0.0.1", stoppable.port)) as stalled:
         stalled.sendall(request_head(0))
         assert stalled.recv(12) == b"HTTP/1.1 200"
-        stopping.stop()
-        stopping.assert_ends()
+        stoppable.stop()
+        stoppable.assert_ends()
     assert "Traceback" not in caplog.text
 
 
-def refusal(*options):
-    """What a server that does not start says, and its exit code."""
-    ended = subprocess.run(command(*options), capture_output=True, text=True, timeout=HANG, check=False)
-    assert "Traceback" not in ended.stderr
-    return ended.stderr.splitlines()[-1], ended.returncode
+def startup_error(*options):
+    """Return the last line and the exit code of a server that fails to start."""
+    completed = subprocess.run(command(*options), capture_output=True, text=True, timeout=HANG, check=False)
+    assert "Traceback" not in completed.stderr
+    return completed.stderr.splitlines()[-1], completed.returncode
 
 
 @pytest.mark.slow
-def test_a_model_that_is_not_there_ends_it_with_what_to_do(tmp_path):
-    line, code = refusal("--port", 0, "--model", tmp_path / "none")
+def test_missing_model_exits_with_a_message(tmp_path):
+    line, code = startup_error("--port", 0, "--model", tmp_path / "none")
     assert code == 2
     assert line.startswith("dashinfer-vlm: There is no model")
 
 
 @pytest.mark.slow
-def test_a_port_in_use_ends_it_with_what_to_do():
+def test_port_in_use_exits_with_a_message():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        line, code = refusal("--port", port)
+        line, code = startup_error("--port", port)
     assert code == 2
     assert line == (
         f"dashinfer-vlm: Cannot listen on 127.0.0.1 port {port}: Address already in use."
-        " Choose another --host or --port (--port 0 takes a free one)."
+        " Choose another --host or --port (--port 0 selects a free port)."
     )
 
 
 @pytest.mark.slow
-def test_a_value_out_of_range_ends_it_with_the_name_of_the_option():
-    line, code = refusal("--max-batch-size", 0)
+def test_option_out_of_range_is_named():
+    line, code = startup_error("--max-batch-size", 0)
     assert code == 2
     assert "max_batch_size" in line
 
@@ -245,7 +245,7 @@ def runner():
     return lambda *arguments: CliRunner().invoke(group, arguments)
 
 
-def test_its_help_lists_every_option_of_the_engine(runner):
+def test_help_lists_every_engine_option(runner):
     text = " ".join(runner("serve", "--help").output.split())
     assert all(f"--{name.replace('_', '-')}" in text for name in option_fields())
     assert "--port" in text
@@ -256,7 +256,7 @@ def test_its_help_lists_every_option_of_the_engine(runner):
 @pytest.mark.parametrize(
     "options", [["--port", "65536"], ["--port", "x"], ["--max-body-mib", "0"], ["--no-such-option"]]
 )
-def test_wrong_options_are_named(runner, options):
+def test_invalid_option_is_named(runner, options):
     result = runner("serve", *options)
     assert result.exit_code == 2
     assert options[0] in result.output
@@ -267,18 +267,18 @@ def test_wrong_options_are_named(runner, options):
     [
         (["--api-key", ""], "API key"),
         (["--api-key-file", "none.txt"], "--api-key-file: none.txt cannot be read"),
-        (["--ssl-keyfile", "key.pem"], "go with --ssl-certfile"),
-        (["--ssl-ca-certs", "ca.pem"], "go with --ssl-certfile"),
-        (["--root-path", "vision"], "--root-path begins with a slash"),
-        (["--root-path", "/vision/"], "--root-path begins with a slash"),
+        (["--ssl-keyfile", "key.pem"], "require --ssl-certfile"),
+        (["--ssl-ca-certs", "ca.pem"], "require --ssl-certfile"),
+        (["--root-path", "vision"], "--root-path must start with a slash"),
+        (["--root-path", "/vision/"], "--root-path must start with a slash"),
         (["--ssl-certfile", "none.pem", "--port", "0"], "--ssl-certfile"),
         (["--uds", "none/socket"], "Choose another --uds"),
     ],
 )
-def test_options_that_cannot_be_meant_are_refused(runner, options, words):
-    refusal = runner("serve", *options).exception
-    assert isinstance(refusal, ConfigError)
-    assert words in refusal.message
+def test_inconsistent_options_are_rejected(runner, options, words):
+    startup_error = runner("serve", *options).exception
+    assert isinstance(startup_error, ConfigError)
+    assert words in startup_error.message
 
 
 VALUES = {
@@ -288,34 +288,34 @@ VALUES = {
     "max_body_pause": "9.5", "request_timeout": "60", "grace": "3", "log_format": "json",
     "otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces",
 }  # fmt: skip
-"""A value of each option of the server, other than its default."""
+"""A value other than the default for each option of the server."""
 
 
 def parsed(*words):
-    """The options of the server as its command reads them."""
+    """Return the server options that the command parses."""
     with plugin.serve.make_context("serve", [*words]) as context:
         return {name: value for name, value in context.params.items() if name not in option_fields()}
 
 
-def test_the_environment_sets_each_option_as_the_command_line_does():
+def test_environment_sets_every_option():
     defaults = parsed()
-    assert VALUES.keys() == defaults.keys() - {"api_keys"}  # which have variables of their own
+    assert VALUES.keys() == defaults.keys() - {"api_keys"}  # which has other variables
     flags = {name: f"--{name.replace('_', '-')}" for name in VALUES}
     words = [word for name, value in VALUES.items() if name != "page" for word in (flags[name], value)]
     expected = parsed("--no-page", *words)
     os.environ.update({f"DASHINFER_VLM_{name.upper()}": value for name, value in VALUES.items()})
-    found = parsed()
-    assert found == expected
-    assert all(found[name] != defaults[name] for name in VALUES)
+    parsed_options = parsed()
+    assert parsed_options == expected
+    assert all(parsed_options[name] != defaults[name] for name in VALUES)
 
 
-def test_the_environment_yields_to_a_file_and_both_to_the_command_line(tmp_path):
+def test_precedence_of_command_line_file_and_environment(tmp_path):
     file = tmp_path / "options.yaml"
     file.write_text("port: 2\ngrace: 2\n")
     os.environ.update({f"DASHINFER_VLM_{name}": "3" for name in ("PORT", "GRACE", "MAX_BODY_MIB")})
-    os.environ["DASHINFER_VLM_HOST"] = ""  # which is to say nothing
-    found = parsed("--config", str(file), "--port", "1")
-    assert {name: found[name] for name in ("port", "grace", "max_body_mib", "max_held_mib", "host")} == {
+    os.environ["DASHINFER_VLM_HOST"] = ""  # an empty variable is ignored
+    parsed_options = parsed("--config", str(file), "--port", "1")
+    assert {name: parsed_options[name] for name in ("port", "grace", "max_body_mib", "max_held_mib", "host")} == {
         "port": 1,
         "grace": 2,
         "max_body_mib": 3,
@@ -327,35 +327,35 @@ def test_the_environment_yields_to_a_file_and_both_to_the_command_line(tmp_path)
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("PORT", "x", "'x' is not a valid whole number. It comes from the environment: set DASHINFER_VLM_PORT to"),
+        ("PORT", "x", "'x' is not a valid integer. It comes from the environment. Set DASHINFER_VLM_PORT to"),
         (
             "PORT",
             "65536",
-            "65536 is not in the range 0<=x<=65535. It comes from the environment: set",
+            "65536 is not in the range 0<=x<=65535. It comes from the environment. Set",
         ),
-        ("PORT", "tcp://10.0.0.1:80", "write `enableServiceLinks: false` into the pod's spec, or give --port"),
-        ("GRACE", "soon", "'soon' is not a valid number. It comes from the environment: set DASHINFER_VLM_GRACE"),
-        ("PAGE", "maybe", "set DASHINFER_VLM_PAGE to another value"),
+        ("PORT", "tcp://10.0.0.1:80", "Add `enableServiceLinks: false` to the pod's spec, or set --port"),
+        ("GRACE", "soon", "'soon' is not a valid number. It comes from the environment. Set DASHINFER_VLM_GRACE"),
+        ("PAGE", "maybe", "Set DASHINFER_VLM_PAGE to another value"),
         (
             "LOG_FORMAT",
             "xml",
-            "is not one of 'text', 'json'. It comes from the environment: set",
+            "is not one of 'text', 'json'. It comes from the environment. Set",
         ),
     ],
 )
-def test_a_variable_that_cannot_be_read_is_named(runner, name, value, words):
+def test_invalid_environment_variable_is_named(runner, name, value, words):
     os.environ[f"DASHINFER_VLM_{name}"] = value
-    refused = runner("serve")
-    assert refused.exit_code == 2
-    assert words in " ".join(refused.output.split())
+    result = runner("serve")
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.split())
 
 
-def test_what_is_wrong_on_the_command_line_is_not_said_to_come_from_the_environment(runner):
+def test_command_line_error_does_not_blame_the_environment(runner):
     os.environ["DASHINFER_VLM_PORT"] = "9000"
     assert "environment" not in runner("serve", "--port", "x").output
 
 
-def test_keys_of_a_file_are_not_said_to_be_on_the_command_line(runner, caplog, tmp_path):
+def test_no_ps_warning_for_keys_from_a_file(runner, caplog, tmp_path):
     file = tmp_path / "options.yaml"
     file.write_text("api-key: [sk-secret]\nuds: none/socket\n")
     file.chmod(0o600)
@@ -363,8 +363,8 @@ def test_keys_of_a_file_are_not_said_to_be_on_the_command_line(runner, caplog, t
     assert "`ps`" not in caplog.text
 
 
-def test_keys_on_the_command_line_and_open_doors_are_warned_of(runner, caplog):
-    broken = ["--api-key-file", "none.txt"]  # it ends before it serves
+def test_warning_for_keys_on_the_command_line(runner, caplog):
+    broken = ["--api-key-file", "none.txt"]  # exits before it serves
     runner("serve", "--api-key", "sk-secret", "--root-path", "x")
     assert "sk-secret" not in caplog.text
     runner("serve", "--host", "0.0.0.0", "--uds", "none/socket", "--api-key", "sk-secret")
@@ -374,11 +374,11 @@ def test_keys_on_the_command_line_and_open_doors_are_warned_of(runner, caplog):
 
 
 def records(text):
-    return [json.loads(line) for line in text.splitlines()]  # every line is one
+    return [json.loads(line) for line in text.splitlines()]  # fails if a line is not JSON
 
 
 @pytest.mark.slow
-def test_every_line_is_json_where_logs_are(tiny_checkpoint, tmp_path):
+def test_json_logs_have_only_json_lines(tiny_checkpoint, tmp_path):
     log, file = tmp_path / "log", tmp_path / "options.yaml"
     file.write_text("api-key: [sk-secret]\nlog-format: json\n")
     file.chmod(0o644)
@@ -396,55 +396,55 @@ def test_every_line_is_json_where_logs_are(tiny_checkpoint, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_ends_it_is_json_where_logs_are(tmp_path):
+def test_startup_error_is_json_in_json_logs(tmp_path):
     for wrong in (["--model", tmp_path / "none"], ["--max-batch-size", 0], ["--root-path", "x"]):
         options = ["--port", 0, "--log-format", "json", *wrong]
-        ended = subprocess.run(command(*options), capture_output=True, text=True, timeout=HANG, check=False)
-        assert ended.returncode == 2
-        assert records(ended.stderr)[-1]["level"] == "error"
-        assert records(ended.stderr)[-1]["message"]
+        completed = subprocess.run(command(*options), capture_output=True, text=True, timeout=HANG, check=False)
+        assert completed.returncode == 2
+        assert records(completed.stderr)[-1]["level"] == "error"
+        assert records(completed.stderr)[-1]["message"]
 
 
 @pytest.mark.slow
-def test_the_last_line_of_a_server_that_ends_at_once_is_json_too():
+def test_last_line_of_an_immediate_exit_is_json():
     code = (
         "import logging, os, signal, sys\n"
         "from dashinfer_vlm_server.logs import set_format\n"
-        "from dashinfer_vlm_server.serving import leave_at_once\n"
+        "from dashinfer_vlm_server.serving import exit_immediately\n"
         "logging.basicConfig()\n"
         "set_format(sys.argv[1])\n"
-        "leave_at_once(signal.SIGTERM, None)\n"
+        "exit_immediately(signal.SIGTERM, None)\n"
     )
-    said = {
+    stderr = {
         kind: subprocess.run(
             [sys.executable, "-c", code, kind], capture_output=True, text=True, timeout=HANG, check=False
         ).stderr
         for kind in ("json", "text")
     }
-    assert records(said["json"])[0]["message"] == "ended by SIGTERM."
-    assert said["text"] == "dashinfer-vlm: ended by SIGTERM.\n"
+    assert records(stderr["json"])[0]["message"] == "terminated by SIGTERM."
+    assert stderr["text"] == "dashinfer-vlm: terminated by SIGTERM.\n"
 
 
 TRY = r"^Try: (curl http://127\.0\.0\.1:\d+/v1/chat/completions .*)$"
 
 
 @pytest.mark.slow
-def test_the_first_question_that_it_shows_brings_a_key_where_one_is_needed(tiny_checkpoint, tmp_path):
+def test_sample_request_reads_the_key(tiny_checkpoint, tmp_path):
     log, key = tmp_path / "log", {"DASHINFER_VLM_API_KEY": "sk-secret"}
     with process(log, "--model", tiny_checkpoint, "--port", 0, environment=key) as server:
         until(lambda: re.search(TRY, log.read_text(), re.MULTILINE) or server.poll() is not None)
         shown = re.search(TRY, log.read_text(), re.MULTILINE)[1]
         _, url, _, header, _, body = shlex.split(shown)
         assert header == "Authorization: Bearer $DASHINFER_VLM_API_KEY"
-        assert f'-H "{header}"' in shown  # in quotes that let the shell fill it in
+        assert f'-H "{header}"' in shown  # in quotes in which the shell expands variables
         name, value = header.replace("$DASHINFER_VLM_API_KEY", "sk-secret").split(": ")
-        reply = httpx.post(url, headers={name: value}, content=body, trust_env=False, timeout=HANG)
-    assert reply.status_code == 200
+        response = httpx.post(url, headers={name: value}, content=body, trust_env=False, timeout=HANG)
+    assert response.status_code == 200
     assert "sk-secret" not in log.read_text()
 
 
 @pytest.mark.slow
-def test_keys_may_come_from_the_environment(tiny_checkpoint, tmp_path):
+def test_keys_from_the_environment(tiny_checkpoint, tmp_path):
     log, keys = tmp_path / "log", {"DASHINFER_VLM_API_KEYS": "sk-one sk-two"}
     options = ["--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0, "--log-format", "json"]
     with process(log, *options, environment=keys) as server:
@@ -470,7 +470,7 @@ from dashinfer_vlm_core.errors import DecoderFailed
 
 
 class Dying:
-    name, supported_params, unsupported_vision_reason, trouble, max_model_len = "dying", frozenset(), "", "", 64
+    name, supported_params, unsupported_vision_reason, fatal_error, max_model_len = "dying", frozenset(), "", "", 64
 
     @hookimpl
     def register_decoders(self, register):
@@ -489,7 +489,7 @@ class Dying:
         pass
 
     async def decode(self, request):
-        self.trouble = "It is dead."
+        self.fatal_error = "It is dead."
         raise DecoderFailed("The decoder died.")
         yield
 
@@ -499,8 +499,8 @@ plugin = Dying()
 
 
 @pytest.mark.slow
-def test_a_server_whose_decoder_is_lost_ends_with_a_code_of_its_own(tiny_checkpoint, tmp_path):
-    """Its decoder is that of a plugin which is installed: a module, and the files by which pip tells of it."""
+def test_lost_decoder_exits_with_code_3(tiny_checkpoint, tmp_path):
+    """The decoder comes from an installed plugin: a module and the metadata files that pip writes."""
     information = tmp_path / "lost-1.0.dist-info"
     information.mkdir()
     (tmp_path / "lost.py").write_text(LOST)
@@ -512,21 +512,23 @@ def test_a_server_whose_decoder_is_lost_ends_with_a_code_of_its_own(tiny_checkpo
         served = re.compile(r"^Serving tiny \(decoder dying\) at (\S+)/v1$", re.MULTILINE)
         until(lambda: served.search(log.read_text()) or server.poll() is not None)
         url = served.search(log.read_text())[1]
-        reply = httpx.post(f"{url}/v1/chat/completions", json=HELLO, trust_env=False, timeout=HANG)
-        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "decoder_failed")
+        response = httpx.post(f"{url}/v1/chat/completions", json=HELLO, trust_env=False, timeout=HANG)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "decoder_failed")
         assert server.wait(timeout=HANG) == 3
-    assert "this process ends, to be started again" in log.read_text()
+    assert "The process exits and must be restarted" in log.read_text()
     assert "Traceback" not in log.read_text()
 
 
 @pytest.mark.slow
-def test_without_its_extra_the_plugin_loads_and_the_command_says_what_to_install():
+def test_serve_without_its_extra_says_what_to_install():
     script = (
         "import sys\n"
         "sys.modules.update({'fastapi': None, 'uvicorn': None, 'starlette': None})\n"
         "sys.argv[1:] = ['serve']\n" + MAIN
     )
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG, check=False)
-    assert ended.returncode == 2
-    assert "pip install 'dashinfer-vlm-adapters[server]'" in ended.stderr.splitlines()[-1]
-    assert "Traceback" not in ended.stderr
+    completed = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG, check=False
+    )
+    assert completed.returncode == 2
+    assert "pip install 'dashinfer-vlm-adapters[server]'" in completed.stderr.splitlines()[-1]
+    assert "Traceback" not in completed.stderr

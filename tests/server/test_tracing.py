@@ -1,4 +1,4 @@
-"""Traces: one span for a request and one for each of its stages, and no cost where they are off."""
+"""Traces: a span per request and per stage, and no cost if disabled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dashinfer_vlm_server.tracing import Tracer
 from tests.samples import image_url
 from tests.waiting import HANG, until
 
-SECRET = "a very private question"
+SECRET = "a very private prompt"
 CHAT = "/v1/chat/completions"
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 BODY = {
@@ -42,13 +42,13 @@ def tracer(spans):
 
 
 def finished(spans, count):
-    """So many spans, the request's last: it ends when its client may have read the answer already."""
+    """Wait for this number of spans. The request's span is last, and can end after the client read the response."""
     until(lambda: len(spans.get_finished_spans()) == count)
     return spans.get_finished_spans()
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_and_its_stages_are_one_trace_which_continues_the_callers(scripted, tracer, spans, stream):
+def test_request_and_stages_share_the_callers_trace(scripted, tracer, spans, stream):
     with scripted("Fine.", settings={"tracer": tracer}).server.http() as client:
         client.post(CHAT, json=BODY | {"stream": stream}, headers={"traceparent": PARENT, "X-Request-Id": "one"})
     *stages, request = finished(spans, 6)
@@ -62,7 +62,7 @@ def test_a_request_and_its_stages_are_one_trace_which_continues_the_callers(scri
     assert SECRET not in "".join(span.to_json() for span in [*stages, request])
 
 
-def test_the_stage_that_failed_is_marked(scripted, tracer, spans):
+def test_failed_stage_is_marked(scripted, tracer, spans):
     def broken(_request):
         raise ValueError(SECRET)
 
@@ -73,7 +73,7 @@ def test_the_stage_that_failed_is_marked(scripted, tracer, spans):
     assert SECRET not in "".join(span.to_json() for span in spans.get_finished_spans())
 
 
-def test_a_parent_that_is_none_begins_a_new_trace(scripted, tracer, spans):
+def test_invalid_traceparent_starts_a_new_trace(scripted, tracer, spans):
     with scripted("Fine.", settings={"tracer": tracer}).server.http() as client:
         client.get("/version", headers={"traceparent": "00-nonsense-01"})
     (span,) = finished(spans, 1)
@@ -82,7 +82,7 @@ def test_a_parent_that_is_none_begins_a_new_trace(scripted, tracer, spans):
 
 
 @pytest.mark.slow
-def test_nothing_of_it_is_imported_where_it_is_off():
-    """Of its interface FastAPI imports what is there."""
+def test_opentelemetry_is_not_imported_unless_enabled():
+    """FastAPI imports only the API package of OpenTelemetry, if it is installed."""
     script = "import sys, dashinfer_vlm_server.serving; sys.exit('opentelemetry.sdk' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=HANG, check=False).returncode == 0

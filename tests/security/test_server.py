@@ -1,4 +1,4 @@
-"""Lines 17 to 22 of the security rules: keys, limits of the door, overload, labels and logs, loading, sockets."""
+"""Rules 17 to 22: keys, limits of bodies and headers, overload, labels and logs, checkpoints, sockets."""
 
 from __future__ import annotations
 
@@ -41,9 +41,11 @@ KEY = "sk-0123456789abcdef"
 
 
 @contextlib.contextmanager
-def door(checkpoint: Path, *answers: Any, delay: float = 0.0, engine_options: dict[str, Any] | None = None, **settings):
-    """A server whose engine plays a script; its script and a client besides."""
-    script = Script(*answers, delay=delay)
+def scripted_server(
+    checkpoint: Path, *responses: Any, delay: float = 0.0, engine_options: dict[str, Any] | None = None, **settings
+):
+    """Serve an engine with a scripted decoder. Yields the server, a client, the script and the engine."""
+    script = Script(*responses, delay=delay)
     config = EngineConfig(model=str(checkpoint), decoder="scripted", **(engine_options or {}))
     engine = Engine(config, registry=scripted_registry(script))
     with engine, serving(engine, **settings) as server, server.http() as client:
@@ -51,7 +53,7 @@ def door(checkpoint: Path, *answers: Any, delay: float = 0.0, engine_options: di
 
 
 def routes(app) -> list[tuple[str, str]]:
-    """Every method and path that the application knows."""
+    """Return every method and path of the application."""
     return [
         (method, route.path.replace("{name:path}", "x"))
         for route in app.routes
@@ -59,17 +61,17 @@ def routes(app) -> list[tuple[str, str]]:
     ]
 
 
-def test_security_17_every_route_but_health_and_the_page_asks_for_the_key(tiny_checkpoint):
-    with door(tiny_checkpoint, "Fine.", keys=ApiKeys([KEY])) as (_, client, _, engine):
+def test_security_17_routes_require_the_key(tiny_checkpoint):
+    with scripted_server(tiny_checkpoint, "Fine.", keys=ApiKeys([KEY])) as (_, client, _, engine):
         known = routes(create_app(engine))
         assert len(known) >= 10
         for method, path in [*known, ("GET", "/nothing"), ("GET", "/health/../metrics"), ("GET", "//health/x")]:
-            free = path in {"/health", "/health/ready", *FILES}
+            public = path in {"/health", "/health/ready", *FILES}
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}, {"X-Api-Key": KEY}):
                 reply = client.request(method, path, headers=headers)
-                assert (reply.status_code != 401) == free, (method, path, reply.text)
-                told = "" if method == "HEAD" else "invalid_api_key"
-                assert free or told in reply.text
+                assert (reply.status_code != 401) == public, (method, path, reply.text)
+                expected = "" if method == "HEAD" else "invalid_api_key"
+                assert public or expected in reply.text
             reply = client.request(method, path, headers={"Authorization": f"Bearer {KEY}"})
             assert reply.status_code != 401
 
@@ -87,15 +89,15 @@ def test_security_17_every_route_but_health_and_the_page_asks_for_the_key(tiny_c
         [("X-Forwarded-Prefix", "/health"), ("X-Rewrite-Url", "/health")],
     ],
 )
-def test_security_17_nothing_else_opens(tiny_checkpoint, headers):
-    with door(tiny_checkpoint, "Fine.", keys=ApiKeys([KEY])) as (_, client, script, _):
+def test_security_17_invalid_credentials_are_rejected(tiny_checkpoint, headers):
+    with scripted_server(tiny_checkpoint, "Fine.", keys=ApiKeys([KEY])) as (_, client, script, _):
         assert client.post(CHAT, json=HELLO, headers=headers).status_code == 401
         assert not script.requests
         assert client.post(CHAT, json=HELLO, headers={"Authorization": f"bearer {KEY}"}).status_code == 200
 
 
 def test_security_17_keys_are_compared_by_digest_in_constant_time(monkeypatch):
-    """`hmac.compare_digest` compares each digest and decides alone: a prefix of a key gains nothing."""
+    """Only `hmac.compare_digest` decides, on digests, so a prefix of a key reveals nothing."""
     keys = ApiKeys([KEY, "other"])
     assert KEY not in repr(vars(keys)) + repr(keys)
     known = {hashlib.sha256(key.encode()).digest() for key in (KEY, "other")}
@@ -114,8 +116,8 @@ def test_security_17_keys_are_compared_by_digest_in_constant_time(monkeypatch):
             assert {other for _, other in compared} == known
 
 
-def test_security_18_a_body_or_a_head_that_is_too_large_is_not_kept(tiny_checkpoint):
-    with door(tiny_checkpoint, "Fine.", max_body_bytes=10_000) as (server, client, script, _):
+def test_security_18_large_body_or_head_is_rejected(tiny_checkpoint):
+    with scripted_server(tiny_checkpoint, "Fine.", max_body_bytes=10_000) as (server, client, script, _):
         assert client.post(CHAT, content=b" " * 10_001).status_code == 413
         with socket.create_connection(("127.0.0.1", server.port), timeout=HANG) as connection:
             with contextlib.suppress(OSError):
@@ -127,27 +129,32 @@ def test_security_18_a_body_or_a_head_that_is_too_large_is_not_kept(tiny_checkpo
 
 
 @pytest.mark.parametrize("path", ["/v1", "/v2/models", "/v1/chat/completions/", "/docs", "/redoc", "/%00", "/..%2f"])
-def test_security_18_unknown_paths_are_answered_as_openai_does(tiny_checkpoint, path):
-    with door(tiny_checkpoint, "Fine.") as (_, client, _, _):
+def test_security_18_unknown_path_returns_openai_error(tiny_checkpoint, path):
+    with scripted_server(tiny_checkpoint, "Fine.") as (_, client, _, _):
         reply = client.get(path)
     assert reply.status_code == 404
     assert reply.json()["error"].keys() == {"message", "type", "param", "code"}
 
 
-def test_security_18_no_stack_trace_ever(tiny_checkpoint):
+def test_security_18_error_contains_no_stack_trace(tiny_checkpoint):
     def broken(_request):
         raise RuntimeError("/etc/secret at 0x7f00")
 
-    with door(tiny_checkpoint, broken) as (_, client, _, _):
+    with scripted_server(tiny_checkpoint, broken) as (_, client, _, _):
         for body in (HELLO, HELLO | {"stream": True}):
             reply = client.post(CHAT, json=body)
             assert reply.status_code == 500
             assert not LEAKS.search(reply.text), reply.text
 
 
-def test_security_19_a_full_queue_says_when_to_come_back(tiny_checkpoint):
+def test_security_19_full_queue_sets_retry_after(tiny_checkpoint):
     options = {"max_batch_size": 1, "max_waiting": 1}
-    with door(tiny_checkpoint, "word " * 200, delay=0.2, engine_options=options) as (server, client, script, _):
+    with scripted_server(tiny_checkpoint, "word " * 200, delay=0.2, engine_options=options) as (
+        server,
+        client,
+        script,
+        _,
+    ):
         busy = [connect(server) for _ in range(2)]
         until(lambda: script.running == 2)
         reply = client.post(CHAT, json=HELLO)
@@ -164,9 +171,9 @@ def connect(server):
     return connection
 
 
-def test_security_19_a_client_that_leaves_frees_its_place(tiny_checkpoint):
-    """Long before the answer would end, which takes minutes."""
-    with door(tiny_checkpoint, "word " * 500, delay=1.0) as (server, _, script, engine):
+def test_security_19_disconnect_frees_the_slot(tiny_checkpoint):
+    """The slot is free long before the response would end, which takes minutes."""
+    with scripted_server(tiny_checkpoint, "word " * 500, delay=1.0) as (server, _, script, engine):
         connection = connect(server)
         until(lambda: script.running == 1)
         connection.close()
@@ -174,7 +181,7 @@ def test_security_19_a_client_that_leaves_frees_its_place(tiny_checkpoint):
 
 
 class Dying:
-    """A decoder that dies of its first request, and the plugin that brings it."""
+    """A decoder that fails permanently on its first request, and its plugin."""
 
     name, supported_params, unsupported_vision_reason, fatal_error = "dying", frozenset(), "", ""
 
@@ -190,10 +197,10 @@ class Dying:
         return self
 
     async def start(self):
-        """Nothing has to be loaded."""
+        """Do nothing."""
 
     async def close(self):
-        """Nothing has to be freed."""
+        """Do nothing."""
 
     async def decode(self, request):
         self.fatal_error = "The decoder is dead."
@@ -201,7 +208,7 @@ class Dying:
         yield
 
 
-def test_security_19_a_dead_decoder_answers_503_and_health_says_so(tiny_checkpoint):
+def test_security_19_dead_decoder_returns_503_and_health_reports_it(tiny_checkpoint):
     registry = load_plugins()
     registry.add_plugin(Dying(), name="dying")
     config = EngineConfig(model=str(tiny_checkpoint), decoder="dying", decoder_restarts=0)
@@ -210,37 +217,38 @@ def test_security_19_a_dead_decoder_answers_503_and_health_says_so(tiny_checkpoi
         assert client.post(CHAT, json=HELLO).status_code == 503
         until(lambda: client.get("/health").json()["status"] == "failed")
         assert client.get("/health/ready").status_code == 503
-        assert client.get("/health").json()["fatal_error"] == "The decoder is dead."
+        health = client.get("/health").json()
+        assert health["fatal_error"] == health["trouble"] == "The decoder is dead."
         again = client.post(CHAT, json=HELLO)
         assert (again.status_code, again.json()["error"]["code"]) == (503, "decoder_failed")
 
 
-def test_security_20_no_request_makes_a_new_label(tiny_checkpoint):
-    with door(tiny_checkpoint, "Fine.") as (_, client, _, _):
+def test_security_20_requests_create_no_new_labels(tiny_checkpoint):
+    with scripted_server(tiny_checkpoint, "Fine.") as (_, client, _, _):
 
         def series() -> set[tuple[str, ...]]:
             families = text_string_to_metric_families(client.get("/metrics").text)
             return {(s.name, *itertools.chain(*sorted(s.labels.items()))) for f in families for s in f.samples}
 
-        def knock(tag: str) -> None:
+        def send_requests(tag: str) -> None:
             for path in (f"/{tag}", f"/v1/models/{tag}", f"/v1/{tag}/x", CHAT):
                 client.get(path, headers={"X-Request-Id": tag, "User-Agent": tag})
             client.request(tag, "/health")
             client.post(CHAT, json=HELLO | {"model": tag, "user": tag})
             client.post(CHAT, json=HELLO)
 
-        knock("first")
+        send_requests("first")
         client.get("/metrics")
         before = series()
         for index in range(20):
-            knock(f"tag{index}")
+            send_requests(f"tag{index}")
         assert series() == before
 
 
-SECRETS = ("a very private question", KEY, "private-host.example", "iVBORw0KGgo", "Fine answer.")
+SECRETS = ("a very private prompt", KEY, "private-host.example", "iVBORw0KGgo", "Fine response.")
 
 
-def test_security_20_logs_hold_no_prompts_media_keys_or_addresses(tiny_checkpoint, caplog):
+def test_security_20_logs_contain_no_private_data(tiny_checkpoint, caplog):
     caplog.set_level(logging.INFO)
     parts = [
         {"type": "text", "text": SECRETS[0]},
@@ -249,7 +257,7 @@ def test_security_20_logs_hold_no_prompts_media_keys_or_addresses(tiny_checkpoin
     content = [{"role": "user", "content": parts}]
     remote = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"https://{SECRETS[2]}/a"}}]}]
     bearer = {"Authorization": f"Bearer {KEY}"}
-    with door(tiny_checkpoint, "Fine answer.", keys=ApiKeys([KEY])) as (_, client, _, _):
+    with scripted_server(tiny_checkpoint, "Fine response.", keys=ApiKeys([KEY])) as (_, client, _, _):
         for body in ({"messages": content}, {"messages": content, "stream": True}, {"messages": content, "n": 0}):
             client.post(CHAT, json=body, headers=bearer)
         client.post(CHAT, json={"messages": remote}, headers=bearer)
@@ -262,7 +270,7 @@ def test_security_20_logs_hold_no_prompts_media_keys_or_addresses(tiny_checkpoin
     assert not [line for line in ours for secret in SECRETS if secret in line]
 
 
-def test_security_21_a_checkpoint_of_pickles_is_not_read(tmp_path):
+def test_security_21_pickle_checkpoint_is_not_read(tmp_path):
     folder = write_checkpoint(tmp_path / "model")
     (folder / "model.safetensors").unlink()
     trap = tmp_path / "sprung"
@@ -279,7 +287,7 @@ def test_security_21_a_checkpoint_of_pickles_is_not_read(tmp_path):
     assert not trap.exists()
 
 
-def test_security_21_code_of_a_checkpoint_is_not_run(tmp_path):
+def test_security_21_checkpoint_code_is_not_run(tmp_path):
     folder = write_checkpoint(tmp_path / "model")
     trap = tmp_path / "sprung"
     (folder / "trap.py").write_text(f"open({str(trap)!r}, 'w')\nclass T: pass\n")
@@ -299,7 +307,7 @@ SOURCES = [
 ]
 
 
-def test_security_22_nothing_of_ours_unpickles():
+def test_security_22_no_module_unpickles():
     assert len(SOURCES) > 80
     for path in SOURCES:
         imported = {
@@ -312,7 +320,7 @@ def test_security_22_nothing_of_ours_unpickles():
         assert not re.search(r"torch\.load\((?!.*weights_only=True)", path.read_text(encoding="utf-8")), path
 
 
-def test_security_22_the_worker_is_reached_by_a_pair_of_sockets_without_a_name():
+def test_security_22_worker_uses_an_unnamed_socket_pair():
     source = Path(process.__file__).read_text(encoding="utf-8")
     assert "socket.socketpair()" in source
     assert ".bind(" not in source

@@ -1,4 +1,4 @@
-"""The body of a request, before it is known to be one."""
+"""Tests of reading and parsing request bodies."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import socket
 import pytest
 
 from dashinfer_vlm_core.errors import InvalidParameter
-from dashinfer_vlm_server.request_body import PARSED_INLINE, parse_object
+from dashinfer_vlm_server.request_body import INLINE_PARSE_BYTES, parse_object
 from tests.waiting import HANG, until
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 
-NOT_REQUESTS = {
+INVALID_BODIES = {
     "nothing": b"",
     "white space": b" \n ",
     "text": b"hello",
@@ -40,8 +40,8 @@ NOT_REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("body", NOT_REQUESTS.values(), ids=NOT_REQUESTS)
-def test_what_is_no_json_object_is_refused(body):
+@pytest.mark.parametrize("body", INVALID_BODIES.values(), ids=INVALID_BODIES)
+def test_body_that_is_not_a_json_object_is_rejected(body):
     with pytest.raises(InvalidParameter) as caught:
         parse_object(body)
     assert caught.value.code == "invalid_json"
@@ -51,18 +51,18 @@ def test_what_is_no_json_object_is_refused(body):
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (b"", 'The body is empty: send a JSON object, such as {"messages": '),
-        (b"hello=1", "cannot be read from line 1, column 1 on, 'hello=1'. JSON has double quotes around names"),
-        (b"{'a': 1}", "from line 1, column 2 on, \"'a': 1}\". JSON has double quotes around names and texts"),
-        (b'{"a": [],}', "from line 1, column 10 on, '}'. JSON has double quotes around names and texts, and commas"),
-        (b'{"a": 1', "it ends at line 1, column 8, in the midst of a value. Send the rest of it."),
-        (b'{"a": "hel', "it ends within the text that begins at line 1, column 7. Send the rest of it."),
-        (b'{"a": "b\nc"}', "write \\n for the line break, or \\u and four digits, at line 1, column 9."),
-        (b'{"a": "b\\c"}', "there is a lone backslash at line 1, column 9. Write \\\\ for a backslash."),
+        (b"", 'The body is empty. Send a JSON object, such as {"messages": '),
+        (b"hello=1", "unexpected text at line 1, column 1: 'hello=1'. Use double quotes around names"),
+        (b"{'a': 1}", "at line 1, column 2: \"'a': 1}\". Use double quotes around names and strings"),
+        (b'{"a": [],}', "at line 1, column 10: '}'. Use double quotes around names and strings, and commas"),
+        (b'{"a": 1', "it ends at line 1, column 8 within a value. Send the complete body."),
+        (b'{"a": "hel', "the string that starts at line 1, column 7 has no end. Send the complete body."),
+        (b'{"a": "b\nc"}', "unescaped control character at line 1, column 9. Write \\n for a line break."),
+        (b'{"a": "b\\c"}', "invalid escape at line 1, column 9. Write \\\\ for a backslash."),
         (b"[]", 'The body must be a JSON object, such as {"messages": '),
     ],
 )
-def test_what_is_wrong_with_json_is_said_in_our_words(body, words):
+def test_json_error_messages_suggest_a_fix(body, words):
     with pytest.raises(InvalidParameter) as caught:
         parse_object(body)
     assert words in caught.value.message
@@ -70,90 +70,90 @@ def test_what_is_wrong_with_json_is_said_in_our_words(body, words):
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
-def test_json_may_come_in_any_of_its_encodings(encoding):
+def test_json_in_any_unicode_encoding(encoding):
     assert parse_object('{"é": "\\ud83d\\ude00"}'.encode(encoding)) == {"é": "😀"}
 
 
-def test_the_place_of_a_fault_is_named():
+def test_json_error_reports_line_and_column():
     with pytest.raises(InvalidParameter, match="line 2, column 3"):
         parse_object(b'{\n  model: "a"}')
 
 
-def test_bodies_that_are_no_json_are_answered_as_openai_does_and_the_server_goes_on(scripted):
+def test_invalid_json_returns_openai_error(scripted):
     with scripted("Fine.").server.http() as client:
-        for name, body in NOT_REQUESTS.items():
-            reply = client.post("/v1/chat/completions", content=body)
-            assert reply.status_code == 400, name
-            error = reply.json()["error"]
+        for name, body in INVALID_BODIES.items():
+            response = client.post("/v1/chat/completions", content=body)
+            assert response.status_code == 400, name
+            error = response.json()["error"]
             assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_json"), name
         assert client.post("/v1/chat/completions", json=HELLO).status_code == 200
 
 
 @pytest.mark.parametrize("kind", ["application/json", "text/plain", "application/x-www-form-urlencoded", "x"])
-def test_the_content_type_is_not_looked_at(scripted, kind):
+def test_content_type_is_ignored(scripted, kind):
     with scripted("Fine.").server.http() as client:
-        reply = client.post("/v1/chat/completions", content=json.dumps(HELLO), headers={"Content-Type": kind})
-    assert reply.status_code == 200
+        response = client.post("/v1/chat/completions", content=json.dumps(HELLO), headers={"Content-Type": kind})
+    assert response.status_code == 200
 
 
-def test_a_large_request_is_read_as_well(scripted):
+def test_large_body_is_parsed_in_a_thread(scripted):
     served = scripted("Fine.", max_model_len=2048)
-    body = HELLO | {"metadata": {"note": "x" * (PARSED_INLINE + 1)}}
+    body = HELLO | {"metadata": {"note": "x" * (INLINE_PARSE_BYTES + 1)}}
     with served.server.http() as client:
         assert client.post("/v1/chat/completions", json=body).status_code == 200
-        reply = client.post("/v1/chat/completions", json=body | {"temperature": 3})
-    assert reply.status_code == 400
-    assert reply.json()["error"]["param"] == "temperature"
+        response = client.post("/v1/chat/completions", json=body | {"temperature": 3})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "temperature"
 
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["length declared", "chunked"])
-def test_a_body_over_the_cap_is_refused(scripted, chunked):
+def test_body_over_the_limit_is_rejected(scripted, chunked):
     body = json.dumps(HELLO | {"user": "x" * 3_000_000}).encode()
     with scripted("Fine.", max_body_bytes=100_000).server.http() as client:
-        reply = client.post("/v1/chat/completions", content=pieces(body) if chunked else body)
-        assert reply.status_code == 413
-        assert reply.json()["error"]["code"] == "request_too_large"
-        assert "100000 bytes" in reply.json()["error"]["message"]
+        response = client.post("/v1/chat/completions", content=chunks(body) if chunked else body)
+        assert response.status_code == 413
+        assert response.json()["error"]["code"] == "request_too_large"
+        assert "100000 bytes" in response.json()["error"]["message"]
         assert client.post("/v1/chat/completions", json=HELLO).status_code == 200
 
 
 @pytest.mark.parametrize("sent", [b"", b'{"messages": ['], ids=["nothing", "a part"])
-def test_a_body_that_stands_still_is_refused(scripted, sent):
+def test_stalled_body_times_out(scripted, sent):
     server = scripted("Fine.", settings={"max_body_pause": 10 * HANG}).server
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: test\r\nContent-Length: 1000\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=HANG) as connection:
         connection.sendall(head + sent)
         until(lambda: server.tasks)
         server.loop.skip(11 * HANG)
-        reply = b"".join(iter(lambda: connection.recv(4096), b""))
-    assert reply.startswith(b"HTTP/1.1 408")
-    assert json.loads(reply.partition(b"\r\n\r\n")[2])["error"] == {
-        "message": "Nothing of the body came for 1200 seconds: send the request again.",
+        response = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert response.startswith(b"HTTP/1.1 408")
+    assert json.loads(response.partition(b"\r\n\r\n")[2])["error"] == {
+        "message": "No data of the body was received for 1200 seconds. Send the request again.",
         "type": "invalid_request_error",
         "param": None,
         "code": "request_timeout",
     }
 
 
-def test_a_slow_body_is_read_as_long_as_it_moves(scripted):
-    """In all it takes longer than it may stand still."""
+def test_slow_body_with_short_pauses_is_accepted(scripted):
+    """In total, it takes longer than the longest allowed pause."""
     body = json.dumps(HELLO).encode()
     server = scripted("Fine.", settings={"max_body_pause": 10 * HANG}).server
     with server.http() as client:
         assert client.post("/v1/chat/completions", content=slowly(server, body)).status_code == 200
 
 
-def test_bodies_of_all_requests_together_have_a_limit(scripted):
-    """Each alone is small enough; what one held is free again when it is over."""
+def test_total_size_of_buffered_bodies_is_limited(scripted):
+    """Each body alone is small enough; its memory is released when the request ends."""
     body = json.dumps(HELLO | {"user": "x" * 6000}).encode()
     served = scripted("A long answer. " * 50, "Fine.", delay=0.2, settings={"max_buffered_bytes": 10_000})
     with served.server.http() as client, client.stream("POST", "/v1/chat/completions", content=stream(body)) as first:
-        lines = first.iter_lines()  # which would end with the stream if it were let go
+        lines = first.iter_lines()  # kept, because its garbage collection would close the stream
         next(lines)
         with served.server.http() as other:
-            reply = other.post("/v1/chat/completions", content=body)
-        assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
-        assert reply.json()["error"]["code"] == "queue_full"
+            response = other.post("/v1/chat/completions", content=body)
+        assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+        assert response.json()["error"]["code"] == "queue_full"
     served.script.delay = 0.0
     with served.server.http() as client:
         until(lambda: served.script.running == 0)
@@ -166,7 +166,7 @@ def stream(body):
 
 
 def slowly(server, body):
-    """Pieces with pauses that are too long together."""
+    """Yield chunks with pauses that together exceed the limit."""
     yield body[:4]
     until(lambda: server.tasks)
     for start in range(4, len(body), 12):
@@ -174,12 +174,12 @@ def slowly(server, body):
         yield body[start : start + 12]
 
 
-def pieces(body):
+def chunks(body):
     for start in range(0, len(body), 10_000):
         yield body[start : start + 10_000]
 
 
-def test_a_declared_length_over_the_cap_is_refused_before_the_body_is_sent(scripted):
+def test_content_length_over_the_limit_is_rejected_early(scripted):
     server = scripted("Fine.", max_body_bytes=100_000).server
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: test\r\nContent-Length: 999999999999\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=HANG) as connection:
