@@ -61,7 +61,7 @@ def renamed_arguments(**names: str) -> Callable[[T], T]:
     """
 
     def decorate(target: T) -> T:
-        function = target.__init__ if isinstance(target, type) else target
+        function = vars(target)["__init__"] if isinstance(target, type) else target
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -75,7 +75,7 @@ def renamed_arguments(**names: str) -> Callable[[T], T]:
 
         if not isinstance(target, type):
             return wrapper  # type: ignore[return-value]  # the same signature, as `wraps` says
-        target.__init__ = wrapper
+        target.__init__ = wrapper  # type: ignore[misc]  # its own class, no subclass
         return target
 
     return decorate

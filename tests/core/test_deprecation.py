@@ -109,7 +109,7 @@ def test_renamed_argument_beside_new_one_is_type_error():
         return new
 
     assert function(new=1) == 1
-    with pytest.warns(DeprecationWarning, match="function"), pytest.raises(TypeError, match="`old` and `new`"):
+    with pytest.raises(TypeError, match="`old` and `new`"):
         function(old=1, new=2)
 
 
