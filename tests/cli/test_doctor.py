@@ -113,7 +113,7 @@ def test_unwritable_cache_breaks_only_what_needs_it(tmp_path, decoder, code):
     if supports_c_kernels(found):
         assert found["kernels"]["status"] == "slow"
         assert f"the cache {folder}/kernels cannot be created: Not a directory" in found["kernels"]["detail"]
-        assert found["kernels"]["fix"].startswith("Choose another one by `cache_dir`")
+        assert found["kernels"]["fix"].startswith("Choose another folder with `cache_dir`")
 
 
 @pytest.mark.slow

@@ -163,7 +163,7 @@ def test_close_ends_running_and_waiting_requests(oracle):
         tasks = [asyncio.create_task(collect(decoder, prompt(seed, 5, **LONG))) for seed in range(3)]
         await wait_for_load(decoder, running=1, waiting=2)
         closing = asyncio.create_task(decoder.close())
-        await asyncio.to_thread(until, lambda: worker._ended)
+        await asyncio.to_thread(until, lambda: worker._end_error)
         pause.release()
         await closing
         await decoder.close()
