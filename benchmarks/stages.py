@@ -1,4 +1,4 @@
-"""Where the time of a picture request goes, stage by stage, in the rooms that serve it.
+"""The time of an image request, stage by stage, in the components that serve it.
 
     python -m benchmarks.stages [--model small|2b|demo|FOLDER] [--repeats 5] [any option of dashinfer-vlm serve]
 
@@ -48,9 +48,9 @@ from dashinfer_vlm_torch.sampler import sample
 from dashinfer_vlm_torch.scheduler import SequenceState
 
 from .client import EngineTarget, HTTPTarget, Talk, Target, load, request_body
-from .limits import Rates, cores, measure_rates, picture_patches, prefill_flop, step_seconds, tower_flop
+from .limits import Rates, cores, measure_rates, image_patches, prefill_flop, step_seconds, tower_flop
 from .models import CACHE, checkpoint
-from .workloads import jpeg, question, words
+from .workloads import jpeg, question_part, words
 
 TOKENS = 32
 """Of the answer."""
@@ -60,13 +60,13 @@ PART = "messages[0].content[0]"
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One line of the table.
+    """One row of the table.
 
     Attributes:
-        name: what is done.
-        seconds: each time it is done; the median.
-        times: how often a request of a picture and `TOKENS` tokens does it; 0 for what is only told beside.
-        limit: seconds that the machine needs at least, where that is known.
+        name: the stage's name.
+        seconds: the median time of one execution.
+        times: executions in a request of an image and `TOKENS` tokens; 0 for additional measurements.
+        limit: the minimum seconds on this machine, if known.
     """
 
     name: str
@@ -91,8 +91,8 @@ class Clock:
         return statistics.median(self.seconds[name])
 
 
-class Pictures(ThreadingHTTPServer):
-    """Serves a new picture at any path of a port on loopback."""
+class ImageServer(ThreadingHTTPServer):
+    """A server of a new image at any path of a loopback port."""
 
     def __init__(self, source: random.Random) -> None:
         class Handler(BaseHTTPRequestHandler):
@@ -104,16 +104,16 @@ class Pictures(ThreadingHTTPServer):
                 self.wfile.write(data)
 
             def log_message(self, *_: object) -> None:
-                """Not a line for each request."""
+                """Do not log requests."""
 
         super().__init__(("127.0.0.1", 0), Handler)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/picture.jpg"
+        return f"http://127.0.0.1:{self.server_address[1]}/image.jpg"
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[Pictures]:
+    def running(self) -> Iterator[ImageServer]:
         thread = threading.Thread(target=self.serve_forever)
         thread.start()
         try:
@@ -134,15 +134,15 @@ async def opened(config: EngineConfig) -> AsyncIterator[ChatPipeline]:
 
 
 async def measure(config: EngineConfig, rates: Rates, repeats: int) -> list[Stage]:
-    """All stages, in the order of a request."""
+    """Measure all stages, in the order of a request."""
     source, clock = random.Random("stages"), Clock()
     async with opened(config) as pipeline, contextlib.AsyncExitStack() as stack:
-        pictures = stack.enter_context(Pictures(source).running())
+        images = stack.enter_context(ImageServer(source).running())
         fetcher = Fetcher(config)
         stack.push_async_callback(fetcher.close)
-        await _one(Clock(), pipeline, fetcher, pictures.url, source)  # pays for what is loaded on use
+        await _one(Clock(), pipeline, fetcher, images.url, source)  # warms up lazily loaded parts
         for _ in range(repeats):
-            prompt = await _one(clock, pipeline, fetcher, pictures.url, source)
+            prompt = await _one(clock, pipeline, fetcher, images.url, source)
             await _batch(clock, pipeline, source)
             await _tower_pass(clock, pipeline, source)
             _sampling(clock, pipeline)
@@ -151,13 +151,13 @@ async def measure(config: EngineConfig, rates: Rates, repeats: int) -> list[Stag
 
 
 async def _one(clock: Clock, pipeline: ChatPipeline, fetcher: Fetcher, url: str, source: random.Random) -> Prompt:
-    """One request, room by room."""
+    """Run one request, component by component."""
     with clock.time("parse"):
         request = ChatRequest.parse(_body(url, source))
     with clock.time("fetch"):
-        data = await fetcher.get(httpx.URL(url), kind="image", part=PART)
+        data = await fetcher.get(httpx.URL(url), kind="image", path=PART)
     with clock.time("decode"):
-        image = decode_image(data, part=PART, max_pixels=1 << 24, background=(255, 255, 255))
+        image = decode_image(data, path=PART, max_pixels=1 << 24, background=(255, 255, 255))
     with clock.time("resize"):
         patches = pipeline.processor.process(Image(image=image, path=PART))
     with clock.time("tower"):
@@ -170,8 +170,8 @@ async def _one(clock: Clock, pipeline: ChatPipeline, fetcher: Fetcher, url: str,
 
 
 def _body(url: str, source: random.Random) -> dict[str, object]:
-    picture = {"type": "image_url", "image_url": {"url": url}}
-    return request_body([{"role": "user", "content": [picture, question(source)]}], TOKENS, users=1)
+    image = {"type": "image_url", "image_url": {"url": url}}
+    return request_body([{"role": "user", "content": [image, question_part(source)]}], TOKENS, users=1)
 
 
 def _decode_request(request: ChatRequest, prompt: Prompt, visual: Sequence[VisualTokens]) -> DecodeRequest:
@@ -188,7 +188,7 @@ def _decode_request(request: ChatRequest, prompt: Prompt, visual: Sequence[Visua
 
 
 async def _decode(clock: Clock, pipeline: ChatPipeline, request: DecodeRequest) -> list[Token]:
-    """The first token is the prefill's, its sampling included."""
+    """Decode a request; the first token's time includes prefill and sampling."""
     tokens, last = list[Token](), time.perf_counter()
     async with contextlib.aclosing(pipeline.decoder.decode(request)) as answer:
         async for token in answer:
@@ -214,7 +214,7 @@ def _detokenise(clock: Clock, pipeline: ChatPipeline, request: ChatRequest, toke
 
 
 async def _batch(clock: Clock, pipeline: ChatPipeline, source: random.Random) -> None:
-    """Steps of `BATCH` answers to short texts, which begin together."""
+    """Measure steps of `BATCH` responses to short prompts that start together."""
     gaps = Clock()
 
     async def answer() -> None:
@@ -227,19 +227,19 @@ async def _batch(clock: Clock, pipeline: ChatPipeline, source: random.Random) ->
 
 
 async def _tower_pass(clock: Clock, pipeline: ChatPipeline, source: random.Random) -> None:
-    """Four pictures that share a pass of the tower."""
+    """Encode four images in one pass of the tower."""
     items = [_patches(pipeline, source) for _ in range(4)]
     with clock.time("pass"):
         await pipeline.vision.embed(items)
 
 
 def _patches(pipeline: ChatPipeline, source: random.Random) -> Patches:
-    image = decode_image(jpeg(source), part=PART, max_pixels=1 << 24, background=(255, 255, 255))
+    image = decode_image(jpeg(source), path=PART, max_pixels=1 << 24, background=(255, 255, 255))
     return pipeline.processor.process(Image(image=image, path=PART))
 
 
 def _sampling(clock: Clock, pipeline: ChatPipeline) -> None:
-    """Greedily, as the workloads ask for, and with a temperature and `top_p`, as people do."""
+    """Measure greedy sampling, as in the workloads, and sampling with temperature and `top_p`, as in typical use."""
     logits = torch.randn(BATCH, pipeline.spec.vocab_size)
     for name, options in (("greedy", {"temperature": 0}), ("drawn", {"temperature": 0.7, "top_p": 0.9, "seed": 1})):
         request = ChatRequest.parse({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, **options})
@@ -257,9 +257,9 @@ def _choose(logits: torch.Tensor, runs: list[SequenceState]) -> None:
 
 
 async def _transport(clock: Clock, repeats: int) -> None:
-    """What HTTP, JSON and server-sent events add: the same scripted answers from an engine, and from a server on it.
+    """Measure the overhead of HTTP, JSON and server-sent events: scripted responses from an engine and from its server.
 
-    Client and server share this process, and so its lock: an upper bound.
+    Client and server share this process and its GIL, so this is an upper bound.
     """
     with scripted_engine("a" + " a" * (TOKENS - 2)) as engine, serving(engine) as url:
         direct, served = EngineTarget(engine), HTTPTarget(url)
@@ -277,7 +277,7 @@ async def _timed(target: Target, whole: list[float], first: list[float]) -> None
 
 @contextlib.contextmanager
 def serving(engine: Engine) -> Iterator[str]:
-    """The address of a server in a thread of its own."""
+    """Run a server in a separate thread and yield its address."""
     server = uvicorn.Server(uvicorn.Config(create_app(engine), port=0, log_config=None, ws="none"))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -293,7 +293,7 @@ def serving(engine: Engine) -> Iterator[str]:
 def _stages(clock: Clock, pipeline: ChatPipeline, rates: Rates, prompt: int) -> list[Stage]:
     folder = pipeline.spec.folder
     speed = rates.bf16_gflop_s * 1e9
-    tower = tower_flop(read_vision_config(folder), picture_patches(folder)) / speed
+    tower = tower_flop(read_vision_config(folder), image_patches(folder)) / speed
     prefill = prefill_flop(read_text_model(folder), prompt) / speed
     step = step_seconds(folder, rates)
     first = max(0.0, clock.median("server first") - clock.median("engine first"))
@@ -303,18 +303,18 @@ def _stages(clock: Clock, pipeline: ChatPipeline, rates: Rates, prompt: int) -> 
         Stage(name="request: JSON to ChatRequest", seconds=timed("parse")),
         Stage(name="fetch a JPEG of 448x448, over loopback", seconds=timed("fetch")),
         Stage(name="decode it", seconds=timed("decode")),
-        Stage(name="resize, cut into patches, digest", seconds=timed("resize")),
+        Stage(name="resize, patchify, digest", seconds=timed("resize")),
         Stage(name="tower", seconds=timed("tower"), limit=tower),
         Stage(name="prompt: template, tokens, positions", seconds=timed("prompt")),
         Stage(name=f"prefill of {prompt} tokens, first token", seconds=timed("prefill"), limit=prefill),
-        Stage(name="decode step, 1 answer", seconds=timed("step"), times=TOKENS - 1, limit=step),
+        Stage(name="decode step, 1 response", seconds=timed("step"), times=TOKENS - 1, limit=step),
         Stage(name="text of a token, its chunk", seconds=timed("detokenise"), times=TOKENS),
         Stage(name="server: up to the first chunk", seconds=first),
         Stage(name="server: each further chunk", seconds=chunk, times=TOKENS - 1),
-        Stage(name=f"decode step, {BATCH} answers", seconds=timed("batch"), times=0, limit=step),
-        Stage(name="tower, 4 pictures in one pass", seconds=timed("pass"), times=0, limit=4 * tower),
+        Stage(name=f"decode step, {BATCH} responses", seconds=timed("batch"), times=0, limit=step),
+        Stage(name="tower, 4 images in one pass", seconds=timed("pass"), times=0, limit=4 * tower),
         *(
-            Stage(name=f"of a step: sampling, {kind}, {count} answers", seconds=timed(f"{kind} {count}"), times=0)
+            Stage(name=f"of a step: sampling, {kind}, {count} responses", seconds=timed(f"{kind} {count}"), times=0)
             for kind in ("greedy", "drawn")
             for count in (1, BATCH)
         ),
@@ -326,7 +326,7 @@ def markdown(stages: Sequence[Stage], rates: Rates, model: str) -> str:
     lines = [
         (
             f"Model {model}, {cores()} cores; memory reads {rates.read_gb_s:.0f} GB/s, bfloat16 products"
-            f" {rates.bf16_gflop_s:.0f} GFLOP/s. A request of one picture and {TOKENS} tokens: {1000 * whole:.0f} ms."
+            f" {rates.bf16_gflop_s:.0f} GFLOP/s. A request of one image and {TOKENS} tokens: {1000 * whole:.0f} ms."
         ),
         "",
         "| stage | ms | times in a request | share | limit, ms | share of the limit's speed |",
@@ -341,7 +341,7 @@ def markdown(stages: Sequence[Stage], rates: Rates, model: str) -> str:
 
 @click.command(help=__doc__)
 @click.option("--repeats", default=5, show_default=True)
-@click.option("--models", type=click.Path(path_type=Path), default=CACHE, help="Where models are made.")
+@click.option("--models", type=click.Path(path_type=Path), default=CACHE, help="Folder of created models.")
 @config_options
 def main(*, repeats: int, models: Path, config: EngineConfig) -> None:
     model = str(checkpoint(config.model, models))

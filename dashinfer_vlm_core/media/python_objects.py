@@ -184,7 +184,7 @@ def _as_grid_array(value: Any, path: str) -> Array | None:
     try:
         return np.array(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidParameter("The grid of embeddings must be three integers.", param=path) from error
+        raise InvalidParameter("The grid of embeddings must be three positive integers.", param=path) from error
 
 
 def _channels_last(pixels: Array) -> Array:
