@@ -1,4 +1,4 @@
-"""Ask vision-language models about images and videos, on your own machines."""
+"""Serve vision-language models on your own machines, for requests with images and videos."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from .hookspecs import hookimpl
     from .offline import VLM, SamplingParams
     from .protocol import ChatRequest
-    from .version import __version__
+
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "VLM",
@@ -31,22 +32,21 @@ __all__ = [
     "hookimpl",
 ]
 
-# Names are imported on use: a plugin that needs `hookimpl` alone must not pay for the engine.
-_ROOMS = {
+# Names are imported lazily, so that a plugin that imports only `hookimpl` does not import the engine.
+_MODULES = {
     "config": ("EngineConfig",),
     "engine": ("ChatEngine", "Engine", "EngineStatus"),
     "errors": ("DashInferVLMError", "EngineError", "MediaError", "RequestError", "SetupError"),
     "hookspecs": ("hookimpl",),
     "offline": ("VLM", "SamplingParams"),
     "protocol": ("ChatRequest",),
-    "version": ("__version__",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    for room, names in _ROOMS.items():
+    for module, names in _MODULES.items():
         if name in names:
-            return getattr(importlib.import_module(f".{room}", __name__), name)
+            return getattr(importlib.import_module(f".{module}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,44 +1,44 @@
-"""Every error that this package raises on purpose.
+"""The exceptions that this package raises.
 
     DashInferVLMError
-    ├── RequestError                 the request is wrong; sending it again unchanged cannot work
+    ├── RequestError                 the request is invalid; retrying it unchanged cannot succeed
     │   ├── InvalidParameter         a value has the wrong type, range or shape
-    │   ├── UnsupportedParameter     a known field that this engine or decoder cannot honour
-    │   ├── ContextLengthExceeded    prompt plus answer do not fit the model
-    │   ├── ModelNotFound            no model of that name is served here
-    │   └── MediaError               a picture or video of the request
-    │       ├── MediaRefused         a policy forbids it: scheme, address, folder
-    │       ├── MediaTooLarge        a cap on bytes, pixels, frames or items
+    │   ├── UnsupportedParameter     a known field that this engine or decoder does not support
+    │   ├── ContextLengthExceeded    the prompt plus the completion exceed the context length
+    │   ├── ModelNotFound            no model with that name is served here
+    │   └── MediaError               an image or video in the request
+    │       ├── MediaRefused         a policy rejects it: scheme, address, folder
+    │       ├── MediaTooLarge        it exceeds a limit on bytes, pixels, frames or items
     │       ├── MediaUnreachable     it could not be fetched
-    │       └── MediaUndecodable     its bytes are no picture or video we read
-    ├── EngineError                  the request is right, the engine could not serve it now
-    │   ├── QueueFull                too many requests wait; try again after `retry_after` seconds
-    │   ├── DeadlineExceeded         the answer was not there in time
-    │   ├── EngineClosed             the engine was not started, or was closed
-    │   └── DecoderFailed            the decoder died or broke an invariant
-    └── SetupError                   what the operator has to mend before a request can be served
-        ├── ConfigError              an option of EngineConfig, the command line or the environment
-        ├── CheckpointError          a model folder that cannot be read
-        ├── MissingDependency        an extra that is not installed
-        ├── AccessDenied             the server that was asked wants another key
-        └── PluginError              a plugin that cannot be loaded or used
+    │       └── MediaUndecodable     its bytes are not a supported image or video
+    ├── EngineError                  the request is valid, but the engine could not serve it
+    │   ├── QueueFull                too many requests are waiting; retry after `retry_after` seconds
+    │   ├── DeadlineExceeded         the request did not complete in time
+    │   ├── EngineClosed             the engine was not started, or has been closed
+    │   └── DecoderFailed            the decoder died or violated an invariant
+    └── SetupError                   the operator has to fix this before requests can be served
+        ├── ConfigError              an invalid option of EngineConfig, the command line or the environment
+        ├── CheckpointError          a model folder cannot be read
+        ├── MissingDependency        an extra is not installed
+        ├── AccessDenied             the remote server rejected the API key
+        └── PluginError              a plugin cannot be loaded or used
 
-Errors state *kinds*; HTTP numbers, LiteLLM classes and exit codes belong to the adapters. Each message says what was
-wrong and what to do next, and never holds paths, addresses or a library's own text when the request came from somebody
-else.
+The classes state *kinds* of errors; adapters map them to HTTP status codes, LiteLLM exceptions and exit codes. Each
+message states what is wrong and the next step. Messages for remote callers never contain paths, addresses or another
+library's text.
 """
 
 from __future__ import annotations
 
 
 class DashInferVLMError(Exception):
-    """Base of all errors here.
+    """Base class of all errors of this package.
 
     Attributes:
-        message: one or two sentences for a person: what is wrong, and the next step.
-        param: the request field in OpenAI's notation, such as `messages[1].content[0]`, when one is to blame.
-        code: a stable word for programs, such as `context_length_exceeded`.
-        retryable: whether the same request may succeed later.
+        message: one or two sentences for people: what is wrong, and the next step.
+        param: the invalid request field in OpenAI's notation, such as `messages[1].content[0]`, if there is one.
+        code: a stable identifier for programs, such as `context_length_exceeded`.
+        retryable: whether the same request can succeed later.
     """
 
     code: str | None = None
@@ -52,7 +52,7 @@ class DashInferVLMError(Exception):
 
 
 class RequestError(DashInferVLMError):
-    """The request is wrong; sending it again unchanged cannot work."""
+    """The request is invalid; retrying it unchanged cannot succeed."""
 
 
 class InvalidParameter(RequestError):
@@ -62,17 +62,17 @@ class InvalidParameter(RequestError):
 
 
 class UnsupportedParameter(RequestError):
-    """A known field that this engine or decoder cannot honour, so that it is refused rather than ignored."""
+    """A known field that this engine or decoder does not support. It is rejected rather than ignored."""
 
     code: str = "unsupported_parameter"
 
 
 class ContextLengthExceeded(RequestError):
-    """Prompt plus answer do not fit the model.
+    """The prompt plus the completion exceed the context length.
 
     Attributes:
-        prompt_tokens: tokens of the prompt, visual tokens included; None where a server that was asked did not tell.
-        limit: tokens that prompt and answer may have together; None as above.
+        prompt_tokens: number of prompt tokens, visual tokens included; None if a remote server did not report it.
+        limit: maximum number of tokens of prompt and completion together; None if a remote server did not report it.
     """
 
     code: str = "context_length_exceeded"
@@ -86,50 +86,50 @@ class ContextLengthExceeded(RequestError):
 
 
 class ModelNotFound(RequestError):
-    """No model of that name is served here."""
+    """No model with that name is served here."""
 
     code: str = "model_not_found"
 
 
 class MediaError(RequestError):
-    """A picture or video of the request; `param` names the content part."""
+    """An error in an image or video of the request; `param` names the content part."""
 
 
 class MediaRefused(MediaError):
-    """A policy forbids this source: its scheme, address, domain or folder."""
+    """A policy rejects this source because of its scheme, address, domain or folder."""
 
     code: str = "media_refused"
 
 
 class MediaTooLarge(MediaError):
-    """A cap on bytes, pixels, frames, seconds or items was exceeded."""
+    """A limit on bytes, pixels, frames, seconds or items was exceeded."""
 
     code: str = "media_too_large"
 
 
 class MediaUnreachable(MediaError):
-    """The source could not be fetched in time and whole."""
+    """The source could not be fetched completely and in time."""
 
     code: str = "media_unreachable"
 
 
 class MediaUndecodable(MediaError):
-    """The bytes are no picture or video that we read."""
+    """The bytes are not an image or video in a supported format."""
 
     code: str = "media_undecodable"
 
 
 class EngineError(DashInferVLMError):
-    """The request is right, the engine could not serve it now."""
+    """The request is valid, but the engine could not serve it."""
 
     retryable = True
 
 
 class QueueFull(EngineError):
-    """Too many requests wait.
+    """Too many requests are waiting.
 
     Attributes:
-        retry_after: seconds after which trying again is reasonable.
+        retry_after: seconds to wait before a retry.
     """
 
     code: str = "queue_full"
@@ -140,7 +140,7 @@ class QueueFull(EngineError):
 
 
 class DeadlineExceeded(EngineError):
-    """The answer was not there in time."""
+    """The request did not complete in time."""
 
     code: str = "deadline_exceeded"
 
@@ -149,7 +149,8 @@ class EngineClosed(EngineError):
     """The engine was not started, or was closed while the request ran.
 
     Attributes:
-        to_be_started: whether the message asks whoever holds the engine to start it, and is of no use to others.
+        to_be_started: whether the engine was never started. The message then addresses the application that owns the
+            engine, not its clients.
     """
 
     code: str = "engine_closed"
@@ -162,32 +163,32 @@ class EngineClosed(EngineError):
 
 
 class DecoderFailed(EngineError):
-    """The decoder died or broke an invariant; the engine's log has the cause."""
+    """The decoder died or violated an invariant; the engine's log contains the cause."""
 
     code: str = "decoder_failed"
 
 
 class SetupError(DashInferVLMError):
-    """What the operator has to mend before a request can be served."""
+    """A problem that the operator has to fix before requests can be served."""
 
 
 class ConfigError(SetupError):
-    """An option of EngineConfig, the command line or the environment."""
+    """An option of EngineConfig, the command line or the environment is invalid."""
 
 
 class CheckpointError(SetupError):
-    """A model folder that is missing, incomplete, or of another architecture."""
+    """A model folder is missing, incomplete, or has an unsupported architecture."""
 
 
 class MissingDependency(SetupError):
-    """An extra that is not installed; the message holds the command that installs it."""
+    """An extra is not installed; the message contains the command that installs it."""
 
 
 class AccessDenied(SetupError):
-    """The server that was asked in place of an engine wants another key."""
+    """The remote server used in place of an engine rejected the API key."""
 
     code: str = "access_denied"
 
 
 class PluginError(SetupError):
-    """A plugin that cannot be loaded, or a name that no plugin registered."""
+    """A plugin cannot be loaded, or no plugin registered the requested name."""

@@ -1,9 +1,9 @@
-"""Shipped fakes, for tests of adapters and of applications: the real engine, with a decoder that plays a script.
+"""Test doubles for adapters and applications: the real engine with a scripted decoder.
 
     with scripted_engine("A red circle.", QueueFull("Busy.")) as engine:
         engine.chat({"messages": [{"role": "user", "content": "What is this?"}]})
 
-Requests are parsed, media decoded, prompts built and answers counted as always; only the language model is played.
+Requests are parsed, media decoded, prompts built and tokens counted by the real code; only the language model is fake.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tokenizers
 
 from .config import EngineConfig
 from .decoders import GUIDED_DECODING, DecodeRequest, DecoderFactory, DecoderSupport, FinishReason, Token
+from .deprecation import RenamedAttribute, renamed_arguments, renamed_names
 from .engine import Engine
 from .errors import DecoderFailed, EngineClosed
 from .hookspecs import hookimpl
@@ -27,43 +28,48 @@ if TYPE_CHECKING:
     from .models.spec import ModelSpec
 
 EVERYTHING = SAMPLING_PARAMETERS | {GUIDED_DECODING}
-Answer = str | Exception | Callable[[DecodeRequest], str]
+ScriptedResponse = str | Exception | Callable[[DecodeRequest], str]
 
 
+@renamed_arguments(honours="supported_params")
 class Script:
-    """What a scripted decoder plays, and what it was asked.
+    """The responses of a scripted decoder, and the requests that it received.
 
     Args:
-        answers: one per request, in order; the last one is repeated. A string is the answer, an exception is raised in
-            its place, a function makes the answer from the request.
+        responses: one per request, in order; the last one is repeated. A string is the completion, an exception is
+            raised, and a function computes the completion from the request.
         delay: seconds before each token.
         supported_params: what the decoder supports; everything by default. A script is not sampled, so sampling
-            options have no effect; a response that violates the requested format ends with `DecoderFailed`.
+            parameters have no effect; a response that violates the requested format ends with `DecoderFailed`.
 
     Attributes:
-        requests: every request that came, in order.
-        running: number of requests that are being decoded now.
+        requests: all received requests, in order.
+        running: number of requests that are being decoded.
     """
 
-    def __init__(self, *answers: Answer, delay: float = 0.0, supported_params: frozenset[str] = EVERYTHING) -> None:
-        if not answers:
-            raise ValueError("a script needs at least one answer")
-        self._answers = answers
+    def __init__(
+        self, *responses: ScriptedResponse, delay: float = 0.0, supported_params: frozenset[str] = EVERYTHING
+    ) -> None:
+        if not responses:
+            raise ValueError("a script needs at least one response")
+        self._responses = responses
         self.delay = delay
         self.supported_params: frozenset[str] = supported_params
         self.requests: list[DecodeRequest] = []
         self.running = 0
 
+    honours = RenamedAttribute("supported_params")
+
     def next(self, request: DecodeRequest) -> str:
-        answer = self._answers[min(len(self.requests), len(self._answers) - 1)]
+        response = self._responses[min(len(self.requests), len(self._responses) - 1)]
         self.requests.append(request)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer if isinstance(answer, str) else answer(request)
+        if isinstance(response, Exception):
+            raise response
+        return response if isinstance(response, str) else response(request)
 
 
 class ScriptedDecoder:
-    """A decoder that plays a script; it implements the protocol `Decoder`."""
+    """A `Decoder` that returns the responses of a script."""
 
     name = "scripted"
     unsupported_vision_reason = fatal_error = ""
@@ -77,14 +83,14 @@ class ScriptedDecoder:
         self.supported_params: frozenset[str] = script.supported_params
 
     async def start(self) -> None:
-        """Nothing has to be loaded."""
+        """Do nothing: there is nothing to load."""
 
     async def close(self) -> None:
         self._closed = True
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[Token, None]:
         ids = self._ids(self._script.next(request), request)
-        self._follow(ids, request)
+        self._check_grammar(ids, request)
         self._script.running += 1
         try:
             for index, token in enumerate(ids):
@@ -95,27 +101,30 @@ class ScriptedDecoder:
         finally:
             self._script.running -= 1
 
+    blind = RenamedAttribute("unsupported_vision_reason")
+    trouble = RenamedAttribute("fatal_error")
+
     def _ids(self, text: str, request: DecodeRequest) -> list[int]:
         ids = [*self._tokenizer.encode(text, add_special_tokens=False).ids, self._spec.tokens.stop[0]]
         return ids[: request.sampling.max_tokens]
 
-    def _follow(self, ids: list[int], request: DecodeRequest) -> None:
+    def _check_grammar(self, ids: list[int], request: DecodeRequest) -> None:
         if request.grammar is None:
             return
-        walk = request.grammar.new_matcher()
+        matcher = request.grammar.new_matcher()
         for index, token in enumerate(ids):
-            if not walk.allowed_tokens()[token]:
-                right = self._tokenizer.decode(ids[:index])
-                raise DecoderFailed(f"The script leaves the format asked for behind {right!r}.")
-            walk.accept_token(token)
+            if not matcher.allowed_tokens()[token]:
+                valid = self._tokenizer.decode(ids[:index])
+                raise DecoderFailed(f"The scripted response violates the requested format after {valid!r}.")
+            matcher.accept_token(token)
 
     def _token(self, token: int, request: DecodeRequest, *, last: bool) -> Token:
-        """A script is certain of each token: its probability is 1, and there are no alternatives beside it."""
+        """Create a token with probability 1 and no alternatives."""
         finish: FinishReason | None = ("stop" if token in self._spec.tokens.stop else "length") if last else None
-        wanted = request.sampling.logprobs
-        if wanted is None:
+        num_logprobs = request.sampling.logprobs
+        if num_logprobs is None:
             return Token(id=token, finish_reason=finish)
-        return Token(id=token, logprob=0.0, top_logprobs=((token, 0.0),)[:wanted], finish_reason=finish)
+        return Token(id=token, logprob=0.0, top_logprobs=((token, 0.0),)[:num_logprobs], finish_reason=finish)
 
 
 class ScriptedPlugin:
@@ -132,22 +141,26 @@ class ScriptedPlugin:
         register(self)
 
     def check_support(self, spec: ModelSpec, config: EngineConfig) -> DecoderSupport:
-        return DecoderSupport(score=1, reason="a script is played")
+        return DecoderSupport(score=1, reason="returns scripted responses")
 
     def create(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> ScriptedDecoder:
         return ScriptedDecoder(self._script, spec=spec, config=config)
 
 
 def scripted_registry(script: Script) -> Registry:
-    """The installed plugins, and the decoder `scripted` that plays `script`."""
+    """Return a registry with the installed plugins and the decoder `scripted`, which plays `script`."""
     registry = load_plugins()
     registry.add_plugin(ScriptedPlugin(script), name="scripted")
     return registry
 
 
+@renamed_arguments(honours="supported_params")
 def scripted_engine(
-    *answers: Answer, delay: float = 0.0, supported_params: frozenset[str] = EVERYTHING, **options: Any
+    *responses: ScriptedResponse, delay: float = 0.0, supported_params: frozenset[str] = EVERYTHING, **options: Any
 ) -> Engine:
-    """An engine, not started yet, whose decoder plays `answers`; `options` are those of EngineConfig."""
-    script = Script(*answers, delay=delay, supported_params=supported_params)
+    """Create an engine, not started yet, whose decoder returns `responses`; `options` are passed to EngineConfig."""
+    script = Script(*responses, delay=delay, supported_params=supported_params)
     return Engine(EngineConfig(**{"decoder": "scripted", **options}), registry=scripted_registry(script))
+
+
+__getattr__ = renamed_names(__name__, {"Answer": "ScriptedResponse"})

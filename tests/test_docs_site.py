@@ -51,7 +51,7 @@ def test_http_page_lists_every_route_field_and_status():
     paths = {route.path.replace("{name:path}", "{name}") for route in app.routes}
     routes = [path for path in paths if not path.startswith("/page/")]
     assert [route for route in routes if f" {route}`" not in text + elsewhere] == []
-    assert [name for name in fields.HONOURED if f"`{name}`" not in text] == []
+    assert [name for name in fields.SUPPORTED_FIELDS if f"`{name}`" not in text] == []
     assert [status for status in set(STATUS.values()) if f"| {status} |" not in text] == []
 
 

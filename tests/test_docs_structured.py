@@ -35,7 +35,7 @@ def test_examples_print_documented_output():
         f"a `pattern` {bounds.MAX_PATTERN_CHARACTERS:,} characters",
         f"at most {output.MAX_TOOLS} tools",
         f"there are up to {output_grammar.MAX_CALLS}",
-        f"`n` is {request.MAX_ANSWERS} at most",
+        f"`n` is {request.MAX_COMPLETIONS} at most",
     ],
 )
 def test_documented_bounds_match_code(said):

@@ -1,1 +1,1 @@
-"""The command line: `dashinfer-vlm`, options from the configuration's fields, what people see."""
+"""The command line `dashinfer-vlm`: entry point, options from EngineConfig, terminal output."""

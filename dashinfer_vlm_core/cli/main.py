@@ -1,4 +1,4 @@
-"""The command line: `dashinfer-vlm`. Adapters add their commands through the hook `register_commands`."""
+"""The command line `dashinfer-vlm`. Adapters add their commands through the hook `register_commands`."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ import sys
 
 import click
 
+from .. import __version__
 from ..config import variable
 from ..errors import DashInferVLMError
 from ..plugins import PluginRow, add_commands, load_plugins
-from ..version import __version__
 from .terminal import show_table
 
 SETUP_FAILED = 2
-"""Exit code for what the operator has to mend; click uses the same for a wrong command line."""
+"""Exit code of errors that the operator has to fix; click uses the same for an invalid command line."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="dashinfer-vlm")
-@click.option("--log-level", default="info", show_default=True, help="Least level of log lines on standard error.",
+@click.option("--log-level", default="info", show_default=True, help="Minimum level of log records on standard error.",
               envvar=variable("log-level"), show_envvar=True,
               type=click.Choice(["debug", "info", "warning", "error"]))  # fmt: skip
 def cli(log_level: str) -> None:
-    """Ask vision-language models about images and videos, on your own machines."""
+    """Serve vision-language models on your own machines, for requests with images and videos."""
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
-@cli.command("plugins", short_help="List the plugins, what each one provides, and what is wrong.")
+@cli.command("plugins", short_help="List the plugins, what they provide, and their problems.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--strict", is_flag=True, help="Exit with 1 if a plugin is broken.")
 def list_plugins(as_json: bool, strict: bool) -> None:
-    """List the plugins that are installed, what each one provides, and what is wrong with the broken ones."""
-    logging.getLogger("dashinfer_vlm_core.plugins").setLevel(logging.CRITICAL)  # the list itself names the broken ones
+    """List the installed plugins, what they provide, and the problems of broken ones."""
+    logging.getLogger("dashinfer_vlm_core.plugins").setLevel(logging.CRITICAL)  # the list reports broken plugins
     rows = load_plugins().rows
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
     elif rows:
         _show(rows)
     else:
-        click.echo("No plugins are installed; not even the built-in ones: is the package installed, or only on a path?")
+        click.echo("No plugins are installed, not even the built-in ones. Install the package; sys.path is not enough.")
     if strict and any(row.status != "ok" for row in rows):
         sys.exit(1)
 
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def run(command: click.Command) -> None:
-    """Run a program's command: errors made for people are shown as such, without a traceback."""
+    """Run a command. Print the errors of this package without a traceback, and exit with `SETUP_FAILED`."""
     try:
         command()
     except DashInferVLMError as error:

@@ -1,4 +1,4 @@
-"""EngineConfig on the command line: one option per field, made from the fields themselves."""
+"""EngineConfig on the command line: one option per field, generated from the fields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from ..config import ENV_PREFIX, MIB, EngineConfig, MediaLimits, option_fields, variables_set
-from ..config.config_file import EngineOption, place_of
+from ..config.config_file import EngineOption, option_location
 from ..config.env_check import unknown_variables
 from ..errors import ConfigError
 
@@ -29,23 +29,22 @@ METAVARS = {
     "limit_mm_per_prompt": "image=N,video=N",
     "rgba_background": "R,G,B",
 }
-"""What stands for a value in the help, where its type and unit do not say it."""
+"""Placeholders for values in the help, for options whose type and unit do not determine them."""
 
 UNITS = {"mib": "MIB", "bytes": "BYTES", "pixels": "PIXELS", "patches": "PATCHES", "seconds": "SECONDS",
          "timeout": "SECONDS", "frames": "FRAMES"}  # fmt: skip
-"""Last words of fields that have a unit."""
+"""Placeholders by the last word of a field's name, for fields with a unit."""
 
-ENVIRONMENT = f"The environment sets options of the engine: {ENV_PREFIX}MAX_PIXELS for --max-pixels, and so on."
+ENVIRONMENT = f"Environment variables also set options of the engine, such as {ENV_PREFIX}MAX_PIXELS for --max-pixels."
 
 
 def config_options(command: Command) -> Command:
-    """Decorate a click command: it gets options for all fields of EngineConfig and those that plugins bring, and a
-    parameter `config` made of them.
+    """Add the options of EngineConfig and of plugins to a click command, which receives them as the parameter `config`.
 
-    Its help also says how the environment sets them; variables that look like them and set nothing are logged.
+    The help also describes the environment variables. Variables with our prefix that set nothing are logged.
 
     Raises, when the command runs:
-        ConfigError: a value is out of range; the message names the option.
+        ConfigError: a value is out of range; the message contains the name of the option.
     """
 
     fields = option_fields()
@@ -69,17 +68,17 @@ def _config(given: dict[str, Any]) -> EngineConfig:
     try:
         return EngineConfig(**given)
     except ConfigError as error:
-        place = place_of(error.param)
-        raise ConfigError(f"{place}: {error.message}" if place else error.message, param=error.param) from None
+        location = option_location(error.param)
+        raise ConfigError(f"{location}: {error.message}" if location else error.message, param=error.param) from None
 
 
 def _option(name: str, field: FieldInfo, plugin: str) -> Callable[[Command], Command]:
     flag = name.replace("_", "-")
-    default = _shown(name, field.default)
+    default = _default_text(name, field.default)
     text = f"{field.description}  [default: {default}]" if default else field.description
     if field.annotation is bool:
         return click.option(f"--{flag}/--no-{flag}", name, cls=EngineOption, plugin=plugin, default=None, help=text)
-    # Values stay text here: EngineConfig alone converts and checks them, for every way in.
+    # Values stay strings here: only EngineConfig converts and validates them, whatever their source.
     return click.option(
         f"--{flag}",
         name,
@@ -87,35 +86,37 @@ def _option(name: str, field: FieldInfo, plugin: str) -> Callable[[Command], Com
         plugin=plugin,
         default=None,
         metavar=_metavar(name, field.annotation),
-        also=dict if field.annotation is MediaLimits else list if get_origin(field.annotation) is tuple else None,
+        file_type=dict if field.annotation is MediaLimits else list if get_origin(field.annotation) is tuple else None,
         help=text,
         shell_complete=functools.partial(_complete, name, field.annotation),
     )
 
 
 def _complete(
-    name: str, annotation: Any, _ctx: click.Context, _param: click.Parameter, begun: str
+    name: str, annotation: Any, _ctx: click.Context, _param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """What a shell offers for a value that was begun: models, the words that a type knows, or files."""
-    words = model_names() if name == "model" else _words(annotation)
-    found = [CompletionItem(word) for word in words if word.startswith(begun)]
-    return found or ([CompletionItem(begun, type="file")] if name == "model" or _kinds(annotation)[0] is Path else [])
+    """Return shell completions for an incomplete value: models, the choices of a type, or files."""
+    words = model_names() if name == "model" else _choices(annotation)
+    found = [CompletionItem(word) for word in words if word.startswith(incomplete)]
+    return found or (
+        [CompletionItem(incomplete, type="file")] if name == "model" or _member_types(annotation)[0] is Path else []
+    )
 
 
 def model_names() -> list[str]:
-    """Models that need no download: the registered ones, and those in the hub's cache."""
-    from ..models.checkpoint import downloaded
+    """Return the models that need no download: registered ones, and those in the hub's cache."""
+    from ..models.checkpoint import cached_models
     from ..plugins import load_plugins
 
-    return [*sorted(load_plugins().models), *sorted(downloaded())]
+    return [*sorted(load_plugins().models), *sorted(cached_models())]
 
 
-def _words(annotation: Any) -> tuple[str, ...]:
+def _choices(annotation: Any) -> tuple[str, ...]:
     return get_args(annotation) if get_origin(annotation) is Literal else ()
 
 
-def _shown(name: str, default: object) -> str:
-    """A default for the help; empty where the description says what happens without a value."""
+def _default_text(name: str, default: object) -> str:
+    """Format a default for the help; empty if the description states the default."""
     if default is None or default == ():
         return ""
     if isinstance(default, bool):
@@ -128,12 +129,12 @@ def _shown(name: str, default: object) -> str:
 
 
 def _metavar(name: str, annotation: Any) -> str:
-    if words := _words(annotation):
+    if words := _choices(annotation):
         return f"[{'|'.join(words)}]"
     if known := METAVARS.get(name) or UNITS.get(name.rsplit("_", maxsplit=1)[-1]):
         return known
-    return {int: "INT", float: "NUMBER", Path: "PATH"}.get(_kinds(annotation)[0], "NAME")
+    return {int: "INT", float: "NUMBER", Path: "PATH"}.get(_member_types(annotation)[0], "NAME")
 
 
-def _kinds(annotation: Any) -> list[Any]:
+def _member_types(annotation: Any) -> list[Any]:
     return [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None) and kind is not Ellipsis]

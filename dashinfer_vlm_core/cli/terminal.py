@@ -1,4 +1,4 @@
-"""What people see: tables with colours on a terminal, where rich is installed, and plain text elsewhere."""
+"""Terminal output: colored tables if rich is installed, plain text otherwise."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def is_rich() -> bool:
-    """Whether standard output is a terminal that may be coloured, and rich is there to do it."""
+    """Return whether standard output is a terminal that supports colors, and rich is installed."""
     if not sys.stdout.isatty() or find_spec("rich") is None:
         return False
     from rich.console import Console
 
-    console = Console()  # it knows NO_COLOR, and what a terminal says of itself
+    console = Console()  # it checks NO_COLOR and the terminal's capabilities
     return not (console.no_color or console.is_dumb_terminal)
 
 
 def printable(text: str) -> str:
-    """`text` without control characters, lines and tabs apart: what a model writes must not steer the terminal."""
+    """Remove control characters other than newlines and tabs: generated text must not control the terminal."""
     return _UNPRINTABLE.sub("", text)
 
 
-def show_aside(text: str) -> None:
-    """Print what is about the rest rather than part of it: dim, where that is possible."""
+def show_note(text: str) -> None:
+    """Print a note about the output, dim if the terminal supports it."""
     if is_rich():
         click.secho(printable(text), dim=True)
     else:
@@ -36,7 +36,7 @@ def show_aside(text: str) -> None:
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: with rich, or as columns of plain text."""
+    """Print a table with rich, or as columns of plain text."""
     if is_rich():
         _rich_table(columns, rows)
     else:

@@ -1,4 +1,4 @@
-"""What an engine is configured with: options, files that hold them, the environment."""
+"""Configuration of an engine: options, configuration files, environment variables."""
 
 from .engine_config import MIB, VLLM_VARIABLES, EngineConfig, MediaLimits, option_fields, variable, variables_set
 from .plugin_options import ENV_PREFIX, PluginOptions

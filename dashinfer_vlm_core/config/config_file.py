@@ -1,4 +1,4 @@
-"""Options of a command from a YAML file: `--config FILE`, for every command of the class `ConfiguredCommand`."""
+"""Read options of a command from a YAML file: `--config FILE`, for commands of the class `ConfiguredCommand`."""
 
 from __future__ import annotations
 
@@ -22,34 +22,35 @@ logger: logging.Logger = logging.getLogger(__name__)
 Value: TypeAlias = "str | list[str] | dict[str, str]"
 
 SECRETS = ("key", "token", "password", "secret")
-"""Last words of the flags of options that other users of the machine should not read."""
+"""Last words of flags whose values must be kept secret from other users of the machine."""
 
-_PAIRED = frozenset("[{'\"")
+_OPENING = frozenset("[{'\"")
 
-_TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-PLACES = f"{__name__}.places"
-"""Where in a context's `meta` it stands from which line of a file an option has its value, by the option's name."""
+LOCATIONS_KEY = f"{__name__}.locations"
+"""Key in a context's `meta` of the file locations of options: option name -> file and line."""
 
 
 class FileOption(click.Option):
-    """An option that takes more than a text in a file.
+    """An option that accepts more than a string in a file.
 
     Args:
-        also: the type of what it takes: a list, whose items are then joined by commas, or a mapping, as JSON.
+        file_type: the other type that it accepts: a list, whose items are joined by commas, or a mapping, converted to
+            JSON.
     """
 
-    def __init__(self, *args: Any, also: type[list[str] | dict[str, str]] | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, file_type: type[list[str] | dict[str, str]] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.also = also
+        self.file_type = file_type
 
 
 class EngineOption(FileOption):
-    """An option of the engine, as many commands have it: help lists it behind the command's own.
+    """An option of the engine, shared by many commands. `--help` lists it after the command's own options.
 
     Args:
-        plugin: the title of the plugin that brings it; empty for the engine's own.
+        plugin: the title of the plugin that registers it; empty for options of EngineConfig.
     """
 
     def __init__(self, *args: Any, plugin: str = "", **kwargs: Any) -> None:
@@ -57,52 +58,51 @@ class EngineOption(FileOption):
         self.plugin = plugin
 
 
-class Setting(NamedTuple):
+class FileSetting(NamedTuple):
     """An option that a file sets.
 
     Attributes:
-        option: which.
-        key: as the file has it.
-        value: as text.
-        where: the file and its line.
+        option: the option.
+        key: its name as written in the file.
+        value: its value, unconverted.
+        location: the file and line.
     """
 
     option: click.Option
     key: str
     value: Value
-    where: str
+    location: str
 
 
 class ConfiguredCommand(click.Command):
-    """A command whose options may also stand in a YAML file, by their long names, with dashes or underscores.
+    """A command whose options can also be set in a YAML file, by their long names, with dashes or underscores.
 
-    The file counts as options that are written before those of the command line: it yields to them, and comes before
-    the environment. Lists are options given several times.
+    The command line overrides the file, and the file overrides the environment. A list sets an option several times.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]  # what click.command() hands over
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]  # the arguments of click.command()
         self.params.append(_CONFIG)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Raises ConfigError, and for values that an option refuses click's UsageError."""
+        """Raise ConfigError for an invalid file, and click's UsageError for a value that an option rejects."""
         given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
         file = given.get("config_file")
         if not isinstance(file, str) or ctx.resilient_parsing:
             return super().parse_args(ctx, args)
         found = read_options(Path(file), self)
         settings = {setting.option.name: setting for setting in found if setting.option.name not in given}
-        written = [word for setting in settings.values() for word in _words(setting)]
-        ctx.meta[PLACES] = {name: setting.where for name, setting in settings.items()}
+        file_args = [word for setting in settings.values() for word in _command_line(setting)]
+        ctx.meta[LOCATIONS_KEY] = {name: setting.location for name, setting in settings.items()}
         try:
-            left = super().parse_args(ctx, [*written, *args])
+            remaining = super().parse_args(ctx, [*file_args, *args])
         except click.BadParameter as error:
             if error.param and error.param.name in settings:
-                where = settings[error.param.name].where
-                raise click.BadParameter(f"{error.message} It comes from {where}.", error.ctx, error.param) from error
+                location = settings[error.param.name].location
+                raise click.BadParameter(f"{error.message} It is set in {location}.", error.ctx, error.param) from error
             raise
-        _warn_of_readers(Path(file), found)
-        return left
+        _warn_if_readable(Path(file), found)
+        return remaining
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         own: list[tuple[str, str]] = []
@@ -122,34 +122,34 @@ _CONFIG = click.Option(
     type=click.Path(),
     expose_value=False,
     metavar="FILE",
-    help="YAML file with any of these options, by their long names. The command line overrides it, and it overrides the"
-    " environment.",
+    help="YAML file with any of these options, by their long names. The command line overrides the file, and the file"
+    " overrides the environment.",
 )
 
 
-def read_options(path: Path, command: click.Command) -> list[Setting]:
-    """The options of `command` that a file sets, with their values as text.
+def read_options(path: Path, command: click.Command) -> list[FileSetting]:
+    """Return the options of `command` that a file sets, with unconverted values.
 
     Raises:
-        ConfigError: the file cannot be read, is no mapping in YAML, or has a key that is no option; the message names
-            the line, and the option that may have been meant.
+        ConfigError: the file cannot be read, is not a mapping in YAML, or has an unknown key; the message contains the
+            line, and the closest known option.
     """
     known = dict(_keys(command))
-    found: dict[click.Option, Setting] = {}
-    for name, where, value in _pairs(path):
+    settings: dict[click.Option, FileSetting] = {}
+    for name, location, value in _entries(path):
         option = known.get(name.replace("_", "-"))
         if option is None:
-            raise ConfigError(f"{where}: there is no option {name!r}. {_nearest(name, known)}", param=name)
-        if option in found:
-            raise ConfigError(f"{where}: {name!r} is set twice. Keep one of the two.", param=name)
-        found[option] = Setting(option, name, value, where)
-    return list(found.values())
+            raise ConfigError(f"{location}: unknown option {name!r}. {_suggestion(name, known)}", param=name)
+        if option in settings:
+            raise ConfigError(f"{location}: {name!r} is set twice. Remove one of the two.", param=name)
+        settings[option] = FileSetting(option, name, value, location)
+    return list(settings.values())
 
 
-def place_of(name: str | None) -> str | None:
-    """The file and line from which an option of the running command has its value, if it has it from a file."""
+def option_location(name: str | None) -> str | None:
+    """Return the file and line that set an option of the running command; None if no file sets it."""
     context = click.get_current_context(silent=True)
-    return context.meta.get(PLACES, {}).get(name) if context else None
+    return context.meta.get(LOCATIONS_KEY, {}).get(name) if context else None
 
 
 def _keys(command: click.Command) -> Iterator[tuple[str, click.Option]]:
@@ -158,19 +158,19 @@ def _keys(command: click.Command) -> Iterator[tuple[str, click.Option]]:
             yield from ((flag[2:], option) for flag in option.opts if flag.startswith("--"))
 
 
-def _pairs(path: Path) -> Iterator[tuple[str, str, Value]]:
-    """Key, place and value of each entry. Values stay text: what they mean is for the option to say, not for YAML."""
+def _entries(path: Path) -> Iterator[tuple[str, str, Value]]:
+    """Yield key, location and value of each entry. Values stay strings: the option converts them, not YAML."""
     import yaml
 
     root = _parse(path)
     if root is None:
         return
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{path} has to hold options by their names, such as `port: 8000`.")
+        raise ConfigError(f"{path} must contain a mapping of option names to values, such as `port: 8000`.")
     for key, node in root.value:
-        where = f"{path}, line {key.start_mark.line + 1}"
-        name = _text(key, f"{where}: the name of an option")
-        yield name, where, _value(node, f"{where}: {name!r}")
+        location = f"{path}, line {key.start_mark.line + 1}"
+        name = _text(key, f"{location}: the name of an option")
+        yield name, location, _value(node, f"{location}: {name!r}")
 
 
 def _parse(path: Path) -> yaml.Node | None:
@@ -180,66 +180,66 @@ def _parse(path: Path) -> yaml.Node | None:
         text = path.read_text(encoding="utf-8")
         return yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}. Check the path (`--config`).") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}. Check the path given with `--config`.") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} cannot be read: it is no text in UTF-8.") from error
+        raise ConfigError(f"{path} cannot be read: it is not UTF-8 text.") from error
     except yaml.MarkedYAMLError as error:
-        raise ConfigError(_explain(path, text, error)) from error
+        raise ConfigError(_syntax_error(path, text, error)) from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} has characters that YAML does not allow. Write it anew as plain text.") from error
+        raise ConfigError(f"{path} contains characters that YAML does not allow. Save it as plain text.") from error
 
 
-def _explain(path: Path, text: str, error: yaml.MarkedYAMLError) -> str:
-    """Where a file is no YAML, and what to write there: a tab, something without its end, or anything else."""
+def _syntax_error(path: Path, text: str, error: yaml.MarkedYAMLError) -> str:
+    """Describe a syntax error and its fix: a tab, an unclosed bracket or quote, or anything else."""
     mark, begin = error.problem_mark or error.context_mark, error.context_mark
     assert mark
     line = f"{path}, line {mark.line + 1}"
     if text[mark.index : mark.index + 1] == "\t":
-        return f"{line}: there is a tab. Write blanks in its place: YAML allows no tabs there."
-    if begin and not text[mark.index :].strip() and text[begin.index : begin.index + 1] in _PAIRED:
-        return f"{path}, line {begin.line + 1}: {text[begin.index]} has no end. Write the one that closes it."
-    return f"{line}: this is no YAML. Write `name: value`, and quotes around a value that has `: ` or ` #` in it."
+        return f"{line}: YAML does not allow tabs here. Use spaces."
+    if begin and not text[mark.index :].strip() and text[begin.index : begin.index + 1] in _OPENING:
+        return f"{path}, line {begin.line + 1}: {text[begin.index]} is not closed. Add the closing one."
+    return f"{line}: invalid YAML. Write `name: value`, and quote a value that contains `: ` or ` #`."
 
 
-def _value(node: yaml.Node, where: str) -> Value:
+def _value(node: yaml.Node, location: str) -> Value:
     import yaml
 
-    _check_tag(node, where)
+    _check_tag(node, location)
     if isinstance(node, yaml.SequenceNode):
-        return [_text(item, where) for item in node.value]
+        return [_text(item, location) for item in node.value]
     if isinstance(node, yaml.MappingNode):
-        return {_text(key, where): _text(item, where) for key, item in node.value}
-    return _text(node, where)
+        return {_text(key, location): _text(item, location) for key, item in node.value}
+    return _text(node, location)
 
 
-def _text(node: yaml.Node, where: str) -> str:
+def _text(node: yaml.Node, location: str) -> str:
     import yaml
 
-    _check_tag(node, where)
+    _check_tag(node, location)
     if not isinstance(node, yaml.ScalarNode):
-        raise ConfigError(f"{where} is nested too deep: write a value, or a list of them.")
+        raise ConfigError(f"{location} is nested too deeply. Write a value, or a list of values.")
     if node.tag == "tag:yaml.org,2002:null":
-        raise ConfigError(f"{where} has no value: write one, or leave the line out.")
+        raise ConfigError(f"{location} has no value. Write one, or remove the line.")
     return str(node.value)
 
 
-def _check_tag(node: yaml.Node, where: str) -> None:
+def _check_tag(node: yaml.Node, location: str) -> None:
     import yaml
 
     if node.tag not in yaml.SafeLoader.yaml_constructors:
-        raise ConfigError(f"{where} has the tag {node.tag}: write values without tags.")
+        raise ConfigError(f"{location} has the tag {node.tag}. Remove it: tags are not supported.")
 
 
-def _words(setting: Setting) -> list[str]:
-    """A value as it would be written on the command line."""
+def _command_line(setting: FileSetting) -> list[str]:
+    """Convert a setting to command line arguments."""
     option, value = setting.option, setting.value
     flag = _flag(option)
     if option.is_flag:
-        return _flag_words(setting)
-    also = list if option.multiple else getattr(option, "also", None)
-    if not isinstance(value, str) and not isinstance(value, also or str):
-        kind = "a list" if isinstance(value, list) else "keys of its own"
-        raise ConfigError(f"{setting.where}: {setting.key!r} takes one value, not {kind}.", param=setting.key)
+        return _boolean_flag(setting)
+    file_type = list if option.multiple else getattr(option, "file_type", None)
+    if not isinstance(value, str) and not isinstance(value, file_type or str):
+        kind = "a list" if isinstance(value, list) else "a mapping"
+        raise ConfigError(f"{setting.location}: {setting.key!r} accepts a single value, not {kind}.", param=setting.key)
     if isinstance(value, dict):
         value = json.dumps(value)
     if isinstance(value, list):
@@ -251,22 +251,22 @@ def _flag(option: click.Option) -> str:
     return next(flag for flag in option.opts if flag.startswith("--"))
 
 
-def _flag_words(setting: Setting) -> list[str]:
+def _boolean_flag(setting: FileSetting) -> list[str]:
     value = setting.value
-    wanted = _TRUTHS.get(value.lower()) if isinstance(value, str) else None
-    if wanted is None:
-        raise ConfigError(f"{setting.where}: {setting.key!r} is either true or false.", param=setting.key)
-    return [_flag(setting.option)] if wanted else setting.option.secondary_opts[:1]
+    enabled = _BOOLEANS.get(value.lower()) if isinstance(value, str) else None
+    if enabled is None:
+        raise ConfigError(f"{setting.location}: {setting.key!r} must be true or false.", param=setting.key)
+    return [_flag(setting.option)] if enabled else setting.option.secondary_opts[:1]
 
 
-def _nearest(name: str, known: Mapping[str, click.Option]) -> str:
+def _suggestion(name: str, known: Mapping[str, click.Option]) -> str:
     visible = [key for key, option in known.items() if not option.hidden]
     close = difflib.get_close_matches(name.replace("_", "-"), visible, n=1)
     return f"Did you mean {close[0]!r}?" if close else "`--help` lists all options."
 
 
-def _warn_of_readers(path: Path, settings: Iterable[Setting]) -> None:
+def _warn_if_readable(path: Path, settings: Iterable[FileSetting]) -> None:
     flags = [_flag(setting.option) for setting in settings]
     secret = next((flag for flag in flags if flag.split("-")[-1] in SECRETS), None)
     if secret and path.stat().st_mode & stat.S_IROTH:
-        logger.warning("Everybody on this machine can read the `%s` in %s. Run: chmod 600 %s", secret, path, path)
+        logger.warning("All users of this machine can read the `%s` in %s. Run: chmod 600 %s", secret, path, path)

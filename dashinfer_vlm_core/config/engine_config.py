@@ -1,4 +1,4 @@
-"""EngineConfig: every option of an engine in one frozen object; the only reader of the environment."""
+"""EngineConfig: all options of an engine in one frozen object. Only this module reads their environment variables."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MIB = 1024 * 1024
 
-# In the environment and on the command line, lists are separated by commas.
+# Lists are comma-separated in the environment and on the command line.
 Names = Annotated[tuple[str, ...], NoDecode]
 Color = Annotated[tuple[int, int, int], NoDecode]
 
@@ -42,12 +42,12 @@ VLLM_VARIABLES = {
     "image_fetch_timeout": "VLLM_IMAGE_FETCH_TIMEOUT",
     "video_fetch_timeout": "VLLM_VIDEO_FETCH_TIMEOUT",
 }
-"""Variables of vLLM that are read where our own are not set."""
+"""vLLM's environment variables, used as fallback for options whose own variables are not set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MediaLimits:
-    """Pictures and videos allowed in one request."""
+    """Maximum number of images and videos per request."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -59,7 +59,7 @@ class MediaLimits:
 
 
 class _VllmEnvironment(PydanticBaseSettingsSource):
-    """The last source: what vLLM's users have set already."""
+    """The settings source with the lowest priority: vLLM's environment variables."""
 
     def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
         return os.environ.get(VLLM_VARIABLES.get(field_name, "")), field_name, False
@@ -71,158 +71,169 @@ class _VllmEnvironment(PydanticBaseSettingsSource):
 class EngineConfig(BaseSettings):
     """Options of an engine.
 
-    Values come from the arguments, then from the environment (`DASHINFER_VLM_` and the field's name in upper case, else
-    `VLLM_VARIABLES`), then from the defaults below. Options of plugins are given like those below, and read by
-    `options_of`. Equal configurations compare and hash equal, so that adapters can share an engine.
+    In order of priority, values come from the arguments, the environment (`DASHINFER_VLM_` and the field's name in
+    upper case, else `VLLM_VARIABLES`), and the defaults below. Options of plugins are passed like those below, and read
+    with `options_of`. Equal configurations compare and hash equal, so that adapters can share an engine.
 
     Raises:
-        ConfigError: an unknown name, or a value out of range; the message names the option.
+        ConfigError: an unknown name, or a value out of range; the message contains the name of the option.
     """
 
     model_config: ClassVar[SettingsConfigDict] = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
 
-    # What answers
+    # Model and decoder
     model: str = Field("demo", description="Model to load: a registered name, a checkpoint folder, or a hub id.")
     served_model_name: str | None = Field(
-        None, description="Name that requests use for the model; its own name by default."
+        None, description="Name of the model in requests and responses; defaults to its own name."
     )
-    revision: str | None = Field(None, description="Branch, tag or commit of a hub id; its main branch by default.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub id; defaults to the main branch.")
     chat_template: Path | None = Field(
-        None, description="File with a Jinja chat template; the checkpoint's own by default."
+        None, description="File with a Jinja chat template; defaults to the checkpoint's template."
     )
-    decoder: str = Field(
-        "auto", description="Decoder to use by registered name; `auto` takes the best that can run here."
-    )
-    device: str = Field(
-        "auto", description="Torch device, such as `cpu` or `cuda:0`; `auto` takes CUDA where there is one."
-    )
+    decoder: str = Field("auto", description="Registered name of the decoder; `auto` selects the best one available.")
+    device: str = Field("auto", description="Torch device, such as `cpu` or `cuda:0`; `auto` uses CUDA if available.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Number type of the weights; `auto` takes the checkpoint's."
+        "auto", description="Data type of the weights; `auto` uses the checkpoint's."
     )
     quantization: Literal["none", "int8", "uint4"] = Field(
         "none",
-        description="Number type that weights are rounded to: int8 on a CPU with AVX-512, int8 or uint4 with DashInfer"
+        description="Data type that weights are quantized to: int8 on a CPU with AVX-512; int8 or uint4 with DashInfer"
         " on CUDA.",
     )
     cpu_kernels: str = Field(
         "auto",
-        description="Kernels to use on a CPU, by registered name; `torch` are PyTorch's, `auto` takes the fastest that"
-        " can run here.",
+        description="Registered name of the CPU kernels; `torch` uses PyTorch's, `auto` selects the fastest ones"
+        " available.",
     )
     cache_dir: Path | None = Field(
         None,
-        description="Folder for what is made here: compiled kernels, converted models, DashInfer's environment; by"
-        " default in the user's cache.",
+        description="Folder for generated files: compiled kernels, converted models, DashInfer's environment; defaults"
+        " to a folder in the user's cache.",
     )
 
-    # How much at once
+    # Capacity
     max_model_len: int | None = Field(
-        None, ge=16, description="Tokens of prompt plus answer; the checkpoint's limit by default."
+        None,
+        ge=16,
+        description="Maximum number of tokens of prompt plus completion; defaults to the checkpoint's limit.",
     )
-    max_batch_size: int = Field(32, ge=1, le=4096, description="Requests that are decoded together.")
+    max_batch_size: int = Field(32, ge=1, le=4096, description="Maximum number of requests that are decoded together.")
     max_waiting: int = Field(
-        256, ge=0, description="Requests that may wait for a place in the batch; more are refused."
+        256,
+        ge=0,
+        description="Maximum number of requests that wait for a slot in the batch; further ones are rejected.",
     )
     prefill_chunk: int = Field(
-        512, ge=1, description="Prompt tokens that are read per step at most; half as many beside answers."
+        512,
+        ge=1,
+        description="Maximum number of prompt tokens per step; half as many while other requests are decoded.",
     )
     kv_cache_mib: int = Field(
-        4096, ge=1, description="Memory for keys and values, of running requests and of earlier prompts, in MiB."
+        4096, ge=1, description="Memory of the KV cache, for running requests and earlier prompts, in MiB."
     )
     prefix_cache: bool = Field(
-        True, description="Whether keys and values of earlier prompts are used again (DashInfer: on CUDA alone)."
+        True, description="Whether to reuse keys and values of earlier prompts (DashInfer: only on CUDA)."
     )
     vision_cache_mib: int = Field(
-        256, ge=0, description="Memory for visual embeddings kept by content, in MiB; 0 keeps none."
+        256, ge=0, description="Memory of the cache of visual embeddings, keyed by content, in MiB; 0 disables it."
     )
     vision_batch_patches: int = Field(
-        16384, ge=4, description="Patches of several pictures that share one pass of the vision tower."
+        16384,
+        ge=4,
+        description="Maximum number of patches of images that share one forward pass of the vision encoder.",
     )
 
     decoder_restarts: int = Field(
-        3, ge=0, description="Times in a row that a decoder which has died is started again, until it is given up on."
+        3, ge=0, description="Maximum number of consecutive restarts of a decoder that has died."
     )
-    step_timeout: float = Field(600.0, gt=0, description="Seconds after which one step of the decoder counts as hung.")
+    step_timeout: float = Field(
+        600.0, gt=0, description="Seconds after which a step of the decoder is considered hung."
+    )
 
-    # Pictures and videos
+    # Images and videos
     min_pixels: int | None = Field(
-        None, ge=784, description="Least pixels of a resized picture; the checkpoint's by default."
+        None, ge=784, description="Minimum number of pixels of a resized image; defaults to the checkpoint's."
     )
     max_pixels: int | None = Field(
-        None, ge=784, description="Most pixels of a resized picture; 1280 tokens' worth by default."
+        None, ge=784, description="Maximum number of pixels of a resized image; defaults to the pixels of 1280 tokens."
     )
     video_max_pixels: int | None = Field(
-        None, ge=784, description="Most pixels of one resized video frame; the model's by default."
+        None, ge=784, description="Maximum number of pixels of a resized video frame; defaults to the model's."
     )
     video_total_pixels: int | None = Field(
         None,
         ge=784,
-        description="Most pixels of a resized video's frames together; the model's by default.",
+        description="Maximum number of pixels of all resized frames of a video; defaults to the model's.",
     )
     video_fps: float | None = Field(
         None,
         gt=0,
         le=120,
-        description="Frames per second that are sampled from a video file; the model's by default.",
+        description="Frames per second sampled from a video file; defaults to the model's.",
     )
     video_min_frames: int | None = Field(
-        None, ge=2, description="Least frames sampled from a video file, if it has as many; the model's by default."
+        None,
+        ge=2,
+        description="Minimum number of frames sampled from a video file, if it has as many; defaults to the model's.",
     )
     video_max_frames: int | None = Field(
-        None, ge=2, description="Most frames of one video, sampled or given as a list; the model's by default."
+        None,
+        ge=2,
+        description="Maximum number of frames of a video, sampled or sent as a list; defaults to the model's.",
     )
     limit_mm_per_prompt: Annotated[MediaLimits, NoDecode] = Field(
-        MediaLimits(), description="Pictures and videos allowed in one request, as image=N,video=N or JSON."
+        MediaLimits(), description="Maximum number of images and videos per request, as image=N,video=N or JSON."
     )
     enable_mm_embeds: bool = Field(
-        False, description="Whether requests may bring visual embeddings in place of pictures (`image_embeds`)."
+        False, description="Whether requests may contain visual embeddings in place of images (`image_embeds`)."
     )
-    max_media_ids: int = Field(
-        4096, ge=0, description="Names (`uuid`) of pictures and videos that are remembered with their contents."
-    )
-    rgba_background: Color = Field((255, 255, 255), description="Colour under transparent pictures, as R,G,B.")
+    max_media_ids: int = Field(4096, ge=0, description="Maximum number of cached names (`uuid`) of images and videos.")
+    rgba_background: Color = Field((255, 255, 255), description="Background color of transparent images, as R,G,B.")
 
-    # Where media may come from
-    allow_remote_media: bool = Field(True, description="Whether http and https sources are fetched.")
+    # Sources of media
+    allow_remote_media: bool = Field(True, description="Whether to fetch http and https URLs.")
     allowed_media_domains: Names = Field(
-        (), description="Host names that may be fetched from; all public ones by default."
+        (), description="Host names that media may be fetched from; defaults to all public hosts."
     )
     allow_private_addresses: bool = Field(
-        False, description="Whether loopback, private and link-local addresses may be fetched."
+        False, description="Whether media may be fetched from loopback, private and link-local addresses."
     )
     allowed_local_media_path: Path | None = Field(
-        None, description="Folder under which local files may be read; none by default."
+        None, description="Folder whose files requests may refer to; by default, local files are rejected."
     )
-    image_max_bytes: int = Field(20 * MIB, ge=1, description="Most bytes of one encoded picture.")
-    video_max_bytes: int = Field(200 * MIB, ge=1, description="Most bytes of one encoded video.")
+    image_max_bytes: int = Field(20 * MIB, ge=1, description="Maximum size of an encoded image, in bytes.")
+    video_max_bytes: int = Field(200 * MIB, ge=1, description="Maximum size of an encoded video, in bytes.")
     max_decoded_pixels: int = Field(
-        64_000_000, ge=784, le=89_478_485, description="Most pixels of a picture before resizing, read from its header."
+        64_000_000,
+        ge=784,
+        le=89_478_485,
+        description="Maximum number of pixels of an image before resizing, read from its header.",
     )
-    video_max_seconds: float = Field(600.0, gt=0, description="Longest video, in seconds.")
+    video_max_seconds: float = Field(600.0, gt=0, description="Maximum duration of a video, in seconds.")
     video_max_decoded_pixels: int = Field(
-        768_000_000, ge=784, description="Most pixels of all frames of one video before resizing."
+        768_000_000, ge=784, description="Maximum number of pixels of all frames of a video before resizing."
     )
-    video_decode_timeout: float = Field(30.0, gt=0, description="Seconds for decoding one video.")
-    image_fetch_timeout: float = Field(5.0, gt=0, description="Seconds for fetching one picture.")
-    video_fetch_timeout: float = Field(30.0, gt=0, description="Seconds for fetching one video.")
+    video_decode_timeout: float = Field(30.0, gt=0, description="Timeout for decoding a video, in seconds.")
+    image_fetch_timeout: float = Field(5.0, gt=0, description="Timeout for fetching an image, in seconds.")
+    video_fetch_timeout: float = Field(30.0, gt=0, description="Timeout for fetching a video, in seconds.")
     max_fetched_bytes: int = Field(
-        512 * MIB, ge=1, description="Most bytes that are fetched for one request, all of its media together."
+        512 * MIB, ge=1, description="Maximum number of bytes fetched for all media of a request."
     )
-    max_fetches: int = Field(16, ge=1, description="Sources fetched at the same time by one engine.")
+    max_fetches: int = Field(16, ge=1, description="Maximum number of concurrent fetches of an engine.")
 
     _plugin_options: tuple[PluginOptions, ...] = PrivateAttr(())
 
     def __init__(self, **options: Any) -> None:
         classes = option_classes(frozenset(type(self).model_fields))
-        theirs = {name for kind in classes for name in kind.model_fields}
+        plugin_fields = {name for kind in classes for name in kind.model_fields}
         validated = [_validated(kind, options) for kind in classes]
-        faults = [fault for _, found in validated for fault in found]
+        errors = [error for _, found in validated for error in found]
         try:
-            super().__init__(**{name: value for name, value in options.items() if name not in theirs})
+            super().__init__(**{name: value for name, value in options.items() if name not in plugin_fields})
         except ValidationError as error:
-            faults = [*error.errors(include_url=False), *faults]
-        if faults:
-            raise _explain(faults, options)
+            errors = [*error.errors(include_url=False), *errors]
+        if errors:
+            raise _config_error(errors, options)
         self._plugin_options = tuple(made for made, _ in validated if made)
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
@@ -232,26 +243,26 @@ class EngineConfig(BaseSettings):
 
     @property
     def plugin_options(self) -> tuple[PluginOptions, ...]:
-        """Those of all installed plugins."""
+        """The options of all installed plugins."""
         return self._plugin_options
 
     def options_of(self, kind: type[Options]) -> Options:
-        """A plugin's options, by their class; where it is not installed, as the environment sets them."""
+        """Return a plugin's options by their class. If it is not installed, they are read from the environment."""
         try:
             return next((options for options in self._plugin_options if isinstance(options, kind)), None) or kind()
         except ValidationError as error:
-            raise _explain(error.errors(include_url=False), {}) from None
+            raise _config_error(error.errors(include_url=False), {}) from None
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """As pydantic's; `update` may hold options of plugins too."""
+        """Copy the configuration, as pydantic does; `update` can also contain options of plugins."""
         changes = dict(update or {})
-        theirs = [
+        updates = [
             {name: changes.pop(name) for name in type(options).model_fields if name in changes}
             for options in self._plugin_options
         ]
         copy = super().model_copy(update=changes, deep=deep)
-        copy._plugin_options = tuple(  # noqa: SLF001 - of the same class
-            options.model_copy(update=values) for options, values in zip(self._plugin_options, theirs, strict=True)
+        copy._plugin_options = tuple(  # noqa: SLF001 - same class
+            options.model_copy(update=values) for options, values in zip(self._plugin_options, updates, strict=True)
         )
         return copy
 
@@ -275,7 +286,7 @@ class EngineConfig(BaseSettings):
 
     @field_validator("limit_mm_per_prompt", mode="before")
     @classmethod
-    def _limits(cls, value: object) -> object:
+    def _parse_limits(cls, value: object) -> object:
         if not isinstance(value, str):
             return value
         try:
@@ -283,13 +294,15 @@ class EngineConfig(BaseSettings):
                 return json.loads(value)
             return dict(pair.split("=", 1) for pair in value.replace(" ", "").split(",") if pair)
         except ValueError:
-            raise ValueError('write image=4,video=1, or {"image": 4, "video": 1}') from None
+            raise ValueError(
+                'must be a list such as image=4,video=1 or JSON such as {"image": 4, "video": 1}'
+            ) from None
 
     @field_validator("rgba_background", mode="before")
     @classmethod
-    def _three(cls, value: object) -> object:
+    def _three_channels(cls, value: object) -> object:
         if isinstance(value, tuple) and len(value) != 3:
-            raise ValueError("write three numbers, as in 255,255,255")
+            raise ValueError("must be three numbers, such as 255,255,255")
         return value
 
     @field_validator("allowed_media_domains", "rgba_background", mode="before")
@@ -304,71 +317,73 @@ class EngineConfig(BaseSettings):
 
     @field_validator("rgba_background")
     @classmethod
-    def _levels(cls, value: tuple[int, int, int]) -> tuple[int, int, int]:
+    def _check_channels(cls, value: tuple[int, int, int]) -> tuple[int, int, int]:
         if not all(0 <= level <= 255 for level in value):
-            raise ValueError("each of R,G,B must be 0 to 255")
+            raise ValueError("must be three numbers from 0 to 255")
         return value
 
     @property
     def cache_folder(self) -> Path:
-        """Where this package keeps what it has made: `cache_dir`, else as the XDG Base Directory Specification says."""
+        """Folder for generated files: `cache_dir`, or the default of the XDG Base Directory Specification."""
         if self.cache_dir is not None:
             return self.cache_dir.expanduser()
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dashinfer-vlm"
 
     @property
     def name(self) -> str:
-        """The model's name in requests and answers; a folder goes by its last part, so that answers hold no path."""
+        """The model's name in requests and responses; for a folder its last part, so that responses contain no path."""
         folder = Path(self.model).expanduser()
         return self.served_model_name or (folder.resolve().name if folder.is_dir() else self.model)
 
 
 def option_fields() -> dict[str, tuple[FieldInfo, str]]:
-    """Every option by its name: its field, and the title of the plugin that brings it, empty for the engine's own."""
+    """Map all option names to the field and the title of the plugin that registers it, empty for EngineConfig."""
     own = EngineConfig.model_fields
-    theirs = {
+    plugin_fields = {
         name: (field, kind.title)
         for kind in option_classes(frozenset(own))
         for name, field in kind.model_fields.items()
     }
-    return {**{name: (field, "") for name, field in own.items()}, **theirs}
+    return {**{name: (field, "") for name, field in own.items()}, **plugin_fields}
 
 
 def variable(option: str) -> str:
-    """The variable that sets an option, by the name of its field or its flag."""
+    """Return the environment variable of an option, which is named by its field or flag."""
     return ENV_PREFIX + option.replace("-", "_").upper()
 
 
 def variables_set() -> list[str]:
-    """Names of the variables that begin as ours do, known or not."""
+    """Return the names of all environment variables with our prefix, known or not."""
     return [name for name in os.environ if name.startswith(ENV_PREFIX)]
 
 
 def _validated(
     kind: type[PluginOptions], options: Mapping[str, Any]
 ) -> tuple[PluginOptions | None, Sequence[ErrorDetails]]:
-    """Those of one plugin among `options`, or what is wrong with them."""
+    """Create the options of one plugin from `options`; in case of errors, return None and the errors."""
     try:
         return kind(**{name: options[name] for name in kind.model_fields if name in options}), ()
     except ValidationError as error:
         return None, error.errors(include_url=False)
 
 
-def _explain(faults: Sequence[ErrorDetails], given: Mapping[str, Any]) -> ConfigError:
-    """All faults of a configuration in one line, by the names of the options, and of the variables that they come from;
-    `param` is the first option."""
-    texts = [_text(fault, given) for fault in faults]
+def _config_error(errors: Sequence[ErrorDetails], given: Mapping[str, Any]) -> ConfigError:
+    """Report all errors of a configuration in one line, with the names of options and of their environment variables.
+
+    `param` is the first option.
+    """
+    texts = [_error_text(error, given) for error in errors]
     message = f"Invalid option {'; '.join(texts)}. `dashinfer-vlm serve --help` lists every option."
-    place = faults[0]["loc"]
-    return ConfigError(message, param=str(place[0]) if place else None)
+    location = errors[0]["loc"]
+    return ConfigError(message, param=str(location[0]) if location else None)
 
 
-def _text(fault: ErrorDetails, given: Mapping[str, Any]) -> str:
-    place = fault["loc"]
-    if not place:  # of several options together
-        return validation_message(fault)
-    name = ".".join(map(str, place))
-    return f"{name}{_source(str(place[0]), given)}: {validation_message(fault)} (got {fault['input']!r})"
+def _error_text(error: ErrorDetails, given: Mapping[str, Any]) -> str:
+    location = error["loc"]
+    if not location:  # the error concerns several options together
+        return validation_message(error)
+    name = ".".join(map(str, location))
+    return f"{name}{_source(str(location[0]), given)}: {validation_message(error)} (got {error['input']!r})"
 
 
 def _source(option: str, given: Mapping[str, Any]) -> str:

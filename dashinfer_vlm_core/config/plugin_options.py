@@ -1,4 +1,4 @@
-"""Options of plugins, which are set in the same ways as those of `EngineConfig`."""
+"""Options of plugins, which are set like those of `EngineConfig`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ ENV_PREFIX = "DASHINFER_VLM_"
 class PluginOptions(BaseSettings):
     """Base class of a plugin's options: fields with a type, a default and a description.
 
-    A plugin registers its class by `register_options`. From then on, each field is an option of the command line, of
-    the configuration file, of the environment (`DASHINFER_VLM_` and its name in upper case) and of `EngineConfig(...)`.
-    The plugin reads them by `config.options_of(Class)`. Names are shared with the engine and other plugins: begin them
-    with the plugin's name where they could mean something else.
+    A plugin registers its class through `register_options`. Each field is then an option of the command line, the
+    configuration file, the environment (`DASHINFER_VLM_` and its name in upper case) and `EngineConfig(...)`. The
+    plugin reads them with `config.options_of(Class)`. The engine and all plugins share one namespace: start ambiguous
+    names with the plugin's name.
 
     Attributes:
-        title: of their section in the help.
+        title: heading of their section in the help.
     """
 
     model_config: ClassVar[SettingsConfigDict] = SettingsConfigDict(
@@ -37,57 +37,56 @@ class PluginOptions(BaseSettings):
     @field_validator("*", mode="before")
     @classmethod
     def _split(cls, value: object, info: ValidationInfo) -> object:
-        """Lists are separated by commas in the environment and on the command line."""
+        """Split comma-separated lists from the environment and the command line."""
         field = cls.model_fields[info.field_name or ""]
         if isinstance(value, str) and get_origin(field.annotation) in (tuple, list):
             return [item.strip() for item in value.split(",") if item.strip()]
         return value
 
     def check(self, decoder: str) -> None:
-        """Refuse values that the selected decoder does not support.
+        """Reject values that the selected decoder does not support.
 
         Args:
-            decoder: its registered name.
+            decoder: the decoder's registered name.
 
         Raises:
-            ConfigError: the message names the option, and the next step.
+            ConfigError: a value is not supported; the message contains the option and the next step.
         """
 
 
 def check_options(kind: object) -> type[PluginOptions]:
-    """What a plugin registers as its options.
+    """Check an options class that a plugin registers, and return it.
 
     Raises:
-        PluginError: it is no subclass of `PluginOptions`, or a field of it has no default.
+        PluginError: it is not a subclass of `PluginOptions`, or one of its fields has no default.
     """
     if not (isinstance(kind, type) and issubclass(kind, PluginOptions)):
-        raise PluginError(f"Options have to be a subclass of PluginOptions, which {kind!r} is not.")
+        raise PluginError(f"Options must be a subclass of PluginOptions, got {kind!r}.")
     try:
         kind.model_construct()
     except Exception as error:
-        raise PluginError(f"The options {kind.__name__} have a default that fails: {error}") from error
+        raise PluginError(f"A default of the options {kind.__name__} raises an error: {error}") from error
     if required := [name for name, field in kind.model_fields.items() if field.is_required()]:
-        raise PluginError(f"The option {required[0]!r} of {kind.__name__} needs a default.")
+        raise PluginError(f"The option {required[0]!r} of {kind.__name__} must have a default.")
     return kind
 
 
-def option_classes(taken: frozenset[str]) -> tuple[type[PluginOptions], ...]:
-    """The classes that installed plugins register; looked for once in a process.
+def option_classes(reserved: frozenset[str]) -> tuple[type[PluginOptions], ...]:
+    """Return the options classes that installed plugins register; searched once per process.
 
-    A plugin that is broken, or registers a name that is taken, is skipped: `dashinfer-vlm plugins` lists it with the
-    fix.
+    A plugin that is broken, or registers an existing name, is skipped. `dashinfer-vlm plugins` lists it with the fix.
 
     Args:
-        taken: names of the engine's own options.
+        reserved: names of the options of EngineConfig.
     """
     with _LOCK:
-        if _SEARCHES:  # a plugin's module makes a configuration while it is imported
+        if _SEARCHES:  # a plugin creates an EngineConfig while it is imported
             return tuple(_SEARCHES[-1])
-        return _search(taken)
+        return _search(reserved)
 
 
 def forget_options() -> None:
-    """Look for the options of plugins again, when others have been installed."""
+    """Clear the cache of `option_classes`, after plugins have been installed."""
     _search.cache_clear()
 
 
@@ -96,18 +95,18 @@ _SEARCHES: list[list[type[PluginOptions]]] = []
 
 
 @functools.lru_cache(maxsize=8)
-def _search(taken: frozenset[str]) -> tuple[type[PluginOptions], ...]:
+def _search(reserved: frozenset[str]) -> tuple[type[PluginOptions], ...]:
     found: list[type[PluginOptions]] = []
-    names, plugins = set(taken), set[str]()
+    names, plugins = set(reserved), set[str]()
     _SEARCHES.append(found)
     try:
         for entry in plugin_entries():
             classes: list[type[PluginOptions]] = []
-            works = entry.name not in plugins and call_hooks(entry, functools.partial(_register, classes))
-            wanted = [name for kind in classes for name in kind.model_fields]
-            if works and names.isdisjoint(wanted):
+            usable = entry.name not in plugins and call_hooks(entry, functools.partial(_register, classes))
+            option_names = [name for kind in classes for name in kind.model_fields]
+            if usable and names.isdisjoint(option_names):
                 found += classes
-                names.update(wanted)
+                names.update(option_names)
             plugins.add(entry.name)
     finally:
         _SEARCHES.pop()

@@ -24,7 +24,7 @@ GROUP = "dashinfer_vlm"
 """Name of the pluggy project and of the entry point group of plugins."""
 
 API_VERSION = 2
-"""Version of the hooks and of the interfaces that they register. A plugin declares its version in `dashinfer_vlm_api`."""
+"""Version of the hooks and of the interfaces that they register. Plugins declare theirs in `dashinfer_vlm_api`."""
 
 hookspec: pluggy.HookspecMarker = pluggy.HookspecMarker(GROUP)
 hookimpl: pluggy.HookimplMarker = pluggy.HookimplMarker(GROUP)

@@ -52,7 +52,9 @@ def import_plugin(entry: EntryPoint) -> object:
 
 def missing_dependency(entry: EntryPoint, error: ImportError) -> MissingDependency:
     requirement = f"{owner(entry)}{f'[{entry.extras[0]}]' if entry.extras else ''}"
-    return MissingDependency(f"{entry.name!r} ({entry.value}) cannot be imported: {error}. Try: pip install '{requirement}'")
+    return MissingDependency(
+        f"{entry.name!r} ({entry.value}) cannot be imported: {error}. Try: pip install '{requirement}'"
+    )
 
 
 def call_hooks(entry: EntryPoint, use: Callable[[pluggy.HookRelay], None]) -> bool:

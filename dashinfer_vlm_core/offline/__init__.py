@@ -1,4 +1,4 @@
-"""A model in this process, for people who know vLLM's `LLM`: many prompts in, their answers out, in order."""
+"""Offline inference with an interface like that of vLLM's `LLM`: a list of prompts in, their outputs in order."""
 
 from .outputs import CompletionOutput, RequestOutput
 from .params import SamplingParams

@@ -1,4 +1,4 @@
-"""Many requests, a bounded number of them at a time, answered in order."""
+"""Run many requests with bounded concurrency, and return their outcomes in order."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ..errors import DashInferVLMError, QueueFull
 from ..protocol import OfflineRequest
 
 Outcome = Generation | DashInferVLMError
-Make = Callable[[], OfflineRequest]
+RequestFactory = Callable[[], OfflineRequest]
 
 
 class OfflineBatch:
-    """Answers requests side by side. They are made one by one, when there is room for them.
+    """Runs requests concurrently. Each request is created only when a slot is free.
 
     Args:
-        engine: answers them.
-        limit: most requests that are under way at one time.
-        on_done: called in the caller's thread after each.
+        engine: the engine that serves them.
+        limit: maximum number of concurrent requests.
+        on_done: called in the caller's thread after each request.
     """
 
     def __init__(self, engine: Engine, *, limit: int, on_done: Callable[[], object]) -> None:
@@ -31,39 +31,39 @@ class OfflineBatch:
         self._running: dict[Future[Generation], tuple[int, OfflineRequest]] = {}
         self._outcomes: dict[int, Outcome] = {}
 
-    def run(self, makers: Iterable[Make]) -> list[Outcome]:
-        """What became of each, in order. Whatever else is raised, Ctrl-C too, cancels what is under way."""
+    def run(self, factories: Iterable[RequestFactory]) -> list[Outcome]:
+        """Return the outcome of each request, in order. Other exceptions, such as Ctrl-C, cancel running requests."""
         try:
-            for index, make in enumerate(makers):
-                self._begin(index, make)
-                self._collect(room_for=1)
-            self._collect(room_for=self._limit)
+            for index, factory in enumerate(factories):
+                self._submit(index, factory)
+                self._collect(free_slots=1)
+            self._collect(free_slots=self._limit)
         finally:
             for future in self._running:
                 future.cancel()
         return [self._outcomes[index] for index in range(len(self._outcomes))]
 
-    def _begin(self, index: int, make: Make) -> None:
+    def _submit(self, index: int, factory: RequestFactory) -> None:
         try:
-            request = make()
+            request = factory()
             self._running[self._engine.submit(request)] = index, request
         except DashInferVLMError as error:
-            self._done(index, error)
+            self._finish(index, error)
 
-    def _collect(self, room_for: int) -> None:
-        while len(self._running) > self._limit - room_for:
+    def _collect(self, free_slots: int) -> None:
+        while len(self._running) > self._limit - free_slots:
             for future in wait(self._running, return_when=FIRST_COMPLETED).done:
                 index, request = self._running.pop(future)
                 error = future.exception()
-                if isinstance(error, QueueFull):  # other callers of the engine hold its places
-                    self._again(index, request, error.retry_after)
+                if isinstance(error, QueueFull):  # other callers of the engine use its slots
+                    self._resubmit(index, request, error.retry_after)
                 else:
-                    self._done(index, error if isinstance(error, DashInferVLMError) else future.result())
+                    self._finish(index, error if isinstance(error, DashInferVLMError) else future.result())
 
-    def _again(self, index: int, request: OfflineRequest, seconds: float) -> None:
+    def _resubmit(self, index: int, request: OfflineRequest, seconds: float) -> None:
         time.sleep(seconds)
-        self._begin(index, lambda: request)
+        self._submit(index, lambda: request)
 
-    def _done(self, index: int, outcome: Outcome) -> None:
+    def _finish(self, index: int, outcome: Outcome) -> None:
         self._outcomes[index] = outcome
         self._on_done()

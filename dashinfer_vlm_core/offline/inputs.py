@@ -1,4 +1,4 @@
-"""What callers write for a prompt or a conversation -> OfflineRequest."""
+"""Convert prompts and conversations of callers to `OfflineRequest`."""
 
 from __future__ import annotations
 
@@ -20,36 +20,37 @@ _PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "multi_modal_u
 _OBJECT_PARTS: Mapping[str, Kind] = {"image_pil": "image", "image": "image", "image_embeds": "image", "video": "video"}
 
 
-def is_one_prompt(prompts: object) -> bool:
-    """Whether this is a prompt rather than several: text, token ids, or an object."""
+def is_single_prompt(prompts: object) -> bool:
+    """Return whether this is a single prompt: text, token ids, or an object."""
     return isinstance(prompts, (str, Mapping)) or _is_ids(prompts)
 
 
-def is_one_conversation(messages: object) -> bool:
-    """Whether this is a list of messages rather than of conversations."""
+def is_single_conversation(messages: object) -> bool:
+    """Return whether this is a list of messages rather than a list of conversations."""
     return isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], Mapping)
 
 
-def text_of(prompt: object) -> str | None:
-    """The text of a prompt, if it is text."""
+def prompt_text(prompt: object) -> str | None:
+    """Return the text of a prompt, or None if it is token ids."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return text if isinstance(text, str) else None
 
 
 def from_prompt(prompt: object, sampling: SamplingParams) -> OfflineRequest:
-    """The request for one prompt of `VLM.generate`.
+    """Create the request for one prompt of `VLM.generate`.
 
     Raises:
-        InvalidParameter, UnsupportedParameter: it is none; `param` names the key, such as `multi_modal_data.image[0]`.
+        InvalidParameter, UnsupportedParameter: the prompt is invalid; `param` is the key, such as
+            `multi_modal_data.image[0]`.
     """
     given = prompt if isinstance(prompt, Mapping) else {"prompt_token_ids" if _is_ids(prompt) else "prompt": prompt}
     for name in given:
         if name not in _PROMPT_KEYS:
-            raise InvalidParameter(f"A prompt has no key {show(name)}: it may have {', '.join(_PROMPT_KEYS)}.")
+            raise InvalidParameter(f"A prompt has no key {show(name)}. Its keys are {', '.join(_PROMPT_KEYS)}.")
     return _parse(
         sampling,
-        prompt=_rendered(given),
-        attached=_attached(given),
+        prompt=_raw_prompt(given),
+        attached=_media_parts(given),
         mm_processor_kwargs=given.get("mm_processor_kwargs"),
     )
 
@@ -57,10 +58,11 @@ def from_prompt(prompt: object, sampling: SamplingParams) -> OfflineRequest:
 def from_messages(
     messages: object, sampling: SamplingParams, mm_processor_kwargs: Mapping[str, Any] | None
 ) -> OfflineRequest:
-    """The request for one conversation of `VLM.chat`.
+    """Create the request for one conversation of `VLM.chat`.
 
     Raises:
-        InvalidParameter, UnsupportedParameter: it is none; `param` names the field, such as `messages[0].content[1]`.
+        InvalidParameter, UnsupportedParameter: the conversation is invalid; `param` is the field, such as
+            `messages[0].content[1]`.
     """
     contents: dict[str, Any] = {}
     if isinstance(messages, (list, tuple)):
@@ -78,7 +80,7 @@ def _is_ids(value: object) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and all(type(item) is int for item in value)
 
 
-def _rendered(given: Mapping[str, Any]) -> str | tuple[int, ...]:
+def _raw_prompt(given: Mapping[str, Any]) -> str | tuple[int, ...]:
     text, ids = given.get("prompt"), given.get("prompt_token_ids")
     if isinstance(text, str) and ids is None:
         return text
@@ -86,15 +88,15 @@ def _rendered(given: Mapping[str, Any]) -> str | tuple[int, ...]:
         assert ids is not None
         return tuple(ids)
     raise InvalidParameter(
-        "A prompt is text in `prompt`, or a list of token ids in `prompt_token_ids`: give one of them.", param="prompt"
+        "A prompt is text in `prompt`, or a list of token ids in `prompt_token_ids`. Pass one of them.", param="prompt"
     )
 
 
-def _attached(given: Mapping[str, Any]) -> tuple[MediaPart, ...]:
-    """The pictures, then the videos."""
+def _media_parts(given: Mapping[str, Any]) -> tuple[MediaPart, ...]:
+    """Return the images, then the videos."""
     data = _by_kind(given, "multi_modal_data")
     uuids = _by_kind(given, "multi_modal_uuids")
-    return tuple(part for kind in _KINDS for part in _of_kind(kind, data.get(kind), uuids.get(kind)))
+    return tuple(part for kind in _KINDS for part in _parts_of_kind(kind, data.get(kind), uuids.get(kind)))
 
 
 def _by_kind(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -103,12 +105,12 @@ def _by_kind(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         raise InvalidParameter(f"`{name}` must be an object with `image` and `video`.", param=name)
     for kind in value:
         if kind not in _KINDS:
-            step = NO_AUDIO if kind == "audio" else "It may have image and video."
+            step = NO_AUDIO if kind == "audio" else "Its keys are image and video."
             raise UnsupportedParameter(f"`{name}` cannot have {show(kind)}. {step}", param=f"{name}.{kind}")
     return value
 
 
-def _of_kind(kind: Kind, value: object, uuids: object) -> list[MediaPart]:
+def _parts_of_kind(kind: Kind, value: object, uuids: object) -> list[MediaPart]:
     names = [uuids] if isinstance(uuids, str) else uuids
     if names is not None and not isinstance(names, (list, tuple)):
         raise InvalidParameter(
@@ -118,8 +120,8 @@ def _of_kind(kind: Kind, value: object, uuids: object) -> list[MediaPart]:
     names = [None] * len(items) if names is None else names
     if len(names) != len(items):
         raise InvalidParameter(
-            f"`multi_modal_uuids.{kind}` has {len(names)} entries for {len(items)} of `multi_modal_data.{kind}`: give"
-            " one for each, or None.",
+            f"`multi_modal_uuids.{kind}` has {len(names)} entries for {len(items)} items of `multi_modal_data.{kind}`."
+            " Pass one for each item, or None.",
             param=f"multi_modal_uuids.{kind}",
         )
     return [
@@ -129,7 +131,7 @@ def _of_kind(kind: Kind, value: object, uuids: object) -> list[MediaPart]:
 
 
 def _items(kind: Kind, value: object) -> Sequence[object]:
-    """One or several; a list of pictures under `video` is one video."""
+    """Return the items of a value, which is one item or a list; a list of images under `video` is one video."""
     if not isinstance(value, (list, tuple)) or (kind == "video" and value and all(map(_is_frame, value))):
         return [value]
     return value
@@ -139,27 +141,27 @@ def _is_frame(value: object) -> bool:
     return isinstance(value, PILImage.Image) or getattr(value, "ndim", None) in (2, 3)
 
 
-def _message(message: object, where: str, contents: dict[str, Any]) -> object:
+def _message(message: object, path: str, contents: dict[str, Any]) -> object:
     if not isinstance(message, Mapping) or not isinstance(message.get("content"), (list, tuple)):
         return message
-    parts = [_part(part, f"{where}.content[{index}]", contents) for index, part in enumerate(message["content"])]
+    parts = [_part(part, f"{path}.content[{index}]", contents) for index, part in enumerate(message["content"])]
     return {**message, "content": parts}
 
 
-def _part(part: object, where: str, contents: dict[str, Any]) -> object:
-    """A part as in JSON; an object in it is noted in `contents`, by its place."""
+def _part(part: object, path: str, contents: dict[str, Any]) -> object:
+    """Convert a part to its JSON form. An object in it is stored in `contents`, by the part's path."""
     name = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(part, Mapping) or not isinstance(name, str) or name not in _OBJECT_PARTS or _is_text(part):
         return part
     value, kind = part.get(name), _OBJECT_PARTS[name]
     if is_object(value):
-        contents[where] = value
+        contents[path] = value
     options = {key: option for key, option in part.items() if key not in {"type", name, "uuid"}}
-    return wire_part(kind, value, options, part.get("uuid"), where)
+    return wire_part(kind, value, options, part.get("uuid"), path)
 
 
 def _is_text(part: Mapping[str, Any]) -> bool:
-    """Whether these are embeddings as JSON has them."""
+    """Return whether these are embeddings in their JSON form, base64 text."""
     rows = part.get("image_embeds")
     rows = rows.get("image_embeds") if isinstance(rows, Mapping) else rows
     return part["type"] == "image_embeds" and (rows is None or isinstance(rows, str))

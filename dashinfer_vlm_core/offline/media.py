@@ -1,4 +1,4 @@
-"""What callers write for a picture or video -> the part that a request would have for it."""
+"""Convert images and videos of callers to the content parts of a request."""
 
 from __future__ import annotations
 
@@ -26,62 +26,62 @@ OPTIONS: Mapping[Kind, Mapping[str, str]] = {
         "nframes": "num_frames",
     },
 }
-"""Options of a part, and what a request calls them: `nframes` is what qwen-vl-utils says."""
+"""Options of a part, and their names in a request; `nframes` is the name in qwen-vl-utils."""
 
-_HERE = "memory:"
+_OBJECT_URL = "memory:"
 
 
-def wire_part(kind: Kind, value: object, options: Mapping[str, Any], uuid: str | None, where: str) -> dict[str, Any]:
-    """A content part as in JSON, whose URL says nothing where `is_object(value)`.
+def wire_part(kind: Kind, value: object, options: Mapping[str, Any], uuid: str | None, path: str) -> dict[str, Any]:
+    """Return a content part in its JSON form. Its URL is a placeholder if `is_object(value)`.
 
     Args:
-        kind: of the part.
-        value: a URL or path, for a video also a list of them, an object for `media.memory`, or None.
-        options: beside it, by the names in `OPTIONS`.
+        kind: the kind of the part.
+        value: a URL or path, for a video also a list of them, an object for `media.python_objects`, or None.
+        options: options by their names in `OPTIONS`.
         uuid: the caller's name for it.
-        where: names it in errors.
+        path: the part's path in the request, for errors.
 
     Raises:
-        InvalidParameter, UnsupportedParameter: an option is not known, or does not go with the value.
+        InvalidParameter, UnsupportedParameter: an option is unknown, or cannot be combined with the value.
     """
     for name in options:
         if name not in OPTIONS[kind]:
             raise InvalidParameter(
-                f"`{where}` has no option {show(name)}: it may have {', '.join(OPTIONS[kind])}.", param=where
+                f"`{path}` has no option {show(name)}. Its options are {', '.join(OPTIONS[kind])}.", param=path
             )
         if isinstance(value, (Mapping, EncodedEmbeddings)):
             raise UnsupportedParameter(
-                f"`{where}` is embeddings, whose size is settled: leave out `{name}`.", param=f"{where}.{name}"
+                f"`{path}` contains embeddings, whose size is fixed. Remove `{name}`.", param=f"{path}.{name}"
             )
     source = {OPTIONS[kind][name]: option for name, option in options.items()}
     if value is not None:
-        source["url"] = _HERE if is_object(value) else _url(value)
+        source["url"] = _OBJECT_URL if is_object(value) else _url(value)
     return {"type": f"{kind}_url", f"{kind}_url": source or None, "uuid": uuid}
 
 
-def media_part(kind: Kind, value: object, uuid: str | None, where: str) -> MediaPart:
-    """The same for a prompt that is rendered already; `value` may also be qwen-vl-utils' `{"image": ..., options}`.
+def media_part(kind: Kind, value: object, uuid: str | None, path: str) -> MediaPart:
+    """Return a content part for a rendered prompt; `value` can also be qwen-vl-utils' `{"image": ..., options}`.
 
     Raises:
-        InvalidParameter, UnsupportedParameter: as `wire_part`, or an option out of its range.
+        InvalidParameter, UnsupportedParameter: as `wire_part`, or an option is out of range.
     """
     options: Mapping[str, Any] = {}
     if isinstance(value, Mapping) and kind in value:
         options = {name: option for name, option in value.items() if name not in {kind, "type"}}
         value = value[kind]
     try:
-        part = Part.model_validate(wire_part(kind, value, options, uuid, where))
+        part = Part.model_validate(wire_part(kind, value, options, uuid, path))
     except ValidationError as error:
-        fault = explain(error)
-        raise InvalidParameter(f"In `{where}`: {fault.message}", param=f"{where}.{fault.param}") from None
-    part.check("user", where)
-    found = part.media(where)
-    assert found is not None
-    return replace(found, url=None, content=value) if is_object(value) else found
+        invalid = explain(error)
+        raise InvalidParameter(f"In `{path}`: {invalid.message}", param=f"{path}.{invalid.param}") from None
+    part.check("user", path)
+    media = part.media(path)
+    assert media is not None
+    return replace(media, url=None, content=value) if is_object(value) else media
 
 
 def is_object(value: object) -> bool:
-    """Whether it is there already, rather than to be fetched or recalled."""
+    """Return whether this is a Python object, rather than a URL, a path, or None for cached media."""
     return not (
         value is None or _is_source(value) or (isinstance(value, (list, tuple)) and all(map(_is_source, value)))
     )

@@ -1,4 +1,4 @@
-"""What comes back for each prompt."""
+"""The outputs of a prompt."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionOutput:
-    """One answer.
+    """One completion.
 
     Attributes:
-        index: counts the answers of a prompt.
-        text: the answer, without what ended it.
-        token_ids: the answer's tokens, the one that ended it included.
-        finish_reason: `stop`, or `length` where the tokens ran out.
-        logprobs: one entry for each token of the text, as in OpenAI's answers; None unless they were asked for.
+        index: the index among the completions of a prompt.
+        text: the completion, without the stop string or token that ended it.
+        token_ids: the completion's tokens, including the one that ended it.
+        finish_reason: `stop`, or `length` if the token limit was reached.
+        logprobs: one entry for each token of the text, as in OpenAI's responses; None unless they were requested.
     """
 
     index: int = 0
@@ -35,15 +35,15 @@ class CompletionOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOutput:
-    """What became of one prompt.
+    """The output of one prompt.
 
     Attributes:
-        request_id: numbers the prompts of one `VLM`.
-        prompt: the prompt as it was given, if it was text.
-        prompt_token_ids: what the model read; each picture and video is a run of placeholders there.
-        outputs: the answers; none where there is an error.
-        usage: tokens counted as OpenAI does; None where there is an error.
-        error: why there is no answer.
+        request_id: the number of the prompt, unique in a `VLM`.
+        prompt: the prompt as passed by the caller, if it was text.
+        prompt_token_ids: the model's input; each image and video is a sequence of placeholder tokens.
+        outputs: the completions; empty in case of an error.
+        usage: token counts, as OpenAI counts them; None in case of an error.
+        error: why there is no completion; None without an error.
     """
 
     request_id: str
@@ -54,24 +54,24 @@ class RequestOutput:
     error: DashInferVLMError | None = None
 
 
-def to_request_output(request_id: str, prompt: str | None, found: Generation) -> RequestOutput:
-    answers = zip(found.completion.choices, found.token_ids, strict=True)
+def to_request_output(request_id: str, prompt: str | None, generation: Generation) -> RequestOutput:
+    choices = zip(generation.completion.choices, generation.token_ids, strict=True)
     return RequestOutput(
         request_id=request_id,
         prompt=prompt,
-        prompt_token_ids=found.prompt_token_ids,
-        outputs=tuple(_output(choice, token_ids) for choice, token_ids in answers),
-        usage=found.completion.usage,
+        prompt_token_ids=generation.prompt_token_ids,
+        outputs=tuple(_output(choice, token_ids) for choice, token_ids in choices),
+        usage=generation.completion.usage,
     )
 
 
 def _output(choice: Choice, token_ids: tuple[int, ...]) -> CompletionOutput:
-    assert choice.finish_reason in {"stop", "length"}  # no prompt here offers tools, and nothing is filtered
-    listed = choice.logprobs.content if choice.logprobs else None
+    assert choice.finish_reason in {"stop", "length"}  # offline requests have no tools and no content filter
+    content = choice.logprobs.content if choice.logprobs else None
     return CompletionOutput(
         index=choice.index,
         text=choice.message.content or "",
         token_ids=token_ids,
         finish_reason="length" if choice.finish_reason == "length" else "stop",
-        logprobs=None if listed is None else tuple(listed),
+        logprobs=None if content is None else tuple(content),
     )

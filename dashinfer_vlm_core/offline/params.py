@@ -1,4 +1,4 @@
-"""SamplingParams: how answers are sampled, in vLLM's words."""
+"""SamplingParams: sampling parameters with vLLM's names."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ _ANY_MESSAGE = {"role": "user", "content": "Hello"}
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How an answer is sampled. Names and defaults are vLLM's, but for `max_tokens`.
+    """Sampling parameters of a completion. Names and defaults are vLLM's, except for `max_tokens`.
 
     Attributes:
-        n: answers of a prompt, 16 at most.
-        temperature: 0 (the likeliest token) to 2.
+        n: number of completions of a prompt, at most 16.
+        temperature: 0 (greedy decoding) to 2.
         top_p: above 0, up to 1.
-        top_k: keeps only the k likeliest tokens; 0 or -1 keeps all.
-        max_tokens: most tokens of the answer. vLLM's default of 16 cuts most answers short: here None means 4096, or
-            what the context leaves.
-        min_tokens: tokens before which the answer does not end.
-        stop: up to 4 strings that end the answer, and are no part of it.
-        stop_token_ids: tokens that end the answer, besides the model's own.
-        seed: same seed, same request, same answer.
+        top_k: samples from the k most likely tokens only; 0 or -1 disables it.
+        max_tokens: maximum number of tokens of the completion. vLLM's default of 16 truncates most completions; here
+            None means 4096, or what remains of the context.
+        min_tokens: minimum number of tokens before the completion can end.
+        stop: up to 4 strings that end the completion; they are not part of it.
+        stop_token_ids: token ids that end the completion, in addition to the model's own.
+        seed: the same seed and request give the same completion.
         presence_penalty: -2 to 2.
         frequency_penalty: -2 to 2.
-        repetition_penalty: 0.01 to 2; 1 does nothing.
-        logit_bias: by token id, -100 to 100.
-        logprobs: how many alternatives (0 to 20) are listed beside each token, with their log probabilities.
-        ignore_eos: go on after the model's own end token.
+        repetition_penalty: 0.01 to 2; 1 disables it.
+        logit_bias: token id -> bias of -100 to 100.
+        logprobs: number of alternatives (0 to 20) to return for each token, with their log probabilities.
+        ignore_eos: continue after the model's own end token.
 
     Raises:
-        InvalidParameter: a value out of its range; `param` names it.
+        InvalidParameter: a value is out of range; `param` is its name.
     """
 
     n: int = 1
@@ -57,7 +57,7 @@ class SamplingParams:
         ChatRequest.parse({"messages": [_ANY_MESSAGE], **self.fields()})
 
     def fields(self) -> dict[str, Any]:
-        """The same as fields of a request."""
+        """Return the parameters as fields of a request."""
         given = {name: value for name, value in asdict(self).items() if value is not None}
         if self.logit_bias is not None:
             given["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}

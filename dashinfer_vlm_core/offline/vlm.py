@@ -1,4 +1,4 @@
-"""VLM: the way in for scripts and notebooks."""
+"""VLM: offline inference for scripts and notebooks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..config import EngineConfig
 from ..engine import Engine
 from ..errors import ConfigError, DashInferVLMError, InvalidParameter
 from ..protocol import OfflineRequest
-from .batch import Make, OfflineBatch, Outcome
-from .inputs import from_messages, from_prompt, is_one_conversation, is_one_prompt, text_of
+from .batch import OfflineBatch, Outcome, RequestFactory
+from .inputs import from_messages, from_prompt, is_single_conversation, is_single_prompt, prompt_text
 from .outputs import RequestOutput, to_request_output
 from .params import SamplingParams
 
@@ -23,71 +23,73 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 LOOK_AHEAD = 8
-"""Requests that are prepared while a whole batch is being decoded."""
+"""Number of requests that are preprocessed while a full batch is being decoded."""
 
 Sampling = SamplingParams | Sequence[SamplingParams] | None
 
 
 class VLM:
-    """A model in this process, loaded when this is made.
+    """A model in this process, loaded by the constructor.
 
         with VLM("demo") as vlm:
-            (output,) = vlm.generate({"prompt": prompt, "multi_modal_data": {"image": picture}})
+            (output,) = vlm.generate({"prompt": prompt, "multi_modal_data": {"image": image}})
             print(output.outputs[0].text)
 
-    It may be used from several threads, and where an event loop runs already, as in a notebook.
+    It can be used from several threads, and while an event loop is running, as in a notebook.
 
     Args:
-        model: as `EngineConfig.model`, which says what is loaded by default.
-        engine: use this one instead, which is started if need be, and which `close` leaves alone.
-        options: others of EngineConfig.
+        model: as `EngineConfig.model`, which also defines the default.
+        engine: an engine to use instead. It is started if necessary, and `close` does not close it.
+        options: other options of EngineConfig.
 
     Attributes:
-        engine: answers the requests.
+        engine: the engine that serves the requests.
 
     Raises:
-        SetupError: the configuration, the checkpoint, a plugin or a missing extra is in the way.
+        SetupError: the configuration or the checkpoint is invalid, a plugin is broken, or an extra is missing.
     """
 
     def __init__(self, model: str | Path | None = None, *, engine: Engine | None = None, **options: Any) -> None:
         if model is not None:
             options["model"] = str(model)
         if engine is not None and options:
-            raise ConfigError("An engine that is there already has its options: give it to VLM without others.")
+            raise ConfigError("`engine` cannot be combined with `model` or other options. Pass these to Engine.")
         self._owned = engine is None
         self.engine: Engine = (engine or Engine(EngineConfig(**options))).start()
         self._ids = itertools.count()
 
     def generate(self, prompts: Any, sampling_params: Sampling = None, *, use_tqdm: bool = True) -> list[RequestOutput]:
-        """Answer one prompt that is rendered already, or many.
+        """Complete one or many rendered prompts.
 
-        A prompt is text whose control tokens count as such, a list of token ids, or an object of `prompt` or
-        `prompt_token_ids` and
+        A prompt is text in which control tokens are recognized, a list of token ids, or an object with `prompt` or
+        `prompt_token_ids`, and
 
-        * `multi_modal_data`: under `image` and `video`, one or a list of what `media.memory` describes, of URLs, or of
-          paths under `allowed_local_media_path`. A list of pictures under `video` is the frames of one. With options of
-          its own each is written as in qwen-vl-utils: `{"video": "film.mp4", "fps": 1, "max_pixels": 200704}`.
-        * `multi_modal_uuids`: under the same keys a name or None for each; what was sent before under its name may be
-          None, or left out where all are.
-        * `mm_processor_kwargs`: options for all of them, such as `max_pixels`.
+        * `multi_modal_data`: `image` and `video`, each one item or a list. An item is an object that
+          `media.python_objects` describes, a URL, or a path under `allowed_local_media_path`. A list of images under
+          `video` is the frames of one video. To set options of an item, write it as in qwen-vl-utils:
+          `{"video": "film.mp4", "fps": 1, "max_pixels": 200704}`.
+        * `multi_modal_uuids`: a name or None for each item, under the same keys. Items that were sent before under
+          their name can be None; if all of them were, `multi_modal_data` can be omitted.
+        * `mm_processor_kwargs`: options for all items, such as `max_pixels`.
 
-        The text has one placeholder for each, of its kind, in the order given.
+        The text contains one placeholder for each item, of the item's kind, in order.
 
         Args:
-            prompts: one, or an iterable of them, which is read only as far as there is room: a generator's thousands of
-                pictures are never in memory together.
-            sampling_params: one for all, or one for each of a list of prompts; `SamplingParams()` if None.
+            prompts: one prompt, or an iterable of prompts. The iterable is consumed only as slots become free, so that
+                the images of a generator are never all in memory at once.
+            sampling_params: one for all prompts, or a list with one for each; `SamplingParams()` if None.
             use_tqdm: whether to show a progress bar.
 
         Returns:
-            What became of each, in order. One that fails has an `error` and no `outputs`; the others are not affected.
+            The output of each prompt, in order. A prompt that fails has an `error` and no `outputs`; the others are not
+            affected.
 
         Raises:
-            DashInferVLMError: `prompts` is a single one, not in a list, and it failed.
-            InvalidParameter: there are not as many `sampling_params` as prompts.
+            DashInferVLMError: `prompts` is a single prompt, not in a list, and it failed.
+            InvalidParameter: the numbers of `sampling_params` and prompts differ.
         """
-        alone = is_one_prompt(prompts)
-        return self._answer([prompts] if alone else prompts, from_prompt, sampling_params, alone, use_tqdm)
+        single = is_single_prompt(prompts)
+        return self._generate([prompts] if single else prompts, from_prompt, sampling_params, single, use_tqdm)
 
     def chat(
         self,
@@ -97,42 +99,42 @@ class VLM:
         use_tqdm: bool = True,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation in OpenAI's form, or many.
+        """Complete one or many conversations in OpenAI's format.
 
-        Besides the parts that a server takes (`text`, `image_url`, `video_url`, `image_embeds`) there are some for
-        objects, as `media.memory` describes them:
+        In addition to the server's content parts (`text`, `image_url`, `video_url`, `image_embeds`), these accept the
+        objects that `media.python_objects` describes:
 
-            {"type": "image_pil", "image_pil": picture}     {"type": "image", "image": picture, URL or path}
+            {"type": "image_pil", "image_pil": image}     {"type": "image", "image": image, URL or path}
             {"type": "image_embeds", "image_embeds": {"image_embeds": tensor, "image_grid_thw": tensor}}
             {"type": "video", "video": frames, URL or path}
 
-        Each may have a `uuid`, and options such as `max_pixels` or `fps` beside it; what was sent before under its
-        `uuid` may be None.
+        Each can have a `uuid` and options such as `max_pixels` or `fps` next to its value. The value can be None if it
+        was sent before under its `uuid`.
 
         Args:
-            messages: a list of messages, or an iterable of such lists, which is read as in `generate`.
+            messages: a list of messages, or an iterable of such lists, which is consumed as in `generate`.
             sampling_params: as in `generate`.
             use_tqdm: as in `generate`.
-            mm_processor_kwargs: options for all pictures and videos, such as `max_pixels`.
+            mm_processor_kwargs: options for all images and videos, such as `max_pixels`.
 
         Returns:
-            As `generate`.
+            The output of each conversation, as in `generate`.
 
         Raises:
             DashInferVLMError: `messages` is a single conversation, and it failed.
-            InvalidParameter: there are not as many `sampling_params` as conversations.
+            InvalidParameter: the numbers of `sampling_params` and conversations differ.
         """
 
         def make(conversation: object, sampling: SamplingParams) -> OfflineRequest:
             return from_messages(conversation, sampling, mm_processor_kwargs)
 
-        alone = is_one_conversation(messages)
-        return self._answer([messages] if alone else messages, make, sampling_params, alone, use_tqdm)
+        single = is_single_conversation(messages)
+        return self._generate([messages] if single else messages, make, sampling_params, single, use_tqdm)
 
     def close(self) -> None:
-        """Free the model; what still runs ends with EngineClosed. Closing twice is allowed.
+        """Free the model. Running requests fail with EngineClosed. Closing twice is allowed.
 
-        Raises as `Engine.close`.
+        Raises the same errors as `Engine.close`.
         """
         if self._owned:
             self.engine.close()
@@ -145,27 +147,27 @@ class VLM:
     ) -> None:
         self.close()
 
-    def _answer(
+    def _generate(
         self,
         items: Iterable[object],
         make: Callable[[object, SamplingParams], OfflineRequest],
         sampling: Sampling,
-        alone: bool,
+        single: bool,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         from tqdm.auto import tqdm
 
         texts: list[str | None] = []
 
-        def makers() -> Iterator[Make]:
-            for item, params in zip(items, _samplings(sampling, items), strict=False):
-                texts.append(text_of(item))
+        def factories() -> Iterator[RequestFactory]:
+            for item, params in zip(items, _params_per_item(sampling, items), strict=False):
+                texts.append(prompt_text(item))
                 yield functools.partial(make, item, params)
 
         total = len(items) if isinstance(items, Sized) else None
         with tqdm(total=total, desc="Prompts", unit="prompt", dynamic_ncols=True, disable=not use_tqdm) as bar:
-            outcomes = OfflineBatch(self.engine, limit=self._limit, on_done=bar.update).run(makers())
-        if alone and isinstance(outcomes[0], DashInferVLMError):
+            outcomes = OfflineBatch(self.engine, limit=self._limit, on_done=bar.update).run(factories())
+        if single and isinstance(outcomes[0], DashInferVLMError):
             raise outcomes[0]
         return [self._output(text, outcome) for text, outcome in zip(texts, outcomes, strict=True)]
 
@@ -177,17 +179,17 @@ class VLM:
 
     @property
     def _limit(self) -> int:
-        """Never more than the engine has places for."""
+        """Maximum number of concurrent requests; never more than the engine has slots."""
         config = self.engine.config
         return config.max_batch_size + min(LOOK_AHEAD, config.max_waiting)
 
 
-def _samplings(sampling: Sampling, items: Iterable[object]) -> Iterable[SamplingParams]:
+def _params_per_item(sampling: Sampling, items: Iterable[object]) -> Iterable[SamplingParams]:
     if sampling is None or isinstance(sampling, SamplingParams):
         return itertools.repeat(sampling or SamplingParams())
     if not isinstance(items, Sized) or len(items) != len(sampling):
         raise InvalidParameter(
-            f"There are {len(sampling)} SamplingParams: give one for all, or a list of as many prompts.",
+            f"`sampling_params` has {len(sampling)} entries. Pass one for all prompts, or a list of the same length.",
             param="sampling_params",
         )
     return sampling

@@ -1,4 +1,4 @@
-"""Plugins: found by entry points, and what they register."""
+"""Discovery of plugins by entry points, and the registry of what they provide."""
 
 from ..hookspecs.discovery import DISTRIBUTION
 from .loader import (

@@ -1,4 +1,4 @@
-"""Built-in parts that have no package of their own, entering by the same door as a stranger's plugin."""
+"""Built-in components without a separate package. They use the same hooks as third-party plugins."""
 
 from __future__ import annotations
 

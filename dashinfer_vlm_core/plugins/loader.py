@@ -1,4 +1,4 @@
-"""Find plugins, survive the broken ones, and keep what they register. The built-in parts come in by the same door."""
+"""Load plugins, skip broken ones, and store what they register. Built-in components use the same hooks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from ..config import EngineConfig, PluginOptions
 from ..config.plugin_options import check_options
 from ..errors import MissingDependency, PluginError
 from ..hookspecs import GROUP, Finding
-from ..hookspecs.discovery import call_hooks, identity, import_plugin, manager_of, missing, plugin_entries
+from ..hookspecs.discovery import (
+    call_hooks,
+    create_manager,
+    identity,
+    import_plugin,
+    missing_dependency,
+    plugin_entries,
+)
+from ..hookspecs.legacy import current_decoder_factory
 from ..models.checkpoint import model_type
 
 if TYPE_CHECKING:
@@ -35,15 +43,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PluginRow:
-    """What became of one entry point: a line of `dashinfer-vlm plugins`.
+    """The status of one entry point: a line of `dashinfer-vlm plugins`.
 
     Attributes:
-        name: of the entry point.
-        value: the object it points to.
-        distribution: the package that brought it, with its version.
+        name: the name of the entry point.
+        value: the object that it names.
+        distribution: the distribution that declares it, with its version.
         status: `ok`, or why it is not in use.
         provides: what it registered, such as `decoder torch`.
-        problem: for a person: what went wrong and how to mend it; empty if nothing did.
+        problem: what is wrong and how to fix it, for people; empty if nothing is.
     """
 
     name: str
@@ -68,58 +76,62 @@ class Registry:
     rows: list[PluginRow] = field(default_factory=list)
 
     def family(self, model_type: str) -> ModelFamily:
-        return _named("model family", model_type, self.families)
+        return _lookup("model family", model_type, self.families)
 
     def family_of(self, folder: Path) -> ModelFamily:
-        """What reads the checkpoint in a folder.
+        """Return the model family of the checkpoint in a folder.
 
         Raises:
-            CheckpointError: it does not say what it is.
-            PluginError: nobody reads such checkpoints.
+            CheckpointError: the checkpoint does not declare its `model_type`.
+            PluginError: no plugin supports this `model_type`.
         """
         return self.family(model_type(folder))
 
     def decoder(self, name: str) -> DecoderFactory:
-        return _named("decoder", name, self.decoders)
+        return _lookup("decoder", name, self.decoders)
 
     def add_plugin(self, plugin: object, *, name: str) -> tuple[str, ...]:
-        """Register everything that `plugin` brings; what it provides, for people.
+        """Register everything that `plugin` provides, and return a summary for people, such as `decoder torch`.
 
         Raises:
-            PluginError: it was written for another version of the plugin API, a hook is misspelt or has other
-                arguments, a name is taken, or the plugin's own code fails. Nothing of the plugin is kept then.
+            PluginError: it was written for another version of the plugin API, a hook has an unknown name or argument, a
+                name is already registered, or the plugin's code raises an exception. Nothing is registered then.
         """
-        manager = manager_of(plugin, name)
+        manager = create_manager(plugin, name)
         staged = Registry()
         try:
             staged.call(manager)
         except PluginError:
             raise
         except Exception as error:
-            raise PluginError(f"Plugin {name!r} failed while registering: {error}") from error
+            raise PluginError(f"Plugin {name!r} failed during registration: {error}") from error
         provides = staged.names()
-        self._take(staged, plugin_name=name)
+        self._merge(staged, plugin_name=name)
         return provides
 
     def call(self, manager: pluggy.PluginManager) -> None:
         hook = manager.hook
-        hook.register_models(register=functools.partial(_put, "model", self.models))
+        hook.register_models(register=functools.partial(_register, "model", self.models))
         hook.register_model_families(register=self._add_family)
-        hook.register_decoders(register=lambda item: _put("decoder", self.decoders, item.name, item))
-        hook.register_kernels(register=lambda item: _put("kernels", self.kernels, item.name, item))
-        hook.register_checks(register=functools.partial(_put, "check", self.checks))
+        hook.register_decoders(
+            register=lambda item: _register("decoder", self.decoders, item.name, current_decoder_factory(item))
+        )
+        hook.register_kernels(register=lambda item: _register("kernels", self.kernels, item.name, item))
+        hook.register_checks(register=functools.partial(_register, "check", self.checks))
         hook.register_options(register=self._add_options)
-        hook.register_video_readers(register=lambda item: _put("video reader", self.video_readers, item.name, item))
+        hook.register_video_readers(
+            register=lambda item: _register("video reader", self.video_readers, item.name, item)
+        )
 
     def _add_family(self, family: ModelFamily) -> None:
         for name in sorted(family.model_types):
-            _put("model family", self.families, name, family)
+            _register("model family", self.families, name, family)
 
     def _add_options(self, options: type[PluginOptions]) -> None:
         for name in check_options(options).model_fields:
             if name in EngineConfig.model_fields:
-                raise PluginError(f"The option {name!r} is one of the engine's.")
-            _put("option", self.options, name, options)
+                raise PluginError(f"The option {name!r} already exists in EngineConfig. Rename it.")
+            _register("option", self.options, name, options)
 
     def names(self) -> tuple[str, ...]:
         return tuple(f"{kind} {name}" for kind, items in self._tables() for name in items)
@@ -135,23 +147,24 @@ class Registry:
             ("option", self.options),
         )
 
-    def _take(self, staged: Registry, *, plugin_name: str) -> None:
+    def _merge(self, staged: Registry, *, plugin_name: str) -> None:
         pairs = [
-            (kind, mine, theirs) for (kind, mine), (_, theirs) in zip(self._tables(), staged._tables(), strict=True)
+            (kind, existing, new) for (kind, existing), (_, new) in zip(self._tables(), staged._tables(), strict=True)
         ]
-        for kind, mine, theirs in pairs:
-            if taken := sorted(mine.keys() & theirs.keys()):
+        for kind, existing, new in pairs:
+            if duplicates := sorted(existing.keys() & new.keys()):
                 raise PluginError(
-                    f"Plugin {plugin_name!r} registers the {kind} {taken[0]!r}, which another plugin has already."
+                    f"Plugin {plugin_name!r} registers the {kind} {duplicates[0]!r}, which another plugin has"
+                    " already registered."
                 )
-        for _, mine, theirs in pairs:
-            mine.update(theirs)
+        for _, existing, new in pairs:
+            existing.update(new)
 
 
 def load_plugins(*, strict: bool = False) -> Registry:
-    """Register every plugin that an installed distribution declares: the built-in ones first, then by name.
+    """Register every plugin that an installed distribution declares: built-in ones first, then by name.
 
-    A broken plugin is left out, named in the log, and listed in `Registry.rows` with what would mend it.
+    A broken plugin is skipped, logged, and listed in `Registry.rows` with the fix.
 
     Raises:
         PluginError, MissingDependency: with `strict`, for the first plugin that is broken.
@@ -166,24 +179,24 @@ def load_plugins(*, strict: bool = False) -> Registry:
 
 
 def add_commands(group: click.Group) -> None:
-    """Let every plugin that loads add its commands; one that is broken costs its own commands only."""
+    """Add the commands of all plugins. Only the commands of broken plugins are missing."""
     for entry in plugin_entries():
         call_hooks(entry, lambda hook: hook.register_commands(group=group))
 
 
 def load_adapter(name: str) -> Any:
-    """The object that an adapter's entry point names, such as the server's `create_app`.
+    """Import the object that an adapter's entry point names, such as the server's `create_app`.
 
     Raises:
-        PluginError: no adapter of that name is installed.
+        PluginError: no adapter with that name is installed.
         MissingDependency: its extra is not installed.
     """
     entries = {entry.name: entry for entry in entry_points(group=ADAPTER_GROUP)}
-    entry = _named("adapter", name, entries)
+    entry = _lookup("adapter", name, entries)
     try:
         return entry.load()
     except ImportError as error:
-        raise missing(entry, error) from error
+        raise missing_dependency(entry, error) from error
 
 
 def _load(entry: EntryPoint, registry: Registry, seen: set[str], *, strict: bool) -> PluginRow:
@@ -191,7 +204,7 @@ def _load(entry: EntryPoint, registry: Registry, seen: set[str], *, strict: bool
     row = functools.partial(PluginRow, name=entry.name, value=entry.value, distribution=distribution)
     if entry.name in seen:
         return row(
-            status="duplicate", problem="Another distribution has a plugin of this name; uninstall one of the two."
+            status="duplicate", problem="Another distribution has a plugin with this name. Uninstall one of the two."
         )
     try:
         return row(status="ok", provides=registry.add_plugin(import_plugin(entry), name=entry.name))
@@ -202,17 +215,17 @@ def _load(entry: EntryPoint, registry: Registry, seen: set[str], *, strict: bool
         return row(status="broken", problem=error.message)
 
 
-def _put(kind: str, table: dict[str, Any], name: str, item: Any) -> None:
+def _register(kind: str, table: dict[str, Any], name: str, item: Any) -> None:
     if name in table:
-        raise PluginError(f"The {kind} {name!r} is registered twice by one plugin.")
+        raise PluginError(f"The {kind} {name!r} is registered twice by the same plugin.")
     table[name] = item
 
 
-def _named(kind: str, name: str, table: dict[str, T]) -> T:
+def _lookup(kind: str, name: str, table: dict[str, T]) -> T:
     try:
         return table[name]
     except KeyError:
         known = ", ".join(sorted(table)) or "none"
         raise PluginError(
-            f"No {kind} is called {name!r}; there is: {known}. `dashinfer-vlm plugins` says which ones are broken."
+            f"No {kind} is named {name!r}; available: {known}. `dashinfer-vlm plugins` lists broken plugins."
         ) from None

@@ -1,8 +1,9 @@
-"""The request: OpenAI's chat completion, checked whole before anything else happens.
+"""Requests: OpenAI's chat completions, validated completely before any other work.
 
-    ChatRequest.parse:  known but not honoured ─▶ shape (pydantic) ─▶ sense (what one field says of another)
+    ChatRequest.parse:  unsupported fields ─▶ types and ranges (pydantic) ─▶ consistency between fields
 
-Unknown keys are tolerated at every level, `null` means absent, numbers are finite, and never booleans or strings.
+Unknown keys are accepted at every level, and `null` means absent. Numbers are finite; booleans and strings are not
+converted to numbers.
 """
 
 from .messages import LOW_DETAIL_PIXELS, EncodedEmbeddings, MediaPart

@@ -1,4 +1,4 @@
-"""What all objects of a request have in common."""
+"""Base classes and types shared by all objects of a request."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Annotated, ClassVar, TypeAlias
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, model_validator
 
 LARGEST = 2**31 - 1
-"""Largest count, size or token id that a request may name."""
+"""Maximum of counts, sizes and token ids in a request."""
 
 
 class LenientModel(BaseModel):
-    """Base of every object in a request: unknown keys are kept, nulls are absent, nothing is converted."""
+    """Base class of all objects in a request: unknown keys are kept, nulls are absent, values are not converted."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="allow", strict=True, allow_inf_nan=False)
 
@@ -23,14 +23,14 @@ class LenientModel(BaseModel):
 
 
 class StrictModel(LenientModel):
-    """An object whose every key changes the answer: unknown ones are refused rather than ignored."""
+    """An object whose keys all affect the completion: unknown keys are rejected rather than ignored."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
 
 def encodable(text: str) -> str:
-    """Refuse what JSON can spell but no tokenizer can read: half of a surrogate pair."""
-    if not text.isascii():  # answered from the string's header, so that megabytes of base64 are not looked at
+    """Reject lone surrogates, which JSON can express but no tokenizer can encode."""
+    if not text.isascii():  # reads a flag of the string, so that megabytes of base64 are not scanned
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -53,15 +53,15 @@ def _string_or_array(value: object) -> str | None:
 STRING_OR_ARRAY = Discriminator(
     _string_or_array, custom_error_type="string_or_array", custom_error_message="must be a string or an array"
 )
-"""Tells pydantic by what was given which member of a union is meant, so that a fault is reported once, at its place."""
+"""Selects the member of a union by the value's type, so that pydantic reports an error once, at its location."""
 
 
 def string_or_object(kind: Callable[[object], str | None]) -> Discriminator:
-    """As `STRING_OR_ARRAY`, for a union whose members `kind` names."""
+    """Return a discriminator like `STRING_OR_ARRAY`, for a union whose member `kind` returns."""
     return Discriminator(
         kind, custom_error_type="string_or_object", custom_error_message="must be a string or an object"
     )
 
 
 TAGS = frozenset({"string", "array", "object", "part"})
-"""Names of union members: they show up in pydantic's locations, but not in the request."""
+"""Tags of union members, which pydantic's locations contain although the request does not."""

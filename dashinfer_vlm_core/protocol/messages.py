@@ -1,4 +1,4 @@
-"""Messages and their parts, and the pictures and videos that they refer to."""
+"""Messages, their content parts, and the images and videos that they refer to."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, Strict, Tag
 
+from ..deprecation import RenamedAttribute
 from ..errors import InvalidParameter, UnsupportedParameter
 from .base import LARGEST, STRING_OR_ARRAY, Count, Label, LenientModel, Name, Text, string_or_object
-from .fields import REFUSED_IN_MESSAGES, REFUSED_PARTS
+from .fields import REJECTED_IN_MESSAGES, REJECTED_PARTS
 from .validation_errors import show
 
 LOW_DETAIL_PIXELS = 256 * 28 * 28
-"""Most pixels of a picture sent with `detail: "low"`: those of 256 visual tokens of 28 x 28 pixels."""
+"""Maximum number of pixels of an image with `detail: "low"`: 256 visual tokens of 28 x 28 pixels."""
 
 JPEG_FRAMES = "data:video/jpeg;base64,"
-"""How a URL begins that holds the frames of a video one after the other: JPEG files in base64, separated by commas."""
+"""Prefix of a URL that contains the frames of a video in order: JPEG files in base64, separated by commas."""
 
 MAX_PARTS = 1024
 MAX_FRAMES = 4096
@@ -26,11 +27,11 @@ MAX_TOOL_CALLS = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedEmbeddings:
-    """Visual tokens that a request brings along, in base64 and not read yet.
+    """Visual tokens in a request, in base64 and not decoded yet.
 
     Attributes:
         rows: a safetensors file or a `torch.save` payload with the tensor `image_embeds`, [tokens, hidden size].
-        grid: the same of `image_grid_thw`, or its three numbers; None where `rows` holds both.
+        grid: the same for the tensor `image_grid_thw`, or its three numbers; None if `rows` contains both tensors.
     """
 
     rows: str = field(repr=False)
@@ -39,24 +40,24 @@ class EncodedEmbeddings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaPart:
-    """One picture or video that a message refers to, not fetched yet.
+    """An image or video that a message refers to, not fetched yet.
 
-    One of `url`, `content` and `uuid` says what it is; with a `uuid` alone it was sent before under that name.
+    It is identified by `url` or `content`, or, if it was sent before under that name, by its `uuid` alone.
 
     Attributes:
-        kind: what the part says it is.
-        part: where it stands in the request, such as `messages[0].content[1]`.
-        url: where to get it, not empty and otherwise unchecked; for a video also a tuple: its frames in order, each the
-            URL of a picture.
-        content: what is already there: `EncodedEmbeddings`, or from a caller in this process whatever `media.memory`
-            takes for a picture or a video.
+        kind: the kind that the content part declares.
+        path: its path in the request, such as `messages[0].content[1]`.
+        url: the source, not empty and not validated otherwise. For a video it can be a tuple of its frames in order,
+            each the URL of an image.
+        content: the content itself: `EncodedEmbeddings`, or from a caller in this process any object that
+            `media.python_objects` accepts for an image or video.
         uuid: the caller's name for it.
-        min_pixels: least pixels (of each frame) after resizing, at least 1.
-        max_pixels: most pixels (of each frame) after resizing, at least `min_pixels`.
-        total_pixels: most pixels of all frames of a video together, at least 1.
-        fps: frames per second to sample from a video file, above 0; never with a list.
-        num_frames: frames to sample from a video file instead, at least 1; never with `fps`, never with a list.
-        background: red, green and blue under transparent pixels.
+        min_pixels: minimum number of pixels (of each frame) after resizing, at least 1.
+        max_pixels: maximum number of pixels (of each frame) after resizing, at least `min_pixels`.
+        total_pixels: maximum number of pixels of all frames of a video together, at least 1.
+        fps: frames per second to sample from a video file, above 0; never with a list of frames.
+        num_frames: number of frames to sample from a video file, at least 1; never with `fps` or a list of frames.
+        background: red, green and blue of the background of transparent pixels.
     """
 
     kind: Literal["image", "video"]
@@ -71,14 +72,16 @@ class MediaPart:
     num_frames: int | None = None
     background: tuple[int, int, int] | None = None
 
+    part = RenamedAttribute("path")
+
     @property
-    def given(self) -> bool:
-        """Whether it comes along, rather than by its `uuid` alone."""
+    def has_source(self) -> bool:
+        """Whether the request contains a source, rather than the `uuid` alone."""
         return self.url is not None or self.content is not None
 
 
 class PixelBounds(LenientModel):
-    """Bounds on the size of a picture or frame; DashInfer-VLM spells them without the `s`."""
+    """Bounds on the size of an image or frame; DashInfer-VLM spells them without the `s`."""
 
     min_pixels: Count | None = None
     max_pixels: Count | None = None
@@ -86,50 +89,51 @@ class PixelBounds(LenientModel):
     max_pixel: Count | None = None
 
     @property
-    def least(self) -> int | None:
+    def lower_bound(self) -> int | None:
         return self.min_pixels or self.min_pixel
 
     @property
-    def most(self) -> int | None:
+    def upper_bound(self) -> int | None:
         return self.max_pixels or self.max_pixel
 
-    def check_size(self, where: str) -> None:
+    def check_size(self, path: str) -> None:
         for old, new in (("min_pixel", "min_pixels"), ("max_pixel", "max_pixels")):
             if len({getattr(self, old), getattr(self, new)} - {None}) > 1:
                 raise InvalidParameter(
-                    f"`{old}` and `{new}` of `{where}` mean the same, but differ: give one of them.",
-                    param=f"{where}.{old}",
+                    f"`{old}` and `{new}` of `{path}` are synonyms but have different values. Pass one of them.",
+                    param=f"{path}.{old}",
                 )
-        if (self.least or 0) > (self.most or math.inf):
+        if (self.lower_bound or 0) > (self.upper_bound or math.inf):
             field = "min_pixels" if self.min_pixels else "min_pixel"
             raise InvalidParameter(
-                f"`{where}.{field}` is {self.least}, more than the most pixels, {self.most}.", param=f"{where}.{field}"
+                f"`{path}.{field}` is {self.lower_bound}, more than the maximum number of pixels, {self.upper_bound}.",
+                param=f"{path}.{field}",
             )
 
 
 class ImageURL(PixelBounds):
-    """A picture's source.
+    """The source of an image.
 
-    `detail` bounds the picture's size, unless the request does so itself by `max_pixels`: "low" takes at most
-    `LOW_DETAIL_PIXELS`, "auto" and "high" what the server allows.
+    `detail` limits the image's size unless the request sets `max_pixels`: "low" to `LOW_DETAIL_PIXELS`, "auto" and
+    "high" to the server's limit.
     """
 
     url: Text | None = None
     detail: Literal["auto", "low", "high"] = "auto"
 
     @property
-    def most(self) -> int | None:
-        most = super().most
-        return max(LOW_DETAIL_PIXELS, self.least or 0) if most is None and self.detail == "low" else most
+    def upper_bound(self) -> int | None:
+        upper = super().upper_bound
+        return max(LOW_DETAIL_PIXELS, self.lower_bound or 0) if upper is None and self.detail == "low" else upper
 
-    def check(self, where: str, *, known: bool = False) -> None:
-        self.check_size(where)
-        if self.url or not known:
-            _check_url(self.url, f"{where}.url")
+    def check(self, path: str, *, has_uuid: bool = False) -> None:
+        self.check_size(path)
+        if self.url or not has_uuid:
+            _check_url(self.url, f"{path}.url")
 
 
 class FramePart(LenientModel):
-    """A frame that is spelled as a whole content part."""
+    """A video frame written as a complete content part."""
 
     type: Literal["image_url"] = "image_url"
     image_url: ImageURL
@@ -153,31 +157,31 @@ _Frames: TypeAlias = Annotated[
 
 
 class VideoURL(PixelBounds):
-    """A video's source: a file, or its frames in order."""
+    """The source of a video: a file, or its frames in order."""
 
     url: Annotated[Annotated[Text, Tag("string")] | Annotated[_Frames, Tag("array")], STRING_OR_ARRAY] | None = None
     fps: Annotated[float, Field(gt=0, le=1000)] | None = None
     num_frames: Count | None = None
     total_pixels: Count | None = None
 
-    def check(self, where: str, *, known: bool = False) -> None:
-        self.check_size(where)
+    def check(self, path: str, *, has_uuid: bool = False) -> None:
+        self.check_size(path)
         if self.num_frames is not None and self.fps is not None:
             raise InvalidParameter(
-                f"`{where}.num_frames` and `{where}.fps` both say how to sample the video: give one of them.",
-                param=f"{where}.num_frames",
+                f"`{path}.num_frames` and `{path}.fps` cannot be combined. Pass one of them.",
+                param=f"{path}.num_frames",
             )
         if self.num_frames is not None and isinstance(self.url, tuple):
             raise InvalidParameter(
-                f"`{where}.num_frames` samples a video file, and a list of frames is taken whole: leave it out.",
-                param=f"{where}.num_frames",
+                f"`{path}.num_frames` applies to video files only, not to lists of frames. Remove it.",
+                param=f"{path}.num_frames",
             )
         if isinstance(self.url, tuple):
             for index, frame in enumerate(self.url):
-                _check_frame(frame, f"{where}.url[{index}]")
-        elif self.url or not known:
-            _check_url(self.url, f"{where}.url")
-            _check_jpeg_frames(self.url or "", f"{where}.url")
+                _check_frame(frame, f"{path}.url[{index}]")
+        elif self.url or not has_uuid:
+            _check_url(self.url, f"{path}.url")
+            _check_jpeg_frames(self.url or "", f"{path}.url")
 
     def urls(self) -> str | tuple[str, ...] | None:
         if isinstance(self.url, tuple):
@@ -191,14 +195,14 @@ def _is_jpeg_frames(url: str) -> bool:
     return url[: len(JPEG_FRAMES)].lower() == JPEG_FRAMES
 
 
-def _check_jpeg_frames(url: str, where: str) -> None:
-    """Counted before they are cut apart."""
+def _check_jpeg_frames(url: str, path: str) -> None:
+    """Check the number of frames before the URL is split."""
     if _is_jpeg_frames(url) and url.count(",") > MAX_FRAMES:
-        raise InvalidParameter(f"`{where}` must have at most {MAX_FRAMES} frames.", param=where)
+        raise InvalidParameter(f"`{path}` must have at most {MAX_FRAMES} frames.", param=path)
 
 
 class ImageEmbeds(LenientModel):
-    """Visual tokens in place of a picture."""
+    """Visual tokens in place of an image."""
 
     image_embeds: Text
     image_grid_thw: (
@@ -212,9 +216,11 @@ class ImageEmbeds(LenientModel):
         | None
     ) = None
 
-    def check(self, where: str) -> None:
+    def check(self, path: str) -> None:
         if not self.image_embeds:
-            raise InvalidParameter(f"`{where}.image_embeds` is empty.", param=f"{where}.image_embeds")
+            raise InvalidParameter(
+                f"`{path}.image_embeds` is empty. Pass embeddings in base64.", param=f"{path}.image_embeds"
+            )
 
 
 def _embeds_kind(value: object) -> str | None:
@@ -229,30 +235,31 @@ def _frame_url(frame: str | ImageURL | FramePart) -> str:
     return frame if isinstance(frame, str) else frame.url or ""
 
 
-def _check_frame(frame: str | ImageURL | FramePart, where: str) -> None:
+def _check_frame(frame: str | ImageURL | FramePart, path: str) -> None:
     if isinstance(frame, FramePart):
-        frame, where = frame.image_url, f"{where}.image_url"
+        frame, path = frame.image_url, f"{path}.image_url"
     if isinstance(frame, str):
-        _check_url(frame, where)
+        _check_url(frame, path)
         return
-    if frame.least or frame.most:
+    if frame.lower_bound or frame.upper_bound:
         raise InvalidParameter(
-            f"`{where}` sets a size, but all frames of a video have one: set it beside `url` of the video.", param=where
+            f"`{path}` sets a size, but all frames of a video have the same size. Set it next to `url` of the video.",
+            param=path,
         )
-    _check_url(frame.url, f"{where}.url")
+    _check_url(frame.url, f"{path}.url")
 
 
-def _check_url(url: str | None, where: str) -> None:
+def _check_url(url: str | None, path: str) -> None:
     if url is None:
-        raise InvalidParameter(f"`{where}` is required: a `data:` or `https:` URL.", param=where)
+        raise InvalidParameter(f"`{path}` is required. Pass a `data:` or `https:` URL.", param=path)
     if not url:
-        raise InvalidParameter(f"`{where}` is empty: give a `data:` or `https:` URL.", param=where)
+        raise InvalidParameter(f"`{path}` is empty. Pass a `data:` or `https:` URL.", param=path)
 
 
 class Part(LenientModel):
-    """One part of a message's content; the field that `type` names holds it.
+    """A part of a message's content, in the field that `type` names.
 
-    A picture or video with a `uuid` may be left out where it was sent before under that name.
+    An image or video that was sent before under its `uuid` can be omitted.
     """
 
     type: Text
@@ -268,59 +275,59 @@ class Part(LenientModel):
     uuid: Label | None = None
     refusal: Text | None = None
 
-    def check(self, role: str, where: str) -> None:
-        if self.type in REFUSED_PARTS:
+    def check(self, role: str, path: str) -> None:
+        if self.type in REJECTED_PARTS:
             raise UnsupportedParameter(
-                f"`{where}` is of type {show(self.type)}, which is not supported. {REFUSED_PARTS[self.type]}",
-                param=f"{where}.type",
+                f"`{path}` has the type {show(self.type)}, which is not supported. {REJECTED_PARTS[self.type]}",
+                param=f"{path}.type",
             )
         if self.type not in _PART_TYPES:
             raise InvalidParameter(
-                f"`{where}.type` must be one of {', '.join(_PART_TYPES)}; got {show(self.type)}.", param=f"{where}.type"
+                f"`{path}.type` must be one of {', '.join(_PART_TYPES)}; got {show(self.type)}.", param=f"{path}.type"
             )
         if role not in _PART_TYPES[self.type]:
             raise InvalidParameter(
-                f"`{where}` is of type {self.type}, which messages of the {role} do not hold:"
-                f" put it in one of the {_PART_TYPES[self.type][0]}.",
-                param=where,
+                f"`{path}` has the type {self.type}, which messages with the role {role!r} cannot contain."
+                f" Use the role {_PART_TYPES[self.type][0]!r}.",
+                param=path,
             )
-        self._check_value(f"{where}.{self.type}")
+        self._check_value(f"{path}.{self.type}")
 
-    def _check_value(self, where: str) -> None:
-        value, known = getattr(self, self.type), self.uuid is not None and self.type in _MEDIA_TYPES
-        if value is None and not known:
-            raise InvalidParameter(f"`{where}` is required.", param=where)
+    def _check_value(self, path: str) -> None:
+        value, has_uuid = getattr(self, self.type), self.uuid is not None and self.type in _MEDIA_TYPES
+        if value is None and not has_uuid:
+            raise InvalidParameter(f"`{path}` is required.", param=path)
         if isinstance(value, (ImageURL, VideoURL)):
-            value.check(where, known=known)
+            value.check(path, has_uuid=has_uuid)
         elif isinstance(value, ImageEmbeds):
-            value.check(where)
-        elif self.type == "image_embeds" and not value and not known:
-            raise InvalidParameter(f"`{where}` is empty: give the embeddings in base64.", param=where)
+            value.check(path)
+        elif self.type == "image_embeds" and not value and not has_uuid:
+            raise InvalidParameter(f"`{path}` is empty. Pass embeddings in base64.", param=path)
 
-    def media(self, where: str) -> MediaPart | None:
+    def media(self, path: str) -> MediaPart | None:
         if self.type == "image_url":
             image = self.image_url or ImageURL()
             return MediaPart(
                 kind="image",
-                path=where,
+                path=path,
                 url=image.url or None,
                 uuid=self.uuid,
-                min_pixels=image.least,
-                max_pixels=image.most,
+                min_pixels=image.lower_bound,
+                max_pixels=image.upper_bound,
             )
         if self.type == "image_embeds":
-            return MediaPart(kind="image", path=where, content=self._embeddings(), uuid=self.uuid)
-        return self._video(where) if self.type == "video_url" else None
+            return MediaPart(kind="image", path=path, content=self._embeddings(), uuid=self.uuid)
+        return self._video(path) if self.type == "video_url" else None
 
-    def _video(self, where: str) -> MediaPart:
+    def _video(self, path: str) -> MediaPart:
         video = self.video_url or VideoURL()
         return MediaPart(
             kind="video",
-            path=where,
+            path=path,
             url=video.urls(),
             uuid=self.uuid,
-            min_pixels=video.least,
-            max_pixels=video.most,
+            min_pixels=video.lower_bound,
+            max_pixels=video.upper_bound,
             total_pixels=video.total_pixels,
             fps=video.fps,
             num_frames=video.num_frames,
@@ -340,7 +347,7 @@ class Part(LenientModel):
 _ROLES = ("user", "assistant", "system", "developer", "tool")
 _MEDIA_TYPES = ("image_url", "video_url", "image_embeds")
 _PART_TYPES = {"text": _ROLES, **dict.fromkeys(_MEDIA_TYPES, ("user", "tool")), "refusal": ("assistant",)}
-"""Content parts, and the roles whose messages may hold them."""
+"""Types of content parts, and the roles whose messages can contain them."""
 
 
 class Function(LenientModel):
@@ -349,7 +356,7 @@ class Function(LenientModel):
 
 
 class ToolCall(LenientModel):
-    """A call that the assistant made earlier in the conversation."""
+    """A tool call that the assistant made earlier in the conversation."""
 
     id: Name
     type: Literal["function"] = "function"
@@ -366,7 +373,7 @@ _Parts: TypeAlias = Annotated[
 
 
 class Message(LenientModel):
-    """One message; an assistant that called tools or refused need not have any `content`."""
+    """A message. `content` is optional for assistant messages with tool calls or a refusal."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Annotated[Text, Tag("string")] | Annotated[_Parts, Tag("array")], STRING_OR_ARRAY] | None = None
@@ -375,26 +382,26 @@ class Message(LenientModel):
     tool_calls: Annotated[tuple[ToolCall, ...], Strict(False), Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] = ()
     tool_call_id: Name | None = None
 
-    def check(self, where: str) -> None:
-        for name, next_step in REFUSED_IN_MESSAGES.items():
+    def check(self, path: str) -> None:
+        for name, next_step in REJECTED_IN_MESSAGES.items():
             if name in (self.model_extra or {}):
-                raise UnsupportedParameter(f"`{where}.{name}` is not supported. {next_step}", param=f"{where}.{name}")
+                raise UnsupportedParameter(f"`{path}.{name}` is not supported. {next_step}", param=f"{path}.{name}")
         for name in ("tool_calls", "refusal"):
             if self.role != "assistant" and getattr(self, name):
                 raise InvalidParameter(
-                    f"`{where}.{name}` belongs in messages of the assistant only.", param=f"{where}.{name}"
+                    f"`{path}.{name}` is allowed in messages of the assistant only.", param=f"{path}.{name}"
                 )
         if self.content is None and not self.tool_calls and self.refusal is None:
             raise InvalidParameter(
-                f"`{where}.content` is required: a string, or an array of parts.", param=f"{where}.content"
+                f"`{path}.content` is required. Pass a string or an array of parts.", param=f"{path}.content"
             )
-        for place, part in self.parts(where):
-            part.check(self.role, place)
+        for part_path, part in self.parts(path):
+            part.check(self.role, part_path)
 
-    def parts(self, where: str) -> list[tuple[str, Part]]:
-        """The parts of the content, each with its place in the request; none if the content is a string."""
+    def parts(self, path: str) -> list[tuple[str, Part]]:
+        """Return the content parts, each with its path in the request; none if the content is a string."""
         parts = self.content if isinstance(self.content, tuple) else ()
-        return [(f"{where}.content[{index}]", part) for index, part in enumerate(parts)]
+        return [(f"{path}.content[{index}]", part) for index, part in enumerate(parts)]
 
     def for_template(self) -> dict[str, Any]:
         content: str | list[dict[str, str]]
@@ -403,9 +410,9 @@ class Message(LenientModel):
         else:
             content = (self.refusal or "") if self.content is None else self.content
         message = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        kept = {
+        optional = {
             "name": self.name,
             "tool_calls": [call.for_template() for call in self.tool_calls],
             "tool_call_id": self.tool_call_id,
         }
-        return message | {key: value for key, value in kept.items() if value}
+        return message | {key: value for key, value in optional.items() if value}

@@ -1,4 +1,4 @@
-"""Options for all media of a request, in vLLM's words: `media_io_kwargs` and `mm_processor_kwargs`."""
+"""Options for all media of a request, with vLLM's names: `media_io_kwargs` and `mm_processor_kwargs`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Rate = Annotated[float, Field(gt=0, le=1000)]
 
 
 class ImageIO(StrictModel):
-    """How pictures, and frames given as pictures, are decoded."""
+    """How images, and video frames sent as images, are decoded."""
 
     rgba_background_color: Annotated[tuple[_Level, _Level, _Level], Strict(False)] | None = None
 
@@ -35,14 +35,14 @@ class MediaIO(StrictModel):
 
 
 class Edges(StrictModel):
-    """Bounds as transformers spells them: pixels, not edges, in spite of their names."""
+    """Size bounds with transformers' names: numbers of pixels, despite the word edge."""
 
     shortest_edge: Count | None = None
     longest_edge: Count | None = None
 
 
 class ProcessorOptions(StrictModel):
-    """How pictures and frames are resized, and video files sampled."""
+    """How images and video frames are resized, and video files sampled."""
 
     min_pixels: Count | None = None
     max_pixels: Count | None = None
@@ -53,18 +53,18 @@ class ProcessorOptions(StrictModel):
 
 
 class MediaOptions:
-    """What a request asks for all of its media; a part's own options come first.
+    """Options that a request sets for all of its media. The options of a content part take precedence.
 
-    `fps`, `num_frames` and `total_pixels` are for videos, and the first two for video files: pictures, and lists of
-    frames, do not heed them. They bound each other as one part's own options do.
+    `total_pixels` applies to videos, `fps` and `num_frames` to video files only, not to images or lists of frames. The
+    same rules for combinations apply as to the options of one part.
     """
 
     def __init__(self, reading: MediaIO, processing: ProcessorOptions) -> None:
         self._reading = reading
         self._processing = processing
 
-    def faults(self) -> Iterator[InvalidParameter]:
-        """What one option says against another."""
+    def find_conflicts(self) -> Iterator[InvalidParameter]:
+        """Yield an error for each conflict between options."""
         video, processing, size = self._reading.video, self._processing, self._processing.size
         for name, one, two in (
             ("mm_processor_kwargs.size.shortest_edge", size.shortest_edge, processing.min_pixels),
@@ -73,24 +73,25 @@ class MediaOptions:
             ("media_io_kwargs.video.num_frames", video.num_frames, processing.num_frames),
         ):
             if one is not None and two is not None and one != two:
-                message = f"`{name}` is {one}, and the same option of the processor is {two}: give one of them."
+                message = f"`{name}` is {one}, but the same option in `mm_processor_kwargs` is {two}. Pass one of them."
                 yield InvalidParameter(message, param=name)
         if self._fps is not None and self._num_frames is not None:
             name = "mm_processor_kwargs.num_frames" if processing.num_frames else "media_io_kwargs.video.num_frames"
-            yield InvalidParameter(f"`{name}` samples a video file, and not together with `fps`.", param=name)
-        if self._least is not None and self._most is not None and self._least > self._most:
+            yield InvalidParameter(f"`{name}` cannot be combined with `fps`. Pass one of them.", param=name)
+        if self._min_pixels is not None and self._max_pixels is not None and self._min_pixels > self._max_pixels:
             yield InvalidParameter(
-                f"`mm_processor_kwargs` asks for {self._least} pixels at least and {self._most} at most: mend one.",
+                f"`mm_processor_kwargs` sets a minimum of {self._min_pixels} pixels, more than its maximum,"
+                f" {self._max_pixels}.",
                 param="mm_processor_kwargs.min_pixels" if processing.min_pixels else "mm_processor_kwargs.size",
             )
 
-    def applied(self, part: MediaPart) -> MediaPart:
-        """The part, with these options where it has none of its own."""
+    def apply_to(self, part: MediaPart) -> MediaPart:
+        """Return the part with these options, except for those that it sets itself."""
         frames = isinstance(part.url, tuple) or part.content is not None
         part = replace(
             part,
-            min_pixels=part.min_pixels or self._least,
-            max_pixels=part.max_pixels or self._most,
+            min_pixels=part.min_pixels or self._min_pixels,
+            max_pixels=part.max_pixels or self._max_pixels,
             background=self._reading.image.rgba_background_color,
         )
         if part.kind != "video":
@@ -101,11 +102,11 @@ class MediaOptions:
         return replace(part, fps=self._fps, num_frames=self._num_frames)
 
     @property
-    def _least(self) -> int | None:
+    def _min_pixels(self) -> int | None:
         return self._processing.min_pixels or self._processing.size.shortest_edge
 
     @property
-    def _most(self) -> int | None:
+    def _max_pixels(self) -> int | None:
         return self._processing.max_pixels or self._processing.size.longest_edge
 
     @property

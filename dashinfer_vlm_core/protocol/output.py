@@ -1,4 +1,4 @@
-"""What the answer is to look like: a format, and tools that it may call."""
+"""The requested output: response format and tools."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ MAX_SCHEMA_BYTES = 64 * 1024
 MAX_SCHEMA_DEPTH = 32
 
 
-def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
-    """Refuse what is too deep or too long, before anything walks through it."""
+def _check_size(schema: dict[str, Any]) -> dict[str, Any]:
+    """Reject a schema that is nested too deeply or too long, before other code traverses it."""
     layer: list[object] = [schema]
     for _ in range(MAX_SCHEMA_DEPTH + 1):
-        layer = [item for part in layer for item in _inside(part)]
+        layer = [item for part in layer for item in _children(part)]
     if layer:
-        raise ValueError(f"must not be deeper than {MAX_SCHEMA_DEPTH} levels")
+        raise ValueError(f"must have at most {MAX_SCHEMA_DEPTH} levels")
     try:
         size = len(json.dumps(schema, ensure_ascii=False, allow_nan=False).encode())
     except (ValueError, TypeError):
-        raise ValueError("must hold nothing that JSON cannot spell") from None
+        raise ValueError("must contain only values that JSON can represent") from None
     if size > MAX_SCHEMA_BYTES:
-        raise ValueError(f"must have at most {MAX_SCHEMA_BYTES} bytes, and has {size}")
+        raise ValueError(f"must have at most {MAX_SCHEMA_BYTES} bytes (this one has {size})")
     return schema
 
 
-def _inside(part: object) -> Iterable[object]:
+def _children(part: object) -> Iterable[object]:
     if isinstance(part, dict):
         return part.values()
     return part if isinstance(part, (list, tuple)) else ()
@@ -42,16 +42,16 @@ def _inside(part: object) -> Iterable[object]:
 
 def _identifier(name: str) -> str:
     if not re.fullmatch(r"[a-zA-Z0-9_.-]{1,64}", name):
-        raise ValueError("must be 1 to 64 letters, digits, underscores, points and dashes")
+        raise ValueError("must be 1 to 64 letters, digits, underscores, dots and dashes")
     return name
 
 
 _Identifier: TypeAlias = Annotated[str, AfterValidator(_identifier)]
-JsonSchema: TypeAlias = Annotated[dict[str, Any], AfterValidator(_bounded)]
+JsonSchema: TypeAlias = Annotated[dict[str, Any], AfterValidator(_check_size)]
 
 
 class SchemaFormat(LenientModel):
-    """A schema that the answer follows; `strict` changes nothing, since every schema is followed to the letter."""
+    """A schema for the completion. `strict` has no effect, since every schema is enforced exactly."""
 
     name: _Identifier
     description: Text | None = None
@@ -63,16 +63,16 @@ class ResponseFormat(LenientModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
 
-    def faults(self) -> Iterator[InvalidParameter]:
+    def find_conflicts(self) -> Iterator[InvalidParameter]:
         if self.type == "json_schema" and self.json_schema is None:
             yield InvalidParameter(
-                "`response_format.json_schema` is required with that type: an object with `name` and `schema`.",
+                "`response_format.json_schema` is required with this type. Pass an object with `name` and `schema`.",
                 param="response_format.json_schema",
             )
 
 
 class ToolFunction(LenientModel):
-    """What a tool is for and what it takes; `strict` refuses parameters that cannot be guaranteed."""
+    """Name, purpose and parameters of a tool. With `strict`, schemas that cannot be enforced are rejected."""
 
     name: _Identifier
     description: Text | None = None
@@ -85,11 +85,11 @@ class Tool(LenientModel):
     function: ToolFunction
 
     def for_prompt(self) -> dict[str, Any]:
-        """The tool as models of this kind were shown tools in training."""
-        told = {"name": self.function.name, "description": self.function.description}
+        """Return the tool in the form that chat templates expect."""
+        function = {"name": self.function.name, "description": self.function.description}
         parameters = self.function.parameters or {"type": "object", "properties": {}}
-        told = {key: value for key, value in told.items() if value is not None}
-        return {"type": "function", "function": {**told, "parameters": parameters}}
+        function = {key: value for key, value in function.items() if value is not None}
+        return {"type": "function", "function": {**function, "parameters": parameters}}
 
 
 class _Named(LenientModel):
@@ -114,19 +114,21 @@ ToolChoice: TypeAlias = Annotated[
 Tools: TypeAlias = Annotated[tuple[Tool, ...], Strict(False), Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
-def tool_faults(tools: Tools, choice: ToolChoice | None, parallel: bool | None) -> Iterator[InvalidParameter]:
-    """What the fields about tools say against each other."""
+def find_tool_conflicts(tools: Tools, choice: ToolChoice | None, parallel: bool | None) -> Iterator[InvalidParameter]:
+    """Yield an error for each conflict between the fields for tools."""
     names: set[str] = set()
     for index, tool in enumerate(tools):
         if tool.function.name in names:
-            where = f"tools[{index}].function.name"
-            yield InvalidParameter(f"`{where}` {show(tool.function.name)} is there twice: rename one.", param=where)
+            path = f"tools[{index}].function.name"
+            yield InvalidParameter(
+                f"`{path}` {show(tool.function.name)} is used twice. Rename one of the tools.", param=path
+            )
         names.add(tool.function.name)
     if not tools and (parallel is not None or choice not in {None, "none", "auto"}):
         name = "parallel_tool_calls" if parallel is not None else "tool_choice"
-        yield InvalidParameter(f"`{name}` goes with `tools` only: leave it out, or list some.", param=name)
+        yield InvalidParameter(f"`{name}` requires `tools`. Remove it, or pass tools.", param=name)
     if isinstance(choice, NamedTool) and choice.function.name not in names:
         yield InvalidParameter(
-            f"`tool_choice` names {show(choice.function.name)}, which is none of `tools`.",
+            f"`tool_choice` names {show(choice.function.name)}, which is not one of `tools`.",
             param="tool_choice.function.name",
         )

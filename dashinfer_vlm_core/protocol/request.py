@@ -1,4 +1,4 @@
-"""ChatRequest: everything that a caller may ask for."""
+"""ChatRequest: a validated chat completion request."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pydantic import AfterValidator, Field, InstanceOf, Strict, Tag, ValidationE
 
 from ..errors import InvalidParameter, RequestError, UnsupportedParameter
 from .base import LARGEST, STRING_OR_ARRAY, Count, Label, LenientModel, Name, Text, encodable
-from .fields import REFUSED
+from .fields import REJECTED_FIELDS
 from .messages import MediaPart, Message
 from .options import MediaIO, MediaOptions, ProcessorOptions
-from .output import NamedTool, ResponseFormat, Tool, ToolChoice, Tools, tool_faults
+from .output import NamedTool, ResponseFormat, Tool, ToolChoice, Tools, find_tool_conflicts
 from .sampling import GREEDY_BELOW, Sampling
 from .validation_errors import explain, show
 
 DEFAULT_MODEL = "model"
-"""Name of the model in a request that names none."""
+"""Model name of requests without `model`."""
 
 DEFAULT_MAX_TOKENS = 4096
-"""Most tokens of an answer whose request names no limit; the engine takes less where the context leaves less."""
+"""Maximum number of completion tokens for requests without a limit; lower if less of the context remains."""
 
-MAX_ANSWERS = 16
+MAX_COMPLETIONS = 16
 MAX_MESSAGES = 4096
 MAX_STOP_CHARACTERS = 256
 MAX_LISTED_TOKENS = 1024
@@ -43,11 +43,11 @@ class StreamOptions(LenientModel):
 
 
 class ChatRequest(LenientModel):
-    """A chat completion request. Whoever holds one may rely on it: it was checked whole when it was made.
+    """A chat completion request. All validation happens on creation, so an instance is always valid.
 
-    Besides OpenAI's fields it has some that engines of this kind share: `top_k`, `repetition_penalty`, `min_tokens`,
-    `ignore_eos`, `stop_token_ids`, options for all media (`options`), and `cache_salt`: what requests of one salt leave
-    in caches is found by requests of the same salt alone. `fields` says what becomes of those that it does not have.
+    In addition to OpenAI's fields, it has fields that are common in inference servers: `top_k`, `repetition_penalty`,
+    `min_tokens`, `ignore_eos`, `stop_token_ids`, options for all media (module `options`), and `cache_salt`: cache
+    entries are shared only between requests with the same salt. The module `fields` lists ignored and rejected fields.
     """
 
     messages: Annotated[
@@ -74,7 +74,7 @@ class ChatRequest(LenientModel):
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] = 1
+    n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] = 1
     response_format: ResponseFormat | None = None
     tools: Tools = ()
     tool_choice: ToolChoice | None = None
@@ -85,12 +85,12 @@ class ChatRequest(LenientModel):
 
     @classmethod
     def parse(cls, data: object) -> ChatRequest:
-        """Check a request that came as JSON; one that was checked already is returned as it is.
+        """Validate a request from JSON. A `ChatRequest` is returned unchanged.
 
         Raises:
-            InvalidParameter: a value has the wrong type, range or shape; `param` is the deepest field to blame, in
+            InvalidParameter: a value has the wrong type, range or shape; `param` is the innermost invalid field, in
                 OpenAI's notation, such as `messages[1].content[0].image_url.url`.
-            UnsupportedParameter: a known field asks for what is not done here.
+            UnsupportedParameter: a known field requests an unsupported feature.
         """
         if isinstance(data, Mapping) and not isinstance(data, dict):
             data = dict(data)
@@ -101,53 +101,56 @@ class ChatRequest(LenientModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unsupported(cls, data: object) -> object:
+    def _reject_unsupported(cls, data: object) -> object:
         given = data if isinstance(data, dict) else {}
-        for name, (nothing, next_step) in REFUSED.items():
+        for name, (neutral, next_step) in REJECTED_FIELDS.items():
             value = given.get(name)
-            if value is not None and not any(type(value) is type(other) and value == other for other in nothing):
-                raise UnsupportedParameter(f"`{name}` cannot be {show(value)} here. {next_step}", param=name)
+            if value is not None and not any(type(value) is type(other) and value == other for other in neutral):
+                raise UnsupportedParameter(f"`{name}` is not supported, got {show(value)}. {next_step}", param=name)
         return data
 
     @model_validator(mode="after")
-    def _check_sense(self) -> ChatRequest:
+    def _check_consistency(self) -> ChatRequest:
         for index, message in enumerate(self.messages):
             message.check(f"messages[{index}]")
-        for error in self._contradictions():
+        for error in self._find_conflicts():
             raise error
         return self
 
-    def _contradictions(self) -> Iterator[RequestError]:
-        yield from self._media_options.faults()
-        yield from tool_faults(self.tools, self.tool_choice, self.parallel_tool_calls)
+    def _find_conflicts(self) -> Iterator[RequestError]:
+        yield from self._media_options.find_conflicts()
+        yield from find_tool_conflicts(self.tools, self.tool_choice, self.parallel_tool_calls)
         if self.response_format:
-            yield from self.response_format.faults()
+            yield from self.response_format.find_conflicts()
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             yield InvalidParameter(
-                "`max_tokens` and `max_completion_tokens` mean the same, but differ: give one of them.",
+                "`max_tokens` and `max_completion_tokens` are synonyms but have different values. Pass one of them.",
                 param="max_tokens",
             )
-        if self.min_tokens > (self._most_tokens or LARGEST):
+        if self.min_tokens > (self._token_limit or LARGEST):
             yield InvalidParameter(
-                f"`min_tokens` is {self.min_tokens}, more than the most tokens of the answer, {self._most_tokens}.",
+                f"`min_tokens` is {self.min_tokens}, more than the maximum number of completion tokens,"
+                f" {self._token_limit}.",
                 param="min_tokens",
             )
         if self.top_logprobs is not None and not self.logprobs:
             yield InvalidParameter(
-                "`top_logprobs` goes with `logprobs` only: set that to true, or leave this out.", param="top_logprobs"
+                "`top_logprobs` requires `logprobs`. Set `logprobs` to true, or remove `top_logprobs`.",
+                param="top_logprobs",
             )
         if self.stream_options and not self.stream:
             yield InvalidParameter(
-                "`stream_options` goes with `stream` only: set that to true, or leave this out.", param="stream_options"
+                "`stream_options` requires `stream`. Set `stream` to true, or remove `stream_options`.",
+                param="stream_options",
             )
         if self.stream_options and self.stream_options.include_obfuscation:
             yield UnsupportedParameter(
-                "`stream_options.include_obfuscation` cannot be true here. Leave it out.",
+                "`stream_options.include_obfuscation` is not supported, got true. Remove it.",
                 param="stream_options.include_obfuscation",
             )
 
     @property
-    def _most_tokens(self) -> int | None:
+    def _token_limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
     @property
@@ -156,57 +159,57 @@ class ChatRequest(LenientModel):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk that holds the usage."""
+        """Whether a stream ends with a chunk that contains the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Strings that end the answer and are no part of it; none is empty."""
+        """Strings that end the completion and are not part of it; none is empty."""
         return (self.stop,) if isinstance(self.stop, str) else self.stop or ()
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
-        """The tools that the answer may call, or has to."""
+        """The tools that the completion can call or has to call."""
         if isinstance(self.tool_choice, NamedTool):
             return tuple(tool for tool in self.tools if tool.function.name == self.tool_choice.function.name)
         return () if self.tool_choice == "none" else self.tools
 
     @property
     def offered_tools(self) -> tuple[Tool, ...]:
-        """The tools that the prompt tells of."""
+        """The tools that the prompt describes."""
         return () if self.tool_choice == "none" else self.tools
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer has to be a call."""
+        """Whether the completion has to be a tool call."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     def media(self) -> tuple[MediaPart, ...]:
-        """Every picture and video, in the order of the prompt, with what the request asks for all of them."""
-        return tuple(map(self._media_options.applied, self._parts()))
+        """Return all images and videos in the order of the prompt, with the options that the request sets for all."""
+        return tuple(map(self._media_options.apply_to, self._parts()))
 
     def _parts(self) -> Iterable[MediaPart]:
         parts = (item for i, message in enumerate(self.messages) for item in message.parts(f"messages[{i}]"))
-        return [media for where, part in parts if (media := part.media(where))]
+        return [media for path, part in parts if (media := part.media(path))]
 
     @property
     def raw_prompt(self) -> str | tuple[int, ...] | None:
-        """The whole prompt, which then stands for the messages; never from JSON."""
+        """The rendered prompt, which replaces the messages; always None for requests from JSON."""
         return None
 
     def template_messages(self) -> list[dict[str, Any]]:
-        """The messages as chat templates expect them.
+        """Return the messages in the form that chat templates expect.
 
-        Each has `role` (a developer speaks as the system) and `content`: a string, or a list of
+        Each has `role` ("developer" becomes "system") and `content`: a string, or a list of
         `{"type": "text", "text": ...}`, `{"type": "image"}` and `{"type": "video"}`. `name`, `tool_calls` and
-        `tool_call_id` are kept. Text is as the user wrote it: nothing in it may be trusted.
+        `tool_call_id` are included. Text is unchanged user input and must not be trusted.
         """
         return [message.for_template() for message in self.messages]
 
     def sampling(self) -> Sampling:
-        """How to choose the tokens of the answer; `max_tokens` is None where the request names no limit."""
+        """Return the sampling parameters; `max_tokens` is None if the request sets no limit."""
         return Sampling(
-            max_tokens=self._most_tokens,
+            max_tokens=self._token_limit,
             min_tokens=self.min_tokens,
             temperature=self.temperature if self.temperature >= GREEDY_BELOW else 0.0,
             top_p=self.top_p,
@@ -223,13 +226,13 @@ class ChatRequest(LenientModel):
 
 
 class OfflineRequest(ChatRequest):
-    """A request of code in this process: it may hand over media as objects, and a prompt that was rendered already.
+    """A request from code in this process, which can contain media as Python objects and a rendered prompt.
 
     Attributes:
-        messages: as in `ChatRequest`, unless there is a `prompt`.
-        contents: objects that stand for the URLs of parts, by the place of the part (`messages[0].content[1]`); what
-            they may be says `media.memory`.
-        prompt: text whose control tokens count as such, or token ids. Each picture and video is one placeholder in it.
+        messages: as in `ChatRequest`; empty if there is a `prompt`.
+        contents: objects that replace the URLs of content parts, by the path of the part (`messages[0].content[1]`);
+            `media.python_objects` describes them.
+        prompt: text in which control tokens are recognized, or token ids; each image and video is one placeholder.
         attached: the media of `prompt`; those of each kind are in the order of their placeholders.
     """
 

@@ -1,35 +1,37 @@
-"""Sampling: how the next token is chosen, the same for every door and every decoder."""
+"""Sampling parameters of a completion, shared by all adapters and decoders."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
+from ..deprecation import RenamedAttribute
+
 GREEDY_BELOW = 1e-5
-"""Temperatures below this count as 0, as in vLLM: they would choose the same token, but overflow single precision."""
+"""Temperatures below this count as 0, as in vLLM: they select the same token, but overflow single precision."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """Options of one answer, already checked: finite, and in the ranges of OpenAI's API.
+    """Validated sampling parameters of a completion: finite, and in the ranges of OpenAI's API.
 
-    Made by `schema`; a decoder may rely on every bound stated here.
+    Created by `ChatRequest.sampling`. Decoders can rely on all bounds stated here.
 
     Attributes:
-        max_tokens: most tokens of the answer, at least 1; None lets the engine take what the context leaves.
-        min_tokens: tokens before which no end-of-answer token may be chosen.
+        max_tokens: maximum number of completion tokens, at least 1; None means the rest of the context.
+        min_tokens: minimum number of tokens before a token can end the completion.
         temperature: 0 (greedy) to 2.
         top_p: above 0, up to 1; 1 keeps the whole distribution.
-        top_k: 0 keeps the whole distribution, else only the k most likely tokens.
-        seed: same seed, same request, same answer; None draws one.
-        repetition_penalty: above 0; divides (or multiplies, if negative) logits of tokens in prompt and answer; 1 does
-            nothing.
-        presence_penalty: -2 to 2, subtracted once from logits of tokens already in the answer.
-        frequency_penalty: -2 to 2, subtracted per occurrence of a token in the answer.
-        logit_bias: token id to a bias of -100 to 100 that is added to its logit.
-        stop_token_ids: tokens that end the answer, besides the model's own.
-        ignore_eos: go on after the model's own end token.
-        logprobs: None for none, else how many alternatives (0 to 20) are listed beside each chosen token.
+        top_k: 0 keeps the whole distribution, otherwise only the k most likely tokens are kept.
+        seed: the same seed and request give the same completion; None selects a random seed.
+        repetition_penalty: above 0; positive logits of tokens in prompt and completion are divided by it, negative ones
+            multiplied; 1 disables it.
+        presence_penalty: -2 to 2, subtracted once from the logits of tokens in the completion.
+        frequency_penalty: -2 to 2, subtracted per occurrence of a token in the completion.
+        logit_bias: token id -> bias of -100 to 100, added to its logit.
+        stop_token_ids: token ids that end the completion, in addition to the model's own.
+        ignore_eos: continue after the model's own end token.
+        logprobs: number of alternatives (0 to 20) to return for each sampled token; None disables log probabilities.
     """
 
     max_tokens: int | None = None
@@ -47,18 +49,18 @@ class Sampling:
     logprobs: int | None = None
 
     def seeded(self, index: int) -> Sampling:
-        """The options of the answer number `index` of a request: a seed counts on from the first one's."""
+        """Return the parameters of choice `index` of a request: its seed is the first choice's plus `index`."""
         return self if self.seed is None else replace(self, seed=(self.seed + index + 2**63) % 2**64 - 2**63)
 
     def requested_params(self) -> frozenset[str]:
-        """The options that are set to something; a decoder that does not honour one of them cannot serve the
-        request.
-        """
+        """Return the parameters that differ from `NEUTRAL`. A decoder must support all of them to serve the request."""
         return frozenset(name for name in SAMPLING_PARAMETERS if getattr(self, name) != getattr(NEUTRAL, name))
+
+    asked = RenamedAttribute("requested_params")
 
 
 SAMPLING_PARAMETERS = frozenset(item.name for item in fields(Sampling)) - {"max_tokens"}
-"""What a decoder may or may not honour; every decoder supported_params `max_tokens`."""
+"""The parameters that a decoder may not support; every decoder supports `max_tokens`."""
 
 NEUTRAL = Sampling()
-"""Leaves the model's own distribution alone."""
+"""The parameters that do not change the model's distribution."""

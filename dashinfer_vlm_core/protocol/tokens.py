@@ -1,4 +1,4 @@
-"""Requests to count: text to token ids and back, as vLLM's server takes them."""
+"""Tokenization requests, in the format of vLLM's server: text to token ids and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_TOKENS = 200_000
 
 
 class TokenizePrompt(LenientModel):
-    """A rendered prompt to encode; control tokens in it count as such."""
+    """A rendered prompt to encode. Control tokens in it are recognized."""
 
     prompt: Text
     model: Name | None = None
@@ -27,14 +27,14 @@ class TokenizePrompt(LenientModel):
 
 
 class TokenizeChat(ChatRequest):
-    """A chat request whose prompt is wanted: its pictures and videos are cut, but not encoded."""
+    """A chat request whose prompt is to be tokenized. Its images and videos are preprocessed, but not encoded."""
 
     add_special_tokens: bool = False
     return_token_strs: bool = False
 
 
 class DetokenizeRequest(LenientModel):
-    """Token ids to turn into text, control tokens included."""
+    """Token ids to convert to text, including control tokens."""
 
     tokens: Annotated[
         tuple[Annotated[int, Field(ge=0, le=LARGEST)], ...], Strict(False), Field(max_length=MAX_TOKENS, fail_fast=True)
@@ -43,26 +43,26 @@ class DetokenizeRequest(LenientModel):
 
     @classmethod
     def parse(cls, data: object) -> DetokenizeRequest:
-        """Raises InvalidParameter, as `ChatRequest.parse`."""
-        return _checked(cls.model_validate, data)
+        """Validate a request from JSON. Raises InvalidParameter, as `ChatRequest.parse`."""
+        return _validate(cls.model_validate, data)
 
 
 def parse_tokenize(data: object) -> TokenizePrompt | TokenizeChat:
-    """What is to be encoded: a prompt, or messages.
+    """Validate a request to tokenize a prompt or messages.
 
     Raises:
-        InvalidParameter: neither of them, or both; or as `ChatRequest.parse`.
+        InvalidParameter: the request has neither or both of them; or as `ChatRequest.parse`.
         UnsupportedParameter: as `ChatRequest.parse`.
     """
     given = data if isinstance(data, dict) else {}
     if (given.get("prompt") is None) == (given.get("messages") is None):
-        raise InvalidParameter("Give either `prompt` or `messages`.", param="prompt")
+        raise InvalidParameter("Pass either `prompt` or `messages`.", param="prompt")
     if given.get("prompt") is not None:
-        return _checked(TokenizePrompt.model_validate, data)
-    return _checked(TokenizeChat.model_validate, data)
+        return _validate(TokenizePrompt.model_validate, data)
+    return _validate(TokenizeChat.model_validate, data)
 
 
-def _checked(validate: Callable[[object], T], data: object) -> T:
+def _validate(validate: Callable[[object], T], data: object) -> T:
     try:
         return validate(data)
     except ValidationError as error:

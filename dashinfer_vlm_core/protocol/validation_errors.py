@@ -1,4 +1,4 @@
-"""Pydantic's faults in the words of the API."""
+"""Convert pydantic's validation errors of a request to `InvalidParameter`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _INDEX = re.compile(r"\[\d+\]")
 _NEXT_STEPS: Mapping[str, str] = MappingProxyType(
     {
         "messages": ' Write "messages": [{"role": "user", "content": "..."}].',
-        "role": ' Write "role": "user", for what the model is asked.',
+        "role": ' Write "role": "user" for prompts.',
         "tools[].function": ' Write "function": {"name": "...", "parameters": {...}}.',
         "tools": ' Write "tools": [{"type": "function", "function": {"name": "...", "parameters": {...}}}].',
         "response_format": ' Write "response_format": {"type": "json_object"}.',
@@ -31,51 +31,59 @@ _NEXT_STEPS: Mapping[str, str] = MappingProxyType(
 )
 
 
-_SHAPES = frozenset({"missing", "model_type", "tuple_type", "too_short"})
+_SHAPE_ERRORS = frozenset({"missing", "model_type", "tuple_type", "too_short"})
 
-_PLAIN: Mapping[str, re.Pattern[str]] = MappingProxyType(
+_UNQUOTED: Mapping[str, re.Pattern[str]] = MappingProxyType(
     {
         "int_type": re.compile(r"-?\d{1,20}"),
         "float_type": re.compile(r"-?\d{1,20}(\.\d{1,20})?"),
         "bool_type": re.compile(r"true|false"),
     }
 )
-"""What would be right without the quotes around it."""
+"""Strings that would be valid without their quotes, by error type."""
 
 
 def explain(error: ValidationError) -> InvalidParameter:
-    """The first fault, as an error that names the field and what it may hold."""
-    fault = error.errors(include_url=False)[0]
-    param = _param(fault["loc"])
-    words = validation_message(fault)
-    got = "" if fault["type"] in {"missing", "too_short", "string_too_short"} else f"; got {show(fault['input'])}"
-    next_step = _quoted(fault) or (_shape(param) if fault["type"] in _SHAPES else "")
-    return InvalidParameter(f"{f'`{param}`' if param else 'The request'} {words}{got}.{next_step}", param=param or None)
+    """Convert the first error to an `InvalidParameter` with the field and the allowed values."""
+    details = error.errors(include_url=False)[0]
+    param = _param(details["loc"])
+    message = validation_message(details)
+    got = "" if details["type"] in {"missing", "too_short", "string_too_short"} else f"; got {show(details['input'])}"
+    next_step = _next_step(details, param)
+    return InvalidParameter(
+        f"{f'`{param}`' if param else 'The request'} {message}{got}.{next_step}", param=param or None
+    )
 
 
-def _shape(param: str) -> str:
-    """What to write at a place: by its whole name, or by its last part, where that means the same everywhere."""
-    place = _INDEX.sub("[]", param)
-    return _NEXT_STEPS.get(place) or _NEXT_STEPS.get(param.rpartition(".")[2], "")
+def _next_step(details: ErrorDetails, param: str) -> str:
+    if details["type"] == "extra_forbidden":
+        return " Remove it."
+    return _unquote_hint(details) or (_example(param) if details["type"] in _SHAPE_ERRORS else "")
 
 
-def _quoted(fault: ErrorDetails) -> str:
-    """The next step for a number or a truth value that came as a text: a common slip, and not mended here."""
-    value, plain = fault["input"], _PLAIN.get(fault["type"])
+def _example(param: str) -> str:
+    """Return an example for a field, by its full path or by its last name."""
+    pattern = _INDEX.sub("[]", param)
+    return _NEXT_STEPS.get(pattern) or _NEXT_STEPS.get(param.rpartition(".")[2], "")
+
+
+def _unquote_hint(details: ErrorDetails) -> str:
+    """Return the next step for a number or boolean that was sent as a string, which is a common mistake."""
+    value, plain = details["input"], _UNQUOTED.get(details["type"])
     meant = plain is not None and isinstance(value, str) and plain.fullmatch(value)
     return " Write it without quotes." if meant else ""
 
 
 def _param(location: tuple[int | str, ...]) -> str:
-    """OpenAI's notation of a place: `messages[0].content[1].image_url.url`."""
-    if location and location[-1] == "[key]":  # the fault is a key of the object, which may be anything
+    """Return a location in OpenAI's notation: `messages[0].content[1].image_url.url`."""
+    if location and location[-1] == "[key]":  # the error is in a key of the object, which can be any string
         location = location[:-2]
     steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in location if step not in TAGS)
     return "".join(steps).removeprefix(".")
 
 
 def show(value: object) -> str:
-    """A value for a message: short whatever its size, and without looking into what may be deep."""
+    """Format a value for a message: always short, and without traversing nested values."""
     if isinstance(value, str):
         return repr(value if len(value) <= SHOWN_CHARACTERS else value[:SHOWN_CHARACTERS] + "...")
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Pydantic's faults in our words."""
+"""Messages for pydantic's validation errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-_WORDS: Mapping[str, str] = MappingProxyType(
+_MESSAGES: Mapping[str, str] = MappingProxyType(
     {
         "missing": "is required",
         "string_type": "must be a string",
@@ -37,18 +37,18 @@ _WORDS: Mapping[str, str] = MappingProxyType(
         "string_unicode": "must be valid Unicode, without lone surrogates",
         "string_pattern_mismatch": "must map token ids to numbers",
         "value_error": "{error}",
-        "extra_forbidden": "is no option that is known here: leave it out",
-        "unexpected_keyword_argument": "is not known here: leave it out",
+        "extra_forbidden": "is not a known option",
+        "unexpected_keyword_argument": "is not a known key",
     }
 )
 
 
-def validation_message(fault: ErrorDetails) -> str:
-    """What a value must be, as the end of a sentence that begins with its name."""
-    bounds = {name: _short(value) for name, value in fault.get("ctx", {}).items()}
-    return _WORDS.get(fault["type"], "has the wrong type or shape").format(**bounds)
+def validation_message(error: ErrorDetails) -> str:
+    """Return the message for an error, a predicate whose subject is the name of the value."""
+    bounds = {name: _as_integer(value) for name, value in error.get("ctx", {}).items()}
+    return _MESSAGES.get(error["type"], "has the wrong type or shape").format(**bounds)
 
 
-def _short(value: object) -> object:
-    """2.0 as 2: bounds of numbers that need not be whole."""
+def _as_integer(value: object) -> object:
+    """Convert integral floats, such as bounds, to int: 2.0 becomes 2."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -80,7 +80,7 @@ def test_incompatible_plugin_is_rejected_by_name(install):
     assert "stranger" not in load_plugins().models
     assert row("stranger_plugin").status == "broken"
     assert (
-        "'stranger_plugin' was written for version 1 of the plugin API, and this is" in row("stranger_plugin").problem
+        "'stranger_plugin' was written for version 1 of the plugin API, but this is" in row("stranger_plugin").problem
     )
 
 
@@ -267,11 +267,11 @@ def test_all_invalid_options_are_named(install, fresh_options):
 @pytest.mark.parametrize(
     ("registered", "problem"),
     [
-        ("'slides'", "Options have to be a subclass of PluginOptions"),
-        ("type('TorchKernels', (), {})", "Options have to be a subclass of PluginOptions"),
-        ("Slides()", "Options have to be a subclass of PluginOptions"),
-        ("Needed", "The option 'slide_title' of Needed needs a default"),
-        ("Failing", "The options Failing have a default that fails: "),
+        ("'slides'", "Options must be a subclass of PluginOptions"),
+        ("type('TorchKernels', (), {})", "Options must be a subclass of PluginOptions"),
+        ("Slides()", "Options must be a subclass of PluginOptions"),
+        ("Needed", "The option 'slide_title' of Needed must have a default"),
+        ("Failing", "A default of the options Failing raises an error: "),
     ],
 )
 def test_invalid_option_definition_disables_only_its_plugin(install, fresh_options, registered, problem):
