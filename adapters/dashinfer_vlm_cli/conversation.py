@@ -41,7 +41,7 @@ class Conversation:
         return {**self.options, "messages": self.messages}
 
     @property
-    def turns(self) -> int:
+    def num_prompts(self) -> int:
         return sum(message["role"] == "user" for message in self.messages)
 
     @property

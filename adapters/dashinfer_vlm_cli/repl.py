@@ -131,13 +131,13 @@ class Repl:
             raise InvalidParameter(f"{path} already exists. Choose another name.")
         self.conversation.save(path)
         self.files.add(path.resolve())
-        self.notify(f"Saved to {path}, {self.conversation.turns} prompts.")
+        self.notify(f"Saved to {path}, {self.conversation.num_prompts} prompts.")
 
     def load(self, argument: str) -> None:
         path = Path(_required(argument, "/load PATH")).expanduser()
         self.conversation = Conversation.load(path)
         self.files.add(path.resolve())
-        self.notify(f"Loaded {path}, {self.conversation.turns} prompts.")
+        self.notify(f"Loaded {path}, {self.conversation.num_prompts} prompts.")
 
     def system(self, argument: str) -> None:
         if argument:

@@ -120,9 +120,9 @@ def test_attachments_go_before_next_prompt():
     conversation.attach({"type": "image_url", "image_url": {"url": "data:,"}})
     conversation.add_user("What is this?")
     conversation.add_assistant("A circle.")
-    conversation.add_user("And its colour?")
+    conversation.add_user("And its color?")
     assert [part["type"] for part in conversation.messages[0]["content"]] == ["image_url", "text"]
-    assert conversation.messages[2]["content"] == "And its colour?"
+    assert conversation.messages[2]["content"] == "And its color?"
 
 
 def test_undo_removes_prompt_and_retry_removes_response():
@@ -145,7 +145,7 @@ def test_system_prompt_is_first_and_survives_reset():
     conversation.set_system("Be short.")
     assert conversation.messages[0] == {"role": "system", "content": "Be short."}
     conversation.reset()
-    assert (conversation.system, conversation.turns) == ("Be short.", 0)
+    assert (conversation.system, conversation.num_prompts) == ("Be short.", 0)
     conversation.set_system("")
     assert conversation.messages == []
 
