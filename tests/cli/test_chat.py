@@ -176,7 +176,7 @@ def test_options_are_validated_when_set():
 
 @pytest.mark.parametrize("written", ["temperature", "temperature 0.2", ""])
 def test_set_option_without_value_is_rejected(run, written):
-    with pytest.raises(ConfigError, match="has no value. Write --set NAME=VALUE"):
+    with pytest.raises(ConfigError, match=r"has no value\. Write --set NAME=VALUE"):
         run("chat", "--api-base", "http://127.0.0.1:9/v1", "--set", written, "x")
 
 
