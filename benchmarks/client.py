@@ -1,4 +1,4 @@
-"""The load: users who ask one after the other, over OpenAI's streaming API or of an engine in this process."""
+"""Load generation: concurrent users, over OpenAI's streaming API or with an in-process engine."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dashinfer_vlm_core.engine import ChatEngine
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-PATIENCE = 600.0
-"""Seconds without a byte after which an engine counts as hung."""
+READ_TIMEOUT = 600.0
+"""Seconds without data after which an engine is considered hung."""
 
 Body = dict[str, Any]
 Content = str | list[dict[str, Any]]
@@ -30,8 +30,8 @@ class Talk:
     """One conversation.
 
     Attributes:
-        turns: what the user says, turn by turn; the answers in between are the engine's own.
-        tokens: of each answer.
+        turns: the user messages; the responses in between are the engine's.
+        tokens: completion tokens of each response.
     """
 
     turns: tuple[Content, ...]
@@ -40,7 +40,7 @@ class Talk:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one event of a stream says: text, and, in one of the events, how many tokens there were."""
+    """The content of one event of a stream: text, and in one of the events the token counts."""
 
     text: str
     completion_tokens: int | None = None
@@ -48,25 +48,25 @@ class Piece:
 
 
 class Target(Protocol):
-    """Something that answers chat completions."""
+    """A target of chat completion requests."""
 
     def ask(self, body: Body) -> AsyncGenerator[Piece, None]:
-        """The pieces of the answer as they come."""
+        """Yield the pieces of the response as they arrive."""
 
 
 @dataclass(kw_only=True)
 class Sample:
-    """One answer, as its reader saw it. Times are those of `time.perf_counter`.
+    """One response as seen by its reader. Times are from `time.perf_counter`.
 
     Attributes:
-        asked: tokens asked for.
+        requested_tokens: the number of requested tokens.
         sent: when the request was sent.
         arrivals: when each piece of text came.
-        tokens: of the answer, by the engine's own count, or one per piece where it does not count.
-        fault: what went wrong.
+        tokens: completion tokens as counted by the engine, or one per piece if it does not count them.
+        fault: the error, if any.
     """
 
-    asked: int
+    requested_tokens: int
     sent: float
     arrivals: list[float] = field(default_factory=list)
     tokens: int = 0
@@ -92,7 +92,7 @@ class Sample:
 class HTTPTarget:
     """A server at `base`, such as `http://127.0.0.1:8000/v1`. Its connections are closed when the context ends.
 
-    By aiohttp, which parses in C: what the reader of a stream computes is taken from the engine on the same cores.
+    Uses aiohttp, which parses in C: the client's work takes CPU time from the engine on the same cores.
     """
 
     def __init__(self, base: str) -> None:
@@ -100,10 +100,10 @@ class HTTPTarget:
         self._model = ""
 
     async def __aenter__(self) -> Self:
-        patience = aiohttp.ClientTimeout(total=None, sock_read=PATIENCE)
-        self._client = aiohttp.ClientSession(timeout=patience, connector=aiohttp.TCPConnector(limit=0))
-        async with self._client.get(f"{self._base}/models", raise_for_status=True) as answer:
-            self._model = (await answer.json())["data"][0]["id"]
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=READ_TIMEOUT)
+        self._client = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        async with self._client.get(f"{self._base}/models", raise_for_status=True) as models:
+            self._model = (await models.json())["data"][0]["id"]
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -151,13 +151,13 @@ def _piece(event: dict[str, Any]) -> Piece:
 async def load(
     target: Target, talks: Iterable[Talk], *, users: int, first: Callable[[], None] = lambda: None
 ) -> list[Sample]:
-    """All talks, led by `users` users, each of whom begins another one when the last has ended.
+    """Run all conversations with `users` concurrent users, each of whom starts the next one when the last has ended.
 
     Args:
-        target: who answers.
-        talks: what to say.
-        users: how many talk at once.
-        first: called at the first text of each answer.
+        target: the engine.
+        talks: the conversations.
+        users: number of concurrent users.
+        first: called at the first text of each response.
     """
     waiting, samples = deque(talks), list[Sample]()
 
@@ -182,7 +182,7 @@ async def _lead(target: Target, talk: Talk, users: int, first: Callable[[], None
 
 
 def request_body(messages: list[dict[str, Any]], tokens: int, users: int) -> Body:
-    """A streaming request for exactly `tokens` tokens."""
+    """Return a streaming request for exactly `tokens` tokens."""
     return {
         "messages": messages,
         "max_tokens": tokens,
@@ -191,12 +191,12 @@ def request_body(messages: list[dict[str, Any]], tokens: int, users: int) -> Bod
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
-        "metadata": {"users": str(users)},  # for peers that have one way for a single user and another for many
+        "metadata": {"users": str(users)},  # for peers with separate pipelines for one user and for many
     }
 
 
 async def _ask(target: Target, body: Body, first: Callable[[], None]) -> tuple[Sample, str]:
-    sample, text = Sample(asked=body["max_tokens"], sent=time.perf_counter()), list[str]()
+    sample, text = Sample(requested_tokens=body["max_tokens"], sent=time.perf_counter()), list[str]()
     try:
         async with contextlib.aclosing(target.ask(body)) as pieces:
             async for piece in pieces:
@@ -210,6 +210,6 @@ async def _ask(target: Target, body: Body, first: Callable[[], None]) -> tuple[S
     except (aiohttp.ClientError, RuntimeError, OSError) as error:
         sample.fault = f"{type(error).__name__}: {error}"
     sample.tokens = sample.tokens or len(text)
-    if not sample.fault and (sample.tokens != sample.asked or not text):
-        sample.fault = f"{sample.tokens} tokens instead of {sample.asked}"
+    if not sample.fault and (sample.tokens != sample.requested_tokens or not text):
+        sample.fault = f"{sample.tokens} tokens instead of {sample.requested_tokens}"
     return sample, "".join(text)

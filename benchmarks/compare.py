@@ -1,12 +1,12 @@
-"""Ours beside the engines that one would take instead, on this machine: one table of ratios.
+"""Compare this engine with alternatives on this machine, in one table of ratios.
 
     python -m benchmarks.compare [--model small|2b|demo|FOLDER] [--engines ours,vllm] [--workloads fresh-1,chats-3]
 
-Every engine stays loaded, and is stopped (SIGSTOP) while another one is measured. In each round the workloads come in
-random order, and for each of them the engines in random order, so that what drifts on the machine meets all alike. What
-the machine itself can do is measured in every round too.
+Every engine stays loaded, and is stopped (SIGSTOP) while another one is measured. In each round the workloads run in
+random order, and for each of them the engines in random order, so that drifts of the machine affect all alike. The
+machine's own throughput is also measured in every round.
 
-A further engine is another set of options of ours, or any server for OpenAI's API:
+Further engines are other options of this engine, or any server with OpenAI's API:
 
     --engine 'chunks=--prefill-chunk 256'
     --engine 'before=/path/to/venv/bin/dashinfer-vlm serve --model {model} --port {port}'
@@ -25,7 +25,7 @@ from pathlib import Path
 
 from .engines import Contender, InProcess, Launch, Server, custom, end_with_us, ours, peer
 from .environments import PEERS_FOLDER, Peers, SetupMissing
-from .limits import measure_rates, picture_seconds, step_seconds
+from .limits import image_seconds, measure_rates, step_seconds
 from .models import CACHE, SHAPES, checkpoint
 from .report import LIMIT, Results, Row, write
 from .workloads import TPOT, TTFT, Run, Workload, run, workloads
@@ -35,26 +35,26 @@ OURS = ("ours", "ours-int8", IN_PROCESS)
 PEERS = ("vllm", "openvino-fp16", "openvino-int8", "transformers")
 DEFAULT = ("ours", IN_PROCESS, *PEERS)
 OVERHEAD = ("fresh-1", "fresh-4", "decode-1", "decode-8")
-"""Where ours is also measured without its server: one picture, several, and nothing but steps."""
+"""Workloads that are also measured without the server: one image, several, and decode steps only."""
 WARM_UP = ("fresh-4", "text-8", "small-4")
-"""Kinds of work that each engine does once, quickly, before anything counts."""
+"""Workloads for the warm-up of each engine."""
 AWAKE = "decode-1"
-"""What an engine does, quickly, before each measurement: its share of the caches was taken while it slept."""
+"""A short workload before each measurement: the CPU caches were used by others while the engine was stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What the command line asks for.
+    """The parsed command line.
 
     Attributes:
-        name: of the model.
+        name: the model's name.
         model: folder of its checkpoint.
-        engines: built-in names, and NAME=COMMAND; the first one is what the others are compared with.
-        workloads: by name.
-        rounds: how often everything is measured.
+        engines: built-in names, and NAME=COMMAND; the others are compared with the first one.
+        workloads: the workloads by name.
+        rounds: number of measurements of everything.
         ready: whether to measure the time to ready in each round.
-        peers: where the peers live.
-        out: folder for what is written.
+        peers: the peers' environments.
+        out: folder for the results.
     """
 
     name: str
@@ -73,14 +73,14 @@ def main(arguments: Sequence[str] | None = None) -> Results:
     try:
         with end_with_us():
             compare(plan, results)
-    finally:  # what was measured until somebody ended it is worth something too
+    finally:  # write partial results of an interrupted run too
         if results.figures:
             print(write(results, plan.out))
     return results
 
 
 def compare(plan: Plan, results: Results) -> None:
-    """Start what `plan` names, and measure round by round into `results`."""
+    """Start the engines of `plan` and measure round by round into `results`."""
     with contextlib.ExitStack() as stack:
         contenders = _start(plan, results, stack)
         if not contenders:
@@ -114,7 +114,7 @@ def _measure(contender: Contender, name: str, workload: Workload, results: Resul
     finally:
         contender.pause()
     results.keep(contender.name, name, number, done)
-    if not any(sample.fault for sample in (*done.samples, *done.beside)):
+    if not any(sample.fault for sample in (*done.samples, *done.background)):
         for metric in workload.metrics:
             row = Row(name, workload.title, metric.name, higher=metric.higher)
             results.add(row, contender.name, number, metric.compute(done))
@@ -127,7 +127,7 @@ async def _run(contender: Contender, workload: Workload, seed: str) -> Run:
 
 
 def _start(plan: Plan, results: Results, stack: contextlib.ExitStack) -> list[Contender]:
-    """The engines, one by one, each paused when it is warm; one that cannot be started is noted and left out."""
+    """Start the engines one by one, each paused when warm; an engine that cannot be started is noted and skipped."""
     contenders: list[Contender] = []
     for given in plan.engines:
         name = given.partition("=")[0]
@@ -135,8 +135,8 @@ def _start(plan: Plan, results: Results, stack: contextlib.ExitStack) -> list[Co
         try:
             contender = _open(given, plan, results)
         except (SetupMissing, RuntimeError) as error:
-            _say(f"{name} is left out: {error}")
-            results.notes.append(f"{name} is left out: {str(error).splitlines()[0]}")
+            _say(f"{name} is skipped:  {error}")
+            results.notes.append(f"{name} is skipped:  {str(error).splitlines()[0]}")
             continue
         stack.callback(contender.stop)
         asyncio.run(_warm_up(contender))
@@ -150,7 +150,7 @@ def _start(plan: Plan, results: Results, stack: contextlib.ExitStack) -> list[Co
 def _open(given: str, plan: Plan, results: Results) -> Contender:
     model = str(plan.model)
     if given == IN_PROCESS:
-        results.notes.append(f"{given}: our engine in the process that asks, without a server between")
+        results.notes.append(f"{given}: this engine in the client's process, without a server")
         return InProcess(given, model)
     launch = _launch(given, plan)
     if launch.note:
@@ -171,22 +171,22 @@ async def _warm_up(contender: Contender) -> None:
         for name in WARM_UP:
             done = await run(target, workloads(quick=True)[name], f"warm {name}")
             for fault in dict.fromkeys(sample.fault for sample in done.samples if sample.fault):
-                _say(f"while it was warmed by {name}: {fault}")
+                _say(f"during warm-up with {name}: {fault}")
 
 
 def _ready_row(model: str) -> Row:
-    return Row("ready", f"from the start of the process, {model}", "s")
+    return Row("ready", f"from process start, {model}", "s")
 
 
 def _ready_seconds(plan: Plan, model: str) -> float:
-    _say(f"starting ours once more, {model}")
+    _say(f"starting this engine again, {model}")
     server = Server(ours("ready", model), plan.out / "logs" / "ready.log")
     server.stop()
     return server.ready_seconds
 
 
 def _note_limits(plan: Plan, results: Results, number: int) -> None:
-    """What the machine allows at best, beside the figures that it bounds."""
+    """Add the machine's limits next to the metrics that they bound."""
     rates = results.rates[number]
     for name in ("decode-1", "decode-8"):
         if name in plan.workloads:
@@ -195,11 +195,11 @@ def _note_limits(plan: Plan, results: Results, number: int) -> None:
     prompt = results.prompt_tokens("fresh-1")
     if prompt:
         row = Row("fresh-1", plan.workloads["fresh-1"].title, TTFT.name)
-        results.add(row, LIMIT, number, picture_seconds(plan.model, rates, prompt=prompt))
+        results.add(row, LIMIT, number, image_seconds(plan.model, rates, prompt=prompt))
 
 
 def _note_memory(contenders: list[Contender], results: Results, weights: int) -> None:
-    row = Row("memory", "peak of all processes, above the size of the weights", "GB")
+    row = Row("memory", "peak of all processes minus the size of the weights", "GB")
     for contender in contenders:
         if isinstance(contender, Server):
             results.add(row, contender.name, 0, (contender.peak_bytes() - weights) / 1e9)
@@ -216,16 +216,20 @@ def _say(what: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="small", help=f"{', '.join(SHAPES)}, demo, or a checkpoint's folder")
-    parser.add_argument("--models", type=Path, default=CACHE, help="where models are made (%(default)s)")
+    parser.add_argument("--models", type=Path, default=CACHE, help="where models are created (%(default)s)")
     parser.add_argument("--peers", type=Path, default=PEERS_FOLDER, help="where peers are installed (%(default)s)")
     parser.add_argument(
         "--engines", default=",".join(DEFAULT), help=f"of {', '.join((*OURS, *PEERS))} (%(default)s); first is the base"
     )
-    parser.add_argument("--engine", action="append", default=[], metavar="NAME=COMMAND", help="one more; see above")
+    parser.add_argument(
+        "--engine", action="append", default=[], metavar="NAME=COMMAND", help="an additional engine; see above"
+    )
     parser.add_argument("--workloads", help=f"of {', '.join(workloads())}; all by default")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter answers, to see that everything works")
-    parser.add_argument("--no-ready", action="store_true", help="do not start ours anew in each round")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer and shorter responses, to check that everything works"
+    )
+    parser.add_argument("--no-ready", action="store_true", help="do not restart this engine in each round")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="(%(default)s)")
     return parser
 
@@ -236,7 +240,7 @@ def _plan(given: argparse.Namespace) -> Plan:
     engines = [name for name in given.engines.split(",") if name]
     unknown = [name for name in engines if name not in (*OURS, *PEERS)] + [name for name in names if name not in known]
     if unknown:
-        raise SystemExit(f"Nothing is called {', '.join(unknown)}; --help lists the names.")
+        raise SystemExit(f"Unknown names: {', '.join(unknown)}. See --help for the names.")
     return Plan(
         name=Path(given.model).name,
         model=checkpoint(given.model, given.models),

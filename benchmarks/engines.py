@@ -1,4 +1,4 @@
-"""Engines in processes of their own: started once, stopped from running while another one is measured."""
+"""Engines in separate processes: started once, stopped while another one is measured."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .limits import cores
 NOT_FOUND = 404
 
 READY = "/health/ready"
-"""Ours lists its model while it still loads."""
+"""This project's server lists its model while it still loads."""
 
 START_SECONDS = 900.0
 """vLLM's CPU build compiles for minutes."""
-FAREWELL_SECONDS = 20.0
+SHUTDOWN_SECONDS = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +37,10 @@ class Launch:
     """How to start an engine.
 
     Attributes:
-        name: in the table.
-        command: of a server for OpenAI's API; `{port}` stands for its port.
-        environment: variables besides those of this process.
-        note: what is different about it, for the table.
+        name: its name in the table.
+        command: the command of a server with OpenAI's API; `{port}` is replaced by its port.
+        environment: additional environment variables.
+        note: a remark for the table.
     """
 
     name: str
@@ -53,8 +53,8 @@ class Server:
     """A running server and all processes that it started.
 
     Attributes:
-        name: of its engine.
-        ready_seconds: from its start until it answered.
+        name: the engine's name.
+        ready_seconds: seconds from its start until it was ready.
     """
 
     def __init__(self, launch: Launch, log: Path) -> None:
@@ -80,24 +80,24 @@ class Server:
         return HTTPTarget(self.base)
 
     def pause(self) -> None:
-        """Stop all of its threads where they are: those that spin would take the cores from the next engine."""
+        """Stop all of its threads: spinning ones would take the cores from the next engine."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
 
     def peak_bytes(self) -> int:
-        """The largest resident memory that its processes had, added up."""
+        """Return the sum of its processes' peak resident memory."""
         return sum(_peak(process) for process in _members(self._process.pid))
 
     def stop(self) -> None:
         for number in (signal.SIGCONT, signal.SIGTERM):
             self._signal(number)
         try:
-            self._process.wait(FAREWELL_SECONDS)
+            self._process.wait(SHUTDOWN_SECONDS)
         except subprocess.TimeoutExpired:
-            print(f"{self.name} does not end: it is killed", flush=True)
-        self._signal(signal.SIGKILL)  # also what it left behind
+            print(f"{self.name} does not exit and is killed", flush=True)
+        self._signal(signal.SIGKILL)  # also remaining child processes
         self._process.wait()
 
     def _signal(self, number: signal.Signals) -> None:
@@ -107,29 +107,29 @@ class Server:
 
     def _wait(self) -> None:
         end = time.monotonic() + START_SECONDS
-        # One client: making another for each question takes the cores that the engine starts on.
+        # One client: creating one per request would take CPU time from the starting engine.
         with httpx.Client(base_url=self.base.removesuffix("/v1"), trust_env=False, timeout=5) as client:
             while time.monotonic() < end:
                 if self._process.poll() is not None:
                     raise RuntimeError(f"{self.name} ended with {self._process.returncode}: {_tail(self._log)}")
                 with contextlib.suppress(httpx.TransportError):
-                    if _answers(client, "/v1/models") and _answers(client, READY, missing=True):
+                    if _is_available(client, "/v1/models") and _is_available(client, READY, missing=True):
                         return
                 time.sleep(0.02)
         raise RuntimeError(f"{self.name} was not ready after {START_SECONDS:.0f} s: {_tail(self._log)}")
 
 
-def _answers(client: httpx.Client, path: str, *, missing: bool = False) -> bool:
-    """Whether a page can be had; one that the server does not know counts as `missing`."""
-    answer = client.get(path)
-    return missing if answer.status_code == NOT_FOUND else answer.is_success
+def _is_available(client: httpx.Client, path: str, *, missing: bool = False) -> bool:
+    """Return whether a page is available; `missing` is the result for an unknown page."""
+    response = client.get(path)
+    return missing if response.status_code == NOT_FOUND else response.is_success
 
 
 class InProcess:
-    """Our engine in this process, behind the same face: what the server adds is the difference.
+    """This engine in this process, with the same interface: the difference is the server's overhead.
 
     Attributes:
-        name: in the table.
+        name: its name in the table.
     """
 
     def __init__(self, name: str, model: str) -> None:
@@ -145,7 +145,7 @@ class InProcess:
         return EngineTarget(self._engine)
 
     def pause(self) -> None:
-        """Nothing of it runs while nobody asks."""
+        """Do nothing: the engine is idle without requests."""
 
     def resume(self) -> None:
         """See `pause`."""
@@ -158,16 +158,16 @@ Contender = Server | InProcess
 
 
 def ours(name: str, model: str, *options: str) -> Launch:
-    """Our server from the environment that this runs in, with options of `dashinfer-vlm serve`."""
+    """Return the launch of this environment's server with options of `dashinfer-vlm serve`."""
     program = str(Path(sysconfig.get_path("scripts")) / "dashinfer-vlm")
     return Launch(name=name, command=(program, "serve", "--port", "{port}", "--model", model, *options))
 
 
 def custom(given: str, model: str) -> Launch:
-    """From NAME=COMMAND, with {model} and {port} in the command, or NAME=--OPTION ... of our own server.
+    """Parse NAME=COMMAND, with {model} and {port} in the command, or NAME=--OPTION ... for this project's server.
 
     Raises:
-        ValueError: there is no name.
+        ValueError: the name is missing.
     """
     name, found, command = given.partition("=")
     if not found or not name:
@@ -179,7 +179,7 @@ def custom(given: str, model: str) -> Launch:
 
 
 def peer(name: str, model: Path, peers: Peers) -> Launch:
-    """A peer, installed and with its form of the model made.
+    """Return the launch of a peer, after installing it and converting the model for it.
 
     Raises:
         SetupMissing: it cannot be installed here.
@@ -188,7 +188,7 @@ def peer(name: str, model: Path, peers: Peers) -> Launch:
         return _vllm(model, peers.vllm())
     if name == "transformers":
         script = str(peers.script("transformers_server.py"))
-        note = "generate() over whatever waits, up to 16 at once; the next batch begins when the last has ended"
+        note = "generate() over the waiting requests, up to 16 at once; the next batch starts when the last has ended"
         return Launch(name=name, command=(sys.executable, script, str(model), "{port}"), note=note)
     precision = name.removeprefix("openvino-")
     python = peers.openvino()
@@ -226,7 +226,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def end_with_us() -> Iterator[None]:
-    """Let SIGTERM (of `timeout`, say) unwind as an exception does, so that no paused engine is left behind."""
+    """Turn SIGTERM (for example of `timeout`) into SystemExit, so that no paused engine is left behind."""
 
     def leave(*_: object) -> None:
         sys.exit(143)
@@ -254,7 +254,7 @@ def _tail(log: Path) -> str:
 
 
 def _members(session: int) -> Iterator[int]:
-    """The processes of a session: also those that have made themselves a group of their own."""
+    """Yield the processes of a session, including those in separate process groups."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(ProcessLookupError):
             if os.getsid(int(folder.name)) == session:

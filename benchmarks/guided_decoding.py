@@ -1,10 +1,10 @@
-"""What guided decoding costs: compiling a schema, and the mask of each step.
+"""The cost of guided decoding: schema compilation and the mask of each step.
 
     python benchmarks/guided_decoding.py [--tokenizer FOLDER]
 
 First with the bundled model: masks as a share of the time of a step. Then at the size of Qwen2-VL's vocabulary: with
-the tokenizer of a checkpoint, or with a made-up one of as many tokens. Answers are random walks through the grammar,
-which visit more of it than a model would.
+the tokenizer of a checkpoint, or with a synthetic one of the same size. Outputs are random paths through the grammar,
+which cover more of it than a model's output would.
 """
 
 from __future__ import annotations
@@ -59,21 +59,21 @@ def main() -> None:
     step = {batch: step_time(batch) for batch in (1, 8)}
     print("the bundled model:", ", ".join(f"{1000 * value:.2f} ms a step at {key}" for key, value in step.items()))
     report(Tokenizer.from_file(str(spec.folder / "tokenizer.json")), spec, step)
-    large = Tokenizer.from_file(str(given / "tokenizer.json")) if given else made_up()
+    large = Tokenizer.from_file(str(given / "tokenizer.json")) if given else synthetic_tokenizer()
     print(f"a vocabulary of {LARGE} tokens{'' if given else ', made up'}:")
     report(large, replace(spec, vocab_size=LARGE, tokens=replace(spec.tokens, stop=(LARGE - 1,))), {})
 
 
 def report(tokenizer: Tokenizer, spec: ModelSpec, steps: dict[int, float]) -> None:
-    maker = GrammarCompiler(tokenizer, spec)
+    compiler = GrammarCompiler(tokenizer, spec)
     begin = time.perf_counter()
-    compiled(maker, {"const": 1})
+    compiled(compiler, {"const": 1})
     print(f"  made ready in {time.perf_counter() - begin:.2f} s")
     for name, schema in SCHEMAS.items():
         begin = time.perf_counter()
-        guide = compiled(maker, schema)
+        grammar = compiled(compiler, schema)
         ready = time.perf_counter() - begin
-        times = [spent for seed in range(20) for spent in walk(guide, seed, spec.tokens.stop)]
+        times = [spent for seed in range(20) for spent in random_steps(grammar, seed, spec.tokens.stop)]
         mean = statistics.mean(times)
         shares = "".join(f", {100 * batch * mean / step:.1f} % at {batch}" for batch, step in steps.items())
         print(
@@ -83,14 +83,14 @@ def report(tokenizer: Tokenizer, spec: ModelSpec, steps: dict[int, float]) -> No
         )
 
 
-def compiled(maker: GrammarCompiler, schema: Any) -> LLGuidanceGrammar:
+def compiled(compiler: GrammarCompiler, schema: Any) -> LLGuidanceGrammar:
     rules = Rules()
-    return maker.compile(rules, any_object(rules) if schema is None else json_schema(rules, schema), param="schema")
+    return compiler.compile(rules, any_object(rules) if schema is None else json_schema(rules, schema), param="schema")
 
 
-def walk(guide: LLGuidanceGrammar, seed: int, stop: tuple[int, ...], longest: int = 200) -> list[float]:
-    """Seconds of each step of a random answer."""
-    rng, way, times = np.random.default_rng(seed), guide.new_matcher(), list[float]()
+def random_steps(grammar: LLGuidanceGrammar, seed: int, stop: tuple[int, ...], longest: int = 200) -> list[float]:
+    """Return the seconds of each step of a random output."""
+    rng, way, times = np.random.default_rng(seed), grammar.new_matcher(), list[float]()
     for _ in range(longest):
         begin = time.perf_counter()
         allowed = way.allowed_tokens()
@@ -105,7 +105,7 @@ def walk(guide: LLGuidanceGrammar, seed: int, stop: tuple[int, ...], longest: in
 
 
 def step_time(batch: int, tokens: int = 100) -> float:
-    """Seconds of a step of the bundled model that decodes `batch` free answers."""
+    """Return the seconds of a step of the bundled model that decodes `batch` unguided requests."""
     request = {
         "messages": [{"role": "user", "content": "Hello"}],
         "max_tokens": tokens,
@@ -113,17 +113,17 @@ def step_time(batch: int, tokens: int = 100) -> float:
         "temperature": 0,
     }
 
-    async def ask(engine: Engine) -> float:
+    async def run_request(engine: Engine) -> float:
         begin = time.perf_counter()
         await asyncio.gather(*(engine.achat(request) for _ in range(batch)))
         return time.perf_counter() - begin
 
     with Engine(EngineConfig(model="demo")) as engine:
-        return min(asyncio.run(ask(engine)) for _ in range(5)) / tokens
+        return min(asyncio.run(run_request(engine)) for _ in range(5)) / tokens
 
 
-def made_up() -> Tokenizer:
-    """As many tokens as Qwen2-VL has, of the lengths that a large vocabulary has."""
+def synthetic_tokenizer() -> Tokenizer:
+    """Return a tokenizer with the size of Qwen2-VL's and the token lengths of a large vocabulary."""
     rng = np.random.default_rng(0)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = np.array([*"etaoinshrdlcumwfgypbvk", *"ETAOINSHRDLC", *"0123456789", *'.,:;-_/(){}[]"'])
@@ -131,7 +131,7 @@ def made_up() -> Tokenizer:
     while len(pieces) < LARGE - 1:
         word = "".join(rng.choice(letters, rng.integers(2, 13)))
         pieces[("Ġ" if rng.random() < 0.5 else "") + word] = None
-    # Without merges, text is encoded byte by byte: what a grammar forces is spelt with tokens that mean it.
+    # Without merges, text is encoded byte by byte.
     tokenizer = Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""What the machine can do, and the least that a model can therefore take.
+"""The machine's throughput, and the resulting lower bounds of a model's times.
 
     python -m benchmarks.limits
 
@@ -32,20 +32,20 @@ from dashinfer_vlm_cpu.native import load_native
 BF16 = 2.0
 """Bytes of a weight."""
 PACKED_BF16 = 1.5
-"""Bytes of a bfloat16 weight of a layer, as our kernels in C keep and read it."""
+"""Bytes of a bfloat16 weight of a layer as stored by the C kernels."""
 PACKED_HEAD = 1.0
-"""Bytes of a weight of the output layer that a greedy step reads with our kernels in C."""
+"""Bytes of an output layer weight read in a greedy step by the C kernels."""
 GIB = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Of this machine, with all of its cores.
+    """The throughput of this machine with all of its cores.
 
     Attributes:
-        read_gb_s: memory that is read, in 1e9 bytes a second.
-        bf16_gflop_s: multiplications and additions of large bfloat16 matrices, in 1e9 a second, by the fastest kernels
-            at hand.
+        read_gb_s: memory read bandwidth, in 1e9 bytes per second.
+        bf16_gflop_s: multiplications and additions of large bfloat16 matrices, in 1e9 per second, by the fastest
+            available kernels.
         kernels: the name of those kernels.
     """
 
@@ -59,7 +59,7 @@ def cores() -> int:
 
 
 def measure_rates() -> Rates:
-    """In a process of its own, so that no thread of it is left beside what is measured next."""
+    """Measure in a separate process, so that none of its threads remains during later measurements."""
     command = [sys.executable, "-m", "benchmarks.limits"]
     environment = {**os.environ, "OMP_NUM_THREADS": str(cores())}
     done = subprocess.run(
@@ -69,7 +69,7 @@ def measure_rates() -> Rates:
 
 
 def tower_flop(config: VisionConfig, patches: int) -> float:
-    """Floating-point operations of one picture of `patches` patches."""
+    """Return the floating-point operations for one image of `patches` patches."""
     width, merged = config.embed_dim, config.embed_dim * config.spatial_merge_size**2
     columns = config.in_channels * config.temporal_patch_size * config.patch_size**2
     matrices = width * (4 * width + 2 * int(width * config.mlp_ratio))
@@ -79,52 +79,52 @@ def tower_flop(config: VisionConfig, patches: int) -> float:
 
 
 def prefill_flop(config: TextModelSpec, tokens: int) -> float:
-    """Floating-point operations of reading a prompt of `tokens` tokens; attention is causal."""
+    """Return the floating-point operations to prefill a prompt of `tokens` tokens; attention is causal."""
     queries = config.num_attention_heads * config.head_dim
     attention = 2 * tokens**2 * queries * config.num_hidden_layers
     return float(2 * tokens * _layer_weights(config) + attention + 2 * config.vocab_size * config.hidden_size)
 
 
 def step_bytes(config: TextModelSpec, *, packed: bool) -> float:
-    """Bytes of weights that one greedy decode step reads: all layers and the output layer.
+    """Return the bytes of weights read in one greedy decode step: all layers and the output layer.
 
     Args:
-        config: of the decoder.
-        packed: in the formats of our kernels in C; else both are bfloat16.
+        config: the text model.
+        packed: in the formats of the C kernels; otherwise bfloat16.
     """
     layer, head = (PACKED_BF16, PACKED_HEAD) if packed else (BF16, BF16)
     return layer * _layer_weights(config) + head * config.vocab_size * config.hidden_size
 
 
 def _layer_weights(config: TextModelSpec) -> int:
-    """Of all layers together."""
+    """Return the number of weights of all layers."""
     queries, keys = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
     attention = config.hidden_size * (2 * queries + 2 * keys)
     return config.num_hidden_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
 
 
-def picture_patches(model: Path, side: int = 448) -> int:
-    """Patches of a square picture, once it is resized."""
+def image_patches(model: Path, side: int = 448) -> int:
+    """Return the number of patches of a resized square image."""
     pixels = read_spec(model).pixels
-    most = min(pixels.max_pixels, DEFAULT_TOKENS * pixels.factor**2)
-    height, width = smart_resize(side, side, factor=pixels.factor, min_pixels=pixels.min_pixels, max_pixels=most)
+    max_pixels = min(pixels.max_pixels, DEFAULT_TOKENS * pixels.factor**2)
+    height, width = smart_resize(side, side, factor=pixels.factor, min_pixels=pixels.min_pixels, max_pixels=max_pixels)
     return height * width // pixels.patch_size**2
 
 
-def picture_seconds(model: Path, rates: Rates, *, prompt: int) -> float:
-    """What a picture and a prompt of `prompt` tokens take at least before the first token: tower and prefill."""
-    flop = tower_flop(read_vision_config(model), picture_patches(model)) + prefill_flop(read_text_model(model), prompt)
+def image_seconds(model: Path, rates: Rates, *, prompt: int) -> float:
+    """Return the minimum seconds to the first token for an image and a prompt of `prompt` tokens."""
+    flop = tower_flop(read_vision_config(model), image_patches(model)) + prefill_flop(read_text_model(model), prompt)
     return flop / (rates.bf16_gflop_s * 1e9)
 
 
 def step_seconds(model: Path, rates: Rates) -> float:
-    """What a greedy decode step of ours takes at least: its weights have to be read."""
+    """Return the minimum seconds of a greedy decode step: its weights have to be read."""
     packed = load_native(EngineConfig()).kernels is not None
     return step_bytes(read_text_model(model), packed=packed) / (rates.read_gb_s * 1e9)
 
 
 def _best(work: Callable[[], object], seconds: float = 1.0) -> float:
-    """The shortest time of as many tries as fit, after one to warm up."""
+    """Return the shortest time of all runs that fit into `seconds`, after a warm-up."""
     work()
     end, best = time.perf_counter() + seconds, float("inf")
     while time.perf_counter() < end:

@@ -1,7 +1,7 @@
-"""What LiteLLM adds to a request and to a chunk: the same answers from the engine, and through LiteLLM.
+"""LiteLLM's overhead per request and chunk: the same responses from the engine and through LiteLLM.
 
-The engine is whole but for the language model, which plays a script without pause: so the difference is not lost in the
-time that decoding takes. Requests are sent one after the other, in turns, and medians are compared.
+The engine is complete except for the language model, which plays a script without delay, so that decoding time does not
+hide the difference. Requests alternate between both sequentially, and medians are compared.
 
     python benchmarks/litellm_overhead.py [--requests 200] [--tokens 100]
 """
@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else importing it fetches prices from the network
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise importing it fetches prices from the network
 
 import litellm
 from litellm.utils import custom_llm_setup
@@ -50,15 +50,15 @@ async def compare(engine: Engine, requests: int) -> None:
     whole = await timed([lambda: engine_whole(engine), litellm_whole], requests)
     streamed = await timed([lambda: engine_stream(engine), litellm_stream], requests)
     print(f"{'':24}{'engine':>12}{'LiteLLM':>12}{'difference':>12}")
-    row("whole answer, ms", [seconds * 1e3 for seconds, _ in whole])
+    row("whole response, ms", [seconds * 1e3 for seconds, _ in whole])
     row("stream, ms", [seconds * 1e3 for seconds, _ in streamed])
     row(f"per chunk ({streamed[1][1]}), us", [seconds / chunks * 1e6 for seconds, chunks in streamed])
 
 
 async def timed(ways: list[Ask], requests: int) -> list[tuple[float, int]]:
-    """For each way the median seconds of a request, and the chunks of its answer."""
+    """Return the median seconds of a request and the chunks of its response for each variant."""
     seconds: list[list[float]] = [[] for _ in ways]
-    chunks = [await way() for way in ways for _ in range(5)][4::5]  # the first ones pay for what is loaded on use
+    chunks = [await way() for way in ways for _ in range(5)][4::5]  # the first requests warm up lazily loaded parts
     for _ in range(requests):
         for way, taken in zip(ways, seconds, strict=True):
             start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Checkpoints to measure with: real shapes, random weights. Their text means nothing; their cost is real."""
+"""Checkpoints for benchmarks: real shapes, random weights. Their output is meaningless; their cost is realistic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dashinfer_vlm_core.models.checkpoint import find_model
 from dashinfer_vlm_core.plugins import load_plugins
 
 CACHE = EngineConfig().cache_folder / "benchmarks" / "models"
-"""Where models are made unless one says otherwise."""
+"""The default folder of created models."""
 VOCABULARY = 151_643
 """Ordinary tokens of Qwen2-VL; the control tokens follow."""
 CONTROL = (
@@ -24,7 +24,7 @@ CONTROL = (
     "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
 IDS = {name: VOCABULARY + index for index, name in enumerate(CONTROL)}
-# What the published template says where there are texts and pictures.
+# The published template, reduced to texts and images.
 TEMPLATE = (
     "{% for message in messages %}"
     "{% if loop.first and message['role'] != 'system' %}"
@@ -52,7 +52,7 @@ PIXELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of a model; widths in numbers, depths in layers."""
+    """The dimensions of a model."""
 
     hidden: int
     inner: int
@@ -80,14 +80,14 @@ SHAPES = {
 
 
 def checkpoint(name: str, folder: Path = CACHE) -> Path:
-    """The folder of a model: one of `SHAPES`, made in `folder` if it is missing, else whatever an engine would load."""
+    """Return the folder of a model: one of `SHAPES`, created in `folder` on demand, or any loadable model."""
     if name in SHAPES:
         return ensure_model(name, folder.expanduser())
     return find_model(name, registered=load_plugins().models, revision=None)
 
 
 def ensure_model(name: str, folder: Path) -> Path:
-    """The checkpoint `name` of `SHAPES` in `folder`, made if it is missing; half-made ones are not left behind."""
+    """Return the checkpoint `name` of `SHAPES` in `folder`, created if missing; no incomplete one is left behind."""
     made = folder / name
     if not made.exists():
         print(f"making the model {name} in {made} ...", flush=True)
@@ -148,9 +148,9 @@ def write_model(shape: Shape, folder: Path) -> None:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Byte-level BPE of Qwen2's size, all of whose merges are of letters, so that nearly every token is text.
+    """Write a byte-level BPE of Qwen2's size with merges of letters only, so that nearly every token is text.
 
-    Text is then streamed token by token: nothing has to be held back until a character is whole.
+    Text is then streamed token by token, without waiting for complete characters.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
@@ -181,7 +181,7 @@ def write_tokenizer(folder: Path) -> None:
     }
     _write(folder / "tokenizer_config.json", settings)
     _write(folder / "chat_template.json", {"chat_template": TEMPLATE})
-    _write(folder / "vocab.json", vocabulary)  # for readers of the older pair of files
+    _write(folder / "vocab.json", vocabulary)  # for readers of the older vocabulary files
     (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(map(" ".join, merges)))
 
 

@@ -1,4 +1,4 @@
-"""The table as pictures (SVG); matplotlib is the extra `bench`."""
+"""Plots of the table (SVG); requires matplotlib from the extra `bench`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def draw(results: Results, folder: Path) -> None:
 
 
 def _ratios(results: Results, file: Path) -> None:
-    """How many times better the base is than each other engine, by the first figure of each workload."""
+    """Plot how many times better the base is than each other engine, by the first metric of each workload."""
     rows = list({row.workload: row for row in reversed(results.rows)}.values())[::-1]
     others = [name for name in results.engines if name not in (results.base, LIMIT)]
     if not others:
@@ -40,14 +40,14 @@ def _ratios(results: Results, file: Path) -> None:
         np.arange(len(rows)) + 0.4 - height / 2, [f"{row.title}, {row.metric.split(',')[0]}" for row in rows]
     )
     axes.invert_yaxis()
-    axes.set_xlabel(f"times that {results.base} is better; lines: least and largest of the rounds")
+    axes.set_xlabel(f"times that {results.base} is better; error bars: minimum and maximum of the rounds")
     axes.legend()
     figure.savefig(file)
     plt.close(figure)
 
 
 def _times_better(results: Results, row: Row, name: str) -> tuple[float, float, float] | None:
-    """Least, median and largest; nothing where it was not measured."""
+    """Return the minimum, median and maximum; None where it was not measured."""
     ratio = results.ratio(row, name)
     if ratio is None:
         return None
@@ -57,7 +57,7 @@ def _times_better(results: Results, row: Row, name: str) -> tuple[float, float, 
 
 
 def _growth(results: Results, file: Path) -> None:
-    """Requests a second by the number of users with new pictures."""
+    """Plot requests per second by the number of users with new images."""
     rows = {int(row.workload.removeprefix("fresh-")): row for row in results.figures if _is_rate(row)}
     if not rows:
         return
@@ -67,7 +67,7 @@ def _growth(results: Results, file: Path) -> None:
         known = [(users, value) for users, value in points if value is not None]
         if known:
             axes.plot(*zip(*known, strict=True), marker="o", label=name)
-    axes.set(xlabel="users, each with a new picture", ylabel="requests a second", xticks=sorted(rows), ylim=(0, None))
+    axes.set(xlabel="users, each with a new image", ylabel="requests per second", xticks=sorted(rows), ylim=(0, None))
     axes.legend()
     figure.savefig(file)
     plt.close(figure)

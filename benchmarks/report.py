@@ -1,4 +1,4 @@
-"""What was measured, as one table, as raw figures, and as plots."""
+"""The results as a table, as raw data, and as plots."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from typing import Any
 
 import torch
 
-from dashinfer_vlm_core.version import __version__
+from dashinfer_vlm_core import __version__
 
 from .limits import Rates, cores
 from .workloads import Run, workloads
 
 LIMIT = "limit"
-"""The machine itself, as one more engine in the table."""
+"""The machine's limit, shown as another engine in the table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of the table.
+    """A row of the table.
 
     Attributes:
-        workload: its name.
-        title: what it is.
-        metric: the figure, with its unit.
-        higher: whether more of it is better.
+        workload: the workload's name.
+        title: its title.
+        metric: the metric with its unit.
+        higher: whether higher is better.
     """
 
     workload: str
@@ -40,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """The base's figure over another engine's: the median of the rounds, the least and the largest."""
+    """The ratio of the base's value to another engine's: median, minimum and maximum of the rounds."""
 
     middle: float
     least: float
@@ -52,14 +52,14 @@ class Ratio:
 
 @dataclass(kw_only=True)
 class Results:
-    """Figures by row, engine and round.
+    """Measured values by row, engine and round.
 
     Attributes:
-        model: its name.
+        model: the model's name.
         base: the engine that the others are compared with.
-        rates: of the machine, in each round.
-        notes: what has to be known to read the table.
-        runs: every answer of every run, for the raw file.
+        rates: the machine's throughput in each round.
+        notes: remarks on the table.
+        runs: every response of every run, for the raw file.
     """
 
     model: str
@@ -73,13 +73,13 @@ class Results:
 
     @property
     def engines(self) -> list[str]:
-        """The base first, the limit last."""
+        """Return the engines: the base first, the limit last."""
         names = dict.fromkeys(name for row in self.figures.values() for name in row)
         return sorted(names, key=lambda name: (name == LIMIT) - (name == self.base))
 
     @property
     def rows(self) -> list[Row]:
-        """In the order of the workloads, what is measured beside them last."""
+        """Return the rows in the order of the workloads, other measurements last."""
         order = [*workloads(), "memory", "ready"]
         return sorted(self.figures, key=lambda row: order.index(row.workload))
 
@@ -87,8 +87,8 @@ class Results:
         self.figures[row][engine][number] = value
 
     def keep(self, engine: str, workload: str, number: int, run: Run) -> None:
-        """Keep every answer of a run; faults are noted."""
-        samples = [*run.samples, *run.beside]
+        """Record every response of a run; errors are noted."""
+        samples = [*run.samples, *run.background]
         answers = [
             {
                 "tokens": sample.tokens,
@@ -104,21 +104,21 @@ class Results:
         faults = [sample.fault for sample in samples if sample.fault]
         if faults:
             self.notes.append(
-                f"{engine}, {workload}, round {number + 1}: {len(faults)} of {len(samples)} answers failed, so the run"
-                f" does not count ({faults[0][:200]})"
+                f"{engine}, {workload}, round {number + 1}: {len(faults)} of {len(samples)} responses failed, so the"
+                f" run does not count ({faults[0][:200]})"
             )
 
     def prompt_tokens(self, workload: str) -> int:
-        """Of the longest prompt of a workload."""
+        """Return the length of the longest prompt of a workload."""
         runs = [run for run in self.runs if run["workload"] == workload]
-        return max((answer["prompt_tokens"] for run in runs for answer in run["answers"]), default=0)
+        return max((response["prompt_tokens"] for run in runs for response in run["answers"]), default=0)
 
     def middle(self, row: Row, engine: str) -> float | None:
         values = self.figures[row].get(engine)
         return statistics.median(values.values()) if values else None
 
     def ratio(self, row: Row, engine: str) -> Ratio | None:
-        """Of the rounds in which both were measured; of the medians, where there is none."""
+        """Return the ratio over the rounds in which both were measured, or of the medians if there are none."""
         ours, theirs = self.figures[row].get(self.base, {}), self.figures[row].get(engine, {})
         ratios = [ours[number] / theirs[number] for number in sorted(ours.keys() & theirs.keys())]
         return Ratio(statistics.median(ratios), min(ratios), max(ratios)) if ratios else None

@@ -48,12 +48,12 @@ from dashinfer_vlm_torch.sampler import sample
 from dashinfer_vlm_torch.scheduler import SequenceState
 
 from .client import EngineTarget, HTTPTarget, Talk, Target, load, request_body
-from .limits import Rates, cores, measure_rates, image_patches, prefill_flop, step_seconds, tower_flop
+from .limits import Rates, cores, image_patches, measure_rates, prefill_flop, step_seconds, tower_flop
 from .models import CACHE, checkpoint
 from .workloads import jpeg, question_part, words
 
 TOKENS = 32
-"""Of the answer."""
+"""Completion tokens of a request."""
 BATCH = 8
 PART = "messages[0].content[0]"
 
@@ -190,8 +190,8 @@ def _decode_request(request: ChatRequest, prompt: Prompt, visual: Sequence[Visua
 async def _decode(clock: Clock, pipeline: ChatPipeline, request: DecodeRequest) -> list[Token]:
     """Decode a request; the first token's time includes prefill and sampling."""
     tokens, last = list[Token](), time.perf_counter()
-    async with contextlib.aclosing(pipeline.decoder.decode(request)) as answer:
-        async for token in answer:
+    async with contextlib.aclosing(pipeline.decoder.decode(request)) as tokens:
+        async for token in tokens:
             now = time.perf_counter()
             clock.seconds["step" if tokens else "prefill"].append(now - last)
             tokens.append(token)
@@ -217,12 +217,12 @@ async def _batch(clock: Clock, pipeline: ChatPipeline, source: random.Random) ->
     """Measure steps of `BATCH` responses to short prompts that start together."""
     gaps = Clock()
 
-    async def answer() -> None:
+    async def decode() -> None:
         body = request_body([{"role": "user", "content": words(source, 8)}], TOKENS, users=BATCH)
         request = ChatRequest.parse(body)
         await _decode(gaps, pipeline, _decode_request(request, pipeline.prompts.build(request, []), []))
 
-    await asyncio.gather(*(answer() for _ in range(BATCH)))
+    await asyncio.gather(*(decode() for _ in range(BATCH)))
     clock.seconds["batch"].append(gaps.median("step"))
 
 

@@ -1,4 +1,4 @@
-"""What is asked: the workloads, and the figures that each of them is judged by."""
+"""The workloads and their metrics."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from PIL import Image
 from .client import Content, Sample, Talk, Target, load
 
 Make = Callable[[random.Random, int], list[Talk]]
-"""So many talks, from a source of random content."""
+"""Makes a number of conversations from a source of random content."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One workload on one engine, done.
+    """The result of one workload on one engine.
 
     Attributes:
-        samples: its answers.
-        seconds: that all took together.
-        beside: answers of what ran beside.
+        samples: its responses.
+        seconds: the total time.
+        background: responses of the background requests.
     """
 
     samples: list[Sample]
     seconds: float
-    beside: list[Sample]
+    background: list[Sample]
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A figure.
+    """A metric.
 
     Attributes:
-        name: as in the table, with its unit.
-        compute: the figure of a run.
-        higher: whether more of it is better.
+        name: its name in the table, with its unit.
+        compute: computes the metric of a run.
+        higher: whether higher is better.
     """
 
     name: str
@@ -54,15 +54,15 @@ class Metric:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Users who do the same kind of thing.
+    """Users who send the same kind of requests.
 
     Attributes:
         title: one line for the table.
-        users: how many at once.
-        talks: of each user, one after the other.
-        make: what they say.
-        metrics: what is told of it.
-        beside: what one more user says, who begins when all others read their answers already, and how often.
+        users: number of concurrent users.
+        talks: number of conversations of each user, one after the other.
+        make: makes the conversations.
+        metrics: the reported metrics.
+        background: conversations of one more user, who starts when all others receive tokens, and their number.
     """
 
     title: str
@@ -70,13 +70,13 @@ class Workload:
     talks: int
     make: Make
     metrics: tuple[Metric, ...]
-    beside: tuple[Make, int] | None = None
+    background: tuple[Make, int] | None = None
 
     def content(self, seed: str) -> tuple[list[Talk], list[Talk]]:
-        """Talks, and those beside: the same for every engine; new pictures and texts for another seed."""
+        """Return conversations and background conversations: equal for all engines, new for each seed."""
         source = random.Random(seed)
         talks = self.make(source, self.users * self.talks)
-        return talks, self.beside[0](source, self.beside[1]) if self.beside else []
+        return talks, self.background[0](source, self.background[1]) if self.background else []
 
 
 async def run(target: Target, workload: Workload, seed: str) -> Run:
@@ -84,12 +84,12 @@ async def run(target: Target, workload: Workload, seed: str) -> Run:
     reading = asyncio.Semaphore(0)
     begin = time.perf_counter()
     main = asyncio.create_task(load(target, talks, users=workload.users, first=reading.release))
-    beside = list[Sample]()
+    background = list[Sample]()
     if others:
         await asyncio.wait({main, asyncio.create_task(_times(reading, workload.users))}, return_when=FIRST_COMPLETED)
-        beside = await load(target, others, users=1)
+        background = await load(target, others, users=1)
     samples = await main
-    return Run(samples=samples, seconds=time.perf_counter() - begin, beside=beside)
+    return Run(samples=samples, seconds=time.perf_counter() - begin, background=background)
 
 
 async def _times(reading: asyncio.Semaphore, count: int) -> None:
@@ -116,53 +116,53 @@ TTFT = Metric("TTFT, s", _median_of(lambda sample: sample.ttft))
 TPOT = Metric("TPOT, ms", _median_of(lambda sample: 1000 * sample.tpot))
 GAP_99 = Metric("gap p99, ms", _gap(0.99))
 GAP_50 = Metric("gap median, ms", _gap(0.5))
-LONG_TTFT = Metric("TTFT beside, s", lambda run: statistics.median(sample.ttft for sample in run.beside))
+LONG_TTFT = Metric("background TTFT, s", lambda run: statistics.median(sample.ttft for sample in run.background))
 
 
 def jpeg(source: random.Random, side: int = 448) -> bytes:
-    """A new picture of random squares."""
+    """Return a new image of random squares."""
     squares = np.frombuffer(source.randbytes((side // 28) ** 2 * 3), np.uint8).reshape(side // 28, side // 28, 3)
     data = io.BytesIO()
     Image.fromarray(np.kron(squares, np.ones((28, 28, 1), np.uint8))).save(data, "JPEG", quality=90)
     return data.getvalue()
 
 
-def picture(source: random.Random, side: int = 448) -> dict[str, Any]:
-    """A part of a message: a new picture in a data: URL."""
+def image_part(source: random.Random, side: int = 448) -> dict[str, Any]:
+    """Return a message part with a new image in a data: URL."""
     url = "data:image/jpeg;base64," + base64.b64encode(jpeg(source, side)).decode()
     return {"type": "image_url", "image_url": {"url": url}}
 
 
 def words(source: random.Random, count: int) -> str:
-    """Made-up words of three letters: with the tokenizer of `models.py` a token each, with others one or two."""
+    """Return made-up words: one token each with the tokenizer of `models.py`, one or two with others."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     return " ".join("".join(source.choices(letters, k=2)) for _ in range(count))
 
 
-def question(source: random.Random) -> dict[str, Any]:
+def question_part(source: random.Random) -> dict[str, Any]:
     return {"type": "text", "text": f"What is there to see, {words(source, 3)}?"}
 
 
-def fresh(tokens: int, *, pictures: int = 1, side: int = 448) -> Make:
-    """A question about new pictures."""
+def fresh(tokens: int, *, images: int = 1, side: int = 448) -> Make:
+    """Make prompts about new images."""
     return lambda source, count: [
-        Talk(turns=([*(picture(source, side) for _ in range(pictures)), question(source)],), tokens=tokens)
+        Talk(turns=([*(image_part(source, side) for _ in range(images)), question_part(source)],), tokens=tokens)
         for _ in range(count)
     ]
 
 
 def repeated(tokens: int, of: int = 2) -> Make:
-    """New questions about `of` pictures."""
+    """Make new prompts about `of` images."""
 
     def make(source: random.Random, count: int) -> list[Talk]:
-        known = [picture(source) for _ in range(of)]
-        return [Talk(turns=([source.choice(known), question(source)],), tokens=tokens) for _ in range(count)]
+        known = [image_part(source) for _ in range(of)]
+        return [Talk(turns=([source.choice(known), question_part(source)],), tokens=tokens) for _ in range(count)]
 
     return make
 
 
 def chat(tokens: int, turns: int) -> Make:
-    """A new picture, and several questions about it."""
+    """Make conversations about a new image each."""
 
     def make(source: random.Random, count: int) -> list[Talk]:
         return [Talk(turns=tuple(_questions(source, turns)), tokens=tokens) for _ in range(count)]
@@ -171,23 +171,23 @@ def chat(tokens: int, turns: int) -> Make:
 
 
 def text(tokens: int, prompt: int) -> Make:
-    """A new text of `prompt` words."""
+    """Make new texts of `prompt` words."""
     return lambda source, count: [Talk(turns=(words(source, prompt),), tokens=tokens) for _ in range(count)]
 
 
 def workloads(*, quick: bool = False) -> dict[str, Workload]:
-    """All of them by name; the quick ones ask for less, to see that everything works."""
+    """Return all workloads by name; the quick ones are small, to check that everything works."""
     tokens, talks = (8, 1) if quick else (32, 2)
     long = 16 if quick else 256
     speed = (REQUESTS, TTFT, TPOT)
     return {
         "fresh-1": Workload(
-            title="new pictures, 1 user", users=1, talks=3 * talks, make=fresh(tokens), metrics=(TTFT, TPOT, REQUESTS)
+            title="new images,  1 user", users=1, talks=3 * talks, make=fresh(tokens), metrics=(TTFT, TPOT, REQUESTS)
         ),
-        "fresh-4": Workload(title="new pictures, 4 users", users=4, talks=talks, make=fresh(tokens), metrics=speed),
-        "fresh-16": Workload(title="new pictures, 16 users", users=16, talks=talks, make=fresh(tokens), metrics=speed),
+        "fresh-4": Workload(title="new images,  4 users", users=4, talks=talks, make=fresh(tokens), metrics=speed),
+        "fresh-16": Workload(title="new images,  16 users", users=16, talks=talks, make=fresh(tokens), metrics=speed),
         "repeated-8": Workload(
-            title="two pictures again and again, 8 users",
+            title="two repeated images, 8 users",
             users=8,
             talks=2 * talks,
             make=repeated(tokens),
@@ -204,19 +204,19 @@ def workloads(*, quick: bool = False) -> dict[str, Workload]:
             title=f"text, {long} tokens each, 8 users", users=8, talks=1, make=text(long, 32), metrics=(TOKENS, TPOT)
         ),
         "small-4": Workload(
-            title="eight new pictures of 112x112 a request, 4 users",
+            title="eight new images of 112x112 per request, 4 users",
             users=4,
             talks=talks,
-            make=fresh(tokens, pictures=8, side=112),
+            make=fresh(tokens, images=8, side=112),
             metrics=speed,
         ),
         "mixed-3": Workload(
-            title="3 answers while prompts of 1500 words are read",
+            title="3 responses during prefill of 1500-word prompts",
             users=3,
             talks=1,
             make=text(5 * tokens, 16),
             metrics=(GAP_99, GAP_50, LONG_TTFT),
-            beside=(text(4, 1500), 2),
+            background=(text(4, 1500), 2),
         ),
         "decode-1": Workload(
             title="short text, 1 user", users=1, talks=talks, make=text(2 * tokens, 8), metrics=(TPOT,)
@@ -226,6 +226,6 @@ def workloads(*, quick: bool = False) -> dict[str, Workload]:
 
 
 def _questions(source: random.Random, turns: int) -> Iterator[Content]:
-    yield [picture(source), question(source)]
+    yield [image_part(source), question_part(source)]
     for _ in range(turns - 1):
         yield words(source, 6)

@@ -25,7 +25,7 @@ def test_engine_comparison_includes_limits(tmp_path):
     names = ["--engines", "ours,in-process", "--engine", "chunks=--prefill-chunk 16"]
     work = ["--workloads", "fresh-1,chats-3,decode-1", "--quick", "--rounds", "2", "--no-ready"]
     results = compare.main(["--model", "demo", *names, *work, "--out", str(tmp_path)])
-    rate = Row("fresh-1", "new pictures, 1 user", "TTFT, s")
+    rate = Row("fresh-1", "new images, 1 user", "TTFT, s")
     assert results.figures[rate].keys() == {"ours", "in-process", "chunks", LIMIT}
     raw = json.loads((tmp_path / "compare.json").read_text())
     assert len(raw["runs"]) == (3 * 3 - 1) * 2  # chats are not run in process
@@ -83,7 +83,7 @@ def test_limits_match_model_shape():
 
 def test_ratios_are_computed_per_round():
     results = Results(model="m", base="ours")
-    row = Row("fresh-1", "new pictures", "TTFT, s")
+    row = Row("fresh-1", "new images", "TTFT, s")
     for number, (ours, theirs) in enumerate([(1, 2), (10, 10), (30, 10)]):
         results.add(row, "ours", number, ours)
         results.add(row, "theirs", number, theirs)

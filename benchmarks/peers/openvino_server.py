@@ -1,7 +1,7 @@
 """OpenVINO GenAI behind OpenAI's API: openvino_server.py EXPORTED_MODEL PORT THREADS, under its own interpreter.
 
-A single user is served by VLMPipeline, several by ContinuousBatchingPipeline with its prefix cache: each what OpenVINO
-offers for the case.
+A single user is served by VLMPipeline, several by ContinuousBatchingPipeline with its prefix cache, as OpenVINO
+intends.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from wire import Chat, serve
 
 CACHE_GIB = 2
 Tokens = queue.Queue[int | None]
-"""Those of one answer, as they come; None ends it."""
+"""The tokens of one response as they arrive; None ends it."""
 
 
 class Batched:
-    """One thread that reads pictures and steps; requests come from many.
+    """A thread that encodes images and runs steps; requests come from many threads.
 
-    Both in one thread, as in the pipeline's own `generate`: with two, pictures are encoded beside steps, and as threads
-    fight for the cores, several users are served at less than half the speed.
+    Both run in one thread, as in the pipeline's own `generate`: with two threads, encoding competes with steps for the
+    cores, and several users are served at less than half the speed.
     """
 
     def __init__(self, pipeline: genai.ContinuousBatchingPipeline) -> None:
@@ -38,7 +38,7 @@ class Batched:
         self._running: list[tuple[genai.GenerationHandle, Tokens]] = []
         threading.Thread(target=self._work, daemon=True).start()
 
-    def answer(self, chat: Chat) -> Iterator[str]:
+    def generate(self, chat: Chat) -> Iterator[str]:
         tokens: Tokens = queue.Queue()
         self._arrived.put((chat, tokens))
         while (token := tokens.get()) is not None:
@@ -52,13 +52,13 @@ class Batched:
             self._running = [pair for pair in self._running if self._deliver(*pair)]
 
     def _begin(self, chat: Chat, tokens: Tokens) -> None:
-        """This encodes its pictures."""
-        number, pictures = next(self._numbers), [as_tensor(picture) for picture in chat.pictures]
-        given = (chat.prompt, pictures, options(chat)) if pictures else (chat.prompt, options(chat))
+        """Add a request; this encodes its images."""
+        number, images = next(self._numbers), [as_tensor(image) for image in chat.images]
+        given = (chat.prompt, images, options(chat)) if images else (chat.prompt, options(chat))
         self._running.append((self._pipeline.add_request(number, *given), tokens))
 
     def _deliver(self, handle: genai.GenerationHandle, tokens: Tokens) -> bool:
-        """Whether it goes on."""
+        """Deliver the newest tokens; return whether the request continues."""
         goes_on = True
         while handle.can_read():
             for output in handle.read().values():
@@ -77,7 +77,7 @@ class Single:
         self._pipeline = pipeline
         self._tokenizer = pipeline.get_tokenizer()
 
-    def answer(self, chat: Chat) -> Iterator[str]:
+    def generate(self, chat: Chat) -> Iterator[str]:
         tokens: Tokens = queue.Queue()
         threading.Thread(target=self._generate, args=(chat, tokens)).start()
         while (token := tokens.get()) is not None:
@@ -85,8 +85,8 @@ class Single:
 
     def _generate(self, chat: Chat, tokens: Tokens) -> None:
         try:
-            pictures = {"images": [as_tensor(picture) for picture in chat.pictures]} if chat.pictures else {}
-            self._pipeline.generate(chat.prompt, **pictures, generation_config=options(chat), streamer=Streamer(tokens))
+            images = {"images": [as_tensor(image) for image in chat.images]} if chat.images else {}
+            self._pipeline.generate(chat.prompt, **images, generation_config=options(chat), streamer=Streamer(tokens))
         finally:
             tokens.put(None)
 
@@ -102,7 +102,7 @@ class Streamer(genai.StreamerBase):
         return genai.StreamingStatus.RUNNING
 
     def end(self) -> None:
-        """What is to be told when the answer ends, is told by the caller."""
+        """Do nothing: the caller reports the end of the response."""
 
 
 def options(chat: Chat) -> genai.GenerationConfig:
@@ -114,8 +114,8 @@ def options(chat: Chat) -> genai.GenerationConfig:
     return config
 
 
-def as_tensor(picture: object) -> openvino.Tensor:
-    return openvino.Tensor(np.asarray(picture))
+def as_tensor(image: object) -> openvino.Tensor:
+    return openvino.Tensor(np.asarray(image))
 
 
 def main() -> None:
@@ -126,10 +126,10 @@ def main() -> None:
     batched = Batched(genai.ContinuousBatchingPipeline(str(model), scheduler, "CPU", threads))
     single = Single(genai.VLMPipeline(str(model), "CPU", **threads))
 
-    def answer(chat: Chat) -> Iterator[str]:
-        return (single if chat.alone else batched).answer(chat)
+    def generate(chat: Chat) -> Iterator[str]:
+        return (single if chat.alone else batched).generate(chat)
 
-    serve(answer, model=model, port=port, mark="<ov_genai_image_{}>".format)
+    serve(generate, model=model, port=port, mark="<ov_genai_image_{}>".format)
 
 
 if __name__ == "__main__":

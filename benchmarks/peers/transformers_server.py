@@ -1,6 +1,6 @@
 """transformers' generate() behind OpenAI's API: transformers_server.py MODEL PORT.
 
-The simplest server that is not unfair: all requests that wait are one left-padded batch, of up to 16.
+The simplest fair server: all waiting requests form one left-padded batch of up to 16.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ BATCH = 16
 Job = tuple[Chat, "queue.Queue[int | None]"]
 
 
-class Teller(StoppingCriteria):
-    """Not to stop anything: it is called after each step, and passes the newest tokens on."""
+class TokenStreamer(StoppingCriteria):
+    """A stopping criterion that never stops: called after each step, it forwards the newest tokens."""
 
     def __init__(self, jobs: list[Job]) -> None:
         self._jobs = jobs
@@ -39,7 +39,7 @@ class Teller(StoppingCriteria):
 
 
 class Batches:
-    """One thread that generates batch after batch."""
+    """A thread that generates batch after batch."""
 
     def __init__(self, model: Path) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(model)
@@ -48,7 +48,7 @@ class Batches:
         self._waiting: queue.Queue[Job] = queue.Queue()
         threading.Thread(target=self._work, daemon=True).start()
 
-    def answer(self, chat: Chat) -> Iterator[str]:
+    def generate(self, chat: Chat) -> Iterator[str]:
         tokens: queue.Queue[int | None] = queue.Queue()
         self._waiting.put((chat, tokens))
         while (token := tokens.get()) is not None:
@@ -71,32 +71,34 @@ class Batches:
         self._model.generation_config = config
         try:
             self._model.generate(
-                **self._inputs([chat for chat, _ in jobs]), generation_config=config, stopping_criteria=[Teller(jobs)]
+                **self._inputs([chat for chat, _ in jobs]),
+                generation_config=config,
+                stopping_criteria=[TokenStreamer(jobs)],
             )
         finally:
             for _, tokens in jobs:
                 tokens.put(None)
 
     def _inputs(self, chats: list[Chat]) -> dict[str, torch.Tensor]:
-        prompts, pictures = [], []
+        prompts, images = [], []
         for chat in chats:
-            found = [self._processor(images=[picture], return_tensors="pt") for picture in chat.pictures]
+            found = [self._processor(images=[image], return_tensors="pt") for image in chat.images]
             prompts.append(expanded(chat.prompt, [int(one["image_grid_thw"].prod()) // 4 for one in found]))
-            pictures += found
+            images += found
         padded = self._tokenizer(
             prompts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt"
         )
         ids = padded["input_ids"]
         inputs = {"input_ids": ids, "attention_mask": padded["attention_mask"]}
         inputs["mm_token_type_ids"] = (ids == self._model.config.image_token_id).long()
-        if pictures:
-            inputs["pixel_values"] = torch.cat([one["pixel_values"] for one in pictures]).to(self._model.dtype)
-            inputs["image_grid_thw"] = torch.cat([one["image_grid_thw"] for one in pictures])
+        if images:
+            inputs["pixel_values"] = torch.cat([one["pixel_values"] for one in images]).to(self._model.dtype)
+            inputs["image_grid_thw"] = torch.cat([one["image_grid_thw"] for one in images])
         return inputs
 
 
 def expanded(prompt: str, lengths: list[int]) -> str:
-    """The prompt with one placeholder for each visual token."""
+    """Return the prompt with one placeholder for each visual token."""
     pieces = prompt.split("<|image_pad|>")
     pads = [*("<|image_pad|>" * length for length in lengths), ""]
     return "".join(piece + pad for piece, pad in zip(pieces, pads, strict=True))
@@ -104,7 +106,7 @@ def expanded(prompt: str, lengths: list[int]) -> str:
 
 def main() -> None:
     model, port = Path(sys.argv[1]), int(sys.argv[2])
-    serve(Batches(model).answer, model=model, port=port)
+    serve(Batches(model).generate, model=model, port=port)
 
 
 if __name__ == "__main__":

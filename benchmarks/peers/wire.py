@@ -1,6 +1,6 @@
-"""OpenAI's streaming chat completions over the standard library, for engines that have no server of their own.
+"""OpenAI's streaming chat completions with the standard library, for engines without a server.
 
-Runs under the peers' interpreters: it imports nothing but jinja2 and Pillow besides.
+Runs under the peers' interpreters: its only other imports are jinja2 and Pillow.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ class Chat(NamedTuple):
     """One request.
 
     Attributes:
-        prompt: the chat template's text; each picture stands there as `mark` says.
-        pictures: RGB, in order.
-        max_tokens: of the answer, which has exactly as many.
+        prompt: the rendered chat template; `mark` gives the placeholder of each image.
+        images: RGB images, in order.
+        max_tokens: the exact number of completion tokens.
         alone: whether there is only one user.
     """
 
     prompt: str
-    pictures: list[Image.Image]
+    images: list[Image.Image]
     max_tokens: int
     alone: bool
 
 
-Answer = Callable[[Chat], Iterator[str]]
+Generate = Callable[[Chat], Iterator[str]]
 """The text of each token, as it is decoded."""
 
 
-def serve(answer: Answer, *, model: Path, port: int, mark: Callable[[int], str] | None = None) -> None:
+def serve(generate: Generate, *, model: Path, port: int, mark: Callable[[int], str] | None = None) -> None:
     """Serve until the process is ended.
 
     Args:
-        answer: called in several threads.
+        generate: streams the response to a chat; called in several threads.
         model: folder with the chat template.
         port: on 127.0.0.1.
-        mark: what stands for the picture of an index in the prompt, in place of the template's own words.
+        mark: returns the placeholder of an image's index, instead of the template's placeholder.
     """
     template = jinja2.Template(_template(model))
 
@@ -60,7 +60,7 @@ def serve(answer: Answer, *, model: Path, port: int, mark: Callable[[int], str] 
             chat = _chat(body, template, mark)
             self._head("text/event-stream")
             count = 0
-            for text in answer(chat):
+            for text in generate(chat):
                 count += 1
                 self._send({"choices": [{"index": 0, "delta": {"content": text}}]})
             self._send({"choices": [], "usage": {"completion_tokens": count}})
@@ -75,13 +75,13 @@ def serve(answer: Answer, *, model: Path, port: int, mark: Callable[[int], str] 
             self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
 
         def log_message(self, *_: object) -> None:
-            """Not a line for each request."""
+            """Do not log requests."""
 
     Server(("127.0.0.1", port), Handler).serve_forever()
 
 
 class Server(ThreadingHTTPServer):
-    request_queue_size = 128  # the library's 5 are too few for users who come at once
+    request_queue_size = 128  # the library's 5 are too few for concurrent users
     daemon_threads = True
 
 
@@ -93,13 +93,13 @@ def _template(model: Path) -> str:
 
 
 def _chat(body: dict[str, Any], template: jinja2.Template, mark: Callable[[int], str] | None) -> Chat:
-    pictures: list[Image.Image] = []
-    messages = [{**message, "content": _content(message["content"], pictures, mark)} for message in body["messages"]]
+    images: list[Image.Image] = []
+    messages = [{**message, "content": _content(message["content"], images, mark)} for message in body["messages"]]
     prompt = template.render(messages=messages, add_generation_prompt=True)
-    return Chat(prompt, pictures, body["max_tokens"], body.get("metadata", {}).get("users") == "1")
+    return Chat(prompt, images, body["max_tokens"], body.get("metadata", {}).get("users") == "1")
 
 
-def _content(content: Any, pictures: list[Image.Image], mark: Callable[[int], str] | None) -> Any:
+def _content(content: Any, images: list[Image.Image], mark: Callable[[int], str] | None) -> Any:
     if isinstance(content, str):
         return content
     parts = []
@@ -108,6 +108,6 @@ def _content(content: Any, pictures: list[Image.Image], mark: Callable[[int], st
             parts.append(part)
             continue
         data = base64.b64decode(part["image_url"]["url"].partition(",")[2])
-        pictures.append(Image.open(io.BytesIO(data)).convert("RGB"))
-        parts.append({"type": "text", "text": mark(len(pictures) - 1)} if mark else {"type": "image"})
+        images.append(Image.open(io.BytesIO(data)).convert("RGB"))
+        parts.append({"type": "text", "text": mark(len(images) - 1)} if mark else {"type": "image"})
     return parts

@@ -37,7 +37,7 @@ from .reference import Reference
 from .tiny import PREPROCESSOR, STOP, TinyPrompt, tiny_prompts, write_tiny_model
 
 ANSWER = 24
-"""Tokens of each answer."""
+"""Completion tokens of each request."""
 LISTED = 20
 """Log-probabilities that the decoder reports for each token."""
 FLOAT32_BOUND = 1e-3
@@ -94,8 +94,8 @@ class _Subject:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Answers:
-    """What the engine computes in one number type: the visual tokens of all images, and the batch's answers, twice."""
+class _EngineResults:
+    """The engine's results in one dtype: the visual tokens of all images, and the batch's completions, twice."""
 
     visual: Tensor
     first: list[list[Token]]
@@ -103,7 +103,7 @@ class _Answers:
 
 
 def run_checks(registry: Registry, *, device: str, folder: Path, note: Callable[[str], None]) -> list[CheckResult]:
-    """All checks on one device, in the order of the report. A check that raises has failed.
+    """Run all checks on one device, in the order of the report. A check that raises has failed.
 
     Args:
         registry: has the architecture `qwen2_vl` and the decoder `torch`.
@@ -162,7 +162,7 @@ def _check_dtype(subject: _Subject, dtype: str) -> list[CheckResult]:
     return [_check_vision(subject, dtype, ours.visual), *_check_tokens(subject, dtype, ours.first), prefix_cache]
 
 
-def _compute(subject: _Subject, dtype: str) -> _Answers:
+def _compute(subject: _Subject, dtype: str) -> _EngineResults:
     config = EngineConfig(
         model=str(subject.folder),
         device=subject.device,
@@ -180,7 +180,7 @@ def _compute(subject: _Subject, dtype: str) -> _Answers:
     requests = [_request(prompt, [next(waiting) for _ in prompt.images]) for prompt in subject.prompts]
     decoder = subject.registry.decoder("torch").create(spec, config, kernels)
     first, second = asyncio.run(_decode_twice(decoder, requests))
-    return _Answers(visual=torch.cat(embeddings), first=first, second=second)
+    return _EngineResults(visual=torch.cat(embeddings), first=first, second=second)
 
 
 def _request(prompt: TinyPrompt, embeddings: Sequence[Tensor]) -> DecodeRequest:
@@ -200,15 +200,15 @@ def _request(prompt: TinyPrompt, embeddings: Sequence[Tensor]) -> DecodeRequest:
 async def _decode_twice(
     decoder: Decoder, requests: Sequence[DecodeRequest]
 ) -> tuple[list[list[Token]], list[list[Token]]]:
-    """The answers to all requests at once, and again."""
+    """Return the completions of all requests at once, and again."""
 
-    async def answer(request: DecodeRequest) -> list[Token]:
+    async def complete(request: DecodeRequest) -> list[Token]:
         return [token async for token in decoder.decode(request)]
 
     await decoder.start()
     try:
-        first = await asyncio.gather(*(answer(request) for request in requests))
-        return first, await asyncio.gather(*(answer(request) for request in requests))
+        first = await asyncio.gather(*(complete(request) for request in requests))
+        return first, await asyncio.gather(*(complete(request) for request in requests))
     finally:
         await decoder.close()
 
@@ -230,16 +230,16 @@ def _check_vision(subject: _Subject, dtype: str, ours: Tensor) -> CheckResult:
     )
 
 
-def _check_tokens(subject: _Subject, dtype: str, answers: Sequence[Sequence[Token]]) -> list[CheckResult]:
-    pairs = list(zip(subject.prompts, answers, strict=True))
+def _check_tokens(subject: _Subject, dtype: str, completions: Sequence[Sequence[Token]]) -> list[CheckResult]:
+    pairs = list(zip(subject.prompts, completions, strict=True))
     truths = [subject.exact.logprobs(prompt, ids(tokens)) for prompt, tokens in pairs]
 
     def their_error() -> float:
         theirs = [subject.half.logprobs(prompt, ids(tokens)) for prompt, tokens in pairs]
-        return max(map(_difference, answers, theirs, truths))
+        return max(map(_difference, completions, theirs, truths))
 
     bound, criterion = _bound(dtype, their_error)
-    found = max(map(_error, answers, truths))
+    found = max(map(_error, completions, truths))
     results = [
         CheckResult(
             name=f"{dtype}: log-probabilities, {LISTED} of each step",
@@ -304,7 +304,7 @@ def _check_sampling(device: str) -> list[CheckResult]:
             id=name, token_ids=prompt, positions=torch.arange(20).repeat(3, 1).numpy(), sampling=sampling
         )
         runs.append(SequenceState.of(request, (STOP,)))
-        runs[-1].answer.extend((3, 3, 5))
+        runs[-1].output_ids.extend((3, 3, 5))
     with torch.inference_mode():
         here, there = (sample(logits.to(where), runs) for where in ("cpu", device))
     wrong = [

@@ -92,7 +92,7 @@ def _parse(arguments: Sequence[str] | None, help_text: str | None) -> argparse.N
 
 
 def _no_cuda() -> str:
-    """Why there is no CUDA here, and what to do."""
+    """Return why CUDA is not available, and the next step."""
     if torch.version.cuda is None:
         reason = f"torch {torch.__version__} is a build without CUDA: install one with CUDA"
     else:

@@ -1,4 +1,4 @@
-"""transformers' Qwen2-VL on the same device: what the engine is compared with."""
+"""transformers' Qwen2-VL on the same device: the reference for the engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Reference:
 
     def __init__(self, folder: Path, *, device: str, dtype: torch.dtype) -> None:
         self._model = Qwen2VLForConditionalGeneration.from_pretrained(folder, dtype=dtype).to(device).eval()
-        self._model.generation_config.eos_token_id = None  # answers have a fixed number of tokens
+        self._model.generation_config.eos_token_id = None  # completions have a fixed number of tokens
         self._device = device
         self._dtype = dtype
 
@@ -42,13 +42,14 @@ class Reference:
         """The first `count` tokens of `generate` without sampling."""
         inputs = self._inputs(prompt, prompt.token_ids.tolist())
         out = self._model.generate(**inputs, max_new_tokens=count, do_sample=False, pad_token_id=0)
-        answer: list[int] = out[0, len(prompt.token_ids) :].tolist()
-        return answer
+        completion: list[int] = out[0, len(prompt.token_ids) :].tolist()
+        return completion
 
     @torch.inference_mode()
-    def logprobs(self, prompt: TinyPrompt, answer: Sequence[int]) -> Tensor:
-        """float32 [len(answer), vocabulary] on the CPU: before each token of `answer`, in one pass without a cache."""
-        inputs = self._inputs(prompt, [*prompt.token_ids.tolist(), *answer[:-1]])
+    def logprobs(self, prompt: TinyPrompt, completion: Sequence[int]) -> Tensor:
+        """Return the log probabilities before each token of `completion`, in one pass without a cache: float32
+        [len(completion), vocabulary] on the CPU."""
+        inputs = self._inputs(prompt, [*prompt.token_ids.tolist(), *completion[:-1]])
         logits = self._model(**inputs, use_cache=False).logits[0, len(prompt.token_ids) - 1 :]
         return torch.log_softmax(logits.float(), dim=-1).cpu()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import transformers
 
-from dashinfer_vlm_core.version import __version__
+from dashinfer_vlm_core import __version__
 
 from .checks import CheckResult
 from .timings import Load, Timing

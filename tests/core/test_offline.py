@@ -141,6 +141,7 @@ def test_token_ids_are_accepted_as_prompt(vlm_fp32, oracle, expected):
     assert vlm_fp32.generate(text, GREEDY)[0].prompt_token_ids == tuple(text)
 
 
+@pytest.mark.supports("videos", backend="torch-cpu")
 def test_images_and_videos_may_alternate_in_prompt(vlm_fp32, oracle):
     """Media are passed by kind; the prompt's placeholders determine their order."""
     messages = [
@@ -173,6 +174,7 @@ def embed_part(oracle, part):
     return {"type": kind, kind: {f"{kind}_embeds": rows, f"{kind}_grid_thw": grid}}
 
 
+@pytest.mark.supports("embeddings", backend="torch-cpu")
 def test_embeddings_give_same_tokens_as_pixels(vlm_fp32, oracle, expected):
     names = [name for name, messages in CONVERSATIONS.items() if isinstance(messages[0]["content"], list)]
     conversations = [

@@ -137,6 +137,7 @@ def test_logprobs_are_before_the_mask(engine):
     assert first.token not in {other.token for other in first.top_logprobs[:1]}
 
 
+@pytest.mark.supports("structured-output", backend="torch-cpu")
 def test_stop_string_ends_guided_output(engine):
     choice = complete(engine, **schema_request({"const": {"a": 1, "b": 2}}), stop=['"b"'])
     assert (choice.message.content, choice.finish_reason) == ('{"a":1,', "stop")

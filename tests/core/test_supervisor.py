@@ -105,6 +105,7 @@ def start(tiny_checkpoint, injector):
         engine.close()
 
 
+@pytest.mark.supports("restart", backend="torch-cpu")
 def test_failed_decoder_is_replaced_and_its_requests_fail(start, injector, caplog):
     engine = start()
     before = engine.chat(HELLO).usage

@@ -36,7 +36,7 @@ from tests.tiny import MERGES, SPECIAL, TEMPLATE, write_tokenizer
 
 MODEL_TYPE = "contrast_vl"
 PATCH = 8
-MOST_SIDE = 48
+MAX_SIDE = 48
 LEVELS = 2
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB, CONTEXT = 48, 80, 4, 4, 2, 16, 320, 1024
 VISION_INNER = 64
@@ -107,7 +107,7 @@ def write_checkpoint(folder: Path) -> Path:
 
 def resized(image: PILImage.Image) -> PILImage.Image:
     """Round both sides down to patches, at least one patch and at most `MAX_SIDE`."""
-    width, height = (max(PATCH, min(side, MOST_SIDE) // PATCH * PATCH) for side in image.size)
+    width, height = (max(PATCH, min(side, MAX_SIDE) // PATCH * PATCH) for side in image.size)
     return image.resize((width, height), PILImage.Resampling.BILINEAR)
 
 
@@ -138,8 +138,8 @@ class ImageProcessor:
         return self.process(media).tokens
 
     def shape(self, grid):
-        if max(grid.h, grid.w) > MOST_SIDE // PATCH:
-            raise ValueError(f"its sides are {MOST_SIDE // PATCH} patches at most")
+        if max(grid.h, grid.w) > MAX_SIDE // PATCH:
+            raise ValueError(f"its sides are {MAX_SIDE // PATCH} patches at most")
         return GridShape(cells=tuple(grid), width=grid.w * PATCH, height=grid.h * PATCH, frames=grid.t)
 
     def frames(self, patches):
@@ -156,7 +156,7 @@ class PromptLayout:
     )
 
     def expand(self, item, encode):
-        """Expand an image to a sequence of placeholders, and each frame of a video to placeholders in tags after its time."""
+        """Expand an image to placeholders, and each frame of a video to its time and placeholders in tags."""
         if item.kind == "image":
             return Expansion(np.full(item.tokens, IMAGE), ((0, item.tokens),))
         ids, spans, frame = [], [], item.grid.h * item.grid.w

@@ -85,6 +85,7 @@ def test_closing_stream_frees_memory_immediately(oracle):
     assert idle == IDLE
 
 
+@pytest.mark.supports("cancellation", backend="torch-cpu")
 def test_canceling_reader_task_frees_memory(oracle):
     """For a running, a waiting, and a prefilling request."""
 

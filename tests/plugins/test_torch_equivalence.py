@@ -34,6 +34,7 @@ def requests(oracle):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.supports("text", backend="torch-cpu")
 def test_greedy_tokens_equal_transformers(oracles, shape):
     oracle = oracles(shape)
 
@@ -47,6 +48,7 @@ def test_greedy_tokens_equal_transformers(oracles, shape):
         assert tokens[-1].finish_reason is not None
 
 
+@pytest.mark.supports("images", backend="torch-cpu")
 def test_image_request_equals_transformers_generate(oracle):
     """Compare with `generate`, with transformers' own tower, placeholders and positions."""
     request = visual(3, (1, 2, 3), 4, width=oracle.width, max_tokens=20)
@@ -76,6 +78,7 @@ def test_image_request_equals_transformers_generate(oracle):
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.supports("chunked-prefill", backend="torch-cpu")
 def test_chunked_equals_whole(oracle, chunk):
     """A chunk size of 7 splits every span of these prompts."""
 
@@ -87,6 +90,7 @@ def test_chunked_equals_whole(oracle, chunk):
 
 
 @pytest.mark.parametrize("batch", [3, 32])
+@pytest.mark.supports("batching", backend="torch-cpu")
 def test_batched_equals_alone(oracle, batch):
     """Requests arrive while others decode; with a batch size of 3, most of them wait."""
 
@@ -146,6 +150,7 @@ def test_half_precision_stays_close(oracle, dtype):
         )
 
 
+@pytest.mark.supports("logprobs", backend="torch-cpu")
 def test_logprobs_equal_transformers(oracle):
     """They are those of the unmodified distribution: penalties, bias and temperature only affect sampling."""
     request = prompt(2, 20, logprobs=5, temperature=1.5, seed=1, repetition_penalty=1.3, logit_bias={3: 5.0}, top_k=9)
@@ -180,6 +185,7 @@ def test_logprobs_are_omitted_unless_requested(oracle):
     )
 
 
+@pytest.mark.supports("sampling", backend="torch-cpu")
 def test_same_seed_gives_same_completion_in_any_batch(oracle):
     request = visual(
         3, (1, 3, 3), 5, width=oracle.width, temperature=1.0, seed=1234, top_p=0.95, max_tokens=40, ignore_eos=True
@@ -272,6 +278,7 @@ def test_bfloat16_is_bit_exact_in_any_batch_and_chunking(oracle, quantization):
 
 
 @native
+@pytest.mark.supports("int8", backend="torch-cpu")
 def test_int8_stays_close(oracle):
     answer = oracle.greedy(prompt(1, 20))
     forced = prompt(1, 20, logprobs=0, max_tokens=len(answer), ignore_eos=True)

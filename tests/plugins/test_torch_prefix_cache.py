@@ -92,6 +92,7 @@ def requests_with_shared_prefixes(oracle):
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("chunk", [5, 512])
+@pytest.mark.supports("prefix-cache", backend="torch-cpu")
 def test_cached_equals_uncached(oracles, shape, chunk):
     oracle = oracles(shape)
     requests = requests_with_shared_prefixes(oracle)

@@ -41,9 +41,9 @@ def test_security_15_changed_image_at_the_same_url_is_seen(open_server):
 def test_security_15_options_are_part_of_the_cache_key(open_server, uncached_server):
     """Each part is sent twice, in different order, so that a key without the options would give a wrong hit."""
     file = encode(noise(200, 120))
-    asked = [image_data(file), image_data(file, max_pixels=8000), image_data(file, min_pixels=27_000)]
-    expected = [uncached_server.fingerprint(part, WORDS) for part in asked]
-    for part, fingerprint in [*zip(asked, expected, strict=True), *reversed(list(zip(asked, expected, strict=True)))]:
+    parts = [image_data(file), image_data(file, max_pixels=8000), image_data(file, min_pixels=27_000)]
+    expected = [uncached_server.fingerprint(part, WORDS) for part in parts]
+    for part, fingerprint in [*zip(parts, expected, strict=True), *reversed(list(zip(parts, expected, strict=True)))]:
         assert open_server.fingerprint(part, WORDS) == fingerprint
     assert len({length for length, _ in expected}) == 3
 
@@ -117,10 +117,10 @@ def test_security_16_equal_bytes_with_other_shapes_differ(open_server, uncached_
 
 def test_security_16_equal_indices_with_other_palettes_differ(open_server, uncached_server):
     indices = Image.fromarray(noise(40, 40)).quantize(8)
-    fingerprint = []
+    fingerprints = []
     for seed in (0, 1):
         stored = indices.copy()
         stored.putpalette(noise(8, 1, seed).tobytes())
-        fingerprint.append(open_server.fingerprint(image_data(encode(stored)), WORDS))
-        assert fingerprint[-1] == uncached_server.fingerprint(image_data(encode(stored.convert("RGB"))), WORDS)
-    assert fingerprint[0] != fingerprint[1]
+        fingerprints.append(open_server.fingerprint(image_data(encode(stored)), WORDS))
+        assert fingerprints[-1] == uncached_server.fingerprint(image_data(encode(stored.convert("RGB"))), WORDS)
+    assert fingerprints[0] != fingerprints[1]

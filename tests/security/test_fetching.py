@@ -95,10 +95,10 @@ def test_security_01_every_interface_rejects_alike(default_server, interface):
 
 
 def test_security_02_files_are_rejected_by_default(default_server, folder):
-    image_data = folder / "picture.png"
+    path = folder / "picture.png"
     messages = {
         default_server.rejection(image(url), code="media_refused")
-        for url in (image_data.as_uri(), str(image_data), "picture.png", "~/picture.png", "file:///etc/passwd")
+        for url in (path.as_uri(), str(path), "picture.png", "~/picture.png", "file:///etc/passwd")
     }
     assert messages == {"Local files are not allowed here; send a data:, http: or https: URL."}
 
@@ -244,9 +244,9 @@ def test_security_03_loader_uses_only_its_resolver():
         finally:
             await loader.close()
 
-    for response in ("127.0.0.1", "::ffff:10.0.0.1", "169.254.169.254"):
+    for address in ("127.0.0.1", "::ffff:10.0.0.1", "169.254.169.254"):
         with pytest.raises(MediaRefused):
-            asyncio.run(run({"pictures.example": [response]}))
+            asyncio.run(run({"pictures.example": [address]}))
 
 
 def test_security_03_at_most_three_redirects(open_server):
