@@ -89,7 +89,7 @@ class Results:
     def keep(self, engine: str, workload: str, number: int, run: Run) -> None:
         """Record every response of a run; errors are noted."""
         samples = [*run.samples, *run.background]
-        answers = [
+        responses = [
             {
                 "tokens": sample.tokens,
                 "prompt_tokens": sample.prompt_tokens,
@@ -99,7 +99,7 @@ class Results:
             for sample in samples
         ]
         self.runs.append(
-            {"engine": engine, "workload": workload, "round": number, "seconds": run.seconds, "answers": answers}
+            {"engine": engine, "workload": workload, "round": number, "seconds": run.seconds, "answers": responses}
         )
         faults = [sample.fault for sample in samples if sample.fault]
         if faults:

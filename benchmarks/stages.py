@@ -165,7 +165,7 @@ async def _one(clock: Clock, pipeline: ChatPipeline, fetcher: Fetcher, url: str,
     with clock.time("prompt"):
         prompt = pipeline.prompts.build(request, [patches])
     tokens = await _decode(clock, pipeline, _decode_request(request, prompt, visual))
-    _detokenise(clock, pipeline, request, tokens)
+    _detokenize(clock, pipeline, request, tokens)
     return prompt
 
 
@@ -190,8 +190,8 @@ def _decode_request(request: ChatRequest, prompt: Prompt, visual: Sequence[Visua
 async def _decode(clock: Clock, pipeline: ChatPipeline, request: DecodeRequest) -> list[Token]:
     """Decode a request; the first token's time includes prefill and sampling."""
     tokens, last = list[Token](), time.perf_counter()
-    async with contextlib.aclosing(pipeline.decoder.decode(request)) as tokens:
-        async for token in tokens:
+    async with contextlib.aclosing(pipeline.decoder.decode(request)) as stream:
+        async for token in stream:
             now = time.perf_counter()
             clock.seconds["step" if tokens else "prefill"].append(now - last)
             tokens.append(token)
@@ -199,8 +199,8 @@ async def _decode(clock: Clock, pipeline: ChatPipeline, request: DecodeRequest) 
     return tokens
 
 
-def _detokenise(clock: Clock, pipeline: ChatPipeline, request: ChatRequest, tokens: Sequence[Token]) -> None:
-    reply = ResponseBuilder(
+def _detokenize(clock: Clock, pipeline: ChatPipeline, request: ChatRequest, tokens: Sequence[Token]) -> None:
+    builder = ResponseBuilder(
         tokenizer=pipeline.prompts.tokenizer,
         request=request,
         id="benchmark",
@@ -209,8 +209,8 @@ def _detokenise(clock: Clock, pipeline: ChatPipeline, request: ChatRequest, toke
         counts=PromptCounts(prompt_tokens=1),
     )
     for token in tokens:
-        with clock.time("detokenise"):
-            reply.add_token(token)
+        with clock.time("detokenize"):
+            builder.add_token(token)
 
 
 async def _batch(clock: Clock, pipeline: ChatPipeline, source: random.Random) -> None:
@@ -246,13 +246,13 @@ def _sampling(clock: Clock, pipeline: ChatPipeline) -> None:
         prompt = pipeline.prompts.build(request, [])
         run = SequenceState.of(_decode_request(request, prompt, []), pipeline.spec.tokens.stop)
         with clock.time(f"{name} 1"):
-            CPU_EXECUTOR.run(functools.partial(_choose, logits[:1], [run]))
+            CPU_EXECUTOR.run(functools.partial(_sample, logits[:1], [run]))
         with clock.time(f"{name} {BATCH}"):
-            CPU_EXECUTOR.run(functools.partial(_choose, logits, [run] * BATCH))
+            CPU_EXECUTOR.run(functools.partial(_sample, logits, [run] * BATCH))
 
 
 @torch.inference_mode()
-def _choose(logits: torch.Tensor, runs: list[SequenceState]) -> None:
+def _sample(logits: torch.Tensor, runs: list[SequenceState]) -> None:
     sample(logits, runs)
 
 
@@ -308,7 +308,7 @@ def _stages(clock: Clock, pipeline: ChatPipeline, rates: Rates, prompt: int) -> 
         Stage(name="prompt: template, tokens, positions", seconds=timed("prompt")),
         Stage(name=f"prefill of {prompt} tokens, first token", seconds=timed("prefill"), limit=prefill),
         Stage(name="decode step, 1 response", seconds=timed("step"), times=TOKENS - 1, limit=step),
-        Stage(name="text of a token, its chunk", seconds=timed("detokenise"), times=TOKENS),
+        Stage(name="text of a token, its chunk", seconds=timed("detokenize"), times=TOKENS),
         Stage(name="server: up to the first chunk", seconds=first),
         Stage(name="server: each further chunk", seconds=chunk, times=TOKENS - 1),
         Stage(name=f"decode step, {BATCH} responses", seconds=timed("batch"), times=0, limit=step),
