@@ -92,10 +92,10 @@ def test_ratios_are_computed_per_round():
 
 
 def test_run_with_short_completion_is_reported_and_excluded():
-    sample = Sample(asked=8, sent=0.0, arrivals=[1.0], tokens=7, fault="7 tokens instead of 8")
+    sample = Sample(requested_tokens=8, sent=0.0, arrivals=[1.0], tokens=7, fault="7 tokens instead of 8")
     results = Results(model="m", base="ours")
-    results.keep("theirs", "fresh-1", 0, Run(samples=[sample], seconds=1.0, beside=[]))
-    assert "1 of 1 answers failed" in results.notes[0]
+    results.keep("theirs", "fresh-1", 0, Run(samples=[sample], seconds=1.0, background=[]))
+    assert "1 of 1 responses failed" in results.notes[0]
 
 
 def test_engines_get_equal_requests_that_differ_per_round():

@@ -14,7 +14,8 @@ import click
 from click.core import ParameterSource
 
 from dashinfer_vlm_core.cli.options import config_options
-from dashinfer_vlm_core.config import MIB, EngineConfig
+from dashinfer_vlm_core.cli.renamed_options import renamed_option
+from dashinfer_vlm_core.config import MIB, EngineConfig, variable
 from dashinfer_vlm_core.config.config_file import option_location
 from dashinfer_vlm_core.errors import ConfigError, MissingDependency
 from dashinfer_vlm_core.hookspecs import hookimpl
@@ -95,7 +96,7 @@ _SECURITY = (
 _LIMITS = (
     _option("--max-body-mib", default=288, type=IntegerRange(min=1), metavar="MIB",
             help="Maximum size of a request body."),
-    _option("--max-held-mib", default=2048, type=IntegerRange(min=1), metavar="MIB",
+    _option("--max-buffered-mib", default=2048, type=IntegerRange(min=1), metavar="MIB",
             help="Maximum size of the bodies of all running requests together."),
     _option("--max-body-pause", default=60.0, type=NumberRange(0, min_open=True), metavar="SECONDS",
             help="Maximum pause while a client sends a body."),
@@ -118,6 +119,7 @@ _OBSERVABILITY = (
 @_options("Request limits", *_LIMITS)
 @_options("Logs and traces", *_OBSERVABILITY)
 @config_options
+@renamed_option("--max-held-mib", "--max-buffered-mib", removed_in="0.3", envvar=variable("max-held-mib"))
 def serve(*, config: EngineConfig, **options: Any) -> None:
     """Serve OpenAI's chat completions API over HTTP.
 
@@ -151,7 +153,7 @@ def _settings(options: dict[str, Any]) -> Settings:
     origins = (origin.strip() for origin in options["allowed_origins"].split(","))
     return Settings(
         max_body_bytes=options["max_body_mib"] * MIB,
-        max_buffered_bytes=options["max_held_mib"] * MIB,
+        max_buffered_bytes=options["max_buffered_mib"] * MIB,
         max_body_pause=options["max_body_pause"],
         request_timeout=options["request_timeout"],
         keys=ApiKeys.read(options["api_keys"], options["api_key_file"]),

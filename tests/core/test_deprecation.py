@@ -103,7 +103,7 @@ def test_current_names_do_not_warn():
     assert (token.top_logprobs, token.finish_reason) == (((1, -1.0),), None)
 
 
-def test_renamed_argument_beside_new_one_is_type_error():
+def test_renamed_argument_with_new_one_is_type_error():
     @renamed_arguments(old="new")
     def function(*, new=0):
         return new

@@ -568,7 +568,7 @@ def test_fetch_works_after_every_failure():
         assert asyncio.run(run()) == PICTURE
 
 
-def test_timeout_waiting_for_slot_asks_to_retry():
+def test_timeout_waiting_for_slot_is_retryable():
     """The error must not be that the media cannot be fetched, because no fetch was attempted."""
     config = EngineConfig(
         allow_private_addresses=True, max_fetches=1, image_fetch_timeout=5, video_fetch_timeout=10 * HANG

@@ -86,7 +86,7 @@ def test_preview_does_not_encode_decode_or_cache(tiny_checkpoint):
         assert engine.stats().vision.passes == 0
         assert script.requests == []
         body["messages"][0]["content"][0] = {"type": "image_url", "uuid": "one"}
-        with pytest.raises(InvalidParameter, match="a name alone"):
+        with pytest.raises(InvalidParameter, match="cannot be previewed"):
             engine.preview(body)
 
 

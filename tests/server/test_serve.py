@@ -284,7 +284,7 @@ def test_inconsistent_options_are_rejected(runner, options, words):
 VALUES = {
     "host": "0.0.0.0", "port": "9000", "uds": "a/socket", "uds_mode": "660", "page": "false", "root_path": "/vision",
     "api_key_file": "keys.txt", "ssl_certfile": "cert.pem", "ssl_keyfile": "key.pem", "ssl_keyfile_password": "secret",
-    "ssl_ca_certs": "ca.pem", "allowed_origins": "https://a.example", "max_body_mib": "7", "max_held_mib": "8",
+    "ssl_ca_certs": "ca.pem", "allowed_origins": "https://a.example", "max_body_mib": "7", "max_buffered_mib": "8",
     "max_body_pause": "9.5", "request_timeout": "60", "grace": "3", "log_format": "json",
     "otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces",
 }  # fmt: skip
@@ -309,17 +309,27 @@ def test_environment_sets_every_option():
     assert all(parsed_options[name] != defaults[name] for name in VALUES)
 
 
+def test_renamed_option_warns(caplog):
+    os.environ["DASHINFER_VLM_MAX_HELD_MIB"] = "5"
+    assert parsed()["max_buffered_mib"] == 5
+    assert parsed("--max-held-mib", "6")["max_buffered_mib"] == 6
+    assert parsed("--max-held-mib", "6", "--max-buffered-mib", "7")["max_buffered_mib"] == 7
+    assert {record.message for record in caplog.records} == {
+        "`--max-held-mib` is deprecated and will be removed in 0.3. Use `--max-buffered-mib`."
+    }
+
+
 def test_precedence_of_command_line_file_and_environment(tmp_path):
     file = tmp_path / "options.yaml"
     file.write_text("port: 2\ngrace: 2\n")
     os.environ.update({f"DASHINFER_VLM_{name}": "3" for name in ("PORT", "GRACE", "MAX_BODY_MIB")})
     os.environ["DASHINFER_VLM_HOST"] = ""  # an empty variable is ignored
     parsed_options = parsed("--config", str(file), "--port", "1")
-    assert {name: parsed_options[name] for name in ("port", "grace", "max_body_mib", "max_held_mib", "host")} == {
+    assert {name: parsed_options[name] for name in ("port", "grace", "max_body_mib", "max_buffered_mib", "host")} == {
         "port": 1,
         "grace": 2,
         "max_body_mib": 3,
-        "max_held_mib": 2048,
+        "max_buffered_mib": 2048,
         "host": "127.0.0.1",
     }
 
