@@ -56,7 +56,7 @@ def test_random_weights_model_generates(tmp_path):
         tower_width=32, tower_layers=1, tower_heads=2,
     )  # fmt: skip
     models.write_model(shape, tmp_path)
-    content = [workloads.picture(random.Random(0), 56), {"type": "text", "text": "ab cd"}]
+    content = [workloads.image_part(random.Random(0), 56), {"type": "text", "text": "ab cd"}]
     with Engine(EngineConfig(model=str(tmp_path))) as engine:
         request = {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "ignore_eos": True}
         usage = engine.chat(request).usage
