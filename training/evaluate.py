@@ -21,7 +21,7 @@ FLOORS |= dict.fromkeys(("motion", "motion_still", "motion_two_frames"), 0.95)
 MIXTURES = {
     "pictures, question first": (scenes.PICTURE_TASKS, "before"),
     "sets, question first": (scenes.SET_TASKS, "before"),
-    "sets, labelled": (scenes.SET_TASKS, "labelled"),
+    "sets, labeled": (scenes.SET_TASKS, "labeled"),
     "clips, question first": (scenes.CLIP_TASKS, "before"),
 }
 """Other orders of text and images, cycling over several tasks."""

@@ -17,7 +17,7 @@ from training.compose import Clip, Grid
 from training.drawing import Scene, render, render_clip
 from training.questions import Question
 
-LAYOUTS = ("after", "before", "labelled")
+LAYOUTS = ("after", "before", "labeled")
 """The question follows the images, precedes them, or follows images that are labeled one by one in the text."""
 
 
@@ -52,7 +52,7 @@ class Sample:
         asked: list[dict[str, Any]] = [{"type": "text", "text": self.question}]
         if self.layout == "before":
             return asked + visuals
-        if self.layout == "labelled":
+        if self.layout == "labeled":
             labels = [{"type": "text", "text": f"Picture {number}: "} for number in range(1, len(visuals) + 1)]
             visuals = [part for pair in zip(labels, visuals, strict=True) for part in pair]
         return visuals + asked

@@ -3,7 +3,7 @@
 The tiny model's weights are stored in bfloat16, so that the exact results are those of transformers in float32, and the
 engine computes from the same weights in both number types.
 
-float32: the visual tokens and the log-probabilities must equal transformers' within `FLOAT32_BOUND`, which leaves room
+float32: the visual tokens and the log-probabilities must equal transformers' within `FLOAT32_BOUND`, which leaves space
 for another order of summation, and every greedy token must be the same as that of transformers' `generate`.
 
 bfloat16: two correct implementations round at different places, so equal numbers cannot be demanded. The error against

@@ -46,18 +46,18 @@ def test_items_before_deadline_are_yielded(seconds):
 
 def test_slow_work_is_canceled():
     async def main():
-        cancelled = asyncio.Event()
+        canceled = asyncio.Event()
 
         async def work():
             try:
                 await skippable_loop().askip(601)
                 await asyncio.Event().wait()
             finally:
-                cancelled.set()
+                canceled.set()
 
         with pytest.raises(DeadlineExceeded, match=r"600 seconds"):
             await with_timeout(work(), 600)
-        assert cancelled.is_set()
+        assert canceled.is_set()
 
     run(main())
 
@@ -115,7 +115,7 @@ def test_reader_canceled_as_item_arrives_leaves_no_task(turns):
             await asyncio.sleep(0)
         reader.cancel()
         await asyncio.wait({reader}, timeout=HANG)
-        assert reader.cancelled()
+        assert reader.canceled()
         assert closed
 
     asyncio.run(main())

@@ -117,7 +117,7 @@ SAMPLES = {
     "a pattern with a quote": ({"type": "string", "pattern": '^"[a-c]$'}, ['"\\"a"'], ['""a"', '"a"']),
     "types": ({"type": ["null", "boolean"]}, ["null", "true"], ["1", '"null"']),
     "nullable by anyOf": ({"anyOf": [{"type": "null"}, {"type": "integer"}]}, ["null", "-7"], ["true"]),
-    "keywords beside anyOf": (
+    "keywords next to anyOf": (
         {"type": "object", "properties": {"a": {"type": "null"}}, "anyOf": [{"required": ["a"]}]},
         ['{"a":null}'],
         ["{}"],

@@ -54,15 +54,15 @@ def test_empty_tensor():
 def mapping(address):
     """Return Linux's description of the mapping at an address."""
     found = False
-    told = {}
+    reported = {}
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *values = line.split()
         if not name.endswith(":"):
             begin, end = (int(part, 16) for part in name.split("-"))
             found = begin <= address < end
         elif found:
-            told[name] = values
-    return told
+            reported[name] = values
+    return reported
 
 
 def huge_page_bytes(address):
@@ -80,7 +80,7 @@ def collapses_pages():
     return huge_page_bytes(page) > before
 
 
-needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much memory is taken")
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports resident memory")
 
 
 @pytest.fixture

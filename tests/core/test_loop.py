@@ -53,14 +53,14 @@ def test_readers_on_different_loops_do_not_mix(thread):
 def test_error_comes_after_items_before_it(thread):
     async def broken():
         yield 1
-        raise KeyError("told")
+        raise KeyError("failed")
 
     async def read(found):
         async for item in thread.aiterate(broken()):
             found.append(item)
 
     found = []
-    with pytest.raises(KeyError, match="told"):
+    with pytest.raises(KeyError, match="failed"):
         asyncio.run(read(found))
     assert found == [1]
 

@@ -599,9 +599,9 @@ def test_timeout_waiting_for_slot_is_retryable():
     assert stats == FetchStats(fetched=2, failed=0, bytes=2 * len(PICTURE))
 
 
-@pytest.mark.parametrize(("room", "refused"), [(2 * len(PICTURE), False), (2 * len(PICTURE) - 1, True)])
-def test_media_of_one_request_share_a_limit(room, refused):
-    config = EngineConfig(allow_private_addresses=True, max_fetched_bytes=room)
+@pytest.mark.parametrize(("space", "refused"), [(2 * len(PICTURE), False), (2 * len(PICTURE) - 1, True)])
+def test_media_of_one_request_share_a_limit(space, refused):
+    config = EngineConfig(allow_private_addresses=True, max_fetched_bytes=space)
 
     async def run(web):
         fetcher, budget = Fetcher(config), ByteBudget(config.max_fetched_bytes)

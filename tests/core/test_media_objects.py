@@ -23,7 +23,7 @@ from tests.samples import data_url, encode, image_url, label, noise
 
 PART = "messages[0].content[1]"
 RGB = noise(20, 30)
-GREY = RGB[:, :, 0]
+GRAY = RGB[:, :, 0]
 FRAMES = np.stack([noise(20, 30, seed) for seed in range(4)])
 ROWS = torch.randn((6, 8), generator=torch.Generator().manual_seed(1))
 
@@ -68,10 +68,10 @@ def test_image_object_types(content):
     assert np.array_equal(pixels(content), RGB)
 
 
-@pytest.mark.parametrize("content", [PILImage.fromarray(GREY), GREY, GREY[:, :, None], torch.from_numpy(GREY)[None]])
+@pytest.mark.parametrize("content", [PILImage.fromarray(GRAY), GRAY, GRAY[:, :, None], torch.from_numpy(GRAY)[None]])
 def test_gray_becomes_rgb(content):
     content = content.permute(1, 2, 0) if isinstance(content, torch.Tensor) else content
-    assert np.array_equal(pixels(content), np.dstack([GREY] * 3))
+    assert np.array_equal(pixels(content), np.dstack([GRAY] * 3))
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "LA", "PA", "CMYK", "YCbCr", "LAB", "HSV", "I;16"])
@@ -127,7 +127,7 @@ def test_damaged_opened_file_is_rejected():
         (torch.from_numpy(RGB) / 255, "multiply floats"),
         (ROWS, "image_embeds and image_grid_thw"),
         (RGB.astype(np.int64), "uint8"),
-        (GREY > 9, "uint8"),
+        (GRAY > 9, "uint8"),
         (np.zeros((20, 30, 2), np.uint8), "[height, width, channels]"),
         (np.zeros((2, 20, 30, 3), np.uint8), "[height, width, channels]"),
         (np.zeros(20, np.uint8), "[height, width, channels]"),

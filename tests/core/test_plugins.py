@@ -151,9 +151,9 @@ def test_adapters_are_loaded_by_name():
 
 
 def test_adapter_without_extra_names_install_command(install):
-    install("grpc_door", "import no_such_module_here", group="dashinfer_vlm.adapters", extra=":door [grpc]")
-    with pytest.raises(MissingDependency, match=r"pip install 'grpc_door\[grpc\]'"):
-        load_adapter("grpc_door")
+    install("grpc_server", "import no_such_module_here", group="dashinfer_vlm.adapters", extra=":server [grpc]")
+    with pytest.raises(MissingDependency, match=r"pip install 'grpc_server\[grpc\]'"):
+        load_adapter("grpc_server")
 
 
 def test_plugin_list_names_broken_plugins(install):

@@ -50,8 +50,8 @@ def imports_transformers(folder):
         "t.read_tokenizer(pathlib.Path(sys.argv[1]))\n"
         "print('transformers' in sys.modules)"
     )
-    told = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True, check=True)
-    return told.stdout.strip() == "True"
+    reported = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True, check=True)
+    return reported.stdout.strip() == "True"
 
 
 @pytest.fixture(scope="module", params=["demo", "tiny"])
@@ -174,5 +174,5 @@ def test_engine_completes_without_transformers():
         "    asked = {'messages': [{'role': 'user', 'content': 'Hello'}], 'max_tokens': 5}\n"
         "    print(engine.chat(asked).usage.completion_tokens)\n"
     )
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert int(told.stdout) > 0
+    reported = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(reported.stdout) > 0

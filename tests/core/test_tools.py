@@ -31,7 +31,7 @@ PARAMETERS = {
     },
     "required": ["city"],
 }
-WEATHER = {"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": PARAMETERS}}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "Reports it.", "parameters": PARAMETERS}}
 PING = {"type": "function", "function": {"name": "ping"}}
 ASKED = [{"role": "user", "content": "How is it in Rome?"}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>'
@@ -317,8 +317,8 @@ def test_template_with_tool_support_gets_tools(tmp_path):
     )
     with scripted_engine("a", chat_template=template) as engine:
         text, _ = prompt_of(engine, messages=HISTORY[:3], tools=[PING])
-    told = json.dumps([{**PING, "function": {"name": "ping", "parameters": {"type": "object", "properties": {}}}}])
-    assert text == f'{told}user: How is it in Rome?;assistant: {{"city": "Rome"}}{{"city": "Köln"}};tool: sunny;'
+    reported = json.dumps([{**PING, "function": {"name": "ping", "parameters": {"type": "object", "properties": {}}}}])
+    assert text == f'{reported}user: How is it in Rome?;assistant: {{"city": "Rome"}}{{"city": "Köln"}};tool: sunny;'
 
 
 @pytest.mark.parametrize(

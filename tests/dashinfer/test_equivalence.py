@@ -35,6 +35,7 @@ def generate(decoder, requests, *, concurrent=True):
 
 
 @pytest.mark.parametrize("shape", ["one-kv-head-128", "64-untied"])
+@pytest.mark.supports("text", backend="dashinfer-cpu")
 def test_text_equals_transformers(oracles, decoder, shape):
     oracle = oracles(shape)
     requests = [prompt(seed, length) for seed, length in enumerate((1, 2, 9, 40, 130))]
@@ -55,6 +56,7 @@ def test_embeddings_equal_transformers_on_sequential_positions(oracle, decoder):
     assert [ids(tokens) for tokens in found] == [oracle.greedy(request) for request in requests]
 
 
+@pytest.mark.supports("batching", backend="dashinfer-cpu")
 def test_batch_of_32_equals_each_alone(shared):
     lengths = np.random.default_rng(0).integers(1, 150, 32)
     requests = [prompt(seed, int(length), max_tokens=40) for seed, length in enumerate(lengths)]
@@ -64,6 +66,7 @@ def test_batch_of_32_equals_each_alone(shared):
     assert [ids(tokens) for tokens in concurrent] == [ids(tokens) for tokens in alone]
 
 
+@pytest.mark.supports("prefix-cache", backend="dashinfer-cpu")
 def test_prefix_cache_does_not_change_tokens(decoder):
     shared = prompt(1, 100)
     requests = [replace(shared, token_ids=np.append(shared.token_ids[:-1], last)) for last in range(6)]
@@ -84,6 +87,7 @@ def test_bundled_model_equals_transformers(cache):
             assert answer.usage.completion_tokens == len(expected)
 
 
+@pytest.mark.supports("logprobs", backend="dashinfer-cpu")
 def test_logprobs_are_of_unmodified_distribution(oracle, shared):
     """They are taken before temperature, for every request of a batch."""
     requests = [prompt(seed, 8 + seed, logprobs=count, max_tokens=6) for seed, count in enumerate((0, 3, 10))]
@@ -149,6 +153,7 @@ def test_top_k_and_top_p_keep_the_right_tokens(oracle, shared):
     assert set(first_tokens(shared, 20, temperature=2.0, top_k=1)) == {order[0]}
 
 
+@pytest.mark.supports("sampling", backend="dashinfer-cpu")
 def test_seed_determines_output(shared):
     requests = [prompt(1, 12, max_tokens=30, temperature=1.5, seed=seed) for seed in (5, 5, 6, -1)]
     first, again, other, negative = (ids(tokens) for tokens in shared.generate(requests))

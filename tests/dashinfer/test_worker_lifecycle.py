@@ -97,6 +97,7 @@ def test_no_token_is_lost_at_end_of_stream(decoder):
     assert all(tokens[-1].finish_reason == "length" for tokens in found)
 
 
+@pytest.mark.supports("cancellation", backend="dashinfer-cpu")
 def test_closing_stream_stops_it_and_frees_its_slot(decoder, oracle):
     """The worker is stopped while the reader leaves, so that most tokens remain even on a slow machine."""
     max_tokens = 3000
@@ -180,7 +181,7 @@ def test_dangerous_requests_never_reach_the_engine(decoder, oracle):
         "minimum": (prompt(1, 5, min_tokens=3), UnsupportedParameter, "min_tokens"),
         "repetition": (prompt(1, 5, repetition_penalty=2.5), InvalidParameter, "repetition_penalty"),
         "alternatives": (prompt(1, 5, logprobs=11), InvalidParameter, "top_logprobs"),
-        "penalised": (prompt(1, 5, logprobs=1, repetition_penalty=1.5), UnsupportedParameter, "logprobs"),
+        "penalized": (prompt(1, 5, logprobs=1, repetition_penalty=1.5), UnsupportedParameter, "logprobs"),
         "stop token": (prompt(1, 5, stop_token_ids=(96,)), InvalidParameter, "stop_token_ids"),
     }
 
@@ -196,6 +197,7 @@ def test_dangerous_requests_never_reach_the_engine(decoder, oracle):
     assert asyncio.run(run()) == (12, "")
 
 
+@pytest.mark.supports("restart", backend="dashinfer-cpu")
 def test_killed_worker_fails_its_requests_and_is_replaced(decoder, oracle, children):
     """Six times with eight streams each; then no resources remain. A stream may have finished before."""
     expected = oracle.greedy(prompt(1, 10))
@@ -420,6 +422,7 @@ def test_health_reports_abandoned_worker(environment, chat_checkpoint, cache, tm
     assert "exit status 7" in unhealthy.json()["fatal_error"]
 
 
+@pytest.mark.supports("images", backend="dashinfer-cpu", rejected=True)
 def test_image_is_rejected_with_its_path(chat_checkpoint, cache):
     config = EngineConfig(model=str(chat_checkpoint), decoder="dashinfer", device="cpu", cache_dir=cache)
     with Engine(config) as engine, pytest.raises(UnsupportedParameter, match="M-RoPE") as caught:

@@ -108,8 +108,8 @@ def test_static_video_repeats_its_first_frame() -> None:
 
 def test_content_places_question_according_to_layout() -> None:
     after, before = scenes.sample("which", 3), scenes.sample("which", 3, "before")
-    labelled = scenes.sample("which", 3, "labelled")
+    labeled = scenes.sample("which", 3, "labeled")
     assert after.content()[-1]["type"] == "text"
     assert before.content()[0]["type"] == "text"
-    texts = [part["text"] for part in labelled.content() if part["type"] == "text"]
+    texts = [part["text"] for part in labeled.content() if part["type"] == "text"]
     assert texts[:2] == ["Picture 1: ", "Picture 2: "]

@@ -44,11 +44,13 @@ def test_auto_selects_dashinfer(oracle, cache):
     assert support.score > 10, support.reason
 
 
+@pytest.mark.supports("images", backend="dashinfer-cuda")
 def test_tokens_equal_transformers_at_real_positions(oracle, on_cuda):
     requests = conversations(oracle)
     assert generate(on_cuda(), requests) == [oracle.greedy(request) for request in requests]
 
 
+@pytest.mark.supports("prefix-cache", backend="dashinfer-cuda")
 def test_prefix_cache_does_not_change_tokens(oracle, on_cuda):
     requests = conversations(oracle) * 2
     assert generate(on_cuda(prefix_cache=True), requests) == generate(on_cuda(prefix_cache=False), requests)
@@ -62,6 +64,7 @@ def test_penalties_match_definition(oracle, on_cuda, penalty):
     assert generate(on_cuda(), requests) == generate(oracle.decoder(), requests)
 
 
+@pytest.mark.supports("sampling", backend="dashinfer-cuda")
 def test_top_p_1_samples_full_distribution(oracle, on_cuda):
     expected = (oracle.logits(prompt(1, 12), [0])[0] / 2).softmax(-1).double().numpy()
     order = np.argsort(-expected)

@@ -208,13 +208,13 @@ def test_malformed_requests_do_not_affect_others(oracle):
 
     async def run():
         async with decoding(oracle.decoder()) as decoder:
-            neighbour = asyncio.create_task(collect(decoder, prompt(1, 20)))
+            neighbor = asyncio.create_task(collect(decoder, prompt(1, 20)))
             ends = await asyncio.gather(*(collect(decoder, bad) for bad in requests.values()), return_exceptions=True)
-            return ends, await neighbour, load(decoder)
+            return ends, await neighbor, load(decoder)
 
-    ends, neighbour, idle = asyncio.run(run())
+    ends, neighbor, idle = asyncio.run(run())
     assert {name: type(end) for name, end in zip(requests, ends, strict=True)} == dict.fromkeys(requests, DecoderFailed)
-    assert ids(neighbour) == oracle.greedy(prompt(1, 20))
+    assert ids(neighbor) == oracle.greedy(prompt(1, 20))
     assert idle == IDLE
 
 
@@ -235,17 +235,17 @@ def test_request_that_fails_its_step_fails_alone(oracle, embedding):
         async with decoding(oracle.decoder(prefill_chunk=20)) as decoder:
             alone = await collect(decoder, seeded)
             pause = DecoderPause(decoder, steps=2)  # then some are in prefill and some in decode
-            neighbours = [asyncio.create_task(collect(decoder, one)) for one in (prompt(1, 20), seeded, good)]
+            neighbors = [asyncio.create_task(collect(decoder, one)) for one in (prompt(1, 20), seeded, good)]
             await wait_for_load(decoder, running=3)
             joining = asyncio.create_task(collect(decoder, bad))
             await asyncio.to_thread(until, lambda: decoder.stats.running + decoder.stats.waiting == 4)
             pause.release()
             with pytest.raises(DecoderFailed):
                 await joining
-            return ids(alone), [ids(tokens) for tokens in await asyncio.gather(*neighbours)], load(decoder)
+            return ids(alone), [ids(tokens) for tokens in await asyncio.gather(*neighbors)], load(decoder)
 
-    alone, neighbours, idle = asyncio.run(run())
-    assert neighbours == [oracle.greedy(prompt(1, 20)), alone, oracle.greedy(good)]
+    alone, neighbors, idle = asyncio.run(run())
+    assert neighbors == [oracle.greedy(prompt(1, 20)), alone, oracle.greedy(good)]
     assert idle == IDLE
 
 

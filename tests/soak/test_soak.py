@@ -84,10 +84,10 @@ def check_outcomes(client, ledger, report):
     seen = dict(ledger.outcomes)
     left = seen.pop("left")
     counts = {name: counted(client, "requests_total", CHAT, outcome=name) for name in (*seen, "cancelled")}
-    cancelled = counts.pop("cancelled")
+    canceled = counts.pop("cancelled")
     others = sum(counts[name] - seen[name] for name in seen)
     assert all(counts[name] >= seen[name] for name in seen), (counts, report)
-    assert cancelled + others == left, (counts, cancelled, report)
+    assert canceled + others == left, (counts, canceled, report)
     assert {"success", "invalid", "rejected"} <= seen.keys(), report
 
 
