@@ -115,7 +115,7 @@ def test_reader_canceled_as_item_arrives_leaves_no_task(turns):
             await asyncio.sleep(0)
         reader.cancel()
         await asyncio.wait({reader}, timeout=HANG)
-        assert reader.canceled()
+        assert reader.cancelled()
         assert closed
 
     asyncio.run(main())

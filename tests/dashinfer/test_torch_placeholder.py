@@ -69,7 +69,7 @@ def test_transposed_and_joined_tensors_equal_torch(stored):
 
 def test_unsupported_dtype_is_named(stored):
     file, _ = stored
-    with pytest.raises(TypeError, match=r"integers in .* has the type I64"):
+    with pytest.raises(TypeError, match=r"integers in .* has the unsupported dtype I64"):
         file.tensor("integers")
 
 
