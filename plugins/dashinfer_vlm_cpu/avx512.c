@@ -4,7 +4,7 @@
  * so that one instruction multiplies 16 columns; activations are not repacked. Sums run over the inputs in one fixed
  * order, regardless of the number of rows or threads: a row's result is bit-exact in any batch.
  *
- * Built by build.py and called by native*.py in this folder, which validate all shapes. Strides count elements.
+ * Built by build.py and called by native*.py in this folder, whose callers guarantee all shapes. Strides count elements.
  */
 #include <immintrin.h>
 #include <math.h>
@@ -208,7 +208,7 @@ void pack_bf16(const uint32_t *weight, int64_t outputs, int64_t inputs, int32_t 
 
 /* The upper eight bits of a bf16 weight (its sign, and its exponent except for one bit) almost always have one of a few
  * values. The 16 most frequent ones of each panel get a code of 4 bits; all others, the outliers, are stored in a list. The
- * idea is that of DFloat11 (arXiv:2504.11651); codes of a fixed length are decoded with one shuffle.
+ * idea is that of DFloat11 (arXiv:2504.11651); codes of a fixed length are unpacked with one shuffle.
  *
  * A group is four inputs of a panel, which are 128 weights: their lower bytes, then two codes per byte. */
 enum { GROUP = 4, GROUP_BYTES = 3 * 64, SAMPLE = 64, WEIGHTS_PER_OUTLIER = 256 };
@@ -221,7 +221,7 @@ typedef struct {
 
 typedef struct {
     uint8_t high[LANES]; /* the byte of each code */
-    Outlier outliers[];      /* in order, terminated by one with an invalid group */
+    Outlier outliers[];  /* in order, terminated by one with an invalid group */
 } Codes;
 
 static ptrdiff_t max_outliers(ptrdiff_t inputs) { return (inputs * PANEL + WEIGHTS_PER_OUTLIER - 1) / WEIGHTS_PER_OUTLIER; }
@@ -326,7 +326,7 @@ int32_t pack_codes(const bf16 *panels, int64_t outputs, int64_t inputs, uint8_t 
 typedef struct {
     const uint8_t *packed;
     const Outlier *outlier; /* the next one */
-    __m512i high;       /* the byte of each code */
+    __m512i high;           /* the byte of each code */
 } Reader;
 
 INLINE Reader read_panel(const Matrix *m, ptrdiff_t panel)
@@ -353,7 +353,7 @@ INLINE void read_group(Reader *r, ptrdiff_t group, __m512bh w[4])
     r->packed += GROUP_BYTES;
 }
 
-/* Like `tile`, bit-exactly; unless `plain` is null, the decoded panel is written to it in the layout of `tile`. */
+/* Like `tile`, bit-exactly; unless `plain` is null, the unpacked panel is written to it in the layout of `tile`. */
 INLINE void tile_coded(const int rows, const bf16 *a, ptrdiff_t lda, Reader r, ptrdiff_t inputs, bf16 *plain,
                        __m512 acc[TILE_ROWS][2])
 {
@@ -379,7 +379,7 @@ INLINE void tile_coded(const int rows, const bf16 *a, ptrdiff_t lda, Reader r, p
 #else
 /* bf16 linear layers ----------------------------------------------------------------------------------------------- */
 
-/* Up to this many tiles decode a panel separately; with more, the first one stores the decoded panel for the others. */
+/* Up to this many tiles unpack a panel separately; with more, the first one stores the unpacked panel for the others. */
 enum { CODED_TILES = 6 };
 
 /* `plain` is a buffer for one panel if there are rows for more than `CODED_TILES`. */
@@ -416,7 +416,7 @@ static void multiply_row(const Matrix *m, const bf16 *x, ptrdiff_t panel, __m512
     sums[1] = acc[0][1];
 }
 
-/* One decoded panel per thread. */
+/* One unpacked panel per thread. */
 static int64_t linear_bf16_workspace_size(int64_t rows, int64_t inputs, int32_t threads)
 {
     return rows > CODED_TILES * TILE_ROWS ? threads * inputs * PANEL * (int64_t)sizeof(bf16) : 0;
@@ -474,8 +474,8 @@ void pack_int8(const bf16 *weight, int64_t outputs, int64_t inputs, int32_t gate
 }
 
 /* Quantize the activations of one row to bytes, stored 64 at a time, `step` bytes apart. Each block of inputs has a scale
- * and -128 times the sum of its bytes, which compensates for the offset of the weights. Blocks are used because a few inputs
- * of these models are hundreds of times larger than the others. */
+ * and -128 times the sum of its bytes, which compensates for the offset of the weights. Blocks are used because these
+ * models have outlier activations: a few inputs are hundreds of times larger than the others. */
 static void quantize_row(const bf16 *x, ptrdiff_t inputs, int8_t *bytes, ptrdiff_t step, float *scales, int32_t *offsets)
 {
     for (ptrdiff_t k = 0, block = 0; k < inputs; k += QUANT_BLOCK, block++) {
@@ -826,7 +826,7 @@ typedef struct {
     int64_t q_token, q_head, kv_token, kv_head, out_token; /* strides; heads of `out` are contiguous */
     int64_t heads, kv_heads, width;
     float scale;
-} Heads;
+} AttentionArgs;
 
 INLINE ptrdiff_t round_up(ptrdiff_t x, ptrdiff_t to) { return (x + to - 1) / to * to; }
 
@@ -846,11 +846,11 @@ typedef struct { /* per thread */
     bf16 *queries; /* [ROW_GROUP, width] */
     bf16 *keys;    /* KEY_CHUNK / PANEL panels of [width / 2, PANEL] pairs */
     bf16 *values;  /* [KEY_CHUNK / 2, columns] pairs, where columns is the width rounded up to LANES */
-    bf16 *weights; /* [TILE_ROWS, KEY_CHUNK] */
+    bf16 *probs;   /* [TILE_ROWS, KEY_CHUNK] */
     float *scores; /* [TILE_ROWS, KEY_CHUNK] */
     float *sums;   /* [ROW_GROUP, columns] */
-    float *largest;   /* [ROW_GROUP], the largest score so far */
-    float *total;  /* [ROW_GROUP], the sum of the weights so far */
+    float *largest; /* [ROW_GROUP], the largest score so far */
+    float *total;   /* [ROW_GROUP], the sum of the probs so far */
 } Scratch;
 
 static size_t scratch_bytes(ptrdiff_t width)
@@ -867,7 +867,7 @@ static Scratch carve_scratch(char *from, ptrdiff_t width)
     s.queries = carve(&from, 2 * ROW_GROUP * width);
     s.keys = carve(&from, 2 * KEY_CHUNK * width);
     s.values = carve(&from, 2 * KEY_CHUNK * columns);
-    s.weights = carve(&from, 2 * TILE_ROWS * KEY_CHUNK);
+    s.probs = carve(&from, 2 * TILE_ROWS * KEY_CHUNK);
     s.scores = carve(&from, 4 * TILE_ROWS * KEY_CHUNK);
     s.sums = carve(&from, 4 * ROW_GROUP * columns);
     s.largest = carve(&from, 4 * ROW_GROUP);
@@ -906,9 +906,9 @@ static void pack_values(const bf16 *v, ptrdiff_t stride, ptrdiff_t count, ptrdif
         }
 }
 
-/* Compute the softmax weights of one row over a chunk, relative to the largest score so far; returns the factor by which
- * the earlier sums must be scaled. */
-INLINE float softmax_chunk(float *scores, bf16 *weights, ptrdiff_t count, ptrdiff_t padded, float *largest, float *total)
+/* Compute the unnormalized softmax probabilities (probs) of one row over a chunk, relative to the largest score so far;
+ * returns the factor by which the earlier sums must be scaled. */
+INLINE float softmax_chunk(float *scores, bf16 *probs, ptrdiff_t count, ptrdiff_t padded, float *largest, float *total)
 {
     __m512 high = _mm512_set1_ps(*largest), sum = _mm512_setzero_ps();
     for (ptrdiff_t i = 0; i < count; i += LANES)
@@ -917,18 +917,18 @@ INLINE float softmax_chunk(float *scores, bf16 *weights, ptrdiff_t count, ptrdif
     float shrink = _mm512_cvtss_f32(exp2_(_mm512_set1_ps(*largest - now)));
     for (ptrdiff_t i = 0; i < padded; i += LANES) {
         __m512 score = _mm512_sub_ps(_mm512_loadu_ps(scores + i), _mm512_set1_ps(now));
-        __m512 weight = _mm512_maskz_mov_ps(first(count - i), exp2_(score));
-        sum = _mm512_add_ps(sum, weight);
-        _mm256_storeu_si256((__m256i *)(weights + i), narrow(weight));
+        __m512 prob = _mm512_maskz_mov_ps(first(count - i), exp2_(score));
+        sum = _mm512_add_ps(sum, prob);
+        _mm256_storeu_si256((__m256i *)(probs + i), narrow(prob));
     }
     *largest = now;
     *total = *total * shrink + _mm512_reduce_add_ps(sum);
     return shrink;
 }
 
-/* acc[m] = sum over `count` keys of weight times value, for up to PANEL columns of unpacked values: bit-exactly like
+/* acc[m] = sum over `count` keys of probability times value, for up to PANEL columns of unpacked values: bit-exactly like
  * `tile` with packed values. */
-INLINE void tile_values(const int rows, const bf16 *weights, const bf16 *v, ptrdiff_t stride, ptrdiff_t count,
+INLINE void tile_values(const int rows, const bf16 *probs, const bf16 *v, ptrdiff_t stride, ptrdiff_t count,
                         ptrdiff_t columns, __m512 acc[TILE_ROWS][2])
 {
     const __m512i left = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
@@ -942,9 +942,9 @@ INLINE void tile_values(const int rows, const bf16 *weights, const bf16 *v, ptrd
         __m512i odd = _mm512_maskz_loadu_epi16(key + 1 < count ? lanes : 0, v + stride);
         __m512bh low = (__m512bh)_mm512_unpacklo_epi16(even, odd), high = (__m512bh)_mm512_unpackhi_epi16(even, odd);
         UNROLL for (int m = 0; m < rows; m++) {
-            __m512bh weight = pair(weights + m * KEY_CHUNK + key);
-            acc[m][0] = _mm512_dpbf16_ps(acc[m][0], weight, low);
-            acc[m][1] = _mm512_dpbf16_ps(acc[m][1], weight, high);
+            __m512bh prob = pair(probs + m * KEY_CHUNK + key);
+            acc[m][0] = _mm512_dpbf16_ps(acc[m][0], prob, low);
+            acc[m][1] = _mm512_dpbf16_ps(acc[m][1], prob, high);
         }
     }
     UNROLL for (int m = 0; m < rows; m++) {
@@ -956,7 +956,7 @@ INLINE void tile_values(const int rows, const bf16 *weights, const bf16 *v, ptrd
 
 /* Attend up to TILE_ROWS queries to a chunk of keys and update their sums, largest scores and totals. Keys and values are
  * packed in `s` or, with `once`, unpacked at k and v, because no other query attends to them. */
-INLINE void attend_rows(const int rows, const int once, const Heads *h, const Scratch *s, ptrdiff_t row,
+INLINE void attend_rows(const int rows, const int once, const AttentionArgs *h, const Scratch *s, ptrdiff_t row,
                         const ptrdiff_t *limits, ptrdiff_t chunk, ptrdiff_t count, const bf16 *k, const bf16 *v)
 {
     ptrdiff_t pairs = h->width / 2, columns = round_up(h->width, LANES), padded = round_up(count, PANEL);
@@ -977,14 +977,14 @@ INLINE void attend_rows(const int rows, const int once, const Heads *h, const Sc
     float shrink[TILE_ROWS];
     for (int m = 0; m < rows; m++) {
         ptrdiff_t seen = limits[row + m] - chunk;
-        shrink[m] = softmax_chunk(s->scores + m * KEY_CHUNK, s->weights + m * KEY_CHUNK, seen < count ? seen : count, padded,
+        shrink[m] = softmax_chunk(s->scores + m * KEY_CHUNK, s->probs + m * KEY_CHUNK, seen < count ? seen : count, padded,
                           s->largest + row + m, s->total + row + m);
     }
     for (ptrdiff_t c = 0; c < columns; c += PANEL) {
         int both = c + LANES < columns;
-        if (once) tile_values(rows, s->weights, v + c, h->kv_token, count, h->width - c, acc);
-        else if (both) tile(rows, 2, NULL, s->weights, KEY_CHUNK, s->values + 2 * c, columns, (count + 1) / 2, acc);
-        else tile(rows, 1, NULL, s->weights, KEY_CHUNK, s->values + 2 * c, columns, (count + 1) / 2, acc);
+        if (once) tile_values(rows, s->probs, v + c, h->kv_token, count, h->width - c, acc);
+        else if (both) tile(rows, 2, NULL, s->probs, KEY_CHUNK, s->values + 2 * c, columns, (count + 1) / 2, acc);
+        else tile(rows, 1, NULL, s->probs, KEY_CHUNK, s->values + 2 * c, columns, (count + 1) / 2, acc);
         UNROLL for (int m = 0; m < rows; m++) {
             float *sum = s->sums + (row + m) * columns + c;
             __m512 by = _mm512_set1_ps(shrink[m]);
@@ -995,8 +995,8 @@ INLINE void attend_rows(const int rows, const int once, const Heads *h, const Sc
 }
 
 /* Attend all queries of a tile to the chunk of keys at k and v. */
-static void attend_chunk(const Heads *h, const Scratch *s, ptrdiff_t row_count, const ptrdiff_t *limits, ptrdiff_t chunk,
-                         ptrdiff_t count, const bf16 *k, const bf16 *v)
+static void attend_chunk(const AttentionArgs *h, const Scratch *s, ptrdiff_t row_count, const ptrdiff_t *limits,
+                         ptrdiff_t chunk, ptrdiff_t count, const bf16 *k, const bf16 *v)
 {
     if (row_count <= TILE_ROWS) {
         WITH_ROWS(row_count, attend_rows(rows, 1, h, s, 0, limits, chunk, count, k, v))
@@ -1012,7 +1012,8 @@ static void attend_chunk(const Heads *h, const Scratch *s, ptrdiff_t row_count, 
 }
 
 /* Attend the queries [token, end) of a span, for all heads that share the keys of head `kv`. */
-static void attend_tile(const Heads *h, const KVSpan *span, const Scratch *s, ptrdiff_t kv, ptrdiff_t token, ptrdiff_t end)
+static void attend_tile(const AttentionArgs *h, const KVSpan *span, const Scratch *s, ptrdiff_t kv, ptrdiff_t token,
+                        ptrdiff_t end)
 {
     ptrdiff_t group = h->heads / h->kv_heads, rows = (end - token) * group, columns = round_up(h->width, LANES);
     ptrdiff_t limits[ROW_GROUP];
@@ -1042,7 +1043,7 @@ static void attend_tile(const Heads *h, const KVSpan *span, const Scratch *s, pt
 #endif
 
 /* Attend each span's queries to its keys. `workspace` has `attend_workspace_size()` bytes per thread. */
-void attend(const Heads *h, const KVSpan *spans, int64_t count, char *workspace, int32_t threads)
+void attend(const AttentionArgs *h, const KVSpan *spans, int64_t count, char *workspace, int32_t threads)
 {
     ptrdiff_t group = h->heads / h->kv_heads, step = QUERY_ROWS / group, bytes = round_up(scratch_bytes(h->width), 64);
     ptrdiff_t tiles = 0;
@@ -1073,10 +1074,10 @@ typedef struct {
 } DecoderLayer;
 
 typedef struct { /* the new tokens of many requests, see `ForwardBatch` in types.py */
-    bf16 *x;       /* [rows, hidden]; overwritten */
+    bf16 *x; /* [rows, hidden]; overwritten */
     int64_t rows, hidden;
     const float *cos, *sin;
-    const int64_t *slots;
+    const int64_t *slots; /* the row of `cache` for each token */
     const KVSpan *spans;
     int64_t span_count;
     const int64_t *last; /* increasing */
@@ -1118,7 +1119,7 @@ static void attention_and_mlp(const DecoderLayer *l, const ForwardBatch *p, cons
                               bf16 *x, ptrdiff_t rows, const KVSpan *spans, ptrdiff_t span_count, int threads)
 {
     ptrdiff_t head = p->cache_rows * s->width, mixed = s->heads * s->width, inner = l->gate_up->columns;
-    Heads h = {
+    AttentionArgs h = {
         p->qkv, cache, cache + s->kv_heads * head, p->mixed, mixed + 2 * s->kv_heads * s->width, s->width, s->width,
         head, mixed, s->heads, s->kv_heads, s->width, s->scale,
     };
@@ -1130,7 +1131,7 @@ static void attention_and_mlp(const DecoderLayer *l, const ForwardBatch *p, cons
 }
 
 /* Run all layers in one call: releasing and acquiring the GIL for each operation took a tenth of a step. */
-void decode(const DecoderLayer *layers, int64_t count, const DecoderShape *s, const ForwardBatch *p, int32_t threads)
+void run_layers(const DecoderLayer *layers, int64_t count, const DecoderShape *s, const ForwardBatch *p, int32_t threads)
 {
     ptrdiff_t heads = s->heads + s->kv_heads, stride = (heads + s->kv_heads) * s->width;
     for (ptrdiff_t i = 0; i < count; i++) {

@@ -1,6 +1,6 @@
 """The C kernels (`avx512.c`), called through ctypes.
 
-A row's result is bit-exact regardless of the other rows in the batch.
+A row's result is bit-exact regardless of the other rows in the batch, unless it falls back to PyTorch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SIGNATURES: dict[str, tuple[type[Any], ...]] = {
     "norm": (_POINTER, _LONG, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG, _INT),
     "rotate": (_POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, _LONG, _INT),
     "attend": (_POINTER, _POINTER, _LONG, _POINTER, _INT),
-    "decode": (_POINTER, _LONG, _POINTER, _POINTER, _INT),
+    "run_layers": (_POINTER, _LONG, _POINTER, _POINTER, _INT),
     "compute_argmax_bounds": (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT),
     "argmax_columns": (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT),
     "codes_size": (_LONG,),
@@ -92,8 +92,8 @@ VARIANTS = (AMX, AVX512)
 """Fastest first."""
 
 
-class Heads(ctypes.Structure):
-    """`Heads` in C."""
+class AttentionArgs(ctypes.Structure):
+    """`AttentionArgs` in C."""
 
     _fields_ = (
         ("q", _POINTER), ("k", _POINTER), ("v", _POINTER), ("out", _POINTER), ("q_token", _LONG), ("q_head", _LONG),
@@ -158,7 +158,7 @@ class Avx512Kernels:
         out = torch.empty(rows, heads * width, dtype=q.dtype)
         threads = _threads()
         workspace = torch.empty(threads * self._library.attend_workspace_size(width), dtype=torch.uint8)
-        description = Heads(
+        description = AttentionArgs(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), q.stride(0), q.stride(1), k.stride(1),
             k.stride(0), heads * width, heads, len(k), width, width**-0.5,
         )  # fmt: skip
@@ -177,7 +177,7 @@ class Avx512Kernels:
 
 
 def _supports_layer(layer: DecoderLayer) -> bool:
-    """Whether `decode` in C supports the layer."""
+    """Whether `run_layers` in C supports the layer."""
     norms = (layer.input_norm, layer.mlp_norm)
     linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
     return (

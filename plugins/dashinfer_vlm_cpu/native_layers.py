@@ -66,7 +66,7 @@ class NativeLayers:
             out.data_ptr(), batch.cache.data_ptr(), batch.cache.shape[2],
             *(workspace.data_ptr() for workspace in workspaces),
         )  # fmt: skip
-        self._library.decode(
+        self._library.run_layers(
             self._table, len(self._table), ctypes.byref(self._shape), ctypes.byref(description), torch.get_num_threads()
         )
         return out

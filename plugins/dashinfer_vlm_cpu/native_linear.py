@@ -50,7 +50,8 @@ class PackedWeights(NamedTuple):
 
 
 class NativeLinear:
-    """A linear layer with bfloat16 weights in panels, losslessly compressed to 12 bits where possible, else of 16."""
+    """A linear layer with bfloat16 weights in panels, losslessly compressed to 12 bits where possible, otherwise 16
+    bits."""
 
     def __init__(
         self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None, activation: Activation, fp32_output: bool

@@ -1,7 +1,7 @@
 /* Products of up to 32 rows with 32 columns, in the summation order of AMX.
  *
- * One interface, two implementations: the tile instructions (TILES_AMX), and bit-exact portable C, so that the code on top
- * can be tested on every machine. As the Intel SDM defines TDPBF16PS, a step of 32 inputs sums its 16 products of even
+ * One interface, two implementations: the tile instructions (TILES_AMX), and bit-exact portable C, so that the code built
+ * on it can be tested on every machine. As the Intel SDM defines TDPBF16PS, a step of 32 inputs sums its 16 products of even
  * inputs and its 16 products of odd inputs with fused multiply-adds, each from zero; the two sums are added, and that sum is
  * added to the result. Denormal inputs and outputs are flushed to zero.
  *

@@ -8,11 +8,11 @@ typedef struct { /* per thread; `width` is the head dimension, rounded up to who
     char *queries;  /* blocks of rows, as in tiles_linear.h */
     char *keys;     /* [panels of 32 keys][steps][PANEL_STEP] */
     char *values;   /* [panels of 32 columns][steps of 32 keys][PANEL_STEP] */
-    char *weights;  /* [steps of 32 keys][rows][64 bytes] */
+    char *probs;    /* [steps of 32 keys][rows][64 bytes] */
     float *scores;  /* [MAX_ROWS, TILE_CHUNK] */
     float *sums;    /* [QUERY_ROWS, width] */
     float *largest; /* [QUERY_ROWS], the largest score so far */
-    float *total;   /* [QUERY_ROWS], the sum of the weights so far */
+    float *total;   /* [QUERY_ROWS], the sum of the probs so far */
 } Scratch;
 
 static size_t scratch_bytes(ptrdiff_t head_width)
@@ -29,7 +29,7 @@ static Scratch carve_scratch(char *from, ptrdiff_t head_width)
     s.queries = carve(&from, 2 * QUERY_ROWS * s.width);
     s.keys = carve(&from, 2 * TILE_CHUNK * s.width);
     s.values = carve(&from, 2 * TILE_CHUNK * s.width);
-    s.weights = carve(&from, 2 * MAX_ROWS * TILE_CHUNK);
+    s.probs = carve(&from, 2 * MAX_ROWS * TILE_CHUNK);
     s.scores = carve(&from, 4 * MAX_ROWS * TILE_CHUNK);
     s.sums = carve(&from, 4 * QUERY_ROWS * s.width);
     s.largest = carve(&from, 4 * QUERY_ROWS);
@@ -73,9 +73,10 @@ static void pack_values(const bf16 *v, ptrdiff_t stride, ptrdiff_t count, ptrdif
     }
 }
 
-/* Compute the softmax weights of one row over a chunk, relative to the largest score so far, in steps that are `step` bytes
- * apart; returns the factor by which the earlier sums must be scaled. Scores are not multiplied by `scale` yet. */
-INLINE float softmax_chunk(const float *scores, float scale, char *weights, ptrdiff_t step, ptrdiff_t count,
+/* Compute the unnormalized softmax probabilities (probs) of one row over a chunk, relative to the largest score so far, in
+ * steps that are `step` bytes apart; returns the factor by which the earlier sums must be scaled. Scores are not
+ * multiplied by `scale` yet. */
+INLINE float softmax_chunk(const float *scores, float scale, char *probs, ptrdiff_t step, ptrdiff_t count,
                            ptrdiff_t padded, float *largest, float *total)
 {
     __m512 by = _mm512_set1_ps(scale), high = _mm512_set1_ps(*largest), sum = _mm512_setzero_ps();
@@ -84,7 +85,7 @@ INLINE float softmax_chunk(const float *scores, float scale, char *weights, ptrd
     float now = _mm512_reduce_max_ps(high);
     float shrink = _mm512_cvtss_f32(exp2_(_mm512_set1_ps(*largest - now)));
     __m512 minus = _mm512_set1_ps(-now);
-    for (ptrdiff_t i = 0; i < padded; i += STEP_INPUTS, weights += step) {
+    for (ptrdiff_t i = 0; i < padded; i += STEP_INPUTS, probs += step) {
         __m512 low = exp2_(_mm512_fmadd_ps(_mm512_load_ps(scores + i), by, minus));
         __m512 upper = exp2_(_mm512_fmadd_ps(_mm512_load_ps(scores + i + LANES), by, minus));
         if (i + STEP_INPUTS > count) {
@@ -92,7 +93,7 @@ INLINE float softmax_chunk(const float *scores, float scale, char *weights, ptrd
             upper = _mm512_maskz_mov_ps(first(count - i - LANES), upper);
         }
         sum = _mm512_add_ps(sum, _mm512_add_ps(low, upper));
-        _mm512_store_si512(weights, (__m512i)_mm512_cvtne2ps_pbh(upper, low));
+        _mm512_store_si512(probs, (__m512i)_mm512_cvtne2ps_pbh(upper, low));
     }
     *largest = now;
     *total = *total * shrink + _mm512_reduce_add_ps(sum);
@@ -100,7 +101,7 @@ INLINE float softmax_chunk(const float *scores, float scale, char *weights, ptrd
 }
 
 /* Attend up to 32 queries, from `row` on, to the packed chunk and update their sums, largest scores and totals. */
-static void attend_block(const Heads *h, const Scratch *s, ptrdiff_t row, Tiles *t, const ptrdiff_t *limits,
+static void attend_block(const AttentionArgs *h, const Scratch *s, ptrdiff_t row, Tiles *t, const ptrdiff_t *limits,
                          ptrdiff_t chunk, ptrdiff_t count)
 {
     _Alignas(64) float found[MAX_ROWS][PANEL];
@@ -115,7 +116,7 @@ static void attend_block(const Heads *h, const Scratch *s, ptrdiff_t row, Tiles 
     float shrink[MAX_ROWS];
     for (int m = 0; m < t->rows; m++) {
         ptrdiff_t seen = limits[row + m] - chunk;
-        shrink[m] = softmax_chunk(s->scores + m * TILE_CHUNK, h->scale * 1.44269504f, s->weights + m * STEP_BYTES,
+        shrink[m] = softmax_chunk(s->scores + m * TILE_CHUNK, h->scale * 1.44269504f, s->probs + m * STEP_BYTES,
                           t->rows * STEP_BYTES, seen < count ? seen : count, padded, s->largest + row + m,
                                  s->total + row + m);
     }
@@ -123,7 +124,7 @@ static void attend_block(const Heads *h, const Scratch *s, ptrdiff_t row, Tiles 
         const char *values = s->values + column / PANEL * CHUNK_STEPS * PANEL_STEP;
         tiles_zero(t);
         for (ptrdiff_t step = 0; step < padded / STEP_INPUTS; step++)
-            tiles_step_bf16(t, s->weights + step * t->rows * STEP_BYTES, values + step * PANEL_STEP);
+            tiles_step_bf16(t, s->probs + step * t->rows * STEP_BYTES, values + step * PANEL_STEP);
         tiles_store(t, found, sizeof found[0]);
         for (int m = 0; m < t->rows; m++) {
             float *sum = s->sums + (row + m) * s->width + column;
@@ -135,7 +136,8 @@ static void attend_block(const Heads *h, const Scratch *s, ptrdiff_t row, Tiles 
 }
 
 /* Attend the queries [token, end) of a span, for all heads that share the keys of head `kv`. */
-static void attend_tile(const Heads *h, const KVSpan *span, const Scratch *s, ptrdiff_t kv, ptrdiff_t token, ptrdiff_t end)
+static void attend_tile(const AttentionArgs *h, const KVSpan *span, const Scratch *s, ptrdiff_t kv, ptrdiff_t token,
+                        ptrdiff_t end)
 {
     ptrdiff_t group = h->heads / h->kv_heads, rows = (end - token) * group;
     ptrdiff_t limits[QUERY_ROWS];

@@ -4,9 +4,10 @@
  * always added in order from the first to the last, so that its result does not depend on how the work is divided.
  */
 
-/* A task is up to `PANEL_GROUP` panels: their weights, decoded to 16 bits, stay in L2 while all rows are multiplied. Longer
- * sums are computed in parts of `PART` steps for the same reason. For a single block of rows, steps are decoded into a ring
- * buffer in L1, `LEAD` steps before they are multiplied: tiles cannot be loaded from stores that are still in flight. */
+/* A task is up to `PANEL_GROUP` panels: their weights, unpacked to 16 bits, stay in L2 while all rows are multiplied. Longer
+ * sums are computed in parts of `PART` steps for the same reason. For a single block of rows, steps are unpacked into a ring
+ * buffer in L1, `LEAD` steps before they are multiplied: loading tiles from just-unpacked weights would stall on the
+ * stores. */
 enum { PANEL_GROUP = 8, PART = 40, RING = 4, LEAD = 2, PANEL_STEP = 2 * STEP_BYTES * TILE };
 
 INLINE ptrdiff_t ceil_div(ptrdiff_t x, ptrdiff_t by) { return (x + by - 1) / by; }
@@ -117,8 +118,8 @@ static void multiply_panel_pair(const Blocks *x, const Matrix *m, ptrdiff_t pane
     tiles_store_pair(t, sums[0], sums[1], sizeof sums[0][0]);
 }
 
-/* Multiply one row in vector registers, which is faster than tiles: the same sums in the same order. x is float32,
- * `steps` times 32 inputs; `flush_denormals` must have set the CPU mode that flushes denormal numbers to zero. */
+/* Multiply one row in vector registers, which is faster than tiles: the same sums in the same order. x is float32
+ * [inputs]; `flush_denormals` must have set the CPU mode that flushes denormal numbers to zero. */
 static void multiply_one(const float *x, ptrdiff_t steps, const Matrix *m, ptrdiff_t panel, float sums[PANEL])
 {
     Source source = open_panel(m, panel);
