@@ -58,7 +58,7 @@ class TorchKernels:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spans: KVSpans) -> Tensor:
         if all(span.start < 0 for span in spans.spans):
-            return _attend_frames(q, k, v, spans.spans)
+            return _attend_unmasked(q, k, v, spans.spans)
         return torch.cat([
             _attend(q[span.first_query : span.first_query + span.num_queries], k[:, rows], v[:, rows], mask)
             for span, mask in zip(spans.spans, spans.masks, strict=True)
@@ -114,15 +114,15 @@ def _activate(x: Tensor, activation: Activation) -> Tensor:
     return x
 
 
-def _attend_frames(q: Tensor, k: Tensor, v: Tensor, spans: tuple[KVSpan, ...]) -> Tensor:
-    """Compute adjacent spans of equal length as one batched attention, without a mask or padding."""
+def _attend_unmasked(q: Tensor, k: Tensor, v: Tensor, spans: tuple[KVSpan, ...]) -> Tensor:
+    """Compute consecutive spans of equal length as one batched attention, without a mask or padding."""
     attended = []
     for (tokens, _), group in groupby(spans, key=lambda span: (span.num_queries, span.num_keys)):
         members = list(group)
         rows = slice(members[0].first_query, members[-1].first_query + tokens)
         keys = slice(members[0].first_key, members[-1].first_key + members[-1].num_keys)
         batch = len(members)
-        queries = torch.unflatten(q[rows], 0, (batch, -1)).transpose(1, 2)  # [frames, heads, tokens, head_dim]
+        queries = torch.unflatten(q[rows], 0, (batch, -1)).transpose(1, 2)  # [spans, heads, tokens, head_dim]
         k_, v_ = (torch.unflatten(x[:, keys], 1, (batch, -1)).transpose(0, 1) for x in (k, v))
         mixed = F.scaled_dot_product_attention(queries, k_, v_)
         attended.append(mixed.transpose(1, 2).flatten(2).flatten(0, 1))

@@ -46,7 +46,7 @@ class LMHead(Protocol):
 
 
 class KVSpan(NamedTuple):
-    """Adjacent queries of a batch and the keys that they attend to.
+    """Consecutive queries of a batch and the keys that they attend to.
 
     Attributes:
         first_query: row of the first query.
@@ -141,13 +141,13 @@ class DecoderShape(NamedTuple):
 
 
 class ForwardBatch(NamedTuple):
-    """The new tokens of many requests, packed one request after the other.
+    """The new tokens of many sequences, packed one sequence after the other.
 
     Attributes:
         cos: float32 [tokens, head_dim / 2], see `Kernels.rotate_`.
         sin: float32 [tokens, head_dim / 2].
-        slots: int64 [tokens], the cache row for each token's keys and values.
-        spans: one per request.
+        slots: int64 [tokens], the cache row for each token's keys and values; vLLM's `slot_mapping`.
+        spans: one per sequence.
         last: int64, increasing: the tokens whose hidden states are returned.
         last_spans: one per token of `last`.
         cache: [layers, 2 * kv_heads, rows, head_dim]: keys, then values, of all earlier tokens.

@@ -21,7 +21,7 @@ from dashinfer_vlm_core.models.placement import resolve_device, resolve_dtype
 from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.models.weights import Weights, torch_dtype
 
-from .attention import KVCache
+from .kv_cache import KVCache
 from .model import TextModel
 from .runner import ModelRunner
 from .scheduler import Scheduler, SchedulerStats, SequenceState
@@ -30,6 +30,7 @@ from .worker import OutputQueue, Worker, WorkerCounts
 logger: logging.Logger = logging.getLogger(__name__)
 
 MIN_KV_TOKENS = 16
+"""Minimum size of the KV pool: one block of the prefix cache. A smaller `kv_cache_mib` is rejected."""
 
 
 class TorchDecoder:
@@ -135,7 +136,7 @@ def _check_options(config: EngineConfig, kernels: Kernels) -> None:
     if config.quantization == "none" or (config.quantization == "int8" and kernels.supports_int8):
         return
     if config.quantization == "int8" and config.cpu_kernels == "torch":
-        message = "`quantization` int8 requires the kernels in C. Remove `cpu_kernels` torch."
+        message = "`quantization` int8 requires the C kernels. Remove `cpu_kernels` torch."
         raise ConfigError(message, param="quantization")
     raise ConfigError(
         f"`quantization` {config.quantization!r} is not supported by the PyTorch decoder here: it supports only int8,"

@@ -23,7 +23,7 @@ class KVAllocation:
         rows: number of rows.
         num_computed_tokens: leading tokens whose keys and values are computed.
         num_indexed_blocks: leading blocks by which the prefix cache finds it.
-        is_free: whether no running sequence uses it.
+        is_cached: whether its sequence has left it to the prefix cache; a running sequence uses it otherwise.
     """
 
     prefix: PrefixHash
@@ -31,7 +31,7 @@ class KVAllocation:
     rows: int = 0
     num_computed_tokens: int = 0
     num_indexed_blocks: int = 0
-    is_free: bool = False
+    is_cached: bool = False
 
     @property
     def stop(self) -> int:

@@ -1,4 +1,4 @@
-"""Assign the rows of the KV pool to sequences, and cache what finished sequences leave in the others."""
+"""Assign the rows of the KV pool to sequences, and keep the rows of finished sequences as a prefix cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from .kv_allocator import KVAllocation, KVAllocator
 from .prefix_hash import BLOCK_SIZE, PrefixHash
 
 MAX_CANDIDATES = 8
-"""If many allocations have an equal block, only this many of them, the last indexed, are compared token by token."""
+"""Maximum number of allocations that are compared token by token. If more share a block, only the most recently
+indexed ones are compared."""
 
 
 class KVCopy(NamedTuple):
@@ -30,10 +31,10 @@ class PrefixMatch(NamedTuple):
 
 
 class KVCacheManager:
-    """Manages the allocations of running sequences and the free ones, which form the prefix cache.
+    """Manages the allocations of running sequences and the cached ones, which form the prefix cache.
 
-    Free allocations are evicted in least recently used order, and truncated before they are discarded. An allocation is
-    not kept if another free one has the same blocks.
+    Cached allocations are evicted in least recently used order, and truncated before they are discarded. An allocation
+    is not kept if another cached one has the same blocks.
 
     This class only records which rows are copied: the next user of the pool has to execute `take_copies` first, in
     order. `KVAllocation.num_computed_tokens` assumes that these copies have been executed.
@@ -43,9 +44,8 @@ class KVCacheManager:
         self._allocator = KVAllocator(rows)
         self._caching = caching
         self._index: dict[bytes, dict[KVAllocation, None]] = {}  # an ordered set for each block's digest
-        self._free: OrderedDict[bytes, KVAllocation] = (
-            OrderedDict()
-        )  # by the digest of the last block, least recently used first
+        # By the digest of the last block, least recently used first.
+        self._cached: OrderedDict[bytes, KVAllocation] = OrderedDict()
         self._copies: list[KVCopy] = []
 
     @property
@@ -55,12 +55,12 @@ class KVCacheManager:
     @property
     def used(self) -> int:
         """Rows of running sequences."""
-        return sum(allocation.rows for allocation in self._allocator.allocations if not allocation.is_free)
+        return sum(allocation.rows for allocation in self._allocator.allocations if not allocation.is_cached)
 
     @property
     def cached(self) -> int:
         """Rows that are kept for later sequences."""
-        return sum(allocation.rows for allocation in self._free.values())
+        return sum(allocation.rows for allocation in self._cached.values())
 
     def take_copies(self) -> list[KVCopy]:
         """Return and clear the copies to execute before the pool is used again."""
@@ -74,13 +74,17 @@ class KVCacheManager:
         The last token of `prefix` is never taken from the cache, since its logits are required.
         """
         match = self._find_prefix(prefix)
-        if match and match.allocation.is_free and match.allocation.num_computed_tokens - match.num_tokens < BLOCK_SIZE:
+        if (
+            match
+            and match.allocation.is_cached
+            and match.allocation.num_computed_tokens - match.num_tokens < BLOCK_SIZE
+        ):
             return self._reuse(match, prefix, rows)
         allocation = KVAllocation(prefix=prefix)
         if self._reserve_rows(allocation, rows, exclude=match and match.allocation):
             self._copy(match, allocation)
             return allocation
-        return self._reuse(match, prefix, rows) if match and match.allocation.is_free else None
+        return self._reuse(match, prefix, rows) if match and match.allocation.is_cached else None
 
     def grow(self, allocation: KVAllocation, rows: int) -> bool:
         """Grow an allocation to at least `rows` rows, in place or by moving it; returns whether that was possible."""
@@ -143,27 +147,27 @@ class KVCacheManager:
             KVCopy(source.start + num_computed, allocation.start + num_computed, match.num_tokens - num_computed)
         )
         self.mark_computed(allocation, match.num_tokens)
-        if source.is_free:
-            self._free.move_to_end(_last_digest(source))
+        if source.is_cached:
+            self._cached.move_to_end(_last_digest(source))
 
     def _reuse(self, match: PrefixMatch, prefix: PrefixHash, rows: int) -> KVAllocation | None:
-        """Reuse a free allocation itself, without the tokens after the match. Nothing is copied unless it has to
+        """Reuse a cached allocation itself, without the tokens after the match. Nothing is copied unless it has to
         move."""
         allocation, num_computed = match.allocation, match.allocation.num_computed_tokens
-        self._remove_free(allocation)
+        self._remove_cached(allocation)
         allocation.num_computed_tokens = match.num_tokens
         if not self._reserve_rows(allocation, rows):
             allocation.num_computed_tokens = num_computed
-            self._add_free(allocation)
+            self._add_cached(allocation)
             return None
         self._unindex(allocation, allocation.num_computed_tokens // BLOCK_SIZE)
         allocation.prefix = prefix
         return allocation
 
     def _reserve_rows(self, allocation: KVAllocation, rows: int, *, exclude: KVAllocation | None = None) -> bool:
-        """Reserve `rows` rows for an allocation and move it there, evicting free allocations other than `exclude`."""
+        """Reserve `rows` rows for an allocation and move it there, evicting cached allocations other than `exclude`."""
         start = self._allocator.find_start(
-            allocation, rows, (free for free in self._free.values() if free is not exclude)
+            allocation, rows, (cached for cached in self._cached.values() if cached is not exclude)
         )
         if start is None:
             return False
@@ -176,49 +180,49 @@ class KVCacheManager:
         return True
 
     def _shrink(self, allocation: KVAllocation, rows: int) -> None:
-        """Truncate a free allocation to its first rows; discard it if no whole block is left. It remains the next to be
-        evicted."""
-        self._remove_free(allocation)
+        """Truncate a cached allocation to its first rows; discard it if no whole block is left. It remains the next to
+        be evicted."""
+        self._remove_cached(allocation)
         self._unindex(allocation, max(rows, 0) // BLOCK_SIZE)
         allocation.num_computed_tokens = max(rows, 0)
         self._retain(allocation)
-        if allocation.is_free:
-            self._free.move_to_end(_last_digest(allocation), last=False)
+        if allocation.is_cached:
+            self._cached.move_to_end(_last_digest(allocation), last=False)
 
     def _retain(self, allocation: KVAllocation) -> None:
-        """Keep an allocation as free unless its blocks are already cached; discard others that it makes redundant."""
+        """Cache an allocation unless its blocks are already cached; discard others that it makes redundant."""
         others = self._index[_last_digest(allocation)] if allocation.num_indexed_blocks else {}
         longer = next(
             (
                 other
                 for other in others
-                if other.is_free and other.num_computed_tokens >= allocation.num_computed_tokens
+                if other.is_cached and other.num_computed_tokens >= allocation.num_computed_tokens
             ),
             None,
         )
         if longer:
-            self._free.move_to_end(_last_digest(longer))
+            self._cached.move_to_end(_last_digest(longer))
         if longer or not allocation.num_indexed_blocks:
             self._discard(allocation)
             return
         for digest in allocation.prefix.digests[: allocation.num_indexed_blocks]:
-            if shorter := self._free.get(digest):
+            if shorter := self._cached.get(digest):
                 self._discard(shorter)
         allocation.prefix = allocation.prefix.truncated(allocation.num_computed_tokens)
         allocation.rows = allocation.num_computed_tokens
-        self._add_free(allocation)
+        self._add_cached(allocation)
 
-    def _add_free(self, allocation: KVAllocation) -> None:
-        allocation.is_free = True
-        self._free[_last_digest(allocation)] = allocation
+    def _add_cached(self, allocation: KVAllocation) -> None:
+        allocation.is_cached = True
+        self._cached[_last_digest(allocation)] = allocation
 
-    def _remove_free(self, allocation: KVAllocation) -> None:
-        allocation.is_free = False
-        del self._free[_last_digest(allocation)]
+    def _remove_cached(self, allocation: KVAllocation) -> None:
+        allocation.is_cached = False
+        del self._cached[_last_digest(allocation)]
 
     def _discard(self, allocation: KVAllocation) -> None:
-        if allocation.is_free:
-            self._remove_free(allocation)
+        if allocation.is_cached:
+            self._remove_cached(allocation)
         self._unindex(allocation, 0)
         self._allocator.remove(allocation)
 

@@ -30,7 +30,7 @@ from dashinfer_vlm_core.kernels import (
 from dashinfer_vlm_core.models.spec import RotarySpec, TextModelSpec
 from dashinfer_vlm_core.models.weights import Weights
 
-from .attention import KVCache
+from .kv_cache import KVCache
 
 
 class PackedBatch(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dashinfer_vlm_core.kernels import Additions, KVSpan, KVSpans
 
-from .attention import KVCache
+from .kv_cache import KVCache
 from .kv_cache_manager import KVCopy
 from .model import PackedBatch, TextModel
 from .sampler import is_greedy, sample
@@ -53,12 +53,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step(self, chunks: Sequence[ScheduledChunk]) -> dict[SequenceState, Outcome]:
-        """Compute all chunks; returns the sampled tokens of chunks with `is_last`."""
+        """Compute all chunks; returns the sampled tokens of chunks with `needs_logits`."""
         ids, positions, slots = self._pack(chunks)
         x = self._model.embed(ids)
         additions = _merge_visual_tokens(x, chunks)
         spans = _spans(chunks)
-        sampled = [(chunk.sequence, span) for chunk, span in zip(chunks, spans, strict=True) if chunk.is_last]
+        sampled = [(chunk.sequence, span) for chunk, span in zip(chunks, spans, strict=True) if chunk.needs_logits]
         last = torch.tensor(
             [span.first_query + span.num_queries - 1 for _, span in sampled], dtype=torch.int64, device=x.device
         )

@@ -1,10 +1,10 @@
-"""Sample the next token of each sequence from logits, all rows at once. Options that no request of the batch uses cost
-nothing.
+"""Sample the next token of each sequence from logits, all rows at once. Parameters that no sequence of the batch uses
+cost nothing.
 
-The order is that of vLLM: bias and minimum length, penalties, the grammar's mask, temperature, top_k, top_p, sampling.
-Log-probabilities are the model's own, before all of these. The result depends on a row's logits, its options, its
-tokens so far and its seed, never on other rows. Sampling inverts the cumulative distribution in the order of token ids,
-so the order of equal logits cannot affect the result.
+The result is the same as with vLLM's order: bias and minimum length, penalties, the grammar's mask, temperature, top_k,
+top_p, sampling. Log-probabilities are the model's own, before all of these. The result depends on a row's logits, its
+parameters, its tokens so far and its seed, never on other rows. Sampling inverts the cumulative distribution in the
+order of token ids, so the order of equal logits cannot affect the result.
 """
 
 from __future__ import annotations

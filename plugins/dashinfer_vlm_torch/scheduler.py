@@ -22,7 +22,7 @@ from .prefix_hash import BLOCK_SIZE, PrefixHash
 SEED_BITS = 64
 
 INITIAL_OUTPUT_ROWS = 64
-"""Rows reserved for the output of a new sequence. Later, as many rows are reserved as the output has tokens."""
+"""Rows reserved for the output of a new sequence. Later, the reserve equals the output's length."""
 
 
 class SampledToken(NamedTuple):
@@ -168,7 +168,7 @@ class ScheduledChunk(NamedTuple):
     stop: int
 
     @property
-    def is_last(self) -> bool:
+    def needs_logits(self) -> bool:
         """Whether the step samples the sequence's next token."""
         return self.stop == self.sequence.length
 
@@ -184,15 +184,15 @@ class SchedulerStats(NamedTuple):
     """A snapshot; the last four fields are totals since the start.
 
     Attributes:
-        running: requests in the batch.
-        waiting: requests that wait for a slot in the batch.
-        kv_used: size of the KV cache that running requests use, in tokens.
-        kv_cached: size that is kept for later requests and evicted when it is needed, in tokens.
+        running: sequences in the batch.
+        waiting: sequences that wait for a slot in the batch.
+        kv_used: size of the KV cache that running sequences use, in tokens.
+        kv_cached: size that is kept for later sequences and evicted when it is needed, in tokens.
         kv_size: total size of the KV cache, in tokens.
-        queries: prompts that were prefilled.
+        queries: prompts that were prefilled completely.
         hits: prompts of which a part was taken from the prefix cache.
         cached_tokens: prompt tokens that were taken from the prefix cache.
-        preemptions: number of times that a running request was preempted.
+        preemptions: number of times that a running sequence was preempted.
     """
 
     running: int
@@ -288,7 +288,7 @@ class Scheduler:
         If any sequence is decoding, the prefill budget is halved, since each prefill token delays the next output
         tokens.
         """
-        self._free_rows()
+        self._reserve_rows()
         num_scheduled_tokens = self._divide_budget([sequence for sequence in self._running if not sequence.is_decoding])
         chunks = []
         for sequence, allocation in self._running.items():
@@ -351,7 +351,7 @@ class Scheduler:
                     allocation.num_computed_tokens - sequence.num_cached_tokens - sequence.num_preempted_tokens, 0
                 )
 
-    def _free_rows(self) -> None:
+    def _reserve_rows(self) -> None:
         """Reserve rows for the next token of every running sequence, oldest first, and preempt the youngest if
         necessary."""
         for sequence in list(self._running):

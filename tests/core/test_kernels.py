@@ -666,12 +666,12 @@ def compiler(tmp_path, monkeypatch):
 def test_concurrent_loads_compile_once(tmp_path, compiler):
     config = EngineConfig(cache_dir=tmp_path / "cache")
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        has_last_rows = [pool.submit(load_native, config) for _ in range(2)]
+        futures = [pool.submit(load_native, config) for _ in range(2)]
         until(lambda: compiler.runs)
-        done, _ = concurrent.futures.wait(has_last_rows, timeout=0.5)  # long enough for a second compilation to start
+        done, _ = concurrent.futures.wait(futures, timeout=0.5)  # long enough for a second compilation to start
         assert not done
         compiler.go()
-        first, second = (future.result(timeout=HANG).kernels for future in has_last_rows)
+        first, second = (future.result(timeout=HANG).kernels for future in futures)
     assert first is not None
     assert first is second
     assert compiler.runs == 1

@@ -15,8 +15,8 @@ from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.models.qwen2_vl.vit import Qwen2VLEncoder
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_torch import runner
-from dashinfer_vlm_torch.attention import KVCache
 from dashinfer_vlm_torch.decoder import TorchDecoder
+from dashinfer_vlm_torch.kv_cache import KVCache
 from dashinfer_vlm_torch.runner import ModelRunner
 from tests.conversations import as_openai, assistant, blurred_image, user
 

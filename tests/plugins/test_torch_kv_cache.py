@@ -15,8 +15,8 @@ from dashinfer_vlm_core.decoders import DecodeRequest
 from dashinfer_vlm_core.errors import QueueFull
 from dashinfer_vlm_core.models.interface import Grid
 from dashinfer_vlm_core.models.qwen2_vl.config import read_text_model
-from dashinfer_vlm_torch.attention import KVCache
 from dashinfer_vlm_torch.kv_allocator import KVAllocation, KVAllocator
+from dashinfer_vlm_torch.kv_cache import KVCache
 from dashinfer_vlm_torch.kv_cache_manager import KVCacheManager, KVCopy
 from dashinfer_vlm_torch.prefix_hash import BLOCK_SIZE, PrefixHash
 from dashinfer_vlm_torch.scheduler import SampledToken, Scheduler, SequenceState
@@ -343,7 +343,7 @@ class Pool:
             expected, row = row_hashes(sequence), sequence.first_row
             assert self.rows[row : row + start] == expected[:start]
             self.rows[row + start : row + stop] = expected[start:stop]
-            if chunk.is_last:
+            if chunk.needs_logits:
                 choices[sequence] = SampledToken(expected[-1] % 90)
         for sequence, token in self.scheduler.update(chunks, choices):
             if token.finish_reason:
@@ -358,11 +358,11 @@ class Pool:
         assert all(
             allocation.start >= 0 and allocation.rows and allocation.stop <= memory.size for allocation in allocations
         )
-        assert {allocation for allocation in allocations if not allocation.is_free} == set(
+        assert {allocation for allocation in allocations if not allocation.is_cached} == set(
             self.scheduler._running.values()
         )
         assert sum(allocation.rows for allocation in allocations) == memory.used + memory.cached
-        assert set(memory._free.values()) == {allocation for allocation in allocations if allocation.is_free}
+        assert set(memory._cached.values()) == {allocation for allocation in allocations if allocation.is_cached}
         listed = {}
         for allocation in allocations:
             assert allocation.num_indexed_blocks == (
@@ -371,8 +371,8 @@ class Pool:
             for digest in allocation.prefix.digests[: allocation.num_indexed_blocks]:
                 listed.setdefault(digest, set()).add(allocation)
         assert {digest: set(allocations) for digest, allocations in memory._index.items()} == listed
-        for key, allocation in memory._free.items():
-            assert [other for other in listed[key] if other.is_free] == [allocation]
+        for key, allocation in memory._cached.items():
+            assert [other for other in listed[key] if other.is_cached] == [allocation]
 
 
 def row_hashes(sequence):

@@ -24,7 +24,7 @@ def scheduler(**options):
 def step(scheduler, token=1):
     """Schedule and update one step in which every fully computed sequence gets `token`."""
     chunks = scheduler.schedule().chunks
-    outputs = scheduler.update(chunks, {chunk.sequence: SampledToken(token) for chunk in chunks if chunk.is_last})
+    outputs = scheduler.update(chunks, {chunk.sequence: SampledToken(token) for chunk in chunks if chunk.needs_logits})
     return [(chunk.sequence, chunk.start, chunk.stop) for chunk in chunks], outputs
 
 
