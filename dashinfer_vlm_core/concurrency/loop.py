@@ -88,7 +88,7 @@ class LoopThread:
         self, items: AsyncGenerator[T, None], put: Callable[[object], None]
     ) -> concurrent.futures.Future[None]:
         """Pass each item to `put`, then `_END`, whether the generator finished, failed or was canceled."""
-        future = self.submit(_drain(items, put))
+        future = self.submit(_forward_items(items, put))
         future.add_done_callback(lambda _: put(_END))
         return future
 
@@ -131,7 +131,7 @@ def engine_closed() -> EngineClosed:
     )
 
 
-async def _drain(items: AsyncGenerator[T, None], put: Callable[[object], None]) -> None:
+async def _forward_items(items: AsyncGenerator[T, None], put: Callable[[object], None]) -> None:
     async with contextlib.aclosing(items) as opened:
         async for item in opened:
             put(item)

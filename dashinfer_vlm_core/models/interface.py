@@ -244,10 +244,12 @@ class VisualTokens:
 
 
 class VisionEncoder(Protocol):
-    """A vision encoder; called from one thread at a time. On a CPU it computes in parts on the shared `executor_for`.
+    """A vision encoder; called from one thread at a time. On a CPU it computes in parts on the shared
+    `ComputeExecutor`.
 
     Attributes:
-        batch_patches: number of patches that saturates the device; larger batches only add latency.
+        batch_patches: number of patches that saturates the device; larger batches only add latency. The values of the
+            built-in family were not measured on a GPU.
     """
 
     batch_patches: int

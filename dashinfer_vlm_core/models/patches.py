@@ -157,8 +157,8 @@ def _scaled(image: PILImage.Image, size: tuple[int, int]) -> Pixels:
 def patchify(frames: Pixels, spec: PixelSpec) -> tuple[Pixels, Grid]:
     """Split frames, uint8 [frames, height, width, 3], into patches; returns one row per patch, and the grid.
 
-    Patches that the vision encoder merges are adjacent: rows are ordered by (time, block row, block column, row in the
-    block, column in the block), and the values within a row by (channel, frame, y, x).
+    The patches of a merge unit, which the vision encoder merges, are consecutive: rows are ordered by (time, unit row,
+    unit column, row in the unit, column in the unit), and the values within a row by (channel, frame, y, x).
     """
     span, side, merge = spec.temporal_patch_size, spec.patch_size, spec.merge_size
     count, height, width, _ = frames.shape

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..media.sampling import VideoSamplingPolicy
+from ..media.frame_sampling import VideoSamplingPolicy
 from ..tokenization.conversation import ConversationFormat
 
 

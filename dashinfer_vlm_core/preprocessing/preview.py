@@ -37,7 +37,7 @@ class MediaPreview:
 
     Attributes:
         kind: whether it is an image or a video.
-        path: its location in the request.
+        path: its path in the request.
         source_size: width and height before resizing, in pixels; None for embeddings.
         size: width and height after resizing, in pixels.
         grid: patches along time, height and width.

@@ -21,8 +21,8 @@ from ..tokenization.chat_template import ChatTemplate, read_chat_template, templ
 from ..tokenization.hermes import parse_tool_arguments, render_tools_as_text
 from ..tokenization.tokenizer import CheckpointTokenizer, read_tokenizer
 
-# Private-use characters. One that no message contains is inserted into the messages' text, so that it cannot be parsed
-# as a control token.
+# Private-use characters. One that the messages do not contain is inserted into their text, so that no part of it is
+# parsed as a special token.
 MARKS = tuple(chr(code) for code in range(0xE000, 0xE100))
 
 
@@ -68,13 +68,15 @@ class PromptBuilder:
             self._placeholders.setdefault(placeholder.tokens[0], []).append(placeholder)
         self.max_model_len = max_model_len
         self.tokenizer: tokenizers.Tokenizer = tokenizer.backend
-        # Only the template produces control tokens, which are looked up by name; everything else is encoded as plain
+        # Only the template produces special tokens, which are looked up by name; everything else is encoded as plain
         # text.
         self.tokenizer.encode_special_tokens = True
         added = self.tokenizer.get_added_tokens_decoder()
-        self._control = {token.content: index for index, token in added.items() if token.special}
-        self._split = re.compile("|".join(re.escape(name) for name in sorted(self._control, key=len, reverse=True)))
-        self._first_chars = sorted({name[0] for name in self._control})
+        self._special_tokens = {token.content: index for index, token in added.items() if token.special}
+        self._split = re.compile(
+            "|".join(re.escape(name) for name in sorted(self._special_tokens, key=len, reverse=True))
+        )
+        self._first_chars = sorted({name[0] for name in self._special_tokens})
         self._max_token_chars = max(len(token) for token in self.tokenizer.get_vocab(with_added_tokens=True))
 
     @classmethod
@@ -119,7 +121,7 @@ class PromptBuilder:
         return prompt
 
     def encode(self, text: str) -> list[int]:
-        """Encode a rendered prompt to token ids; control tokens in it are parsed.
+        """Encode a rendered prompt to token ids; special tokens in it are parsed.
 
         Raises:
             ContextLengthExceeded: the text is certainly too long for the model.
@@ -128,7 +130,7 @@ class PromptBuilder:
         return [index for segment in self._encode(self._pieces(text, mark="")) for index in segment]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode token ids to text, including control tokens.
+        """Decode token ids to text, including special tokens.
 
         Raises:
             InvalidParameter: an id is outside the model's vocabulary.
@@ -162,7 +164,7 @@ class PromptBuilder:
         return self._template.render(render_tools_as_text(messages, tools, self._spec.conversation))
 
     def _segments(self, request: ChatRequest) -> Iterable[list[int]]:
-        """Tokenize a request in segments of token ids; each control token is a separate segment."""
+        """Tokenize a request in segments of token ids; each special token is a separate segment."""
         prompt = request.raw_prompt
         if prompt is not None and not prompt:
             raise InvalidParameter("The prompt is empty; it needs at least one token.", param="prompt")
@@ -173,7 +175,7 @@ class PromptBuilder:
             return self._encode(self._pieces(prompt, mark=""))
         # Arguments are parsed first, because JSON-escaped text in them must be guarded as well.
         messages = parse_tool_arguments(request.template_messages())
-        tools = [tool.for_prompt() for tool in request.offered_tools]
+        tools = [tool.for_template() for tool in request.offered_tools]
         self._check_size([messages, tools])
         mark = _unused_mark([messages, tools])
         guarded = [[_guard(item, self._first_chars, mark) for item in items] for items in (messages, tools)]
@@ -182,14 +184,14 @@ class PromptBuilder:
     def _checked_ids(self, ids: tuple[int, ...], *, param: str = "prompt_token_ids") -> Iterable[list[int]]:
         if not all(0 <= index < self._spec.vocab_size for index in ids):
             raise InvalidParameter(
-                f"Token ids must be 0 to {self._spec.vocab_size - 1} for this model: encode the prompt with its"
+                f"Token ids must be 0 to {self._spec.vocab_size - 1} for this model. Encode the prompt with its"
                 " tokenizer.",
                 param=param,
             )
         return ([index] for index in ids)
 
     def _pieces(self, text: str, mark: str) -> list[str]:
-        """Split text into control tokens (odd indices) and plain text (even indices, mark removed)."""
+        """Split text into special tokens (odd indices) and plain text (even indices, mark removed)."""
         pieces, end = [], 0
         for match in self._split.finditer(text):
             pieces += [text[end : match.start()].replace(mark, ""), match.group()]
@@ -199,7 +201,7 @@ class PromptBuilder:
     def _encode(self, pieces: list[str]) -> Iterator[list[int]]:
         plain = iter(self.tokenizer.encode_batch_fast(pieces[::2], add_special_tokens=False))
         for index, piece in enumerate(pieces):
-            yield [self._control[piece]] if index % 2 else next(plain).ids
+            yield [self._special_tokens[piece]] if index % 2 else next(plain).ids
 
     def _expand(
         self, segments: Iterable[list[int]], visuals: Sequence[Visual]
@@ -248,7 +250,7 @@ class PromptBuilder:
         if min_tokens > self.max_model_len:
             raise ContextLengthExceeded(
                 f"The messages have at least {min_tokens} tokens, but the context length is {self.max_model_len},"
-                " completion included: shorten them.",
+                " completion included. Shorten them.",
                 prompt_tokens=min_tokens,
                 limit=self.max_model_len,
             )
@@ -262,7 +264,7 @@ class PromptBuilder:
         if tokens >= self.max_model_len:
             raise ContextLengthExceeded(
                 f"The images and videos have at least {tokens} tokens, but the context length is {self.max_model_len},"
-                " completion included: send fewer, or lower max_pixels.",
+                " completion included. Send fewer, or lower `max_pixels`.",
                 prompt_tokens=tokens,
                 limit=self.max_model_len,
             )
@@ -271,7 +273,7 @@ class PromptBuilder:
         if prompt_tokens >= self.max_model_len:
             raise ContextLengthExceeded(
                 f"The prompt has {prompt_tokens} tokens, images and videos included, but the context length is"
-                f" {self.max_model_len}, completion included: shorten the messages, or lower max_pixels.",
+                f" {self.max_model_len}, completion included. Shorten the messages, or lower `max_pixels`.",
                 prompt_tokens=prompt_tokens,
                 limit=self.max_model_len,
             )
@@ -279,7 +281,7 @@ class PromptBuilder:
         if max_tokens is not None and prompt_tokens + max_tokens > self.max_model_len:
             raise ContextLengthExceeded(
                 f"The prompt has {prompt_tokens} tokens and {max_tokens} more are requested, but the context length is"
-                f" {self.max_model_len}: request at most {self.max_model_len - prompt_tokens}.",
+                f" {self.max_model_len}. Request at most {self.max_model_len - prompt_tokens}.",
                 prompt_tokens=prompt_tokens,
                 limit=self.max_model_len,
                 param="max_completion_tokens" if request.max_completion_tokens else "max_tokens",
@@ -295,7 +297,7 @@ def _to_prompt_spans(spans: Iterable[tuple[int, int]], start: int, item: int) ->
 
 
 def _guard(value: Any, first_chars: Sequence[str], mark: str) -> Any:
-    """Copy `value` so that its strings contain no control tokens and form none with adjacent text."""
+    """Copy `value` so that its strings contain no special tokens and form none with adjacent text."""
     if isinstance(value, str):
         for char in first_chars:
             value = value.replace(char, char + mark)
@@ -325,7 +327,7 @@ def _unused_mark(texts: Any) -> str:
         if mark not in text:
             return mark
     raise InvalidParameter(
-        "The messages use every private-use character from U+E000 to U+E0FF: remove at least one.", param="messages"
+        "The messages use every private-use character from U+E000 to U+E0FF. Remove at least one.", param="messages"
     )
 
 
@@ -340,7 +342,7 @@ def _placeholder_error(*, raw: bool) -> InvalidParameter:
             param="prompt",
         )
     return InvalidParameter(
-        "The chat template does not include every image and video of these messages: put them into user messages, or"
+        "The chat template does not include every image and video of these messages. Put them into user messages, or"
         " check --chat-template.",
         param="messages",
     )

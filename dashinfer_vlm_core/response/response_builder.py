@@ -65,7 +65,7 @@ class ResponseBuilder:
         model: the model's name in the response.
         counts: token counts of the prompt.
         index: the index of the choice.
-        guided: whether a grammar constrains its tool calls.
+        guided: whether a grammar constrains the completion.
         conversation: how the model writes tool calls.
 
     Attributes:

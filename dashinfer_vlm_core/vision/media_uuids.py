@@ -1,7 +1,7 @@
 """Uuids of images and videos: media sent once with a `uuid` need not be sent again.
 
-A uuid is bound to its request's cache salt and to the content that was first sent with it. Another content with the
-same uuid is rejected, as is a uuid whose content is not, or no longer, in the cache.
+A uuid is bound to its request's cache salt and to the data that was first sent with it. Different data with the same
+uuid is rejected, as is a uuid whose item is not, or no longer, in the cache.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ..protocol import MediaPart
 from .service import CachedMedia, Processed, VisionService
 
 MAX_VARIANTS = 8
-"""Variants of one content, processed with different options, that are cached per uuid."""
+"""Variants of one item, processed with different options, that are cached per uuid."""
 
 _UuidKey: TypeAlias = tuple[str, Kind, str]
 _Options: TypeAlias = tuple[object, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Content:
-    """One content, processed with one set of options."""
+class _CachedItem:
+    """One item, processed with one set of options."""
 
     digest: bytes
     grid: Grid
@@ -37,18 +37,18 @@ class _Content:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _UuidEntry:
-    """The content of one uuid.
+    """The item of one uuid.
 
     Attributes:
         source: digest of the encoded data.
-        items: processed contents by the options that limited their pixels and frames.
+        items: processed items by the options that limited their pixels and frames.
     """
 
-    source: bytes
-    items: LRUCache[_Options, _Content] = field(default_factory=lambda: LRUCache(MAX_VARIANTS))
+    source_digest: bytes
+    items: LRUCache[_Options, _CachedItem] = field(default_factory=lambda: LRUCache(MAX_VARIANTS))
 
-    def find(self, part: MediaPart) -> _Content | None:
-        """Return the content processed with the part's options; options that did not affect it are ignored."""
+    def find(self, part: MediaPart) -> _CachedItem | None:
+        """Return the item processed with the part's options; options that did not affect it are ignored."""
         variants = (
             self.items.get(options) for options in (_sampling_options(part), _resize_options(part), _NO_OPTIONS)
         )
@@ -56,10 +56,10 @@ class _UuidEntry:
 
 
 class MediaUuidCache:
-    """Maps an engine's media uuids to cached contents; used on one event loop.
+    """Maps an engine's media uuids to cached items. Belongs to one event loop.
 
     Args:
-        vision: the service whose cache holds the contents.
+        vision: the service whose cache holds the items.
         limit: maximum number of uuids; the least recently used ones are evicted.
     """
 
@@ -71,20 +71,20 @@ class MediaUuidCache:
         """Return the cached media of the parts that have only a uuid, by their path in the request.
 
         Raises:
-            InvalidParameter: a uuid is unknown, or its content is no longer cached.
+            InvalidParameter: a uuid is unknown, or its item is no longer cached.
         """
         return {part.path: self._get(part, cache_salt) for part in parts if not part.has_source}
 
     def bind(self, parts: Sequence[MediaPart], processed: Sequence[Processed], *, cache_salt: str = "") -> None:
-        """Bind the uuids of parts to their contents.
+        """Bind the uuids of parts to their items.
 
         Args:
             parts: the parts of one request that have content.
-            processed: the processed contents, in the same order.
+            processed: the processed items, in the same order.
             cache_salt: the request's cache salt.
 
         Raises:
-            InvalidParameter: a uuid is already bound to another content.
+            InvalidParameter: a uuid is already bound to different data.
         """
         for part, (item, source) in zip(parts, processed, strict=True):
             if part.uuid is not None:
@@ -92,10 +92,10 @@ class MediaUuidCache:
 
     def _bind(self, part: MediaPart, uuid: str, source: bytes, cache_salt: str) -> _UuidEntry:
         key = (cache_salt, part.kind, uuid)
-        entry = self._entries.get(key) or _UuidEntry(source=source)
-        if entry.source != source:
+        entry = self._entries.get(key) or _UuidEntry(source_digest=source)
+        if entry.source_digest != source:
             raise InvalidParameter(
-                f"`{part.path}.uuid` was already sent with another content: use a different uuid for this one.",
+                f"`{part.path}.uuid` was already sent with different data: use another uuid for this one.",
                 param=f"{part.path}.uuid",
                 code="uuid_conflict",
             )
@@ -116,8 +116,8 @@ class MediaUuidCache:
         return CachedMedia(visual=visual, tokens=content.tokens, kind=part.kind, path=part.path, times=content.times)
 
 
-def _content(item: Patches | Embedded) -> _Content:
-    return _Content(digest=item.digest, grid=item.grid, tokens=item.tokens, times=item.times)
+def _content(item: Patches | Embedded) -> _CachedItem:
+    return _CachedItem(digest=item.digest, grid=item.grid, tokens=item.tokens, times=item.times)
 
 
 def _applied_options(part: MediaPart, item: Patches | Embedded) -> _Options:

@@ -1,4 +1,4 @@
-"""Patches -> VisualTokens: each content is encoded once, and items of different requests are batched.
+"""Patches -> VisualTokens: each item is encoded once, and items of different requests are batched.
 
 Visual tokens that a request contains, or refers to by uuid, are merged with the encoded ones here.
 """
@@ -28,7 +28,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CachedMedia:
-    """An image or video sent before; the reference to its visual tokens prevents their eviction.
+    """An image or video sent before; the reference keeps its visual tokens alive even if the cache evicts them.
 
     Attributes:
         visual: the visual tokens.
@@ -50,10 +50,10 @@ class CachedMedia:
 
 
 class Processed(NamedTuple):
-    """A processed image or video, and the digest of its encoded data."""
+    """A processed image or video, and the digest of its source (`Image.source_digest`)."""
 
     item: Patches | Embedded
-    source: bytes
+    source_digest: bytes
 
 
 Item: TypeAlias = Patches | Embedded | CachedMedia
@@ -80,10 +80,10 @@ class VisionStats:
 
 
 class VisionService:
-    """Encodes each content once, caches it, and batches the items of concurrent requests.
+    """Encodes each distinct item once, caches it, and batches the items of concurrent requests.
 
-    Bound to one event loop. The encoder runs in a separate thread, so it never blocks the loop; items requested during
-    a pass are batched into the next one.
+    Belongs to one event loop. The encoder runs in a separate thread, so it never blocks the loop; items requested
+    during a pass are batched into the next one.
 
     Args:
         encoder: the vision encoder.
@@ -174,7 +174,7 @@ class VisionService:
         return VisualTokens(embedding=embedding, grid=item.grid, digest=salted)
 
     def _job(self, item: Patches, cache_salt: str) -> _Job:
-        """Return the job for this content: a finished one if it is cached, else the pending one, else a new one."""
+        """Return the job for this item: a finished one if it is cached, else the pending one, else a new one."""
         salted = _salted(item.digest, cache_salt)
         key = self._model_key + salted
         if (embedding := self._cache.get(key)) is not None:
@@ -246,7 +246,7 @@ class VisionService:
 
 
 class _Job:
-    """One content to encode, shared by all callers that wait for it.
+    """One item to encode, shared by all callers that wait for it.
 
     Attributes:
         key: cache key.
@@ -269,7 +269,7 @@ class _Job:
         self._done.set()
 
     async def tokens(self, path: str) -> VisualTokens:
-        """Wait for the result; `path` is the content's location in the caller's request, used in errors."""
+        """Wait for the result; `path` is the item's location in the caller's request, used in errors."""
         await self._done.wait()
         assert self._outcome is not None
         if isinstance(self._outcome, EngineClosed):

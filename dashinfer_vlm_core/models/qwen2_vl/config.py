@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ...errors import CheckpointError
-from ...media.sampling import VideoSamplingPolicy
+from ...media.frame_sampling import VideoSamplingPolicy
 from ...tokenization.conversation import HERMES
 from ..spec import ModelSpec, PixelSpec, Profile, RotarySpec, TextModelSpec, TokenSpec
 

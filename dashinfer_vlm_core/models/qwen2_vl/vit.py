@@ -1,6 +1,7 @@
 """The vision encoder of Qwen2-VL (arXiv:2409.12191): encodes many images and videos in one packed forward pass.
 
-In shapes, `n` is the number of patches of all items, `d` is `embed_dim` and `c` is the head dimension.
+In shapes, `n` is the number of patches of all items, `d` is `embed_dim` and `c` is the head dimension. A merge unit is
+the `spatial_merge_size` squared patches that become one visual token.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from ...concurrency.compute import Executor, executor_for
 from ...config import EngineConfig
-from ...kernels import Activation, Kernels, KernelSelector, KVSpan, KVSpans, Linear
+from ...kernels import Activation, Kernels, KernelSelector, KVSpan, KVSpans, Linear, Norm
 from ..interface import Grid, Patches
 from ..placement import resolve_device, resolve_dtype
 from ..spec import ModelSpec, PixelSpec
@@ -27,22 +28,17 @@ from .rope import rotary_tables
 LAYER_NORM_EPS = 1e-6
 
 BATCH_PATCHES_CPU = 2048
-"""Two images of 448x448. A single one already reaches nine tenths of a CPU's peak matrix throughput."""
+"""Two images of 448x448. A single one already reaches nine tenths of a CPU's peak bf16 GEMM throughput."""
 
 BATCH_PATCHES = 65536
+"""Not measured on a GPU."""
 
 EXCLUSIVE_FLOP = 100e9
 """Floating-point operations of consecutive blocks between two points where other work may run: a quarter of a second on
-two cores. With shorter intervals, decode steps of a few requests take half of the time while many images wait."""
+two cores. With shorter intervals, decode steps of a few sequences take half of the compute time while many images
+wait."""
 
 ACTIVATIONS = {"quick_gelu": Activation.QUICK_GELU, "gelu": Activation.GELU}
-
-
-class Norm(NamedTuple):
-    """Parameters of a LayerNorm over `embed_dim`; both [d]."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor
 
 
 class Block(NamedTuple):
@@ -57,14 +53,14 @@ class Block(NamedTuple):
 
 
 class Merger(NamedTuple):
-    """The patch merger: turns each window of patches, adjacent in patch order, into one visual token."""
+    """The patch merger: turns each merge unit, consecutive in patch order, into one visual token."""
 
     norm: Norm
     fc1: Linear
     fc2: Linear
 
 
-class Frames:
+class AttentionInputs:
     """Attention spans and rotary tables of the patches, computed once per forward pass and used by every block.
 
     Attributes:
@@ -107,26 +103,26 @@ class Qwen2VLVisionModel:
         Returns:
             [n / spatial_merge_size ** 2, hidden_size].
         """
-        frames = Frames(grids, self.config, patches.device)
+        attention = AttentionInputs(grids, self.config, patches.device)
         x = self.patch_embed(patches)
         interval = max(1, int(EXCLUSIVE_FLOP / (24 * len(x) * self.config.embed_dim**2)))
         for first in range(0, len(self.blocks), interval):
             for block in self.blocks[first : first + interval]:
-                block.proj.add_to(x, self._attend(block, x, frames))
+                block.proj.add_to(x, self._attend(block, x, attention))
                 block.fc2.add_to(x, block.fc1(self._norm(x, block.norm2)))
             yield
-        window = self.config.embed_dim * self.config.spatial_merge_size**2
-        return self.merger.fc2(self.merger.fc1(self._norm(x, self.merger.norm).view(-1, window)))
+        width = self.config.embed_dim * self.config.spatial_merge_size**2
+        return self.merger.fc2(self.merger.fc1(self._norm(x, self.merger.norm).view(-1, width)))
 
     def _norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return self.kernels.norm(x, norm.weight, norm.bias, LAYER_NORM_EPS)
 
-    def _attend(self, block: Block, x: torch.Tensor, frames: Frames) -> torch.Tensor:
+    def _attend(self, block: Block, x: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
         heads = self.config.num_heads
         qkv = block.qkv(self._norm(x, block.norm1)).view(len(x), 3 * heads, -1)
-        self.kernels.rotate_(qkv[:, : 2 * heads], frames.cos, frames.sin)
+        self.kernels.rotate_(qkv[:, : 2 * heads], inputs.cos, inputs.sin)
         query, key, value = torch.split(qkv, heads, dim=1)
-        return self.kernels.attend(query, key.transpose(0, 1), value.transpose(0, 1), frames.spans)
+        return self.kernels.attend(query, key.transpose(0, 1), value.transpose(0, 1), inputs.spans)
 
 
 class Qwen2VLEncoder:
@@ -158,9 +154,9 @@ class Qwen2VLEncoder:
         order = sorted(range(len(batch)), key=lambda index: frame_length(batch[index].grid))
         grids = [batch[index].grid for index in order]
         pixels = torch.from_numpy(np.concatenate([batch[index].pixels for index in order]))
-        window = self.model.config.spatial_merge_size**2
+        merge_unit = self.model.config.spatial_merge_size**2
         encoded = yield from self.model.parts(self.normalize(pixels), grids)
-        rows = torch.split(encoded, [grid.patches // window for grid in grids])
+        rows = torch.split(encoded, [grid.patches // merge_unit for grid in grids])
         yield [item.clone() for _, item in sorted(zip(order, rows, strict=True))]
 
     def adopt(self, rows: npt.NDArray[np.float32]) -> torch.Tensor:
@@ -241,9 +237,9 @@ def _load_block(name: str, config: VisionConfig, read: _Reader) -> Block:
 
 
 def _load_merger(config: VisionConfig, read: _Reader) -> Merger:
-    window = config.embed_dim * config.spatial_merge_size**2
+    width = config.embed_dim * config.spatial_merge_size**2
     return Merger(
         norm=read.norm("merger.ln_q", config.embed_dim),
-        fc1=read.linear("merger.mlp.0", window, window, Activation.GELU),
-        fc2=read.linear("merger.mlp.2", config.hidden_size, window),
+        fc1=read.linear("merger.mlp.0", width, width, Activation.GELU),
+        fc2=read.linear("merger.mlp.2", config.hidden_size, width),
     )
