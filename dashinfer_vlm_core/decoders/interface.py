@@ -127,7 +127,8 @@ class Token:
 
     Attributes:
         id: its id; the stop token is yielded too, with `finish_reason="stop"`.
-        logprob: natural logarithm of its probability before temperature and truncation; None unless requested.
+        logprob: natural logarithm of its probability before penalties, temperature and truncation; None unless
+            requested.
         top_logprobs: the most likely tokens of this step as (id, logprob), most likely first; empty unless requested.
         finish_reason: why the output ends with this token; None if it continues.
         cached_tokens: prompt tokens taken from a prefix cache; set on the first token.
@@ -205,19 +206,19 @@ class DecoderStats:
     """Statistics of a decoder; zero for values that it does not measure.
 
     Attributes:
-        running: requests in the batch.
-        waiting: requests that wait for a slot in the batch.
-        kv_used: size of the KV cache that running requests use, in tokens.
-        kv_cached: size that is kept for later requests, in tokens.
+        running: sequences in the batch.
+        waiting: sequences that wait for a slot in the batch.
+        kv_used: size of the KV cache that running sequences use, in tokens.
+        kv_cached: size that is kept for later sequences and evicted when it is needed, in tokens.
         kv_size: total size of the KV cache, in tokens.
-        started: requests that got a slot.
+        started: sequences that got a slot.
         queue_seconds: total time that they waited for it.
         steps: forward passes of the language model.
-        step_requests: total number of requests in these passes.
-        queries: prompts that were looked up in the prefix cache.
-        hits: prompts of which a part was found there.
-        cached_tokens: prompt tokens that were found there.
-        preemptions: number of times that a running request was preempted.
+        step_requests: total number of sequences in these passes.
+        queries: prompts that were prefilled completely.
+        hits: prompts of which a part was taken from the prefix cache.
+        cached_tokens: prompt tokens that were taken from the prefix cache.
+        preemptions: number of times that a running sequence was preempted.
     """
 
     running: int = 0
@@ -244,7 +245,7 @@ class DecoderStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderSupport:
-    """Whether a decoder can run a checkpoint here, and its priority.
+    """Whether a decoder can run a checkpoint here, with a score and a reason.
 
     Attributes:
         score: 0 if it cannot run; `decoder="auto"` selects the decoder with the highest score.

@@ -1,4 +1,4 @@
-"""`dashinfer-vlm dashinfer`: install, status, convert."""
+"""`dashinfer-vlm dashinfer`: install, status."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def dashinfer() -> None:
 @dashinfer.command("install", short_help="Create DashInfer's environment and check that it loads.")
 @click.option("--python", type=click.Path(path_type=Path), help="A CPython 3.10 to use; searched for by default.")
 @click.option(
-    "--cpu", is_flag=True, help="Install for the CPU only, without CUDA's libraries: a thirtieth of the disk space."
+    "--cpu", is_flag=True, help="Install for the CPU only, without CUDA's libraries; needs about 3% of the disk space."
 )
 @_CACHE
 def install_command(python: Path | None, cpu: bool, cache_dir: Path | None) -> None:

@@ -71,7 +71,7 @@ def convert(spec: ModelSpec, weight_format: WeightFormat, *, environment: Enviro
     """Convert the checkpoint's language model to DashInfer's format, or return it from the cache.
 
     The key consists of the identity of the weights (names, sizes and times of their files), the configuration, the
-    weight format and the engine's version. Entries are written atomically. Their checksums are verified each time,
+    weight format and DashInfer's version. Entries are written atomically. Their checksums are verified each time,
     which takes a fraction of the loading that follows.
 
     Raises:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger(__name__)
 
 EXTRA_TOKENS = 2
-"""The engine counts two tokens more than prompt and output have."""
+"""DashInfer counts two tokens more than prompt and output have."""
 
 UNSUPPORTED_VISION_REASON = (
     "DashInfer on a CPU ignores the rows and columns of images (M-RoPE), so responses about them would be wrong. Use"
@@ -48,7 +48,7 @@ class _ActiveRequest:
 
     Attributes:
         outputs: its tokens as (id, logprobs, cached prompt tokens), or the error that ends it.
-        released: whether the engine has released it.
+        released: whether DashInfer has released it.
     """
 
     number: int
@@ -58,9 +58,9 @@ class _ActiveRequest:
 
 
 class DashInferDecoder:
-    """Decodes in DashInfer's engine; implements `dashinfer_vlm_core.decoders.Decoder`. Belongs to one event loop.
+    """Decodes with DashInfer; implements `dashinfer_vlm_core.decoders.Decoder`. Belongs to one event loop.
 
-    The engine runs in a worker process under its own interpreter. If the process dies, `fatal_error` is set, running
+    DashInfer runs in a worker process under its own interpreter. If the process dies, `fatal_error` is set, running
     requests fail with a retryable error, and waiting requests are left to the next decoder. A worker that has requests
     and sends nothing for `EngineConfig.step_timeout` is killed.
 
@@ -139,7 +139,7 @@ class DashInferDecoder:
             self._cancel(active)
 
     def _check(self, request: DecodeRequest) -> None:
-        """Reject every value that might crash the engine."""
+        """Reject every value that might crash DashInfer."""
         if self.fatal_error:
             raise RequestNotStarted
         if self._serving is None or self._closed:
@@ -154,7 +154,7 @@ class DashInferDecoder:
         if request.spans and self.unsupported_vision_reason:
             raise UnsupportedParameter(self.unsupported_vision_reason, param="messages")
 
-    # Slots: admission to the engine
+    # Slots: admission to DashInfer
 
     async def _acquire_slot(self) -> None:
         """Wait for a slot in the worker."""
@@ -182,7 +182,7 @@ class DashInferDecoder:
         return active
 
     def _cancel(self, active: _ActiveRequest) -> None:
-        """Stop a request whose reader has ended, unless the engine has finished it. This takes at most one step."""
+        """Stop a request whose reader has ended, unless DashInfer has finished it. This takes at most one step."""
         if not active.released and self._worker is not None:
             self._worker.send({"do": "stop", "id": active.number})
 
@@ -229,6 +229,8 @@ class DashInferDecoder:
         active = self._active[frame["id"]]
         if frame["is"] == "failed":
             logger.error("Request %s failed in DashInfer: %s", active.request.id, frame["why"])
+        # `released` also follows the last token of a completed request, whose reader has ended and ignores the error.
+        # For any other reader, the error ends its wait.
         active.outputs.put_nowait(
             DecoderFailed("The decoder failed on this request; see the engine's log for the cause.")
         )

@@ -59,7 +59,7 @@ class Findings:
     Attributes:
         python: its version.
         cuda: number of CUDA devices that it sees.
-        version: the engine's; empty if it cannot be loaded.
+        version: DashInfer's; empty if it cannot be loaded.
         problem: why it cannot be loaded; empty if it can.
         cpu_only: whether it was installed for the CPU only.
     """
@@ -99,7 +99,7 @@ def _stubs(folder: Path) -> Path | None:
 def find_environment(config: EngineConfig) -> Environment:
     """Find the environment to use: the configured one, else this one if it has DashInfer, else the private one.
 
-    This only checks that it exists; `examine` loads the engine.
+    This only checks that it exists; `examine` loads DashInfer.
 
     Raises:
         MissingDependency: there is none; the message contains the command that installs it.
@@ -128,7 +128,7 @@ def find_environment(config: EngineConfig) -> Environment:
 
 
 def examine(environment: Environment) -> Findings:
-    """Load the engine in the environment, which takes a second."""
+    """Load DashInfer in the environment, which takes a second."""
     stubs = [str(environment.stubs)] if environment.stubs else []
     try:
         done = subprocess.run(  # noqa: S603 - the operator selects the interpreter; the program is our own

@@ -1,4 +1,4 @@
-"""Translate Sampling to DashInfer's generate_config. Every value is checked, since the engine ignores some invalid
+"""Translate Sampling to DashInfer's generate_config. Every value is checked, since DashInfer ignores some invalid
 values, changes others, and crashes on the rest."""
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ SUPPORTED_ON_CPU = frozenset(
     {"temperature", "top_p", "top_k", "seed", "repetition_penalty", "stop_token_ids", "ignore_eos", "logprobs"}
 )
 SUPPORTED_ON_CUDA = SUPPORTED_ON_CPU | {"presence_penalty", "frequency_penalty"}
-"""On a CPU the engine applies presence_penalty to the prompt as well, and frequency_penalty not at all."""
+"""On a CPU DashInfer applies presence_penalty to the prompt as well, and frequency_penalty not at all."""
 
 GREEDY_BELOW = 1e-5
-"""As in the engine; dividing by a smaller temperature would exceed the range of float32."""
+"""As in DashInfer; dividing by a smaller temperature would exceed the range of float32."""
 
 TOP_P_DISABLED_ABOVE = 1 - 2e-6
-"""The engine silently lowers a top_p within 1e-6 of 1 to 0.99, and treats 0 as the whole distribution."""
+"""DashInfer silently lowers a top_p within 1e-6 of 1 to 0.99, and treats 0 as the whole distribution."""
 
 MIN_TOP_P = 1e-6
-"""Below 1e-7 the engine would use the whole distribution. No token's probability is so small that this limit changes
+"""Below 1e-7 DashInfer would use the whole distribution. No token's probability is so small that this limit changes
 the result."""
 
 REPETITION_PENALTY_RANGE = (0.01, 2.0)
@@ -33,11 +33,11 @@ SEED_BITS = 32
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Check that the engine supports the sampling parameters.
+    """Check that DashInfer supports the sampling parameters.
 
     Raises:
-        InvalidParameter: a value is outside the engine's range.
-        UnsupportedParameter: the engine computes a combination of parameters differently.
+        InvalidParameter: a value is outside DashInfer's range.
+        UnsupportedParameter: DashInfer computes a combination of parameters differently.
     """
     minimum, maximum = REPETITION_PENALTY_RANGE
     if not minimum <= sampling.repetition_penalty <= maximum:
@@ -62,7 +62,7 @@ def stop_tokens(sampling: Sampling, spec: ModelSpec) -> frozenset[int]:
 
 
 def generate_config(request: DecodeRequest, spec: ModelSpec) -> dict[str, Any]:
-    """Create the engine's options for a request.
+    """Create DashInfer's options for a request.
 
     Every token that ends the output is passed as a stop word, so that exactly these tokens end it.
     """
@@ -88,7 +88,7 @@ def generate_config(request: DecodeRequest, spec: ModelSpec) -> dict[str, Any]:
 
 
 def _sampling_config(sampling: Sampling, vocab_size: int) -> dict[str, Any]:
-    """Temperature and truncation; a `top_k` above the vocabulary would corrupt the engine's memory."""
+    """Temperature and truncation; a `top_k` above the vocabulary would corrupt DashInfer's memory."""
     if sampling.temperature < GREEDY_BELOW:
         return {"temperature": 1.0, "top_k": 1, "top_p": 0.0}
     return {

@@ -18,7 +18,7 @@ MIN_KV_TOKENS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The engine's settings.
+    """DashInfer's settings.
 
     Attributes:
         compute_unit: devices in DashInfer's notation: `CPU:0`, or `CUDA:0,1` for two that share the weights.
@@ -75,10 +75,10 @@ def make_plan(spec: ModelSpec, config: EngineConfig, *, cuda: int, cpu_only: boo
 
 
 def check_cache_salt(salt: str, plan: Plan) -> None:
-    """Check that the engine can isolate a request with `cache_salt`.
+    """Check that DashInfer can isolate a request with `cache_salt`.
 
     Raises:
-        UnsupportedParameter: there is a salt, and the engine's prefix cache, which ignores it, is enabled.
+        UnsupportedParameter: there is a salt, and DashInfer's prefix cache, which ignores it, is enabled.
     """
     if salt and plan.prefix_cache:
         raise UnsupportedParameter(
@@ -101,7 +101,7 @@ def _first_device(device: str, cuda: int) -> int | None:
 
 
 def _plan_cpu(text: TextModelSpec, config: EngineConfig, context: int) -> Plan:
-    """Create a plan for a CPU, where the engine computes in float32 and allocates memory for the longest context per
+    """Create a plan for a CPU, where DashInfer computes in float32 and allocates memory for the longest context per
     request, so that `kv_cache_mib` limits how many run together.
     """
     devices = config.options_of(DashInferOptions).tensor_parallel

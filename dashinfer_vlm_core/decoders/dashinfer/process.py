@@ -42,7 +42,7 @@ class WorkerProcess:
 
     Attributes:
         pid: its process id.
-        version: the engine's version.
+        version: DashInfer's version.
     """
 
     def __init__(self, process: Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

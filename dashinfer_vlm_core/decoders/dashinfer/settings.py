@@ -14,13 +14,16 @@ from ...errors import ConfigError
 class DashInferOptions(PluginOptions):
     title: ClassVar[str] = "DashInfer only"
 
-    tensor_parallel: int = Field(1, ge=1, le=64, description="CUDA devices that share the weights (DashInfer).")
+    tensor_parallel: int = Field(1, ge=1, le=64, description="Number of CUDA devices to split the weights across.")
     approximate_vision: bool = Field(
         False,
-        description="Accept images and videos on a CPU, where DashInfer ignores their rows and columns.",
+        description="Accept images and videos on a CPU, where DashInfer ignores their two-dimensional positions, so"
+        " results are approximate.",
     )
     dashinfer_python: Path | None = Field(
-        None, description="Interpreter of an environment with DashInfer; by default the installed environment's."
+        None,
+        description="Python interpreter of DashInfer's environment; defaults to the one that `dashinfer install`"
+        " created.",
     )
 
     def check(self, decoder: str) -> None:

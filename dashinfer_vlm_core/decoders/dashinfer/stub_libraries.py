@@ -2,7 +2,7 @@
 without them. The dynamic loader requires the libraries and every symbol to exist, but on a CPU they are not used.
 
 The symbols are the undefined ones of the wheel's extension (`nm -D --undefined-only`); a test compares the two. While
-the engine loads and generates on a CPU, only `__cudaRegister*` and `__cudaUnregister*` are called. These and the other
+DashInfer loads and generates on a CPU, only `__cudaRegister*` and `__cudaUnregister*` are called. These and the other
 `__cuda*` functions return 0, `*ErrorName` and `*ErrorString` return a text, and the rest return the library's error
 code for a missing device.
 

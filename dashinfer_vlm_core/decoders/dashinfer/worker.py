@@ -1,7 +1,7 @@
-"""Run DashInfer's engine in a separate process under its own interpreter, so that a crash affects only its requests.
+"""Run DashInfer in a separate process under its own interpreter, so that a crash affects only its requests.
 
     python -I worker.py serve FD         serve the parent, which has the other end of the socket FD
-    python -I worker.py check [STUBS]    load the engine and print the findings as JSON
+    python -I worker.py check [STUBS]    load DashInfer and print the findings as JSON
 
 This file imports nothing from this package. It requires only numpy and DashInfer's extension, neither torch nor
 transformers, and is compatible with Python 3.8. The parent imports `pack` and `head_length` from here, so that both
@@ -19,11 +19,11 @@ UTF-8; then the bytes of the arrays that `head["arrays"]` lists as [numpy dtype,
     worker -> parent
         {"is": "ready", "version": text}
         {"is": "tokens", "of": [[n, [token id, ...], [[logprob, [[id, logprob], ...]], ...] or null, cached], ...]}
-        {"is": "failed", "id": n, "why": text}      rejected or aborted by the engine
+        {"is": "failed", "id": n, "why": text}      rejected or aborted by DashInfer
         {"is": "released", "id": n}                 the last frame of a request: its slot is free
 
 Lifecycle. Standard input is a pipe to which the parent never writes. When its other end closes, however the parent
-died, the kernel sends SIGIO, whose default action ends the process, even while the engine loads and holds the GIL.
+died, the kernel sends SIGIO, whose default action ends the process, even while DashInfer loads and holds the GIL.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Connection:
         return data
 
 
-# The engine
+# DashInfer
 
 
 def load_libraries(stubs: str | None = None) -> None:
@@ -179,7 +179,7 @@ def _find(pattern: str) -> list[str]:
 
 
 class ActiveRequest:
-    """A request in the engine. Its capsules and arrays are kept, since the engine reads them without a copy."""
+    """A request in DashInfer. Its capsules and arrays are kept, since DashInfer reads them without a copy."""
 
     def __init__(self, number: int, handle: Any, results: Any, kept: list[Any], logprobs: bool) -> None:
         self.number = number
@@ -192,7 +192,7 @@ class ActiveRequest:
 
 class Service:
     """Runs requests in three threads: the main thread starts them, `_pump` sends tokens, and `_reap` stops and releases
-    them, which waits for the engine's step. Only `_pump` reads a request, and `_reap` gets it only after that.
+    them, which waits for DashInfer's step. Only `_pump` reads a request, and `_reap` gets it only after that.
     """
 
     def __init__(self, extension: Any, connection: Connection, model: dict[str, Any]) -> None:
@@ -372,7 +372,7 @@ def main() -> None:
     except BaseException:
         traceback.print_exc()
         status = 1
-    os._exit(status)  # a regular exit would stop the engine, which aborts while requests run
+    os._exit(status)  # a regular exit would stop DashInfer, which aborts while requests run
 
 
 if __name__ == "__main__":
