@@ -45,9 +45,9 @@ class Generation:
     """The response to one request, with its tokens.
 
     Attributes:
-        completion: the response.
+        completion: the response, with all its choices.
         prompt_token_ids: the prompt's token ids; images and videos are represented by placeholders.
-        token_ids: the token ids of each completion, including the one that ends it.
+        token_ids: the token ids of each choice, including the one that ends it.
     """
 
     completion: ChatCompletion
@@ -75,7 +75,7 @@ class _TokenBudget:
 
 
 class ConcurrencyLimiter:
-    """Bounds the completions that are decoded or wait at the same time; used on one event loop.
+    """Bounds the running or waiting completions. Belongs to one event loop.
 
     Attributes:
         limit: the number of slots, one per completion.
@@ -88,7 +88,7 @@ class ConcurrencyLimiter:
 
     @contextlib.contextmanager
     def slots(self, n: int = 1) -> Iterator[None]:
-        """Acquire a slot for each completion of a request, and release them on exit.
+        """Acquire `n` slots, one for each choice of a request, and release them on exit.
 
         Raises:
             InvalidParameter: `n` exceeds the limit.
@@ -97,7 +97,7 @@ class ConcurrencyLimiter:
         if n > self.limit:
             raise InvalidParameter(f"`n` must be at most {self.limit}, got {n}. Request fewer completions.", param="n")
         if self.in_use + n > self.limit:
-            raise QueueFull(f"{self.in_use} requests are already running or waiting. Try again in a moment.")
+            raise QueueFull(f"{self.in_use} completions are already running or waiting. Try again in a moment.")
         self.in_use += n
         try:
             yield
@@ -107,12 +107,12 @@ class ConcurrencyLimiter:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ChatPipeline:
-    """The stages of a running engine, in the order in which a request passes through them.
+    """The components of a running engine. Its methods run the stages of a request.
 
     Attributes:
         name: the model's name in responses.
         aliases: other names that requests may use for it.
-        limiter: bounds the requests between their arrival and their response.
+        limiter: bounds the completions, from arrival to the end of the response.
         observer: is notified of stages, tokens and completed requests.
     """
 
@@ -203,7 +203,7 @@ class ChatPipeline:
         """Release all resources.
 
         Raises:
-            DecoderFailed: a step of the decoder does not end soon; everything else was released.
+            DecoderFailed: a step of the decoder does not finish in time; everything else was released.
         """
         try:
             await self.decoder.close()
@@ -212,7 +212,7 @@ class ChatPipeline:
             await self.media.close()
 
     async def _prepare(self, request: ChatRequest) -> tuple[list[ResponseBuilder], list[DecodeRequest]]:
-        """Run the stages before the decoder; return a response builder and a decode request per completion."""
+        """Run the stages before the decoder; return a response builder and a decode request per choice."""
         sampling = self._validate(request)
         grammar = await self._compile_grammar(request)
         items = await self._load_media(request)
@@ -230,19 +230,19 @@ class ChatPipeline:
         sampling = request.sampling()
         for name in sorted(sampling.requested_params() - self.decoder.supported_params):
             raise UnsupportedParameter(
-                f"The decoder {self.decoder.name!r} does not support {name}. Remove it, or start the engine with"
+                f"The decoder {self.decoder.name!r} does not support `{name}`. Remove it, or start the engine with"
                 " another decoder.",
                 param=name,
             )
         for name, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
             if unknown := [index for index in ids if index >= self.spec.vocab_size]:
                 raise InvalidParameter(
-                    f"{name} contains token id {unknown[0]}, but the model's largest id is {self.spec.vocab_size - 1}.",
+                    f"`{name}` contains token id {unknown[0]}. Token ids must be 0 to {self.spec.vocab_size - 1}.",
                     param=name,
                 )
         if sampling.min_tokens and len({*sampling.stop_token_ids, *self.spec.tokens.stop}) >= self.spec.vocab_size:
             raise InvalidParameter(
-                "min_tokens suppresses stop_token_ids, which leaves no other token. Remove some of them.",
+                "`stop_token_ids` covers the whole vocabulary, so `min_tokens` leaves no token to sample.",
                 param="stop_token_ids",
             )
         return sampling
@@ -258,7 +258,8 @@ class ChatPipeline:
                 return None
             if request.ignore_eos:
                 raise InvalidParameter(
-                    "`ignore_eos` would continue after the end that the output format requires. Remove one of them.",
+                    "`ignore_eos` would continue after the end that the output format requires."
+                    f" Remove `ignore_eos` or `{output_grammar.field}`.",
                     param="ignore_eos",
                 )
             rules, start, param = output_grammar.rules, output_grammar.start, output_grammar.param
@@ -288,9 +289,9 @@ class ChatPipeline:
     async def _decode(
         self, builders: Sequence[ResponseBuilder], requests: Sequence[DecodeRequest], timer: RequestTimer
     ) -> AsyncGenerator[tuple[int, Token], None]:
-        """Yield the tokens of all completions as they arrive, each with the index of its completion.
+        """Yield the tokens of all choices as they arrive, each with the index of its choice.
 
-        The decoder's generator of a completion is closed as soon as its response builder is finished.
+        The decoder's generator of a choice is closed as soon as its response builder is finished.
         """
         streams = [self.decoder.decode(request) for request in requests]
         with self.observer.stage("decode"):
@@ -302,15 +303,18 @@ class ChatPipeline:
                         await streams[index].aclose()
 
     def _reject_structured_output(self, request: ChatRequest) -> None:
-        """Reject what only a grammar can guarantee. Optional tools remain: calls are parsed from the text."""
+        """Reject what only a grammar can guarantee.
+
+        Tools that need not be called are still accepted: calls are parsed from the text.
+        """
         response_format = request.response_format
         strict = [f"tools[{i}].function.strict" for i, tool in enumerate(request.tools) if tool.function.strict]
         forced = ["tool_choice"] if request.must_call else []
         formats = ["response_format"] if response_format and response_format.type != "text" else []
         for param in [*formats, *forced, *(strict if request.callable_tools else ())]:
             raise UnsupportedParameter(
-                f"The decoder {self.decoder.name!r} does not support {param}. Remove it and describe the output in the"
-                " prompt, or start the engine with another decoder.",
+                f"The decoder {self.decoder.name!r} does not support `{param}`. Remove it and describe the output in"
+                " the prompt, or start the engine with another decoder.",
                 param=param,
             )
 
@@ -321,9 +325,9 @@ class ChatPipeline:
         """
         if isinstance(media, Embeddings):
             budget.add(len(media.rows))
-            return Processed(validate_embeddings(media, self.spec, self.processor), media.source)
+            return Processed(validate_embeddings(media, self.spec, self.processor), media.source_digest)
         budget.add(self.processor.count_tokens(media))
-        return Processed(self.processor.process(media), media.source)
+        return Processed(self.processor.process(media), media.source_digest)
 
     def _response_builders(self, request: ChatRequest, prompt: Prompt, *, guided: bool) -> list[ResponseBuilder]:
         counts = PromptCounts(
@@ -358,7 +362,7 @@ class ChatPipeline:
         max_tokens = min(sampling.max_tokens or DEFAULT_MAX_TOKENS, self.prompts.max_model_len - len(prompt))
         if sampling.min_tokens > max_tokens:
             raise InvalidParameter(
-                f"min_tokens is {sampling.min_tokens}, but the completion can have at most {max_tokens} tokens.",
+                f"`min_tokens` is {sampling.min_tokens}, but the completion can have at most {max_tokens} tokens.",
                 param="min_tokens",
             )
         sampling = replace(sampling, max_tokens=max_tokens)

@@ -47,7 +47,7 @@ State = Literal["closed", "loading", "ready", "restarting", "failed"]
 
 
 class ChatEngine(Protocol):
-    """What adapters need of an engine, in this process or remote."""
+    """What adapters require from an engine, in this process or remote."""
 
     def chat(self, request: Request) -> ChatCompletion: ...
 
@@ -89,9 +89,9 @@ class EngineStats:
     """Counters of an engine.
 
     Attributes:
-        active_requests: completions that are decoded or wait, from the arrival of their request on.
+        active_requests: running or waiting completions, from arrival to the end of the response.
         max_active_requests: the maximum of `active_requests`.
-        restarts: how often the decoder was replaced.
+        restarts: number of decoder restarts.
         vision: counters of the vision encoder and its cache.
         fetches: counters of fetched media.
         decoder: counters of the decoder.
@@ -118,7 +118,7 @@ class _Running:
 
 
 class Engine:
-    """Serves chat requests with images and videos with one model.
+    """Serves chat requests, including images and videos, with one model.
 
     Start it with `with Engine(config) as engine`, `async with` or `start`. Any number of threads, tasks and event loops
     may then send requests concurrently: the stages run on the engine's event loop, in its own thread.
@@ -150,14 +150,18 @@ class Engine:
         return running.loop.call(running.pipeline.chat(parsed))
 
     async def achat(self, request: Request) -> ChatCompletion:
-        """Serve one request; canceling the caller frees the request's resources. Raises like `chat`."""
+        """Serve one request; canceling the caller frees the request's resources.
+
+        Raises the same errors as `chat`.
+        """
         running, parsed = self._ready(), ChatRequest.parse(request)
         return await running.loop.acall(running.pipeline.chat(parsed))
 
     def submit(self, request: Request) -> Future[Generation]:
         """Submit one request; canceling the future frees the request's resources.
 
-        The result includes the token ids of the prompt and the completions. Raises like `chat`, here or in the future.
+        The result includes the token ids of the prompt and the completions. Raises the same errors as `chat`, here or
+        in the future.
         """
         running, parsed = self._ready(), ChatRequest.parse(request)
         return running.loop.submit(running.pipeline.generate(parsed))
@@ -165,7 +169,7 @@ class Engine:
     def stream(self, request: Request) -> Generator[ChatCompletionChunk, None, None]:
         """Stream the response to one request; closing the iterator cancels the request.
 
-        Raises like `chat`, when the first chunk is requested.
+        Raises the same errors as `chat`, when the first chunk is requested.
         """
         running, parsed = self._ready(), ChatRequest.parse(request)
         yield from running.loop.iterate(running.pipeline.stream(parsed))
@@ -180,7 +184,7 @@ class Engine:
     def preview(self, request: Request) -> Preview:
         """Return the media as the model would see them, and the length of the prompt; no model runs.
 
-        Raises like `chat`; an image or video referenced by `uuid` alone cannot be previewed.
+        Raises the same errors as `chat`; an image or video referenced by `uuid` alone cannot be previewed.
         """
         running, parsed = self._ready(), ChatRequest.parse(request)
         return running.loop.call(running.pipeline.preview(parsed))
@@ -191,20 +195,26 @@ class Engine:
         return await running.loop.acall(running.pipeline.preview(parsed))
 
     async def atokenize(self, request: Request) -> list[int]:
-        """Return the token ids of a request's prompt, with placeholders for images and videos. Raises like `chat`."""
+        """Return the token ids of a request's prompt, with placeholders for images and videos.
+
+        Raises the same errors as `chat`.
+        """
         running, parsed = self._ready(), ChatRequest.parse(request)
         return await running.loop.acall(running.pipeline.tokenize(parsed))
 
     async def aencode(self, text: str) -> list[int]:
-        """Return the token ids of a rendered prompt, in which control tokens are recognized. Raises like `chat`."""
+        """Return the token ids of a rendered prompt, in which special tokens are recognized.
+
+        Raises the same errors as `chat`.
+        """
         return await asyncio.to_thread(self._ready().pipeline.prompts.encode, text)
 
     async def adecode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids. Raises like `chat`."""
+        """Return the text of token ids. Raises the same errors as `chat`."""
         return await asyncio.to_thread(self._ready().pipeline.prompts.decode, ids)
 
     async def aconvert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
-        """Return the tokens as written in the vocabulary. Raises like `chat`."""
+        """Return the tokens as written in the vocabulary. Raises the same errors as `chat`."""
         return await asyncio.to_thread(self._ready().pipeline.prompts.convert_ids_to_tokens, ids)
 
     # Status
@@ -275,8 +285,8 @@ class Engine:
         """Release all resources; running requests raise EngineClosed. Calling it again has no effect.
 
         Raises:
-            DecoderFailed: a step of the decoder does not end soon, and `status` has not reported it yet; everything
-                else was released.
+            DecoderFailed: a step of the decoder does not finish in time, and `status` has not reported it yet;
+                everything else was released.
         """
         with self._lifecycle_lock:
             running, self._running = self._running, None
@@ -296,17 +306,17 @@ class Engine:
         return self.start()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._exit(error)
+        self._exit(exc)
 
     async def __aenter__(self) -> Self:
         return await self.astart()
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await asyncio.to_thread(self._exit, error)
+        await asyncio.to_thread(self._exit, exc)
 
     def _exit(self, error: BaseException | None) -> None:
         """Close; if the `with` block raised, log an error of `close`, so that it does not replace the block's error."""

@@ -155,7 +155,7 @@ def test_invalid_request_is_named_and_next_one_works(scripted, change, error, pa
 
 def test_unsupported_parameter_is_rejected_by_name(scripted):
     engine, _ = scripted("ok", supported_params=SAMPLING_PARAMETERS - {"logit_bias"})
-    with pytest.raises(UnsupportedParameter, match="does not support logit_bias") as caught:
+    with pytest.raises(UnsupportedParameter, match="does not support `logit_bias`") as caught:
         engine.chat({**HELLO, "logit_bias": {"5": 1}})
     assert caught.value.param == "logit_bias"
     assert engine.chat({**HELLO, "logit_bias": {}}).choices[0].message.content == "ok"
@@ -282,7 +282,7 @@ def test_requests_beyond_queue_are_rejected_before_any_work(scripted):
     streams = [engine.stream(HELLO) for _ in range(2)]
     for stream in streams:
         next(stream)
-    with pytest.raises(QueueFull, match="2 requests are already running or waiting"):
+    with pytest.raises(QueueFull, match="2 completions are already running or waiting"):
         engine.chat({"messages": as_openai([user("x", blurred_image(1))])})
     assert len(script.requests) == 2
     for stream in streams:
