@@ -60,7 +60,7 @@ class ByteBudget:
         self._used += size
         if self._used > self._limit:
             raise MediaTooLarge(
-                f"The media of the request exceeds {self._limit} bytes in total; send fewer or smaller items.",
+                f"The media of the request exceeds {self._limit} bytes in total. Send fewer or smaller items.",
                 param=path,
             )
 
@@ -103,7 +103,7 @@ class Fetcher:
         Args:
             url: the URL to fetch.
             kind: selects the size and time limits.
-            path: the part's location in the request, used in errors.
+            path: the part's path in the request, used in errors.
             budget: the request's byte budget; defaults to a new one.
 
         Raises:
@@ -115,12 +115,13 @@ class Fetcher:
         seconds = self._config.image_fetch_timeout if kind == "image" else self._config.video_fetch_timeout
         await self._acquire_slot(seconds)
         try:
-            with anyio.fail_after(seconds):  # `asyncio.wait_for` may lose a cancellation, see `deadline`
+            with anyio.fail_after(seconds):  # `asyncio.wait_for` may lose a cancellation, see `concurrency/deadline.py`
                 body = await self._follow(url, kind, path, budget or ByteBudget(self._config.max_fetched_bytes))
         except (httpx.HTTPError, OSError, UnicodeError) as error:  # a timeout is an OSError
             self._failed += 1
             raise MediaUnreachable(
-                "The media could not be fetched completely within the time limit; check the URL, or send a data: URL.",
+                "The media could not be fetched: the connection failed, or took too long. Check the URL, or send a"
+                " data: URL.",
                 param=path,
             ) from error
         except MediaError:
@@ -141,7 +142,7 @@ class Fetcher:
             with anyio.fail_after(seconds):
                 await self._slots.acquire()
         except TimeoutError:
-            raise QueueFull("Too many images and videos are being fetched; try again in a moment.") from None
+            raise QueueFull("Too many images and videos are being fetched. Try again in a moment.") from None
 
     async def _follow(self, url: httpx.URL, kind: Kind, path: str, budget: ByteBudget) -> bytes:
         for _ in range(MAX_REDIRECTS + 1):
@@ -152,7 +153,7 @@ class Fetcher:
             finally:
                 await response.aclose()
             url = check_url(response.headers["Location"], path=path, config=self._config, base=url)
-        raise MediaRefused("The URL redirects too often; send the final URL.", param=path)
+        raise MediaRefused("The URL redirects too often. Send the final URL.", param=path)
 
     async def _request(self, url: httpx.URL, path: str) -> httpx.Response:
         """Send one hop's request to the first address that accepts a connection; the body is not read yet."""
@@ -167,9 +168,9 @@ class Fetcher:
 
     async def _read_body(self, response: httpx.Response, kind: Kind, path: str, budget: ByteBudget) -> bytes:
         if response.status_code != httpx.codes.OK:
-            raise MediaUnreachable("The host of this URL did not return the media; check the URL.", param=path)
+            raise MediaUnreachable("The host of this URL did not return the media. Check the URL.", param=path)
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise MediaUnreachable("The host of this URL sends compressed content; send a data: URL.", param=path)
+            raise MediaUnreachable("The host of this URL sends compressed content. Send a data: URL.", param=path)
         limit = self._config.image_max_bytes if kind == "image" else self._config.video_max_bytes
         if int(response.headers.get("Content-Length", 0)) > limit:
             raise too_large_error(limit, path)
@@ -180,7 +181,7 @@ def direct_transport(tls: ssl.SSLContext | None = None) -> httpx.AsyncHTTPTransp
     """Create a transport without proxies or connection reuse.
 
     Args:
-        tls: trusted certificates; defaults to the public authorities.
+        tls: trusted certificates; defaults to the default CA certificates.
     """
     return httpx.AsyncHTTPTransport(
         verify=tls or True,
@@ -212,4 +213,4 @@ def _request_to(address: str, url: httpx.URL) -> httpx.Request:
 
 
 def too_large_error(limit: int, path: str) -> MediaTooLarge:
-    return MediaTooLarge(f"The media exceeds {limit} bytes; send a smaller file.", param=path)
+    return MediaTooLarge(f"The media exceeds {limit} bytes. Send a smaller file.", param=path)

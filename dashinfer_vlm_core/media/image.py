@@ -1,4 +1,4 @@
-"""Decode images to upright RGB with Pillow, in the six common web formats."""
+"""Decode PNG, JPEG, WebP, GIF, BMP and TIFF images to upright RGB with Pillow."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def decode_image(data: bytes, *, path: str, max_pixels: int, background: tuple[i
 
     Args:
         data: the encoded file.
-        path: the image's location in the request, used in errors.
+        path: the image's path in the request, used in errors.
         max_pixels: maximum pixels, checked against the header before decoding.
         background: red, green and blue under transparent pixels.
 
@@ -64,13 +64,13 @@ def convert_image(
         image.load()
         if image.mode not in (*_OPAQUE, *_TRANSPARENT) and not image.mode.startswith("I;16"):
             raise MediaUndecodable(
-                "An image of 32-bit integers or floats has no defined range; convert it to RGB.", param=path
+                "An image of 32-bit integers or floats has no defined range. Convert it to RGB.", param=path
             )
         return _upright(_to_rgb(image, background), _orientation(image))
 
 
 def count_pixels(data: bytes, *, path: str, max_pixels: int) -> int:
-    """Count an image's pixels from its header, without decoding it; raises as `decode_image`."""
+    """Count an image's pixels from its header, without decoding it. Raises the same errors as `decode_image`."""
     with _errors(path), PILImage.open(BytesIO(data), formats=FORMATS) as image:
         width, height = size = (int(image.width), int(image.height))
         check_size(size, max_pixels, path)
@@ -87,14 +87,14 @@ def check_size(size: tuple[int, int], max_pixels: int, path: str) -> None:
     """
     width, height = size
     if width * height > max_pixels:
-        raise MediaTooLarge(f"The image has more than {max_pixels} pixels; send a smaller one.", param=path)
+        raise MediaTooLarge(f"The image has more than {max_pixels} pixels. Send a smaller one.", param=path)
     if min(size) < 2:
         raise InvalidParameter(
-            f"The image has {width} x {height} pixels; send one that is at least 2 pixels high and wide.", param=path
+            f"The image has {width} x {height} pixels. Send one that is at least 2 pixels high and wide.", param=path
         )
     if max(size) > MAX_ASPECT * min(size):
         raise InvalidParameter(
-            f"One side of {width} x {height} pixels is more than {MAX_ASPECT} times the other; crop the image.",
+            f"One side of {width} x {height} pixels is more than {MAX_ASPECT} times the other. Crop the image.",
             param=path,
         )
 
@@ -103,7 +103,7 @@ def _check_coding(image: PILImage.Image, path: str) -> None:
     """Reject run-length encoded BMP: Pillow decodes it in Python, and a few kilobytes occupy a thread for many
     seconds."""
     if image.format == "BMP" and any(tile[0] == "bmp_rle" for tile in getattr(image, "tile", ())):
-        raise MediaUndecodable("Run-length encoded BMP files are not supported; save the image as PNG.", param=path)
+        raise MediaUndecodable("Run-length encoded BMP files are not supported. Save the image as PNG.", param=path)
 
 
 def _to_rgb(image: PILImage.Image, background: tuple[int, int, int]) -> PILImage.Image:
@@ -150,9 +150,9 @@ def _errors(path: str) -> Iterator[None]:
     except DashInferVLMError:
         raise
     except (PILImage.DecompressionBombError, PILImage.DecompressionBombWarning) as error:
-        raise MediaTooLarge("The image has too many pixels; send a smaller one.", param=path) from error
+        raise MediaTooLarge("The image has too many pixels. Send a smaller one.", param=path) from error
     except Exception as error:  # Pillow's decoders raise arbitrary exceptions on damaged data
         raise MediaUndecodable(
-            "This is not a complete PNG, JPEG, WebP, GIF, BMP or TIFF image; save it again in one of these formats.",
+            "This is not a complete PNG, JPEG, WebP, GIF, BMP or TIFF image. Save it again in one of these formats.",
             param=path,
         ) from error

@@ -19,9 +19,9 @@ from ..config import EngineConfig
 from ..errors import EngineClosed, MediaTooLarge, UnsupportedParameter
 from ..protocol import EncodedEmbeddings, MediaPart
 from .fetch import ByteBudget, Fetcher, FetchStats
+from .frame_sampling import VideoSamplingPolicy
 from .image import count_pixels, decode_image
-from .python_objects import fingerprint, load_object
-from .sampling import VideoSamplingPolicy
+from .python_objects import digest_media, load_object
 from .source import InlineSource, LocalSource, Source, decode, locate, read
 from .types import Image, Media, Pixels, StopCheck, Video, VideoReader
 from .url_policy import Resolver
@@ -33,7 +33,7 @@ T = TypeVar("T")
 class MediaLoader:
     """Loads and decodes the media of requests; the only object here that opens sockets and files for a request.
 
-    It may be created anywhere, but is bound to the event loop that first calls `load`.
+    It may be created anywhere, but is bound to the event loop on which `load` is first called.
 
     Args:
         config: limits and permissions.
@@ -85,7 +85,8 @@ class MediaLoader:
 
         Raises:
             MediaError: a part is forbidden, too large, unreachable, or not an image or video.
-            InvalidParameter, UnsupportedParameter: an option of a part does not apply to its media.
+            InvalidParameter: an option of a part does not apply to its media.
+        UnsupportedParameter: the request contains embeddings, and they are not enabled.
             MissingDependency: the request has a video file, and no video reader is installed.
             EngineClosed: the loader is closed, or was closed while loading.
         """
@@ -95,18 +96,18 @@ class MediaLoader:
         if not parts:
             return ()
         stop = threading.Event()
-        work = asyncio.ensure_future(self._load(parts, then, stop))
-        self._running.add(work)
+        task = asyncio.ensure_future(self._load(parts, then, stop))
+        self._running.add(task)
         try:
-            await asyncio.wait({work})  # unlike `await work`, distinguishes cancellation by the caller from `close`
+            await asyncio.wait({task})  # unlike `await task`, distinguishes cancellation by the caller from `close`
         finally:
             stop.set()
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
-            self._running.discard(work)
-        if work.cancelled():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            self._running.discard(task)
+        if task.cancelled():
             raise _closed_error()
-        return work.result()
+        return task.result()
 
     async def close(self) -> None:
         """Fail the running requests with EngineClosed, and release sockets and threads.
@@ -114,8 +115,8 @@ class MediaLoader:
         Threads finish their current work in the background; video decoding stops within a few frames.
         """
         self._closed = True
-        for work in self._running:
-            work.cancel()
+        for task in self._running:
+            task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._fetcher.close()
@@ -173,14 +174,14 @@ class MediaLoader:
             if stop.is_set():
                 raise _closed_error()
 
-        def work() -> T:
+        def decode_and_process() -> T:
             media = self._decode(part, data, check_stop)
             check_stop()
             if part.uuid is not None:
-                media = replace(media, source=_digest(data) if data else fingerprint(media))
+                media = replace(media, source_digest=_digest_files(data) if data else digest_media(media))
             return then(media)
 
-        return await self._run(work)
+        return await self._run(decode_and_process)
 
     def _decode(self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck) -> Media:
         check_stop()
@@ -219,9 +220,9 @@ class MediaLoader:
         background = part.background or self._config.rgba_background
         return decode_image(data, path=path, max_pixels=self._config.max_decoded_pixels, background=background)
 
-    async def _run(self, work: Callable[..., T], *arguments: object) -> T:
+    async def _run(self, function: Callable[..., T], *arguments: object) -> T:
         """Run blocking work in a thread, without blocking the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
 
 def _check_counts(parts: Sequence[MediaPart], config: EngineConfig) -> None:
@@ -229,7 +230,7 @@ def _check_counts(parts: Sequence[MediaPart], config: EngineConfig) -> None:
         matching = [part for part in parts if part.kind == kind]
         if len(matching) > limit:
             raise MediaTooLarge(
-                f"This server accepts up to {limit} {kind} parts per request, got {len(matching)}; send fewer.",
+                f"The engine accepts up to {limit} {kind} parts per request, got {len(matching)}. Send fewer.",
                 param=matching[limit].path,
             )
 
@@ -250,7 +251,7 @@ async def _check_bytes(frames: Iterable[Awaitable[bytes]], part: MediaPart, conf
         size += len(await frame)
         if size > config.video_max_bytes:
             raise MediaTooLarge(
-                f"The frames of the video exceed {config.video_max_bytes} bytes in total; send fewer or smaller ones.",
+                f"The frames of the video exceed {config.video_max_bytes} bytes in total. Send fewer or smaller ones.",
                 param=part.path,
             )
 
@@ -259,13 +260,12 @@ def _check_embeddings(parts: Sequence[MediaPart], config: EngineConfig) -> None:
     for part in parts:
         if isinstance(part.content, EncodedEmbeddings) and not config.enable_mm_embeds:
             raise UnsupportedParameter(
-                "Embeddings are not enabled on this server: send an `image_url`, or start the server with"
-                " --enable-mm-embeds.",
+                "Embeddings are not enabled. Send an `image_url`, or start the engine with --enable-mm-embeds.",
                 param=part.path,
             )
 
 
-def _digest(data: Sequence[bytes]) -> bytes:
+def _digest_files(data: Sequence[bytes]) -> bytes:
     """Hash all encoded files of a part, each with its length, to 32 bytes."""
     digest = hashlib.sha256()
     for item in data:
@@ -274,12 +274,12 @@ def _digest(data: Sequence[bytes]) -> bytes:
 
 
 def _closed_error() -> EngineClosed:
-    return EngineClosed("The engine was closed; start it again, or send the request to another engine.")
+    return EngineClosed("The engine was closed. Start it again, or send the request to another engine.")
 
 
-async def _gather(work: Iterable[Awaitable[T]], fetches: Iterable[asyncio.Future[Any]] = ()) -> list[T]:
-    """Return all results in order; on failure or cancellation, cancel the rest of `work` and `fetches`."""
-    tasks = [asyncio.ensure_future(item) for item in work]
+async def _gather(awaitables: Iterable[Awaitable[T]], fetches: Iterable[asyncio.Future[Any]] = ()) -> list[T]:
+    """Return all results in order; on failure or cancellation, cancel the rest of `awaitables` and `fetches`."""
+    tasks = [asyncio.ensure_future(item) for item in awaitables]
     try:
         return await asyncio.gather(*tasks)
     finally:

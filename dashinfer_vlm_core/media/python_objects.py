@@ -9,8 +9,8 @@
                 [tokens, hidden size], and three integers or one row of them; numpy or torch, the grid also a list.
                 Or `EncodedEmbeddings`.
 
-Pixels are read while the request is prepared and must not change before it completes; embeddings are copied. Tensors
-are recognized by duck typing, because torch is not imported here.
+Pixels are read while the request is prepared and must not change before the request completes; embeddings are copied.
+Tensors are recognized by duck typing, because torch is not imported here.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ..concurrency.compute import CPU_EXECUTOR
 from ..config import EngineConfig
 from ..errors import InvalidParameter
 from ..protocol import EncodedEmbeddings, MediaPart
+from .frame_sampling import VideoSamplingPolicy
 from .image import check_size, convert_image
-from .sampling import VideoSamplingPolicy
 from .tensors import Array, as_grid, as_rows, read_embeddings
 from .types import Embeddings, Image, Media, Pixels, StopCheck, Video
 from .video import check_frames, check_total, frame_path, stack_frames
@@ -43,8 +43,8 @@ def load_object(part: MediaPart, config: EngineConfig, policy: VideoSamplingPoli
     """Convert `part.content`, a Python object of this process, within the limits of `config`.
 
     Raises:
-        InvalidParameter: the object is not one that this module supports, or has a wrong shape or dtype.
-        UnsupportedParameter: `fps` or `num_frames` with a video that is already frames.
+        InvalidParameter: the object is not one that this module supports, has a wrong shape or dtype, or is a list of
+            frames with `fps` or `num_frames`.
         MediaTooLarge: more pixels or bytes than are allowed.
         MediaUndecodable: encoded embeddings that cannot be read, or an image whose file is damaged.
     """
@@ -62,7 +62,7 @@ def load_object(part: MediaPart, config: EngineConfig, policy: VideoSamplingPoli
     )
 
 
-def fingerprint(media: Media) -> bytes:
+def digest_media(media: Media) -> bytes:
     """Hash media to 32 bytes; equal if and only if kind and contents are equal."""
     digest = hashlib.sha256(type(media).__name__.encode())
     shape: tuple[int, ...]
@@ -121,13 +121,13 @@ def _frame(content: object, path: str, config: EngineConfig) -> _Frame:
     array = _as_array(content, path)
     if array is None:
         raise InvalidParameter(
-            f"{type(content).__name__} is not an image: pass a PIL image, an array of pixels, or embeddings with their"
+            f"{type(content).__name__} is not an image. Pass a PIL image, an array of pixels, or embeddings with their"
             " grid.",
             param=path,
         )
     if array.dtype != np.uint8:
         raise InvalidParameter(
-            f"Pixels must be uint8, got {array.dtype}: multiply floats from 0 to 1 by 255 and convert them. Pass"
+            f"Pixels must be uint8, got {array.dtype}. Multiply floats from 0 to 1 by 255 and convert them. Pass"
             " embeddings with their grid, as image_embeds and image_grid_thw.",
             param=path,
         )
@@ -174,7 +174,7 @@ def _as_array(value: Any, path: str) -> Array | None:
         tensor = value.detach().cpu()
         array: Array = (CPU_EXECUTOR.run(tensor.float) if tensor.is_floating_point() else tensor).numpy()
     except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
-        raise InvalidParameter("The tensor cannot be read: pass a dense tensor with data.", param=path) from error
+        raise InvalidParameter("The tensor cannot be read. Pass a dense tensor with data.", param=path) from error
     return array
 
 

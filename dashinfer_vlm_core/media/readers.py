@@ -25,7 +25,7 @@ _CONTAINER_OPTIONS = {
 
 
 class PyAVReader:
-    """Video reader that uses PyAV, the maintained FFmpeg bindings with wheels for every platform."""
+    """Video reader that uses PyAV, Python bindings of FFmpeg."""
 
     name = "pyav"
     priority = 10
@@ -39,7 +39,7 @@ class PyAVReader:
 
 
 READERS: tuple[VideoReader, ...] = (PyAVReader(),)
-"""Best first. decord is not included: about one in a few hundred damaged files crashes its process."""
+"""The built-in readers. decord is not one of them: about one in a few hundred damaged files crashes its process."""
 
 
 class _PyAVVideo:

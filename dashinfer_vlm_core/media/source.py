@@ -57,7 +57,7 @@ class RemoteSource:
 
 
 Source: TypeAlias = InlineSource | LocalSource | RemoteSource
-"""Sources are equal if they refer to the same content; the part that uses them does not matter."""
+"""Sources are equal if they have the same URL or file; the part that uses them does not matter."""
 
 
 def locate(text: str, *, kind: Kind, path: str, config: EngineConfig) -> Source:
@@ -76,7 +76,7 @@ def locate(text: str, *, kind: Kind, path: str, config: EngineConfig) -> Source:
         return RemoteSource(url=check_url(text, path=path, config=config), kind=kind, path=path)
     if scheme == "file":
         return LocalSource(file=_allowed_file(text, config.allowed_local_media_path, path), limit=limit, path=path)
-    raise MediaRefused("The URL scheme is not supported for media; send an http:, https: or data: URL.", param=path)
+    raise MediaRefused("The URL scheme is not supported for media. Send an http:, https: or data: URL.", param=path)
 
 
 def decode(source: InlineSource) -> bytes:
@@ -106,7 +106,7 @@ def from_base64(payload: str, *, path: str) -> bytes:
         raw = raw.translate(_URL_SAFE, delete=_SPACE).rstrip(b"=")
         return base64.b64decode(raw + b"=" * (-len(raw) % 4), validate=True)
     except (binascii.Error, UnicodeEncodeError) as error:
-        raise MediaUndecodable("The data is not valid base64; encode it again.", param=path) from error
+        raise MediaUndecodable("The data is not valid base64. Encode it again.", param=path) from error
 
 
 def check_base64(payload: str, *, limit: int, path: str) -> None:
@@ -118,7 +118,7 @@ def check_base64(payload: str, *, limit: int, path: str) -> None:
     escaped = sum(payload.count(escape.decode()) for escape, _ in _ESCAPES) if "%" in payload else 0
     characters = len(payload) - 2 * escaped - sum(payload.count(ignored) for ignored in " \t\r\n=")
     if characters * 3 // 4 > limit:
-        raise MediaTooLarge(f"The media exceeds {limit} bytes; send a smaller file.", param=path)
+        raise MediaTooLarge(f"The media exceeds {limit} bytes. Send a smaller file.", param=path)
 
 
 def read(source: LocalSource) -> bytes:
@@ -138,7 +138,7 @@ def read(source: LocalSource) -> bytes:
     if data is None:
         raise _missing_file_error(source.path)
     if len(data) > source.limit:
-        raise MediaTooLarge(f"The media exceeds {source.limit} bytes; send a smaller file.", param=source.path)
+        raise MediaTooLarge(f"The media exceeds {source.limit} bytes. Send a smaller file.", param=source.path)
     return data
 
 
@@ -146,7 +146,7 @@ def _inline(text: str, limit: int, path: str) -> InlineSource:
     header, comma, payload = text.partition(",")
     if not comma or not header.lower().rstrip().endswith(";base64"):
         raise MediaUndecodable(
-            "The data: URL is not base64; it must have the form `data:image/png;base64,...`.", param=path
+            "The data: URL is not base64. It must have the form `data:image/png;base64,...`.", param=path
         )
     check_base64(payload, limit=limit, path=path)
     return InlineSource(url=text, path=path)
@@ -166,7 +166,7 @@ def _allowed_file(text: str, folder: Path | None, path: str) -> Path:
                 return file
         except (OSError, ValueError, RuntimeError):  # invalid names and symlink loops
             pass
-    raise MediaRefused("Local files are not allowed here; send a data:, http: or https: URL.", param=path)
+    raise MediaRefused("Local files are not allowed here. Send a data:, http: or https: URL.", param=path)
 
 
 def _path_from_url(text: str) -> str:
@@ -179,4 +179,4 @@ def _path_from_url(text: str) -> str:
 
 
 def _missing_file_error(path: str) -> MediaUnreachable:
-    return MediaUnreachable("The file does not exist or cannot be read; check its name.", param=path)
+    return MediaUnreachable("The file does not exist or cannot be read. Check its name.", param=path)

@@ -27,7 +27,7 @@ from .source import check_base64, from_base64
 
 Array: TypeAlias = npt.NDArray[Any]
 Rows: TypeAlias = npt.NDArray[np.float32]
-GridShape: TypeAlias = tuple[int, int, int]
+Grid: TypeAlias = tuple[int, int, int]
 
 ROWS = "image_embeds"
 GRID = "image_grid_thw"
@@ -64,33 +64,33 @@ class _Tensor:
     """A dense, row-major tensor whose size is not checked yet.
 
     Attributes:
-        kind: a key of `_TYPES`.
+        dtype: a key of `_TYPES`.
         shape: the declared shape.
         data: the values, little-endian.
     """
 
-    kind: str
+    dtype: str
     shape: tuple[int, ...]
     data: bytes
 
     def array(self) -> Array:
         """Convert to float32 or int64; raises ValueError if the data does not match the shape."""
-        values = np.frombuffer(self.data, _TYPES[self.kind])
+        values = np.frombuffer(self.data, _TYPES[self.dtype])
         if math.prod(self.shape) != len(values):
             raise ValueError(f"the shape {self.shape} does not match {len(values)} values")
-        if self.kind == "BF16":
+        if self.dtype == "BF16":
             values = (values.astype(np.uint32) << 16).view(np.float32)
-        return values.astype(np.float32 if self.kind.endswith(("F32", "F16")) else np.int64).reshape(self.shape)
+        return values.astype(np.float32 if self.dtype.endswith(("F32", "F16")) else np.int64).reshape(self.shape)
 
 
-def read_embeddings(encoded: EncodedEmbeddings, *, path: str, max_bytes: int) -> tuple[Rows, GridShape]:
+def read_embeddings(encoded: EncodedEmbeddings, *, path: str, max_bytes: int) -> tuple[Rows, Grid]:
     """Read the visual tokens of a request and their grid.
 
     Args:
         encoded: base64 of safetensors files, or of `torch.save` files of one dense tensor each. Rows are float32,
             float16 or bfloat16, the grid is int64 or int32. A safetensors file has the tensors `image_embeds`,
             `image_grid_thw`, or both if `encoded` has no separate grid.
-        path: the part's location in the request, used in errors.
+        path: the part's path in the request, used in errors.
         max_bytes: maximum bytes of a file.
 
     Returns:
@@ -99,7 +99,7 @@ def read_embeddings(encoded: EncodedEmbeddings, *, path: str, max_bytes: int) ->
     Raises:
         MediaTooLarge: a file has more than `max_bytes` bytes.
         MediaUndecodable: a file has another format, is damaged, or has other contents.
-        InvalidParameter: as for `as_rows` and `as_grid`.
+        InvalidParameter: the rows or the grid are missing or invalid, see `as_rows` and `as_grid`.
     """
     arrays = _read(encoded.rows, {ROWS} if encoded.grid else {ROWS, GRID}, path=path, max_bytes=max_bytes)
     if isinstance(encoded.grid, str):
@@ -117,14 +117,14 @@ def as_rows(array: Array | None, *, path: str) -> Rows:
     """
     if array is None or array.dtype.kind != "f" or array.ndim != 2 or not array.size:
         raise InvalidParameter(
-            "Embeddings must be floats of shape [tokens, hidden size]: send them as image_embeds.",
+            "Embeddings must be floats of shape [tokens, hidden size]. Send them as `image_embeds`.",
             param=path,
         )
     with np.errstate(over="ignore"):
         return np.array(array, dtype=np.float32, order="C")
 
 
-def as_grid(array: Array | None, *, path: str) -> GridShape:
+def as_grid(array: Array | None, *, path: str) -> Grid:
     """Return the patches along time, height and width, from three integers or one row of three.
 
     Raises:
@@ -159,7 +159,7 @@ def _read(text: str, names: set[str], *, path: str, max_bytes: int) -> dict[str,
     except Exception as error:  # third-party parsers raise arbitrary exceptions on damaged data
         raise MediaUndecodable(
             "The embeddings are neither a safetensors file of image_embeds and image_grid_thw, nor one dense,"
-            " contiguous tensor written by torch.save; save them with safetensors.",
+            " contiguous tensor written by torch.save. Save them with safetensors.",
             param=path,
         ) from error
 
@@ -169,7 +169,7 @@ def _read_safetensors(data: bytes) -> dict[str, _Tensor]:
         raise ValueError("the header is too long")
     tensors = safetensors.deserialize(data)  # type: ignore[no-untyped-call]  # safetensors leaves it untyped
     return {
-        name: _Tensor(kind=item["dtype"], shape=tuple(item["shape"]), data=bytes(item["data"]))
+        name: _Tensor(dtype=item["dtype"], shape=tuple(item["shape"]), data=bytes(item["data"]))
         for name, item in tensors
     }
 
@@ -189,7 +189,7 @@ def _read_torch_save(data: bytes) -> _Tensor:
         if int(match["size"]) != math.prod(shape) or not _is_contiguous(shape, strides):
             raise ValueError("the tensor is a view of another tensor")
         return _Tensor(
-            kind=_STORAGES[match["storage"]], shape=shape, data=_read_stored(archive, f"{folder}/data/{match['key']}")
+            dtype=_STORAGES[match["storage"]], shape=shape, data=_read_stored(archive, f"{folder}/data/{match['key']}")
         )
 
 

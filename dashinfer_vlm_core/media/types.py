@@ -22,19 +22,20 @@ class Image:
 
     Attributes:
         image: a Pillow image of mode RGB with 8 bits per channel, so that resizing starts without a copy.
-        path: its location in the request, such as `messages[0].content[1]`.
-        source: digest of the encoded data, if the part has a `uuid`.
+        path: its path in the request, such as `messages[0].content[1]`.
+        source_digest: digest of the encoded data, or of the pixels of a Python object; empty if the part has no `uuid`.
         min_pixels: minimum pixels after resizing that the request sets.
         max_pixels: maximum pixels after resizing that the request sets.
     """
 
     image: PILImage.Image
     path: str
-    source: bytes = b""
+    source_digest: bytes = b""
     min_pixels: int | None = None
     max_pixels: int | None = None
 
     part = RenamedAttribute("path")
+    source = RenamedAttribute("source_digest")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -43,9 +44,9 @@ class Video:
 
     Attributes:
         frames: uint8 [frames, height, width, 3], at least one.
-        path: its location in the request.
+        path: its path in the request.
         times: timestamp of each frame in seconds.
-        source: as in `Image`.
+        source_digest: as in `Image`.
         min_pixels: minimum pixels of a frame after resizing that the request sets.
         max_pixels: maximum pixels of a frame after resizing that the request sets.
         total_pixels: maximum pixels of all frames together that the request sets.
@@ -54,12 +55,13 @@ class Video:
     frames: Pixels
     path: str
     times: tuple[float, ...] = ()
-    source: bytes = b""
+    source_digest: bytes = b""
     min_pixels: int | None = None
     max_pixels: int | None = None
     total_pixels: int | None = None
 
     part = RenamedAttribute("path")
+    source = RenamedAttribute("source_digest")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -70,17 +72,18 @@ class Embeddings:
         rows: float32 [tokens, hidden size]; only the type and the number of axes are checked.
         grid: patches along time, height and width, at least 1 each.
         kind: whether they encode an image or a video.
-        path: their location in the request.
-        source: as in `Image`.
+        path: their path in the request.
+        source_digest: as in `Image`.
     """
 
     rows: npt.NDArray[np.float32]
     grid: tuple[int, int, int]
     kind: Kind
     path: str
-    source: bytes = b""
+    source_digest: bytes = b""
 
     part = RenamedAttribute("path")
+    source = RenamedAttribute("source_digest")
 
 
 Media: TypeAlias = Image | Video | Embeddings
@@ -128,7 +131,8 @@ class VideoReader(Protocol):
     """Opens video files; plugins register readers with `register_video_readers`.
 
     A reader receives any bytes that a request declares a video, so it must check the signature of its formats before it
-    calls a library. If it raises anything but `MediaUndecodable`, its name is logged and the next reader is tried.
+    calls a library. After `MediaUndecodable`, the next reader is tried. Other `RequestError` and `EngineError`
+    exceptions propagate. Any other exception is logged, and the next reader is tried.
 
     Attributes:
         name: shown by `dashinfer-vlm plugins`.

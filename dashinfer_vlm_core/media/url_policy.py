@@ -41,16 +41,16 @@ def check_url(text: str, *, path: str, config: EngineConfig, base: httpx.URL | N
         MediaRefused: an unusual URL, a scheme other than http and https, or a host that `config` does not allow.
     """
     if not config.allow_remote_media:
-        raise MediaRefused("This server does not fetch media; send it as a data: URL.", param=path)
+        raise MediaRefused("The engine does not fetch media. Send it as a data: URL.", param=path)
     url = _parse(text, base)
     if url is None:
         raise MediaRefused(
-            "The URL is not a plain http: or https: URL; remove user names, spaces, backslashes and unusual host"
+            "The URL is not a plain http: or https: URL. Remove user names, spaces, backslashes and unusual host"
             " notations.",
             param=path,
         )
     if config.allowed_media_domains and _names(url).isdisjoint(config.allowed_media_domains):
-        raise MediaRefused("This server does not fetch from that host; send the media as a data: URL.", param=path)
+        raise MediaRefused("The engine does not fetch from that host. Send the media as a data: URL.", param=path)
     if is_numeric(url) and not config.allow_private_addresses and not is_public(_host(url)):
         raise _not_public_error(path)
     return url
@@ -65,7 +65,7 @@ async def resolve_addresses(url: httpx.URL, resolve: Resolver, *, path: str, con
     """
     addresses = [_host(url)] if is_numeric(url) else await resolve(_host(url), _port(url))
     if not addresses:
-        raise MediaUnreachable("The host of this URL has no address; check the URL.", param=path)
+        raise MediaUnreachable("The host of this URL has no address. Check the URL.", param=path)
     if not config.allow_private_addresses and not all(is_public(address) for address in addresses):
         raise _not_public_error(path)
     return addresses
@@ -154,5 +154,5 @@ def _port(url: httpx.URL) -> int:
 
 def _not_public_error(path: str) -> MediaRefused:
     return MediaRefused(
-        "The URL resolves to an address that this server may not fetch from; use a public URL.", param=path
+        "The URL resolves to an address that the engine may not fetch from. Use a public URL.", param=path
     )

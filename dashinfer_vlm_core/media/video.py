@@ -17,31 +17,31 @@ from ..errors import (
     MediaUndecodable,
     MissingDependency,
     RequestError,
-    UnsupportedParameter,
 )
 from ..protocol import MediaPart
-from .sampling import VideoSamplingPolicy
+from .frame_sampling import VideoSamplingPolicy
 from .types import OpenVideo, Pixels, StopCheck, Video, VideoInfo, VideoReader
 
 MAX_FPS = 240.0
 
-_FRAMES = ".video_url.url"  # location of a part's frames in JSON
+_FRAMES = ".video_url.url"  # path of the frames within a part
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 
-def frame_count(total: int, fps: float, *, part: MediaPart, policy: VideoSamplingPolicy) -> int:
-    """Return how many frames of a file to sample: the policy's count, or `part.num_frames` rounded to its factor.
+def frame_count(total: int, video_fps: float, *, part: MediaPart, policy: VideoSamplingPolicy) -> int:
+    """Return how many frames of a file to sample: the policy's count, or `part.num_frames` rounded to a multiple
+    of `frame_factor`.
 
     Args:
         total: frames in the file.
-        fps: frames per second of the file.
+        video_fps: frames per second of the file.
 
     Raises:
         InvalidParameter: `num_frames` exceeds the frames of the file or the limit, or rounds to 0.
     """
     if part.num_frames is None:
-        return policy.count(total, fps, rate=part.fps)
+        return policy.count(total, video_fps, fps=part.fps)
     factor = policy.frame_factor
     count = round(part.num_frames / factor) * factor
     max_count = min(total, policy.max_frames)
@@ -84,7 +84,7 @@ def decode_video(
 
 
 def stack_frames(frames: Iterable[Pixels], count: int, part: MediaPart, policy: VideoSamplingPolicy) -> Video:
-    """Stack `count` decoded frames, which must have one size, to a video.
+    """Stack `count` decoded frames, which must have one size, into a video.
 
     Raises:
         InvalidParameter: a frame has another size; `param` names the frame.
@@ -104,7 +104,7 @@ def stack(frames: Iterable[Pixels], count: int) -> Pixels:
 
 
 def frame_path(part: MediaPart, index: int) -> str:
-    """Return a frame's location in the request."""
+    """Return a frame's path in the request."""
     return f"{part.path}{_FRAMES if part.content is None else ''}[{index}]"
 
 
@@ -112,13 +112,13 @@ def check_frames(count: int, *, part: MediaPart, policy: VideoSamplingPolicy) ->
     """Check a list of frames.
 
     Raises:
-        UnsupportedParameter: `num_frames` or `fps` is set; they apply only to video files.
-        InvalidParameter: the list is empty or too long.
+        InvalidParameter: the list is empty or too long, or `num_frames` or `fps` is set, which apply only to video
+            files.
     """
     for name, value in (("num_frames", part.num_frames), ("fps", part.fps)):
         if value is not None:
-            raise UnsupportedParameter(
-                f"`{name}` applies only to video files. A list of frames is used whole; send only the frames you want.",
+            raise InvalidParameter(
+                f"`{name}` applies only to video files. All frames of a list are used. Send only the frames you want.",
                 param=f"{part.path}.video_url.{name}" if part.content is None else f"{part.path}.{name}",
             )
     if not 0 < count <= policy.max_frames:
@@ -140,7 +140,7 @@ def check_total(pixels: int, *, part: MediaPart, config: EngineConfig) -> None:
     limit = config.video_max_decoded_pixels
     if pixels > limit:
         raise MediaTooLarge(
-            f"The frames of the video have more than {limit} pixels in total; send fewer or smaller ones.",
+            f"The frames of the video have more than {limit} pixels in total. Send fewer or smaller ones.",
             param=part.path,
         )
 
@@ -162,7 +162,7 @@ def available_readers(readers: Sequence[VideoReader]) -> tuple[VideoReader, ...]
 
 def undecodable_error(path: str | None = None) -> MediaUndecodable:
     return MediaUndecodable(
-        "The video is incomplete or its format is not supported here; send H.264 in an MP4 file, or a list of frames.",
+        "The video is incomplete or its format is not supported here. Send H.264 in an MP4 file, or a list of frames.",
         param=path,
     )
 
@@ -188,7 +188,7 @@ def _with_deadline(check_stop: StopCheck, part: MediaPart, config: EngineConfig)
         check_stop()
         if time.monotonic() > end:
             raise MediaTooLarge(
-                f"Decoding the video takes more than {config.video_decode_timeout:g} seconds; send a shorter or smaller"
+                f"Decoding the video takes more than {config.video_decode_timeout:g} seconds. Send a shorter or smaller"
                 " video.",
                 param=part.path,
             )
@@ -214,12 +214,12 @@ def _check_header(info: VideoInfo, part: MediaPart, config: EngineConfig) -> Non
         raise undecodable_error(part.path)
     if info.height * info.width > config.max_decoded_pixels:
         raise MediaTooLarge(
-            f"The video has more than {config.max_decoded_pixels} pixels per frame; send a smaller video.",
+            f"The video has more than {config.max_decoded_pixels} pixels per frame. Send a smaller video.",
             param=part.path,
         )
     if info.frames / min(info.fps, MAX_FPS) > config.video_max_seconds:
         raise MediaTooLarge(
-            f"The video is longer than {config.video_max_seconds:g} seconds; send a shorter video.", param=part.path
+            f"The video is longer than {config.video_max_seconds:g} seconds. Send a shorter video.", param=part.path
         )
 
 

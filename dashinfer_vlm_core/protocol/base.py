@@ -8,11 +8,14 @@ from typing import Annotated, ClassVar, TypeAlias
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, model_validator
 
 LARGEST = 2**31 - 1
-"""Maximum of counts, sizes and token ids in a request."""
+"""Maximum of counts, sizes and token IDs in a request."""
 
 
-class LenientModel(BaseModel):
-    """Base class of all objects in a request: unknown keys are kept, nulls are absent, values are not converted."""
+class RequestModel(BaseModel):
+    """Base class of all objects in a request: unknown keys are ignored, nulls are absent, values are not converted.
+
+    `strict=True` of pydantic disables conversions; it does not concern unknown keys.
+    """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="allow", strict=True, allow_inf_nan=False)
 
@@ -22,8 +25,8 @@ class LenientModel(BaseModel):
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
-class StrictModel(LenientModel):
-    """An object whose keys all affect the completion: unknown keys are rejected rather than ignored."""
+class ClosedModel(RequestModel):
+    """Base class of `media_io_kwargs` and `mm_processor_kwargs`, where unknown keys are rejected instead of ignored."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -56,10 +59,10 @@ STRING_OR_ARRAY = Discriminator(
 """Selects the member of a union by the value's type, so that pydantic reports an error once, at its location."""
 
 
-def string_or_object(kind: Callable[[object], str | None]) -> Discriminator:
-    """Return a discriminator like `STRING_OR_ARRAY`, for a union whose member `kind` returns."""
+def string_or_object(get_tag: Callable[[object], str | None]) -> Discriminator:
+    """Return a discriminator like `STRING_OR_ARRAY`, for a union whose tag `get_tag` returns."""
     return Discriminator(
-        kind, custom_error_type="string_or_object", custom_error_message="must be a string or an object"
+        get_tag, custom_error_type="string_or_object", custom_error_message="must be a string or an object"
     )
 
 

@@ -1,4 +1,4 @@
-"""The support status of all fields of OpenAI's request: each is supported, ignored or rejected."""
+"""The fields of OpenAI's request: each is supported, ignored or rejected; and rejected fields of other servers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IGNORED_FIELDS = frozenset(
 NO_AUDIO = "The models do not support audio. Remove it."
 _NO_FUNCTIONS = "It is deprecated. Use `tools` and `tool_choice`."
 _NO_GRAMMAR = "Use `response_format` with a JSON schema."
-_NO_TEMPLATE = "Requests cannot change the server's chat template. Remove it."
+_NO_TEMPLATE = "Requests cannot change the engine's chat template. Remove it."
 
 REJECTED_FIELDS: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
     {
@@ -43,7 +43,7 @@ REJECTED_FIELDS: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType
         "web_search_options": ((), "Web search is not available. Remove it."),
         # Fields of other servers. There they affect the completion, so that ignoring them here would be misleading.
         "add_generation_prompt": ((True,), _NO_TEMPLATE),
-        "allowed_token_ids": ((), "Use `logit_bias` on the other tokens."),
+        "allowed_token_ids": ((), _NO_GRAMMAR),
         "bad_words": (([],), "Use `logit_bias` on their tokens."),
         "best_of": ((1,), "Completions are not ranked. Use `n`."),
         "chat_template": ((), _NO_TEMPLATE),
@@ -61,10 +61,7 @@ REJECTED_FIELDS: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType
         "prompt_logprobs": ((), "Log probabilities are available for completion tokens only. Use `logprobs`."),
         "skip_special_tokens": ((True,), "Completions never contain special tokens. Remove it."),
         "structured_outputs": ((), _NO_GRAMMAR),
-        "truncate_prompt_tokens": (
-            (),
-            "Prompts are never truncated. Shorten the messages.",
-        ),
+        "truncate_prompt_tokens": ((), "Prompts are never truncated. Shorten the messages."),
         "use_beam_search": ((False,), "Use `temperature` 0 for greedy decoding."),
     }
 )

@@ -10,7 +10,7 @@ from pydantic import Field, Strict, Tag
 
 from ..deprecation import RenamedAttribute
 from ..errors import InvalidParameter, UnsupportedParameter
-from .base import LARGEST, STRING_OR_ARRAY, Count, Label, LenientModel, Name, Text, string_or_object
+from .base import LARGEST, STRING_OR_ARRAY, Count, Label, Name, RequestModel, Text, string_or_object
 from .fields import REJECTED_IN_MESSAGES, REJECTED_PARTS
 from .validation_errors import show
 
@@ -80,7 +80,7 @@ class MediaPart:
         return self.url is not None or self.content is not None
 
 
-class PixelBounds(LenientModel):
+class PixelBounds(RequestModel):
     """Bounds on the size of an image or frame; DashInfer-VLM spells them without the `s`."""
 
     min_pixels: Count | None = None
@@ -132,14 +132,14 @@ class ImageURL(PixelBounds):
             _check_url(self.url, f"{path}.url")
 
 
-class FramePart(LenientModel):
+class FramePart(RequestModel):
     """A video frame written as a complete content part."""
 
     type: Literal["image_url"] = "image_url"
     image_url: ImageURL
 
 
-def _frame_kind(value: object) -> str | None:
+def _frame_tag(value: object) -> str | None:
     if isinstance(value, str):
         return "string"
     if isinstance(value, (FramePart, ImageURL)):
@@ -149,7 +149,7 @@ def _frame_kind(value: object) -> str | None:
 
 _Frame: TypeAlias = Annotated[
     Annotated[Text, Tag("string")] | Annotated[ImageURL, Tag("object")] | Annotated[FramePart, Tag("part")],
-    string_or_object(_frame_kind),
+    string_or_object(_frame_tag),
 ]
 _Frames: TypeAlias = Annotated[
     tuple[_Frame, ...], Strict(False), Field(min_length=1, max_length=MAX_FRAMES, fail_fast=True)
@@ -171,12 +171,13 @@ class VideoURL(PixelBounds):
                 f"`{path}.num_frames` and `{path}.fps` cannot be combined. Pass one of them.",
                 param=f"{path}.num_frames",
             )
-        if self.num_frames is not None and isinstance(self.url, tuple):
-            raise InvalidParameter(
-                f"`{path}.num_frames` applies to video files only, not to lists of frames. Remove it.",
-                param=f"{path}.num_frames",
-            )
         if isinstance(self.url, tuple):
+            for name in ("num_frames", "fps"):
+                if getattr(self, name) is not None:
+                    raise InvalidParameter(
+                        f"`{path}.{name}` applies to video files only, not to lists of frames. Remove it.",
+                        param=f"{path}.{name}",
+                    )
             for index, frame in enumerate(self.url):
                 _check_frame(frame, f"{path}.url[{index}]")
         elif self.url or not has_uuid:
@@ -201,7 +202,7 @@ def _check_jpeg_frames(url: str, path: str) -> None:
         raise InvalidParameter(f"`{path}` must have at most {MAX_FRAMES} frames.", param=path)
 
 
-class ImageEmbeds(LenientModel):
+class ImageEmbeds(RequestModel):
     """Visual tokens in place of an image."""
 
     image_embeds: Text
@@ -223,7 +224,7 @@ class ImageEmbeds(LenientModel):
             )
 
 
-def _embeds_kind(value: object) -> str | None:
+def _embeds_tag(value: object) -> str | None:
     if isinstance(value, str):
         return "string"
     return "object" if isinstance(value, (dict, ImageEmbeds)) else None
@@ -256,8 +257,8 @@ def _check_url(url: str | None, path: str) -> None:
         raise InvalidParameter(f"`{path}` is empty. Pass a `data:` or `https:` URL.", param=path)
 
 
-class Part(LenientModel):
-    """A part of a message's content, in the field that `type` names.
+class Part(RequestModel):
+    """A content part; `type` names the field that holds its value.
 
     An image or video that was sent before under its `uuid` can be omitted.
     """
@@ -267,9 +268,7 @@ class Part(LenientModel):
     image_url: ImageURL | None = None
     video_url: VideoURL | None = None
     image_embeds: (
-        Annotated[
-            Annotated[Text, Tag("string")] | Annotated[ImageEmbeds, Tag("object")], string_or_object(_embeds_kind)
-        ]
+        Annotated[Annotated[Text, Tag("string")] | Annotated[ImageEmbeds, Tag("object")], string_or_object(_embeds_tag)]
         | None
     ) = None
     uuid: Label | None = None
@@ -350,12 +349,12 @@ _PART_TYPES = {"text": _ROLES, **dict.fromkeys(_MEDIA_TYPES, ("user", "tool")), 
 """Types of content parts, and the roles whose messages can contain them."""
 
 
-class Function(LenientModel):
+class Function(RequestModel):
     name: Name
     arguments: Text
 
 
-class ToolCall(LenientModel):
+class ToolCall(RequestModel):
     """A tool call that the assistant made earlier in the conversation."""
 
     id: Name
@@ -372,7 +371,7 @@ _Parts: TypeAlias = Annotated[
 ]
 
 
-class Message(LenientModel):
+class Message(RequestModel):
     """A message. `content` is optional for assistant messages with tool calls or a refusal."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]

@@ -9,39 +9,39 @@ from typing import Annotated
 from pydantic import Field, Strict
 
 from ..errors import InvalidParameter
-from .base import Count, StrictModel
+from .base import ClosedModel, Count
 from .messages import MediaPart
 
 _Level = Annotated[int, Field(ge=0, le=255)]
 _Rate = Annotated[float, Field(gt=0, le=1000)]
 
 
-class ImageIO(StrictModel):
+class ImageIO(ClosedModel):
     """How images, and video frames sent as images, are decoded."""
 
     rgba_background_color: Annotated[tuple[_Level, _Level, _Level], Strict(False)] | None = None
 
 
-class VideoIO(StrictModel):
+class VideoIO(ClosedModel):
     """How video files are sampled."""
 
     fps: _Rate | None = None
     num_frames: Count | None = None
 
 
-class MediaIO(StrictModel):
+class MediaIO(ClosedModel):
     image: ImageIO = ImageIO()
     video: VideoIO = VideoIO()
 
 
-class Edges(StrictModel):
+class Edges(ClosedModel):
     """Size bounds with transformers' names: numbers of pixels, despite the word edge."""
 
     shortest_edge: Count | None = None
     longest_edge: Count | None = None
 
 
-class ProcessorOptions(StrictModel):
+class ProcessorOptions(ClosedModel):
     """How images and video frames are resized, and video files sampled."""
 
     min_pixels: Count | None = None
@@ -66,14 +66,14 @@ class MediaOptions:
     def find_conflicts(self) -> Iterator[InvalidParameter]:
         """Yield an error for each conflict between options."""
         video, processing, size = self._reading.video, self._processing, self._processing.size
-        for name, one, two in (
-            ("mm_processor_kwargs.size.shortest_edge", size.shortest_edge, processing.min_pixels),
-            ("mm_processor_kwargs.size.longest_edge", size.longest_edge, processing.max_pixels),
-            ("media_io_kwargs.video.fps", video.fps, processing.fps),
-            ("media_io_kwargs.video.num_frames", video.num_frames, processing.num_frames),
+        for name, one, other, two in (
+            ("mm_processor_kwargs.size.shortest_edge", size.shortest_edge, "min_pixels", processing.min_pixels),
+            ("mm_processor_kwargs.size.longest_edge", size.longest_edge, "max_pixels", processing.max_pixels),
+            ("media_io_kwargs.video.fps", video.fps, "fps", processing.fps),
+            ("media_io_kwargs.video.num_frames", video.num_frames, "num_frames", processing.num_frames),
         ):
             if one is not None and two is not None and one != two:
-                message = f"`{name}` is {one}, but the same option in `mm_processor_kwargs` is {two}. Pass one of them."
+                message = f"`{name}` is {one}, but `mm_processor_kwargs.{other}` is {two}. Pass one of them."
                 yield InvalidParameter(message, param=name)
         if self._fps is not None and self._num_frames is not None:
             name = "mm_processor_kwargs.num_frames" if processing.num_frames else "media_io_kwargs.video.num_frames"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator, Field, Strict, Tag
 
 from ..errors import InvalidParameter
-from .base import LenientModel, Text, string_or_object
+from .base import RequestModel, Text, string_or_object
 from .validation_errors import show
 
 MAX_TOOLS = 128
@@ -50,7 +50,7 @@ _Identifier: TypeAlias = Annotated[str, AfterValidator(_identifier)]
 JsonSchema: TypeAlias = Annotated[dict[str, Any], AfterValidator(_check_size)]
 
 
-class SchemaFormat(LenientModel):
+class SchemaFormat(RequestModel):
     """A schema for the completion. `strict` has no effect, since every schema is enforced exactly."""
 
     name: _Identifier
@@ -59,7 +59,7 @@ class SchemaFormat(LenientModel):
     strict: bool = False
 
 
-class ResponseFormat(LenientModel):
+class ResponseFormat(RequestModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
 
@@ -71,7 +71,7 @@ class ResponseFormat(LenientModel):
             )
 
 
-class ToolFunction(LenientModel):
+class ToolFunction(RequestModel):
     """Name, purpose and parameters of a tool. With `strict`, schemas that cannot be enforced are rejected."""
 
     name: _Identifier
@@ -80,11 +80,11 @@ class ToolFunction(LenientModel):
     strict: bool = False
 
 
-class Tool(LenientModel):
+class Tool(RequestModel):
     type: Literal["function"]
     function: ToolFunction
 
-    def for_prompt(self) -> dict[str, Any]:
+    def for_template(self) -> dict[str, Any]:
         """Return the tool in the form that chat templates expect."""
         function = {"name": self.function.name, "description": self.function.description}
         parameters = self.function.parameters or {"type": "object", "properties": {}}
@@ -92,16 +92,16 @@ class Tool(LenientModel):
         return {"type": "function", "function": {**function, "parameters": parameters}}
 
 
-class _Named(LenientModel):
+class _Named(RequestModel):
     name: _Identifier
 
 
-class NamedTool(LenientModel):
+class NamedTool(RequestModel):
     type: Literal["function"]
     function: _Named
 
 
-def _choice_kind(value: object) -> str | None:
+def _choice_tag(value: object) -> str | None:
     if isinstance(value, str):
         return "string"
     return "object" if isinstance(value, (dict, NamedTool)) else None
@@ -109,7 +109,7 @@ def _choice_kind(value: object) -> str | None:
 
 ToolChoice: TypeAlias = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("string")] | Annotated[NamedTool, Tag("object")],
-    string_or_object(_choice_kind),
+    string_or_object(_choice_tag),
 ]
 Tools: TypeAlias = Annotated[tuple[Tool, ...], Strict(False), Field(max_length=MAX_TOOLS, fail_fast=True)]
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, InstanceOf, Strict, Tag, ValidationError, model_validator
 
 from ..errors import InvalidParameter, RequestError, UnsupportedParameter
-from .base import LARGEST, STRING_OR_ARRAY, Count, Label, LenientModel, Name, Text, encodable
+from .base import LARGEST, STRING_OR_ARRAY, Count, Label, Name, RequestModel, Text, encodable
 from .fields import REJECTED_FIELDS
 from .messages import MediaPart, Message
 from .options import MediaIO, MediaOptions, ProcessorOptions
@@ -37,12 +37,12 @@ _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS), Afte
 _Stops = Annotated[tuple[_Stop, ...], Strict(False), Field(max_length=4, fail_fast=True)]
 
 
-class StreamOptions(LenientModel):
+class StreamOptions(RequestModel):
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class ChatRequest(LenientModel):
+class ChatRequest(RequestModel):
     """A chat completion request. All validation happens on creation, so an instance is always valid.
 
     In addition to OpenAI's fields, it has fields that are common in inference servers: `top_k`, `repetition_penalty`,
@@ -232,7 +232,7 @@ class OfflineRequest(ChatRequest):
         messages: as in `ChatRequest`; empty if there is a `prompt`.
         contents: objects that replace the URLs of content parts, by the path of the part (`messages[0].content[1]`);
             `media.python_objects` describes them.
-        prompt: text in which control tokens are recognized, or token ids; each image and video is one placeholder.
+        prompt: text in which special tokens are recognized, or token IDs; each image and video is one placeholder.
         attached: the media of `prompt`; those of each kind are in the order of their placeholders.
     """
 

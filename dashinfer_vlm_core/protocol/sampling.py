@@ -13,9 +13,9 @@ GREEDY_BELOW = 1e-5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """Validated sampling parameters of a completion: finite, and in the ranges of OpenAI's API.
+    """Validated sampling parameters of a completion: finite, and in the ranges stated here.
 
-    Created by `ChatRequest.sampling`. Decoders can rely on all bounds stated here.
+    Created by `ChatRequest.sampling`. Decoders can rely on these ranges.
 
     Attributes:
         max_tokens: maximum number of completion tokens, at least 1; None means the rest of the context.
@@ -28,8 +28,8 @@ class Sampling:
             multiplied; 1 disables it.
         presence_penalty: -2 to 2, subtracted once from the logits of tokens in the completion.
         frequency_penalty: -2 to 2, subtracted per occurrence of a token in the completion.
-        logit_bias: token id -> bias of -100 to 100, added to its logit.
-        stop_token_ids: token ids that end the completion, in addition to the model's own.
+        logit_bias: token ID -> bias of -100 to 100, added to its logit.
+        stop_token_ids: token IDs that end the completion, in addition to the model's own.
         ignore_eos: continue after the model's own end token.
         logprobs: number of alternatives (0 to 20) to return for each sampled token; None disables log probabilities.
     """

@@ -1,4 +1,4 @@
-"""Tokenization requests, in the format of vLLM's server: text to token ids and back."""
+"""Tokenization requests, in the format of vLLM's server: text to token IDs and back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, TypeVar
 from pydantic import Field, Strict, ValidationError
 
 from ..errors import InvalidParameter
-from .base import LARGEST, LenientModel, Name, Text
+from .base import LARGEST, Name, RequestModel, Text
 from .request import ChatRequest
 from .validation_errors import explain
 
@@ -17,8 +17,11 @@ T = TypeVar("T")
 MAX_TOKENS = 200_000
 
 
-class TokenizePrompt(LenientModel):
-    """A rendered prompt to encode. Control tokens in it are recognized."""
+class TokenizePrompt(RequestModel):
+    """A rendered prompt to encode. Special tokens in it are recognized.
+
+    `add_special_tokens` has no effect: no tokens are added to the prompt.
+    """
 
     prompt: Text
     model: Name | None = None
@@ -27,14 +30,17 @@ class TokenizePrompt(LenientModel):
 
 
 class TokenizeChat(ChatRequest):
-    """A chat request whose prompt is to be tokenized. Its images and videos are preprocessed, but not encoded."""
+    """A chat request whose prompt is to be tokenized. Its images and videos are preprocessed, but not encoded.
+
+    `add_special_tokens` has no effect: the chat template adds all special tokens.
+    """
 
     add_special_tokens: bool = False
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(LenientModel):
-    """Token ids to convert to text, including control tokens."""
+class DetokenizeRequest(RequestModel):
+    """Token ids to convert to text, including special tokens."""
 
     tokens: Annotated[
         tuple[Annotated[int, Field(ge=0, le=LARGEST)], ...], Strict(False), Field(max_length=MAX_TOKENS, fail_fast=True)
@@ -43,7 +49,7 @@ class DetokenizeRequest(LenientModel):
 
     @classmethod
     def parse(cls, data: object) -> DetokenizeRequest:
-        """Validate a request from JSON. Raises InvalidParameter, as `ChatRequest.parse`."""
+        """Validate a request from JSON. Raises the same errors as `ChatRequest.parse`."""
         return _validate(cls.model_validate, data)
 
 
@@ -51,8 +57,8 @@ def parse_tokenize(data: object) -> TokenizePrompt | TokenizeChat:
     """Validate a request to tokenize a prompt or messages.
 
     Raises:
-        InvalidParameter: the request has neither or both of them; or as `ChatRequest.parse`.
-        UnsupportedParameter: as `ChatRequest.parse`.
+        InvalidParameter: the request has neither or both of them, or a value is invalid.
+        UnsupportedParameter: a known field requests an unsupported feature.
     """
     given = data if isinstance(data, dict) else {}
     if (given.get("prompt") is None) == (given.get("messages") is None):

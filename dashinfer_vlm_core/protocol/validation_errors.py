@@ -92,4 +92,6 @@ def show(value: object) -> str:
         return str(value)
     if isinstance(value, int):
         return "a huge number"
-    return "an object" if isinstance(value, dict) else "an array" if isinstance(value, (list, tuple)) else "neither"
+    if isinstance(value, (list, tuple)):
+        return "an array"
+    return "an object" if isinstance(value, dict) else f"a value of type {type(value).__name__}"

@@ -35,7 +35,7 @@ _MESSAGES: Mapping[str, str] = MappingProxyType(
         "string_too_short": "must not be empty",
         "string_too_long": "must have at most {max_length} characters",
         "string_unicode": "must be valid Unicode, without lone surrogates",
-        "string_pattern_mismatch": "must map token ids to numbers",
+        "string_pattern_mismatch": "must map token IDs to numbers",
         "value_error": "{error}",
         "extra_forbidden": "is not a known option",
         "unexpected_keyword_argument": "is not a known key",

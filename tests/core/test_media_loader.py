@@ -21,7 +21,6 @@ from dashinfer_vlm_core.errors import (
     MediaUndecodable,
     MediaUnreachable,
     MissingDependency,
-    UnsupportedParameter,
 )
 from dashinfer_vlm_core.media import READERS, Image, MediaLoader, Video, VideoInfo
 from dashinfer_vlm_core.protocol import MediaPart
@@ -161,8 +160,8 @@ def test_frame_list_equals_video_file_of_same_frames():
         (video((), 1), InvalidParameter, "messages[0].content[1].video_url.url"),
         (video((image_url(),) * 9, 1), InvalidParameter, "messages[0].content[1].video_url.url"),
         (video((image_url(), "ftp://x/"), 1), MediaRefused, "messages[0].content[1].video_url.url[1]"),
-        (video((image_url(),), 1, fps=2.0), UnsupportedParameter, "messages[0].content[1].video_url.fps"),
-        (video((image_url(),), 1, num_frames=4), UnsupportedParameter, "messages[0].content[1].video_url.num_frames"),
+        (video((image_url(),), 1, fps=2.0), InvalidParameter, "messages[0].content[1].video_url.fps"),
+        (video((image_url(),), 1, num_frames=4), InvalidParameter, "messages[0].content[1].video_url.num_frames"),
     ],
 )
 def test_invalid_request_fetches_nothing(wrong, error, param):

@@ -14,10 +14,10 @@ from PIL import Image as PILImage
 from safetensors.torch import save
 
 from dashinfer_vlm_core import EngineConfig
-from dashinfer_vlm_core.errors import InvalidParameter, MediaTooLarge, MediaUndecodable, UnsupportedParameter
+from dashinfer_vlm_core.errors import InvalidParameter, MediaTooLarge, MediaUndecodable
 from dashinfer_vlm_core.media import MediaLoader
-from dashinfer_vlm_core.media.python_objects import fingerprint, load_object
-from dashinfer_vlm_core.media.sampling import VideoSamplingPolicy
+from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
+from dashinfer_vlm_core.media.python_objects import digest_media, load_object
 from dashinfer_vlm_core.protocol import EncodedEmbeddings, MediaPart
 from tests.samples import data_url, encode, image_url, label, noise
 
@@ -85,7 +85,7 @@ def test_every_mode_is_converted_as_from_file(mode):
 
 @pytest.mark.parametrize("mode", ["I", "F"])
 def test_modes_without_defined_range_are_rejected(mode):
-    assert "convert it to RGB" in refused(MediaUndecodable, PILImage.new(mode, (20, 20)))
+    assert "Convert it to RGB" in refused(MediaUndecodable, PILImage.new(mode, (20, 20)))
 
 
 def test_transparency_uses_background_of_request_or_server():
@@ -123,8 +123,8 @@ def test_damaged_opened_file_is_rejected():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (RGB / 255, "multiply floats"),
-        (torch.from_numpy(RGB) / 255, "multiply floats"),
+        (RGB / 255, "Multiply floats"),
+        (torch.from_numpy(RGB) / 255, "Multiply floats"),
         (ROWS, "image_embeds and image_grid_thw"),
         (RGB.astype(np.int64), "uint8"),
         (GRAY > 9, "uint8"),
@@ -193,7 +193,7 @@ def test_video_copies_the_callers_array():
 @pytest.mark.parametrize(
     ("content", "message", "where"),
     [
-        (FRAMES / 255, "multiply floats", "[0]"),
+        (FRAMES / 255, "Multiply floats", "[0]"),
         (RGB, "[frames, height, width, 3]", ""),
         (FRAMES[None], "[frames, height, width, 3]", ""),
         (FRAMES[:0], "1 to 768 frames", ""),
@@ -217,7 +217,7 @@ def test_server_frame_and_pixel_limits_apply_to_video_objects():
 
 @pytest.mark.parametrize("option", [{"fps": 1.0}, {"num_frames": 2}])
 def test_frames_are_not_sampled(option):
-    refused(UnsupportedParameter, FRAMES, "video", param=f"{PART}.{next(iter(option))}", **option)
+    refused(InvalidParameter, FRAMES, "video", param=f"{PART}.{next(iter(option))}", **option)
 
 
 @pytest.mark.parametrize("kind", ["image", "video"])
@@ -278,9 +278,9 @@ def test_fingerprint_depends_on_shape():
         ({"image_embeds": np.zeros((6, 75), np.float32), "image_grid_thw": (1, 4, 6)}, "image"),
         ({"image_embeds": np.zeros((6, 75), np.float32), "image_grid_thw": (1, 6, 4)}, "image"),
     ]
-    prints = [fingerprint(got(content, kind)) for content, kind in contents]
+    prints = [digest_media(got(content, kind)) for content, kind in contents]
     assert len(set(prints)) == len(contents)
-    assert prints == [fingerprint(got(content, kind)) for content, kind in contents]
+    assert prints == [digest_media(got(content, kind)) for content, kind in contents]
 
 
 def load(*parts, **config):
@@ -298,7 +298,7 @@ def test_loader_accepts_objects_and_urls_in_order():
     url = MediaPart(kind="image", path="a", url=image_url())
     found = load(url, part(RGB), part(FRAMES, "video"), part({"image_embeds": ROWS, "image_grid_thw": (1, 4, 6)}))
     assert [type(media).__name__ for media in found] == ["Image", "Image", "Video", "Embeddings"]
-    assert [media.source for media in found] == [b""] * 4
+    assert [media.source_digest for media in found] == [b""] * 4
 
 
 def test_loader_counts_objects():
@@ -308,6 +308,8 @@ def test_loader_counts_objects():
 
 def test_object_with_uuid_has_source():
     (one,), (same,), (other,) = (load(part(content, uuid="x")) for content in (RGB, RGB.copy(), RGB[::-1]))
-    assert one.source == same.source != other.source
+    assert one.source_digest == same.source_digest != other.source_digest
     (file,) = load(MediaPart(kind="image", path="a", url=data_url(encode(RGB)), uuid="x"))
-    assert len(file.source) == len(one.source) == 32
+    assert len(file.source_digest) == len(one.source_digest) == 32
+    with pytest.warns(DeprecationWarning, match="`Image.source` is now `Image.source_digest`"):
+        assert one.source == one.source_digest

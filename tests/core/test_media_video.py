@@ -15,7 +15,7 @@ import pytest
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import InvalidParameter, MediaTooLarge, MediaUndecodable, MissingDependency
 from dashinfer_vlm_core.media import READERS, PyAVReader
-from dashinfer_vlm_core.media.sampling import VideoSamplingPolicy
+from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
 from dashinfer_vlm_core.media.types import VideoInfo
 from dashinfer_vlm_core.media.video import available_readers, decode_video, frame_count, stack_frames
 from dashinfer_vlm_core.protocol import MediaPart

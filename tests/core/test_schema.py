@@ -255,8 +255,8 @@ def test_video_as_list_of_frames():
         {"type": "image_url", "image_url": {"url": "c", "detail": "auto"}},
         {"image_url": {"url": "d"}},
     ]
-    (part,) = ChatRequest.parse(video(frames, fps=2)).media()
-    assert part == MediaPart(kind="video", path="messages[0].content[0]", url=("a", "b", "c", "d"), fps=2.0)
+    (part,) = ChatRequest.parse(video(frames)).media()
+    assert part == MediaPart(kind="video", path="messages[0].content[0]", url=("a", "b", "c", "d"))
 
 
 @pytest.mark.parametrize(
@@ -458,6 +458,7 @@ BAD = [
     (video(num_frames=2.5), f"{PART}.video_url.num_frames"),
     (video(num_frames=4, fps=1), f"{PART}.video_url.num_frames"),
     (video(["a", "b"], num_frames=2), f"{PART}.video_url.num_frames"),
+    (video(["a", "b"], fps=2), f"{PART}.video_url.fps"),
     (video(total_pixels=0), f"{PART}.video_url.total_pixels"),
     (video(min_pixels=2, max_pixels=1), f"{PART}.video_url.min_pixels"),
     (request(model=""), "model"),

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from dashinfer_vlm_core import hookimpl
 from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_core.media import Image
-from dashinfer_vlm_core.media.sampling import VideoSamplingPolicy
+from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
 from dashinfer_vlm_core.models.interface import Expansion, Grid, GridShape, Patches, Placeholder
 from dashinfer_vlm_core.models.spec import (
     ModelSpec,

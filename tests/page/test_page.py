@@ -179,7 +179,7 @@ def test_forbidden_url_names_the_field(open_page, scripted):
     tab.page.get_by_role("button", name="Add a URL").click()
     tab.page.get_by_label("URL", exact=True).fill("https://pictures.example/cat.png")
     tab.page.get_by_role("button", name="Add", exact=True).click()
-    expect(tab.tile("cat.png")).to_contain_text("This server does not fetch media")
+    expect(tab.tile("cat.png")).to_contain_text("The engine does not fetch media")
     tab.send("What is it?")
     expect(tab.finished().get_by_role("alert")).to_contain_text("messages[0].content[0]")
 

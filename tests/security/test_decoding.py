@@ -99,8 +99,8 @@ INVALID = {
 def test_security_06_invalid_image_gets_a_fixed_message(open_server, file):
     message = open_server.rejection(image_data(file), code="media_undecodable")
     assert message in {
-        "This is not a complete PNG, JPEG, WebP, GIF, BMP or TIFF image; save it again in one of these formats.",
-        "An image of 32-bit integers or floats has no defined range; convert it to RGB.",
+        "This is not a complete PNG, JPEG, WebP, GIF, BMP or TIFF image. Save it again in one of these formats.",
+        "An image of 32-bit integers or floats has no defined range. Convert it to RGB.",
     }
 
 

@@ -88,7 +88,7 @@ def test_security_01_every_interface_rejects_alike(default_server, interface):
         message = caught.value.message
     else:
         message = default_server.rejection(part, stream=interface != "server")
-    assert message == "The URL resolves to an address that this server may not fetch from; use a public URL."
+    assert message == "The URL resolves to an address that the engine may not fetch from. Use a public URL."
 
 
 # Rule 2: files
@@ -100,7 +100,7 @@ def test_security_02_files_are_rejected_by_default(default_server, folder):
         default_server.rejection(image(url), code="media_refused")
         for url in (path.as_uri(), str(path), "picture.png", "~/picture.png", "file:///etc/passwd")
     }
-    assert messages == {"Local files are not allowed here; send a data:, http: or https: URL."}
+    assert messages == {"Local files are not allowed here. Send a data:, http: or https: URL."}
 
 
 def test_security_02_files_in_the_allowed_folder_are_read(open_server, folder):
@@ -130,7 +130,7 @@ def test_security_02_path_traversal_is_rejected_alike(open_server, folder):
             "x" * 5000 + "/../../secret.png",
         )
     }
-    assert messages == {"Local files are not allowed here; send a data:, http: or https: URL."}
+    assert messages == {"Local files are not allowed here. Send a data:, http: or https: URL."}
 
 
 # Rule 3: addresses, names and redirects
@@ -378,11 +378,11 @@ def test_security_05_malformed_response_gets_a_fixed_message(open_server, malfor
     with serve({"/a.png": malformed}) as web:
         message = open_server.rejection(image(web.url("/a.png")))
     assert message in {
-        "The media could not be fetched completely within the time limit; check the URL, or send a data: URL.",
-        "The host of this URL did not return the media; check the URL.",
-        "The host of this URL sends compressed content; send a data: URL.",
+        "The media could not be fetched: the connection failed, or took too long. Check the URL, or send a data: URL.",
+        "The host of this URL did not return the media. Check the URL.",
+        "The host of this URL sends compressed content. Send a data: URL.",
         (
-            "The URL is not a plain http: or https: URL; remove user names, spaces, backslashes and unusual host"
+            "The URL is not a plain http: or https: URL. Remove user names, spaces, backslashes and unusual host"
             " notations."
         ),
     }

@@ -37,24 +37,24 @@ class VideoSamplingPolicy:
             max_frames=config.video_max_frames or self.max_frames,
         )
 
-    def count(self, total: int, fps: float, *, rate: float | None = None) -> int:
+    def count(self, total: int, video_fps: float, *, fps: float | None = None) -> int:
         """Return how many of `total` frames to sample.
 
-        The video is sampled at `rate`, or else `self.fps`, frames per second. The count is clamped to `min_frames` and
-        `max_frames`, never exceeds `total`, and is rounded down to a multiple of `frame_factor`. A video with fewer
-        frames than that factor is used whole.
+        The video is sampled at `fps`, or else `self.fps`, frames per second. The count is clamped to `min_frames` and
+        `max_frames`, never exceeds `total`, and is rounded down to a multiple of `frame_factor`. All frames are used
+        if the video has fewer than `frame_factor`.
 
         Args:
             total: frames of the video.
-            fps: frames per second of the video.
-            rate: frames per second that the request sets.
+            video_fps: frames per second of the video.
+            fps: frames per second to sample, as set by the request.
         """
         factor = self.frame_factor
         if total < factor:
             return total
         min_count = math.ceil(self.min_frames / factor) * factor
         max_count = math.floor(min(self.max_frames, total) / factor) * factor
-        count = total / fps * (rate or self.fps)
+        count = total / video_fps * (fps or self.fps)
         return math.floor(min(max(count, min_count), max_count) / factor) * factor
 
     def indices(self, total: int, count: int) -> list[int]:
