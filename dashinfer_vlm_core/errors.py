@@ -35,7 +35,7 @@ class DashInferVLMError(Exception):
     """Base class of all errors of this package.
 
     Attributes:
-        message: one or two sentences for people: what is wrong, and the next step.
+        message: one or two human-readable sentences: what is wrong, and the next step.
         param: the invalid request field in OpenAI's notation, such as `messages[1].content[0]`, if there is one.
         code: a stable identifier for programs, such as `context_length_exceeded`.
         retryable: whether the same request can succeed later.
@@ -149,8 +149,8 @@ class EngineClosed(EngineError):
     """The engine was not started, or was closed while the request ran.
 
     Attributes:
-        to_be_started: whether the engine was never started. The message then addresses the application that owns the
-            engine, not its clients.
+        to_be_started: whether the engine has to be started (again). The message then addresses the application that
+            owns the engine, not its clients.
     """
 
     code: str = "engine_closed"

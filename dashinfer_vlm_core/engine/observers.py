@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from openai.types import CompletionUsage
 
 Stage = Literal["grammar", "media", "prompt", "vision", "decode"]
-"""The stages of a request that take time, in order."""
+"""The timed stages of a request, in order."""
 
 
 class RequestObserver:
@@ -37,7 +37,7 @@ class RequestObserver:
         """The first token of a request was decoded, `seconds` after the request arrived."""
 
     def next_token(self, seconds: float) -> None:
-        """Another token of a completion was decoded, `seconds` after the previous one."""
+        """Another token of a choice was decoded, `seconds` after the previous one."""
 
     def completed(self, usage: CompletionUsage, seconds: float) -> None:
         """A request is complete, `seconds` after it arrived; `usage` is the usage of its response."""
@@ -78,7 +78,7 @@ class RequestTimer:
 
     Args:
         observer: is notified.
-        n: the number of completions of the request.
+        n: the number of choices of the request.
     """
 
     def __init__(self, observer: RequestObserver, *, n: int) -> None:
@@ -88,7 +88,7 @@ class RequestTimer:
         self._started = False
 
     def token(self, index: int) -> None:
-        """A token of the completion with this index was decoded."""
+        """A token of the choice with this index was decoded."""
         now, last = time.monotonic(), self._last[index]
         self._last[index] = now
         if last is not None:

@@ -47,7 +47,7 @@ ERROR_CLASS_BY_CODE: Mapping[str, type[DashInferVLMError]] = MappingProxyType(
         if isinstance(error_class, type) and issubclass(error_class, DashInferVLMError) and error_class.code
     }
 )
-"""Our server identifies the error by `code`; other OpenAI-compatible servers share some of the codes."""
+"""Error classes by `code`, which our server sends. Other OpenAI-compatible servers send some of the codes too."""
 
 ERROR_CLASS_BY_STATUS: Mapping[int, type[DashInferVLMError]] = MappingProxyType(
     {
@@ -61,7 +61,7 @@ ERROR_CLASS_BY_STATUS: Mapping[int, type[DashInferVLMError]] = MappingProxyType(
         504: DeadlineExceeded,
     }
 )
-"""Used if the code is unknown; other statuses are InvalidParameter (4xx) or EngineError."""
+"""Error classes by HTTP status, for unknown codes; other statuses are InvalidParameter (4xx) or EngineError."""
 
 
 STATES = frozenset(get_args(State))
@@ -107,7 +107,7 @@ class RemoteEngine:
     # Requests
 
     def chat(self, request: Request) -> ChatCompletion:
-        """Serve one request; blocks the calling thread.
+        """Send one request and return the response; blocks the calling thread.
 
         Raises:
             RequestError: the request is invalid; `param` names the field if the server does.
@@ -117,13 +117,16 @@ class RemoteEngine:
         return self._loop.call(self._chat(request))
 
     async def achat(self, request: Request) -> ChatCompletion:
-        """Serve one request; canceling the caller cancels it on the server. Raises like `chat`."""
+        """Send one request and return the response; canceling the caller cancels it on the server.
+
+        Raises the same errors as `chat`.
+        """
         return await self._loop.acall(self._chat(request))
 
     def stream(self, request: Request) -> Generator[ChatCompletionChunk, None, None]:
         """Stream the response to one request; closing the iterator cancels the request.
 
-        Raises like `chat`, when a chunk is requested.
+        Raises the same errors as `chat`, when a chunk is requested.
         """
         yield from self._loop.iterate(self._stream(request))
 
@@ -149,7 +152,7 @@ class RemoteEngine:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
 

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class PerProcess(Generic[T]):
-    """A value created on first use, and again in a forked process, where the threads of the first one do not exist."""
+    """A value created on first use, and again in a forked process, where the threads of the parent do not exist."""
 
     def __init__(self, factory: Callable[[], T]) -> None:
         self._factory = factory
@@ -89,7 +89,7 @@ class SharedEngines:
         return future.result() if future.done() else await asyncio.wrap_future(future)
 
     def remote(self, api_base: str, *, api_key: str | None = None) -> RemoteEngine:
-        """Return the remote engine of a URL and an API key. Raises like `RemoteEngine`."""
+        """Return the remote engine of a URL and an API key. Raises the same errors as `RemoteEngine`."""
         with self._lock:
             engines = self._remote.get()
             if (api_base, api_key) not in engines:
@@ -103,7 +103,7 @@ class SharedEngines:
             wait: whether to wait for an engine that is being loaded, and to close it too.
 
         Raises:
-            DecoderFailed: a decoder's step does not end soon; all other engines were closed.
+            DecoderFailed: a step of a decoder does not finish in time; all other engines were closed.
         """
         with self._lock:
             local, remote = self._local.get(), self._remote.get()
