@@ -1,8 +1,10 @@
 """LangChain chat model for images and videos in chains and agents, in process or over HTTP.
 
-from dashinfer_vlm_langchain import ChatDashInferVLM
+Example:
 
-ChatDashInferVLM(model="demo").invoke("Which shapes do you know?")
+    from dashinfer_vlm_langchain import ChatDashInferVLM
+
+    ChatDashInferVLM(model="demo").invoke("Which shapes do you know?")
 """
 
 from __future__ import annotations

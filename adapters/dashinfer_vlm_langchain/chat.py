@@ -34,16 +34,21 @@ if TYPE_CHECKING:
 
     from dashinfer_vlm_core.engine import ChatEngine
 
-KNOWN = frozenset(ChatRequest.model_fields) | SUPPORTED_FIELDS | IGNORED_FIELDS | REJECTED_FIELDS.keys()
+KNOWN_FIELDS = frozenset(ChatRequest.model_fields) | SUPPORTED_FIELDS | IGNORED_FIELDS | REJECTED_FIELDS.keys()
 """Request fields that an engine in this process accepts, ignores with a reason, or rejects with a reason."""
 
-OWN = frozenset({"messages", "model", "stream", "stream_options"})
+RESERVED_FIELDS = frozenset({"messages", "model", "stream", "stream_options"})
 """Request fields that this class sets."""
+
+CONSTRUCTOR_FIELDS = frozenset(
+    {"api_key", "base_url", "engine", "engine_options", "engines", "model_kwargs", "streaming"}
+)
+"""Fields of this class that a call cannot set. A server would receive them, and the key with them, in the request."""
 
 _SAMPLING = ("temperature", "max_tokens", "top_p", "seed", "n", "logprobs", "top_logprobs")
 
 
-class PerCall(BaseModel):
+class CallOptions(BaseModel):
     """Call options that are not request fields."""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -76,7 +81,8 @@ class ChatDashInferVLM(BaseChatModel):
     )
 
     model: str = Field(default="demo", alias="model_name")
-    """A registered name (`demo` is bundled), a checkpoint folder, or a hub id; for a server, the model's name there."""
+    """A registered name (`demo` is bundled), a checkpoint folder, or a Hugging Face model ID; for a server, the model's
+    name there."""
     temperature: float | None = None
     max_tokens: int | None = Field(default=None, alias="max_completion_tokens")
     top_p: float | None = None
@@ -100,7 +106,7 @@ class ChatDashInferVLM(BaseChatModel):
     first_token_timeout: float | None = Field(default=None, gt=0)
     """Timeout in seconds for the first chunk of a stream."""
     max_retries: int = Field(default=0, ge=0)
-    """Maximum number of retries after transient errors. A stream is retried only before its first chunk."""
+    """Number of retries after transient errors. A stream is retried only before its first chunk."""
 
     base_url: str | None = None
     """The base URL of a server, including `/v1`."""
@@ -121,7 +127,7 @@ class ChatDashInferVLM(BaseChatModel):
             return values
         names = {name for name, field in cls.model_fields.items()}
         names |= {field.alias for field in cls.model_fields.values() if field.alias}
-        extra = {key: value for key, value in values.items() if key in KNOWN - OWN - names}
+        extra = {key: value for key, value in values.items() if key in KNOWN_FIELDS - RESERVED_FIELDS - names}
         own = {key: value for key, value in values.items() if key not in extra}
         return own | {"model_kwargs": {**(values.get("model_kwargs") or {}), **extra}} if extra else own
 
@@ -225,8 +231,12 @@ class ChatDashInferVLM(BaseChatModel):
     def _call(
         self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any], *, stream: bool
     ) -> Call:
-        options = PerCall(**{name: kwargs.get(name, getattr(self, name)) for name in PerCall.model_fields})
-        given = {key: value for key, value in kwargs.items() if key not in PerCall.model_fields}
+        if fixed := kwargs.keys() & CONSTRUCTOR_FIELDS:
+            raise UnsupportedParameter(
+                f"`{min(fixed)}` can only be set on the chat model, not per call.", param=min(fixed)
+            )
+        options = CallOptions(**{name: kwargs.get(name, getattr(self, name)) for name in CallOptions.model_fields})
+        given = {key: value for key, value in kwargs.items() if key not in CallOptions.model_fields}
         model = given.pop("model", None) or given.pop("model_name", None)
         request = self._request(given, stop=stop, stream=stream and options.stream_usage)
         if stream and (request.get("n") or 1) > 1:
@@ -253,7 +263,7 @@ class ChatDashInferVLM(BaseChatModel):
         body = {**(self.extra_body or {}), **(given.get("extra_body") or {})}
         given = {key: value for key, value in given.items() if key != "extra_body"}
         fields = {**own, **self.model_kwargs, **given, "stop": self.stop if stop is None else stop}
-        if not self._remote and (unknown := fields.keys() - KNOWN):
+        if not self._remote and (unknown := fields.keys() - KNOWN_FIELDS):
             name = min(unknown)
             raise UnsupportedParameter(
                 f"`{name}` is not a known request field. Check its spelling, or leave it out.", param=name

@@ -53,17 +53,17 @@ def to_openai(messages: Sequence[BaseMessage]) -> list[Json]:
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def _message(message: BaseMessage, where: str) -> Json:
+def _message(message: BaseMessage, path: str) -> Json:
     if isinstance(message, AIMessage):
-        sent = {"role": "assistant", "content": _assistant_text(message, where), "tool_calls": _calls(message)}
+        sent = {"role": "assistant", "content": _assistant_text(message, path), "tool_calls": _calls(message)}
     elif isinstance(message, ToolMessage):
-        sent = {"role": "tool", "content": _content(message, where), "tool_call_id": message.tool_call_id}
+        sent = {"role": "tool", "content": _content(message, path), "tool_call_id": message.tool_call_id}
     else:
-        sent = {"role": _role(message, where), "content": _content(message, where)}
+        sent = {"role": _role(message, path), "content": _content(message, path)}
     return {key: value for key, value in (sent | {"name": message.name}).items() if value or key == "content"}
 
 
-def _role(message: BaseMessage, where: str) -> str:
+def _role(message: BaseMessage, path: str) -> str:
     if isinstance(message, ChatMessage):
         return message.role
     if isinstance(message, SystemMessage):
@@ -71,23 +71,23 @@ def _role(message: BaseMessage, where: str) -> str:
     if isinstance(message, HumanMessage):
         return "user"
     raise UnsupportedParameter(
-        f"`{where}` is a {type(message).__name__}, which is not supported. Use a system, human, AI, tool or chat"
+        f"`{path}` is a {type(message).__name__}, which is not supported. Use a system, human, AI, tool or chat"
         " message.",
-        param=where,
+        param=path,
     )
 
 
 # Assistant messages
 
 
-def _assistant_text(message: AIMessage, where: str) -> str:
+def _assistant_text(message: AIMessage, path: str) -> str:
     """Return the text of a message. Tool calls are sent separately, and reasoning is not sent."""
     if isinstance(message.content, str):
         return message.content
-    return "".join(_assistant_block_text(block, f"{where}.content[{i}]") for i, block in enumerate(message.content))
+    return "".join(_assistant_block_text(block, f"{path}.content[{i}]") for i, block in enumerate(message.content))
 
 
-def _assistant_block_text(block: str | Json, where: str) -> str:
+def _assistant_block_text(block: str | Json, path: str) -> str:
     if isinstance(block, str):
         return block
     kind = block.get("type")
@@ -95,7 +95,7 @@ def _assistant_block_text(block: str | Json, where: str) -> str:
         return str(block.get(kind, ""))
     if kind in _CALLS | _REASONING:
         return ""
-    raise _unsupported(kind, where, "Assistant messages contain text and tool calls.")
+    raise _unsupported(kind, path, "Assistant messages contain text and tool calls.")
 
 
 def _calls(message: AIMessage) -> list[Json]:
@@ -111,13 +111,13 @@ def _calls(message: AIMessage) -> list[Json]:
 # Other messages
 
 
-def _content(message: BaseMessage, where: str) -> str | list[Json]:
+def _content(message: BaseMessage, path: str) -> str | list[Json]:
     if isinstance(message.content, str):
         return message.content
-    return [_part(block, f"{where}.content[{index}]") for index, block in enumerate(message.content)] or ""
+    return [_part(block, f"{path}.content[{index}]") for index, block in enumerate(message.content)] or ""
 
 
-def _part(block: str | Json, where: str) -> Json:
+def _part(block: str | Json, path: str) -> Json:
     if isinstance(block, str):
         return {"type": "text", "text": block}
     kind = str(block.get("type"))
@@ -126,11 +126,11 @@ def _part(block: str | Json, where: str) -> Json:
     if kind == "text-plain" and "text" in block:
         return {"type": "text", "text": block["text"]}
     if kind in OPTIONS:
-        return _media(kind, block, where)
-    raise _unsupported(kind, where, _HINTS.get(kind, "Send text, images and videos."))
+        return _media(kind, block, path)
+    raise _unsupported(kind, path, _HINTS.get(kind, "Send text, images and videos."))
 
 
-def _media(kind: str, block: Json, where: str) -> Json:
+def _media(kind: str, block: Json, path: str) -> Json:
     """Convert a standard block of version 1 or 0 to a content part with options."""
     flat = {key: value for key, value in block.items() if key not in _STANDARD_KEYS}
     options = flat | (block.get("extras") or {})
@@ -138,38 +138,38 @@ def _media(kind: str, block: Json, where: str) -> Json:
     if unknown := options.keys() - OPTIONS[kind]:
         name = min(unknown)
         raise UnsupportedParameter(
-            f"`{where}.extras.{name}` is not an option of a block of type {kind}. Leave it out, or use one of"
+            f"`{path}.extras.{name}` is not an option of a block of type {kind}. Leave it out, or use one of"
             f" {', '.join(sorted(OPTIONS[kind] | {'uuid'}))}.",
-            param=f"{where}.extras.{name}",
+            param=f"{path}.extras.{name}",
         )
-    url = _url(block, where, optional=uuid is not None)
+    url = _url(block, path, optional=uuid is not None)
     part = {"type": f"{kind}_url", f"{kind}_url": {**({"url": url} if url else {}), **options}}
     return part | ({"uuid": uuid} if uuid is not None else {})
 
 
-def _url(block: Json, where: str, *, optional: bool) -> str | list[Any] | None:
+def _url(block: Json, path: str, *, optional: bool) -> str | list[Any] | None:
     """Return the URL of an image or a video; None if it is identified by its `uuid` only."""
     if block.get("url"):
         return block["url"]  # type: ignore[no-any-return]  # may be a list of frames, which the engine validates
     if data := block.get("base64") or block.get("data"):
         if not block.get("mime_type"):
             raise InvalidParameter(
-                f"`{where}.mime_type` is required with `base64`, such as {block['type']}/"
+                f"`{path}.mime_type` is required with `base64`, such as {block['type']}/"
                 f"{'png' if block['type'] == 'image' else 'mp4'}.",
-                param=f"{where}.mime_type",
+                param=f"{path}.mime_type",
             )
         return f"data:{block['mime_type']};base64,{data}"
     if "file_id" in block or block.get("source_type") == "id":
         raise UnsupportedParameter(
-            f"`{where}.file_id` is not supported. Use `url` or `base64`.",
-            param=f"{where}.file_id",
+            f"`{path}.file_id` is not supported. Use `url` or `base64`.",
+            param=f"{path}.file_id",
         )
     if optional:
         return None
-    raise InvalidParameter(f"`{where}` requires `url`, or `base64` with `mime_type`.", param=where)
+    raise InvalidParameter(f"`{path}` requires `url`, or `base64` with `mime_type`.", param=path)
 
 
-def _unsupported(kind: object, where: str, next_step: str) -> UnsupportedParameter:
+def _unsupported(kind: object, path: str, next_step: str) -> UnsupportedParameter:
     return UnsupportedParameter(
-        f"`{where}` is of type {str(kind)[:40]!r}, which is not supported. {next_step}", param=f"{where}.type"
+        f"`{path}` is of type {str(kind)[:40]!r}, which is not supported. {next_step}", param=f"{path}.type"
     )

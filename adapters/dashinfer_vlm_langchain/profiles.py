@@ -29,7 +29,7 @@ def profile_of(source: object) -> ModelProfile | None:
 
 @lru_cache(maxsize=64)
 def _spec_of(model: str) -> ModelSpec | None:
-    """Return the specification of a checkpoint; None for a hub id, which may not be downloaded yet."""
+    """Return the specification of a checkpoint; None for a Hugging Face model ID, which may not be downloaded yet."""
     registry = load_plugins()
     folder = registry.models.get(model, Path(model).expanduser())
     return registry.family_of(folder).load_spec(folder) if folder.is_dir() else None

@@ -206,6 +206,29 @@ def test_invalid_argument_is_rejected_by_call(scripted, options, error, named):
     assert not provider.script.requests
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"api_key": "secret"},
+        {"base_url": NOWHERE},
+        {"engine_options": {"max_batch_size": 1}},
+        {"model_kwargs": {"top_k": 3}},
+        {"streaming": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_field_of_chat_model_is_rejected_per_call(scripted, options):
+    provider = scripted("Yes.")
+    (name,) = options
+    for chat in (provider.chat, ChatDashInferVLM(base_url=NOWHERE)):
+        with pytest.raises(UnsupportedParameter, match=f"`{name}` can only be set on the chat model") as caught:
+            chat.invoke("?", **options)
+        assert caught.value.param == name
+        with pytest.raises(UnsupportedParameter, match=name):
+            list(chat.bind(**options).stream("?"))
+    assert not provider.script.requests
+
+
 def test_engine_can_be_passed(tiny_checkpoint):
     with scripted_engine("Yes.", model=str(tiny_checkpoint), served_model_name="eyes") as engine:
         chat = ChatDashInferVLM(engine=engine)
