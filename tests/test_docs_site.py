@@ -48,7 +48,7 @@ def test_http_page_lists_every_route_field_and_status():
     text = page_text("http.md")
     elsewhere = "".join(page_text(page) for page in PAGES if page == "operations.md")
     app = create_app(scripted_engine("Yes."))
-    paths = {route.path.replace("{name:path}", "{name}") for route in app.routes}
+    paths = {route.path.replace("{name:path}", "{model}") for route in app.routes}
     routes = [path for path in paths if not path.startswith("/page/")]
     assert [route for route in routes if f" {route}`" not in text + elsewhere] == []
     assert [name for name in fields.SUPPORTED_FIELDS if f"`{name}`" not in text] == []

@@ -26,7 +26,7 @@ from .errors import DRAINING, HANDLERS, RETRY_AFTER_SECONDS
 from .metrics import Metrics, ObservableEngine
 from .page import FILES, add_page
 from .request_body import cancel_on_disconnect, read_request
-from .request_context import HEADER, ByteBudget, RequestContextMiddleware, current_request
+from .request_context import HEADER, BodyMemoryBudget, RequestContextMiddleware, get_request_context
 from .settings import DrainState, Settings
 from .sse import EventStream
 from .tokens import DetokenizeResponse, TokenizeResponse, detokenize, tokenize
@@ -81,7 +81,7 @@ def create_app(
             allow_headers=["Authorization", "Content-Type", HEADER],
             expose_headers=[HEADER, "Retry-After"],
         )
-    budget = ByteBudget(settings.max_buffered_bytes)
+    budget = BodyMemoryBudget(settings.max_buffered_bytes)
     app.add_middleware(
         RequestContextMiddleware, routes=app.routes, metrics=metrics, budget=budget, tracer=settings.tracer
     )
@@ -223,7 +223,7 @@ class _Routes:
             parse,
             max_bytes=settings.max_body_bytes,
             max_pause=settings.max_body_pause,
-            reserve=current_request(request.scope).reserve,
+            reserve=get_request_context(request.scope).reserve,
         )
 
     async def run_with_limits(self, request: Request, work: Coroutine[Any, Any, T]) -> T:

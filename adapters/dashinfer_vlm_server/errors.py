@@ -8,14 +8,16 @@ from __future__ import annotations
 import http
 import logging
 import math
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import BaseRoute
 
 from dashinfer_vlm_core.errors import (
     DashInferVLMError,
@@ -54,15 +56,10 @@ TYPES: Mapping[int, str] = MappingProxyType(
 )
 """OpenAI's `type` for statuses that are not a plain client error (4xx) or server error (5xx)."""
 
-CLIENT_GONE = 499
+CLIENT_CLOSED_REQUEST = 499
 """Status in the access log if the client disconnected; it is never sent."""
 
 INTERNAL_ERROR = "Internal server error. The server's log has the cause. Other requests are not affected."
-
-ROUTES = (
-    "POST /v1/chat/completions, GET /v1/models, GET /v1/models/{model}, POST /v1/media/preview, POST /tokenize,"
-    " POST /detokenize, GET /health, GET /health/ready, GET /metrics, GET /version and GET /openapi.json"
-)
 
 DRAINING = "draining"
 
@@ -110,16 +107,18 @@ def unauthorized() -> HTTPException:
     )
 
 
-async def send_error(_request: Request, error: Exception) -> Response:
+async def send_error(request: Request, error: Exception) -> Response:
     """Handle an expected error."""
     if isinstance(error, SetupError):  # only the operator can fix it
         logger.error("Request failed: %s", error.message)
+    if isinstance(error, HTTPException) and error.status_code == 404:
+        error = _unknown_url(request.app.routes)
     return error_response(error)
 
 
 async def send_nothing(_request: Request, _error: Exception) -> Response:
     """Handle a disconnected client."""
-    return Response(status_code=CLIENT_GONE)
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 HANDLERS: Mapping[type[Exception], Callable[[Request, Exception], Coroutine[Any, Any, Response]]] = {
@@ -144,9 +143,18 @@ def _type(status: int) -> str:
     return TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 
+def _unknown_url(routes: Iterable[BaseRoute]) -> HTTPException:
+    """Return the error for a URL that no route matches. It lists the routes except the files of the chat page."""
+    names = [
+        f"{method} {route.path.replace('{name:path}', '{model}')}"
+        for route in routes
+        if isinstance(route, APIRoute) and not route.path.startswith("/page/")
+        for method in sorted((route.methods or set()) - {"HEAD"})
+    ]
+    return HTTPException(404, f"Unknown URL. This server supports {', '.join(names[:-1])} and {names[-1]}.")
+
+
 def _http_error_message(error: HTTPException) -> str:
-    if error.status_code == 404:
-        return f"Unknown URL. This server supports {ROUTES}."
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "other methods")
         return f"This URL supports {' and '.join(sorted(allowed.split(', ')))} only."

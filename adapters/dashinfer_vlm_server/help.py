@@ -9,7 +9,7 @@ import click
 from click.core import ParameterSource
 
 from dashinfer_vlm_core.config import variable
-from dashinfer_vlm_core.config.config_file import ConfiguredCommand, EngineOption, FileOption
+from dashinfer_vlm_core.config.config_file import ConfigFileCommand, EngineOption, FileOption
 
 from .logs import errors_as_records
 
@@ -65,7 +65,7 @@ class Option(FileOption):
         return f"It comes from the environment. Set {self.envvar} to another value, or unset it."
 
 
-class SectionedCommand(ConfiguredCommand):
+class SectionedCommand(ConfigFileCommand):
     """A command whose options are listed by section, in the order of their declaration."""
 
     def invoke(self, ctx: click.Context) -> Any:

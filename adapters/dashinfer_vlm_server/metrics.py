@@ -1,4 +1,7 @@
-"""Prometheus metrics. Names and units follow vLLM's, with our prefix; every label has a fixed set of values."""
+"""Prometheus metrics. Names follow vLLM's where the meaning is the same. Every label has a fixed set of values.
+
+`prefix_cache_queries` and `prefix_cache_hits` count prompts; vLLM's metrics of these names count tokens.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,9 @@ class Metrics(RequestObserver):
     def __init__(self, engine: ChatEngine) -> None:
         self._registry = CollectorRegistry()
         self._requests = self._counter("requests", "Requests by route and outcome.", ["route", "outcome"])
-        self.in_flight: Gauge = Gauge(f"{PREFIX}requests_in_flight", "Requests in flight.", registry=self._registry)
+        self.in_flight: Gauge = Gauge(
+            f"{PREFIX}requests_in_flight", "HTTP requests being processed.", registry=self._registry
+        )
         self._time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "Time from a request to its first token.", SECONDS
         )
@@ -78,7 +83,7 @@ class Metrics(RequestObserver):
         if isinstance(engine, ObservableEngine):
             engine.add_observer(self)
 
-    def request(self, route: str, outcome: str) -> None:
+    def count_request(self, route: str, outcome: str) -> None:
         """Count a request that has ended."""
         self._requests.labels(route, outcome).inc()
 
@@ -150,7 +155,7 @@ class _EngineCollector(Collector):
 
 def _requests(stats: EngineStats) -> Iterator[Metric]:
     active, limit = stats.active_requests, stats.max_active_requests
-    yield _gauge("active_requests", "Completions that run or wait.", active)
+    yield _gauge("active_requests", "Completions that run or wait; a request with n=2 counts twice.", active)
     yield _gauge("max_active_requests", "Maximum number of completions that run or wait; more are rejected.", limit)
     yield _gauge("answers", "Deprecated: use active_requests. Removed in 0.3.", active)
     yield _gauge("answer_places", "Deprecated: use max_active_requests. Removed in 0.3.", limit)
@@ -162,33 +167,37 @@ def _requests(stats: EngineStats) -> Iterator[Metric]:
 
 def _vision(stats: EngineStats) -> Iterator[Metric]:
     vision = stats.vision
-    yield _mean(
+    yield _summary(
         "vision_batch_size", "Images and videos per forward pass of the vision encoder.", vision.passes, vision.encoded
     )
     queries = vision.hits + vision.joins + vision.encoded
     yield _count("mm_cache_queries", "Images and videos looked up in the embedding cache.", queries)
-    yield _count("mm_cache_hits", "Images and videos found there, or being computed.", vision.hits + vision.joins)
+    yield _count(
+        "mm_cache_hits",
+        "Images and videos found in the embedding cache, or already being encoded.",
+        vision.hits + vision.joins,
+    )
     yield _gauge("mm_cache_bytes", "Memory used by the embedding cache.", vision.bytes)
 
 
 def _decoder(stats: EngineStats) -> Iterator[Metric]:
     decoder = stats.decoder
-    yield _gauge("num_requests_running", "Sequences in the batch.", decoder.running)
-    yield _gauge("num_requests_waiting", "Sequences that wait for the batch.", decoder.waiting)
-    yield _mean(
+    yield _gauge("num_requests_running", "Completions in the batch.", decoder.running)
+    yield _gauge("num_requests_waiting", "Completions that wait for the batch.", decoder.waiting)
+    yield _summary(
         "request_queue_time_seconds",
-        "Time that sequences waited for the batch.",
+        "Time that completions waited for the batch.",
         decoder.started,
         decoder.queue_seconds,
     )
-    yield _mean("decode_batch_size", "Sequences per decoder step.", decoder.steps, decoder.step_requests)
-    yield _gauge("kv_cache_used_tokens", "KV cache used by running sequences, in tokens.", decoder.kv_used)
+    yield _summary("decode_batch_size", "Completions per decoder step.", decoder.steps, decoder.step_requests)
+    yield _gauge("kv_cache_used_tokens", "KV cache used by running completions, in tokens.", decoder.kv_used)
     yield _gauge("kv_cache_cached_tokens", "KV cache kept for later prompts, in tokens.", decoder.kv_cached)
     yield _gauge("kv_cache_size_tokens", "Size of the KV cache, in tokens.", decoder.kv_size)
-    yield _count("prefix_cache_queries", "Prompts looked up in the prefix cache.", decoder.queries)
-    yield _count("prefix_cache_hits", "Prompts with a cached prefix.", decoder.hits)
-    yield _count("prefix_cache_hit_tokens", "Tokens of these prefixes.", decoder.cached_tokens)
-    yield _count("num_preemptions", "Preemptions of sequences.", decoder.preemptions)
+    yield _count("prefix_cache_queries", "Prompts looked up in the prefix cache (vLLM counts tokens).", decoder.queries)
+    yield _count("prefix_cache_hits", "Prompts with a cached prefix (vLLM counts tokens).", decoder.hits)
+    yield _count("prefix_cache_hit_tokens", "Prompt tokens of these cached prefixes.", decoder.cached_tokens)
+    yield _count("num_preemptions", "Preemptions of completions.", decoder.preemptions)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:
@@ -199,6 +208,6 @@ def _count(name: str, text: str, value: float) -> Metric:
     return CounterMetricFamily(PREFIX + name, text, value=value)
 
 
-def _mean(name: str, text: str, count: int, total: float) -> Metric:
+def _summary(name: str, text: str, count: int, total: float) -> Metric:
     """Return a summary with a sum and a count, whose rates give the mean."""
     return SummaryMetricFamily(PREFIX + name, text, count_value=count, sum_value=total)

@@ -65,7 +65,9 @@ def _set_format(context: click.Context, _option: click.Parameter, log_format: Lo
 _file = click.Path(path_type=Path, dir_okay=False)
 
 _NETWORK = (
-    _option("--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on; 0.0.0.0 for all interfaces."),
+    _option(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on; 0.0.0.0 for all IPv4 interfaces."
+    ),
     _option(
         "--port",
         default=8000,
@@ -75,7 +77,7 @@ _NETWORK = (
     ),
     _option("--uds", type=_file, help="Unix socket to listen on, instead of host and port."),
     _option("--uds-mode", default="600", type=click.Choice(["600", "660"]), help="Permissions of the Unix socket."),
-    _option("--page/--no-page", default=True, help="Whether to serve the chat page at /."),
+    _option("--page/--no-page", default=True, help="Whether to serve the chat page at / and POST /v1/media/preview."),
     _option("--root-path", default="", metavar="PATH", help="Path prefix that a reverse proxy strips."),
 )
 _SECURITY = (
@@ -97,13 +99,13 @@ _LIMITS = (
     _option("--max-body-mib", default=288, type=IntegerRange(min=1), metavar="MIB",
             help="Maximum size of a request body."),
     _option("--max-buffered-mib", default=2048, type=IntegerRange(min=1), metavar="MIB",
-            help="Maximum size of the bodies of all running requests together."),
+            help="Maximum total size of request bodies held in memory."),
     _option("--max-body-pause", default=60.0, type=NumberRange(0, min_open=True), metavar="SECONDS",
-            help="Maximum pause while a client sends a body."),
+            help="Timeout between two chunks of a request body."),
     _option("--request-timeout", type=NumberRange(0, min_open=True), metavar="SECONDS",
             help="Maximum time for a response; no limit by default."),
     _option("--grace", default=20.0, type=NumberRange(0), metavar="SECONDS",
-            help="Time for running requests to finish after a signal."),
+            help="Grace period for running requests after a signal."),
 )  # fmt: skip
 _OBSERVABILITY = (
     _option("--log-format", default="text", type=click.Choice(["text", "json"]), callback=_set_format,
@@ -123,10 +125,11 @@ _OBSERVABILITY = (
 def serve(*, config: EngineConfig, **options: Any) -> None:
     """Serve OpenAI's chat completions API over HTTP.
 
-    By default, the server listens on localhost only, without API keys and TLS. SIGTERM shuts it down gracefully. Exit
-    codes: 0 ended by a signal, 2 setup error to fix, 3 the decoder is lost: restart the server.
+    By default, the server listens on localhost only, without API keys or TLS. SIGTERM shuts it down gracefully. Exit
+    codes: 0 after a signal; 1 unexpected error; 2 setup error; 3 the decoder failed permanently.
 
-    Server options can be set in the environment: DASHINFER_VLM_PORT for --port, and so on.
+    Options can also be set by environment variables, such as DASHINFER_VLM_PORT for --port and
+    DASHINFER_VLM_MAX_PIXELS for --max-pixels.
     """
     # Until the model is loaded: about a hundred collections would scan objects that stay, for a fifth of the time.
     gc.disable()
@@ -172,7 +175,7 @@ def _address(options: dict[str, Any]) -> Address:
         certificate=options["ssl_certfile"],
         key=options["ssl_keyfile"],
         password=options["ssl_keyfile_password"],
-        client_authorities=options["ssl_ca_certs"],
+        ca_certs=options["ssl_ca_certs"],
     )
     return Address(
         host=options["host"],
@@ -188,12 +191,12 @@ def _tracer(endpoint: str | None) -> Tracer | None:
     if endpoint is None:
         return None
     try:
-        from .tracing import tracer_to
+        from .tracing import create_tracer
     except ModuleNotFoundError as error:
         raise MissingDependency(
             f"Traces require {error.name}, which is not installed. Run: pip install 'dashinfer-vlm-adapters[otel]'"
         ) from error
-    return tracer_to(endpoint)
+    return create_tracer(endpoint)
 
 
 def _warn(settings: Settings, address: Address) -> None:

@@ -83,20 +83,20 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
 
 def _syntax_error(error: json.JSONDecodeError) -> str:
     """Describe where and why a body is not JSON. Python's own messages vary by version and suggest no fix."""
-    where = f"line {error.lineno}, column {error.colno}"
+    location = f"line {error.lineno}, column {error.colno}"
     if not error.doc.strip():
         return f"The body is empty. Send {EXAMPLE}."
     if error.msg.startswith("Unterminated string"):
-        return f"The body is not valid JSON: the string that starts at {where} has no end. Send the complete body."
+        return f"The body is not valid JSON: the string that starts at {location} has no end. Send the complete body."
     if error.msg.startswith("Invalid control character"):
-        return f"The body is not valid JSON: unescaped control character at {where}. Write \\n for a line break."
+        return f"The body is not valid JSON: unescaped control character at {location}. Write \\n for a line break."
     if error.msg.startswith("Invalid \\"):
-        return f"The body is not valid JSON: invalid escape at {where}. Write \\\\ for a backslash."
+        return f"The body is not valid JSON: invalid escape at {location}. Write \\\\ for a backslash."
     if not error.doc[error.pos :].strip():
-        return f"The body is not valid JSON: it ends at {where} within a value. Send the complete body."
+        return f"The body is not valid JSON: it ends at {location} within a value. Send the complete body."
     return (
-        f"The body is not valid JSON: unexpected text at {where}: {error.doc[error.pos : error.pos + 20]!r}. Use double"
-        " quotes around names and strings, and commas only between values."
+        f"The body is not valid JSON: unexpected text at {location}: {error.doc[error.pos : error.pos + 20]!r}. Use"
+        " double quotes around names and strings, and commas only between values."
     )
 
 
@@ -106,17 +106,17 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
     Raises:
         ClientDisconnect: the client disconnected first.
     """
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnected(receive))
+    work_task = asyncio.ensure_future(work)
+    disconnect_task = asyncio.ensure_future(_disconnected(receive))
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
+        await asyncio.wait({work_task, disconnect_task}, return_when=asyncio.FIRST_COMPLETED)
+        if work_task.done():
+            return work_task.result()
         raise ClientDisconnect
     finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        work_task.cancel()
+        disconnect_task.cancel()
+        await asyncio.gather(work_task, disconnect_task, return_exceptions=True)
 
 
 async def _read_body(request: Request, max_bytes: int, max_pause: float, reserve: Callable[[int], None]) -> bytearray:

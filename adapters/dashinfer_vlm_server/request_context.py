@@ -17,7 +17,7 @@ from starlette.routing import Match
 
 from dashinfer_vlm_core.errors import QueueFull
 
-from .errors import CLIENT_GONE, error_response, status_for
+from .errors import CLIENT_CLOSED_REQUEST, error_response, status_for
 from .logs import REQUEST_ID
 
 if TYPE_CHECKING:
@@ -43,14 +43,14 @@ OUTCOMES = {
     403: "unauthorized",
     408: "timeout",
     429: "rejected",
-    CLIENT_GONE: "cancelled",
+    CLIENT_CLOSED_REQUEST: "cancelled",
     503: "unavailable",
     504: "timeout",
 }
 """The outcome of a request by status; others are `success` (below 400), `invalid` (4xx) and `error` (5xx)."""
 
 
-class ByteBudget:
+class BodyMemoryBudget:
     """A limit on the bodies of all requests together. A body counts until its request has ended.
 
     Args:
@@ -83,9 +83,9 @@ class RequestContext:
     """
 
     id: str
-    budget: ByteBudget
+    budget: BodyMemoryBudget
     reserved_bytes: int = 0
-    status: int = CLIENT_GONE
+    status: int = CLIENT_CLOSED_REQUEST
     route: str = "other"
     start: float = field(default_factory=time.monotonic)
 
@@ -101,10 +101,10 @@ class RequestContext:
 
     def fail(self, error: Exception) -> None:
         """Record an error that occurred after the response headers were sent."""
-        self.status = CLIENT_GONE if isinstance(error, ClientDisconnect) else status_for(error)
+        self.status = CLIENT_CLOSED_REQUEST if isinstance(error, ClientDisconnect) else status_for(error)
 
 
-def current_request(scope: Scope) -> RequestContext:
+def get_request_context(scope: Scope) -> RequestContext:
     context: RequestContext = scope[_SCOPE_KEY]
     return context
 
@@ -124,7 +124,7 @@ class RequestContextMiddleware:
         *,
         routes: Sequence[BaseRoute],
         metrics: Metrics,
-        budget: ByteBudget,
+        budget: BodyMemoryBudget,
         tracer: Tracer | None = None,
     ) -> None:
         self._app = app
@@ -179,7 +179,7 @@ class RequestContextMiddleware:
         return getattr(route, "path", "other")
 
     def _record(self, context: RequestContext, scope: Scope) -> None:
-        self._metrics.request(context.route, context.outcome)
+        self._metrics.count_request(context.route, context.outcome)
         fields: dict[str, Any] = {
             "method": scope["method"] if scope["method"].isalpha() else "other",
             "route": context.route,

@@ -28,8 +28,8 @@ from dashinfer_vlm_core.errors import ConfigError, DecoderFailed
 
 from .api_keys import KEY_VARIABLE
 from .app import create_app
+from .http_protocol import MAX_HEAD_BYTES, TimeoutH11Protocol, detect_lost_peers
 from .logs import last_line, writes_json
-from .protocol import MAX_HEAD_BYTES, Protocol, detect_lost_peers
 from .settings import DrainState, Settings
 from .sockets import Address, open_listener
 
@@ -47,12 +47,12 @@ KEEP_ALIVE_SECONDS = 65
 client sends a request."""
 
 GRACE_SECONDS = 20.0
-"""Time for running requests to finish after a signal; a second signal exits at once. Kubernetes waits for 30 s."""
+"""Time for running requests to finish after a signal; a second signal ends it. Kubernetes waits for 30 s."""
 
 CLOSE_SECONDS = 1.0
 """Time after that for clients to read why their requests ended, before their connections are aborted."""
 
-DECODER_LOST = 3
+DECODER_FAILED = 3
 """Exit code if the decoder cannot be restarted: the process supervisor should restart the server."""
 
 SAMPLE_REQUEST = '{"messages": [{"role": "user", "content": "Hello!"}]}'
@@ -73,11 +73,11 @@ def run(config: EngineConfig, settings: Settings, address: Address, *, grace: fl
         detect_lost_peers(listener)
         application = create_app(engine, settings, drain_state=drain_state)
         server = Server(
-            http_settings(application, address),
+            uvicorn_config(application, address),
             engine=engine,
             drain_state=drain_state,
             grace=grace,
-            ready=lambda: _ready(address.url(listener), address, settings, engine),
+            on_ready=lambda: _ready(address.url(listener), address, settings, engine),
         )
         server.run(sockets=[listener])
     if engine.status().state == "loading":
@@ -85,7 +85,7 @@ def run(config: EngineConfig, settings: Settings, address: Address, *, grace: fl
     return _finish(engine, server)
 
 
-def http_settings(application: ASGIApp, address: Address) -> uvicorn.Config:
+def uvicorn_config(application: ASGIApp, address: Address) -> uvicorn.Config:
     """Return uvicorn's configuration for an application.
 
     Raises:
@@ -95,7 +95,7 @@ def http_settings(application: ASGIApp, address: Address) -> uvicorn.Config:
     tls = address.tls
     settings = uvicorn.Config(
         application,
-        http=Protocol,
+        http=TimeoutH11Protocol,
         ws="none",
         log_config=None,
         access_log=False,  # `RequestContextMiddleware` writes it
@@ -108,8 +108,8 @@ def http_settings(application: ASGIApp, address: Address) -> uvicorn.Config:
         ssl_certfile=tls.certificate if tls else None,
         ssl_keyfile=tls.key if tls else None,
         ssl_keyfile_password=tls.password if tls else None,
-        ssl_ca_certs=str(tls.client_authorities) if tls and tls.client_authorities else None,
-        ssl_cert_reqs=ssl.CERT_REQUIRED if tls and tls.client_authorities else ssl.CERT_NONE,
+        ssl_ca_certs=str(tls.ca_certs) if tls and tls.ca_certs else None,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if tls and tls.ca_certs else ssl.CERT_NONE,
     )
     try:
         settings.load()
@@ -126,13 +126,13 @@ class Server(uvicorn.Server):
         settings: uvicorn's configuration.
         engine: started once the server listens, and closed if requests are still running after the grace period.
         drain_state: the application's drain state.
-        ready: called when the engine is ready.
+        on_ready: called when the engine is ready.
         grace: number of seconds for running requests to finish after a signal.
 
     Attributes:
         signal: the signal that ended the server, if any.
         error: why the engine could not be started.
-        decoder_lost: whether the server ended because its engine failed permanently.
+        decoder_failed: whether the server ended because its engine failed permanently.
     """
 
     def __init__(
@@ -141,18 +141,18 @@ class Server(uvicorn.Server):
         *,
         engine: Engine,
         drain_state: DrainState,
-        ready: Callable[[], None] = lambda: None,
+        on_ready: Callable[[], None] = lambda: None,
         grace: float = GRACE_SECONDS,
     ) -> None:
         super().__init__(settings)
         self._engine = engine
         self._drain_state = drain_state
-        self._ready = ready
+        self._on_ready = on_ready
         self._grace = grace
         self._loading: asyncio.Task[None] | None = None
         self.signal: int | None = None
         self.error: Exception | None = None
-        self.decoder_lost: bool = False
+        self.decoder_failed: bool = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -160,7 +160,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         if self._engine.status().state == "failed":
-            self.decoder_lost = self.should_exit = True
+            self.decoder_failed = self.should_exit = True
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -176,7 +176,7 @@ class Server(uvicorn.Server):
         if self.server_state.tasks and self._engine.status().state != "loading":
             logger.warning("%d requests exceeded the grace period and are terminated.", len(self.server_state.tasks))
             await asyncio.to_thread(_close, self._engine)
-        ending = asyncio.create_task(self._cut_connections())
+        ending = asyncio.create_task(self._abort_connections())
         await super().shutdown(sockets)
         ending.cancel()
 
@@ -204,13 +204,13 @@ class Server(uvicorn.Server):
             self.error = error
             self.should_exit = True
         else:
-            self._ready()
+            self._on_ready()
 
     async def _wait_for_requests(self) -> None:
         while self.server_state.tasks and not self.force_exit:  # noqa: ASYNC110 - uvicorn's set has no event
             await asyncio.sleep(0.05)
 
-    async def _cut_connections(self) -> None:
+    async def _abort_connections(self) -> None:
         """Abort connections whose clients stopped sending or reading, which would block the shutdown forever."""
         await asyncio.sleep(CLOSE_SECONDS)
         for connection in list(self.server_state.connections):
@@ -229,10 +229,10 @@ def exit_immediately(number: int, _frame: FrameType | None) -> None:
 def _finish(engine: Engine, server: Server) -> int:
     if server.error is not None:
         raise server.error
-    if server.decoder_lost:
-        logger.error("The decoder is lost (%s). The process exits and must be restarted.", engine.status().fatal_error)
+    if server.decoder_failed:
+        logger.error("The decoder failed permanently: %s. Restart the server.", engine.status().fatal_error)
         logging.shutdown()
-        os._exit(DECODER_LOST)  # a hung decoder step would block a normal exit
+        os._exit(DECODER_FAILED)  # a hung decoder step would block a normal exit
     _close(engine)
     return 0
 

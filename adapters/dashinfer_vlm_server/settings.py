@@ -30,7 +30,7 @@ class Settings:
             limit.
         keys: API keys; every request must send one of them, unless there are none.
         allowed_origins: origins whose pages may read responses (CORS); `*` allows all.
-        page: whether to serve the chat page at `/`, see `page.py`.
+        page: whether to serve the chat page at `/`, and `POST /v1/media/preview`, which it uses; see `page.py`.
         tracer: records traces of requests, in addition to the metrics.
     """
 

@@ -24,13 +24,13 @@ class TlsConfig:
         certificate: the server's certificate chain.
         key: the private key, unless it is in the same file.
         password: the password of the key, if it has one.
-        client_authorities: CA certificates; if set, clients must present a certificate signed by one of them.
+        ca_certs: CA certificates; if set, clients must present a certificate signed by one of them.
     """
 
     certificate: Path
     key: Path | None = None
     password: str | None = None
-    client_authorities: Path | None = None
+    ca_certs: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

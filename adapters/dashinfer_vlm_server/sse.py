@@ -16,7 +16,7 @@ from dashinfer_vlm_core.errors import DashInferVLMError
 
 from .errors import error_body
 from .request_body import cancel_on_disconnect
-from .request_context import RequestContext, current_request
+from .request_context import RequestContext, get_request_context
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionChunk
@@ -50,7 +50,7 @@ class EventStream(StreamingResponse):
         self._chunks = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context = current_request(scope)
+        context = get_request_context(scope)
         try:
             await cancel_on_disconnect(receive, self._send(send, context))
         except ClientDisconnect as error:  # no client is left to receive an error

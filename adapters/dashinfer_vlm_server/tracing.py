@@ -83,7 +83,7 @@ class Tracer(RequestObserver):
         )
 
 
-def tracer_to(endpoint: str) -> Tracer:
+def create_tracer(endpoint: str) -> Tracer:
     """Create a tracer that exports spans to a collector in batches.
 
     Args:

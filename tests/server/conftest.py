@@ -20,8 +20,8 @@ from dashinfer_vlm_core.engine import ChatEngine
 from dashinfer_vlm_core.protocol.sampling import SAMPLING_PARAMETERS
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_server import create_app
-from dashinfer_vlm_server.protocol import Protocol
-from dashinfer_vlm_server.serving import http_settings
+from dashinfer_vlm_server.http_protocol import TimeoutH11Protocol
+from dashinfer_vlm_server.serving import uvicorn_config
 from dashinfer_vlm_server.settings import Settings
 from dashinfer_vlm_server.sockets import Address
 from tests.clock import SkippableLoop, run
@@ -47,9 +47,9 @@ class RunningServer:
         address: Address | None = None,
         listener: socket.socket | None = None,
         *,
-        protocol: type[Protocol] = Protocol,
+        protocol: type[TimeoutH11Protocol] = TimeoutH11Protocol,
     ) -> None:
-        settings = http_settings(app, address or Address())
+        settings = uvicorn_config(app, address or Address())
         settings.port = 0
         settings.http_protocol_class = protocol
         self._sockets = [listener] if listener else None
@@ -109,7 +109,9 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def serving(engine: ChatEngine, *, protocol: type[Protocol] = Protocol, **options) -> Iterator[RunningServer]:
+def serving(
+    engine: ChatEngine, *, protocol: type[TimeoutH11Protocol] = TimeoutH11Protocol, **options
+) -> Iterator[RunningServer]:
     """Serve `engine`, which can be a test double without a checkpoint."""
     with RunningServer(create_app(engine, Settings(**options)), protocol=protocol).running() as server:
         yield server
@@ -132,7 +134,7 @@ def scripted(tiny_checkpoint) -> Iterator[Callable[..., Scripted]]:
             supported_params=SAMPLING_PARAMETERS,
             max_body_bytes=10_000_000,
             settings=MappingProxyType({}),
-            protocol=Protocol,
+            protocol=TimeoutH11Protocol,
             **options,
         ) -> Scripted:
             script = Script(*responses, delay=delay, supported_params=supported_params)

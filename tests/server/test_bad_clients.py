@@ -9,7 +9,7 @@ import struct
 
 import pytest
 
-from dashinfer_vlm_server.protocol import Protocol, detect_lost_peers
+from dashinfer_vlm_server.http_protocol import TimeoutH11Protocol, detect_lost_peers
 from dashinfer_vlm_server.request_body import MAX_DEPTH, MAX_VALUES
 from tests.waiting import HANG, until
 
@@ -35,7 +35,7 @@ def chunk(data):
 HEAD = BODY_PAUSE = 10 * HANG
 
 
-class SkippableProtocol(Protocol):
+class SkippableProtocol(TimeoutH11Protocol):
     """Long timeouts, which tests skip by moving the clock."""
 
     head_seconds = HEAD

@@ -16,7 +16,7 @@ from dashinfer_vlm_server import openapi, plugin
 from dashinfer_vlm_server.app import create_app
 from dashinfer_vlm_server.metrics import PREFIX
 from dashinfer_vlm_server.request_context import OUTCOMES
-from dashinfer_vlm_server.serving import DECODER_LOST, GRACE_SECONDS
+from dashinfer_vlm_server.serving import DECODER_FAILED, GRACE_SECONDS
 from tests.pages import check_programs, page_text
 from tests.server.conftest import serving
 
@@ -85,7 +85,7 @@ def test_documented_commands_are_parsed(caplog):
 
 def test_documented_numbers_match_the_code():
     assert f"`--grace` seconds ({GRACE_SECONDS:g} by default)" in " ".join(TEXT.split())
-    assert f"| {DECODER_LOST} | the decoder is lost |" in TEXT
+    assert f"| {DECODER_FAILED} | the decoder failed permanently |" in TEXT
 
 
 def fence(language, index=0):

@@ -10,6 +10,7 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from dashinfer_vlm_core import EngineStatus, errors
+from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_server.errors import INTERNAL_ERROR, error_body, error_response, status_for
 from tests.server.conftest import serving
 
@@ -115,6 +116,17 @@ def test_unknown_url_and_method_return_openai_errors(scripted):
         "param": None,
         "code": "method_not_allowed",
     }
+
+
+def test_404_lists_the_routes_of_the_server(tiny_checkpoint):
+    with scripted_engine("Fine.", model=str(tiny_checkpoint)) as engine:
+        for page in (True, False):
+            with serving(engine, page=page) as server, server.http() as client:
+                message = client.get("/v1/nothing").json()["error"]["message"]
+            assert "GET /v1/models/{model}" in message
+            assert ("POST /v1/media/preview" in message) is page
+            assert ("GET /," in message or "GET / " in message) is page
+            assert "/page/" not in message
 
 
 def chunk(text):

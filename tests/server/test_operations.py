@@ -21,7 +21,7 @@ from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_server.api_keys import ApiKeys
 from dashinfer_vlm_server.logs import JsonFormatter, TextFormatter
-from dashinfer_vlm_server.serving import Server, http_settings
+from dashinfer_vlm_server.serving import Server, uvicorn_config
 from dashinfer_vlm_server.settings import DrainState, Settings
 from dashinfer_vlm_server.sockets import Address, TlsConfig, open_listener
 from tests.samples import image_url
@@ -49,7 +49,7 @@ def test_server_is_live_but_not_ready_while_loading(tiny_checkpoint):
         EngineConfig(model=str(tiny_checkpoint), decoder="scripted"), registry=scripted_registry(script)
     )
     drain_state = DrainState()
-    settings = http_settings(create_app(engine, drain_state=drain_state), Address())
+    settings = uvicorn_config(create_app(engine, drain_state=drain_state), Address())
     settings.port = 0
     server = Server(settings, engine=engine, drain_state=drain_state, grace=0.2)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -298,7 +298,7 @@ def test_tls(engine):
 
 
 def test_client_certificate_is_required(engine):
-    with served(engine, Address(tls=TlsConfig(certificate=PEM, client_authorities=PEM))) as server:
+    with served(engine, Address(tls=TlsConfig(certificate=PEM, ca_certs=PEM))) as server:
         trust = ssl.create_default_context(cafile=str(PEM))
         trust.check_hostname = False
         url = server.url.replace("http:", "https:")
@@ -314,7 +314,7 @@ def test_unusable_certificate_is_named(engine, tmp_path, content):
     if content:
         file.write_text(content)
     with pytest.raises(ConfigError, match="--ssl-certfile"):
-        http_settings(create_app(engine), Address(tls=TlsConfig(certificate=file)))
+        uvicorn_config(create_app(engine), Address(tls=TlsConfig(certificate=file)))
 
 
 # Tokens

@@ -25,7 +25,7 @@ from dashinfer_vlm_core.config import option_fields
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.testing import Script, scripted_engine, scripted_registry
 from dashinfer_vlm_server import create_app, plugin
-from dashinfer_vlm_server.serving import Server, http_settings
+from dashinfer_vlm_server.serving import Server, uvicorn_config
 from dashinfer_vlm_server.settings import DrainState
 from dashinfer_vlm_server.sockets import Address
 from tests.waiting import HANG, until
@@ -132,7 +132,7 @@ class StoppableServer(NamedTuple):
     @classmethod
     def start(cls, engine, app=None, *, grace=0.2):
         drain_state = DrainState()
-        settings = http_settings(app or create_app(engine, drain_state=drain_state), Address())
+        settings = uvicorn_config(app or create_app(engine, drain_state=drain_state), Address())
         settings.port = 0
         server = Server(settings, engine=engine, drain_state=drain_state, grace=grace)
         thread = threading.Thread(target=server.run, daemon=True)

@@ -28,8 +28,8 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_US
 """Socket options of Linux that detect an unreachable peer within a minute."""
 
 
-class Protocol(H11Protocol):
-    """uvicorn's h11 protocol, which limits the size of the head of a request, unlike its httptools protocol.
+class TimeoutH11Protocol(H11Protocol):
+    """uvicorn's h11 protocol with timeouts. It limits the size of request heads, unlike uvicorn's httptools protocol.
 
     A client that sends the head of its request too slowly gets a 408, and its connection is closed. If a client stops
     reading its response, its connection is aborted, which cancels its request like any disconnect.
