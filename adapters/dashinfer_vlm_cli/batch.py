@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,45 +12,47 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dashinfer_vlm_core.config.config_file import ConfiguredCommand
+from dashinfer_vlm_core.config.config_file import ConfigFileCommand
 from dashinfer_vlm_core.errors import DashInferVLMError
 
 from .batch_files import BatchOutput, Entry, error_line, read_body, read_entries, response_line
-from .engines import EngineSource, engine_options
+from .engines import EngineSource, engine_source_options
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
 
     from .engines import AnyEngine
 
+logger: logging.Logger = logging.getLogger(__name__)
+
 RETRY_SECONDS = 1.0
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells."""
 
 
-@click.command(cls=ConfiguredCommand)
+@click.command(cls=ConfigFileCommand)
 @click.argument("requests", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-              help="File for the responses.  [default: REQUESTS with .answers.jsonl]")  # fmt: skip
+              help="File for the responses.  [default: REQUESTS with .responses.jsonl]")  # fmt: skip
 @click.option("--errors", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="File for failed requests.  [default: OUTPUT with .errors.jsonl]")  # fmt: skip
 @click.option("--concurrency", default=16, show_default=True, type=click.IntRange(1, 1024), metavar="INT",
               help="Maximum number of concurrent requests.")  # fmt: skip
 @click.option("--retries", default=3, show_default=True, type=click.IntRange(min=0), metavar="INT",
               help="Retries of a request after a transient error.")  # fmt: skip
-@engine_options
+@engine_source_options
 def batch(
     *, requests: Path, output: Path | None, errors: Path | None, concurrency: int, retries: int, source: EngineSource
 ) -> None:
     """Run a file of requests in OpenAI's batch format.
 
-    REQUESTS holds one request per line: custom_id, method, url, body. Responses are appended to the output as they
+    REQUESTS contains one request per line: custom_id, method, url, body. Responses are appended to the output as they
     finish, in any order. To resume after an interruption, run the command again: it skips requests that have a
     response, and sends those that failed or have changed.
 
     Exits with 0 if every request has a response, with 1 if some have none.
     """
-    output = output or requests.with_suffix(".answers.jsonl")
+    output = output or _default_output(requests)
     errors = errors or output.with_suffix(".errors.jsonl")
     entries = read_entries(requests)
     with BatchOutput(output) as responses:
@@ -57,14 +60,17 @@ def batch(
         changed = sum(entry.custom_id in responses.completed for entry in pending)
         if changed:
             click.echo(
-                f"Requests that changed since their response in {output} and are sent again: {changed}.", err=True
+                f"{changed} requests changed after their responses were written to {output} and are sent again.",
+                err=True,
             )
         with BatchOutput(errors, overwrite=True) as failures:
             job = _Job(requests=requests, responses=responses, failures=failures, retries=retries)
             try:
                 _run(job, pending, source, concurrency)
             except KeyboardInterrupt:
-                click.echo(f"Interrupted. The responses so far are in {output}. Run it again to resume.", err=True)
+                click.echo(
+                    f"Interrupted. The responses so far are in {output}. Run the command again to resume.", err=True
+                )
                 sys.exit(INTERRUPTED)
         if not job.num_failed:
             errors.unlink(missing_ok=True)
@@ -74,6 +80,15 @@ def batch(
     summary = f"{completed} completed, {skipped} completed before, {job.num_failed} failed"
     click.echo(f"{summary}. Responses: {output}{f'; failures: {errors}' if job.num_failed else ''}", err=True)
     sys.exit(1 if job.num_failed else 0)
+
+
+def _default_output(requests: Path) -> Path:
+    """Return the default output file. Until 0.3, a file with the old default name is continued."""
+    output, old = requests.with_suffix(".responses.jsonl"), requests.with_suffix(".answers.jsonl")
+    if output.exists() or not old.exists():
+        return output
+    logger.warning("%s has the default name of version 0.1, which 0.3 will ignore. Rename it to %s.", old, output.name)
+    return old
 
 
 @dataclass(kw_only=True)

@@ -48,11 +48,11 @@ def read_entries(path: Path) -> list[Entry]:
     entries: list[Entry] = []
     lines: dict[str, int] = {}
     for number, offset, line in _lines(path):
-        where = f"{path}, line {number}"
-        request = _parse_request(line, where)
+        location = f"{path}, line {number}"
+        request = _parse_request(line, location)
         custom_id = request["custom_id"]
         if custom_id in lines:
-            raise ConfigError(f"{where}: the custom_id {custom_id!r} is also used in line {lines[custom_id]}.")
+            raise ConfigError(f"{location}: the custom_id {custom_id!r} is also used in line {lines[custom_id]}.")
         lines[custom_id] = number
         entries.append(Entry(custom_id=custom_id, offset=offset, line_id=_line_id(request)))
     return entries
@@ -139,20 +139,20 @@ class BatchOutput:
         Raises:
             ConfigError: the new file cannot be written; the old one is not modified.
         """
-        where = self.path.resolve()
-        partial = where.with_name(f".{where.name}.partial")
-        last = {_parse_ids(line, str(where))[0]: number for number, _, line in _lines(where)}
+        location = self.path.resolve()
+        partial = location.with_name(f".{location.name}.partial")
+        last = {_parse_ids(line, str(location))[0]: number for number, _, line in _lines(location)}
         current = frozenset(last.values())
         try:
             partial.unlink(missing_ok=True)
             with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.writelines(line for number, _, line in _lines(where) if number in current)
+                file.writelines(line for number, _, line in _lines(location) if number in current)
                 os.fsync(file.fileno())
-            shutil.copymode(where, partial)
-            partial.replace(where)
+            shutil.copymode(location, partial)
+            partial.replace(location)
         except OSError as error:
             partial.unlink(missing_ok=True)
-            message = f"{where} still holds outdated responses: {error.strerror}. Later lines take precedence."
+            message = f"{location} still holds outdated responses: {error.strerror}. Later lines take precedence."
             raise ConfigError(message) from error
 
     def close(self) -> None:
@@ -214,13 +214,13 @@ def _read(path: Path) -> _Contents:
     return _Contents(completed, lines > len(completed), 0)
 
 
-def _parse_ids(line: bytes, where: str) -> tuple[str, str]:
+def _parse_ids(line: bytes, location: str) -> tuple[str, str]:
     """Return the `custom_id` and the `id` of an output line."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         output = json.loads(line)
         if {"response", "error"} <= set(output):
             return str(output["custom_id"]), str(output["id"])
-    raise ConfigError(f"{where} is not an output line of a batch. Choose another output file.")
+    raise ConfigError(f"{location} is not an output line of a batch. Choose another output file.")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
@@ -236,17 +236,17 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
 
 
-def _parse_request(line: bytes, where: str) -> dict[str, Any]:
+def _parse_request(line: bytes, location: str) -> dict[str, Any]:
     try:
         request = json.loads(line)
     except ValueError as error:
-        raise ConfigError(f"{where} is not valid JSON: {error}.") from None
+        raise ConfigError(f"{location} is not valid JSON: {error}.") from None
     if not isinstance(request, dict) or not isinstance(request.get("custom_id"), str):
-        raise ConfigError(f"{where} has no custom_id. Each line must be a request in OpenAI's batch format.")
+        raise ConfigError(f"{location} has no custom_id. Each line must be a request in OpenAI's batch format.")
     if request.get("method") != "POST" or request.get("url") != URL:
-        raise ConfigError(f"{where}: `method` must be POST, and `url` must be {URL}.")
+        raise ConfigError(f"{location}: `method` must be POST, and `url` must be {URL}.")
     if not isinstance(request.get("body"), dict) or request["body"].get("stream"):
-        raise ConfigError(f"{where}: `body` must be a chat completion request without `stream`.")
+        raise ConfigError(f"{location}: `body` must be a chat completion request without `stream`.")
     return request
 
 

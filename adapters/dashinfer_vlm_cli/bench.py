@@ -1,4 +1,4 @@
-"""`dashinfer-vlm bench`: the speed of an engine for chats of a given shape."""
+"""`dashinfer-vlm bench`: the speed of an engine for requests of a given size."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ import click
 
 from dashinfer_vlm_core.cli.renamed_options import renamed_option
 from dashinfer_vlm_core.cli.terminal import show_table
-from dashinfer_vlm_core.config.config_file import ConfiguredCommand
+from dashinfer_vlm_core.config.config_file import ConfigFileCommand
 from dashinfer_vlm_core.errors import DashInferVLMError
 
 from .completion_stats import Completion
-from .engines import Command, EngineSource, engine_options
+from .engines import Command, EngineSource, engine_source_options
 
 if TYPE_CHECKING:
     from .engines import AnyEngine
 
 WORDS = ("please", "describe", "every", "shape", "and", "colour", "that", "you", "see", "here")
+"""Words of the demo model's vocabulary, which has the British spelling of "color": each is one token."""
 PERCENTILES = (50, 90, 99)
 
 
@@ -47,8 +48,8 @@ class Size(click.ParamType[tuple[int, int]]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
-    """The shape of the chats of a measurement. Each chat has different images and words, so that caches do not help."""
+class Workload:
+    """The requests of a measurement. Each has different images and words, so that caches do not help."""
 
     images: int
     size: tuple[int, int]
@@ -76,7 +77,7 @@ class Measurement:
     """The results of a measurement.
 
     Attributes:
-        completions: the completed chats.
+        completions: the completed requests.
         errors: the error messages of the failed ones.
         seconds: the time from the first request to the last response.
     """
@@ -100,8 +101,8 @@ class Measurement:
     def times(self) -> dict[str, dict[str, float]]:
         """Return mean and percentiles in milliseconds.
 
-        TTFT is the time to the first token, TPOT the time per further token, ITL the time between two chunks of a
-        stream, and latency the time to the complete response.
+        TTFT is the time to the first token, TPOT the time per output token after the first, ITL the time between two
+        chunks of a stream, and latency the time to the complete response.
         """
         values: dict[str, Sequence[float | None]] = {
             "ttft_ms": [completion.seconds_to_first_token for completion in self.completions],
@@ -126,21 +127,22 @@ def _count(
     return click.option(*names, default=default, show_default=True, type=kind, metavar="INT", help=text)
 
 
-@click.command(cls=ConfiguredCommand)
-@_count("-n", "--requests", minimum=1, default=32, text="Number of chats to measure.")
-@_count("--concurrency", minimum=1, maximum=4096, default=8, text="Maximum number of concurrent chats.")
+@click.command(cls=ConfigFileCommand)
+@_count("-n", "--requests", minimum=1, default=32, text="Number of requests to measure.")
+@_count("--concurrency", minimum=1, maximum=4096, default=8, text="Maximum number of concurrent requests.")
 @click.option("--rate", type=click.FloatRange(min=0, min_open=True), metavar="NUMBER",
-              help="Chats to start per second, as a Poisson process. All start at once by default.")  # fmt: skip
-@_count("--images", minimum=0, maximum=32, default=1, text="Images per chat.")
+              help="Mean number of requests sent per second, at the random times of a Poisson process. By default, each"
+              " is sent as soon as --concurrency allows.")  # fmt: skip
+@_count("--images", minimum=0, maximum=32, default=1, text="Images per request.")
 @renamed_option("--pictures", "--images", removed_in="0.3")
 @click.option("--size", default="448x448", show_default=True, type=Size(), metavar=Size.name,
               help="Image size in pixels.")  # fmt: skip
 @_count("--words", minimum=0, maximum=100_000, default=16, text="Words per prompt.")
 @_count("--max-tokens", minimum=1, default=64, text="Tokens per response.")
-@_count("--warmup", minimum=0, default=2, text="Chats before the measurement.")
+@_count("--warmup", minimum=0, default=2, text="Requests before the measurement.")
 @click.option("--seed", default=0, show_default=True, metavar="INT", help="Seed of the random images and words.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
-@engine_options
+@engine_source_options
 def bench(
     *,
     requests: int,
@@ -157,14 +159,14 @@ def bench(
 ) -> None:
     """Measure the speed of a server or a model.
 
-    Each chat has different images and words, so that caches do not help. Responses have exactly --max-tokens tokens if
-    the server supports `ignore_eos`. Exits with 1 if a chat failed.
+    Each request has different images and words, so that caches do not help. Responses have exactly --max-tokens tokens
+    if the server supports `ignore_eos`. Exits with 1 if a request failed.
     """
-    shape = Shape(images=images, size=size, words=words, tokens=max_tokens, seed=seed)
-    chats = [shape.request(index) for index in range(-warmup, requests)]
+    workload = Workload(images=images, size=size, words=words, tokens=max_tokens, seed=seed)
+    bodies = [workload.request(index) for index in range(-warmup, requests)]
     with source.open() as engine:
-        asyncio.run(measure(engine, chats[:warmup], concurrency=concurrency))
-        result = asyncio.run(measure(engine, chats[warmup:], concurrency=concurrency, rate=rate, show=True))
+        asyncio.run(measure(engine, bodies[:warmup], concurrency=concurrency))
+        result = asyncio.run(measure(engine, bodies[warmup:], concurrency=concurrency, rate=rate, show=True))
     if as_json:
         click.echo(json.dumps(result.as_json(), indent=2))
     else:
@@ -180,7 +182,7 @@ async def measure(
     rate: float | None = None,
     show: bool = False,
 ) -> Measurement:
-    """Run the chats, at most `concurrency` at a time. With a `rate` per second, they start at random times."""
+    """Send the requests, at most `concurrency` at a time. With a `rate` per second, they start at random times."""
     from .concurrency import progress, run_concurrently
 
     result = Measurement()
@@ -190,11 +192,11 @@ async def measure(
     for _ in chats:
         start_times.append(start_time)
         start_time += rng.expovariate(rate) if rate else 0.0
-    with progress(len(chats) if show else 0, unit="chat") as advance:
+    with progress(len(chats) if show else 0, unit="request") as advance:
 
         async def work(item: tuple[float, dict[str, Any]]) -> None:
             await asyncio.sleep(max(0.0, item[0] - time.perf_counter()))
-            await _run_chat(engine, item[1], result)
+            await _send(engine, item[1], result)
             advance()
 
         await run_concurrently(zip(start_times, chats, strict=True), work, max_concurrency=concurrency)
@@ -202,11 +204,11 @@ async def measure(
     return result
 
 
-async def _run_chat(engine: AnyEngine, chat: dict[str, Any], result: Measurement) -> None:
+async def _send(engine: AnyEngine, request: dict[str, Any], result: Measurement) -> None:
     completion = Completion(started_at=time.perf_counter())
-    request = {**chat, "stream": True, "stream_options": {"include_usage": True}}
+    streamed = {**request, "stream": True, "stream_options": {"include_usage": True}}
     try:
-        async with contextlib.aclosing(engine.astream(request)) as chunks:
+        async with contextlib.aclosing(engine.astream(streamed)) as chunks:
             async for chunk in chunks:
                 completion.add_chunk(chunk, time.perf_counter())
     except DashInferVLMError as error:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import click
 
 from dashinfer_vlm_core.cli.terminal import printable, show_note
-from dashinfer_vlm_core.config.config_file import ConfiguredCommand
+from dashinfer_vlm_core.config.config_file import ConfigFileCommand
 from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError
 
 from .completion_stats import complete
 from .conversation import Conversation
-from .engines import EngineSource, engine_options
+from .engines import EngineSource, engine_source_options
 from .media import media_part
 
 if TYPE_CHECKING:
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 STANDARD_INPUT = "-"
 
 
-@click.command(cls=ConfiguredCommand)
+@click.command(cls=ConfigFileCommand)
 @click.argument("prompt", required=False)
 @click.option("--image", "images", multiple=True, metavar="PATH|URL", help="Image for the first prompt; repeatable.")
 @click.option("--video", "videos", multiple=True, metavar="PATH|URL", help="Video for the first prompt; repeatable.")
 @click.option("--system", default="", metavar="TEXT", help="System prompt.")
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE",
-              help="Request option, such as temperature=0; repeatable.")  # fmt: skip
+              help="Request field, such as temperature=0; repeatable.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print each response as a line of JSON.")
-@engine_options
+@engine_source_options
 def chat(
     *,
     prompt: str | None,

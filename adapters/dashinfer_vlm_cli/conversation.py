@@ -1,4 +1,4 @@
-"""A conversation: messages, media attached to the next prompt, and request options. It does no terminal I/O."""
+"""A conversation: messages, media attached to the next prompt, and request fields. It does no terminal I/O."""
 
 from __future__ import annotations
 
@@ -88,19 +88,19 @@ class Conversation:
         self.attachments = []
 
     def set(self, name: str, text: str) -> object:
-        """Set a request option from text, which is parsed as JSON if possible, and return the value.
+        """Set a request field from text, which is parsed as JSON if possible, and return the value.
 
-        An empty text unsets the option.
+        An empty text unsets the field.
 
         Raises:
-            RequestError: the option does not exist, or the value is invalid; with the engine's message.
+            RequestError: the field does not exist, or the value is invalid; with the engine's message.
         """
         from dashinfer_vlm_core.protocol import ChatRequest
         from dashinfer_vlm_core.structured_output.output_grammar import grammar_for_request
 
         known = sorted(set(ChatRequest.model_fields) - RESERVED_FIELDS)
         if name not in known:
-            raise InvalidParameter(f"Unknown option `{name}`. {_nearest(name, known)}", param=name)
+            raise InvalidParameter(f"Unknown request field `{name}`. {_nearest(name, known)}", param=name)
         if not text:
             self.options.pop(name, None)
             return None
@@ -146,7 +146,7 @@ class Conversation:
 
 def _nearest(name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, n=3)
-    return f"Did you mean {' or '.join(f'`{one}`' for one in close)}?" if close else f"Options: {', '.join(known)}."
+    return f"Did you mean {' or '.join(f'`{one}`' for one in close)}?" if close else f"Fields: {', '.join(known)}."
 
 
 def _value(text: str) -> Any:

@@ -12,18 +12,18 @@ from dashinfer_vlm_core.cli.terminal import show_table
 from dashinfer_vlm_core.hookspecs import Finding
 
 from .checks import all_findings
-from .engines import quiet
+from .engines import log_warnings_only
 
 
 @click.command()
-@click.option("--deep", is_flag=True, help="Also load the bundled model and let it describe an image.")
+@click.option("--deep", is_flag=True, help="Also load the bundled model and have it describe an image.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def doctor(*, deep: bool, as_json: bool) -> None:
     """Check the installation, and report how to fix problems.
 
     Exits with 1 if a required part is broken. Optional parts may be missing.
     """
-    quiet()
+    log_warnings_only()
     findings = list(all_findings(deep=deep))
     if as_json:
         click.echo(json.dumps([_as_json(finding) for finding in findings], indent=2))

@@ -73,10 +73,10 @@ class EngineSource:
         return remote
 
 
-def engine_options(command: Command) -> Command:
+def engine_source_options(command: Command) -> Command:
     """Add the options that select an engine, and pass an `EngineSource` as the parameter `source`.
 
-    The command must be created by `click.command(cls=ConfiguredCommand)`.
+    The command must be created by `click.command(cls=ConfigFileCommand)`.
 
     Raises, when the command runs:
         ConfigError: an engine option is combined with `--api-base`, or a value is out of range.
@@ -84,7 +84,7 @@ def engine_options(command: Command) -> Command:
 
     @functools.wraps(command)
     def run(*args: Any, config: EngineConfig, api_base: str | None, api_key: str | None, **kwargs: Any) -> Any:
-        quiet()
+        log_warnings_only()
         given = _given()
         if api_base is not None and given - {"model"}:
             name = min(given - {"model"})
@@ -103,7 +103,11 @@ def engine_options(command: Command) -> Command:
     return config_options(run)
 
 
-_API_BASE = click.option("--api-base", metavar="URL", help="Use this server, such as http://127.0.0.1:8000/v1.")
+_API_BASE = click.option(
+    "--api-base",
+    metavar="URL",
+    help="Base URL of a server to use instead of loading a model, such as http://127.0.0.1:8000/v1.",
+)
 _API_KEY = click.option(
     "--api-key", metavar="KEY", envvar=f"{ENV_PREFIX}API_KEY", show_envvar=True, help="API key of the server."
 )
@@ -116,7 +120,7 @@ def _given() -> set[str]:
     return {name for name in option_fields() if source(name) is ParameterSource.COMMANDLINE}
 
 
-def quiet() -> None:
+def log_warnings_only() -> None:
     """Log warnings only, unless `--log-level` is set. The command itself prints what matters."""
     root = click.get_current_context().find_root()
     if root.get_parameter_source("log_level") is ParameterSource.DEFAULT:

@@ -121,7 +121,7 @@ FLAGS = (
     OldFlag(
         flag="--model",
         metavar="TEXT",
-        replacement="`--model`; hub ids refer to Hugging Face",
+        replacement="`--model`; model IDs refer to Hugging Face",
         translate=rename_to("--model"),
     ),
     OldFlag(flag="--host", metavar="TEXT", replacement="`--host`", translate=rename_to("--host")),
@@ -129,8 +129,8 @@ FLAGS = (
     OldFlag(
         flag="--vision_engine",
         metavar="tensorrt|transformers",
-        replacement="no effect: the vision tower is this package's, in PyTorch",
-        translate=ignore("the vision tower is this package's, in PyTorch"),
+        replacement="no effect: the vision encoder is this package's, in PyTorch",
+        translate=ignore("the vision encoder is this package's, in PyTorch"),
     ),
     OldFlag(flag="--device", metavar="TEXT", replacement="`--device`", translate=rename_to("--device")),
     OldFlag(

@@ -15,7 +15,7 @@ from dashinfer_vlm_core.errors import CheckpointError, PluginError
 from dashinfer_vlm_core.models.checkpoint import cached_models
 from dashinfer_vlm_core.plugins import Registry, load_plugins
 
-from .engines import quiet
+from .engines import log_warnings_only
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,7 @@ def models(*, folders: tuple[Path, ...], include_all: bool, as_json: bool) -> No
 
     Downloads that cannot be served are omitted, unless --all is given.
     """
-    quiet()
+    log_warnings_only()
     rows = list(find_models(load_plugins(), folders, include_all=include_all))
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(row) for row in rows], indent=2))
@@ -76,7 +76,7 @@ def find_models(registry: Registry, folders: tuple[Path, ...], *, include_all: b
 
 
 def _row(registry: Registry, name: str, origin: str, folder: Path) -> ModelRow:
-    # Files in the hub's cache are symbolic links; stat() follows them.
+    # Files in the Hugging Face cache are symbolic links; stat() follows them.
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     row = ModelRow(name=name, origin=origin, folder=str(folder), bytes=size)
     try:

@@ -169,7 +169,7 @@ def _required(argument: str, usage: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Command:
+class ChatCommand:
     """A command of the chat; `/help` shows its arguments and its summary."""
 
     run: Callable[[Repl, str], None]
@@ -177,24 +177,24 @@ class Command:
     summary: str
 
 
-COMMANDS: Mapping[str, Command] = MappingProxyType(
+COMMANDS: Mapping[str, ChatCommand] = MappingProxyType(
     {
-        "image": Command(run=Repl.image, arguments="PATH|URL", summary="attach an image to the next prompt"),
-        "video": Command(run=Repl.video, arguments="PATH|URL", summary="attach a video to the next prompt"),
-        "paste": Command(run=Repl.paste, summary="attach the image in the clipboard"),
-        "retry": Command(run=Repl.retry, summary="regenerate the last response"),
-        "undo": Command(run=Repl.undo, summary="remove the last prompt and its response"),
-        "reset": Command(run=Repl.reset, summary="clear the conversation"),
-        "system": Command(run=Repl.system, arguments="[TEXT|-]", summary="set the system prompt; - removes it"),
-        "set": Command(
+        "image": ChatCommand(run=Repl.image, arguments="PATH|URL", summary="attach an image to the next prompt"),
+        "video": ChatCommand(run=Repl.video, arguments="PATH|URL", summary="attach a video to the next prompt"),
+        "paste": ChatCommand(run=Repl.paste, summary="attach the image in the clipboard"),
+        "retry": ChatCommand(run=Repl.retry, summary="regenerate the last response"),
+        "undo": ChatCommand(run=Repl.undo, summary="remove the last prompt and its response"),
+        "reset": ChatCommand(run=Repl.reset, summary="clear the conversation"),
+        "system": ChatCommand(run=Repl.system, arguments="[TEXT|-]", summary="set the system prompt; - removes it"),
+        "set": ChatCommand(
             run=Repl.set,
             arguments="[NAME [VALUE]]",
-            summary="set or unset a request option, such as: /set temperature 0",
+            summary="set or unset a request field, such as /set temperature 0",
         ),
-        "save": Command(run=Repl.save, arguments="PATH", summary="save the conversation to a file"),
-        "load": Command(run=Repl.load, arguments="PATH", summary="load a conversation from a file"),
-        "help": Command(run=Repl.help, summary="show this help"),
-        "exit": Command(run=Repl.leave, summary="exit (also Ctrl-D); Ctrl-C stops a response"),
+        "save": ChatCommand(run=Repl.save, arguments="PATH", summary="save the conversation to a file"),
+        "load": ChatCommand(run=Repl.load, arguments="PATH", summary="load a conversation from a file"),
+        "help": ChatCommand(run=Repl.help, summary="show this help"),
+        "exit": ChatCommand(run=Repl.leave, summary="exit (also Ctrl-D); Ctrl-C stops a response"),
     }
 )
 

@@ -25,7 +25,7 @@ SETUP_FAILED = 2
               envvar=variable("log-level"), show_envvar=True,
               type=click.Choice(["debug", "info", "warning", "error"]))  # fmt: skip
 def cli(log_level: str) -> None:
-    """Serve vision-language models on your own machines, for requests with images and videos."""
+    """Run and serve vision-language models on your own machines."""
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
@@ -41,7 +41,10 @@ def list_plugins(as_json: bool, strict: bool) -> None:
     elif rows:
         _show(rows)
     else:
-        click.echo("No plugins are installed, not even the built-in ones. Install the package; sys.path is not enough.")
+        click.echo(
+            "No plugins are installed, not even the built-in ones. Install the package with pip; adding it to sys.path"
+            " is not enough."
+        )
     if strict and any(row.status != "ok" for row in rows):
         sys.exit(1)
 

@@ -35,13 +35,16 @@ UNITS = {"mib": "MIB", "bytes": "BYTES", "pixels": "PIXELS", "patches": "PATCHES
          "timeout": "SECONDS", "frames": "FRAMES"}  # fmt: skip
 """Placeholders by the last word of a field's name, for fields with a unit."""
 
-ENVIRONMENT = f"Environment variables also set options of the engine, such as {ENV_PREFIX}MAX_PIXELS for --max-pixels."
+ENVIRONMENT = (
+    f"Engine options can also be set by environment variables, such as {ENV_PREFIX}MAX_PIXELS for --max-pixels."
+)
 
 
 def config_options(command: Command) -> Command:
     """Add the options of EngineConfig and of plugins to a click command, which receives them as the parameter `config`.
 
-    The help also describes the environment variables. Variables with our prefix that set nothing are logged.
+    The help also describes the environment variables, unless the command's docstring does. Variables with our prefix
+    that set nothing are logged.
 
     Raises, when the command runs:
         ConfigError: a value is out of range; the message contains the name of the option.
@@ -57,7 +60,8 @@ def config_options(command: Command) -> Command:
         config = _config({name: value for name, value in given.items() if value is not None})
         return command(*args, config=config, **kwargs)
 
-    run.__doc__ = f"{command.__doc__}\n\n    {ENVIRONMENT}"
+    if ENV_PREFIX not in (command.__doc__ or ""):
+        run.__doc__ = f"{command.__doc__}\n\n    {ENVIRONMENT}"
     decorated: Command = run
     for name, (field, plugin) in reversed(fields.items()):
         decorated = _option(name, field, plugin)(decorated)
@@ -104,7 +108,7 @@ def _complete(
 
 
 def model_names() -> list[str]:
-    """Return the models that need no download: registered ones, and those in the hub's cache."""
+    """Return the models that need no download: registered ones, and those in the Hugging Face cache."""
     from ..models.checkpoint import cached_models
     from ..plugins import load_plugins
 

@@ -1,4 +1,4 @@
-"""Read options of a command from a YAML file: `--config FILE`, for commands of the class `ConfiguredCommand`."""
+"""Read options of a command from a YAML file: `--config FILE`, for commands of the class `ConfigFileCommand`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Value: TypeAlias = "str | list[str] | dict[str, str]"
 SECRETS = ("key", "token", "password", "secret")
 """Last words of flags whose values must be kept secret from other users of the machine."""
 
-_OPENING = frozenset("[{'\"")
+_OPENING = {"[": "]", "{": "}", "'": "'", '"': '"'}
 
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
@@ -74,7 +74,7 @@ class FileSetting(NamedTuple):
     location: str
 
 
-class ConfiguredCommand(click.Command):
+class ConfigFileCommand(click.Command):
     """A command whose options can also be set in a YAML file, by their long names, with dashes or underscores.
 
     The command line overrides the file, and the file overrides the environment. A list sets an option several times.
@@ -111,7 +111,7 @@ class ConfiguredCommand(click.Command):
             record = None if isinstance(param, click.Argument) else param.get_help_record(ctx)
             if record is not None:
                 (shared if isinstance(param, EngineOption) else own).append(record)
-        for title, records in (("Options", own), ("Options of the engine", shared)):
+        for title, records in (("Options", own), ("Engine options", shared)):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
@@ -197,7 +197,8 @@ def _syntax_error(path: Path, text: str, error: yaml.MarkedYAMLError) -> str:
     if text[mark.index : mark.index + 1] == "\t":
         return f"{line}: YAML does not allow tabs here. Use spaces."
     if begin and not text[mark.index :].strip() and text[begin.index : begin.index + 1] in _OPENING:
-        return f"{path}, line {begin.line + 1}: {text[begin.index]} is not closed. Add the closing one."
+        opening = text[begin.index]
+        return f"{path}, line {begin.line + 1}: the `{opening}` is not closed. Add `{_OPENING[opening]}`."
     return f"{line}: invalid YAML. Write `name: value`, and quote a value that contains `: ` or ` #`."
 
 

@@ -1,4 +1,4 @@
-"""EngineConfig: all options of an engine in one frozen object. Only this module reads their environment variables."""
+"""EngineConfig: all options of an engine in one frozen object. Only this package reads their environment variables."""
 
 from __future__ import annotations
 
@@ -82,11 +82,17 @@ class EngineConfig(BaseSettings):
     model_config: ClassVar[SettingsConfigDict] = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
 
     # Model and decoder
-    model: str = Field("demo", description="Model to load: a registered name, a checkpoint folder, or a hub id.")
-    served_model_name: str | None = Field(
-        None, description="Name of the model in requests and responses; defaults to its own name."
+    model: str = Field(
+        "demo", description="Model to load: a registered name, a checkpoint folder, or a Hugging Face model ID."
     )
-    revision: str | None = Field(None, description="Branch, tag or commit of a hub id; defaults to the main branch.")
+    served_model_name: str | None = Field(
+        None,
+        description="Name of the model in requests and responses; defaults to the registered name, the folder's name,"
+        " or the model ID.",
+    )
+    revision: str | None = Field(
+        None, description="Branch, tag or commit of a Hugging Face model; defaults to the main branch."
+    )
     chat_template: Path | None = Field(
         None, description="File with a Jinja chat template; defaults to the checkpoint's template."
     )
@@ -117,11 +123,16 @@ class EngineConfig(BaseSettings):
         ge=16,
         description="Maximum number of tokens of prompt plus completion; defaults to the checkpoint's limit.",
     )
-    max_batch_size: int = Field(32, ge=1, le=4096, description="Maximum number of requests that are decoded together.")
+    max_batch_size: int = Field(
+        32,
+        ge=1,
+        le=4096,
+        description="Maximum number of completions decoded together; a request with n=2 counts twice.",
+    )
     max_waiting: int = Field(
         256,
         ge=0,
-        description="Maximum number of requests that wait for a slot in the batch; further ones are rejected.",
+        description="Maximum number of completions that wait for a slot in the batch; further requests are rejected.",
     )
     prefill_chunk: int = Field(
         512,
@@ -129,13 +140,15 @@ class EngineConfig(BaseSettings):
         description="Maximum number of prompt tokens per step; half as many while other requests are decoded.",
     )
     kv_cache_mib: int = Field(
-        4096, ge=1, description="Memory of the KV cache, for running requests and earlier prompts, in MiB."
+        4096, ge=1, description="Size of the KV cache, for running requests and earlier prompts, in MiB."
     )
     prefix_cache: bool = Field(
         True, description="Whether to reuse keys and values of earlier prompts (DashInfer: only on CUDA)."
     )
     vision_cache_mib: int = Field(
-        256, ge=0, description="Memory of the cache of visual embeddings, keyed by content, in MiB; 0 disables it."
+        256,
+        ge=0,
+        description="Size of the embedding cache, whose keys are digests of images and videos, in MiB; 0 disables it.",
     )
     vision_batch_patches: int = Field(
         16384,

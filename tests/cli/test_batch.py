@@ -46,7 +46,7 @@ def test_output_line_has_openai_batch_format(run, server_url, requests, tmp_path
     file = requests(line("one"), line("two"))
     result = run("batch", "--api-base", server_url("Yes."), file)
     assert result.exit_code == 0
-    lines = read(tmp_path / "requests.answers.jsonl")
+    lines = read(tmp_path / "requests.responses.jsonl")
     assert {item["custom_id"] for item in lines} == {"one", "two"}
     for item in lines:
         assert item["id"].startswith("batch_req_")
@@ -54,7 +54,7 @@ def test_output_line_has_openai_batch_format(run, server_url, requests, tmp_path
         assert item["response"]["status_code"] == 200
         assert item["response"]["request_id"] == item["response"]["body"]["id"]
         assert item["response"]["body"]["choices"][0]["message"]["content"] == "Yes."
-    assert not (tmp_path / "requests.answers.errors.jsonl").exists()
+    assert not (tmp_path / "requests.responses.errors.jsonl").exists()
     assert "2 completed, 0 completed before, 0 failed" in result.stderr
 
 
@@ -79,7 +79,7 @@ def test_rerun_retries_failed_requests_only(run, server_url, requests, tmp_path)
     assert "1 completed, 2 completed before, 0 failed" in result.stderr
     texts = {
         item["custom_id"]: item["response"]["body"]["choices"][0]["message"]["content"]
-        for item in read(tmp_path / "requests.answers.jsonl")
+        for item in read(tmp_path / "requests.responses.jsonl")
     }
     assert texts == {"a": "Yes.", "b": "Now.", "c": "Yes."}
     assert "0 completed, 3 completed before" in run("batch", "--api-base", "http://127.0.0.1:9/v1", file).stderr
@@ -88,23 +88,23 @@ def test_rerun_retries_failed_requests_only(run, server_url, requests, tmp_path)
 def test_changed_request_is_sent_again_and_replaces_response(run, server_url, requests, tmp_path):
     url = server_url("Old.", "Old.", "New.")
     file = requests(line("a"), line("b"))
-    output = tmp_path / "requests.answers.jsonl"
+    output = tmp_path / "requests.responses.jsonl"
     assert run("batch", "--concurrency", 1, "--api-base", url, file).exit_code == 0
     output.chmod(0o640)
     result = run("batch", "--api-base", url, requests(line("a"), line("b", text="Goodbye")))
     assert result.exit_code == 0
-    assert f"since their response in {output} and are sent again: 1.\n" in result.stderr
+    assert f"1 requests changed after their responses were written to {output} and are sent again.\n" in result.stderr
     assert "1 completed, 1 completed before, 0 failed" in result.stderr
     assert [(item["custom_id"], text_of(item)) for item in read(output)] == [("a", "Old."), ("b", "New.")]
     assert output.stat().st_mode & 0o777 == 0o640
-    assert sorted(path.name for path in tmp_path.iterdir() if "jsonl" in path.name) == [output.name, file.name]
+    assert sorted(path.name for path in tmp_path.iterdir() if "jsonl" in path.name) == [file.name, output.name]
     again = run("batch", "--api-base", "http://127.0.0.1:9/v1", file)
     assert "0 completed, 2 completed before" in again.stderr
     assert "sent again" not in again.stderr
 
 
 def test_next_run_drops_responses_superseded_before_interruption(run, server_url, requests, tmp_path):
-    output = tmp_path / "requests.answers.jsonl"
+    output = tmp_path / "requests.responses.jsonl"
     for text in ("Hello", "Goodbye"):
         run("batch", "--api-base", server_url("Old.", "New."), requests(line("a", text=text)))
     new = output.read_text()
@@ -113,9 +113,24 @@ def test_next_run_drops_responses_superseded_before_interruption(run, server_url
     assert output.read_text() == new
 
 
+def test_output_with_default_name_of_version_0_1_is_continued(run, server_url, requests, tmp_path, caplog):
+    file, old = requests(line("a"), line("b")), tmp_path / "requests.answers.jsonl"
+    run("batch", "--api-base", server_url("Old."), "-o", old, requests(line("a")))
+    result = run("batch", "--api-base", server_url("New."), requests(line("a"), line("b")))
+    assert "1 completed, 1 completed before" in result.stderr
+    assert caplog.text.count(f"{old} has the default name of version 0.1") == 1
+    assert [text_of(item) for item in read(old)] == ["Old.", "New."]
+    assert not (tmp_path / "requests.responses.jsonl").exists()
+    old.rename(tmp_path / "requests.responses.jsonl")
+    caplog.clear()
+    again = run("batch", "--api-base", "http://127.0.0.1:9/v1", file)
+    assert "0 completed, 2 completed before" in again.stderr
+    assert "version 0.1" not in caplog.text
+
+
 def test_old_response_is_kept_until_new_one_arrives(run, server_url, requests, tmp_path):
     url = server_url("Old.", InvalidParameter("No."), "New.")
-    output = tmp_path / "requests.answers.jsonl"
+    output = tmp_path / "requests.responses.jsonl"
     for text, expected in (("Hello", ["Old."]), ("Goodbye", ["Old."]), ("Goodbye", ["New."])):
         run("batch", "--api-base", url, requests(line("a", text=text)))
         assert [text_of(item) for item in read(output)] == expected
@@ -142,7 +157,7 @@ def test_read_body_rejects_file_changed_during_run(requests):
 )
 def test_incomplete_last_line_is_dropped_and_request_sent_again(run, server_url, requests, tmp_path, incomplete):
     file = requests(line("a"), line("b"))
-    output = tmp_path / "requests.answers.jsonl"
+    output = tmp_path / "requests.responses.jsonl"
     url = server_url("Yes.")
     run("batch", "--api-base", url, file)
     first, second = output.read_text().splitlines()
@@ -260,9 +275,9 @@ def test_ctrl_c_keeps_completed_responses(terminal, server_url, requests, tmp_pa
     program = terminal("batch", "--concurrency", 1, "--api-base", url, file)
     program.wait_for("3/50")
     program.type("\x03")
-    program.wait_for("Run it again to resume")
+    program.wait_for("Run the command again to resume")
     assert program.wait() == 130
-    done = len(read(tmp_path / "requests.answers.jsonl"))
+    done = len(read(tmp_path / "requests.responses.jsonl"))
     assert 3 <= done < 50
     result = run_process("batch", "--api-base", server_url("Yes."), file)
     assert f"{50 - done} completed, {done} completed before, 0 failed" in result.stderr

@@ -6,24 +6,24 @@ import json
 
 import pytest
 
-from dashinfer_vlm_cli.bench import Shape, summary
+from dashinfer_vlm_cli.bench import Workload, summary
 from dashinfer_vlm_core.errors import QueueFull
 
 
-def shape(**changes):
-    return Shape(**{"images": 2, "size": (56, 84), "words": 5, "tokens": 8, "seed": 0, **changes})
+def workload(**changes):
+    return Workload(**{"images": 2, "size": (56, 84), "words": 5, "tokens": 8, "seed": 0, **changes})
 
 
 def test_chats_are_unique_and_reproducible_by_seed():
-    first, second = shape().request(0), shape().request(1)
+    first, second = workload().request(0), workload().request(1)
     urls = [part["image_url"]["url"] for chat in (first, second) for part in chat["messages"][0]["content"][:2]]
     assert len(set(urls)) == 4
-    assert first == shape().request(0)
-    assert first != shape(seed=1).request(0)
+    assert first == workload().request(0)
+    assert first != workload(seed=1).request(0)
 
 
 def test_chat_has_requested_shape():
-    chat = shape(images=0, words=7, tokens=9).request(3)
+    chat = workload(images=0, words=7, tokens=9).request(3)
     (part,) = chat["messages"][0]["content"]
     assert len(part["text"].split()) == 8
     assert (chat["max_tokens"], chat["ignore_eos"]) == (9, True)

@@ -168,7 +168,7 @@ def test_options_are_validated_when_set():
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "strange"}}}
     with pytest.raises(InvalidParameter, match=r"`response_format\.json_schema\.schema`"):
         conversation.set("response_format", json.dumps(schema))
-    with pytest.raises(InvalidParameter, match="Unknown option `stream`"):
+    with pytest.raises(InvalidParameter, match="Unknown request field `stream`"):
         conversation.set("stream", "true")
     conversation.set("stop", "")
     assert conversation.options == {"temperature": 0.2}

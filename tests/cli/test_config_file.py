@@ -11,12 +11,12 @@ from click.testing import CliRunner
 
 from dashinfer_vlm_core.cli.options import config_options
 from dashinfer_vlm_core.config import option_fields
-from dashinfer_vlm_core.config.config_file import ConfiguredCommand
+from dashinfer_vlm_core.config.config_file import ConfigFileCommand
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_server.plugin import serve
 
 
-@click.command(cls=ConfiguredCommand)
+@click.command(cls=ConfigFileCommand)
 @click.option("--port", type=int, default=8000)
 @click.option("--api-key", "keys", multiple=True, envvar="TEST_KEYS")
 @click.option("--loud", is_flag=True)
@@ -104,9 +104,9 @@ def test_values_stay_text(options):
         ("server: {port: 1}", "line 1: unknown option 'server'"),
         ("port:\t1", "line 1: YAML does not allow tabs"),
         ("port: 1\napi_key:\n  - one\n\t- two\n", "line 4: YAML does not allow tabs"),
-        ("port: [\nloud: true\n", r"line 2: invalid YAML|line 1: \[ is not closed"),
-        ("api_key: [one\n", r"line 1: \[ is not closed\. Add the closing one"),
-        ("port: 1\nmodel: 'demo\nloud: true\n", "line 2: ' is not closed"),
+        ("port: [\nloud: true\n", r"line 2: invalid YAML|line 1: the `\[` is not closed"),
+        ("api_key: [one\n", r"line 1: the `\[` is not closed\. Add `\]`"),
+        ("port: 1\nmodel: 'demo\nloud: true\n", "line 2: the `'` is not closed"),
         ("model: a: b", "line 1: invalid YAML. Write `name: value`, and quote"),
         ("port 8000", "must contain a mapping of option names"),
         ("? [port]\n: 1", "line 1: the name of an option is nested too deeply"),
@@ -149,10 +149,10 @@ def test_world_readable_secret_is_logged(result, text, mode, warned, caplog):
 
 
 def test_serve_accepts_config_file():
-    assert isinstance(serve, ConfiguredCommand)
+    assert isinstance(serve, ConfigFileCommand)
     assert {"config_file", "port", *option_fields()} <= {param.name for param in serve.params}
 
 
 def test_help_lists_engine_options_after_command_options():
     text = CliRunner().invoke(command, ["--help"]).output
-    assert text.index("--port") < text.index("--config") < text.index("Options of the engine") < text.index("--model")
+    assert text.index("--port") < text.index("--config") < text.index("Engine options:") < text.index("--model")

@@ -90,7 +90,7 @@ def test_help_shows_units_and_defaults(run):
         "--limit-mm-per-prompt image=N,video=N ",
         "[default: prefix-cache]",
         "[default: no-enable-mm-embeds]",
-        "--revision NAME Branch, tag or commit of a hub id; defaults to the main branch. --",
+        "--revision NAME Branch, tag or commit of a Hugging Face model; defaults to the main branch. --",
     ):
         assert words in text
 
