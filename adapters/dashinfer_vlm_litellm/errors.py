@@ -56,7 +56,7 @@ def _rate_limit(error: DashInferVLMError, message: str, model: str, provider: st
     return exceptions.RateLimitError(message=message, model=model, llm_provider=provider, response=response)
 
 
-CLASSES: Mapping[type[DashInferVLMError], _ExceptionFactory] = MappingProxyType(
+FACTORIES: Mapping[type[DashInferVLMError], _ExceptionFactory] = MappingProxyType(
     {
         RequestError: _factory(exceptions.BadRequestError),
         UnsupportedParameter: _factory(exceptions.UnsupportedParamsError),
@@ -85,13 +85,13 @@ def to_litellm_exception(error: DashInferVLMError, *, model: str, provider: str,
         hide_setup: whether to hide setup errors, which may contain paths, from a caller that did not set up the engine.
     """
     message, param = error.message, error.param
-    kind = next(kind for kind in type(error).__mro__ if kind in CLASSES)
+    kind = next(kind for kind in type(error).__mro__ if kind in FACTORIES)
     if hide_setup and isinstance(error, SetupError):
         logger.error("Request failed: %s", error.message)
         message, param = HIDDEN_MESSAGE, None
         # The request is valid: the Router tries another deployment, whose setup may be correct.
         kind = EngineError if kind is SetupError else kind
-    exception = CLASSES[kind](error, message, model, provider)
+    exception = FACTORIES[kind](error, message, model, provider)
     exception.param, exception.code = param, error.code
     if isinstance(exception, openai.BadRequestError | openai.NotFoundError):
         exception.type = "invalid_request_error"

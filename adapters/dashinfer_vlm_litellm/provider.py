@@ -29,10 +29,10 @@ PROVIDER = "dashinfer_vlm"
 class DashInferVLM(CustomLLM):
     """The LiteLLM provider for `dashinfer_vlm/<model>`.
 
-    The model is a registered name (`demo`), a checkpoint folder or a hub id. Its engine is loaded in this process on
-    first use, configured by `engine_options` and the environment like EngineConfig, and shared by all calls with equal
-    options. With `api_base`, requests are sent to a server instead. LiteLLM leaves timeouts to the provider: `timeout`
-    applies to the complete response, `first_token_timeout` to the first token of a stream.
+    The model is a registered name (`demo`), a checkpoint folder or a Hugging Face model ID. Its engine is loaded here
+    on first use, configured by `engine_options` and the environment like EngineConfig, and shared by all calls
+    with equal options. With `api_base`, requests are sent to a server instead. LiteLLM leaves timeouts to the provider:
+    `timeout` applies to the complete response, `first_token_timeout` to the first token of a stream.
 
     Args:
         engines: the registry of engines. By default, all adapters of this process share one.

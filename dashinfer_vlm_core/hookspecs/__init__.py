@@ -41,7 +41,7 @@ class Finding:
     Attributes:
         name: what was checked.
         status: `broken` has to be fixed; `missing` and `unusable` components are optional, and `slow` ones work.
-        detail: the result, for people.
+        detail: the result, human-readable.
         fix: what to do about it, with the command; empty if nothing has to be done.
     """
 

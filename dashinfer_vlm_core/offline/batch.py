@@ -1,4 +1,4 @@
-"""Run many requests with bounded concurrency, and return their outcomes in order."""
+"""Run many requests with bounded concurrency, and return their results in order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..engine.chat_pipeline import Generation
 from ..errors import DashInferVLMError, QueueFull
 from ..protocol import OfflineRequest
 
-Outcome = Generation | DashInferVLMError
+BatchResult = Generation | DashInferVLMError
 RequestFactory = Callable[[], OfflineRequest]
 
 
@@ -29,10 +29,10 @@ class OfflineBatch:
         self._limit = limit
         self._on_done = on_done
         self._running: dict[Future[Generation], tuple[int, OfflineRequest]] = {}
-        self._outcomes: dict[int, Outcome] = {}
+        self._results: dict[int, BatchResult] = {}
 
-    def run(self, factories: Iterable[RequestFactory]) -> list[Outcome]:
-        """Return the outcome of each request, in order. Other exceptions, such as Ctrl-C, cancel running requests."""
+    def run(self, factories: Iterable[RequestFactory]) -> list[BatchResult]:
+        """Return the result of each request, in order. Other exceptions, such as Ctrl-C, cancel running requests."""
         try:
             for index, factory in enumerate(factories):
                 self._submit(index, factory)
@@ -41,7 +41,7 @@ class OfflineBatch:
         finally:
             for future in self._running:
                 future.cancel()
-        return [self._outcomes[index] for index in range(len(self._outcomes))]
+        return [self._results[index] for index in range(len(self._results))]
 
     def _submit(self, index: int, factory: RequestFactory) -> None:
         try:
@@ -64,6 +64,6 @@ class OfflineBatch:
         time.sleep(seconds)
         self._submit(index, lambda: request)
 
-    def _finish(self, index: int, outcome: Outcome) -> None:
-        self._outcomes[index] = outcome
+    def _finish(self, index: int, result: BatchResult) -> None:
+        self._results[index] = result
         self._on_done()

@@ -12,7 +12,7 @@ from ..media.types import Kind
 from ..protocol import MediaPart, OfflineRequest
 from ..protocol.fields import NO_AUDIO
 from ..protocol.validation_errors import show
-from .media import is_object, media_part, wire_part
+from .media import is_object, media_part, to_json_part
 from .params import SamplingParams
 
 _KINDS: tuple[Kind, ...] = ("image", "video")
@@ -21,7 +21,7 @@ _OBJECT_PARTS: Mapping[str, Kind] = {"image_pil": "image", "image": "image", "im
 
 
 def is_single_prompt(prompts: object) -> bool:
-    """Return whether this is a single prompt: text, token ids, or an object."""
+    """Return whether this is a single prompt: text, token IDs, or an object."""
     return isinstance(prompts, (str, Mapping)) or _is_ids(prompts)
 
 
@@ -31,7 +31,7 @@ def is_single_conversation(messages: object) -> bool:
 
 
 def prompt_text(prompt: object) -> str | None:
-    """Return the text of a prompt, or None if it is token ids."""
+    """Return the text of a prompt, or None if it is token IDs."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return text if isinstance(text, str) else None
 
@@ -88,7 +88,7 @@ def _raw_prompt(given: Mapping[str, Any]) -> str | tuple[int, ...]:
         assert ids is not None
         return tuple(ids)
     raise InvalidParameter(
-        "A prompt is text in `prompt`, or a list of token ids in `prompt_token_ids`. Pass one of them.", param="prompt"
+        "A prompt is text in `prompt`, or a list of token IDs in `prompt_token_ids`. Pass one of them.", param="prompt"
     )
 
 
@@ -157,7 +157,7 @@ def _part(part: object, path: str, contents: dict[str, Any]) -> object:
     if is_object(value):
         contents[path] = value
     options = {key: option for key, option in part.items() if key not in {"type", name, "uuid"}}
-    return wire_part(kind, value, options, part.get("uuid"), path)
+    return to_json_part(kind, value, options, part.get("uuid"), path)
 
 
 def _is_text(part: Mapping[str, Any]) -> bool:

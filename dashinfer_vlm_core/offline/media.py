@@ -31,7 +31,7 @@ OPTIONS: Mapping[Kind, Mapping[str, str]] = {
 _OBJECT_URL = "memory:"
 
 
-def wire_part(kind: Kind, value: object, options: Mapping[str, Any], uuid: str | None, path: str) -> dict[str, Any]:
+def to_json_part(kind: Kind, value: object, options: Mapping[str, Any], uuid: str | None, path: str) -> dict[str, Any]:
     """Return a content part in its JSON form. Its URL is a placeholder if `is_object(value)`.
 
     Args:
@@ -63,14 +63,14 @@ def media_part(kind: Kind, value: object, uuid: str | None, path: str) -> MediaP
     """Return a content part for a rendered prompt; `value` can also be qwen-vl-utils' `{"image": ..., options}`.
 
     Raises:
-        InvalidParameter, UnsupportedParameter: as `wire_part`, or an option is out of range.
+        InvalidParameter, UnsupportedParameter: as `to_json_part`, or an option is out of range.
     """
     options: Mapping[str, Any] = {}
     if isinstance(value, Mapping) and kind in value:
         options = {name: option for name, option in value.items() if name not in {kind, "type"}}
         value = value[kind]
     try:
-        part = Part.model_validate(wire_part(kind, value, options, uuid, path))
+        part = Part.model_validate(to_json_part(kind, value, options, uuid, path))
     except ValidationError as error:
         invalid = explain(error)
         raise InvalidParameter(f"In `{path}`: {invalid.message}", param=f"{path}.{invalid.param}") from None

@@ -24,12 +24,12 @@ class SamplingParams:
             None means 4096, or what remains of the context.
         min_tokens: minimum number of tokens before the completion can end.
         stop: up to 4 strings that end the completion; they are not part of it.
-        stop_token_ids: token ids that end the completion, in addition to the model's own.
+        stop_token_ids: token IDs that end the completion, in addition to the model's own.
         seed: the same seed and request give the same completion.
         presence_penalty: -2 to 2.
         frequency_penalty: -2 to 2.
         repetition_penalty: 0.01 to 2; 1 disables it.
-        logit_bias: token id -> bias of -100 to 100.
+        logit_bias: token ID -> bias of -100 to 100.
         logprobs: number of alternatives (0 to 20) to return for each token, with their log probabilities.
         ignore_eos: continue after the model's own end token.
 

@@ -12,7 +12,7 @@ from ..config import EngineConfig
 from ..engine import Engine
 from ..errors import ConfigError, DashInferVLMError, InvalidParameter
 from ..protocol import OfflineRequest
-from .batch import OfflineBatch, Outcome, RequestFactory
+from .batch import BatchResult, OfflineBatch, RequestFactory
 from .inputs import from_messages, from_prompt, is_single_conversation, is_single_prompt, prompt_text
 from .outputs import RequestOutput, to_request_output
 from .params import SamplingParams
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LOOK_AHEAD = 8
 """Number of requests that are preprocessed while a full batch is being decoded."""
 
-Sampling = SamplingParams | Sequence[SamplingParams] | None
+SamplingParamsArg = SamplingParams | Sequence[SamplingParams] | None
 
 
 class VLM:
@@ -58,10 +58,12 @@ class VLM:
         self.engine: Engine = (engine or Engine(EngineConfig(**options))).start()
         self._ids = itertools.count()
 
-    def generate(self, prompts: Any, sampling_params: Sampling = None, *, use_tqdm: bool = True) -> list[RequestOutput]:
+    def generate(
+        self, prompts: Any, sampling_params: SamplingParamsArg = None, *, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
         """Complete one or many rendered prompts.
 
-        A prompt is text in which control tokens are recognized, a list of token ids, or an object with `prompt` or
+        A prompt is text in which special tokens are recognized, a list of token IDs, or an object with `prompt` or
         `prompt_token_ids`, and
 
         * `multi_modal_data`: `image` and `video`, each one item or a list. An item is an object that
@@ -94,7 +96,7 @@ class VLM:
     def chat(
         self,
         messages: Any,
-        sampling_params: Sampling = None,
+        sampling_params: SamplingParamsArg = None,
         *,
         use_tqdm: bool = True,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
@@ -151,7 +153,7 @@ class VLM:
         self,
         items: Iterable[object],
         make: Callable[[object, SamplingParams], OfflineRequest],
-        sampling: Sampling,
+        sampling: SamplingParamsArg,
         single: bool,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
@@ -166,16 +168,16 @@ class VLM:
 
         total = len(items) if isinstance(items, Sized) else None
         with tqdm(total=total, desc="Prompts", unit="prompt", dynamic_ncols=True, disable=not use_tqdm) as bar:
-            outcomes = OfflineBatch(self.engine, limit=self._limit, on_done=bar.update).run(factories())
-        if single and isinstance(outcomes[0], DashInferVLMError):
-            raise outcomes[0]
-        return [self._output(text, outcome) for text, outcome in zip(texts, outcomes, strict=True)]
+            results = OfflineBatch(self.engine, limit=self._limit, on_done=bar.update).run(factories())
+        if single and isinstance(results[0], DashInferVLMError):
+            raise results[0]
+        return [self._output(text, result) for text, result in zip(texts, results, strict=True)]
 
-    def _output(self, text: str | None, outcome: Outcome) -> RequestOutput:
+    def _output(self, text: str | None, result: BatchResult) -> RequestOutput:
         number = str(next(self._ids))
-        if isinstance(outcome, DashInferVLMError):
-            return RequestOutput(request_id=number, prompt=text, error=outcome)
-        return to_request_output(number, text, outcome)
+        if isinstance(result, DashInferVLMError):
+            return RequestOutput(request_id=number, prompt=text, error=result)
+        return to_request_output(number, text, result)
 
     @property
     def _limit(self) -> int:
@@ -184,7 +186,7 @@ class VLM:
         return config.max_batch_size + min(LOOK_AHEAD, config.max_waiting)
 
 
-def _params_per_item(sampling: Sampling, items: Iterable[object]) -> Iterable[SamplingParams]:
+def _params_per_item(sampling: SamplingParamsArg, items: Iterable[object]) -> Iterable[SamplingParams]:
     if sampling is None or isinstance(sampling, SamplingParams):
         return itertools.repeat(sampling or SamplingParams())
     if not isinstance(items, Sized) or len(items) != len(sampling):

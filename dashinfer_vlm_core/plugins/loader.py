@@ -51,7 +51,7 @@ class PluginRow:
         distribution: the distribution that declares it, with its version.
         status: `ok`, or why it is not in use.
         provides: what it registered, such as `decoder torch`.
-        problem: what is wrong and how to fix it, for people; empty if nothing is.
+        problem: what is wrong and how to fix it, human-readable; empty if nothing is.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Registry:
         return _lookup("decoder", name, self.decoders)
 
     def add_plugin(self, plugin: object, *, name: str) -> tuple[str, ...]:
-        """Register everything that `plugin` provides, and return a summary for people, such as `decoder torch`.
+        """Register everything that `plugin` provides, and return a human-readable summary, such as `decoder torch`.
 
         Raises:
             PluginError: it was written for another version of the plugin API, a hook has an unknown name or argument, a
