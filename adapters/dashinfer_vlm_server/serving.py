@@ -230,7 +230,9 @@ def _finish(engine: Engine, server: Server) -> int:
     if server.error is not None:
         raise server.error
     if server.decoder_failed:
-        logger.error("The decoder failed permanently: %s. Restart the server.", engine.status().fatal_error)
+        logger.error(
+            "The decoder failed permanently (%s). The process exits and must be restarted.", engine.status().fatal_error
+        )
         logging.shutdown()
         os._exit(DECODER_FAILED)  # a hung decoder step would block a normal exit
     _close(engine)
