@@ -113,7 +113,7 @@ def test_download_to_a_full_disk_reports_it(tmp_path, cache, limit, words):
     line = completed.stderr.splitlines()[-1]
     assert completed.returncode == 2, completed.stderr
     assert "Traceback" not in completed.stderr
-    assert line.startswith(f"dashinfer-vlm: Downloading 'maker/tiny' failed: {words}. See whether")
+    assert line.startswith(f"dashinfer-vlm: Downloading 'maker/tiny' failed: {words}. Check that")
 
 
 def test_write_checkpoint_writes_all_damaged_files(tmp_path):

@@ -1,0 +1,64 @@
+"""docs/support.md states what the marked tests of this checkout show."""
+
+import ast
+
+import pytest
+
+from tests import support
+from tests.pages import ROOT
+
+REPORT = """\
+<testsuites><testsuite>
+<testcase name="a"><properties><property name="supports" value="qwen2_vl text torch-cpu yes"/></properties></testcase>
+<testcase name="b"><properties><property name="supports" value="qwen2_vl text torch-cpu yes"/></properties>
+<skipped/></testcase>
+<testcase name="c"><properties><property name="supports" value="qwen2_vl images torch-cuda yes"/></properties>
+<skipped/></testcase>
+<testcase name="d"><properties><property name="supports" value="qwen2_vl images dashinfer-cpu rejected"/></properties>
+</testcase>
+<testcase name="e"><properties><property name="supports" value="qwen2_vl int8 torch-cpu yes"/></properties>
+<failure/></testcase>
+<testcase name="f"/>
+</testsuite></testsuites>
+"""
+
+
+def test_outcome_of_feature_is_that_of_its_tests(tmp_path):
+    report = tmp_path / "results.xml"
+    report.write_text(REPORT)
+    outcomes = support.read_outcomes(report)
+    assert outcomes == {
+        ("qwen2_vl", "text", "torch-cpu"): "yes",
+        ("qwen2_vl", "images", "torch-cuda"): "not run",
+        ("qwen2_vl", "images", "dashinfer-cpu"): "rejected",
+        ("qwen2_vl", "int8", "torch-cpu"): "failed",
+    }
+    page = support.render(outcomes, "On a test machine.")
+    assert "| Text | yes | - | - | - |" in page
+    assert "| Images | - | not run | rejected | - |" in page
+
+
+def test_unknown_feature_of_mark_is_named():
+    with pytest.raises(KeyError, match="'imagse', which is not one of text, images"):
+        support.mark_property("imagse", backend="torch-cpu")
+
+
+def marks():
+    """Return the (feature, backend) of every `supports` mark."""
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.supports":
+                (backend,) = (word.value for word in node.keywords if word.arg == "backend")
+                yield ast.literal_eval(node.args[0]), ast.literal_eval(backend)
+
+
+def test_page_has_a_result_for_every_mark():
+    rows = [
+        line.split(" | ") for line in support.PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")
+    ]
+    cells = {row[0].removeprefix("| "): [cell.removesuffix(" |") for cell in row[1:]] for row in rows}
+    found = list(marks())
+    columns = list(support.BACKENDS)
+    assert len(found) >= 20
+    for feature, backend in found:
+        assert cells[support.FEATURES[feature]][columns.index(backend)] in ("yes", "rejected", "not run")
