@@ -319,7 +319,7 @@ def test_uuid_is_bound_to_its_content(demo, media, uuids, code):
         (prompt_with({"image": {"image": blurred_image(1), "fps": 1}}), InvalidParameter, "multi_modal_data.image[0]"),
         (prompt_with({"image": {"image": blurred_image(1), "max_pixels": 0}}), InvalidParameter,
          "multi_modal_data.image[0].image_url.max_pixels"),
-        (prompt_with({"video": {"video": [blurred_image(1)] * 2, "fps": 1.0}}), UnsupportedParameter,
+        (prompt_with({"video": {"video": [blurred_image(1)] * 2, "fps": 1.0}}), InvalidParameter,
          "multi_modal_data.video[0].fps"),
         (with_uuids(["a", "b"]), InvalidParameter, "multi_modal_uuids.image"),
         (with_uuids(5), InvalidParameter, "multi_modal_uuids.image"),
