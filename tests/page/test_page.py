@@ -139,7 +139,7 @@ def test_invalid_file_shows_an_error(open_page, scripted, tmp_path):
     (tmp_path / "broken.png").write_bytes(b"not an image")
     (tmp_path / "notes.txt").write_text("words")
     tab.drop(tmp_path / "broken.png", tmp_path / "notes.txt")
-    expect(tab.tile("broken.png")).to_contain_text("save it again in one of these formats")
+    expect(tab.tile("broken.png")).to_contain_text("Save it again in one of these formats")
     expect(tab.page.get_by_text("Not an image or a video: notes.txt")).to_be_visible()
     tab.page.get_by_role("button", name="Remove broken.png").click()
     expect(tab.page.get_by_role("button", name="Add files")).to_be_focused()
