@@ -10,10 +10,14 @@ from typing import Any, TypeVar
 
 T = TypeVar("T", bound=Callable[..., Any])
 
+REMOVED_IN = "0.3"
+"""The version without the old names of 0.1."""
+
 
 def warn_renamed(old: str, new: str, *, stacklevel: int = 3) -> None:
     """Warn that `old` has become `new`; by default at the caller of the function that calls this one."""
-    warnings.warn(f"`{old}` is now `{new}`; the old name will be removed in 0.3.", DeprecationWarning, stacklevel)
+    message = f"`{old}` is now `{new}`; the old name will be removed in {REMOVED_IN}."
+    warnings.warn(message, DeprecationWarning, stacklevel)
 
 
 class RenamedAttribute:

@@ -11,9 +11,14 @@ ROOT = Path(__file__).parents[1]
 SERVER = "http://127.0.0.1:8000"
 
 
+def read_page(page: Path) -> str:
+    """Return the text of a file, given by its path in the repository."""
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
 def page_text(page: str) -> str:
     """Return the text of a file under `docs`."""
-    return (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return read_page(Path("docs", page))
 
 
 def page_programs(page: str) -> list[str]:

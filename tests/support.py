@@ -73,8 +73,7 @@ def read_outcomes(report: Path) -> dict[tuple[str, str, str], str]:
     for case in ET.parse(report).iter("testcase"):
         for found in case.iter("property"):
             if found.get("name") == PROPERTY:
-                *key, passed = found.get("value", "").split()
-                family, feature, backend = key
+                family, feature, backend, passed = found.get("value", "").split()
                 outcomes[family, feature, backend].add(_outcome(case, passed))
     return {key: _worst(found) for key, found in outcomes.items()}
 

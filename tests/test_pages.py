@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from tests.pages import ROOT
+from tests.pages import ROOT, page_text, read_page
 
 MAX_WORDS = 2500
 ADR_WORDS = range(150, 301)
@@ -31,13 +31,9 @@ PLAIN = {"", "console", "text", "http", "dockerfile"}
 """Languages of blocks that show output, or that no parser is at hand for."""
 
 
-def text_of(page: Path) -> str:
-    return (ROOT / page).read_text(encoding="utf-8")
-
-
 def headings(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub and mkdocs write them."""
-    titles = re.findall(r"^#+ (.+)$", FENCE.sub("", text_of(page)), re.MULTILINE)
+    titles = re.findall(r"^#+ (.+)$", FENCE.sub("", read_page(page)), re.MULTILINE)
     plain = (re.sub(r"[`*]|\]\([^)]*\)|\[", "", title) for title in titles)
     return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in plain}
 
@@ -65,14 +61,14 @@ CHECKS = {
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
-def test_page_is_readable_in_one_sitting(page):
-    words = len(text_of(page).split())
+def test_page_has_at_most_2500_words(page):
+    words = len(read_page(page).split())
     assert words <= MAX_WORDS, f"{page} has {words} words: split it"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if re.match(r"docs/adr/\d", str(page))], ids=str)
 def test_decision_record_is_short_and_complete(page):
-    text = text_of(page)
+    text = read_page(page)
     assert len(text.split()) in ADR_WORDS
     assert re.findall(r"^## (.+)$", text, re.MULTILINE) == ["Context", "Decision", "Consequences"]
 
@@ -80,7 +76,7 @@ def test_decision_record_is_short_and_complete(page):
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_links_of_page_resolve(page):
     broken = []
-    for link in LINK.findall(FENCE.sub("", text_of(page))):
+    for link in LINK.findall(FENCE.sub("", read_page(page))):
         parts = urlsplit(link)
         if parts.scheme:
             assert parts.scheme in ("http", "https", "mailto"), link
@@ -94,13 +90,13 @@ def test_links_of_page_resolve(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_code_blocks_of_page_parse(page):
-    for indent, language, code in FENCE.findall(text_of(page)):
+    for indent, language, code in FENCE.findall(read_page(page)):
         if language not in PLAIN:
             CHECKS[language]("\n".join(line.removeprefix(indent) for line in code.split("\n")))
 
 
 def test_glossary_names_exist_in_code():
-    names = set(re.findall(r"^\| `([A-Z]\w+)`", text_of(Path("docs/glossary.md")), re.MULTILINE))
+    names = set(re.findall(r"^\| `([A-Z]\w+)`", page_text("glossary.md"), re.MULTILINE))
     sources = [
         path for folder in ("dashinfer_vlm_core", "adapters", "plugins") for path in (ROOT / folder).rglob("*.py")
     ]

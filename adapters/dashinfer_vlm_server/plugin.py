@@ -121,7 +121,7 @@ _OBSERVABILITY = (
 @_options("Request limits", *_LIMITS)
 @_options("Logs and traces", *_OBSERVABILITY)
 @config_options
-@renamed_option("--max-held-mib", "--max-buffered-mib", removed_in="0.3", envvar=variable("max-held-mib"))
+@renamed_option("--max-held-mib", "--max-buffered-mib", envvar=variable("max-held-mib"))
 def serve(*, config: EngineConfig, **options: Any) -> None:
     """Serve OpenAI's chat completions API over HTTP.
 

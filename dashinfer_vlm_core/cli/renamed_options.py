@@ -8,12 +8,14 @@ from typing import Any, TypeVar
 
 import click
 
+from ..deprecation import REMOVED_IN
+
 logger: logging.Logger = logging.getLogger(__name__)
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 
-def renamed_option(old: str, new: str, *, removed_in: str, envvar: str | None = None) -> Callable[[CommandT], CommandT]:
+def renamed_option(old: str, new: str, *, envvar: str | None = None) -> Callable[[CommandT], CommandT]:
     """Decorate a command that has the option `new`: it also accepts `old`, which `--help` does not list.
 
     If both are given, `new` takes precedence. The option `new` validates the value, so that errors name it.
@@ -21,14 +23,13 @@ def renamed_option(old: str, new: str, *, removed_in: str, envvar: str | None = 
     Args:
         old: the old flag, such as `--pictures`.
         new: the flag that replaces it, which takes a value and names its parameter, such as `--images`.
-        removed_in: the version without `old`.
         envvar: the environment variable that sets `old`.
     """
     parameter = new.removeprefix("--").replace("-", "_")
 
     def pass_on(context: click.Context, _option: click.Parameter, value: Any) -> None:
         if value is not None and not context.resilient_parsing:
-            logger.warning("`%s` is deprecated and will be removed in %s. Use `%s`.", old, removed_in, new)
+            logger.warning("`%s` is deprecated and will be removed in %s. Use `%s`.", old, REMOVED_IN, new)
             context.default_map = {**(context.default_map or {}), parameter: value}
 
     # Eager, so that the default is in place when `new` is processed.

@@ -181,19 +181,7 @@ class SchedulerOutput(NamedTuple):
 
 
 class SchedulerStats(NamedTuple):
-    """A snapshot; the last four fields are totals since the start.
-
-    Attributes:
-        running: sequences in the batch.
-        waiting: sequences that wait for a slot in the batch.
-        kv_used: size of the KV cache that running sequences use, in tokens.
-        kv_cached: size that is kept for later sequences and evicted when it is needed, in tokens.
-        kv_size: total size of the KV cache, in tokens.
-        queries: prompts that were prefilled completely.
-        hits: prompts of which a part was taken from the prefix cache.
-        cached_tokens: prompt tokens that were taken from the prefix cache.
-        preemptions: number of times that a running sequence was preempted.
-    """
+    """A snapshot; the last four fields are totals since the start. `DecoderStats` describes the fields."""
 
     running: int
     waiting: int

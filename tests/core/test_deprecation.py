@@ -1,6 +1,9 @@
 """Names of version 0.1 work with one warning that names the new one; docs/upgrade.md lists them."""
 
 import importlib
+import inspect
+import re
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +17,9 @@ from dashinfer_vlm_core.engine import EngineStatus
 from dashinfer_vlm_core.errors import UnsupportedParameter
 from dashinfer_vlm_core.hookspecs import Finding, hookimpl
 from dashinfer_vlm_core.plugins import load_plugins
-from dashinfer_vlm_server.settings import Settings
+from dashinfer_vlm_server import create_app
+from dashinfer_vlm_server.settings import DrainState, Settings
+from tests.pages import page_text
 
 HELLO = {"messages": [{"role": "user", "content": "Hello."}]}
 MODULES = {
@@ -24,6 +29,7 @@ MODULES = {
     "dashinfer_vlm_core.engine.remote": {"error_of": "error_from_response"},
     "dashinfer_vlm_core.media": {"Picture": "Image", "Clip": "Video"},
     "dashinfer_vlm_core.models.interface": {"Span": "PlaceholderSpan"},
+    "dashinfer_vlm_core.testing": {"Answer": "ScriptedResponse"},
     "dashinfer_vlm_server.settings": {"Gate": "DrainState"},
 }
 
@@ -63,6 +69,44 @@ def test_renamed_module_warns(old, name, new):
     assert getattr(module, name).__module__ == new
 
 
+def renamed_attributes():
+    """Find the renamed attributes of all imported classes of this project."""
+    modules = [module for name, module in sorted(sys.modules.items()) if name.startswith("dashinfer_vlm_core")]
+    classes = {cls for module in modules for cls in vars(module).values() if isinstance(cls, type)}
+    return sorted(
+        (f"{cls.__module__}:{cls.__name__}", old)
+        for cls in classes
+        for old, value in vars(cls).items()
+        if isinstance(value, RenamedAttribute)
+    )
+
+
+ATTRIBUTES = renamed_attributes()
+
+
+def test_every_renamed_attribute_of_the_upgrade_page_is_found():
+    assert len(ATTRIBUTES) == 27
+
+
+@pytest.mark.parametrize(("owner", "old"), ATTRIBUTES)
+def test_renamed_attribute_warns_and_is_on_the_upgrade_page(owner, old):
+    module, name = owner.split(":")
+    cls = getattr(sys.modules[module], name)
+    rows = re.findall(r"^\|.*\|$", page_text("upgrade.md"), re.MULTILINE)
+    with deprecations() as warned:
+        renamed = vars(cls)[old].__get__(AnyAttribute(), cls)
+    assert re.search(rf"(def {renamed}\(|\b{renamed}(:| =))", inspect.getsource(cls)), "the class has no such attribute"
+    assert [str(warning.message).split("`")[1:4:2] for warning in warned] == [[f"{name}.{old}", f"{name}.{renamed}"]]
+    assert [row for row in rows if re.search(rf"\b{old}\b", row) and re.search(rf"\b{renamed}\b", row)], (old, renamed)
+
+
+class AnyAttribute:
+    """An object each attribute of which is its own name."""
+
+    def __getattr__(self, name):
+        return name
+
+
 def test_renamed_arguments_and_attributes_warn():
     with deprecations() as warned:
         token = Token(id=1, top=((1, -1.0),), finish="stop", cached=3)
@@ -71,9 +115,12 @@ def test_renamed_arguments_and_attributes_warn():
         assert finding.mend == finding.fix == "Run it again."
         assert Settings(max_held_bytes=7).max_buffered_bytes == 7
         assert EngineStatus(state="failed", model="m", fatal_error="It died.").trouble == "It died."
+        assert testing.Script("Hello.", honours=frozenset({"seed"})).supported_params == {"seed"}
+        create_app(testing.scripted_engine("Hello.", honours=frozenset()), gate=DrainState())
     assert {str(warning.message).split("`")[1] for warning in warned} == {
         "Token(top=)", "Token(finish=)", "Token(cached=)", "Token.top", "Token.finish", "Token.cached",
         "Finding(mend=)", "Finding.mend", "Settings(max_held_bytes=)", "EngineStatus.trouble",
+        "Script(honours=)", "scripted_engine(honours=)", "create_app(gate=)",
     }  # fmt: skip
 
 
