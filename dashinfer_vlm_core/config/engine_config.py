@@ -226,7 +226,22 @@ class EngineConfig(BaseSettings):
     video_max_decoded_pixels: int = Field(
         768_000_000, ge=784, description="Maximum number of pixels of all frames of a video before resizing."
     )
-    video_decode_timeout: float = Field(30.0, gt=0, description="Timeout for decoding a video, in seconds.")
+    image_decode_timeout: float = Field(
+        10.0, gt=0, description="Timeout for decoding and resizing an image, in seconds; needs media workers."
+    )
+    video_decode_timeout: float = Field(
+        30.0, gt=0, description="Timeout for opening, decoding and resizing a video, in seconds."
+    )
+    media_workers: int | None = Field(
+        None,
+        ge=0,
+        le=1024,
+        description="Maximum number of processes that decode media; defaults to one more than there are CPUs. 0 decodes"
+        " in threads of the engine, which is only for trusted media.",
+    )
+    media_worker_memory_mib: int = Field(
+        1024, ge=64, description="Maximum memory that a media worker may allocate, in MiB."
+    )
     image_fetch_timeout: float = Field(5.0, gt=0, description="Timeout for fetching an image, in seconds.")
     video_fetch_timeout: float = Field(30.0, gt=0, description="Timeout for fetching a video, in seconds.")
     max_fetched_bytes: int = Field(

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
-import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from ..decoders import GUIDED_DECODING, CompiledGrammar, DecodeRequest, Token, VisualSpan
 from ..decoders.supervisor import Supervisor
 from ..errors import DashInferVLMError, EngineError, InvalidParameter, ModelNotFound, QueueFull, UnsupportedParameter
-from ..media import Embeddings, Media, MediaLoader
+from ..media import MediaLoader
+from ..media_workers import MediaExecutor, TokenBudget
 from ..models.interface import ImageProcessor, VisualTokens
-from ..models.patches import validate_embeddings
 from ..preprocessing.preview import MediaPreview, Preview, preview_media
 from ..preprocessing.prompt import Prompt, PromptBuilder
 from ..protocol import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, ChatRequest, MediaPart
@@ -53,25 +51,6 @@ class Generation:
     completion: ChatCompletion
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[tuple[int, ...], ...]
-
-
-class _TokenBudget:
-    """Counts the visual tokens of one request while several threads process its media.
-
-    Args:
-        check: called with the sum; raises if it is too large.
-        tokens: the initial sum, from items that need no processing.
-    """
-
-    def __init__(self, check: Callable[[int], None], tokens: int = 0) -> None:
-        self._check = check
-        self._tokens = tokens
-        self._lock = threading.Lock()
-
-    def add(self, tokens: int) -> None:
-        with self._lock:
-            self._tokens += tokens
-            self._check(self._tokens)
 
 
 class ConcurrencyLimiter:
@@ -121,6 +100,7 @@ class ChatPipeline:
     limiter: ConcurrencyLimiter
     spec: ModelSpec
     media: MediaLoader
+    media_executor: MediaExecutor
     processor: ImageProcessor
     prompts: PromptBuilder
     vision: VisionService
@@ -181,12 +161,13 @@ class ChatPipeline:
             self._validate(request)
             parts = await asyncio.to_thread(request.media)
             _require_media_data(parts)
-            budget = _TokenBudget(self.prompts.check_media)
+            budget = self._token_budget()
 
-            def process_and_preview(media: Media) -> MediaPreview:
-                return preview_media(media, self._process(budget, media).item, self.processor)
+            async def process_and_preview(part: MediaPart, data: Sequence[bytes]) -> MediaPreview:
+                item, _, source_size = await self.media_executor.process(part, data, budget)
+                return await asyncio.to_thread(preview_media, item, self.processor, source_size)
 
-            items = await self.media.load(parts, then=process_and_preview)
+            items = await self.media.load(parts, process_and_preview)
             prompt = await asyncio.to_thread(self.prompts.build, request, items)
             return Preview(items=items, prompt_tokens=len(prompt), max_model_len=self.prompts.max_model_len)
 
@@ -210,6 +191,7 @@ class ChatPipeline:
         finally:
             await self.vision.close()
             await self.media.close()
+            await self.media_executor.close()
 
     async def _prepare(self, request: ChatRequest) -> tuple[list[ResponseBuilder], list[DecodeRequest]]:
         """Run the stages before the decoder; return a response builder and a decode request per choice."""
@@ -271,12 +253,21 @@ class ChatPipeline:
             parts = await asyncio.to_thread(request.media)  # may have to split megabytes of video frames
             self.media.check(parts)
             cached = self.media_uuids.get(parts, cache_salt=request.cache_salt or "")
-            budget = _TokenBudget(self.prompts.check_media, sum(item.tokens for item in cached.values()))
+            budget = self._token_budget(sum(item.tokens for item in cached.values()))
             given = [part for part in parts if part.has_source]
-            processed = await self.media.load(given, then=functools.partial(self._process, budget))
+
+            async def process(part: MediaPart, data: Sequence[bytes]) -> Processed:
+                item, source_digest, _ = await self.media_executor.process(part, data, budget)
+                return Processed(item, source_digest)
+
+            processed = await self.media.load(given, process)
             self.media_uuids.bind(given, processed, cache_salt=request.cache_salt or "")
             loaded = iter(processed)
             return [cached.get(part.path) or next(loaded).item for part in parts]
+
+    def _token_budget(self, tokens: int = 0) -> TokenBudget:
+        """Return a budget of visual tokens for one request, of which `tokens` are used."""
+        return TokenBudget(self.prompts.check_media, self.prompts.max_model_len - 1, tokens)
 
     async def _build_prompt(self, request: ChatRequest, items: Sequence[Item]) -> Prompt:
         with self.observer.stage("prompt"):
@@ -317,17 +308,6 @@ class ChatPipeline:
                 " the prompt, or start the engine with another decoder.",
                 param=param,
             )
-
-    def _process(self, budget: _TokenBudget, media: Media) -> Processed:
-        """Process an image, a video or embeddings; called from several threads.
-
-        Media that can never fit the context are rejected before they are resized.
-        """
-        if isinstance(media, Embeddings):
-            budget.add(len(media.rows))
-            return Processed(validate_embeddings(media, self.spec, self.processor), media.source_digest)
-        budget.add(self.processor.count_tokens(media))
-        return Processed(self.processor.process(media), media.source_digest)
 
     def _response_builders(self, request: ChatRequest, prompt: Prompt, *, guided: bool) -> list[ResponseBuilder]:
         counts = PromptCounts(

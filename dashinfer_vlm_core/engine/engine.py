@@ -18,6 +18,8 @@ from ..deprecation import RenamedAttribute
 from ..errors import DecoderFailed, EngineClosed, SetupError
 from ..kernels.choice import KernelSelector
 from ..media import FetchStats, MediaLoader
+from ..media.decoder import MediaDecoder
+from ..media_workers import create_executor
 from ..models.checkpoint import find_model
 from ..plugins import Registry, load_plugins
 from ..preprocessing.prompt import PromptBuilder
@@ -365,12 +367,22 @@ async def load_pipeline(
     except BaseException:
         await decoder.close()
         raise
+    readers = list(registry.video_readers.values())
+    media_executor = create_executor(
+        config,
+        family=family,
+        folder=folder,
+        spec=spec,
+        processor=processor,
+        decoder=MediaDecoder(config=config, readers=readers, policy=spec.video.with_config(config)),
+    )
     pipeline = ChatPipeline(
         name=config.name,
         aliases=frozenset({config.model}),
         limiter=ConcurrencyLimiter(config.max_batch_size + config.max_waiting),
         spec=spec,
-        media=MediaLoader(config, list(registry.video_readers.values()), policy=spec.video),
+        media=MediaLoader(config, readers, policy=spec.video),
+        media_executor=media_executor,
         processor=processor,
         prompts=prompts,
         vision=vision,

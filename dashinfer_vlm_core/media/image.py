@@ -29,6 +29,11 @@ _OPAQUE = ("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
 _TRANSPARENT = ("LA", "La", "PA", "RGBA", "RGBa")
 
 
+def load_codecs() -> None:
+    """Import all of Pillow's codecs now, rather than when the first image of a format is opened."""
+    PILImage.init()
+
+
 def decode_image(data: bytes, *, path: str, max_pixels: int, background: tuple[int, int, int]) -> PILImage.Image:
     """Decode the first frame of a PNG, JPEG, WebP, GIF, BMP or TIFF file.
 
@@ -148,6 +153,8 @@ def _errors(path: str) -> Iterator[None]:
     try:
         yield
     except DashInferVLMError:
+        raise
+    except MemoryError:
         raise
     except (PILImage.DecompressionBombError, PILImage.DecompressionBombWarning) as error:
         raise MediaTooLarge("The image has too many pixels. Send a smaller one.", param=path) from error

@@ -1,43 +1,39 @@
-"""MediaPart -> Media: check the whole request, then load and decode its parts concurrently."""
+"""MediaPart -> bytes: check the whole request, then load its parts concurrently and pass each to its processing."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
-import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import chain
-from typing import Any, TypeVar
-
-import numpy as np
-from PIL import Image as PILImage
+from typing import Any, TypeAlias, TypeVar
 
 from ..config import EngineConfig
 from ..errors import EngineClosed, MediaTooLarge, UnsupportedParameter
 from ..protocol import EncodedEmbeddings, MediaPart
 from .fetch import ByteBudget, Fetcher, FetchStats
 from .frame_sampling import VideoSamplingPolicy
-from .image import count_pixels, decode_image
-from .python_objects import digest_media, load_object
 from .source import InlineSource, LocalSource, Source, decode, locate, read
-from .types import Image, Media, Pixels, StopCheck, Video, VideoReader
+from .types import VideoReader
 from .url_policy import Resolver
-from .video import available_readers, check_frames, check_total, decode_video, frame_path, stack_frames
+from .video import available_readers, check_frames, frame_path
 
 T = TypeVar("T")
 
+ProcessPart: TypeAlias = Callable[[MediaPart, Sequence[bytes]], Awaitable[T]]
+"""Decodes and processes one part. The bytes are one file, one file per frame of a list, or none for a Python object."""
+
 
 class MediaLoader:
-    """Loads and decodes the media of requests; the only object here that opens sockets and files for a request.
+    """Loads the encoded media of requests; the only object here that opens sockets and files for a request.
 
     It may be created anywhere, but is bound to the event loop on which `load` is first called.
 
     Args:
         config: limits and permissions.
-        readers: video readers, in any order.
+        readers: video readers; a request with a video file is rejected if there are none.
         policy: the model's video sampling defaults, which the configuration overrides.
         resolve: resolves host names; defaults to the operating system's resolver.
     """
@@ -54,7 +50,7 @@ class MediaLoader:
         self._policy = (policy or VideoSamplingPolicy()).with_config(config)
         self._readers = readers
         self._fetcher = Fetcher(config, resolve=resolve)
-        self._threads = ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix="dashinfer-vlm-media")
+        self._threads = ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix="dashinfer-vlm-load-media")
         self._running: set[asyncio.Task[Any]] = set()
         self._closed = False
 
@@ -72,48 +68,42 @@ class MediaLoader:
         _check_counts(parts, self._config)
         _check_embeddings(parts, self._config)
 
-    async def load(self, parts: Sequence[MediaPart], then: Callable[[Media], T]) -> tuple[T, ...]:
-        """Load the media of one request and return `then(media)` for each part, in the order of `parts`.
+    async def load(self, parts: Sequence[MediaPart], process: ProcessPart[T]) -> tuple[T, ...]:
+        """Load the media of one request and return the result of `process` for each part, in the order of `parts`.
 
         Everything that depends on the request alone is checked before the first byte is fetched. Equal sources are
-        fetched once. One thread decodes an item and calls `then`, so no more items exist at full size than there are
-        threads. The first failure, or a cancellation, cancels the rest of the request.
+        fetched once. The first failure, or a cancellation, cancels the rest of the request.
 
         Args:
             parts: the request's media parts.
-            then: called in a thread with the decoded media; an exception fails the request.
+            process: called with each part as soon as its bytes are loaded; an exception fails the request.
 
         Raises:
             MediaError: a part is forbidden, too large, unreachable, or not an image or video.
             InvalidParameter: an option of a part does not apply to its media.
-        UnsupportedParameter: the request contains embeddings, and they are not enabled.
+            UnsupportedParameter: the request contains embeddings, and they are not enabled.
             MissingDependency: the request has a video file, and no video reader is installed.
             EngineClosed: the loader is closed, or was closed while loading.
         """
         if self._closed:
-            raise _closed_error()
+            raise closed_error()
         self.check(parts)
         if not parts:
             return ()
-        stop = threading.Event()
-        task = asyncio.ensure_future(self._load(parts, then, stop))
+        task = asyncio.ensure_future(self._load(parts, process))
         self._running.add(task)
         try:
             await asyncio.wait({task})  # unlike `await task`, distinguishes cancellation by the caller from `close`
         finally:
-            stop.set()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             self._running.discard(task)
         if task.cancelled():
-            raise _closed_error()
+            raise closed_error()
         return task.result()
 
     async def close(self) -> None:
-        """Fail the running requests with EngineClosed, and release sockets and threads.
-
-        Threads finish their current work in the background; video decoding stops within a few frames.
-        """
+        """Fail the running requests with EngineClosed, and release sockets and threads."""
         self._closed = True
         for task in self._running:
             task.cancel()
@@ -121,9 +111,7 @@ class MediaLoader:
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._fetcher.close()
 
-    async def _load(
-        self, parts: Sequence[MediaPart], then: Callable[[Media], T], stop: threading.Event
-    ) -> tuple[T, ...]:
+    async def _load(self, parts: Sequence[MediaPart], process: ProcessPart[T]) -> tuple[T, ...]:
         sources = await self._run(self._locate, parts)
         slots = asyncio.Semaphore(max(1, self._config.max_fetches // 2))  # leaves slots to other requests
         budget = ByteBudget(self._config.max_fetched_bytes)
@@ -131,7 +119,7 @@ class MediaLoader:
             source: asyncio.ensure_future(self._get(source, slots, budget)) for source in dict.fromkeys(chain(*sources))
         }
         items = [
-            self._load_part(part, part_sources, fetched, then, stop)
+            self._load_part(part, part_sources, fetched, process)
             for part, part_sources in zip(parts, sources, strict=True)
         ]
         return tuple(await _gather(items, fetched.values()))
@@ -163,62 +151,11 @@ class MediaLoader:
         part: MediaPart,
         sources: Sequence[Source],
         fetched: Mapping[Source, Awaitable[bytes]],
-        then: Callable[[Media], T],
-        stop: threading.Event,
+        process: ProcessPart[T],
     ) -> T:
         if isinstance(part.url, tuple):
             await _check_bytes({fetched[source] for source in sources}, part, self._config)
-        data = [await fetched[source] for source in sources]
-
-        def check_stop() -> None:
-            if stop.is_set():
-                raise _closed_error()
-
-        def decode_and_process() -> T:
-            media = self._decode(part, data, check_stop)
-            check_stop()
-            if part.uuid is not None:
-                media = replace(media, source_digest=_digest_files(data) if data else digest_media(media))
-            return then(media)
-
-        return await self._run(decode_and_process)
-
-    def _decode(self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck) -> Media:
-        check_stop()
-        if part.content is not None:
-            return load_object(part, self._config, self._policy, check_stop)
-        if isinstance(part.url, tuple):
-            return self._frames(part, data, check_stop)
-        if part.kind == "video":
-            readers = available_readers(self._readers)
-            return decode_video(
-                data[0],
-                part=part,
-                readers=readers,
-                config=self._config,
-                policy=self._policy,
-                check_stop=check_stop,
-            )
-        image = self._image(data[0], part, part.path)
-        return Image(image=image, path=part.path, min_pixels=part.min_pixels, max_pixels=part.max_pixels)
-
-    def _frames(self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck) -> Video:
-        """Decode a list of frames to a video; all headers are checked before the first frame is decoded."""
-        limit = self._config.max_decoded_pixels
-        frames = [(encoded, frame_path(part, i)) for i, encoded in enumerate(data)]
-        pixels = sum(count_pixels(encoded, path=path, max_pixels=limit) for encoded, path in frames)
-        check_total(pixels, part=part, config=self._config)
-
-        def decoded() -> Iterator[Pixels]:
-            for encoded, path in frames:
-                check_stop()
-                yield np.asarray(self._image(encoded, part, path))
-
-        return stack_frames(decoded(), len(frames), part, self._policy)
-
-    def _image(self, data: bytes, part: MediaPart, path: str) -> PILImage.Image:
-        background = part.background or self._config.rgba_background
-        return decode_image(data, path=path, max_pixels=self._config.max_decoded_pixels, background=background)
+        return await process(part, [await fetched[source] for source in sources])
 
     async def _run(self, function: Callable[..., T], *arguments: object) -> T:
         """Run blocking work in a thread, without blocking the event loop."""
@@ -265,15 +202,7 @@ def _check_embeddings(parts: Sequence[MediaPart], config: EngineConfig) -> None:
             )
 
 
-def _digest_files(data: Sequence[bytes]) -> bytes:
-    """Hash all encoded files of a part, each with its length, to 32 bytes."""
-    digest = hashlib.sha256()
-    for item in data:
-        digest.update(len(item).to_bytes(8, "big") + hashlib.sha256(item).digest())
-    return digest.digest()
-
-
-def _closed_error() -> EngineClosed:
+def closed_error() -> EngineClosed:
     return EngineClosed("The engine was closed. Start it again, or send the request to another engine.")
 
 

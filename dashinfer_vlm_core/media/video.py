@@ -76,7 +76,7 @@ def decode_video(
             return _sample(reader.open(data), part, config, policy, check)
         except MediaUndecodable:
             continue
-        except (RequestError, EngineError):
+        except (RequestError, EngineError, MemoryError):
             raise
         except Exception:  # the library is broken or fails on this file; another reader may succeed
             logger.warning("Video reader %r failed; trying the next one", reader.name, exc_info=True)

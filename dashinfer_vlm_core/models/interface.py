@@ -47,7 +47,8 @@ class Patches:
         tokens: number of visual tokens that the vision encoder will produce.
         kind: image or video.
         path: the path of its field in the request.
-        digest: 32 bytes; equal if and only if kind, grid and pixels are equal.
+        digest: 32 bytes; equal if and only if kind, grid and pixels are equal. The engine sets it: an image processor
+            runs in a process that opens untrusted files, and must not choose the key of a shared cache.
         times: timestamps of a video's frames in seconds, without padding; empty for an image. They are not part of the
             digest: the same frames at other times have the same embedding but a different prompt.
     """
@@ -57,7 +58,7 @@ class Patches:
     tokens: int
     kind: Kind
     path: str
-    digest: bytes
+    digest: bytes = b""
     times: tuple[float, ...] = ()
 
     part = RenamedAttribute("path")

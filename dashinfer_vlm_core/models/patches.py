@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from PIL import Image as PILImage
 from ..errors import InvalidParameter
 from ..media.image import MAX_ASPECT
 from ..media.types import Embeddings, Image, Pixels, Video
-from .interface import Embedded, Grid, GridShape, ImageProcessor
+from .interface import Embedded, Grid, GridShape, ImageProcessor, Patches
 from .spec import ModelSpec, PixelSpec
 
 MAX_EMBEDDING_MAGNITUDE = 65504.0
@@ -176,6 +177,11 @@ def unpatchify(pixels: Pixels, grid: Grid, spec: PixelSpec) -> Pixels:
     ordered = blocks.transpose(0, 6, 1, 3, 7, 2, 4, 8, 5)
     frames: Pixels = ordered.reshape(grid.t * span, grid.h * side, grid.w * side, 3)
     return frames
+
+
+def with_digest(patches: Patches) -> Patches:
+    """Return the patches with the digest of their content."""
+    return replace(patches, digest=content_digest(patches.kind, patches.grid, patches.pixels))
 
 
 def content_digest(kind: str, grid: Grid, rows: npt.NDArray[Any]) -> bytes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image as PILImage
 
-from ..media.types import Image, Kind, Media, Pixels, Video
+from ..media.types import Kind, Pixels
 from ..models.interface import Embedded, Grid, ImageProcessor, Patches
 
 MAX_FRAMES = 16
@@ -75,20 +75,22 @@ class Preview:
     max_model_len: int
 
 
-def preview_media(media: Media, item: Patches | Embedded, processor: ImageProcessor) -> MediaPreview:
+def preview_media(
+    item: Patches | Embedded, processor: ImageProcessor, source_size: tuple[int, int] | None
+) -> MediaPreview:
     """Preview one image or video, reconstructed from its patches so that it shows the model's actual input.
 
     Args:
-        media: the decoded media.
-        item: the patches or embeddings made from it.
+        item: its patches or embeddings.
         processor: the image processor that made the patches.
+        source_size: width and height before resizing, in pixels; None for embeddings.
     """
     frames = processor.frames(item) if isinstance(item, Patches) else None
     shape = processor.shape(item.grid)
     return MediaPreview(
         kind=item.kind,
         path=item.path,
-        source_size=_source_size(media),
+        source_size=source_size,
         size=(shape.width, shape.height),
         grid=item.grid,
         cells=shape.cells,
@@ -108,9 +110,3 @@ def _png(frame: Pixels) -> bytes:
     buffer = io.BytesIO()
     PILImage.fromarray(frame).save(buffer, "PNG", compress_level=PNG_COMPRESS_LEVEL)
     return buffer.getvalue()
-
-
-def _source_size(media: Media) -> tuple[int, int] | None:
-    if isinstance(media, Image):
-        return media.image.size
-    return (media.frames.shape[2], media.frames.shape[1]) if isinstance(media, Video) else None

@@ -21,4 +21,5 @@ class Client:
     cache_namespace: str = ""
 
 
-current_client: ContextVar[Client] = ContextVar("dashinfer_vlm_client", default=Client())
+NO_CLIENT: Client = Client()
+current_client: ContextVar[Client] = ContextVar("dashinfer_vlm_client", default=NO_CLIENT)

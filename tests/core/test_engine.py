@@ -246,7 +246,7 @@ def test_closing_fails_running_requests(scripted, way):
 
 
 def test_closing_during_image_decoding_fails_every_request(scripted, monkeypatch):
-    engine, _ = scripted("ok")
+    engine, _ = scripted("ok", media_workers=0)
     begun, go = threading.Event(), threading.Event()
 
     def slow_decode(*arguments, **options):
@@ -254,7 +254,7 @@ def test_closing_during_image_decoding_fails_every_request(scripted, monkeypatch
         go.wait(timeout=HANG)
         return decode_image(*arguments, **options)
 
-    monkeypatch.setattr("dashinfer_vlm_core.media.loader.decode_image", slow_decode)
+    monkeypatch.setattr("dashinfer_vlm_core.media.decoder.decode_image", slow_decode)
     parts = [{"type": "image_url", "image_url": {"url": data_url(blurred_image(seed, 90, 90))}} for seed in range(8)]
     request = {"messages": [{"role": "user", "content": parts}], "max_tokens": 5}
     outcomes = []

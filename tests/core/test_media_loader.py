@@ -22,8 +22,9 @@ from dashinfer_vlm_core.errors import (
     MediaUnreachable,
     MissingDependency,
 )
-from dashinfer_vlm_core.media import READERS, Image, MediaLoader, Video, VideoInfo
+from dashinfer_vlm_core.media import READERS, Image, Video, VideoInfo
 from dashinfer_vlm_core.protocol import MediaPart
+from tests.decoding_loader import DecodingLoader
 from tests.samples import data_url, encode, encode_video, image_url, noise
 from tests.waiting import HANG, until
 from tests.web import body, serve
@@ -45,7 +46,7 @@ def whole(media):
 
 def load(*parts, readers=READERS, then=whole, **options):
     async def run():
-        loader = MediaLoader(
+        loader = DecodingLoader(
             EngineConfig(**{"allow_private_addresses": True, "image_fetch_timeout": HANG} | options), readers
         )
         try:
@@ -243,7 +244,7 @@ def test_canceling_request_closes_connections():
         left.set()
 
     async def run(web):
-        loader = MediaLoader(EngineConfig(allow_private_addresses=True, max_fetches=1), READERS)
+        loader = DecodingLoader(EngineConfig(allow_private_addresses=True, max_fetches=1), READERS)
         task = asyncio.ensure_future(loader.load([image(web.url("/hold"), i) for i in range(2)], whole))
         assert await asyncio.to_thread(arrived.wait, HANG)
         task.cancel()
@@ -270,7 +271,7 @@ def test_decoding_does_not_block_the_event_loop():
     async def run():
         nonlocal loop
         loop = asyncio.get_running_loop()
-        loader = MediaLoader(EngineConfig(), READERS)
+        loader = DecodingLoader(EngineConfig(), READERS)
         went_on = await loader.load([image(image_url(seed=i), i) for i in range(3)], after_the_loop)
         await loader.close()
         return went_on
@@ -343,18 +344,18 @@ async def acquire_all(semaphore, times):
 
 async def wait_for_queued(loader, pieces):
     """Wait until so many tasks are queued in the loader."""
-    await asyncio.to_thread(until, lambda: loader._threads._work_queue.qsize() == pieces)
+    await asyncio.to_thread(until, lambda: loader.threads._threads._work_queue.qsize() == pieces)
 
 
 def test_canceled_request_stops_decoding_and_drops_queued_work():
     reader, made = Endless(), []
 
     async def run():
-        loader = MediaLoader(EngineConfig(), [reader])
+        loader = DecodingLoader(EngineConfig(), [reader])
         films = [asyncio.ensure_future(loader.load([video("data:;base64,AAAA")], made.append)) for _ in range(THREADS)]
         await acquire_all(reader.started, THREADS)
         waiting = asyncio.ensure_future(loader.load([image(image_url()), video("data:;base64,AAAA")], made.append))
-        await wait_for_queued(loader, 1)
+        await wait_for_queued(loader, 2)
         for task in (waiting, *films):
             task.cancel()
         await asyncio.wait([waiting, *films])
@@ -371,7 +372,7 @@ def test_failure_of_one_part_stops_decoding_others():
     reader = Endless()
 
     async def run():
-        loader = MediaLoader(EngineConfig(), [reader])
+        loader = DecodingLoader(EngineConfig(), [reader])
         with pytest.raises(MediaUndecodable):
             await loader.load([video("data:;base64,AAAA", 0), image(data_url(b"no picture"), 1)], whole)
         await loader.close()
@@ -385,7 +386,7 @@ def test_close_fails_running_and_waiting_loads_alike():
     reader, held, arrived = Endless(), threading.Event(), threading.Semaphore(0)
 
     async def run(web):
-        loader = MediaLoader(EngineConfig(allow_private_addresses=True), [reader])
+        loader = DecodingLoader(EngineConfig(allow_private_addresses=True), [reader])
         fetching = asyncio.ensure_future(loader.load([image(web.url("/"))], whole))
         await acquire_all(arrived, 1)
         films = [asyncio.ensure_future(loader.load([video("data:;base64,AAAA")], whole)) for _ in range(THREADS)]
@@ -414,7 +415,7 @@ def test_request_without_media_does_not_wait():
     reader = Endless()
 
     async def run():
-        loader = MediaLoader(EngineConfig(), [reader])
+        loader = DecodingLoader(EngineConfig(), [reader])
         films = [asyncio.ensure_future(loader.load([video("data:;base64,AAAA")], whole)) for _ in range(THREADS)]
         await acquire_all(reader.started, THREADS)
         assert await asyncio.wait_for(loader.load([], whole), HANG / 2) == ()  # videos take longer
@@ -445,7 +446,7 @@ def test_one_request_uses_at_most_half_of_fetch_slots():
     held, arrived = threading.Event(), threading.Semaphore(0)
 
     async def run(web):
-        loader = MediaLoader(EngineConfig(allow_private_addresses=True, max_fetches=4), READERS)
+        loader = DecodingLoader(EngineConfig(allow_private_addresses=True, max_fetches=4), READERS)
         greedy = asyncio.ensure_future(loader.load([image(web.url(f"/{i}"), i) for i in range(8)], whole))
         await acquire_all(arrived, 2)
         await asyncio.wait_for(loader.load([image(web.url("/quick"))], whole), HANG)

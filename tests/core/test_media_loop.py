@@ -12,10 +12,11 @@ from PIL import Image
 
 from dashinfer_vlm_core.concurrency.loop import LoopThread
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.media import READERS, MediaLoader
+from dashinfer_vlm_core.media import READERS
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import Qwen2VLImageProcessor
 from dashinfer_vlm_core.models.spec import PixelSpec
 from dashinfer_vlm_core.protocol import MediaPart
+from tests.decoding_loader import DecodingLoader
 from tests.samples import data_url, encode, encode_video, noise
 from tests.waiting import HANG
 from tests.web import body, serve
@@ -104,7 +105,7 @@ def load(parts):
     """Return the heavy calls of the loop's thread, and the threads that patchify the media."""
     config = EngineConfig(allow_private_addresses=True, image_max_bytes=30_000_000, image_fetch_timeout=HANG)
     processor, loop, threads = Qwen2VLImageProcessor(PixelSpec(), config), LoopThread("engine"), set()
-    loader = MediaLoader(config, READERS)
+    loader = DecodingLoader(config, READERS)
 
     def record_thread(media):
         threads.add(threading.current_thread().name)

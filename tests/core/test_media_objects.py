@@ -15,10 +15,10 @@ from safetensors.torch import save
 
 from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.errors import InvalidParameter, MediaTooLarge, MediaUndecodable
-from dashinfer_vlm_core.media import MediaLoader
 from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
 from dashinfer_vlm_core.media.python_objects import digest_media, load_object
 from dashinfer_vlm_core.protocol import EncodedEmbeddings, MediaPart
+from tests.decoding_loader import DecodingLoader
 from tests.samples import data_url, encode, image_url, label, noise
 
 PART = "messages[0].content[1]"
@@ -285,7 +285,7 @@ def test_fingerprint_depends_on_shape():
 
 def load(*parts, **config):
     async def run():
-        loader = MediaLoader(EngineConfig(**config), [])
+        loader = DecodingLoader(EngineConfig(**config), [])
         try:
             return await loader.load(parts, lambda media: media)
         finally:

@@ -323,15 +323,16 @@ def test_frame_of_another_size_is_named():
 MEMORY = """
 import asyncio, pathlib, sys
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.media import READERS, MediaLoader
+from dashinfer_vlm_core.media import READERS
 from dashinfer_vlm_core.protocol import MediaPart
+from tests.decoding_loader import DecodingLoader
 
 def peak():  # not ru_maxrss: a child inherits that of its parent
     status = pathlib.Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 async def load(name):
-    loader = MediaLoader(EngineConfig(allowed_local_media_path=sys.argv[1]), READERS)
+    loader = DecodingLoader(EngineConfig(allowed_local_media_path=sys.argv[1]), READERS)
     part = MediaPart(kind="video", path="here", url=name)
     frames, = await loader.load([part], then=lambda clip: clip.frames.nbytes)
     await loader.close()

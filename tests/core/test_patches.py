@@ -9,7 +9,7 @@ from PIL import Image as PILImage
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError, InvalidParameter
 from dashinfer_vlm_core.media import Image, Video
-from dashinfer_vlm_core.models.patches import normalize, smart_resize
+from dashinfer_vlm_core.models.patches import normalize, smart_resize, with_digest
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import PixelLimits, Qwen2VLImageProcessor
 from dashinfer_vlm_core.models.spec import PixelSpec
 from tests.samples import noise
@@ -28,7 +28,7 @@ def make_video(frames, **limits):
 
 
 def patchify(media, config=SMALL, spec=SPEC):
-    return Qwen2VLImageProcessor(spec, config).process(media)
+    return with_digest(Qwen2VLImageProcessor(spec, config).process(media))
 
 
 @pytest.fixture(scope="module")

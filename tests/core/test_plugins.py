@@ -20,10 +20,10 @@ from dashinfer_vlm_core.cli.options import config_options
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.config.plugin_options import forget_options
 from dashinfer_vlm_core.errors import ConfigError, MissingDependency, PluginError
-from dashinfer_vlm_core.media import MediaLoader
 from dashinfer_vlm_core.plugins import Registry, load_adapter, load_plugins
 from dashinfer_vlm_core.protocol import MediaPart
 from dashinfer_vlm_server.help import SectionedCommand
+from tests.decoding_loader import DecodingLoader
 from tests.samples import data_url, encode
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "write_a_plugin"
@@ -328,7 +328,7 @@ def test_example_plugin_reads_animated_gif_as_video(monkeypatch):
     part = MediaPart(kind="video", path="messages[0].content[0]", url=data_url(gif, "image/gif"))
 
     async def run():
-        loader = MediaLoader(EngineConfig(), tuple(registry.video_readers.values()))
+        loader = DecodingLoader(EngineConfig(), tuple(registry.video_readers.values()))
         try:
             return await loader.load([part], then=lambda clip: clip.frames)
         finally:

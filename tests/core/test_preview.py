@@ -70,7 +70,7 @@ def test_preview_tokens_equal_usage(engine):
 
 def test_long_video_preview_shows_some_frames():
     clip = Video(frames=make_frames(41), path=PART)
-    item = preview_media(clip, PROCESSOR.process(clip), PROCESSOR)
+    item = preview_media(PROCESSOR.process(clip), PROCESSOR, (28, 28))
     assert item.frame_count == 42
     assert len(item.frames) == MAX_FRAMES
     assert [item.frames[0].index, item.frames[-1].index] == [0, 41]
@@ -106,5 +106,5 @@ def test_preview_has_request_limits(tiny_checkpoint):
 def test_fitting_image_is_unchanged():
     image = PILImage.fromarray(noise(56, 84))
     media = Image(image=image, path=PART)
-    item = preview_media(media, PROCESSOR.process(media), PROCESSOR)
+    item = preview_media(PROCESSOR.process(media), PROCESSOR, image.size)
     assert np.array_equal(decode_png(item.frames[0]), np.asarray(image))

@@ -9,10 +9,11 @@ from PIL import Image
 from dashinfer_vlm_core.concurrency.loop import LoopThread
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import RequestError
-from dashinfer_vlm_core.media import READERS, MediaLoader
+from dashinfer_vlm_core.media import READERS
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import Qwen2VLImageProcessor
 from dashinfer_vlm_core.models.spec import PixelSpec
 from dashinfer_vlm_core.protocol import MediaPart
+from tests.decoding_loader import DecodingLoader
 from tests.fuzz.mutations import damaged_bytes
 from tests.samples import data_url, encode, encode_video, noise
 
@@ -42,7 +43,7 @@ VIDEOS = [encode_video(6, container=name) for name in ("mp4", "matroska", "webm"
 def load():
     config = EngineConfig(max_decoded_pixels=200_000, video_max_frames=16)
     processor, loop = Qwen2VLImageProcessor(PixelSpec(), config), LoopThread("fuzz")
-    loader = MediaLoader(config, READERS)
+    loader = DecodingLoader(config, READERS)
 
     def load(part):
         (patches,) = loop.call(loader.load([part], then=processor.process))

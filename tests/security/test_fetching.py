@@ -13,10 +13,11 @@ import pytest
 from dashinfer_vlm_core import VLM
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import MediaError, MediaRefused
-from dashinfer_vlm_core.media import READERS, MediaLoader
+from dashinfer_vlm_core.media import READERS
 from dashinfer_vlm_core.media.fetch import SILENCE_SECONDS, Fetcher
 from dashinfer_vlm_core.media.url_policy import check_url
 from dashinfer_vlm_core.protocol import MediaPart
+from tests.decoding_loader import DecodingLoader
 from tests.samples import data_url, encode, image_url, noise
 from tests.security.conftest import GOOD, LIMITS, image, image_data, text, video
 from tests.waiting import HANG
@@ -237,7 +238,7 @@ def test_security_03_any_private_address_rejects_the_host():
 
 def test_security_03_loader_uses_only_its_resolver():
     async def run(table):
-        loader = MediaLoader(EngineConfig(), READERS, resolve=fake_resolver(table))
+        loader = DecodingLoader(EngineConfig(), READERS, resolve=fake_resolver(table))
         part = MediaPart(kind="image", path=PART, url="http://pictures.example/a.png")
         try:
             await loader.load([part], lambda media: media)
@@ -308,7 +309,7 @@ def image_part(url):
 
 def load(*parts):
     async def run():
-        loader = MediaLoader(EngineConfig(allow_private_addresses=True), READERS)
+        loader = DecodingLoader(EngineConfig(allow_private_addresses=True), READERS)
         try:
             return await loader.load(parts, lambda media: media)
         finally:

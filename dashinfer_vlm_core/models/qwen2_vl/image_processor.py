@@ -9,7 +9,6 @@ from ...errors import ConfigError, InvalidParameter
 from ...media.types import Image, Kind, Pixels, Video
 from ..interface import Grid, GridShape, Patches
 from ..patches import (
-    content_digest,
     frames_shape,
     grid_for_size,
     grid_shape,
@@ -77,7 +76,6 @@ class Qwen2VLImageProcessor:
             tokens=grid_shape(grid, self._spec).tokens,
             kind=kind,
             path=media.path,
-            digest=content_digest(kind, grid, pixels),
             times=media.times if isinstance(media, Video) else (),
         )
 

@@ -1,0 +1,132 @@
+"""ForkServer: starts media workers for this process, and ends them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]);"
+    " from dashinfer_vlm_core.media_workers.worker_process import main; main(int(sys.argv[1]))"
+)
+_VARIABLES = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "TMPDIR")
+"""What the fork server inherits. API keys and other secrets are in other variables."""
+_THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+"""A library that starts threads when it is imported would break forking."""
+
+
+class ForkServer:
+    """One process per process, started on first use, whose children are the media workers of all engines.
+
+    The methods may be called from any thread. If the process has ended, the next `fork` starts another.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ids = itertools.count(1)
+        atexit.register(self.close)
+        os.register_at_fork(after_in_child=self._reset)
+
+    def start(self) -> None:
+        """Start the process now: importing the decoders takes a second, which the first image need not wait for."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+
+    def fork(self, setup: Mapping[str, Any], memory: int) -> tuple[int, socket.socket]:
+        """Start a worker; return its id and this process's end of its socket.
+
+        Args:
+            setup: what the worker loads; JSON.
+            memory: the descriptor of its shared memory.
+
+        Raises:
+            OSError: the process cannot be started.
+        """
+        ours, theirs = socket.socketpair()
+        worker = next(self._ids)
+        packet = json.dumps({"fork": worker, "setup": setup}).encode()
+        try:
+            with theirs, self._lock:
+                try:
+                    socket.send_fds(self._connected(), [packet], [theirs.fileno(), memory])
+                except OSError:  # it has ended
+                    self._start()
+                    socket.send_fds(self._connected(), [packet], [theirs.fileno(), memory])
+        except BaseException:
+            ours.close()
+            raise
+        return worker, ours
+
+    def kill(self, worker: int) -> None:
+        self._send({"kill": worker})
+
+    def lower_priority(self, worker: int) -> None:
+        self._send({"lower_priority": worker})
+
+    def close(self) -> None:
+        """End the process and all workers."""
+        with self._lock:
+            self._close()
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        with self._lock, contextlib.suppress(OSError):  # if it has ended, its workers have too
+            if self._control is not None:
+                self._control.send(json.dumps(message).encode())
+
+    def _connected(self) -> socket.socket:
+        if self._control is None:
+            self._start()
+        assert self._control is not None
+        return self._control
+
+    def _start(self) -> None:
+        self._close()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+        with theirs:
+            try:
+                self._process = subprocess.Popen(  # noqa: S603  our own interpreter and program
+                    [sys.executable, "-I", "-c", _PROGRAM, str(theirs.fileno()), json.dumps(sys.path)],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    # glibc reserves 64 MB of address space, which is limited, for each arena.
+                    env={**environment, **_THREADS, "MALLOC_ARENA_MAX": "2"},
+                )
+            except BaseException:
+                ours.close()
+                raise
+        self._control = ours
+
+    def _close(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._process.kill()  # the kernel then kills its children
+            self._process.wait()
+        self._reset(replace_lock=False)
+
+    def _reset(self, *, replace_lock: bool = True) -> None:
+        """Forget the process; in the child of a fork, it belongs to the parent."""
+        if replace_lock:
+            self._lock = threading.Lock()
+            if self._process is not None:
+                self._process.returncode = 0  # otherwise, its finalizer warns about a process that still runs
+        if self._control is not None:
+            self._control.close()
+        self._control = self._process = None
+
+
+FORK_SERVER: ForkServer = ForkServer()

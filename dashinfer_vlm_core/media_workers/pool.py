@@ -1,0 +1,173 @@
+"""MediaWorkerPool: decodes and processes media in worker processes, fairly among clients."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from ..config import MIB, EngineConfig
+from ..errors import ConfigError, EngineClosed
+from ..media.decoder import MediaDecoder, digest_files
+from ..media.loader import closed_error
+from ..models.interface import ImageProcessor, ModelFamily
+from ..models.spec import ModelSpec
+from ..protocol import MediaPart
+from ..protocol.client import current_client
+from .fair_slots import FairSlots
+from .fork_server import FORK_SERVER
+from .threads import MediaExecutor, MediaThreads, ProcessedMedia, TokenBudget
+from .worker import Job, JobResult, MediaWorker, WorkerConfig
+from .worker_process import reference_to
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+
+class MediaWorkerPool:
+    """A `MediaExecutor` whose encoded media are processed in worker processes; Python objects are processed in threads.
+
+    A worker that exceeds its time or memory, crashes, or whose request is canceled, is killed and replaced.
+
+    Args:
+        config: limits.
+        workers: maximum number of worker processes.
+        worker: how workers are started.
+        threads: processes Python objects.
+    """
+
+    def __init__(self, config: EngineConfig, workers: int, worker: WorkerConfig, threads: MediaThreads) -> None:
+        self._config = config
+        self._size = workers
+        self._worker_config = worker
+        self._local = threads
+        self._slots = FairSlots(workers)
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="dashinfer-vlm-media-worker")
+        self._idle: list[MediaWorker] = []
+        self._busy: set[MediaWorker] = set()
+        self._closed = False
+
+    async def process(self, part: MediaPart, data: Sequence[bytes], budget: TokenBudget) -> ProcessedMedia:
+        if part.content is not None:
+            return await self._local.process(part, data, budget)
+        client = current_client.get()
+        async with self._slots.slot(client.id, limit=self._limit(client.id)):
+            job = Job(part=part, data=data, max_tokens=max(budget.remaining, 1), seconds=self._seconds(part))
+            worker = self._take_worker()
+            try:
+                result, digest = await self._run(worker, job)
+            finally:
+                self._return_worker(worker)
+        budget.add(result.tokens)
+        assert result.patches is not None
+        return ProcessedMedia(result.patches, digest, result.source_size)
+
+    async def close(self) -> None:
+        self._closed = True
+        for worker in (*self._idle, *self._busy):
+            worker.kill()
+        for worker in self._idle:
+            worker.close()
+        self._idle.clear()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        await self._local.close()
+
+    def _take_worker(self) -> MediaWorker:
+        if self._closed:
+            raise closed_error()
+        worker = self._idle.pop() if self._idle else MediaWorker(self._worker_config)
+        if not worker.alive:  # it was killed from outside
+            worker.close()
+            return self._take_worker()
+        self._busy.add(worker)
+        return worker
+
+    def _return_worker(self, worker: MediaWorker) -> None:
+        self._busy.discard(worker)
+        if worker.reusable and not self._closed:
+            self._idle.append(worker)
+        else:
+            worker.close()
+
+    async def _run(self, worker: MediaWorker, job: Job) -> tuple[JobResult, bytes]:
+        """Run a job in a thread that waits for the worker; a cancellation kills the worker."""
+        running = asyncio.get_running_loop().run_in_executor(self._threads, _run_job, worker, job)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            worker.kill()
+            await asyncio.gather(running, return_exceptions=True)
+            raise
+        except EngineClosed:
+            raise closed_error() from None
+
+    def _limit(self, client: str) -> int:
+        """How many workers one client may use: with API keys, one stays available for others."""
+        return self._size if not client else max(1, self._size - 1)
+
+    def _seconds(self, part: MediaPart) -> float:
+        return self._config.image_decode_timeout if part.kind == "image" else self._config.video_decode_timeout
+
+
+def _run_job(worker: MediaWorker, job: Job) -> tuple[JobResult, bytes]:
+    return worker.run(job), digest_files(job.data) if job.part.uuid is not None else b""
+
+
+def create_executor(
+    config: EngineConfig,
+    *,
+    family: ModelFamily,
+    folder: Path,
+    spec: ModelSpec,
+    processor: ImageProcessor,
+    decoder: MediaDecoder,
+) -> MediaExecutor:
+    """Create the executor that the configuration selects: worker processes, or threads with `media_workers=0`.
+
+    Args:
+        config: options of the engine.
+        family: the model's family.
+        folder: the checkpoint's folder.
+        spec: the checkpoint.
+        processor: the family's image processor.
+        decoder: decodes media in this process.
+
+    Raises:
+        ConfigError: `media_workers` is set, but this platform has no worker processes.
+    """
+    threads = MediaThreads(decoder, processor, spec)
+    workers = config.media_workers
+    if workers == 0:
+        return threads
+    if not is_supported():
+        if workers is not None:
+            raise ConfigError("media_workers: worker processes need Linux. Set it to 0.", param="media_workers")
+        logger.info("media are decoded in threads: worker processes need Linux")
+        return threads
+    references = [reference_to(item) for item in (family, *decoder.readers)]
+    if None in references:
+        logger.warning("media are decoded in threads: a registered model family or video reader is not importable")
+        return threads
+    setup = {
+        "config": config.model_dump(mode="json"),
+        "folder": str(folder.absolute()),
+        "family": references[0],
+        "readers": references[1:],
+        "memory_bytes": config.media_worker_memory_mib * MIB,
+    }
+    FORK_SERVER.start()
+    worker = WorkerConfig(setup=setup, processor=processor, pixels=spec.pixels)
+    return MediaWorkerPool(config, workers or default_workers(), worker, threads)
+
+
+def default_workers() -> int:
+    """One more than there are processors: with API keys, one worker is reserved for other clients."""
+    return max(2, os.cpu_count() or 2) + 1
+
+
+def is_supported() -> bool:
+    """Whether this platform has worker processes."""
+    return sys.platform == "linux" and bool(sys.executable)

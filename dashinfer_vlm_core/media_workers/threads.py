@@ -1,0 +1,134 @@
+"""Process media in threads of this process: Python objects always, encoded media only without media workers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, Protocol, TypeVar
+
+from ..errors import EngineClosed
+from ..media.decoder import MediaDecoder
+from ..media.types import Embeddings, Image, Media
+from ..models.interface import Embedded, ImageProcessor, Patches
+from ..models.patches import validate_embeddings, with_digest
+from ..models.spec import ModelSpec
+from ..protocol import MediaPart
+
+T = TypeVar("T")
+
+
+class TokenBudget:
+    """Counts the visual tokens of one request while several threads process its media.
+
+    Args:
+        check: called with the sum; raises if it is too large.
+        limit: the largest sum that `check` accepts.
+        tokens: the initial sum, from items that need no processing.
+    """
+
+    def __init__(self, check: Callable[[int], None], limit: int, tokens: int = 0) -> None:
+        self._check = check
+        self._limit = limit
+        self._tokens = tokens
+        self._lock = threading.Lock()
+
+    @property
+    def remaining(self) -> int:
+        """How many tokens can be added; below 0 if too many were."""
+        return self._limit - self._tokens
+
+    def add(self, tokens: int) -> None:
+        with self._lock:
+            self._tokens += tokens
+            self._check(self._tokens)
+
+
+class ProcessedMedia(NamedTuple):
+    """One processed image or video.
+
+    Attributes:
+        item: the patches or embeddings, with their digest.
+        source_digest: see `Image.source_digest`.
+        source_size: width and height before resizing, in pixels; None for embeddings.
+    """
+
+    item: Patches | Embedded
+    source_digest: bytes
+    source_size: tuple[int, int] | None
+
+
+class MediaExecutor(Protocol):
+    """Decodes and processes media; belongs to one event loop."""
+
+    async def process(self, part: MediaPart, data: Sequence[bytes], budget: TokenBudget) -> ProcessedMedia:
+        """Decode and process one part; canceling it stops the work.
+
+        Args:
+            part: the part.
+            data: its encoded file, one per frame of a list, or none for a Python object.
+            budget: counts the visual tokens of the request, before anything is resized.
+
+        Raises:
+            RequestError: the part is not a supported image or video, exceeds a limit, or the request exceeds its
+                budget; `param` names the field.
+            EngineClosed: the executor is closed.
+        """
+
+    async def close(self) -> None:
+        """Stop the work in progress, which raises EngineClosed or is canceled by its caller, and free all resources."""
+
+
+class MediaThreads:
+    """A `MediaExecutor` that uses threads.
+
+    One thread decodes and processes an item, so no more items exist at full size than there are threads. A thread
+    cannot be interrupted: decoding a video stops within a few frames, decoding an image runs to its end.
+    """
+
+    def __init__(self, decoder: MediaDecoder, processor: ImageProcessor, spec: ModelSpec) -> None:
+        self._decoder = decoder
+        self._processor = processor
+        self._spec = spec
+        self._threads = ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix="dashinfer-vlm-media")
+
+    async def process(self, part: MediaPart, data: Sequence[bytes], budget: TokenBudget) -> ProcessedMedia:
+        return await self.decode(part, data, lambda media: self._process(media, budget))
+
+    async def decode(self, part: MediaPart, data: Sequence[bytes], then: Callable[[Media], T]) -> T:
+        """Decode a part and call `then` with the media in the same thread."""
+        stop = threading.Event()
+
+        def check_stop() -> None:
+            if stop.is_set():
+                raise EngineClosed("The request was canceled.")
+
+        def decode_and_process() -> T:
+            return then(self._decoder.decode(part, data, check_stop))
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, decode_and_process)
+        finally:
+            stop.set()
+
+    async def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _process(self, media: Media, budget: TokenBudget) -> ProcessedMedia:
+        """Process an image, a video or embeddings; media that can never fit the context are rejected before they are
+        resized."""
+        if isinstance(media, Embeddings):
+            budget.add(len(media.rows))
+            return ProcessedMedia(validate_embeddings(media, self._spec, self._processor), media.source_digest, None)
+        budget.add(self._processor.count_tokens(media))
+        item = with_digest(self._processor.process(media))
+        return ProcessedMedia(item, media.source_digest, source_size(media))
+
+
+def source_size(media: Media) -> tuple[int, int] | None:
+    """Return width and height before resizing, in pixels; None for embeddings."""
+    if isinstance(media, Image):
+        return media.image.size
+    return None if isinstance(media, Embeddings) else (media.frames.shape[2], media.frames.shape[1])

@@ -1,0 +1,140 @@
+"""Messages between the engine and a media worker. They are JSON and bytes; nothing is unpickled.
+
+A message is: uint32 (little endian), the length of the head; the head, a JSON object in UTF-8; then the bytes that
+the head announces.
+
+    engine -> worker    {"part": fields of MediaPart, "sizes": [bytes per file, ...], "max_tokens": n}, then the files
+    worker -> engine    {"ready": true}                         once, when the worker accepts jobs
+                        {"failed": text}                        instead: the worker cannot be set up
+                        {"patches": {...}, "logs": [...]}       the pixels are in the shared memory
+                        {"error": {...}, "logs": [...]}         the request is invalid
+                        {"tokens": n, "logs": [...]}            the item has more than `max_tokens` visual tokens
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .. import errors
+from ..errors import DashInferVLMError, RequestError
+from ..models.interface import Patches
+from ..protocol import MediaPart
+
+LENGTH = struct.Struct("<I")
+MAX_HEAD_BYTES = 1 << 20
+
+
+class Disconnected(Exception):
+    """The other end was closed."""
+
+
+def send(sock: socket.socket, head: Mapping[str, Any], data: Sequence[bytes] = ()) -> None:
+    """Send a message."""
+    body = json.dumps(head, allow_nan=False).encode()
+    sock.sendall(LENGTH.pack(len(body)) + body)
+    for item in data:
+        sock.sendall(item)
+
+
+def receive_head(sock: socket.socket) -> dict[str, Any]:
+    """Receive a head.
+
+    Raises:
+        Disconnected: the other end was closed.
+        ValueError: this is not a head.
+    """
+    (length,) = LENGTH.unpack(receive(sock, LENGTH.size))
+    if length > MAX_HEAD_BYTES:
+        raise ValueError("the head is too long")
+    head = json.loads(receive(sock, length))
+    if not isinstance(head, dict):
+        raise ValueError("the head is not an object")  # noqa: TRY004  a wrong value, not a wrong argument
+    return head
+
+
+def receive(sock: socket.socket, size: int) -> bytes:
+    """Receive exactly `size` bytes.
+
+    Raises:
+        Disconnected: the other end was closed.
+    """
+    data = sock.recv(size, socket.MSG_WAITALL) if size else b""
+    if len(data) == size:
+        return data
+    pieces = [data]  # a socket with a timeout does not wait for all
+    while data and (missing := size - sum(map(len, pieces))):
+        data = sock.recv(missing, socket.MSG_WAITALL)
+        pieces.append(data)
+    if not data:
+        raise Disconnected
+    return b"".join(pieces)
+
+
+def part_to_json(part: MediaPart) -> dict[str, Any]:
+    """Return the fields that decoding depends on; the source itself is replaced by the number of its files."""
+    fields = {name: value for name, value in asdict_shallow(part).items() if name not in ("url", "content", "uuid")}
+    return {**fields, "frames": len(part.url) if isinstance(part.url, tuple) else None}
+
+
+def part_from_json(fields: dict[str, Any]) -> MediaPart:
+    frames, background = fields.pop("frames"), fields.pop("background")
+    url = "data:" if frames is None else ("data:",) * frames
+    return MediaPart(**fields, url=url, background=tuple(background) if background else None)
+
+
+def asdict_shallow(part: MediaPart) -> dict[str, Any]:
+    """Like `dataclasses.asdict`, without copying values."""
+    return {name: getattr(part, name) for name in part.__dataclass_fields__}
+
+
+def error_to_json(error: RequestError) -> dict[str, Any]:
+    return {"type": type(error).__name__, "message": error.message, "param": error.param, "code": error.code}
+
+
+def error_from_json(fields: Mapping[str, Any]) -> DashInferVLMError:
+    """Restore an error about media.
+
+    Raises:
+        ValueError: this is not such an error.
+    """
+    kind = getattr(errors, str(fields["type"]), None)
+    if kind not in (errors.InvalidParameter, errors.MediaTooLarge, errors.MediaUndecodable):
+        raise ValueError("not an error about media")
+    error: DashInferVLMError = kind(str(fields["message"]), param=fields["param"], code=fields["code"])
+    return error
+
+
+def patches_to_json(patches: Patches, source_size: tuple[int, int]) -> dict[str, Any]:
+    return {
+        "shape": list(patches.pixels.shape),
+        "grid": list(patches.grid),
+        "times": list(patches.times),
+        "source_size": list(source_size),
+    }
+
+
+def integers(values: object, count: int) -> tuple[int, ...]:
+    """Return `count` positive integers from a message.
+
+    Raises:
+        ValueError: the value is something else.
+    """
+    if isinstance(values, list) and len(values) == count and all(type(item) is int and item > 0 for item in values):
+        return tuple(values)
+    raise ValueError("not positive integers")
+
+
+def finite_numbers(values: object) -> tuple[float, ...]:
+    """Return finite numbers from a message.
+
+    Raises:
+        ValueError: the value is something else.
+    """
+    if isinstance(values, list) and all(type(item) in (int, float) and math.isfinite(item) for item in values):
+        return tuple(map(float, values))
+    raise ValueError("not finite numbers")

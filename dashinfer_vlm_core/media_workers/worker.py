@@ -1,0 +1,255 @@
+"""MediaWorker: the engine's end of one worker process."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import EngineClosed, EngineError, MediaTooLarge, MediaUndecodable
+from ..models.interface import Grid, ImageProcessor, Patches
+from ..models.patches import with_digest
+from ..models.spec import PixelSpec
+from ..protocol import MediaPart
+from . import wire
+from .fork_server import FORK_SERVER
+from .shared_memory import SharedMemory
+from .wire import Disconnected
+
+PATIENCE_SECONDS = 1.0
+"""How long a job runs at normal priority."""
+START_SECONDS = 60.0
+"""How long a worker may take to start: the fork server imports the decoders, perhaps from a slow disk."""
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerConfig:
+    """How workers are started and their results are checked.
+
+    Attributes:
+        setup: what a worker loads; JSON.
+        processor: equal to the one that the worker uses.
+        pixels: the model's preprocessing parameters.
+    """
+
+    setup: Mapping[str, Any]
+    processor: ImageProcessor
+    pixels: PixelSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One image or video to process.
+
+    Attributes:
+        part: the part.
+        data: its encoded file, or one per frame of a list.
+        max_tokens: an item with more visual tokens is not processed.
+        seconds: the time after which the worker is killed.
+    """
+
+    part: MediaPart
+    data: Sequence[bytes]
+    max_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class JobResult:
+    """The result of a job.
+
+    Attributes:
+        tokens: number of visual tokens.
+        patches: None if the item has more than the job's `max_tokens`.
+        source_size: width and height before resizing, in pixels.
+    """
+
+    tokens: int
+    patches: Patches | None = None
+    source_size: tuple[int, int] = (0, 0)
+
+
+class MediaWorker:
+    """One worker process. `run` is called from one thread at a time, `kill` from any.
+
+    Attributes:
+        reusable: whether it accepts another job.
+    """
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._lock = threading.Lock()
+        self._memory = SharedMemory.create()
+        self._sock: socket.socket | None = None
+        self._id = 0
+        self._killed = False
+        self.reusable: bool = True
+
+    def start(self) -> None:
+        """Start the process and wait until it accepts jobs.
+
+        Raises:
+            EngineError: the process could not be started.
+        """
+        with self._lock:
+            if self._sock is not None or self._killed:
+                return
+            self._id, self._sock = FORK_SERVER.fork(self._config.setup, self._memory.file)
+            self._sock.settimeout(START_SECONDS)
+        try:
+            head = wire.receive_head(self._sock)
+        except (Disconnected, OSError, ValueError) as error:
+            self.kill()
+            raise _start_error("") from error
+        if "ready" not in head:
+            self.kill()
+            raise _start_error(str(head.get("failed", "")))
+
+    def run(self, job: Job) -> JobResult:
+        """Process one item, and block until it is complete.
+
+        Raises:
+            MediaTooLarge: it needs more time or memory than is allowed, or exceeds another limit.
+            MediaUndecodable: it is damaged, or the worker crashed.
+            InvalidParameter: an option of the part does not apply to it.
+            EngineClosed: `kill` was called.
+            EngineError: a worker could not be started, or failed in another way.
+        """
+        self.start()
+        try:
+            return self._run(job)
+        except TimeoutError:
+            self.kill()
+            raise deadline_error(job.part, job.seconds) from None
+        except (Disconnected, ConnectionError, ValueError) as error:
+            if self._killed:
+                raise EngineClosed("The request was canceled.") from None
+            self.kill()
+            raise _crash_error(job.part) from error
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process has not ended, as far as its socket shows."""
+        if self._sock is None:
+            return not self._killed
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return not self._killed and not poll.poll(0)  # an idle worker sends nothing
+
+    def kill(self) -> None:
+        """End the process at once; a running job raises EngineClosed."""
+        with self._lock:
+            self._killed, self.reusable = True, False
+            if self._sock is None:
+                return
+            FORK_SERVER.kill(self._id)
+            with contextlib.suppress(OSError):  # it has ended
+                self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Kill the process and close the socket. No job is running."""
+        self.kill()
+        if self._sock is not None:
+            self._sock.close()
+        self._memory.close()
+
+    def _run(self, job: Job) -> JobResult:
+        if self._sock is None:
+            raise Disconnected
+        sock, end = self._sock, time.monotonic() + job.seconds
+        sock.settimeout(job.seconds)
+        head = {
+            "part": wire.part_to_json(job.part),
+            "sizes": [len(item) for item in job.data],
+            "max_tokens": job.max_tokens,
+        }
+        wire.send(sock, head, job.data)
+        self._wait(sock, end)
+        sock.settimeout(max(end - time.monotonic(), 0.001))
+        try:
+            return self._result(wire.receive_head(sock), job)
+        except KeyError as error:
+            raise ValueError("a field is missing") from error
+
+    def _wait(self, sock: socket.socket, end: float) -> None:
+        """Wait for the answer. A long job goes on at low priority, so that short ones are not delayed."""
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        if poll.poll(1000 * min(PATIENCE_SECONDS, max(0.0, end - time.monotonic()))):
+            return
+        FORK_SERVER.lower_priority(self._id)
+        self.reusable = False  # only a privileged process can raise the priority again
+        if not poll.poll(1000 * max(0.0, end - time.monotonic())):
+            raise TimeoutError
+
+    def _result(self, answer: Mapping[str, Any], job: Job) -> JobResult:
+        for text in answer["logs"]:
+            logger.warning("%s: %s", job.part.path, text)
+        if "error" in answer:
+            raise wire.error_from_json(answer["error"])
+        if "exception" in answer:
+            logger.error("a media worker failed: %s", answer["exception"])
+            raise EngineError(
+                "The engine failed on this request; see its log for the cause. Other requests are not affected.",
+                code="internal_error",
+            )
+        if "tokens" in answer:
+            return JobResult(tokens=wire.integers([answer["tokens"]], 1)[0])
+        width, height = wire.integers(answer["patches"]["source_size"], 2)
+        patches = self._patches(answer["patches"], job)
+        return JobResult(tokens=patches.tokens, patches=patches, source_size=(width, height))
+
+    def _patches(self, fields: Mapping[str, Any], job: Job) -> Patches:
+        """Check a worker's patches, which a hostile file may have produced.
+
+        Raises:
+            ValueError: they do not have the shape of this model's patches.
+        """
+        grid = Grid(*wire.integers(fields["grid"], 3))
+        rows, columns = wire.integers(fields["shape"], 2)
+        spec = self._config.pixels
+        tokens = self._config.processor.shape(grid).tokens
+        if rows != grid.patches or columns != 3 * spec.temporal_patch_size * spec.patch_size**2:
+            raise ValueError("the patches have another shape than the grid")
+        if tokens > job.max_tokens or (job.part.kind == "image" and grid.t != 1):
+            raise ValueError("the item has too many tokens")
+        return with_digest(
+            Patches(
+                pixels=self._memory.read((rows, columns)),
+                grid=grid,
+                tokens=tokens,
+                kind=job.part.kind,
+                path=job.part.path,
+                times=wire.finite_numbers(fields["times"]),
+            )
+        )
+
+
+def deadline_error(part: MediaPart, seconds: float) -> MediaTooLarge:
+    return MediaTooLarge(
+        f"Decoding the {part.kind} takes more than {seconds:g} seconds. Send a smaller {part.kind}, or save it again.",
+        param=part.path,
+    )
+
+
+def _crash_error(part: MediaPart) -> MediaUndecodable:
+    return MediaUndecodable(
+        f"The process that decodes the {part.kind} ended unexpectedly. The file may be damaged: save it again.",
+        param=part.path,
+    )
+
+
+def _start_error(reason: str) -> EngineError:
+    logger.error("a media worker could not be started: %s", reason or "it ended at once")
+    return EngineError(
+        "The process that decodes media could not be started; see the engine's log for the cause.",
+        code="internal_error",
+    )

@@ -1,0 +1,257 @@
+"""The program of the fork server and of its children, the media workers.
+
+The fork server has imported the decoders and has no threads. A worker therefore starts in milliseconds, shares its
+memory, and inherits no state of the engine or of an earlier file. Messages to the fork server, each a packet with JSON:
+
+    {"fork": id, "setup": {...}}    with the worker's end of a pair of sockets, and its shared memory
+    {"kill": id}
+    {"lower_priority": id}
+
+It ends when the engine closes the connection, or after a minute without workers.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cachetools import LRUCache
+
+from ..config import EngineConfig
+from ..errors import InvalidParameter, MediaTooLarge, MediaUndecodable
+from ..media.decoder import MediaDecoder
+from ..media.image import load_codecs
+from ..media.types import Image, Video
+from ..models.interface import ImageProcessor
+from ..protocol import MediaPart
+from .sandbox import restrict
+from .shared_memory import SharedMemory
+from .threads import source_size
+from .wire import (
+    Disconnected,
+    error_to_json,
+    part_from_json,
+    patches_to_json,
+    receive,
+    receive_head,
+    send,
+)
+
+MAX_PACKET_BYTES = 1 << 17
+IDLE_SECONDS = 60
+MAX_LOG_RECORDS = 5
+LOW_PRIORITY = 19
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerSetup:
+    """What the workers of one engine use."""
+
+    decoder: MediaDecoder
+    processor: ImageProcessor
+    memory_bytes: int
+
+
+def main(control: int) -> None:
+    """Serve the engine that has the other end of `control`."""
+    os.setpgid(0, 0)  # Ctrl-C in a terminal is for the engine, which then ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    load_codecs()
+    _ForkServer(socket.socket(fileno=control)).serve()
+
+
+class _ForkServer:
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._children: dict[int, int] = {}
+        self._setups: LRUCache[str, WorkerSetup] = LRUCache(8)
+        self._wakeup, wakeup_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wakeup_writer, warn_on_full_buffer=False)
+
+    def serve(self) -> None:
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.register(self._wakeup, select.POLLIN)
+        while True:
+            ready = [file for file, _ in poll.poll(IDLE_SECONDS * 1000)]
+            if self._wakeup in ready:
+                os.read(self._wakeup, 4096)
+            self._reap()
+            if self._control.fileno() in ready:
+                packet, files, _, _ = socket.recv_fds(self._control, MAX_PACKET_BYTES, 2)
+                if not packet:
+                    break
+                self._handle(json.loads(packet), files)
+            if not ready and not self._children:
+                break
+        for pid in self._children.values():
+            os.kill(pid, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        """Forget the children that ended. A process id stays reserved until here, so `_handle` reaches no other one."""
+        for worker, pid in list(self._children.items()):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                del self._children[worker]
+
+    def _handle(self, message: Mapping[str, Any], files: list[int]) -> None:
+        if "fork" in message:
+            sock, memory = socket.socket(fileno=files[0]), SharedMemory(files[1])
+            try:
+                self._fork(message["fork"], message["setup"], sock, memory)
+            finally:
+                sock.close()
+                memory.close()
+        elif (pid := self._children.get(message.get("kill", message.get("lower_priority")))) is None:
+            pass  # it has ended
+        elif "kill" in message:
+            os.kill(pid, signal.SIGKILL)
+        else:
+            os.setpriority(os.PRIO_PROCESS, pid, LOW_PRIORITY)
+
+    def _fork(self, worker: int, setup: dict[str, Any], sock: socket.socket, memory: SharedMemory) -> None:
+        try:
+            made = self._setup(setup)
+        except Exception:  # noqa: BLE001  reported to the engine
+            send(sock, {"failed": traceback.format_exc(limit=-3)[:4000]})
+            return
+        pid = os.fork()
+        if pid == 0:
+            _run_worker(sock, memory, made)
+        self._children[worker] = pid
+
+    def _setup(self, setup: dict[str, Any]) -> WorkerSetup:
+        key = json.dumps(setup, sort_keys=True)
+        if key not in self._setups:
+            self._setups[key] = _load_setup(setup)
+            gc.freeze()  # a collection in a child would copy the pages that both share
+        return self._setups[key]
+
+
+def _load_setup(setup: Mapping[str, Any]) -> WorkerSetup:
+    config = EngineConfig(**setup["config"])
+    family = resolve_reference(setup["family"])
+    spec = family.load_spec(Path(setup["folder"]))
+    readers = [resolve_reference(reader) for reader in setup["readers"]]
+    for reader in readers:
+        reader.available()
+    return WorkerSetup(
+        decoder=MediaDecoder(config=config, readers=readers, policy=spec.video.with_config(config)),
+        processor=family.image_processor(spec, config),
+        memory_bytes=setup["memory_bytes"],
+    )
+
+
+def resolve_reference(reference: Sequence[str]) -> Any:
+    """Return the object that `reference_to` describes."""
+    module, name, kind = reference
+    found = getattr(importlib.import_module(module), name)
+    return found() if kind == "class" else found
+
+
+def reference_to(item: object) -> tuple[str, str, str] | None:
+    """Describe an object so that another process can import it: a global, or an instance of a class without state.
+
+    Returns:
+        (module, name, "object" or "class"), or None if it can only be used in this process.
+    """
+    kind = type(item)
+    module = sys.modules.get(kind.__module__)
+    if module is None or kind.__module__ == "__main__":
+        return None
+    for name, value in vars(module).items():
+        if value is item:
+            return kind.__module__, name, "object"
+    is_global = getattr(module, kind.__qualname__, None) is kind
+    if not is_global or getattr(item, "__dict__", None) or kind.__init__ is not object.__init__:
+        return None
+    return kind.__module__, kind.__qualname__, "class"
+
+
+def _run_worker(sock: socket.socket, memory: SharedMemory, setup: WorkerSetup) -> None:
+    """Serve jobs until the engine closes the connection, then end the process."""
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        restrict((sock.fileno(), memory.file), memory_bytes=setup.memory_bytes)
+        logs = _LogCollector()
+        logging.basicConfig(handlers=[logs], level=logging.WARNING, force=True)
+        logging.captureWarnings(capture=True)
+        send(sock, {"ready": True})
+        while True:
+            _serve_job(sock, memory, setup, logs)
+    except (Disconnected, ConnectionError):
+        pass
+    except BaseException:  # noqa: BLE001  also the exceptions that would end a program, which runs in the parent's stack
+        os._exit(1)
+    os._exit(0)
+
+
+def _serve_job(sock: socket.socket, memory: SharedMemory, setup: WorkerSetup, logs: _LogCollector) -> None:
+    head = receive_head(sock)
+    part = part_from_json(head["part"])
+    result: dict[str, Any]
+    try:
+        data = [receive(sock, size) for size in head["sizes"]]
+        result = _process(part, data, head["max_tokens"], setup, memory)
+    except (InvalidParameter, MediaTooLarge, MediaUndecodable) as error:
+        result = {"error": error_to_json(error)}
+    except MemoryError:
+        result = {"error": error_to_json(out_of_memory_error(part.kind, part.path))}
+    except (Disconnected, ConnectionError):
+        raise
+    except Exception:  # noqa: BLE001  reported to the engine
+        result = {"exception": traceback.format_exc(limit=-5)[:8000]}
+    send(sock, {**result, "logs": logs.take()})
+
+
+def _process(
+    part: MediaPart, data: Sequence[bytes], max_tokens: int, setup: WorkerSetup, memory: SharedMemory
+) -> dict[str, Any]:
+    media = setup.decoder.decode(part, data, lambda: None)
+    assert isinstance(media, (Image, Video))
+    tokens = setup.processor.count_tokens(media)
+    if tokens > max_tokens:
+        return {"tokens": tokens}
+    patches = setup.processor.process(media)
+    memory.write(patches.pixels)
+    return {"patches": patches_to_json(patches, source_size(media) or (0, 0))}
+
+
+def out_of_memory_error(kind: str, path: str) -> MediaTooLarge:
+    return MediaTooLarge(
+        f"Decoding the {kind} needs more memory than is allowed. Send a smaller {kind}, or save it again.", param=path
+    )
+
+
+class _LogCollector(logging.Handler):
+    """Collects the first warnings of a job, so that a file cannot flood the engine's log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._records: list[str] = []
+        self._dropped = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if len(self._records) < MAX_LOG_RECORDS:
+            self._records.append(self.format(record)[:500])
+        else:
+            self._dropped += 1
+
+    def take(self) -> list[str]:
+        """Return and forget the collected messages."""
+        records, dropped = self._records, self._dropped
+        self._records, self._dropped = [], 0
+        return [*records, *([f"{dropped} more warnings"] if dropped else [])]
