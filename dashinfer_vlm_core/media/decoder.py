@@ -14,7 +14,7 @@ from ..protocol import MediaPart
 from .frame_sampling import VideoSamplingPolicy
 from .image import count_pixels, decode_image
 from .python_objects import digest_media, load_object
-from .types import Image, Media, Pixels, StopCheck, Video, VideoReader
+from .types import Image, Media, Pixels, ResizerFactory, StopCheck, Video, VideoReader
 from .video import available_readers, check_total, decode_video, frame_path, stack_frames
 
 
@@ -32,13 +32,16 @@ class MediaDecoder:
     readers: Sequence[VideoReader]
     policy: VideoSamplingPolicy
 
-    def decode(self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck) -> Media:
+    def decode(
+        self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck, resizer: ResizerFactory | None = None
+    ) -> Media:
         """Decode a part; one with a `uuid` gets its `source_digest`.
 
         Args:
             part: the part.
             data: its encoded file, one per frame of a list, or none for a Python object.
             check_stop: called regularly; raises once the result is no longer needed.
+            resizer: resizes the frames of a video as they are decoded; by default, they keep their size.
 
         Raises:
             MediaUndecodable: the data are not an image or video.
@@ -46,17 +49,19 @@ class MediaDecoder:
             InvalidParameter: an option of the part does not apply to them, or their shape is not supported.
         """
         check_stop()
-        media = self._decode(part, data, check_stop)
+        media = self._decode(part, data, check_stop, resizer)
         check_stop()
         if part.uuid is None:
             return media
         return replace(media, source_digest=digest_files(data) if data else digest_media(media))
 
-    def _decode(self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck) -> Media:
+    def _decode(
+        self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck, resizer: ResizerFactory | None
+    ) -> Media:
         if part.content is not None:
             return load_object(part, self.config, self.policy, check_stop)
         if isinstance(part.url, tuple):
-            return self._frames(part, data, check_stop)
+            return self._frames(part, data, check_stop, resizer)
         if part.kind == "video":
             return decode_video(
                 data[0],
@@ -65,11 +70,14 @@ class MediaDecoder:
                 config=self.config,
                 policy=self.policy,
                 check_stop=check_stop,
+                resizer=resizer,
             )
         image = self._image(data[0], part, part.path)
         return Image(image=image, path=part.path, min_pixels=part.min_pixels, max_pixels=part.max_pixels)
 
-    def _frames(self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck) -> Video:
+    def _frames(
+        self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck, resizer: ResizerFactory | None
+    ) -> Video:
         """Decode a list of frames to a video; all headers are checked before the first frame is decoded."""
         limit = self.config.max_decoded_pixels
         frames = [(encoded, frame_path(part, i)) for i, encoded in enumerate(data)]
@@ -81,7 +89,7 @@ class MediaDecoder:
                 check_stop()
                 yield np.asarray(self._image(encoded, part, path))
 
-        return stack_frames(decoded(), len(frames), part, self.policy)
+        return stack_frames(decoded(), len(frames), part, self.policy, resizer)
 
     def _image(self, data: bytes, part: MediaPart, path: str) -> PILImage.Image:
         background = part.background or self.config.rgba_background

@@ -49,12 +49,15 @@ class _PyAVVideo:
             self.info = _read_header(container)
 
     def frames(self, indices: list[int], check_stop: StopCheck) -> Pixels:
-        with _open(self._data) as container:
-            container.streams.video[0].thread_type = "AUTO"
-            frames = stack(self._decode(container, indices, check_stop), len(indices))
+        frames = stack(self.iterate(indices, check_stop), len(indices))
         if len(frames) < len(indices):
             raise undecodable_error()
         return frames
+
+    def iterate(self, indices: list[int], check_stop: StopCheck) -> Iterator[Pixels]:
+        with _open(self._data) as container:
+            container.streams.video[0].thread_type = "AUTO"
+            yield from self._decode(container, indices, check_stop)
 
     def _decode(self, container: InputContainer, indices: list[int], check_stop: StopCheck) -> Iterator[Pixels]:
         wanted = set(indices)
@@ -103,5 +106,7 @@ def _open(data: bytes) -> Iterator[InputContainer]:
     try:
         with av.open(BytesIO(data), "r", container_options=_CONTAINER_OPTIONS) as container:
             yield container
+    except MemoryError:  # one class of PyAV's errors is also this one
+        raise
     except (av.FFmpegError, ValueError) as error:
         raise undecodable_error() from error

@@ -50,6 +50,7 @@ class Video:
         min_pixels: minimum pixels of a frame after resizing that the request sets.
         max_pixels: maximum pixels of a frame after resizing that the request sets.
         total_pixels: maximum pixels of all frames together that the request sets.
+        source_size: height and width before resizing, in pixels, if the frames were resized while they were decoded.
     """
 
     frames: Pixels
@@ -59,6 +60,7 @@ class Video:
     min_pixels: int | None = None
     max_pixels: int | None = None
     total_pixels: int | None = None
+    source_size: tuple[int, int] | None = None
 
     part = RenamedAttribute("path")
     source = RenamedAttribute("source_digest")
@@ -88,6 +90,12 @@ class Embeddings:
 
 Media: TypeAlias = Image | Video | Embeddings
 
+FrameResizer: TypeAlias = Callable[[Pixels], Pixels]
+"""Resizes one frame, uint8 [height, width, 3]."""
+
+ResizerFactory: TypeAlias = Callable[[Video], FrameResizer]
+"""Returns the resizer for the frames of a video, of which only the size and the options matter."""
+
 StopCheck: TypeAlias = Callable[[], None]
 """Called regularly by long-running work; raises once the result is no longer needed."""
 
@@ -110,7 +118,11 @@ class VideoInfo:
 
 
 class OpenVideo(Protocol):
-    """An open video file."""
+    """An open video file.
+
+    It may also have `iterate(indices, check_stop) -> Iterator[Pixels]`, which yields the frames one by one. Each frame
+    is then resized before the next one is decoded, so that the video is never in memory at full size.
+    """
 
     @property
     def info(self) -> VideoInfo: ...

@@ -6,6 +6,8 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
@@ -20,7 +22,7 @@ from ..errors import (
 )
 from ..protocol import MediaPart
 from .frame_sampling import VideoSamplingPolicy
-from .types import OpenVideo, Pixels, StopCheck, Video, VideoInfo, VideoReader
+from .types import OpenVideo, Pixels, ResizerFactory, StopCheck, Video, VideoInfo, VideoReader
 
 MAX_FPS = 240.0
 
@@ -61,8 +63,11 @@ def decode_video(
     config: EngineConfig,
     policy: VideoSamplingPolicy,
     check_stop: StopCheck,
+    resizer: ResizerFactory | None = None,
 ) -> Video:
     """Sample the frames of an encoded video with the first of `readers` that can read it.
+
+    With `resizer`, frames are resized as they are decoded.
 
     Raises:
         MediaTooLarge: the header declares too many seconds or pixels, or decoding takes too long.
@@ -73,7 +78,9 @@ def decode_video(
     for reader in readers:
         check()
         try:
-            return _sample(reader.open(data), part, config, policy, check)
+            return _sample(
+                reader.open(data), part=part, config=config, policy=policy, check_stop=check, resizer=resizer
+            )
         except MediaUndecodable:
             continue
         except (RequestError, EngineError, MemoryError):
@@ -83,13 +90,19 @@ def decode_video(
     raise undecodable_error(part.path)
 
 
-def stack_frames(frames: Iterable[Pixels], count: int, part: MediaPart, policy: VideoSamplingPolicy) -> Video:
-    """Stack `count` decoded frames, which must have one size, into a video.
+def stack_frames(
+    frames: Iterable[Pixels],
+    count: int,
+    part: MediaPart,
+    policy: VideoSamplingPolicy,
+    resizer: ResizerFactory | None = None,
+) -> Video:
+    """Stack `count` decoded frames, which must have one size, into a video; with `resizer`, each is resized first.
 
     Raises:
         InvalidParameter: a frame has another size; `param` names the frame.
     """
-    return _video(stack(_of_one_size(frames, part), count), part, policy.even_times(count))
+    return _stack_video(_of_one_size(frames, part), count, part, policy.even_times(count), resizer)
 
 
 def stack(frames: Iterable[Pixels], count: int) -> Pixels:
@@ -197,7 +210,13 @@ def _with_deadline(check_stop: StopCheck, part: MediaPart, config: EngineConfig)
 
 
 def _sample(
-    video: OpenVideo, part: MediaPart, config: EngineConfig, policy: VideoSamplingPolicy, check_stop: StopCheck
+    video: OpenVideo,
+    *,
+    part: MediaPart,
+    config: EngineConfig,
+    policy: VideoSamplingPolicy,
+    check_stop: StopCheck,
+    resizer: ResizerFactory | None,
 ) -> Video:
     info = video.info
     _check_header(info, part, config)
@@ -205,7 +224,8 @@ def _sample(
     check_total(count * info.height * info.width, part=part, config=config)
     indices = policy.indices(info.frames, count)
     times = tuple(index / info.fps for index in indices)
-    return _video(video.frames(indices, check_stop), part, times)
+    decode = getattr(video, "iterate", None) or video.frames
+    return _stack_video(decode(indices, check_stop), count, part, times, resizer)
 
 
 def _check_header(info: VideoInfo, part: MediaPart, config: EngineConfig) -> None:
@@ -221,6 +241,32 @@ def _check_header(info: VideoInfo, part: MediaPart, config: EngineConfig) -> Non
         raise MediaTooLarge(
             f"The video is longer than {config.video_max_seconds:g} seconds. Send a shorter video.", param=part.path
         )
+
+
+def _stack_video(
+    frames: Iterable[Pixels],
+    count: int,
+    part: MediaPart,
+    times: tuple[float, ...],
+    resizer: ResizerFactory | None,
+) -> Video:
+    """Stack `count` frames of one size into a video.
+
+    Raises:
+        MediaUndecodable: there are fewer frames.
+    """
+    if resizer is None or not count:
+        return _video(frames if isinstance(frames, np.ndarray) else stack(frames, count), part, times)
+    iterator = iter(frames)
+    first = next(iterator, None)
+    if first is None:
+        raise undecodable_error(part.path)
+    # Zeros without memory: only their shape is used.
+    resize = resizer(_video(np.broadcast_to(np.zeros((), np.uint8), (count, *first.shape)), part, times))
+    resized = stack((resize(frame) for frame in chain([first], iterator)), count)
+    if len(resized) < count:
+        raise undecodable_error(part.path)
+    return replace(_video(resized, part, times), source_size=(first.shape[0], first.shape[1]))
 
 
 def _video(frames: Pixels, part: MediaPart, times: tuple[float, ...]) -> Video:

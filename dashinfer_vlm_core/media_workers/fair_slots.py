@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator
 class FairSlots:
     """Slots for concurrent work. Belongs to one event loop.
 
-    A free slot goes to the waiting client with the fewest slots, and among equals to the one that was served the
-    longest ago. Requests of one client are served in order.
+    A free slot goes to the waiting client with the fewest slots, and among equals to the one that waits longest.
+    Requests of one client are served in order.
 
     Args:
         limit: number of slots.

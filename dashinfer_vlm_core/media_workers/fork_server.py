@@ -102,7 +102,7 @@ class ForkServer:
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    # glibc reserves 64 MB of address space, which is limited, for each arena.
+                    # Each arena of the allocator keeps memory that its threads have freed.
                     env={**environment, **_THREADS, "MALLOC_ARENA_MAX": "2"},
                 )
             except BaseException:

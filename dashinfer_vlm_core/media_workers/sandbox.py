@@ -37,7 +37,7 @@ def restrict(files: Sequence[int], *, memory_bytes: int) -> None:
 
     Args:
         files: the only files that stay open, except for the standard streams.
-        memory_bytes: how much address space it may use in addition to the current one.
+        memory_bytes: how much memory it may allocate in addition to what it has.
     """
     _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     _close_files(files)
@@ -65,9 +65,10 @@ def _close_files(keep: Sequence[int]) -> None:
 
 
 def _limit_resources(memory_bytes: int) -> None:
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     limits = (
-        (resource.RLIMIT_AS, size + memory_bytes),
+        # Not RLIMIT_AS, which also counts the address space that the allocator reserves for each thread.
+        (resource.RLIMIT_DATA, data + memory_bytes),
         (resource.RLIMIT_FSIZE, memory_bytes),  # of the shared memory
         (resource.RLIMIT_NOFILE, MAX_FILES),
         (resource.RLIMIT_CORE, 0),

@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from ..errors import EngineClosed
 from ..media.decoder import MediaDecoder
-from ..media.types import Embeddings, Image, Media
+from ..media.types import Embeddings, Media, ResizerFactory
 from ..models.interface import Embedded, ImageProcessor, Patches
-from ..models.patches import validate_embeddings, with_digest
+from ..models.patches import frames_shape, validate_embeddings, with_digest
 from ..models.spec import ModelSpec
 from ..protocol import MediaPart
 
@@ -95,9 +95,16 @@ class MediaThreads:
         self._threads = ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix="dashinfer-vlm-media")
 
     async def process(self, part: MediaPart, data: Sequence[bytes], budget: TokenBudget) -> ProcessedMedia:
-        return await self.decode(part, data, lambda media: self._process(media, budget))
+        resizer = None if part.content is not None else self._processor.frame_resizer
+        return await self.decode(part, data, lambda media: self._process(media, budget), resizer)
 
-    async def decode(self, part: MediaPart, data: Sequence[bytes], then: Callable[[Media], T]) -> T:
+    async def decode(
+        self,
+        part: MediaPart,
+        data: Sequence[bytes],
+        then: Callable[[Media], T],
+        resizer: ResizerFactory | None = None,
+    ) -> T:
         """Decode a part and call `then` with the media in the same thread."""
         stop = threading.Event()
 
@@ -106,7 +113,7 @@ class MediaThreads:
                 raise EngineClosed("The request was canceled.")
 
         def decode_and_process() -> T:
-            return then(self._decoder.decode(part, data, check_stop))
+            return then(self._decoder.decode(part, data, check_stop, resizer))
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, decode_and_process)
@@ -129,6 +136,7 @@ class MediaThreads:
 
 def source_size(media: Media) -> tuple[int, int] | None:
     """Return width and height before resizing, in pixels; None for embeddings."""
-    if isinstance(media, Image):
-        return media.image.size
-    return None if isinstance(media, Embeddings) else (media.frames.shape[2], media.frames.shape[1])
+    if isinstance(media, Embeddings):
+        return None
+    _, height, width = frames_shape(media)
+    return width, height

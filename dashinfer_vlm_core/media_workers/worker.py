@@ -107,6 +107,8 @@ class MediaWorker:
         try:
             head = wire.receive_head(self._sock)
         except (Disconnected, OSError, ValueError) as error:
+            if self._killed:
+                raise EngineClosed("The request was canceled.") from None
             self.kill()
             raise _start_error("") from error
         if "ready" not in head:

@@ -187,7 +187,7 @@ def _run_worker(sock: socket.socket, memory: SharedMemory, setup: WorkerSetup) -
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         restrict((sock.fileno(), memory.file), memory_bytes=setup.memory_bytes)
         logs = _LogCollector()
-        logging.basicConfig(handlers=[logs], level=logging.WARNING, force=True)
+        logging.basicConfig(handlers=[logs], level=logging.WARNING, format="%(name)s: %(message)s", force=True)
         logging.captureWarnings(capture=True)
         send(sock, {"ready": True})
         while True:
@@ -220,7 +220,7 @@ def _serve_job(sock: socket.socket, memory: SharedMemory, setup: WorkerSetup, lo
 def _process(
     part: MediaPart, data: Sequence[bytes], max_tokens: int, setup: WorkerSetup, memory: SharedMemory
 ) -> dict[str, Any]:
-    media = setup.decoder.decode(part, data, lambda: None)
+    media = setup.decoder.decode(part, data, lambda: None, setup.processor.frame_resizer)
     assert isinstance(media, (Image, Video))
     tokens = setup.processor.count_tokens(media)
     if tokens > max_tokens:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..deprecation import RenamedAttribute, renamed_names
-from ..media.types import Image, Kind, Pixels, Video
+from ..media.types import FrameResizer, Image, Kind, Pixels, Video
 from .spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -144,6 +144,19 @@ class ImageProcessor(Protocol):
 
     def count_tokens(self, media: Image | Video) -> int:
         """Return the number of visual tokens that `process` would produce, from the size alone, without resizing.
+
+        Raises:
+            InvalidParameter: as for `process`.
+        """
+
+    def frame_resizer(self, video: Video) -> FrameResizer:
+        """Return a function that resizes one frame as `process` does.
+
+        The frames of a video are resized with it as they are decoded. `process` then receives them with the video's
+        `source_size`, and does not resize them again.
+
+        Args:
+            video: only the shape of its frames and the request's limits are used.
 
         Raises:
             InvalidParameter: as for `process`.

@@ -104,11 +104,11 @@ def normalize(pixels: Pixels, spec: PixelSpec) -> npt.NDArray[np.float32]:
 
 
 def frames_shape(media: Image | Video) -> tuple[int, int, int]:
-    """Return (frames, height, width); an image is one frame."""
+    """Return (frames, height, width) before resizing; an image is one frame."""
     if isinstance(media, Image):
         return 1, media.image.height, media.image.width
     frames, height, width, _ = media.frames.shape
-    return frames, height, width
+    return (frames, *media.source_size) if media.source_size else (frames, height, width)
 
 
 def grid_for_size(frames: int, height: int, width: int, spec: PixelSpec) -> Grid:
@@ -145,8 +145,13 @@ def resize(media: Image | Video, size: tuple[int, int]) -> Pixels:
         return media.frames
     resized = np.empty((len(media.frames), *size, 3), dtype=np.uint8)
     for target, frame in zip(resized, media.frames, strict=True):
-        target[:] = _scaled(PILImage.fromarray(frame), size)
+        target[:] = resize_frame(frame, size)
     return resized
+
+
+def resize_frame(frame: Pixels, size: tuple[int, int]) -> Pixels:
+    """Resize one frame, uint8 [height, width, 3], to `size` (height, width)."""
+    return frame if frame.shape[:2] == size else _scaled(PILImage.fromarray(frame), size)
 
 
 def _scaled(image: PILImage.Image, size: tuple[int, int]) -> Pixels:

@@ -115,7 +115,9 @@ class ImageProcessor:
         if isinstance(media, Image):
             frames = [np.asarray(resized(media.image))]
         else:
-            frames = [np.asarray(resized(PILImage.fromarray(frame))) for frame in media.frames]
+            frames = [
+                self.frame_resizer(media)(frame) if media.source_size is None else frame for frame in media.frames
+            ]
         pixels = np.stack(frames)
         grid = Grid(len(pixels), pixels.shape[1] // PATCH, pixels.shape[2] // PATCH)
         rows = pixels.reshape(grid.t, grid.h, PATCH, grid.w, PATCH, 3).transpose(0, 1, 3, 2, 4, 5)
@@ -129,6 +131,9 @@ class ImageProcessor:
             path=media.path,
             times=() if kind == "image" else media.times,
         )
+
+    def frame_resizer(self, video):
+        return lambda frame: np.asarray(resized(PILImage.fromarray(frame)))
 
     def count_tokens(self, media):
         if isinstance(media, Image) and min(media.image.size) < 2:

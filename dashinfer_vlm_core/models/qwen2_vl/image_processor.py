@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from ...config import EngineConfig
 from ...errors import ConfigError, InvalidParameter
-from ...media.types import Image, Kind, Pixels, Video
+from ...media.types import FrameResizer, Image, Kind, Pixels, Video
 from ..interface import Grid, GridShape, Patches
 from ..patches import (
     frames_shape,
@@ -14,6 +15,7 @@ from ..patches import (
     grid_shape,
     patchify,
     resize,
+    resize_frame,
     round_up,
     smart_resize,
     unpatchify,
@@ -86,6 +88,9 @@ class Qwen2VLImageProcessor:
             InvalidParameter: as for `process`.
         """
         return grid_shape(grid_for_size(frames_shape(media)[0], *self._size(media), self._spec), self._spec).tokens
+
+    def frame_resizer(self, video: Video) -> FrameResizer:
+        return functools.partial(resize_frame, size=self._size(video))
 
     def limits(self, media: Image | Video) -> PixelLimits:
         """Return the pixel limits of a resized image, or of each resized frame of a video.

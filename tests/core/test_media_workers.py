@@ -1,0 +1,461 @@
+"""Media workers: the same patches and errors as threads; a worker that is hostile or dies costs one request."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image as PILImage
+
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.errors import (
+    ConfigError,
+    ContextLengthExceeded,
+    EngineClosed,
+    EngineError,
+    MediaTooLarge,
+    MediaUndecodable,
+    RequestError,
+)
+from dashinfer_vlm_core.media import READERS
+from dashinfer_vlm_core.media.decoder import MediaDecoder
+from dashinfer_vlm_core.media_workers import MediaThreads, MediaWorkerPool, TokenBudget, create_executor
+from dashinfer_vlm_core.media_workers.fair_slots import FairSlots
+from dashinfer_vlm_core.media_workers.fork_server import FORK_SERVER, ForkServer
+from dashinfer_vlm_core.media_workers.pool import default_workers
+from dashinfer_vlm_core.media_workers.shared_memory import SharedMemory
+from dashinfer_vlm_core.media_workers.worker_process import reference_to
+from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
+from dashinfer_vlm_core.protocol import MediaPart
+from dashinfer_vlm_core.protocol.client import Client, current_client
+from tests.samples import encode, encode_video, noise
+from tests.waiting import HANG, until
+from tests.worker_readers import ACTIONS, FORBIDDEN, ActionReader
+
+PATH = "messages[0].content[0]"
+FAMILY = Qwen2VL()
+
+
+def image(**options):
+    return MediaPart(kind="image", path=PATH, url="data:", **options)
+
+
+def video(frames=None, **options):
+    return MediaPart(kind="video", path=PATH, url="data:" if frames is None else ("data:",) * frames, **options)
+
+
+def make_executor(folder, readers=READERS, **options):
+    config = EngineConfig(model=str(folder), **options)
+    spec = FAMILY.load_spec(folder)
+    return create_executor(
+        config,
+        family=FAMILY,
+        folder=folder,
+        spec=spec,
+        processor=FAMILY.image_processor(spec, config),
+        decoder=MediaDecoder(config=config, readers=readers, policy=spec.video.with_config(config)),
+    )
+
+
+def budget(limit=100_000):
+    def check(tokens):
+        if tokens > limit:
+            raise ContextLengthExceeded("too many", prompt_tokens=tokens, limit=limit)
+
+    return TokenBudget(check, limit)
+
+
+@pytest.fixture
+def run(tiny_checkpoint):
+    """Run `work(executor)` with a new executor."""
+
+    def run(work, readers=READERS, **options):
+        async def main():
+            executor = make_executor(tiny_checkpoint, readers, **options)
+            try:
+                return await work(executor)
+            finally:
+                await executor.close()
+
+        return asyncio.run(main())
+
+    return run
+
+
+def process(run, part, data, *, tokens=100_000, **options):
+    return run(lambda executor: executor.process(part, data, budget(tokens)), **options)
+
+
+def hostile(run, action, **options):
+    """Decode a file with which the decoder does `action`."""
+    return process(run, video(), [action], readers=[ActionReader()], **options)
+
+
+def workers():
+    """Return the process ids of all media workers of this process."""
+    server = FORK_SERVER._process
+    if server is None:
+        return []
+    return [int(pid) for pid in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()]
+
+
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+PICTURE = noise(61, 83)
+CASES = {
+    "png": (image(), [encode(PICTURE)]),
+    "jpeg": (image(min_pixels=784, max_pixels=3000), [encode(PICTURE, "JPEG")]),
+    "transparent": (image(background=(1, 2, 3)), [encode(PILImage.new("RGBA", (40, 30), (9, 9, 9, 100)))]),
+    "uuid": (image(uuid="name"), [encode(PICTURE)]),
+    "video": (video(num_frames=4), [encode_video(12)]),
+    "uuid of video": (video(uuid="name", total_pixels=50_000), [encode_video(12)]),
+    "frames": (video(2, min_pixels=784), [encode(PICTURE), encode(noise(61, 83, 1))]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_workers_equal_threads(run, case):
+    part, data = CASES[case]
+    ours = process(run, part, data)
+    theirs = process(run, part, data, media_workers=0)
+    np.testing.assert_array_equal(ours.item.pixels, theirs.item.pixels)
+    assert ours[1:] == theirs[1:]
+    for name in ("grid", "tokens", "kind", "path", "digest", "times"):
+        assert getattr(ours.item, name) == getattr(theirs.item, name)
+    assert len(ours.item.digest) == 32
+    assert bool(ours.source_digest) == (part.uuid is not None)
+
+
+WRONG = {
+    "not an image": (image(), [b"no image"]),
+    "truncated": (image(), [encode(noise(90, 90))[:-40]]),
+    "too many pixels": (image(), [encode(noise(200, 200))]),
+    "thin": (image(), [encode(noise(1, 50))]),
+    "limits": (image(min_pixels=100_000_000), [encode(PICTURE)]),
+    "not a video": (video(), [b"no video"]),
+    "empty": (video(), [b""]),
+    "too many frames": (video(num_frames=400), [encode_video(12)]),
+    "sizes of frames": (video(2), [encode(noise(28, 28)), encode(noise(28, 56))]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_errors_equal_those_of_threads(run, case):
+    part, data = WRONG[case]
+    errors = []
+    for count in (None, 0):
+        with pytest.raises(RequestError) as caught:
+            process(run, part, data, media_workers=count, max_decoded_pixels=30_000)
+        errors.append((type(caught.value), caught.value.message, caught.value.param, caught.value.code))
+    assert errors[0] == errors[1]
+    assert errors[0][2].startswith(PATH)
+
+
+def test_python_objects_are_processed_in_this_process(run):
+    part = MediaPart(kind="image", path=PATH, content=PILImage.fromarray(PICTURE))
+
+    async def work(pool):
+        processed = await pool.process(part, [], budget())
+        assert pool._idle == []
+        return processed
+
+    ours = run(work)
+    np.testing.assert_array_equal(ours.item.pixels, process(run, image(), [encode(PICTURE)]).item.pixels)
+
+
+def test_item_over_the_token_budget_is_not_processed(run):
+    data = [encode(noise(280, 280))]
+    tokens = process(run, image(), data).item.tokens
+    assert process(run, image(), data, tokens=tokens).item.tokens == tokens
+    with pytest.raises(ContextLengthExceeded) as caught:
+        process(run, image(), data, tokens=tokens - 1)
+    assert caught.value.prompt_tokens == tokens
+
+
+@pytest.mark.parametrize("action", ["crash", "leave"])
+def test_crash_of_a_worker_fails_its_request_only(run, action):
+    async def work(pool):
+        good = [pool.process(image(), [encode(PICTURE)], budget()) for _ in range(4)]
+        bad = pool.process(video(), [action.encode()], budget())
+        return await asyncio.gather(bad, *good, return_exceptions=True)
+
+    bad, *good = run(work, readers=[ActionReader()])
+    assert isinstance(bad, MediaUndecodable)
+    assert bad.param == PATH
+    assert "ended unexpectedly" in bad.message
+    assert all(item.item.tokens for item in good)
+
+
+def test_memory_of_a_worker_is_limited(run):
+    with pytest.raises(MediaTooLarge, match="needs more memory than is allowed") as caught:
+        hostile(run, b"allocate", media_worker_memory_mib=256)
+    assert caught.value.param == PATH
+
+
+@pytest.mark.parametrize(
+    ("part", "options"),
+    [(video(), {"video_decode_timeout": 0.1}), (image(), {"image_decode_timeout": 0.001})],
+)
+def test_work_beyond_its_time_is_ended(run, part, options):
+    data = b"sleep" if part.kind == "video" else encode(noise(3000, 3000), "JPEG")
+
+    async def work(pool):
+        with pytest.raises(MediaTooLarge, match=f"Decoding the {part.kind} takes more than") as caught:
+            await pool.process(part, [data], budget())
+        assert caught.value.param == PATH
+        return await pool.process(video(), [b"warn"], budget())
+
+    assert run(work, readers=[ActionReader()], **{"video_decode_timeout": HANG} | options)
+
+
+def test_cancellation_ends_the_worker(run):
+    async def work(pool):
+        before = set(workers())
+        task = asyncio.ensure_future(pool.process(video(), [b"sleep"], budget()))
+        await asyncio.to_thread(until, lambda: set(workers()) - before)
+        (worker,) = set(workers()) - before
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.to_thread(until, lambda: worker not in workers())
+        assert task.cancelled()
+        return await pool.process(image(), [encode(PICTURE)], budget())
+
+    assert run(work, readers=[ActionReader()]).item.tokens
+
+
+def test_close_ends_running_and_waiting_work(run):
+    async def work(pool):
+        tasks = [asyncio.ensure_future(pool.process(video(), [b"sleep"], budget())) for _ in range(2)]
+        await asyncio.to_thread(until, lambda: len(pool._busy) == 2)
+        await pool.close()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert {type(error) for error in run(work, readers=[ActionReader()], media_workers=2)} == {EngineClosed}
+    until(lambda: not workers())
+
+
+def test_worker_killed_while_idle_is_replaced(run):
+    async def work(pool):
+        await pool.process(image(), [encode(PICTURE)], budget())
+        for worker in workers():
+            os.kill(worker, signal.SIGKILL)
+        until(lambda: not workers())
+        return await pool.process(image(), [encode(PICTURE)], budget())
+
+    until(lambda: not workers())
+    assert run(work).item.tokens
+
+
+def test_killed_workers_leave_nothing_behind(run):
+    async def work(pool):
+        await pool.process(image(), [encode(PICTURE)], budget())
+        files = open_files()
+        for _ in range(50):
+            task = asyncio.ensure_future(pool.process(video(), [b"sleep"], budget()))
+            await asyncio.to_thread(until, lambda: len(pool._busy) == 1 and workers())
+            for worker in workers():
+                os.kill(worker, signal.SIGKILL)
+            with pytest.raises(MediaUndecodable, match="ended unexpectedly"):
+                await task
+            assert (await pool.process(image(), [encode(PICTURE)], budget())).item.tokens
+        return open_files() - files
+
+    until(lambda: not workers())
+    assert run(work, readers=[ActionReader()]) <= 0
+    until(lambda: not workers())
+
+
+def test_fork_server_that_ended_is_replaced(run):
+    async def work(pool):
+        await pool.process(image(), [encode(PICTURE)], budget())
+        FORK_SERVER._process.kill()  # the kernel kills its workers then
+        until(lambda: not pool._idle[0].alive)
+        return await pool.process(image(), [encode(PICTURE)], budget())
+
+    assert run(work).item.tokens
+
+
+def test_closed_fork_server_leaves_no_worker():
+    server = ForkServer()
+    memory = SharedMemory.create()
+    _, sock = server.fork({"config": {}}, memory.file)
+    assert b"failed" in sock.recv(10_000)
+    server.close()
+    assert server._process is None
+    memory.close()
+    sock.close()
+
+
+def test_worker_that_cannot_be_set_up_is_reported(run, tiny_checkpoint, tmp_path, caplog):
+    async def work(pool):
+        pool._worker_config.setup["folder"] = str(tmp_path)
+        await pool.process(image(), [encode(PICTURE)], budget())
+
+    with pytest.raises(EngineError, match="could not be started"):
+        run(work)
+    assert "config.json" in caplog.text
+
+
+def test_logs_of_a_worker_are_bounded(run, caplog):
+    assert hostile(run, b"warn").item.tokens
+    messages = [record.getMessage() for record in caplog.records if PATH in record.getMessage()]
+    assert messages[0] == f"{PATH}: decoder: tag 0 is damaged"
+    assert messages[-1] == f"{PATH}: 995 more warnings"
+    assert len(messages) == 6
+
+
+def test_workers_may_not_touch_system(run):
+    frames = hostile(run, b"forbidden", min_pixels=784, max_pixels=784).item.pixels
+    values = {int(row[0]) for row in frames}
+    assert len(FORBIDDEN) == 8
+    assert values == {1}
+
+
+def test_workers_do_not_inherit_secrets(run, monkeypatch):
+    monkeypatch.setenv("DASHINFER_VLM_API_KEY", "secret")
+    FORK_SERVER.close()
+    assert {int(value) for value in hostile(run, b"environment").item.pixels.ravel()} == {1}
+
+
+def test_actions_do_what_their_names_say():
+    """The tests above would pass if the reader did nothing."""
+    assert [int(frame[0, 0, 0]) for frame in ACTIONS[b"environment"]().frames([0], None)] in ([1], [255])
+    assert FORBIDDEN["read"]()
+    assert FORBIDDEN["list"]()
+
+
+def test_only_importable_readers_are_used_in_workers(run, caplog):
+    class Local(ActionReader):
+        pass
+
+    async def kind(executor):
+        return type(executor)
+
+    assert run(kind) is MediaWorkerPool
+    assert run(kind, readers=[Local()]) is MediaThreads
+    assert "not importable" in caplog.text
+    assert run(kind, media_workers=0) is MediaThreads
+    assert reference_to(ActionReader()) == ("tests.worker_readers", "ActionReader", "class")
+    assert reference_to(FORK_SERVER)[1:] == ("FORK_SERVER", "object")
+    assert reference_to(Client()) is None
+
+
+def test_negative_number_of_workers_is_invalid():
+    with pytest.raises(ConfigError, match="media_workers"):
+        EngineConfig(media_workers=-1)
+
+
+def test_default_number_of_workers():
+    assert default_workers() >= 3
+
+
+def test_client_with_a_key_leaves_a_worker_to_others(run):
+    async def work(pool):
+        token = current_client.set(Client(id="a"))
+        greedy = [asyncio.ensure_future(pool.process(video(), [b"sleep"], budget())) for _ in range(5)]
+        current_client.reset(token)
+        await asyncio.to_thread(until, lambda: len(pool._busy) == 2)
+        token = current_client.set(Client(id="b"))
+        processed = await asyncio.wait_for(pool.process(image(), [encode(PICTURE)], budget()), HANG)
+        current_client.reset(token)
+        assert len(pool._busy) == 2
+        for task in greedy:
+            task.cancel()
+        await asyncio.gather(*greedy, return_exceptions=True)
+        return processed
+
+    assert run(work, readers=[ActionReader()], media_workers=3, video_decode_timeout=HANG).item.tokens
+
+
+class Slots:
+    """FairSlots with tasks that hold a slot until they are released."""
+
+    def __init__(self, limit):
+        self.slots, self.held, self.tasks = FairSlots(limit), [], {}
+
+    async def acquire(self, name, client, limit=9):
+        self.tasks[name] = asyncio.ensure_future(self._hold(name, client, limit))
+        await self.settle()
+
+    async def release(self, name):
+        self.tasks.pop(name).cancel()
+        await self.settle()
+
+    async def _hold(self, name, client, limit):
+        async with self.slots.slot(client, limit=limit):
+            self.held.append(name)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.held.remove(name)
+
+    async def settle(self):
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+
+def test_slots_are_shared_fairly():
+    async def work():
+        slots = Slots(2)
+        for name in ("a1", "a2", "a3", "b1", "b2", "c1"):
+            await slots.acquire(name, name[0])
+        assert slots.held == ["a1", "a2"]
+        await slots.release("a1")
+        assert slots.held == ["a2", "b1"]  # b has no slot yet
+        await slots.release("a2")
+        assert slots.held == ["b1", "a3"]  # neither a nor c has one; a waits longer
+        await slots.release("a3")
+        assert slots.held == ["b1", "c1"]
+        await slots.release("b2")  # it was waiting
+        await slots.acquire("c2", "c")
+        await slots.release("b1")
+        assert slots.held == ["c1", "c2"]
+        for name in ("c1", "c2"):
+            await slots.release(name)
+        assert (slots.slots._free, dict(slots.slots._used), slots.slots._limits) == (2, {}, {})
+
+    asyncio.run(work())
+
+
+def test_client_never_gets_more_slots_than_its_limit():
+    async def work():
+        slots = Slots(3)
+        for name in ("a1", "a2", "a3"):
+            await slots.acquire(name, "a", limit=2)
+        assert slots.held == ["a1", "a2"]
+        await slots.acquire("b1", "b")
+        assert slots.held == ["a1", "a2", "b1"]
+        await slots.release("a1")
+        assert slots.held == ["a2", "b1", "a3"]
+        for name in ("a2", "a3", "b1"):
+            await slots.release(name)
+
+    asyncio.run(work())
+
+
+def test_shared_memory_grows_and_cannot_shrink():
+    memory = SharedMemory.create()
+    for pixels in (noise(5, 6), noise(2000, 3000), noise(7, 8)):
+        memory.write(pixels)
+        np.testing.assert_array_equal(memory.read(pixels.shape), pixels)
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory.file, 1)
+    with pytest.raises(ValueError, match="smaller"):
+        memory.read((4000, 3000, 3))
+    memory.close()
+
+
+def test_frames_are_resized_while_they_are_decoded(run):
+    """At full size, these frames do not fit into the memory of a worker."""
+    data = encode_video(96, height=720, width=960, container="avi")
+    assert 96 * 720 * 960 * 3 > 160 << 20
+    processed = process(run, video(num_frames=96), [data], media_worker_memory_mib=160, video_total_pixels=1_000_000)
+    assert processed.source_size == (960, 720)
+    assert processed.item.grid.t == 48
+    assert processed.item.grid.h * 14 < 720
