@@ -2,7 +2,7 @@
 
 avx512.c  tiles*.h                                  the kernels, compiled on first use
 native.py  native_linear.py  native_layers.py       the `Kernels` interface, through ctypes
-build.py  huge_pages.py                             the build, and memory for weights
+build.py  library_cache.py  huge_pages.py           the build, its checked cache, and memory for weights
 """
 
 from __future__ import annotations

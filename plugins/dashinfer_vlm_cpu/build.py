@@ -1,18 +1,22 @@
-"""Compile C source into a shared library on first use and cache it in the user's cache folder."""
+"""Compile C source into a shared library on first use, and load it from the user's cache folder."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+
+from .library_cache import CheckedLibrary, FolderError, LibraryCache, RejectedLibraryError
 
 FLAGS = (
     "-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq",
@@ -25,6 +29,9 @@ OTHER_CACHE = "choose another folder with `cache_dir` (DASHINFER_VLM_CACHE_DIR)"
 
 COMPILE_TIMEOUT = 120.0
 """Time limit of the compiler in seconds; it usually takes ten."""
+
+VERSION_TIMEOUT = 20.0
+"""Time limit of a compiler's `--version` in seconds."""
 
 
 class BuildError(Exception):
@@ -41,8 +48,10 @@ class BuildError(Exception):
         self.fix = fix
 
 
-def build(source: Path, cache: Path, name: str = "", flags: Sequence[str] = ()) -> Path:
-    """Return the compiled library of `source`, from `cache` if it was built before.
+def load_library(source: Path, cache: Path, name: str = "", flags: Sequence[str] = ()) -> ctypes.CDLL:
+    """Load the compiled library of `source`, from `cache` if it was compiled before.
+
+    Concurrent callers, in this process and others, wait for the one that compiles.
 
     Args:
         source: a C file; it may include the headers in its folder.
@@ -52,41 +61,103 @@ def build(source: Path, cache: Path, name: str = "", flags: Sequence[str] = ()) 
 
     Raises:
         BuildError: no compiler can build it, or the cache is not writable or is writable by other users.
+        OSError: the dynamic loader rejects the library.
     """
     compilers = list(filter(None, map(shutil.which, COMPILERS)))
     if not compilers:
         raise BuildError(
             "no C compiler was found", "install gcc or clang, with `apt-get install gcc` or `dnf install gcc`"
         )
-    flags = [*FLAGS, *flags, *map(str, _torch_openmp())]
-    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
-    key = hashlib.sha256("\0".join([*texts, *compilers, *flags]).encode()).hexdigest()[:16]
-    library = cache / f"{name or source.stem}-{key}.so"
-    _create_private_folder(cache)
-    if not library.exists():
-        _compile_with_any(compilers, source, flags, library)
-    return library
+    flags, openmp = [*FLAGS, *flags], _torch_openmp()
+    stem = f"{name or source.stem}-{_build_key(source, compilers, flags, openmp)}"
+    with _open_cache(cache) as libraries:
+        library = libraries.find(stem)
+        if library is None:
+            with libraries.locked():
+                libraries.remove_rejected(stem)
+                library = libraries.find(stem) or _compile_and_store(
+                    libraries, stem, cache, lambda: _compile_with_any(compilers, source, [*flags, *map(str, openmp)])
+                )
+    return library.load()
 
 
-def _create_private_folder(folder: Path) -> None:
-    """Create the cache folder and check that only this user can write to it: its contents are executed."""
+@contextlib.contextmanager
+def _open_cache(folder: Path) -> Iterator[LibraryCache]:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        status = folder.stat()
     except OSError as error:
         raise BuildError(f"the cache {folder} cannot be created: {error.strerror}", OTHER_CACHE) from error
-    if status.st_uid != os.geteuid():
-        raise BuildError(f"the cache {folder} belongs to another user", OTHER_CACHE)
-    if status.st_mode & 0o022:
-        raise BuildError(f"other users can write to the cache {folder}", f"run `chmod go-w {folder}`, or {OTHER_CACHE}")
+    with contextlib.ExitStack() as stack:
+        try:
+            libraries = stack.enter_context(LibraryCache.open(folder))
+        except OSError as error:
+            raise BuildError(f"the cache {folder} cannot be opened: {error.strerror}", OTHER_CACHE) from error
+        except FolderError as error:
+            fix = f"run `chmod go-w {folder}`, or {OTHER_CACHE}" if "write" in error.reason else OTHER_CACHE
+            raise BuildError(f"the cache {folder} is not used: {error.reason}", fix) from error
+        yield libraries
 
 
-def _compile_with_any(compilers: Sequence[str], source: Path, flags: Sequence[str], library: Path) -> None:
+def _compile_and_store(
+    libraries: LibraryCache, stem: str, folder: Path, compile_library: Callable[[], bytes]
+) -> CheckedLibrary:
+    try:
+        libraries.check_writable()  # compiling takes ten seconds
+        return libraries.store(stem, compile_library())
+    except OSError as error:
+        raise BuildError(f"the cache {folder} cannot be written: {error.strerror}", OTHER_CACHE) from error
+    except RejectedLibraryError as error:
+        raise BuildError(f"a file written to the cache {folder} is not usable: {error}", OTHER_CACHE) from error
+
+
+def _build_key(source: Path, compilers: Sequence[str], flags: Sequence[str], openmp: Sequence[Path]) -> str:
+    """Return a digest of everything that the compiled library depends on.
+
+    The folders of the compiler, of the source and of torch's OpenMP library are not part of it, so that environments
+    share a library. The library refers to OpenMP by its soname, and torch has loaded that before.
+    """
+    files = [source, *sorted(source.parent.glob("*.h")), *openmp]
+    parts = [
+        platform.machine(),
+        _libc_version(),
+        *flags,
+        *map(_compiler_identity, compilers),
+        *(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files),
+    ]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _libc_version() -> str:
+    """Return the C library's version: a library linked with a newer one may not load with an older one."""
+    try:
+        return os.confstr("CS_GNU_LIBC_VERSION") or ""
+    except (ValueError, OSError):  # not glibc
+        return ""
+
+
+def _compiler_identity(compiler: str) -> str:
+    """Return the text of `--version`, or the path if it has none."""
+    try:
+        done = subprocess.run(  # noqa: S603 our own command
+            [compiler, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=VERSION_TIMEOUT,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return compiler
+    return done.stdout
+
+
+def _compile_with_any(compilers: Sequence[str], source: Path, flags: Sequence[str]) -> bytes:
     """Compile with the first compiler that succeeds: an old one may precede a newer one."""
     for compiler in compilers[:-1]:
         with contextlib.suppress(BuildError):
-            return _compile(compiler, source, flags, library)
-    return _compile(compilers[-1], source, flags, library)
+            return _compile(compiler, source, flags)
+    return _compile(compilers[-1], source, flags)
 
 
 def _torch_openmp() -> list[Path]:
@@ -95,15 +166,17 @@ def _torch_openmp() -> list[Path]:
     return sorted([*root.glob("lib/libgomp*.so*"), *root.parent.glob("torch.libs/libgomp*.so*")])[:1]
 
 
-def _compile(compiler: str, source: Path, flags: Sequence[str], library: Path) -> None:
-    """Compile to a temporary file and rename it, so that concurrent processes do not conflict."""
+def _compile(compiler: str, source: Path, flags: Sequence[str]) -> bytes:
+    """Return the compiled library. It is compiled in a private temporary folder, whose path nobody can exchange."""
     try:
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            output = Path(folder, library.name)
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder, "library.so")
             _run([compiler, str(source), *flags, "-o", str(output)])
-            output.replace(library)
+            return output.read_bytes()
     except OSError as error:
-        raise BuildError(f"the cache {library.parent} cannot be written: {error.strerror}", OTHER_CACHE) from error
+        raise BuildError(
+            f"the folder for temporary files cannot be used: {error.strerror}", "set TMPDIR to a folder on another disk"
+        ) from error
 
 
 def _run(command: Sequence[str]) -> None:

@@ -30,7 +30,7 @@ from dashinfer_vlm_core.kernels.types import (
     LMHead,
 )
 
-from .build import OTHER_CACHE, BuildError, build
+from .build import OTHER_CACHE, BuildError, load_library
 from .native_layers import NativeLayers
 from .native_linear import NativeInt8Linear, NativeLinear, NativeLMHead
 
@@ -221,7 +221,7 @@ def _load(variant: Variant, config: EngineConfig) -> LoadedKernels:
         return LoadedKernels(None, f"this CPU has no {' and no '.join(missing)}")
     source = Path(__file__).with_name("avx512.c")
     try:
-        library = ctypes.CDLL(str(build(source, config.cache_folder / "kernels", variant.name, variant.flags)))
+        library = load_library(source, config.cache_folder / "kernels", variant.name, variant.flags)
     except BuildError as error:
         return LoadedKernels(None, error.reason, error.fix)
     except RuntimeError as error:  # no home folder

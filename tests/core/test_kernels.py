@@ -26,7 +26,7 @@ from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_cpu import native as native_module
-from dashinfer_vlm_cpu.build import BuildError, build
+from dashinfer_vlm_cpu.build import BuildError, _build_key, load_library
 from dashinfer_vlm_cpu.native import AMX, AVX512, PORTABLE_TILES, load_native, load_variant
 from dashinfer_vlm_cpu.native_linear import NativeLinear, PackedWeights
 from dashinfer_vlm_demo import CHECKPOINT
@@ -630,6 +630,26 @@ def test_library_is_compiled_once(tmp_path):
     assert [path.stat().st_mtime_ns for path in (tmp_path / "kernels").iterdir()] == [made]
 
 
+def test_build_key_depends_on_content_not_folders(tmp_path):
+    """Environments share a library: the folder of torch, which has the OpenMP library, is not part of the key."""
+    keys = []
+    for folder, code in (("first", "int f(void);"), ("second", "int f(void);"), ("third", "long f(void);")):
+        (tmp_path / folder).mkdir()
+        for name in ("f.c", "f.h", "libgomp.so.1"):
+            (tmp_path / folder / name).write_text(code)
+        keys.append([tmp_path / folder / "f.c", [sys.executable], ["-O3"], [tmp_path / folder / "libgomp.so.1"]])
+    first, second, third = (_build_key(*arguments) for arguments in keys)
+    assert first == second
+    others = [third]
+    for name in ("f.c", "f.h", "libgomp.so.1"):
+        (tmp_path / "second" / name).write_text("int g(void);")
+        others.append(_build_key(*keys[1]))
+        (tmp_path / "second" / name).write_text("int f(void);")
+    source, compilers, _, openmp = keys[1]
+    others += [_build_key(source, compilers, ["-O2"], openmp), _build_key(source, ["/nowhere"], ["-O3"], openmp)]
+    assert len({first, *others}) == 1 + len(others)
+
+
 class Compiler:
     """A compiler that reports its start and waits up to 20 s for `go` before it compiles."""
 
@@ -638,6 +658,7 @@ class Compiler:
         (folder / "cc").write_text(
             f"""#!/bin/sh
 export PATH='{os.environ["PATH"]}'
+[ "$1" = --version ] && exec cc --version
 echo begun >> '{self._log}'
 for i in $(seq 400); do [ -e '{self._go}' ] && exec cc "$@"; sleep 0.05; done
 exit 1
@@ -699,8 +720,8 @@ def test_cache_writable_by_others_is_not_used(tmp_path):
     (tmp_path / "open").chmod(0o777)
     source = tmp_path / "fine.c"
     source.write_text("int f(void) { return 0; }\n")
-    with pytest.raises(BuildError, match=r"other users can write to the cache|no C compiler"):
-        build(source, tmp_path / "open")
+    with pytest.raises(BuildError, match=r"other users can write to it; run `chmod go-w|no C compiler"):
+        load_library(source, tmp_path / "open")
 
 
 @needs_native
@@ -720,7 +741,7 @@ def test_compile_error_is_reported(tmp_path):
     source = tmp_path / "broken.c"
     source.write_text("int f(void) { return nowhere; }\n")
     with pytest.raises(BuildError, match=r"failed \(|no C compiler"):
-        build(source, tmp_path / "cache")
+        load_library(source, tmp_path / "cache")
     assert not list((tmp_path / "cache").glob("*"))
 
 
@@ -730,7 +751,7 @@ def test_unwritable_cache_is_reported(tmp_path):
     source.write_text("int f(void) { return 0; }\n")
     ours = Path("/proc", str(os.getpid()))
     with pytest.raises(BuildError, match=r"the cache /proc/\d+ cannot be written: .*; choose another|no C compiler"):
-        build(source, ours)
+        load_library(source, ours)
 
 
 def test_broken_compiler_is_reported(tmp_path, monkeypatch):
@@ -740,7 +761,7 @@ def test_broken_compiler_is_reported(tmp_path, monkeypatch):
     (tmp_path / "cc").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BuildError, match=r"cc cannot be run: .*; install gcc 11 or clang 14"):
-        build(source, tmp_path / "cache")
+        load_library(source, tmp_path / "cache")
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ...config.folders import access_problem
 from ...errors import CheckpointError, SetupError
 from ...models.files import stored_tensors
 from ...models.spec import ModelSpec, TextModelSpec, TextWeightNames
@@ -72,7 +73,7 @@ def convert(spec: ModelSpec, weight_format: WeightFormat, *, environment: Enviro
 
     The key consists of the identity of the weights (names, sizes and times of their files), the configuration, the
     weight format and DashInfer's version. Entries are written atomically. Their checksums are verified each time,
-    which takes a fraction of the loading that follows.
+    which takes a fraction of the loading that follows. An entry to which other users can write is not used.
 
     Raises:
         CheckpointError: tensors are missing or files are damaged.
@@ -85,10 +86,14 @@ def convert(spec: ModelSpec, weight_format: WeightFormat, *, environment: Enviro
     with locked(folder.with_suffix(".lock")) as waited:
         if waited:
             logger.info("waited for another process that converts the same model")
-        if _is_whole(folder):
+        if _is_usable(folder):
             return ConvertedModel.at(folder)
         if folder.exists():
-            logger.warning("the converted model in %s is damaged: converting it again", folder)
+            logger.warning(
+                "The converted model in %s is not used: %s. It is converted again.",
+                folder,
+                access_problem(folder.stat()) or "it is damaged",
+            )
         _rebuild(
             folder,
             _job(tensors, text, weight_format),
@@ -173,7 +178,7 @@ def _rebuild(folder: Path, job: dict[str, Any], *, environment: Environment, nee
     partial = folder.with_suffix(".partial")
     for leftover in (folder, partial):
         shutil.rmtree(leftover, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial.mkdir(parents=True, mode=0o755)
     try:
         check_space(partial, needed)
         logger.info(
@@ -226,8 +231,10 @@ def _log_progress(line: str) -> None:
         logger.debug("converting: %s", line.rstrip())
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_usable(folder: Path) -> bool:
     try:
+        if access_problem(folder.stat()):
+            return False
         expected = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         return bool(expected == _checksums(folder))
     except (OSError, ValueError):

@@ -6,6 +6,8 @@ import contextlib
 import fcntl
 import importlib.util
 import json
+import os
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config import EngineConfig
+from ...config.folders import access_problem
 from ...errors import MissingDependency, SetupError
 from ...kernels.devices import cuda_devices
 from . import worker
@@ -102,10 +105,12 @@ def find_environment(config: EngineConfig) -> Environment:
     This only checks that it exists; `examine` loads DashInfer.
 
     Raises:
-        MissingDependency: there is none; the message contains the command that installs it.
+        MissingDependency: there is none, or other users can change it; the message contains the next step.
     """
     folder = private_folder(config)
     stubs = _stubs(folder)
+    if stubs is not None and (problem := folder_problem(folder)):
+        raise MissingDependency(problem)
     python = config.options_of(DashInferOptions).dashinfer_python
     if python is not None:
         if not python.is_file():
@@ -123,8 +128,42 @@ def find_environment(config: EngineConfig) -> Environment:
         return Environment(python=Path(sys.executable), origin="in this interpreter", stubs=stubs)
     private = private_environment(folder)
     if (folder / MARKER).is_file() and private.python.exists():
+        if problem := folder_problem(folder):
+            raise MissingDependency(problem)
         return private
     raise MissingDependency(f"DashInfer is not installed. {_INSTALL}")
+
+
+def folder_problem(folder: Path) -> str:
+    """Return why the code in `folder` is not executed, with the next step; empty if only this user and root can
+    write to the folder and everything in it.
+
+    A folder that other users cannot enter protects its content, whose modes are then not examined.
+    """
+    try:
+        status = folder.stat()
+        problem = access_problem(status)
+        if not problem and status.st_mode & (stat.S_IXGRP | stat.S_IXOTH):
+            problem = next(filter(None, map(access_problem, _statuses(folder))), "")
+    except OSError as error:
+        problem = f"it cannot be examined ({error.strerror})"
+    if not problem:
+        return ""
+    return (  # shown publicly, so it contains no path
+        f"The folder {folder.name} of the cache, or a file in it, is not executed: {problem}. Delete the folder and run"
+        " `dashinfer-vlm dashinfer install` again. If you trust everyone who could write there, `chmod -R go-w` of the"
+        " folder is enough."
+    )
+
+
+def _statuses(folder: Path) -> Iterator[os.stat_result]:
+    """Yield the status of everything in `folder`, except of symbolic links, whose mode has no meaning."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.is_symlink():
+                yield entry.stat(follow_symlinks=False)
+            if entry.is_dir(follow_symlinks=False):
+                yield from _statuses(Path(entry.path))
 
 
 def examine(environment: Environment) -> Findings:

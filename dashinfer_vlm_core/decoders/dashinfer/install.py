@@ -23,6 +23,7 @@ from .environment import (
     Findings,
     examine,
     find_environment,
+    folder_problem,
     locked,
     private_environment,
     private_folder,
@@ -45,6 +46,9 @@ CPU_ONLY_BYTES = 2 * 10**9
 
 EXTENSION = "env/lib/python*/site-packages/dashinfer/allspark/_allspark.cpython-*.so"
 
+UMASK = 0o022
+"""Of the programs that write the environment: it is executed, so only its owner may write to it."""
+
 NAME = f"python{PYTHON[0]}.{PYTHON[1]}"
 _IS_SUITABLE = (
     "import sys, venv, ensurepip; "
@@ -66,13 +70,16 @@ def install(config: EngineConfig, *, python: Path | None, cpu: bool, report: Rep
 
     Raises:
         MissingDependency: there is no CPython 3.10 or no C compiler; the message explains how to install one.
-        SetupError: the platform is not supported, there is too little disk space, or the wheels cannot be installed.
+        SetupError: the platform is not supported, there is too little disk space, the wheels cannot be installed, or
+            other users can write to an existing environment.
     """
     _check_platform()
     folder = private_folder(config)
     with locked(folder.with_suffix(".lock")) as waited:
         if waited:
             report("Waited for another installation.")
+        if folder.exists() and (problem := folder_problem(folder)):
+            raise SetupError(problem)
         findings = _working_findings(config, cpu=cpu, report=report)
         if findings is not None and (cpu or not findings.cpu_only or not cuda_devices()):
             report(f"DashInfer {findings.version} is already installed{', for the CPU only' * findings.cpu_only}.")
@@ -219,7 +226,7 @@ def _finish(folder: Path, **record: int) -> Findings:
 
 
 def _check_space(folder: Path, needed: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o755)
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise SetupError(
@@ -231,7 +238,7 @@ def _check_space(folder: Path, needed: int) -> None:
 def _run(command: list[str]) -> None:
     """Run a command whose output is shown to the user."""
     try:
-        subprocess.run(command, check=True)  # noqa: S603 - our own commands, the operator's paths
+        subprocess.run(command, check=True, umask=UMASK)  # noqa: S603 - our own commands, the operator's paths
     except (OSError, subprocess.CalledProcessError) as error:
         raise SetupError(
             f"`{' '.join(command[:6])} ...` failed: {error}. Fix the error above, and run the command again."

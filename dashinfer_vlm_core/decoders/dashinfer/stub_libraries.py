@@ -215,10 +215,11 @@ def compile_stub_libraries(libraries: Iterable[StubLibrary], folder: Path) -> No
     """
     compiler = find_compiler()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o755)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
             for library in libraries:
                 output = _compile(compiler, library, Path(temporary))
+                output.chmod(0o755)  # with any umask, others must not write to code
                 output.replace(folder / library.soname)
     except OSError as error:
         raise SetupError(
