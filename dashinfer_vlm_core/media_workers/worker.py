@@ -82,6 +82,7 @@ class MediaWorker:
 
     Attributes:
         reusable: whether it accepts another job.
+        pid: its process id, once it has started.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -92,6 +93,7 @@ class MediaWorker:
         self._id = 0
         self._killed = False
         self.reusable: bool = True
+        self.pid: int | None = None
 
     def start(self) -> None:
         """Start the process and wait until it accepts jobs.
@@ -111,7 +113,8 @@ class MediaWorker:
                 raise EngineClosed("The request was canceled.") from None
             self.kill()
             raise _start_error("") from error
-        if "ready" not in head:
+        self.pid = head.get("ready")
+        if not self.pid:
             self.kill()
             raise _start_error(str(head.get("failed", "")))
 

@@ -189,7 +189,7 @@ def _run_worker(sock: socket.socket, memory: SharedMemory, setup: WorkerSetup) -
         logs = _LogCollector()
         logging.basicConfig(handlers=[logs], level=logging.WARNING, format="%(name)s: %(message)s", force=True)
         logging.captureWarnings(capture=True)
-        send(sock, {"ready": True})
+        send(sock, {"ready": os.getpid()})
         while True:
             _serve_job(sock, memory, setup, logs)
     except (Disconnected, ConnectionError):

@@ -95,12 +95,15 @@ def hostile(run, action, **options):
     return process(run, video(), [action], readers=[ActionReader()], **options)
 
 
-def workers():
-    """Return the process ids of all media workers of this process."""
-    server = FORK_SERVER._process
-    if server is None:
-        return []
-    return [int(pid) for pid in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()]
+def workers(pool):
+    """Return the process ids of a pool's workers that run."""
+    pids = [worker.pid for worker in (*pool._idle, *pool._busy) if worker.pid]
+    return [pid for pid in pids if exists(pid)]
+
+
+def exists(pid):
+    """Whether a process exists; one that ended does, until the fork server has noticed it."""
+    return Path(f"/proc/{pid}").exists()
 
 
 def open_files():
@@ -216,13 +219,12 @@ def test_work_beyond_its_time_is_ended(run, part, options):
 
 def test_cancellation_ends_the_worker(run):
     async def work(pool):
-        before = set(workers())
         task = asyncio.ensure_future(pool.process(video(), [b"sleep"], budget()))
-        await asyncio.to_thread(until, lambda: set(workers()) - before)
-        (worker,) = set(workers()) - before
+        await asyncio.to_thread(until, lambda: workers(pool))
+        (worker,) = workers(pool)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await asyncio.to_thread(until, lambda: worker not in workers())
+        await asyncio.to_thread(until, lambda: not exists(worker))
         assert task.cancelled()
         return await pool.process(image(), [encode(PICTURE)], budget())
 
@@ -232,43 +234,44 @@ def test_cancellation_ends_the_worker(run):
 def test_close_ends_running_and_waiting_work(run):
     async def work(pool):
         tasks = [asyncio.ensure_future(pool.process(video(), [b"sleep"], budget())) for _ in range(2)]
-        await asyncio.to_thread(until, lambda: len(pool._busy) == 2)
+        await asyncio.to_thread(until, lambda: len(workers(pool)) == 2)
+        running = workers(pool)
         await pool.close()
+        until(lambda: not any(map(exists, running)))
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     assert {type(error) for error in run(work, readers=[ActionReader()], media_workers=2)} == {EngineClosed}
-    until(lambda: not workers())
 
 
 def test_worker_killed_while_idle_is_replaced(run):
     async def work(pool):
         await pool.process(image(), [encode(PICTURE)], budget())
-        for worker in workers():
-            os.kill(worker, signal.SIGKILL)
-        until(lambda: not workers())
+        (worker,) = workers(pool)
+        os.kill(worker, signal.SIGKILL)
+        until(lambda: not exists(worker))
         return await pool.process(image(), [encode(PICTURE)], budget())
 
-    until(lambda: not workers())
     assert run(work).item.tokens
 
 
 def test_killed_workers_leave_nothing_behind(run):
     async def work(pool):
         await pool.process(image(), [encode(PICTURE)], budget())
-        files = open_files()
+        files, killed = open_files(), []
         for _ in range(50):
             task = asyncio.ensure_future(pool.process(video(), [b"sleep"], budget()))
-            await asyncio.to_thread(until, lambda: len(pool._busy) == 1 and workers())
-            for worker in workers():
+            await asyncio.to_thread(until, lambda: len(pool._busy) == 1 and workers(pool))
+            killed += workers(pool)
+            for worker in workers(pool):
                 os.kill(worker, signal.SIGKILL)
             with pytest.raises(MediaUndecodable, match="ended unexpectedly"):
                 await task
             assert (await pool.process(image(), [encode(PICTURE)], budget())).item.tokens
+        until(lambda: not any(map(exists, killed)))
+        assert len(set(killed)) >= 50
         return open_files() - files
 
-    until(lambda: not workers())
     assert run(work, readers=[ActionReader()]) <= 0
-    until(lambda: not workers())
 
 
 def test_fork_server_that_ended_is_replaced(run):
