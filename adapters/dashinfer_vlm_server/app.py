@@ -22,6 +22,7 @@ from dashinfer_vlm_core.protocol import ChatRequest, DetokenizeRequest, Tokenize
 
 from . import openapi
 from .api_keys import PUBLIC_ROUTES, ApiKeyMiddleware
+from .cross_origin import CrossOriginMiddleware, normalize_allowed_host
 from .errors import DRAINING, HANDLERS, RETRY_AFTER_SECONDS
 from .metrics import Metrics, ObservableEngine
 from .page import FILES, add_page
@@ -47,12 +48,15 @@ def create_app(
     """Create an ASGI application that serves OpenAI's chat completions API.
 
     The caller starts and closes the engine. Until it is ready, `/health/ready` and all requests to the model return
-    503.
+    503. Without API keys, requests of web pages of other origins, and with unknown host names, are rejected.
 
     Args:
         engine: the engine that serves the requests.
-        settings: limits, keys and origins; `Settings()` if None.
+        settings: limits, keys, hosts and origins; `Settings()` if None.
         drain_state: set its `draining` before shutdown to reject new requests.
+
+    Raises:
+        ConfigError: `settings.allowed_hosts` contains something that is not a host name.
     """
     settings, metrics = settings or Settings(), Metrics(engine)
     if settings.tracer and isinstance(engine, ObservableEngine):
@@ -73,7 +77,10 @@ def create_app(
     app.add_middleware(
         ApiKeyMiddleware, keys=settings.keys, public_routes=PUBLIC_ROUTES.union(FILES if settings.page else ())
     )
-    if settings.allowed_origins:
+    if not len(settings.keys):
+        hosts = tuple(map(normalize_allowed_host, settings.allowed_hosts))
+        app.add_middleware(CrossOriginMiddleware, allowed_hosts=hosts, allowed_origins=settings.allowed_origins)
+    if settings.allowed_origins:  # outside of the other checks, so that an allowed page can read their errors
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,

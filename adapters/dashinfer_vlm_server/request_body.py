@@ -36,7 +36,9 @@ MAX_DEPTH = 64
 async def read_request(
     request: Request, parse: Callable[[object], T], *, max_bytes: int, max_pause: float, reserve: Callable[[int], None]
 ) -> T:
-    """Read the body of a request and parse it. The content type is ignored, as JSON is the only supported one.
+    """Read the body of a request and parse it.
+
+    The content type is ignored here: `CrossOriginMiddleware` checks it where that is necessary.
 
     Args:
         request: a request whose body has not been read.
