@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
@@ -138,6 +140,7 @@ class _Routes:
     drain_state: DrainState
     metrics: Metrics
     started: int = field(default_factory=lambda: int(time.time()))
+    parse_slot: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, 1))
 
     def add_to(self, app: FastAPI) -> None:
         """Add all routes, with their OpenAPI descriptions."""
@@ -231,6 +234,7 @@ class _Routes:
             max_bytes=settings.max_body_bytes,
             max_pause=settings.max_body_pause,
             reserve=get_request_context(request.scope).reserve,
+            parse_slot=self.parse_slot,
         )
 
     async def run_with_limits(self, request: Request, work: Coroutine[Any, Any, T]) -> T:

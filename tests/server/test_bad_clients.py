@@ -10,7 +10,7 @@ import struct
 import pytest
 
 from dashinfer_vlm_server.http_protocol import TimeoutH11Protocol, detect_lost_peers
-from dashinfer_vlm_server.request_body import MAX_DEPTH, MAX_VALUES
+from dashinfer_vlm_server.json_body import MAX_DEPTH, MAX_VALUES
 from tests.waiting import HANG, until
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}

@@ -10,7 +10,8 @@ import pytest
 
 from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_server.api_keys import ApiKeys
-from dashinfer_vlm_server.request_body import INLINE_PARSE_BYTES, parse_object
+from dashinfer_vlm_server.json_body import parse_object
+from dashinfer_vlm_server.request_body import INLINE_PARSE_BYTES
 from tests.waiting import HANG, until
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
