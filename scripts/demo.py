@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 FOLDER = Path("examples/pictures")
 READY = re.compile(r"^Serving \S+ \(decoder \S+\) at (\S+)$", re.MULTILINE)
 READY_TIMEOUT = 300.0
-CURL = """curl {url}/chat/completions -d '{{"messages": [{{"role": "user", "content": [
+CURL = """curl {url}/chat/completions -H 'Content-Type: application/json' \\
+  -d '{{"messages": [{{"role": "user", "content": [
   {{"type": "image_url", "image_url": {{"url": "data:image/png;base64,'"$(base64 -w0 {image})"'"}}}},
   {{"type": "text", "text": "{prompt}"}}]}}]}}'"""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
@@ -22,6 +24,7 @@ from dashinfer_vlm_core.protocol import ChatRequest, DetokenizeRequest, Tokenize
 
 from . import openapi
 from .api_keys import PUBLIC_ROUTES, ApiKeyMiddleware
+from .cross_origin import CrossOriginMiddleware, normalize_allowed_host
 from .errors import DRAINING, HANDLERS, RETRY_AFTER_SECONDS
 from .metrics import Metrics, ObservableEngine
 from .page import FILES, add_page
@@ -47,12 +50,15 @@ def create_app(
     """Create an ASGI application that serves OpenAI's chat completions API.
 
     The caller starts and closes the engine. Until it is ready, `/health/ready` and all requests to the model return
-    503.
+    503. Without API keys, requests of web pages of other origins, and with unknown host names, are rejected.
 
     Args:
         engine: the engine that serves the requests.
-        settings: limits, keys and origins; `Settings()` if None.
+        settings: limits, keys, hosts and origins; `Settings()` if None.
         drain_state: set its `draining` before shutdown to reject new requests.
+
+    Raises:
+        ConfigError: `settings.allowed_hosts` contains something that is not a host name.
     """
     settings, metrics = settings or Settings(), Metrics(engine)
     if settings.tracer and isinstance(engine, ObservableEngine):
@@ -73,7 +79,10 @@ def create_app(
     app.add_middleware(
         ApiKeyMiddleware, keys=settings.keys, public_routes=PUBLIC_ROUTES.union(FILES if settings.page else ())
     )
-    if settings.allowed_origins:
+    if not len(settings.keys):
+        hosts = tuple(map(normalize_allowed_host, settings.allowed_hosts))
+        app.add_middleware(CrossOriginMiddleware, allowed_hosts=hosts, allowed_origins=settings.allowed_origins)
+    if settings.allowed_origins:  # outside of the other checks, so that an allowed page can read their errors
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
@@ -131,6 +140,7 @@ class _Routes:
     drain_state: DrainState
     metrics: Metrics
     started: int = field(default_factory=lambda: int(time.time()))
+    parse_slot: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, 1))
 
     def add_to(self, app: FastAPI) -> None:
         """Add all routes, with their OpenAPI descriptions."""
@@ -224,6 +234,7 @@ class _Routes:
             max_bytes=settings.max_body_bytes,
             max_pause=settings.max_body_pause,
             reserve=get_request_context(request.scope).reserve,
+            parse_slot=self.parse_slot,
         )
 
     async def run_with_limits(self, request: Request, work: Coroutine[Any, Any, T]) -> T:

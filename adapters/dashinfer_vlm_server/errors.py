@@ -69,6 +69,14 @@ RETRY_AFTER_SECONDS = 5
 """`Retry-After` of a server that is loading, restarting or shutting down."""
 
 
+class _CodedHTTPException(HTTPException):
+    """An HTTP error whose `code` does not follow from its status."""
+
+    def __init__(self, status: int, message: str, *, code: str) -> None:
+        super().__init__(status, message)
+        self.code = code
+
+
 def status_for(error: Exception) -> int:
     """Return the HTTP status of an error; 500 for unexpected errors."""
     if isinstance(error, HTTPException):
@@ -85,7 +93,8 @@ def error_body(error: Exception) -> dict[str, Any]:
         if isinstance(error, EngineClosed) and error.to_be_started:
             body["message"] = UNAVAILABLE
     elif isinstance(error, HTTPException):
-        body |= {"message": _http_error_message(error), "code": _CODES.get(status)}
+        code = error.code if isinstance(error, _CodedHTTPException) else _CODES.get(status)
+        body |= {"message": _http_error_message(error), "code": code}
     return {"error": body}
 
 
@@ -105,6 +114,30 @@ def unauthorized() -> HTTPException:
         "A valid API key is required. Send the header `Authorization: Bearer KEY`.",
         headers={"WWW-Authenticate": "Bearer"},
     )
+
+
+def foreign_host(host: str) -> HTTPException:
+    """Return the error for a `Host` header with a name that may not be the server's."""
+    return _CodedHTTPException(
+        403,
+        f"The host name {host!r} is not allowed on a server without API keys. Use the server's IP address, or start"
+        " the server with this name in `--allowed-hosts`.",
+        code="host_not_allowed",
+    )
+
+
+def foreign_origin(origin: str) -> HTTPException:
+    """Return the error for a request of a web page from another origin."""
+    return _CodedHTTPException(
+        403,
+        f"Web pages of the origin {origin!r} are not allowed to send requests to a server without API keys. Start the"
+        " server with this origin in `--allowed-origins`.",
+        code="origin_not_allowed",
+    )
+
+
+def unsupported_media_type() -> HTTPException:
+    return HTTPException(415, "The body must be JSON. Send the header `Content-Type: application/json`.")
 
 
 async def send_error(request: Request, error: Exception) -> Response:
@@ -134,6 +167,7 @@ _CODES: Mapping[int, str] = MappingProxyType(
         405: "method_not_allowed",
         408: "request_timeout",
         413: "request_too_large",
+        415: "unsupported_media_type",
         501: "not_supported",
     }
 )

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 protocol, with timeouts for slow clients."""
+"""uvicorn's HTTP/1.1 protocol, with timeouts for slow clients and strict message lengths."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http
 import json
+import re
 import socket
 from typing import Any
 
@@ -28,8 +29,45 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_US
 """Socket options of Linux that detect an unreachable peer within a minute."""
 
 
+_HEAD_END = re.compile(rb"\n\r?\n")
+_LENGTHS = re.compile(rb"(?im)^content-length[ \t]*:(.*)$")
+
+
+class StrictConnection(h11.Connection):
+    """An h11 connection of a server that rejects requests whose length another parser may read differently.
+
+    If a proxy in front of the server chooses the other length, the rest of the body becomes a request that the proxy
+    did not check (request smuggling).
+    """
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA | h11.PAUSED]:
+        """Return the next event, as h11 does.
+
+        Raises:
+            h11.RemoteProtocolError: also for a request with both `Content-Length` and `Transfer-Encoding`, with several
+                lengths (h11 accepts equal ones), or with chunks in HTTP/1.0.
+        """
+        head = self.trailing_data[0] if self.their_state is h11.IDLE else b""
+        event = super().next_event()
+        if isinstance(event, h11.Request) and _is_ambiguous(event, head):
+            raise h11.RemoteProtocolError("ambiguous message length", error_status_hint=400)
+        return event
+
+
+def _is_ambiguous(request: h11.Request, received: bytes) -> bool:
+    names = [name for name, _ in request.headers]
+    if b"transfer-encoding" in names:
+        return b"content-length" in names or request.http_version < b"1.1"
+    if b"content-length" not in names:
+        return False
+    end = _HEAD_END.search(received)
+    lengths = _LENGTHS.findall(received, 0, end.start() if end else len(received))
+    return len(lengths) > 1 or any(b"," in length for length in lengths)
+
+
 class TimeoutH11Protocol(H11Protocol):
-    """uvicorn's h11 protocol with timeouts. It limits the size of request heads, unlike uvicorn's httptools protocol.
+    """uvicorn's h11 protocol with timeouts. It limits the size of request heads, unlike uvicorn's httptools protocol,
+    and rejects requests of ambiguous length.
 
     A client that sends the head of its request too slowly gets a 408, and its connection is closed. If a client stops
     reading its response, its connection is aborted, which cancels its request like any disconnect.
@@ -40,6 +78,7 @@ class TimeoutH11Protocol(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.conn = StrictConnection(h11.SERVER, self.config.h11_max_incomplete_event_size or MAX_HEAD_BYTES)
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 REF = "#/components/schemas/{model}"
 REQUESTS = (ChatRequest, TokenizePrompt, TokenizeChat, DetokenizeRequest)
 
-CHAT_STATUSES = (400, 401, 404, 408, 413, 429, 500, 501, 503, 504)
-TOKEN_STATUSES = (400, 401, 404, 408, 413, 429, 500, 501, 503, 504)
-PLAIN_STATUSES = (401, 404, 500)
+CHAT_STATUSES = (400, 401, 403, 404, 408, 413, 415, 429, 500, 501, 503, 504)
+TOKEN_STATUSES = (400, 401, 403, 404, 408, 413, 415, 429, 500, 501, 503, 504)
+PLAIN_STATUSES = (401, 403, 404, 500)
 
 
 class ErrorObject(BaseModel):

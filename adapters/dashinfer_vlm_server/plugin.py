@@ -21,6 +21,7 @@ from dashinfer_vlm_core.errors import ConfigError, MissingDependency
 from dashinfer_vlm_core.hookspecs import hookimpl
 
 from .api_keys import KEY_VARIABLE, KEYS_VARIABLE, ApiKeys
+from .cross_origin import is_host_name, normalize_allowed_host
 from .help import IntegerRange, NumberRange, Option, SectionedCommand
 from .logs import LogFormat, set_format
 from .settings import Settings
@@ -92,6 +93,9 @@ _SECURITY = (
     _option("--ssl-keyfile-password", help="Password of the private key."),
     _option("--ssl-ca-certs", type=_file,
             help="CA certificates; clients must present a certificate signed by one of them."),
+    _option("--allowed-hosts", default="", metavar="NAME,...", file_type=list,
+            help="Host names that clients may use if there are no API keys, in addition to loopback names and IP"
+            " addresses, separated by commas; * allows all."),
     _option("--allowed-origins", default="", metavar="URL,...", file_type=list,
             help="Origins allowed to send requests (CORS), separated by commas; * allows all."),
 )  # fmt: skip
@@ -153,17 +157,28 @@ def _serve(config: EngineConfig, options: dict[str, Any]) -> int:
 
 
 def _settings(options: dict[str, Any]) -> Settings:
-    origins = (origin.strip() for origin in options["allowed_origins"].split(","))
     return Settings(
         max_body_bytes=options["max_body_mib"] * MIB,
         max_buffered_bytes=options["max_buffered_mib"] * MIB,
         max_body_pause=options["max_body_pause"],
         request_timeout=options["request_timeout"],
         keys=ApiKeys.read(options["api_keys"], options["api_key_file"]),
-        allowed_origins=tuple(filter(None, origins)),
+        allowed_hosts=_allowed_hosts(options),
+        allowed_origins=_split(options["allowed_origins"]),
         page=options["page"],
         tracer=_tracer(options["otlp_traces_endpoint"]),
     )
+
+
+def _allowed_hosts(options: dict[str, Any]) -> tuple[str, ...]:
+    """Return the names of `--allowed-hosts`, and that of `--host` if it is a name."""
+    names = tuple(map(normalize_allowed_host, _split(options["allowed_hosts"])))
+    return (*names, options["host"]) if is_host_name(options["host"]) else names
+
+
+def _split(text: str) -> tuple[str, ...]:
+    """Split a list that is separated by commas."""
+    return tuple(filter(None, (item.strip() for item in text.split(","))))
 
 
 def _address(options: dict[str, Any]) -> Address:

@@ -284,7 +284,7 @@ def _announce(url: str, address: Address, settings: Settings, engine: Engine) ->
 def _curl(url: str, *, keyed: bool) -> str:
     """Return a curl command with a sample request, which reads the API key from the environment."""
     key = f'-H "Authorization: Bearer ${KEY_VARIABLE}" ' if keyed else ""
-    return f"curl {url}/chat/completions {key}-d '{SAMPLE_REQUEST}'"
+    return f"curl {url}/chat/completions {key}-H 'Content-Type: application/json' -d '{SAMPLE_REQUEST}'"
 
 
 def _on_signal(handler: Callable[[int, FrameType | None], None]) -> None:

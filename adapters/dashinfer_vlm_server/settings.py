@@ -29,7 +29,9 @@ class Settings:
         request_timeout: maximum number of seconds for a response, measured after its request was read; None for no
             limit.
         keys: API keys; every request must send one of them, unless there are none.
-        allowed_origins: origins whose pages may read responses (CORS); `*` allows all.
+        allowed_hosts: host names that clients may use for a server without keys, in addition to loopback names and IP
+            addresses: `name`, `*.domain` for its subdomains, or `*` for all.
+        allowed_origins: origins whose pages may send requests and read responses (CORS); `*` allows all.
         page: whether to serve the chat page at `/`, and `POST /v1/media/preview`, which it uses; see `page.py`.
         tracer: records traces of requests, in addition to the metrics.
     """
@@ -39,6 +41,7 @@ class Settings:
     max_body_pause: float = 60.0
     request_timeout: float | None = None
     keys: ApiKeys = field(default_factory=ApiKeys)
+    allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     page: bool = True
     tracer: Tracer | None = None

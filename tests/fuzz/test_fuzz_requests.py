@@ -13,7 +13,7 @@ from dashinfer_vlm_core.errors import RequestError
 from dashinfer_vlm_core.protocol import ChatRequest
 from dashinfer_vlm_core.protocol.sampling import Sampling
 from dashinfer_vlm_core.testing import scripted_engine
-from dashinfer_vlm_server.request_body import parse_object
+from dashinfer_vlm_server.json_body import parse_object
 from tests.fuzz.mutations import REQUESTS, damaged_bytes, requests
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # for all cases; each one is timed separately

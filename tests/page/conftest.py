@@ -42,19 +42,29 @@ DROP = """([files, events]) => {
 
 
 @pytest.fixture(scope="module")  # not longer: while it runs, no other test in this thread can run an event loop
-def browser():
-    """A running Chromium: the system's, or the one installed by `playwright install chromium`."""
+def launch():
+    """Start Chromium: `launch("--argument")`. It is the system's, or the one of `playwright install chromium`."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install '.[dev]'")
     path = next(filter(None, map(shutil.which, NAMES)), None)
     playwright.expect.set_options(timeout=1000 * HANG)
-    with playwright.sync_playwright() as driver:
-        try:
-            # root, which runs the tests in containers, cannot use the sandbox. Only our own page is opened.
-            started = driver.chromium.launch(executable_path=path, chromium_sandbox=os.geteuid() != 0)
-        except playwright.Error as error:
-            pytest.skip(f"Chromium cannot be started ({str(error).splitlines()[0]}): run scripts/browser")
-        with contextlib.closing(started):
-            yield started
+    with playwright.sync_playwright() as driver, contextlib.ExitStack() as stack:
+
+        def start(*args: str):
+            # root, which runs the tests in containers, cannot use the sandbox. Only our own pages are opened.
+            sandbox = os.geteuid() != 0
+            try:
+                started = driver.chromium.launch(executable_path=path, chromium_sandbox=sandbox, args=args)
+            except playwright.Error as error:
+                pytest.skip(f"Chromium cannot be started ({str(error).splitlines()[0]}): run scripts/browser")
+            return stack.enter_context(contextlib.closing(started))
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def browser(launch):
+    """A running Chromium."""
+    return launch()
 
 
 @dataclass

@@ -167,7 +167,8 @@ def test_security_19_full_queue_sets_retry_after(tiny_checkpoint):
 def connect(server):
     body = json.dumps(HELLO | {"stream": True}).encode()
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=HANG)
-    connection.sendall(b"POST %s HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % (CHAT.encode(), len(body)) + body)
+    head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    connection.sendall(head % (CHAT.encode(), len(body)) + body)
     return connection
 
 

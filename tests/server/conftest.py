@@ -79,7 +79,9 @@ class RunningServer:
         return f"http://127.0.0.1:{self.port}"
 
     def http(self, **options) -> httpx.Client:
-        return httpx.Client(base_url=self.url, trust_env=False, timeout=HANG, **options)
+        """Return a client whose bodies are JSON unless a request has another content type."""
+        headers = {"Content-Type": "application/json"}
+        return httpx.Client(base_url=self.url, trust_env=False, timeout=HANG, headers=headers, **options)
 
     def openai(self) -> openai.OpenAI:
         client = openai.DefaultHttpxClient(trust_env=False)

@@ -17,7 +17,8 @@ LONG = "A long answer that goes on and on and on. " * 20
 def connect(server, body, *, declared=None):
     """Send a request on a raw connection, and return the connection."""
     data = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: test\r\nContent-Length: {declared or len(data)}\r\n\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {declared or len(data)}\r\n\r\n"
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=HANG)
     connection.sendall(head.encode() + data)
     return connection

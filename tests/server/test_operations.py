@@ -103,7 +103,7 @@ def test_head_matches_get_without_a_body(scripted, path):
         if path != "/metrics":
             assert head.headers["content-length"] == str(len(whole.content))
         with socket.create_connection((client.base_url.host, client.base_url.port)) as bare:
-            bare.sendall(f"HEAD {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n".encode())
+            bare.sendall(f"HEAD {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
             assert bare.makefile("rb").read().endswith(b"\r\n\r\n")
 
 

@@ -9,9 +9,12 @@ import socket
 import pytest
 
 from dashinfer_vlm_core.errors import InvalidParameter
-from dashinfer_vlm_server.request_body import INLINE_PARSE_BYTES, parse_object
+from dashinfer_vlm_server.api_keys import ApiKeys
+from dashinfer_vlm_server.json_body import parse_object
+from dashinfer_vlm_server.request_body import INLINE_PARSE_BYTES
 from tests.waiting import HANG, until
 
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 
 INVALID_BODIES = {
@@ -90,8 +93,10 @@ def test_invalid_json_returns_openai_error(scripted):
 
 
 @pytest.mark.parametrize("kind", ["application/json", "text/plain", "application/x-www-form-urlencoded", "x"])
-def test_content_type_is_ignored(scripted, kind):
-    with scripted("Fine.").server.http() as client:
+def test_content_type_is_ignored_with_keys(scripted, kind):
+    settings = {"keys": ApiKeys(["right"])}
+    with scripted("Fine.", settings=settings).server.http() as client:
+        client.headers["Authorization"] = "Bearer right"
         response = client.post("/v1/chat/completions", content=json.dumps(HELLO), headers={"Content-Type": kind})
     assert response.status_code == 200
 
@@ -120,7 +125,7 @@ def test_body_over_the_limit_is_rejected(scripted, chunked):
 @pytest.mark.parametrize("sent", [b"", b'{"messages": ['], ids=["nothing", "a part"])
 def test_stalled_body_times_out(scripted, sent):
     server = scripted("Fine.", settings={"max_body_pause": 10 * HANG}).server
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: test\r\nContent-Length: 1000\r\n\r\n"
+    head = HEAD + b"Content-Length: 1000\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=HANG) as connection:
         connection.sendall(head + sent)
         until(lambda: server.tasks)
@@ -181,7 +186,7 @@ def chunks(body):
 
 def test_content_length_over_the_limit_is_rejected_early(scripted):
     server = scripted("Fine.", max_body_bytes=100_000).server
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: test\r\nContent-Length: 999999999999\r\n\r\n"
+    head = HEAD + b"Content-Length: 999999999999\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=HANG) as connection:
-        connection.sendall(head.encode())
+        connection.sendall(head)
         assert connection.recv(4096).startswith(b"HTTP/1.1 413")

@@ -72,7 +72,11 @@ def test_serve_starts_responds_and_exits_on_a_signal(tiny_checkpoint, tmp_path, 
         assert server.wait(timeout=HANG) == 0
         assert server.stdout.read() == b""
     assert "Traceback" not in log.read_text()
-    assert re.search(r"^Try: curl http://\S+/v1/chat/completions -d '\{.*\}'$", log.read_text(), re.MULTILINE)
+    assert re.search(
+        r"^Try: curl http://\S+/v1/chat/completions -H 'Content-Type: application/json' -d '\{.*\}'$",
+        log.read_text(),
+        re.MULTILINE,
+    )
 
 
 COLLECTING = f"""
@@ -175,7 +179,8 @@ def test_request_over_the_grace_period_gets_an_error(stoppable):
 
 
 def request_head(length):
-    return f"POST /v1/chat/completions HTTP/1.1\r\nHost: test\r\nContent-Length: {length}\r\n\r\n".encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {length}\r\n\r\n".encode()
 
 
 def test_client_that_stops_sending_does_not_block_shutdown(stoppable, caplog):
@@ -284,7 +289,8 @@ def test_inconsistent_options_are_rejected(runner, options, words):
 VALUES = {
     "host": "0.0.0.0", "port": "9000", "uds": "a/socket", "uds_mode": "660", "page": "false", "root_path": "/vision",
     "api_key_file": "keys.txt", "ssl_certfile": "cert.pem", "ssl_keyfile": "key.pem", "ssl_keyfile_password": "secret",
-    "ssl_ca_certs": "ca.pem", "allowed_origins": "https://a.example", "max_body_mib": "7", "max_buffered_mib": "8",
+    "ssl_ca_certs": "ca.pem", "allowed_hosts": "a.example",
+    "allowed_origins": "https://a.example", "max_body_mib": "7", "max_buffered_mib": "8",
     "max_body_pause": "9.5", "request_timeout": "60", "grace": "3", "log_format": "json",
     "otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces",
 }  # fmt: skip
@@ -444,7 +450,8 @@ def test_sample_request_reads_the_key(tiny_checkpoint, tmp_path):
     with process(log, "--model", tiny_checkpoint, "--port", 0, environment=key) as server:
         until(lambda: re.search(TRY, log.read_text(), re.MULTILINE) or server.poll() is not None)
         shown = re.search(TRY, log.read_text(), re.MULTILINE)[1]
-        _, url, _, header, _, body = shlex.split(shown)
+        _, url, _, header, _, content_type, _, body = shlex.split(shown)
+        assert content_type == "Content-Type: application/json"
         assert header == "Authorization: Bearer $DASHINFER_VLM_API_KEY"
         assert f'-H "{header}"' in shown  # in quotes in which the shell expands variables
         name, value = header.replace("$DASHINFER_VLM_API_KEY", "sk-secret").split(": ")

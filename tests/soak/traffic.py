@@ -110,9 +110,10 @@ class Clients:
     def _disconnect(self, client: httpx.Client, rng: random.Random) -> None:
         """Disconnect in the middle of a long response; the request may be rejected first."""
         body = json.dumps(random_request(rng) | {"stream": True, "max_tokens": 1500}).encode()
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: soak\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
         with socket.create_connection((client.base_url.host, client.base_url.port or 80), timeout=HANG) as connection:
-            connection.sendall(head + body)
+            connection.sendall(head.encode() + body)
             received = connection.recv(65536)
             while b"\r\n\r\n" not in received:
                 received += connection.recv(65536)

@@ -1,0 +1,156 @@
+"""Protection of a server without API keys from web pages in a user's browser.
+
+A page can send requests to any address that the browser reaches, such as the loopback address. Three checks prevent
+that such a request has an effect, or that the page reads the response:
+
+* `Host`: in DNS rebinding, a name of the attacker resolves to the address of the server, so that the browser treats
+  the server as part of the attacker's site. Therefore, only names that are known to be the server's are accepted. An IP
+  address is accepted because it cannot be rebound. The server cannot list its addresses: clients may use one that a
+  router or a container runtime forwards.
+* `Origin`: browsers send it with every request that is not a plain GET of the same site. Other clients do not.
+* `Content-Type`: a browser sends `application/json` to another origin only if a preflight request allows it.
+
+With API keys, none of this is necessary, because a page does not know them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from typing import TYPE_CHECKING
+
+from dashinfer_vlm_core.errors import ConfigError
+
+from .api_keys import PUBLIC_ROUTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from starlette.exceptions import HTTPException
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+ANY = "*"
+
+_SHOWN_CHARACTERS = 100
+"""How much of a header's value an error message repeats."""
+
+_HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\[\]:@/\s]+)(?P<port>:[0-9]*)?")
+_HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?", re.IGNORECASE)
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
+
+
+class CrossOriginMiddleware:
+    """ASGI middleware that rejects requests of foreign web pages with 403, and bodies that are not JSON with 415.
+
+    Args:
+        app: the wrapped application.
+        allowed_hosts: host names in lowercase that clients may use, in addition to loopback names and IP addresses:
+            `name`, `*.domain` for its subdomains, or `*` for all.
+        allowed_origins: origins whose pages may send requests, in addition to the server's own; `*` for all.
+    """
+
+    def __init__(self, app: ASGIApp, *, allowed_hosts: Iterable[str] = (), allowed_origins: Iterable[str] = ()) -> None:
+        self._app = app
+        self._allowed_hosts = frozenset(allowed_hosts)
+        self._allowed_origins = frozenset(allowed_origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._error(scope) if scope["type"] == "http" else None
+        if error is None:
+            await self._app(scope, receive, send)
+            return
+        from .errors import error_response
+
+        await error_response(error)(scope, receive, send)
+
+    def _error(self, scope: Scope) -> HTTPException | None:
+        from .errors import foreign_host, foreign_origin, unsupported_media_type
+
+        host = _header(scope, b"host")
+        if not self._is_host_exempt(scope) and not self._is_host_allowed(host):
+            return foreign_host(host[:_SHOWN_CHARACTERS])
+        for origin in _headers(scope, b"origin"):
+            if not self._is_origin_allowed(origin, host):
+                return foreign_origin(origin[:_SHOWN_CHARACTERS])
+        if _has_body(scope) and not _is_json(scope):
+            return unsupported_media_type()
+        return None
+
+    def _is_host_exempt(self, scope: Scope) -> bool:
+        """Return whether any host is accepted: clients of Unix sockets send arbitrary ones, and probes use any name."""
+        if ANY in self._allowed_hosts:
+            return True
+        server = scope.get("server")
+        if server is not None and server[1] is None:  # a Unix socket (ASGI specification, "server")
+            return True
+        return str(scope["path"]).removeprefix(scope.get("root_path", "")) in PUBLIC_ROUTES
+
+    def _is_host_allowed(self, host: str) -> bool:
+        match = _HOST.fullmatch(host.lower())
+        if match is None:
+            return False
+        name = match["name"].removesuffix(".")
+        return (
+            name == "localhost"
+            or name.endswith(".localhost")  # RFC 6761: always a loopback address
+            or _is_address(name)
+            or name in self._allowed_hosts
+            or any(name.endswith(host[1:]) for host in self._allowed_hosts if host.startswith("*."))
+        )
+
+    def _is_origin_allowed(self, origin: str, host: str) -> bool:
+        """Return whether an origin is allowed or the server's own. The scheme is not compared: a proxy may add TLS."""
+        if ANY in self._allowed_origins or origin in self._allowed_origins:
+            return True
+        scheme, separator, authority = origin.lower().partition("://")
+        if not separator or scheme not in _DEFAULT_PORTS:
+            return False
+        port = _DEFAULT_PORTS[scheme]
+        return authority.removesuffix(port) == host.lower().removesuffix(port)
+
+
+def normalize_allowed_host(host: str) -> str:
+    """Return a host name for `CrossOriginMiddleware` in lowercase.
+
+    Raises:
+        ConfigError: it is not a host name, `*.domain` or `*`; for example, it contains a port.
+    """
+    name = host.lower().removesuffix(".")
+    if name != ANY and not is_host_name(name.removeprefix("*.")):
+        raise ConfigError(
+            f"--allowed-hosts must list host names without scheme and port, such as vision.example.com, got {host!r}."
+        )
+    return name
+
+
+def is_host_name(text: str) -> bool:
+    return _HOST_NAME.fullmatch(text) is not None
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name[1:-1] if name.startswith("[") else name)
+    except ValueError:
+        return False
+    return True
+
+
+def _header(scope: Scope, name: bytes) -> str:
+    """Return the value of a header; empty if it is missing or repeated."""
+    values = _headers(scope, name)
+    return values[0] if len(values) == 1 else ""
+
+
+def _headers(scope: Scope, name: bytes) -> list[str]:
+    return [value.decode("latin-1") for key, value in scope["headers"] if key == name]
+
+
+def _has_body(scope: Scope) -> bool:
+    if scope["method"] in {"GET", "HEAD", "OPTIONS"}:
+        return False
+    lengths = _headers(scope, b"content-length")
+    return any(length.strip() != "0" for length in lengths) or bool(_headers(scope, b"transfer-encoding"))
+
+
+def _is_json(scope: Scope) -> bool:
+    return _header(scope, b"content-type").partition(";")[0].strip().lower() == "application/json"
