@@ -134,6 +134,7 @@ _CODES: Mapping[int, str] = MappingProxyType(
         405: "method_not_allowed",
         408: "request_timeout",
         413: "request_too_large",
+        429: "rate_limit_exceeded",
         501: "not_supported",
     }
 )

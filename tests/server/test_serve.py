@@ -286,9 +286,13 @@ VALUES = {
     "api_key_file": "keys.txt", "ssl_certfile": "cert.pem", "ssl_keyfile": "key.pem", "ssl_keyfile_password": "secret",
     "ssl_ca_certs": "ca.pem", "allowed_origins": "https://a.example", "max_body_mib": "7", "max_buffered_mib": "8",
     "max_body_pause": "9.5", "request_timeout": "60", "grace": "3", "log_format": "json",
-    "otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces",
+    "otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces", "share_media_between_keys": "true",
+    "max_requests_per_key": "2", "tokens_per_minute_per_key": "1000",
 }  # fmt: skip
 """A value other than the default for each option of the server."""
+
+SWITCHES = {"page": "--no-page", "share_media_between_keys": "--share-media-between-keys"}
+"""The options that take no value on the command line."""
 
 
 def parsed(*words):
@@ -301,8 +305,8 @@ def test_environment_sets_every_option():
     defaults = parsed()
     assert VALUES.keys() == defaults.keys() - {"api_keys"}  # which has other variables
     flags = {name: f"--{name.replace('_', '-')}" for name in VALUES}
-    words = [word for name, value in VALUES.items() if name != "page" for word in (flags[name], value)]
-    expected = parsed("--no-page", *words)
+    words = [word for name, value in VALUES.items() if name not in SWITCHES for word in (flags[name], value)]
+    expected = parsed(*SWITCHES.values(), *words)
     os.environ.update({f"DASHINFER_VLM_{name.upper()}": value for name, value in VALUES.items()})
     parsed_options = parsed()
     assert parsed_options == expected
