@@ -106,6 +106,7 @@ def test_security_28_uuid_of_another_key_is_unknown(isolated, fields):
     assert other != seen
     assert alice.sees(by_uuid(uuid), WORDS, **fields) == seen
     assert bob.sees(by_uuid(uuid), WORDS, **fields) == other
+    assert bob.chat(by_uuid(uuid), WORDS, path="/tokenize", **fields).status_code == 200
 
 
 def test_security_28_embedding_cache_is_separated_by_key(engine, isolated):

@@ -269,6 +269,8 @@ def test_invalid_option_is_named(runner, options):
         (["--api-key-file", "none.txt"], "--api-key-file: none.txt cannot be read"),
         (["--ssl-keyfile", "key.pem"], "require --ssl-certfile"),
         (["--ssl-ca-certs", "ca.pem"], "require --ssl-certfile"),
+        (["--max-requests-per-key", "1"], "require API keys"),
+        (["--tokens-per-minute-per-key", "9"], "require API keys"),
         (["--root-path", "vision"], "--root-path must start with a slash"),
         (["--root-path", "/vision/"], "--root-path must start with a slash"),
         (["--ssl-certfile", "none.pem", "--port", "0"], "--ssl-certfile"),
