@@ -57,3 +57,16 @@ def run(main: Coroutine[Any, Any, T], loop: SkippableLoop | None = None) -> T:
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()
+
+
+class ManualClock:
+    """A clock in seconds that only `advance` moves; called as `time.monotonic` is."""
+
+    def __init__(self) -> None:
+        self._now = 1000.0
+
+    def __call__(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        self._now += seconds

@@ -1,21 +1,18 @@
-"""Authentication with API keys."""
+"""API keys, and their digests and limits."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dashinfer_vlm_core.config import ENV_PREFIX
 from dashinfer_vlm_core.errors import ConfigError
 
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
-
-PUBLIC_ROUTES = frozenset({"/health", "/health/ready"})
-"""Paths that require no key, so that process supervisors can check the server."""
+from .api_key_file import FileSignature, KeyLimits, file_signature, read_entries
 
 MAX_KEY_LENGTH = 4096
 
@@ -24,85 +21,126 @@ KEYS_VARIABLE = f"{ENV_PREFIX}API_KEYS"
 KEY_VARIABLE = f"{ENV_PREFIX}API_KEY"
 """The variable that clients read. The server also uses it, because a server where it is set is not meant to be open."""
 
+_ID_SECRET = os.urandom(32)
+_NO_LIMITS = KeyLimits()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ApiKey:
+    """A valid key.
+
+    Attributes:
+        digest: its SHA-256 digest.
+        id: identifies it in this process. It is a keyed digest, so that weak keys cannot be guessed from it.
+        name: its name in the log; empty if it has none.
+        limits: its limits.
+    """
+
+    digest: bytes = field(repr=False)
+    id: str
+    name: str = ""
+    limits: KeyLimits = _NO_LIMITS
+
+    @classmethod
+    def create(cls, key: str, *, name: str = "", limits: KeyLimits = _NO_LIMITS, location: str = "") -> ApiKey:
+        """Create it from the text of a key.
+
+        Raises:
+            ConfigError: the key cannot be sent in a header; `location` is where it is from.
+        """
+        digest = _digest(_validated(key, location).encode())
+        return cls(digest=digest, id=_client_id(digest), name=name, limits=limits)
+
 
 class ApiKeys:
     """API keys, stored as digests only, so that they cannot be printed.
 
     Args:
         keys: the valid keys; without any, authentication is disabled.
+        limits: the limits of each key.
+
+    Attributes:
+        file: the file with more keys, if it can be read again; None if there is none.
+        signature: the signature of the file when it was read.
 
     Raises:
         ConfigError: a key cannot be sent in a header.
     """
 
-    def __init__(self, keys: Iterable[str] = ()) -> None:
-        self._digests = tuple({_digest(_validated(key).encode()) for key in keys})
+    def __init__(self, keys: Iterable[str] = (), *, limits: KeyLimits = _NO_LIMITS) -> None:
+        self._given = tuple(ApiKey.create(key, limits=limits) for key in keys)
+        self._limits = limits
+        self._keys = _unique(self._given)
+        self.file: Path | None = None
+        self.signature: FileSignature = ()
 
     @classmethod
-    def read(cls, given: Iterable[str], file: Path | None) -> ApiKeys:
-        """Combine given keys with those in a file, one per line. Blank lines and lines that start with # are ignored.
+    def read(cls, given: Iterable[str], file: Path | None, *, limits: KeyLimits = _NO_LIMITS) -> ApiKeys:
+        """Combine given keys with those in a file; `api_key_file` describes its format.
+
+        Args:
+            given: keys that are not in the file.
+            file: the path of the file.
+            limits: the limits of keys without their own.
 
         Raises:
-            ConfigError: the file cannot be read or contains no key, or a key is invalid.
+            ConfigError: the file cannot be read or contains no key, or a line or a key is invalid.
         """
-        return cls([*given, *(_read_keys(file) if file else ())])
+        keys = cls(given, limits=limits)
+        return keys._with_file(file.expanduser()) if file else keys
+
+    def reread(self) -> ApiKeys:
+        """Return the given keys with the present ones of the file. Raises ConfigError as `read` does."""
+        return self._with_file(self.file) if self.file else self
 
     def __len__(self) -> int:
-        return len(self._digests)
+        return len(self._keys)
+
+    @property
+    def ids(self) -> frozenset[str]:
+        return frozenset(key.id for key in self._keys)
+
+    def find(self, authorization: bytes) -> ApiKey | None:
+        """Return the valid key of an Authorization header, in constant time for values of the same length."""
+        scheme, _, key = authorization.partition(b" ")
+        digest = _digest(key.strip())
+        matches = [known for known in self._keys if hmac.compare_digest(digest, known.digest)]  # no early exit
+        return matches[0] if matches and scheme.lower() == b"bearer" else None
 
     def is_valid(self, authorization: bytes) -> bool:
         """Return whether an Authorization header has a valid key, in constant time for values of the same length."""
-        scheme, _, key = authorization.partition(b" ")
-        digest = _digest(key.strip())
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # no early exit
-        return scheme.lower() == b"bearer" and any(matches)
+        return self.find(authorization) is not None
+
+    def _with_file(self, file: Path) -> ApiKeys:
+        keys = ApiKeys()
+        keys._given, keys._limits = self._given, self._limits
+        keys.signature = file_signature(file)  # before the file is read, so that a change in between is noticed
+        entries = read_entries(file, self._limits)
+        from_file = [
+            ApiKey.create(entry.key, name=entry.name, limits=entry.limits, location=entry.location) for entry in entries
+        ]
+        keys._keys = _unique([*self._given, *from_file])
+        keys.file = file if keys.signature else None  # a pipe cannot be read again
+        return keys
 
 
-class ApiKeyMiddleware:
-    """ASGI middleware that responds with 401 to requests without a valid key, except on public routes.
-
-    It compares the path that the router uses, which headers cannot change.
-    """
-
-    def __init__(self, app: ASGIApp, *, keys: ApiKeys, public_routes: frozenset[str] = PUBLIC_ROUTES) -> None:
-        self._app = app
-        self._keys = keys
-        self._public_routes = public_routes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._is_authorized(scope):
-            await self._app(scope, receive, send)
-            return
-        from .errors import error_response, unauthorized
-
-        await error_response(unauthorized())(scope, receive, send)
-
-    def _is_authorized(self, scope: Scope) -> bool:
-        path = str(scope["path"]).removeprefix(scope.get("root_path", ""))
-        if not len(self._keys) or path in self._public_routes:
-            return True
-        values = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(values) == 1 and self._keys.is_valid(values[0])
+def _unique(keys: Iterable[ApiKey]) -> tuple[ApiKey, ...]:
+    """Remove duplicates; the last one of equal keys is kept, since a line in the file can have limits."""
+    return tuple({key.digest: key for key in keys}.values())
 
 
-def _read_keys(file: Path) -> list[str]:
-    try:
-        lines = [line.strip() for line in file.expanduser().read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise ConfigError(f"--api-key-file: {file} cannot be read: {reason}.") from error
-    if not (keys := [line for line in lines if line and not line.startswith("#")]):
-        raise ConfigError(f"--api-key-file: {file} contains no key. Write one key per line.")
-    return keys
-
-
-def _validated(key: str) -> str:
+def _validated(key: str, location: str) -> str:
     if not key or len(key) > MAX_KEY_LENGTH or not key.isascii() or not key.isprintable() or key != key.strip():
         raise ConfigError(
-            f"API keys must have 1 to {MAX_KEY_LENGTH} printable ASCII characters, and no leading or trailing spaces."
+            f"{location}{': ' if location else ''}API keys must have 1 to {MAX_KEY_LENGTH} printable ASCII characters,"
+            " and no leading or trailing spaces."
         )
     return key
 
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+def _client_id(digest: bytes) -> str:
+    return hashlib.blake2b(digest, digest_size=16, key=_ID_SECRET).hexdigest()

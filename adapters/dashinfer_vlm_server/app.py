@@ -23,11 +23,12 @@ from dashinfer_vlm_core.errors import EngineClosed, ModelNotFound
 from dashinfer_vlm_core.protocol import ChatRequest, DetokenizeRequest, TokenizeChat, TokenizePrompt, parse_tokenize
 
 from . import openapi
-from .api_keys import PUBLIC_ROUTES, ApiKeyMiddleware
+from .authentication import PUBLIC_ROUTES, ApiKeyMiddleware, ApiKeyReloader
 from .cross_origin import CrossOriginMiddleware, normalize_allowed_host
 from .errors import DRAINING, HANDLERS, RETRY_AFTER_SECONDS
 from .metrics import Metrics, ObservableEngine
 from .page import FILES, add_page
+from .rate_limits import RATE_LIMIT_HEADERS, KeyLimiter, charge, count_usage
 from .request_body import cancel_on_disconnect, read_request
 from .request_context import HEADER, BodyMemoryBudget, RequestContextMiddleware, get_request_context
 from .settings import DrainState, Settings
@@ -35,8 +36,10 @@ from .sse import EventStream
 from .tokens import DetokenizeResponse, TokenizeResponse, detokenize, tokenize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import AsyncGenerator, Callable, Coroutine
     from typing import TypeVar
+
+    from openai.types.chat import ChatCompletionChunk
 
     from dashinfer_vlm_core.engine import ChatEngine
 
@@ -61,8 +64,10 @@ def create_app(
         ConfigError: `settings.allowed_hosts` contains something that is not a host name.
     """
     settings, metrics = settings or Settings(), Metrics(engine)
-    if settings.tracer and isinstance(engine, ObservableEngine):
-        engine.add_observer(settings.tracer)
+    limiter = KeyLimiter(clock=settings.clock, on_rejection=metrics.count_rate_limited)
+    if isinstance(engine, ObservableEngine):
+        for observer in filter(None, (settings.tracer, limiter if len(settings.keys) else None)):
+            engine.add_observer(observer)
     app = FastAPI(
         title="dashinfer-vlm",
         description="OpenAI's chat completions API with images and videos.",
@@ -76,8 +81,14 @@ def create_app(
     routes.add_to(app)
     if settings.page:
         add_page(app, engine, read=routes.read_chat, run=routes.run_with_limits)
+    reloader = ApiKeyReloader(settings.keys, clock=settings.clock)
+    app.state.reload_api_keys = reloader.reload
     app.add_middleware(
-        ApiKeyMiddleware, keys=settings.keys, public_routes=PUBLIC_ROUTES.union(FILES if settings.page else ())
+        ApiKeyMiddleware,
+        reloader=reloader,
+        limiter=limiter,
+        isolated=settings.isolates_keys,
+        public_routes=PUBLIC_ROUTES.union(FILES if settings.page else ()),
     )
     if not len(settings.keys):
         hosts = tuple(map(normalize_allowed_host, settings.allowed_hosts))
@@ -88,7 +99,7 @@ def create_app(
             allow_origins=settings.allowed_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["Authorization", "Content-Type", HEADER],
-            expose_headers=[HEADER, "Retry-After"],
+            expose_headers=[HEADER, "Retry-After", *RATE_LIMIT_HEADERS],
         )
     budget = BodyMemoryBudget(settings.max_buffered_bytes)
     app.add_middleware(
@@ -182,8 +193,15 @@ class _Routes:
         chat = await self.read_chat(request)
         seconds = self.settings.request_timeout
         if chat.stream:
-            return EventStream(stream_with_timeout(self.engine.astream(chat), seconds=seconds, first=None))
-        return _json(await self.run_with_limits(request, self.engine.achat(chat)))
+            return EventStream(stream_with_timeout(self._stream(chat), seconds=seconds, first=None))
+        completion = await self.run_with_limits(request, self.engine.achat(chat))
+        if not isinstance(self.engine, ObservableEngine):
+            charge(completion.usage)
+        return _json(completion)
+
+    def _stream(self, chat: ChatRequest) -> AsyncGenerator[ChatCompletionChunk, None]:
+        chunks = self.engine.astream(chat)
+        return chunks if isinstance(self.engine, ObservableEngine) else count_usage(chunks)
 
     async def read_chat(self, request: Request) -> ChatRequest:
         return await self._read(request, ChatRequest.parse)

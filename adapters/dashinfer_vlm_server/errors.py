@@ -168,6 +168,7 @@ _CODES: Mapping[int, str] = MappingProxyType(
         408: "request_timeout",
         413: "request_too_large",
         415: "unsupported_media_type",
+        429: "rate_limit_exceeded",
         501: "not_supported",
     }
 )

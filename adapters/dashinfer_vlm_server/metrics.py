@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, get_args, runtime_checkable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
@@ -17,6 +17,8 @@ from prometheus_client.registry import Collector
 
 from dashinfer_vlm_core import __version__
 from dashinfer_vlm_core.engine.observers import RequestObserver, Stage
+
+from .rate_limits import RejectionReason
 
 if TYPE_CHECKING:
     from openai.types import CompletionUsage
@@ -49,6 +51,11 @@ class Metrics(RequestObserver):
     def __init__(self, engine: ChatEngine) -> None:
         self._registry = CollectorRegistry()
         self._requests = self._counter("requests", "Requests by route and outcome.", ["route", "outcome"])
+        self._rate_limited = self._counter(
+            "rate_limited_requests", "Requests rejected by a limit of their API key.", ["reason"]
+        )
+        for reason in get_args(RejectionReason):
+            self._rate_limited.labels(reason)
         self.in_flight: Gauge = Gauge(
             f"{PREFIX}requests_in_flight", "HTTP requests being processed.", registry=self._registry
         )
@@ -86,6 +93,10 @@ class Metrics(RequestObserver):
     def count_request(self, route: str, outcome: str) -> None:
         """Count a request that has ended."""
         self._requests.labels(route, outcome).inc()
+
+    def count_rate_limited(self, reason: RejectionReason) -> None:
+        """Count a request that a limit of its API key rejected."""
+        self._rate_limited.labels(reason).inc()
 
     def text(self, accept: str) -> tuple[bytes, str]:
         """Return all metrics in a format that the Accept header lists, and its content type."""

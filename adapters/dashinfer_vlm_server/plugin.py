@@ -20,6 +20,7 @@ from dashinfer_vlm_core.config.config_file import option_location
 from dashinfer_vlm_core.errors import ConfigError, MissingDependency
 from dashinfer_vlm_core.hookspecs import hookimpl
 
+from .api_key_file import MAX_LIMIT, KeyLimits
 from .api_keys import KEY_VARIABLE, KEYS_VARIABLE, ApiKeys
 from .cross_origin import is_host_name, normalize_allowed_host
 from .help import IntegerRange, NumberRange, Option, SectionedCommand
@@ -87,7 +88,10 @@ _SECURITY = (
         help=f"API key that clients must send; can be repeated. {KEYS_VARIABLE} (separated by spaces) and a file are"
         " safer: `ps` shows command lines to all users.",
     ),
-    _option("--api-key-file", type=_file, help="File with API keys, one per line."),
+    _option("--api-key-file", type=_file,
+            help="File with API keys, one per line, which limits can follow; read again when it changes."),
+    _option("--share-media-between-keys/--no-share-media-between-keys", default=False,
+            help="Whether requests with different API keys share cached images, videos and prompts."),
     _option("--ssl-certfile", type=_file, help="Certificate chain of the server; enables TLS."),
     _option("--ssl-keyfile", type=_file, help="Private key of the certificate."),
     _option("--ssl-keyfile-password", help="Password of the private key."),
@@ -106,6 +110,10 @@ _LIMITS = (
             help="Maximum total size of request bodies held in memory."),
     _option("--max-body-pause", default=60.0, type=NumberRange(0, min_open=True), metavar="SECONDS",
             help="Timeout between two chunks of a request body."),
+    _option("--max-requests-per-key", type=IntegerRange(1, MAX_LIMIT), metavar="INT",
+            help="Maximum number of concurrent requests of an API key without its own limit."),
+    _option("--tokens-per-minute-per-key", type=IntegerRange(1, MAX_LIMIT), metavar="INT",
+            help="Maximum number of prompt and completion tokens per minute of an API key without its own limit."),
     _option("--request-timeout", type=NumberRange(0, min_open=True), metavar="SECONDS",
             help="Maximum time for a response; no limit by default."),
     _option("--grace", default=20.0, type=NumberRange(0), metavar="SECONDS",
@@ -153,7 +161,12 @@ def _serve(config: EngineConfig, options: dict[str, Any]) -> int:
         ) from error
     settings, address = _settings(options), _address(options)
     _warn(settings, address)
-    return run(config, settings, address, grace=options["grace"])
+    return run(isolate_clients(config, settings), settings, address, grace=options["grace"])
+
+
+def isolate_clients(config: EngineConfig, settings: Settings) -> EngineConfig:
+    """Return the configuration of an engine for a server with these settings."""
+    return config.model_copy(update={"isolate_clients": True}) if settings.isolates_keys else config
 
 
 def _settings(options: dict[str, Any]) -> Settings:
@@ -162,7 +175,8 @@ def _settings(options: dict[str, Any]) -> Settings:
         max_buffered_bytes=options["max_buffered_mib"] * MIB,
         max_body_pause=options["max_body_pause"],
         request_timeout=options["request_timeout"],
-        keys=ApiKeys.read(options["api_keys"], options["api_key_file"]),
+        keys=_keys(options),
+        share_media_between_keys=options["share_media_between_keys"],
         allowed_hosts=_allowed_hosts(options),
         allowed_origins=_split(options["allowed_origins"]),
         page=options["page"],
@@ -179,6 +193,18 @@ def _allowed_hosts(options: dict[str, Any]) -> tuple[str, ...]:
 def _split(text: str) -> tuple[str, ...]:
     """Split a list that is separated by commas."""
     return tuple(filter(None, (item.strip() for item in text.split(","))))
+
+
+def _keys(options: dict[str, Any]) -> ApiKeys:
+    limits = KeyLimits(
+        max_requests=options["max_requests_per_key"], tokens_per_minute=options["tokens_per_minute_per_key"]
+    )
+    keys = ApiKeys.read(options["api_keys"], options["api_key_file"], limits=limits)
+    if limits != KeyLimits() and not len(keys):
+        raise ConfigError(
+            "--max-requests-per-key and --tokens-per-minute-per-key require API keys. Set --api-key-file."
+        )
+    return keys
 
 
 def _address(options: dict[str, Any]) -> Address:

@@ -80,6 +80,7 @@ class RequestContext:
         reserved_bytes: how many bytes of the budget this request has reserved.
         status: the status of the response; 499 (the client disconnected) until there is one.
         route: the pattern of the path; `other` if no route matches.
+        client_name: the name of the API key; empty if it has none.
     """
 
     id: str
@@ -87,6 +88,7 @@ class RequestContext:
     reserved_bytes: int = 0
     status: int = CLIENT_CLOSED_REQUEST
     route: str = "other"
+    client_name: str = ""
     start: float = field(default_factory=time.monotonic)
 
     @property
@@ -107,6 +109,12 @@ class RequestContext:
 def get_request_context(scope: Scope) -> RequestContext:
     context: RequestContext = scope[_SCOPE_KEY]
     return context
+
+
+def set_client_name(scope: Scope, name: str) -> None:
+    """Set the name of the client in the log, if the request has a context."""
+    if _SCOPE_KEY in scope:
+        get_request_context(scope).client_name = name
 
 
 class RequestContextMiddleware:
@@ -187,6 +195,8 @@ class RequestContextMiddleware:
             "outcome": context.outcome,
             "seconds": round(time.monotonic() - context.start, 4),
         }
+        if context.client_name:
+            fields["client"] = context.client_name
         level = logging.DEBUG if context.route in QUIET_ROUTES and context.status != 401 else logging.INFO
         logger.log(level, "%s", " ".join(map(str, fields.values())), extra={"fields": fields})
 

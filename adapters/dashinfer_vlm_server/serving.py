@@ -72,6 +72,8 @@ def run(config: EngineConfig, settings: Settings, address: Address, *, grace: fl
     with open_listener(address) as listener:
         detect_lost_peers(listener)
         application = create_app(engine, settings, drain_state=drain_state)
+        if settings.keys.file:
+            _on_hangup(lambda: application.state.reload_api_keys(force=True))
         server = Server(
             uvicorn_config(application, address),
             engine=engine,
@@ -285,6 +287,15 @@ def _curl(url: str, *, keyed: bool) -> str:
     """Return a curl command with a sample request, which reads the API key from the environment."""
     key = f'-H "Authorization: Bearer ${KEY_VARIABLE}" ' if keyed else ""
     return f"curl {url}/chat/completions {key}-H 'Content-Type: application/json' -d '{SAMPLE_REQUEST}'"
+
+
+def _on_hangup(work: Callable[[], object]) -> None:
+    """Run `work` in a thread for each SIGHUP, which would end the process otherwise."""
+
+    def start(_number: int, _frame: FrameType | None) -> None:
+        threading.Thread(target=work, name="dashinfer-vlm-keys", daemon=True).start()
+
+    signal.signal(signal.SIGHUP, start)
 
 
 def _on_signal(handler: Callable[[int, FrameType | None], None]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,10 +31,13 @@ class Settings:
         request_timeout: maximum number of seconds for a response, measured after its request was read; None for no
             limit.
         keys: API keys; every request must send one of them, unless there are none.
+        share_media_between_keys: whether requests with different keys share cached media and prompts, and the `uuid`
+            namespace.
         allowed_hosts: host names that clients may use for a server without keys, in addition to loopback names and IP
             addresses: `name`, `*.domain` for its subdomains, or `*` for all.
         allowed_origins: origins whose pages may send requests and read responses (CORS); `*` allows all.
         page: whether to serve the chat page at `/`, and `POST /v1/media/preview`, which it uses; see `page.py`.
+        clock: the monotonic clock, in seconds, of the keys' limits and of the checks of their file.
         tracer: records traces of requests, in addition to the metrics.
     """
 
@@ -42,9 +47,16 @@ class Settings:
     request_timeout: float | None = None
     keys: ApiKeys = field(default_factory=ApiKeys)
     allowed_hosts: tuple[str, ...] = ()
+    share_media_between_keys: bool = False
     allowed_origins: tuple[str, ...] = ()
     page: bool = True
+    clock: Callable[[], float] = time.monotonic
     tracer: Tracer | None = None
+
+    @property
+    def isolates_keys(self) -> bool:
+        """Whether keys share no cached media and prompts. A single key outside of a file stays the only one."""
+        return not self.share_media_between_keys and (len(self.keys) > 1 or self.keys.file is not None)
 
 
 @dataclass(slots=True, eq=False)

@@ -145,6 +145,11 @@ class EngineConfig(BaseSettings):
     prefix_cache: bool = Field(
         True, description="Whether to reuse keys and values of earlier prompts (DashInfer: only on CUDA)."
     )
+    isolate_clients: bool = Field(
+        False,
+        description="Whether clients must not share cached prompts; the server sets it if it separates API keys."
+        " DashInfer then disables its prefix cache, which cannot separate them.",
+    )
     vision_cache_mib: int = Field(
         256,
         ge=0,

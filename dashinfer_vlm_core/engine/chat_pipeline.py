@@ -20,6 +20,7 @@ from ..models.interface import ImageProcessor, VisualTokens
 from ..preprocessing.preview import MediaPreview, Preview, preview_media
 from ..preprocessing.prompt import Prompt, PromptBuilder
 from ..protocol import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, ChatRequest, MediaPart
+from ..protocol.client import current_client
 from ..protocol.sampling import Sampling
 from ..response.response_builder import PromptCounts, ResponseBuilder
 from ..structured_output.grammar_compiler import GrammarCompiler
@@ -175,6 +176,7 @@ class ChatPipeline:
         """Return the prompt's token ids, with placeholders for images and videos, which are not encoded."""
         with _hide_internal_errors(), self.limiter.slots():
             self._validate(request)
+            request = _in_client_namespace(request)
             items = await self._load_media(request)
             prompt = await self._build_prompt(request, items)
             ids: list[int] = prompt.token_ids.tolist()
@@ -196,9 +198,11 @@ class ChatPipeline:
     async def _prepare(self, request: ChatRequest) -> tuple[list[ResponseBuilder], list[DecodeRequest]]:
         """Run the stages before the decoder; return a response builder and a decode request per choice."""
         sampling = self._validate(request)
+        request = _in_client_namespace(request)
         grammar = await self._compile_grammar(request)
         items = await self._load_media(request)
         prompt = await self._build_prompt(request, items)
+        self.observer.prompt_built(len(prompt))
         visual = await self._encode_media(request, items)
         builders = self._response_builders(request, prompt, guided=grammar is not None)
         return builders, self._decode_requests(request, prompt, visual, sampling, grammar, response_id=builders[0].id)
@@ -360,6 +364,12 @@ class ChatPipeline:
         )
         others = range(1, request.n)
         return [first, *(replace(first, id=f"{first.id}-{i}", sampling=sampling.seeded(i)) for i in others)]
+
+
+def _in_client_namespace(request: ChatRequest) -> ChatRequest:
+    """Return the request with the effective cache salt of its client, which all caches of media and prefixes use."""
+    cache_salt = current_client.get().effective_cache_salt(request.cache_salt)
+    return request if cache_salt == request.cache_salt else request.model_copy(update={"cache_salt": cache_salt})
 
 
 def _require_media_data(parts: Sequence[MediaPart]) -> None:

@@ -33,6 +33,12 @@ class RequestObserver:
         """Return a context manager that is active while a request is in a stage; it is also exited on errors."""
         return nullcontext()
 
+    def prompt_built(self, num_tokens: int) -> None:
+        """The prompt of a request was built; its media are encoded and its tokens are decoded after that."""
+
+    def token_decoded(self) -> None:
+        """A token of any choice was decoded; called in addition to `first_token` and `next_token`."""
+
     def first_token(self, seconds: float) -> None:
         """The first token of a request was decoded, `seconds` after the request arrived."""
 
@@ -59,6 +65,14 @@ class ObserverList(RequestObserver):
             for observer in self._observers:
                 stack.enter_context(observer.stage(stage))
             return stack.pop_all()
+
+    def prompt_built(self, num_tokens: int) -> None:
+        for observer in self._observers:
+            observer.prompt_built(num_tokens)
+
+    def token_decoded(self) -> None:
+        for observer in self._observers:
+            observer.token_decoded()
 
     def first_token(self, seconds: float) -> None:
         for observer in self._observers:
@@ -89,6 +103,7 @@ class RequestTimer:
 
     def token(self, index: int) -> None:
         """A token of the choice with this index was decoded."""
+        self._observer.token_decoded()
         now, last = time.monotonic(), self._last[index]
         self._last[index] = now
         if last is not None:

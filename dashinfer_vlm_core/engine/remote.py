@@ -28,6 +28,7 @@ from ..errors import (
     QueueFull,
 )
 from ..protocol import DEFAULT_MODEL, ChatRequest
+from ..protocol.client import current_client
 from .engine import EngineStatus, Request, State
 
 if TYPE_CHECKING:
@@ -72,8 +73,9 @@ DRAINING = "draining"
 class RemoteEngine:
     """Sends requests to a server instead of an engine in this process; safe for concurrent threads and event loops.
 
-    Requests are sent unchanged, and the server validates them. There are no retries. Canceling a caller or closing a
-    stream closes the connection, which cancels the request on the server.
+    Requests are sent unchanged, except for `cache_salt`, which the client's cache namespace is joined with. The server
+    validates them. There are no retries. Canceling a caller or closing a stream closes the connection, which cancels
+    the request on the server.
 
     Args:
         api_base: the URL up to and including `/v1`, such as `http://127.0.0.1:8000/v1`.
@@ -208,7 +210,11 @@ class RemoteEngine:
     def _body(self, request: Request, *, stream: bool) -> dict[str, Any]:
         if isinstance(request, ChatRequest):
             request = request.model_dump(mode="json", exclude_unset=True)
-        return {"model": self.model or DEFAULT_MODEL, **request, "stream": stream}
+        body = {"model": self.model or DEFAULT_MODEL, **request, "stream": stream}
+        given = body.get("cache_salt")
+        if isinstance(given, str | None) and (cache_salt := current_client.get().effective_cache_salt(given)):
+            body["cache_salt"] = cache_salt
+        return body
 
 
 def error_from_response(error: openai.APIError) -> DashInferVLMError:

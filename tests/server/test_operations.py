@@ -197,7 +197,12 @@ def test_api_keys_from_a_file_are_valid(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(None, "cannot be read: No such file"), (b"", "contains no key"), (b"\xff", "not UTF-8"), (b"a\tb", "printable")],
+    [
+        (None, "cannot be read: No such file"),
+        (b"", "contains no key"),
+        (b"\xff", "not UTF-8"),
+        (b"a\x7fb", "line 1: API keys must have"),
+    ],
 )
 def test_key_file_without_valid_keys_is_rejected(tmp_path, content, words):
     file = tmp_path / "keys"

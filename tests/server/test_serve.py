@@ -274,6 +274,8 @@ def test_invalid_option_is_named(runner, options):
         (["--api-key-file", "none.txt"], "--api-key-file: none.txt cannot be read"),
         (["--ssl-keyfile", "key.pem"], "require --ssl-certfile"),
         (["--ssl-ca-certs", "ca.pem"], "require --ssl-certfile"),
+        (["--max-requests-per-key", "1"], "require API keys"),
+        (["--tokens-per-minute-per-key", "9"], "require API keys"),
         (["--root-path", "vision"], "--root-path must start with a slash"),
         (["--root-path", "/vision/"], "--root-path must start with a slash"),
         (["--ssl-certfile", "none.pem", "--port", "0"], "--ssl-certfile"),
@@ -292,9 +294,13 @@ VALUES = {
     "ssl_ca_certs": "ca.pem", "allowed_hosts": "a.example",
     "allowed_origins": "https://a.example", "max_body_mib": "7", "max_buffered_mib": "8",
     "max_body_pause": "9.5", "request_timeout": "60", "grace": "3", "log_format": "json",
-    "otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces",
+    "otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces", "share_media_between_keys": "true",
+    "max_requests_per_key": "2", "tokens_per_minute_per_key": "1000",
 }  # fmt: skip
 """A value other than the default for each option of the server."""
+
+SWITCHES = {"page": "--no-page", "share_media_between_keys": "--share-media-between-keys"}
+"""The options that take no value on the command line."""
 
 
 def parsed(*words):
@@ -307,8 +313,8 @@ def test_environment_sets_every_option():
     defaults = parsed()
     assert VALUES.keys() == defaults.keys() - {"api_keys"}  # which has other variables
     flags = {name: f"--{name.replace('_', '-')}" for name in VALUES}
-    words = [word for name, value in VALUES.items() if name != "page" for word in (flags[name], value)]
-    expected = parsed("--no-page", *words)
+    words = [word for name, value in VALUES.items() if name not in SWITCHES for word in (flags[name], value)]
+    expected = parsed(*SWITCHES.values(), *words)
     os.environ.update({f"DASHINFER_VLM_{name.upper()}": value for name, value in VALUES.items()})
     parsed_options = parsed()
     assert parsed_options == expected

@@ -70,7 +70,7 @@ def make_plan(spec: ModelSpec, config: EngineConfig, *, cuda: int, cpu_only: boo
         weight_format=WeightFormat(dtype=dtype, quantization=config.quantization, split=devices > 1),
         max_model_len=context,
         max_batch_size=config.max_batch_size,
-        prefix_cache=config.prefix_cache,
+        prefix_cache=_uses_prefix_cache(config),
     )
 
 
@@ -83,9 +83,18 @@ def check_cache_salt(salt: str, plan: Plan) -> None:
     if salt and plan.prefix_cache:
         raise UnsupportedParameter(
             "DashInfer's prefix cache does not separate requests by `cache_salt`: start the engine with"
-            " --no-prefix-cache, or remove it.",
+            " --no-prefix-cache or --isolate-clients, or remove it.",
             param="cache_salt",
         )
+
+
+def _uses_prefix_cache(config: EngineConfig) -> bool:
+    if config.prefix_cache and config.isolate_clients:
+        logger.warning(
+            "DashInfer's prefix cache is disabled: it cannot separate clients, such as API keys. If all clients may"
+            " share cached prompts and media, start the server with --share-media-between-keys."
+        )
+    return config.prefix_cache and not config.isolate_clients
 
 
 def _first_device(device: str, cuda: int) -> int | None:

@@ -1,0 +1,186 @@
+"""Authentication with API keys: middleware, and the keys that are valid now."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+
+from dashinfer_vlm_core.errors import ConfigError
+from dashinfer_vlm_core.protocol.client import Client, current_client
+
+from .api_key_file import file_signature
+from .errors import error_response, unauthorized
+from .request_context import set_client_name
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from .api_keys import ApiKey, ApiKeys
+    from .rate_limits import KeyLimiter, TokenMeter
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+PUBLIC_ROUTES = frozenset({"/health", "/health/ready"})
+"""Paths that require no key, so that process supervisors can check the server."""
+
+GENERATING_ROUTES = frozenset({"/v1/chat/completions"})
+"""Paths whose requests use tokens."""
+
+CHECK_SECONDS = 1.0
+"""Minimum time between two checks whether the key file has changed."""
+
+
+class ApiKeyReloader:
+    """The present keys of a server: reads their file again when it changes.
+
+    A file that cannot be used is logged once, and the previous keys stay valid.
+
+    Args:
+        keys: the keys at the start.
+        clock: limits how often the file is checked.
+
+    Attributes:
+        keys: the present keys.
+    """
+
+    def __init__(self, keys: ApiKeys, *, clock: Callable[[], float]) -> None:
+        self.keys = keys
+        self._signature = keys.signature
+        self._clock = clock
+        self._next_check = clock() + CHECK_SECONDS
+        self._check: asyncio.Task[None] | None = None
+        self._lock = threading.Lock()
+
+    async def refresh(self) -> ApiKeys:
+        """Return the present keys, after a check of the file in a thread, at most once in `CHECK_SECONDS`."""
+        if self.keys.file is None:
+            return self.keys
+        if self._check is None or self._check.done():
+            if self._clock() < self._next_check:
+                return self.keys
+            self._next_check = self._clock() + CHECK_SECONDS
+            self._check = asyncio.create_task(asyncio.to_thread(self.reload), name="api-keys")
+        await asyncio.shield(self._check)  # other requests wait for the same check
+        return self.keys
+
+    def reload(self, *, force: bool = False) -> None:
+        """Read the file if it has changed, or in any case; safe to call from any thread."""
+        if self.keys.file is None:
+            return
+        with self._lock:
+            signature = file_signature(self.keys.file)
+            if signature == self._signature and not force:
+                return
+            self._signature = signature
+            if signature:
+                self._reread()
+            else:  # opening a pipe could block
+                logger.error("--api-key-file: it is not a regular file anymore. The previous API keys stay valid.")
+
+    def _reread(self) -> None:
+        previous = self.keys
+        try:
+            keys = previous.reread()
+        except ConfigError as error:
+            logger.error("%s The previous API keys stay valid.", error.message)  # noqa: TRY400 - for the operator
+            return
+        self.keys = keys
+        self._signature = keys.signature
+        added, removed = len(keys.ids - previous.ids), len(previous.ids - keys.ids)
+        logger.info("The API keys were read again: %d keys, %d added, %d removed.", len(keys), added, removed)
+
+
+class ApiKeyMiddleware:
+    """ASGI middleware that responds with 401 to requests without a valid key, except on public routes, and with 429 to
+    requests that exceed the limits of their key.
+
+    It compares the path that the router uses, which headers cannot change. The client of a request is set in
+    `current_client`.
+
+    Args:
+        app: the wrapped application.
+        reloader: the present keys.
+        limiter: applies the limits of keys.
+        isolated: whether keys share no cached media and prompts.
+        public_routes: paths that require no key.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        reloader: ApiKeyReloader,
+        limiter: KeyLimiter,
+        isolated: bool,
+        public_routes: frozenset[str] = PUBLIC_ROUTES,
+    ) -> None:
+        self._app = app
+        self._reloader = reloader
+        self._limiter = limiter
+        self._isolated = isolated
+        self._public_routes = public_routes
+        self._keys = reloader.keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or _path(scope) in self._public_routes:
+            await self._app(scope, receive, send)
+            return
+        keys = await self._reloader.refresh()
+        if keys is not self._keys:
+            self._keys = keys
+            self._limiter.discard_except(keys.ids)
+        if not len(keys):
+            await self._app(scope, receive, send)
+        elif key := _find_key(keys, scope):
+            await self._serve(key, scope, receive, send)
+        else:
+            await error_response(unauthorized())(scope, receive, send)
+
+    async def _serve(self, key: ApiKey, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request of a key under its limits. Only POST requests use the engine, so only they are limited."""
+        set_client_name(scope, key.name)
+        namespace = key.id if self._isolated else ""
+        client = Client(id=key.id, cache_namespace=namespace, media_workers=key.limits.media_workers)
+        token = current_client.set(client)
+        try:
+            if scope["method"] == "POST":
+                await self._serve_limited(key, scope, receive, send)
+            else:
+                await self._app(scope, receive, send)
+        finally:
+            current_client.reset(token)
+
+    async def _serve_limited(self, key: ApiKey, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            request = self._limiter.admit(key, generates=_path(scope) in GENERATING_ROUTES)
+        except HTTPException as error:
+            await error_response(error)(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, _with_rate_limit_headers(send, request.meter) if request.meter else send)
+        finally:
+            request.release()
+
+
+def _path(scope: Scope) -> str:
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
+
+
+def _find_key(keys: ApiKeys, scope: Scope) -> ApiKey | None:
+    values = [value for name, value in scope["headers"] if name == b"authorization"]
+    return keys.find(values[0]) if len(values) == 1 else None
+
+
+def _with_rate_limit_headers(send: Send, meter: TokenMeter) -> Send:
+    async def send_with_headers(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message).update(meter.headers())
+        await send(message)
+
+    return send_with_headers
