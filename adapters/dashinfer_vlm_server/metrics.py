@@ -174,6 +174,16 @@ def _requests(stats: EngineStats) -> Iterator[Metric]:
     yield _count("media_fetches", "Images and videos fetched.", stats.fetches.fetched)
     yield _count("media_fetch_failures", "Images and videos that could not be fetched.", stats.fetches.failed)
     yield _count("media_fetched_bytes", "Bytes of fetched images and videos.", stats.fetches.bytes)
+    workers = stats.media_workers
+    yield _gauge("media_workers_busy", "Media workers that process an image or video.", workers.busy)
+    yield _gauge("media_waiting", "Images and videos that wait for a media worker.", workers.waiting)
+    yield _count("media_workers_started", "Media workers started.", workers.started)
+    ended = CounterMetricFamily(
+        f"{PREFIX}media_workers_ended", "Media workers that were killed or crashed.", labels=["reason"]
+    )
+    for reason in ("timed_out", "crashed", "canceled"):
+        ended.add_metric([reason], getattr(workers, reason))
+    yield ended
 
 
 def _vision(stats: EngineStats) -> Iterator[Metric]:

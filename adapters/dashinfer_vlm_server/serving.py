@@ -16,6 +16,7 @@ import socket
 import ssl
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ import uvicorn
 
 from dashinfer_vlm_core.engine import Engine
 from dashinfer_vlm_core.errors import ConfigError, DecoderFailed
+from dashinfer_vlm_core.media_workers import MEDIA_THREADS
 
 from .api_keys import KEY_VARIABLE
 from .app import create_app
@@ -49,8 +51,11 @@ client sends a request."""
 GRACE_SECONDS = 20.0
 """Time for running requests to finish after a signal; a second signal ends it. Kubernetes waits for 30 s."""
 
-CLOSE_SECONDS = 1.0
+CLOSE_SECONDS = 0.5
 """Time after that for clients to read why their requests ended, before their connections are aborted."""
+
+THREAD_SECONDS = 0.1
+"""Time after that for threads to end, before the process exits without them."""
 
 DECODER_FAILED = 3
 """Exit code if the decoder cannot be restarted: the process supervisor should restart the server."""
@@ -84,7 +89,10 @@ def run(config: EngineConfig, settings: Settings, address: Address, *, grace: fl
         server.run(sockets=[listener])
     if engine.status().state == "loading":
         exit_immediately(server.signal or signal.SIGTERM, None)
-    return _finish(engine, server)
+    code = _finish(engine, server)
+    if server.signal is not None:
+        _abandon_threads(code)
+    return code
 
 
 def uvicorn_config(application: ASGIApp, address: Address) -> uvicorn.Config:
@@ -226,6 +234,18 @@ def exit_immediately(number: int, _frame: FrameType | None) -> None:
         os.write(sys.stderr.fileno(), last_line(f"terminated by {signal.Signals(number).name}.").encode())
     finally:
         os._exit(0)
+
+
+def _abandon_threads(code: int) -> None:
+    """Exit now if threads still decode media: they cannot be stopped, and the interpreter would wait for them."""
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith(MEDIA_THREADS)]
+    end = time.monotonic() + THREAD_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        logger.warning("The process exits, although threads still decode media.")
+        logging.shutdown()
+        os._exit(code)
 
 
 def _finish(engine: Engine, server: Server) -> int:

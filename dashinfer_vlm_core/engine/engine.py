@@ -19,7 +19,7 @@ from ..errors import DecoderFailed, EngineClosed, SetupError
 from ..kernels.choice import KernelSelector
 from ..media import FetchStats, MediaLoader
 from ..media.decoder import MediaDecoder
-from ..media_workers import create_executor
+from ..media_workers import MediaWorkerStats, create_executor
 from ..models.checkpoint import find_model
 from ..plugins import Registry, load_plugins
 from ..preprocessing.prompt import PromptBuilder
@@ -96,6 +96,7 @@ class EngineStats:
         restarts: number of decoder restarts.
         vision: counters of the vision encoder and its cache.
         fetches: counters of fetched media.
+        media_workers: counters of the processes that decode media.
         decoder: counters of the decoder.
     """
 
@@ -104,6 +105,7 @@ class EngineStats:
     restarts: int
     vision: VisionStats
     fetches: FetchStats
+    media_workers: MediaWorkerStats
     decoder: DecoderStats
 
     answers = RenamedAttribute("active_requests")
@@ -239,6 +241,7 @@ class Engine:
             restarts=pipeline.decoder.restarted,
             vision=pipeline.vision.stats,
             fetches=pipeline.media.stats,
+            media_workers=pipeline.media_executor.stats,
             decoder=pipeline.decoder.snapshot(),
         )
 

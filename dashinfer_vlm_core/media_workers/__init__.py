@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 from .pool import MediaWorkerPool, create_executor
-from .threads import MediaExecutor, MediaThreads, ProcessedMedia, TokenBudget
+from .threads import MEDIA_THREADS, MediaExecutor, MediaThreads, MediaWorkerStats, ProcessedMedia, TokenBudget
 
-__all__ = ["MediaExecutor", "MediaThreads", "MediaWorkerPool", "ProcessedMedia", "TokenBudget", "create_executor"]
+__all__ = [
+    "MEDIA_THREADS",
+    "MediaExecutor",
+    "MediaThreads",
+    "MediaWorkerPool",
+    "MediaWorkerStats",
+    "ProcessedMedia",
+    "TokenBudget",
+    "create_executor",
+]

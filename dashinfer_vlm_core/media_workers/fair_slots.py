@@ -24,6 +24,11 @@ class FairSlots:
         self._limits: dict[str, int] = {}
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for a slot."""
+        return sum(map(len, self._waiting.values()))
+
     @contextlib.asynccontextmanager
     async def slot(self, client: str, *, limit: int) -> AsyncIterator[None]:
         """Wait for a slot, and release it on exit.

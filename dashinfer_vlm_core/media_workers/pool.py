@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,10 +18,10 @@ from ..media.loader import closed_error
 from ..models.interface import ImageProcessor, ModelFamily
 from ..models.spec import ModelSpec
 from ..protocol import MediaPart
-from ..protocol.client import current_client
+from ..protocol.client import Client, current_client
 from .fair_slots import FairSlots
 from .fork_server import FORK_SERVER
-from .threads import MediaExecutor, MediaThreads, ProcessedMedia, TokenBudget
+from .threads import MediaExecutor, MediaThreads, MediaWorkerStats, ProcessedMedia, TokenBudget
 from .worker import Job, JobResult, MediaWorker, WorkerConfig
 from .worker_process import reference_to
 
@@ -48,13 +49,19 @@ class MediaWorkerPool:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="dashinfer-vlm-media-worker")
         self._idle: list[MediaWorker] = []
         self._busy: set[MediaWorker] = set()
+        self._started = 0
+        self._ended: Counter[str] = Counter()
         self._closed = False
+
+    @property
+    def stats(self) -> MediaWorkerStats:
+        return MediaWorkerStats(busy=len(self._busy), waiting=self._slots.waiting, started=self._started, **self._ended)
 
     async def process(self, part: MediaPart, data: Sequence[bytes], budget: TokenBudget) -> ProcessedMedia:
         if part.content is not None:
             return await self._local.process(part, data, budget)
         client = current_client.get()
-        async with self._slots.slot(client.id, limit=self._limit(client.id)):
+        async with self._slots.slot(client.id, limit=self._limit(client)):
             job = Job(part=part, data=data, max_tokens=max(budget.remaining, 1), seconds=self._seconds(part))
             worker = self._take_worker()
             try:
@@ -78,15 +85,21 @@ class MediaWorkerPool:
     def _take_worker(self) -> MediaWorker:
         if self._closed:
             raise closed_error()
-        worker = self._idle.pop() if self._idle else MediaWorker(self._worker_config)
-        if not worker.alive:  # it was killed from outside
-            worker.close()
-            return self._take_worker()
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.alive:
+                break
+            worker.close()  # it was killed from outside
+        else:
+            worker = MediaWorker(self._worker_config)
+            self._started += 1
         self._busy.add(worker)
         return worker
 
     def _return_worker(self, worker: MediaWorker) -> None:
         self._busy.discard(worker)
+        if worker.end:
+            self._ended[worker.end] += 1
         if worker.reusable and not self._closed:
             self._idle.append(worker)
         else:
@@ -104,9 +117,10 @@ class MediaWorkerPool:
         except EngineClosed:
             raise closed_error() from None
 
-    def _limit(self, client: str) -> int:
+    def _limit(self, client: Client) -> int:
         """How many workers one client may use: with API keys, one stays available for others."""
-        return self._size if not client else max(1, self._size - 1)
+        limit = self._size if not client.id else max(1, self._size - 1)
+        return limit if client.media_workers is None else min(client.media_workers, limit)
 
     def _seconds(self, part: MediaPart) -> float:
         return self._config.image_decode_timeout if part.kind == "image" else self._config.video_decode_timeout

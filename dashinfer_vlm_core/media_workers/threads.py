@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
 from ..errors import EngineClosed
@@ -18,6 +19,9 @@ from ..models.spec import ModelSpec
 from ..protocol import MediaPart
 
 T = TypeVar("T")
+
+MEDIA_THREADS = "dashinfer-vlm-media"
+"""What the names of the threads that decode media begin with."""
 
 
 class TokenBudget:
@@ -60,8 +64,32 @@ class ProcessedMedia(NamedTuple):
     source_size: tuple[int, int] | None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaWorkerStats:
+    """Counters of media workers; zeros without them.
+
+    Attributes:
+        busy: workers that process an item.
+        waiting: items that wait for a worker.
+        started: workers started.
+        timed_out: workers killed because an item took too long.
+        crashed: workers that ended unexpectedly.
+        canceled: workers killed because their request was canceled.
+    """
+
+    busy: int = 0
+    waiting: int = 0
+    started: int = 0
+    timed_out: int = 0
+    crashed: int = 0
+    canceled: int = 0
+
+
 class MediaExecutor(Protocol):
     """Decodes and processes media; belongs to one event loop."""
+
+    @property
+    def stats(self) -> MediaWorkerStats: ...
 
     async def process(self, part: MediaPart, data: Sequence[bytes], budget: TokenBudget) -> ProcessedMedia:
         """Decode and process one part; canceling it stops the work.
@@ -92,7 +120,11 @@ class MediaThreads:
         self._decoder = decoder
         self._processor = processor
         self._spec = spec
-        self._threads = ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix="dashinfer-vlm-media")
+        self._threads = ThreadPoolExecutor(max(2, os.cpu_count() or 2), thread_name_prefix=MEDIA_THREADS)
+
+    @property
+    def stats(self) -> MediaWorkerStats:
+        return MediaWorkerStats()
 
     async def process(self, part: MediaPart, data: Sequence[bytes], budget: TokenBudget) -> ProcessedMedia:
         resizer = None if part.content is not None else self._processor.frame_resizer

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import EngineClosed, EngineError, MediaTooLarge, MediaUndecodable
 from ..models.interface import Grid, ImageProcessor, Patches
@@ -83,6 +83,7 @@ class MediaWorker:
     Attributes:
         reusable: whether it accepts another job.
         pid: its process id, once it has started.
+        end: why it ended: `timed_out`, `crashed` or `canceled`; empty before, and for idle workers.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -94,6 +95,7 @@ class MediaWorker:
         self._killed = False
         self.reusable: bool = True
         self.pid: int | None = None
+        self.end: Literal["", "timed_out", "crashed", "canceled"] = ""
 
     def start(self) -> None:
         """Start the process and wait until it accepts jobs.
@@ -133,11 +135,15 @@ class MediaWorker:
             return self._run(job)
         except TimeoutError:
             self.kill()
+            self.end = "timed_out"
             raise deadline_error(job.part, job.seconds) from None
         except (Disconnected, ConnectionError, ValueError) as error:
             if self._killed:
+                self.end = "canceled"
                 raise EngineClosed("The request was canceled.") from None
             self.kill()
+            self.end = "crashed"
+            logger.warning("%s: its media worker ended unexpectedly", job.part.path)
             raise _crash_error(job.part) from error
 
     @property

@@ -23,7 +23,13 @@ from dashinfer_vlm_core.errors import (
 )
 from dashinfer_vlm_core.media import READERS
 from dashinfer_vlm_core.media.decoder import MediaDecoder
-from dashinfer_vlm_core.media_workers import MediaThreads, MediaWorkerPool, TokenBudget, create_executor
+from dashinfer_vlm_core.media_workers import (
+    MediaThreads,
+    MediaWorkerPool,
+    MediaWorkerStats,
+    TokenBudget,
+    create_executor,
+)
 from dashinfer_vlm_core.media_workers.fair_slots import FairSlots
 from dashinfer_vlm_core.media_workers.fork_server import FORK_SERVER, ForkServer
 from dashinfer_vlm_core.media_workers.pool import default_workers
@@ -462,3 +468,29 @@ def test_frames_are_resized_while_they_are_decoded(run):
     assert processed.source_size == (960, 720)
     assert processed.item.grid.t == 48
     assert processed.item.grid.h * 14 < 720
+
+
+def test_statistics_count_workers_and_why_they_ended(run):
+    async def work(pool):
+        await pool.process(image(), [encode(PICTURE)], budget())
+        for action in (b"leave", b"sleep"):
+            with pytest.raises(RequestError):
+                await pool.process(video(), [action], budget())
+        task = asyncio.ensure_future(pool.process(video(), [b"sleep"], budget()))
+        await asyncio.to_thread(until, lambda: workers(pool))
+        assert pool.stats.busy == 1
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return pool.stats
+
+    stats = run(work, readers=[ActionReader()], video_decode_timeout=0.5)
+    assert stats == MediaWorkerStats(started=3, crashed=1, timed_out=1, canceled=1)
+
+
+def test_limit_of_a_client_applies(run):
+    async def work(pool):
+        clients = [Client(), Client(id="a"), Client(id="a", media_workers=2), Client(id="a", media_workers=9)]
+        assert list(map(pool._limit, clients)) == [4, 3, 2, 3]
+        return (await pool.process(image(), [encode(PICTURE)], budget())).item.tokens
+
+    assert run(work, media_workers=4)

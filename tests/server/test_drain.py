@@ -9,6 +9,7 @@ import signal
 import httpx
 import pytest
 
+from tests.samples import image_url
 from tests.server.test_serve import MAIN, process, ready
 from tests.waiting import HANG, until
 
@@ -113,3 +114,26 @@ def test_second_signal_exits_immediately(tiny_checkpoint, tmp_path):
         assert server.wait(timeout=HANG) == 0
         assert isinstance(stream.exception(timeout=HANG), (httpx.HTTPError, type(None)))
     assert "Traceback" not in log.read_text()
+
+
+STUCK = """
+import dashinfer_vlm_core.media.decoder as d, sys, threading
+d.decode_image = lambda *arguments, **options: print("decoding", file=sys.stderr, flush=True) or threading.Event().wait()
+"""
+"""Makes decoding an image take forever, in a thread that nothing can stop."""
+
+
+def test_security_26_process_exits_while_an_image_is_decoded_in_a_thread(tiny_checkpoint, tmp_path):
+    log = tmp_path / "log"
+    options = ["--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0]
+    options += ["--grace", 0.1, "--media-workers", 0]
+    content = [{"type": "image_url", "image_url": {"url": image_url()}}]
+    with process(log, *options, program=STUCK + MAIN) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        until(lambda: ready(log) or server.poll() is not None)
+        body = {"messages": [{"role": "user", "content": content}]}
+        sent = pool.submit(httpx.post, f"{ready(log)[1]}/v1/chat/completions", json=body, timeout=HANG, trust_env=False)
+        until(lambda: "decoding" in log.read_text())
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=HANG) == 0
+        assert sent.result(timeout=HANG).json()["error"]["code"] == "engine_closed"
+    assert "although threads still decode media" in log.read_text()
