@@ -118,7 +118,7 @@ def test_second_signal_exits_immediately(tiny_checkpoint, tmp_path):
 
 STUCK = """
 import dashinfer_vlm_core.media.decoder as d, sys, threading
-d.decode_image = lambda *arguments, **options: print("decoding", file=sys.stderr, flush=True) or threading.Event().wait()
+d.decode_image = lambda *args, **options: print("decoding", file=sys.stderr, flush=True) or threading.Event().wait()
 """
 """Makes decoding an image take forever, in a thread that nothing can stop."""
 
