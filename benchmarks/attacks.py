@@ -46,6 +46,8 @@ EXIT_SECONDS = 120.0
 START_SECONDS = 120.0
 SAMPLE_SECONDS = 0.05
 BIG_BODY_BYTES = 64 << 20
+IMAGES = 32
+"""Number of different images that the user sends."""
 MIB = 1 << 20
 BUSY = 0.5
 """Share of a core that a process uses while it decodes."""
@@ -217,7 +219,8 @@ class Server:
             time.sleep(0.1)
 
     def answers(self) -> bool:
-        return send(self.port, http_request(chat_body(text="Hello"), key=self.key(USER_KEY))) == "200"
+        """Return whether it responds to a request with an image, which also loads what is loaded on first use."""
+        return send(self.port, http_request(chat_body(image_part(0)), key=self.key(USER_KEY))) == "200"
 
     def key(self, name: str) -> str:
         return name if self.has_keys else ""
@@ -319,7 +322,7 @@ class Observer:
     def _use(self) -> None:
         number = 0
         while not self._stop.is_set():
-            body, begin = chat_body(image_part(number % 32)), time.perf_counter()
+            body, begin = chat_body(image_part(number % IMAGES)), time.perf_counter()
             status = send(self._server.port, http_request(body, key=self._server.key(USER_KEY)))
             number += 1
             if self._stop.is_set():
@@ -467,6 +470,8 @@ def run(command: str, work: Sequence[Attack], *, seconds: float, report: Report,
 
 
 def _run_alone(server: Server, work: Sequence[Attack], seconds: float, report: Report) -> Observations:
+    for number in range(IMAGES):  # otherwise, only later requests would find embeddings in the cache
+        send(server.port, http_request(chat_body(image_part(number)), key=server.key(USER_KEY)))
     idle = observe(server, [], attackers=0, seconds=seconds)
     report.add(row("none", "", idle, idle))
     for attack in work:

@@ -40,11 +40,11 @@ class ResourceMonitor:
         assert time.process_time() - started < SECONDS
         self.cases += 1
         if self.cases == WARM_UP:
-            self.base = _memory()
+            self.base = resident_bytes()
 
     def growth(self) -> int:
         """Return the growth since the warm-up in bytes."""
-        return _memory() - self.base if self.base else 0
+        return resident_bytes() - self.base if self.base else 0
 
 
 @pytest.fixture
@@ -54,8 +54,8 @@ def monitor() -> Iterator[ResourceMonitor]:
     assert monitor.growth() < GROWTH
 
 
-def _memory() -> int:
-    """Return the resident bytes; where the system does not report them, the peak."""
+def resident_bytes() -> int:
+    """Return this process's resident memory in bytes; where the system does not report them, the peak."""
     gc.collect()
     status = Path("/proc/self/statm")
     if status.exists():
