@@ -389,7 +389,8 @@ def cancellation(server: Server, attack: Attack) -> str:
     begin = time.monotonic()
     while (elapsed := time.monotonic() - begin) < PATIENCE_SECONDS:
         if not is_busy(process):
-            return f"{elapsed:.2f} s"
+            ended = time.monotonic() - begin if cpu_seconds(process) is None else elapsed
+            return f"{ended:.2f} s"
     return f"more than {PATIENCE_SECONDS:g} s"
 
 
