@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from tests.plugins.oracle import Oracle
 
 # Profiles of tests/fuzz, whose conftest describes how to choose one. Hypothesis's health checks do not apply there.
-for name, cases in (("default", 1000), ("nightly", 20_000)):
+for name, share in (("default", 100), ("nightly", 2000)):
     settings.register_profile(
         name,
-        max_examples=cases // 10,
+        max_examples=share,
         deadline=None,
         database=None,
         derandomize=name == "default",

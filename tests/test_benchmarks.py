@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import compare, limits, models, stages, workloads
+from benchmarks import attacks, compare, limits, models, stages, workloads
 from benchmarks.client import Sample
 from benchmarks.report import LIMIT, Ratio, Results, Row
 from benchmarks.workloads import Run
@@ -62,6 +62,27 @@ def test_random_weights_model_generates(tmp_path):
         usage = engine.chat(request).usage
     assert usage.completion_tokens == 4
     assert usage.prompt_tokens_details.image_tokens == 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_attacks_reports_what_an_attack_achieves(tmp_path):
+    lines = attacks.main(["--only", "MP4: 60,000 edits", "--seconds", "1", "--engine-command", SHORT_DEADLINE])
+    rows = [line.split(" | ") for line in "\n".join(lines).splitlines() if line.startswith("| ")]
+    assert [row[0] for row in rows[1:]] == ["| none", "| MP4: 60,000 edits", "| all of them, 4 attackers"]
+    assert all(row[2].startswith("400 media_too_large (") for row in rows[2:])
+    assert lines[-2].startswith("* From a client's disconnect")
+    assert lines[-1].startswith("* From SIGTERM")
+
+
+SHORT_DEADLINE = f"{attacks.default_command()} --video-decode-timeout 2"
+
+
+def test_every_attack_is_a_request():
+    found = attacks.attacks()
+    assert {attack.rule for attack in found} == {23, 24, 25, 27, 28, 30, 31, 32}
+    for attack in found:
+        assert attack.request("key").startswith(b"POST /v1/chat/completions HTTP/1.1\r\n")
 
 
 def test_limits_match_model_shape():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
@@ -14,6 +16,14 @@ from ..errors import DashInferVLMError, InvalidParameter, MediaTooLarge, MediaUn
 MAX_ASPECT = 200
 """Maximum ratio of the longer side of an image to the shorter one."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+MAX_JPEG_SCANS = 500
+"""Maximum number of scans of a JPEG, the limit that libjpeg-turbo sets for untrusted files in its fuzzers (libtiff's is
+100). Encoders write about ten. A decoder goes through the whole image in each."""
+MAX_JPEG_SEGMENTS = 1000
+"""Maximum number of marker segments before the first scan. A color profile has at most 255, and other metadata of 20 MB
+are about 300 segments of 64 kB, the maximum size. Pillow joins EXIF segments in quadratic time."""
+MAX_JPEG_PADDING = 1 << 16
+"""Maximum number of bytes between marker segments. There are usually none, and Pillow reads them one by one."""
 
 _ORIENTATION = 0x0112
 _UPRIGHT = {
@@ -27,6 +37,9 @@ _UPRIGHT = {
 }
 _OPAQUE = ("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
 _TRANSPARENT = ("LA", "La", "PA", "RGBA", "RGBa")
+
+_METADATA_WARNINGS = ("ignore", None, UserWarning, re.compile(r"PIL\."), 0)
+"""An entry of `warnings.filters`."""
 
 
 def load_codecs() -> None:
@@ -55,7 +68,7 @@ def decode_image(data: bytes, *, path: str, max_pixels: int, background: tuple[i
         InvalidParameter: the image is only one pixel high or wide, or one side exceeds `MAX_ASPECT` times the other.
         MediaUndecodable: another format, damaged or truncated data, or a pixel format without a defined range.
     """
-    with _errors(path), PILImage.open(BytesIO(data), formats=FORMATS) as image:
+    with _errors(path), _open(data, path) as image:
         return convert_image(image, path=path, max_pixels=max_pixels, background=background)
 
 
@@ -76,7 +89,7 @@ def convert_image(
 
 def count_pixels(data: bytes, *, path: str, max_pixels: int) -> int:
     """Count an image's pixels from its header, without decoding it. Raises the same errors as `decode_image`."""
-    with _errors(path), PILImage.open(BytesIO(data), formats=FORMATS) as image:
+    with _errors(path), _open(data, path) as image:
         width, height = size = (int(image.width), int(image.height))
         check_size(size, max_pixels, path)
         _check_coding(image, path)
@@ -102,6 +115,67 @@ def check_size(size: tuple[int, int], max_pixels: int, path: str) -> None:
             f"One side of {width} x {height} pixels is more than {MAX_ASPECT} times the other. Crop the image.",
             param=path,
         )
+
+
+def _open(data: bytes, path: str) -> PILImage.Image:
+    check_jpeg(data, path)
+    _ignore_metadata_warnings()
+    return PILImage.open(BytesIO(data), formats=FORMATS)
+
+
+def check_jpeg(data: bytes, path: str) -> None:
+    """Count what takes a decoder of JPEG files long, before one reads the file. Other files are not checked.
+
+    Raises:
+        MediaTooLarge: too many scans, too many marker segments, or too many bytes between these.
+    """
+    if not data.startswith(b"\xff\xd8\xff"):
+        return
+    # This marker cannot occur in coded data. It can in metadata, but hardly more often than 300 times in 20 MB.
+    if data.count(b"\xff\xda") > MAX_JPEG_SCANS:
+        raise _jpeg_error(f"more than {MAX_JPEG_SCANS} scans", path)
+    segments, padding = _count_jpeg_segments(data)
+    if segments > MAX_JPEG_SEGMENTS:
+        raise _jpeg_error(f"more than {MAX_JPEG_SEGMENTS} segments of metadata", path)
+    if padding > MAX_JPEG_PADDING:
+        raise _jpeg_error(f"more than {MAX_JPEG_PADDING} bytes between its segments", path)
+
+
+def _jpeg_error(reason: str, path: str) -> MediaTooLarge:
+    return MediaTooLarge(f"The JPEG file has {reason}. Save the image again, without metadata.", param=path)
+
+
+def _count_jpeg_segments(data: bytes) -> tuple[int, int]:
+    """Count marker segments before the first scan, and the bytes between them, at most until one exceeds its limit.
+
+    Markers are found as Pillow and libjpeg do: other bytes before them are skipped.
+    """
+    position, segments, padding = 2, 0, 0
+    while segments <= MAX_JPEG_SEGMENTS and padding <= MAX_JPEG_PADDING:
+        start = data.find(b"\xff", position)
+        marker = data[start + 1 : start + 2]
+        if start < 0 or marker in (b"", b"\xda"):
+            break
+        padding += start - position
+        if marker in (b"\x00", b"\xff"):  # no marker: an escaped byte, or a fill byte
+            padding += 1
+            position = start + 2 - ord(marker) // 255
+            continue
+        segments += 1
+        has_length = not 0xD0 <= marker[0] <= 0xD9
+        length = max(2, int.from_bytes(data[start + 2 : start + 4], "big")) if has_length else 0
+        position = start + 2 + length
+    return segments, padding
+
+
+def _ignore_metadata_warnings() -> None:
+    """Ignore Pillow's warnings about damaged metadata, of which one file can cause tens of thousands.
+
+    The filter is global: one that applies to a thread or a context exists only from Python 3.14 on. It is inserted
+    again after an application has replaced the filters; a filter that an application inserts later takes precedence.
+    """
+    if _METADATA_WARNINGS not in warnings.filters:
+        warnings.filterwarnings("ignore", category=UserWarning, module=_METADATA_WARNINGS[3].pattern)
 
 
 def _check_coding(image: PILImage.Image, path: str) -> None:
