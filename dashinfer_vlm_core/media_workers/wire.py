@@ -14,14 +14,12 @@ the head announces.
 from __future__ import annotations
 
 import json
-import math
 import socket
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .. import errors
-from ..errors import DashInferVLMError, RequestError
+from ..errors import RequestError
 from ..models.interface import Patches
 from ..protocol import MediaPart
 
@@ -41,20 +39,17 @@ def send(sock: socket.socket, head: Mapping[str, Any], data: Sequence[bytes] = (
         sock.sendall(item)
 
 
-def receive_head(sock: socket.socket) -> dict[str, Any]:
-    """Receive a head.
+def receive_head(sock: socket.socket) -> bytes:
+    """Receive the JSON text of a head, which is not checked.
 
     Raises:
         Disconnected: the other end was closed.
-        ValueError: this is not a head.
+        ValueError: it is too long.
     """
     (length,) = LENGTH.unpack(receive(sock, LENGTH.size))
     if length > MAX_HEAD_BYTES:
         raise ValueError("the head is too long")
-    head = json.loads(receive(sock, length))
-    if not isinstance(head, dict):
-        raise ValueError("the head is not an object")  # noqa: TRY004  a wrong value, not a wrong argument
-    return head
+    return receive(sock, length)
 
 
 def receive(sock: socket.socket, size: int) -> bytes:
@@ -96,19 +91,6 @@ def error_to_json(error: RequestError) -> dict[str, Any]:
     return {"type": type(error).__name__, "message": error.message, "param": error.param, "code": error.code}
 
 
-def error_from_json(fields: Mapping[str, Any]) -> DashInferVLMError:
-    """Restore an error about media.
-
-    Raises:
-        ValueError: this is not such an error.
-    """
-    kind = getattr(errors, str(fields["type"]), None)
-    if kind not in (errors.InvalidParameter, errors.MediaTooLarge, errors.MediaUndecodable):
-        raise ValueError("not an error about media")
-    error: DashInferVLMError = kind(str(fields["message"]), param=fields["param"], code=fields["code"])
-    return error
-
-
 def patches_to_json(patches: Patches, source_size: tuple[int, int]) -> dict[str, Any]:
     return {
         "shape": list(patches.pixels.shape),
@@ -116,25 +98,3 @@ def patches_to_json(patches: Patches, source_size: tuple[int, int]) -> dict[str,
         "times": list(patches.times),
         "source_size": list(source_size),
     }
-
-
-def integers(values: object, count: int) -> tuple[int, ...]:
-    """Return `count` positive integers from a message.
-
-    Raises:
-        ValueError: the value is something else.
-    """
-    if isinstance(values, list) and len(values) == count and all(type(item) is int and item > 0 for item in values):
-        return tuple(values)
-    raise ValueError("not positive integers")
-
-
-def finite_numbers(values: object) -> tuple[float, ...]:
-    """Return finite numbers from a message.
-
-    Raises:
-        ValueError: the value is something else.
-    """
-    if isinstance(values, list) and all(type(item) in (int, float) and math.isfinite(item) for item in values):
-        return tuple(map(float, values))
-    raise ValueError("not finite numbers")

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import select
 import socket
+import textwrap
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from ..models.patches import with_digest
 from ..models.spec import PixelSpec
 from ..protocol import MediaPart
 from . import wire
+from .answers import Answer, PatchesAnswer, Started
 from .fork_server import FORK_SERVER
 from .shared_memory import SharedMemory
 from .wire import Disconnected
@@ -109,16 +111,16 @@ class MediaWorker:
             self._id, self._sock = FORK_SERVER.fork(self._config.setup, self._memory.file)
             self._sock.settimeout(START_SECONDS)
         try:
-            head = wire.receive_head(self._sock)
+            started = Started.model_validate_json(wire.receive_head(self._sock))
         except (Disconnected, OSError, ValueError) as error:
             if self._killed:
                 raise EngineClosed("The request was canceled.") from None
             self.kill()
             raise _start_error("") from error
-        self.pid = head.get("ready")
-        if not self.pid:
+        self.pid = started.ready
+        if self.pid is None:
             self.kill()
-            raise _start_error(str(head.get("failed", "")))
+            raise _start_error(started.failed)
 
     def run(self, job: Job) -> JobResult:
         """Process one item, and block until it is complete.
@@ -185,10 +187,7 @@ class MediaWorker:
         wire.send(sock, head, job.data)
         self._wait(sock, end)
         sock.settimeout(max(end - time.monotonic(), 0.001))
-        try:
-            return self._result(wire.receive_head(sock), job)
-        except KeyError as error:
-            raise ValueError("a field is missing") from error
+        return self._result(Answer.model_validate_json(wire.receive_head(sock)), job)
 
     def _wait(self, sock: socket.socket, end: float) -> None:
         """Wait for the answer. A long job goes on at low priority, so that short ones are not delayed."""
@@ -201,32 +200,32 @@ class MediaWorker:
         if not poll.poll(1000 * max(0.0, end - time.monotonic())):
             raise TimeoutError
 
-    def _result(self, answer: Mapping[str, Any], job: Job) -> JobResult:
-        for text in answer["logs"]:
+    def _result(self, answer: Answer, job: Job) -> JobResult:
+        for text in answer.logs:
             logger.warning("%s: %s", job.part.path, text)
-        if "error" in answer:
-            raise wire.error_from_json(answer["error"])
-        if "exception" in answer:
-            logger.error("a media worker failed: %s", answer["exception"])
+        if answer.error is not None:
+            raise answer.error.restore(job.part.path)
+        if answer.exception is not None:
+            logger.error("a media worker failed:\n%s", textwrap.indent(answer.exception, "    "))
             raise EngineError(
                 "The engine failed on this request; see its log for the cause. Other requests are not affected.",
                 code="internal_error",
             )
-        if "tokens" in answer:
-            return JobResult(tokens=wire.integers([answer["tokens"]], 1)[0])
-        width, height = wire.integers(answer["patches"]["source_size"], 2)
-        patches = self._patches(answer["patches"], job)
-        return JobResult(tokens=patches.tokens, patches=patches, source_size=(width, height))
+        if answer.patches is not None:
+            patches = self._patches(answer.patches, job)
+            return JobResult(tokens=patches.tokens, patches=patches, source_size=answer.patches.source_size)
+        if answer.tokens is None or answer.tokens <= job.max_tokens:
+            raise ValueError("there is no answer")
+        return JobResult(tokens=answer.tokens)
 
-    def _patches(self, fields: Mapping[str, Any], job: Job) -> Patches:
-        """Check a worker's patches, which a hostile file may have produced.
+    def _patches(self, answer: PatchesAnswer, job: Job) -> Patches:
+        """Copy a worker's patches.
 
         Raises:
             ValueError: they do not have the shape of this model's patches.
         """
-        grid = Grid(*wire.integers(fields["grid"], 3))
-        rows, columns = wire.integers(fields["shape"], 2)
-        spec = self._config.pixels
+        grid, spec = Grid(*answer.grid), self._config.pixels
+        rows, columns = answer.shape
         tokens = self._config.processor.shape(grid).tokens
         if rows != grid.patches or columns != 3 * spec.temporal_patch_size * spec.patch_size**2:
             raise ValueError("the patches have another shape than the grid")
@@ -239,7 +238,7 @@ class MediaWorker:
                 tokens=tokens,
                 kind=job.part.kind,
                 path=job.part.path,
-                times=wire.finite_numbers(fields["times"]),
+                times=answer.times,
             )
         )
 

@@ -200,7 +200,7 @@ def _run_worker(sock: socket.socket, memory: SharedMemory, setup: WorkerSetup) -
 
 
 def _serve_job(sock: socket.socket, memory: SharedMemory, setup: WorkerSetup, logs: _LogCollector) -> None:
-    head = receive_head(sock)
+    head = json.loads(receive_head(sock))
     part = part_from_json(head["part"])
     result: dict[str, Any]
     try:
@@ -246,7 +246,8 @@ class _LogCollector(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if len(self._records) < MAX_LOG_RECORDS:
-            self._records.append(self.format(record)[:500])
+            text = self.format(record)[:500]
+            self._records.append("".join(character if character.isprintable() else " " for character in text))
         else:
             self._dropped += 1
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -29,11 +31,13 @@ from dashinfer_vlm_core.media_workers import (
     MediaWorkerStats,
     TokenBudget,
     create_executor,
+    wire,
 )
 from dashinfer_vlm_core.media_workers.fair_slots import FairSlots
 from dashinfer_vlm_core.media_workers.fork_server import FORK_SERVER, ForkServer
 from dashinfer_vlm_core.media_workers.pool import default_workers
 from dashinfer_vlm_core.media_workers.shared_memory import SharedMemory
+from dashinfer_vlm_core.media_workers.worker import Job, MediaWorker, WorkerConfig
 from dashinfer_vlm_core.media_workers.worker_process import reference_to
 from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
 from dashinfer_vlm_core.protocol import MediaPart
@@ -494,3 +498,94 @@ def test_limit_of_a_client_applies(run):
         return (await pool.process(image(), [encode(PICTURE)], budget())).item.tokens
 
     assert run(work, media_workers=4)
+
+
+PATCHES = {"shape": [4, 1176], "grid": [1, 2, 2], "times": [], "source_size": [28, 28]}
+ERROR = {"type": "MediaTooLarge", "message": "It is too large.", "param": PATH, "code": None}
+ANSWERS = {
+    "no JSON": b"{",
+    "nested": b"[" * 100_000,
+    "no object": b"[]",
+    "no answer": b'{"logs": []}',
+    "logs of another type": b'{"logs": 5, "tokens": 200}',
+    "many logs": json.dumps({"logs": ["a"] * 1000, "tokens": 200}).encode(),
+    "two lines": json.dumps({"logs": ["a\nERROR b"], "tokens": 200}).encode(),
+    "few tokens": b'{"logs": [], "tokens": 3}',
+    **{
+        f"error {number}": json.dumps({"logs": [], "error": ERROR | change}).encode()
+        for number, change in enumerate(
+            (
+                {"type": "SystemExit"},
+                {"message": "a\nb"},
+                {"param": "messages[9]"},
+                {"param": {}},
+                {"code": ["x"]},
+                {"x": 1},
+            )
+        )
+    },
+    **{
+        f"patches {number}": json.dumps({"logs": [], "patches": PATCHES | change}).encode()
+        for number, change in enumerate(
+            (
+                {"shape": [5, 1176]},
+                {"shape": [4, 1175]},
+                {"grid": [1, 2, 3], "shape": [6, 1176]},
+                {"grid": [2, 2, 2], "shape": [8, 1176]},
+                {"grid": [1, 200, 200], "shape": [40_000, 1176]},
+                {"grid": [1, 2.0, 2]},
+                {"times": [float("nan")]},
+                {"source_size": [10**30, 1]},
+                {},  # the shared memory is empty
+            )
+        )
+    },
+}
+
+
+@pytest.fixture
+def answer_with(tiny_checkpoint):
+    """Run a job whose worker sends `answer`; return the worker."""
+    ends = []
+
+    def answer_with(answer):
+        spec = FAMILY.load_spec(tiny_checkpoint)
+        processor = FAMILY.image_processor(spec, EngineConfig())
+        worker = MediaWorker(WorkerConfig(setup={}, processor=processor, pixels=spec.pixels))
+        worker._sock, theirs = socket.socketpair()
+        theirs.sendall(wire.LENGTH.pack(len(answer)) + answer)
+        ends.extend([worker, theirs])
+        return worker
+
+    yield answer_with
+    for end in ends:
+        end.close()
+
+
+JOB = Job(part=image(), data=[], max_tokens=100, seconds=HANG)
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_invalid_answer_of_a_worker_ends_it(answer_with, name):
+    worker = answer_with(ANSWERS[name])
+    with pytest.raises(MediaUndecodable, match="ended unexpectedly") as caught:
+        worker.run(JOB)
+    assert caught.value.param == PATH
+    assert not worker.reusable
+
+
+def test_valid_answers_of_a_worker(answer_with):
+    assert answer_with(b'{"logs": [], "tokens": 200}').run(JOB).tokens == 200
+    worker = answer_with(json.dumps({"logs": [], "patches": PATCHES}).encode())
+    worker._memory.write(np.ones((4, 1176), np.uint8))
+    assert worker.run(JOB).patches.pixels.sum() == 4 * 1176
+    with pytest.raises(MediaTooLarge) as caught:
+        answer_with(json.dumps({"logs": [], "error": ERROR}).encode()).run(JOB)
+    assert caught.value.param == PATH
+    assert worker.reusable
+
+
+def test_traceback_of_a_worker_is_logged_indented(answer_with, caplog):
+    with pytest.raises(EngineError):
+        answer_with(json.dumps({"logs": [], "exception": "a\n2026-01-01 ERROR b"}).encode()).run(JOB)
+    assert "\n    2026-01-01 ERROR b" in caplog.text
