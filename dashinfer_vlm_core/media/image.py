@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image as PILImage
 
 from ..errors import DashInferVLMError, InvalidParameter, MediaTooLarge, MediaUndecodable
+from .types import Kind
 
 MAX_ASPECT = 200
 """Maximum ratio of the longer side of an image to the shorter one."""
@@ -40,6 +41,12 @@ _TRANSPARENT = ("LA", "La", "PA", "RGBA", "RGBa")
 
 _METADATA_WARNINGS = ("ignore", None, UserWarning, re.compile(r"PIL\."), 0)
 """An entry of `warnings.filters`."""
+
+
+def out_of_memory_error(kind: Kind, path: str) -> MediaTooLarge:
+    return MediaTooLarge(
+        f"Decoding the {kind} needs more memory than is allowed. Send a smaller {kind}, or save it again.", param=path
+    )
 
 
 def load_codecs() -> None:
@@ -228,8 +235,8 @@ def _errors(path: str) -> Iterator[None]:
         yield
     except DashInferVLMError:
         raise
-    except MemoryError:
-        raise
+    except MemoryError as error:
+        raise out_of_memory_error("image", path) from error
     except (PILImage.DecompressionBombError, PILImage.DecompressionBombWarning) as error:
         raise MediaTooLarge("The image has too many pixels. Send a smaller one.", param=path) from error
     except Exception as error:  # Pillow's decoders raise arbitrary exceptions on damaged data

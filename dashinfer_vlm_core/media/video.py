@@ -22,6 +22,7 @@ from ..errors import (
 )
 from ..protocol import MediaPart
 from .frame_sampling import VideoSamplingPolicy
+from .image import out_of_memory_error
 from .types import OpenVideo, Pixels, ResizerFactory, StopCheck, Video, VideoInfo, VideoReader
 
 MAX_FPS = 240.0
@@ -83,8 +84,10 @@ def decode_video(
             )
         except MediaUndecodable:
             continue
-        except (RequestError, EngineError, MemoryError):
+        except (RequestError, EngineError):
             raise
+        except MemoryError as error:
+            raise out_of_memory_error("video", part.path) from error
         except Exception:  # the library is broken or fails on this file; another reader may succeed
             logger.warning("Video reader %r failed; trying the next one", reader.name, exc_info=True)
     raise undecodable_error(part.path)

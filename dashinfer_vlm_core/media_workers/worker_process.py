@@ -32,7 +32,7 @@ from cachetools import LRUCache
 from ..config import EngineConfig
 from ..errors import InvalidParameter, MediaTooLarge, MediaUndecodable
 from ..media.decoder import MediaDecoder
-from ..media.image import load_codecs
+from ..media.image import load_codecs, out_of_memory_error
 from ..media.types import Image, Video
 from ..models.interface import ImageProcessor
 from ..protocol import MediaPart
@@ -228,12 +228,6 @@ def _process(
     patches = setup.processor.process(media)
     memory.write(patches.pixels)
     return {"patches": patches_to_json(patches, source_size(media) or (0, 0))}
-
-
-def out_of_memory_error(kind: str, path: str) -> MediaTooLarge:
-    return MediaTooLarge(
-        f"Decoding the {kind} needs more memory than is allowed. Send a smaller {kind}, or save it again.", param=path
-    )
 
 
 class _LogCollector(logging.Handler):
