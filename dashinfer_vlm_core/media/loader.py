@@ -98,9 +98,12 @@ class MediaLoader:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             self._running.discard(task)
-        if task.cancelled():
-            raise closed_error()
-        return task.result()
+        try:
+            if task.cancelled():
+                raise closed_error()
+            return task.result()
+        finally:
+            del task  # its exception refers to this frame: the cycle would keep the media
 
     async def close(self) -> None:
         """Fail the running requests with EngineClosed, and release sockets and threads."""
@@ -122,7 +125,10 @@ class MediaLoader:
             self._load_part(part, part_sources, fetched, process)
             for part, part_sources in zip(parts, sources, strict=True)
         ]
-        return tuple(await _gather(items, fetched.values()))
+        try:
+            return tuple(await _gather(items, fetched.values()))
+        finally:
+            fetched.clear()  # breaks reference cycles as in `_gather`
 
     def _locate(self, parts: Sequence[MediaPart]) -> list[list[Source]]:
         """Return the sources of each part: one, or one per frame of a list, or none for a Python object.
@@ -215,7 +221,11 @@ async def _gather(awaitables: Iterable[Awaitable[T]], fetches: Iterable[asyncio.
     try:
         return await asyncio.gather(*tasks)
     finally:
-        unfinished: list[asyncio.Future[Any]] = [*tasks, *fetches]
-        for task in unfinished:
-            task.cancel()
-        await asyncio.gather(*unfinished, return_exceptions=True)
+        await _cancel([*tasks, *fetches])
+        tasks.clear()  # their exceptions refer to this frame: the cycle would keep the media
+
+
+async def _cancel(futures: Sequence[asyncio.Future[Any]]) -> None:
+    for future in futures:
+        future.cancel()
+    await asyncio.gather(*futures, return_exceptions=True)
