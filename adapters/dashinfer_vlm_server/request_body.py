@@ -85,6 +85,7 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
         work_task.cancel()
         disconnect_task.cancel()
         await asyncio.gather(work_task, disconnect_task, return_exceptions=True)
+        del work_task, disconnect_task  # their exceptions refer to this frame: the cycle would keep the request
 
 
 async def _read_body(request: Request, max_bytes: int, max_pause: float, reserve: Callable[[int], None]) -> bytearray:

@@ -51,6 +51,8 @@ class LoopThread:
         except BaseException:  # Ctrl-C in the caller's thread must not leave the work running
             future.cancel()
             raise
+        finally:
+            del future  # its exception refers to this frame: the cycle would keep the request
 
     async def acall(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` and await it on the caller's event loop; canceling the caller cancels `work`."""
@@ -112,6 +114,7 @@ class LoopThread:
             raise
         finally:
             self._tasks.discard(task)
+            del task  # its exception refers to this frame: the cycle would keep the request
 
     async def _finish(self, cleanup: Coroutine[Any, Any, None] | None) -> None:
         await asyncio.sleep(0)  # start what was just submitted, so that its cancellation runs its cleanup

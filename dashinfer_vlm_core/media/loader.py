@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import chain
@@ -15,7 +15,7 @@ from ..errors import EngineClosed, MediaTooLarge, UnsupportedParameter
 from ..protocol import EncodedEmbeddings, MediaPart
 from .fetch import ByteBudget, Fetcher, FetchStats
 from .frame_sampling import VideoSamplingPolicy
-from .source import InlineSource, LocalSource, Source, decode, locate, read
+from .source import InlineSource, LocalSource, Source, decode, key, locate, read
 from .types import VideoReader
 from .url_policy import Resolver
 from .video import available_readers, check_frames, frame_path
@@ -98,9 +98,12 @@ class MediaLoader:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             self._running.discard(task)
-        if task.cancelled():
-            raise closed_error()
-        return task.result()
+        try:
+            if task.cancelled():
+                raise closed_error()
+            return task.result()
+        finally:
+            del task  # its exception refers to this frame: the cycle would keep the media
 
     async def close(self) -> None:
         """Fail the running requests with EngineClosed, and release sockets and threads."""
@@ -122,21 +125,19 @@ class MediaLoader:
             self._load_part(part, part_sources, fetched, process)
             for part, part_sources in zip(parts, sources, strict=True)
         ]
-        return tuple(await _gather(items, fetched.values()))
+        try:
+            return tuple(await _gather(items, fetched.values()))
+        finally:
+            fetched.clear()  # breaks reference cycles as in `_gather`
 
     def _locate(self, parts: Sequence[MediaPart]) -> list[list[Source]]:
         """Return the sources of each part: one, or one per frame of a list, or none for a Python object.
 
-        Equal sources are returned as one object, so texts of many megabytes are hashed and compared only here, in a
-        thread.
+        Equal sources are returned as one object: texts of many megabytes are compared only here, in a thread.
         """
         if any(part.kind == "video" and isinstance(part.url, str) for part in parts):
             available_readers(self._readers)
-        known: dict[Source, Source] = {}
-        return [
-            [known.setdefault(source, source) for source in _sources(part, self._config, self._policy)]
-            for part in parts
-        ]
+        return _share_equal([_sources(part, self._config, self._policy) for part in parts])
 
     async def _get(self, source: Source, slots: asyncio.Semaphore, budget: ByteBudget) -> bytes:
         if isinstance(source, InlineSource):
@@ -181,6 +182,14 @@ def _sources(part: MediaPart, config: EngineConfig, policy: VideoSamplingPolicy)
     return [locate(url, kind="image", path=frame_path(part, i), config=config) for i, url in enumerate(part.url)]
 
 
+def _share_equal(sources: list[list[Source]]) -> list[list[Source]]:
+    """Replace equal sources by the first of them."""
+    if sum(map(len, sources)) < 2:
+        return sources
+    known: dict[Hashable, Source] = {}
+    return [[known.setdefault(key(source), source) for source in group] for group in sources]
+
+
 async def _check_bytes(frames: Iterable[Awaitable[bytes]], part: MediaPart, config: EngineConfig) -> None:
     """Wait for the frames of a list, and reject it as soon as those received are too large for one video."""
     size = 0
@@ -212,7 +221,11 @@ async def _gather(awaitables: Iterable[Awaitable[T]], fetches: Iterable[asyncio.
     try:
         return await asyncio.gather(*tasks)
     finally:
-        unfinished: list[asyncio.Future[Any]] = [*tasks, *fetches]
-        for task in unfinished:
-            task.cancel()
-        await asyncio.gather(*unfinished, return_exceptions=True)
+        await _cancel([*tasks, *fetches])
+        tasks.clear()  # their exceptions refer to this frame: the cycle would keep the media
+
+
+async def _cancel(futures: Sequence[asyncio.Future[Any]]) -> None:
+    for future in futures:
+        future.cancel()
+    await asyncio.gather(*futures, return_exceptions=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import binascii
+import io
 import os
 import re
 import stat
+from collections.abc import Generator, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -16,8 +18,22 @@ import httpx
 
 from ..config import EngineConfig
 from ..errors import MediaRefused, MediaTooLarge, MediaUndecodable, MediaUnreachable
+from ..protocol.text_slices import (
+    SLICE,
+    count_occurrences,
+    digest_text,
+    end_without_spaces,
+    find_character,
+    split_into_slices,
+)
 from .types import Kind
 from .url_policy import check_url
+
+MAX_KEY_CHARS = 1024 * 1024
+"""Maximum length of a data: URL that is compared as text, in less than a millisecond."""
+
+MAX_PATH_CHARS = 64 * 1024
+"""Maximum length of a file: URL or path. Linux allows paths of 4,096 bytes, and 255 in a name."""
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*):", re.IGNORECASE)
 _SPACE = b" \t\r\n"
@@ -27,15 +43,25 @@ _ESCAPES = tuple(
     for codes, character in (("2B 2b", b"+"), ("2F 2f", b"/"), ("3D 3d", b"="), ("0A 0a 0D 0d 20 09", b""))
     for code in codes.encode().split()
 )
+_BASE64 = ";base64"
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class InlineSource:
-    """A data: URL within the size limit, not decoded yet."""
+    """A data: URL within the size limit, not decoded yet.
+
+    It is equal only to itself, because comparing texts of many megabytes holds the global interpreter lock; see `key`.
+
+    Attributes:
+        url: the whole URL.
+        start: the index at which its base64 text starts.
+        path: the path of the part in the request.
+    """
 
     url: str = field(repr=False)
-    path: str = field(compare=False)
+    start: int
+    path: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +83,7 @@ class RemoteSource:
 
 
 Source: TypeAlias = InlineSource | LocalSource | RemoteSource
-"""Sources are equal if they have the same URL or file; the part that uses them does not matter."""
+"""Files and remote URLs are equal if they have the same path or URL; the part that uses them does not matter."""
 
 
 def locate(text: str, *, kind: Kind, path: str, config: EngineConfig) -> Source:
@@ -67,8 +93,9 @@ def locate(text: str, *, kind: Kind, path: str, config: EngineConfig) -> Source:
         MediaRefused: a scheme, host, address or folder that is not allowed here.
         MediaTooLarge: a data: URL longer than the limit of its kind.
         MediaUndecodable: a data: URL that is not base64.
+        MediaUnreachable: a path that is too long.
     """
-    scheme = match.group(1).lower() if (match := _SCHEME.match(text)) else "file"
+    scheme = match.group(1).lower() if (match := _SCHEME.match(text, 0, SLICE)) else "file"
     limit = config.image_max_bytes if kind == "image" else config.video_max_bytes
     if scheme == "data":
         return _inline(text, limit, path)
@@ -87,7 +114,14 @@ def decode(source: InlineSource) -> bytes:
     Raises:
         MediaUndecodable: the data is not base64.
     """
-    return from_base64(source.url.partition(",")[2], path=source.path)
+    return _decode_base64(source.url, source.start, path=source.path)
+
+
+def key(source: Source) -> Hashable:
+    """Return a value that is equal for sources with the same URL or file."""
+    if not isinstance(source, InlineSource):
+        return source
+    return source.url if len(source.url) <= MAX_KEY_CHARS else digest_text(source.url)
 
 
 def from_base64(payload: str, *, path: str) -> bytes:
@@ -99,14 +133,7 @@ def from_base64(payload: str, *, path: str) -> bytes:
     Raises:
         MediaUndecodable: the text is not base64.
     """
-    try:
-        raw = payload.encode("ascii")
-        for escape, character in _ESCAPES if b"%" in raw else ():
-            raw = raw.replace(escape, character)
-        raw = raw.translate(_URL_SAFE, delete=_SPACE).rstrip(b"=")
-        return base64.b64decode(raw + b"=" * (-len(raw) % 4), validate=True)
-    except (binascii.Error, UnicodeEncodeError) as error:
-        raise MediaUndecodable("The data is not valid base64. Encode it again.", param=path) from error
+    return _decode_base64(payload, 0, path=path)
 
 
 def check_base64(payload: str, *, limit: int, path: str) -> None:
@@ -115,10 +142,7 @@ def check_base64(payload: str, *, limit: int, path: str) -> None:
     Raises:
         MediaTooLarge: the data has more than `limit` bytes.
     """
-    escaped = sum(payload.count(escape.decode()) for escape, _ in _ESCAPES) if "%" in payload else 0
-    characters = len(payload) - 2 * escaped - sum(payload.count(ignored) for ignored in " \t\r\n=")
-    if characters * 3 // 4 > limit:
-        raise MediaTooLarge(f"The media exceeds {limit} bytes. Send a smaller file.", param=path)
+    _check_base64(payload, 0, limit=limit, path=path)
 
 
 def read(source: LocalSource) -> bytes:
@@ -143,13 +167,95 @@ def read(source: LocalSource) -> bytes:
 
 
 def _inline(text: str, limit: int, path: str) -> InlineSource:
-    header, comma, payload = text.partition(",")
-    if not comma or not header.lower().rstrip().endswith(";base64"):
+    comma = find_character(text, ",")
+    if comma < 0 or not _declares_base64(text, comma):
         raise MediaUndecodable(
             "The data: URL is not base64. It must have the form `data:image/png;base64,...`.", param=path
         )
-    check_base64(payload, limit=limit, path=path)
-    return InlineSource(url=text, path=path)
+    _check_base64(text, comma + 1, limit=limit, path=path)
+    return InlineSource(url=text, start=comma + 1, path=path)
+
+
+def _declares_base64(text: str, end: int) -> bool:
+    """Whether the header of a data: URL, `text[:end]`, has the parameter `;base64` at its end."""
+    end = end_without_spaces(text, end)
+    return text[max(0, end - len(_BASE64)) : end].lower() == _BASE64
+
+
+def _check_base64(text: str, start: int, *, limit: int, path: str, slice_chars: int = SLICE) -> None:
+    """Check the size of the base64 text from index `start` on; `slice_chars` is the size of a step."""
+
+    def count(pattern: str) -> int:
+        return count_occurrences(text, pattern, start, slice_chars=slice_chars)
+
+    has_escapes = find_character(text, "%", start, slice_chars=slice_chars) >= 0
+    escaped = sum(count(escape.decode()) for escape, _ in _ESCAPES) if has_escapes else 0
+    characters = len(text) - start - 2 * escaped - sum(map(count, " \t\r\n="))
+    if characters * 3 // 4 > limit:
+        raise MediaTooLarge(f"The media exceeds {limit} bytes. Send a smaller file.", param=path)
+
+
+def _decode_base64(text: str, start: int, *, path: str, slice_chars: int = SLICE) -> bytes:
+    """Decode the base64 text from index `start` on; `slice_chars` is the size of a step, at least 1."""
+    try:
+        if len(text) - start <= slice_chars:
+            return _decode_at_once(text[start:])
+        return _decode_in_slices(text, start, slice_chars)
+    except (binascii.Error, UnicodeEncodeError) as error:
+        raise MediaUndecodable("The data is not valid base64. Encode it again.", param=path) from error
+
+
+def _decode_at_once(text: str) -> bytes:
+    raw = text.encode("ascii")
+    for escape, character in _ESCAPES if b"%" in raw else ():
+        raw = raw.replace(escape, character)
+    raw = raw.translate(_URL_SAFE, delete=_SPACE).rstrip(b"=")
+    return base64.b64decode(raw + b"=" * (-len(raw) % 4), validate=True)
+
+
+def _decode_in_slices(text: str, start: int, slice_chars: int) -> bytes:
+    """Return what `_decode_at_once` returns for `text[start:]`, or raise an error if it does."""
+    pieces = (piece.encode("ascii") for piece in split_into_slices(text, start, slice_chars=slice_chars))
+    if find_character(text, "%", start, slice_chars=slice_chars) >= 0:
+        for escape, character in _ESCAPES:
+            pieces = _replace(pieces, escape, character)
+    data = io.BytesIO()  # grows by moving its pages, and returns its content without a copy
+    for quads in _split_into_quads(pieces):
+        data.write(base64.b64decode(quads, validate=True))
+    return data.getvalue()
+
+
+def _replace(pieces: Iterable[bytes], escape: bytes, character: bytes) -> Generator[bytes, None, None]:
+    """Replace an escape sequence of three bytes in a text that is given in pieces."""
+    incomplete = b""
+    for piece in pieces:
+        text = incomplete + piece
+        length = 2 if text.endswith(escape[:2]) else 1 if text.endswith(escape[:1]) else 0
+        end = len(text) - length
+        incomplete = text[end:]
+        yield text[:end].replace(escape, character)
+    yield incomplete
+
+
+def _split_into_quads(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield base64 text in pieces of 4 n bytes, in the standard alphabet, without white space, and padded.
+
+    Raises:
+        binascii.Error: there is padding before the end.
+    """
+    rest, is_padded = b"", False
+    for piece in pieces:
+        characters = piece.translate(_URL_SAFE, delete=_SPACE)
+        unpadded = characters.rstrip(b"=")
+        if b"=" in unpadded or (is_padded and unpadded):
+            raise binascii.Error("padding before the end")
+        is_padded = is_padded or len(unpadded) < len(characters)
+        rest += unpadded
+        end = len(rest) - len(rest) % 4
+        yield rest[:end]
+        rest = rest[end:]
+    if rest:
+        yield rest + b"=" * (-len(rest) % 4)
 
 
 def _allowed_file(text: str, folder: Path | None, path: str) -> Path:
@@ -157,8 +263,11 @@ def _allowed_file(text: str, folder: Path | None, path: str) -> Path:
 
     Raises:
         MediaRefused: local files are not allowed, or the path is outside the folder.
+        MediaUnreachable: the path is too long.
     """
     if folder is not None:
+        if len(text) > MAX_PATH_CHARS:
+            raise _missing_file_error(path)
         try:
             root = folder.resolve()
             file = (root / _path_from_url(text)).resolve()

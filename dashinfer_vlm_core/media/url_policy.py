@@ -21,6 +21,9 @@ Resolver: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
 
 RESOLVER_THREADS = 8
 
+MAX_URL_CHARS = 65536
+"""Maximum length of a URL, which is also the limit of httpx."""
+
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _NAT64 = IPv6Network("64:ff9b::/96")
 _SPECIAL = (
@@ -116,7 +119,7 @@ def _look_up(host: str, port: int) -> list[str]:
 
 def _parse(text: str, base: httpx.URL | None) -> httpx.URL | None:
     """Parse a URL; return None if two parsers could interpret it differently."""
-    if not text.isprintable() or " " in text or "\\" in text:
+    if len(text) > MAX_URL_CHARS or not text.isprintable() or " " in text or "\\" in text:
         return None
     try:
         url = httpx.URL(urljoin(str(base), text) if base else text)

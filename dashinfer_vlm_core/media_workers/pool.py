@@ -116,6 +116,8 @@ class MediaWorkerPool:
             raise
         except EngineClosed:
             raise closed_error() from None
+        finally:
+            del running  # its exception refers to this frame: the cycle would keep the media
 
     def _limit(self, client: Client) -> int:
         """How many workers one client may use: with API keys, one stays available for others."""

@@ -7,6 +7,8 @@ from typing import Annotated, ClassVar, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, model_validator
 
+from .text_slices import split_into_slices
+
 LARGEST = 2**31 - 1
 """Maximum of counts, sizes and token IDs in a request."""
 
@@ -35,7 +37,8 @@ def encodable(text: str) -> str:
     """Reject lone surrogates, which JSON can express but no tokenizer can encode."""
     if not text.isascii():  # reads a flag of the string, so that megabytes of base64 are not scanned
         try:
-            text.encode()
+            for piece in split_into_slices(text):
+                piece.encode()
         except UnicodeEncodeError:
             raise ValueError("must be valid Unicode, without lone surrogates") from None
     return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -12,6 +13,7 @@ from ..deprecation import RenamedAttribute
 from ..errors import InvalidParameter, UnsupportedParameter
 from .base import LARGEST, STRING_OR_ARRAY, Count, Label, Name, RequestModel, Text, string_or_object
 from .fields import REJECTED_IN_MESSAGES, REJECTED_PARTS
+from .text_slices import copy_text, count_occurrences, find_character
 from .validation_errors import show
 
 LOW_DETAIL_PIXELS = 256 * 28 * 28
@@ -19,6 +21,8 @@ LOW_DETAIL_PIXELS = 256 * 28 * 28
 
 JPEG_FRAMES = "data:video/jpeg;base64,"
 """Prefix of a URL that contains the frames of a video in order: JPEG files in base64, separated by commas."""
+
+_JPEG_FRAME = "data:image/jpeg;base64,"
 
 MAX_PARTS = 1024
 MAX_FRAMES = 4096
@@ -188,7 +192,7 @@ class VideoURL(PixelBounds):
         if isinstance(self.url, tuple):
             return tuple(map(_frame_url, self.url))
         if self.url and _is_jpeg_frames(self.url):
-            return tuple(f"data:image/jpeg;base64,{frame}" for frame in self.url[len(JPEG_FRAMES) :].split(","))
+            return tuple(_split_jpeg_frames(self.url))
         return self.url or None
 
 
@@ -198,8 +202,17 @@ def _is_jpeg_frames(url: str) -> bool:
 
 def _check_jpeg_frames(url: str, path: str) -> None:
     """Check the number of frames before the URL is split."""
-    if _is_jpeg_frames(url) and url.count(",") > MAX_FRAMES:
+    if _is_jpeg_frames(url) and count_occurrences(url, ",") > MAX_FRAMES:
         raise InvalidParameter(f"`{path}` must have at most {MAX_FRAMES} frames.", param=path)
+
+
+def _split_jpeg_frames(url: str) -> Iterator[str]:
+    """Yield a data: URL for each frame."""
+    start = len(JPEG_FRAMES)
+    while (comma := find_character(url, ",", start)) >= 0:
+        yield copy_text(_JPEG_FRAME, url, start, comma)
+        start = comma + 1
+    yield copy_text(_JPEG_FRAME, url, start, len(url))
 
 
 class ImageEmbeds(RequestModel):

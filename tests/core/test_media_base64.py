@@ -1,0 +1,133 @@
+"""Base64 is decoded and measured in slices, with the result of one call at every cut."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import random
+
+import pytest
+
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.errors import MediaTooLarge, MediaUndecodable
+from dashinfer_vlm_core.media.loader import _share_equal
+from dashinfer_vlm_core.media.source import (
+    MAX_KEY_CHARS,
+    InlineSource,
+    _check_base64,
+    _decode_base64,
+    from_base64,
+    key,
+    locate,
+)
+from dashinfer_vlm_core.protocol.text_slices import SLICE
+
+ESCAPES = {
+    **dict.fromkeys(("%2B", "%2b"), "+"),
+    **dict.fromkeys(("%2F", "%2f"), "/"),
+    **dict.fromkeys(("%3D", "%3d"), "="),
+    **dict.fromkeys(("%0A", "%0a", "%0D", "%0d", "%20", "%09"), ""),
+}
+"""In the order in which they are replaced."""
+
+ALPHABET = ["A", "b", "9", "QUJD", "+", "-", "/", "_", "=", "==", " ", "\n", "%", *ESCAPES, "%2", "%0", "0", "A", "B"]
+RARE = [*["QUJD", "QQ", "QUI", "+/-_", " \r\n", "%2B", "%3D", "="], "!", "é", "%"]
+SLICES = (1, 2, 3, 4, 5, 7, 16)
+
+
+def decode_in_one_call(text):
+    """Decode as the specification in `from_base64` says; return None if the text is not base64."""
+    for escape, character in ESCAPES.items():
+        text = text.replace(escape, character)
+    for character in " \t\r\n":
+        text = text.replace(character, "")
+    text = text.replace("-", "+").replace("_", "/").rstrip("=")
+    try:
+        return base64.b64decode(text.encode("ascii") + b"=" * (-len(text) % 4), validate=True)
+    except (binascii.Error, UnicodeEncodeError):
+        return None
+
+
+def size_in_one_call(text):
+    escaped = sum(map(text.count, ESCAPES))
+    return (len(text) - 2 * escaped - sum(map(text.count, " \t\r\n="))) * 3 // 4
+
+
+def decode_in_slices(text, start, size):
+    try:
+        return _decode_base64(text, start, path="p", slice_chars=size)
+    except MediaUndecodable:
+        return None
+
+
+def texts(alphabet, count, pieces):
+    source = random.Random(1)
+    return ["".join(source.choices(alphabet, k=source.randrange(pieces))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("alphabet", [ALPHABET, RARE, RARE[:-3]], ids=["any", "rare errors", "few errors"])
+def test_slices_are_decoded_as_one_text(alphabet):
+    accepted = 0
+    for text in texts(alphabet, 1500, 12):
+        expected = decode_in_one_call(text)
+        accepted += bool(expected)
+        for size in SLICES:
+            assert decode_in_slices("," + text, 1, size) == expected, (text, size)
+    assert 100 < accepted < 1450
+
+
+NESTED = ["%2%0A0QUJD", "QUJD%0%0AA", "%%2BB", "%2%0A%0A%0AB"]
+PADDED = ["QQ=%3D", "=", "QQ==QQ==", "QUI=Q", "QQ==QQ", "QUI=QUI", "QUJD=QUJD"]
+
+
+@pytest.mark.parametrize("text", [*NESTED, *PADDED])
+def test_nested_escapes_and_inner_padding_in_slices(text):
+    for size in SLICES:
+        assert decode_in_slices(text, 0, size) == decode_in_one_call(text)
+
+
+def test_size_is_counted_in_slices_as_in_one_text():
+    for text in texts(ALPHABET, 500, 20):
+        size = size_in_one_call(text)
+        for slice_chars in SLICES:
+            _check_base64("%2B" + text, 3, limit=size, path="p", slice_chars=slice_chars)
+            if size > 0:
+                with pytest.raises(MediaTooLarge):
+                    _check_base64("%2B" + text, 3, limit=size - 1, path="p", slice_chars=slice_chars)
+
+
+@pytest.mark.parametrize("length", [SLICE // 4 * 3, SLICE, 2 * SLICE + 1, 3 * SLICE + 2])
+def test_large_data_is_decoded(length):
+    data = random.Random(length).randbytes(length)
+    assert from_base64(base64.b64encode(data).decode(), path="p") == data
+    lines = base64.encodebytes(data).decode().replace("+", "%2B").replace("/", "_")
+    assert from_base64(lines, path="p") == data
+
+
+def find(url):
+    source = locate(url, kind="video", path="p", config=EngineConfig())
+    assert isinstance(source, InlineSource)
+    return source
+
+
+@pytest.mark.parametrize("header", [":;base64", ":" + "x" * SLICE + ";base64", ":;BASE64" + " " * (2 * SLICE + 3)])
+def test_header_of_any_length(header):
+    assert find(f"data{header},QUJD").start == len(header) + 5
+
+
+@pytest.mark.parametrize("header", ["", ":;base64x", ":base64", ":;base64" + " " * SLICE + "x", ":;bas" + "e" * SLICE])
+def test_other_header_is_an_error(header):
+    with pytest.raises(MediaUndecodable):
+        locate(f"data:{header},QUJD", kind="image", path="p", config=EngineConfig())
+
+
+@pytest.mark.parametrize("length", [8, MAX_KEY_CHARS + 4])
+def test_equal_urls_share_one_source(length):
+    """Also if they are too long to be compared as text."""
+    url = "data:;base64," + "A" * length
+    copies = [find(f"{url[:9]}{url[9:]}") for _ in range(2)]
+    other = find(url[:-1] + "B")
+    assert key(copies[0]) == key(copies[1]) != key(other)
+    shared = _share_equal([[copies[0], other], [copies[1]]])
+    assert shared[0][0] is shared[1][0] is copies[0]
+    assert shared[0][1] is other
