@@ -231,6 +231,11 @@ class EngineConfig(BaseSettings):
     video_max_decoded_pixels: int = Field(
         768_000_000, ge=784, description="Maximum number of pixels of all frames of a video before resizing."
     )
+    video_reader: str = Field(
+        "auto",
+        description="Registered name of the video reader, such as `pyav` or `decord`; `auto` uses all installed ones"
+        " except decord, best first.",
+    )
     image_decode_timeout: float = Field(
         10.0, gt=0, description="Timeout for decoding and resizing an image, in seconds; needs media workers."
     )

@@ -19,6 +19,7 @@ from ..errors import DecoderFailed, EngineClosed, SetupError
 from ..kernels.choice import KernelSelector
 from ..media import FetchStats, MediaLoader
 from ..media.decoder import MediaDecoder
+from ..media.video import select_readers
 from ..media_workers import MediaWorkerStats, create_executor
 from ..models.checkpoint import find_model
 from ..plugins import Registry, load_plugins
@@ -349,6 +350,7 @@ async def load_pipeline(
     Raises:
         SetupError: the setup is incomplete or invalid; the message says how to fix it.
     """
+    readers = select_readers(registry.video_readers, config)
     folder = await asyncio.to_thread(find_model, config.model, registered=registry.models, revision=config.revision)
     family = registry.family_of(folder)
     spec = family.load_spec(folder)
@@ -367,18 +369,17 @@ async def load_pipeline(
     vision = await asyncio.to_thread(_load_vision, family, spec, config, kernels)
     try:
         await decoder.start()
+        media_executor = create_executor(
+            config,
+            family=family,
+            folder=folder,
+            spec=spec,
+            processor=processor,
+            decoder=MediaDecoder(config=config, readers=readers, policy=spec.video.with_config(config)),
+        )
     except BaseException:
         await decoder.close()
         raise
-    readers = list(registry.video_readers.values())
-    media_executor = create_executor(
-        config,
-        family=family,
-        folder=folder,
-        spec=spec,
-        processor=processor,
-        decoder=MediaDecoder(config=config, readers=readers, policy=spec.video.with_config(config)),
-    )
     pipeline = ChatPipeline(
         name=config.name,
         aliases=frozenset({config.model}),

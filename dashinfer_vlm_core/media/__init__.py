@@ -10,12 +10,13 @@ from ..deprecation import renamed_names
 if TYPE_CHECKING:
     from .fetch import FetchStats
     from .loader import MediaLoader
-    from .readers import READERS, PyAVReader
+    from .readers import READERS, DecordReader, PyAVReader
     from .types import Embeddings, Image, Kind, Media, OpenVideo, Pixels, StopCheck, Video, VideoInfo, VideoReader
     from .url_policy import Resolver
 
 __all__ = [
     "READERS",
+    "DecordReader",
     "Embeddings",
     "FetchStats",
     "Image",
@@ -35,6 +36,7 @@ __all__ = [
 # Names are imported on first use: the built-in plugin registers READERS whenever the command line starts, even for
 # `--help`.
 _MODULES = {
+    "DecordReader": "readers",
     "FetchStats": "fetch",
     "MediaLoader": "loader",
     "PyAVReader": "readers",

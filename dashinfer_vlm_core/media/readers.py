@@ -1,4 +1,4 @@
-"""The built-in video reader; it imports PyAV on first use."""
+"""The built-in video readers; they import their libraries on first use."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ _CONTAINER_OPTIONS = {
     "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts",
     "protocol_whitelist": "none",
 }
+_MP4_TYPES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
+
+_DECORD_THREADS = 2
+"""With three or more threads, decord cannot decode many VP9 files."""
+_FAULT_TOLERANCE = 1e-9
+"""Share of frames that decord may replace by the previous one, which it does by default; it ignores 0."""
 
 
 class PyAVReader:
@@ -29,17 +35,44 @@ class PyAVReader:
 
     name = "pyav"
     priority = 10
+    extra = "video"
 
     def available(self) -> bool:
         return find_spec("av") is not None
+
+    def preload(self) -> None:
+        import av  # noqa: F401
 
     def open(self, data: bytes) -> OpenVideo:
         _check_container(data)
         return _PyAVVideo(data)
 
 
+class DecordReader:
+    """Video reader that uses decord, the library of qwen-vl-utils, for MP4, Matroska and AVI.
+
+    PyAV reads the header, because decord reports a frame's size only by decoding one, and decodes rotated videos, which
+    decord 0.6 does not support. decord reads the data from memory. About one in 500 damaged files crashes it.
+    """
+
+    name = "decord"
+    priority = 5
+    extra = "decord"
+    may_crash = True
+
+    def available(self) -> bool:
+        return find_spec("decord") is not None and find_spec("av") is not None
+
+    def preload(self) -> None:
+        _import_decord()
+
+    def open(self, data: bytes) -> OpenVideo:
+        _check_decord_container(data)
+        return _DecordVideo(data)
+
+
 READERS: tuple[VideoReader, ...] = (PyAVReader(),)
-"""The built-in readers. decord is not one of them: about one in a few hundred damaged files crashes its process."""
+"""The built-in readers that `video_reader="auto"` uses."""
 
 
 class _PyAVVideo:
@@ -49,10 +82,13 @@ class _PyAVVideo:
             self.info = _read_header(container)
 
     def frames(self, indices: list[int], check_stop: StopCheck) -> Pixels:
-        frames = stack(self.iterate(indices, check_stop), len(indices))
-        if len(frames) < len(indices):
-            raise undecodable_error()
-        return frames
+        return _stack_all(self.iterate(indices, check_stop), len(indices))
+
+    def is_rotated(self) -> bool:
+        """Decode the first frame, which may have a display matrix in addition to the container's."""
+        with _open(self._data) as container:
+            frame = next(container.decode(video=0), None)
+            return frame is not None and frame.rotation != 0
 
     def iterate(self, indices: list[int], check_stop: StopCheck) -> Iterator[Pixels]:
         with _open(self._data) as container:
@@ -74,12 +110,89 @@ class _PyAVVideo:
         return np.rot90(pixels, frame.rotation // 90)
 
 
+class _DecordVideo:
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._pyav = _PyAVVideo(data)
+        self.info = self._pyav.info
+
+    def frames(self, indices: list[int], check_stop: StopCheck) -> Pixels:
+        return _stack_all(self.iterate(indices, check_stop), len(indices))
+
+    def iterate(self, indices: list[int], check_stop: StopCheck) -> Iterator[Pixels]:
+        if self._pyav.is_rotated():
+            yield from self._pyav.iterate(indices, check_stop)
+            return
+        check_stop()
+        video = self._open()
+        for index in indices:
+            check_stop()
+            yield self._decode(video, index)
+
+    def _open(self) -> Any:
+        decord = _import_decord()
+        with _decord_errors():
+            return decord.VideoReader(
+                BytesIO(self._data), ctx=decord.cpu(0), num_threads=_DECORD_THREADS, fault_tol=_FAULT_TOLERANCE
+            )
+
+    def _decode(self, video: Any, index: int) -> Pixels:
+        with _decord_errors():
+            pixels: Pixels = video.get_batch([index]).asnumpy()[0]
+        if pixels.shape != (self.info.height, self.info.width, 3):
+            raise undecodable_error()
+        return pixels
+
+
+def _import_decord() -> Any:
+    """Import decord after PyAV.
+
+    decord makes the symbols of its libraries global. PyAV's copies of the same libraries, such as libvpx, would use
+    them if they were loaded later.
+    """
+    import av  # noqa: F401
+    import decord
+
+    decord.logging.set_level(decord.logging.QUIET)
+    return decord
+
+
+@contextmanager
+def _decord_errors() -> Iterator[None]:
+    """Convert the exceptions of decord; its Python code raises the last three."""
+    decord = _import_decord()
+    try:
+        yield
+    except (decord.DECORDError, RuntimeError, IndexError, AssertionError) as error:
+        raise undecodable_error() from error
+
+
+def _stack_all(frames: Iterator[Pixels], count: int) -> Pixels:
+    stacked = stack(frames, count)
+    if len(stacked) < count:
+        raise undecodable_error()
+    return stacked
+
+
+def _check_decord_container(data: bytes) -> None:
+    """Reject data without the signature of MP4/QuickTime, Matroska/WebM or AVI.
+
+    decord cannot restrict the formats that its FFmpeg detects. With these signatures, FFmpeg prefers the container to
+    a text format that refers to other files or addresses, such as SDP. This does not hold for MPEG-TS, in which decord
+    cannot seek, and for an MP4 file that begins with `skip`.
+    """
+    _check_container(data)
+    is_mp4 = data[4:8] in _MP4_TYPES
+    if data[4:8] == b"skip" or (data[:1] == b"G" and not is_mp4):
+        raise undecodable_error()
+
+
 def _check_container(data: bytes) -> None:
     """Reject data without the signature of MP4/QuickTime, Matroska/WebM, AVI or MPEG-TS.
 
     This check comes before FFmpeg, which also reads playlists and opens the files and URLs that they list.
     """
-    mp4 = data[4:8] in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
+    mp4 = data[4:8] in _MP4_TYPES
     transport_stream = data[0:1] == b"G" and data[188:189] == b"G" and data[376:377] == b"G"
     avi = data[:4] == b"RIFF" and data[8:12] == b"AVI "
     if not (mp4 or transport_stream or avi or data[:4] == b"\x1a\x45\xdf\xa3"):

@@ -146,8 +146,12 @@ class VideoReader(Protocol):
     calls a library. After `MediaUndecodable`, the next reader is tried. Other `RequestError` and `EngineError`
     exceptions propagate. Any other exception is logged, and the next reader is tried.
 
+    A reader whose library can crash has the attribute `may_crash = True`. It is used only in media workers, and only
+    if the option `video_reader` names it. `preload()`, if a reader has it, imports the library before workers are
+    forked; it must start no threads. `extra` is the extra of this package that installs the library.
+
     Attributes:
-        name: shown by `dashinfer-vlm plugins`.
+        name: shown by `dashinfer-vlm plugins`, and selected by `video_reader`.
         priority: readers are tried from the highest priority to the lowest.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from ..config import EngineConfig
 from ..errors import (
+    ConfigError,
     EngineError,
     InvalidParameter,
     MediaTooLarge,
@@ -159,6 +160,51 @@ def check_total(pixels: int, *, part: MediaPart, config: EngineConfig) -> None:
             f"The frames of the video have more than {limit} pixels in total. Send fewer or smaller ones.",
             param=part.path,
         )
+
+
+def select_readers(readers: Mapping[str, VideoReader], config: EngineConfig) -> tuple[VideoReader, ...]:
+    """Return the readers that `video_reader` selects: one by its name, or with `auto` all that never crash.
+
+    Raises:
+        ConfigError: no reader has this name, or it needs media workers and `media_workers` is 0.
+        MissingDependency: its library is not installed.
+    """
+    name = config.video_reader
+    if name == "auto":
+        return tuple(reader for reader in readers.values() if not may_crash(reader))
+    if name not in readers:
+        raise ConfigError(
+            f"video_reader: no video reader is named {name!r}; available: {', '.join(['auto', *sorted(readers)])}.",
+            param="video_reader",
+        )
+    reader = readers[name]
+    if not reader.available():
+        extra = getattr(reader, "extra", "")
+        fix = f"pip install 'dashinfer-vlm-adapters[{extra}]'" if extra else "install the library that it uses"
+        raise MissingDependency(f"video_reader: {name!r} is not installed: {fix}.", param="video_reader")
+    if config.media_workers == 0:
+        check_without_workers([reader])
+    return (reader,)
+
+
+def check_without_workers(readers: Iterable[VideoReader]) -> None:
+    """Check readers that are used in a process of the engine.
+
+    Raises:
+        ConfigError: a damaged file could end the process.
+    """
+    for reader in readers:
+        if may_crash(reader):
+            raise ConfigError(
+                f"video_reader: {reader.name!r} needs media workers, because a damaged file can crash it and would end"
+                " the engine. Use `pyav`, or remove `media_workers=0` (worker processes need Linux).",
+                param="video_reader",
+            )
+
+
+def may_crash(reader: VideoReader) -> bool:
+    """Whether a damaged file can crash the reader's process. `VideoReader` has no such attribute in older plugins."""
+    return bool(getattr(reader, "may_crash", False))
 
 
 def available_readers(readers: Sequence[VideoReader]) -> tuple[VideoReader, ...]:

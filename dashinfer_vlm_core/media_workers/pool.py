@@ -15,6 +15,7 @@ from ..config import MIB, EngineConfig
 from ..errors import ConfigError, EngineClosed
 from ..media.decoder import MediaDecoder, digest_files
 from ..media.loader import closed_error
+from ..media.video import check_without_workers
 from ..models.interface import ImageProcessor, ModelFamily
 from ..models.spec import ModelSpec
 from ..protocol import MediaPart
@@ -152,19 +153,23 @@ def create_executor(
         decoder: decodes media in this process.
 
     Raises:
-        ConfigError: `media_workers` is set, but this platform has no worker processes.
+        ConfigError: `media_workers` is set, but this platform has no worker processes; or there are none, and a video
+            reader may crash.
     """
     threads = MediaThreads(decoder, processor, spec)
     workers = config.media_workers
     if workers == 0:
+        check_without_workers(decoder.readers)
         return threads
     if not is_supported():
         if workers is not None:
             raise ConfigError("media_workers: worker processes need Linux. Set it to 0.", param="media_workers")
+        check_without_workers(decoder.readers)
         logger.info("media are decoded in threads: worker processes need Linux")
         return threads
     references = [reference_to(item) for item in (family, *decoder.readers)]
     if None in references:
+        check_without_workers(decoder.readers)
         logger.warning("media are decoded in threads: a registered model family or video reader is not importable")
         return threads
     setup = {

@@ -12,6 +12,7 @@ It ends when the engine closes the connection, or after a minute without workers
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -146,7 +147,9 @@ def _load_setup(setup: Mapping[str, Any]) -> WorkerSetup:
     spec = family.load_spec(Path(setup["folder"]))
     readers = [resolve_reference(reader) for reader in setup["readers"]]
     for reader in readers:
-        reader.available()
+        if reader.available() and hasattr(reader, "preload"):
+            with contextlib.suppress(ImportError, OSError):  # reported for the first video
+                reader.preload()
     return WorkerSetup(
         decoder=MediaDecoder(config=config, readers=readers, policy=spec.video.with_config(config)),
         processor=family.image_processor(spec, config),

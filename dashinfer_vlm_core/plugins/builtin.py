@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..hookspecs import hookimpl
-from ..media.readers import READERS
+from ..media.readers import READERS, DecordReader
 from ..media.types import VideoReader
 
 
 @hookimpl
 def register_video_readers(register: Callable[[VideoReader], None]) -> None:
-    for reader in READERS:
+    for reader in (*READERS, DecordReader()):
         register(reader)

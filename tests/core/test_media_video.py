@@ -6,7 +6,6 @@ import math
 import struct
 import subprocess
 import sys
-from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -103,18 +102,15 @@ def test_single_frame_file_gives_that_frame():
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
-def test_decord_gives_equal_frames(container):
-    decord = pytest.importorskip("decord")
+def test_requested_frames_are_returned(container):
     data = encode_video(30, container=container)
     by_pyav = PyAVReader().open(data)
     assert (by_pyav.info.frames, by_pyav.info.fps, by_pyav.info.width, by_pyav.info.height) == (30, 10.0, 64, 48)
-    for indices in ([0], [29], [3, 4, 5], list(range(30)), [0, 7, 22, 29]):
+    every = by_pyav.frames(list(range(30)), go_on)
+    for indices in ([0], [29], [3, 4, 5], [0, 7, 22, 29]):
         frames = by_pyav.frames(indices, go_on)
-        assert frames.shape == (len(indices), 48, 64, 3)
         assert frames.dtype == np.uint8
-        if container != "mpegts":  # decord does not read it; see the next test
-            by_decord = decord.VideoReader(BytesIO(data)).get_batch(indices)
-            np.testing.assert_array_equal(frames, by_decord.asnumpy())
+        np.testing.assert_array_equal(frames, every[indices])
 
 
 @pytest.mark.parametrize("container", CONTAINERS)

@@ -64,7 +64,7 @@ def test_built_in_components_use_the_plugin_interface():
     assert registry.models["demo"].name == "checkpoint"
     assert "qwen2_vl" in registry.families
     assert "torch" in registry.decoders
-    assert set(registry.video_readers) == {"pyav"}
+    assert set(registry.video_readers) == {"pyav", "decord"}
     assert {row.status for row in registry.rows} == {"ok"}
 
 
