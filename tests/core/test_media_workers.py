@@ -464,6 +464,7 @@ def test_shared_memory_grows_and_cannot_shrink():
     memory.close()
 
 
+@pytest.mark.slow
 def test_frames_are_resized_while_they_are_decoded(run):
     """At full size, these frames do not fit into the memory of a worker."""
     data = encode_video(96, height=720, width=960, container="avi")

@@ -60,6 +60,9 @@ def limited_memory():
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def engine(tiny_checkpoint):
     """An engine with a short deadline for videos. Images keep theirs: a normal one follows each attack."""

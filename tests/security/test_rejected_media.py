@@ -16,6 +16,9 @@ from dashinfer_vlm_server.request_body import cancel_on_disconnect
 from tests.waiting import until
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(autouse=True)
 def no_collection():
     """Release only what nothing refers to."""

@@ -195,6 +195,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", BOMBS.values(), ids=BOMBS)
 def test_json_bomb_is_rejected(served, body):
     with served.server.http() as client:

@@ -123,6 +123,7 @@ d.decode_image = lambda *args, **options: print("decoding", file=sys.stderr, flu
 """Makes decoding an image take forever, in a thread that nothing can stop."""
 
 
+@pytest.mark.slow
 def test_security_26_process_exits_while_an_image_is_decoded_in_a_thread(tiny_checkpoint, tmp_path):
     log = tmp_path / "log"
     options = ["--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0]

@@ -84,6 +84,7 @@ def outcome(parse, body):
         return "rejected"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", [*INVALID_BODIES.values(), *BOMBS.values()], ids=[*INVALID_BODIES, *BOMBS])
 def test_invalid_large_body_is_rejected_as_a_small_one(body):
     with pytest.raises(InvalidParameter) as small:
@@ -129,6 +130,7 @@ def test_large_json_in_any_unicode_encoding(encoding):
         assert parse_large_object(bytearray(body), slice_bytes=size) == value
 
 
+@pytest.mark.slow
 def test_skeleton_is_limited():
     with pytest.raises(InvalidParameter, match=f"exceed {MAX_SKELETON_BYTES} bytes"):
         parse_large_object(bytearray(b'{"a": ' + b" " * MAX_SKELETON_BYTES + b"1}"))
