@@ -25,6 +25,8 @@ from ..protocol import MediaPart
 
 LENGTH = struct.Struct("<I")
 MAX_HEAD_BYTES = 1 << 20
+SMALL_BYTES = 1 << 18
+"""Files up to this size in total are copied, to be sent with the head."""
 
 
 class Disconnected(Exception):
@@ -34,7 +36,11 @@ class Disconnected(Exception):
 def send(sock: socket.socket, head: Mapping[str, Any], data: Sequence[bytes] = ()) -> None:
     """Send a message."""
     body = json.dumps(head, allow_nan=False).encode()
-    sock.sendall(LENGTH.pack(len(body)) + body)
+    message = LENGTH.pack(len(body)) + body
+    if sum(map(len, data)) <= SMALL_BYTES:
+        sock.sendall(b"".join([message, *data]))  # wakes the other end once
+        return
+    sock.sendall(message)
     for item in data:
         sock.sendall(item)
 

@@ -15,7 +15,6 @@ from dashinfer_vlm_core.errors import InvalidParameter, MediaUndecodable
 from dashinfer_vlm_server.request_body import cancel_on_disconnect
 from tests.waiting import until
 
-
 pytestmark = pytest.mark.slow
 
 
