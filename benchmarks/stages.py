@@ -37,6 +37,7 @@ from dashinfer_vlm_core.media import Image
 from dashinfer_vlm_core.media.fetch import Fetcher
 from dashinfer_vlm_core.media.image import decode_image
 from dashinfer_vlm_core.models.interface import Patches, VisualTokens
+from dashinfer_vlm_core.models.patches import with_digest
 from dashinfer_vlm_core.models.qwen2_vl.config import read_text_model, read_vision_config
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.preprocessing.prompt import Prompt
@@ -159,7 +160,7 @@ async def _one(clock: Clock, pipeline: ChatPipeline, fetcher: Fetcher, url: str,
     with clock.time("decode"):
         image = decode_image(data, path=PART, max_pixels=1 << 24, background=(255, 255, 255))
     with clock.time("resize"):
-        patches = pipeline.processor.process(Image(image=image, path=PART))
+        patches = with_digest(pipeline.processor.process(Image(image=image, path=PART)))
     with clock.time("tower"):
         visual = await pipeline.vision.embed([patches])
     with clock.time("prompt"):
@@ -235,7 +236,7 @@ async def _tower_pass(clock: Clock, pipeline: ChatPipeline, source: random.Rando
 
 def _patches(pipeline: ChatPipeline, source: random.Random) -> Patches:
     image = decode_image(jpeg(source), path=PART, max_pixels=1 << 24, background=(255, 255, 255))
-    return pipeline.processor.process(Image(image=image, path=PART))
+    return with_digest(pipeline.processor.process(Image(image=image, path=PART)))
 
 
 def _sampling(clock: Clock, pipeline: ChatPipeline) -> None:

@@ -23,7 +23,8 @@ from dashinfer_vlm_core.errors import EngineClosed, ModelNotFound
 from dashinfer_vlm_core.protocol import ChatRequest, DetokenizeRequest, TokenizeChat, TokenizePrompt, parse_tokenize
 
 from . import openapi
-from .authentication import PUBLIC_ROUTES, ApiKeyMiddleware, ApiKeyReloader
+from .api_keys import PUBLIC_ROUTES
+from .authentication import ApiKeyMiddleware, ApiKeyReloader
 from .cross_origin import CrossOriginMiddleware, normalize_allowed_host
 from .errors import DRAINING, HANDLERS, RETRY_AFTER_SECONDS
 from .metrics import Metrics, ObservableEngine

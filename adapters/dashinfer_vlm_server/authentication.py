@@ -15,6 +15,7 @@ from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.protocol.client import Client, current_client
 
 from .api_key_file import file_signature
+from .api_keys import PUBLIC_ROUTES
 from .errors import error_response, unauthorized
 from .request_context import set_client_name
 
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from .rate_limits import KeyLimiter, TokenMeter
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-PUBLIC_ROUTES = frozenset({"/health", "/health/ready"})
-"""Paths that require no key, so that process supervisors can check the server."""
 
 GENERATING_ROUTES = frozenset({"/v1/chat/completions"})
 """Paths whose requests use tokens."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from dashinfer_vlm_core.errors import ConfigError
 
-from .authentication import PUBLIC_ROUTES
+from .api_keys import PUBLIC_ROUTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -17,6 +17,7 @@ from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.media import Image
 from dashinfer_vlm_core.models.interface import Patches
+from dashinfer_vlm_core.models.patches import with_digest
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import Qwen2VLImageProcessor
 from dashinfer_vlm_core.preprocessing.prompt import PlaceholderSpan
@@ -100,7 +101,7 @@ def tiny_prompts(folder: Path) -> list[TinyPrompt]:
 
     def image(height: int, width: int) -> Patches:
         pixels = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
-        return processor.process(Image(image=PILImage.fromarray(pixels), path="image"))
+        return with_digest(processor.process(Image(image=PILImage.fromarray(pixels), path="image")))
 
     def prompt(name: str, *parts: int | Patches) -> TinyPrompt:
         return _prompt(name, parts, random)
