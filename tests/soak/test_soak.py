@@ -38,7 +38,10 @@ MEDIA_WORKERS = 2
 FILES_PER_WORKER = 3
 """A socket, the shared memory, and its mapping."""
 OPTIONS = {
-    "max_batch_size": 4, "max_waiting": 4, "vision_cache_mib": 1, "decoder_restarts": 10_000,
+    "max_batch_size": 4,
+    "max_waiting": 4,
+    "vision_cache_mib": 1,
+    "decoder_restarts": 10_000,
     "media_workers": MEDIA_WORKERS,
 }
 
