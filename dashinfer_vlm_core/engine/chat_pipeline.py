@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 import uuid
@@ -25,7 +26,7 @@ from ..protocol.sampling import Sampling
 from ..response.response_builder import PromptCounts, ResponseBuilder
 from ..structured_output.grammar_compiler import GrammarCompiler
 from ..structured_output.output_grammar import grammar_for_request
-from ..vision import Item, Processed, VisionService
+from ..vision import Item, VisionService
 from ..vision.media_uuids import MediaUuidCache
 from .observers import RequestObserver, RequestTimer
 
@@ -259,12 +260,7 @@ class ChatPipeline:
             cached = self.media_uuids.get(parts, cache_salt=request.cache_salt or "")
             budget = self._token_budget(sum(item.tokens for item in cached.values()))
             given = [part for part in parts if part.has_source]
-
-            async def process(part: MediaPart, data: Sequence[bytes]) -> Processed:
-                item, source_digest, _ = await self.media_executor.process(part, data, budget)
-                return Processed(item, source_digest)
-
-            processed = await self.media.load(given, process)
+            processed = await self.media.load(given, functools.partial(self.media_executor.process, budget=budget))
             self.media_uuids.bind(given, processed, cache_salt=request.cache_salt or "")
             loaded = iter(processed)
             return [cached.get(part.path) or next(loaded).item for part in parts]

@@ -49,6 +49,12 @@ def out_of_memory_error(kind: Kind, path: str) -> MediaTooLarge:
     )
 
 
+def deadline_error(kind: Kind, path: str, seconds: float) -> MediaTooLarge:
+    return MediaTooLarge(
+        f"Decoding the {kind} takes more than {seconds:g} seconds. Send a smaller {kind}, or save it again.", param=path
+    )
+
+
 def load_codecs() -> None:
     """Import all of Pillow's codecs now, rather than when the first image of a format is opened."""
     PILImage.init()

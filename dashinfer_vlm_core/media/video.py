@@ -23,7 +23,7 @@ from ..errors import (
 )
 from ..protocol import MediaPart
 from .frame_sampling import VideoSamplingPolicy
-from .image import out_of_memory_error
+from .image import deadline_error, out_of_memory_error
 from .types import OpenVideo, Pixels, ResizerFactory, StopCheck, Video, VideoInfo, VideoReader
 
 MAX_FPS = 240.0
@@ -249,11 +249,7 @@ def _with_deadline(check_stop: StopCheck, part: MediaPart, config: EngineConfig)
     def check() -> None:
         check_stop()
         if time.monotonic() > end:
-            raise MediaTooLarge(
-                f"Decoding the video takes more than {config.video_decode_timeout:g} seconds. Send a shorter or smaller"
-                " video.",
-                param=part.path,
-            )
+            raise deadline_error("video", part.path, config.video_decode_timeout)
 
     return check
 

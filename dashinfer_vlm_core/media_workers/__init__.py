@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .pool import MediaWorkerPool, create_executor
-from .threads import MEDIA_THREADS, MediaExecutor, MediaThreads, MediaWorkerStats, ProcessedMedia, TokenBudget
+from .threads import MEDIA_THREADS, MediaExecutor, MediaThreads, MediaWorkerStats, TokenBudget
 
 __all__ = [
     "MEDIA_THREADS",
@@ -11,7 +11,6 @@ __all__ = [
     "MediaThreads",
     "MediaWorkerPool",
     "MediaWorkerStats",
-    "ProcessedMedia",
     "TokenBudget",
     "create_executor",
 ]

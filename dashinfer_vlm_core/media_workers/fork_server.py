@@ -36,7 +36,7 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._ids = itertools.count(1)
         atexit.register(self.close)
-        os.register_at_fork(after_in_child=self._reset)
+        os.register_at_fork(after_in_child=self._forget)
 
     def start(self) -> None:
         """Start the process now: importing the decoders takes a second, which the first image need not wait for."""
@@ -116,16 +116,15 @@ class ForkServer:
         if self._process is not None:
             self._process.kill()  # the kernel then kills its children
             self._process.wait()
-        self._reset(replace_lock=False)
+        self._control = self._process = None
 
-    def _reset(self, *, replace_lock: bool = True) -> None:
-        """Forget the process; in the child of a fork, it belongs to the parent."""
-        if replace_lock:
-            self._lock = threading.Lock()
-            if self._process is not None:
-                self._process.returncode = 0  # otherwise, its finalizer warns about a process that still runs
+    def _forget(self) -> None:
+        """Forget the process, which belongs to the parent of a fork."""
+        self._lock = threading.Lock()
         if self._control is not None:
             self._control.close()
+        if self._process is not None:
+            self._process.returncode = 0  # otherwise, its finalizer warns about a process that still runs
         self._control = self._process = None
 
 

@@ -20,9 +20,10 @@ from ..models.interface import ImageProcessor, ModelFamily
 from ..models.spec import ModelSpec
 from ..protocol import MediaPart
 from ..protocol.client import Client, current_client
+from ..vision import Processed
 from .fair_slots import FairSlots
 from .fork_server import FORK_SERVER
-from .threads import MediaExecutor, MediaThreads, MediaWorkerStats, ProcessedMedia, TokenBudget
+from .threads import MediaExecutor, MediaThreads, MediaWorkerStats, TokenBudget
 from .worker import Job, JobResult, MediaWorker, WorkerConfig
 from .worker_process import reference_to
 
@@ -58,7 +59,7 @@ class MediaWorkerPool:
     def stats(self) -> MediaWorkerStats:
         return MediaWorkerStats(busy=len(self._busy), waiting=self._slots.waiting, started=self._started, **self._ended)
 
-    async def process(self, part: MediaPart, data: Sequence[bytes], budget: TokenBudget) -> ProcessedMedia:
+    async def process(self, part: MediaPart, data: Sequence[bytes], budget: TokenBudget) -> Processed:
         if part.content is not None:
             return await self._local.process(part, data, budget)
         client = current_client.get()
@@ -71,12 +72,12 @@ class MediaWorkerPool:
                 self._return_worker(worker)
         budget.add(result.tokens)
         assert result.patches is not None
-        return ProcessedMedia(result.patches, digest, result.source_size)
+        return Processed(result.patches, digest, result.source_size)
 
     async def close(self) -> None:
         self._closed = True
-        for worker in (*self._idle, *self._busy):
-            worker.kill()
+        for worker in self._busy:
+            worker.kill()  # `_return_worker` closes it
         for worker in self._idle:
             worker.close()
         self._idle.clear()

@@ -148,14 +148,7 @@ _DENIED: dict[str, tuple[int, Sequence[int], int, int]] = {
         (
             *(41, 42, 43, 49, 50, 53, 288),  # socket, connect, accept, bind, listen, socketpair, accept4
             *(57, 58, 59, 322),  # fork, vfork, execve, execveat
-            *(
-                62,
-                200,
-                234,
-                424,
-                129,
-                297,
-            ),  # kill, tkill, tgkill, pidfd_send_signal, rt_(tg)sigqueueinfo
+            *(62, 200, 234, 424, 129, 297),  # kill, tkill, tgkill, pidfd_send_signal, rt_sigqueueinfo and its variant
             *(101, 310, 311, 438, 434),  # ptrace, process_vm_readv, process_vm_writev, pidfd_getfd, pidfd_open
             *(425, 426, 427, 321, 298, 323),  # io_uring_setup, _enter, _register, bpf, perf_event_open, userfaultfd
             *(248, 249, 250, 165, 272, 308),  # add_key, request_key, keyctl, mount, unshare, setns

@@ -8,15 +8,16 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from ..errors import EngineClosed
 from ..media.decoder import MediaDecoder
 from ..media.types import Embeddings, Media, ResizerFactory
-from ..models.interface import Embedded, ImageProcessor, Patches
+from ..models.interface import ImageProcessor
 from ..models.patches import frames_shape, validate_embeddings, with_digest
 from ..models.spec import ModelSpec
 from ..protocol import MediaPart
+from ..vision import Processed
 
 T = TypeVar("T")
 
@@ -50,20 +51,6 @@ class TokenBudget:
             self._check(self._tokens)
 
 
-class ProcessedMedia(NamedTuple):
-    """One processed image or video.
-
-    Attributes:
-        item: the patches or embeddings, with their digest.
-        source_digest: see `Image.source_digest`.
-        source_size: width and height before resizing, in pixels; None for embeddings.
-    """
-
-    item: Patches | Embedded
-    source_digest: bytes
-    source_size: tuple[int, int] | None
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaWorkerStats:
     """Counters of media workers; zeros without them.
@@ -91,7 +78,7 @@ class MediaExecutor(Protocol):
     @property
     def stats(self) -> MediaWorkerStats: ...
 
-    async def process(self, part: MediaPart, data: Sequence[bytes], budget: TokenBudget) -> ProcessedMedia:
+    async def process(self, part: MediaPart, data: Sequence[bytes], budget: TokenBudget) -> Processed:
         """Decode and process one part; canceling it stops the work.
 
         Args:
@@ -126,7 +113,7 @@ class MediaThreads:
     def stats(self) -> MediaWorkerStats:
         return MediaWorkerStats()
 
-    async def process(self, part: MediaPart, data: Sequence[bytes], budget: TokenBudget) -> ProcessedMedia:
+    async def process(self, part: MediaPart, data: Sequence[bytes], budget: TokenBudget) -> Processed:
         resizer = None if part.content is not None else self._processor.frame_resizer
         return await self.decode(part, data, lambda media: self._process(media, budget), resizer)
 
@@ -155,15 +142,15 @@ class MediaThreads:
     async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _process(self, media: Media, budget: TokenBudget) -> ProcessedMedia:
+    def _process(self, media: Media, budget: TokenBudget) -> Processed:
         """Process an image, a video or embeddings; media that can never fit the context are rejected before they are
         resized."""
         if isinstance(media, Embeddings):
             budget.add(len(media.rows))
-            return ProcessedMedia(validate_embeddings(media, self._spec, self._processor), media.source_digest, None)
+            return Processed(validate_embeddings(media, self._spec, self._processor), media.source_digest, None)
         budget.add(self._processor.count_tokens(media))
         item = with_digest(self._processor.process(media))
-        return ProcessedMedia(item, media.source_digest, source_size(media))
+        return Processed(item, media.source_digest, source_size(media))
 
 
 def source_size(media: Media) -> tuple[int, int] | None:

@@ -9,10 +9,14 @@ the head announces.
                         {"patches": {...}, "logs": [...]}       the pixels are in the shared memory
                         {"error": {...}, "logs": [...]}         the request is invalid
                         {"tokens": n, "logs": [...]}            the item has more than `max_tokens` visual tokens
+                        {"exception": text, "logs": [...]}      the worker failed in another way
+
+`answers.py` validates what the engine receives.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 import struct
@@ -78,19 +82,16 @@ def receive(sock: socket.socket, size: int) -> bytes:
 
 def part_to_json(part: MediaPart) -> dict[str, Any]:
     """Return the fields that decoding depends on; the source itself is replaced by the number of its files."""
-    fields = {name: value for name, value in asdict_shallow(part).items() if name not in ("url", "content", "uuid")}
-    return {**fields, "frames": len(part.url) if isinstance(part.url, tuple) else None}
+    names = (field.name for field in dataclasses.fields(part) if field.name not in ("url", "content", "uuid"))
+    return {name: getattr(part, name) for name in names} | {
+        "frames": len(part.url) if isinstance(part.url, tuple) else None
+    }
 
 
 def part_from_json(fields: dict[str, Any]) -> MediaPart:
     frames, background = fields.pop("frames"), fields.pop("background")
     url = "data:" if frames is None else ("data:",) * frames
     return MediaPart(**fields, url=url, background=tuple(background) if background else None)
-
-
-def asdict_shallow(part: MediaPart) -> dict[str, Any]:
-    """Like `dataclasses.asdict`, without copying values."""
-    return {name: getattr(part, name) for name in part.__dataclass_fields__}
 
 
 def error_to_json(error: RequestError) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..errors import EngineClosed, EngineError, MediaTooLarge, MediaUndecodable
+from ..errors import EngineClosed, EngineError, MediaUndecodable
+from ..media.image import deadline_error
 from ..models.interface import Grid, ImageProcessor, Patches
 from ..models.patches import with_digest
 from ..models.spec import PixelSpec
@@ -138,7 +139,7 @@ class MediaWorker:
         except TimeoutError:
             self.kill()
             self.end = "timed_out"
-            raise deadline_error(job.part, job.seconds) from None
+            raise deadline_error(job.part.kind, job.part.path, job.seconds) from None
         except (Disconnected, ConnectionError, ValueError) as error:
             if self._killed:
                 self.end = "canceled"
@@ -241,13 +242,6 @@ class MediaWorker:
                 times=answer.times,
             )
         )
-
-
-def deadline_error(part: MediaPart, seconds: float) -> MediaTooLarge:
-    return MediaTooLarge(
-        f"Decoding the {part.kind} takes more than {seconds:g} seconds. Send a smaller {part.kind}, or save it again.",
-        param=part.path,
-    )
 
 
 def _crash_error(part: MediaPart) -> MediaUndecodable:

@@ -86,7 +86,7 @@ class MediaUuidCache:
         Raises:
             InvalidParameter: a uuid is already bound to different data.
         """
-        for part, (item, source) in zip(parts, processed, strict=True):
+        for part, (item, source, _) in zip(parts, processed, strict=True):
             if part.uuid is not None:
                 self._bind(part, part.uuid, source, cache_salt).items[_applied_options(part, item)] = _content(item)
 

@@ -50,10 +50,17 @@ class CachedMedia:
 
 
 class Processed(NamedTuple):
-    """A processed image or video, and the digest of its source (`Image.source_digest`)."""
+    """A processed image or video.
+
+    Attributes:
+        item: the patches or embeddings, with their digest.
+        source_digest: see `Image.source_digest`.
+        source_size: width and height before resizing, in pixels; None for embeddings.
+    """
 
     item: Patches | Embedded
     source_digest: bytes
+    source_size: tuple[int, int] | None = None
 
 
 Item: TypeAlias = Patches | Embedded | CachedMedia

@@ -35,7 +35,6 @@ from dashinfer_vlm_core.media_workers import (
 )
 from dashinfer_vlm_core.media_workers.fair_slots import FairSlots
 from dashinfer_vlm_core.media_workers.fork_server import FORK_SERVER, ForkServer
-from dashinfer_vlm_core.media_workers.pool import default_workers
 from dashinfer_vlm_core.media_workers.shared_memory import SharedMemory
 from dashinfer_vlm_core.media_workers.worker import Job, MediaWorker, WorkerConfig
 from dashinfer_vlm_core.media_workers.worker_process import reference_to
@@ -44,7 +43,7 @@ from dashinfer_vlm_core.protocol import MediaPart
 from dashinfer_vlm_core.protocol.client import Client, current_client
 from tests.samples import encode, encode_video, noise
 from tests.waiting import HANG, until
-from tests.worker_readers import ACTIONS, FORBIDDEN, ActionReader
+from tests.worker_readers import ACTIONS, FORBIDDEN, ActionReader, is_denied
 
 PATH = "messages[0].content[0]"
 FAMILY = Qwen2VL()
@@ -336,11 +335,11 @@ def test_workers_do_not_inherit_secrets(run, monkeypatch):
     assert {int(value) for value in hostile(run, b"environment").item.pixels.ravel()} == {1}
 
 
-def test_actions_do_what_their_names_say():
-    """The tests above would pass if the reader did nothing."""
-    assert [int(frame[0, 0, 0]) for frame in ACTIONS[b"environment"]().frames([0], None)] in ([1], [255])
-    assert FORBIDDEN["read"]()
-    assert FORBIDDEN["list"]()
+def test_actions_do_what_their_names_say(monkeypatch):
+    """Outside of a worker, nothing denies them: the tests above would pass if they failed for another reason."""
+    monkeypatch.setenv("DASHINFER_VLM_API_KEY", "secret")
+    assert ACTIONS[b"environment"]().values == [255] * 4
+    assert not any(map(is_denied, (FORBIDDEN[name] for name in ("socket", "run", "read", "list"))))
 
 
 def test_only_importable_readers_are_used_in_workers(run, caplog):
@@ -362,10 +361,6 @@ def test_only_importable_readers_are_used_in_workers(run, caplog):
 def test_negative_number_of_workers_is_invalid():
     with pytest.raises(ConfigError, match="media_workers"):
         EngineConfig(media_workers=-1)
-
-
-def test_default_number_of_workers():
-    assert default_workers() >= 3
 
 
 def test_client_with_a_key_leaves_a_worker_to_others(run):
