@@ -14,9 +14,6 @@ from dashinfer_vlm_core.errors import ConfigError
 
 from .api_key_file import FileSignature, KeyLimits, file_signature, read_entries
 
-PUBLIC_ROUTES = frozenset({"/health", "/health/ready"})
-"""Paths that require no key, so that process supervisors can check the server."""
-
 MAX_KEY_LENGTH = 4096
 
 KEYS_VARIABLE = f"{ENV_PREFIX}API_KEYS"

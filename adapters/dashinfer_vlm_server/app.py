@@ -23,7 +23,6 @@ from dashinfer_vlm_core.errors import EngineClosed, ModelNotFound
 from dashinfer_vlm_core.protocol import ChatRequest, DetokenizeRequest, TokenizeChat, TokenizePrompt, parse_tokenize
 
 from . import openapi
-from .api_keys import PUBLIC_ROUTES
 from .authentication import ApiKeyMiddleware, ApiKeyReloader
 from .cross_origin import CrossOriginMiddleware, normalize_allowed_host
 from .errors import DRAINING, HANDLERS, RETRY_AFTER_SECONDS
@@ -32,6 +31,7 @@ from .page import FILES, add_page
 from .rate_limits import RATE_LIMIT_HEADERS, KeyLimiter, charge, count_usage
 from .request_body import cancel_on_disconnect, read_request
 from .request_context import HEADER, BodyMemoryBudget, RequestContextMiddleware, get_request_context
+from .routes import PUBLIC_ROUTES
 from .settings import DrainState, Settings
 from .sse import EventStream
 from .tokens import DetokenizeResponse, TokenizeResponse, detokenize, tokenize

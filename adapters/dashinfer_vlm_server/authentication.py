@@ -15,9 +15,9 @@ from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.protocol.client import Client, current_client
 
 from .api_key_file import file_signature
-from .api_keys import PUBLIC_ROUTES
 from .errors import error_response, unauthorized
 from .request_context import set_client_name
+from .routes import GENERATING_ROUTES, PUBLIC_ROUTES, route_path
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from .rate_limits import KeyLimiter, TokenMeter
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-GENERATING_ROUTES = frozenset({"/v1/chat/completions"})
-"""Paths whose requests use tokens."""
 
 CHECK_SECONDS = 1.0
 """Minimum time between two checks whether the key file has changed."""
@@ -126,7 +123,7 @@ class ApiKeyMiddleware:
         self._keys = reloader.keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _path(scope) in self._public_routes:
+        if scope["type"] != "http" or route_path(scope) in self._public_routes:
             await self._app(scope, receive, send)
             return
         keys = await self._reloader.refresh()
@@ -156,7 +153,7 @@ class ApiKeyMiddleware:
 
     async def _serve_limited(self, key: ApiKey, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            request = self._limiter.admit(key, generates=_path(scope) in GENERATING_ROUTES)
+            request = self._limiter.admit(key, generates=route_path(scope) in GENERATING_ROUTES)
         except HTTPException as error:
             await error_response(error)(scope, receive, send)
             return
@@ -164,10 +161,6 @@ class ApiKeyMiddleware:
             await self._app(scope, receive, _with_rate_limit_headers(send, request.meter) if request.meter else send)
         finally:
             request.release()
-
-
-def _path(scope: Scope) -> str:
-    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
 def _find_key(keys: ApiKeys, scope: Scope) -> ApiKey | None:

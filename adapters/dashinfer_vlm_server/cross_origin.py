@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from dashinfer_vlm_core.errors import ConfigError
 
-from .api_keys import PUBLIC_ROUTES
+from .routes import PUBLIC_ROUTES, route_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -83,7 +83,7 @@ class CrossOriginMiddleware:
         server = scope.get("server")
         if server is not None and server[1] is None:  # a Unix socket (ASGI specification, "server")
             return True
-        return str(scope["path"]).removeprefix(scope.get("root_path", "")) in PUBLIC_ROUTES
+        return route_path(scope) in PUBLIC_ROUTES
 
     def _is_host_allowed(self, host: str) -> bool:
         match = _HOST.fullmatch(host.lower())
