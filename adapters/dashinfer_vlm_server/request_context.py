@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import re
@@ -15,6 +16,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 
+from dashinfer_vlm_core.concurrency.memory import trim_memory
 from dashinfer_vlm_core.errors import QueueFull
 
 from .errors import CLIENT_CLOSED_REQUEST, error_response, status_for
@@ -34,6 +36,9 @@ logger: logging.Logger = logging.getLogger(__name__)
 HEADER = "X-Request-Id"
 QUIET_ROUTES = frozenset({"/health", "/health/ready", "/metrics"})
 """Routes that are polled every few seconds. Their requests are logged at level DEBUG."""
+
+TRIM_BODY_BYTES = 8 * 1024 * 1024
+"""After a request with a larger body, freed memory is returned to the system."""
 
 _SCOPE_KEY = "dashinfer_vlm.request_context"
 _VALID_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
@@ -152,6 +157,8 @@ class RequestContextMiddleware:
                 await self._serve(context, scope, receive, send)
         finally:
             self._budget.release(context.reserved_bytes)
+            if context.reserved_bytes > TRIM_BODY_BYTES:
+                asyncio.get_running_loop().run_in_executor(None, trim_memory)
             self._record(context, scope)
             REQUEST_ID.reset(token)
 

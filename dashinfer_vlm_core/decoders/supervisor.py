@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
+from ..concurrency.memory import trim_memory
 from ..errors import DashInferVLMError, DecoderFailed, EngineClosed
 from .interface import Decoder, DecodeRequest, DecoderStats, RequestNotStarted, Token
 
@@ -140,7 +140,7 @@ class Supervisor:
             self._restarts_left -= 1
             fatal_error = await _error_of(self._start_new_decoder())
             if not fatal_error:
-                await asyncio.to_thread(_trim_memory)
+                await asyncio.to_thread(trim_memory)  # glibc keeps freed fragments, and each restart adds more
                 self.restarted += 1
                 logger.warning("The decoder was restarted; %d restarts are left.", self._restarts_left)
                 return ""
@@ -170,12 +170,6 @@ async def _error_of(step: Coroutine[Any, Any, None]) -> str:
         logger.exception("The decoder cannot be replaced.")
         return "The decoder failed and could not be restarted; see the log for the cause."
     return ""
-
-
-def _trim_memory() -> None:
-    """Return the memory of a dead decoder to the system: glibc keeps freed fragments, and each restart adds more."""
-    with contextlib.suppress(OSError, TypeError, AttributeError):  # the function exists in glibc only
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 _DIED = "The decoder failed while the request ran. Try again in a moment."

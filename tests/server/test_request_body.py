@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
+import resource
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +15,7 @@ from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_server.api_keys import ApiKeys
 from dashinfer_vlm_server.json_body import parse_object
 from dashinfer_vlm_server.request_body import INLINE_PARSE_BYTES
+from dashinfer_vlm_server.request_context import TRIM_BODY_BYTES
 from tests.waiting import HANG, until
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -190,3 +194,37 @@ def test_content_length_over_the_limit_is_rejected_early(scripted):
     with socket.create_connection(("127.0.0.1", server.port), timeout=HANG) as connection:
         connection.sendall(head)
         assert connection.recv(4096).startswith(b"HTTP/1.1 413")
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc only")
+def test_freed_memory_returns_to_the_system_after_a_large_body(scripted):
+    server = scripted("Hello.", max_body_bytes=2 * TRIM_BODY_BYTES).server
+    before = fragmented_heap()
+    with server.http() as client:
+        response = client.post("/v1/chat/completions", content=b" " * (TRIM_BODY_BYTES + 1))
+    assert response.status_code == 400
+    until(lambda: resident_bytes() < before - HEAP_BYTES // 2)
+
+
+HEAP_BYTES = 64 * 1024 * 1024
+
+
+def fragmented_heap() -> int:
+    """Write to blocks on the heap and free them, all but the last, which keeps the heap from shrinking.
+
+    Returns the resident memory afterwards.
+    """
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    size = 64 * 1024  # less than the size from which blocks are mapped
+    blocks = [libc.malloc(size) for _ in range(HEAP_BYTES // size)]
+    for block in blocks:
+        ctypes.memset(block, 1, size)
+    for block in blocks[:-1]:
+        libc.free(block)
+    return resident_bytes()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
