@@ -93,15 +93,22 @@ class HTTPTarget:
     """A server at `base`, such as `http://127.0.0.1:8000/v1`. Its connections are closed when the context ends.
 
     Uses aiohttp, which parses in C: the client's work takes CPU time from the engine on the same cores.
+
+    Args:
+        base: address of the API.
+        reuses_connections: whether the server answers several requests on a connection. llama.cpp's server sometimes
+            closes one instead; and it sometimes closes a new one without a response, so that the request is sent again.
     """
 
-    def __init__(self, base: str) -> None:
+    def __init__(self, base: str, *, reuses_connections: bool = True) -> None:
         self._base = base
+        self._reuses_connections = reuses_connections
         self._model = ""
 
     async def __aenter__(self) -> Self:
         timeout = aiohttp.ClientTimeout(total=None, sock_read=READ_TIMEOUT)
-        self._client = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        connector = aiohttp.TCPConnector(limit=0, force_close=not self._reuses_connections)
+        self._client = aiohttp.ClientSession(timeout=timeout, connector=connector)
         async with self._client.get(f"{self._base}/models", raise_for_status=True) as models:
             self._model = (await models.json())["data"][0]["id"]
         return self
@@ -110,13 +117,21 @@ class HTTPTarget:
         await self._client.close()
 
     async def ask(self, body: Body) -> AsyncGenerator[Piece, None]:
-        url = f"{self._base}/chat/completions"
-        async with self._client.post(url, json={**body, "model": self._model}) as response:
+        async with await self._post({**body, "model": self._model}) as response:
             if not response.ok:
                 raise RuntimeError(f"HTTP {response.status}: {(await response.read())[:300]!r}")
             async for line in response.content:
                 if line.startswith(b"data: {"):
                     yield _piece(json.loads(line[6:]))
+
+    async def _post(self, body: Body) -> aiohttp.ClientResponse:
+        url = f"{self._base}/chat/completions"
+        try:
+            return await self._client.post(url, json=body)
+        except aiohttp.ServerDisconnectedError:
+            if self._reuses_connections:
+                raise
+            return await self._client.post(url, json=body)
 
 
 class EngineTarget:

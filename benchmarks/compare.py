@@ -33,6 +33,7 @@ from .workloads import TPOT, TTFT, Run, Workload, run, workloads
 IN_PROCESS = "in-process"
 OURS = ("ours", "ours-int8", IN_PROCESS)
 PEERS = ("vllm", "openvino-fp16", "openvino-int8", "transformers")
+LLAMA_CPP = ("llama-bf16", "llama-q8", "llama-q4")
 DEFAULT = ("ours", IN_PROCESS, *PEERS)
 OVERHEAD = ("fresh-1", "fresh-4", "decode-1", "decode-8")
 """Workloads that are also measured without the server: one image, several, and decode steps only."""
@@ -219,7 +220,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--models", type=Path, default=CACHE, help="where models are created (%(default)s)")
     parser.add_argument("--peers", type=Path, default=PEERS_FOLDER, help="where peers are installed (%(default)s)")
     parser.add_argument(
-        "--engines", default=",".join(DEFAULT), help=f"of {', '.join((*OURS, *PEERS))} (%(default)s); first is the base"
+        "--engines",
+        default=",".join(DEFAULT),
+        help=f"of {', '.join((*OURS, *PEERS, *LLAMA_CPP))} (%(default)s); first is the base",
     )
     parser.add_argument(
         "--engine", action="append", default=[], metavar="NAME=COMMAND", help="an additional engine; see above"
@@ -238,7 +241,9 @@ def _plan(given: argparse.Namespace) -> Plan:
     known = workloads(quick=given.quick)
     names = given.workloads.split(",") if given.workloads else list(known)
     engines = [name for name in given.engines.split(",") if name]
-    unknown = [name for name in engines if name not in (*OURS, *PEERS)] + [name for name in names if name not in known]
+    unknown = [name for name in engines if name not in (*OURS, *PEERS, *LLAMA_CPP)] + [
+        name for name in names if name not in known
+    ]
     if unknown:
         raise SystemExit(f"Unknown names: {', '.join(unknown)}. See --help for the names.")
     return Plan(

@@ -21,6 +21,7 @@ import httpx
 from .client import EngineTarget, HTTPTarget
 from .environments import Peers
 from .limits import cores
+from .llama_cpp import PRECISIONS, LlamaCpp
 
 NOT_FOUND = 404
 
@@ -41,12 +42,14 @@ class Launch:
         command: the command of a server with OpenAI's API; `{port}` is replaced by its port.
         environment: additional environment variables.
         note: a remark for the table.
+        reuses_connections: whether clients may send several requests on a connection.
     """
 
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
+    reuses_connections: bool = True
 
 
 class Server:
@@ -59,6 +62,7 @@ class Server:
 
     def __init__(self, launch: Launch, log: Path) -> None:
         self.name = launch.name
+        self._reuses_connections = launch.reuses_connections
         port = free_port()
         self.base = f"http://127.0.0.1:{port}/v1"
         self._log = log
@@ -77,7 +81,7 @@ class Server:
         self.ready_seconds = time.perf_counter() - begin
 
     def target(self) -> HTTPTarget:
-        return HTTPTarget(self.base)
+        return HTTPTarget(self.base, reuses_connections=self._reuses_connections)
 
     def pause(self) -> None:
         """Stop all of its threads: spinning ones would take the cores from the next engine."""
@@ -190,6 +194,8 @@ def peer(name: str, model: Path, peers: Peers) -> Launch:
         script = str(peers.script("transformers_server.py"))
         note = "generate() over the waiting requests, up to 16 at once; the next batch starts when the last has ended"
         return Launch(name=name, command=(sys.executable, script, str(model), "{port}"), note=note)
+    if name.startswith("llama-"):
+        return _llama_cpp(name, model, peers)
     precision = name.removeprefix("openvino-")
     python = peers.openvino()
     exported = peers.exported(model, precision)
@@ -217,6 +223,16 @@ def _vllm(model: Path, python: Path) -> Launch:
         "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
     }
     return Launch(name="vllm", command=command, environment=environment, note="bfloat16, prefix cache on")
+
+
+def _llama_cpp(name: str, model: Path, peers: Peers) -> Launch:
+    precision = name.removeprefix("llama-")
+    return Launch(
+        name=name,
+        command=LlamaCpp(peers).command(model, precision, cores()),
+        note=f"llama-server, text model in {PRECISIONS[precision] or precision}, vision encoder in bfloat16",
+        reuses_connections=False,
+    )
 
 
 def free_port() -> int:
@@ -262,8 +278,19 @@ def _members(session: int) -> Iterator[int]:
 
 
 def _peak(process: int) -> int:
+    """Return the peak resident memory of a process in bytes.
+
+    Memory that forked processes share counts in proportion, as it is shared now; mapped files count in full, since
+    several engines may use the same ones.
+    """
     try:
         status = Path(f"/proc/{process}/status").read_text()
+        now = Path(f"/proc/{process}/smaps_rollup").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    return sum(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+    return _kib(status, "VmHWM") - _kib(now, "Anonymous") + _kib(now, "Pss_Anon")
+
+
+def _kib(fields: str, name: str) -> int:
+    """Return a field of a file in /proc in bytes; 0 if it is missing."""
+    return sum(1024 * int(line.split()[1]) for line in fields.splitlines() if line.startswith(f"{name}:"))

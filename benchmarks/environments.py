@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from dashinfer_vlm_core import EngineConfig
 
@@ -44,12 +47,12 @@ class Peers:
     The packages come from pip's index as it is configured: set PIP_EXTRA_INDEX_URL to
     https://download.pytorch.org/whl/cpu to do without torch's CUDA libraries.
 
-    Args:
+    Attributes:
         folder: the folder of the environments.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder: Path = folder
 
     def vllm(self) -> Path:
         """Return the interpreter of vLLM's CPU build.
@@ -57,17 +60,19 @@ class Peers:
         Raises:
             SetupMissing: it cannot be installed.
         """
-        python, made = self._environment("vllm", VLLM)
+        python, made = self.environment("vllm", VLLM)
         if made:
-            _rename_distribution(_packages_folder(python))
-            _finish(python)
+            _rename_distribution(packages_folder(python))
+            _repair_torchvision(python)
+            finish(python)
         return python
 
     def openvino(self) -> Path:
         """Return the interpreter of OpenVINO GenAI; raises like `vllm`."""
-        python, made = self._environment("openvino", OPENVINO)
+        python, made = self.environment("openvino", OPENVINO)
         if made:
-            _finish(python)
+            _repair_torchvision(python)
+            finish(python)
         return python
 
     def exported(self, model: Path, precision: str) -> Path:
@@ -77,14 +82,14 @@ class Peers:
             SetupMissing: it cannot be exported.
         """
         form = hashlib.sha256((model / "config.json").read_bytes()).hexdigest()[:8]
-        folder = self._folder / "openvino" / f"{model.name}-{form}-{precision}"
+        folder = self.folder / "openvino" / f"{model.name}-{form}-{precision}"
         if not folder.exists():
             print(f"exporting {model} for OpenVINO, {precision} ...", flush=True)
             draft = folder.with_name(f"{folder.name}.part")
             shutil.rmtree(draft, ignore_errors=True)
             program = str(self.openvino().parent / "optimum-cli")
             what = ["-m", str(model), "--task", "image-text-to-text", "--weight-format", precision]
-            _run(program, "export", "openvino", *what, str(draft))
+            run(program, "export", "openvino", *what, str(draft))
             draft.rename(folder)
         return folder
 
@@ -93,16 +98,20 @@ class Peers:
         """Return a script to be run by a peer's interpreter."""
         return Path(__file__).parent / "peers" / name
 
-    def _environment(self, name: str, packages: tuple[str, ...]) -> tuple[Path, bool]:
-        """Return its interpreter, and whether it was just created and has to be completed."""
-        folder = self._folder / name
+    def environment(self, name: str, packages: tuple[str, ...]) -> tuple[Path, bool]:
+        """Return the interpreter of an environment, and whether it was just created and `finish` has to be called.
+
+        Raises:
+            SetupMissing: it cannot be created.
+        """
+        folder = self.folder / name
         python = folder / "bin" / "python"
         if (folder / "ready").exists():
             return python, False
         print(f"installing {name} in {folder} (some GB) ...", flush=True)
         shutil.rmtree(folder, ignore_errors=True)
-        _run(_python_311(), "-m", "venv", str(folder))
-        _run(str(python), "-m", "pip", "install", "-q", *packages)
+        run(_python_311(), "-m", "venv", str(folder))
+        run(str(python), "-m", "pip", "install", "-q", *packages)
         return python, True
 
 
@@ -124,22 +133,34 @@ def _rename_distribution(packages: Path) -> None:
     (copy / "METADATA").write_text("\n".join(fields.get(line.split(" ")[0], line) for line in lines) + "\n")
 
 
-def _finish(python: Path) -> None:
+def finish(python: Path) -> None:
+    """Mark an environment as complete."""
+    (python.parent.parent / "ready").touch()
+
+
+def _repair_torchvision(python: Path) -> None:
     if subprocess.run([str(python), "-c", "import torchvision"], capture_output=True, check=False).returncode:
-        packages = _packages_folder(python)
+        packages = packages_folder(python)
         (packages / "declare_operators.py").write_text(DECLARE_OPERATORS)
         (packages / "declare_operators.pth").write_text("import declare_operators\n")
     # They include CUDA code that fails to load, and are not needed.
     subprocess.run([str(python), "-m", "pip", "uninstall", "-qy", "torchaudio", "torchcodec"], check=False)
-    (python.parent.parent / "ready").touch()
 
 
-def _packages_folder(python: Path) -> Path:
+def packages_folder(python: Path) -> Path:
+    """Return the folder of the packages of an environment's interpreter."""
     return next((python.parent.parent / "lib").glob("python3.*")) / "site-packages"
 
 
-def _run(*command: str) -> None:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+def run(*command: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Run a command with additional environment variables.
+
+    Raises:
+        SetupMissing: it failed; the message has the last lines of its output.
+    """
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, env={**os.environ, **environment}
+    )
     if done.returncode:
         last = "\n".join(done.stdout.decode(errors="replace").splitlines()[-5:])
         raise SetupMissing(f"`{' '.join(command)}` failed:\n{last}")

@@ -1,0 +1,133 @@
+"""llama.cpp as a peer, built once from the sources that the distribution of llama-cpp-python contains."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from .environments import Peers, finish, packages_folder, run
+
+SOURCES = "llama-cpp-python==0.3.36"
+TOOLS = ("cmake==4.1.2", "ninja==1.13.0", "sentencepiece==0.2.1")
+CMAKE_OPTIONS = (
+    "-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DLLAMA_OPENSSL=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF",
+)  # fmt: skip
+TARGETS = ("llama-server", "llama-quantize")
+
+PRECISIONS = {"bf16": "", "q8": "q8_0", "q4": "q4_0"}
+"""The name of each format for `llama-quantize`; bf16 is written by the conversion."""
+
+CONTEXT = 16384
+SLOTS = 8
+
+
+class Gguf(NamedTuple):
+    """A converted checkpoint.
+
+    Attributes:
+        text: the text model.
+        vision: the vision encoder, which is always in bfloat16.
+    """
+
+    text: Path
+    vision: Path
+
+
+class LlamaCpp:
+    """The programs of llama.cpp in a folder of `Peers`."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._folder = peers.folder / "llama"
+
+    def command(self, model: Path, precision: str, threads: int) -> tuple[str, ...]:
+        """Return the command of a server for a checkpoint, after building the program and converting the checkpoint.
+
+        Args:
+            model: the checkpoint's folder.
+            precision: one of `PRECISIONS`.
+            threads: number of threads.
+
+        Raises:
+            SetupMissing: it cannot be built, or the checkpoint cannot be converted.
+        """
+        program = str(self._program("llama-server"))
+        files = self.converted(model, precision)
+        return (
+            program, "-m", str(files.text), "--mmproj", str(files.vision), "-c", str(CONTEXT), "-np", str(SLOTS),
+            "-t", str(threads), "--host", "127.0.0.1", "--port", "{port}", "--alias", "model",
+        )  # fmt: skip
+
+    def converted(self, model: Path, precision: str) -> Gguf:
+        """Return a checkpoint in llama.cpp's format; raises like `command`."""
+        digest = hashlib.sha256((model / "config.json").read_bytes()).hexdigest()[:8]
+        stem = f"{model.name}-{digest}"
+        files = Gguf(self._folder / f"{stem}-bf16.gguf", self._folder / f"{stem}-vision.gguf")
+        if not files.vision.exists():
+            print(f"converting {model} for llama.cpp ...", flush=True)
+            self._convert(model, files.text)
+            self._convert(model, files.vision, "--mmproj")
+        if not PRECISIONS[precision]:
+            return files
+        quantized = self._folder / f"{stem}-{precision}.gguf"
+        if not quantized.exists():
+            draft = quantized.with_suffix(".part")
+            run(str(self._program("llama-quantize")), str(files.text), str(draft), PRECISIONS[precision])
+            draft.rename(quantized)
+        return files._replace(text=quantized)
+
+    def _convert(self, model: Path, out: Path, *options: str) -> None:
+        sources, draft = self._sources(), out.with_suffix(".part")
+        script = str(self._peers.script("convert_to_gguf.py"))
+        tools = str(packages_folder(self._tools()))  # sentencepiece, which the script imports for every model
+        search = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), tools)))
+        arguments = (script, str(sources), str(model), str(draft), "--outtype", "bf16", *options)
+        run(sys.executable, *arguments, environment={"PYTHONPATH": search})
+        draft.rename(out)
+
+    def _tools(self) -> Path:
+        """Return the interpreter of the environment with the build tools."""
+        python, created = self._peers.environment("llama-tools", TOOLS)
+        if created:
+            finish(python)
+        return python
+
+    def _sources(self) -> Path:
+        return self._folder / "sources" / "vendor" / "llama.cpp"
+
+    def _program(self, name: str) -> Path:
+        program = self._folder / "build" / "bin" / name
+        if not program.exists():
+            self._unpack()
+            self._build()
+        return program
+
+    def _unpack(self) -> None:
+        if self._sources().exists():
+            return
+        print(f"downloading the sources of {SOURCES} ...", flush=True)
+        python = str(self._tools())
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            run(python, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", SOURCES, "-d", folder)
+            (archive,) = Path(folder).glob("*.tar.gz")
+            with tarfile.open(archive) as files:
+                files.extractall(folder, filter="data")
+            (unpacked,) = (path for path in Path(folder).iterdir() if path.is_dir())
+            unpacked.rename(self._folder / "sources")
+
+    def _build(self) -> None:
+        print("building llama.cpp, which takes minutes ...", flush=True)
+        tools = self._tools().parent
+        build = str(self._folder / "build")
+        environment = {"PATH": f"{tools}{os.pathsep}{os.environ.get('PATH', '')}"}
+        cmake = str(tools / "cmake")
+        sources = str(self._sources())
+        run(cmake, "-G", "Ninja", "-S", sources, "-B", build, *CMAKE_OPTIONS, environment=environment)
+        run(cmake, "--build", build, "--target", *TARGETS, environment=environment)
