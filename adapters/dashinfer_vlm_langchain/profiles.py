@@ -55,7 +55,7 @@ def _capabilities(profile: Profile, *, structured_output: bool) -> ModelProfile:
         image_outputs=False,
         audio_outputs=False,
         video_outputs=False,
-        reasoning_output=False,
+        reasoning_output=profile.reasoning,
         tool_calling=profile.tools,
         tool_choice=profile.tools and structured_output,
         tool_call_streaming=profile.tools,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, AIMessageChunk, InvalidToolCall, ToolCall
-from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.output_parsers.openai_tools import make_invalid_tool_call, parse_tool_call
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
     from openai.types.chat.chat_completion import Choice
     from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
+    from openai.types.chat.chat_completion_chunk import ChoiceDelta
 
 PROVIDER = "dashinfer_vlm"
 
@@ -39,7 +40,7 @@ async def chat_chunks(chunks: AsyncIterator[ChatCompletionChunk]) -> AsyncIterat
         for choice in chunk.choices:
             if choice.finish_reason:
                 last = _metadata(chunk) | {"finish_reason": choice.finish_reason}
-            if choice.delta.content or choice.delta.tool_calls or choice.logprobs:
+            if choice.delta.content or _reasoning(choice.delta) or choice.delta.tool_calls or choice.logprobs:
                 yield _delta(choice)
     message = AIMessageChunk(content="", response_metadata=last, usage_metadata=usage_metadata, chunk_position="last")
     yield ChatGenerationChunk(message=message)
@@ -53,12 +54,16 @@ def usage(counts: CompletionUsage) -> UsageMetadata:
         "image": getattr(details, "image_tokens", None),
         "video": getattr(details, "video_tokens", None),
     }
-    return UsageMetadata(
+    metadata = UsageMetadata(
         input_tokens=counts.prompt_tokens,
         output_tokens=counts.completion_tokens,
         total_tokens=counts.total_tokens,
         input_token_details=cast("InputTokenDetails", {key: n for key, n in input_details.items() if n is not None}),
     )
+    output_details = counts.completion_tokens_details
+    if output_details is not None and output_details.reasoning_tokens is not None:
+        metadata["output_token_details"] = OutputTokenDetails(reasoning=output_details.reasoning_tokens)
+    return metadata
 
 
 def _metadata(response: ChatCompletion | ChatCompletionChunk) -> dict[str, Any]:
@@ -72,6 +77,7 @@ def _generation(choice: Choice, metadata: dict[str, Any]) -> ChatGeneration:
         metadata["logprobs"] = choice.logprobs.model_dump(exclude_unset=True)
     message = AIMessage(
         content=choice.message.content or "",
+        additional_kwargs=_reasoning(choice.message),
         tool_calls=calls,
         invalid_tool_calls=invalid,
         response_metadata=metadata,
@@ -91,6 +97,12 @@ def _calls(message: ChatCompletionMessage) -> tuple[list[ToolCall], list[Invalid
     return calls, invalid
 
 
+def _reasoning(part: ChatCompletionMessage | ChoiceDelta) -> dict[str, Any]:
+    """Return the reasoning under the key from which LangChain creates content blocks of type reasoning."""
+    text = getattr(part, "reasoning_content", None)
+    return {"reasoning_content": text} if text else {}
+
+
 def _delta(choice: ChunkChoice) -> ChatGenerationChunk:
     calls = [
         tool_call_chunk(
@@ -102,5 +114,10 @@ def _delta(choice: ChunkChoice) -> ChatGenerationChunk:
         for call in choice.delta.tool_calls or ()
     ]
     logprobs = {"logprobs": choice.logprobs.model_dump(exclude_unset=True)} if choice.logprobs else {}
-    message = AIMessageChunk(content=choice.delta.content or "", tool_call_chunks=calls, response_metadata=logprobs)
+    message = AIMessageChunk(
+        content=choice.delta.content or "",
+        additional_kwargs=_reasoning(choice.delta),
+        tool_call_chunks=calls,
+        response_metadata=logprobs,
+    )
     return ChatGenerationChunk(message=message, generation_info=logprobs or None)

@@ -25,7 +25,7 @@ from ..protocol.client import current_client
 from ..protocol.sampling import Sampling
 from ..response.response_builder import PromptCounts, ResponseBuilder
 from ..structured_output.grammar_compiler import GrammarCompiler
-from ..structured_output.output_grammar import grammar_for_request
+from ..structured_output.output_grammar import OutputGrammar, after_reasoning, grammar_for_request
 from ..vision import Item, VisionService
 from ..vision.media_uuids import MediaUuidCache
 from .observers import RequestObserver, RequestTimer
@@ -214,6 +214,7 @@ class ChatPipeline:
             raise ModelNotFound(f"The model {request.model!r} is not served here. Use {self.name!r}.", param="model")
         if self.decoder.unsupported_vision_reason and (media := request.media()):
             raise UnsupportedParameter(self.decoder.unsupported_vision_reason, param=media[0].path)
+        self.prompts.check_options(request)
         sampling = request.sampling()
         for name in sorted(sampling.requested_params() - self.decoder.supported_params):
             raise UnsupportedParameter(
@@ -240,7 +241,7 @@ class ChatPipeline:
             if GUIDED_DECODING not in self.decoder.supported_params:
                 self._reject_structured_output(request)
                 return None
-            output_grammar = await asyncio.to_thread(grammar_for_request, request, self.spec.conversation)
+            output_grammar = await asyncio.to_thread(self._output_grammar, request)
             if output_grammar is None:
                 return None
             if request.ignore_eos:
@@ -251,6 +252,12 @@ class ChatPipeline:
                 )
             rules, start, param = output_grammar.rules, output_grammar.start, output_grammar.param
             return await self.grammars.compile_async(rules, start, param=param)
+
+    def _output_grammar(self, request: ChatRequest) -> OutputGrammar | None:
+        grammar = grammar_for_request(request, self.spec.conversation)
+        if grammar and self.prompts.opens_reasoning(request):
+            return after_reasoning(grammar, self.spec.conversation)
+        return grammar
 
     async def _load_media(self, request: ChatRequest) -> list[Item]:
         """Load and process the request's images and videos; look up those referenced by `uuid` alone."""
@@ -325,6 +332,8 @@ class ChatPipeline:
                 index=index,
                 guided=guided,
                 conversation=self.spec.conversation,
+                reasons=self.prompts.reasons,
+                opens_reasoning=prompt.opens_reasoning,
             )
             for index in range(request.n)
         ]

@@ -150,11 +150,13 @@ class Profile:
         images: whether it accepts images.
         videos: whether it accepts videos.
         tools: whether it was trained to call tools.
+        reasoning: whether it reasons before it answers.
     """
 
     images: bool = True
     videos: bool = True
     tools: bool = True
+    reasoning: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

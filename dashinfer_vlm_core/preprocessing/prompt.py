@@ -6,6 +6,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,16 @@ import numpy.typing as npt
 import tokenizers
 
 from ..config import EngineConfig
-from ..errors import ContextLengthExceeded, InvalidParameter
+from ..errors import ContextLengthExceeded, InvalidParameter, UnsupportedParameter
 from ..models.interface import Placeholder, PlaceholderSpan, PromptLayout, Visual
 from ..models.spec import ModelSpec
 from ..protocol import ChatRequest
 from ..tokenization.chat_template import ChatTemplate, read_chat_template, template_config_error
 from ..tokenization.hermes import parse_tool_arguments, render_tools_as_text
 from ..tokenization.tokenizer import CheckpointTokenizer, read_tokenizer
+
+MAX_TAG_TOKENS = 16
+"""More than the tokens of a tag and the white space after it."""
 
 # Private-use characters. One that the messages do not contain is inserted into their text, so that no part of it is
 # parsed as a special token.
@@ -36,6 +40,7 @@ class Prompt:
         spans: spans of visual tokens, in the order of the prompt.
         image_tokens: number of image placeholder tokens.
         video_tokens: number of video placeholder tokens.
+        opens_reasoning: whether it ends with the tag that begins reasoning.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -43,6 +48,7 @@ class Prompt:
     spans: tuple[PlaceholderSpan, ...]
     image_tokens: int
     video_tokens: int
+    opens_reasoning: bool = False
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -76,6 +82,9 @@ class PromptBuilder:
         self._split = re.compile(
             "|".join(re.escape(name) for name in sorted(self._special_tokens, key=len, reverse=True))
         )
+        tags = spec.conversation.reasoning_begin, spec.conversation.reasoning_end
+        self.reasons: bool = any(map(template.mentions, tags))
+        """Whether completions may begin with reasoning."""
         self._first_chars = sorted({name[0] for name in self._special_tokens})
         self._max_token_chars = max(len(token) for token in self.tokenizer.get_vocab(with_added_tokens=True))
 
@@ -110,12 +119,14 @@ class PromptBuilder:
             ids, spans = self._expand(self._segments(request), visuals)
         except _PlaceholderMismatch:
             raise _placeholder_error(raw=request.raw_prompt is not None) from None
+        token_ids = np.concatenate(ids)
         prompt = Prompt(
-            token_ids=np.concatenate(ids),
+            token_ids=token_ids,
             positions=self._layout.positions(sum(map(len, ids)), spans, visuals),
             spans=tuple(spans),
             image_tokens=sum(item.tokens for item in visuals if item.kind == "image"),
             video_tokens=sum(item.tokens for item in visuals if item.kind == "video"),
+            opens_reasoning=self.reasons and self._ends_with_tag(token_ids[-MAX_TAG_TOKENS:].tolist()),
         )
         self._check_length(len(prompt), request)
         return prompt
@@ -142,6 +153,55 @@ class PromptBuilder:
         """Return the vocabulary's tokens; empty for ids that the model has but the tokenizer does not."""
         return [self.tokenizer.id_to_token(index) or "" for index in ids]
 
+    def check_options(self, request: ChatRequest) -> None:
+        """Check that the chat template uses the options that a request sets.
+
+        Raises:
+            InvalidParameter: it does not use an option.
+        """
+        for name in request.chat_template_kwargs:
+            if name not in self._template.options:
+                known = ", ".join(sorted(self._template.options)) or "none"
+                raise InvalidParameter(
+                    f"`chat_template_kwargs.{name}` is not a variable of the model's chat template. Remove it."
+                    f" Variables of the template: {known}.",
+                    param=f"chat_template_kwargs.{name}",
+                )
+        effort = request.reasoning_effort
+        if effort is not None and not self._reasoning_options(effort) and (effort != "none" or self.reasons):
+            raise UnsupportedParameter(
+                f"`reasoning_effort` is not supported, got {effort!r}: {self._no_effort()}. Remove it.",
+                param="reasoning_effort",
+            )
+
+    def _no_effort(self) -> str:
+        if self.reasons:
+            return "the model's chat template cannot change how much the model reasons"
+        return "the model does not have a reasoning phase"
+
+    def _reasoning_options(self, effort: str | None) -> dict[str, Any]:
+        """Return the variables of the template that express an effort; empty if it has none."""
+        if effort is not None and "reasoning_effort" in self._template.options:
+            return {"reasoning_effort": effort}
+        if effort == "none" and "enable_thinking" in self._template.options:
+            return {"enable_thinking": False}
+        return {}
+
+    def opens_reasoning(self, request: ChatRequest) -> bool:
+        """Return whether the prompt of a request will end with the tag that begins reasoning, without its media."""
+        if not self.reasons or request.raw_prompt is not None:
+            return False
+        tools = [tool.for_template() for tool in request.offered_tools]
+        text = self.render([{"role": "user", "content": "Hello"}], tools, self._options(request))
+        return text.rstrip().endswith(self._spec.conversation.reasoning_begin)
+
+    def _options(self, request: ChatRequest) -> dict[str, Any]:
+        return {**self._reasoning_options(request.reasoning_effort), **request.chat_template_kwargs}
+
+    def _ends_with_tag(self, token_ids: list[int]) -> bool:
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text.rstrip().endswith(self._spec.conversation.reasoning_begin)
+
     def check_template(self) -> None:
         """Render a minimal conversation, so that a broken template is reported at startup instead of by requests.
 
@@ -153,15 +213,25 @@ class PromptBuilder:
         except InvalidParameter as error:
             raise template_config_error(error.__cause__ or error) from error
 
-    def render(self, messages: list[dict[str, Any]], tools: Sequence[Any] = ()) -> str:
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Any] = (),
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         """Render `messages` and `tools` with the chat template, including the generation prompt.
+
+        Args:
+            messages: the messages, as `ChatRequest.template_messages` returns them.
+            tools: the available tools.
+            options: other variables of the template.
 
         Raises:
             InvalidParameter: the template rejects them.
         """
         if self._template.supports_tools:
-            return self._template.render(messages, tools)
-        return self._template.render(render_tools_as_text(messages, tools, self._spec.conversation))
+            return self._template.render(messages, tools, options)
+        return self._template.render(render_tools_as_text(messages, tools, self._spec.conversation), (), options)
 
     def _segments(self, request: ChatRequest) -> Iterable[list[int]]:
         """Tokenize a request in segments of token ids; each special token is a separate segment."""
@@ -176,9 +246,10 @@ class PromptBuilder:
         # Arguments are parsed first, because JSON-escaped text in them must be guarded as well.
         messages = parse_tool_arguments(request.template_messages())
         tools = [tool.for_template() for tool in request.offered_tools]
-        self._check_size([messages, tools])
-        mark = _unused_mark([messages, tools])
-        guarded = [[_guard(item, self._first_chars, mark) for item in items] for items in (messages, tools)]
+        given = [messages, tools, self._options(request)]
+        self._check_size(given)
+        mark = _unused_mark(given)
+        guarded = [_guard(value, self._first_chars, mark) for value in given]
         return self._encode(self._pieces(self.render(*guarded), mark))
 
     def _checked_ids(self, ids: tuple[int, ...], *, param: str = "prompt_token_ids") -> Iterable[list[int]]:

@@ -9,7 +9,7 @@ SUPPORTED_FIELDS = frozenset(
     {
         "messages", "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "top_p",
         "frequency_penalty", "presence_penalty", "stop", "seed", "logprobs", "top_logprobs", "logit_bias", "n",
-        "response_format", "tools", "tool_choice", "parallel_tool_calls",
+        "reasoning_effort", "response_format", "tools", "tool_choice", "parallel_tool_calls",
     }
 )  # fmt: skip
 """Fields with the same effect as in OpenAI's API."""
@@ -33,7 +33,6 @@ REJECTED_FIELDS: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType
         "modalities": ((["text"],), NO_AUDIO),
         "moderation": ((), "Moderation is not available. Remove it."),
         "prediction": ((), "Predicted outputs are not available. Remove it."),
-        "reasoning_effort": (("none",), "The models do not have a reasoning phase. Remove it."),
         "service_tier": (("auto", "default"), 'There is only one tier. Remove it, or use "auto".'),
         "store": ((False,), "Completions are not stored. Remove it."),
         "verbosity": (
@@ -47,7 +46,6 @@ REJECTED_FIELDS: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType
         "bad_words": (([],), "Use `logit_bias` on their tokens."),
         "best_of": ((1,), "Completions are not ranked. Use `n`."),
         "chat_template": ((), _NO_TEMPLATE),
-        "chat_template_kwargs": (({},), _NO_TEMPLATE),
         "continue_final_message": ((False,), _NO_TEMPLATE),
         "echo": ((False,), "Completions do not include the prompt. Remove it."),
         "guided_choice": ((), _NO_GRAMMAR),

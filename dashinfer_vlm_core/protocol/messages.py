@@ -391,6 +391,7 @@ class Message(RequestModel):
     content: Annotated[Annotated[Text, Tag("string")] | Annotated[_Parts, Tag("array")], STRING_OR_ARRAY] | None = None
     name: Name | None = None
     refusal: Text | None = None
+    reasoning_content: Text | None = None
     tool_calls: Annotated[tuple[ToolCall, ...], Strict(False), Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] = ()
     tool_call_id: Name | None = None
 
@@ -398,7 +399,7 @@ class Message(RequestModel):
         for name, next_step in REJECTED_IN_MESSAGES.items():
             if name in (self.model_extra or {}):
                 raise UnsupportedParameter(f"`{path}.{name}` is not supported. {next_step}", param=f"{path}.{name}")
-        for name in ("tool_calls", "refusal"):
+        for name in ("tool_calls", "refusal", "reasoning_content"):
             if self.role != "assistant" and getattr(self, name):
                 raise InvalidParameter(
                     f"`{path}.{name}` is allowed in messages of the assistant only.", param=f"{path}.{name}"
@@ -424,6 +425,7 @@ class Message(RequestModel):
         message = {"role": "system" if self.role == "developer" else self.role, "content": content}
         optional = {
             "name": self.name,
+            "reasoning_content": self.reasoning_content,
             "tool_calls": [call.for_template() for call in self.tool_calls],
             "tool_call_id": self.tool_call_id,
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, InstanceOf, Strict, Tag, ValidationError, model_validator
 
@@ -28,12 +28,14 @@ MAX_COMPLETIONS = 16
 MAX_MESSAGES = 4096
 MAX_STOP_CHARACTERS = 256
 MAX_LISTED_TOKENS = 1024
+MAX_TEMPLATE_OPTIONS = 32
 
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
 _TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS), AfterValidator(encodable)]
+_TemplateValue = bool | Annotated[int, Field(ge=-LARGEST, le=LARGEST)] | float | Label
 _Stops = Annotated[tuple[_Stop, ...], Strict(False), Field(max_length=4, fail_fast=True)]
 
 
@@ -47,7 +49,8 @@ class ChatRequest(RequestModel):
 
     In addition to OpenAI's fields, it has fields that are common in inference servers: `top_k`, `repetition_penalty`,
     `min_tokens`, `ignore_eos`, `stop_token_ids`, options for all media (module `options`), and `cache_salt`: cache
-    entries are shared only between requests with the same salt. The module `fields` lists ignored and rejected fields.
+    entries are shared only between requests with the same salt, and `chat_template_kwargs`: variables of the chat
+    template, such as `enable_thinking`. The module `fields` lists ignored and rejected fields.
     """
 
     messages: Annotated[
@@ -82,6 +85,10 @@ class ChatRequest(RequestModel):
     media_io_kwargs: MediaIO = MediaIO()
     mm_processor_kwargs: ProcessorOptions = ProcessorOptions()
     cache_salt: Label | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: Annotated[dict[Name, _TemplateValue], Field(max_length=MAX_TEMPLATE_OPTIONS)] = Field(
+        default_factory=dict
+    )
 
     @classmethod
     def parse(cls, data: object) -> ChatRequest:

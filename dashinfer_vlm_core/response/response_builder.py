@@ -18,7 +18,7 @@ from openai.types.chat.chat_completion_message_function_tool_call import (
     Function,
 )
 from openai.types.chat.chat_completion_token_logprob import TopLogprob
-from openai.types.completion_usage import PromptTokensDetails
+from openai.types.completion_usage import CompletionTokensDetails, PromptTokensDetails
 
 from ..decoders import FinishReason, Token
 from ..errors import DecoderFailed
@@ -27,6 +27,7 @@ from ..structured_output.tool_parser import ContentDelta, ParserEvent, ToolCallP
 from ..tokenization.conversation import HERMES, ConversationFormat
 from ..tokenization.detokenizer import IncrementalDetokenizer
 from ..tokenization.stop_strings import StopStringMatcher
+from .reasoning_parser import ReasoningDelta, ReasoningEvent, ReasoningParser
 
 ChoiceFinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
@@ -66,10 +67,14 @@ class ResponseBuilder:
         counts: token counts of the prompt.
         index: the index of the choice.
         guided: whether a grammar constrains the completion.
-        conversation: how the model writes tool calls.
+        conversation: how the model writes tool calls and reasoning.
+        reasons: whether the completion may begin with reasoning, which becomes `reasoning_content`. Stop strings and
+            log probabilities concern only the text after it.
+        opens_reasoning: whether the prompt ends with the tag that begins reasoning.
 
     Attributes:
         completion_tokens: the number of tokens so far.
+        reasoning_tokens: the number of those that belong to the reasoning, including its last tag.
         cached_tokens: the number of prompt tokens that were read from a cache.
 
     Raises:
@@ -88,6 +93,8 @@ class ResponseBuilder:
         index: int = 0,
         guided: bool = False,
         conversation: ConversationFormat = HERMES,
+        reasons: bool = False,
+        opens_reasoning: bool = False,
     ) -> None:
         self.id = id
         self._index = index
@@ -99,12 +106,16 @@ class ResponseBuilder:
         self._stop_strings = StopStringMatcher(request.stop_strings)
         tools = {tool.function.name for tool in request.callable_tools}
         self._tool_parser = ToolCallParser(tools, guided=guided, conversation=conversation)
+        self._reasoning_parser = ReasoningParser(conversation, started=opens_reasoning) if reasons else None
+        self._reasoning: list[str] = []
+        self._text_begin: int | None = None  # index of the first character after the reasoning, in the generated text
         self._single_call = request.parallel_tool_calls is False
         self._text: list[str] = []
         self._tool_calls: list[_ToolCall] = []
         self._pending_logprobs: list[_TokenLogprob] = []
         self._content_logprobs: list[_TokenLogprob] = []
         self.completion_tokens: int = 0
+        self.reasoning_tokens: int = 0
         self.cached_tokens: int = 0
         self._reason: FinishReason | None = None
 
@@ -132,11 +143,14 @@ class ResponseBuilder:
         self._reason = token.finish_reason
         if token.finish_reason == "stop":
             return []
+        self.reasoning_tokens += self._reasoning_parser is not None and self._reasoning_parser.reasoning
         begin = self._detokenizer.position
         text = self._detokenizer.feed(token.id)
         if self._wants_logprobs and self._detokenizer.is_visible(token.id):
             self._pending_logprobs.append(_TokenLogprob(begin, self._logprob(token)))
-        return self._chunks_for(self._tool_parser.feed(self._stop_strings.feed(text)))
+        if self._reasoning_parser is None:
+            return self._feed_text(text)
+        return self._chunks_for_reasoning(self._reasoning_parser.feed(text))
 
     def final_chunks(self) -> list[ChatCompletionChunk]:
         """Return the last chunks of this choice: the text that was held back, and the finish reason.
@@ -167,9 +181,10 @@ class ResponseBuilder:
         self._flush()
         finish = self._finish_reason()
         text = "".join(self._text)
-        message = ChatCompletionMessage(
-            role="assistant", content=text or (None if self._tool_calls else ""), refusal=None
-        )
+        has_other = self._tool_calls or self._reasoning
+        message = ChatCompletionMessage(role="assistant", content=text or (None if has_other else ""), refusal=None)
+        if self._reasoning:
+            message.reasoning_content = "".join(self._reasoning)  # type: ignore[attr-defined]  # as vLLM and LiteLLM name it
         if self._tool_calls:
             message.tool_calls = [call.message() for call in self._tool_calls]
         logprobs = [entry.logprob for entry in self._content_logprobs]
@@ -194,7 +209,15 @@ class ResponseBuilder:
             completion_tokens=completion,
             total_tokens=self._counts.prompt_tokens + completion,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=cached, **details),
+            **self._completion_details(builders),
         )
+
+    def _completion_details(self, builders: Sequence[ResponseBuilder]) -> dict[str, CompletionTokensDetails]:
+        """Return the number of reasoning tokens, for a model that reasons."""
+        if self._reasoning_parser is None:
+            return {}
+        tokens = sum(builder.reasoning_tokens for builder in builders)
+        return {"completion_tokens_details": CompletionTokensDetails(reasoning_tokens=tokens)}
 
     def _finish_reason(self) -> ChoiceFinishReason:
         if not self.finished:
@@ -204,9 +227,26 @@ class ResponseBuilder:
         return "stop" if self._stop_strings.matched else self._reason or "stop"
 
     def _flush(self) -> list[ChatCompletionChunk]:
-        rest = self._stop_strings.feed(self._detokenizer.flush())
-        events = self._tool_parser.feed(rest + self._stop_strings.flush())
-        return self._chunks_for([*events, *self._tool_parser.flush()])
+        text, chunks = self._detokenizer.flush(), list[ChatCompletionChunk]()
+        if self._reasoning_parser is not None:
+            events = [*self._reasoning_parser.feed(text), *self._reasoning_parser.flush()]
+            chunks, text = self._chunks_for_reasoning(events), ""
+        rest = self._stop_strings.feed(text) + self._stop_strings.flush()
+        return [*chunks, *self._chunks_for([*self._tool_parser.feed(rest), *self._tool_parser.flush()])]
+
+    def _feed_text(self, text: str) -> list[ChatCompletionChunk]:
+        return self._chunks_for(self._tool_parser.feed(self._stop_strings.feed(text)))
+
+    def _chunks_for_reasoning(self, events: list[ReasoningEvent]) -> list[ChatCompletionChunk]:
+        chunks: list[ChatCompletionChunk] = []
+        for event in events:
+            if isinstance(event, ReasoningDelta):
+                self._reasoning.append(event.text)
+                chunks.append(self._chunk(ChoiceDelta(reasoning_content=event.text)))
+            else:
+                self._text_begin = event.begin if self._text_begin is None else self._text_begin
+                chunks += self._feed_text(event.text)
+        return chunks
 
     def _chunks_for(self, events: list[ParserEvent]) -> list[ChatCompletionChunk]:
         return [self._chunk_for(event) for event in events]
@@ -226,10 +266,11 @@ class ResponseBuilder:
 
     def _logprobs_for(self, delta: ContentDelta) -> list[_TokenLogprob]:
         """Return the log probabilities of the tokens that begin in a content delta; earlier ones are in tool calls."""
-        end = delta.begin + len(delta.text)
+        begin = delta.begin + (self._text_begin or 0)
+        end = begin + len(delta.text)
         before_end = [entry for entry in self._pending_logprobs if entry.begin < end]
         self._pending_logprobs = self._pending_logprobs[len(before_end) :]
-        entries = [entry for entry in before_end if entry.begin >= delta.begin]
+        entries = [entry for entry in before_end if entry.begin >= begin]
         self._content_logprobs += entries
         return entries
 

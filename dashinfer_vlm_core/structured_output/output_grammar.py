@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import InvalidParameter
@@ -17,6 +17,8 @@ MAX_CALLS = 16
 """Maximum number of tool calls in one completion."""
 
 _ANYTHING = r"/(.|\n)*/"
+_BLANK = r"/\n{0,2}/"
+"""What models write between reasoning and content."""
 SCHEMA_PARAM = "response_format.json_schema.schema"
 
 
@@ -64,6 +66,16 @@ def grammar_for_request(request: ChatRequest, conversation: ConversationFormat =
     tag = re.escape(conversation.call_begin).replace("/", r"\/")
     text = rules.terminal(f"{_ANYTHING} & ~/(.|\\n)*{tag}(.|\\n)*/")
     return OutputGrammar(rules=rules, start=f"{text} | {_until_call(rules, begin)} {calls}", param="tools")
+
+
+def after_reasoning(grammar: OutputGrammar, conversation: ConversationFormat) -> OutputGrammar:
+    """Return the grammar of a completion that begins with reasoning, without its first tag.
+
+    The reasoning is unconstrained and of any length; the completion's limit of tokens bounds it.
+    """
+    rules = grammar.rules
+    reasoning = rules.lazy(f"{rules.terminal(_ANYTHING)} {literal(conversation.reasoning_end)}")
+    return replace(grammar, start=f"{reasoning} {rules.terminal(_BLANK)} ({grammar.start})")
 
 
 def _content(rules: Rules, request: ChatRequest) -> OutputGrammar | None:

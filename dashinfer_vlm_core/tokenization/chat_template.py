@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
@@ -27,6 +28,9 @@ logger: logging.Logger = logging.getLogger(__name__)
 DEFAULT, TOOL_USE = "default", "tool_use"
 """transformers' names of templates, for checkpoints with several."""
 
+RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""Variables of a template that this module sets."""
+
 EXPRESSION_ERRORS = (TypeError, ValueError, ArithmeticError, AttributeError, LookupError)
 """Exceptions that expressions in a template raise, in addition to Jinja's own."""
 
@@ -36,6 +40,7 @@ class ChatTemplate:
 
     Attributes:
         supports_tools: whether the template renders tools.
+        options: the variables that a request may set, such as `enable_thinking`.
     """
 
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str]) -> None:
@@ -53,17 +58,36 @@ class ChatTemplate:
                 " select one with --chat-template."
             )
         environment = _environment()
+        self._sources = tuple(sources.values())
         try:
             self._templates = {name: environment.from_string(source) for name, source in sources.items()}
         except jinja2.TemplateError as error:
             raise template_config_error(error) from error
-        self.supports_tools: bool = TOOL_USE in sources or "tools" in jinja2.meta.find_undeclared_variables(
-            environment.parse(sources[DEFAULT])
-        )
+        used = {name: jinja2.meta.find_undeclared_variables(environment.parse(text)) for name, text in sources.items()}
+        self.supports_tools: bool = TOOL_USE in sources or "tools" in used[DEFAULT]
         self._variables = dict(variables)
+        self.options: frozenset[str] = frozenset().union(*used.values()) - {
+            *RESERVED_VARIABLES,
+            *variables,
+            *environment.globals,
+        }
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> str:
+    def mentions(self, text: str) -> bool:
+        """Return whether a template contains `text`."""
+        return any(text in source for source in self._sources)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] = (),
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         """Render `messages` and `tools` (plain JSON values) with the generation prompt.
+
+        Args:
+            messages: the messages.
+            tools: the available tools.
+            options: values of variables in `options` of this class.
 
         Raises:
             InvalidParameter: the template rejects them.
@@ -71,7 +95,7 @@ class ChatTemplate:
         name = TOOL_USE if tools and TOOL_USE in self._templates else DEFAULT
         try:
             return self._templates[name].render(
-                **self._variables,
+                **{**options, **self._variables},
                 # Templates test whether a key is present, and render a value of None as "None".
                 messages=[{key: value for key, value in message.items() if value is not None} for message in messages],
                 tools=list(tools) or None,

@@ -1,4 +1,4 @@
-"""How a model writes tool calls."""
+"""How a model writes tool calls and reasoning."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversationFormat:
-    """A model's tool call format: a JSON object with `name` and `arguments` between two tags.
+    """The format of a model's tool calls, JSON objects with `name` and `arguments` between two tags, and of reasoning.
 
-    The defaults are the Hermes format.
+    The defaults are the Hermes format, and the tags of Qwen's models for reasoning.
 
     Attributes:
         call_begin: tag before a call.
         call_end: tag after a call.
         result_begin: tag before a result.
         result_end: tag after a result.
+        reasoning_begin: tag before the reasoning. The model reasons if its chat template contains a tag.
+        reasoning_end: tag after the reasoning.
         default_system: the chat template's default system message; used to describe tools if the template does not
             support them.
         tools_prompt: describes tools in the system message for such templates; `{tools}` is replaced by one JSON object
@@ -26,6 +28,8 @@ class ConversationFormat:
     call_end: str = "</tool_call>"
     result_begin: str = "<tool_response>"
     result_end: str = "</tool_response>"
+    reasoning_begin: str = "<think>"
+    reasoning_end: str = "</think>"
     default_system: str = "You are a helpful assistant."
     tools_prompt: str = """
 

@@ -427,3 +427,24 @@ def test_equal_configurations_share_engine(tiny_checkpoint):
     ChatDashInferVLM(**options, temperature=0).invoke("?")
     assert engines.get(config) is engine
     engines.close()
+
+
+REASONING = "It has wheels.\n</think>\n\nA car."
+
+
+@pytest.fixture
+def thinking(scripted, tmp_path):
+    """A chat model whose chat template ends with `<think>`."""
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}<think>\n")
+    return scripted(REASONING, engine_options={"chat_template": str(template)}).chat
+
+
+def test_reasoning_becomes_content_blocks(thinking):
+    expected = [{"type": "reasoning", "reasoning": "It has wheels."}, {"type": "text", "text": "A car."}]
+    plain, streamed = thinking.invoke("?"), merge_chunks(thinking.stream("?"))
+    for message in (plain, streamed):
+        assert message.content == "A car."
+        assert message.content_blocks == expected
+        assert message.usage_metadata["output_token_details"]["reasoning"] > 0
+    thinking.invoke([HumanMessage("?"), plain, HumanMessage("Why?")])  # a message with reasoning can be sent again

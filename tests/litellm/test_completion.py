@@ -304,3 +304,16 @@ def test_register_is_idempotent():
     before = list(litellm.custom_provider_map)
     assert dashinfer_vlm_litellm.register() is dashinfer_vlm_litellm.handler
     assert litellm.custom_provider_map == before
+
+
+def test_reasoning_is_separate_from_content(scripted, tmp_path, monkeypatch):
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}<think>\n")
+    monkeypatch.setenv("DASHINFER_VLM_CHAT_TEMPLATE", str(template))
+    provider = scripted("It has wheels.\n</think>\n\nA car.")
+    plain = litellm.completion(provider.model, messages=HELLO)
+    streamed = litellm.stream_chunk_builder(list(litellm.completion(provider.model, messages=HELLO, stream=True)))
+    for response in (plain, streamed):
+        message = response.choices[0].message
+        assert (message.reasoning_content, message.content) == ("It has wheels.", "A car.")
+    assert plain.usage.completion_tokens_details.reasoning_tokens > 0

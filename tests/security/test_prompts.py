@@ -299,7 +299,6 @@ def prompts():
 
 CODE = {
     "chat_template": "{% for a in range(10**9) %}{% endfor %}",
-    "chat_template_kwargs": {"add_vision_id": True},
     "guided_regex": "(a+)+$",
     "guided_grammar": "root ::= root root",
     "guided_json": {},
