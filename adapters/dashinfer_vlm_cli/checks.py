@@ -21,6 +21,7 @@ from dashinfer_vlm_core.hookspecs import Finding
 from dashinfer_vlm_core.kernels.choice import TORCH, KernelSelector
 from dashinfer_vlm_core.kernels.cpu import cpu_flags
 from dashinfer_vlm_core.kernels.devices import cuda_devices
+from dashinfer_vlm_core.media_workers.sandbox import missing_restrictions
 from dashinfer_vlm_core.plugins import DISTRIBUTION, load_plugins
 
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "llguidance", "pillow", "numpy")
@@ -166,6 +167,7 @@ def _configured() -> Iterator[Finding]:
     yield _cache(config)
     yield _kernels(config)
     yield _disk(config)
+    yield _media_workers(config)
     yield from _registered(config)
 
 
@@ -211,6 +213,20 @@ def _without_torch(name: str) -> Finding:
 
 def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:].rstrip('.')}."
+
+
+def _media_workers(config: EngineConfig) -> Finding:
+    """Check that the processes that decode images and videos are restricted."""
+    name = "media workers"
+    if config.media_workers == 0:
+        detail = "off: images and videos are decoded in the engine's process, as set by `media_workers`"
+        return Finding(name=name, status="ok", detail=detail)
+    missing = missing_restrictions()
+    if not missing:
+        return Finding(name=name, status="ok", detail="restricted by Landlock and a seccomp filter")
+    lacks = " and ".join(f"without {item.name}, a hostile file could make one {item.risk}" for item in missing)
+    fix = _sentence(" and ".join(item.fix for item in missing))
+    return Finding(name=name, status="unusable", detail=f"less restricted: {lacks}", fix=fix)
 
 
 def _disk(config: EngineConfig) -> Finding:

@@ -18,6 +18,7 @@ import struct
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 MAX_FILES = 64
 
@@ -46,6 +47,32 @@ def restrict(files: Sequence[int], *, memory_bytes: int) -> None:
     _libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     _restrict_files(_readable_folders())
     _filter_system_calls()
+
+
+class MissingRestriction(NamedTuple):
+    """A restriction that does not apply on this system.
+
+    Attributes:
+        name: its name.
+        risk: what a worker can do that a hostile file has taken over.
+        fix: what makes it available.
+    """
+
+    name: str
+    risk: str
+    fix: str
+
+
+def missing_restrictions(machine: str = platform.machine()) -> list[MissingRestriction]:
+    """Return the restrictions that `restrict` leaves out on this kernel, and on a machine of this kind."""
+    missing: list[MissingRestriction] = []
+    if _landlock_version() < 1:
+        fix = "use Linux 5.13 or newer, with `landlock` in /sys/kernel/security/lsm"
+        missing.append(MissingRestriction("Landlock", "read the files of this user", fix))
+    if not _has_system_call_numbers(machine):
+        fix = f"use {' or '.join(_DENIED)} instead of {machine}"
+        missing.append(MissingRestriction("the seccomp filter", "open connections and start programs", fix))
+    return missing
 
 
 def _libc() -> ctypes.CDLL:
@@ -98,8 +125,7 @@ _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 
 def _restrict_files(readable: Iterable[str]) -> None:
     """Deny access to all files but reading those in `readable`; and TCP, abstract sockets and signals to others."""
-    libc = _libc()
-    version = libc.syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(1))
+    libc, version = _libc(), _landlock_version()
     if version < 1:
         return  # an older kernel, or Landlock is disabled
     rights = (1 << _FILE_RIGHTS.get(version, 16)) - 1
@@ -116,6 +142,11 @@ def _restrict_files(readable: Iterable[str]) -> None:
     if libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, ctypes.c_uint(0)):
         raise OSError(ctypes.get_errno(), "landlock_restrict_self failed")
     os.close(ruleset)
+
+
+def _landlock_version() -> int:
+    """Return the version of the kernel's interface; below 1 if it has none."""
+    return int(_libc().syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(1)))
 
 
 def _allow_reading(libc: ctypes.CDLL, ruleset: int, path: str) -> None:
@@ -178,7 +209,7 @@ class _Program(ctypes.Structure):
 
 def _filter_system_calls() -> None:
     """Deny sockets, programs, processes and signals with EPERM; threads are allowed."""
-    if platform.machine() not in _DENIED or sys.maxsize < 2**32:
+    if not _has_system_call_numbers(platform.machine()):
         return
     code = b"".join(struct.pack("<HBBI", *instruction) for instruction in _instructions(*_DENIED[platform.machine()]))
     program = _Program(len(code) // 8, code)
@@ -186,6 +217,10 @@ def _filter_system_calls() -> None:
         number = ctypes.get_errno()
         if number != errno.EINVAL:  # a kernel without seccomp filters
             raise OSError(number, "prctl(PR_SET_SECCOMP) failed")
+
+
+def _has_system_call_numbers(machine: str) -> bool:
+    return machine in _DENIED and sys.maxsize > 2**32
 
 
 def _instructions(architecture: int, denied: Sequence[int], clone: int, clone3: int) -> list[tuple[int, int, int, int]]:

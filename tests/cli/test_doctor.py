@@ -21,6 +21,7 @@ from dashinfer_vlm_core.decoders.dashinfer.environment import (
 )
 from dashinfer_vlm_core.hookspecs import Finding
 from dashinfer_vlm_core.kernels.devices import cuda_devices
+from dashinfer_vlm_core.media_workers.sandbox import missing_restrictions
 from dashinfer_vlm_core.plugins import Registry
 from tests.cli.conftest import MAIN, run_process
 
@@ -42,6 +43,7 @@ def test_working_installation(tmp_path):
     assert found["dashinfer"]["status"] == "missing"
     assert "dashinfer-vlm dashinfer install" in found["dashinfer"]["fix"]
     assert found["cache"]["detail"] == str(tmp_path)
+    assert found["media workers"]["status"] == ("unusable" if missing_restrictions() else "ok")
     assert [row["name"] for row in found.values() if row["status"] == "broken"] == []
 
 
@@ -129,10 +131,16 @@ def test_missing_compiler_is_reported_with_the_command(tmp_path):
 
 
 @pytest.mark.slow
-def test_disabled_c_kernels_are_not_reported(tmp_path):
-    environment = {"DASHINFER_VLM_CPU_KERNELS": "torch", "DASHINFER_VLM_CACHE_DIR": str(tmp_path / "cache")}
+def test_parts_that_are_turned_off_are_not_reported(tmp_path):
+    environment = {
+        "DASHINFER_VLM_CPU_KERNELS": "torch",
+        "DASHINFER_VLM_MEDIA_WORKERS": "0",
+        "DASHINFER_VLM_CACHE_DIR": str(tmp_path / "cache"),
+    }
     found = findings(run_process("doctor", "--json", PATH=str(tmp_path), **environment))
     assert (found["kernels"]["status"], found["kernels"]["fix"]) == ("ok", "")
+    assert found["media workers"]["status"] == "ok"
+    assert found["media workers"]["detail"].startswith("off")
 
 
 @pytest.mark.slow

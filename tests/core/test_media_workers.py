@@ -35,6 +35,7 @@ from dashinfer_vlm_core.media_workers import (
 )
 from dashinfer_vlm_core.media_workers.fair_slots import FairSlots
 from dashinfer_vlm_core.media_workers.fork_server import FORK_SERVER, ForkServer
+from dashinfer_vlm_core.media_workers.sandbox import missing_restrictions
 from dashinfer_vlm_core.media_workers.shared_memory import SharedMemory
 from dashinfer_vlm_core.media_workers.worker import Job, MediaWorker, WorkerConfig
 from dashinfer_vlm_core.media_workers.worker_process import reference_to
@@ -585,3 +586,10 @@ def test_traceback_of_a_worker_is_logged_indented(answer_with, caplog):
     with pytest.raises(EngineError):
         answer_with(json.dumps({"logs": [], "exception": "a\n2026-01-01 ERROR b"}).encode()).run(JOB)
     assert "\n    2026-01-01 ERROR b" in caplog.text
+
+
+def test_restrictions_that_a_machine_lacks_are_named():
+    here = [restriction.name for restriction in missing_restrictions()]
+    other = [restriction.name for restriction in missing_restrictions("riscv64")]
+    assert "the seccomp filter" in other
+    assert {*here, "the seccomp filter"} == set(other)
