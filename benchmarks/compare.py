@@ -33,7 +33,8 @@ from .workloads import TPOT, TTFT, Run, Workload, run, workloads
 IN_PROCESS = "in-process"
 OURS = ("ours", "ours-int8", IN_PROCESS)
 PEERS = ("vllm", "openvino-fp16", "openvino-int8", "transformers")
-LLAMA_CPP = ("llama-bf16", "llama-q8", "llama-q4")
+OTHER_PEERS = ("llama-bf16", "llama-q8", "llama-q4", "mnn-int8", "mnn-int4")
+"""Peers that are compared only if they are named: they take long to build, or serve one request at a time."""
 DEFAULT = ("ours", IN_PROCESS, *PEERS)
 OVERHEAD = ("fresh-1", "fresh-4", "decode-1", "decode-8")
 """Workloads that are also measured without the server: one image, several, and decode steps only."""
@@ -222,7 +223,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--engines",
         default=",".join(DEFAULT),
-        help=f"of {', '.join((*OURS, *PEERS, *LLAMA_CPP))} (%(default)s); first is the base",
+        help=f"of {', '.join((*OURS, *PEERS, *OTHER_PEERS))} (%(default)s); first is the base",
     )
     parser.add_argument(
         "--engine", action="append", default=[], metavar="NAME=COMMAND", help="an additional engine; see above"
@@ -241,7 +242,7 @@ def _plan(given: argparse.Namespace) -> Plan:
     known = workloads(quick=given.quick)
     names = given.workloads.split(",") if given.workloads else list(known)
     engines = [name for name in given.engines.split(",") if name]
-    unknown = [name for name in engines if name not in (*OURS, *PEERS, *LLAMA_CPP)] + [
+    unknown = [name for name in engines if name not in (*OURS, *PEERS, *OTHER_PEERS)] + [
         name for name in names if name not in known
     ]
     if unknown:

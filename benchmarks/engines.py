@@ -196,6 +196,8 @@ def peer(name: str, model: Path, peers: Peers) -> Launch:
         return Launch(name=name, command=(sys.executable, script, str(model), "{port}"), note=note)
     if name.startswith("llama-"):
         return _llama_cpp(name, model, peers)
+    if name.startswith("mnn-"):
+        return _mnn(name, model, peers)
     precision = name.removeprefix("openvino-")
     python = peers.openvino()
     exported = peers.exported(model, precision)
@@ -233,6 +235,14 @@ def _llama_cpp(name: str, model: Path, peers: Peers) -> Launch:
         note=f"llama-server, text model in {PRECISIONS[precision] or precision}, vision encoder in bfloat16",
         reuses_connections=False,
     )
+
+
+def _mnn(name: str, model: Path, peers: Peers) -> Launch:
+    bits = int(name.removeprefix("mnn-int"))
+    arguments = (str(peers.script("mnn_server.py")), str(peers.exported_for_mnn(model, bits)), "{port}")
+    command = (str(peers.mnn()), *arguments, str(cores()), str(model))
+    note = f"text model in {bits} bits, vision encoder in its exporter's default format, one request at a time"
+    return Launch(name=name, command=command, note=note)
 
 
 def free_port() -> int:

