@@ -24,7 +24,9 @@ def scheduler(**options):
 def step(scheduler, token=1):
     """Schedule and update one step in which every fully computed sequence gets `token`."""
     chunks = scheduler.schedule().chunks
-    outputs = scheduler.update(chunks, {chunk.sequence: SampledToken(token) for chunk in chunks if chunk.needs_logits})
+    outputs = scheduler.update(
+        chunks, {chunk.sequence: (SampledToken(token),) for chunk in chunks if chunk.needs_logits}
+    )
     return [(chunk.sequence, chunk.start, chunk.stop) for chunk in chunks], outputs
 
 
@@ -104,7 +106,7 @@ def test_removed_sequence_is_skipped_by_current_step():
     chunks = queue.schedule().chunks
     queue.remove(gone)
     assert queue.stats.kv_used == stays.max_len
-    outputs = queue.update(chunks, {gone: SampledToken(1), stays: SampledToken(1)})
+    outputs = queue.update(chunks, {gone: (SampledToken(1),), stays: (SampledToken(1),)})
     assert [one for one, _ in outputs] == [stays]
     assert gone.output_ids == []
 
@@ -202,7 +204,7 @@ def test_mostly_different_prompt_does_not_wait():
     queue = scheduler(prefill_chunk=120, kv_tokens=200)
     queue.add(one)
     queue.add(other)
-    assert queue.schedule().chunks == [(one, 0, 60), (other, 0, 60)]
+    assert [chunk[:3] for chunk in queue.schedule().chunks] == [(one, 0, 60), (other, 0, 60)]
 
 
 def test_follower_continues_when_leader_is_removed():
