@@ -43,10 +43,17 @@ class Draft(NamedTuple):
     Attributes:
         tokens: the proposed tokens.
         num_forced: the number of leading tokens that the sequence's grammar forces, which are certain.
+        acceptance_rate: the estimated probability that a token is accepted if those before it are.
     """
 
     tokens: tuple[int, ...] = ()
     num_forced: int = 0
+    acceptance_rate: float = 1.0
+
+    @property
+    def expected_accepted(self) -> float:
+        """The expected number of accepted tokens."""
+        return sum(self.acceptance_rate**count for count in range(1, len(self.tokens) + 1))
 
 
 class DraftProposer:
@@ -86,7 +93,8 @@ class DraftProposer:
             tokens = tuple(forced[: min(limit, MAX_FORCED_TOKENS)])
             return Draft(tokens, len(tokens))
         self._predicted = self._predict(output_ids)
-        return Draft(tuple(self._predicted[: min(limit, self._acceptance.num_drafts(threshold))]))
+        num_drafts = min(limit, self._acceptance.num_drafts(threshold))
+        return Draft(tuple(self._predicted[:num_drafts]), acceptance_rate=self._acceptance.value)
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Compare the last prediction with the tokens that the output continued with."""
@@ -159,16 +167,15 @@ def lookup(tokens: npt.NDArray[np.int64], count: int) -> list[int]:
     Returns:
         `count` tokens, or none if there is no such n-gram.
     """
-    ends = np.flatnonzero(tokens[:-1] == tokens[-1])
-    for size in range(2, min(MAX_NGRAM, len(tokens)) + 1):
-        ends = ends[ends >= size - 1]
-        longer = ends[tokens[ends - size + 1] == tokens[-size]]
+    ends, found = np.flatnonzero(tokens[:-1] == tokens[-1]), 1
+    for size in range(2, MAX_NGRAM + 1):
+        longer = ends[ends >= size - 1]
+        if len(longer):
+            longer = longer[tokens[longer - size + 1] == tokens[-size]]
         if not len(longer):
-            if size <= MIN_NGRAM:
-                return []
             break
-        ends = longer
-    if not len(ends):
+        ends, found = longer, size
+    if found < MIN_NGRAM:
         return []
     start = int(ends[-1]) + 1
     period = len(tokens) - start
@@ -185,6 +192,7 @@ class StepCost:
     MEMORY = 0.98
     MIN_PASSES = 8.0
     MIN_VARIANCE = 0.5
+    MAX_OUTLIER = 4.0
     USUAL_RATIO = 20.0
     RATIOS = (2.0, 100.0)
     """Range of the base's ratio to a row's cost, since measurements on a busy machine are unreliable."""
@@ -194,6 +202,8 @@ class StepCost:
 
     def record(self, rows: int, seconds: float) -> None:
         """Record a forward pass."""
+        if self._weight >= self.MIN_PASSES:  # a pause of the process is not the cost of rows
+            seconds = min(seconds, self.MAX_OUTLIER * self._seconds / self._weight)
         self._weight = self.MEMORY * self._weight + 1
         self._rows = self.MEMORY * self._rows + rows
         self._seconds = self.MEMORY * self._seconds + seconds
@@ -213,10 +223,10 @@ class StepCost:
         least, most = self.RATIOS
         return min(max((seconds - slope * mean) / slope, least), most)
 
-    def threshold(self, *, sequences: int, rows: int) -> float:
-        """Return the probability of being accepted from which a draft makes the batch faster.
+    def threshold(self, *, tokens: float, rows: int) -> float:
+        """Return the probability of being accepted from which one more draft makes the batch faster.
 
-        A forward pass of `rows` rows yields a token for each of `sequences` sequences. One more row must add tokens in
-        proportion to the time that it adds.
+        A forward pass of `rows` rows is expected to yield `tokens` tokens. One more row must add tokens in proportion
+        to the time that it adds.
         """
-        return min(MARGIN * sequences / (self.ratio + rows), 1.0)
+        return min(MARGIN * tokens / (self.ratio + rows), 1.0)

@@ -361,14 +361,18 @@ class Scheduler:
         """Add drafts to the chunks after which a token is sampled."""
         if not self._speculative:
             return chunks
-        threshold = self._step_cost.threshold(
-            sequences=sum(chunk.needs_logits for chunk in chunks),
-            rows=sum(chunk.stop - chunk.start for chunk in chunks),
-        )
-        return [
-            chunk._replace(draft=self._draft(chunk.sequence, threshold)) if chunk.needs_logits else chunk
-            for chunk in chunks
-        ]
+        drafted = []
+        rows = sum(chunk.stop - chunk.start for chunk in chunks)
+        tokens: float = sum(chunk.needs_logits for chunk in chunks)
+        for chunk in chunks:
+            if chunk.needs_logits:
+                draft = self._draft(chunk.sequence, self._step_cost.threshold(tokens=tokens, rows=rows))
+                rows += len(draft.tokens)
+                tokens += draft.expected_accepted
+                drafted.append(chunk._replace(draft=draft))
+            else:
+                drafted.append(chunk)
+        return drafted
 
     def _draft(self, sequence: SequenceState, threshold: float) -> Draft:
         """Propose tokens for a sequence: at most as many as fit its rows and, with one that is sampled after them,
