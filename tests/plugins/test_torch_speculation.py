@@ -103,10 +103,9 @@ def test_number_of_drafts_falls_with_rate_and_threshold():
     assert rate.num_drafts(0.1) == MAX_DRAFT_TOKENS > start > 0
     high = rate.num_drafts(0.95)
     assert 0 < high < MAX_DRAFT_TOKENS
-    for _ in range(20):
+    for _ in range(40):
         rate.record(accepted=False)
-    assert rate.num_drafts(0.1) < start
-    assert rate.num_drafts(0.8) == 0
+    assert rate.num_drafts(0.1) == 0
 
 
 def test_step_cost_is_fitted_to_passes():
