@@ -230,9 +230,9 @@ def test_drafts_of_a_large_batch_are_shorter():
 # With a model
 
 
-def few_words(seed, length=60, **sampling):
+def few_words(content, length=60, **sampling):
     """A prompt of five different tokens, so that n-grams are found often and continue differently."""
-    return text(*np.random.default_rng(seed).integers(0, 5, length).tolist(), **{"max_tokens": 80} | sampling)
+    return text(*np.random.default_rng(content).integers(0, 5, length).tolist(), **{"max_tokens": 80} | sampling)
 
 
 SAMPLING = {
@@ -442,8 +442,8 @@ def test_end_inside_forced_tokens(engines, fields):
     assert chunks[-1].finish_reason == found["choices"][0]["finish_reason"]
 
 
-def test_every_max_tokens_ends_at_the_same_token(engines):
-    bodies = [{**GUIDED, "temperature": 0, "max_tokens": count} for count in range(1, 40)]
+def test_max_tokens_ends_at_the_same_token(engines):
+    bodies = [{**GUIDED, "temperature": 0, "max_tokens": count} for count in (1, 2, 3, 5, 8, 13, 21, 34)]
     for body in bodies:
         expected, found = (engine.chat(body).choices[0] for engine in engines)
         assert (found.message.content, found.finish_reason) == (expected.message.content, expected.finish_reason)
