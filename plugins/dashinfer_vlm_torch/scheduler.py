@@ -380,7 +380,7 @@ class Scheduler:
         assert sequence.proposer
         room = self._running[sequence].rows - sequence.length
         limit = min(room, sequence.max_tokens - len(sequence.output_ids) - 1)
-        return sequence.proposer.propose(sequence.output_ids, limit, threshold) if limit > 0 else Draft()
+        return sequence.proposer.propose(sequence.output_ids, max(limit, 0), threshold)
 
     def _append_all(self, chunk: ScheduledChunk, sampled: Sequence[SampledToken]) -> list[Token]:
         """Append the tokens of a step. The keys and values of all but the last one were computed, as drafts."""
