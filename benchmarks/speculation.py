@@ -15,7 +15,7 @@ import contextlib
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import click
@@ -69,9 +69,6 @@ class ScriptedMatcher:
         script = self.script[len(self.accepted) :]
         equal = [one == other for one, other in zip(tokens, script, strict=False)]
         return equal.index(False) if False in equal else len(equal)
-
-
-Requests = Callable[[random.Random, ModelSpec], list[DecodeRequest]]
 
 
 def request(token_ids: Sequence[int], grammar: ScriptedMatcher | None = None, **sampling: float) -> DecodeRequest:
