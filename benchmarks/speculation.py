@@ -121,7 +121,7 @@ WORKLOADS = {
 
 
 def step_times(decoder: TorchDecoder, source: random.Random, spec: ModelSpec, rounds: int) -> dict[int, float]:
-    """Return the median seconds of a greedy step of one sequence by its number of rows."""
+    """Return the minimum seconds of a greedy step of one sequence by its number of rows."""
     runner = decoder._worker._runner  # noqa: SLF001 - the step is not part of the interface
     scheduler = Scheduler(kv_tokens=1024, max_batch_size=1, max_waiting=1, prefill_chunk=512)
     sequence = SequenceState.of(greedy(source, spec), ())
@@ -136,7 +136,7 @@ def step_times(decoder: TorchDecoder, source: random.Random, spec: ModelSpec, ro
             begin = time.perf_counter()
             runner.compute(lambda drafted=drafted: runner.step([drafted]))
             seconds[rows].append(time.perf_counter() - begin)
-    return {rows: statistics.median(values) for rows, values in seconds.items()}
+    return {rows: min(values) for rows, values in seconds.items()}
 
 
 async def timed(decoder: TorchDecoder, requests: Sequence[DecodeRequest]) -> tuple[float, list[list[int]]]:
