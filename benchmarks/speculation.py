@@ -35,7 +35,7 @@ from dashinfer_vlm_torch.scheduler import Scheduler, SequenceState
 
 from .models import checkpoint
 
-ROWS = (1, 2, 4, 8, 9, 16, 32)
+ROWS = (1, 2, 4, 8, 9, 12, 16, 32)
 PROMPT_TOKENS = 400
 COPIED = 200
 
