@@ -332,6 +332,7 @@ class Pool:
         """Run a step, and events during that step."""
         moves, chunks = self.scheduler.schedule()
         assert chunks
+        assert all(chunk.end <= chunk.sequence.allocation.rows for chunk in chunks)
         decoding = {chunk.sequence for chunk in chunks if chunk.sequence.is_decoding}
         budget = (self.budget + 1) // 2 if decoding else self.budget
         assert sum(chunk.stop - chunk.start for chunk in chunks if chunk.sequence not in decoding) <= budget
@@ -345,7 +346,6 @@ class Pool:
             sequence, start, stop, draft = chunk
             expected, row = row_hashes(sequence, draft.tokens), sequence.first_row
             assert self.rows[row : row + start] == expected[:start]
-            assert chunk.end <= sequence.allocation.rows
             self.rows[row + start : row + chunk.end] = expected[start : chunk.end]
             if chunk.needs_logits:
                 sampled = [SampledToken(name % self.vocabulary) for name in expected[stop - 1 :]]
