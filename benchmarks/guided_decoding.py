@@ -1,10 +1,11 @@
-"""The cost of guided decoding: schema compilation and the mask of each step.
+"""The cost of guided decoding: schema compilation and the mask of each step; and what forced tokens save.
 
     python benchmarks/guided_decoding.py [--tokenizer FOLDER]
 
 First with the bundled model: masks as a share of the time of a step. Then at the size of Qwen2-VL's vocabulary: with
 the tokenizer of a checkpoint, or with a synthetic one of the same size. Outputs are random paths through the grammar,
-which cover more of it than a model's output would.
+which cover more of it than a model's output would. Last, responses of the bundled model with and without computing
+several forced tokens per step.
 """
 
 from __future__ import annotations
@@ -48,6 +49,18 @@ FORM = {
         for index in range(40)
     },
 }
+FIVE_KEYS = {
+    "type": "object",
+    "properties": {
+        "shape": {"enum": ["circle", "square", "triangle"]},
+        "color": {"enum": ["red", "green", "blue"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "visible": {"type": "boolean"},
+        "comment": {"type": "string", "maxLength": 12},
+    },
+    "required": ["shape", "color", "count", "visible", "comment"],
+    "additionalProperties": False,
+}
 SCHEMAS: dict[str, Any] = {"4 properties": SCENE, "40 properties": FORM, "json_object": None}
 
 
@@ -61,7 +74,9 @@ def main() -> None:
     report(Tokenizer.from_file(str(spec.folder / "tokenizer.json")), spec, step)
     large = Tokenizer.from_file(str(given / "tokenizer.json")) if given else synthetic_tokenizer()
     print(f"a vocabulary of {LARGE} tokens{'' if given else ', made up'}:")
-    report(large, replace(spec, vocab_size=LARGE, tokens=replace(spec.tokens, stop=(LARGE - 1,))), {})
+    text = replace(spec.text, vocab_size=LARGE)
+    report(large, replace(spec, text=text, tokens=replace(spec.tokens, stop=(LARGE - 1,))), {})
+    report_forced_tokens()
 
 
 def report(tokenizer: Tokenizer, spec: ModelSpec, steps: dict[int, float]) -> None:
@@ -81,6 +96,42 @@ def report(tokenizer: Tokenizer, spec: ModelSpec, steps: dict[int, float]) -> No
             f" 99 % below {1000 * float(np.quantile(times, 0.99)):.2f}, longest {1000 * max(times):.2f}"
             f" ({len(times)} steps){shares}"
         )
+
+
+def report_forced_tokens(rounds: int = 9) -> None:
+    """Print steps and seconds of guided responses with forced tokens as shares of those with one token per step."""
+    with (
+        Engine(EngineConfig(model="demo", speculative_method="none")) as plain,
+        Engine(EngineConfig(model="demo")) as fast,
+    ):
+        for name, schema in (("5 keys", FIVE_KEYS), ("4 properties", SCENE)):
+            body = guided_request(schema)
+            ratios, shares = [], []
+            for seed in range(rounds):
+                (before, before_steps), (after, after_steps) = (
+                    guided_time(engine, {**body, "seed": seed}) for engine in (plain, fast)
+                )
+                ratios.append(after / before)
+                shares.append(after_steps / before_steps)
+            print(
+                f"forced tokens, {name}: {statistics.median(shares):.2f} of the steps,"
+                f" {statistics.median(ratios):.2f} of the time"
+            )
+
+
+def guided_request(schema: Any) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": "Describe the picture."}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}},
+        "max_tokens": 400,
+    }
+
+
+def guided_time(engine: Engine, body: dict[str, Any]) -> tuple[float, int]:
+    """Return the seconds and the steps of a response."""
+    steps, begin = engine.stats().decoder.steps, time.perf_counter()
+    engine.chat(body)
+    return time.perf_counter() - begin, engine.stats().decoder.steps - steps
 
 
 def compiled(compiler: GrammarCompiler, schema: Any) -> LLGuidanceGrammar:

@@ -219,6 +219,9 @@ def _decoder(stats: EngineStats) -> Iterator[Metric]:
     yield _count("prefix_cache_hits", "Prompts with a cached prefix (vLLM counts tokens).", decoder.hits)
     yield _count("prefix_cache_hit_tokens", "Prompt tokens of these cached prefixes.", decoder.cached_tokens)
     yield _count("num_preemptions", "Preemptions of completions.", decoder.preemptions)
+    yield _count("spec_decode_num_draft_tokens", "Tokens drafted by speculation.", decoder.draft_tokens)
+    yield _count("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", decoder.accepted_tokens)
+    yield _count("guided_num_forced_tokens", "Tokens forced by a response format.", decoder.forced_tokens)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -83,6 +83,19 @@ class GrammarMatcher(Protocol):
 
     def accept_token(self, token: int) -> None:
         """Advance by an allowed token."""
+
+    def forced_tokens(self) -> list[int]:
+        """Return the next tokens that are forced, up to the first one that is not; often empty.
+
+        A token is forced if `allowed_tokens` would allow only this one after accepting those before it. The call does
+        not change the state.
+        """
+
+    def count_allowed(self, tokens: Sequence[int]) -> int:
+        """Return how many of `tokens` could be accepted one after the other. The call does not change the state."""
+
+    def copy(self) -> GrammarMatcher:
+        """Return a matcher in the same state that advances independently."""
 
 
 class CompiledGrammar(Protocol):
@@ -219,6 +232,9 @@ class DecoderStats:
         hits: prompts of which a part was taken from the prefix cache.
         cached_tokens: prompt tokens that were taken from the prefix cache.
         preemptions: number of times that a running sequence was preempted.
+        draft_tokens: tokens that were drafted for verification in a forward pass (speculative decoding).
+        accepted_tokens: drafted tokens that were equal to the sampled ones.
+        forced_tokens: tokens that were the only ones a grammar allowed, and were added without sampling.
     """
 
     running: int = 0
@@ -234,6 +250,9 @@ class DecoderStats:
     hits: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    forced_tokens: int = 0
 
     @classmethod
     def of(cls, decoder: Decoder) -> DecoderStats:

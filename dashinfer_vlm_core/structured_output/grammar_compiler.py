@@ -19,6 +19,8 @@ from ..errors import DecoderFailed, InvalidParameter
 from ..tokenization.detokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import llguidance
     import numpy.typing as npt
     import tokenizers
@@ -68,6 +70,19 @@ class LLGuidanceMatcher:
 
     def accept_token(self, token: int) -> None:
         self._matcher.consume_token(token)
+
+    def forced_tokens(self) -> list[int]:
+        # llguidance computes the mask of a position from the same tokens: where the grammar allows only one text, the
+        # mask allows only the first token of that text as the tokenizer encodes it.
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        return tokens
+
+    def count_allowed(self, tokens: Sequence[int]) -> int:
+        # On a copy, since an exceeded limit is recorded in the state.
+        return int(self._matcher.deep_copy().validate_tokens(list(tokens)))
+
+    def copy(self) -> LLGuidanceMatcher:
+        return LLGuidanceMatcher(self._matcher.deep_copy(), vocab_size=self._vocab_size)
 
 
 class GrammarCompiler:

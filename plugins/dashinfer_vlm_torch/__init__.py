@@ -10,7 +10,7 @@ from dashinfer_vlm_core.decoders import GUIDED_DECODING, SAMPLING_PARAMETERS, De
 from dashinfer_vlm_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from dashinfer_vlm_core.config import EngineConfig
+    from dashinfer_vlm_core.config import EngineConfig, PluginOptions
     from dashinfer_vlm_core.kernels.choice import KernelSelector
     from dashinfer_vlm_core.models.spec import ModelSpec
 
@@ -33,3 +33,10 @@ class TorchDecoderFactory:
 @hookimpl
 def register_decoders(register: Callable[[DecoderFactory], None]) -> None:
     register(TorchDecoderFactory())
+
+
+@hookimpl
+def register_options(register: Callable[[type[PluginOptions]], None]) -> None:
+    from .settings import TorchOptions
+
+    register(TorchOptions)

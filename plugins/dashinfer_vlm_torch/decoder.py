@@ -25,6 +25,7 @@ from .kv_cache import KVCache
 from .model import TextModel
 from .runner import ModelRunner
 from .scheduler import Scheduler, SchedulerStats, SequenceState
+from .settings import TorchOptions
 from .worker import OutputQueue, Worker, WorkerCounts
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -129,6 +130,7 @@ class TorchDecoder:
             max_waiting=self._config.max_waiting,
             prefill_chunk=self._config.prefill_chunk,
             prefix_cache=self._config.prefix_cache,
+            speculative=self._config.options_of(TorchOptions).speculative_method == "ngram",
         )
 
 

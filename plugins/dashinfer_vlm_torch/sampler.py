@@ -1,4 +1,4 @@
-"""Sample the next token of each sequence from logits, all rows at once. Parameters that no sequence of the batch uses
+"""Sample tokens from logits, all rows at once. Parameters that no sequence of the batch uses
 cost nothing.
 
 The result is the same as with vLLM's order: bias and minimum length, penalties, the grammar's mask, temperature, top_k,
@@ -10,7 +10,7 @@ order of token ids, so the order of equal logits cannot affect the result.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dashinfer_vlm_core.decoders import GrammarMatcher
 from dashinfer_vlm_core.errors import DecoderFailed
-from dashinfer_vlm_core.protocol.sampling import GREEDY_BELOW
+from dashinfer_vlm_core.protocol.sampling import GREEDY_BELOW, Sampling
 
-from .scheduler import Outcome, SampledToken, SequenceState
+from .scheduler import SampledToken, SequenceState
 
 Alternatives: TypeAlias = tuple[tuple[int, float], ...]
 
@@ -44,71 +45,116 @@ MAX_UNIFORM = 1 - 2.0**-52
 """Keeps `uniform * total` below `total` after rounding."""
 
 
-def sample(logits: Tensor, sequences: Sequence[SequenceState]) -> list[Outcome]:
-    """Sample the next token of each sequence.
+class LogitsRow(NamedTuple):
+    """One row of logits: those of the token that follows a sequence's output and a draft of its next tokens.
+
+    Attributes:
+        sequence: the sequence.
+        draft: the tokens that are assumed to follow its output; none for its next token.
+    """
+
+    sequence: SequenceState
+    draft: tuple[int, ...] = ()
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.sequence.request.sampling
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.sequence.output_ids) + len(self.draft)
+
+    @property
+    def too_short(self) -> bool:
+        """Whether the output is shorter than `min_tokens`, so that the token must not end it."""
+        return self.num_output_tokens < self.sampling.min_tokens
+
+
+def sample(logits: Tensor, rows: Sequence[LogitsRow]) -> list[SampledToken | DecoderFailed]:
+    """Sample a token from each row.
 
     Args:
-        logits: float32 [sequences, vocab_size]; not modified.
-        sequences: one per row.
+        logits: float32 [rows, vocab_size]; not modified.
+        rows: what the rows belong to; those of one sequence are adjacent, with increasingly long drafts.
 
     Returns:
-        A token per sequence, or the error of a sequence whose logits are not finite or whose grammar failed.
+        A token per row, or the error of a row whose logits are not finite or whose grammar failed.
     """
-    masks, errors = _masks(sequences)
-    scores = _mask_disallowed(_apply_penalties(_apply_bias_and_min_tokens(logits, sequences), sequences), masks)
+    masks, errors = _masks(rows)
+    scores = _mask_disallowed(_apply_penalties(_apply_bias_and_min_tokens(logits, rows), rows), masks)
     best, ids = scores.max(dim=-1)
-    random_rows = [
-        row for row, sequence in enumerate(sequences) if sequence.request.sampling.temperature >= GREEDY_BELOW
-    ]
+    random_rows = [index for index, row in enumerate(rows) if row.sampling.temperature >= GREEDY_BELOW]
     if random_rows:
         index = _index(random_rows, logits)
-        part = scores if len(random_rows) == len(sequences) else scores[index]
-        ids[index] = _sample_rows(part, [sequences[row] for row in random_rows])
+        part = scores if len(random_rows) == len(rows) else scores[index]
+        ids[index] = _sample_rows(part, [rows[number] for number in random_rows])
     token_ids = torch.where(best.isfinite(), ids, -1)
-    logprobs = _log_probabilities(logits, ids, sequences)
+    logprobs = _log_probabilities(logits, ids, rows)
     return [
         errors.get(row) or (DecoderFailed(OVERFLOW) if token < 0 else SampledToken(token, *logprobs.get(row, ())))
         for row, token in enumerate(token_ids.tolist())
     ]
 
 
-def is_greedy(sequence: SequenceState) -> bool:
+def is_greedy(row: LogitsRow) -> bool:
     """Whether `sample` would return the token of the largest logit, without log-probabilities."""
-    sampling = sequence.request.sampling
+    sampling = row.sampling
     is_modified = (
-        sampling.logit_bias or sequence.matcher or (sequence.stops and sequence.too_short) or _has_penalties(sequence)
+        sampling.logit_bias
+        or row.sequence.matcher
+        or (row.sequence.stops and row.too_short)
+        or _has_penalties(sampling)
     )
     return sampling.temperature < GREEDY_BELOW and sampling.logprobs is None and not is_modified
 
 
-def uniform(sequence: SequenceState) -> float:
-    """The random number in [0, 1) for a sequence's next token, a function of its seed and the length of its output.
+def uniform(row: LogitsRow) -> float:
+    """The random number in [0, 1) for a token, a function of the sequence's seed and the length of its output.
 
     Philox is a counter-based generator (Salmon et al., SC 2011).
     """
-    generator = np.random.Generator(np.random.Philox(key=sequence.seed, counter=len(sequence.output_ids)))
+    generator = np.random.Generator(np.random.Philox(key=row.sequence.seed, counter=row.num_output_tokens))
     return min(generator.random(), MAX_UNIFORM)
 
 
-def _masks(sequences: Sequence[SequenceState]) -> tuple[dict[int, npt.NDArray[np.bool_]], dict[int, DecoderFailed]]:
+def _masks(rows: Sequence[LogitsRow]) -> tuple[dict[int, npt.NDArray[np.bool_]], dict[int, DecoderFailed]]:
     """By row, for rows with a grammar: the allowed tokens, or the error of the grammar."""
     masks: dict[int, npt.NDArray[np.bool_]] = {}
     errors: dict[int, DecoderFailed] = {}
-    for row, sequence in enumerate(sequences):
-        if sequence.matcher:
+    matchers: dict[SequenceState, _DraftMatcher] = {}
+    for index, row in enumerate(rows):
+        if row.sequence.matcher:
+            matcher = matchers.setdefault(row.sequence, _DraftMatcher(row.sequence.matcher))
             try:
-                masks[row] = _without_stop_tokens(sequence, sequence.matcher.allowed_tokens())
+                masks[index] = _without_stop_tokens(row, matcher.allowed_tokens(row.draft))
             except DecoderFailed as error:
-                errors[row] = error
+                errors[index] = error
     return masks, errors
 
 
-def _without_stop_tokens(sequence: SequenceState, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+class _DraftMatcher:
+    """Advances a copy of a sequence's matcher along its draft: an error after a wrong draft must not affect it."""
+
+    def __init__(self, matcher: GrammarMatcher) -> None:
+        self._matcher = matcher
+        self._num_accepted = 0
+
+    def allowed_tokens(self, draft: Sequence[int]) -> npt.NDArray[np.bool_]:
+        """Return the tokens allowed after `draft`, which begins with the draft of the last call."""
+        if draft and not self._num_accepted:
+            self._matcher = self._matcher.copy()
+        for token in draft[self._num_accepted :]:
+            self._matcher.accept_token(token)
+        self._num_accepted = len(draft)
+        return self._matcher.allowed_tokens()
+
+
+def _without_stop_tokens(row: LogitsRow, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """Remove stop tokens from the mask while the output is too short, unless the grammar allows no other token."""
-    if not sequence.too_short:
+    if not row.too_short:
         return mask
     others = mask.copy()
-    others[list(sequence.stops)] = False
+    others[list(row.sequence.stops)] = False
     return others if others.any() else mask
 
 
@@ -123,25 +169,21 @@ def _mask_disallowed(scores: Tensor, masks: dict[int, npt.NDArray[np.bool_]]) ->
     return scores
 
 
-def _apply_bias_and_min_tokens(scores: Tensor, sequences: Sequence[SequenceState]) -> Tensor:
+def _apply_bias_and_min_tokens(scores: Tensor, rows: Sequence[LogitsRow]) -> Tensor:
     """Apply `logit_bias`, and disallow stop tokens before `min_tokens`."""
-    biased = [
-        (row, sequence.request.sampling.logit_bias)
-        for row, sequence in enumerate(sequences)
-        if sequence.request.sampling.logit_bias
-    ]
+    biased = [(index, row.sampling.logit_bias) for index, row in enumerate(rows) if row.sampling.logit_bias]
     below_min = [
-        (row, sequence.stops)
-        for row, sequence in enumerate(sequences)
-        if sequence.stops and sequence.too_short and not sequence.matcher
+        (index, row.sequence.stops)
+        for index, row in enumerate(rows)
+        if row.sequence.stops and row.too_short and not row.sequence.matcher
     ]
     if not biased and not below_min:
         return scores
     scores = scores.clone()
     if biased:
-        rows, ids = _flat_index(biased)
+        numbers, ids = _flat_index(biased)
         bias = [value for _, values in biased for value in values.values()]
-        scores[rows, ids] += torch.tensor(bias, device=scores.device)
+        scores[numbers, ids] += torch.tensor(bias, device=scores.device)
     if below_min:
         scores[_flat_index(below_min)] = -torch.inf
     return scores
@@ -153,42 +195,42 @@ def _flat_index(tokens_by_row: Iterable[tuple[int, Iterable[int]]]) -> tuple[lis
     return [row for row, _ in pairs], [token for _, token in pairs]
 
 
-def _apply_penalties(scores: Tensor, sequences: Sequence[SequenceState]) -> Tensor:
+def _apply_penalties(scores: Tensor, rows: Sequence[LogitsRow]) -> Tensor:
     """Apply repetition, presence and frequency penalties, only to the tokens that they affect."""
-    penalized = [(row, sequence) for row, sequence in enumerate(sequences) if _has_penalties(sequence)]
+    penalized = [(index, row) for index, row in enumerate(rows) if _has_penalties(row.sampling)]
     if not penalized:
         return scores
-    columns = zip(*(_penalties(row, sequence) for row, sequence in penalized), strict=True)
-    rows, tokens, factors, terms = (torch.from_numpy(np.concatenate(parts)).to(scores.device) for parts in columns)
+    columns = zip(*(_penalties(index, row) for index, row in penalized), strict=True)
+    numbers, tokens, factors, terms = (torch.from_numpy(np.concatenate(parts)).to(scores.device) for parts in columns)
     scores = scores.clone()
-    values = scores[rows, tokens]
-    scores[rows, tokens] = torch.where(values > 0, values / factors, values * factors) - terms
+    values = scores[numbers, tokens]
+    scores[numbers, tokens] = torch.where(values > 0, values / factors, values * factors) - terms
     return scores
 
 
-def _has_penalties(sequence: SequenceState) -> bool:
-    sampling = sequence.request.sampling
+def _has_penalties(sampling: Sampling) -> bool:
     return sampling.repetition_penalty != 1 or bool(sampling.presence_penalty or sampling.frequency_penalty)
 
 
-def _penalties(row: int, sequence: SequenceState) -> tuple[npt.NDArray[np.generic], ...]:
+def _penalties(index: int, row: LogitsRow) -> tuple[npt.NDArray[np.generic], ...]:
     """Rows and tokens of the logits to penalize, and the factor and the term of each."""
-    sampling = sequence.request.sampling
-    output, counts = np.unique(np.array(sequence.output_ids, dtype=np.int64), return_counts=True)
-    tokens = output if sampling.repetition_penalty == 1 else np.union1d(sequence.request.token_ids, output)
+    sampling = row.sampling
+    output_ids = np.array([*row.sequence.output_ids, *row.draft], dtype=np.int64)
+    output, counts = np.unique(output_ids, return_counts=True)
+    tokens = output if sampling.repetition_penalty == 1 else np.union1d(row.sequence.request.token_ids, output)
     terms = np.zeros(len(tokens), np.float32)
     terms[np.searchsorted(tokens, output)] = sampling.presence_penalty + sampling.frequency_penalty * counts
-    return np.full_like(tokens, row), tokens, np.full_like(terms, sampling.repetition_penalty), terms
+    return np.full_like(tokens, index), tokens, np.full_like(terms, sampling.repetition_penalty), terms
 
 
-def _sample_rows(scores: Tensor, sequences: Sequence[SequenceState]) -> Tensor:
+def _sample_rows(scores: Tensor, rows: Sequence[LogitsRow]) -> Tensor:
     """Sample int64 [rows] from float32 [rows, vocab_size]."""
-    options = [sequence.request.sampling for sequence in sequences]
+    options = [row.sampling for row in rows]
     scores = scores / _column([option.temperature for option in options], scores)
     _keep_top_k(scores, [option.top_k for option in options])
     weights = scores.softmax(dim=-1)
     _keep_top_p(weights, [option.top_p for option in options])
-    return _invert_cdf(weights, _column([uniform(sequence) for sequence in sequences], scores, torch.float64))
+    return _invert_cdf(weights, _column([uniform(row) for row in rows], scores, torch.float64))
 
 
 def _invert_cdf(weights: Tensor, shares: Tensor) -> Tensor:
@@ -267,16 +309,10 @@ def _last_within(weights: Tensor, digits: Tensor, count: int, target: Tensor) ->
     return digit, larger.gather(1, digit)
 
 
-def _log_probabilities(
-    logits: Tensor, ids: Tensor, sequences: Sequence[SequenceState]
-) -> dict[int, tuple[float, Alternatives]]:
+def _log_probabilities(logits: Tensor, ids: Tensor, rows: Sequence[LogitsRow]) -> dict[int, tuple[float, Alternatives]]:
     """By row, for rows that request them: the sampled token's log-probability, and the most likely tokens with
     theirs."""
-    requested = {
-        row: count
-        for row, sequence in enumerate(sequences)
-        if (count := sequence.request.sampling.logprobs) is not None
-    }
+    requested = {index: count for index, row in enumerate(rows) if (count := row.sampling.logprobs) is not None}
     if not requested:
         return {}
     index = _index(list(requested), logits)

@@ -18,6 +18,7 @@ from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
 from .kv_allocator import KVAllocation
 from .kv_cache_manager import KVCacheManager, KVCopy
 from .prefix_hash import BLOCK_SIZE, PrefixHash
+from .proposer import Draft, DraftProposer, StepCost, count_equal
 
 SEED_BITS = 64
 
@@ -39,7 +40,8 @@ class SampledToken(NamedTuple):
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
-Outcome: TypeAlias = SampledToken | DecoderFailed
+Outcome: TypeAlias = tuple[SampledToken, ...] | DecoderFailed
+"""The tokens that a step adds to a sequence, at least one, or why it failed."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -57,6 +59,7 @@ class SequenceState:
         allocation: its rows in the pool; None while it waits.
         output_ids: tokens sampled so far.
         matcher: the output's state in the request's grammar, if it has one.
+        proposer: proposes its next tokens; None if each step adds one token.
         num_cached_tokens: tokens taken from the prefix cache before the first output token.
         num_preempted_tokens: tokens that it had computed itself when it was preempted. If they are found in the cache
             again, they do not count as cached.
@@ -71,6 +74,7 @@ class SequenceState:
     allocation: KVAllocation | None = None
     output_ids: list[int] = field(default_factory=list)
     matcher: GrammarMatcher | None = None
+    proposer: DraftProposer | None = None
     num_cached_tokens: int = 0
     num_preempted_tokens: int = 0
 
@@ -161,11 +165,29 @@ class SequenceState:
 
 
 class ScheduledChunk(NamedTuple):
-    """Tokens [start, stop) of a sequence, to be computed in one step."""
+    """Tokens [start, stop) of a sequence, to be computed in one step, followed by a draft of the next tokens.
+
+    Attributes:
+        sequence: the sequence.
+        start: index of the first token.
+        stop: index after the last token of its prompt and output.
+        draft: the proposed tokens; none unless `needs_logits`.
+    """
 
     sequence: SequenceState
     start: int
     stop: int
+    draft: Draft = Draft()
+
+    @property
+    def end(self) -> int:
+        """Index after the last proposed token."""
+        return self.stop + len(self.draft.tokens)
+
+    @property
+    def num_unsampled(self) -> int:
+        """Leading proposed tokens that need no logits: forced ones, unless their log-probabilities are requested."""
+        return 0 if self.sequence.request.sampling.logprobs is not None else self.draft.num_forced
 
     @property
     def needs_logits(self) -> bool:
@@ -181,7 +203,7 @@ class SchedulerOutput(NamedTuple):
 
 
 class SchedulerStats(NamedTuple):
-    """A snapshot; the last four fields are totals since the start. `DecoderStats` describes the fields."""
+    """A snapshot; the fields from `queries` on are totals since the start. `DecoderStats` describes the fields."""
 
     running: int
     waiting: int
@@ -192,6 +214,9 @@ class SchedulerStats(NamedTuple):
     hits: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    forced_tokens: int = 0
 
 
 class Scheduler:
@@ -201,19 +226,32 @@ class Scheduler:
     grows. If there is none left, the youngest running sequence is preempted: it returns to the head of the queue, and
     its prompt and output are recomputed later. The queue is strictly in order, even if a later sequence would fit.
     Therefore the oldest sequence always progresses, and no sequence starves.
+
+    With `speculative`, a step may add several tokens to a sequence. The keys and values of rejected drafts remain in
+    its rows, but are not marked as computed: later tokens overwrite them.
     """
 
     def __init__(
-        self, *, kv_tokens: int, max_batch_size: int, max_waiting: int, prefill_chunk: int, prefix_cache: bool = True
+        self,
+        *,
+        kv_tokens: int,
+        max_batch_size: int,
+        max_waiting: int,
+        prefill_chunk: int,
+        prefix_cache: bool = True,
+        speculative: bool = False,
     ) -> None:
         self._kv_cache_manager = KVCacheManager(kv_tokens, caching=prefix_cache)
         self._prefix_cache = prefix_cache
         self._max_batch_size = max_batch_size
         self._max_waiting = max_waiting
         self._prefill_chunk = prefill_chunk
+        self._speculative = speculative
+        self._step_cost = StepCost()
         self._waiting: deque[SequenceState] = deque()
         self._running: dict[SequenceState, KVAllocation] = {}  # oldest first
         self._queries = self._hits = self._cached_tokens = self._preemptions = 0
+        self._draft_tokens = self._accepted_tokens = self._forced_tokens = 0
 
     @property
     def busy(self) -> bool:
@@ -231,6 +269,9 @@ class Scheduler:
             hits=self._hits,
             cached_tokens=self._cached_tokens,
             preemptions=self._preemptions,
+            draft_tokens=self._draft_tokens,
+            accepted_tokens=self._accepted_tokens,
+            forced_tokens=self._forced_tokens,
         )
 
     def add(self, sequence: SequenceState) -> None:
@@ -239,6 +280,8 @@ class Scheduler:
         Raises:
             QueueFull: it would have to wait, and `max_waiting` requests are already waiting.
         """
+        if self._speculative:
+            sequence.proposer = DraftProposer(sequence.request.token_ids, sequence.matcher, sequence.stops)
         self._waiting.append(sequence)
         self._admit()
         if len(self._waiting) > self._max_waiting:
@@ -286,15 +329,16 @@ class Scheduler:
                 chunks.append(
                     ScheduledChunk(sequence, sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens)
                 )
-        return SchedulerOutput(self._kv_cache_manager.take_copies(), chunks)
+        return SchedulerOutput(self._kv_cache_manager.take_copies(), self._with_drafts(chunks))
 
     def update(
         self, chunks: Sequence[ScheduledChunk], outcomes: Mapping[SequenceState, Outcome]
     ) -> list[tuple[SequenceState, Token | DecoderFailed]]:
         """Record the results of a step and return the tokens and errors to deliver. Sequences that were removed during
-        the step are skipped."""
+        the step are skipped, and so are tokens after the end of a sequence."""
         outputs: list[tuple[SequenceState, Token | DecoderFailed]] = []
-        for sequence, _, stop in chunks:
+        for chunk in chunks:
+            sequence = chunk.sequence
             if sequence not in self._running:
                 continue
             outcome = outcomes.get(sequence)
@@ -302,10 +346,63 @@ class Scheduler:
                 self.remove(sequence, failed=True)
                 outputs.append((sequence, outcome))
                 continue
-            self._kv_cache_manager.mark_computed(self._running[sequence], stop)
-            if outcome is not None:
-                outputs.append((sequence, self._append(sequence, outcome)))
+            if outcome is None:
+                self._kv_cache_manager.mark_computed(self._running[sequence], chunk.stop)
+            else:
+                outputs += [(sequence, token) for token in self._append_all(chunk, outcome)]
         return outputs
+
+    def record_seconds(self, chunks: Sequence[ScheduledChunk], seconds: float) -> None:
+        """Record how long the forward pass of a step took, from which the cost of drafts is estimated."""
+        if all(chunk.sequence.output_ids and chunk.stop - chunk.start == 1 for chunk in chunks):
+            self._step_cost.record(sum(chunk.end - chunk.start for chunk in chunks), seconds)
+
+    def _with_drafts(self, chunks: list[ScheduledChunk]) -> list[ScheduledChunk]:
+        """Add drafts to the chunks after which a token is sampled."""
+        if not self._speculative:
+            return chunks
+        drafted = []
+        rows = sum(chunk.stop - chunk.start for chunk in chunks)
+        tokens: float = sum(chunk.needs_logits for chunk in chunks)
+        for chunk in chunks:
+            if chunk.needs_logits:
+                draft = self._draft(chunk.sequence, self._step_cost.threshold(tokens=tokens, rows=rows))
+                rows += len(draft.tokens)
+                tokens += draft.expected_accepted
+                drafted.append(chunk._replace(draft=draft))
+            else:
+                drafted.append(chunk)
+        return drafted
+
+    def _draft(self, sequence: SequenceState, threshold: float) -> Draft:
+        """Propose tokens for a sequence: at most as many as fit its rows and, with one that is sampled after them,
+        `max_tokens`."""
+        assert sequence.proposer
+        room = self._running[sequence].rows - sequence.length
+        limit = min(room, sequence.max_tokens - len(sequence.output_ids) - 1)
+        return sequence.proposer.propose(sequence.output_ids, max(limit, 0), threshold)
+
+    def _append_all(self, chunk: ScheduledChunk, sampled: Sequence[SampledToken]) -> list[Token]:
+        """Append the tokens of a step. The keys and values of all but the last one were computed, as drafts."""
+        sequence, tokens = chunk.sequence, list[Token]()
+        if sequence.proposer:
+            sequence.proposer.observe([token.id for token in sampled])
+        for count, token in enumerate(sampled):
+            self._kv_cache_manager.mark_computed(self._running[sequence], chunk.stop + count)
+            tokens.append(self._append(sequence, token))
+            if tokens[-1].finish_reason:
+                break
+        self._count_drafts(chunk.draft, [token.id for token in tokens])
+        return tokens
+
+    def _count_drafts(self, draft: Draft, token_ids: Sequence[int]) -> None:
+        """Count the drafted tokens of a step, and those that are among the appended `token_ids`."""
+        accepted = count_equal(draft.tokens, token_ids)
+        if draft.num_forced:
+            self._forced_tokens += accepted
+        else:
+            self._draft_tokens += len(draft.tokens)
+            self._accepted_tokens += accepted
 
     def _append(self, sequence: SequenceState, sampled: SampledToken) -> Token:
         sequence.append(sampled.id)

@@ -131,7 +131,7 @@ class Worker:
     def _work(self) -> None:
         try:
             while step := self._next_step():
-                self._finish_step(step.chunks, self._runner.compute(functools.partial(self._execute, step)))
+                self._finish_step(step.chunks, *self._runner.compute(functools.partial(self._execute, step)))
         except Exception:
             logger.exception("The decoder's thread died; all requests fail until the engine is restarted.")
         finally:
@@ -158,9 +158,12 @@ class Worker:
             queue_seconds=queue_seconds + sum(now - arrival for arrival in arrivals),
         )
 
-    def _execute(self, step: SchedulerOutput) -> dict[SequenceState, Outcome]:
+    def _execute(self, step: SchedulerOutput) -> tuple[dict[SequenceState, Outcome], float]:
+        """Return the outcomes of a step, and how many seconds it took."""
+        started = time.perf_counter()
         self._runner.copy_rows(step.copies)
-        return self._run_chunks(step.chunks)
+        outcomes = self._run_chunks(step.chunks)
+        return outcomes, time.perf_counter() - started
 
     def _run_chunks(self, chunks: Sequence[ScheduledChunk]) -> dict[SequenceState, Outcome]:
         """Compute chunks in one pass; if it fails, compute each chunk alone, so that only the one that causes it fails.
@@ -181,9 +184,12 @@ class Worker:
             logger.warning("A step of %d requests failed; each is retried alone.", len(chunks), exc_info=True)
             return {sequence: outcome for chunk in chunks for sequence, outcome in self._run_chunks([chunk]).items()}
 
-    def _finish_step(self, chunks: Sequence[ScheduledChunk], outcomes: dict[SequenceState, Outcome]) -> None:
+    def _finish_step(
+        self, chunks: Sequence[ScheduledChunk], outcomes: dict[SequenceState, Outcome], seconds: float
+    ) -> None:
         with self._lock:
             self._step_started = math.inf
+            self._scheduler.record_seconds(chunks, seconds)
             outputs = self._scheduler.update(chunks, outcomes)
             deliveries = [(self._outputs[sequence], output) for sequence, output in outputs]
             for sequence, output in outputs:

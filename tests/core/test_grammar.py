@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import jsonschema
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_core.structured_output.grammar import Rules, SchemaError, any_object, json_schema
@@ -317,3 +317,66 @@ def test_matchers_are_independent_and_queries_have_no_effect(compiler):
     assert np.array_equal(two.allowed_tokens(), before)
     assert len(before) == SIZE
     assert not before[TOKENIZER.get_vocab_size() :].any()
+
+
+FORCING = {
+    "type": "object",
+    "properties": {
+        "number of circles": {"type": "integer"},
+        "color": {"enum": ["red", "green", "greenish"]},
+        "inner": {"type": "array", "items": {"enum": ["one", "two words"]}, "minItems": 2, "maxItems": 3},
+        "text": {"type": "string", "maxLength": 6},
+        "constant": {"const": "always the same, twice: always the same"},
+        "visible": {"type": "boolean"},
+    },
+    "required": ["number of circles", "color", "inner", "text", "constant", "visible"],
+}
+
+
+def trained_tokenizer():
+    """Train a tokenizer on JSON, whose tokens span punctuation and text, as those of large vocabularies do."""
+    texts = [
+        json.dumps(random_schema(seed), separators=separators)
+        for seed in range(40)
+        for separators in (None, (",", ":"))
+    ]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=["<|im_end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([*texts, json.dumps(FORCING)], trainer)
+    return tokenizer
+
+
+@pytest.mark.parametrize("make", [lambda: TOKENIZER, trained_tokenizer], ids=["bundled", "trained"])
+def test_forced_tokens_are_the_only_allowed_ones(make):
+    tokenizer = make()
+    stop = tokenizer.token_to_id("<|im_end|>")
+    compiler = GrammarCompiler(tokenizer, SimpleNamespace(vocab_size=SIZE, tokens=SimpleNamespace(stop=(stop,))))
+    num_forced = 0
+    for seed in range(20):
+        rng, matcher, token, announced = np.random.default_rng(seed), compiled(compiler, FORCING).new_matcher(), -1, []
+        while token != stop:
+            allowed, forced = np.flatnonzero(matcher.allowed_tokens()), matcher.forced_tokens()
+            assert forced[: len(announced)] == announced
+            assert not forced or allowed.tolist() == forced[:1]
+            assert matcher.count_allowed(forced) == len(forced)
+            token = int(rng.choice(allowed))
+            announced = forced[1:]
+            num_forced += bool(forced)
+            matcher.accept_token(token)
+    assert num_forced > 500
+
+
+def test_matcher_copies_are_independent(compiler):
+    matcher = compiled(compiler, {"enum": ["ab", "cd"]}).new_matcher()
+    first = TOKENIZER.encode('"ab"', add_special_tokens=False).ids
+    advanced, before = matcher.copy(), matcher.allowed_tokens()
+    assert matcher.count_allowed([*first, first[0], 1]) == len(first)
+    for token in first:
+        advanced.accept_token(token)
+    assert np.array_equal(matcher.allowed_tokens(), before)
+    assert np.flatnonzero(advanced.allowed_tokens()).tolist() == [STOP]

@@ -25,7 +25,7 @@ class CountingRunner(ModelRunner):
     """Records how many tokens each step computes."""
 
     def step(self, chunks):
-        self.read = [*getattr(self, "read", ()), sum(stop - start for _, start, stop in chunks)]
+        self.read = [*getattr(self, "read", ()), sum(chunk.end - chunk.start for chunk in chunks)]
         return super().step(chunks)
 
 
@@ -59,9 +59,9 @@ class CountingEngine:
     def __init__(self, **options):
         registry, self._plugin = load_plugins(), CountingPlugin()
         registry.add_plugin(self._plugin, name="counted")
-        self.engine = Engine(
-            EngineConfig(model="demo", decoder="counted", dtype="float32", **options), registry=registry
-        )
+        # Without drafts, the number of computed tokens follows from the usage.
+        options = {"dtype": "float32", "speculative_method": "none"} | options
+        self.engine = Engine(EngineConfig(model="demo", decoder="counted", **options), registry=registry)
 
     def __enter__(self):
         self.engine.start()

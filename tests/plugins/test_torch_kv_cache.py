@@ -19,6 +19,7 @@ from dashinfer_vlm_torch.kv_allocator import KVAllocation, KVAllocator
 from dashinfer_vlm_torch.kv_cache import KVCache
 from dashinfer_vlm_torch.kv_cache_manager import KVCacheManager, KVCopy
 from dashinfer_vlm_torch.prefix_hash import BLOCK_SIZE, PrefixHash
+from dashinfer_vlm_torch.runner import _verify
 from dashinfer_vlm_torch.scheduler import SampledToken, Scheduler, SequenceState
 
 from .oracle import prompt, visual
@@ -286,9 +287,11 @@ def test_row_copies_may_overlap(oracle):
 
 
 class Pool:
-    """Simulates the model: each row stores a hash of its whole prefix, which determines the next token."""
+    """Simulates the model: each row stores a hash of its whole prefix, which determines the next token, one of
+    `vocabulary` tokens. With few of them, n-grams repeat, and about as many drafts are rejected as accepted."""
 
-    def __init__(self, **options):
+    def __init__(self, vocabulary=90, **options):
+        self.vocabulary = vocabulary
         self.scheduler = Scheduler(max_waiting=3, **options)
         self.budget = options["prefill_chunk"]
         self.rows = [None] * options["kv_tokens"]
@@ -329,9 +332,10 @@ class Pool:
         """Run a step, and events during that step."""
         moves, chunks = self.scheduler.schedule()
         assert chunks
+        assert all(chunk.end <= chunk.sequence.allocation.rows for chunk in chunks)
         decoding = {chunk.sequence for chunk in chunks if chunk.sequence.is_decoding}
         budget = (self.budget + 1) // 2 if decoding else self.budget
-        assert sum(stop - start for sequence, start, stop in chunks if sequence not in decoding) <= budget
+        assert sum(chunk.stop - chunk.start for chunk in chunks if chunk.sequence not in decoding) <= budget
         assert decoding == {sequence for sequence in self.scheduler._running if sequence.is_decoding}
         for source, target, rows in moves:
             self.rows[target : target + rows] = self.rows[source : source + rows]
@@ -339,12 +343,13 @@ class Pool:
             self.handle(event)
         choices = {}
         for chunk in chunks:
-            sequence, start, stop = chunk
-            expected, row = row_hashes(sequence), sequence.first_row
+            sequence, start, stop, draft = chunk
+            expected, row = row_hashes(sequence, draft.tokens), sequence.first_row
             assert self.rows[row : row + start] == expected[:start]
-            self.rows[row + start : row + stop] = expected[start:stop]
+            self.rows[row + start : row + chunk.end] = expected[start : chunk.end]
             if chunk.needs_logits:
-                choices[sequence] = SampledToken(expected[-1] % 90)
+                sampled = [SampledToken(name % self.vocabulary) for name in expected[stop - 1 :]]
+                choices[sequence] = _verify(chunk, sampled)
         for sequence, token in self.scheduler.update(chunks, choices):
             if token.finish_reason:
                 self.active.remove(sequence)
@@ -375,26 +380,27 @@ class Pool:
             assert [other for other in listed[key] if other.is_cached] == [allocation]
 
 
-def row_hashes(sequence):
-    """Return a hash for each token of a sequence, of everything that its keys and values depend on."""
+def row_hashes(sequence, draft=()):
+    """Return a hash for each token of a sequence and a draft, of everything that its keys and values depend on."""
     request, name, found = sequence.request, hash(sequence.request.cache_salt), []
     inside = {
         span.start + offset: (span.tokens.digest, span.tokens.grid, offset)
         for span in request.spans
         for offset in range(span.stop - span.start)
     }
-    tokens, positions = sequence.token_ids(0, sequence.length), sequence.positions(0, sequence.length)
-    for index, token in enumerate(tokens.tolist()):
+    tokens = [*sequence.token_ids(0, sequence.length).tolist(), *draft]
+    positions = sequence.positions(0, len(tokens))
+    for index, token in enumerate(tokens):
         name = hash((name, token, tuple(positions[:, index].tolist()), inside.get(index)))
         found.append(name)
     return found
 
 
-def expected_output(sequence):
-    """Return the output of a sequence that runs alone without a cache."""
+def expected_output(sequence, vocabulary):
+    """Return the output of a sequence that runs alone, without a cache and drafts."""
     alone = SequenceState.of(sequence.request, stop=())
     while len(alone.output_ids) < alone.max_tokens:
-        alone.append(row_hashes(alone)[-1] % 90)
+        alone.append(row_hashes(alone)[-1] % vocabulary)
     return alone.output_ids
 
 
@@ -421,16 +427,27 @@ events = st.lists(st.one_of(arrivals, st.integers(1, 30), st.lists(arrivals, max
     batch=st.integers(1, 5),
     chunk=st.integers(1, 200),
     caching=st.sampled_from([True, True, True, False]),
+    vocabulary=st.sampled_from([90, 3]),
+    speculative=st.booleans(),
 )
-def test_sequences_read_only_their_rows_and_all_finish(events, kv_tokens, batch, chunk, caching):
-    pool = Pool(kv_tokens=kv_tokens, max_batch_size=batch, prefill_chunk=chunk, prefix_cache=caching)
+def test_sequences_read_only_their_rows_and_all_finish(
+    *, events, kv_tokens, batch, chunk, caching, vocabulary, speculative
+):
+    pool = Pool(
+        vocabulary=vocabulary,
+        kv_tokens=kv_tokens,
+        max_batch_size=batch,
+        prefill_chunk=chunk,
+        prefix_cache=caching,
+        speculative=speculative,
+    )
     for event in events:
         pool.handle(event)
     pool.run_steps(20_000)
     assert not pool.active
     assert not pool.scheduler.busy
     for sequence in pool.finished:
-        assert sequence.output_ids == expected_output(sequence)
+        assert sequence.output_ids == expected_output(sequence, vocabulary)
         assert 0 <= sequence.num_cached_tokens < sequence.prompt_length
     assert pool.scheduler.stats.kv_used == 0
 

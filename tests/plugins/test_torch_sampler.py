@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from dashinfer_vlm_core.errors import DecoderFailed
+from dashinfer_vlm_torch import sampler
 from dashinfer_vlm_torch.sampler import (
     MAX_UNIFORM,
+    LogitsRow,
     _invert_cdf,
     _nucleus_thresholds,
     _wide_nucleus_thresholds,
-    is_greedy,
-    sample,
-    uniform,
 )
 from dashinfer_vlm_torch.scheduler import SampledToken, SequenceState
 
@@ -30,6 +29,18 @@ def sequence(output_ids=(), prompt=(1, 2, 2, 3), **sampling):
     made = SequenceState.of(text(*prompt, **{"temperature": 1.0, "max_tokens": 10_000} | sampling), STOPS)
     made.output_ids.extend(output_ids)
     return made
+
+
+def sample(logits, sequences):
+    return sampler.sample(logits, [LogitsRow(one) for one in sequences])
+
+
+def is_greedy(one):
+    return sampler.is_greedy(LogitsRow(one))
+
+
+def uniform(one):
+    return sampler.uniform(LogitsRow(one))
 
 
 def probabilities(logits, sequence):

@@ -24,7 +24,9 @@ def scheduler(**options):
 def step(scheduler, token=1):
     """Schedule and update one step in which every fully computed sequence gets `token`."""
     chunks = scheduler.schedule().chunks
-    outputs = scheduler.update(chunks, {chunk.sequence: SampledToken(token) for chunk in chunks if chunk.needs_logits})
+    outputs = scheduler.update(
+        chunks, {chunk.sequence: (SampledToken(token),) for chunk in chunks if chunk.needs_logits}
+    )
     return [(chunk.sequence, chunk.start, chunk.stop) for chunk in chunks], outputs
 
 
@@ -104,7 +106,7 @@ def test_removed_sequence_is_skipped_by_current_step():
     chunks = queue.schedule().chunks
     queue.remove(gone)
     assert queue.stats.kv_used == stays.max_len
-    outputs = queue.update(chunks, {gone: SampledToken(1), stays: SampledToken(1)})
+    outputs = queue.update(chunks, {gone: (SampledToken(1),), stays: (SampledToken(1),)})
     assert [one for one, _ in outputs] == [stays]
     assert gone.output_ids == []
 
@@ -202,7 +204,7 @@ def test_mostly_different_prompt_does_not_wait():
     queue = scheduler(prefill_chunk=120, kv_tokens=200)
     queue.add(one)
     queue.add(other)
-    assert queue.schedule().chunks == [(one, 0, 60), (other, 0, 60)]
+    assert [chunk[:3] for chunk in queue.schedule().chunks] == [(one, 0, 60), (other, 0, 60)]
 
 
 def test_follower_continues_when_leader_is_removed():
@@ -356,7 +358,7 @@ def test_conversation_continues_in_place():
     after.token_ids[40:50] = turn.output_ids
     queue.add(second := SequenceState.of(after, stop=()))
     moves, chunks = queue.schedule()
-    assert (moves, chunks) == ([], [(second, 49, 70)])
+    assert (moves, [chunk[:3] for chunk in chunks]) == ([], [(second, 49, 70)])
     assert queue.stats.kv_cached == 0
 
 
@@ -368,6 +370,6 @@ def test_other_prompt_on_same_image_starts_from_copy():
     other.token_ids[37:] = 1
     queue.add(asks := SequenceState.of(other, stop=()))
     moves, chunks = queue.schedule()
-    assert chunks == [(asks, 37, 60)]
+    assert [chunk[:3] for chunk in chunks] == [(asks, 37, 60)]
     assert moves == [KVCopy(0, asks.first_row, 37)]
     assert queue.stats.kv_cached == 60

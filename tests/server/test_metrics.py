@@ -147,8 +147,9 @@ def test_torch_decoder_metrics(tiny_checkpoint):
     with Engine(config) as engine, serving(engine) as server, server.http() as client:
         usage = client.post(CHAT, json=HELLO | {"max_tokens": 5, "ignore_eos": True}).json()["usage"]
         assert usage["completion_tokens"] == 5
-        assert sample(client, "decode_batch_size_count") == 5
-        assert sample(client, "decode_batch_size_sum") == 5
+        steps = sample(client, "decode_batch_size_count")
+        assert steps + sample(client, "spec_decode_num_accepted_tokens_total") == 5
+        assert sample(client, "decode_batch_size_sum") == steps
         assert sample(client, "request_queue_time_seconds_count") == 1
         assert sample(client, "kv_cache_size_tokens") > 0
         assert sample(client, "num_requests_running") == 0

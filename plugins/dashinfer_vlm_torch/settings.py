@@ -1,0 +1,28 @@
+"""The PyTorch decoder's own options."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from dashinfer_vlm_core.config import PluginOptions
+from dashinfer_vlm_core.errors import ConfigError
+
+
+class TorchOptions(PluginOptions):
+    title: ClassVar[str] = "PyTorch decoder only"
+
+    speculative_method: Literal["ngram", "none"] = Field(
+        "ngram",
+        description="How several tokens of a completion are computed per step, with the same result: `ngram` proposes"
+        " repetitions of earlier text, and text that the response format prescribes; `none` computes one per step.",
+    )
+
+    def check(self, decoder: str) -> None:
+        if decoder != "torch" and "speculative_method" in self.model_fields_set and self.speculative_method != "none":
+            raise ConfigError(
+                f"`speculative_method` {self.speculative_method}: the decoder {decoder} does not support it. Remove"
+                " it, or use the decoder torch.",
+                param="speculative_method",
+            )

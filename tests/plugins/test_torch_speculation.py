@@ -1,0 +1,494 @@
+"""Several tokens per step: the output is the same as one token per step, with fewer steps."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import aclosing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.errors import ConfigError, DecoderFailed
+from dashinfer_vlm_torch.proposer import (
+    MAX_DRAFT_TOKENS,
+    MAX_FORCED_TOKENS,
+    AcceptanceRate,
+    Draft,
+    DraftProposer,
+    StepCost,
+    lookup,
+)
+from dashinfer_vlm_torch.runner import _verify
+from dashinfer_vlm_torch.scheduler import SampledToken, ScheduledChunk, Scheduler, SequenceState
+from dashinfer_vlm_torch.settings import TorchOptions
+
+from .oracle import collect, decoding, ids, prompt, text, visual
+
+IDLE = {"running": 0, "waiting": 0, "kv_used": 0}
+
+
+def words(*tokens):
+    return np.array(tokens, np.int64)
+
+
+# Proposals
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ((1, 2, 3, 4, 9, 1, 2), [3, 4, 9, 1]),
+        ((1, 2, 3, 8, 1, 2, 4, 8, 1, 2), [4, 8, 1, 2]),  # of equally long n-grams, the most recent one
+        ((5, 1, 2, 3, 8, 6, 1, 2, 4, 8, 5, 1, 2), [3, 8, 6, 1]),  # the longest n-gram
+        ((7, 8, 7, 8, 7), [8, 7, 8, 7]),  # a period is continued beyond the end
+        ((3, 3, 3), [3, 3, 3, 3]),
+        ((1, 2, 3, 4, 5), []),
+        ((2, 1, 3, 1), []),  # one equal token is not enough
+        ((1,), []),
+    ],
+)
+def test_lookup_continues_most_recent_longest_ngram(tokens, expected):
+    assert lookup(words(*tokens), 4) == expected
+
+
+def test_lookup_equals_search_token_by_token():
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        tokens = random.integers(0, 4, random.integers(1, 40)).tolist()
+        best = (0, 0)
+        for end in range(1, len(tokens)):
+            size = next((n for n in range(5) if n >= end or tokens[end - 1 - n] != tokens[-1 - n]), 5)
+            best = max(best, (size, end))
+        size, end = best
+        extended = list(tokens)
+        for index in range(6):
+            extended.append(extended[end + index])
+        assert lookup(words(*tokens), 6) == (extended[len(tokens) :] if size >= 2 else [])
+
+
+def test_proposals_follow_growing_output():
+    proposer = DraftProposer(words(*range(40)))
+    assert proposer.propose([], 8, 1e-9).tokens == ()
+    assert proposer.propose([60, 7, 8], 8, 1e-9).tokens == tuple(range(9, 9 + MAX_DRAFT_TOKENS))
+    assert proposer.propose([60, 7, 8, 70, 60, 7], 3, 1e-9).tokens == (8, 70, 60)
+
+
+def test_stop_tokens_are_not_proposed():
+    proposer = DraftProposer(words(1, 2, 3, 95, 4, 1), stops=frozenset([95]))
+    assert proposer.propose([2], 8, 1e-9).tokens == (3,)
+
+
+def test_acceptance_is_learned_without_drafts():
+    """With a threshold of 1, nothing is drafted; correct predictions still raise the rate."""
+    proposer, output = DraftProposer(words(*range(80))), [80]
+    for token in range(30):
+        assert proposer.propose(output, 8, 1.0).tokens == ()
+        proposer.observe([token])
+        output.append(token)
+    assert len(proposer.propose(output, 8, 0.5).tokens) == MAX_DRAFT_TOKENS
+    for token in range(31, 60):  # every other token: each prediction of two tokens is wrong
+        proposer.propose(output, 8, 1.0)
+        proposer.observe([99 - token])
+    assert proposer.propose(output, 8, 0.5).tokens == ()
+
+
+def test_number_of_drafts_falls_with_rate_and_threshold():
+    rate = AcceptanceRate()
+    start = rate.num_drafts(0.1)
+    for _ in range(20):
+        rate.record(accepted=True)
+    assert rate.num_drafts(0.1) == MAX_DRAFT_TOKENS > start > 0
+    high = rate.num_drafts(0.95)
+    assert 0 < high < MAX_DRAFT_TOKENS
+    for _ in range(40):
+        rate.record(accepted=False)
+    assert rate.num_drafts(0.1) == 0
+
+
+def test_step_cost_is_fitted_to_passes():
+    cost = StepCost()
+    usual = cost.ratio
+    for _ in range(50):
+        cost.record(1, 0.5)
+    assert cost.ratio == usual  # one number of rows says nothing about the cost of a row
+    for index in range(500):
+        rows = 1 + index % 9
+        cost.record(rows, 0.040 + 0.004 * rows)
+    assert cost.ratio == pytest.approx(10, rel=0.05)
+    for index in range(500):
+        cost.record(1 + index % 9, 0.040)  # rows are free
+    assert cost.ratio == max(StepCost.RATIOS)
+
+
+def test_threshold_rises_with_batch_and_falls_during_prefill():
+    cost = StepCost()
+    alone, batch = cost.threshold(tokens=1, rows=1), cost.threshold(tokens=8, rows=8)
+    assert alone < batch < cost.threshold(tokens=500, rows=500) <= 1
+    assert cost.threshold(tokens=1, rows=257) < alone  # the step is long anyway
+
+
+# Scheduling and verification
+
+
+def speculative(**options):
+    return Scheduler(
+        **{"kv_tokens": 400, "max_batch_size": 4, "max_waiting": 2, "prefill_chunk": 64, "speculative": True} | options
+    )
+
+
+def sequence(*tokens, **sampling):
+    return SequenceState.of(text(*tokens, **{"max_tokens": 100} | sampling), stop=(95,))
+
+
+def advance(scheduler, *tokens):
+    """Run a step that samples `tokens` for the only sequence; return its chunk and the delivered tokens."""
+    (chunk,) = scheduler.schedule().chunks
+    outputs = scheduler.update([chunk], {chunk.sequence: tuple(map(SampledToken, tokens))})
+    return chunk, [token for _, token in outputs]
+
+
+def test_accepted_drafts_are_computed_and_rejected_ones_are_not():
+    one, queue = sequence(1, 2, 3, 4, 5, 1), speculative()
+    queue.add(one)
+    advance(queue, 2)
+    chunk, delivered = advance(queue, 3, 80)
+    assert (chunk.start, chunk.stop, chunk.draft.tokens[:2]) == (6, 7, (3, 4))
+    assert ids(delivered) == [3, 80]
+    assert (one.output_ids, one.num_computed_tokens) == ([2, 3, 80], 8)
+    assert queue.stats.draft_tokens == len(chunk.draft.tokens)
+    assert queue.stats.accepted_tokens == 1
+
+
+def test_tokens_after_the_end_are_dropped():
+    for options in ({"max_tokens": 3}, {"stop_token_ids": (4,)}):
+        one, queue = sequence(1, 2, 3, 4, 5, 1, **options), speculative()
+        queue.add(one)
+        advance(queue, 2)
+        _, delivered = advance(queue, 3, 4, 5)
+        assert ids(delivered) == [3, 4]
+        assert delivered[-1].finish_reason == ("length" if "max_tokens" in options else "stop")
+        assert not queue.busy
+
+
+def test_drafts_leave_room_for_sampled_token():
+    one, queue = sequence(1, 1, 1, 1, max_tokens=3), speculative()
+    queue.add(one)
+    advance(queue, 1)
+    assert len(advance(queue, 1, 1)[0].draft.tokens) == 1
+    assert not queue.busy
+
+
+def test_failure_after_accepted_drafts_is_left_to_next_step():
+    chunk = ScheduledChunk(sequence(1, 2), 1, 2, Draft((5, 6)))
+    failure = DecoderFailed("not finite")
+    token = [SampledToken(number) for number in range(10)]
+    assert _verify(chunk, [token[5], failure, token[7]]) == (token[5],)
+    assert _verify(chunk, [failure, token[6], token[7]]) is failure
+    assert _verify(chunk, [token[5], token[7], token[8]]) == (token[5], token[7])
+    assert _verify(chunk, [token[5], token[6], token[8]]) == (token[5], token[6], token[8])
+    forced = chunk._replace(draft=Draft((5, 6), 2))
+    assert _verify(forced, [failure]) == (token[5], token[6])
+
+
+def test_preempted_sequence_continues_after_drafts():
+    first, second = sequence(*[1, 2] * 20, max_tokens=200), sequence(*[3, 4] * 20, max_tokens=200)
+    queue = speculative(kv_tokens=300)
+    queue.add(first)
+    queue.add(second)
+    while queue.busy:
+        chunks = queue.schedule().chunks
+        sampled = {}
+        for chunk in chunks:
+            if chunk.needs_logits:
+                drafted = len(chunk.draft.tokens)
+                following = np.tile(chunk.sequence.request.token_ids[:2], 200)[len(chunk.sequence.output_ids) :]
+                sampled[chunk.sequence] = tuple(map(SampledToken, following[: drafted + 1].tolist()))
+                assert chunk.end <= chunk.sequence.allocation.rows
+        queue.update(chunks, sampled)
+    assert queue.stats.preemptions > 0
+    assert (first.output_ids, second.output_ids) == ([1, 2] * 100, [3, 4] * 100)
+    assert queue.stats.accepted_tokens > 250
+
+
+def test_drafts_of_a_large_batch_are_shorter():
+    def mean_draft(batch):
+        queue = speculative(kv_tokens=150 * batch, max_batch_size=batch, prefill_chunk=40 * batch)
+        for number in range(batch):
+            queue.add(sequence(*range(100 * number, 100 * number + 40)))
+        for token in (5, 6, 7):
+            chunks = queue.schedule().chunks
+            first = {chunk.sequence: int(chunk.sequence.request.token_ids[0]) for chunk in chunks}
+            queue.update(chunks, {one: (SampledToken(start + token),) for one, start in first.items()})
+        return sum(len(chunk.draft.tokens) for chunk in queue.schedule().chunks) / batch
+
+    assert mean_draft(1) > mean_draft(4) > mean_draft(16)
+
+
+# With a model
+
+
+def few_words(content, length=60, **sampling):
+    """A prompt of five different tokens, so that n-grams are found often and continue differently."""
+    return text(*np.random.default_rng(content).integers(0, 5, length).tolist(), **{"max_tokens": 80} | sampling)
+
+
+SAMPLING = {
+    "greedy": {},
+    "greedy to the end": {"ignore_eos": True, "max_tokens": 150},
+    "seeded": {"temperature": 0.6, "seed": 7},
+    "top_p and top_k": {"temperature": 1.0, "top_p": 0.4, "top_k": 5, "seed": 3},
+    "penalties": {"repetition_penalty": 1.05, "presence_penalty": 0.1, "frequency_penalty": 0.02},
+    "penalties, seeded": {"frequency_penalty": 0.05, "temperature": 0.5, "seed": 4},
+    "bias": {"logit_bias": {1: 4.0, 2: 4.0}, "temperature": 0.5, "seed": 2},
+    "minimum": {"min_tokens": 30, "logit_bias": {95: 6.0}},
+    "stop token": {"stop_token_ids": (1, 33)},
+    "logprobs": {"logprobs": 4, "ignore_eos": True},
+    "logprobs, seeded": {"logprobs": 2, "temperature": 0.7, "seed": 5},
+}
+
+
+def decode_all(oracle, requests, **options):
+    """Decode requests at the same time; return the tokens and the decoder's statistics."""
+
+    async def run():
+        async with decoding(oracle.decoder(**options)) as decoder:
+            answers = await asyncio.gather(*(collect(decoder, request) for request in requests))
+            return answers, decoder.snapshot()
+
+    return asyncio.run(run())
+
+
+def check_equal(found, expected):
+    """Ids and finish reasons are equal; log-probabilities are equal up to the rounding of matrix products."""
+    for one, other in zip(found, expected, strict=True):
+        assert ids(one) == ids(other)
+        assert [token.finish_reason for token in one] == [token.finish_reason for token in other]
+        for left, right in zip(one, other, strict=True):
+            assert [token for token, _ in left.top_logprobs] == [token for token, _ in right.top_logprobs]
+            assert (left.logprob is None) == (right.logprob is None)
+            if left.logprob is not None:
+                assert left.logprob == pytest.approx(right.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("options", SAMPLING.values(), ids=SAMPLING)
+def test_output_equals_one_token_per_step(oracle, options):
+    requests = [few_words(seed, **options) for seed in range(3)]
+    expected, plain = decode_all(oracle, requests, speculative_method="none")
+    for batch in ([requests], [[request] for request in requests]):
+        answers, stats = zip(*(decode_all(oracle, part) for part in batch), strict=True)
+        check_equal([one for part in answers for one in part], expected)
+        assert sum(one.draft_tokens for one in stats) > 0
+    assert (plain.draft_tokens, plain.accepted_tokens, plain.forced_tokens) == (0, 0, 0)
+
+
+def test_periodic_output_takes_fewer_steps(oracle):
+    request = few_words(0, ignore_eos=True, max_tokens=300, logit_bias={1: 50.0, 2: 50.0})
+    ((expected,), plain), ((tokens,), stats) = (
+        decode_all(oracle, [request], speculative_method=method) for method in ("none", "ngram")
+    )
+    assert ids(tokens) == ids(expected)
+    assert stats.steps < 0.6 * plain.steps
+    assert 0 < stats.accepted_tokens < stats.draft_tokens
+    assert stats.steps + stats.accepted_tokens == plain.steps
+
+
+def test_speculation_next_to_ordinary_requests_and_chunked_prefill(oracle):
+    """Mixed with images, random prompts that are never drafted for, and prompts longer than a chunk."""
+    requests = [
+        few_words(1, ignore_eos=True),
+        prompt(5, 150),
+        visual(4, (1, 4, 6), 9, (2, 2, 3), 30, width=oracle.width, ignore_eos=True, max_tokens=60),
+        few_words(2, 200, temperature=0.5, seed=1),
+        prompt(6, 40, logprobs=3),
+    ]
+    expected = [decode_all(oracle, [request], speculative_method="none")[0][0] for request in requests]
+    for options in ({"prefill_chunk": 16}, {"max_batch_size": 2}, {"kv_cache_mib": 1, "prefix_cache": False}):
+        answers, stats = decode_all(oracle, requests, **options)
+        check_equal(answers, expected)
+        assert stats.draft_tokens > 0
+
+
+def test_max_tokens_inside_a_burst(oracle):
+    request = few_words(0, ignore_eos=True, max_tokens=60, logit_bias={1: 50.0})
+    ((whole,), _) = decode_all(oracle, [request], speculative_method="none")
+
+    async def run():
+        async with decoding(oracle.decoder()) as decoder:
+            for count in range(20, 45):
+                shorter = replace(request, sampling=replace(request.sampling, max_tokens=count))
+                tokens = await collect(decoder, shorter)
+                assert ids(tokens) == ids(whole)[:count]
+                assert tokens[-1].finish_reason == "length"
+            return decoder.snapshot()
+
+    assert asyncio.run(run()).accepted_tokens > 100
+
+
+def test_follow_up_uses_cached_output(oracle):
+    """The prefix cache contains what was computed for accepted drafts, and nothing of rejected ones."""
+    request = few_words(3, ignore_eos=True, max_tokens=100)
+
+    async def run(**options):
+        async with decoding(oracle.decoder(**options)) as decoder:
+            first = ids(await collect(decoder, request))
+            follow_up = text(*request.token_ids.tolist(), *first, 7, 8, 9, max_tokens=40, ignore_eos=True)
+            return first, await collect(decoder, follow_up), decoder.snapshot()
+
+    first, expected, _ = asyncio.run(run(speculative_method="none", prefix_cache=False))
+    again, tokens, stats = asyncio.run(run())
+    assert again == first
+    assert ids(tokens) == ids(expected)
+    assert tokens[0].cached_tokens == 60 + 100 - 1
+    assert stats.draft_tokens > stats.accepted_tokens > 0
+
+
+def test_canceled_during_bursts_frees_memory(oracle):
+    async def run():
+        async with decoding(oracle.decoder()) as decoder:
+            request = few_words(0, ignore_eos=True, max_tokens=3000, logit_bias={1: 50.0, 2: 50.0})
+            async with aclosing(decoder.decode(request)) as tokens:
+                received = [token.id async for token, _ in _first(tokens, 50)]
+            return received, decoder.snapshot(), await collect(decoder, prompt(1, 20))
+
+    received, stats, after = asyncio.run(run())
+    assert len(received) == 50
+    assert (stats.running, stats.waiting, stats.kv_used) == (0, 0, 0)
+    assert ids(after) == oracle.greedy(prompt(1, 20))
+
+
+async def _first(tokens, count):
+    """Yield the first `count` items with their numbers."""
+    number = 0
+    async for token in tokens:
+        yield token, number
+        number += 1
+        if number == count:
+            return
+
+
+# With the bundled model
+
+FORM = {
+    "type": "object",
+    "properties": {
+        "shape of the object": {"enum": ["circle", "square", "triangle"]},
+        "number of objects": {"type": "integer", "minimum": 0, "maximum": 99},
+        "is the object visible": {"type": "boolean"},
+        "color of the object": {"enum": ["red", "green", "blue"]},
+        "comment": {"type": "string", "maxLength": 12},
+    },
+    "required": [
+        "shape of the object", "number of objects", "is the object visible", "color of the object", "comment",
+    ],
+    "additionalProperties": False,
+}  # fmt: skip
+GUIDED = {
+    "messages": [{"role": "user", "content": "Describe the picture."}],
+    "response_format": {"type": "json_schema", "json_schema": {"name": "form", "schema": FORM}},
+    "max_tokens": 300,
+}
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def engines(request):
+    with (
+        Engine(EngineConfig(dtype=request.param, speculative_method="none")) as plain,
+        Engine(EngineConfig(dtype=request.param)) as fast,
+    ):
+        yield plain, fast
+
+
+def steps_of(engine, body):
+    """Return a response without its id and time, and the number of steps that it took."""
+    before = engine.stats().decoder.steps
+    response = engine.chat(body).model_dump(exclude={"id", "created"})
+    return response, engine.stats().decoder.steps - before
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0},
+        {"temperature": 1.0, "seed": 3},
+        {"temperature": 1.5, "seed": 4, "logprobs": True, "top_logprobs": 3, "frequency_penalty": 0.3},
+        {"temperature": 0.5, "seed": 5, "min_tokens": 40, "n": 2},
+    ],
+)
+def test_forced_tokens_of_a_schema_take_no_steps(engines, fields):
+    plain, fast = engines
+    (expected, many), (found, few) = (steps_of(engine, {**GUIDED, **fields}) for engine in engines)
+    if fields.get("logprobs") and fast.config.dtype == "float32":  # rounding depends on the number of rows
+        for response in (expected, found):
+            del response["choices"][0]["logprobs"]
+    assert found["choices"] == expected["choices"]
+    assert found["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
+    assert few <= 0.6 * many
+    for choice in found["choices"]:
+        assert set(json.loads(choice["message"]["content"])) == set(FORM["required"])
+    assert plain.stats().decoder.forced_tokens == 0 < fast.stats().decoder.forced_tokens
+
+
+@pytest.mark.parametrize("fields", [{"stop": ["objects"]}, {"stop": ['ble": ', '":']}, {"max_tokens": 17}])
+def test_end_inside_forced_tokens(engines, fields):
+    body = {**GUIDED, "temperature": 0, **fields}
+    expected, found = (steps_of(engine, body)[0] for engine in engines)
+    assert found["choices"] == expected["choices"]
+    assert found["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
+    chunks = [chunk.choices[0] for chunk in engines[1].stream({**body, "stream": True})]
+    assert "".join(choice.delta.content or "" for choice in chunks) == found["choices"][0]["message"]["content"]
+    assert chunks[-1].finish_reason == found["choices"][0]["finish_reason"]
+
+
+def test_max_tokens_ends_at_the_same_token(engines):
+    bodies = [{**GUIDED, "temperature": 0, "max_tokens": count} for count in (1, 2, 3, 5, 8, 13, 21, 34)]
+    for body in bodies:
+        expected, found = (engine.chat(body).choices[0] for engine in engines)
+        assert (found.message.content, found.finish_reason) == (expected.message.content, expected.finish_reason)
+
+
+def test_guided_copy_is_drafted_and_equal(engines):
+    """An array whose items repeat is drafted from its earlier items, where the grammar allows them."""
+    schema = {"type": "array", "items": FORM, "minItems": 3, "maxItems": 3}
+    body = {
+        **GUIDED,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "forms", "schema": schema}},
+        "temperature": 0,
+        "max_tokens": 600,
+    }
+    (expected, many), (found, few) = (steps_of(engine, body) for engine in engines)
+    assert found["choices"] == expected["choices"]
+    assert few <= 0.5 * many
+    assert engines[1].stats().decoder.accepted_tokens > 0
+
+
+def test_long_forced_text_is_split(engines):
+    plain, fast = engines
+    schema = {"const": "forced " * 30}
+    body = {
+        **GUIDED,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "text", "schema": schema}},
+        "temperature": 0,
+        "max_tokens": 400,
+    }
+    (expected, many), (found, few) = (steps_of(engine, body) for engine in (plain, fast))
+    assert found["choices"] == expected["choices"]
+    assert many / MAX_FORCED_TOKENS <= few <= many / 8
+
+
+# Options
+
+
+def test_other_decoders_reject_the_option():
+    TorchOptions(speculative_method="ngram").check("torch")
+    TorchOptions().check("dashinfer")
+    TorchOptions(speculative_method="none").check("dashinfer")
+    with pytest.raises(
+        ConfigError, match="`speculative_method` ngram: the decoder dashinfer does not support it"
+    ) as bad:
+        TorchOptions(speculative_method="ngram").check("dashinfer")
+    assert bad.value.param == "speculative_method"
+    with pytest.raises(ConfigError, match="speculative_method"):
+        EngineConfig(speculative_method="eagle")
