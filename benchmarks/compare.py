@@ -1,6 +1,6 @@
 """Compare this engine with alternatives on this machine, in one table of ratios.
 
-    python -m benchmarks.compare [--model small|2b|demo|FOLDER] [--engines ours,vllm] [--workloads fresh-1,chats-3]
+    python -m benchmarks.compare [--model NAME|FOLDER] [--engines ours,vllm] [--workloads fresh-1,chats-3]
 
 Every engine stays loaded, and is stopped (SIGSTOP) while another one is measured. In each round the workloads run in
 random order, and for each of them the engines in random order, so that drifts of the machine affect all alike. The
@@ -26,7 +26,7 @@ from pathlib import Path
 from .engines import Contender, InProcess, Launch, Server, custom, end_with_us, ours, peer
 from .environments import PEERS_FOLDER, Peers, SetupMissing
 from .limits import image_seconds, measure_rates, step_seconds
-from .models import CACHE, SHAPES, checkpoint
+from .models import CACHE, checkpoint, model_names
 from .report import LIMIT, Results, Row, write
 from .workloads import TPOT, TTFT, Run, Workload, run, workloads
 
@@ -217,7 +217,7 @@ def _say(what: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="small", help=f"{', '.join(SHAPES)}, demo, or a checkpoint's folder")
+    parser.add_argument("--model", default="small", help=f"{', '.join(model_names())}, demo, or a checkpoint's folder")
     parser.add_argument("--models", type=Path, default=CACHE, help="where models are created (%(default)s)")
     parser.add_argument("--peers", type=Path, default=PEERS_FOLDER, help="where peers are installed (%(default)s)")
     parser.add_argument(

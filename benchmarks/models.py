@@ -80,21 +80,33 @@ SHAPES = {
 
 
 def checkpoint(name: str, folder: Path = CACHE) -> Path:
-    """Return the folder of a model: one of `SHAPES`, created in `folder` on demand, or any loadable model."""
-    if name in SHAPES:
+    """Return the folder of a model: one of `model_names()`, created in `folder` on demand, or any loadable model."""
+    if name in model_names():
         return ensure_model(name, folder.expanduser())
     return find_model(name, registered=load_plugins().models, revision=None)
 
 
+def model_names() -> tuple[str, ...]:
+    """Return the names of the models that are created on demand."""
+    from . import qwen3_vl
+
+    return (*SHAPES, *qwen3_vl.SHAPES)
+
+
 def ensure_model(name: str, folder: Path) -> Path:
-    """Return the checkpoint `name` of `SHAPES` in `folder`, created if missing; no incomplete one is left behind."""
+    """Return the checkpoint `name` in `folder`, created if missing; no incomplete one is left behind."""
+    from . import qwen3_vl
+
     made = folder / name
     if not made.exists():
         print(f"making the model {name} in {made} ...", flush=True)
         draft = folder / f"{name}.part"
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        write_model(SHAPES[name], draft)
+        if name in qwen3_vl.SHAPES:
+            qwen3_vl.write_model(qwen3_vl.SHAPES[name], draft)
+        else:
+            write_model(SHAPES[name], draft)
         draft.rename(made)
     return made
 
@@ -142,8 +154,8 @@ def write_model(shape: Shape, folder: Path) -> None:
     model.generation_config.eos_token_id = [IDS["<|im_end|>"], IDS["<|endoftext|>"]]
     model.generation_config.pad_token_id = IDS["<|endoftext|>"]
     model.save_pretrained(folder)
-    _write(folder / "config.json", _flat(json.loads((folder / "config.json").read_text()), shape))
-    _write(folder / "preprocessor_config.json", PIXELS)
+    write_json(folder / "config.json", _flat(json.loads((folder / "config.json").read_text()), shape))
+    write_json(folder / "preprocessor_config.json", PIXELS)
     write_tokenizer(folder)
 
 
@@ -179,9 +191,9 @@ def write_tokenizer(folder: Path) -> None:
         "additional_special_tokens": list(CONTROL[1:]),
         "clean_up_tokenization_spaces": False,
     }
-    _write(folder / "tokenizer_config.json", settings)
-    _write(folder / "chat_template.json", {"chat_template": TEMPLATE})
-    _write(folder / "vocab.json", vocabulary)  # for readers of the older vocabulary files
+    write_json(folder / "tokenizer_config.json", settings)
+    write_json(folder / "chat_template.json", {"chat_template": TEMPLATE})
+    write_json(folder / "vocab.json", vocabulary)  # for readers of the older vocabulary files
     (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(map(" ".join, merges)))
 
 
@@ -204,5 +216,6 @@ def _flat(config: dict[str, Any], shape: Shape) -> dict[str, Any]:
     return {**text, **config, **fixed}
 
 
-def _write(file: Path, content: Any) -> None:
+def write_json(file: Path, content: Any) -> None:
+    """Write a JSON file."""
     file.write_text(json.dumps(content, indent=1))

@@ -9,13 +9,15 @@ from dashinfer_vlm_core.plugins import load_plugins
 
 
 class Recorder:
-    """A plugin that registers the decoder `recorded`: the PyTorch decoder with its token ids recorded."""
+    """A plugin that registers the decoder `recorded`: the PyTorch decoder, whose token ids and log probabilities are
+    recorded by the id of the request."""
 
     name = "recorded"
 
     def __init__(self):
         self._factory = load_plugins().decoder("torch")
         self.tokens = {}
+        self.logprobs = {}
 
     @hookimpl
     def register_decoders(self, register):
@@ -25,7 +27,7 @@ class Recorder:
         return self._factory.check_support(spec, config)
 
     def create(self, spec, config, kernels):
-        return _RecordingDecoder(self._factory.create(spec, config, kernels), self.tokens)
+        return _RecordingDecoder(self._factory.create(spec, config, kernels), self.tokens, self.logprobs)
 
     def registry(self):
         registry = load_plugins()
@@ -34,9 +36,10 @@ class Recorder:
 
 
 class _RecordingDecoder:
-    def __init__(self, decoder, tokens):
+    def __init__(self, decoder, tokens, logprobs):
         self._decoder = decoder
         self._tokens = tokens
+        self._logprobs = logprobs
         self.name = decoder.name
         self.max_model_len = decoder.max_model_len
         self.supported_params = decoder.supported_params
@@ -47,6 +50,8 @@ class _RecordingDecoder:
 
     async def decode(self, request):
         ids = self._tokens.setdefault(request.id, [])
+        logprobs = self._logprobs.setdefault(request.id, [])
         async for token in self._decoder.decode(dataclasses.replace(request)):
             ids.append(token.id)
+            logprobs.append(token.logprob)
             yield token

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import attacks, compare, limits, models, stages, workloads
+from benchmarks import attacks, compare, limits, models, qwen3_vl, stages, workloads
 from benchmarks.client import Sample
 from benchmarks.report import LIMIT, Ratio, Results, Row
 from benchmarks.workloads import Run
@@ -56,12 +56,27 @@ def test_random_weights_model_generates(tmp_path):
         tower_width=32, tower_layers=1, tower_heads=2,
     )  # fmt: skip
     models.write_model(shape, tmp_path)
-    content = [workloads.image_part(random.Random(0), 56), {"type": "text", "text": "ab cd"}]
-    with Engine(EngineConfig(model=str(tmp_path))) as engine:
+    assert image_tokens(tmp_path, 56) == 4
+
+
+@pytest.mark.slow
+def test_random_weights_qwen3_vl_generates(tmp_path):
+    shape = replace(
+        qwen3_vl.SHAPES["qwen3-vl-4b"], hidden=64, inner=96, layers=3, heads=2, kv_heads=1, tower_width=64,
+        tower_inner=96, tower_layers=2, levels=(0,),
+    )  # fmt: skip
+    qwen3_vl.write_model(shape, tmp_path)
+    assert image_tokens(tmp_path, 256) == 64
+
+
+def image_tokens(folder, side):
+    """Generate four tokens for an image, and return its number of tokens."""
+    content = [workloads.image_part(random.Random(0), side), {"type": "text", "text": "ab cd"}]
+    with Engine(EngineConfig(model=str(folder))) as engine:
         request = {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "ignore_eos": True}
         usage = engine.chat(request).usage
     assert usage.completion_tokens == 4
-    assert usage.prompt_tokens_details.image_tokens == 4
+    return usage.prompt_tokens_details.image_tokens
 
 
 @pytest.mark.slow

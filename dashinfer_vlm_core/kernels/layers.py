@@ -51,7 +51,13 @@ class ReferenceDecoderLayers:
         """Add the attention output and then the MLP output to x, in place."""
         keys, values = torch.split(cache, self._shape.kv_heads)
         layer.output.add_to(x, self._kernels.attend(queries, keys, values, spans))
-        layer.down.add_to(x, layer.gate_up(self._normalize(x, layer.mlp_norm)))
+        normed = self._normalize(x, layer.mlp_norm)
+        if layer.experts:
+            layer.experts.add_to(x, normed)
+        else:
+            assert layer.gate_up
+            assert layer.down
+            layer.down.add_to(x, layer.gate_up(normed))
 
     def _normalize(self, x: Tensor, norm: Norm) -> Tensor:
         return self._kernels.norm(x, norm.weight, norm.bias, self._shape.eps)

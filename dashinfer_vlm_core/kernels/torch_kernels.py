@@ -108,6 +108,8 @@ def _activate(x: Tensor, activation: Activation) -> Tensor:
         return x * torch.sigmoid(1.702 * x)
     if activation is Activation.GELU:
         return F.gelu(x)
+    if activation is Activation.GELU_TANH:
+        return F.gelu(x, approximate="tanh")
     if activation is Activation.SILU_GATE:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up

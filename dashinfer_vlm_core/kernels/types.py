@@ -20,6 +20,8 @@ class Activation(IntEnum):
     SILU_GATE = 2
     """silu(gate) * up (arXiv:2002.05202); the weights are the gate's rows followed by as many up-projection rows."""
     GELU = 3
+    GELU_TANH = 4
+    """The approximation of GELU with tanh (arXiv:1606.08415, section 2)."""
 
 
 class Linear(Protocol):
@@ -98,6 +100,13 @@ class Norm(NamedTuple):
     bias: Tensor | None = None
 
 
+class Experts(Protocol):
+    """A mixture of experts: gated MLPs, of which a router chooses some for each row."""
+
+    def add_to(self, total: Tensor, x: Tensor) -> None:
+        """Add the result for x [rows, hidden] to `total` [rows, hidden], in place."""
+
+
 class DecoderLayer(NamedTuple):
     """One layer of a decoder.
 
@@ -106,20 +115,22 @@ class DecoderLayer(NamedTuple):
         qkv: the projection to query, key and value heads, concatenated in this order.
         output: the output projection of attention.
         mlp_norm: the norm before the MLP.
-        gate_up: the gate and up projection with `SILU_GATE`.
-        down: the projection back to the hidden size.
+        gate_up: the gate and up projection with `SILU_GATE`; None with `experts`.
+        down: the projection back to the hidden size; None with `experts`.
         query_norm: the norm of each query head before rotary embedding.
         key_norm: the norm of each key head before rotary embedding.
+        experts: the mixture of experts that replaces the MLP.
     """
 
     input_norm: Norm
     qkv: Linear
     output: Linear
     mlp_norm: Norm
-    gate_up: Linear
-    down: Linear
+    gate_up: Linear | None
+    down: Linear | None
     query_norm: Norm | None = None
     key_norm: Norm | None = None
+    experts: Experts | None = None
 
 
 class DecoderShape(NamedTuple):

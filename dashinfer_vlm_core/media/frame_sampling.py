@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -21,12 +22,14 @@ class VideoSamplingPolicy:
         min_frames: minimum number of frames, if the video has as many.
         max_frames: maximum number of frames.
         frame_factor: the number of frames is a multiple of this.
+        precision: the precision in which `indices` are computed.
     """
 
     fps: float = 2.0
     min_frames: int = 4
     max_frames: int = 768
     frame_factor: int = 2
+    precision: Literal["float32", "float64"] = "float32"
 
     def with_config(self, config: EngineConfig) -> VideoSamplingPolicy:
         """Return this policy with the values that the configuration overrides."""
@@ -60,10 +63,12 @@ class VideoSamplingPolicy:
     def indices(self, total: int, count: int) -> list[int]:
         """Return `count` indices evenly spaced from the first of `total` frames to the last.
 
-        They equal `torch.linspace(0, total - 1, count).round()`, which qwen-vl-utils 0.0.14 uses: computed in float32,
-        from both ends to the middle, with products rounded once. For long videos exact arithmetic would select other
-        frames.
+        In float32, they equal `torch.linspace(0, total - 1, count).round()`, which qwen-vl-utils 0.0.14 uses: computed
+        from both ends to the middle, with products rounded once. In float64, they equal `numpy.linspace`, which
+        transformers uses for Qwen3-VL. For long videos exact arithmetic would select other frames.
         """
+        if self.precision == "float64":
+            return [int(index) for index in np.linspace(0, total - 1, count).round()]
         last = total - 1
         step = float(np.float32(last) / np.float32(max(count - 1, 1)))
         order = np.arange(count)

@@ -187,10 +187,13 @@ class Expansion(NamedTuple):
         token_ids: int64 [tokens].
         spans: (index, length) of the token ranges that represent visual tokens, in order; together they cover all of
             the item's visual tokens.
+        leading_text: plain text before the tokens. It is tokenized together with plain text before the placeholder, as
+            if it were part of the prompt.
     """
 
     token_ids: npt.NDArray[np.int64]
     spans: tuple[tuple[int, int], ...]
+    leading_text: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -78,7 +78,8 @@ class RotarySpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextWeightNames:
-    """Names of the text model's tensors after `ModelSpec.tensor_renames`, without the suffix `.weight`.
+    """Names of the text model's tensors after `ModelSpec.tensor_renames`, without the suffix `.weight`, which the fused
+    tensors of experts do not have.
 
     Attributes:
         layer: prefix of a layer, where `{}` is its index; the attributes after this one are names within a layer.
@@ -99,6 +100,29 @@ class TextWeightNames:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    experts_gate_up: str = "mlp.experts.gate_up_proj"
+    experts_down: str = "mlp.experts.down_proj"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsSpec:
+    """The mixture of experts that replaces the MLP of some layers (arXiv:2101.03961; top-k as in arXiv:2505.09388).
+
+    A router computes one logit per expert. The experts with the largest softmax probabilities, in float32, are gated
+    MLPs; their outputs are added with these probabilities, divided by their sum.
+
+    Attributes:
+        num_experts: number of experts of a layer.
+        experts_per_token: number of experts that compute a token.
+        intermediate_size: inner size of an expert.
+        dense_layers: indices of the layers with an ordinary MLP of `TextModelSpec.intermediate_size`.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    dense_layers: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +141,7 @@ class TextModelSpec:
         visual_levels: rows of `hidden_size` that a visual token has in addition to its embedding. The first is added
             to its hidden state after the first layer, the second after the second, and so on (DeepStack,
             arXiv:2406.04334); fewer than the number of layers.
+        experts: the mixture of experts of its layers; None if all have an ordinary MLP.
     """
 
     hidden_size: int
@@ -134,6 +159,7 @@ class TextModelSpec:
     qkv_bias: bool = True
     qk_norm: bool = False
     visual_levels: int = 0
+    experts: ExpertsSpec | None = None
     weights: TextWeightNames = TextWeightNames()
 
     @property

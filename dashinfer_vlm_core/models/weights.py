@@ -68,9 +68,7 @@ class Weights:
         Raises:
             CheckpointError: as for `tensor`.
         """
-        if name not in self._stored:
-            raise CheckpointError(f"The checkpoint has no tensor {name!r}. Copy or download its safetensors again.")
-        file, stored_name = self._stored[name]
+        file, stored_name = self._locate(name)
         try:
             with safe_open(file, framework="pt") as opened:
                 shape = opened.get_slice(stored_name).get_shape()
@@ -83,9 +81,28 @@ class Weights:
         except (OSError, SafetensorError) as error:
             raise unreadable_file_error(file, error) from error
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the stored shape of a tensor.
+
+        Raises:
+            CheckpointError: the tensor is missing, or its file is damaged.
+        """
+        file, stored_name = self._locate(name)
+        try:
+            with safe_open(file, framework="pt") as opened:
+                return tuple(opened.get_slice(stored_name).get_shape())
+        except (OSError, SafetensorError) as error:
+            raise unreadable_file_error(file, error) from error
+
     def close(self) -> None:
         """Release the files; no tensor can be read afterwards. Idempotent."""
         self._stored.clear()
+
+    def _locate(self, name: str) -> tuple[Path, str]:
+        """Return the file of a tensor and its name there."""
+        if name not in self._stored:
+            raise CheckpointError(f"The checkpoint has no tensor {name!r}. Copy or download its safetensors again.")
+        return self._stored[name]
 
     def __enter__(self) -> Self:
         return self

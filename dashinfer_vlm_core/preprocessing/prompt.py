@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,18 @@ class Prompt:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+
+class _Segment(NamedTuple):
+    """A part of a prompt.
+
+    Attributes:
+        ids: token ids; those of a special token are a separate segment.
+        text: the plain text that they encode; empty for special tokens, and in a prompt of token ids.
+    """
+
+    ids: Sequence[int]
+    text: str = ""
 
 
 class PromptBuilder:
@@ -138,7 +150,7 @@ class PromptBuilder:
             ContextLengthExceeded: the text is certainly too long for the model.
         """
         self._check_size(text)
-        return [index for segment in self._encode(self._pieces(text, mark="")) for index in segment]
+        return [index for segment in self._encode(self._pieces(text, mark="")) for index in segment.ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode token ids to text, including special tokens.
@@ -233,8 +245,8 @@ class PromptBuilder:
             return self._template.render(messages, tools, options)
         return self._template.render(render_tools_as_text(messages, tools, self._spec.conversation), (), options)
 
-    def _segments(self, request: ChatRequest) -> Iterable[list[int]]:
-        """Tokenize a request in segments of token ids; each special token is a separate segment."""
+    def _segments(self, request: ChatRequest) -> Iterable[_Segment]:
+        """Tokenize a request."""
         prompt = request.raw_prompt
         if prompt is not None and not prompt:
             raise InvalidParameter("The prompt is empty; it needs at least one token.", param="prompt")
@@ -252,14 +264,14 @@ class PromptBuilder:
         guarded = [_guard(value, self._first_chars, mark) for value in given]
         return self._encode(self._pieces(self.render(*guarded), mark))
 
-    def _checked_ids(self, ids: tuple[int, ...], *, param: str = "prompt_token_ids") -> Iterable[list[int]]:
+    def _checked_ids(self, ids: tuple[int, ...], *, param: str = "prompt_token_ids") -> Iterable[_Segment]:
         if not all(0 <= index < self._spec.vocab_size for index in ids):
             raise InvalidParameter(
                 f"Token ids must be 0 to {self._spec.vocab_size - 1} for this model. Encode the prompt with its"
                 " tokenizer.",
                 param=param,
             )
-        return ([index] for index in ids)
+        return (_Segment([index]) for index in ids)
 
     def _pieces(self, text: str, mark: str) -> list[str]:
         """Split text into special tokens (odd indices) and plain text (even indices, mark removed)."""
@@ -269,13 +281,13 @@ class PromptBuilder:
             end = match.end()
         return [*pieces, text[end:].replace(mark, "")]
 
-    def _encode(self, pieces: list[str]) -> Iterator[list[int]]:
+    def _encode(self, pieces: list[str]) -> Iterator[_Segment]:
         plain = iter(self.tokenizer.encode_batch_fast(pieces[::2], add_special_tokens=False))
         for index, piece in enumerate(pieces):
-            yield [self._special_tokens[piece]] if index % 2 else next(plain).ids
+            yield _Segment([self._special_tokens[piece]]) if index % 2 else _Segment(next(plain).ids, piece)
 
     def _expand(
-        self, segments: Iterable[list[int]], visuals: Sequence[Visual]
+        self, segments: Iterable[_Segment], visuals: Sequence[Visual]
     ) -> tuple[list[npt.NDArray[np.int64]], list[PlaceholderSpan]]:
         """Replace each placeholder by the tokens of the next image or video of its kind."""
         ids: list[npt.NDArray[np.int64]] = []
@@ -283,16 +295,21 @@ class PromptBuilder:
         waiting: dict[str, deque[int]] = {"image": deque(), "video": deque()}
         for index, item in enumerate(visuals):
             waiting[item.kind].append(index)
-        segments, length, position = [segment for segment in segments if segment], 0, 0
+        segments, length, position = [segment for segment in segments if segment.ids], 0, 0
         while position < len(segments):
             placeholder = self._placeholder_at(segments, position)
             if placeholder is None:
-                ids.append(np.asarray(segments[position], np.int64))
+                ids.append(np.asarray(segments[position].ids, np.int64))
             else:
                 if not waiting[placeholder.kind]:
                     raise _PlaceholderMismatch
                 index = waiting[placeholder.kind].popleft()
                 expansion = self._layout.expand(visuals[index], self._encode_plain)
+                if expansion.leading_text:
+                    before = segments[position - 1].text if position else ""
+                    replaced = ids.pop() if before else ()
+                    ids.append(np.asarray(self._encode_plain(before + expansion.leading_text), np.int64))
+                    length += len(ids[-1]) - len(replaced)
                 spans += _to_prompt_spans(expansion.spans, length, index)
                 ids.append(expansion.token_ids)
             length += len(ids[-1])
@@ -301,13 +318,13 @@ class PromptBuilder:
             raise _PlaceholderMismatch
         return ids, spans
 
-    def _placeholder_at(self, segments: Sequence[list[int]], position: int) -> Placeholder | None:
+    def _placeholder_at(self, segments: Sequence[_Segment], position: int) -> Placeholder | None:
         """Return the placeholder that begins at a segment; each token of a placeholder is a separate segment."""
-        if len(segments[position]) != 1:
+        if len(segments[position].ids) != 1:
             return None
-        for placeholder in self._placeholders.get(segments[position][0], ()):
+        for placeholder in self._placeholders.get(segments[position].ids[0], ()):
             candidate = segments[position : position + len(placeholder.tokens)]
-            if [[token] for token in placeholder.tokens] == list(candidate):
+            if [[token] for token in placeholder.tokens] == [segment.ids for segment in candidate]:
                 return placeholder
         return None
 

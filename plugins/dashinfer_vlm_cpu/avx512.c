@@ -20,7 +20,7 @@ enum { PANEL = 32, LANES = 16, TILE_ROWS = 12, TILE_ROWS_INT8 = 8, ROW_GROUP = 1
 /* Prefetch distances, as measured: of weights in bytes, with a shorter distance for weights of 8 and 16 bits if there are
  * few rows; of keys and values in rows. */
 enum { PREFETCH_BYTES = 8192, PREFETCH_BYTES_FEW_ROWS = 1024, FEW_ROWS = 2, PREFETCH_KEYS = 64 };
-enum { NONE = 0, QUICK_GELU = 1, SILU_GATE = 2 }; /* native_linear.py applies other activations */
+enum { NONE = 0, QUICK_GELU = 1, SILU_GATE = 2, GELU_TANH = 4 }; /* native_linear.py applies GELU */
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 12")
@@ -62,6 +62,14 @@ INLINE __m512 exp2_(__m512 x)
 INLINE __m512 swish(__m512 x, float slope)
 {
     __m512 e = exp2_(_mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f * slope)));
+    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
+}
+
+/* x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))), as x * sigmoid of twice the argument of tanh */
+INLINE __m512 gelu_tanh(__m512 x)
+{
+    __m512 cubic = _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.044715f), _mm512_set1_ps(1.0f));
+    __m512 e = exp2_(_mm512_mul_ps(_mm512_mul_ps(x, cubic), _mm512_set1_ps(-1.44269504f * 1.59576912f)));
     return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
 }
 
@@ -175,6 +183,7 @@ INLINE void finish(const Epilogue *ep, ptrdiff_t row, ptrdiff_t panel, __m512 le
         right = _mm512_add_ps(right, load(m->bias + column + LANES, first(m->columns - column - LANES)));
     }
     if (m->activation == QUICK_GELU) left = swish(left, 1.702f), right = swish(right, 1.702f);
+    if (m->activation == GELU_TANH) left = gelu_tanh(left), right = gelu_tanh(right);
     store_output(ep, row, column, left);
     store_output(ep, row, column + LANES, right);
 }
@@ -1071,6 +1080,7 @@ typedef struct {
     const Matrix *qkv, *output;
     const bf16 *mlp_norm;
     const Matrix *gate_up, *down;
+    const bf16 *query_norm, *key_norm; /* of each head, or null */
 } DecoderLayer;
 
 typedef struct { /* the new tokens of many requests, see `ForwardBatch` in types.py */
@@ -1088,12 +1098,40 @@ typedef struct { /* the new tokens of many requests, see `ForwardBatch` in types
     int64_t cache_rows;
     bf16 *normed, *qkv, *mixed, *inner; /* intermediate results */
     char *linear_workspace, *attend_workspace;
+    const bf16 *additions; /* [levels, addition_count, hidden] */
+    const int64_t *addition_rows; /* the row of `x` that each is added to */
+    int64_t addition_count, levels, level_stride, addition_stride;
 } ForwardBatch;
 
 typedef struct {
     int64_t heads, kv_heads, width;
     float scale, eps;
 } DecoderShape;
+
+/* Normalize each query and key head in place. */
+static void normalize_heads(const DecoderLayer *l, const ForwardBatch *p, const DecoderShape *s, int threads)
+{
+    ptrdiff_t stride = (s->heads + 2 * s->kv_heads) * s->width;
+#pragma omp parallel for num_threads(threads) if (p->rows > 16)
+    for (ptrdiff_t row = 0; row < p->rows; row++)
+        for (ptrdiff_t head = 0; head < s->heads + s->kv_heads; head++) {
+            bf16 *x = p->qkv + row * stride + head * s->width;
+            norm_row(x, head < s->heads ? l->query_norm : l->key_norm, NULL, s->eps, x, s->width);
+        }
+}
+
+/* Add the rows of one level to the hidden states. */
+static void add_level(const ForwardBatch *p, ptrdiff_t level)
+{
+    for (ptrdiff_t i = 0; i < p->addition_count; i++) {
+        const bf16 *from = p->additions + level * p->level_stride + i * p->addition_stride;
+        bf16 *x = p->x + p->addition_rows[i] * p->hidden;
+        for (ptrdiff_t k = 0; k < p->hidden; k += LANES) {
+            __mmask16 lanes = first(p->hidden - k);
+            store(x + k, lanes, _mm512_add_ps(load(x + k, lanes), load(from + k, lanes)));
+        }
+    }
+}
 
 static void store_keys_values(const ForwardBatch *p, const DecoderShape *s, bf16 *cache)
 {
@@ -1138,10 +1176,12 @@ void run_layers(const DecoderLayer *layers, int64_t count, const DecoderShape *s
         bf16 *cache = p->cache + i * 2 * s->kv_heads * p->cache_rows * s->width;
         norm(p->x, p->hidden, layers[i].input_norm, NULL, s->eps, p->normed, p->rows, p->hidden, threads);
         linear(layers[i].qkv, p->normed, p->hidden, p->rows, p->qkv, stride, 0, p->linear_workspace, threads);
+        if (layers[i].query_norm) normalize_heads(layers + i, p, s, threads);
         rotate(p->qkv, stride, p->cos, p->sin, p->rows, heads, s->width / 2, threads);
         store_keys_values(p, s, cache);
         if (i + 1 < count) {
             attention_and_mlp(layers + i, p, s, cache, p->x, p->rows, p->spans, p->span_count, threads);
+            if (i < p->levels) add_level(p, i);
         } else if (p->last_count) {
             select_last(p, s);
             attention_and_mlp(layers + i, p, s, cache, p->out, p->last_count, p->last_spans, p->last_count, threads);

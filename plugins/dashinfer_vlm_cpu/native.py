@@ -167,21 +167,17 @@ class Avx512Kernels:
         return out
 
     def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> DecoderLayers:
-        if (
-            not shape.levels
-            and all(map(_supports_layer, layers))
-            and _supports_attention(shape.heads, shape.kv_heads, shape.head_dim)
-        ):
+        if all(map(_supports_layer, layers)) and _supports_attention(shape.heads, shape.kv_heads, shape.head_dim):
             return NativeLayers(self._library, layers, shape)
         return ReferenceDecoderLayers(self, layers, shape)
 
 
 def _supports_layer(layer: DecoderLayer) -> bool:
     """Whether `run_layers` in C supports the layer."""
-    norms = (layer.input_norm, layer.mlp_norm)
+    norms = [norm for norm in (layer.input_norm, layer.mlp_norm, layer.query_norm, layer.key_norm) if norm]
     linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
     return (
-        layer.query_norm is layer.key_norm is None
+        (layer.query_norm is None) == (layer.key_norm is None)
         and all(norm.bias is None for norm in norms)
         and all(isinstance(linear, NativeLinear) for linear in linears)
     )

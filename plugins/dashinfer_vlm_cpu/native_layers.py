@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dashinfer_vlm_core.kernels.types import DecoderLayer, DecoderShape, ForwardBatch, Linear, Norm
+from dashinfer_vlm_core.kernels.types import Additions, DecoderLayer, DecoderShape, ForwardBatch, Linear, Norm
 
 from .native_linear import NativeLinear
 
@@ -23,7 +23,7 @@ class CLayer(ctypes.Structure):
 
     _fields_ = (
         ("input_norm", _POINTER), ("qkv", _POINTER), ("output", _POINTER), ("mlp_norm", _POINTER),
-        ("gate_up", _POINTER), ("down", _POINTER),
+        ("gate_up", _POINTER), ("down", _POINTER), ("query_norm", _POINTER), ("key_norm", _POINTER),
     )  # fmt: skip
 
 
@@ -41,6 +41,8 @@ class CForwardBatch(ctypes.Structure):
         ("spans", _POINTER), ("span_count", _LONG), ("last", _POINTER), ("last_count", _LONG), ("last_spans", _POINTER),
         ("out", _POINTER), ("cache", _POINTER), ("cache_rows", _LONG), ("normed", _POINTER), ("qkv", _POINTER),
         ("mixed", _POINTER), ("inner", _POINTER), ("linear_workspace", _POINTER), ("attend_workspace", _POINTER),
+        ("additions", _POINTER), ("addition_rows", _POINTER), ("addition_count", _LONG), ("levels", _LONG),
+        ("level_stride", _LONG), ("addition_stride", _LONG),
     )  # fmt: skip
 
 
@@ -54,7 +56,6 @@ class NativeLayers:
         self._shape = CDecoderShape(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5, shape.eps)
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        assert batch.additions is None
         assert all(part.is_contiguous() for part in (x, batch.cos, batch.sin, batch.slots, batch.last, batch.cache))
         rows, hidden = x.shape
         out = torch.empty(len(batch.last), hidden, dtype=x.dtype)
@@ -65,6 +66,7 @@ class NativeLayers:
             spans.data_ptr(), len(spans), batch.last.data_ptr(), len(batch.last), last_spans.data_ptr(),
             out.data_ptr(), batch.cache.data_ptr(), batch.cache.shape[2],
             *(workspace.data_ptr() for workspace in workspaces),
+            *_c_additions(batch.additions),
         )  # fmt: skip
         self._library.run_layers(
             self._table, len(self._table), ctypes.byref(self._shape), ctypes.byref(description), torch.get_num_threads()
@@ -86,6 +88,18 @@ class NativeLayers:
         ]
 
 
+def _c_additions(additions: Additions | None) -> tuple[int | None, ...]:
+    """Return the last fields of `CForwardBatch`."""
+    if additions is None:
+        return None, None, 0, 0, 0, 0
+    rows, values = additions
+    assert rows.is_contiguous()
+    assert values.stride(2) == 1
+    assert values.dtype == torch.bfloat16
+    levels, count, _ = values.shape
+    return values.data_ptr(), rows.data_ptr(), count, levels, values.stride(0), values.stride(1)
+
+
 def _c_layer(layer: DecoderLayer) -> CLayer:
     return CLayer(
         input_norm=_address(layer.input_norm),
@@ -94,10 +108,14 @@ def _c_layer(layer: DecoderLayer) -> CLayer:
         mlp_norm=_address(layer.mlp_norm),
         gate_up=_address(layer.gate_up),
         down=_address(layer.down),
+        query_norm=_address(layer.query_norm),
+        key_norm=_address(layer.key_norm),
     )
 
 
-def _address(part: Norm | Linear) -> int:
+def _address(part: Norm | Linear | None) -> int | None:
+    if part is None:
+        return None
     if isinstance(part, Norm):
         return part.weight.data_ptr()
     assert isinstance(part, NativeLinear)

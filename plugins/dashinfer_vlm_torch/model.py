@@ -7,7 +7,7 @@ input are fused into one matrix.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,7 +27,8 @@ from dashinfer_vlm_core.kernels import (
     LMHead,
     Norm,
 )
-from dashinfer_vlm_core.models.spec import RotarySpec, TextModelSpec
+from dashinfer_vlm_core.kernels.experts import Expert, MixtureOfExperts
+from dashinfer_vlm_core.models.spec import ExpertsSpec, RotarySpec, TextModelSpec
 from dashinfer_vlm_core.models.weights import Weights
 
 from .kv_cache import KVCache
@@ -148,6 +149,15 @@ class _Reader(NamedTuple):
             self.weights.read(name, part)
         return fused
 
+    def experts(self, shapes: Mapping[str, tuple[int, int, int]]) -> list[Tensor]:
+        """Read the named weights of all experts, [experts, outputs, inputs]; published checkpoints store each of them
+        transposed."""
+        transposed = any(self.weights.shape(name) != shape for name, shape in shapes.items())
+        tensors = [self.weights.empty(shape, device=self.device, dtype=self.dtype) for shape in shapes.values()]
+        for name, tensor in zip(shapes, tensors, strict=True):
+            self.weights.read(name, tensor.transpose(1, 2) if transposed else tensor)
+        return tensors
+
     def norm(self, name: str, width: int) -> Norm:
         weight = self.tensor(f"{name}.weight", width)
         return Norm(weight, None if self.spec.norm == "rms_norm" else torch.zeros_like(weight))
@@ -165,18 +175,52 @@ def _read_head(read: _Reader, config: TextModelSpec, embedding: Tensor) -> LMHea
 
 def _read_layer(read: _Reader, config: TextModelSpec, number: int) -> DecoderLayer:
     names, prefix = config.weights, config.weights.layer.format(number)
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
     query = config.num_attention_heads * config.head_dim
-    gate_up = [f"{prefix}.{name}.weight" for name in (names.gate, names.up)]
+    gate_up, down, experts = None, None, None
+    if config.experts and number not in config.experts.dense_layers:
+        experts = _read_experts(read, config, config.experts, prefix)
+    else:
+        gate_up, down = _read_mlp(read, config, prefix)
     return DecoderLayer(
         input_norm=read.norm(f"{prefix}.{names.input_norm}", hidden),
         qkv=_read_qkv(read, config, prefix),
         output=read.linear(read.tensor(f"{prefix}.{names.output}.weight", hidden, query)),
         mlp_norm=read.norm(f"{prefix}.{names.mlp_norm}", hidden),
-        gate_up=read.linear(read.fused(gate_up, [inner, inner], hidden), activation=Activation.SILU_GATE),
-        down=read.linear(read.tensor(f"{prefix}.{names.down}.weight", hidden, inner)),
+        gate_up=gate_up,
+        down=down,
         query_norm=_read_head_norm(read, config, f"{prefix}.{names.query_norm}"),
         key_norm=_read_head_norm(read, config, f"{prefix}.{names.key_norm}"),
+        experts=experts,
+    )
+
+
+def _read_mlp(read: _Reader, config: TextModelSpec, prefix: str) -> tuple[Linear, Linear]:
+    """Return the gate and up projection, and the projection back to the hidden size."""
+    names, hidden, inner = config.weights, config.hidden_size, config.intermediate_size
+    gate_up = [f"{prefix}.{name}.weight" for name in (names.gate, names.up)]
+    return (
+        read.linear(read.fused(gate_up, [inner, inner], hidden), activation=Activation.SILU_GATE),
+        read.linear(read.tensor(f"{prefix}.{names.down}.weight", hidden, inner)),
+    )
+
+
+def _read_experts(read: _Reader, config: TextModelSpec, spec: ExpertsSpec, prefix: str) -> MixtureOfExperts:
+    """Return the experts of a layer. The router is not quantized: a wrong expert costs more than a rounded weight."""
+    names, hidden, inner, count = config.weights, config.hidden_size, spec.intermediate_size, spec.num_experts
+    router = read.tensor(f"{prefix}.{names.router}.weight", count, hidden)
+    shapes = {
+        f"{prefix}.{names.experts_gate_up}": (count, 2 * inner, hidden),
+        f"{prefix}.{names.experts_down}": (count, hidden, inner),
+    }
+    gate_up, down = read.experts(shapes)
+    return MixtureOfExperts(
+        read.kernels.linear(router, fp32_output=True),
+        [
+            Expert(read.linear(weights[0], activation=Activation.SILU_GATE), read.linear(weights[1]))
+            for weights in zip(gate_up, down, strict=True)
+        ],
+        spec.experts_per_token,
     )
 
 

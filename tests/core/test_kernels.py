@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import math
 import os
 import subprocess
@@ -21,7 +22,16 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.engine import load_pipeline
 from dashinfer_vlm_core.engine.observers import ObserverList
 from dashinfer_vlm_core.errors import ConfigError
-from dashinfer_vlm_core.kernels import Activation, DecoderLayer, DecoderShape, ForwardBatch, KVSpan, KVSpans, Norm
+from dashinfer_vlm_core.kernels import (
+    Activation,
+    Additions,
+    DecoderLayer,
+    DecoderShape,
+    ForwardBatch,
+    KVSpan,
+    KVSpans,
+    Norm,
+)
 from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.plugins import load_plugins
@@ -77,6 +87,7 @@ ACTIVATIONS = {
     Activation.NONE: lambda x: x,
     Activation.QUICK_GELU: lambda x: x * torch.sigmoid(1.702 * x),
     Activation.GELU: F.gelu,
+    Activation.GELU_TANH: functools.partial(F.gelu, approximate="tanh"),
 }
 
 
@@ -562,6 +573,27 @@ def test_fused_layers_are_bit_exact_with_reference_layers(native, int8):
     assert torch.equal(found, expected)
     assert torch.equal(*caches)
     assert not torch.equal(caches[0], numbers(*caches[0].shape, seed=9))
+
+
+@needs_native
+@pytest.mark.parametrize("levels", [0, 1, 2])
+def test_fused_layers_with_head_norms_and_additions_are_bit_exact(native, levels):
+    norms = {"query_norm": Norm(numbers(SHAPE.head_dim, seed=11)), "key_norm": Norm(numbers(SHAPE.head_dim, seed=12))}
+    layers = [decoder_layer(native, number, int8=False)._replace(**norms) for number in range(3)]
+    shape = SHAPE._replace(levels=levels)
+    whole, parts = native.decoder_layers(layers, shape), ReferenceDecoderLayers(native, layers, shape)
+    assert type(whole) is not type(parts)
+    rows = torch.tensor([0, 3, 100, 229, 230, 250])
+    values = numbers(len(rows), max(levels, 1), HIDDEN, seed=13).transpose(0, 1)
+    results = []
+    for run, additions in ((whole, Additions(rows, values)), (parts, Additions(rows, values)), (whole, None)):
+        cache = numbers(3, 2 * SHAPE.kv_heads, 320, SHAPE.head_dim, seed=9)
+        batch = forward_batch(cache)._replace(additions=additions if levels else None)
+        results.append((run(numbers(251, HIDDEN), batch), cache))
+    (found, cache), (expected, expected_cache), (without, _) = results
+    assert torch.equal(found, expected)
+    assert torch.equal(cache, expected_cache)
+    assert torch.equal(found, without) == (levels == 0)
 
 
 @needs_native

@@ -112,6 +112,7 @@ def unsupported(text: TextModelSpec) -> str:
         "rotary positions in halves, time before height before width": text.rotary.pairs == "halves"
         and text.rotary.sections is not None,
         "no additions after its first layers": not text.visual_levels,
+        "no mixture of experts": text.experts is None,
         "Qwen2-VL's tensor names": text.weights == TextWeightNames(),
     }
     missing = [requirement for requirement, met in requirements.items() if not met]

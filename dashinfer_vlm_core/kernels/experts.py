@@ -1,0 +1,56 @@
+"""A mixture of experts, composed of a kernel set's linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .types import Linear
+
+
+class Expert(NamedTuple):
+    """One expert.
+
+    Attributes:
+        gate_up: the gate and up projection with `SILU_GATE`.
+        down: the projection back to the hidden size.
+    """
+
+    gate_up: Linear
+    down: Linear
+
+
+class MixtureOfExperts:
+    """See `Experts`.
+
+    The outputs of a row's experts are added in float32, in the order of the experts: the result does not depend on the
+    other rows, if that of a linear layer does not.
+
+    Args:
+        router: the projection to one logit per expert, float32.
+        experts: all experts.
+        experts_per_token: number of experts that compute a row.
+    """
+
+    def __init__(self, router: Linear, experts: Sequence[Expert], experts_per_token: int) -> None:
+        self._router = router
+        self._experts = experts
+        self._per_token = experts_per_token
+
+    def add_to(self, total: Tensor, x: Tensor) -> None:
+        probabilities, experts = self._router(x).softmax(dim=-1).topk(self._per_token, dim=-1)
+        weights = (probabilities / probabilities.sum(dim=-1, keepdim=True)).flatten()
+        order = experts.flatten().argsort(stable=True)
+        rows, weights = order // self._per_token, weights[order, None]
+        counts = experts.flatten().bincount(minlength=len(self._experts)).tolist()
+        out, start = torch.zeros(x.shape[0], total.shape[1], dtype=torch.float32, device=x.device), 0
+        for expert, count in zip(self._experts, counts, strict=True):
+            if count:
+                chosen = slice(start, start + count)
+                computed = expert.down(expert.gate_up(x[rows[chosen]]))
+                out.index_add_(0, rows[chosen], computed.float() * weights[chosen])
+                start += count
+        total += out

@@ -1,0 +1,51 @@
+"""Qwen3-VL, dense and with a mixture of experts. Importing this package is cheap: torch is imported when a vision
+encoder is loaded.
+
+config.py                            the checkpoint's JSON files
+image_processor.py  prompt_layout.py images and videos as patches, and in the prompt
+position_table.py  vision_model.py   the vision encoder with DeepStack
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from dashinfer_vlm_core import hookimpl
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.kernels.choice import KernelSelector
+from dashinfer_vlm_core.models.interface import ImageProcessor, ModelFamily, PromptLayout, VisionEncoder
+from dashinfer_vlm_core.models.spec import ModelSpec
+
+from .config import MODEL_TYPES, read_spec
+
+__all__ = ["Qwen3VL", "register_model_families"]
+
+
+class Qwen3VL:
+    """The family of Qwen3-VL checkpoints: 2B, 4B, 8B and 32B, and 30B-A3B and 235B-A22B with a mixture of experts."""
+
+    model_types: frozenset[str] = frozenset(MODEL_TYPES)
+
+    def load_spec(self, folder: Path) -> ModelSpec:
+        return read_spec(folder)
+
+    def image_processor(self, spec: ModelSpec, config: EngineConfig) -> ImageProcessor:
+        from .image_processor import load_image_processor
+
+        return load_image_processor(spec, config)
+
+    def prompt_layout(self, spec: ModelSpec) -> PromptLayout:
+        from .prompt_layout import load_prompt_layout
+
+        return load_prompt_layout(spec)
+
+    def load_vision_encoder(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> VisionEncoder:
+        from .vision_model import load_encoder
+
+        return load_encoder(spec, config, kernels)
+
+
+@hookimpl
+def register_model_families(register: Callable[[ModelFamily], None]) -> None:
+    register(Qwen3VL())

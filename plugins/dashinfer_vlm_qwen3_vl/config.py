@@ -1,0 +1,293 @@
+"""Parse the JSON files of a Qwen3-VL checkpoint, as published or as transformers 5 writes them.
+
+Checkpoints that cannot be computed exactly as trained are rejected, and the error names the field.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt
+from pathlib import Path
+
+from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
+from dashinfer_vlm_core.models.qwen2_vl.config import (
+    TENSOR_RENAMES,
+    JsonFields,
+    check_text_model,
+    check_vision_encoder,
+    mrope_section,
+    pixel_limit,
+    pixel_spec,
+    read_config,
+    read_fields,
+    rope_fields,
+    rope_theta,
+    stop_tokens,
+    stored_dtype,
+    text_fields,
+)
+from dashinfer_vlm_core.models.spec import (
+    ExpertsSpec,
+    ModelSpec,
+    PixelSpec,
+    Profile,
+    RotarySpec,
+    TextModelSpec,
+    TokenSpec,
+)
+from dashinfer_vlm_core.tokenization.conversation import HERMES
+
+DENSE, MOE = "qwen3_vl", "qwen3_vl_moe"
+MODEL_TYPES = (DENSE, MOE)
+VISION_ACTIVATIONS = ("gelu_pytorch_tanh", "gelu")
+
+PREPROCESSOR = "preprocessor_config.json"
+VIDEO_PREPROCESSOR = "video_preprocessor_config.json"
+PROCESSOR = "processor_config.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionConfig:
+    """Shapes and constants of the vision encoder.
+
+    Attributes:
+        hidden_size: hidden size of the vision encoder; `num_heads` times a multiple of 4.
+        intermediate_size: inner size of an MLP.
+        output_size: size of a visual token, equal to the text model's hidden size.
+        table_side: rows, and columns, of the table of learned positions.
+        hidden_act: one of `VISION_ACTIVATIONS`.
+        deepstack_layers: indices of the blocks whose output becomes an additional level of visual tokens, ascending.
+    """
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    output_size: int
+    patch_size: int
+    temporal_patch_size: int
+    spatial_merge_size: int
+    table_side: int
+    hidden_act: str
+    deepstack_layers: tuple[int, ...]
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoPixels:
+    """Limits of the pixels (height times width) of all frames of a video together, after resizing."""
+
+    min_pixels: int
+    max_pixels: int
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """Read the `ModelSpec` of the checkpoint in `folder`.
+
+    Raises:
+        CheckpointError: a file is missing or invalid, files contradict each other, or they require an unsupported
+            feature.
+    """
+    config = read_config(folder, *MODEL_TYPES)
+    vision, text = _vision_config(config), _text_model(config)
+    if vision.output_size != text.hidden_size:
+        config.fail(
+            "vision_config.out_hidden_size", f"is {vision.output_size}, but the text model's size is {text.hidden_size}"
+        )
+    pixels = pixel_spec(folder, vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
+    return ModelSpec(
+        folder=folder,
+        model_type=str(config.get("model_type")),
+        max_model_len=text.max_position_embeddings,
+        dtype=stored_dtype(config),
+        pixels=pixels,
+        tokens=TokenSpec(
+            image=config.integer("image_token_id"),
+            video=config.integer("video_token_id"),
+            stop=stop_tokens(folder, config),
+        ),
+        text=text,
+        video=_sampling_policy(_video_fields(folder, pixels)),
+        conversation=HERMES,
+        profile=Profile(),
+        tensor_renames=TENSOR_RENAMES,
+    )
+
+
+def read_vision_config(folder: Path) -> VisionConfig:
+    """Read the vision encoder's configuration of the checkpoint in `folder`.
+
+    Raises:
+        CheckpointError: `config.json` is missing or invalid, or requires an unsupported feature.
+    """
+    return _vision_config(read_config(folder, *MODEL_TYPES))
+
+
+def read_video_pixels(folder: Path, pixels: PixelSpec) -> VideoPixels:
+    """Read the limits of resized videos of the checkpoint in `folder`, whose images are processed as in `pixels`.
+
+    Raises:
+        CheckpointError: their file is missing or invalid, or contradicts `pixels`.
+    """
+    fields = _video_fields(folder, pixels)
+    return VideoPixels(
+        min_pixels=pixel_limit(fields, "min_pixels", "shortest_edge"),
+        max_pixels=pixel_limit(fields, "max_pixels", "longest_edge"),
+    )
+
+
+def read_vision_tokens(folder: Path) -> tuple[int, int]:
+    """Return the tokens that begin and end a span of visual tokens.
+
+    Raises:
+        CheckpointError: `config.json` does not have them.
+    """
+    config = read_config(folder, *MODEL_TYPES)
+    return config.integer("vision_start_token_id"), config.integer("vision_end_token_id")
+
+
+def _text_model(config: JsonFields) -> TextModelSpec:
+    text = text_fields(config)
+    check_text_model(text)
+    if text.flag("attention_bias"):
+        text.fail("attention_bias", "is true", "Only projections without biases are supported.")
+    heads, layers = text.integer("num_attention_heads"), text.integer("num_hidden_layers")
+    hidden_size = text.integer("hidden_size")
+    is_moe = config.get("model_type") == MOE
+    spec = TextModelSpec(
+        hidden_size=hidden_size,
+        intermediate_size=text.integer("intermediate_size"),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=text.integer("num_key_value_heads", default=heads),
+        head_dim=text.integer("head_dim", default=hidden_size // heads if is_moe else 128),
+        vocab_size=text.integer("vocab_size"),
+        max_position_embeddings=text.integer("max_position_embeddings"),
+        norm_eps=text.number("rms_norm_eps"),
+        rotary=RotarySpec(theta=rope_theta(text), axes=_interleaved_axes(text)),
+        tie_word_embeddings=config.flag("tie_word_embeddings") or text.flag("tie_word_embeddings"),
+        qkv_bias=False,
+        qk_norm=True,
+        visual_levels=len(_deepstack_layers(config.section("vision_config"), layers)),
+        experts=_experts(text, layers) if is_moe else None,
+    )
+    if heads % spec.num_key_value_heads:
+        text.fail("num_key_value_heads", f"does not divide `num_attention_heads` {heads}")
+    if 2 * len(spec.rotary.axes) != spec.head_dim:
+        rope_fields(text).fail("mrope_section", f"does not add up to half of `head_dim` {spec.head_dim}")
+    return spec
+
+
+def _interleaved_axes(text: JsonFields) -> tuple[int, ...]:
+    """Return the axis of each frequency: height and width take turns with time, and time has the rest.
+
+    Of the first `3 * section` frequencies of an axis, height has those of index 1, 4, 7 and so on, and width those of
+    index 2, 5, 8 and so on.
+    """
+    rope, section = rope_fields(text), mrope_section(text)
+    if rope.get("mrope_interleaved") is False:
+        rope.fail("mrope_interleaved", "is false", "Only interleaved M-RoPE is supported.")
+    axes = [0] * sum(section)
+    for axis in (1, 2):
+        if 3 * section[axis] > len(axes):
+            rope.fail("mrope_section", f"has too many frequencies for one axis, {section[axis]} of {len(axes)}")
+        for index in range(axis, 3 * section[axis], 3):
+            axes[index] = axis
+    return tuple(axes)
+
+
+def _experts(text: JsonFields, layers: int) -> ExpertsSpec:
+    """Return the mixture of experts of every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
+    if text.get("norm_topk_prob") is False:
+        text.fail("norm_topk_prob", "is false", "Only normalized probabilities of experts are supported.")
+    step, dense = text.integer("decoder_sparse_step", default=1), text.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        text.fail("mlp_only_layers", f"must be indices of layers, got {dense!r}")
+    # transformers 5 writes `num_local_experts`.
+    count = text.integer("num_experts" if text.get("num_experts") is not None else "num_local_experts")
+    spec = ExpertsSpec(
+        num_experts=count,
+        experts_per_token=text.integer("num_experts_per_tok"),
+        intermediate_size=text.integer("moe_intermediate_size"),
+        dense_layers=frozenset(layer for layer in range(layers) if layer in dense or (layer + 1) % step),
+    )
+    if spec.experts_per_token > spec.num_experts:
+        text.fail("num_experts_per_tok", f"is above `num_experts` {spec.num_experts}")
+    return spec
+
+
+def _vision_config(config: JsonFields) -> VisionConfig:
+    vision = config.section("vision_config")
+    check_vision_encoder(vision, VISION_ACTIVATIONS)
+    spec = VisionConfig(
+        depth=vision.integer("depth"),
+        hidden_size=vision.integer("hidden_size"),
+        intermediate_size=vision.integer("intermediate_size"),
+        num_heads=vision.integer("num_heads"),
+        output_size=vision.integer("out_hidden_size"),
+        patch_size=vision.integer("patch_size"),
+        temporal_patch_size=vision.integer("temporal_patch_size", default=2),
+        spatial_merge_size=vision.integer("spatial_merge_size"),
+        table_side=isqrt(vision.integer("num_position_embeddings")),
+        hidden_act=str(vision.get("hidden_act") or VISION_ACTIVATIONS[0]),
+        deepstack_layers=_deepstack_layers(vision, text_fields(config).integer("num_hidden_layers")),
+    )
+    if spec.hidden_size % (4 * spec.num_heads):
+        vision.fail(
+            "num_heads", f"does not divide `hidden_size` {spec.hidden_size} into heads whose width is a multiple of 4"
+        )
+    if spec.table_side**2 != vision.get("num_position_embeddings"):
+        vision.fail("num_position_embeddings", f"must be a square, got {vision.get('num_position_embeddings')}")
+    return spec
+
+
+def _deepstack_layers(vision: JsonFields, text_layers: int) -> tuple[int, ...]:
+    layers = vision.get("deepstack_visual_indexes")
+    if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
+        vision.fail(
+            "deepstack_visual_indexes", "is missing" if layers is None else f"must be indices of layers, got {layers!r}"
+        )
+    if layers != sorted(set(layers)) or not all(0 <= layer < vision.integer("depth") for layer in layers):
+        vision.fail("deepstack_visual_indexes", f"must be ascending indices below `depth`, got {layers}")
+    if len(layers) >= text_layers:
+        vision.fail("deepstack_visual_indexes", f"must be fewer than the {text_layers} layers of the text model")
+    return tuple(layers)
+
+
+def _video_fields(folder: Path, pixels: PixelSpec) -> JsonFields:
+    """Return the preprocessing of videos, whose patches must be those of images.
+
+    It is in its own file, in `processor_config.json`, where transformers 5 writes it, or that of images also applies to
+    videos.
+    """
+    if (folder / VIDEO_PREPROCESSOR).exists():
+        fields = read_fields(folder / VIDEO_PREPROCESSOR)
+    elif not (folder / PREPROCESSOR).exists() and (folder / PROCESSOR).exists():
+        fields = read_fields(folder / PROCESSOR).section("video_processor")
+    else:
+        fields = read_fields(folder / PREPROCESSOR)
+    for name, expected in (
+        ("patch_size", pixels.patch_size),
+        ("temporal_patch_size", pixels.temporal_patch_size),
+        ("merge_size", pixels.merge_size),
+        ("image_mean", list(pixels.mean)),
+        ("image_std", list(pixels.std)),
+    ):
+        if fields.get(name) not in (None, expected):
+            fields.fail(name, f"is {fields.get(name)!r}, but that of images is {expected!r}")
+    return fields
+
+
+def _sampling_policy(fields: JsonFields) -> VideoSamplingPolicy:
+    """Return transformers' sampling, which pads an odd number of frames instead of rounding it down."""
+    defaults = VideoSamplingPolicy()
+    return VideoSamplingPolicy(
+        fps=defaults.fps if fields.get("fps") is None else fields.number("fps"),
+        min_frames=fields.integer("min_frames", default=defaults.min_frames),
+        max_frames=fields.integer("max_frames", default=defaults.max_frames),
+        frame_factor=1,
+        precision="float64",
+    )

@@ -1,0 +1,78 @@
+"""The prompt layout of Qwen3-VL: the frames of a video are separate spans, each after its timestamp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from dashinfer_vlm_core.models.interface import Expansion, Placeholder, PlaceholderSpan, Visual
+from dashinfer_vlm_core.models.qwen2_vl.prompt_layout import mrope_positions
+from dashinfer_vlm_core.models.spec import ModelSpec
+
+from .config import read_vision_tokens
+
+
+class Qwen3VLPromptLayout:
+    """See `PromptLayout`.
+
+    Args:
+        spec: the checkpoint.
+        vision_start: the token before a span of visual tokens.
+        vision_end: the token after it.
+    """
+
+    def __init__(self, spec: ModelSpec, vision_start: int, vision_end: int) -> None:
+        self._tokens = spec.tokens
+        self._pixels = spec.pixels
+        self._video = spec.video
+        self._start = vision_start
+        self._end = vision_end
+        self.placeholders: Sequence[Placeholder] = (
+            Placeholder("image", (spec.tokens.image,)),
+            # The published processor replaces the tokens around a video's placeholder, too.
+            Placeholder("video", (vision_start, spec.tokens.video, vision_end)),
+            Placeholder("video", (spec.tokens.video,)),
+        )
+
+    def expand(self, item: Visual, encode: Callable[[str], Sequence[int]]) -> Expansion:
+        """Return the placeholders of an image, or for each pair of frames of a video its time, then its placeholders
+        between the tokens that begin and end visual tokens. The first time is the leading text."""
+        if item.kind == "image":
+            return Expansion(np.full(item.tokens, self._tokens.image, np.int64), ((0, item.tokens),))
+        token_ids: list[int] = []
+        spans: list[tuple[int, int]] = []
+        count = item.tokens // item.grid.t
+        texts = [f"<{time:.1f} seconds>" for time in self.timestamps(item)]
+        for index, text in enumerate(texts):
+            token_ids += [*(encode(text) if index else ()), self._start]
+            spans.append((len(token_ids), count))
+            token_ids += [*[self._tokens.video] * count, self._end]
+        return Expansion(np.array(token_ids, np.int64), tuple(spans), leading_text=texts[0])
+
+    def timestamps(self, item: Visual) -> list[float]:
+        """Return the time of each temporal patch in seconds: the mean of its first and last frame.
+
+        Without timestamps, the frames are assumed to be sampled at the model's rate.
+        """
+        span = self._pixels.temporal_patch_size
+        times = list(item.times or self._video.even_times(item.grid.t * span))
+        times += times[-1:] * (-len(times) % span)
+        return [(times[index] + times[index + span - 1]) / 2 for index in range(0, len(times), span)]
+
+    def positions(
+        self, length: int, spans: Sequence[PlaceholderSpan], items: Sequence[Visual]
+    ) -> npt.NDArray[np.int64]:
+        """Return positions by the published rule; each span of a video is an image of its own."""
+        grids = [items[span.item].grid._replace(t=1) for span in spans]
+        return mrope_positions(length, spans, grids, merge=self._pixels.merge_size)
+
+
+def load_prompt_layout(spec: ModelSpec) -> Qwen3VLPromptLayout:
+    """Create the prompt layout of a checkpoint.
+
+    Raises:
+        CheckpointError: `config.json` does not have the tokens around visual tokens.
+    """
+    return Qwen3VLPromptLayout(spec, *read_vision_tokens(spec.folder))

@@ -1,0 +1,149 @@
+"""The vision encoder of Qwen3-VL: encodes many images and videos in one packed forward pass.
+
+In shapes, `n` is the number of patches of all items and `d` is the encoder's hidden size. A visual token consists of an
+embedding and one level per DeepStack merger (arXiv:2406.04334), which merges the output of an earlier block.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dashinfer_vlm_core.concurrency.compute import executor_for
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.kernels import Activation, Kernels, KernelSelector, Linear
+from dashinfer_vlm_core.models.interface import Grid
+from dashinfer_vlm_core.models.qwen2_vl.vit import (
+    EXCLUSIVE_FLOP,
+    AttentionInputs,
+    Block,
+    Merger,
+    Qwen2VLEncoder,
+    VisionWeights,
+    layer_norm,
+    run_block,
+)
+from dashinfer_vlm_core.models.spec import ModelSpec
+
+from .config import VisionConfig, read_vision_config
+from .position_table import PositionTable
+
+ACTIVATIONS = {"gelu_pytorch_tanh": Activation.GELU_TANH, "gelu": Activation.GELU}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Qwen3VLVisionModel:
+    """The published vision encoder on one device, in one dtype.
+
+    Attributes:
+        patch_embed: the published convolution; its stride equals its kernel size, so that it is a matrix product on
+            patches.
+        merger: merges the output of the last block.
+        deepstack: the mergers of earlier blocks by the index of the block; they normalize whole merge units.
+    """
+
+    config: VisionConfig
+    kernels: Kernels
+    device: torch.device
+    dtype: torch.dtype
+    patch_embed: Linear
+    positions: PositionTable
+    blocks: Sequence[Block]
+    merger: Merger
+    deepstack: Mapping[int, Merger]
+
+    def parts(self, patches: torch.Tensor, grids: Sequence[Grid]) -> Generator[None, None, torch.Tensor]:
+        """Encode normalized patches [n, columns] of items with `grids`; yields where other work may run.
+
+        Returns:
+            [n / spatial_merge_size ** 2, output_size * (1 + levels)]: the embedding, then the levels.
+        """
+        config = self.config
+        attention = AttentionInputs(
+            grids, head_dim=config.head_dim, merge=config.spatial_merge_size, device=patches.device
+        )
+        x = self.patch_embed(patches)
+        x += self.positions(grids).to(x.dtype)
+        interval = max(1, int(EXCLUSIVE_FLOP / (24 * len(x) * config.hidden_size**2)))
+        levels = []
+        for number, block in enumerate(self.blocks):
+            run_block(self.kernels, block, x, attention, heads=config.num_heads)
+            if number in self.deepstack:
+                merger = self.deepstack[number]
+                levels.append(merger.fc2(merger.fc1(layer_norm(self.kernels, self._units(x), merger.norm))))
+            if (number + 1) % interval == 0 or number + 1 == len(self.blocks):
+                yield
+        embedding = self.merger.fc2(self.merger.fc1(self._units(layer_norm(self.kernels, x, self.merger.norm))))
+        return torch.cat([embedding, *levels], dim=1)
+
+    def _units(self, x: torch.Tensor) -> torch.Tensor:
+        """Join the rows of each merge unit: [n / spatial_merge_size ** 2, d * spatial_merge_size ** 2]."""
+        return x.view(-1, self.config.hidden_size * self.config.spatial_merge_size**2)
+
+
+def load_encoder(spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> Qwen2VLEncoder:
+    """Load a checkpoint's vision encoder; see `ModelFamily.load_vision_encoder`."""
+    with VisionWeights.open(spec, config, kernels) as weights:
+        return Qwen2VLEncoder(load_vision_model(read_vision_config(spec.folder), weights), spec.pixels)
+
+
+def load_vision_model(config: VisionConfig, read: VisionWeights) -> Qwen3VLVisionModel:
+    """Load the vision encoder of an opened checkpoint in parts, so that other work may run in between.
+
+    Raises:
+        CheckpointError: a tensor is missing or has an unexpected shape.
+    """
+    run = executor_for(read.device).run
+    cells, width = config.table_side**2, config.hidden_size
+    return Qwen3VLVisionModel(
+        config=config,
+        kernels=read.kernels,
+        device=torch.device(read.device),
+        dtype=read.dtype,
+        patch_embed=run(lambda: _load_patch_embed(config, read)),
+        positions=run(
+            lambda: PositionTable(read.tensor("pos_embed.weight", cells, width), merge=config.spatial_merge_size)
+        ),
+        blocks=[
+            run(functools.partial(_load_block, f"blocks.{number}", config, read)) for number in range(config.depth)
+        ],
+        merger=run(lambda: _load_merger("merger", config, read, norm_width=width)),
+        deepstack={
+            layer: run(functools.partial(_load_level, f"deepstack_merger_list.{number}", config, read))
+            for number, layer in enumerate(config.deepstack_layers)
+        },
+    )
+
+
+def _load_patch_embed(config: VisionConfig, read: VisionWeights) -> Linear:
+    patch = (3, config.temporal_patch_size, config.patch_size, config.patch_size)
+    weight = read.tensor("patch_embed.proj.weight", config.hidden_size, *patch).flatten(1)
+    return read.kernels.linear(weight, read.tensor("patch_embed.proj.bias", config.hidden_size))
+
+
+def _load_block(name: str, config: VisionConfig, read: VisionWeights) -> Block:
+    width, inner = config.hidden_size, config.intermediate_size
+    return Block(
+        norm1=read.norm(f"{name}.norm1", width),
+        qkv=read.linear(f"{name}.attn.qkv", 3 * width, width),
+        proj=read.linear(f"{name}.attn.proj", width, width),
+        norm2=read.norm(f"{name}.norm2", width),
+        fc1=read.linear(f"{name}.mlp.linear_fc1", inner, width, ACTIVATIONS[config.hidden_act]),
+        fc2=read.linear(f"{name}.mlp.linear_fc2", width, inner),
+    )
+
+
+def _load_level(name: str, config: VisionConfig, read: VisionWeights) -> Merger:
+    return _load_merger(name, config, read, norm_width=config.hidden_size * config.spatial_merge_size**2)
+
+
+def _load_merger(name: str, config: VisionConfig, read: VisionWeights, *, norm_width: int) -> Merger:
+    width = config.hidden_size * config.spatial_merge_size**2
+    return Merger(
+        norm=read.norm(f"{name}.norm", norm_width),
+        fc1=read.linear(f"{name}.linear_fc1", width, width, Activation.GELU),
+        fc2=read.linear(f"{name}.linear_fc2", config.output_size, width),
+    )

@@ -1,0 +1,28 @@
+"""Qwen3-VL is registered, and the adapters describe a checkpoint without loading it."""
+
+from __future__ import annotations
+
+import litellm
+
+from dashinfer_vlm_core import EngineConfig
+from dashinfer_vlm_core.plugins import load_plugins
+from dashinfer_vlm_langchain.profiles import profile_of
+from dashinfer_vlm_litellm.model_info import register_model_info
+from dashinfer_vlm_qwen3_vl import Qwen3VL
+
+
+def test_langchain_profile(dense):
+    profile = profile_of(EngineConfig(model=str(dense)))
+    assert (profile["max_input_tokens"], profile["image_inputs"], profile["video_inputs"]) == (2048, True, True)
+    assert profile["tool_calling"]
+
+
+def test_litellm_model_info(moe):
+    spec = Qwen3VL().load_spec(moe)
+    register_model_info("dashinfer_vlm/tiny-qwen3", spec.max_model_len, spec.profile)
+    info = litellm.get_model_info("dashinfer_vlm/tiny-qwen3")
+    assert (info["max_input_tokens"], info["supports_vision"]) == (2048, True)
+
+
+def test_both_families_are_registered():
+    assert {"qwen3_vl", "qwen3_vl_moe"} <= set(load_plugins().families)

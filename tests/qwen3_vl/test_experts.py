@@ -1,0 +1,126 @@
+"""A mixture of experts equals transformers', and a row's result does not depend on the other rows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeTextConfig
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextSparseMoeBlock
+
+from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.kernels import Activation, DecoderLayer, DecoderShape, Norm
+from dashinfer_vlm_core.kernels.experts import Expert, MixtureOfExperts
+from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers
+from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
+from dashinfer_vlm_cpu.native import load_native
+
+HIDDEN, INNER, COUNT, CHOSEN = 64, 48, 7, 3
+NATIVE = load_native(EngineConfig()).kernels
+needs_native = pytest.mark.skipif(NATIVE is None, reason="no AVX-512 BF16, or no C compiler")
+
+
+@pytest.fixture(scope="module")
+def block():
+    """Return transformers' layer with random weights."""
+    config = Qwen3VLMoeTextConfig(
+        hidden_size=HIDDEN, moe_intermediate_size=INNER, num_experts=COUNT, num_experts_per_tok=CHOSEN
+    )
+    torch.manual_seed(0)
+    block = Qwen3VLMoeTextSparseMoeBlock(config).eval()
+    with torch.no_grad():
+        for weight in block.parameters():
+            weight.normal_(std=1.5 * weight.shape[-1] ** -0.5)
+    return block
+
+
+def mixture(kernels, block, *, dtype=torch.float32, int8=False):
+    experts = block.experts
+    return MixtureOfExperts(
+        kernels.linear(block.gate.weight.data.to(dtype), fp32_output=True),
+        [
+            Expert(
+                kernels.linear(gate_up.to(dtype), activation=Activation.SILU_GATE, int8=int8),
+                kernels.linear(down.to(dtype), int8=int8),
+            )
+            for gate_up, down in zip(experts.gate_up_proj.data, experts.down_proj.data, strict=True)
+        ],
+        CHOSEN,
+    )
+
+
+def rows(count):
+    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(count))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 40])
+def test_equals_transformers(block, count):
+    x, total = rows(count), torch.ones(count, HIDDEN)
+    mixture(TorchKernels("cpu"), block).add_to(total, x)
+    with torch.no_grad():
+        expected = 1 + block(x[None])[0] if count else total
+    torch.testing.assert_close(total, expected, rtol=0, atol=1e-5)
+
+
+@needs_native
+@pytest.mark.parametrize("int8", [False, True])
+def test_row_does_not_depend_on_the_others(block, int8):
+    experts, x = mixture(NATIVE, block, dtype=torch.bfloat16, int8=int8), rows(60).bfloat16()
+    together = torch.zeros_like(x)
+    experts.add_to(together, x)
+    for part in (slice(0, 1), slice(17, 20), slice(30, 60)):
+        alone = torch.zeros_like(x[part])
+        experts.add_to(alone, x[part].clone())
+        assert torch.equal(alone, together[part])
+
+
+@needs_native
+@pytest.mark.parametrize("int8", [False, True])
+def test_c_kernels_are_close_to_float32(block, int8):
+    """Rows whose last two experts are about equally likely may get another expert; few do."""
+    x, found, expected = rows(60), torch.zeros(60, HIDDEN).bfloat16(), torch.zeros(60, HIDDEN)
+    mixture(NATIVE, block, dtype=torch.bfloat16, int8=int8).add_to(found, x.bfloat16())
+    mixture(TorchKernels("cpu"), block).add_to(expected, x)
+    errors = (found.float() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert errors.median() < 0.03
+
+
+@needs_native
+def test_layers_with_experts_use_reference_layers(block):
+    heads = {"qkv": (3 * HIDDEN, HIDDEN), "output": (HIDDEN, HIDDEN)}
+    linears = {name: NATIVE.linear(torch.zeros(shape).bfloat16()) for name, shape in heads.items()}
+    norm = Norm(torch.ones(HIDDEN).bfloat16())
+    layer = DecoderLayer(
+        input_norm=norm,
+        mlp_norm=norm,
+        gate_up=None,
+        down=None,
+        experts=mixture(NATIVE, block, dtype=torch.bfloat16),
+        **linears,
+    )
+    assert isinstance(NATIVE.decoder_layers([layer], DecoderShape(1, 1, HIDDEN, 1e-6)), ReferenceDecoderLayers)
+
+
+def first_tokens(folder):
+    config = EngineConfig(model=str(folder), dtype="float32", device="cpu", media_workers=0, kv_cache_mib=64)
+    with Engine(config) as engine:
+        request = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 8}
+        return list(engine.submit(request).result(timeout=60).token_ids[0])
+
+
+def test_weights_stored_in_either_orientation_are_read_alike(moe, tmp_path):
+    """Published checkpoints store [experts, inputs, outputs]; transformers 5 computes with the other order."""
+    for file in moe.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(moe / "model.safetensors")
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if ".experts." in name}
+    assert json.loads((moe / "config.json").read_text())["text_config"]["mlp_only_layers"] == [1]
+    assert {shape[0] for shape in shapes.values()} == {6}
+    assert len(shapes) == 2 * 3
+    turned = {
+        name: tensor.transpose(1, 2).contiguous() if name in shapes else tensor for name, tensor in tensors.items()
+    }
+    save_file(turned, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert first_tokens(tmp_path) == first_tokens(moe)

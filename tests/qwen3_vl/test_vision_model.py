@@ -1,0 +1,121 @@
+"""The vision encoder equals transformers', all levels of visual tokens included."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.errors import CheckpointError
+from dashinfer_vlm_core.models.interface import Grid, Patches
+from dashinfer_vlm_core.models.qwen2_vl.rope import patch_positions
+from dashinfer_vlm_qwen3_vl import Qwen3VL
+from dashinfer_vlm_qwen3_vl.position_table import PositionTable
+from tests.kernels import selector
+
+from .tiny_qwen3 import write_checkpoint
+
+IMAGES = [(1, 8, 6), (1, 4, 4), (1, 6, 8), (1, 2, 2), (1, 2, 12)]
+MIXED = [(2, 4, 4), (1, 8, 6), (3, 4, 10), (1, 4, 4)]
+GRIDS = {"image": IMAGES[:1], "images": IMAGES, "video": [(3, 4, 6)], "mixed": MIXED}
+
+
+def patches(t, h, w, seed=0):
+    grid = Grid(t, h, w)
+    pixels = np.random.default_rng([seed, *grid]).integers(0, 256, (grid.patches, 3 * 2 * 16 * 16), dtype=np.uint8)
+    digest = hashlib.sha256(repr(grid).encode() + pixels.tobytes()).digest()
+    kind = "image" if t == 1 else "video"
+    return Patches(pixels=pixels, grid=grid, tokens=grid.patches // 4, kind=kind, path="here", digest=digest)
+
+
+def batch_of(grids):
+    return [patches(*grid, seed=index) for index, grid in enumerate(grids)]
+
+
+def load(folder, dtype="float32", **options):
+    family, config = Qwen3VL(), EngineConfig(device="cpu", dtype=dtype, **options)
+    return family.load_vision_encoder(family.load_spec(folder), config, selector(config))
+
+
+@pytest.fixture(scope="module")
+def encoder(dense):
+    return load(dense)
+
+
+@torch.no_grad()
+def reference(oracle, batch):
+    """Return transformers' rows: for each item, the embedding followed by its levels."""
+    tower = oracle.model.model.visual
+    pixels = torch.cat([(torch.tensor(item.pixels) / 255 - 0.5) / 0.5 for item in batch])
+    out = tower(pixels, torch.tensor([item.grid for item in batch]))
+    rows = torch.cat([out.pooler_output, *out.deepstack_features], dim=1)
+    return torch.split(rows, [item.tokens for item in batch])
+
+
+def assert_close(ours, theirs, *, rtol):
+    """Assert that each pair of tensors differs by at most `rtol` of the largest value."""
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.shape == other.shape
+        assert (one.float() - other.float()).abs().max() <= rtol * other.float().abs().max()
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_all_levels_equal_transformers(encoder, oracle, name):
+    batch = batch_of(GRIDS[name])
+    expected = reference(oracle, batch)
+    assert expected[0].shape[1] == 3 * 64
+    assert_close(encoder.encode(batch), expected, rtol=1e-5)
+
+
+def test_batched_equals_alone(encoder):
+    batch = batch_of(MIXED)
+    alone = [encoder.encode([item])[0] for item in batch]
+    assert_close(encoder.encode(batch), alone, rtol=1e-5)
+    assert_close(encoder.encode(batch[::-1])[::-1], alone, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_bfloat16_is_close_to_float32(dense, encoder, kernels):
+    batch = batch_of(MIXED)
+    rows = load(dense, "bfloat16", cpu_kernels=kernels).encode(batch)
+    assert all(item.dtype == torch.bfloat16 for item in rows)
+    assert_close(rows, encoder.encode(batch), rtol=0.05)
+
+
+def test_moe_checkpoint_has_the_same_encoder(moe, encoder):
+    batch = batch_of(MIXED)
+    assert [rows.shape for rows in load(moe).encode(batch)] == [rows.shape for rows in encoder.encode(batch)]
+
+
+@pytest.mark.parametrize(("h", "w"), [(2, 2), (6, 6), (4, 10), (10, 2), (14, 22)])
+def test_positions_are_interpolated_with_align_corners(h, w):
+    table = torch.randn(49, 8, generator=torch.Generator().manual_seed(0))
+    square = table.T.view(1, 8, 7, 7)
+    expected = F.interpolate(square, size=(h, w), mode="bilinear", align_corners=True)[0].permute(1, 2, 0)
+    rows, columns = patch_positions(h, w, 2).unbind(1)
+    found = PositionTable(table, merge=2)([Grid(2, h, w)])
+    torch.testing.assert_close(found, expected[rows, columns].repeat(2, 1), rtol=0, atol=1e-5)
+
+
+def test_missing_level_is_named(tmp_path):
+    write_checkpoint(tmp_path)
+    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(
+        config.replace('"deepstack_visual_indexes": [0, 2]', '"deepstack_visual_indexes": [0, 1, 2]')
+    )
+    with pytest.raises(CheckpointError, match=r"visual\.deepstack_merger_list\.2"):
+        load(tmp_path)
+
+
+def test_importing_the_plugin_does_not_import_torch():
+    script = (
+        "import sys, dashinfer_vlm_qwen3_vl, dashinfer_vlm_qwen3_vl.image_processor,"
+        " dashinfer_vlm_qwen3_vl.prompt_layout; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
