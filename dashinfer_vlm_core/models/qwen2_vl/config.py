@@ -63,9 +63,17 @@ def read_text_model(folder: Path) -> TextModelSpec:
     Raises:
         CheckpointError: `config.json` is missing or invalid, or requires an unsupported feature.
     """
-    config = _read_config(folder)
-    text = _text_fields(config)
-    _check_text_model(text)
+    return text_model_spec(read_config(folder, MODEL_TYPE))
+
+
+def text_model_spec(config: JsonFields) -> TextModelSpec:
+    """Return the text model that `config.json` describes: Qwen2, in either layout.
+
+    Raises:
+        CheckpointError: a field is missing or invalid, or requires an unsupported feature.
+    """
+    text = text_fields(config)
+    check_text_model(text)
     heads = text.integer("num_attention_heads")
     hidden_size = text.integer("hidden_size")
     spec = TextModelSpec(
@@ -78,7 +86,7 @@ def read_text_model(folder: Path) -> TextModelSpec:
         vocab_size=text.integer("vocab_size"),
         max_position_embeddings=text.integer("max_position_embeddings"),
         norm_eps=text.number("rms_norm_eps"),
-        rotary=RotarySpec(theta=_rope_theta(text), axes=_axes(_mrope_section(text))),
+        rotary=RotarySpec(theta=rope_theta(text), axes=_axes(mrope_section(text))),
         tie_word_embeddings=config.flag("tie_word_embeddings") or text.flag("tie_word_embeddings"),
     )
     _check_heads(text, spec)
@@ -91,8 +99,8 @@ def read_vision_config(folder: Path) -> VisionConfig:
     Raises:
         CheckpointError: `config.json` is missing or invalid, or requires an unsupported feature.
     """
-    vision = _read_config(folder).section("vision_config")
-    _check_vision_encoder(vision)
+    vision = read_config(folder, MODEL_TYPE).section("vision_config")
+    check_vision_encoder(vision, VISION_ACTIVATIONS)
     spec = VisionConfig(
         depth=vision.integer("depth"),
         embed_dim=vision.integer("embed_dim"),
@@ -119,20 +127,46 @@ def read_spec(folder: Path) -> ModelSpec:
         CheckpointError: a file is missing or invalid, files contradict each other, or they require an unsupported
             feature.
     """
-    config = _read_config(folder)
-    text, vision = read_text_model(folder), read_vision_config(folder)
-    if vision.hidden_size != text.hidden_size:
-        config.fail("vision_config.hidden_size", f"is {vision.hidden_size}, but the text model's is {text.hidden_size}")
+    vision = read_vision_config(folder)
+    return model_spec(
+        read_config(folder, MODEL_TYPE),
+        output_size=("hidden_size", vision.hidden_size),
+        patch_size=vision.patch_size,
+        temporal_patch_size=vision.temporal_patch_size,
+        merge_size=vision.spatial_merge_size,
+    )
+
+
+def model_spec(
+    config: JsonFields, *, output_size: tuple[str, int], patch_size: int, temporal_patch_size: int, merge_size: int
+) -> ModelSpec:
+    """Return the `ModelSpec` of a checkpoint with the files, image processor and text model of Qwen2-VL.
+
+    Args:
+        config: its `config.json`.
+        output_size: name and value of the field of `vision_config` that is the size of a visual token.
+        patch_size: see `PixelSpec`; as for the next two, the vision encoder's value.
+        temporal_patch_size: see `PixelSpec`.
+        merge_size: see `PixelSpec`.
+
+    Raises:
+        CheckpointError: a file is missing or invalid, files contradict each other, or they require an unsupported
+            feature.
+    """
+    folder, text = config.file.parent, text_model_spec(config)
+    name, size = output_size
+    if size != text.hidden_size:
+        config.fail(f"vision_config.{name}", f"is {size}, but the text model's is {text.hidden_size}")
     return ModelSpec(
         folder=folder,
-        model_type=MODEL_TYPE,
+        model_type=str(config.get("model_type")),
         max_model_len=text.max_position_embeddings,
-        dtype=_dtype(config),
-        pixels=_pixel_spec(folder, vision),
+        dtype=stored_dtype(config),
+        pixels=pixel_spec(folder, patch_size, temporal_patch_size, merge_size),
         tokens=TokenSpec(
             image=config.integer("image_token_id"),
             video=config.integer("video_token_id"),
-            stop=_stop_tokens(folder, config),
+            stop=stop_tokens(folder, config),
         ),
         text=text,
         video=VideoSamplingPolicy(),
@@ -143,14 +177,21 @@ def read_spec(folder: Path) -> ModelSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Fields:
-    """An object of a JSON file. Errors name the file and the field."""
+class JsonFields:
+    """An object of a JSON file. Errors name the file and the field.
+
+    Attributes:
+        file: the file.
+        values: its members; null counts as absent.
+        prefix: path of the object in the file, ending in a dot, or empty.
+    """
 
     file: Path
     values: Mapping[str, Any]
     prefix: str = ""
 
     def fail(self, name: str, problem: str, step: str = "Download the published file again.") -> NoReturn:
+        """Raise a `CheckpointError` that names the file and the field."""
         raise CheckpointError(f"{self.file}: `{self.prefix}{name}` {problem}. {step}")
 
     def get(self, name: str) -> Any:
@@ -158,38 +199,48 @@ class _Fields:
         return self.values.get(name)
 
     def integer(self, name: str, default: int | None = None) -> int:
+        """Return a positive integer, or a token id of 0 or more."""
         value = default if self.get(name) is None else self.get(name)
         if type(value) is not int or value < (0 if name.endswith("_token_id") else 1):
             self.fail(name, "is missing" if value is None else f"must be a positive integer, got {value!r}")
         return value
 
     def number(self, name: str) -> float:
+        """Return a positive finite number."""
         value = self.get(name)
         if type(value) not in (int, float) or not 0 < value < float("inf"):
             self.fail(name, "is missing" if value is None else f"must be a positive number, got {value!r}")
         return float(value)
 
     def flag(self, name: str) -> bool:
+        """Return a boolean, false if it is absent."""
         value = self.get(name)
         if value not in (None, True, False):
             self.fail(name, f"must be true or false, got {value!r}")
         return bool(value)
 
     def triple(self, name: str) -> tuple[Any, Any, Any]:
+        """Return three positive numbers."""
         value = self.get(name)
         numbers = isinstance(value, list) and all(type(item) in (int, float) and item > 0 for item in value)
         if not numbers or len(value) != 3:
             self.fail(name, "is missing" if value is None else f"must be three positive numbers, got {value!r}")
         return value[0], value[1], value[2]
 
-    def section(self, name: str) -> _Fields:
+    def section(self, name: str) -> JsonFields:
+        """Return a member that is an object."""
         value = self.get(name)
         if not isinstance(value, dict):
             self.fail(name, "is missing" if value is None else f"must be an object, got {value!r}")
-        return _Fields(file=self.file, values=value, prefix=f"{self.prefix}{name}.")
+        return JsonFields(file=self.file, values=value, prefix=f"{self.prefix}{name}.")
 
 
-def _read_fields(file: Path) -> _Fields:
+def read_fields(file: Path) -> JsonFields:
+    """Read a JSON file that contains an object.
+
+    Raises:
+        CheckpointError: it is missing or is not a JSON object.
+    """
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -198,36 +249,57 @@ def _read_fields(file: Path) -> _Fields:
         raise CheckpointError(f"{file} cannot be read: {error}. Copy or download it again.") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{file} is not a JSON object. Copy or download it again.")
-    return _Fields(file=file, values=values)
+    return JsonFields(file=file, values=values)
 
 
-def _read_config(folder: Path) -> _Fields:
-    """Read `config.json` and check that it is of this architecture and that its weights are not quantized."""
+def read_config(folder: Path, *model_types: str) -> JsonFields:
+    """Read `config.json` and check that it is of this architecture and that its weights are not quantized.
+
+    Raises:
+        CheckpointError: it is missing or invalid, its `model_type` is not one of `model_types`, or it declares
+            quantized weights.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder. Set `model` to the folder of a checkpoint.")
-    config = _read_fields(folder / CONFIG)
-    if config.get("model_type") != MODEL_TYPE:
-        config.fail("model_type", f"is {config.get('model_type')!r}", f"Only {MODEL_TYPE!r} checkpoints are supported.")
+    config = read_fields(folder / CONFIG)
+    if config.get("model_type") not in model_types:
+        supported = " and ".join(map(repr, model_types))
+        config.fail("model_type", f"is {config.get('model_type')!r}", f"Only {supported} checkpoints are supported.")
     if config.get("quantization_config") is not None:
         method = config.section("quantization_config").get("quant_method")
         config.fail("quantization_config", f"declares quantized weights ({method})", _UNQUANTIZED_STEP)
     return config
 
 
-def _text_fields(config: _Fields) -> _Fields:
+def text_fields(config: JsonFields) -> JsonFields:
+    """Return the text model's fields: those of `text_config`, or else those at the top level."""
     return config if config.get("text_config") is None else config.section("text_config")
 
 
-def _check_text_model(text: _Fields) -> None:
+def check_text_model(text: JsonFields) -> None:
+    """Check the options of the text model that families share: activation, full attention.
+
+    Raises:
+        CheckpointError: it requires an unsupported feature.
+    """
     if text.get("hidden_act") not in (None, "silu"):
         text.fail("hidden_act", f"is {text.get('hidden_act')!r}", "Only 'silu' is supported.")
     if text.flag("use_sliding_window") or "sliding_attention" in (text.get("layer_types") or ()):
         text.fail("use_sliding_window", "requires sliding-window attention", "Only full attention is supported.")
 
 
-def _check_vision_encoder(vision: _Fields) -> None:
-    if vision.get("hidden_act") not in (None, *VISION_ACTIVATIONS):
-        vision.fail("hidden_act", f"is {vision.get('hidden_act')!r}", f"Supported are {', '.join(VISION_ACTIVATIONS)}.")
+def check_vision_encoder(vision: JsonFields, activations: tuple[str, ...]) -> None:
+    """Check the options of `vision_config` that families share: activation, channels, rotary embedding.
+
+    Args:
+        vision: the section.
+        activations: the supported values of `hidden_act`.
+
+    Raises:
+        CheckpointError: it requires an unsupported feature.
+    """
+    if vision.get("hidden_act") not in (None, *activations):
+        vision.fail("hidden_act", f"is {vision.get('hidden_act')!r}", f"Supported are {', '.join(activations)}.")
     if any(vision.get(name) not in (None, 3) for name in ("in_channels", "in_chans")):
         vision.fail("in_channels", "is not 3", "Only vision encoders with RGB input are supported.")
     for name, expected in (("rope_type", "axial"), ("rope_theta", VISION_ROPE_THETA)):
@@ -236,7 +308,7 @@ def _check_vision_encoder(vision: _Fields) -> None:
             vision.fail(f"rope_parameters.{name}", f"is {value!r}", f"Only {expected!r} is supported.")
 
 
-def _rope(text: _Fields) -> _Fields:
+def rope_fields(text: JsonFields) -> JsonFields:
     """Return the text model's rotary options, under either of their names; only plain M-RoPE is supported."""
     rope = text.section("rope_parameters" if text.get("rope_parameters") is not None else "rope_scaling")
     for name in ("type", "rope_type"):
@@ -245,13 +317,15 @@ def _rope(text: _Fields) -> _Fields:
     return rope
 
 
-def _rope_theta(text: _Fields) -> float:
-    rope = _rope(text)
+def rope_theta(text: JsonFields) -> float:
+    """Return the base of the rotary frequencies."""
+    rope = rope_fields(text)
     return (rope if rope.get("rope_theta") is not None else text).number("rope_theta")
 
 
-def _mrope_section(text: _Fields) -> tuple[int, int, int]:
-    time, height, width = _rope(text).triple("mrope_section")
+def mrope_section(text: JsonFields) -> tuple[int, int, int]:
+    """Return the numbers of rotary frequencies for time, height and width."""
+    time, height, width = rope_fields(text).triple("mrope_section")
     return int(time), int(height), int(width)
 
 
@@ -260,28 +334,28 @@ def _axes(section: tuple[int, int, int]) -> tuple[int, ...]:
     return tuple(axis for axis, count in enumerate(section) for _ in range(count))
 
 
-def _check_heads(text: _Fields, spec: TextModelSpec) -> None:
+def _check_heads(text: JsonFields, spec: TextModelSpec) -> None:
     if spec.num_attention_heads * spec.head_dim != spec.hidden_size:
         text.fail("num_attention_heads", f"times `head_dim` {spec.head_dim} is not `hidden_size` {spec.hidden_size}")
     if spec.num_attention_heads % spec.num_key_value_heads:
         text.fail("num_key_value_heads", f"does not divide `num_attention_heads` {spec.num_attention_heads}")
     if 2 * len(spec.rotary.axes) != spec.head_dim:
-        _rope(text).fail("mrope_section", f"does not add up to half of `head_dim` {spec.head_dim}")
+        rope_fields(text).fail("mrope_section", f"does not add up to half of `head_dim` {spec.head_dim}")
 
 
-def _dtype(config: _Fields) -> str:
+def stored_dtype(config: JsonFields) -> str:
     """Return the stored dtype: `dtype` or `torch_dtype`, at the top level or in `text_config`."""
-    values = [fields.get(name) for fields in (config, _text_fields(config)) for name in ("dtype", "torch_dtype")]
+    values = [fields.get(name) for fields in (config, text_fields(config)) for name in ("dtype", "torch_dtype")]
     dtype = next((value for value in values if value is not None), None)
     if dtype not in DTYPES:
         config.fail("dtype", "is missing" if dtype is None else f"is {dtype!r}", _UNQUANTIZED_STEP)
     return str(dtype)
 
 
-def _stop_tokens(folder: Path, config: _Fields) -> tuple[int, ...]:
+def stop_tokens(folder: Path, config: JsonFields) -> tuple[int, ...]:
     """Return the end-of-sequence tokens of `generation_config.json`, else those of `config.json`."""
     generation = folder / GENERATION
-    sources = ([_read_fields(generation)] if generation.exists() else []) + [config, _text_fields(config)]
+    sources = ([read_fields(generation)] if generation.exists() else []) + [config, text_fields(config)]
     fields = next((fields for fields in sources if fields.get("eos_token_id") is not None), config)
     value = fields.get("eos_token_id")
     tokens = value if isinstance(value, list) else [value]
@@ -290,33 +364,38 @@ def _stop_tokens(folder: Path, config: _Fields) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def _pixel_spec(folder: Path, vision: VisionConfig) -> PixelSpec:
+def pixel_spec(folder: Path, patch_size: int, temporal_patch_size: int, merge_size: int) -> PixelSpec:
+    """Read the preprocessing of images; the arguments are the vision encoder's values.
+
+    Raises:
+        CheckpointError: its file is missing or invalid, or contradicts the vision encoder.
+    """
     fields = _preprocessor(folder)
     for name, expected in (
-        ("patch_size", vision.patch_size),
-        ("temporal_patch_size", vision.temporal_patch_size),
-        ("merge_size", vision.spatial_merge_size),
+        ("patch_size", patch_size),
+        ("temporal_patch_size", temporal_patch_size),
+        ("merge_size", merge_size),
     ):
         if fields.get(name) not in (None, expected):
             fields.fail(name, f"is {fields.get(name)!r}, but {CONFIG} has {expected}")
     return PixelSpec(
-        patch_size=vision.patch_size,
-        temporal_patch_size=vision.temporal_patch_size,
-        merge_size=vision.spatial_merge_size,
-        min_pixels=_pixel_limit(fields, "min_pixels", "shortest_edge"),
-        max_pixels=_pixel_limit(fields, "max_pixels", "longest_edge"),
+        patch_size=patch_size,
+        temporal_patch_size=temporal_patch_size,
+        merge_size=merge_size,
+        min_pixels=pixel_limit(fields, "min_pixels", "shortest_edge"),
+        max_pixels=pixel_limit(fields, "max_pixels", "longest_edge"),
         mean=fields.triple("image_mean"),
         std=fields.triple("image_std"),
     )
 
 
-def _preprocessor(folder: Path) -> _Fields:
+def _preprocessor(folder: Path) -> JsonFields:
     """Read `preprocessor_config.json`, or the section of `processor_config.json` where transformers 5 writes it."""
     if not (folder / PREPROCESSOR).exists() and (folder / PROCESSOR).exists():
-        return _read_fields(folder / PROCESSOR).section("image_processor")
-    return _read_fields(folder / PREPROCESSOR)
+        return read_fields(folder / PROCESSOR).section("image_processor")
+    return read_fields(folder / PREPROCESSOR)
 
 
-def _pixel_limit(fields: _Fields, name: str, edge: str) -> int:
+def pixel_limit(fields: JsonFields, name: str, edge: str) -> int:
     """Return a limit in pixels. Newer files name it as an edge of `size`, although its unit is pixels there too."""
     return fields.integer(name) if fields.get(name) is not None else fields.section("size").integer(edge)

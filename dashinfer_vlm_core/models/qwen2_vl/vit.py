@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -125,19 +126,37 @@ class Qwen2VLVisionModel:
         return self.kernels.attend(query, key.transpose(0, 1), value.transpose(0, 1), inputs.spans)
 
 
+class PackedVisionModel(Protocol):
+    """A vision encoder on one device, in one dtype, that encodes many items in one packed forward pass."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def parts(self, patches: torch.Tensor, grids: Sequence[Grid]) -> Generator[None, None, torch.Tensor]:
+        """Encode normalized patches [n, columns] of items with `grids`; yields where other work may run.
+
+        Returns:
+            [n / merge_size ** 2, visual width], in the order of the patches.
+        """
+
+
 class Qwen2VLEncoder:
-    """The `VisionEncoder` of Qwen2-VL.
+    """The `VisionEncoder` of Qwen2-VL, and of families whose items are patched and normalized like its items.
 
     An item's rows depend on the rest of its batch only by rounding, because libraries may sum in a different order for
     a different number of rows: in float32, within 1e-5 of the largest value. With the C kernels they do not depend on
     the batch at all.
     """
 
-    def __init__(self, model: Qwen2VLVisionModel, pixels: PixelSpec) -> None:
+    def __init__(self, model: PackedVisionModel, pixels: PixelSpec) -> None:
         self.model = model
         self.executor: Executor = executor_for(model.device.type)
+        self._merge_unit = pixels.merge_size**2
         self.batch_patches = BATCH_PATCHES_CPU if model.device.type == "cpu" else BATCH_PATCHES
-        columns = model.config.temporal_patch_size * model.config.patch_size**2
+        columns = pixels.temporal_patch_size * pixels.patch_size**2
         self.mean: torch.Tensor = 255 * torch.tensor(pixels.mean, device=model.device).repeat_interleave(columns)
         self.std: torch.Tensor = 255 * torch.tensor(pixels.std, device=model.device).repeat_interleave(columns)
 
@@ -154,9 +173,8 @@ class Qwen2VLEncoder:
         order = sorted(range(len(batch)), key=lambda index: frame_length(batch[index].grid))
         grids = [batch[index].grid for index in order]
         pixels = torch.from_numpy(np.concatenate([batch[index].pixels for index in order]))
-        merge_unit = self.model.config.spatial_merge_size**2
         encoded = yield from self.model.parts(self.normalize(pixels), grids)
-        rows = torch.split(encoded, [grid.patches // merge_unit for grid in grids])
+        rows = torch.split(encoded, [grid.patches // self._merge_unit for grid in grids])
         yield [item.clone() for _, item in sorted(zip(order, rows, strict=True))]
 
     def adopt(self, rows: npt.NDArray[np.float32]) -> torch.Tensor:
@@ -174,20 +192,30 @@ def frame_length(grid: Grid) -> int:
 
 def load_encoder(spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> Qwen2VLEncoder:
     """Load a checkpoint's vision encoder; see `ModelFamily.load_vision_encoder`."""
-    device = resolve_device(config.device)
-    dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, device))
-    with Weights.open(spec.folder, spec.tensor_renames) as weights:
-        reader = _Reader(weights, kernels.choose(device, dtype), device, dtype)
-        return Qwen2VLEncoder(load_vision_model(read_vision_config(spec.folder), reader), spec.pixels)
+    with VisionWeights.open(spec, config, kernels) as weights:
+        return Qwen2VLEncoder(load_vision_model(read_vision_config(spec.folder), weights), spec.pixels)
 
 
-class _Reader(NamedTuple):
-    """Reads the vision encoder's parameters one by one, directly into their final memory."""
+class VisionWeights(NamedTuple):
+    """Reads the parameters of a vision encoder one by one, directly into their final memory.
+
+    They are named without the prefix `visual.`. Each method raises `CheckpointError` if a tensor is missing or has
+    another shape.
+    """
 
     weights: Weights
     kernels: Kernels
     device: str
     dtype: torch.dtype
+
+    @classmethod
+    @contextmanager
+    def open(cls, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> Iterator[VisionWeights]:
+        """Open a checkpoint, with the device, dtype and kernels that the configuration selects."""
+        device = resolve_device(config.device)
+        dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, device))
+        with Weights.open(spec.folder, spec.tensor_renames) as weights:
+            yield cls(weights, kernels.choose(device, dtype), device, dtype)
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         return self.weights.tensor(f"visual.{name}", shape, device=self.device, dtype=self.dtype)
@@ -203,7 +231,7 @@ class _Reader(NamedTuple):
         return self.kernels.linear(self.tensor(f"{name}.weight", *shape).flatten(1))
 
 
-def load_vision_model(config: VisionConfig, read: _Reader) -> Qwen2VLVisionModel:
+def load_vision_model(config: VisionConfig, read: VisionWeights) -> Qwen2VLVisionModel:
     """Load the vision encoder of an opened checkpoint in parts, so that other work may run in between.
 
     Raises:
@@ -224,7 +252,7 @@ def load_vision_model(config: VisionConfig, read: _Reader) -> Qwen2VLVisionModel
     )
 
 
-def _load_block(name: str, config: VisionConfig, read: _Reader) -> Block:
+def _load_block(name: str, config: VisionConfig, read: VisionWeights) -> Block:
     width, inner = config.embed_dim, int(config.embed_dim * config.mlp_ratio)
     return Block(
         norm1=read.norm(f"{name}.norm1", width),
@@ -236,7 +264,7 @@ def _load_block(name: str, config: VisionConfig, read: _Reader) -> Block:
     )
 
 
-def _load_merger(config: VisionConfig, read: _Reader) -> Merger:
+def _load_merger(config: VisionConfig, read: VisionWeights) -> Merger:
     width = config.embed_dim * config.spatial_merge_size**2
     return Merger(
         norm=read.norm("merger.ln_q", config.embed_dim),
