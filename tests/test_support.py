@@ -44,21 +44,22 @@ def test_unknown_feature_of_mark_is_named():
 
 
 def marks():
-    """Return the (feature, backend) of every `supports` mark."""
+    """Return the (family, feature, backend) of every `supports` mark."""
     for path in (ROOT / "tests").rglob("test_*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.supports":
-                (backend,) = (word.value for word in node.keywords if word.arg == "backend")
-                yield ast.literal_eval(node.args[0]), ast.literal_eval(backend)
+                words = {word.arg: ast.literal_eval(word.value) for word in node.keywords}
+                features = [ast.literal_eval(node.args[0])] if isinstance(node.args[0], ast.Constant) else []
+                yield from ((words.get("family", "qwen2_vl"), feature, words["backend"]) for feature in features)
 
 
 def test_page_has_a_result_for_every_mark():
-    rows = [
-        line.split(" | ") for line in support.PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")
-    ]
-    cells = {row[0].removeprefix("| "): [cell.removesuffix(" |") for cell in row[1:]] for row in rows}
+    page = support.PAGE.read_text(encoding="utf-8")
     found = list(marks())
     columns = list(support.BACKENDS)
     assert len(found) >= 20
-    for feature, backend in found:
+    for family, feature, backend in found:
+        section = page.partition(f"## {support.FAMILIES[family]}\n")[2].partition("\n## ")[0]
+        rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")]
+        cells = {row[0].removeprefix("| "): [cell.removesuffix(" |") for cell in row[1:]] for row in rows}
         assert cells[support.FEATURES[feature]][columns.index(backend)] in ("yes", "rejected", "not run")
