@@ -27,7 +27,7 @@ def wheel_files():
     """The files of the wheel, relative to the root of the repository."""
     folders = [path for pattern in ("dashinfer_vlm_core", "*/dashinfer_vlm_*") for path in ROOT.glob(pattern)]
     folders = [path for path in folders if path.parent in {ROOT, ROOT / "adapters", ROOT / "plugins"}]
-    assert len(folders) == 8
+    assert len(folders) == 9
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     return [path.relative_to(ROOT) for path in files if "__pycache__" not in path.parts]
 

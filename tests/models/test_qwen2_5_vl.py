@@ -37,9 +37,9 @@ from dashinfer_vlm_qwen2_5_vl.windows import window_order
 from tests.conversations import CONVERSATIONS, as_openai, blurred_image, user
 from tests.kernels import choose_kernels, selector
 from tests.patches import random_patches
-from tests.samples import data_url, encode_video
+from tests.samples import encode_video
 from tests.server.conftest import serving
-from tests.tiny import write_qwen2_5_vl
+from tests.tiny import MERGES, write_qwen2_5_vl
 from tests.waiting import HANG
 from training.transformers_engine import TransformersEngine
 
@@ -493,6 +493,25 @@ def token_ids(engine, name, **options):
     return list(engine.submit(body(name, **options)).result(timeout=HANG).token_ids[0])
 
 
+def our_logprobs(engine, name):
+    """Return the token ids, and the five largest log-probabilities of each step whose token has text."""
+    result = engine.submit(body(name, logprobs=True, top_logprobs=5)).result(timeout=HANG)
+    entries = result.completion.choices[0].logprobs.content
+    return list(result.token_ids[0]), [[other.logprob for other in entry.top_logprobs] for entry in entries]
+
+
+def transformers_logprobs(oracle, name):
+    oracle.model.model.rope_deltas = None
+    inputs = oracle.inputs([CONVERSATIONS[name]])
+    output = oracle.model.generate(
+        **inputs, do_sample=False, max_new_tokens=COUNT, output_logits=True, return_dict_in_generate=True
+    )
+    ids = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    steps = [step for step, token in enumerate(ids) if token < 256 + len(MERGES)]  # the others have no text
+    assert steps
+    return ids, [output.logits[step][0].log_softmax(-1).topk(5).values.tolist() for step in steps]
+
+
 def covers(feature, name):
     return pytest.param(name, marks=pytest.mark.supports(feature, backend="torch-cpu", family="qwen2_5_vl"))
 
@@ -509,15 +528,12 @@ def covers(feature, name):
         "two turns",
     ],
 )
-def test_tokens_and_logprobs_equal_transformers(engine, oracle, expected, name):
-    result = engine.submit(body(name, logprobs=True, top_logprobs=5)).result(timeout=HANG)
-    (logits,) = oracle.model.generate(
-        **oracle.inputs([CONVERSATIONS[name]]), max_new_tokens=1, output_logits=True, return_dict_in_generate=True
-    ).logits
+def test_tokens_and_logprobs_equal_transformers(engine, oracle, name):
+    ids, logprobs = our_logprobs(engine, name)
+    expected_ids, expected = transformers_logprobs(oracle, name)
 
-    assert list(result.token_ids[0]) == expected[name]
-    found = [entry.logprob for entry in result.completion.choices[0].logprobs.content[0].top_logprobs]
-    assert found == pytest.approx(logits[0].log_softmax(-1).topk(5).values.tolist(), abs=1e-4)
+    assert ids == expected_ids
+    np.testing.assert_allclose(logprobs, expected, rtol=0, atol=1e-3)
 
 
 def test_output_depends_on_every_part(expected):
@@ -604,18 +620,16 @@ def test_json_request_over_http(engine):
     assert 1 <= answer["count"] <= 9
 
 
-def test_time_between_frames_reaches_positions(engine):
-    """The same frames of a slower file have other positions, and so other logits, but the same embedding."""
+def test_other_video_fps_equals_transformers(start, engine, folder):
+    """At 24 fps, all frames of this video have the same position in time."""
+    with start(video_fps=24) as fast:
+        ids, logprobs = our_logprobs(fast, "video")
+    expected_ids, expected = transformers_logprobs(TransformersEngine(folder, video_fps=24), "video")
 
-    def logprobs(fps):
-        url = data_url(encode_video(4, fps=fps), "video/mp4")
-        content = [{"type": "video_url", "video_url": {"url": url, "num_frames": 4}}, {"type": "text", "text": "When?"}]
-        request = body("text", logprobs=True, top_logprobs=5) | {"messages": [{"role": "user", "content": content}]}
-        return [entry.logprob for entry in engine.chat(request).choices[0].logprobs.content[0].top_logprobs]
-
-    fast, encoded = logprobs(2), engine.stats().vision.encoded
-    assert logprobs(1) != pytest.approx(fast, abs=1e-3)
-    assert engine.stats().vision.encoded == encoded
+    assert ids == expected_ids
+    np.testing.assert_allclose(logprobs, expected, rtol=0, atol=1e-3)
+    _, other = our_logprobs(engine, "video")
+    assert logprobs[0] != pytest.approx(other[0], abs=1e-2)
 
 
 @pytest.mark.parametrize("size", PUBLISHED)
