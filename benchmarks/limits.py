@@ -18,16 +18,14 @@ from functools import partial
 from pathlib import Path
 
 from dashinfer_vlm_core import EngineConfig
+from dashinfer_vlm_core.models.checkpoint import model_type
 from dashinfer_vlm_core.models.patches import smart_resize
-from dashinfer_vlm_core.models.qwen2_vl.config import (
-    VisionConfig,
-    read_spec,
-    read_text_model,
-    read_vision_config,
-)
+from dashinfer_vlm_core.models.qwen2_vl.config import VisionConfig, read_vision_config
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import DEFAULT_TOKENS
-from dashinfer_vlm_core.models.spec import TextModelSpec
+from dashinfer_vlm_core.models.spec import ModelSpec, TextModelSpec
+from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_cpu.native import load_native
+from dashinfer_vlm_qwen2_5_vl import config as qwen2_5_vl
 
 BF16 = 2.0
 """Bytes of a weight."""
@@ -78,6 +76,28 @@ def tower_flop(config: VisionConfig, patches: int) -> float:
     return float(config.depth * block + 2 * patches * columns * width + merger)
 
 
+def windowed_tower_flop(config: qwen2_5_vl.VisionConfig, patches: int) -> float:
+    """Return the floating-point operations of Qwen2.5-VL for one image of `patches` patches, in whole windows."""
+    width, merged = config.hidden_size, config.hidden_size * config.spatial_merge_size**2
+    columns = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    linear = config.depth * 2 * patches * width * (4 * width + 3 * config.intermediate_size)
+    full = len(config.fullatt_block_indexes)
+    keys = full * patches + (config.depth - full) * min(patches, (config.window * config.spatial_merge_size) ** 2)
+    merger = 2 * (patches // config.spatial_merge_size**2) * merged * (merged + config.out_hidden_size)
+    return float(linear + 4 * patches * keys * width + 2 * patches * columns * width + merger)
+
+
+def vision_flop(model: Path, patches: int) -> float:
+    """Return the floating-point operations of a checkpoint's vision encoder for one image of `patches` patches."""
+    if model_type(model) == qwen2_5_vl.MODEL_TYPE:
+        return windowed_tower_flop(qwen2_5_vl.read_vision_config(model), patches)
+    return tower_flop(read_vision_config(model), patches)
+
+
+def load_spec(model: Path) -> ModelSpec:
+    return load_plugins().family_of(model).load_spec(model)
+
+
 def prefill_flop(config: TextModelSpec, tokens: int) -> float:
     """Return the floating-point operations to prefill a prompt of `tokens` tokens; attention is causal."""
     queries = config.num_attention_heads * config.head_dim
@@ -105,7 +125,7 @@ def _layer_weights(config: TextModelSpec) -> int:
 
 def image_patches(model: Path, side: int = 448) -> int:
     """Return the number of patches of a resized square image."""
-    pixels = read_spec(model).pixels
+    pixels = load_spec(model).pixels
     max_pixels = min(pixels.max_pixels, DEFAULT_TOKENS * pixels.factor**2)
     height, width = smart_resize(side, side, factor=pixels.factor, min_pixels=pixels.min_pixels, max_pixels=max_pixels)
     return height * width // pixels.patch_size**2
@@ -113,14 +133,14 @@ def image_patches(model: Path, side: int = 448) -> int:
 
 def image_seconds(model: Path, rates: Rates, *, prompt: int) -> float:
     """Return the minimum seconds to the first token for an image and a prompt of `prompt` tokens."""
-    flop = tower_flop(read_vision_config(model), image_patches(model)) + prefill_flop(read_text_model(model), prompt)
+    flop = vision_flop(model, image_patches(model)) + prefill_flop(load_spec(model).text, prompt)
     return flop / (rates.bf16_gflop_s * 1e9)
 
 
 def step_seconds(model: Path, rates: Rates) -> float:
     """Return the minimum seconds of a greedy decode step: its weights have to be read."""
     packed = load_native(EngineConfig()).kernels is not None
-    return step_bytes(read_text_model(model), packed=packed) / (rates.read_gb_s * 1e9)
+    return step_bytes(load_spec(model).text, packed=packed) / (rates.read_gb_s * 1e9)
 
 
 def _best(work: Callable[[], object], seconds: float = 1.0) -> float:

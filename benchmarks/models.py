@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.models.checkpoint import find_model
@@ -52,7 +52,13 @@ PIXELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The dimensions of a model."""
+    """The dimensions of a model.
+
+    Attributes:
+        family: its `model_type`.
+        tower_inner: size of the MLP in the vision encoder of Qwen2.5-VL; that of Qwen2-VL is four times as wide as the
+            vision encoder.
+    """
 
     hidden: int
     inner: int
@@ -63,6 +69,8 @@ class Shape:
     tower_width: int
     tower_layers: int
     tower_heads: int
+    family: Literal["qwen2_vl", "qwen2_5_vl"] = "qwen2_vl"
+    tower_inner: int = 0
 
 
 SHAPES = {
@@ -75,6 +83,11 @@ SHAPES = {
     "2b": Shape(
         hidden=1536, inner=8960, layers=28, heads=12, kv_heads=2, sections=(16, 24, 24),
         tower_width=1280, tower_layers=32, tower_heads=16,
+    ),
+    # Qwen2.5-VL-3B.
+    "qwen2.5-vl-3b": Shape(
+        hidden=2048, inner=11008, layers=36, heads=16, kv_heads=2, sections=(16, 24, 24),
+        tower_width=1280, tower_layers=32, tower_heads=16, family="qwen2_5_vl", tower_inner=3420,
     ),
 }  # fmt: skip
 
@@ -114,9 +127,10 @@ def ensure_model(name: str, folder: Path) -> Path:
 def write_model(shape: Shape, folder: Path) -> None:
     """Write configuration, weights (bfloat16) and tokenizer in the layout of the published checkpoints."""
     import torch
-    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+    from transformers import AutoConfig, AutoModelForImageTextToText
 
-    config = Qwen2VLConfig(
+    config = AutoConfig.for_model(
+        shape.family,
         text_config={
             "hidden_size": shape.hidden,
             "intermediate_size": shape.inner,
@@ -131,14 +145,7 @@ def write_model(shape: Shape, folder: Path) -> None:
             "eos_token_id": IDS["<|im_end|>"],
             "tie_word_embeddings": True,
         },
-        vision_config={
-            "depth": shape.tower_layers,
-            "embed_dim": shape.tower_width,
-            "num_heads": shape.tower_heads,
-            "mlp_ratio": 4,
-            "hidden_size": shape.hidden,
-            "in_channels": 3,
-        },
+        vision_config=_vision_config(shape),
         image_token_id=IDS["<|image_pad|>"],
         video_token_id=IDS["<|video_pad|>"],
         vision_start_token_id=IDS["<|vision_start|>"],
@@ -148,7 +155,7 @@ def write_model(shape: Shape, folder: Path) -> None:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        model = Qwen2VLForConditionalGeneration(config)
+        model = AutoModelForImageTextToText.from_config(config)
     finally:
         torch.set_default_dtype(torch.float32)
     model.generation_config.eos_token_id = [IDS["<|im_end|>"], IDS["<|endoftext|>"]]
@@ -157,6 +164,18 @@ def write_model(shape: Shape, folder: Path) -> None:
     write_json(folder / "config.json", _flat(json.loads((folder / "config.json").read_text()), shape))
     write_json(folder / "preprocessor_config.json", PIXELS)
     write_tokenizer(folder)
+
+
+def _vision_config(shape: Shape) -> dict[str, Any]:
+    common = {"depth": shape.tower_layers, "num_heads": shape.tower_heads, "in_channels": 3}
+    if shape.family == "qwen2_vl":
+        return common | {"embed_dim": shape.tower_width, "hidden_size": shape.hidden, "mlp_ratio": 4}
+    return common | {
+        "hidden_size": shape.tower_width,
+        "intermediate_size": shape.tower_inner,
+        "out_hidden_size": shape.hidden,
+        "tokens_per_second": 2,
+    }
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -212,7 +231,7 @@ def _flat(config: dict[str, Any], shape: Shape) -> dict[str, Any]:
         config.pop(name, None)
     config["vision_config"].pop("dtype", None)
     rope = {"type": "mrope", "mrope_section": list(shape.sections)}
-    fixed = {"model_type": "qwen2_vl", "torch_dtype": "bfloat16", "rope_theta": 1e6, "rope_scaling": rope}
+    fixed = {"model_type": shape.family, "torch_dtype": "bfloat16", "rope_theta": 1e6, "rope_scaling": rope}
     return {**text, **config, **fixed}
 
 

@@ -1,6 +1,6 @@
 """The time of an image request, stage by stage, in the components that serve it.
 
-    python -m benchmarks.stages [--model small|2b|demo|FOLDER] [--repeats 5] [any option of dashinfer-vlm serve]
+    python -m benchmarks.stages [--model NAME|FOLDER] [--repeats 5] [any option of dashinfer-vlm serve]
 
 Each stage runs alone, with new content each time, so that no cache helps. Not called `profile`: the standard library
 has a module of that name, which torch imports, and a script started by its path would find this one first.
@@ -38,7 +38,6 @@ from dashinfer_vlm_core.media.fetch import Fetcher
 from dashinfer_vlm_core.media.image import decode_image
 from dashinfer_vlm_core.models.interface import Patches, VisualTokens
 from dashinfer_vlm_core.models.patches import with_digest
-from dashinfer_vlm_core.models.qwen2_vl.config import read_text_model, read_vision_config
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_core.preprocessing.prompt import Prompt
 from dashinfer_vlm_core.protocol import ChatRequest
@@ -49,7 +48,7 @@ from dashinfer_vlm_torch.sampler import LogitsRow, sample
 from dashinfer_vlm_torch.scheduler import SequenceState
 
 from .client import EngineTarget, HTTPTarget, Talk, Target, load, request_body
-from .limits import Rates, cores, image_patches, measure_rates, prefill_flop, step_seconds, tower_flop
+from .limits import Rates, cores, image_patches, measure_rates, prefill_flop, step_seconds, vision_flop
 from .models import CACHE, checkpoint
 from .workloads import jpeg, question_part, words
 
@@ -294,8 +293,8 @@ def serving(engine: Engine) -> Iterator[str]:
 def _stages(clock: Clock, pipeline: ChatPipeline, rates: Rates, prompt: int) -> list[Stage]:
     folder = pipeline.spec.folder
     speed = rates.bf16_gflop_s * 1e9
-    tower = tower_flop(read_vision_config(folder), image_patches(folder)) / speed
-    prefill = prefill_flop(read_text_model(folder), prompt) / speed
+    tower = vision_flop(folder, image_patches(folder)) / speed
+    prefill = prefill_flop(pipeline.spec.text, prompt) / speed
     step = step_seconds(folder, rates)
     first = max(0.0, clock.median("server first") - clock.median("engine first"))
     chunk = max(0.0, clock.median("server") - clock.median("engine")) / (TOKENS - 1)

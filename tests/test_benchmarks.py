@@ -17,6 +17,7 @@ from benchmarks.workloads import Run
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.models.qwen2_vl.config import VisionConfig
 from dashinfer_vlm_core.models.spec import RotarySpec, TextModelSpec
+from dashinfer_vlm_qwen2_5_vl.config import VisionConfig as Qwen25VLVisionConfig
 
 
 @pytest.mark.slow
@@ -50,10 +51,11 @@ def test_stages_reports_every_stage_of_request():
 
 
 @pytest.mark.slow
-def test_random_weights_model_generates(tmp_path):
+@pytest.mark.parametrize("name", ["small", "qwen2.5-vl-3b"])
+def test_random_weights_model_generates(tmp_path, name):
     shape = replace(
-        models.SHAPES["small"], hidden=64, inner=96, layers=1, heads=2, kv_heads=1, sections=(4, 6, 6),
-        tower_width=32, tower_layers=1, tower_heads=2,
+        models.SHAPES[name], hidden=64, inner=96, layers=1, heads=2, kv_heads=1, sections=(4, 6, 6),
+        tower_width=32, tower_layers=32 if name == "qwen2.5-vl-3b" else 1, tower_heads=2, tower_inner=44,
     )  # fmt: skip
     models.write_model(shape, tmp_path)
     assert image_tokens(tmp_path, 56) == 4
@@ -112,6 +114,12 @@ def test_limits_match_model_shape():
         spatial_merge_size=2, in_channels=3, hidden_act="quick_gelu",
     )  # fmt: skip
     assert limits.tower_flop(vision, 1024) / 1e9 == pytest.approx(210.1, abs=0.1)
+    windowed = Qwen25VLVisionConfig(
+        depth=32, hidden_size=1280, intermediate_size=3420, out_hidden_size=2048, num_heads=16, patch_size=14,
+        temporal_patch_size=2, spatial_merge_size=2, in_channels=3, window=4,
+        fullatt_block_indexes=frozenset({7, 15, 23, 31}), tokens_per_second=2,
+    )  # fmt: skip
+    assert limits.windowed_tower_flop(windowed, 1024) / 1e9 == pytest.approx(1342.9, abs=0.1)
     assert limits.step_bytes(text, packed=False) / 1e9 == pytest.approx(0.988, abs=0.001)
     assert limits.step_bytes(text, packed=True) / 1e9 == pytest.approx(0.673, abs=0.001)
     assert limits.prefill_flop(text, 296) / 1e9 == pytest.approx(216, abs=0.5)

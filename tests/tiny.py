@@ -1,4 +1,4 @@
-"""A two-layer Qwen2-VL with random weights in the published layout, for numerical tests."""
+"""Two-layer models with random weights in the published layout, for numerical tests: Qwen2-VL and Qwen2.5-VL."""
 
 from __future__ import annotations
 
@@ -60,15 +60,43 @@ def write_tokenizer(folder: Path) -> None:
 
 def write_checkpoint(folder: Path, *, seed: int = 0, **text: Any) -> Path:
     """Write a random model to `folder`; `text` overrides fields of its text configuration."""
-    import torch
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-    folder.mkdir(parents=True, exist_ok=True)
-    write_tokenizer(folder)
-    first = 256 + len(MERGES)
-    ids = {name: first + index for index, name in enumerate(SPECIAL)}
-    config = Qwen2VLConfig(
-        text_config={
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
+    config = Qwen2VLConfig(vision_config=vision, **_fields(text))
+    return _write(folder, Qwen2VLForConditionalGeneration, config, seed)
+
+
+def write_qwen2_5_vl(folder: Path, *, seed: int = 0, **text: Any) -> Path:
+    """Write a random Qwen2.5-VL like `write_checkpoint`, with windows in half of its vision encoder's blocks.
+
+    The largest image has 6 x 6 visual tokens, and a window 4 x 4.
+    """
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    vision = {
+        "depth": 4,
+        "hidden_size": 32,
+        "intermediate_size": 44,
+        "out_hidden_size": 64,
+        "num_heads": 2,
+        "fullatt_block_indexes": [1, 3],
+        "tokens_per_second": 2,
+    }
+    config = Qwen2_5_VLConfig(vision_config=vision, **_fields(text))
+    # A larger scale would multiply rounding errors in the gated MLPs.
+    return _write(folder, Qwen2_5_VLForConditionalGeneration, config, seed, vision_scale=1.0)
+
+
+def _token_ids() -> dict[str, int]:
+    return {name: 256 + len(MERGES) + index for index, name in enumerate(SPECIAL)}
+
+
+def _fields(text: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a configuration but those of the vision encoder."""
+    ids = _token_ids()
+    return {
+        "text_config": {
             "vocab_size": 320,
             "hidden_size": 64,
             "intermediate_size": 96,
@@ -83,19 +111,27 @@ def write_checkpoint(folder: Path, *, seed: int = 0, **text: Any) -> Path:
             "eos_token_id": ids["<|im_end|>"],
             **text,
         },
-        vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2},
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
-        tie_word_embeddings=text.get("tie_word_embeddings", False),
-    )
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+        "tie_word_embeddings": text.get("tie_word_embeddings", False),
+    }
+
+
+def _write(folder: Path, model_class: Any, config: Any, seed: int, *, vision_scale: float = 2.0) -> Path:
+    import torch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(folder)
+    ids = _token_ids()
     torch.manual_seed(seed)
-    model = Qwen2VLForConditionalGeneration(config).eval()
+    model = model_class(config).eval()
     with torch.no_grad():  # the usual 0.02 would leave attention flat and every response one repeated token
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
-                parameter.normal_(std=2.0 / math.sqrt(parameter[0].numel()))
+                scale = vision_scale if name.startswith("model.visual.") else 2.0
+                parameter.normal_(std=scale / math.sqrt(parameter[0].numel()))
     model.generation_config.eos_token_id = [ids["<|im_end|>"], ids["<|endoftext|>"]]
     model.generation_config.pad_token_id = ids["<|endoftext|>"]
     model.save_pretrained(folder)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoTokenizer, Qwen2VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from training import batches, sizes
@@ -21,13 +21,23 @@ Messages = list[dict[str, Any]]
 
 
 class TransformersEngine:
-    """Generates greedy responses to samples; `answer` is the callable that `evaluate` expects."""
+    """Generates greedy responses to samples; `answer` is the callable that `evaluate` expects.
 
-    def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32, batch: int = 50) -> None:
+    Args:
+        checkpoint: a folder.
+        dtype: dtype of the computation.
+        batch: samples of a forward pass.
+        video_fps: frames per second of the videos, on which the positions of Qwen2.5-VL depend.
+    """
+
+    def __init__(
+        self, checkpoint: Path, dtype: torch.dtype = torch.float32, batch: int = 50, video_fps: float = 2.0
+    ) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         self.processor = Qwen2VLImageProcessorPil.from_pretrained(checkpoint)
-        self.model = Qwen2VLForConditionalGeneration.from_pretrained(checkpoint, dtype=dtype).eval()  # type: ignore[no-untyped-call]  # transformers leaves eval untyped
+        self.model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=dtype).eval()  # type: ignore[no-untyped-call]  # transformers leaves eval untyped
         self.batch = batch
+        self.video_fps = video_fps
 
     def answer(self, samples: Sequence[Sample]) -> list[str]:
         responses: list[str] = []
@@ -80,6 +90,8 @@ class TransformersEngine:
             if visuals:
                 inputs[values] = torch.cat([pixels for pixels, _ in visuals]).to(self.model.dtype)
                 inputs[grid] = torch.tensor([shape for _, shape in visuals])
+        if videos and self.model.config.model_type == "qwen2_5_vl":
+            inputs["second_per_grid_ts"] = torch.tensor([2 / self.video_fps] * len(videos))
         return inputs
 
     def _prompt(self, messages: Messages, *visuals: list[tuple[Tensor, tuple[int, int, int]]]) -> str:

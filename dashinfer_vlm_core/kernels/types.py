@@ -18,7 +18,7 @@ class Activation(IntEnum):
     QUICK_GELU = 1
     """x * sigmoid(1.702 x) (arXiv:1606.08415, section 2)."""
     SILU_GATE = 2
-    """silu(gate) * up (arXiv:2002.05202); the weights are the gate's rows followed by as many up-projection rows."""
+    """silu(gate) * up (arXiv:2002.05202); weights and bias are the gate's rows, followed by as many of `up`."""
     GELU = 3
     GELU_TANH = 4
     """The approximation of GELU with tanh (arXiv:1606.08415, section 2)."""

@@ -46,6 +46,7 @@ class Video:
         frames: uint8 [frames, height, width, 3], at least one.
         path: its path in the request.
         times: timestamp of each frame in seconds.
+        sampled_fps: number of frames divided by the duration of the video in seconds; None if it is not known.
         source_digest: as in `Image`.
         min_pixels: minimum pixels of a frame after resizing that the request sets.
         max_pixels: maximum pixels of a frame after resizing that the request sets.
@@ -56,6 +57,7 @@ class Video:
     frames: Pixels
     path: str
     times: tuple[float, ...] = ()
+    sampled_fps: float | None = None
     source_digest: bytes = b""
     min_pixels: int | None = None
     max_pixels: int | None = None

@@ -106,7 +106,8 @@ def stack_frames(
     Raises:
         InvalidParameter: a frame has another size; `param` names the frame.
     """
-    return _stack_video(_of_one_size(frames, part), count, part, policy.even_times(count), resizer)
+    video = _stack_video(_of_one_size(frames, part), count, part, policy.even_times(count), resizer)
+    return replace(video, sampled_fps=policy.fps)
 
 
 def stack(frames: Iterable[Pixels], count: int) -> Pixels:
@@ -270,7 +271,8 @@ def _sample(
     indices = policy.indices(info.frames, count)
     times = tuple(index / info.fps for index in indices)
     decode = getattr(video, "iterate", None) or video.frames
-    return _stack_video(decode(indices, check_stop), count, part, times, resizer)
+    stacked = _stack_video(decode(indices, check_stop), count, part, times, resizer)
+    return replace(stacked, sampled_fps=count / info.frames * info.fps)
 
 
 def _check_header(info: VideoInfo, part: MediaPart, config: EngineConfig) -> None:

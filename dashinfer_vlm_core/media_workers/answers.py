@@ -13,6 +13,7 @@ MAX_SIDE = 1 << 30
 _Line = Annotated[str, StringConstraints(max_length=2000, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")]
 _Side = Annotated[PositiveInt, Field(le=MAX_SIDE)]
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_FramesPerSecond = Annotated[float, Field(ge=1e-9, allow_inf_nan=False)]
 
 _ERRORS = {kind.__name__: kind for kind in (InvalidParameter, MediaTooLarge, MediaUndecodable)}
 
@@ -49,6 +50,7 @@ class PatchesAnswer(_Model):
     shape: tuple[_Side, _Side]
     grid: tuple[_Side, _Side, _Side]
     times: tuple[_Seconds, ...]
+    sampled_fps: _FramesPerSecond | None
     source_size: tuple[_Side, _Side]
 
 

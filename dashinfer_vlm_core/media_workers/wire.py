@@ -103,5 +103,6 @@ def patches_to_json(patches: Patches, source_size: tuple[int, int]) -> dict[str,
         "shape": list(patches.pixels.shape),
         "grid": list(patches.grid),
         "times": list(patches.times),
+        "sampled_fps": patches.sampled_fps,
         "source_size": list(source_size),
     }

@@ -240,6 +240,7 @@ class MediaWorker:
                 kind=job.part.kind,
                 path=job.part.path,
                 times=answer.times,
+                sampled_fps=answer.sampled_fps,
             )
         )
 

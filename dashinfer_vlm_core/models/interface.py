@@ -51,6 +51,8 @@ class Patches:
             runs in a process that opens untrusted files, and must not choose the key of a shared cache.
         times: timestamps of a video's frames in seconds, without padding; empty for an image. They are not part of the
             digest: the same frames at other times have the same embedding but a different prompt.
+        sampled_fps: number of a video's frames, without padding, divided by its duration in seconds; None for an image,
+            or if it is not known. Not part of the digest either.
     """
 
     pixels: npt.NDArray[np.uint8]
@@ -60,6 +62,7 @@ class Patches:
     path: str
     digest: bytes = b""
     times: tuple[float, ...] = ()
+    sampled_fps: float | None = None
 
     part = RenamedAttribute("path")
 
@@ -76,6 +79,7 @@ class Embedded:
         path: the path of its field in the request.
         digest: 32 bytes; equal if and only if kind, grid and rows are equal.
         times: as in `Patches`; empty if the request does not specify them.
+        sampled_fps: as in `Patches`; None if the request does not specify it.
     """
 
     rows: npt.NDArray[np.float32]
@@ -85,6 +89,7 @@ class Embedded:
     path: str
     digest: bytes
     times: tuple[float, ...] = ()
+    sampled_fps: float | None = None
 
     part = RenamedAttribute("path")
 
@@ -103,6 +108,9 @@ class Visual(Protocol):
 
     @property
     def times(self) -> tuple[float, ...]: ...
+
+    @property
+    def sampled_fps(self) -> float | None: ...
 
 
 class GridShape(NamedTuple):

@@ -45,6 +45,7 @@ class MediaPreview:
         tokens: number of visual tokens.
         frame_count: number of frames, including padding frames of a video; 1 for an image.
         times: timestamp of each frame of a video in seconds, before any padding.
+        sampled_fps: number of a video's frames divided by its duration in seconds; None if it is not known.
         frames: up to `MAX_FRAMES` evenly spaced frames, including the first and the last; none for embeddings.
     """
 
@@ -57,6 +58,7 @@ class MediaPreview:
     tokens: int
     frame_count: int
     times: tuple[float, ...]
+    sampled_fps: float | None
     frames: tuple[Frame, ...]
 
 
@@ -97,6 +99,7 @@ def preview_media(
         tokens=item.tokens,
         frame_count=shape.frames if frames is None else len(frames),
         times=item.times,
+        sampled_fps=item.sampled_fps,
         frames=() if frames is None else _select_frames(frames),
     )
 

@@ -33,6 +33,7 @@ class _CachedItem:
     grid: Grid
     tokens: int
     times: tuple[float, ...]
+    sampled_fps: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,11 +114,20 @@ class MediaUuidCache:
                 param=f"{part.path}.uuid",
                 code="uuid_not_cached",
             )
-        return CachedMedia(visual=visual, tokens=content.tokens, kind=part.kind, path=part.path, times=content.times)
+        return CachedMedia(
+            visual=visual,
+            tokens=content.tokens,
+            kind=part.kind,
+            path=part.path,
+            times=content.times,
+            sampled_fps=content.sampled_fps,
+        )
 
 
 def _content(item: Patches | Embedded) -> _CachedItem:
-    return _CachedItem(digest=item.digest, grid=item.grid, tokens=item.tokens, times=item.times)
+    return _CachedItem(
+        digest=item.digest, grid=item.grid, tokens=item.tokens, times=item.times, sampled_fps=item.sampled_fps
+    )
 
 
 def _applied_options(part: MediaPart, item: Patches | Embedded) -> _Options:

@@ -36,6 +36,7 @@ class CachedMedia:
         kind: whether it is an image or a video.
         path: its location in the request.
         times: as in `Patches`.
+        sampled_fps: as in `Patches`.
     """
 
     visual: VisualTokens
@@ -43,6 +44,7 @@ class CachedMedia:
     kind: Kind
     path: str
     times: tuple[float, ...] = ()
+    sampled_fps: float | None = None
 
     @property
     def grid(self) -> Grid:

@@ -143,7 +143,7 @@ typedef struct {
     const void *packed;
     const float *scales; /* scales of the packed rows if the weights have 8 bits, else null */
     const char *codes;   /* code tables of the panels if the weights have 12 bits, else null */
-    const bf16 *bias;    /* [columns], or null */
+    const bf16 *bias;    /* [outputs], or null */
     int64_t outputs;     /* rows of the weights */
     int64_t inputs;
     int64_t columns;     /* columns of the result; half of the outputs with SILU_GATE */
@@ -173,14 +173,16 @@ INLINE void store_output(const Epilogue *ep, ptrdiff_t row, ptrdiff_t column, __
 INLINE void finish(const Epilogue *ep, ptrdiff_t row, ptrdiff_t panel, __m512 left, __m512 right)
 {
     const Matrix *m = ep->m;
-    if (m->activation == SILU_GATE) {
-        store_output(ep, row, panel * LANES, _mm512_mul_ps(swish(left, 1.0f), right));
-        return;
-    }
-    ptrdiff_t column = panel * PANEL;
+    const int gated = m->activation == SILU_GATE;
+    ptrdiff_t column = panel * (gated ? LANES : PANEL);
     if (m->bias) {
-        left = _mm512_add_ps(left, load(m->bias + column, first(m->columns - column)));
-        right = _mm512_add_ps(right, load(m->bias + column + LANES, first(m->columns - column - LANES)));
+        ptrdiff_t next = gated ? m->columns + column : column + LANES; /* the output in the first lane of `right` */
+        left = _mm512_add_ps(left, load(m->bias + column, first(m->outputs - column)));
+        right = _mm512_add_ps(right, load(m->bias + next, first(m->outputs - next)));
+    }
+    if (gated) {
+        store_output(ep, row, column, _mm512_mul_ps(swish(left, 1.0f), right));
+        return;
     }
     if (m->activation == QUICK_GELU) left = swish(left, 1.702f), right = swish(right, 1.702f);
     if (m->activation == GELU_TANH) left = gelu_tanh(left), right = gelu_tanh(right);

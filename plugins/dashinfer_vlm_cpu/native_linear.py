@@ -61,7 +61,6 @@ class NativeLinear:
         gated = activation is Activation.SILU_GATE
         self.columns: int = outputs // 2 if gated else outputs
         self.inputs = inputs
-        assert not gated or bias is None
         self._tensors = (*self._pack(weight, gated), bias)
         self.matrix: Matrix = Matrix(
             *(None if tensor is None else tensor.data_ptr() for tensor in self._tensors), outputs, inputs, self.columns,

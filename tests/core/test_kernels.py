@@ -110,10 +110,13 @@ def test_linear_add_to(kernels):
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_gated_linear(kernels, rows):
-    weight, x = numbers(192, 64) / 8, numbers(rows, 64, seed=1)
-    gate, up = F.linear(x.float(), weight.float()).chunk(2, dim=-1)
-    layer = kernels.linear(weight, activation=Activation.SILU_GATE)
+@pytest.mark.parametrize("outputs", [192, 140])  # whole panels, a partial panel
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_gated_linear(kernels, with_bias, outputs, rows):
+    weight, x = numbers(outputs, 64) / 8, numbers(rows, 64, seed=1)
+    bias = numbers(outputs, seed=2) if with_bias else None
+    gate, up = F.linear(x.float(), weight.float(), None if bias is None else bias.float()).chunk(2, dim=-1)
+    layer = kernels.linear(weight, bias, activation=Activation.SILU_GATE)
     assert error(layer(x), F.silu(gate) * up) < 1e-2
 
 

@@ -139,7 +139,7 @@ def test_workers_equal_threads(run, case):
     theirs = process(run, part, data, media_workers=0)
     np.testing.assert_array_equal(ours.item.pixels, theirs.item.pixels)
     assert ours[1:] == theirs[1:]
-    for name in ("grid", "tokens", "kind", "path", "digest", "times"):
+    for name in ("grid", "tokens", "kind", "path", "digest", "times", "sampled_fps"):
         assert getattr(ours.item, name) == getattr(theirs.item, name)
     assert len(ours.item.digest) == 32
     assert bool(ours.source_digest) == (part.uuid is not None)
@@ -497,7 +497,7 @@ def test_limit_of_a_client_applies(run):
     assert run(work, media_workers=4)
 
 
-PATCHES = {"shape": [4, 1176], "grid": [1, 2, 2], "times": [], "source_size": [28, 28]}
+PATCHES = {"shape": [4, 1176], "grid": [1, 2, 2], "times": [], "sampled_fps": None, "source_size": [28, 28]}
 ERROR = {"type": "MediaTooLarge", "message": "It is too large.", "param": PATH, "code": None}
 ANSWERS = {
     "no JSON": b"{",
@@ -532,6 +532,7 @@ ANSWERS = {
                 {"grid": [1, 200, 200], "shape": [40_000, 1176]},
                 {"grid": [1, 2.0, 2]},
                 {"times": [float("nan")]},
+                {"sampled_fps": 0.0},
                 {"source_size": [10**30, 1]},
                 {},  # the shared memory is empty
             )

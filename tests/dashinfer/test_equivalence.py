@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.errors import UnsupportedParameter
 from dashinfer_vlm_demo import CHECKPOINT
-from tests.conversations import user
+from tests.conversations import as_openai, blurred_image, user
 from tests.plugins.oracle import STOP, VOCAB, collect, ids, prompt, visual
+from tests.tiny import write_qwen2_5_vl
+from tests.waiting import HANG
 from training.transformers_engine import TransformersEngine
 
 from .conftest import decoding
@@ -85,6 +88,22 @@ def test_bundled_model_equals_transformers(cache):
             expected = oracle.generate([messages])[0][0][:24]
             assert answer.choices[0].message.content == oracle.tokenizer.decode(expected, skip_special_tokens=True)
             assert answer.usage.completion_tokens == len(expected)
+
+
+@pytest.mark.supports("text", backend="dashinfer-cpu", family="qwen2_5_vl")
+@pytest.mark.supports("images", backend="dashinfer-cpu", family="qwen2_5_vl", rejected=True)
+def test_qwen2_5_vl_text_equals_transformers_and_images_are_rejected(tmp_path, cache):
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]}
+    write_qwen2_5_vl(tmp_path, num_attention_heads=1, num_key_value_heads=1, rope_parameters=rope)
+    oracle = TransformersEngine(tmp_path)
+    config = EngineConfig(model=str(tmp_path), decoder="dashinfer", device="cpu", max_model_len=512, cache_dir=cache)
+    with Engine(config) as engine:
+        for messages in ([user("Hello!")], [user("In the beginning, there was a star.")]):
+            request = {"messages": messages, "temperature": 0, "max_tokens": 24}
+            found = engine.submit(request).result(timeout=HANG).token_ids[0]
+            assert list(found) == oracle.generate([messages])[0][0][:24]
+        with pytest.raises(UnsupportedParameter, match="M-RoPE"):
+            engine.chat({"messages": as_openai([user("What is this?", blurred_image(1))])})
 
 
 @pytest.mark.supports("logprobs", backend="dashinfer-cpu")

@@ -79,6 +79,7 @@ class Qwen2VLImageProcessor:
             kind=kind,
             path=media.path,
             times=media.times if isinstance(media, Video) else (),
+            sampled_fps=media.sampled_fps if isinstance(media, Video) else None,
         )
 
     def count_tokens(self, media: Image | Video) -> int:

@@ -32,22 +32,37 @@ class Qwen2VLPromptLayout:
 
 
 def mrope_positions(
-    length: int, spans: Sequence[PlaceholderSpan], grids: Sequence[Grid], *, merge: int
+    length: int,
+    spans: Sequence[PlaceholderSpan],
+    grids: Sequence[Grid],
+    *,
+    merge: int,
+    times: Sequence[npt.NDArray[np.int64]] | None = None,
 ) -> npt.NDArray[np.int64]:
     """Return the positions of a prompt along time, height and width, int64 [3, length]; spans in prompt order.
 
     Text tokens advance on all three axes together. The position of a visual token is the start of its span plus its
     frame, row and column, and the next token's position is the largest position so far + 1. Source: the Qwen2-VL paper
     (arXiv:2409.12191, section 2.1) and the code published with it.
+
+    Args:
+        length: number of tokens of the prompt.
+        spans: one per image or video, in the order of the prompt.
+        grids: the grid of each span.
+        merge: patches per side of a visual token.
+        times: for each span, the temporal position of each of its `grid.t` frames, ascending from 0; without it, they
+            are 0, 1, 2, ...
     """
     positions = np.empty((3, length), np.int64)
     index = position = 0
-    for span, grid in zip(spans, grids, strict=True):
+    for number, (span, grid) in enumerate(zip(spans, grids, strict=True)):
         text = span.start - index
         positions[:, index : span.start] = np.arange(position, position + text)
-        shape = (grid.t, grid.h // merge, grid.w // merge)
-        positions[:, span.start : span.start + span.length] = position + text + np.indices(shape).reshape(3, -1)
+        visual = np.indices((grid.t, grid.h // merge, grid.w // merge)).reshape(3, -1)
+        if times is not None:
+            visual[0] = times[number][visual[0]]
+        positions[:, span.start : span.start + span.length] = position + text + visual
         index = span.start + span.length
-        position += text + max(shape)
+        position += text + int(visual.max()) + 1
     positions[:, index:] = np.arange(position, position + length - index)
     return positions

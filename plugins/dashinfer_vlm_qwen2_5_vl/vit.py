@@ -1,0 +1,199 @@
+"""The vision encoder of Qwen2.5-VL (arXiv:2502.13923): encodes many images and videos in one packed forward pass.
+
+In shapes, `n` is the number of patches of all items, `d` is `hidden_size` and `c` is the head dimension. A merge unit
+is the `spatial_merge_size` squared patches that become one visual token.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from dashinfer_vlm_core.concurrency.compute import executor_for
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.kernels import Activation, Kernels, KernelSelector, KVSpan, KVSpans, Linear, Norm
+from dashinfer_vlm_core.models.interface import Grid
+from dashinfer_vlm_core.models.qwen2_vl.rope import rotary_tables
+from dashinfer_vlm_core.models.qwen2_vl.vit import EXCLUSIVE_FLOP, Qwen2VLEncoder, VisionWeights
+from dashinfer_vlm_core.models.spec import ModelSpec
+from dashinfer_vlm_core.models.weights import Weights
+
+from .config import VisionConfig, read_vision_config
+from .windows import window_order
+
+NORM_EPS = 1e-6
+
+
+class Block(NamedTuple):
+    """One block of the vision encoder; its norms are RMSNorms."""
+
+    norm1: Norm
+    qkv: Linear
+    proj: Linear
+    norm2: Norm
+    gate_up: Linear
+    down: Linear
+
+
+class Merger(NamedTuple):
+    """The patch merger: turns each merge unit into one visual token."""
+
+    norm: Norm
+    fc1: Linear
+    fc2: Linear
+
+
+class AttentionInputs:
+    """The order of the patches, attention spans and rotary tables: computed once per forward pass.
+
+    Attributes:
+        order: int64 [n / merge unit]: the index of each merge unit in window order.
+        restore: int64 [n / merge unit]: the inverse of `order`.
+        windows: one span per window.
+        frames: one span per frame, for the blocks with full attention.
+        cos: float32 [n, c / 2], in window order.
+        sin: float32 [n, c / 2], in window order.
+    """
+
+    def __init__(self, grids: Sequence[Grid], config: VisionConfig, device: torch.device) -> None:
+        merge, head_dim = config.spatial_merge_size, config.hidden_size // config.num_heads
+        self._unit = merge**2
+        units, windows, frames = window_order(grids, merge=merge, window=config.window)
+        self.order: torch.Tensor = torch.from_numpy(units).to(device)
+        self.restore: torch.Tensor = torch.from_numpy(np.argsort(units)).to(device)
+        self.windows: KVSpans = self._spans(windows, device)
+        self.frames: KVSpans = self._spans(frames, device)
+        cos, sin = rotary_tables(grids, head_dim=head_dim, merge=merge, device=device)
+        self.cos: torch.Tensor = self.reorder(cos)
+        self.sin: torch.Tensor = self.reorder(sin)
+
+    def reorder(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the rows of x [n, columns] in window order."""
+        return x.view(-1, self._unit * x.shape[1])[self.order].view(x.shape)
+
+    def _spans(self, lengths: Sequence[int], device: torch.device) -> KVSpans:
+        patches = [self._unit * length for length in lengths]
+        starts = np.cumsum([0, *patches[:-1]]).tolist()
+        spans = [KVSpan(start, count, start, count) for start, count in zip(starts, patches, strict=True)]
+        return KVSpans(spans, device=device)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Qwen25VLVisionModel:
+    """The published vision encoder on one device, in one dtype; a `PackedVisionModel`.
+
+    Attributes:
+        patch_embed: the published convolution; its stride equals its kernel size, so that it is a matrix product on
+            patches.
+    """
+
+    config: VisionConfig
+    kernels: Kernels
+    device: torch.device
+    dtype: torch.dtype
+    patch_embed: Linear
+    blocks: Sequence[Block]
+    merger: Merger
+
+    def parts(self, patches: torch.Tensor, grids: Sequence[Grid]) -> Generator[None, None, torch.Tensor]:
+        """Encode normalized patches [n, columns] of items with `grids`; yields where other work may run.
+
+        Returns:
+            [n / spatial_merge_size ** 2, out_hidden_size], in the order of the patches.
+        """
+        inputs = AttentionInputs(grids, self.config, patches.device)
+        x = inputs.reorder(self.patch_embed(patches))
+        interval = max(1, int(EXCLUSIVE_FLOP / (len(x) * self._flop_per_patch())))
+        for first in range(0, len(self.blocks), interval):
+            for number in range(first, min(first + interval, len(self.blocks))):
+                block = self.blocks[number]
+                block.proj.add_to(x, self._attend(number, x, inputs))
+                block.down.add_to(x, block.gate_up(self._norm(x, block.norm2)))
+            yield
+        width = self.config.hidden_size * self.config.spatial_merge_size**2
+        merged = self.merger.fc2(self.merger.fc1(self._norm(x, self.merger.norm).view(-1, width)))
+        return merged[inputs.restore]
+
+    def _flop_per_patch(self) -> int:
+        """Return the floating-point operations of the linear layers of a block for one patch."""
+        width = self.config.hidden_size
+        return 2 * width * (4 * width + 3 * self.config.intermediate_size)
+
+    def _norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return self.kernels.norm(x, norm.weight, norm.bias, NORM_EPS)
+
+    def _attend(self, number: int, x: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
+        block, heads = self.blocks[number], self.config.num_heads
+        spans = inputs.frames if number in self.config.fullatt_block_indexes else inputs.windows
+        qkv = block.qkv(self._norm(x, block.norm1)).view(len(x), 3 * heads, -1)
+        self.kernels.rotate_(qkv[:, : 2 * heads], inputs.cos, inputs.sin)
+        query, key, value = torch.split(qkv, heads, dim=1)
+        return self.kernels.attend(query, key.transpose(0, 1), value.transpose(0, 1), spans)
+
+
+def load_encoder(spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> Qwen2VLEncoder:
+    """Load a checkpoint's vision encoder; see `ModelFamily.load_vision_encoder`."""
+    with VisionWeights.open(spec, config, kernels) as weights:
+        return Qwen2VLEncoder(load_vision_model(read_vision_config(spec.folder), weights), spec.pixels)
+
+
+def load_vision_model(config: VisionConfig, read: VisionWeights) -> Qwen25VLVisionModel:
+    """Load the vision encoder of an opened checkpoint in parts, so that other work may run in between.
+
+    Raises:
+        CheckpointError: a tensor is missing or has an unexpected shape.
+    """
+    patch = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
+    run = executor_for(read.device).run
+    return Qwen25VLVisionModel(
+        config=config,
+        kernels=read.kernels,
+        device=torch.device(read.device),
+        dtype=read.dtype,
+        patch_embed=run(lambda: read.convolution("patch_embed.proj", config.hidden_size, *patch)),
+        blocks=[
+            run(functools.partial(_load_block, f"blocks.{number}", config, read)) for number in range(config.depth)
+        ],
+        merger=run(lambda: _load_merger(config, read)),
+    )
+
+
+def _load_block(name: str, config: VisionConfig, read: VisionWeights) -> Block:
+    width = config.hidden_size
+    return Block(
+        norm1=_load_norm(f"{name}.norm1", width, read),
+        qkv=read.linear(f"{name}.attn.qkv", 3 * width, width),
+        proj=read.linear(f"{name}.attn.proj", width, width),
+        norm2=_load_norm(f"{name}.norm2", width, read),
+        gate_up=_load_gate_up(f"{name}.mlp", config, read),
+        down=read.linear(f"{name}.mlp.down_proj", width, config.intermediate_size),
+    )
+
+
+def _load_merger(config: VisionConfig, read: VisionWeights) -> Merger:
+    width = config.hidden_size * config.spatial_merge_size**2
+    return Merger(
+        norm=_load_norm("merger.ln_q", config.hidden_size, read),
+        fc1=read.linear("merger.mlp.0", width, width, Activation.GELU),
+        fc2=read.linear("merger.mlp.2", config.out_hidden_size, width),
+    )
+
+
+def _load_norm(name: str, width: int, read: VisionWeights) -> Norm:
+    return Norm(read.tensor(f"{name}.weight", width))
+
+
+def _load_gate_up(name: str, config: VisionConfig, read: VisionWeights) -> Linear:
+    """Load the gate and up projections of an MLP, stored separately, as one layer."""
+    inner = config.intermediate_size
+    weight = Weights.empty([2 * inner, config.hidden_size], device=read.device, dtype=read.dtype)
+    bias = Weights.empty([2 * inner], device=read.device, dtype=read.dtype)
+    for part, rows in (("gate_proj", slice(inner)), ("up_proj", slice(inner, None))):
+        read.weights.read(f"visual.{name}.{part}.weight", weight[rows])
+        read.weights.read(f"visual.{name}.{part}.bias", bias[rows])
+    return read.kernels.linear(weight, bias, activation=Activation.SILU_GATE)
