@@ -106,6 +106,11 @@ class EngineConfig(BaseSettings):
         description="Data type that weights are quantized to: int8 on a CPU with AVX-512; int8 or uint4 with DashInfer"
         " on CUDA.",
     )
+    vision_quantization: Literal["auto", "none", "int8"] = Field(
+        "auto",
+        description="Data type that weights of the vision encoder are quantized to; `auto` uses int8 if `quantization`"
+        " is int8 and the CPU kernels support it.",
+    )
     cpu_kernels: str = Field(
         "auto",
         description="Registered name of the CPU kernels; `torch` uses PyTorch's, `auto` selects the fastest ones"

@@ -19,7 +19,7 @@ from ...concurrency.compute import Executor, executor_for
 from ...config import EngineConfig
 from ...kernels import Activation, Kernels, KernelSelector, KVSpan, KVSpans, Linear, Norm
 from ..interface import Grid, Patches
-from ..placement import resolve_device, resolve_dtype
+from ..placement import quantizes_vision_encoder, resolve_device, resolve_dtype
 from ..spec import ModelSpec, PixelSpec
 from ..weights import Weights, torch_dtype
 from .config import VisionConfig, read_vision_config
@@ -177,7 +177,8 @@ def load_encoder(spec: ModelSpec, config: EngineConfig, kernels: KernelSelector)
     device = resolve_device(config.device)
     dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, device))
     with Weights.open(spec.folder, spec.tensor_renames) as weights:
-        reader = _Reader(weights, kernels.choose(device, dtype), device, dtype)
+        chosen = kernels.choose(device, dtype)
+        reader = _Reader(weights, chosen, device, dtype, quantizes_vision_encoder(config, chosen))
         return Qwen2VLEncoder(load_vision_model(read_vision_config(spec.folder), reader), spec.pixels)
 
 
@@ -188,6 +189,7 @@ class _Reader(NamedTuple):
     kernels: Kernels
     device: str
     dtype: torch.dtype
+    int8: bool
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         return self.weights.tensor(f"visual.{name}", shape, device=self.device, dtype=self.dtype)
@@ -196,8 +198,15 @@ class _Reader(NamedTuple):
         return Norm(self.tensor(f"{name}.weight", width), self.tensor(f"{name}.bias", width))
 
     def linear(self, name: str, outputs: int, inputs: int, activation: Activation = Activation.NONE) -> Linear:
+        """Read a linear layer of the blocks or the merger, which may be quantized."""
         weight = self.tensor(f"{name}.weight", outputs, inputs)
-        return self.kernels.linear(weight, self.tensor(f"{name}.bias", outputs), activation=activation)
+        bias = self.tensor(f"{name}.bias", outputs)
+        return self.kernels.linear(weight, bias, activation=activation, int8=self.int8)
+
+    def output(self, name: str, outputs: int, inputs: int) -> Linear:
+        """Read the layer whose results are the visual tokens. It is not quantized: its rounding errors would be larger
+        than those of all other layers together, and it has less than 1 % of the multiplications."""
+        return self._replace(int8=False).linear(name, outputs, inputs)
 
     def convolution(self, name: str, *shape: int) -> Linear:
         return self.kernels.linear(self.tensor(f"{name}.weight", *shape).flatten(1))
@@ -241,5 +250,5 @@ def _load_merger(config: VisionConfig, read: _Reader) -> Merger:
     return Merger(
         norm=read.norm("merger.ln_q", config.embed_dim),
         fc1=read.linear("merger.mlp.0", width, width, Activation.GELU),
-        fc2=read.linear("merger.mlp.2", config.hidden_size, width),
+        fc2=read.output("merger.mlp.2", config.hidden_size, width),
     )
