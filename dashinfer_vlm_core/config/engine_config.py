@@ -147,6 +147,11 @@ class EngineConfig(BaseSettings):
     kv_cache_mib: int = Field(
         4096, ge=1, description="Size of the KV cache, for running requests and earlier prompts, in MiB."
     )
+    kv_cache_dtype: Literal["auto", "bfloat16", "int8"] = Field(
+        "auto",
+        description="Data type of the KV cache, with the PyTorch decoder; `auto` uses that of the weights, int8 needs"
+        " half the memory of bfloat16.",
+    )
     prefix_cache: bool = Field(
         True, description="Whether to reuse keys and values of earlier prompts (DashInfer: only on CUDA)."
     )

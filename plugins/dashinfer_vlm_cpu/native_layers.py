@@ -39,13 +39,16 @@ class CForwardBatch(ctypes.Structure):
     _fields_ = (
         ("x", _POINTER), ("rows", _LONG), ("hidden", _LONG), ("cos", _POINTER), ("sin", _POINTER), ("slots", _POINTER),
         ("spans", _POINTER), ("span_count", _LONG), ("last", _POINTER), ("last_count", _LONG), ("last_spans", _POINTER),
-        ("out", _POINTER), ("cache", _POINTER), ("cache_rows", _LONG), ("normed", _POINTER), ("qkv", _POINTER),
-        ("mixed", _POINTER), ("inner", _POINTER), ("linear_workspace", _POINTER), ("attend_workspace", _POINTER),
+        ("out", _POINTER), ("cache", _POINTER), ("cache_scales", _POINTER), ("cache_rows", _LONG), ("normed", _POINTER),
+        ("qkv", _POINTER), ("mixed", _POINTER), ("inner", _POINTER), ("linear_workspace", _POINTER),
+        ("attend_workspace", _POINTER),
     )  # fmt: skip
 
 
 class NativeLayers:
-    """See `DecoderLayers`."""
+    """See `DecoderLayers`. The KV cache is bfloat16, or int8 with scales."""
+
+    converts_cache = True
 
     def __init__(self, library: ctypes.CDLL, layers: Sequence[DecoderLayer], shape: DecoderShape) -> None:
         self._library = library
@@ -56,6 +59,7 @@ class NativeLayers:
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         assert batch.additions is None
         assert all(part.is_contiguous() for part in (x, batch.cos, batch.sin, batch.slots, batch.last, batch.cache))
+        assert batch.cache.dtype == (x.dtype if batch.cache_scales is None else torch.int8)
         rows, hidden = x.shape
         out = torch.empty(len(batch.last), hidden, dtype=x.dtype)
         workspaces = self._workspaces(rows, hidden)
@@ -63,7 +67,8 @@ class NativeLayers:
         description = CForwardBatch(
             x.data_ptr(), rows, hidden, batch.cos.data_ptr(), batch.sin.data_ptr(), batch.slots.data_ptr(),
             spans.data_ptr(), len(spans), batch.last.data_ptr(), len(batch.last), last_spans.data_ptr(),
-            out.data_ptr(), batch.cache.data_ptr(), batch.cache.shape[2],
+            out.data_ptr(), batch.cache.data_ptr(),
+            None if batch.cache_scales is None else batch.cache_scales.data_ptr(), batch.cache.shape[2],
             *(workspace.data_ptr() for workspace in workspaces),
         )  # fmt: skip
         self._library.run_layers(
