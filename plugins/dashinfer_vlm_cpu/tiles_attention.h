@@ -37,6 +37,17 @@ static Scratch carve_scratch(char *from, ptrdiff_t head_width)
     return s;
 }
 
+/* Load up to 32 elements of a key or value as bf16. Bytes are converted without their scale, which is exact: the scales of
+ * keys are applied to the scores, and those of values to the probabilities. */
+INLINE __m512i load_32(const int is_int8, const void *from, __mmask32 lanes)
+{
+    if (!is_int8) return _mm512_maskz_loadu_epi16(lanes, from);
+    __m256i bytes = _mm256_maskz_loadu_epi8(lanes, from);
+    __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
+    __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
+    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+}
+
 /* Pack `count` keys as right operands, padded with zeros. */
 INLINE void pack_keys(const int is_int8, const void *k, ptrdiff_t stride, ptrdiff_t count, ptrdiff_t width, char *packed)
 {

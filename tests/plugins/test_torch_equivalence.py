@@ -325,7 +325,7 @@ def test_int8_kv_cache_stays_close(oracles, shape, dtype):
     assert same >= 2
     expected = oracle.logits(forced, answer).log_softmax(-1)
     for i in range(same):
-        assert tokens[i].logprob == pytest.approx(float(expected[i, answer[i]]), abs=0.2)
+        assert tokens[i].logprob == pytest.approx(float(expected[i, answer[i]]), abs=0.3)
 
 
 def test_bfloat16_kv_cache_of_float32_model_stays_close(oracle):
