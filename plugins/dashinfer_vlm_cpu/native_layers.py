@@ -60,6 +60,7 @@ class NativeLayers:
         assert batch.additions is None
         assert all(part.is_contiguous() for part in (x, batch.cos, batch.sin, batch.slots, batch.last, batch.cache))
         assert batch.cache.dtype == (x.dtype if batch.cache_scales is None else torch.int8)
+        assert batch.cache_scales is None or batch.cache_scales.is_contiguous()
         rows, hidden = x.shape
         out = torch.empty(len(batch.last), hidden, dtype=x.dtype)
         workspaces = self._workspaces(rows, hidden)

@@ -1,7 +1,7 @@
 """Balance the channels of keys for an 8-bit KV cache.
 
-The biases of the key projection make a few channels of the keys many times larger than the others. With one scale per
-key, they would leave few bits for the rest. Each channel of the keys is therefore divided by a factor, and the same
+A large bias of the key projection makes a channel of the keys many times larger than the others. With one scale per key,
+it would leave few bits for the rest. Each channel of the keys is therefore divided by a factor, and the same
 channel of the queries multiplied by it, which does not change their product (SmoothAttention of QServe,
 arXiv:2405.04532). Rotary embedding mixes the channels i and i + head_dim / 2, so these share a factor.
 
@@ -16,6 +16,9 @@ from torch import Tensor
 
 from dashinfer_vlm_core.kernels import Norm
 
+LARGEST_DEVIATION = 3
+"""The largest of the channels of a key, in standard deviations. Channels with a large bias do not deviate as much."""
+
 MAX_EXPONENT = 8
 """Factors are between 2^-8 and 2^8, so that queries in float16 do not overflow."""
 
@@ -23,7 +26,8 @@ MAX_EXPONENT = 8
 def balance_projection(weight: Tensor, bias: Tensor | None, gain: Tensor, *, heads: int, kv_heads: int) -> None:
     """Scale the rows of queries and keys of a projection in place.
 
-    The magnitude of a key channel is estimated for uncorrelated inputs.
+    The largest values of a key channel are estimated for uncorrelated inputs: the bias and `LARGEST_DEVIATION` standard
+    deviations.
 
     Args:
         weight: [(heads + 2 * kv_heads) * head_dim, hidden]: query, key and value heads.
@@ -34,11 +38,11 @@ def balance_projection(weight: Tensor, bias: Tensor | None, gain: Tensor, *, hea
     """
     rows = torch.unflatten(weight, 0, (heads + 2 * kv_heads, -1))
     keys = slice(heads, heads + kv_heads)
-    squares = (rows[keys].float() * gain.float()).square().sum(dim=-1)
+    magnitudes = LARGEST_DEVIATION * (rows[keys].float() * gain.float()).norm(dim=-1)
     offsets = None if bias is None else bias.view(rows.shape[:2])
     if offsets is not None:
-        squares += offsets[keys].float().square()
-    factors = channel_factors(squares.sqrt()).to(weight.dtype)
+        magnitudes += offsets[keys].float().abs()
+    factors = channel_factors(magnitudes).to(weight.dtype)
     shared = factors.repeat_interleave(heads // kv_heads, dim=0)
     for part in (rows, offsets):
         if part is not None:

@@ -189,7 +189,7 @@ class _Reader(NamedTuple):
     kernels: Kernels
     device: str
     dtype: torch.dtype
-    int8: bool
+    int8: bool = False
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         return self.weights.tensor(f"visual.{name}", shape, device=self.device, dtype=self.dtype)
