@@ -31,6 +31,8 @@ OWN_ENGINES = {
     "own": {"dtype": "float32"},
     "own-bfloat16": {"dtype": "bfloat16"},
     "own-int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "own-int8-text": {"dtype": "bfloat16", "quantization": "int8", "vision_quantization": "none"},
+    "own-int8-kv-cache": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
 }
 """Options of this project's engine by the name of the variant."""
 

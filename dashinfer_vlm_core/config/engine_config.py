@@ -106,6 +106,11 @@ class EngineConfig(BaseSettings):
         description="Data type that weights are quantized to: int8 on a CPU with AVX-512; int8 or uint4 with DashInfer"
         " on CUDA.",
     )
+    vision_quantization: Literal["auto", "none", "int8"] = Field(
+        "auto",
+        description="Data type that weights of the vision encoder are quantized to; `auto` uses int8 if `quantization`"
+        " is int8 and the CPU kernels support it.",
+    )
     cpu_kernels: str = Field(
         "auto",
         description="Registered name of the CPU kernels; `torch` uses PyTorch's, `auto` selects the fastest ones"
@@ -141,6 +146,11 @@ class EngineConfig(BaseSettings):
     )
     kv_cache_mib: int = Field(
         4096, ge=1, description="Size of the KV cache, for running requests and earlier prompts, in MiB."
+    )
+    kv_cache_dtype: Literal["auto", "bfloat16", "int8"] = Field(
+        "auto",
+        description="Data type of the KV cache, with the PyTorch decoder; `auto` uses that of the weights, int8 needs"
+        " half the memory of bfloat16.",
     )
     prefix_cache: bool = Field(
         True, description="Whether to reuse keys and values of earlier prompts (DashInfer: only on CUDA)."

@@ -7,11 +7,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .types import DecoderLayer, DecoderShape, ForwardBatch, Kernels, KVSpans, Linear, Norm
+from .kv_cache import attend_cached, write_rows
+from .types import (
+    DecoderLayer,
+    DecoderLayers,
+    DecoderShape,
+    ForwardBatch,
+    Kernels,
+    KVCacheLayer,
+    KVSpans,
+    Linear,
+    Norm,
+)
 
 
 class ReferenceDecoderLayers:
-    """See `DecoderLayers`."""
+    """See `DecoderLayers`. The KV cache may have any dtype."""
+
+    converts_cache = True
 
     def __init__(self, kernels: Kernels, layers: Sequence[DecoderLayer], shape: DecoderShape) -> None:
         self._kernels = kernels
@@ -19,7 +32,7 @@ class ReferenceDecoderLayers:
         self._shape = shape
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        *others, final = zip(self._layers, batch.cache, strict=True)
+        *others, final = ((layer, batch.cache_layer(number)) for number, layer in enumerate(self._layers))
         levels = len(batch.additions.values) if batch.additions else 0
         for number, (layer, cache) in enumerate(others):
             self._add_attention_and_mlp(layer, x, self._queries(layer, x, batch, cache), batch.spans, cache)
@@ -31,7 +44,7 @@ class ReferenceDecoderLayers:
             self._add_attention_and_mlp(final[0], x, queries[batch.last], batch.last_spans, final[1])
         return x
 
-    def _queries(self, layer: DecoderLayer, x: Tensor, batch: ForwardBatch, cache: Tensor) -> Tensor:
+    def _queries(self, layer: DecoderLayer, x: Tensor, batch: ForwardBatch, cache: KVCacheLayer) -> Tensor:
         """Return the queries [tokens, heads, head_dim] and write the keys and values to the cache."""
         heads = self._shape.heads
         qkv = layer.qkv(self._normalize(x, layer.input_norm)).view(len(x), -1, self._shape.head_dim)
@@ -42,15 +55,14 @@ class ReferenceDecoderLayers:
                 qkv[:, heads + self._shape.kv_heads :],
             ], dim=1)  # fmt: skip
         self._kernels.rotate_(qkv[:, : heads + self._shape.kv_heads], batch.cos, batch.sin)
-        cache.index_copy_(1, batch.slots, qkv[:, heads:].transpose(0, 1))
+        write_rows(cache, batch.slots, qkv[:, heads:])
         return qkv[:, :heads]
 
     def _add_attention_and_mlp(
-        self, layer: DecoderLayer, x: Tensor, queries: Tensor, spans: KVSpans, cache: Tensor
+        self, layer: DecoderLayer, x: Tensor, queries: Tensor, spans: KVSpans, cache: KVCacheLayer
     ) -> None:
         """Add the attention output and then the MLP output to x, in place."""
-        keys, values = torch.split(cache, self._shape.kv_heads)
-        layer.output.add_to(x, self._kernels.attend(queries, keys, values, spans))
+        layer.output.add_to(x, attend_cached(self._kernels, queries, cache, spans))
         normed = self._normalize(x, layer.mlp_norm)
         if layer.experts:
             layer.experts.add_to(x, normed)
@@ -65,6 +77,17 @@ class ReferenceDecoderLayers:
     def _normalize_heads(self, x: Tensor, norm: Norm) -> Tensor:
         """Normalize each head of x [rows, heads, head_dim] separately."""
         return self._normalize(x.reshape(-1, x.shape[-1]), norm).view(x.shape)
+
+
+def decoder_layers(
+    kernels: Kernels, layers: Sequence[DecoderLayer], shape: DecoderShape, *, converts_cache: bool = False
+) -> DecoderLayers:
+    """Create decoder layers from `kernels`, or from their basic operations if the layers must convert the KV cache and
+    theirs do not; see `DecoderLayers.converts_cache`."""
+    fused = kernels.decoder_layers(layers, shape)
+    if converts_cache and not getattr(fused, "converts_cache", False):
+        return ReferenceDecoderLayers(kernels, layers, shape)
+    return fused
 
 
 class FullLMHead:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from itertools import accumulate
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -86,6 +87,13 @@ class KVSpans:
         """The spans as int64 [spans, 5] on the CPU, in the order of `KVSpan`'s attributes."""
         return torch.tensor(self.spans, dtype=torch.int64)
 
+    @cached_property
+    def packed(self) -> KVSpans:
+        """The same spans if the keys of each follow those of the previous one."""
+        firsts = accumulate((span.num_keys for span in self.spans), initial=0)
+        spans = [span._replace(first_key=first) for first, span in zip(firsts, self.spans, strict=False)]
+        return KVSpans(spans, device=self._device)
+
 
 def _mask(span: KVSpan, device: torch.device | str) -> Tensor | None:
     if span.start <= 0 or span.num_queries == 1:
@@ -161,8 +169,10 @@ class ForwardBatch(NamedTuple):
         spans: one per sequence.
         last: int64, increasing: the tokens whose hidden states are returned.
         last_spans: one per token of `last`.
-        cache: [layers, 2 * kv_heads, rows, head_dim]: keys, then values, of all earlier tokens.
+        cache: [layers, 2 * kv_heads, rows, head_dim]: keys, then values, of all earlier tokens. In the dtype of the
+            hidden states, except for `DecoderLayers` with `converts_cache`.
         additions: rows to add to the hidden states of some tokens after the first layers.
+        cache_scales: float32 [layers, 2 * kv_heads, rows] if `cache` is int8: the scale of each of its rows.
     """
 
     cos: Tensor
@@ -173,6 +183,23 @@ class ForwardBatch(NamedTuple):
     last_spans: KVSpans
     cache: Tensor
     additions: Additions | None = None
+    cache_scales: Tensor | None = None
+
+    def cache_layer(self, number: int) -> KVCacheLayer:
+        """Return one layer of the cache."""
+        return KVCacheLayer(self.cache[number], None if self.cache_scales is None else self.cache_scales[number])
+
+
+class KVCacheLayer(NamedTuple):
+    """The keys and values of one layer.
+
+    Attributes:
+        rows: [2 * kv_heads, rows, head_dim], keys, then values: in the model's dtype, in another one, or int8.
+        scales: float32 [2 * kv_heads, rows] if the rows are int8: each row is multiplied by its scale.
+    """
+
+    rows: Tensor
+    scales: Tensor | None = None
 
 
 class Additions(NamedTuple):
@@ -188,7 +215,14 @@ class Additions(NamedTuple):
 
 
 class DecoderLayers(Protocol):
-    """All layers of a decoder."""
+    """All layers of a decoder.
+
+    Attributes:
+        converts_cache: whether `ForwardBatch.cache` may have another dtype than `x`, or be int8 with scales. If this
+            attribute is missing, it is False.
+    """
+
+    converts_cache: bool
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Return the hidden states after the last layer, and write the new tokens' keys and values to the cache.
@@ -259,3 +293,11 @@ class Kernels(Protocol):
 
     def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> DecoderLayers:
         """Create decoder layers from `layers`, whose linear layers were created by these kernels."""
+
+
+@runtime_checkable
+class Int8CacheAttention(Protocol):
+    """Kernels that also attend to an int8 KV cache directly; see `attend_cached`."""
+
+    def attend_int8(self, q: Tensor, cache: KVCacheLayer, spans: KVSpans) -> Tensor:
+        """Compute `Kernels.attend` with the keys and values of `cache`, which has scales."""

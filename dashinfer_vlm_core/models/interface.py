@@ -315,8 +315,12 @@ class ModelFamily(Protocol):
     def load_vision_encoder(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> VisionEncoder:
         """Load the vision encoder on the configuration's device and in its dtype, both of which may be `auto`.
 
+        `placement.quantizes_vision_encoder` decides whether its weights are quantized. A family whose encoder cannot be
+        quantized rejects `vision_quantization` int8.
+
         Raises:
             CheckpointError: a tensor is missing or has an unexpected shape.
+            ConfigError: the encoder does not support `vision_quantization`.
         """
 
 

@@ -1,10 +1,12 @@
-"""Resolve the device and dtype of a model, including `auto`."""
+"""Resolve the device, the dtype and the quantization of a model, including `auto`."""
 
 from __future__ import annotations
 
 import torch
 
+from ..config import EngineConfig
 from ..errors import ConfigError
+from ..kernels import Kernels
 
 
 def resolve_device(device: str) -> str:
@@ -32,3 +34,23 @@ def resolve_dtype(dtype: str, stored: str, device: str) -> str:
     if dtype != "auto":
         return dtype
     return "float32" if stored == "float16" and torch.device(device).type == "cpu" else stored
+
+
+def quantizes_vision_encoder(config: EngineConfig, kernels: Kernels) -> bool:
+    """Whether `config` quantizes the weights of the vision encoder to int8; `kernels` are those that run it.
+
+    `auto` follows `quantization`, unless these kernels do not support int8: with DashInfer on CUDA, for example,
+    `quantization` concerns only the text model.
+
+    Raises:
+        ConfigError: `vision_quantization` is int8, and `kernels` do not support it.
+    """
+    if config.vision_quantization == "auto":
+        return config.quantization == "int8" and kernels.supports_int8
+    if config.vision_quantization == "int8" and not kernels.supports_int8:
+        raise ConfigError(
+            f"`vision_quantization` int8 is not supported by the kernels {kernels.name!r}, which run the vision encoder"
+            " here: it requires bfloat16 on a CPU with AVX-512 BF16 and VNNI and a C compiler. Remove it.",
+            param="vision_quantization",
+        )
+    return config.vision_quantization == "int8"

@@ -832,12 +832,40 @@ typedef struct {
 } KVSpan;
 
 typedef struct {
-    const bf16 *q, *k, *v;
+    const bf16 *q;
+    const void *k, *v; /* bf16, or int8 if there are scales */
     bf16 *out;
     int64_t q_token, q_head, kv_token, kv_head, out_token; /* strides; heads of `out` are contiguous */
     int64_t heads, kv_heads, width;
     float scale;
+    const float *k_scales, *v_scales; /* one per key; null for bf16 */
+    int64_t scale_head;               /* stride of the scales' heads */
 } AttentionArgs;
+
+/* Keys and values of one head, from the first key of a chunk on. */
+typedef struct {
+    const void *k, *v;
+    const float *k_scales, *v_scales; /* null for bf16 */
+    ptrdiff_t stride;
+} Keys;
+
+INLINE const void *element(const void *rows, int is_int8, ptrdiff_t index)
+{
+    return (const char *)rows + (is_int8 ? index : 2 * index);
+}
+
+/* The keys of head `kv`, from row `key` on. */
+INLINE Keys keys_at(const AttentionArgs *h, ptrdiff_t kv, ptrdiff_t key)
+{
+    ptrdiff_t offset = key * h->kv_token + kv * h->kv_head, scale = kv * h->scale_head + key;
+    if (!h->k_scales) return (Keys){element(h->k, 0, offset), element(h->v, 0, offset), NULL, NULL, h->kv_token};
+    return (Keys){element(h->k, 1, offset), element(h->v, 1, offset), h->k_scales + scale, h->v_scales + scale, h->kv_token};
+}
+
+INLINE __mmask32 first_of_32(ptrdiff_t count) { return count >= 32 ? ~0u : count <= 0 ? 0 : (1u << count) - 1; }
+
+/* 1 / scale, or 0 if that could overflow; see MIN_SCALE in kernels/kv_cache.py. */
+INLINE float inverse_scale(float scale) { return scale >= 0x1p-126f ? 1.0f / scale : 0.0f; }
 
 INLINE ptrdiff_t round_up(ptrdiff_t x, ptrdiff_t to) { return (x + to - 1) / to * to; }
 
@@ -851,13 +879,17 @@ static void *carve(char **from, size_t bytes)
 #ifdef TILES
 #include "tiles_attention.h"
 #else
-enum { QUERY_ROWS = ROW_GROUP };
+/* For 8-bit keys and values, everything is multiplied as integers of 16 bits with exact sums: keys and values are sign-extended,
+ * which takes one instruction instead of the five of a conversion to bf16, and queries and probs are quantized to 16 bits,
+ * with a scale per query, and per query and chunk of keys. */
+enum { QUERY_ROWS = ROW_GROUP, MAX_INT16 = 32767 };
 
-typedef struct { /* per thread */
+typedef struct { /* per thread; bf16, or int16 for 8-bit keys */
     bf16 *queries; /* [ROW_GROUP, width] */
     bf16 *keys;    /* KEY_CHUNK / PANEL panels of [width / 2, PANEL] pairs */
     bf16 *values;  /* [KEY_CHUNK / 2, columns] pairs, where columns is the width rounded up to LANES */
     bf16 *probs;   /* [TILE_ROWS, KEY_CHUNK] */
+    float *query_scales; /* [ROW_GROUP], of int16 queries */
     float *scores; /* [TILE_ROWS, KEY_CHUNK] */
     float *sums;   /* [ROW_GROUP, columns] */
     float *largest; /* [ROW_GROUP], the largest score so far */
@@ -867,8 +899,8 @@ typedef struct { /* per thread */
 static size_t scratch_bytes(ptrdiff_t width)
 {
     ptrdiff_t columns = round_up(width, LANES);
-    return 64 * 8 + 2 * (ROW_GROUP * width + KEY_CHUNK * width + KEY_CHUNK * columns + TILE_ROWS * KEY_CHUNK) +
-           4 * (TILE_ROWS * KEY_CHUNK + ROW_GROUP * columns + 2 * ROW_GROUP);
+    return 64 * 9 + 2 * (ROW_GROUP * width + KEY_CHUNK * width + KEY_CHUNK * columns + TILE_ROWS * KEY_CHUNK) +
+           4 * (TILE_ROWS * KEY_CHUNK + ROW_GROUP * columns + 3 * ROW_GROUP);
 }
 
 static Scratch carve_scratch(char *from, ptrdiff_t width)
@@ -883,142 +915,283 @@ static Scratch carve_scratch(char *from, ptrdiff_t width)
     s.sums = carve(&from, 4 * ROW_GROUP * columns);
     s.largest = carve(&from, 4 * ROW_GROUP);
     s.total = carve(&from, 4 * ROW_GROUP);
+    s.query_scales = carve(&from, 4 * ROW_GROUP);
     return s;
 }
 
-/* Pack `count` keys of one head into panels of PANEL columns; the last panel is padded with zeros. */
-static void pack_keys(const bf16 *k, ptrdiff_t stride, ptrdiff_t count, ptrdiff_t width, bf16 *packed)
+INLINE __m256i to_int16(__m512 x) { return _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)); }
+
+/* Quantize a query to 16 bits; returns its scale. Products with 8-bit keys fit into 32 bits. */
+static float quantize_query(const bf16 *query, ptrdiff_t width, bf16 *out)
+{
+    ptrdiff_t limit = INT32_MAX / 127 / width;
+    float scale = max_abs(query, width) / (limit < MAX_INT16 ? limit : MAX_INT16);
+    __m512 inverse = _mm512_set1_ps(inverse_scale(scale));
+    for (ptrdiff_t i = 0; i < width; i += LANES) {
+        __mmask16 lanes = first(width - i);
+        _mm256_mask_storeu_epi16(out + i, lanes, to_int16(_mm512_mul_ps(load(query + i, lanes), inverse)));
+    }
+    return scale;
+}
+
+/* Add the products of a pair of bf16 or, with `integer`, of int16 to float or int32 sums. */
+INLINE __m512i add_products(const int integer, __m512i sums, __m512bh both, __m512i pairs)
+{
+    if (integer) return _mm512_dpwssd_epi32(sums, (__m512i)both, pairs);
+    return _mm512_castps_si512(_mm512_dpbf16_ps(_mm512_castsi512_ps(sums), both, (__m512bh)pairs));
+}
+
+/* Like `tile`, for int16. */
+INLINE void tile_int16(const int rows, const int vectors, const char *next, const bf16 *a, ptrdiff_t lda, const bf16 *panel,
+                       ptrdiff_t width, ptrdiff_t pairs, __m512i acc[TILE_ROWS][2])
+{
+    UNROLL for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = _mm512_setzero_si512();
+    for (ptrdiff_t p = 0; p < pairs; p++, panel += 2 * width) {
+        if (next) prefetch(next + 64 * p, 1);
+        __m512i left = _mm512_loadu_si512(panel), right = vectors > 1 ? _mm512_loadu_si512(panel + 2 * LANES) : left;
+        UNROLL for (int m = 0; m < rows; m++) {
+            __m512bh x = pair(a + m * lda + 2 * p);
+            acc[m][0] = add_products(1, acc[m][0], x, left);
+            if (vectors > 1) acc[m][1] = add_products(1, acc[m][1], x, right);
+        }
+    }
+}
+
+/* Load up to 32 elements of a key or value: bf16 as they are, bytes as int16. */
+INLINE __m512i load_32(const int is_int8, const void *from, __mmask32 lanes)
+{
+    return is_int8 ? _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(lanes, from)) : _mm512_maskz_loadu_epi16(lanes, from);
+}
+
+/* Pack `count` keys into panels of PANEL columns; the last panel is padded with zeros. */
+INLINE void pack_keys(const int is_int8, const void *k, ptrdiff_t stride, ptrdiff_t count, ptrdiff_t width, bf16 *packed)
 {
     ptrdiff_t pairs = width / 2;
     for (ptrdiff_t key = 0; key < round_up(count, PANEL); key += LANES)
         for (ptrdiff_t p = 0; p < pairs; p += LANES) {
             __m512i rows[LANES];
-            for (int j = 0; j < LANES; j++)
-                rows[j] = key + j < count ? _mm512_maskz_loadu_epi32(first(pairs - p), k + (key + j) * stride + 2 * p)
-                                          : _mm512_setzero_si512();
+            for (int j = 0; j < LANES; j++) {
+                __mmask32 lanes = key + j < count ? first_of_32(width - 2 * p) : 0;
+                rows[j] = load_32(is_int8, element(k, is_int8, (key + j) * stride + 2 * p), lanes);
+            }
             transpose(rows);
             bf16 *to = packed + 2 * (key / PANEL * pairs * PANEL + key % PANEL);
             for (int i = 0; i < LANES && p + i < pairs; i++) _mm512_storeu_si512(to + (p + i) * 2 * PANEL, rows[i]);
         }
 }
 
-/* Pack `count` values of one head with pairs of keys interleaved; an odd last key is paired with zero. */
-static void pack_values(const bf16 *v, ptrdiff_t stride, ptrdiff_t count, ptrdiff_t width, bf16 *packed)
+/* Load up to 16 elements of a value like `load_32`, each into 32 bits. */
+INLINE __m512i load_16(const int is_int8, const void *from, __mmask16 lanes)
+{
+    return _mm512_cvtepu16_epi32(is_int8 ? _mm256_cvtepi8_epi16(_mm_maskz_loadu_epi8(lanes, from))
+                                         : _mm256_maskz_loadu_epi16(lanes, from));
+}
+
+/* Pack `count` values with pairs of keys interleaved; an odd last key is paired with zero. */
+INLINE void pack_values(const int is_int8, const void *v, ptrdiff_t stride, ptrdiff_t count, ptrdiff_t width, bf16 *packed)
 {
     ptrdiff_t columns = round_up(width, LANES);
     for (ptrdiff_t key = 0; key < count; key += 2)
         for (ptrdiff_t c = 0; c < width; c += LANES) {
             __mmask16 lanes = first(width - c);
-            __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, v + key * stride + c));
-            __m512i high = key + 1 < count
-                ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, v + (key + 1) * stride + c))
-                : _mm512_setzero_si512();
+            __m512i low = load_16(is_int8, element(v, is_int8, key * stride + c), lanes);
+            __m512i high = key + 1 < count ? load_16(is_int8, element(v, is_int8, (key + 1) * stride + c), lanes)
+                                           : _mm512_setzero_si512();
             _mm512_storeu_si512(packed + key * columns + 2 * c, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
         }
 }
 
-/* Compute the unnormalized softmax probabilities (probs) of one row over a chunk, relative to the largest score so far;
- * returns the factor by which the earlier sums must be scaled. */
-INLINE float softmax_chunk(float *scores, bf16 *probs, ptrdiff_t count, ptrdiff_t padded, float *largest, float *total)
+/* Update the largest score of a row; returns the factor by which its earlier sums must be scaled. */
+INLINE float update_largest(const float *scores, ptrdiff_t count, float *largest)
 {
-    __m512 high = _mm512_set1_ps(*largest), sum = _mm512_setzero_ps();
+    __m512 high = _mm512_set1_ps(*largest);
     for (ptrdiff_t i = 0; i < count; i += LANES)
         high = _mm512_mask_max_ps(high, first(count - i), high, _mm512_loadu_ps(scores + i));
-    float now = _mm512_reduce_max_ps(high);
-    float shrink = _mm512_cvtss_f32(exp2_(_mm512_set1_ps(*largest - now)));
+    float before = *largest;
+    *largest = _mm512_reduce_max_ps(high);
+    return _mm512_cvtss_f32(exp2_(_mm512_set1_ps(before - *largest)));
+}
+
+/* Unnormalized softmax probabilities (probs) of 16 keys, from key i of `count` on. */
+INLINE __m512 probs_at(const float *scores, ptrdiff_t i, ptrdiff_t count, float largest)
+{
+    __m512 score = _mm512_sub_ps(_mm512_loadu_ps(scores + i), _mm512_set1_ps(largest));
+    return _mm512_maskz_mov_ps(first(count - i), exp2_(score));
+}
+
+/* Compute the probs of one row over a chunk, relative to the largest score so far; returns the factor by which the earlier
+ * sums must be scaled. */
+INLINE float softmax_chunk(float *scores, bf16 *probs, ptrdiff_t count, ptrdiff_t padded, float *largest, float *total)
+{
+    float shrink = update_largest(scores, count, largest);
+    __m512 sum = _mm512_setzero_ps();
     for (ptrdiff_t i = 0; i < padded; i += LANES) {
-        __m512 score = _mm512_sub_ps(_mm512_loadu_ps(scores + i), _mm512_set1_ps(now));
-        __m512 prob = _mm512_maskz_mov_ps(first(count - i), exp2_(score));
+        __m512 prob = probs_at(scores, i, count, *largest);
         sum = _mm512_add_ps(sum, prob);
         _mm256_storeu_si256((__m256i *)(probs + i), narrow(prob));
     }
-    *largest = now;
     *total = *total * shrink + _mm512_reduce_add_ps(sum);
     return shrink;
 }
 
+/* The same for 8-bit values, by whose scales the probs are multiplied. They are then quantized with one scale for the chunk,
+ * whose sums fit into 32 bits: KEY_CHUNK * MAX_INT16 * 127 < 2^31. */
+INLINE float softmax_chunk_int8(float *scores, bf16 *probs, const float *v_scales, ptrdiff_t count, ptrdiff_t padded,
+                                float *largest, float *total, float *prob_scale)
+{
+    float shrink = update_largest(scores, count, largest);
+    __m512 sum = _mm512_setzero_ps();
+    __m512i high = _mm512_setzero_si512(); /* floats that are not negative are ordered like integers, with NaN last */
+    for (ptrdiff_t i = 0; i < padded; i += LANES) {
+        __m512 prob = probs_at(scores, i, count, *largest);
+        sum = _mm512_add_ps(sum, prob);
+        prob = _mm512_mul_ps(prob, _mm512_maskz_loadu_ps(first(count - i), v_scales + i));
+        high = _mm512_max_epu32(high, _mm512_castps_si512(prob));
+        _mm512_storeu_ps(scores + i, prob);
+    }
+    *total = *total * shrink + _mm512_reduce_add_ps(sum);
+    uint32_t bits = _mm512_reduce_max_epu32(high);
+    float largest_prob;
+    memcpy(&largest_prob, &bits, sizeof bits);
+    *prob_scale = largest_prob / MAX_INT16;
+    __m512 inverse = _mm512_set1_ps(inverse_scale(*prob_scale));
+    for (ptrdiff_t i = 0; i < padded; i += LANES)
+        _mm256_storeu_si256((__m256i *)(probs + i), to_int16(_mm512_mul_ps(_mm512_loadu_ps(scores + i), inverse)));
+    return shrink;
+}
+
 /* acc[m] = sum over `count` keys of probability times value, for up to PANEL columns of unpacked values: bit-exactly like
- * `tile` with packed values. */
-INLINE void tile_values(const int rows, const bf16 *probs, const bf16 *v, ptrdiff_t stride, ptrdiff_t count,
-                        ptrdiff_t columns, __m512 acc[TILE_ROWS][2])
+ * `tile`, or `tile_int16` for 8-bit values, with packed values. */
+INLINE void tile_values(const int rows, const int is_int8, const bf16 *probs, const char *v, ptrdiff_t stride,
+                        ptrdiff_t count, ptrdiff_t columns, __m512i acc[TILE_ROWS][2])
 {
     const __m512i left = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i right = _mm512_add_epi32(left, _mm512_set1_epi32(8));
-    __mmask32 lanes = columns >= PANEL ? ~0u : (1u << columns) - 1;
-    UNROLL for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = _mm512_setzero_ps();
+    __mmask32 lanes = first_of_32(columns);
+    stride *= is_int8 ? 1 : 2;
+    UNROLL for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = _mm512_setzero_si512();
     for (ptrdiff_t key = 0; key < count; key += 2, v += 2 * stride) {
-        _mm_prefetch((const char *)(v + PREFETCH_KEYS * stride), _MM_HINT_T1);
-        _mm_prefetch((const char *)(v + (PREFETCH_KEYS + 1) * stride), _MM_HINT_T1);
-        __m512i even = _mm512_maskz_loadu_epi16(lanes, v);
-        __m512i odd = _mm512_maskz_loadu_epi16(key + 1 < count ? lanes : 0, v + stride);
-        __m512bh low = (__m512bh)_mm512_unpacklo_epi16(even, odd), high = (__m512bh)_mm512_unpackhi_epi16(even, odd);
+        _mm_prefetch(v + PREFETCH_KEYS * stride, _MM_HINT_T1);
+        _mm_prefetch(v + (PREFETCH_KEYS + 1) * stride, _MM_HINT_T1);
+        __m512i even = load_32(is_int8, v, lanes), odd = load_32(is_int8, v + stride, key + 1 < count ? lanes : 0);
+        __m512i low = _mm512_unpacklo_epi16(even, odd), high = _mm512_unpackhi_epi16(even, odd);
         UNROLL for (int m = 0; m < rows; m++) {
             __m512bh prob = pair(probs + m * KEY_CHUNK + key);
-            acc[m][0] = _mm512_dpbf16_ps(acc[m][0], prob, low);
-            acc[m][1] = _mm512_dpbf16_ps(acc[m][1], prob, high);
+            acc[m][0] = add_products(is_int8, acc[m][0], prob, low);
+            acc[m][1] = add_products(is_int8, acc[m][1], prob, high);
         }
     }
     UNROLL for (int m = 0; m < rows; m++) {
-        __m512 low = acc[m][0], high = acc[m][1];
-        acc[m][0] = _mm512_permutex2var_ps(low, left, high);
-        acc[m][1] = _mm512_permutex2var_ps(low, right, high);
+        __m512i low = acc[m][0], high = acc[m][1];
+        acc[m][0] = _mm512_permutex2var_epi32(low, left, high);
+        acc[m][1] = _mm512_permutex2var_epi32(low, right, high);
     }
 }
 
-/* Attend up to TILE_ROWS queries to a chunk of keys and update their sums, largest scores and totals. Keys and values are
- * packed in `s` or, with `once`, unpacked at k and v, because no other query attends to them. */
-INLINE void attend_rows(const int rows, const int once, const AttentionArgs *h, const Scratch *s, ptrdiff_t row,
-                        const ptrdiff_t *limits, ptrdiff_t chunk, ptrdiff_t count, const bf16 *k, const bf16 *v)
+/* Scores of up to TILE_ROWS queries and a panel of PANEL keys, of which `count` exist. */
+INLINE void score_panel(const int rows, const int is_int8, const AttentionArgs *h, const Scratch *s, ptrdiff_t row,
+                        const bf16 *keys, const float *k_scales, ptrdiff_t count, const char *next, float *scores)
 {
-    ptrdiff_t pairs = h->width / 2, columns = round_up(h->width, LANES), padded = round_up(count, PANEL);
-    __m512 scale = _mm512_set1_ps(h->scale * 1.44269504f), acc[TILE_ROWS][2];
-    for (ptrdiff_t key = 0; key < padded; key += PANEL) {
-        const bf16 *keys = s->keys + (once ? 0 : key * h->width), *next = NULL;
-        if (once) {
-            ptrdiff_t later = key + PREFETCH_KEYS;
-            next = later < padded ? k + later * h->kv_token : v + (later - padded) * h->kv_token;
-            pack_keys(k + key * h->kv_token, h->kv_token, count - key < PANEL ? count - key : PANEL, h->width, s->keys);
-        }
-        tile(rows, 2, (const char *)next, s->queries + row * h->width, h->width, keys, PANEL, pairs, acc);
+    const bf16 *queries = s->queries + row * h->width;
+    __m512 scale = _mm512_set1_ps(h->scale * 1.44269504f), by[2] = {scale, scale}, acc[TILE_ROWS][2];
+    if (is_int8) {
+        __m512i sums[TILE_ROWS][2];
+        tile_int16(rows, 2, next, queries, h->width, keys, PANEL, h->width / 2, sums);
+        by[0] = _mm512_mul_ps(scale, _mm512_maskz_loadu_ps(first(count), k_scales));
+        by[1] = _mm512_mul_ps(scale, _mm512_maskz_loadu_ps(first(count - LANES), k_scales + LANES));
         UNROLL for (int m = 0; m < rows; m++) {
-            _mm512_storeu_ps(s->scores + m * KEY_CHUNK + key, _mm512_mul_ps(acc[m][0], scale));
-            _mm512_storeu_ps(s->scores + m * KEY_CHUNK + key + LANES, _mm512_mul_ps(acc[m][1], scale));
+            __m512 query_scale = _mm512_set1_ps(s->query_scales[row + m]);
+            acc[m][0] = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[m][0]), query_scale);
+            acc[m][1] = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[m][1]), query_scale);
         }
+    } else {
+        tile(rows, 2, next, queries, h->width, keys, PANEL, h->width / 2, acc);
     }
-    float shrink[TILE_ROWS];
+    UNROLL for (int m = 0; m < rows; m++) {
+        _mm512_storeu_ps(scores + m * KEY_CHUNK, _mm512_mul_ps(acc[m][0], by[0]));
+        _mm512_storeu_ps(scores + m * KEY_CHUNK + LANES, _mm512_mul_ps(acc[m][1], by[1]));
+    }
+}
+
+/* Sums of probability times value for up to PANEL columns, from column `c` on. */
+INLINE void mix_values(const int rows, const int once, const int is_int8, const AttentionArgs *h, const Scratch *s,
+                       ptrdiff_t c, ptrdiff_t count, Keys from, const float *prob_scales, __m512 acc[TILE_ROWS][2])
+{
+    ptrdiff_t columns = round_up(h->width, LANES), pairs = (count + 1) / 2;
+    const bf16 *values = s->values + 2 * c;
+    __m512i sums[TILE_ROWS][2];
+    if (once)
+        tile_values(rows, is_int8, s->probs, element(from.v, is_int8, c), from.stride, count, h->width - c, sums);
+    else if (is_int8 && c + LANES < columns) tile_int16(rows, 2, NULL, s->probs, KEY_CHUNK, values, columns, pairs, sums);
+    else if (is_int8) tile_int16(rows, 1, NULL, s->probs, KEY_CHUNK, values, columns, pairs, sums);
+    else if (c + LANES < columns) tile(rows, 2, NULL, s->probs, KEY_CHUNK, values, columns, pairs, acc);
+    else tile(rows, 1, NULL, s->probs, KEY_CHUNK, values, columns, pairs, acc);
+    if (once || is_int8) UNROLL for (int m = 0; m < rows; m++) UNROLL for (int z = 0; z < 2; z++)
+        acc[m][z] = is_int8 ? _mm512_mul_ps(_mm512_cvtepi32_ps(sums[m][z]), _mm512_set1_ps(prob_scales[m]))
+                            : _mm512_castsi512_ps(sums[m][z]);
+}
+
+/* Attend up to TILE_ROWS queries to a chunk of keys and update their sums, largest scores and totals. Keys and values are
+ * packed in `s` or, with `once`, unpacked in `from`, because no other query attends to them. */
+INLINE void attend_rows(const int rows, const int once, const int is_int8, const AttentionArgs *h, const Scratch *s,
+                        ptrdiff_t row, const ptrdiff_t *limits, ptrdiff_t chunk, ptrdiff_t count, Keys from)
+{
+    ptrdiff_t columns = round_up(h->width, LANES), padded = round_up(count, PANEL);
+    for (ptrdiff_t key = 0; key < padded; key += PANEL) {
+        const char *next = NULL;
+        if (once) {
+            ptrdiff_t later = key + PREFETCH_KEYS, left = count - key < PANEL ? count - key : PANEL;
+            next = later < padded ? element(from.k, is_int8, later * from.stride)
+                                  : element(from.v, is_int8, (later - padded) * from.stride);
+            pack_keys(is_int8, element(from.k, is_int8, key * from.stride), from.stride, left, h->width, s->keys);
+        }
+        score_panel(rows, is_int8, h, s, row, s->keys + (once ? 0 : key * h->width), is_int8 ? from.k_scales + key : NULL,
+                    count - key, next, s->scores + key);
+    }
+    float shrink[TILE_ROWS], prob_scales[TILE_ROWS];
     for (int m = 0; m < rows; m++) {
-        ptrdiff_t seen = limits[row + m] - chunk;
-        shrink[m] = softmax_chunk(s->scores + m * KEY_CHUNK, s->probs + m * KEY_CHUNK, seen < count ? seen : count, padded,
-                          s->largest + row + m, s->total + row + m);
+        ptrdiff_t seen = limits[row + m] - chunk < count ? limits[row + m] - chunk : count;
+        float *scores = s->scores + m * KEY_CHUNK, *largest = s->largest + row + m, *total = s->total + row + m;
+        bf16 *probs = s->probs + m * KEY_CHUNK;
+        shrink[m] = is_int8
+            ? softmax_chunk_int8(scores, probs, from.v_scales, seen, padded, largest, total, prob_scales + m)
+            : softmax_chunk(scores, probs, seen, padded, largest, total);
     }
     for (ptrdiff_t c = 0; c < columns; c += PANEL) {
-        int both = c + LANES < columns;
-        if (once) tile_values(rows, s->probs, v + c, h->kv_token, count, h->width - c, acc);
-        else if (both) tile(rows, 2, NULL, s->probs, KEY_CHUNK, s->values + 2 * c, columns, (count + 1) / 2, acc);
-        else tile(rows, 1, NULL, s->probs, KEY_CHUNK, s->values + 2 * c, columns, (count + 1) / 2, acc);
+        __m512 acc[TILE_ROWS][2];
+        mix_values(rows, once, is_int8, h, s, c, count, from, prob_scales, acc);
         UNROLL for (int m = 0; m < rows; m++) {
             float *sum = s->sums + (row + m) * columns + c;
             __m512 by = _mm512_set1_ps(shrink[m]);
             _mm512_storeu_ps(sum, _mm512_fmadd_ps(_mm512_loadu_ps(sum), by, acc[m][0]));
-            if (both) _mm512_storeu_ps(sum + LANES, _mm512_fmadd_ps(_mm512_loadu_ps(sum + LANES), by, acc[m][1]));
+            if (c + LANES < columns)
+                _mm512_storeu_ps(sum + LANES, _mm512_fmadd_ps(_mm512_loadu_ps(sum + LANES), by, acc[m][1]));
         }
     }
 }
 
-/* Attend all queries of a tile to the chunk of keys at k and v. */
+INLINE void pack_chunk(const int is_int8, const AttentionArgs *h, const Scratch *s, ptrdiff_t count, Keys from)
+{
+    pack_keys(is_int8, from.k, from.stride, count, h->width, s->keys);
+    pack_values(is_int8, from.v, from.stride, count, h->width, s->values);
+}
+
+/* Attend all queries of a tile to a chunk of keys. */
 static void attend_chunk(const AttentionArgs *h, const Scratch *s, ptrdiff_t row_count, const ptrdiff_t *limits,
-                         ptrdiff_t chunk, ptrdiff_t count, const bf16 *k, const bf16 *v)
+                         ptrdiff_t chunk, ptrdiff_t count, Keys from)
 {
     if (row_count <= TILE_ROWS) {
-        WITH_ROWS(row_count, attend_rows(rows, 1, h, s, 0, limits, chunk, count, k, v))
+        if (from.k_scales) WITH_ROWS(row_count, attend_rows(rows, 1, 1, h, s, 0, limits, chunk, count, from))
+        else WITH_ROWS(row_count, attend_rows(rows, 1, 0, h, s, 0, limits, chunk, count, from))
         return;
     }
-    pack_keys(k, h->kv_token, count, h->width, s->keys);
-    pack_values(v, h->kv_token, count, h->width, s->values);
+    if (from.k_scales) pack_chunk(1, h, s, count, from);
+    else pack_chunk(0, h, s, count, from);
     for (ptrdiff_t row = 0; row < row_count; row += TILE_ROWS) {
         ptrdiff_t here = row_count - row < TILE_ROWS ? row_count - row : TILE_ROWS;
         if (limits[row + here - 1] <= chunk) continue;
-        WITH_ROWS(here, attend_rows(rows, 0, h, s, row, limits, chunk, count, k, v))
+        if (from.k_scales) WITH_ROWS(here, attend_rows(rows, 0, 1, h, s, row, limits, chunk, count, from))
+        else WITH_ROWS(here, attend_rows(rows, 0, 0, h, s, row, limits, chunk, count, from))
     }
 }
 
@@ -1031,16 +1204,17 @@ static void attend_tile(const AttentionArgs *h, const KVSpan *span, const Scratc
     for (ptrdiff_t row = 0; row < rows; row++) {
         ptrdiff_t at = token + row / group, head = kv * group + row % group;
         const bf16 *query = h->q + (span->first_query + at) * h->q_token + head * h->q_head;
-        memcpy(s->queries + row * h->width, query, 2 * h->width);
+        if (h->k_scales) s->query_scales[row] = quantize_query(query, h->width, s->queries + row * h->width);
+        else memcpy(s->queries + row * h->width, query, 2 * h->width);
         limits[row] = span->start < 0 ? span->num_keys : span->start + at + 1;
         s->largest[row] = -1e30f;
         s->total[row] = 0;
     }
     memset(s->sums, 0, sizeof(float) * rows * columns);
-    ptrdiff_t keys = limits[rows - 1], offset = span->first_key * h->kv_token + kv * h->kv_head;
+    ptrdiff_t keys = limits[rows - 1];
     for (ptrdiff_t chunk = 0; chunk < keys; chunk += KEY_CHUNK) {
-        ptrdiff_t count = keys - chunk < KEY_CHUNK ? keys - chunk : KEY_CHUNK, from = offset + chunk * h->kv_token;
-        attend_chunk(h, s, rows, limits, chunk, count, h->k + from, h->v + from);
+        ptrdiff_t count = keys - chunk < KEY_CHUNK ? keys - chunk : KEY_CHUNK;
+        attend_chunk(h, s, rows, limits, chunk, count, keys_at(h, kv, span->first_key + chunk));
     }
     for (ptrdiff_t row = 0; row < rows; row++) {
         bf16 *out = h->out + (span->first_query + token + row / group) * h->out_token +
@@ -1096,7 +1270,8 @@ typedef struct { /* the new tokens of many requests, see `ForwardBatch` in types
     int64_t last_count;
     const KVSpan *last_spans;
     bf16 *out;   /* [last_count, hidden] */
-    bf16 *cache; /* [layers, 2 * kv_heads, cache_rows, width] */
+    void *cache; /* [layers, 2 * kv_heads, cache_rows, width], bf16, or int8 if there are scales */
+    float *cache_scales; /* [layers, 2 * kv_heads, cache_rows]; null for bf16 */
     int64_t cache_rows;
     bf16 *normed, *qkv, *mixed, *inner; /* intermediate results */
     char *linear_workspace, *attend_workspace;
@@ -1135,13 +1310,42 @@ static void add_level(const ForwardBatch *p, ptrdiff_t level)
     }
 }
 
-static void store_keys_values(const ForwardBatch *p, const DecoderShape *s, bf16 *cache)
+/* One layer of the KV cache. */
+typedef struct {
+    void *rows;    /* [2 * kv_heads, cache_rows, width], bf16, or int8 if there are scales */
+    float *scales; /* [2 * kv_heads, cache_rows]; null for bf16 */
+} CacheLayer;
+
+static CacheLayer cache_layer(const ForwardBatch *p, const DecoderShape *s, ptrdiff_t layer)
+{
+    ptrdiff_t rows = layer * 2 * s->kv_heads * p->cache_rows;
+    if (!p->cache_scales) return (CacheLayer){(bf16 *)p->cache + rows * s->width, NULL};
+    return (CacheLayer){(int8_t *)p->cache + rows * s->width, p->cache_scales + rows};
+}
+
+/* Quantize a key or value to bytes with one scale, like `quantize_rows` in kernels/kv_cache.py. */
+static void quantize_head(const bf16 *x, ptrdiff_t width, int8_t *bytes, float *scale)
+{
+    *scale = max_abs(x, width) / 127.0f;
+    __m512 inverse = _mm512_set1_ps(inverse_scale(*scale));
+    for (ptrdiff_t i = 0; i < width; i += LANES) {
+        __mmask16 lanes = first(width - i);
+        __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(load(x + i, lanes), inverse));
+        _mm_mask_storeu_epi8(bytes + i, lanes, _mm512_cvtsepi32_epi8(whole));
+    }
+}
+
+static void store_keys_values(const ForwardBatch *p, const DecoderShape *s, CacheLayer cache, int threads)
 {
     ptrdiff_t stride = (s->heads + 2 * s->kv_heads) * s->width;
+#pragma omp parallel for num_threads(threads) if (cache.scales && p->rows > 16)
     for (ptrdiff_t row = 0; row < p->rows; row++)
-        for (ptrdiff_t head = 0; head < 2 * s->kv_heads; head++)
-            memcpy(cache + (head * p->cache_rows + p->slots[row]) * s->width,
-                   p->qkv + row * stride + (s->heads + head) * s->width, 2 * s->width);
+        for (ptrdiff_t head = 0; head < 2 * s->kv_heads; head++) {
+            const bf16 *from = p->qkv + row * stride + (s->heads + head) * s->width;
+            ptrdiff_t to = head * p->cache_rows + p->slots[row];
+            if (cache.scales) quantize_head(from, s->width, (int8_t *)cache.rows + to * s->width, cache.scales + to);
+            else memcpy((bf16 *)cache.rows + to * s->width, from, 2 * s->width);
+        }
 }
 
 /* Select the requested rows: copy their hidden states to `out` and move their queries to the front. */
@@ -1155,13 +1359,14 @@ static void select_last(const ForwardBatch *p, const DecoderShape *s)
 }
 
 /* Add a layer's attention output and then its MLP output to `x`. */
-static void attention_and_mlp(const DecoderLayer *l, const ForwardBatch *p, const DecoderShape *s, const bf16 *cache,
+static void attention_and_mlp(const DecoderLayer *l, const ForwardBatch *p, const DecoderShape *s, CacheLayer cache,
                               bf16 *x, ptrdiff_t rows, const KVSpan *spans, ptrdiff_t span_count, int threads)
 {
     ptrdiff_t head = p->cache_rows * s->width, mixed = s->heads * s->width, inner = l->gate_up->columns;
     AttentionArgs h = {
-        p->qkv, cache, cache + s->kv_heads * head, p->mixed, mixed + 2 * s->kv_heads * s->width, s->width, s->width,
-        head, mixed, s->heads, s->kv_heads, s->width, s->scale,
+        p->qkv, cache.rows, element(cache.rows, cache.scales != NULL, s->kv_heads * head), p->mixed,
+        mixed + 2 * s->kv_heads * s->width, s->width, s->width, head, mixed, s->heads, s->kv_heads, s->width, s->scale,
+        cache.scales, cache.scales ? cache.scales + s->kv_heads * p->cache_rows : NULL, p->cache_rows,
     };
     attend(&h, spans, span_count, p->attend_workspace, threads);
     linear(l->output, p->mixed, mixed, rows, x, p->hidden, 1, p->linear_workspace, threads);
@@ -1175,12 +1380,12 @@ void run_layers(const DecoderLayer *layers, int64_t count, const DecoderShape *s
 {
     ptrdiff_t heads = s->heads + s->kv_heads, stride = (heads + s->kv_heads) * s->width;
     for (ptrdiff_t i = 0; i < count; i++) {
-        bf16 *cache = p->cache + i * 2 * s->kv_heads * p->cache_rows * s->width;
+        CacheLayer cache = cache_layer(p, s, i);
         norm(p->x, p->hidden, layers[i].input_norm, NULL, s->eps, p->normed, p->rows, p->hidden, threads);
         linear(layers[i].qkv, p->normed, p->hidden, p->rows, p->qkv, stride, 0, p->linear_workspace, threads);
         if (layers[i].query_norm) normalize_heads(layers + i, p, s, threads);
         rotate(p->qkv, stride, p->cos, p->sin, p->rows, heads, s->width / 2, threads);
-        store_keys_values(p, s, cache);
+        store_keys_values(p, s, cache, threads);
         if (i + 1 < count) {
             attention_and_mlp(layers + i, p, s, cache, p->x, p->rows, p->spans, p->span_count, threads);
             if (i < p->levels) add_level(p, i);

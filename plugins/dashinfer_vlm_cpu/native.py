@@ -18,6 +18,7 @@ from torch import Tensor
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.kernels import LoadedKernels
 from dashinfer_vlm_core.kernels.cpu import cpu_flags
+from dashinfer_vlm_core.kernels.kv_cache import attend_cached
 from dashinfer_vlm_core.kernels.layers import FullLMHead, ReferenceDecoderLayers
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.kernels.types import (
@@ -25,6 +26,7 @@ from dashinfer_vlm_core.kernels.types import (
     DecoderLayer,
     DecoderLayers,
     DecoderShape,
+    KVCacheLayer,
     KVSpans,
     Linear,
     LMHead,
@@ -98,7 +100,7 @@ class AttentionArgs(ctypes.Structure):
     _fields_ = (
         ("q", _POINTER), ("k", _POINTER), ("v", _POINTER), ("out", _POINTER), ("q_token", _LONG), ("q_head", _LONG),
         ("kv_token", _LONG), ("kv_head", _LONG), ("out_token", _LONG), ("heads", _LONG), ("kv_heads", _LONG),
-        ("width", _LONG), ("scale", _FLOAT),
+        ("width", _LONG), ("scale", _FLOAT), ("k_scales", _POINTER), ("v_scales", _POINTER), ("scale_head", _LONG),
     )  # fmt: skip
 
 
@@ -150,17 +152,32 @@ class Avx512Kernels:
         )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spans: KVSpans) -> Tensor:
+        if not _supports_attention(q.shape[1], len(k), q.shape[2]):
+            return TorchKernels("cpu").attend(q, k, v, spans)
+        return self._attend(q, k, v, spans)
+
+    def attend_int8(self, q: Tensor, cache: KVCacheLayer, spans: KVSpans) -> Tensor:
+        """See `Int8CacheAttention`."""
+        assert cache.scales is not None
+        keys, values = cache.rows.chunk(2)
+        if not _supports_attention(q.shape[1], len(keys), q.shape[2]):
+            return attend_cached(TorchKernels("cpu"), q, cache, spans)
+        return self._attend(q, keys, values, spans, cache.scales)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, spans: KVSpans, scales: Tensor | None = None) -> Tensor:
         rows, heads, width = q.shape
         assert k.stride() == v.stride()
         assert q.stride(2) == k.stride(2) == 1
-        if not _supports_attention(heads, len(k), width):
-            return TorchKernels("cpu").attend(q, k, v, spans)
         out = torch.empty(rows, heads * width, dtype=q.dtype)
         threads = _threads()
         workspace = torch.empty(threads * self._library.attend_workspace_size(width), dtype=torch.uint8)
+        k_scales, v_scales, scale_head = None, None, 0
+        if scales is not None:
+            assert scales.stride(1) == 1
+            k_scales, v_scales, scale_head = scales.data_ptr(), scales[len(k) :].data_ptr(), scales.stride(0)
         description = AttentionArgs(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), q.stride(0), q.stride(1), k.stride(1),
-            k.stride(0), heads * width, heads, len(k), width, width**-0.5,
+            k.stride(0), heads * width, heads, len(k), width, width**-0.5, k_scales, v_scales, scale_head,
         )  # fmt: skip
         table = spans.table
         self._library.attend(ctypes.byref(description), table.data_ptr(), len(table), workspace.data_ptr(), threads)

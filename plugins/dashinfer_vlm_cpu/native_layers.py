@@ -39,15 +39,18 @@ class CForwardBatch(ctypes.Structure):
     _fields_ = (
         ("x", _POINTER), ("rows", _LONG), ("hidden", _LONG), ("cos", _POINTER), ("sin", _POINTER), ("slots", _POINTER),
         ("spans", _POINTER), ("span_count", _LONG), ("last", _POINTER), ("last_count", _LONG), ("last_spans", _POINTER),
-        ("out", _POINTER), ("cache", _POINTER), ("cache_rows", _LONG), ("normed", _POINTER), ("qkv", _POINTER),
-        ("mixed", _POINTER), ("inner", _POINTER), ("linear_workspace", _POINTER), ("attend_workspace", _POINTER),
+        ("out", _POINTER), ("cache", _POINTER), ("cache_scales", _POINTER), ("cache_rows", _LONG), ("normed", _POINTER),
+        ("qkv", _POINTER), ("mixed", _POINTER), ("inner", _POINTER), ("linear_workspace", _POINTER),
+        ("attend_workspace", _POINTER),
         ("additions", _POINTER), ("addition_rows", _POINTER), ("addition_count", _LONG), ("levels", _LONG),
         ("level_stride", _LONG), ("addition_stride", _LONG),
     )  # fmt: skip
 
 
 class NativeLayers:
-    """See `DecoderLayers`."""
+    """See `DecoderLayers`. The KV cache is bfloat16, or int8 with scales."""
+
+    converts_cache = True
 
     def __init__(self, library: ctypes.CDLL, layers: Sequence[DecoderLayer], shape: DecoderShape) -> None:
         self._library = library
@@ -57,6 +60,8 @@ class NativeLayers:
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         assert all(part.is_contiguous() for part in (x, batch.cos, batch.sin, batch.slots, batch.last, batch.cache))
+        assert batch.cache.dtype == (x.dtype if batch.cache_scales is None else torch.int8)
+        assert batch.cache_scales is None or batch.cache_scales.is_contiguous()
         rows, hidden = x.shape
         out = torch.empty(len(batch.last), hidden, dtype=x.dtype)
         workspaces = self._workspaces(rows, hidden)
@@ -64,7 +69,8 @@ class NativeLayers:
         description = CForwardBatch(
             x.data_ptr(), rows, hidden, batch.cos.data_ptr(), batch.sin.data_ptr(), batch.slots.data_ptr(),
             spans.data_ptr(), len(spans), batch.last.data_ptr(), len(batch.last), last_spans.data_ptr(),
-            out.data_ptr(), batch.cache.data_ptr(), batch.cache.shape[2],
+            out.data_ptr(), batch.cache.data_ptr(),
+            None if batch.cache_scales is None else batch.cache_scales.data_ptr(), batch.cache.shape[2],
             *(workspace.data_ptr() for workspace in workspaces),
             *_c_additions(batch.additions),
         )  # fmt: skip

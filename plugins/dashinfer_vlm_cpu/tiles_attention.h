@@ -37,16 +37,27 @@ static Scratch carve_scratch(char *from, ptrdiff_t head_width)
     return s;
 }
 
-/* Pack `count` keys of one head as right operands, padded with zeros. */
-static void pack_keys(const bf16 *k, ptrdiff_t stride, ptrdiff_t count, ptrdiff_t width, char *packed)
+/* Load up to 32 elements of a key or value as bf16. Bytes are converted without their scale, which is exact: the scales of
+ * keys are applied to the scores, and those of values to the probabilities. */
+INLINE __m512i load_32(const int is_int8, const void *from, __mmask32 lanes)
 {
-    ptrdiff_t pairs = width / 2, steps = ceil_div(width, STEP_INPUTS);
+    if (!is_int8) return _mm512_maskz_loadu_epi16(lanes, from);
+    __m256i bytes = _mm256_maskz_loadu_epi8(lanes, from);
+    __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
+    __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
+    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+}
+
+/* Pack `count` keys as right operands, padded with zeros. */
+INLINE void pack_keys(const int is_int8, const void *k, ptrdiff_t stride, ptrdiff_t count, ptrdiff_t width, char *packed)
+{
+    ptrdiff_t steps = ceil_div(width, STEP_INPUTS);
     for (ptrdiff_t key = 0; key < round_up(count, PANEL); key += LANES)
         for (ptrdiff_t step = 0; step < steps; step++) {
             __m512i rows[LANES];
             for (int j = 0; j < LANES; j++) {
-                __mmask16 lanes = key + j < count ? first(pairs - step * TILE) : 0;
-                rows[j] = _mm512_maskz_loadu_epi32(lanes, k + (key + j) * stride + step * STEP_INPUTS);
+                __mmask32 lanes = key + j < count ? first_of_32(width - step * STEP_INPUTS) : 0;
+                rows[j] = load_32(is_int8, element(k, is_int8, (key + j) * stride + step * STEP_INPUTS), lanes);
             }
             transpose(rows);
             char *to = packed + (key / PANEL * steps + step) * PANEL_STEP + key % PANEL * 4;
@@ -54,45 +65,65 @@ static void pack_keys(const bf16 *k, ptrdiff_t stride, ptrdiff_t count, ptrdiff_
         }
 }
 
-/* Pack `count` values of one head as right operands, padded with zeros: two keys of a column in each 32 bits. */
-static void pack_values(const bf16 *v, ptrdiff_t stride, ptrdiff_t count, ptrdiff_t width, char *packed)
+/* Pack `count` values as right operands, padded with zeros: two keys of a column in each 32 bits. */
+INLINE void pack_values(const int is_int8, const void *v, ptrdiff_t stride, ptrdiff_t count, ptrdiff_t width, char *packed)
 {
     __m512i left = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
                                     35, 3, 34, 2, 33, 1, 32, 0);
     __m512i right = _mm512_add_epi16(left, _mm512_set1_epi16(16));
     for (ptrdiff_t column = 0; column < width; column += PANEL) {
-        __mmask32 lanes = width - column >= PANEL ? ~0u : (1u << (width - column)) - 1;
+        __mmask32 lanes = first_of_32(width - column);
         char *to = packed + column / PANEL * CHUNK_STEPS * PANEL_STEP;
         for (ptrdiff_t key = 0; key < round_up(count, STEP_INPUTS); key += 2, to += 128) {
-            const bf16 *from = v + key * stride + column;
-            __m512i even = _mm512_maskz_loadu_epi16(key < count ? lanes : 0, from);
-            __m512i odd = _mm512_maskz_loadu_epi16(key + 1 < count ? lanes : 0, from + stride);
+            const void *from = element(v, is_int8, key * stride + column);
+            __m512i even = load_32(is_int8, from, key < count ? lanes : 0);
+            __m512i odd = load_32(is_int8, element(from, is_int8, stride), key + 1 < count ? lanes : 0);
             _mm512_store_si512(to, _mm512_permutex2var_epi16(even, left, odd));
             _mm512_store_si512(to + 64, _mm512_permutex2var_epi16(even, right, odd));
         }
     }
 }
 
+INLINE void pack_chunk(const int is_int8, const AttentionArgs *h, const Scratch *s, ptrdiff_t count, Keys from)
+{
+    pack_keys(is_int8, from.k, from.stride, count, h->width, s->keys);
+    pack_values(is_int8, from.v, from.stride, count, h->width, s->values);
+}
+
+/* 16 factors: `scale`, multiplied by 16 of the `scales` of `count` keys unless they are null. */
+INLINE __m512 factors(float scale, const float *scales, ptrdiff_t i, ptrdiff_t count)
+{
+    __m512 by = _mm512_set1_ps(scale);
+    return scales ? _mm512_mul_ps(by, _mm512_maskz_loadu_ps(first(count - i), scales + i)) : by;
+}
+
 /* Compute the unnormalized softmax probabilities (probs) of one row over a chunk, relative to the largest score so far, in
  * steps that are `step` bytes apart; returns the factor by which the earlier sums must be scaled. Scores are not
- * multiplied by `scale` yet. */
-INLINE float softmax_chunk(const float *scores, float scale, char *probs, ptrdiff_t step, ptrdiff_t count,
+ * multiplied by `scale` and by the scales of the keys yet; the stored probs are multiplied by those of the values. */
+INLINE float softmax_chunk(const float *scores, float scale, Keys keys, char *probs, ptrdiff_t step, ptrdiff_t count,
                            ptrdiff_t padded, float *largest, float *total)
 {
-    __m512 by = _mm512_set1_ps(scale), high = _mm512_set1_ps(*largest), sum = _mm512_setzero_ps();
-    for (ptrdiff_t i = 0; i < count; i += LANES)
-        high = _mm512_mask_max_ps(high, first(count - i), high, _mm512_mul_ps(_mm512_load_ps(scores + i), by));
+    __m512 high = _mm512_set1_ps(*largest), sum = _mm512_setzero_ps();
+    for (ptrdiff_t i = 0; i < count; i += LANES) {
+        __m512 score = _mm512_mul_ps(_mm512_load_ps(scores + i), factors(scale, keys.k_scales, i, count));
+        high = _mm512_mask_max_ps(high, first(count - i), high, score);
+    }
     float now = _mm512_reduce_max_ps(high);
     float shrink = _mm512_cvtss_f32(exp2_(_mm512_set1_ps(*largest - now)));
     __m512 minus = _mm512_set1_ps(-now);
     for (ptrdiff_t i = 0; i < padded; i += STEP_INPUTS, probs += step) {
-        __m512 low = exp2_(_mm512_fmadd_ps(_mm512_load_ps(scores + i), by, minus));
-        __m512 upper = exp2_(_mm512_fmadd_ps(_mm512_load_ps(scores + i + LANES), by, minus));
+        __m512 by[2] = {factors(scale, keys.k_scales, i, count), factors(scale, keys.k_scales, i + LANES, count)};
+        __m512 low = exp2_(_mm512_fmadd_ps(_mm512_load_ps(scores + i), by[0], minus));
+        __m512 upper = exp2_(_mm512_fmadd_ps(_mm512_load_ps(scores + i + LANES), by[1], minus));
         if (i + STEP_INPUTS > count) {
             low = _mm512_maskz_mov_ps(first(count - i), low);
             upper = _mm512_maskz_mov_ps(first(count - i - LANES), upper);
         }
         sum = _mm512_add_ps(sum, _mm512_add_ps(low, upper));
+        if (keys.v_scales) {
+            low = _mm512_mul_ps(low, factors(1.0f, keys.v_scales, i, count));
+            upper = _mm512_mul_ps(upper, factors(1.0f, keys.v_scales, i + LANES, count));
+        }
         _mm512_store_si512(probs, (__m512i)_mm512_cvtne2ps_pbh(upper, low));
     }
     *largest = now;
@@ -102,7 +133,7 @@ INLINE float softmax_chunk(const float *scores, float scale, char *probs, ptrdif
 
 /* Attend up to 32 queries, from `row` on, to the packed chunk and update their sums, largest scores and totals. */
 static void attend_block(const AttentionArgs *h, const Scratch *s, ptrdiff_t row, Tiles *t, const ptrdiff_t *limits,
-                         ptrdiff_t chunk, ptrdiff_t count)
+                         ptrdiff_t chunk, ptrdiff_t count, Keys from)
 {
     _Alignas(64) float found[MAX_ROWS][PANEL];
     ptrdiff_t steps = s->width / STEP_INPUTS, padded = round_up(count, PANEL);
@@ -116,9 +147,9 @@ static void attend_block(const AttentionArgs *h, const Scratch *s, ptrdiff_t row
     float shrink[MAX_ROWS];
     for (int m = 0; m < t->rows; m++) {
         ptrdiff_t seen = limits[row + m] - chunk;
-        shrink[m] = softmax_chunk(s->scores + m * TILE_CHUNK, h->scale * 1.44269504f, s->probs + m * STEP_BYTES,
-                          t->rows * STEP_BYTES, seen < count ? seen : count, padded, s->largest + row + m,
-                                 s->total + row + m);
+        shrink[m] = softmax_chunk(s->scores + m * TILE_CHUNK, h->scale * 1.44269504f, from, s->probs + m * STEP_BYTES,
+                                  t->rows * STEP_BYTES, seen < count ? seen : count, padded, s->largest + row + m,
+                                  s->total + row + m);
     }
     for (ptrdiff_t column = 0; column < s->width; column += PANEL) {
         const char *values = s->values + column / PANEL * CHUNK_STEPS * PANEL_STEP;
@@ -150,17 +181,18 @@ static void attend_tile(const AttentionArgs *h, const KVSpan *span, const Scratc
         s->total[row] = 0;
     }
     memset(s->sums, 0, sizeof(float) * rows * s->width);
-    ptrdiff_t keys = limits[rows - 1], offset = span->first_key * h->kv_token + kv * h->kv_head;
+    ptrdiff_t keys = limits[rows - 1];
     Tiles t = tiles_open(block_rows(&queries, 0));
     for (ptrdiff_t chunk = 0; chunk < keys; chunk += TILE_CHUNK) {
-        ptrdiff_t count = keys - chunk < TILE_CHUNK ? keys - chunk : TILE_CHUNK, from = offset + chunk * h->kv_token;
-        pack_keys(h->k + from, h->kv_token, count, h->width, s->keys);
-        pack_values(h->v + from, h->kv_token, count, h->width, s->values);
+        ptrdiff_t count = keys - chunk < TILE_CHUNK ? keys - chunk : TILE_CHUNK;
+        Keys from = keys_at(h, kv, span->first_key + chunk);
+        if (from.k_scales) pack_chunk(1, h, s, count, from);
+        else pack_chunk(0, h, s, count, from);
         for (ptrdiff_t row = 0; row < rows; row += MAX_ROWS) {
             int here = block_rows(&queries, row / MAX_ROWS);
             if (limits[row + here - 1] <= chunk) continue;
             if (here != t.rows) t = tiles_open(here);
-            attend_block(h, s, row, &t, limits, chunk, count);
+            attend_block(h, s, row, &t, limits, chunk, count, from);
         }
     }
     tiles_close();

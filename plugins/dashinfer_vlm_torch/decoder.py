@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 
+import torch
+
 from dashinfer_vlm_core.config import MIB, EngineConfig
 from dashinfer_vlm_core.decoders import (
     GUIDED_DECODING,
@@ -16,7 +18,7 @@ from dashinfer_vlm_core.decoders import (
     check_request,
 )
 from dashinfer_vlm_core.errors import ConfigError, EngineClosed
-from dashinfer_vlm_core.kernels import Kernels, KernelSelector
+from dashinfer_vlm_core.kernels import Int8CacheAttention, Kernels, KernelSelector
 from dashinfer_vlm_core.models.placement import resolve_device, resolve_dtype
 from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.models.weights import Weights, torch_dtype
@@ -55,6 +57,7 @@ class TorchDecoder:
         self._dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, self._device))
         self._kernels = kernels.choose(self._device, self._dtype, self._text)
         self._int8 = config.quantization == "int8"
+        self._cache_dtype = _cache_dtype(config, self._dtype)
         _check_options(config, self._kernels)
         context = min(spec.max_model_len, config.max_model_len or spec.max_model_len)
         self._kv_tokens = self._kv_pool_tokens(context)
@@ -106,7 +109,7 @@ class TorchDecoder:
     def _kv_pool_tokens(self, context: int) -> int:
         """Size of the KV pool in tokens: what fits into `kv_cache_mib`, at most what a full batch can use."""
         budget = self._config.kv_cache_mib
-        tokens = budget * MIB // KVCache.bytes_per_token(self._text, self._dtype)
+        tokens = budget * MIB // KVCache.bytes_per_token(self._text, self._cache_dtype)
         if tokens < MIN_KV_TOKENS:
             message = f"`kv_cache_mib` {budget} holds only {tokens} tokens of this model. Increase it."
             raise ConfigError(message, param="kv_cache_mib")
@@ -117,11 +120,21 @@ class TorchDecoder:
     def _load(self) -> ModelRunner:
         with Weights.open(self._spec.folder, self._spec.tensor_renames) as weights:
             model = TextModel(
-                weights, self._text, self._kernels, device=self._device, dtype=self._dtype, int8=self._int8
+                weights,
+                self._text,
+                self._kernels,
+                device=self._device,
+                dtype=self._dtype,
+                int8=self._int8,
+                cache_dtype=self._cache_dtype,
             )
-        weight_dtype = "int8" if self._int8 else str(self._dtype).removeprefix("torch.")
+        weight_dtype = "int8" if self._int8 else _name(self._dtype)
         logger.info("Weights in %s on %s, with the kernels %r.", weight_dtype, self._device, self._kernels.name)
-        return ModelRunner(model, KVCache(self._text, self._kv_tokens, device=self._device, dtype=self._dtype))
+        logger.info("KV cache of %d tokens in %s.", self._kv_tokens, _name(self._cache_dtype))
+        if self._cache_dtype != self._dtype and not isinstance(self._kernels, Int8CacheAttention):
+            message = "kv_cache_dtype=%s slows down decoding here: the kernels %r convert the cache in each step."
+            logger.warning(message, self._config.kv_cache_dtype, self._kernels.name)
+        return ModelRunner(model, KVCache(self._text, self._kv_tokens, device=self._device, dtype=self._cache_dtype))
 
     def _scheduler(self) -> Scheduler:
         return Scheduler(
@@ -132,6 +145,15 @@ class TorchDecoder:
             prefix_cache=self._config.prefix_cache,
             speculative=self._config.options_of(TorchOptions).speculative_method == "ngram",
         )
+
+
+def _cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the KV cache of a model in `dtype`."""
+    return {"auto": dtype, "bfloat16": torch.bfloat16, "int8": torch.int8}[config.kv_cache_dtype]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_options(config: EngineConfig, kernels: Kernels) -> None:

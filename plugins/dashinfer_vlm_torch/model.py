@@ -28,9 +28,11 @@ from dashinfer_vlm_core.kernels import (
     Norm,
 )
 from dashinfer_vlm_core.kernels.experts import Expert, MixtureOfExperts
+from dashinfer_vlm_core.kernels.layers import decoder_layers
 from dashinfer_vlm_core.models.spec import ExpertsSpec, RotarySpec, TextModelSpec
 from dashinfer_vlm_core.models.weights import Weights
 
+from .key_balance import balance_norms, balance_projection
 from .kv_cache import KVCache
 
 
@@ -61,19 +63,31 @@ class TextModel:
         device: str,
         dtype: torch.dtype,
         int8: bool = False,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
-        """Load the model; with `int8`, which `kernels` must support, the matrices are quantized to 8 bits."""
+        """Load the model.
+
+        Args:
+            weights: the checkpoint's tensors.
+            config: the architecture.
+            kernels: the kernels that run the model.
+            device: torch's name of the device.
+            dtype: the dtype of weights and hidden states.
+            int8: quantize the matrices to 8 bits, which `kernels` must support.
+            cache_dtype: the dtype of the KV cache; that of the hidden states by default.
+        """
         self.config = config
         self.device = device
         self.dtype = dtype
         self.kernels = kernels
         self.executor: Executor = executor_for(device)
         run = self.executor.run
-        read = _Reader(weights, kernels, device, dtype, int8, config)
+        read = _Reader(weights, kernels, device, dtype, int8, config, cache_dtype == torch.int8)
         names, hidden, vocab = config.weights, config.hidden_size, config.vocab_size
         # One task per part, so that other tasks can run in between.
         self._embedding = run(lambda: read.tensor(f"{names.embedding}.weight", vocab, hidden))
-        self._layers = kernels.decoder_layers(
+        self._layers = decoder_layers(
+            kernels,
             [run(functools.partial(_read_layer, read, config, number)) for number in range(config.num_hidden_layers)],
             DecoderShape(
                 config.num_attention_heads,
@@ -82,6 +96,7 @@ class TextModel:
                 config.norm_eps,
                 config.visual_levels,
             ),
+            converts_cache=cache_dtype not in (None, dtype),
         )
         self._norm = read.norm(names.norm, hidden)
         self._head = run(lambda: _read_head(read, config, self._embedding))
@@ -95,7 +110,7 @@ class TextModel:
         """Compute hidden states after the last layer, without the final norm, which `logits` applies; see
         `DecoderLayers`."""
         cos, sin = self._rotary(batch.positions)
-        return self._layers(x, ForwardBatch(cos, sin, *batch[1:-1], cache.pool, batch.additions))
+        return self._layers(x, ForwardBatch(cos, sin, *batch[1:-1], cache.pool, batch.additions, cache.scales))
 
     def logits(self, x: Tensor) -> Tensor:
         """Compute float32 [rows, vocab_size] from hidden states [rows, hidden_size]."""
@@ -138,6 +153,7 @@ class _Reader(NamedTuple):
     dtype: torch.dtype
     int8: bool
     spec: TextModelSpec
+    balances_keys: bool
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self.weights.tensor(name, shape, device=self.device, dtype=self.dtype)
@@ -182,6 +198,7 @@ def _read_layer(read: _Reader, config: TextModelSpec, number: int) -> DecoderLay
         experts = _read_experts(read, config, config.experts, prefix)
     else:
         gate_up, down = _read_mlp(read, config, prefix)
+    query_norm, key_norm = _read_head_norms(read, config, prefix)
     return DecoderLayer(
         input_norm=read.norm(f"{prefix}.{names.input_norm}", hidden),
         qkv=_read_qkv(read, config, prefix),
@@ -189,8 +206,8 @@ def _read_layer(read: _Reader, config: TextModelSpec, number: int) -> DecoderLay
         mlp_norm=read.norm(f"{prefix}.{names.mlp_norm}", hidden),
         gate_up=gate_up,
         down=down,
-        query_norm=_read_head_norm(read, config, f"{prefix}.{names.query_norm}"),
-        key_norm=_read_head_norm(read, config, f"{prefix}.{names.key_norm}"),
+        query_norm=query_norm,
+        key_norm=key_norm,
         experts=experts,
     )
 
@@ -234,7 +251,20 @@ def _read_qkv(read: _Reader, config: TextModelSpec, prefix: str) -> Linear:
         weight[: query + key] = _as_halves(weight[: query + key], config.head_dim)
         if bias is not None:
             bias[: query + key] = _as_halves(bias[: query + key], config.head_dim)
+    if read.balances_keys and not config.qk_norm:
+        gain = read.tensor(f"{prefix}.{names.input_norm}.weight", hidden)
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        balance_projection(weight, bias, gain, heads=heads, kv_heads=kv_heads)
     return read.linear(weight, bias)
+
+
+def _read_head_norms(read: _Reader, config: TextModelSpec, prefix: str) -> tuple[Norm | None, Norm | None]:
+    """Read the norms of query heads and of key heads, if the model has them."""
+    query, key = (
+        _read_head_norm(read, config, f"{prefix}.{name}")
+        for name in (config.weights.query_norm, config.weights.key_norm)
+    )
+    return balance_norms(query, key) if read.balances_keys and query and key else (query, key)
 
 
 def _read_head_norm(read: _Reader, config: TextModelSpec, name: str) -> Norm | None:

@@ -28,11 +28,13 @@ from dashinfer_vlm_core.kernels import (
     DecoderLayer,
     DecoderShape,
     ForwardBatch,
+    KVCacheLayer,
     KVSpan,
     KVSpans,
     Norm,
 )
-from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers
+from dashinfer_vlm_core.kernels.kv_cache import attend_cached, quantize_rows
+from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers, decoder_layers
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_cpu import native as native_module
@@ -306,6 +308,9 @@ def test_attention_by_tile_instructions_equals_portable_tiles(tokens):
     spans = KVSpans([KVSpan(0, tokens, 10, 600, 600 - tokens)])
     found, expected = (load(variant).attend(q, k, v, spans) for variant in (AMX, PORTABLE_TILES))
     assert torch.equal(*bits(found, expected))
+    cache, _ = int8_cache(700, 80)
+    found, expected = (load(variant).attend_int8(q, cache, spans) for variant in (AMX, PORTABLE_TILES))
+    assert torch.equal(*bits(found, expected))
 
 
 @needs_native
@@ -537,6 +542,70 @@ def test_attention_ignores_rows_outside_span(native, span):
     assert torch.equal(native.attend(q, k, v, spans), clean)
 
 
+def test_quantized_rows_are_within_half_a_step():
+    rows = numbers(3, 50, 64)
+    rows[0, 0] = 0
+    rows[1, 1, 5] = -1000
+    rows[2, 2] = 2.0**-130
+    quantized, scales = quantize_rows(rows)
+    assert quantized.dtype == torch.int8
+    assert scales.shape == (3, 50)
+    assert not quantized[0, 0].any()
+    assert quantized[1, 1, 5] == -127
+    assert ((quantized * scales[..., None] - rows).abs() <= scales[..., None] * 0.501 + 2.0**-126).all()
+
+
+def int8_cache(rows, head_dim, *, heads=4, seed=1):
+    """Return keys and values in 8 bits, whose magnitudes differ by up to 32 times, and what they represent."""
+    exponents = torch.randint(-2, 4, (heads, rows, 1), generator=torch.Generator().manual_seed(seed))
+    quantized, scales = quantize_rows(numbers(heads, rows, head_dim, seed=seed) * 2.0**exponents)
+    return KVCacheLayer(quantized, scales), quantized * scales[..., None]
+
+
+@pytest.mark.parametrize(("heads", "width"), [(14, 64), (2, 128), (12, 8), (6, 40)])
+def test_attention_to_int8_cache(kernels, heads, width):
+    q, (cache, plain) = numbers(82, heads, width) / 2, int8_cache(2300, width)
+    found = attend_cached(kernels, q, cache, KVSpans(CAUSAL))
+    assert error(found, attention(q, *plain.chunk(2), CAUSAL)) < 1e-2
+
+
+def test_attention_to_cache_in_another_dtype():
+    q, pool = numbers(82, 14, 64).float(), numbers(4, 2300, 64, seed=1)
+    found = attend_cached(TorchKernels("cpu"), q, KVCacheLayer(pool), KVSpans(CAUSAL))
+    assert error(found, attention(q, *pool.chunk(2), CAUSAL)) < 1e-5
+
+
+@needs_native
+@pytest.mark.parametrize(("heads", "width"), [(14, 64), (24, 128), (8, 40), (2, 8)])
+def test_attention_to_int8_cache_is_bit_exact_alone_and_in_chunks(native, heads, width):
+    q, (cache, _) = numbers(600, heads, width), int8_cache(700, width)
+    whole = native.attend_int8(q, cache, KVSpans([KVSpan(0, 600, 50, 600, 0)]))
+    for start, stop in [(0, 1), (0, 513), (33, 34), (513, 600), (544, 545), (598, 599), (599, 600)]:
+        chunk = native.attend_int8(q[start:stop], cache, KVSpans([KVSpan(0, stop - start, 50, stop, start)]))
+        assert torch.equal(chunk, whole[start:stop])
+
+
+@needs_native
+@pytest.mark.parametrize("span", [KVSpan(0, 20, 100, 60, 40), KVSpan(0, 1, 100, 60, 59), KVSpan(0, 1, 100, 33, 32)])
+def test_attention_to_int8_cache_ignores_rows_outside_span(native, span):
+    q, (cache, _), spans = numbers(span.num_queries, 4, 64), int8_cache(300, 64), KVSpans([span])
+    clean = native.attend_int8(q, cache, spans)
+    for rows in (slice(0, 100), slice(100 + span.num_keys, 300)):
+        cache.rows[:, rows] = -128
+        cache.scales[:, rows] = torch.nan
+    assert torch.equal(native.attend_int8(q, cache, spans), clean)
+
+
+@needs_native
+def test_int8_cache_propagates_nonfinite_scales(native):
+    q, (cache, _) = numbers(3, 4, 64), int8_cache(10, 64)
+    cache.scales[0, 4] = torch.nan
+    found = native.attend_int8(q, cache, KVSpans([KVSpan(0, 1, 0, 4, 3), KVSpan(1, 2, 0, 10, 8)])).view(3, 4, 64)
+    assert found[0].isfinite().all()
+    assert not found[1:, :2].isfinite().any()
+    assert found[1:, 2:].isfinite().all()
+
+
 SHAPE = DecoderShape(heads=6, kv_heads=2, head_dim=40, eps=1e-6)
 HIDDEN, INNER = 96, 328  # wider than all heads, and not a multiple of a panel
 
@@ -576,6 +645,47 @@ def test_fused_layers_are_bit_exact_with_reference_layers(native, int8):
     assert torch.equal(found, expected)
     assert torch.equal(*caches)
     assert not torch.equal(caches[0], numbers(*caches[0].shape, seed=9))
+
+
+def int8_batch():
+    """Return a batch with an int8 cache of three layers, which already has keys and values."""
+    quantized, scales = quantize_rows(numbers(3, 2 * SHAPE.kv_heads, 320, SHAPE.head_dim, seed=9))
+    return forward_batch(quantized)._replace(cache_scales=scales)
+
+
+@needs_native
+def test_fused_layers_with_int8_cache_are_bit_exact_with_reference_layers(native):
+    """The C kernels also quantize keys and values like PyTorch."""
+    layers = [decoder_layer(native, number, int8=False) for number in range(3)]
+    batches = [int8_batch(), int8_batch()]
+    whole, parts = native.decoder_layers(layers, SHAPE), ReferenceDecoderLayers(native, layers, SHAPE)
+    found, expected = (run(numbers(251, HIDDEN), batch) for run, batch in zip((whole, parts), batches, strict=True))
+    assert torch.equal(found, expected)
+    assert torch.equal(*(batch.cache for batch in batches))
+    assert torch.equal(*(batch.cache_scales for batch in batches))
+    assert not torch.equal(batches[0].cache, int8_batch().cache)
+
+
+@needs_native
+def test_int8_cache_is_close_to_bfloat16_cache(native):
+    layers = [decoder_layer(native, number, int8=False) for number in range(3)]
+    run = native.decoder_layers(layers, SHAPE)
+    found = run(numbers(251, HIDDEN), int8_batch())
+    expected = run(numbers(251, HIDDEN), forward_batch(numbers(3, 2 * SHAPE.kv_heads, 320, SHAPE.head_dim, seed=9)))
+    assert 0 < error(found, expected.float()) < 3e-2
+
+
+class Bfloat16Kernels(TorchKernels):
+    """Kernels of a plugin whose decoder layers know only a cache in the model's dtype."""
+
+    def decoder_layers(self, layers, shape):
+        return object()
+
+
+def test_layers_that_cannot_convert_cache_are_replaced():
+    kernels, layers = Bfloat16Kernels("cpu"), [decoder_layer(TorchKernels("cpu"), 0, int8=False)]
+    assert type(decoder_layers(kernels, layers, SHAPE)) is object
+    assert isinstance(decoder_layers(kernels, layers, SHAPE, converts_cache=True), ReferenceDecoderLayers)
 
 
 @needs_native

@@ -13,11 +13,11 @@ from transformers import Qwen2VLForConditionalGeneration, Qwen2VLImageProcessorP
 from transformers.models.qwen2_vl.modeling_qwen2_vl import get_vision_position_ids
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.errors import CheckpointError
+from dashinfer_vlm_core.errors import CheckpointError, ConfigError
 from dashinfer_vlm_core.models.interface import Grid, Patches
 from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
 from dashinfer_vlm_core.models.qwen2_vl.rope import patch_positions
-from tests.kernels import selector
+from tests.kernels import choose_kernels, selector
 from tests.patches import random_patches
 from tests.tiny import write_checkpoint
 
@@ -26,6 +26,11 @@ PICTURES = [(1, 8, 6), (1, 4, 4), (1, 6, 8), (1, 2, 2), (1, 4, 4), (1, 2, 8)]
 VIDEO = [(3, 4, 6)]
 MIXED = [(2, 4, 4), (1, 8, 6), (3, 4, 4), (1, 4, 4), (5, 2, 2)]
 GRIDS = {"picture": PICTURE, "pictures": PICTURES, "video": VIDEO, "mixed": MIXED}
+
+
+needs_int8 = pytest.mark.skipif(
+    not choose_kernels("cpu", torch.bfloat16, EngineConfig()).supports_int8, reason="no AVX-512 BF16, or no C compiler"
+)
 
 
 def load(folder, dtype="float32", **options):
@@ -99,6 +104,47 @@ def test_half_precision_is_close_to_full_precision(tiny_checkpoint, encoder):
     batch = batch_of(MIXED)
 
     assert_close(load(tiny_checkpoint, "bfloat16").encode(batch), encoder.encode(batch), rtol=0.05)
+
+
+@needs_int8
+def test_int8_is_close_and_bit_exact_in_any_batch(tiny_checkpoint, encoder):
+    batch = batch_of(MIXED)
+    int8 = load(tiny_checkpoint, "bfloat16", vision_quantization="int8")
+    found = int8.encode(batch)
+
+    assert_close(found, encoder.encode(batch), rtol=0.08)
+    assert not torch.equal(found[0], load(tiny_checkpoint, "bfloat16").encode(batch)[0])
+    for item, rows in zip(batch, found, strict=True):
+        assert torch.equal(int8.encode([item])[0], rows)
+
+
+@needs_int8
+def test_vision_quantization_follows_quantization_by_default(tiny_checkpoint):
+    batch = batch_of(PICTURE)
+    plain, int8, follows, explicit = (
+        load(tiny_checkpoint, "bfloat16", **options).encode(batch)[0]
+        for options in (
+            {},
+            {"vision_quantization": "int8"},
+            {"quantization": "int8"},
+            {"quantization": "int8", "vision_quantization": "none"},
+        )
+    )
+
+    assert torch.equal(follows, int8)
+    assert torch.equal(explicit, plain)
+
+
+def test_int8_is_used_by_default_only_where_kernels_support_it(tiny_checkpoint, encoder):
+    """With DashInfer on CUDA, for example, `quantization` concerns only the text model."""
+    batch = batch_of(PICTURE)
+
+    assert torch.equal(load(tiny_checkpoint, quantization="int8").encode(batch)[0], encoder.encode(batch)[0])
+    with pytest.raises(
+        ConfigError, match="`vision_quantization` int8 is not supported by the kernels 'torch'"
+    ) as caught:
+        load(tiny_checkpoint, vision_quantization="int8")
+    assert caught.value.param == "vision_quantization"
 
 
 def test_gelu_tower_equals_transformers(tmp_path, tiny_checkpoint):

@@ -139,6 +139,8 @@ def test_cpu_only_environment_runs_on_cpu(tiny_checkpoint, device, cuda):
         ({"tensor_parallel": 2}, 1, "tensor_parallel"),
         ({"tensor_parallel": 3}, 4, "tensor_parallel"),
         ({"quantization": "int8"}, 0, "quantization"),
+        ({"kv_cache_dtype": "int8"}, 0, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "int8"}, 1, "kv_cache_dtype"),
         ({"dtype": "bfloat16"}, 0, "dtype"),
         ({"device": "mps"}, 4, "device"),
         ({"device": "cuda:1"}, 1, "tensor_parallel"),

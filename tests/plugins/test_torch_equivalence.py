@@ -261,13 +261,13 @@ native = pytest.mark.skipif(
 
 
 @native
-@pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_bfloat16_is_bit_exact_in_any_batch_and_chunking(oracle, quantization):
+@pytest.mark.parametrize("compressed", [{}, {"quantization": "int8"}, {"kv_cache_dtype": "int8"}])
+def test_bfloat16_is_bit_exact_in_any_batch_and_chunking(oracle, compressed):
     """With the C kernels, tokens and log probabilities are bit-exact."""
 
     async def completions(together, **options):
         requests_ = [replace(request, sampling=replace(request.sampling, logprobs=3)) for request in requests(oracle)]
-        async with decoding(oracle.decoder(dtype="bfloat16", quantization=quantization, **options)) as decoder:
+        async with decoding(oracle.decoder(dtype="bfloat16", **compressed, **options)) as decoder:
             if together:
                 return await asyncio.gather(*(collect(decoder, request) for request in requests_))
             return [await collect(decoder, request) for request in requests_]
@@ -290,6 +290,63 @@ def test_int8_stays_close(oracle):
     first = asyncio.run(ours())[0]
     assert first.id == answer[0]
     assert first.logprob == pytest.approx(float(oracle.logits(forced, answer).log_softmax(-1)[0, answer[0]]), abs=0.2)
+
+
+@native
+def test_cached_prompt_with_int8_kv_cache_is_bit_exact(oracle):
+    """Keys and values are quantized once and always read from the cache, so that sharing them changes nothing."""
+    first = prompt(1, 60, logprobs=3)
+    later = replace(first, token_ids=np.concatenate([first.token_ids[:-5], prompt(2, 5).token_ids]))
+
+    async def completions(**options):
+        async with decoding(oracle.decoder(dtype="bfloat16", kv_cache_dtype="int8", **options)) as decoder:
+            return [await collect(decoder, request) for request in (first, later, first)]
+
+    found, expected = asyncio.run(completions(prefill_chunk=7)), asyncio.run(completions(prefix_cache=False))
+    assert [tokens[0].cached_tokens for tokens in found] == [0, 55, 55]
+    assert [[replace(token, cached_tokens=0) for token in tokens] for tokens in found] == expected
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=native)])
+@pytest.mark.supports("int8-kv-cache", backend="torch-cpu")
+def test_int8_kv_cache_stays_close(oracles, shape, dtype):
+    """Log probabilities of forced completions agree, whichever kernels attend to the cache."""
+    oracle = oracles(shape)
+    answer = oracle.greedy(prompt(1, 20))
+    forced = prompt(1, 20, logprobs=0, max_tokens=len(answer), ignore_eos=True)
+
+    async def ours():
+        async with decoding(oracle.decoder(dtype=dtype, kv_cache_dtype="int8")) as decoder:
+            return await collect(decoder, forced)
+
+    tokens = asyncio.run(ours())
+    same = next((i for i, (a, b) in enumerate(zip(ids(tokens), answer, strict=True)) if a != b), len(answer))
+    assert same >= 2
+    expected = oracle.logits(forced, answer).log_softmax(-1)
+    for i in range(same):
+        assert tokens[i].logprob == pytest.approx(float(expected[i, answer[i]]), abs=0.3)
+
+
+def test_bfloat16_kv_cache_of_float32_model_stays_close(oracle):
+    request = prompt(1, 20, logprobs=0, max_tokens=1)
+
+    async def first(**options):
+        async with decoding(oracle.decoder(**options)) as decoder:
+            return (await collect(decoder, request))[0]
+
+    exact, rounded = asyncio.run(first()), asyncio.run(first(kv_cache_dtype="bfloat16"))
+    assert rounded.id == exact.id
+    assert exact.logprob != rounded.logprob == pytest.approx(exact.logprob, abs=0.1)
+
+
+def test_int8_kv_cache_holds_more_tokens(oracle):
+    """A token of this model has 2 layers * 2 * 2 rows of 16 elements."""
+    bfloat16, int8 = (
+        oracle.decoder(kv_cache_mib=1, dtype="bfloat16", kv_cache_dtype=dtype).stats.kv_size
+        for dtype in ("bfloat16", "int8")
+    )
+    assert (bfloat16, int8) == (2**20 // (8 * 32), 2**20 // (8 * (16 + 4)))
 
 
 @pytest.mark.parametrize(

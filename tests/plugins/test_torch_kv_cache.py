@@ -272,15 +272,17 @@ def test_first_freed_range_is_used_from_its_end():
     assert allocator.find_start(KVAllocation(prefix=allocations[0].prefix), 101, order) is None
 
 
-def test_row_copies_may_overlap(oracle):
-    config = read_text_model(oracle.folder)
-    cache = KVCache(config, 50, device="cpu", dtype=torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_row_copies_may_overlap(oracle, dtype):
+    cache = KVCache(read_text_model(oracle.folder), 50, device="cpu", dtype=dtype)
+    tensors = [cache.pool] if cache.scales is None else [cache.pool, cache.scales]
+    assert len(tensors) == (2 if dtype == torch.int8 else 1)
     for source, target, rows in [(0, 30, 20), (10, 3, 30), (3, 10, 30), (5, 5, 9)]:
-        cache.pool.copy_(torch.randn(cache.pool.shape))
-        before = cache.pool.clone()
+        before = [tensor.copy_(torch.randint(-127, 128, tensor.shape)).clone() for tensor in tensors]
         cache.copy_rows(source, target, rows)
-        before[:, :, target : target + rows] = before[:, :, source : source + rows].clone()
-        assert torch.equal(cache.pool, before)
+        for tensor, expected in zip(tensors, before, strict=True):
+            expected[:, :, target : target + rows] = expected[:, :, source : source + rows].clone()
+            assert torch.equal(tensor, expected)
 
 
 # Scheduler and cache together

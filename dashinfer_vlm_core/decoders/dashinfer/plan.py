@@ -52,6 +52,12 @@ def make_plan(spec: ModelSpec, config: EngineConfig, *, cuda: int, cpu_only: boo
             " `dashinfer-vlm dashinfer install` for an environment that uses the GPU, or set `device` to cpu.",
             param="device",
         )
+    if config.kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"`kv_cache_dtype` {config.kv_cache_dtype!r} requires the decoder torch: DashInfer stores 8-bit keys"
+            " and values only on CUDA, where this is not verified. Remove it, or set `decoder` to torch.",
+            param="kv_cache_dtype",
+        )
     context = min(spec.max_model_len, config.max_model_len or spec.max_model_len)
     if first is None:
         return _plan_cpu(spec.text, config, context)

@@ -20,7 +20,7 @@ from ...concurrency.compute import Executor, executor_for
 from ...config import EngineConfig
 from ...kernels import Activation, Kernels, KernelSelector, KVSpan, KVSpans, Linear, Norm
 from ..interface import Grid, Patches
-from ..placement import resolve_device, resolve_dtype
+from ..placement import quantizes_vision_encoder, resolve_device, resolve_dtype
 from ..spec import ModelSpec, PixelSpec
 from ..weights import Weights, torch_dtype
 from .config import VisionConfig, read_vision_config
@@ -230,6 +230,7 @@ class VisionWeights(NamedTuple):
     kernels: Kernels
     device: str
     dtype: torch.dtype
+    int8: bool = False
 
     @classmethod
     @contextmanager
@@ -238,7 +239,8 @@ class VisionWeights(NamedTuple):
         device = resolve_device(config.device)
         dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, device))
         with Weights.open(spec.folder, spec.tensor_renames) as weights:
-            yield cls(weights, kernels.choose(device, dtype), device, dtype)
+            chosen = kernels.choose(device, dtype)
+            yield cls(weights, chosen, device, dtype, quantizes_vision_encoder(config, chosen))
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         return self.weights.tensor(f"visual.{name}", shape, device=self.device, dtype=self.dtype)
@@ -247,8 +249,15 @@ class VisionWeights(NamedTuple):
         return Norm(self.tensor(f"{name}.weight", width), self.tensor(f"{name}.bias", width))
 
     def linear(self, name: str, outputs: int, inputs: int, activation: Activation = Activation.NONE) -> Linear:
+        """Read a linear layer of the blocks or the merger, which may be quantized."""
         weight = self.tensor(f"{name}.weight", outputs, inputs)
-        return self.kernels.linear(weight, self.tensor(f"{name}.bias", outputs), activation=activation)
+        bias = self.tensor(f"{name}.bias", outputs)
+        return self.kernels.linear(weight, bias, activation=activation, int8=self.int8)
+
+    def output(self, name: str, outputs: int, inputs: int) -> Linear:
+        """Read the layer whose results are the visual tokens. It is not quantized: its rounding errors would be larger
+        than those of all other layers together, and it has less than 1 % of the multiplications."""
+        return self._replace(int8=False).linear(name, outputs, inputs)
 
     def convolution(self, name: str, *shape: int) -> Linear:
         return self.kernels.linear(self.tensor(f"{name}.weight", *shape).flatten(1))
@@ -292,5 +301,5 @@ def _load_merger(config: VisionConfig, read: VisionWeights) -> Merger:
     return Merger(
         norm=read.norm("merger.ln_q", config.embed_dim),
         fc1=read.linear("merger.mlp.0", width, width, Activation.GELU),
-        fc2=read.linear("merger.mlp.2", config.hidden_size, width),
+        fc2=read.output("merger.mlp.2", config.hidden_size, width),
     )

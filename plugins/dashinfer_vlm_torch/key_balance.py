@@ -1,0 +1,69 @@
+"""Balance the channels of keys for an 8-bit KV cache.
+
+A large bias of the key projection makes a channel of the keys many times larger than the others. With one scale per key,
+it would leave few bits for the rest. Each channel of the keys is therefore divided by a factor, and the same
+channel of the queries multiplied by it, which does not change their product (SmoothAttention of QServe,
+arXiv:2405.04532). Rotary embedding mixes the channels i and i + head_dim / 2, so these share a factor.
+
+Unlike QServe's, the factors need no calibration: they are estimated from the weights. They are powers of two, so that
+scaling the weights does not round them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dashinfer_vlm_core.kernels import Norm
+
+LARGEST_DEVIATION = 3
+"""The largest of the channels of a key, in standard deviations. Channels with a large bias do not deviate as much."""
+
+MAX_EXPONENT = 8
+"""Factors are between 2^-8 and 2^8, so that queries in float16 do not overflow."""
+
+
+def balance_projection(weight: Tensor, bias: Tensor | None, gain: Tensor, *, heads: int, kv_heads: int) -> None:
+    """Scale the rows of queries and keys of a projection in place.
+
+    The largest values of a key channel are estimated for uncorrelated inputs: the bias and `LARGEST_DEVIATION` standard
+    deviations.
+
+    Args:
+        weight: [(heads + 2 * kv_heads) * head_dim, hidden]: query, key and value heads.
+        bias: [(heads + 2 * kv_heads) * head_dim].
+        gain: [hidden], the weight of the norm before the projection.
+        heads: number of query heads.
+        kv_heads: number of key heads.
+    """
+    rows = torch.unflatten(weight, 0, (heads + 2 * kv_heads, -1))
+    keys = slice(heads, heads + kv_heads)
+    magnitudes = LARGEST_DEVIATION * (rows[keys].float() * gain.float()).norm(dim=-1)
+    offsets = None if bias is None else bias.view(rows.shape[:2])
+    if offsets is not None:
+        magnitudes += offsets[keys].float().abs()
+    factors = channel_factors(magnitudes).to(weight.dtype)
+    shared = factors.repeat_interleave(heads // kv_heads, dim=0)
+    for part in (rows, offsets):
+        if part is not None:
+            ones = [1] * (part.ndim - 2)
+            part[:heads] *= shared.view(*shared.shape, *ones)
+            part[keys] /= factors.view(*factors.shape, *ones)
+
+
+def balance_norms(query: Norm, key: Norm) -> tuple[Norm, Norm]:
+    """Scale the norms of query and key heads, which determine the magnitude of the channels."""
+    factors = channel_factors(key.weight.float().abs()).to(key.weight.dtype)
+    return (
+        Norm(query.weight * factors, None if query.bias is None else query.bias * factors),
+        Norm(key.weight / factors, None if key.bias is None else key.bias / factors),
+    )
+
+
+def channel_factors(magnitudes: Tensor) -> Tensor:
+    """Return the factors of channels of these magnitudes, relative to the median; both float32 [..., head_dim]."""
+    pairs = torch.unflatten(magnitudes, -1, (2, -1)).square().mean(dim=-2).sqrt()
+    exponents = pairs.clamp_min(torch.finfo(torch.float32).tiny).log2()
+    exponents -= exponents.median(dim=-1, keepdim=True).values
+    factors = exponents.round().clamp(-MAX_EXPONENT, MAX_EXPONENT).exp2()
+    return torch.cat([factors, factors], dim=-1)
