@@ -145,5 +145,5 @@ def _load_merger(name: str, config: VisionConfig, read: VisionWeights, *, norm_w
     return Merger(
         norm=read.norm(f"{name}.norm", norm_width),
         fc1=read.linear(f"{name}.linear_fc1", width, width, Activation.GELU),
-        fc2=read.linear(f"{name}.linear_fc2", config.output_size, width),
+        fc2=read.output(f"{name}.linear_fc2", config.output_size, width),
     )
