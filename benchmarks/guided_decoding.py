@@ -169,7 +169,7 @@ def step_time(batch: int, tokens: int = 100) -> float:
         await asyncio.gather(*(engine.achat(request) for _ in range(batch)))
         return time.perf_counter() - begin
 
-    with Engine(EngineConfig(model="demo")) as engine:
+    with Engine(EngineConfig(model="demo", speculative_method="none")) as engine:
         return min(asyncio.run(run_request(engine)) for _ in range(5)) / tokens
 
 

@@ -378,8 +378,8 @@ class Scheduler:
         """Propose tokens for a sequence: at most as many as fit its rows and, with one that is sampled after them,
         `max_tokens`."""
         assert sequence.proposer
-        room = self._running[sequence].rows - sequence.length
-        limit = min(room, sequence.max_tokens - len(sequence.output_ids) - 1)
+        free_rows = self._running[sequence].rows - sequence.length
+        limit = min(free_rows, sequence.max_tokens - len(sequence.output_ids) - 1)
         return sequence.proposer.propose(sequence.output_ids, max(limit, 0), threshold)
 
     def _append_all(self, chunk: ScheduledChunk, sampled: Sequence[SampledToken]) -> list[Token]:
