@@ -31,6 +31,7 @@ OWN_ENGINES = {
     "own": {"dtype": "float32"},
     "own-bfloat16": {"dtype": "bfloat16"},
     "own-int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "own-int4": {"dtype": "bfloat16", "quantization": "int4"},
 }
 """Options of this project's engine by the name of the variant."""
 

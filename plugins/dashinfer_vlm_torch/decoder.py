@@ -16,13 +16,13 @@ from dashinfer_vlm_core.decoders import (
     check_request,
 )
 from dashinfer_vlm_core.errors import ConfigError, EngineClosed
-from dashinfer_vlm_core.kernels import Kernels, KernelSelector
+from dashinfer_vlm_core.kernels import INT4, INT8, Kernels, KernelSelector
 from dashinfer_vlm_core.models.placement import resolve_device, resolve_dtype
 from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.models.weights import Weights, torch_dtype
 
 from .kv_cache import KVCache
-from .model import TextModel
+from .model import TextModel, TextQuantization
 from .runner import ModelRunner
 from .scheduler import Scheduler, SchedulerStats, SequenceState
 from .worker import OutputQueue, Worker, WorkerCounts
@@ -53,8 +53,7 @@ class TorchDecoder:
         self._device = resolve_device(config.device)
         self._dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, self._device))
         self._kernels = kernels.choose(self._device, self._dtype, self._text)
-        self._int8 = config.quantization == "int8"
-        _check_options(config, self._kernels)
+        self._quantization = _text_quantization(config, self._kernels, self._device)
         context = min(spec.max_model_len, config.max_model_len or spec.max_model_len)
         self._kv_tokens = self._kv_pool_tokens(context)
         self.max_model_len: int = min(context, self._kv_tokens)
@@ -116,9 +115,15 @@ class TorchDecoder:
     def _load(self) -> ModelRunner:
         with Weights.open(self._spec.folder, self._spec.tensor_renames) as weights:
             model = TextModel(
-                weights, self._text, self._kernels, device=self._device, dtype=self._dtype, int8=self._int8
+                weights,
+                self._text,
+                self._kernels,
+                device=self._device,
+                dtype=self._dtype,
+                quantization=self._quantization,
             )
-        weight_dtype = "int8" if self._int8 else str(self._dtype).removeprefix("torch.")
+        layers = self._quantization.layers
+        weight_dtype = f"int{layers.bits}" if layers else str(self._dtype).removeprefix("torch.")
         logger.info("Weights in %s on %s, with the kernels %r.", weight_dtype, self._device, self._kernels.name)
         return ModelRunner(model, KVCache(self._text, self._kv_tokens, device=self._device, dtype=self._dtype))
 
@@ -132,15 +137,32 @@ class TorchDecoder:
         )
 
 
-def _check_options(config: EngineConfig, kernels: Kernels) -> None:
-    if config.quantization == "none" or (config.quantization == "int8" and kernels.supports_int8):
-        return
-    if config.quantization == "int8" and config.cpu_kernels == "torch":
+def _text_quantization(config: EngineConfig, kernels: Kernels, device: str) -> TextQuantization:
+    """Return how the text model is quantized.
+
+    Raises:
+        ConfigError: `quantization` is not supported by these kernels or on this device.
+    """
+    name = config.quantization
+    if name == "none":
+        return TextQuantization()
+    if name == "int8" and kernels.supports_int8:
+        return TextQuantization(INT8, INT8, INT8)
+    if name == "int8" and config.cpu_kernels == "torch":
         message = "`quantization` int8 requires the C kernels. Remove `cpu_kernels` torch."
         raise ConfigError(message, param="quantization")
-    raise ConfigError(
-        f"`quantization` {config.quantization!r} is not supported by the PyTorch decoder here: it supports only int8,"
-        " for bfloat16 on a CPU with AVX-512 BF16 and VNNI and a C compiler. Remove it, or use the decoder dashinfer on"
-        " CUDA.",
-        param="quantization",
-    )
+    if name == "int8" or not device.startswith("cpu"):
+        raise ConfigError(
+            f"`quantization` {name!r} is not supported by the PyTorch decoder here: it supports int4 on a CPU, and int8"
+            " for bfloat16 on a CPU with AVX-512 BF16 and VNNI and a C compiler. Remove it, or use the decoder"
+            " dashinfer on CUDA.",
+            param="quantization",
+        )
+    if not kernels.supports_int4:
+        logger.warning(
+            "`quantization` %s saves no memory here: the kernels %r keep the rounded weights in the model's data type."
+            " 4-bit weights are kept in 4 bits for bfloat16 on a CPU with AVX-512 BF16 and VNNI and a C compiler.",
+            name,
+            kernels.name,
+        )
+    return TextQuantization(INT4, INT8, INT8)

@@ -26,6 +26,7 @@ from dashinfer_vlm_core.kernels import (
     Linear,
     LMHead,
     Norm,
+    Quantization,
 )
 from dashinfer_vlm_core.models.spec import RotarySpec, TextModelSpec
 from dashinfer_vlm_core.models.weights import Weights
@@ -48,6 +49,20 @@ class PackedBatch(NamedTuple):
     additions: Additions | None = None
 
 
+class TextQuantization(NamedTuple):
+    """How the matrices of a text model are quantized; None keeps the model's dtype.
+
+    Attributes:
+        layers: for the matrices of the layers.
+        sensitive: for the down projections, whose error changes the logits most.
+        head: for the output layer.
+    """
+
+    layers: Quantization | None = None
+    sensitive: Quantization | None = None
+    head: Quantization | None = None
+
+
 class TextModel:
     """Embedding table, layers, final norm and output layer on one device, in one dtype."""
 
@@ -59,16 +74,15 @@ class TextModel:
         *,
         device: str,
         dtype: torch.dtype,
-        int8: bool = False,
+        quantization: TextQuantization,
     ) -> None:
-        """Load the model; with `int8`, which `kernels` must support, the matrices are quantized to 8 bits."""
         self.config = config
         self.device = device
         self.dtype = dtype
         self.kernels = kernels
         self.executor: Executor = executor_for(device)
         run = self.executor.run
-        read = _Reader(weights, kernels, device, dtype, int8, config)
+        read = _Reader(weights, kernels, device, dtype, quantization, config)
         names, hidden, vocab = config.weights, config.hidden_size, config.vocab_size
         # One task per part, so that other tasks can run in between.
         self._embedding = run(lambda: read.tensor(f"{names.embedding}.weight", vocab, hidden))
@@ -135,7 +149,7 @@ class _Reader(NamedTuple):
     kernels: Kernels
     device: str
     dtype: torch.dtype
-    int8: bool
+    quantization: TextQuantization
     spec: TextModelSpec
 
     def tensor(self, name: str, *shape: int) -> Tensor:
@@ -153,14 +167,14 @@ class _Reader(NamedTuple):
         return Norm(weight, None if self.spec.norm == "rms_norm" else torch.zeros_like(weight))
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = Activation.NONE) -> Linear:
-        return self.kernels.linear(weight, bias, activation=activation, int8=self.int8)
+        return self.kernels.linear(weight, bias, activation=activation, quantization=self.quantization.layers)
 
 
 def _read_head(read: _Reader, config: TextModelSpec, embedding: Tensor) -> LMHead:
     if config.tie_word_embeddings:
-        return read.kernels.head(embedding, int8=read.int8)
+        return read.kernels.head(embedding, quantization=read.quantization.head)
     weight = read.tensor(f"{config.weights.head}.weight", config.vocab_size, config.hidden_size)
-    return read.kernels.head(weight, int8=read.int8)
+    return read.kernels.head(weight, quantization=read.quantization.head)
 
 
 def _read_layer(read: _Reader, config: TextModelSpec, number: int) -> DecoderLayer:
@@ -174,7 +188,9 @@ def _read_layer(read: _Reader, config: TextModelSpec, number: int) -> DecoderLay
         output=read.linear(read.tensor(f"{prefix}.{names.output}.weight", hidden, query)),
         mlp_norm=read.norm(f"{prefix}.{names.mlp_norm}", hidden),
         gate_up=read.linear(read.fused(gate_up, [inner, inner], hidden), activation=Activation.SILU_GATE),
-        down=read.linear(read.tensor(f"{prefix}.{names.down}.weight", hidden, inner)),
+        down=read.kernels.linear(
+            read.tensor(f"{prefix}.{names.down}.weight", hidden, inner), quantization=read.quantization.sensitive
+        ),
         query_norm=_read_head_norm(read, config, f"{prefix}.{names.query_norm}"),
         key_norm=_read_head_norm(read, config, f"{prefix}.{names.key_norm}"),
     )
