@@ -111,7 +111,7 @@ INLINE Fit fit_codes(const float *x, ptrdiff_t count, float low, float high)
             squares[j] += step * step;
         }
     for (int j = 1; j < SUMS; j++) products[0] += products[j], squares[0] += squares[j];
-    if (squares[0] == 0) return fit;
+    if (products[0] == 0 && squares[0] == 0) return fit; /* weights of zero */
     fit.scale = products[0] / squares[0];
     fit.gain = products[0] * fit.scale;
     return fit;

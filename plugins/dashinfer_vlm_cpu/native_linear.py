@@ -157,15 +157,16 @@ class NativeInt4Linear(NativeLinear):
 
     def _pack(self, weight: Tensor, gated: bool) -> PackedWeights:
         outputs, inputs = weight.shape
-        codes, scales, zeros, group, _ = self._quantized
-        exponents = torch.frexp(scales.float().amax(dim=1)).exponent
-        relative = torch.ldexp(scales.float(), -exponents[:, None]).half()
+        group, codes, zeros = self._quantized.group, weight.contiguous(), self._quantized.zeros.contiguous()
+        scales = self._quantized.scales.float()
+        exponents = torch.frexp(scales.abs().amax(dim=1)).exponent
+        relative = torch.ldexp(scales, -exponents[:, None]).half().contiguous()
         row_scales = torch.ldexp(torch.ones(outputs), exponents)
         packed = huge_pages.empty(self._library.int4_size(outputs, inputs, group), torch.uint8).zero_()
         column_scales = torch.empty(_padded(outputs), dtype=torch.float32)
         self._library.pack_int4(
-            codes.contiguous().data_ptr(), relative.data_ptr(), zeros.contiguous().data_ptr(), row_scales.data_ptr(),
-            outputs, inputs, group, gated, packed.data_ptr(), column_scales.data_ptr(), torch.get_num_threads(),
+            codes.data_ptr(), relative.data_ptr(), zeros.data_ptr(), row_scales.data_ptr(), outputs, inputs, group,
+            gated, packed.data_ptr(), column_scales.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return PackedWeights(packed, column_scales)
 

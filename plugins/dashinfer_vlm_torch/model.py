@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -167,14 +167,20 @@ class _Reader(NamedTuple):
         return Norm(weight, None if self.spec.norm == "rms_norm" else torch.zeros_like(weight))
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = Activation.NONE) -> Linear:
-        return self.kernels.linear(weight, bias, activation=activation, quantization=self.quantization.layers)
+        return self.kernels.linear(weight, bias, activation=activation, **self.options(self.quantization.layers))
+
+    def options(self, quantization: Quantization | None) -> dict[str, Any]:
+        """The arguments that select `quantization`. Kernels of plugins may have only `int8`, or neither."""
+        if quantization is None:
+            return {}
+        return {"quantization": quantization} if hasattr(self.kernels, "supports_int4") else {"int8": True}
 
 
 def _read_head(read: _Reader, config: TextModelSpec, embedding: Tensor) -> LMHead:
     if config.tie_word_embeddings:
-        return read.kernels.head(embedding, quantization=read.quantization.head)
+        return read.kernels.head(embedding, **read.options(read.quantization.head))
     weight = read.tensor(f"{config.weights.head}.weight", config.vocab_size, config.hidden_size)
-    return read.kernels.head(weight, quantization=read.quantization.head)
+    return read.kernels.head(weight, **read.options(read.quantization.head))
 
 
 def _read_layer(read: _Reader, config: TextModelSpec, number: int) -> DecoderLayer:
@@ -189,7 +195,7 @@ def _read_layer(read: _Reader, config: TextModelSpec, number: int) -> DecoderLay
         mlp_norm=read.norm(f"{prefix}.{names.mlp_norm}", hidden),
         gate_up=read.linear(read.fused(gate_up, [inner, inner], hidden), activation=Activation.SILU_GATE),
         down=read.kernels.linear(
-            read.tensor(f"{prefix}.{names.down}.weight", hidden, inner), quantization=read.quantization.sensitive
+            read.tensor(f"{prefix}.{names.down}.weight", hidden, inner), **read.options(read.quantization.sensitive)
         ),
         query_norm=_read_head_norm(read, config, f"{prefix}.{names.query_norm}"),
         key_norm=_read_head_norm(read, config, f"{prefix}.{names.key_norm}"),
