@@ -602,28 +602,39 @@ INLINE __m512i zeros_of(const uint8_t *zeros) { return _mm512_cvtepu8_epi32(_mm_
 
 INLINE __m512 scales_of(const char *scales) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)scales)); }
 
+/* With this number of rows, all sums stay in registers. */
+#ifndef TILE_ROWS_INT4
+#define TILE_ROWS_INT4 4
+#endif
+#define CASES_TO_4(BODY) CASE(1, BODY) CASE(2, BODY) CASE(3, BODY) CASE(4, BODY)
+#if TILE_ROWS_INT4 > 4
+#define WITH_FEW_ROWS(count, BODY) switch (count) { CASES_TO_4(BODY) CASE(5, BODY) CASE(6, BODY) CASE(7, BODY) CASE(8, BODY) }
+#else
+#define WITH_FEW_ROWS(count, BODY) switch (count) { CASES_TO_4(BODY) }
+#endif
+
 /* The sums for columns 16 to 31 of a panel are computed from whole bytes, which are 16 times their codes plus the codes of
  * columns 0 to 15: that is cheaper than shifting the codes, and as exact, since all sums are integers. */
-INLINE void tile_int4(const int rows, const Quantized *x, ptrdiff_t row, const Matrix *m, ptrdiff_t panel,
-                      __m512 acc[TILE_ROWS][2])
+INLINE void tile_int4(const int rows, const Quantized *q, ptrdiff_t row, const Matrix *m, ptrdiff_t panel,
+                      __m512 acc[TILE_ROWS_INT4][2])
 {
     ptrdiff_t group = m->group, blocks = int4_blocks(m->inputs), groups = QUANT_BLOCK / group, size = int4_block_size(group);
     const char *block = (const char *)m->packed + panel * blocks * size;
-    const int8_t *bytes = x->bytes + row * blocks * QUANT_BLOCK;
+    const int8_t *bytes = q->bytes + row * blocks * QUANT_BLOCK;
     __m512i low = _mm512_set1_epi8(15);
     UNROLL for (int i = 0; i < rows; i++) acc[i][0] = acc[i][1] = _mm512_setzero_ps();
     for (ptrdiff_t b = 0; b < blocks; b++, block += size) {
         const char *codes = block + int4_codes_offset(group);
         const uint8_t *zeros = (const uint8_t *)block + int4_zeros_offset(group);
-        __m512 parts[TILE_ROWS][2];
+        __m512 parts[TILE_ROWS_INT4][2];
         UNROLL for (int i = 0; i < rows; i++) parts[i][0] = parts[i][1] = _mm512_setzero_ps();
         for (ptrdiff_t offset = 0; offset < size - CODES_BYTES; offset += 64)
             prefetch(prefetch_address(block + offset, rows), 1);
         for (ptrdiff_t g = 0; g < groups; g++, zeros += PANEL) {
-            __m512i left_zeros = zeros_of(zeros), sums[TILE_ROWS][2];
+            __m512i left_zeros = zeros_of(zeros), sums[TILE_ROWS_INT4][2];
             __m512i both_zeros = _mm512_add_epi32(_mm512_slli_epi32(zeros_of(zeros + LANES), 4), left_zeros);
             UNROLL for (int i = 0; i < rows; i++) {
-                __m512i offset = _mm512_set1_epi32(x->offsets[((row + i) * blocks + b) * groups + g]);
+                __m512i offset = _mm512_set1_epi32(q->offsets[((row + i) * blocks + b) * groups + g]);
                 sums[i][0] = _mm512_dpwssd_epi32(_mm512_setzero_si512(), left_zeros, offset);
                 sums[i][1] = _mm512_dpwssd_epi32(_mm512_setzero_si512(), both_zeros, offset);
             }
@@ -646,7 +657,7 @@ INLINE void tile_int4(const int rows, const Quantized *x, ptrdiff_t row, const M
             }
         }
         UNROLL for (int i = 0; i < rows; i++) {
-            __m512 scale = _mm512_set1_ps(x->scales[(row + i) * blocks + b]);
+            __m512 scale = _mm512_set1_ps(q->scales[(row + i) * blocks + b]);
             acc[i][0] = _mm512_fmadd_ps(parts[i][0], scale, acc[i][0]);
             acc[i][1] = _mm512_fmadd_ps(parts[i][1], scale, acc[i][1]);
         }
@@ -657,11 +668,11 @@ static void linear_rows_int4(const Quantized *x, ptrdiff_t panel, ptrdiff_t star
 {
     const float *scales = ep->m->scales + panel * PANEL;
     __m512 left = _mm512_loadu_ps(scales), right = _mm512_loadu_ps(scales + LANES);
-    ptrdiff_t tiles = int8_tiles(stop - start);
+    ptrdiff_t tiles = (stop - start + TILE_ROWS_INT4 - 1) / TILE_ROWS_INT4;
     for (ptrdiff_t tile = 0; tile < tiles; tile++) {
         ptrdiff_t row = start + (stop - start) * tile / tiles, next = start + (stop - start) * (tile + 1) / tiles;
-        WITH_ROWS(next - row, {
-            __m512 acc[TILE_ROWS][2];
+        WITH_FEW_ROWS(next - row, {
+            __m512 acc[TILE_ROWS_INT4][2];
             tile_int4(rows, x, row, ep->m, panel, acc);
             UNROLL for (int i = 0; i < rows; i++)
                 finish(ep, row + i, panel, _mm512_mul_ps(acc[i][0], left), _mm512_mul_ps(acc[i][1], right));

@@ -53,14 +53,18 @@ class TextQuantization(NamedTuple):
     """How the matrices of a text model are quantized; None keeps the model's dtype.
 
     Attributes:
-        layers: for the matrices of the layers.
-        sensitive: for the down projections, whose error changes the logits most.
+        layers: for the matrices of most layers.
+        outer: for the first and the last layer, whose errors change the logits most, unless there is no other layer.
         head: for the output layer.
     """
 
     layers: Quantization | None = None
-    sensitive: Quantization | None = None
+    outer: Quantization | None = None
     head: Quantization | None = None
+
+    def of_layer(self, number: int, count: int) -> Quantization | None:
+        """For layer `number` of `count` layers."""
+        return self.outer if number in (0, count - 1) and count > 2 else self.layers
 
 
 class TextModel:
@@ -82,12 +86,14 @@ class TextModel:
         self.kernels = kernels
         self.executor: Executor = executor_for(device)
         run = self.executor.run
-        read = _Reader(weights, kernels, device, dtype, quantization, config)
+        read = _Reader(weights, kernels, device, dtype, None, config)
         names, hidden, vocab = config.weights, config.hidden_size, config.vocab_size
+        count = config.num_hidden_layers
+        readers = [read.quantized(quantization.of_layer(number, count)) for number in range(count)]
         # One task per part, so that other tasks can run in between.
         self._embedding = run(lambda: read.tensor(f"{names.embedding}.weight", vocab, hidden))
         self._layers = kernels.decoder_layers(
-            [run(functools.partial(_read_layer, read, config, number)) for number in range(config.num_hidden_layers)],
+            [run(functools.partial(_read_layer, reader, config, number)) for number, reader in enumerate(readers)],
             DecoderShape(
                 config.num_attention_heads,
                 config.num_key_value_heads,
@@ -97,7 +103,7 @@ class TextModel:
             ),
         )
         self._norm = read.norm(names.norm, hidden)
-        self._head = run(lambda: _read_head(read, config, self._embedding))
+        self._head = run(lambda: _read_head(read.quantized(quantization.head), config, self._embedding))
         self._rotary = Rotary(config.rotary, config.head_dim, device)
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -149,8 +155,12 @@ class _Reader(NamedTuple):
     kernels: Kernels
     device: str
     dtype: torch.dtype
-    quantization: TextQuantization
+    quantization: Quantization | None
     spec: TextModelSpec
+
+    def quantized(self, quantization: Quantization | None) -> _Reader:
+        """Return a reader of matrices with this quantization."""
+        return self._replace(quantization=quantization)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self.weights.tensor(name, shape, device=self.device, dtype=self.dtype)
@@ -167,20 +177,23 @@ class _Reader(NamedTuple):
         return Norm(weight, None if self.spec.norm == "rms_norm" else torch.zeros_like(weight))
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = Activation.NONE) -> Linear:
-        return self.kernels.linear(weight, bias, activation=activation, **self.options(self.quantization.layers))
+        return self.kernels.linear(weight, bias, activation=activation, **self._options())
 
-    def options(self, quantization: Quantization | None) -> dict[str, Any]:
-        """The arguments that select `quantization`. Kernels of plugins may have only `int8`, or neither."""
-        if quantization is None:
+    def head(self, weight: Tensor) -> LMHead:
+        return self.kernels.head(weight, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        """The arguments that select `quantization`. Kernels of plugins may have only `int8`."""
+        if self.quantization is None:
             return {}
-        return {"quantization": quantization} if hasattr(self.kernels, "supports_int4") else {"int8": True}
+        return {"quantization": self.quantization} if hasattr(self.kernels, "supports_int4") else {"int8": True}
 
 
 def _read_head(read: _Reader, config: TextModelSpec, embedding: Tensor) -> LMHead:
     if config.tie_word_embeddings:
-        return read.kernels.head(embedding, **read.options(read.quantization.head))
+        return read.head(embedding)
     weight = read.tensor(f"{config.weights.head}.weight", config.vocab_size, config.hidden_size)
-    return read.kernels.head(weight, **read.options(read.quantization.head))
+    return read.head(weight)
 
 
 def _read_layer(read: _Reader, config: TextModelSpec, number: int) -> DecoderLayer:
@@ -194,9 +207,7 @@ def _read_layer(read: _Reader, config: TextModelSpec, number: int) -> DecoderLay
         output=read.linear(read.tensor(f"{prefix}.{names.output}.weight", hidden, query)),
         mlp_norm=read.norm(f"{prefix}.{names.mlp_norm}", hidden),
         gate_up=read.linear(read.fused(gate_up, [inner, inner], hidden), activation=Activation.SILU_GATE),
-        down=read.kernels.linear(
-            read.tensor(f"{prefix}.{names.down}.weight", hidden, inner), **read.options(read.quantization.sensitive)
-        ),
+        down=read.linear(read.tensor(f"{prefix}.{names.down}.weight", hidden, inner)),
         query_norm=_read_head_norm(read, config, f"{prefix}.{names.query_norm}"),
         key_norm=_read_head_norm(read, config, f"{prefix}.{names.key_norm}"),
     )

@@ -13,7 +13,7 @@ from dashinfer_vlm_cpu.native import AVX512, PORTABLE_TILES
 from dashinfer_vlm_cpu.native_linear import quantize_int4
 from tests.core.test_kernels import VARIANT_PARAMS, error, load, needs_native, numbers
 
-ROWS = (1, 2, 7, 12, 13, 16, 17, 33, 100)
+ROWS = (1, 3, 5, 16, 17, 40)
 
 
 @pytest.fixture(params=[pytest.param(None, id="torch"), *VARIANT_PARAMS])
@@ -48,9 +48,9 @@ def quantized_rows(x):
 
 
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize(("outputs", "inputs"), [(96, 256), (70, 132), (33, 263), (5, 30)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(70, 128), (33, 263)])
 def test_linear_equals_product_of_dequantized_weights(native, group, outputs, inputs):
-    """Including a partial panel, block, group, and quad of inputs."""
+    """With a partial panel, and with partial blocks, groups and quads of inputs."""
     weight = random_weight(outputs, inputs, group)
     layer = native.linear_quantized(weight, dtype=torch.bfloat16, fp32_output=True)
     for rows in ROWS:
@@ -67,7 +67,7 @@ def test_linear_is_close_to_weights(kernels, ordered):
     assert error(layer(x), product * torch.sigmoid(1.702 * product)) < 1.5e-2
 
 
-@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("rows", [1, 40])
 def test_order_of_inputs_permutes_activations(native, rows):
     weight, x = random_weight(64, 260, 32, ordered=True), numbers(rows, 2 * 260, seed=1)[:, :260]
     ordered, plain = (
@@ -77,13 +77,12 @@ def test_order_of_inputs_permutes_activations(native, rows):
     assert not torch.equal(ordered(x), plain(x))
 
 
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize(("group", "ordered"), [(32, True), (64, False), (128, False)])
 def test_row_is_bit_exact_in_any_batch(native, group, ordered):
     layer = native.linear_quantized(random_weight(96, 296, group, ordered=ordered), dtype=torch.bfloat16)
-    x = numbers(200, 296, seed=1)
+    x = numbers(70, 296, seed=1)
     whole = layer(x)
-    for rows in (*ROWS, 199):
+    for rows in ROWS:
         assert torch.equal(layer(x[:rows]), whole[:rows])
 
 

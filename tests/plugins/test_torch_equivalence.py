@@ -11,9 +11,11 @@ import torch
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError
-from dashinfer_vlm_core.kernels import INT8, Activation, KernelSelector, LoadedKernels
+from dashinfer_vlm_core.kernels import INT4, INT8, Activation, KernelSelector, LoadedKernels
+from dashinfer_vlm_core.kernels.layers import FullLMHead
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_torch.decoder import TorchDecoder
+from dashinfer_vlm_torch.model import TextQuantization
 from tests.kernels import choose_kernels
 
 from .oracle import IMAGE, SHAPES, collect, decoding, ids, prompt, read_spec, text, visual
@@ -328,6 +330,12 @@ def test_int4_is_close_to_rounded_weights(oracle, caplog, name):
     assert found[1] == pytest.approx(expected[1], abs=0.1)
 
 
+def test_first_and_last_layer_keep_8_bits():
+    quantization = TextQuantization(INT4, INT8, INT8)
+    assert [quantization.of_layer(number, 4) for number in range(4)] == [INT8, INT4, INT4, INT8]
+    assert [quantization.of_layer(number, 2) for number in range(2)] == [INT4, INT4]
+
+
 class OlderKernels(TorchKernels):
     """Kernels of a plugin for an interface without `quantization`."""
 
@@ -344,7 +352,7 @@ class OlderKernels(TorchKernels):
         return super().linear(weight, bias, activation=activation, fp32_output=fp32_output, quantization=quantization)
 
     def head(self, weight, *, int8=False):
-        return super().head(weight, quantization=INT8 if int8 else None)
+        return FullLMHead(self.linear(weight, fp32_output=True, int8=int8))
 
     def applies(self, device, dtype):
         return True
