@@ -33,6 +33,7 @@ OWN_ENGINES = {
     "own-int8": {"dtype": "bfloat16", "quantization": "int8"},
     "own-int8-text": {"dtype": "bfloat16", "quantization": "int8", "vision_quantization": "none"},
     "own-int8-kv-cache": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    "own-int4": {"dtype": "bfloat16", "quantization": "int4"},
 }
 """Options of this project's engine by the name of the variant."""
 

@@ -72,7 +72,7 @@ def _translate_quant_type(kind: str) -> FlagTranslation:
         note = "only weights are quantized, not activations" if kind == "a8w8" else ""
         return FlagTranslation(args=("--quantization", "int8"), note=note)
     if kind == "a16w4":
-        return FlagTranslation(args=("--quantization", "uint4"))
+        return FlagTranslation(args=("--quantization", "int4"))
     if kind == "fp8":
         return _reject_fp8(kind)
     raise ConfigError(
@@ -160,7 +160,7 @@ FLAGS = (
     OldFlag(
         flag="--quant-type",
         metavar="gptq|gptq_weight_only|a8w8|a16w4|a16w8|fp8",
-        replacement="`a16w8` and `a8w8`: `--quantization int8`; `a16w4`: `--quantization uint4`; others are rejected",
+        replacement="`a16w8` and `a8w8`: `--quantization int8`; `a16w4`: `--quantization int4`; others are rejected",
         translate=_translate_quant_type,
     ),
     OldFlag(

@@ -101,10 +101,10 @@ class EngineConfig(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Data type of the weights; `auto` uses the checkpoint's."
     )
-    quantization: Literal["none", "int8", "uint4"] = Field(
+    quantization: Literal["none", "int8", "int4", "uint4"] = Field(
         "none",
-        description="Data type that weights are quantized to: int8 on a CPU with AVX-512; int8 or uint4 with DashInfer"
-        " on CUDA.",
+        description="Data type that weights are quantized to: int8 or int4 on a CPU with AVX-512, or with DashInfer on"
+        " CUDA. uint4 is the same as int4.",
     )
     vision_quantization: Literal["auto", "none", "int8"] = Field(
         "auto",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..config import EngineConfig
     from ..models.spec import TextModelSpec
     from .choice import KernelFactory, KernelSelector, LoadedKernels
+    from .quantization import INT4, INT8, Quantization, QuantizedWeight
     from .types import (
         Activation,
         Additions,
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "INT4",
+    "INT8",
     "Activation",
     "Additions",
     "DecoderLayer",
@@ -55,14 +58,21 @@ __all__ = [
     "Linear",
     "LoadedKernels",
     "Norm",
+    "Quantization",
+    "QuantizedWeight",
 ]  # fmt: skip
+
+_MODULES = {
+    "choice": ("KernelFactory", "KernelSelector", "LoadedKernels"),
+    "quantization": ("INT4", "INT8", "Quantization", "QuantizedWeight"),
+}
 
 # Names are imported lazily, so that CPU features can be queried without importing torch.
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        module = "choice" if name in ("KernelFactory", "KernelSelector", "LoadedKernels") else "types"
+        module = next((module for module, names in _MODULES.items() if name in names), "types")
         return getattr(importlib.import_module(f".{module}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -11,14 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .layers import FullLMHead, ReferenceDecoderLayers
+from .quantization import Quantization, QuantizedWeight, quantize, quantize_int8, resolve_quantization
 from .types import Activation, DecoderLayer, DecoderLayers, DecoderShape, KVSpan, KVSpans, Linear, LMHead
 
 
 class TorchKernels:
-    """See `Kernels`."""
+    """See `Kernels`. Weights with 4 or 8 bits are dequantized when a layer is created."""
 
     name = "torch"
     supports_int8 = False
+    supports_int4 = False
 
     def __init__(self, device: str) -> None:
         kind = torch.device(device).type
@@ -36,14 +38,32 @@ class TorchKernels:
         *,
         activation: Activation = Activation.NONE,
         fp32_output: bool = False,
+        quantization: Quantization | None = None,
         int8: bool = False,
     ) -> Linear:
-        assert not int8
+        quantization = resolve_quantization(quantization, int8=int8)
+        if quantization and quantization.bits == 4:
+            weight = quantize(weight, quantization.group).dequantize(weight.dtype)
+        elif quantization:
+            weight = quantize_int8(weight)
         packed = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _onednn_has_bf16()
         return (_PackedLinear if packed else _Linear)(weight, bias, activation, fp32_output)
 
-    def head(self, weight: Tensor, *, int8: bool = False) -> LMHead:
-        return FullLMHead(self.linear(weight, fp32_output=True, int8=int8))
+    def linear_quantized(
+        self,
+        weight: QuantizedWeight,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        activation: Activation = Activation.NONE,
+        fp32_output: bool = False,
+    ) -> Linear:
+        weight.check()
+        return self.linear(weight.dequantize(dtype), bias, activation=activation, fp32_output=fp32_output)
+
+    def head(self, weight: Tensor, *, quantization: Quantization | None = None, int8: bool = False) -> LMHead:
+        quantization = resolve_quantization(quantization, int8=int8)
+        return FullLMHead(self.linear(weight, fp32_output=True, quantization=quantization))
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         if bias is None:

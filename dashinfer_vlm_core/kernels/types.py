@@ -11,6 +11,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from .quantization import Quantization, QuantizedWeight
+
 
 class Activation(IntEnum):
     """The activation that a linear layer applies to its output."""
@@ -241,11 +243,13 @@ class Kernels(Protocol):
 
     Attributes:
         name: the name shown in logs and reports.
-        supports_int8: whether `linear` supports `int8`.
+        supports_int8: whether 8-bit weights are kept in 8 bits; otherwise they are rounded and kept in their dtype.
+        supports_int4: the same for 4-bit weights.
     """
 
     name: str
     supports_int8: bool
+    supports_int4: bool
 
     def linear(
         self,
@@ -254,6 +258,7 @@ class Kernels(Protocol):
         *,
         activation: Activation = Activation.NONE,
         fp32_output: bool = False,
+        quantization: Quantization | None = None,
         int8: bool = False,
     ) -> Linear:
         """Create a linear layer from weights [outputs, inputs], which may be copied to another layout.
@@ -263,10 +268,34 @@ class Kernels(Protocol):
             bias: [outputs].
             activation: the activation to apply to the output.
             fp32_output: return float32.
-            int8: quantize the weights to 8 bits with one scale per output, and the activations to 8 bits dynamically.
+            quantization: how to quantize the weights. If they are kept in 4 or 8 bits, the activations are quantized to
+                8 bits dynamically.
+            int8: deprecated; use `quantization=INT8`.
         """
 
-    def head(self, weight: Tensor, *, int8: bool = False) -> LMHead:
+    def linear_quantized(
+        self,
+        weight: QuantizedWeight,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        activation: Activation = Activation.NONE,
+        fp32_output: bool = False,
+    ) -> Linear:
+        """Create a linear layer from weights that are quantized already; see `linear`.
+
+        Args:
+            weight: on the model's device.
+            bias: [outputs].
+            dtype: the model's dtype, to which the weights are dequantized if they are not kept in 4 bits.
+            activation: the activation to apply to the output.
+            fp32_output: return float32.
+
+        Raises:
+            ValueError: `weight` is inconsistent; see `QuantizedWeight.check`.
+        """
+
+    def head(self, weight: Tensor, *, quantization: Quantization | None = None, int8: bool = False) -> LMHead:
         """Create an LM head from weights [outputs, inputs]; see `linear`."""
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

@@ -20,6 +20,7 @@ from dashinfer_vlm_core.kernels import LoadedKernels
 from dashinfer_vlm_core.kernels.cpu import cpu_flags
 from dashinfer_vlm_core.kernels.kv_cache import attend_cached
 from dashinfer_vlm_core.kernels.layers import FullLMHead, ReferenceDecoderLayers
+from dashinfer_vlm_core.kernels.quantization import Quantization, QuantizedWeight, resolve_quantization
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.kernels.types import (
     Activation,
@@ -34,7 +35,7 @@ from dashinfer_vlm_core.kernels.types import (
 
 from .build import OTHER_CACHE, BuildError, load_library
 from .native_layers import NativeLayers
-from .native_linear import NativeInt8Linear, NativeLinear, NativeLMHead
+from .native_linear import NativeInt4Linear, NativeInt8Linear, NativeLinear, NativeLMHead, quantize_int4
 
 MAX_HEADS_PER_KV_HEAD = 192
 """Maximum number of query heads per key head: their queries of one token are processed together."""
@@ -45,6 +46,20 @@ SIGNATURES: dict[str, tuple[type[Any], ...]] = {
     "pack_bf16": (_POINTER, _LONG, _LONG, _INT, _POINTER, _INT),
     "pack_codes": (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT),
     "pack_int8": (_POINTER, _LONG, _LONG, _INT, _POINTER, _POINTER, _INT),
+    "quantize_int4": (_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _INT),
+    "pack_int4": (
+        _POINTER,
+        _POINTER,
+        _POINTER,
+        _POINTER,
+        _LONG,
+        _LONG,
+        _LONG,
+        _INT,
+        _POINTER,
+        _POINTER,
+        _INT,
+    ),
     "linear": (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, _INT, _POINTER, _INT),
     "norm": (_POINTER, _LONG, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG, _INT),
     "rotate": (_POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, _LONG, _INT),
@@ -53,6 +68,7 @@ SIGNATURES: dict[str, tuple[type[Any], ...]] = {
     "compute_argmax_bounds": (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT),
     "argmax_columns": (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT),
     "codes_size": (_LONG,),
+    "int4_size": (_LONG, _LONG, _LONG),
     "linear_workspace_size": (_POINTER, _LONG, _INT),
     "argmax_workspace_size": (_LONG, _LONG, _LONG),
     "attend_workspace_size": (_LONG,),
@@ -61,6 +77,7 @@ SIGNATURES: dict[str, tuple[type[Any], ...]] = {
 RESULTS: dict[str, type[Any]] = {
     "pack_codes": _INT,
     "codes_size": _LONG,
+    "int4_size": _LONG,
     "linear_workspace_size": _LONG,
     "argmax_workspace_size": _LONG,
     "attend_workspace_size": _LONG,
@@ -108,6 +125,7 @@ class Avx512Kernels:
     """See `Kernels`. For bfloat16 on a CPU; the number of inputs is even."""
 
     supports_int8 = True
+    supports_int4 = True
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
         self._library = library
@@ -120,16 +138,34 @@ class Avx512Kernels:
         *,
         activation: Activation = Activation.NONE,
         fp32_output: bool = False,
+        quantization: Quantization | None = None,
         int8: bool = False,
     ) -> Linear:
+        quantization, weight = resolve_quantization(quantization, int8=int8), weight.contiguous()
+        if quantization and quantization.bits == 4:
+            quantized = quantize_int4(self._library, weight, quantization.group)
+            return NativeInt4Linear(self._library, quantized, bias, activation, fp32_output)
         if weight.shape[1] % 4:  # weights are packed in groups of four inputs
             return TorchKernels("cpu").linear(weight, bias, activation=activation, fp32_output=fp32_output)
-        linear_type = NativeInt8Linear if int8 else NativeLinear
-        return linear_type(self._library, weight.contiguous(), bias, activation, fp32_output)
+        linear_type = NativeInt8Linear if quantization else NativeLinear
+        return linear_type(self._library, weight, bias, activation, fp32_output)
 
-    def head(self, weight: Tensor, *, int8: bool = False) -> LMHead:
-        if int8 or weight.shape[1] % 4:
-            return FullLMHead(self.linear(weight, fp32_output=True, int8=int8))
+    def linear_quantized(
+        self,
+        weight: QuantizedWeight,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        activation: Activation = Activation.NONE,
+        fp32_output: bool = False,
+    ) -> Linear:
+        weight.check()
+        return NativeInt4Linear(self._library, weight, bias, activation, fp32_output)
+
+    def head(self, weight: Tensor, *, quantization: Quantization | None = None, int8: bool = False) -> LMHead:
+        quantization = resolve_quantization(quantization, int8=int8)
+        if quantization or weight.shape[1] % 4:
+            return FullLMHead(self.linear(weight, fp32_output=True, quantization=quantization))
         return NativeLMHead(self._library, weight.contiguous())
 
     def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

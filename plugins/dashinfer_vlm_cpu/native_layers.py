@@ -55,6 +55,8 @@ class NativeLayers:
     def __init__(self, library: ctypes.CDLL, layers: Sequence[DecoderLayer], shape: DecoderShape) -> None:
         self._library = library
         self._layers = tuple(layers)
+        linears = [part for layer in layers for part in layer if isinstance(part, NativeLinear)]
+        self._workspace_users = list({linear.workspace_key: linear for linear in linears}.values())
         self._table = (CLayer * len(layers))(*map(_c_layer, layers))
         self._shape = CDecoderShape(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5, shape.eps)
 
@@ -81,7 +83,7 @@ class NativeLayers:
 
     def _workspaces(self, rows: int, hidden: int) -> list[Tensor]:
         """Allocate memory for a layer's intermediate results, in the order of `CForwardBatch`."""
-        linears = [part for part in self._layers[0] if isinstance(part, NativeLinear)]
+        linears = self._workspace_users
         heads, kv_heads, width = self._shape.heads, self._shape.kv_heads, self._shape.width
         columns = hidden, (heads + 2 * kv_heads) * width, heads * width, max(linear.inputs for linear in linears)
         sizes = (

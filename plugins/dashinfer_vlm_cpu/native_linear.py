@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dashinfer_vlm_core.kernels import mmap_buffer
+from dashinfer_vlm_core.kernels.quantization import CLIPPING, QuantizedWeight
 from dashinfer_vlm_core.kernels.types import Activation
 
 from . import huge_pages
@@ -23,7 +24,7 @@ the LM head two thirds more expensive."""
 MAX_NORM = 1e18
 """Maximum norm of a row of weights; with larger ones, a logit could overflow float32."""
 
-_INT, _LONG, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+_INT, _LONG, _FLOAT, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
 class Matrix(ctypes.Structure):
@@ -31,7 +32,8 @@ class Matrix(ctypes.Structure):
 
     _fields_ = (
         ("packed", _POINTER), ("scales", _POINTER), ("codes", _POINTER), ("bias", _POINTER), ("outputs", _LONG),
-        ("inputs", _LONG), ("columns", _LONG), ("activation", _INT), ("fp32_output", _INT),
+        ("inputs", _LONG), ("columns", _LONG), ("activation", _INT), ("fp32_output", _INT), ("group", _INT),
+        ("order", _POINTER),
     )  # fmt: skip
 
 
@@ -40,7 +42,7 @@ class PackedWeights(NamedTuple):
 
     Attributes:
         weights: the panels.
-        scales: the scales of 8-bit weights.
+        scales: one scale per output of 4-bit and 8-bit weights.
         codes: the code tables of 12-bit weights.
     """
 
@@ -78,6 +80,11 @@ class NativeLinear:
     def workspace_bytes(self, rows: int) -> int:
         """Return the number of workspace bytes for `rows` rows."""
         return int(self._library.linear_workspace_size(ctypes.byref(self.matrix), rows, torch.get_num_threads()))
+
+    @property
+    def workspace_key(self) -> tuple[int, bool, int]:
+        """What `workspace_bytes` depends on, in addition to the rows and threads."""
+        return self.inputs, self.matrix.scales is None, self.matrix.group
 
     def _pack(self, weight: Tensor, gated: bool) -> PackedWeights:
         panels = self._panels(weight, gated)
@@ -121,6 +128,63 @@ class NativeInt8Linear(NativeLinear):
             weight.data_ptr(), outputs, inputs, gated, packed.data_ptr(), scales.data_ptr(), torch.get_num_threads()
         )
         return PackedWeights(packed, scales)
+
+
+class NativeInt4Linear(NativeLinear):
+    """A linear layer with 4-bit weights in panels, see `int4.h`; activations are quantized as in `NativeInt8Linear`.
+
+    A group's scale is stored as fp16, relative to a power of two for its output: this is exact for scales of fp16 and
+    bfloat16 unless those of an output differ by more than a factor of 2^14.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        activation: Activation,
+        fp32_output: bool,
+    ) -> None:
+        """Pack `weight`, which has been checked."""
+        self._quantized = weight
+        super().__init__(library, weight.codes, bias, activation, fp32_output)
+        del self._quantized
+        self.matrix.group = weight.group
+        self._order = None if weight.order is None else weight.order.to(torch.int32).contiguous()
+        if self._order is not None:
+            self.matrix.order = self._order.data_ptr()
+
+    def _pack(self, weight: Tensor, gated: bool) -> PackedWeights:
+        outputs, inputs = weight.shape
+        group, codes, zeros = self._quantized.group, weight.contiguous(), self._quantized.zeros.contiguous()
+        scales = self._quantized.scales.float()
+        exponents = torch.frexp(scales.abs().amax(dim=1)).exponent
+        relative = torch.ldexp(scales, -exponents[:, None]).half().contiguous()
+        row_scales = torch.ldexp(torch.ones(outputs), exponents)
+        packed = huge_pages.empty(self._library.int4_size(outputs, inputs, group), torch.uint8).zero_()
+        column_scales = torch.empty(_padded(outputs), dtype=torch.float32)
+        self._library.pack_int4(
+            codes.data_ptr(), relative.data_ptr(), zeros.data_ptr(), row_scales.data_ptr(), outputs, inputs, group,
+            gated, packed.data_ptr(), column_scales.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return PackedWeights(packed, column_scales)
+
+
+def quantize_int4(library: ctypes.CDLL, weight: Tensor, group: int) -> QuantizedWeight:
+    """Like `dashinfer_vlm_core.kernels.quantization.quantize`, for contiguous bfloat16 weights [outputs, inputs]."""
+    outputs, inputs = weight.shape
+    groups = -(-inputs // group)
+    result = QuantizedWeight(
+        mmap_buffer.empty([outputs, inputs], torch.uint8),
+        torch.empty(outputs, groups, dtype=torch.float32),
+        torch.empty(outputs, groups, dtype=torch.uint8),
+        group,
+    )
+    library.quantize_int4(
+        weight.data_ptr(), outputs, inputs, group, (_FLOAT * len(CLIPPING))(*CLIPPING), len(CLIPPING),
+        result.codes.data_ptr(), result.scales.data_ptr(), result.zeros.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return result
 
 
 class ArgmaxBounds(ctypes.Structure):

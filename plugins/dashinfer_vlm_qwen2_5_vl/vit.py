@@ -180,7 +180,7 @@ def _load_merger(config: VisionConfig, read: VisionWeights) -> Merger:
     return Merger(
         norm=_load_norm("merger.ln_q", config.hidden_size, read),
         fc1=read.linear("merger.mlp.0", width, width, Activation.GELU),
-        fc2=read.linear("merger.mlp.2", config.out_hidden_size, width),
+        fc2=read.output("merger.mlp.2", config.out_hidden_size, width),
     )
 
 

@@ -18,13 +18,13 @@ from dashinfer_vlm_core.decoders import (
     check_request,
 )
 from dashinfer_vlm_core.errors import ConfigError, EngineClosed
-from dashinfer_vlm_core.kernels import Int8CacheAttention, Kernels, KernelSelector
+from dashinfer_vlm_core.kernels import INT4, INT8, Int8CacheAttention, Kernels, KernelSelector
 from dashinfer_vlm_core.models.placement import resolve_device, resolve_dtype
 from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.models.weights import Weights, torch_dtype
 
 from .kv_cache import KVCache
-from .model import TextModel
+from .model import TextModel, TextQuantization
 from .runner import ModelRunner
 from .scheduler import Scheduler, SchedulerStats, SequenceState
 from .settings import TorchOptions
@@ -56,9 +56,8 @@ class TorchDecoder:
         self._device = resolve_device(config.device)
         self._dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, self._device))
         self._kernels = kernels.choose(self._device, self._dtype, self._text)
-        self._int8 = config.quantization == "int8"
+        self._quantization = _text_quantization(config, self._kernels, self._device)
         self._cache_dtype = _cache_dtype(config, self._dtype)
-        _check_options(config, self._kernels)
         context = min(spec.max_model_len, config.max_model_len or spec.max_model_len)
         self._kv_tokens = self._kv_pool_tokens(context)
         self.max_model_len: int = min(context, self._kv_tokens)
@@ -125,10 +124,11 @@ class TorchDecoder:
                 self._kernels,
                 device=self._device,
                 dtype=self._dtype,
-                int8=self._int8,
+                quantization=self._quantization,
                 cache_dtype=self._cache_dtype,
             )
-        weight_dtype = "int8" if self._int8 else _name(self._dtype)
+        layers = self._quantization.layers
+        weight_dtype = f"int{layers.bits}" if layers else _name(self._dtype)
         logger.info("Weights in %s on %s, with the kernels %r.", weight_dtype, self._device, self._kernels.name)
         logger.info("KV cache of %d tokens in %s.", self._kv_tokens, _name(self._cache_dtype))
         if self._cache_dtype != self._dtype and not isinstance(self._kernels, Int8CacheAttention):
@@ -156,15 +156,38 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_options(config: EngineConfig, kernels: Kernels) -> None:
-    if config.quantization == "none" or (config.quantization == "int8" and kernels.supports_int8):
-        return
-    if config.quantization == "int8" and config.cpu_kernels == "torch":
+def _text_quantization(config: EngineConfig, kernels: Kernels, device: str) -> TextQuantization:
+    """Return how the text model is quantized.
+
+    Raises:
+        ConfigError: `quantization` is not supported by these kernels or on this device.
+    """
+    name = config.quantization
+    if name == "none":
+        return TextQuantization()
+    if name == "int8" and kernels.supports_int8:
+        return TextQuantization(INT8, INT8, INT8)
+    if name == "int8" and config.cpu_kernels == "torch":
         message = "`quantization` int8 requires the C kernels. Remove `cpu_kernels` torch."
         raise ConfigError(message, param="quantization")
-    raise ConfigError(
-        f"`quantization` {config.quantization!r} is not supported by the PyTorch decoder here: it supports only int8,"
-        " for bfloat16 on a CPU with AVX-512 BF16 and VNNI and a C compiler. Remove it, or use the decoder dashinfer on"
-        " CUDA.",
-        param="quantization",
-    )
+    if name == "int8" or not device.startswith("cpu"):
+        raise ConfigError(
+            f"`quantization` {name!r} is not supported by the PyTorch decoder here: it supports int4 on a CPU, and int8"
+            " for bfloat16 on a CPU with AVX-512 BF16 and VNNI and a C compiler. Remove it, or use the decoder"
+            " dashinfer on CUDA.",
+            param="quantization",
+        )
+    supports_int4 = getattr(kernels, "supports_int4", None)  # kernels of plugins may not have it
+    if supports_int4 is None:
+        message = (
+            f"`quantization` {name!r} is not supported by the kernels {kernels.name!r}. Set `cpu_kernels` to torch."
+        )
+        raise ConfigError(message, param="quantization")
+    if not supports_int4:
+        logger.warning(
+            "`quantization` %s saves no memory here: the kernels %r keep the rounded weights in the model's data type."
+            " 4-bit weights are kept in 4 bits for bfloat16 on a CPU with AVX-512 BF16 and VNNI and a C compiler.",
+            name,
+            kernels.name,
+        )
+    return TextQuantization(INT4, INT8, INT8)

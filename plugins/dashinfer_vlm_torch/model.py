@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from dashinfer_vlm_core.kernels import (
     Linear,
     LMHead,
     Norm,
+    Quantization,
 )
 from dashinfer_vlm_core.kernels.experts import Expert, MixtureOfExperts
 from dashinfer_vlm_core.kernels.layers import decoder_layers
@@ -51,6 +52,24 @@ class PackedBatch(NamedTuple):
     additions: Additions | None = None
 
 
+class TextQuantization(NamedTuple):
+    """How the matrices of a text model are quantized; None keeps the model's dtype.
+
+    Attributes:
+        layers: for the matrices of most layers.
+        outer: for the first and the last layer, whose errors change the logits most, unless there is no other layer.
+        head: for the output layer.
+    """
+
+    layers: Quantization | None = None
+    outer: Quantization | None = None
+    head: Quantization | None = None
+
+    def of_layer(self, number: int, count: int) -> Quantization | None:
+        """For layer `number` of `count` layers."""
+        return self.outer if number in (0, count - 1) and count > 2 else self.layers
+
+
 class TextModel:
     """Embedding table, layers, final norm and output layer on one device, in one dtype."""
 
@@ -62,7 +81,7 @@ class TextModel:
         *,
         device: str,
         dtype: torch.dtype,
-        int8: bool = False,
+        quantization: TextQuantization,
         cache_dtype: torch.dtype | None = None,
     ) -> None:
         """Load the model.
@@ -73,7 +92,7 @@ class TextModel:
             kernels: the kernels that run the model.
             device: torch's name of the device.
             dtype: the dtype of weights and hidden states.
-            int8: quantize the matrices to 8 bits, which `kernels` must support.
+            quantization: how the matrices are quantized, which `kernels` must support.
             cache_dtype: the dtype of the KV cache; that of the hidden states by default.
         """
         self.config = config
@@ -82,13 +101,15 @@ class TextModel:
         self.kernels = kernels
         self.executor: Executor = executor_for(device)
         run = self.executor.run
-        read = _Reader(weights, kernels, device, dtype, int8, config, cache_dtype == torch.int8)
+        read = _Reader(weights, kernels, device, dtype, None, config, cache_dtype == torch.int8)
         names, hidden, vocab = config.weights, config.hidden_size, config.vocab_size
+        count = config.num_hidden_layers
+        readers = [read.quantized(quantization.of_layer(number, count)) for number in range(count)]
         # One task per part, so that other tasks can run in between.
         self._embedding = run(lambda: read.tensor(f"{names.embedding}.weight", vocab, hidden))
         self._layers = decoder_layers(
             kernels,
-            [run(functools.partial(_read_layer, read, config, number)) for number in range(config.num_hidden_layers)],
+            [run(functools.partial(_read_layer, reader, config, number)) for number, reader in enumerate(readers)],
             DecoderShape(
                 config.num_attention_heads,
                 config.num_key_value_heads,
@@ -99,7 +120,7 @@ class TextModel:
             converts_cache=cache_dtype not in (None, dtype),
         )
         self._norm = read.norm(names.norm, hidden)
-        self._head = run(lambda: _read_head(read, config, self._embedding))
+        self._head = run(lambda: _read_head(read.quantized(quantization.head), config, self._embedding))
         self._rotary = Rotary(config.rotary, config.head_dim, device)
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -151,9 +172,13 @@ class _Reader(NamedTuple):
     kernels: Kernels
     device: str
     dtype: torch.dtype
-    int8: bool
+    quantization: Quantization | None
     spec: TextModelSpec
     balances_keys: bool
+
+    def quantized(self, quantization: Quantization | None) -> _Reader:
+        """Return a reader of matrices with this quantization."""
+        return self._replace(quantization=quantization)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self.weights.tensor(name, shape, device=self.device, dtype=self.dtype)
@@ -179,14 +204,23 @@ class _Reader(NamedTuple):
         return Norm(weight, None if self.spec.norm == "rms_norm" else torch.zeros_like(weight))
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = Activation.NONE) -> Linear:
-        return self.kernels.linear(weight, bias, activation=activation, int8=self.int8)
+        return self.kernels.linear(weight, bias, activation=activation, **self._options())
+
+    def head(self, weight: Tensor) -> LMHead:
+        return self.kernels.head(weight, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        """The arguments that select `quantization`. Kernels of plugins may have only `int8`."""
+        if self.quantization is None:
+            return {}
+        return {"quantization": self.quantization} if hasattr(self.kernels, "supports_int4") else {"int8": True}
 
 
 def _read_head(read: _Reader, config: TextModelSpec, embedding: Tensor) -> LMHead:
     if config.tie_word_embeddings:
-        return read.kernels.head(embedding, int8=read.int8)
+        return read.head(embedding)
     weight = read.tensor(f"{config.weights.head}.weight", config.vocab_size, config.hidden_size)
-    return read.kernels.head(weight, int8=read.int8)
+    return read.head(weight)
 
 
 def _read_layer(read: _Reader, config: TextModelSpec, number: int) -> DecoderLayer:

@@ -80,7 +80,7 @@ def test_dashes_and_underscores_are_equivalent(translate, flag, value, expected)
     ("kind", "expected"),
     [
         ("a8w8", ["--quantization", "int8"]),
-        ("a16w4", ["--quantization", "uint4"]),
+        ("a16w4", ["--quantization", "int4"]),
         ("gptq", "Use the unquantized"),
         ("gptq_weight_only", "Use the unquantized"),
         ("fp8", "FP8 .* is not supported"),

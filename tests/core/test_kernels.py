@@ -23,6 +23,8 @@ from dashinfer_vlm_core.engine import load_pipeline
 from dashinfer_vlm_core.engine.observers import ObserverList
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.kernels import (
+    INT4,
+    INT8,
     Activation,
     Additions,
     DecoderLayer,
@@ -133,7 +135,7 @@ def test_fp32_output_and_strided_rows(kernels):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_int8_linear_is_close(native, shape):
     weight, bias = numbers(*shape) / 8, numbers(shape[0], seed=1)
-    layer = native.linear(weight, bias, int8=True)
+    layer = native.linear(weight, bias, quantization=INT8)
     for rows in ROWS:
         x = numbers(rows, shape[1], seed=2)
         assert error(layer(x), F.linear(x.float(), weight.float(), bias.float())) < 1.5e-2
@@ -144,14 +146,14 @@ def test_int8_outlier_input_affects_only_its_block(native):
     weight, x = numbers(64, 512) / 8, numbers(7, 512, seed=1)
     x[:, 3] *= 300
     weight[:, :128] = 0
-    assert error(native.linear(weight, int8=True)(x), F.linear(x.float(), weight.float())) < 1.5e-2
+    assert error(native.linear(weight, quantization=INT8)(x), F.linear(x.float(), weight.float())) < 1.5e-2
 
 
 @needs_native
 def test_int8_of_zeros_is_zero(native):
-    layer = native.linear(torch.zeros(64, 128).bfloat16(), int8=True)
+    layer = native.linear(torch.zeros(64, 128).bfloat16(), quantization=INT8)
     assert not layer(numbers(3, 128)).any()
-    assert not native.linear(numbers(64, 128), int8=True)(torch.zeros(3, 128).bfloat16()).any()
+    assert not native.linear(numbers(64, 128), quantization=INT8)(torch.zeros(3, 128).bfloat16()).any()
 
 
 def full_argmax(head, x):
@@ -272,13 +274,13 @@ def test_head_without_screening_has_no_argmax(kernels):
     assert head.argmax(x) is None
     assert error(head(x), F.linear(x.float(), weight.float())) < 5e-3
     if kernels.supports_int8:
-        assert kernels.head(numbers(4096, 64), int8=True).argmax(numbers(5, 64, seed=1)) is None
+        assert kernels.head(numbers(4096, 64), quantization=INT8).argmax(numbers(5, 64, seed=1)) is None
 
 
 @needs_native
-@pytest.mark.parametrize("int8", [False, True])
-def test_row_is_bit_exact_in_any_batch(native, int8):
-    layer, x = native.linear(numbers(96, 260) / 8, int8=int8), numbers(200, 260, seed=1)
+@pytest.mark.parametrize("quantization", [None, INT8, INT4])
+def test_row_is_bit_exact_in_any_batch(native, quantization):
+    layer, x = native.linear(numbers(96, 260) / 8, quantization=quantization), numbers(200, 260, seed=1)
     whole = layer(x)
     for rows in (1, 2, 7, 12, 13, 30, 199):
         assert torch.equal(layer(x[:rows]), whole[:rows])
@@ -296,7 +298,8 @@ def test_tile_instructions_equal_portable_tiles(rows, inputs):
     x[0, :40] *= 2.0**-120  # denormal products, and sums of them
     weight[3, :] *= 2.0**-20
     weight[5, 1] = x[0, 3] = 2.0**-130  # denormal numbers
-    for options in ({"fp32_output": True}, {"fp32_output": True, "int8": True}, {"activation": Activation.SILU_GATE}):
+    precise = [{"fp32_output": True, "quantization": quantization} for quantization in (None, INT8, INT4)]
+    for options in (*precise, {"activation": Activation.SILU_GATE}):
         found, expected = (load(variant).linear(weight, **options)(x) for variant in (AMX, PORTABLE_TILES))
         assert torch.equal(*bits(found, expected))
 
@@ -316,7 +319,7 @@ def test_attention_by_tile_instructions_equals_portable_tiles(tokens):
 @needs_native
 def test_tiles_equal_vectors_for_int8():
     weight, x = numbers(70, 260) / 8, numbers(40, 260, seed=1)
-    found, expected = (load(variant).linear(weight, int8=True)(x) for variant in (PORTABLE_TILES, AVX512))
+    found, expected = (load(variant).linear(weight, quantization=INT8)(x) for variant in (PORTABLE_TILES, AVX512))
     assert torch.equal(found, expected)
 
 
@@ -610,9 +613,10 @@ SHAPE = DecoderShape(heads=6, kv_heads=2, head_dim=40, eps=1e-6)
 HIDDEN, INNER = 96, 328  # wider than all heads, and not a multiple of a panel
 
 
-def decoder_layer(kernels, number, *, int8):
+def decoder_layer(kernels, number, *, quantization=None):
     def linear(outputs, inputs, seed, **options):
-        return kernels.linear(numbers(outputs, inputs, seed=10 * number + seed) / 8, int8=int8, **options)
+        weight = numbers(outputs, inputs, seed=10 * number + seed) / 8
+        return kernels.linear(weight, quantization=quantization, **options)
 
     heads, keys = SHAPE.heads * SHAPE.head_dim, 2 * SHAPE.kv_heads * SHAPE.head_dim
     return DecoderLayer(
@@ -635,9 +639,10 @@ def forward_batch(cache):
 
 
 @needs_native
-@pytest.mark.parametrize("int8", [False, True])
-def test_fused_layers_are_bit_exact_with_reference_layers(native, int8):
-    layers = [decoder_layer(native, number, int8=int8) for number in range(3)]
+@pytest.mark.parametrize("quantizations", [(None, None), (INT8, INT8), (INT4, INT4), (INT8, INT4)])
+def test_fused_layers_are_bit_exact_with_reference_layers(native, quantizations):
+    """Layers that need workspaces of different sizes share one."""
+    layers = [decoder_layer(native, number, quantization=quantizations[number > 0]) for number in range(3)]
     whole, parts = native.decoder_layers(layers, SHAPE), ReferenceDecoderLayers(native, layers, SHAPE)
     assert type(whole) is not type(parts)
     x, caches = numbers(251, HIDDEN), [numbers(3, 2 * SHAPE.kv_heads, 320, SHAPE.head_dim, seed=9) for _ in range(2)]
@@ -656,7 +661,7 @@ def int8_batch():
 @needs_native
 def test_fused_layers_with_int8_cache_are_bit_exact_with_reference_layers(native):
     """The C kernels also quantize keys and values like PyTorch."""
-    layers = [decoder_layer(native, number, int8=False) for number in range(3)]
+    layers = [decoder_layer(native, number) for number in range(3)]
     batches = [int8_batch(), int8_batch()]
     whole, parts = native.decoder_layers(layers, SHAPE), ReferenceDecoderLayers(native, layers, SHAPE)
     found, expected = (run(numbers(251, HIDDEN), batch) for run, batch in zip((whole, parts), batches, strict=True))
@@ -668,7 +673,7 @@ def test_fused_layers_with_int8_cache_are_bit_exact_with_reference_layers(native
 
 @needs_native
 def test_int8_cache_is_close_to_bfloat16_cache(native):
-    layers = [decoder_layer(native, number, int8=False) for number in range(3)]
+    layers = [decoder_layer(native, number) for number in range(3)]
     run = native.decoder_layers(layers, SHAPE)
     found = run(numbers(251, HIDDEN), int8_batch())
     expected = run(numbers(251, HIDDEN), forward_batch(numbers(3, 2 * SHAPE.kv_heads, 320, SHAPE.head_dim, seed=9)))
@@ -683,7 +688,7 @@ class Bfloat16Kernels(TorchKernels):
 
 
 def test_layers_that_cannot_convert_cache_are_replaced():
-    kernels, layers = Bfloat16Kernels("cpu"), [decoder_layer(TorchKernels("cpu"), 0, int8=False)]
+    kernels, layers = Bfloat16Kernels("cpu"), [decoder_layer(TorchKernels("cpu"), 0)]
     assert type(decoder_layers(kernels, layers, SHAPE)) is object
     assert isinstance(decoder_layers(kernels, layers, SHAPE, converts_cache=True), ReferenceDecoderLayers)
 
@@ -692,7 +697,7 @@ def test_layers_that_cannot_convert_cache_are_replaced():
 @pytest.mark.parametrize("levels", [0, 1, 2])
 def test_fused_layers_with_head_norms_and_additions_are_bit_exact(native, levels):
     norms = {"query_norm": Norm(numbers(SHAPE.head_dim, seed=11)), "key_norm": Norm(numbers(SHAPE.head_dim, seed=12))}
-    layers = [decoder_layer(native, number, int8=False)._replace(**norms) for number in range(3)]
+    layers = [decoder_layer(native, number)._replace(**norms) for number in range(3)]
     shape = SHAPE._replace(levels=levels)
     whole, parts = native.decoder_layers(layers, shape), ReferenceDecoderLayers(native, layers, shape)
     assert type(whole) is not type(parts)
@@ -711,7 +716,7 @@ def test_fused_layers_with_head_norms_and_additions_are_bit_exact(native, levels
 
 @needs_native
 def test_layers_without_requested_rows_fill_kv_cache(native):
-    layers = [decoder_layer(native, number, int8=False) for number in range(2)]
+    layers = [decoder_layer(native, number) for number in range(2)]
     caches = [torch.zeros(2, 2 * SHAPE.kv_heads, 320, SHAPE.head_dim).bfloat16() for _ in range(2)]
     for cache, has_last_rows in zip(caches, (True, False), strict=True):
         batch = forward_batch(cache)
@@ -723,7 +728,7 @@ def test_layers_without_requested_rows_fill_kv_cache(native):
 @needs_native
 def test_layers_unsupported_in_c_use_reference_layers(native):
     odd = native.linear(numbers(HIDDEN, 66))  # 66 inputs are left to PyTorch
-    layer = decoder_layer(native, 0, int8=False)
+    layer = decoder_layer(native, 0)
     assert isinstance(native.decoder_layers([layer._replace(output=odd)], SHAPE), ReferenceDecoderLayers)
     assert isinstance(native.decoder_layers([layer], SHAPE._replace(head_dim=41)), ReferenceDecoderLayers)
     assert not isinstance(native.decoder_layers([layer], SHAPE), ReferenceDecoderLayers)
@@ -731,7 +736,7 @@ def test_layers_unsupported_in_c_use_reference_layers(native):
 
 @needs_native
 def test_int8_propagates_nonfinite_inputs(native):
-    layer, x = native.linear(numbers(64, 256) / 8, int8=True), numbers(3, 256, seed=1)
+    layer, x = native.linear(numbers(64, 256) / 8, quantization=INT8), numbers(3, 256, seed=1)
     for broken in (torch.nan, torch.inf, -torch.inf):
         x[1, 130] = broken
         assert not layer(x)[1].isfinite().any()

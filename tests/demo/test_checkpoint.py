@@ -14,6 +14,7 @@ from safetensors import safe_open
 from dashinfer_vlm_demo import CHECKPOINT
 from training import evaluate, frozen, gallery, scenes, sizes
 from training.frozen import FrozenPrompt
+from training.own_engine import OwnEngine
 from training.transformers_engine import TransformersEngine
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "pictures"
@@ -66,6 +67,12 @@ def test_responses_are_mostly_correct(task: str, engine: TransformersEngine) -> 
 def test_responses_are_mostly_correct_in_other_layouts(name: str, engine: TransformersEngine) -> None:
     (result,) = evaluate.evaluate(engine.answer, SAMPLES, [name])
     assert result.exact >= 0.5, result.wrong
+
+
+@pytest.mark.slow
+def test_responses_with_4_bit_weights_are_mostly_correct() -> None:
+    for result in evaluate.evaluate(OwnEngine(CHECKPOINT, quantization="int4").answer, SAMPLES, ["count", "motion"]):
+        assert result.exact >= 0.7, result.wrong
 
 
 def test_any_engine_can_be_evaluated() -> None:

@@ -11,9 +11,14 @@ import torch
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import ConfigError
+from dashinfer_vlm_core.kernels import INT4, INT8, Activation, KernelSelector, LoadedKernels
+from dashinfer_vlm_core.kernels.layers import FullLMHead
+from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
+from dashinfer_vlm_torch.decoder import TorchDecoder
+from dashinfer_vlm_torch.model import TextQuantization
 from tests.kernels import choose_kernels
 
-from .oracle import IMAGE, SHAPES, collect, decoding, ids, prompt, text, visual
+from .oracle import IMAGE, SHAPES, collect, decoding, ids, prompt, read_spec, text, visual
 
 PROMPTS = {
     "one token": lambda width: text(7),
@@ -261,7 +266,9 @@ native = pytest.mark.skipif(
 
 
 @native
-@pytest.mark.parametrize("compressed", [{}, {"quantization": "int8"}, {"kv_cache_dtype": "int8"}])
+@pytest.mark.parametrize(
+    "compressed", [{}, {"quantization": "int8"}, {"quantization": "int4"}, {"kv_cache_dtype": "int8"}]
+)
 def test_bfloat16_is_bit_exact_in_any_batch_and_chunking(oracle, compressed):
     """With the C kernels, tokens and log probabilities are bit-exact."""
 
@@ -352,12 +359,81 @@ def test_int8_kv_cache_holds_more_tokens(oracle):
 @pytest.mark.parametrize(
     "options",
     [
-        {"quantization": "uint4", "dtype": "bfloat16"},
         {"quantization": "int8", "dtype": "float32"},
         {"quantization": "int8", "dtype": "bfloat16", "cpu_kernels": "torch"},
     ],
 )
 def test_impossible_quantization_is_rejected(oracle, options):
-    with pytest.raises(ConfigError, match=r"it supports only int8|Remove `cpu_kernels` torch") as caught:
+    with pytest.raises(ConfigError, match=r"it supports int4 on a CPU|Remove `cpu_kernels` torch") as caught:
         oracle.decoder(**options)
     assert caught.value.param == "quantization"
+
+
+@native
+@pytest.mark.supports("int4", backend="torch-cpu")
+@pytest.mark.parametrize("name", ["int4", "uint4"])
+def test_int4_is_close_to_rounded_weights(oracle, caplog, name):
+    """The C kernels compute with 4 bits what PyTorch's compute with the same weights in float32."""
+    forced = prompt(1, 20, logprobs=0, max_tokens=8, ignore_eos=True)
+
+    async def logprob(**options):
+        async with decoding(oracle.decoder(quantization=name, **options)) as decoder:
+            tokens = await collect(decoder, forced)
+            return tokens[0].id, tokens[0].logprob
+
+    found = asyncio.run(logprob(dtype="bfloat16"))
+    assert "saves no memory" not in caplog.text
+    expected = asyncio.run(logprob(dtype="float32"))
+    assert "`quantization` int4 saves no memory here".replace("int4", name) in caplog.text
+    assert found[0] == expected[0]
+    assert found[1] == pytest.approx(expected[1], abs=0.1)
+
+
+def test_first_and_last_layer_keep_8_bits():
+    quantization = TextQuantization(INT4, INT8, INT8)
+    assert [quantization.of_layer(number, 4) for number in range(4)] == [INT8, INT4, INT4, INT8]
+    assert [quantization.of_layer(number, 2) for number in range(2)] == [INT4, INT4]
+
+
+class OlderKernels(TorchKernels):
+    """Kernels of a plugin for an interface without `quantization`."""
+
+    name = "older"
+    priority = 1
+    supports_int8 = True
+
+    @property
+    def supports_int4(self):
+        raise AttributeError
+
+    def linear(self, weight, bias=None, *, activation=Activation.NONE, fp32_output=False, int8=False):
+        quantization = INT8 if int8 else None
+        return super().linear(weight, bias, activation=activation, fp32_output=fp32_output, quantization=quantization)
+
+    def head(self, weight, *, int8=False):
+        return FullLMHead(self.linear(weight, fp32_output=True, int8=int8))
+
+    def applies(self, device, dtype):
+        return True
+
+    def unsupported_reason(self, text):
+        return ""
+
+    def load(self, device, config):
+        return LoadedKernels(self)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_kernels_without_int4_run_other_quantizations(oracle, quantization):
+    config = EngineConfig(device="cpu", dtype="float32", kv_cache_mib=64, quantization=quantization)
+    kernels = KernelSelector([OlderKernels("cpu")], config)
+
+    async def answer():
+        async with decoding(TorchDecoder(read_spec(oracle.folder), config, kernels)) as decoder:
+            return await collect(decoder, prompt(1, 20))
+
+    if quantization == "int4":
+        with pytest.raises(ConfigError, match="`quantization` 'int4' is not supported by the kernels 'older'"):
+            asyncio.run(answer())
+    else:
+        assert ids(asyncio.run(answer()))[:1] == oracle.greedy(prompt(1, 20))[:1]

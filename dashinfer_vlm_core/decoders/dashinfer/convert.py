@@ -47,7 +47,7 @@ class WeightFormat:
 
     Attributes:
         dtype: `float32`, `bfloat16` or `float16`.
-        quantization: as in EngineConfig.
+        quantization: `none`, `int8` or `uint4`.
         split: whether several devices share them.
     """
 

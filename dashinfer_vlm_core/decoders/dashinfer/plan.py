@@ -73,7 +73,7 @@ def make_plan(spec: ModelSpec, config: EngineConfig, *, cuda: int, cpu_only: boo
     dtype = spec.dtype if config.dtype == "auto" else config.dtype
     return Plan(
         compute_unit="CUDA:" + ",".join(str(index) for index in range(first, last)),
-        weight_format=WeightFormat(dtype=dtype, quantization=config.quantization, split=devices > 1),
+        weight_format=WeightFormat(dtype=dtype, quantization=_quantization(config), split=devices > 1),
         max_model_len=context,
         max_batch_size=config.max_batch_size,
         prefix_cache=_uses_prefix_cache(config),
@@ -101,6 +101,11 @@ def _uses_prefix_cache(config: EngineConfig) -> bool:
             " share cached prompts and media, start the server with --share-media-between-keys."
         )
     return config.prefix_cache and not config.isolate_clients
+
+
+def _quantization(config: EngineConfig) -> str:
+    """DashInfer's name of `quantization`."""
+    return "uint4" if config.quantization == "int4" else config.quantization
 
 
 def _first_device(device: str, cuda: int) -> int | None:

@@ -149,23 +149,6 @@ class PackedVisionModel(Protocol):
         """
 
 
-class PackedVisionModel(Protocol):
-    """A vision encoder on one device, in one dtype, that encodes many items in one packed forward pass."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def parts(self, patches: torch.Tensor, grids: Sequence[Grid]) -> Generator[None, None, torch.Tensor]:
-        """Encode normalized patches [n, columns] of items with `grids`; yields where other work may run.
-
-        Returns:
-            [n / merge_size ** 2, visual width], in the order of the patches.
-        """
-
-
 class Qwen2VLEncoder:
     """The `VisionEncoder` of Qwen2-VL, and of families whose items are patched and normalized like its items.
 

@@ -1,0 +1,233 @@
+"""4-bit weights: results equal those of the dequantized weights, to the bit where sums are exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dashinfer_vlm_core.kernels import INT4, INT8, Activation, Quantization, QuantizedWeight
+from dashinfer_vlm_core.kernels.quantization import GROUPS, quantize
+from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
+from dashinfer_vlm_cpu.native import AVX512, PORTABLE_TILES
+from dashinfer_vlm_cpu.native_linear import quantize_int4
+from tests.core.test_kernels import VARIANT_PARAMS, error, load, needs_native, numbers
+
+ROWS = (1, 3, 5, 16, 17, 40)
+
+
+@pytest.fixture(params=[pytest.param(None, id="torch"), *VARIANT_PARAMS])
+def kernels(request):
+    return load(request.param) if request.param else TorchKernels("cpu")
+
+
+@pytest.fixture(params=VARIANT_PARAMS)
+def native(request):
+    return load(request.param)
+
+
+def random_weight(outputs, inputs, group, *, ordered=False, seed=0):
+    """Return weights as those of published checkpoints, with scales of fp16 and zero points of up to 16."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (outputs, -(-inputs // group))
+    return QuantizedWeight(
+        torch.randint(16, (outputs, inputs), generator=generator, dtype=torch.uint8),
+        (torch.rand(shape, generator=generator) / 50 + 1e-4).half(),
+        torch.randint(17, shape, generator=generator, dtype=torch.uint8),
+        group,
+        torch.randperm(inputs, generator=generator) if ordered else None,
+    )
+
+
+def quantized_rows(x):
+    """Return activations [rows, inputs] rounded to 8 bits per block of 128 inputs, in float64."""
+    blocks = F.pad(x.float(), (0, -x.shape[1] % 128)).unflatten(1, (-1, 128))
+    scales = blocks.abs().amax(2, keepdim=True) / 127
+    inverses = torch.where(scales > 0, 1 / scales, 0)
+    return ((blocks * inverses).round().double() * scales.double()).flatten(1)[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(70, 128), (33, 263)])
+def test_linear_equals_product_of_dequantized_weights(native, group, outputs, inputs):
+    """With a partial panel, and with partial blocks, groups and quads of inputs."""
+    weight = random_weight(outputs, inputs, group)
+    layer = native.linear_quantized(weight, dtype=torch.bfloat16, fp32_output=True)
+    for rows in ROWS:
+        x = numbers(rows, inputs, seed=rows)
+        expected = quantized_rows(x) @ weight.dequantize(torch.float64).T
+        assert error(layer(x).double(), expected) < 1e-6
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_linear_is_close_to_weights(kernels, ordered):
+    weight, bias, x = random_weight(70, 384, 64, ordered=ordered), numbers(70), numbers(29, 384, seed=1)
+    layer = kernels.linear_quantized(weight, bias, dtype=torch.bfloat16, activation=Activation.QUICK_GELU)
+    product = F.linear(x.float(), weight.dequantize(torch.float32), bias.float())
+    assert error(layer(x), product * torch.sigmoid(1.702 * product)) < 1.5e-2
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_order_of_inputs_permutes_activations(native, rows):
+    weight, x = random_weight(64, 260, 32, ordered=True), numbers(rows, 2 * 260, seed=1)[:, :260]
+    ordered, plain = (
+        native.linear_quantized(one, dtype=torch.bfloat16) for one in (weight, weight._replace(order=None))
+    )
+    assert torch.equal(ordered(x), plain(x[:, weight.order]))
+    assert not torch.equal(ordered(x), plain(x))
+
+
+@pytest.mark.parametrize(("group", "ordered"), [(32, True), (64, False), (128, False)])
+def test_row_is_bit_exact_in_any_batch(native, group, ordered):
+    layer = native.linear_quantized(random_weight(96, 296, group, ordered=ordered), dtype=torch.bfloat16)
+    x = numbers(70, 296, seed=1)
+    whole = layer(x)
+    for rows in ROWS:
+        assert torch.equal(layer(x[:rows]), whole[:rows])
+
+
+@needs_native
+@pytest.mark.parametrize("group", GROUPS)
+def test_tiles_equal_vectors(group):
+    weight, x = random_weight(70, 456, group), numbers(40, 456, seed=1)
+    found, expected = (
+        load(variant).linear_quantized(weight, dtype=torch.bfloat16, fp32_output=True)(x)
+        for variant in (PORTABLE_TILES, AVX512)
+    )
+    assert torch.equal(found, expected)
+
+
+def test_gated_linear(kernels):
+    weight, x = random_weight(192, 256, 32), numbers(20, 256, seed=1)
+    gate, up = F.linear(x.float(), weight.dequantize(torch.float32)).chunk(2, dim=-1)
+    layer = kernels.linear_quantized(weight, dtype=torch.bfloat16, activation=Activation.SILU_GATE)
+    assert error(layer(x), F.silu(gate) * up) < 2e-2
+
+
+def test_add_to(native):
+    weight, x, total = random_weight(70, 128, 64), numbers(9, 128, seed=1), numbers(9, 70, seed=2)
+    layer = native.linear_quantized(weight, dtype=torch.bfloat16)
+    expected = total.float() + F.linear(x.float(), weight.dequantize(torch.float32))
+    layer.add_to(total, x)
+    assert error(total, expected) < 1e-2
+
+
+def test_scales_of_very_different_size_keep_their_precision(native):
+    """fp16 alone would represent none of these scales."""
+    weight = random_weight(64, 128, 32)
+    scales = weight.scales.float() * 2.0 ** torch.arange(-80, 48, 2)[:64, None]
+    layer = native.linear_quantized(weight._replace(scales=scales), dtype=torch.bfloat16, fp32_output=True)
+    x = numbers(3, 128, seed=1)
+    expected = quantized_rows(x) @ weight._replace(scales=scales).dequantize(torch.float64).T
+    assert torch.allclose(layer(x).double(), expected, rtol=1e-5, atol=0)
+
+
+def test_weights_of_zero_and_nonfinite_inputs(native):
+    zeros = native.linear(torch.zeros(64, 256).bfloat16(), quantization=INT4)
+    assert not zeros(numbers(3, 256)).any()
+    layer, x = native.linear(numbers(64, 256) / 8, quantization=INT4), numbers(3, 256, seed=1)
+    assert not layer(torch.zeros_like(x)).any()
+    for broken in (torch.nan, torch.inf, -torch.inf):
+        x[1, 130] = broken
+        assert not layer(x)[1].isfinite().any()
+        assert layer(x)[[0, 2]].isfinite().all()
+
+
+def test_nonfinite_weight_makes_its_output_not_finite(kernels):
+    weight, x = numbers(64, 128) / 8, numbers(3, 128, seed=1)
+    weight[7, 5], weight[9, 6] = torch.nan, torch.inf
+    found = kernels.linear(weight, quantization=INT4)(x)
+    assert not found[:, [7, 9]].isfinite().any()
+    assert found[:, [0, 8, 63]].isfinite().all()
+
+
+@pytest.mark.parametrize("inputs", [256, 200])
+@pytest.mark.parametrize("group", GROUPS)
+def test_quantize_minimizes_error(group, inputs):
+    """The error is that of 4 bits, and lower than that of rounding to the whole range."""
+    weight = torch.randn(40, inputs, generator=torch.Generator().manual_seed(0))
+    weight[3] = 0
+    weight[4] = weight[4].abs() + 1
+    quantized = quantize(weight, group)
+    quantized.check()
+    groups = F.pad(weight, (0, -inputs % group)).unflatten(1, (-1, group))
+    low, high = groups.amin(2, keepdim=True).clamp(max=0), groups.amax(2, keepdim=True).clamp(min=0)
+    step = ((high - low) / 15).clamp(min=1e-30)
+    whole = ((groups / step).round() * step).flatten(1)[:, :inputs]
+    found = error(quantized.dequantize(torch.float32), weight)
+    assert found < 0.98 * error(whole, weight)
+    assert found < {32: 0.08, 64: 0.09, 128: 0.1}[group]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_quantization_in_c_equals_reference(native, group):
+    """Equally good codes may differ, since sums are computed in another order."""
+    weight = numbers(50, 300) / 8
+    weight[3], weight[4, :40] = 0, 0
+    found, expected = quantize_int4(native._library, weight, group), quantize(weight, group)
+    found.check()
+    assert (found.zeros == expected.zeros).float().mean() > 0.99
+    assert (found.codes == expected.codes).float().mean() > 0.99
+    errors = [error(one.dequantize(torch.float32), weight.float()) for one in (found, expected)]
+    assert errors[0] == pytest.approx(errors[1], rel=1e-4)
+
+
+def test_linear_quantizes_weights(kernels):
+    weight, x = numbers(96, 256) / 8, numbers(5, 256, seed=1)
+    for group in GROUPS:
+        rounded = quantize(weight, group).dequantize(torch.float32)
+        layer = kernels.linear(weight, quantization=Quantization(4, group))
+        assert error(layer(x), F.linear(x.float(), rounded)) < 1.5e-2
+        assert error(layer(x), F.linear(x.float(), weight.float())) > 4e-2
+
+
+def test_int8_without_native_kernels_rounds_weights():
+    weight, x = numbers(96, 256) / 8, numbers(5, 256, seed=1)
+    found = error(
+        TorchKernels("cpu").linear(weight, quantization=INT8, fp32_output=True)(x), F.linear(x.float(), weight.float())
+    )
+    assert 3e-3 < found < 1e-2
+
+
+def test_head_quantizes_weights(kernels):
+    weight, x = numbers(4096, 64) / 8, numbers(5, 64, seed=1)
+    head = kernels.head(weight, quantization=INT4)
+    assert head.argmax(x) is None
+    assert error(head(x), F.linear(x.float(), quantize(weight, INT4.group).dequantize(torch.float32))) < 1.5e-2
+
+
+def test_int8_argument_is_deprecated(kernels):
+    weight, x = numbers(64, 128), numbers(3, 128, seed=1)
+    expected = kernels.linear(weight, quantization=INT8)(x)
+    with pytest.warns(DeprecationWarning, match=r"`Kernels.linear\(int8=True\)` is now"):
+        assert torch.equal(kernels.linear(weight, int8=True)(x), expected)
+    with pytest.warns(DeprecationWarning, match="quantization=INT8"):
+        kernels.head(weight, int8=True)
+    with pytest.raises(TypeError, match="exclude each other"):
+        kernels.linear(weight, int8=True, quantization=INT4)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "message"), [(2, 32, "`bits` must be 4 or 8, got 2"), (4, 48, "`group`.*got 48")]
+)
+def test_quantization_checks_its_values(bits, group, message):
+    with pytest.raises(ValueError, match=message):
+        Quantization(bits, group)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"group": 16}, "`group` must be one of 32, 64, 128, got 16"),
+        ({"codes": torch.zeros(4, 64)}, r"`codes` must be uint8 \[outputs, inputs\], got float32"),
+        ({"codes": torch.full((4, 64), 16, dtype=torch.uint8)}, "`codes` must be at most 15, got 16"),
+        ({"zeros": torch.full((4, 2), 17, dtype=torch.uint8)}, "`zeros` must be at most 16, got 17"),
+        ({"zeros": torch.zeros(4, 1, dtype=torch.uint8)}, r"`zeros` must be uint8 \[4, 2\]"),
+        ({"scales": torch.ones(2, 4)}, r"`scales` must be floats \[4, 2\], got float32 \[2, 4\]"),
+        ({"order": torch.zeros(64, dtype=torch.int64)}, "`order` must be a permutation of 0 to 63"),
+    ],
+)
+def test_inconsistent_weight_is_rejected(kernels, changes, message):
+    weight = random_weight(4, 64, 32)._replace(**changes)
+    with pytest.raises(ValueError, match=message):
+        kernels.linear_quantized(weight, dtype=torch.bfloat16)
