@@ -103,7 +103,7 @@ class EngineConfig(BaseSettings):
     )
     quantization: Literal["none", "int8", "uint4"] = Field(
         "none",
-        description="Data type that weights are quantized to: int8 on a CPU with AVX-512; int8 or uint4 with DashInfer"
+        description="Data type that weights are quantized to: int8 on a CPU with AVX2; int8 or uint4 with DashInfer"
         " on CUDA.",
     )
     cpu_kernels: str = Field(

@@ -140,7 +140,7 @@ def _check_options(config: EngineConfig, kernels: Kernels) -> None:
         raise ConfigError(message, param="quantization")
     raise ConfigError(
         f"`quantization` {config.quantization!r} is not supported by the PyTorch decoder here: it supports only int8,"
-        " for bfloat16 on a CPU with AVX-512 BF16 and VNNI and a C compiler. Remove it, or use the decoder dashinfer on"
+        " for bfloat16 on a CPU with AVX2 and a C compiler. Remove it, or use the decoder dashinfer on"
         " CUDA.",
         param="quantization",
     )
