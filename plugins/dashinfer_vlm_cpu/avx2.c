@@ -163,6 +163,9 @@ INLINE __m256i broadcast_dword(const void *x)
     return _mm256_set1_epi32(dword);
 }
 
+/* Without it, gcc reorders products and sums so that there are too few registers for them. */
+#define IN_REGISTERS(x, y) __asm__("" : "+x"(x), "+x"(y))
+
 /* Float products --------------------------------------------------------------------------------------------------- */
 
 INLINE void prefetch(const void *memory) { _mm_prefetch((const char *)memory, _MM_HINT_T1); }
@@ -205,7 +208,8 @@ INLINE void add_tile(const int rows, const int vectors, const Product *p)
 #define CASE(row_count, vector_count, BODY) \
     case 8 * (vector_count) + (row_count): { enum { rows = row_count, vectors = vector_count }; BODY; } break;
 #define CASES_TO_3(n, BODY) CASE(1, n, BODY) CASE(2, n, BODY) CASE(3, n, BODY)
-#define CASES_TO_6(n, BODY) CASES_TO_3(n, BODY) CASE(4, n, BODY) CASE(5, n, BODY) CASE(6, n, BODY)
+#define CASES_TO_5(n, BODY) CASES_TO_3(n, BODY) CASE(4, n, BODY) CASE(5, n, BODY)
+#define CASES_TO_6(n, BODY) CASES_TO_5(n, BODY) CASE(6, n, BODY)
 
 /* The largest number of rows whose sums fit into registers. */
 INLINE ptrdiff_t tile_rows(ptrdiff_t vectors) { return vectors == 4 ? 3 : vectors == 3 ? 4 : MAX_TILE_ROWS; }

@@ -77,58 +77,57 @@ static void unpack_int4(const char *packed, ptrdiff_t group, Int4Block *block)
         }
 }
 
-/* Add SUM_QUADS quads of inputs of each row times TILE_VECTORS vectors to the integer sums. */
-INLINE void add_quads_int4(const int rows, const int8_t *x, const char *codes, __m256i sums[MAX_TILE_ROWS][TILE_VECTORS])
+/* Add SUM_QUADS quads of inputs of each row times two vectors to the integer sums. */
+INLINE void add_quads_int4(const int rows, const int8_t *x, const char *codes, __m256i sums[MAX_TILE_ROWS][2])
 {
-    __m256i acc[MAX_TILE_ROWS][TILE_VECTORS];
+    __m256i acc[MAX_TILE_ROWS][2];
     UNROLL for (int m = 0; m < rows; m++)
-        UNROLL for (int z = 0; z < TILE_VECTORS; z++) acc[m][z] = VNNI ? sums[m][z] : _mm256_setzero_si256();
+        UNROLL for (int z = 0; z < 2; z++) acc[m][z] = VNNI ? sums[m][z] : _mm256_setzero_si256();
     for (int quad = 0; quad < SUM_QUADS; quad++, x += 4, codes += 4 * PANEL) {
-        __m256i w[TILE_VECTORS];
-        UNROLL for (int z = 0; z < TILE_VECTORS; z++) w[z] = at(codes, z);
+        __m256i w[2];
+        UNROLL for (int z = 0; z < 2; z++) w[z] = at(codes, z);
         UNROLL for (int m = 0; m < rows; m++) {
             __m256i both = broadcast_dword(x + m * BLOCK);
-            UNROLL for (int z = 0; z < TILE_VECTORS; z++) {
+            UNROLL for (int z = 0; z < 2; z++)
 #if VNNI
                 acc[m][z] = _mm256_dpbusd_epi32(acc[m][z], w[z], both);
 #else
                 acc[m][z] = _mm256_add_epi16(acc[m][z], _mm256_maddubs_epi16(w[z], both));
 #endif
-                IN_REGISTER(acc[m][z]);
-            }
+            IN_REGISTERS(acc[m][0], acc[m][1]);
         }
     }
     UNROLL for (int m = 0; m < rows; m++)
-        UNROLL for (int z = 0; z < TILE_VECTORS; z++)
+        UNROLL for (int z = 0; z < 2; z++)
             sums[m][z] = VNNI ? acc[m][z]
                               : _mm256_add_epi32(sums[m][z], _mm256_madd_epi16(acc[m][z], _mm256_set1_epi16(1)));
 }
 
-/* sums[m] (+)= row `row` + m times TILE_VECTORS vectors of a block, from vector `first` on. */
+/* sums[m] (+)= row `row` + m times two vectors of a block, from vector `first` on. */
 INLINE void tile_int4(const int rows, const Int4Rows *q, ptrdiff_t block, ptrdiff_t row, const Int4Block *weights,
                       int first, ptrdiff_t group, float *out)
 {
     ptrdiff_t place = block * q->rows + row, groups = BLOCK / group;
-    __m256 parts[MAX_TILE_ROWS][TILE_VECTORS];
+    __m256 parts[MAX_TILE_ROWS][2];
     UNROLL for (int m = 0; m < rows; m++)
-        UNROLL for (int z = 0; z < TILE_VECTORS; z++) parts[m][z] = _mm256_setzero_ps();
+        UNROLL for (int z = 0; z < 2; z++) parts[m][z] = _mm256_setzero_ps();
     for (ptrdiff_t g = 0; g < groups; g++) {
-        __m256i sums[MAX_TILE_ROWS][TILE_VECTORS];
-        UNROLL for (int z = 0; z < TILE_VECTORS; z++) {
+        __m256i sums[MAX_TILE_ROWS][2];
+        UNROLL for (int z = 0; z < 2; z++) {
             __m256i zeros = at((const char *)weights->zeros[g], first + z);
             UNROLL for (int m = 0; m < rows; m++) /* both have 16 bits */
                 sums[m][z] = _mm256_madd_epi16(zeros, _mm256_set1_epi32(q->offsets[(place + m) * groups + g] & 0xffff));
         }
         for (ptrdiff_t k = g * group; k < (g + 1) * group; k += 4 * SUM_QUADS)
             add_quads_int4(rows, q->values + place * BLOCK + k, (const char *)(weights->codes[k / 4]) + 32 * first, sums);
-        UNROLL for (int z = 0; z < TILE_VECTORS; z++) {
+        UNROLL for (int z = 0; z < 2; z++) {
             __m256 scales = _mm256_load_ps(weights->scales[g] + (first + z) * LANES);
             UNROLL for (int m = 0; m < rows; m++)
                 parts[m][z] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[m][z]), scales, parts[m][z]);
         }
     }
     UNROLL for (int m = 0; m < rows; m++)
-        UNROLL for (int z = 0; z < TILE_VECTORS; z++) {
+        UNROLL for (int z = 0; z < 2; z++) {
             float *sum = out + m * PANEL + (first + z) * LANES;
             __m256 before = block ? _mm256_load_ps(sum) : _mm256_setzero_ps();
             _mm256_store_ps(sum, _mm256_fmadd_ps(parts[m][z], _mm256_set1_ps(q->scales[place + m]), before));
@@ -141,15 +140,15 @@ static void linear_rows_int4(const Int4Rows *q, ptrdiff_t panel, ptrdiff_t start
     _Alignas(64) Int4Block weights;
     const Matrix *m = ep->m;
     ptrdiff_t blocks = int4_blocks(m->inputs), size = int4_block_size(m->group), rows = stop - start;
-    ptrdiff_t tiles = ceil_div(rows, TILE_ROWS_INT8);
+    ptrdiff_t tiles = ceil_div(rows, MAX_TILE_ROWS);
     const char *packed = (const char *)m->packed + panel * blocks * size;
     for (ptrdiff_t block = 0; block < blocks; block++, packed += size) {
         unpack_int4(packed, m->group, &weights);
         for (ptrdiff_t tile = 0; tile < tiles; tile++) {
             ptrdiff_t row = rows * tile / tiles, count = rows * (tile + 1) / tiles - row;
-            for (int z = 0; z < VECTORS; z += TILE_VECTORS)
-                switch (8 * TILE_VECTORS + count) {
-                    TILE_CASES(tile_int4(rows, q, block, start + row, &weights, z, m->group, sums + row * PANEL))
+            for (int z = 0; z < VECTORS; z += 2)
+                switch (8 * 2 + count) {
+                    CASES_TO_6(2, tile_int4(rows, q, block, start + row, &weights, z, m->group, sums + row * PANEL))
                 }
         }
     }

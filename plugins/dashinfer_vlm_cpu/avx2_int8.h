@@ -2,23 +2,15 @@
  *
  * With AVX-VNNI, one instruction multiplies quads of unsigned weights by signed activations. Without it, weights and
  * activations are widened to 16 bits, because the product of bytes (vpmaddubsw) saturates. The even and the odd bytes of a
- * quad are widened separately, with one instruction each. */
+ * quad are widened separately, with one instruction each: for each tile, since sharing them between tiles is slower. */
 
 #if defined(__AVXVNNI__) || defined(__AVX512VNNI__)
 #define VNNI 1
-#define TILE_CASES(BODY) CASES_TO_3(4, BODY)
 typedef int8_t Quantum;
 #else
 #define VNNI 0
-#define TILE_CASES(BODY) CASES_TO_6(2, BODY)
 typedef int16_t Quantum;
 #endif
-
-/* Otherwise gcc computes all products before it adds any of them, and has too few registers for them. */
-#define IN_REGISTER(x) __asm__("" : "+x"(x))
-
-/* Vectors of a tile; up to FEW_ROWS_INT8 rows are multiplied without a buffer for widened weights. */
-enum { TILE_VECTORS = VNNI ? 4 : 2, TILE_ROWS_INT8 = VNNI ? 3 : 6, FEW_ROWS_INT8 = 2 };
 
 /* The largest magnitude, NaN if any value is NaN: without the sign, floats are ordered like integers, with NaN last. */
 static float max_abs(const bf16 *x, ptrdiff_t count)
@@ -125,93 +117,37 @@ static void quantize_row(const bf16 *x, ptrdiff_t inputs, const Quantized *q, pt
     }
 }
 
-/* Add the products of a quad of inputs of a row to the sums of eight columns. */
-INLINE __m256i add_quad(__m256i sum, __m256i quads, const Quantum *x)
-{
-#if VNNI
-    return _mm256_dpbusd_epi32(sum, quads, broadcast_dword(x));
-#else
-    __m256i low = _mm256_and_si256(quads, _mm256_set1_epi16(0xff)), high = _mm256_srli_epi16(quads, 8);
-    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(low, broadcast_dword(x)));
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(high, broadcast_dword(x + 2)));
-#endif
-}
-
-/* sums[m] (+)= row `row` + m times a block of a panel, `quads` quads of inputs. */
-INLINE void block_of_few_rows(const int rows, const Quantized *q, ptrdiff_t row, ptrdiff_t block, const char *panel,
-                              ptrdiff_t quads, __m256 acc[FEW_ROWS_INT8][VECTORS])
+/* sums[m] (+)= row `row` + m times `quads` quads of a block of a panel, two vectors of it. For each quad, two lines are
+ * prefetched, `step` bytes after the previous ones. */
+INLINE void tile_int8(const int rows, const Quantized *q, ptrdiff_t block, ptrdiff_t row, const char *panel, ptrdiff_t quads,
+                      float *sums, const char *next, ptrdiff_t step)
 {
     ptrdiff_t place = block * q->rows + row;
-    const Quantum *x = q->values + place * BLOCK;
-    __m256i sums[FEW_ROWS_INT8][VECTORS];
+    const Quantum *x = q->values + place * BLOCK, *stop = x + 4 * quads;
+    __m256i acc[MAX_TILE_ROWS][2];
     UNROLL for (int m = 0; m < rows; m++)
-        UNROLL for (int z = 0; z < VECTORS; z++) sums[m][z] = _mm256_set1_epi32(q->offsets[place + m]);
-    for (ptrdiff_t i = 0; i < quads; i++, panel += 4 * PANEL) {
-        prefetch(panel + PREFETCH_BYTES);
-        prefetch(panel + PREFETCH_BYTES + 64);
-        UNROLL for (int z = 0; z < VECTORS; z++)
-            UNROLL for (int m = 0; m < rows; m++) {
-                sums[m][z] = add_quad(sums[m][z], at(panel, z), x + m * BLOCK + 4 * i);
-                IN_REGISTER(sums[m][z]);
-            }
-    }
-    UNROLL for (int m = 0; m < rows; m++)
-        UNROLL for (int z = 0; z < VECTORS; z++)
-            acc[m][z] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[m][z]), _mm256_set1_ps(q->scales[place + m]), acc[m][z]);
-}
-
-INLINE void few_rows_int8(const int rows, const Quantized *q, ptrdiff_t row, ptrdiff_t inputs, const char *panel,
-                          float *out)
-{
-    __m256 acc[FEW_ROWS_INT8][VECTORS];
-    UNROLL for (int m = 0; m < rows; m++)
-        UNROLL for (int z = 0; z < VECTORS; z++) acc[m][z] = _mm256_setzero_ps();
-    for (ptrdiff_t k = 0; k < inputs; k += BLOCK, panel += BLOCK * PANEL)
-        block_of_few_rows(rows, q, row, k / BLOCK, panel, least(BLOCK, inputs - k) / 4, acc);
-    UNROLL for (int m = 0; m < rows; m++)
-        UNROLL for (int z = 0; z < VECTORS; z++) _mm256_storeu_ps(out + m * PANEL + z * LANES, acc[m][z]);
-}
-
-/* Widen the quads of a block of a panel: [2 * quads][PANEL] pairs of 16 bits, even bytes and odd bytes. */
-static void widen_quads(const char *panel, ptrdiff_t quads, char *out)
-{
-    for (ptrdiff_t i = 0; i < quads; i++, panel += 4 * PANEL, out += 8 * PANEL)
-        UNROLL for (int z = 0; z < VECTORS; z++) {
-            __m256i bytes = at(panel, z);
-            _mm256_store_si256((__m256i *)out + z, _mm256_and_si256(bytes, _mm256_set1_epi16(0xff)));
-            _mm256_store_si256((__m256i *)out + VECTORS + z, _mm256_srli_epi16(bytes, 8));
-        }
-}
-
-/* sums[m] += row `row` + m times a block of TILE_VECTORS vectors of a panel: quads or, without VNNI, widened pairs. For each
- * of `steps`, a line is prefetched, `ahead` bytes after the previous one. */
-INLINE void tile_int8(const int rows, const Quantized *q, ptrdiff_t block, ptrdiff_t row, const char *weights,
-                      ptrdiff_t steps, float *sums, const char *next, ptrdiff_t ahead)
-{
-    enum { STEP = 4 / sizeof(Quantum) };
-    ptrdiff_t place = block * q->rows + row;
-    const Quantum *x = q->values + place * BLOCK, *stop = x + STEP * steps;
-    __m256i acc[MAX_TILE_ROWS][TILE_VECTORS];
-    UNROLL for (int m = 0; m < rows; m++)
-        UNROLL for (int z = 0; z < TILE_VECTORS; z++) acc[m][z] = _mm256_set1_epi32(q->offsets[place + m]);
-    for (; x < stop; x += STEP, weights += 4 * PANEL, next += ahead) {
-        __m256i w[TILE_VECTORS];
+        UNROLL for (int z = 0; z < 2; z++) acc[m][z] = _mm256_set1_epi32(q->offsets[place + m]);
+    for (; x < stop; x += 4, panel += 4 * PANEL, next += step) {
         prefetch(next);
-        UNROLL for (int z = 0; z < TILE_VECTORS; z++) w[z] = at(weights, z);
-        UNROLL for (int m = 0; m < rows; m++) {
-            __m256i both = broadcast_dword(x + m * BLOCK);
-            UNROLL for (int z = 0; z < TILE_VECTORS; z++) {
+        prefetch(next + 64);
+        UNROLL for (int part = 0; part < (VNNI ? 1 : 2); part++) {
+            __m256i w[2] = {at(panel, 0), at(panel, 1)};
+            UNROLL for (int z = 0; z < 2; z++)
+                if (!VNNI) w[z] = part ? _mm256_srli_epi16(w[z], 8) : _mm256_and_si256(w[z], _mm256_set1_epi16(0xff));
+            UNROLL for (int m = 0; m < rows; m++) {
+                __m256i both = broadcast_dword(x + m * BLOCK + 2 * part);
+                UNROLL for (int z = 0; z < 2; z++)
 #if VNNI
-                acc[m][z] = _mm256_dpbusd_epi32(acc[m][z], w[z], both);
+                    acc[m][z] = _mm256_dpbusd_epi32(acc[m][z], w[z], both);
 #else
-                acc[m][z] = _mm256_add_epi32(acc[m][z], _mm256_madd_epi16(w[z], both));
+                    acc[m][z] = _mm256_add_epi32(acc[m][z], _mm256_madd_epi16(w[z], both));
 #endif
-                IN_REGISTER(acc[m][z]);
+                IN_REGISTERS(acc[m][0], acc[m][1]);
             }
         }
     }
     UNROLL for (int m = 0; m < rows; m++)
-        UNROLL for (int z = 0; z < TILE_VECTORS; z++) {
+        UNROLL for (int z = 0; z < 2; z++) {
             float *sum = sums + m * PANEL + z * LANES;
             __m256 before = block ? _mm256_load_ps(sum) : _mm256_setzero_ps();
             __m256 scale = _mm256_set1_ps(q->scales[place + m]);
@@ -220,22 +156,20 @@ INLINE void tile_int8(const int rows, const Quantized *q, ptrdiff_t block, ptrdi
 }
 
 /* sums[m] = row `row` + m times a panel, without the scales of the weights. */
-static void multiply_int8(const Quantized *q, ptrdiff_t row, ptrdiff_t rows, ptrdiff_t inputs, const char *panel, float *sums)
+static void multiply_int8(const Quantized *q, ptrdiff_t row, ptrdiff_t row_count, ptrdiff_t inputs, const char *panel,
+                          float *sums)
 {
-    _Alignas(64) char wide[VNNI ? 1 : 2 * BLOCK * PANEL];
-    if (rows == 1) return few_rows_int8(1, q, row, inputs, panel, sums);
-    if (rows == 2) return few_rows_int8(2, q, row, inputs, panel, sums);
-    ptrdiff_t tiles = ceil_div(rows, TILE_ROWS_INT8);
+    ptrdiff_t tiles = ceil_div(row_count, MAX_TILE_ROWS);
     for (ptrdiff_t k = 0; k < inputs; k += BLOCK, panel += BLOCK * PANEL) {
         ptrdiff_t quads = least(BLOCK, inputs - k) / 4;
-        if (!VNNI) widen_quads(panel, quads, wide);
         for (ptrdiff_t tile = 0; tile < tiles; tile++) {
-            ptrdiff_t at = rows * tile / tiles, count = rows * (tile + 1) / tiles - at;
-            for (int z = 0; z < VECTORS; z += TILE_VECTORS) {
-                const char *weights = (VNNI ? panel : wide) + z * sizeof(__m256i), *next = panel + BLOCK * PANEL;
-                switch (8 * TILE_VECTORS + count) {
-                    TILE_CASES(tile_int8(rows, q, k / BLOCK, row + at, weights, VNNI ? quads : 2 * quads,
-                                         sums + at * PANEL + z * LANES, next, tile || z ? 0 : 64))
+            ptrdiff_t start = row_count * tile / tiles, count = row_count * (tile + 1) / tiles - start;
+            for (int z = 0; z < VECTORS; z += 2) {
+                const char *weights = panel + z * sizeof(__m256i);
+                float *to = sums + start * PANEL + z * LANES;
+                switch (8 * 2 + count) {
+                    CASES_TO_6(2, tile_int8(rows, q, k / BLOCK, row + start, weights, quads, to, panel + PREFETCH_BYTES,
+                                            tile || z ? 0 : 4 * PANEL))
                 }
             }
         }

@@ -1,7 +1,8 @@
 /* Linear layers with weights of 16 and 12 bits, see avx2.c. */
 
-/* Up to FEW_ROWS rows are multiplied while a panel is unpacked. WIDE_ROWS rows are widened at a time. */
-enum { FEW_ROWS = 2, WIDE_ROWS = 768 };
+/* Up to DIRECT_ROWS rows are multiplied while weights are unpacked in registers; more rows share a buffer of unpacked weights.
+ * More than FEW_ROWS rows of activations are widened before, WIDE_ROWS at a time. */
+enum { FEW_ROWS = 2, DIRECT_ROWS = 5, WIDE_ROWS = 768 };
 
 /* A linear layer, see native_linear.py. */
 typedef struct {
@@ -218,31 +219,37 @@ static void __attribute__((noinline)) replace_outliers(Reader *r, ptrdiff_t grou
     for (int i = 0; i < 4; i++) upper[i] = at((const char *)bytes, i);
 }
 
-/* Read the bf16 pairs of four inputs: w[0] to w[3] are the first pair of all columns. */
-INLINE void read_group(const int coded, Reader *r, ptrdiff_t group, __m256i w[2 * VECTORS])
+/* Read the bf16 pairs of four inputs: w[0] to w[3] are the first pair of all columns. With half 0 only those of the vectors
+ * 0 and 2 are read, with half 1 those of 1 and 3; with 2 all. */
+INLINE void read_group(const int coded, const int half, Reader *r, ptrdiff_t group, __m256i w[2 * VECTORS])
 {
-    if (!coded) {
-        UNROLL for (int i = 0; i < 2 * VECTORS; i++) w[i] = at(r->packed, i);
-        r->packed += sizeof(__m256i) * 2 * VECTORS;
-        return;
-    }
     __m256i low = _mm256_set1_epi8(15), upper[4];
     UNROLL for (int i = 0; i < 2; i++) {
+        if (!coded || half == 1 - i) continue;
         __m256i codes = at(r->packed, 4 + i);
         upper[i] = _mm256_shuffle_epi8(r->high, _mm256_and_si256(codes, low));
         upper[2 + i] = _mm256_shuffle_epi8(r->high, _mm256_and_si256(_mm256_srli_epi16(codes, 4), low));
     }
-    if (__builtin_expect(r->outlier->group == group, 0)) {
-        __m256i replaced[4] = {upper[0], upper[1], upper[2], upper[3]};
+    if (coded && __builtin_expect(r->outlier->group == group, 0)) {
+        __m256i replaced[4];
+        UNROLL for (int i = 0; i < 4; i++) replaced[i] = upper[half == 2 ? i : i / 2 * 2 + half];
         replace_outliers(r, group, replaced);
-        UNROLL for (int i = 0; i < 4; i++) upper[i] = replaced[i];
+        UNROLL for (int i = 0; i < 4; i++)
+            if (half == 2 || i % 2 == half) upper[i] = replaced[i];
     }
     UNROLL for (int i = 0; i < 4; i++) {
-        __m256i lower = at(r->packed, i);
-        w[i / 2 * 4 + i % 2] = _mm256_unpacklo_epi8(lower, upper[i]);
-        w[i / 2 * 4 + i % 2 + 2] = _mm256_unpackhi_epi8(lower, upper[i]);
+        if (half == 1 - i % 2) continue;
+        __m256i *to = w + i / 2 * VECTORS + i % 2, lower = at(r->packed, i);
+        to[0] = coded ? _mm256_unpacklo_epi8(lower, upper[i]) : at(r->packed, i / 2 * VECTORS + i % 2);
+        to[2] = coded ? _mm256_unpackhi_epi8(lower, upper[i]) : at(r->packed, i / 2 * VECTORS + i % 2 + 2);
     }
-    r->packed += GROUP_BYTES;
+    r->packed += coded ? GROUP_BYTES : sizeof(__m256i) * 2 * VECTORS;
+}
+
+INLINE void prefetch_group(const int coded, const char *packed)
+{
+    UNROLL for (int line = 0; line < 4; line++)
+        if (line < 3 || !coded) prefetch(packed + 64 * line);
 }
 
 /* bf16 linear layers ----------------------------------------------------------------------------------------------- */
@@ -255,9 +262,8 @@ INLINE void tile_unpacked(const int rows, const int coded, const bf16 *x, ptrdif
         UNROLL for (int z = 0; z < VECTORS; z++) acc[m][z] = _mm256_setzero_ps();
     for (ptrdiff_t group = 0; group < inputs / GROUP; group++, x += GROUP) {
         __m256i w[2 * VECTORS];
-        UNROLL for (int line = 0; line < 4; line++)
-            if (line < 3 || !coded) prefetch(r.packed + PREFETCH_BYTES + 64 * line);
-        read_group(coded, &r, group, w);
+        prefetch_group(coded, r.packed + PREFETCH_BYTES);
+        read_group(coded, 2, &r, group, w);
         UNROLL for (int i = 0; i < 2 * VECTORS; i++)
             UNROLL for (int m = 0; m < rows; m++) {
                 __m256i pair = broadcast_dword(x + m * stride + i / VECTORS * 2);
@@ -310,7 +316,7 @@ INLINE void unpack(const int coded, Reader *r, ptrdiff_t start, ptrdiff_t count,
 {
     for (ptrdiff_t k = 0; k < count; k += GROUP, out += GROUP * PANEL) {
         __m256i w[2 * VECTORS];
-        read_group(coded, r, (start + k) / GROUP, w);
+        read_group(coded, 2, r, (start + k) / GROUP, w);
         UNROLL for (int i = 0; i < 2 * VECTORS; i++) {
             float *to = out + i / VECTORS * 2 * PANEL + i % VECTORS * LANES;
             _mm256_store_ps(to, even(w[i]));
@@ -319,8 +325,47 @@ INLINE void unpack(const int coded, Reader *r, ptrdiff_t start, ptrdiff_t count,
     }
 }
 
-/* Multiply the rows [start, stop) by a panel, one block of inputs after the other, which is unpacked for all rows.
- * `first_row` is the row of the result for the first row of `x`. */
+/* sums[m] (+)= row m of `a` times `count` inputs of half of a panel, the vectors `half` and `half` + 2, unpacked in registers. */
+INLINE void tile_half(const int rows, const int coded, const int half, const float *a, Reader *reader, ptrdiff_t start,
+                      ptrdiff_t count, float *sums)
+{
+    __m256 acc[DIRECT_ROWS][2];
+    Reader r = *reader;
+    UNROLL for (int m = 0; m < rows; m++)
+        UNROLL for (int z = 0; z < 2; z++)
+            acc[m][z] = start ? _mm256_load_ps(sums + m * PANEL + (half + 2 * z) * LANES) : _mm256_setzero_ps();
+    for (ptrdiff_t k = 0; k < count; k += GROUP) {
+        __m256i w[2 * VECTORS];
+        if (!half) prefetch_group(coded, r.packed + PREFETCH_BYTES);
+        read_group(coded, half, &r, (start + k) / GROUP, w);
+        UNROLL for (int i = 0; i < GROUP; i++, a++) {
+            __m256i left = w[i / 2 * VECTORS + half], right = w[i / 2 * VECTORS + half + 2];
+            __m256 columns[2] = {i % 2 ? odd(left) : even(left), i % 2 ? odd(right) : even(right)};
+            UNROLL for (int m = 0; m < rows; m++) {
+                __m256 x = _mm256_broadcast_ss(a + m * BLOCK);
+                UNROLL for (int z = 0; z < 2; z++) acc[m][z] = _mm256_fmadd_ps(x, columns[z], acc[m][z]);
+                IN_REGISTERS(acc[m][0], acc[m][1]);
+            }
+        }
+    }
+    *reader = r;
+    UNROLL for (int m = 0; m < rows; m++)
+        UNROLL for (int z = 0; z < 2; z++) _mm256_store_ps(sums + m * PANEL + (half + 2 * z) * LANES, acc[m][z]);
+}
+
+/* Multiply up to DIRECT_ROWS rows by the next `count` inputs of a panel. */
+INLINE void multiply_direct(const int coded, const float *a, ptrdiff_t row_count, Reader *r, ptrdiff_t start,
+                            ptrdiff_t count, float *sums)
+{
+    Reader left = *r;
+    switch (8 * 2 + row_count) {
+        CASES_TO_5(2, tile_half(rows, coded, 0, a, &left, start, count, sums);
+                      tile_half(rows, coded, 1, a, r, start, count, sums))
+    }
+}
+
+/* Multiply the rows [start, stop) by a panel, one block of inputs after the other. `first_row` is the row of the result for
+ * the first row of `x`. */
 static void linear_rows(const Wide *x, ptrdiff_t panel, ptrdiff_t start, ptrdiff_t stop, const Epilogue *ep,
                         ptrdiff_t first_row)
 {
@@ -328,10 +373,16 @@ static void linear_rows(const Wide *x, ptrdiff_t panel, ptrdiff_t start, ptrdiff
     const Matrix *m = ep->m;
     Reader r = read_panel(m, panel);
     for (ptrdiff_t k = 0; k < m->inputs; k += BLOCK) {
+        const float *a = wide_block(x, k / BLOCK, start);
         ptrdiff_t count = least(BLOCK, m->inputs - k);
+        if (stop - start <= DIRECT_ROWS) {
+            if (m->codes) multiply_direct(1, a, stop - start, &r, k, count, sums);
+            else multiply_direct(0, a, stop - start, &r, k, count, sums);
+            continue;
+        }
         if (m->codes) unpack(1, &r, k, count, weights);
         else unpack(0, &r, k, count, weights);
-        Product p = {wide_block(x, k / BLOCK, start), BLOCK, weights, PANEL, count, sums, PANEL, k == 0, r.packed, 64};
+        Product p = {a, BLOCK, weights, PANEL, count, sums, PANEL, k == 0, r.packed, 64};
         add_product(stop - start, VECTORS, &p);
     }
     for (ptrdiff_t row = start; row < stop; row++) {
