@@ -23,7 +23,7 @@ enum { PANEL = 32, LANES = 8, VECTORS = PANEL / LANES, BLOCK = 128, ROW_GROUP = 
        MAX_TILE_ROWS = 6 };
 /* Distances of prefetches, as measured: of weights in bytes, of keys and values in rows. */
 enum { PREFETCH_BYTES = 4096, PREFETCH_KEYS = 64 };
-enum { NONE = 0, QUICK_GELU = 1, SILU_GATE = 2 }; /* native_linear.py applies other activations */
+enum { NONE = 0, QUICK_GELU = 1, SILU_GATE = 2, GELU_TANH = 4 }; /* native_linear.py applies GELU */
 
 #if __has_include("int4.h")
 #define INT4 1
@@ -127,6 +127,14 @@ INLINE __m256 exp2_(__m256 x, const int bounded)
 INLINE __m256 swish(__m256 x, float slope)
 {
     __m256 e = exp2_(_mm256_mul_ps(x, _mm256_set1_ps(-1.44269504f * slope)), 0);
+    return _mm256_div_ps(x, _mm256_add_ps(_mm256_set1_ps(1.0f), e));
+}
+
+/* x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))), as x * sigmoid of twice the argument of tanh */
+INLINE __m256 gelu_tanh(__m256 x)
+{
+    __m256 cubic = _mm256_fmadd_ps(_mm256_mul_ps(x, x), _mm256_set1_ps(0.044715f), _mm256_set1_ps(1.0f));
+    __m256 e = exp2_(_mm256_mul_ps(_mm256_mul_ps(x, cubic), _mm256_set1_ps(-1.44269504f * 1.59576912f)), 0);
     return _mm256_div_ps(x, _mm256_add_ps(_mm256_set1_ps(1.0f), e));
 }
 

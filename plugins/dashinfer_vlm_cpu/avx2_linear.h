@@ -9,7 +9,7 @@ typedef struct {
     const void *packed;
     const float *scales; /* scales of the packed rows if the weights have 8 bits, else null */
     const char *codes;   /* code tables of the panels if the weights have 12 bits, else null */
-    const bf16 *bias;    /* [columns], or null */
+    const bf16 *bias;    /* [outputs], or null */
     int64_t outputs;     /* rows of the weights */
     int64_t inputs;
     int64_t columns;     /* columns of the result; half of the outputs with SILU_GATE */
@@ -41,20 +41,28 @@ INLINE void store_output(const Epilogue *ep, ptrdiff_t row, ptrdiff_t column, __
     store(out, count, ep->add ? _mm256_add_ps(x, load(out, count)) : x);
 }
 
+INLINE __m256 biased(const Matrix *m, ptrdiff_t output, __m256 x)
+{
+    return m->bias ? _mm256_add_ps(x, load(m->bias + output, m->outputs - output)) : x;
+}
+
 INLINE void finish(const Epilogue *ep, ptrdiff_t row, ptrdiff_t panel, const __m256 sums[VECTORS])
 {
     const Matrix *m = ep->m;
     if (m->activation == SILU_GATE) {
-        UNROLL for (int z = 0; z < VECTORS / 2; z++)
-            store_output(ep, row, panel * PANEL / 2 + z * LANES,
-                         _mm256_mul_ps(swish(sums[z], 1.0f), sums[z + VECTORS / 2]));
+        UNROLL for (int z = 0; z < VECTORS / 2; z++) {
+            ptrdiff_t column = panel * PANEL / 2 + z * LANES;
+            __m256 gate = biased(m, column, sums[z]), up = biased(m, m->columns + column, sums[z + VECTORS / 2]);
+            store_output(ep, row, column, _mm256_mul_ps(swish(gate, 1.0f), up));
+        }
         return;
     }
     UNROLL for (int z = 0; z < VECTORS; z++) {
         ptrdiff_t column = panel * PANEL + z * LANES;
-        __m256 x = sums[z];
-        if (m->bias) x = _mm256_add_ps(x, load(m->bias + column, m->columns - column));
-        store_output(ep, row, column, m->activation == QUICK_GELU ? swish(x, 1.702f) : x);
+        __m256 x = biased(m, column, sums[z]);
+        if (m->activation == QUICK_GELU) x = swish(x, 1.702f);
+        if (m->activation == GELU_TANH) x = gelu_tanh(x);
+        store_output(ep, row, column, x);
     }
 }
 
