@@ -34,8 +34,8 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 }
 """The modules of each extra."""
 
-FAST_CPU = {"avx512_bf16": "AVX-512 BF16", "amx_bf16": "AMX", "bf16": "Arm BF16"}
-"""Linux's flags of CPUs that multiply bfloat16 in hardware."""
+FAST_CPU = {"avx512_bf16": "AVX-512 BF16", "amx_bf16": "AMX", "bf16": "Arm BF16", "avx2": "AVX2"}
+"""Linux's flags of CPUs that multiply bfloat16 in hardware, or for which there are C kernels."""
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """PyTorch's index of builds without CUDA. PyPI has none for Linux."""
@@ -120,7 +120,7 @@ def _cpu() -> Finding:
         "On this CPU, `--dtype float32` is usually faster than bfloat16, and needs twice the memory. Ignore this if you"
         " use a GPU."
     )
-    return Finding(name="cpu", status="slow", detail=f"{cores} cores, no hardware support for bfloat16", fix=fix)
+    return Finding(name="cpu", status="slow", detail=f"{cores} cores, no fast instructions for bfloat16", fix=fix)
 
 
 def _cuda() -> Finding:

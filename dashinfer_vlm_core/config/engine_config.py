@@ -103,7 +103,7 @@ class EngineConfig(BaseSettings):
     )
     quantization: Literal["none", "int8", "int4", "uint4"] = Field(
         "none",
-        description="Data type that weights are quantized to: int8 or int4 on a CPU with AVX-512, or with DashInfer on"
+        description="Data type that weights are quantized to: int8 or int4 on a CPU with AVX2, or with DashInfer on"
         " CUDA. uint4 is the same as int4.",
     )
     vision_quantization: Literal["auto", "none", "int8"] = Field(

@@ -1,6 +1,7 @@
-"""C kernels for CPUs with AVX-512 BF16, optionally with AMX. Importing this package is cheap.
+"""C kernels for CPUs with AVX2, AVX-512 BF16, or AMX. Importing this package is cheap.
 
-avx512.c  tiles*.h                                  the kernels, compiled on first use
+avx512.c  tiles*.h                                  the kernels for AVX-512 and AMX, compiled on first use
+avx2.c  avx2_*.h  decoder_layers.h                  the kernels for AVX2, with the same functions
 native.py  native_linear.py  native_layers.py       the `Kernels` interface, through ctypes
 build.py  library_cache.py  huge_pages.py           the build, its checked cache, and memory for weights
 """
@@ -46,3 +47,6 @@ class NativeKernelFactory:
 def register_kernels(register: Callable[[KernelFactory], None]) -> None:
     register(NativeKernelFactory("amx", 20))
     register(NativeKernelFactory("avx512", 10))
+    register(NativeKernelFactory("avx512_vnni", 7))
+    register(NativeKernelFactory("avx_vnni", 6))
+    register(NativeKernelFactory("avx2", 5))

@@ -18,10 +18,7 @@ import torch
 
 from .library_cache import CheckedLibrary, FolderError, LibraryCache, RejectedLibraryError
 
-FLAGS = (
-    "-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq",
-    "-mavx512bf16", "-mavx512vnni", "-mfma", "-Wl,-Bsymbolic-functions",
-)  # fmt: skip
+FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp", "-Wl,-Bsymbolic-functions")
 
 COMPILERS = ("cc", "gcc", "clang")
 

@@ -1,4 +1,4 @@
-"""The C kernels (`avx512.c`), called through ctypes.
+"""The C kernels (`avx512.c`, `avx2.c`), called through ctypes.
 
 A row's result is bit-exact regardless of the other rows in the batch, unless it falls back to PyTorch.
 """
@@ -85,29 +85,44 @@ RESULTS: dict[str, type[Any]] = {
 
 
 class Variant(NamedTuple):
-    """A build variant of `avx512.c`.
+    """A build variant of the C kernels.
 
     Attributes:
         name: name of the kernel set, and the value of `cpu_kernels` that selects it.
+        source: the C file.
         flags: compiler flags.
         features: required CPU features, as /proc/cpuinfo spells them.
     """
 
     name: str
-    flags: tuple[str, ...] = ()
-    features: tuple[str, ...] = ("avx512_bf16", "avx512_vnni")
+    source: str
+    flags: tuple[str, ...]
+    features: tuple[str, ...]
 
 
-AVX512 = Variant("avx512")
+AVX512 = Variant(
+    "avx512",
+    "avx512.c",
+    ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni", "-mfma"),
+    ("avx512_bf16", "avx512_vnni"),
+)
 AMX = Variant(
     "amx",
-    ("-DTILES", "-DTILES_AMX", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+    "avx512.c",
+    (*AVX512.flags, "-DTILES", "-DTILES_AMX", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     (*AVX512.features, "amx_tile", "amx_bf16", "amx_int8"),
 )
-PORTABLE_TILES = Variant("portable_tiles", ("-DTILES",))
+PORTABLE_TILES = Variant("portable_tiles", "avx512.c", (*AVX512.flags, "-DTILES"), AVX512.features)
 """The kernels of `AMX` with its instructions emulated in C, bit-exact and slow: for tests on every machine."""
 
-VARIANTS = (AMX, AVX512)
+AVX2 = Variant("avx2", "avx2.c", ("-mavx2", "-mfma", "-mf16c"), ("avx2", "fma", "f16c"))
+AVX_VNNI = Variant("avx_vnni", "avx2.c", (*AVX2.flags, "-mavxvnni"), (*AVX2.features, "avx_vnni"))
+AVX512_VNNI = Variant(
+    "avx512_vnni", "avx2.c", (*AVX2.flags, "-mavx512vl", "-mavx512vnni"), (*AVX2.features, "avx512vl", "avx512_vnni")
+)
+"""The kernels of `AVX_VNNI` with the same instructions in the encoding of AVX-512, for CPUs without AVX-512 BF16."""
+
+VARIANTS = (AMX, AVX512, AVX512_VNNI, AVX_VNNI, AVX2)
 """Fastest first."""
 
 
@@ -268,7 +283,7 @@ def _load(variant: Variant, config: EngineConfig) -> LoadedKernels:
     missing = [name for name in variant.features if name not in cpu_flags()]
     if missing:
         return LoadedKernels(None, f"this CPU has no {' and no '.join(missing)}")
-    source = Path(__file__).with_name("avx512.c")
+    source = Path(__file__).with_name(variant.source)
     try:
         library = load_library(source, config.cache_folder / "kernels", variant.name, variant.flags)
     except BuildError as error:

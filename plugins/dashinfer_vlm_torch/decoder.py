@@ -173,7 +173,7 @@ def _text_quantization(config: EngineConfig, kernels: Kernels, device: str) -> T
     if name == "int8" or not device.startswith("cpu"):
         raise ConfigError(
             f"`quantization` {name!r} is not supported by the PyTorch decoder here: it supports int4 on a CPU, and int8"
-            " for bfloat16 on a CPU with AVX-512 BF16 and VNNI and a C compiler. Remove it, or use the decoder"
+            " for bfloat16 on a CPU with AVX2 and a C compiler. Remove it, or use the decoder"
             " dashinfer on CUDA.",
             param="quantization",
         )
@@ -186,7 +186,7 @@ def _text_quantization(config: EngineConfig, kernels: Kernels, device: str) -> T
     if not supports_int4:
         logger.warning(
             "`quantization` %s saves no memory here: the kernels %r keep the rounded weights in the model's data type."
-            " 4-bit weights are kept in 4 bits for bfloat16 on a CPU with AVX-512 BF16 and VNNI and a C compiler.",
+            " 4-bit weights are kept in 4 bits for bfloat16 on a CPU with AVX2 and a C compiler.",
             name,
             kernels.name,
         )

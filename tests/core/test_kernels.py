@@ -41,7 +41,7 @@ from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_cpu import native as native_module
 from dashinfer_vlm_cpu.build import BuildError, _build_key, load_library
-from dashinfer_vlm_cpu.native import AMX, AVX512, PORTABLE_TILES, load_native, load_variant
+from dashinfer_vlm_cpu.native import AMX, AVX2, AVX512, AVX512_VNNI, PORTABLE_TILES, load_native, load_variant
 from dashinfer_vlm_cpu.native_linear import NativeLinear, PackedWeights
 from dashinfer_vlm_demo import CHECKPOINT
 from tests.kernels import choose_kernels, selector
@@ -50,15 +50,21 @@ from tests.waiting import HANG, until
 ROWS = [1, 5, 12, 13, 16, 29, 200]
 SHAPES = [(96, 64), (70, 132), (33, 260)]  # (outputs, inputs): whole panels, a partial panel, partial int8 blocks
 
-needs_native = pytest.mark.skipif(
-    load_variant(AVX512, EngineConfig()).kernels is None, reason="no AVX-512 BF16, or no C compiler"
-)
-needs_amx = pytest.mark.skipif(load_variant(AMX, EngineConfig()).kernels is None, reason="no AMX, or no C compiler")
+
+def needs(variant, feature):
+    missing = load_variant(variant, EngineConfig()).kernels is None
+    return pytest.mark.skipif(missing, reason=f"no {feature}, or no C compiler")
+
+
+needs_native = needs(AVX2, "AVX2")
+needs_avx512 = needs(AVX512, "AVX-512 BF16")
+needs_amx = needs(AMX, "AMX")
 
 VARIANT_PARAMS = [
-    pytest.param(AVX512, id="avx512", marks=needs_native),
-    pytest.param(PORTABLE_TILES, id="portable_tiles", marks=needs_native),
+    pytest.param(AVX512, id="avx512", marks=needs_avx512),
+    pytest.param(PORTABLE_TILES, id="portable_tiles", marks=needs_avx512),
     pytest.param(AMX, id="amx", marks=needs_amx),
+    pytest.param(AVX2, id="avx2", marks=needs_native),
 ]
 
 
@@ -316,11 +322,21 @@ def test_attention_by_tile_instructions_equals_portable_tiles(tokens):
     assert torch.equal(*bits(found, expected))
 
 
-@needs_native
-def test_tiles_equal_vectors_for_int8():
-    weight, x = numbers(70, 260) / 8, numbers(40, 260, seed=1)
-    found, expected = (load(variant).linear(weight, quantization=INT8)(x) for variant in (PORTABLE_TILES, AVX512))
+@needs_avx512
+@pytest.mark.parametrize("variant", [PORTABLE_TILES, AVX2, AVX512_VNNI], ids=lambda variant: variant.name)
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 40])
+def test_variants_are_equal_for_int8(variant, rows):
+    weight, x = numbers(70, 260) / 8, numbers(rows, 260, seed=1)
+    weight[5, :] = weight.max() * x[0].sign()  # the largest sums
+    found, expected = (load(each).linear(weight, quantization=INT8, fp32_output=True)(x) for each in (variant, AVX512))
     assert torch.equal(found, expected)
+
+
+@needs_avx512
+def test_argmax_by_vnni_instructions_of_avx2_variant():
+    native, x = load(AVX512_VNNI), numbers(13, 260, seed=1)
+    head = native.head(numbers(5001, 260) / 8)
+    assert torch.equal(head.argmax(x), full_argmax(head, x))
 
 
 def test_unavailable_kernels_are_rejected_by_name(monkeypatch):
@@ -458,7 +474,7 @@ def test_argmax_with_uncompressed_weights(native):
     assert torch.equal(full_argmax(head, x), head(x).argmax(dim=1))
 
 
-@pytest.mark.parametrize("columns", [64, 100])
+@pytest.mark.parametrize("columns", [64, 70, 100])
 def test_norms(kernels, columns):
     x, weight, bias = numbers(40, 2 * columns)[:, :columns] + 1, numbers(columns, seed=1), numbers(columns, seed=2)
     layer = F.layer_norm(x.float(), (columns,), weight.float(), bias.float(), 1e-6)
@@ -500,7 +516,7 @@ def attention(q, k, v, spans):
     return out.flatten(1)
 
 
-@pytest.mark.parametrize("width", [8, 40, 64, 80, 128])
+@pytest.mark.parametrize("width", [6, 8, 40, 64, 80, 128])
 def test_attention_within_frames(kernels, width):
     q, k, v = numbers(100, 3, 4, width).unbind(1)
     spans = [KVSpan(0, 36, 0, 36), KVSpan(36, 36, 36, 36), KVSpan(72, 28, 72, 28)]

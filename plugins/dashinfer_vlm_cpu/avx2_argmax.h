@@ -1,0 +1,139 @@
+/* The largest results of an LM head, see avx2.c. */
+
+/* A matrix in its original form and in 8 bits, and bounds of their difference. */
+typedef struct {
+    const Matrix *exact, *quantized;
+    const float *norms;  /* [outputs]: upper bounds of the norms of the 8-bit rows */
+    const float *errors; /* [outputs]: upper bounds of the norms of their rounding errors */
+} ArgmaxBounds;
+
+typedef struct { float value; int64_t column; } ArgmaxResult;
+
+enum { RECOMPUTE_SHARE = 8 }; /* at most an eighth of the panels are recomputed */
+
+static float norm_bound(__m256 squares) { return 1.001f * __builtin_sqrtf(sum_lanes(squares)); }
+
+/* Add the squares of values and of their rounding errors in 8 bits. */
+INLINE void add_squares(__m256 value, float scale, __m256 *whole, __m256 *lost)
+{
+    __m256 near = _mm256_cvtepi32_ps(quantize(value, _mm256_set1_ps(inverse_of(scale))));
+    __m256 part = _mm256_fnmadd_ps(near, _mm256_set1_ps(scale), value);
+    *lost = _mm256_fmadd_ps(part, part, *lost);
+    *whole = _mm256_fmadd_ps(value, value, *whole);
+}
+
+void compute_argmax_bounds(const bf16 *weight, int64_t outputs, int64_t inputs, const float *scales, float *norms,
+                           float *errors, int32_t threads)
+{
+#pragma omp parallel for num_threads(threads)
+    for (ptrdiff_t row = 0; row < outputs; row++) {
+        __m256 whole = _mm256_setzero_ps(), lost = _mm256_setzero_ps();
+        for (ptrdiff_t k = 0; k < inputs; k += LANES)
+            add_squares(load(weight + row * inputs + k, inputs - k), scales[row], &whole, &lost);
+        errors[row] = norm_bound(lost);
+        norms[row] = norm_bound(whole) + errors[row];
+    }
+}
+
+/* The factors of the norm of a weight row and of the norm of its error: the norm of the rounding error of a row of
+ * activations, including the error of float summation, and the norm of the row. */
+static void row_bound_factors(const bf16 *x, const Quantized *q, ptrdiff_t row, ptrdiff_t inputs, float factors[2])
+{
+    __m256 whole = _mm256_setzero_ps(), lost = _mm256_setzero_ps();
+    for (ptrdiff_t k = 0; k < inputs; k += LANES)
+        add_squares(load(x + k, inputs - k), q->scales[k / BLOCK * q->rows + row], &whole, &lost);
+    factors[1] = norm_bound(whole);
+    factors[0] = norm_bound(lost) + (inputs + 2 * LANES) * 0x1p-23f * factors[1];
+}
+
+/* Upper bound of a panel's largest result, for each row. */
+static void bound_panel(const ArgmaxBounds *s, const Quantized *q, const float *factors, ptrdiff_t rows, ptrdiff_t panel,
+                        float *upper, ptrdiff_t panels)
+{
+    _Alignas(64) float sums[ROW_GROUP * PANEL];
+    ptrdiff_t inputs = s->quantized->inputs, column = panel * PANEL, count = s->quantized->outputs - column;
+    for (ptrdiff_t start = 0; start < rows; start += ROW_GROUP) {
+        ptrdiff_t here = least(ROW_GROUP, rows - start);
+        multiply_int8(q, start, here, inputs, (const char *)s->quantized->packed + panel * inputs * PANEL, sums);
+        for (ptrdiff_t m = 0; m < here; m++) {
+            __m256 lost = _mm256_set1_ps(factors[2 * (start + m)]), norm = _mm256_set1_ps(factors[2 * (start + m) + 1]);
+            __m256 high = _mm256_set1_ps(-INFINITY);
+            for (int j = 0; j < PANEL && j < count; j += LANES) {
+                __m256 scales = _mm256_loadu_ps(s->quantized->scales + column + j);
+                __m256 far = _mm256_mul_ps(load_floats(s->norms + column + j, count - j), lost);
+                far = _mm256_fmadd_ps(load_floats(s->errors + column + j, count - j), norm, far);
+                __m256 bound = _mm256_fmadd_ps(_mm256_load_ps(sums + m * PANEL + j), scales, far);
+                __m256 lanes = _mm256_castsi256_ps(first(count - j));
+                high = _mm256_max_ps(high, _mm256_blendv_ps(_mm256_set1_ps(-INFINITY), bound, lanes));
+            }
+            upper[(start + m) * panels + panel] = max_lanes(high);
+        }
+    }
+}
+
+static void update_argmax(const ArgmaxBounds *s, const bf16 *x, ptrdiff_t panel, ArgmaxResult *found)
+{
+    float sums[PANEL];
+    multiply_row(s->exact, x, panel, sums);
+    ptrdiff_t best = 0, count = least(PANEL, s->exact->outputs - panel * PANEL);
+    for (ptrdiff_t j = 1; j < count; j++) best = sums[j] > sums[best] ? j : best;
+    ArgmaxResult here = {sums[best], panel * PANEL + best};
+#pragma omp critical
+    if (here.value > found->value || (here.value == found->value && here.column < found->column)) *found = here;
+}
+
+/* Compute the panel with the largest upper bound, and return the value that others must reach; NaN if so many panels could
+ * reach it that computing all of them is faster. */
+static float row_threshold(const ArgmaxBounds *s, const bf16 *x, const float *upper, ptrdiff_t panels, float norm,
+                           ArgmaxResult *found)
+{
+    ptrdiff_t best = 0, count = 0;
+    for (ptrdiff_t panel = 1; panel < panels; panel++) best = upper[panel] > upper[best] ? panel : best;
+    update_argmax(s, x, best, found);
+    for (ptrdiff_t panel = 0; panel < panels; panel++) count += upper[panel] >= found->value;
+    if (norm < 1e18f && RECOMPUTE_SHARE * count <= panels + RECOMPUTE_SHARE) return found->value;
+    found->column = -1;
+    return NAN;
+}
+
+/* The column of the largest result in each row of x times the weights, the first of equal ones; -1 if computing all results
+ * is faster, or if values are too large.
+ *
+ * The 8-bit weights, which are a third smaller, give the results with an error that the Cauchy-Schwarz inequality bounds:
+ * |w h - w' h'| <= |w'| |h - h'| + |w - w'| |h|. The panel with the largest upper bound is then computed from the original
+ * weights, bit-exactly as in `linear`, and so is every panel whose upper bound is not below that panel's result. */
+void argmax_columns(const ArgmaxBounds *s, const bf16 *x, int64_t stride, int64_t rows, int64_t *out, char *workspace,
+                    int32_t threads)
+{
+    ptrdiff_t inputs = s->quantized->inputs, panels = ceil_div(s->quantized->outputs, PANEL);
+    Quantized q = quantized_at(workspace, rows, inputs);
+    ArgmaxResult *found = (ArgmaxResult *)(workspace + round_up(quantized_bytes(rows, inputs), 64));
+    float *factors = (float *)(found + rows), *thresholds = factors + 2 * rows, *upper = thresholds + rows;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for
+        for (ptrdiff_t row = 0; row < rows; row++) {
+            quantize_row(x + row * stride, inputs, &q, row);
+            row_bound_factors(x + row * stride, &q, row, inputs, factors + 2 * row);
+            found[row] = (ArgmaxResult){-INFINITY, -1};
+        }
+#pragma omp for schedule(guided, 2)
+        for (ptrdiff_t panel = 0; panel < panels; panel++) bound_panel(s, &q, factors, rows, panel, upper, panels);
+#pragma omp for
+        for (ptrdiff_t row = 0; row < rows; row++)
+            thresholds[row] = row_threshold(s, x + row * stride, upper + row * panels, panels, factors[2 * row + 1],
+                                            found + row);
+#pragma omp for schedule(dynamic, 16)
+        for (ptrdiff_t panel = 0; panel < panels; panel++)
+            for (ptrdiff_t row = 0; row < rows; row++)
+                if (upper[row * panels + panel] >= thresholds[row]) update_argmax(s, x + row * stride, panel, found + row);
+    }
+    for (ptrdiff_t row = 0; row < rows; row++) out[row] = found[row].column;
+}
+
+/* Workspace size of `argmax_columns` in bytes. */
+int64_t argmax_workspace_size(int64_t rows, int64_t inputs, int64_t outputs)
+{
+    return round_up(quantized_bytes(rows, inputs), 64) +
+           rows * (sizeof(ArgmaxResult) + sizeof(float) * (3 + ceil_div(outputs, PANEL)));
+}
