@@ -18,6 +18,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,8 @@ def compile_library(folder: Path, objects: Path, output: Path) -> Path:
     """
     settings = runpy.run_path(str(folder / "variants.py"))
     variants = settings["VARIANTS"]
-    parts = [compile_variant(folder, objects, variant, settings["COMPILE_FLAGS"]) for variant in variants]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        parts = list(pool.map(lambda each: compile_variant(folder, objects, each, settings["COMPILE_FLAGS"]), variants))
     common = compile_common(folder, objects, parts, settings["source_digest"](folder))
     exports = objects / "exports"
     exported = " ".join(f"{prefix}_*;" for prefix in ["prebuilt", *(variant.name for variant in variants)])
