@@ -2,7 +2,8 @@
 
 For each VERSION, such as 3.12 or the path of an interpreter, the script creates an environment in a temporary folder
 and runs the first `pip install` line of README.md, `dashinfer-vlm serve`, README's program for the openai client, and
-one test module of each adapter. It prints one line per version, and exits with 1 unless all of them passed.
+one test module of each adapter. It prints one line per version, and exits with 1 unless all of them passed. With
+`--wheel`, it installs that wheel instead of the checkout, and also checks that its kernels need no compiler.
 
 The CPU build of torch is installed if its index can be reached. Otherwise pip installs the default build, with several
 GB of CUDA libraries on Linux. Environments are deleted afterwards.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -31,7 +33,7 @@ INDEX_OPTION = re.compile(r"\s--extra-index-url (\S+)")
 READY = re.compile(r"^Serving \S+ \(decoder \S+\) at (\S+)/v1", re.MULTILINE)
 READY_TIMEOUT = 300.0
 STEP_TIMEOUT = 3600.0
-EXTRAS = ".[server,litellm,langchain,video,cli]"
+EXTRAS = "[server,litellm,langchain,video,cli]"
 TOOLS = ("pytest", "pytest-timeout", "hypothesis", "langchain-tests")
 """Packages for the tests below. langchain-tests provides the pytest plugins that pyproject.toml configures."""
 MODULES = {
@@ -54,24 +56,27 @@ class NotRun(Exception):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="+", metavar="VERSION", help="such as 3.12, or the path of an interpreter")
-    outcomes = {version: _outcome(version) for version in parser.parse_args().versions}
+    parser.add_argument("--wheel", type=Path, help="install this wheel of scripts/build-wheel")
+    options = parser.parse_args()
+    package = str(options.wheel.absolute()) if options.wheel else "."
+    outcomes = {version: _outcome(version, package) for version in options.versions}
     print()
     for version, (_, line) in outcomes.items():
         print(f"Python {version}: {line}")
     return 0 if all(passed for passed, _ in outcomes.values()) else 1
 
 
-def _outcome(version: str) -> tuple[bool, str]:
+def _outcome(version: str, package: str) -> tuple[bool, str]:
     """Return whether all steps passed, and the summary line."""
     try:
-        return True, f"passed ({_try(version)})"
+        return True, f"passed ({_try(version, package)})"
     except NotRun as reason:
         return False, f"not run: {reason}"
     except StepFailed as failure:
         return False, f"FAILED: {failure}"
 
 
-def _try(version: str) -> str:
+def _try(version: str, package: str) -> str:
     """Run all steps in a new environment, and return a summary.
 
     Raises:
@@ -85,21 +90,36 @@ def _try(version: str) -> str:
         environment = _environment(binaries, folder)
         _step("venv", [str(interpreter), "-m", "venv", str(folder / "venv")], os.environ)
         begin = time.monotonic()
-        _step("README's pip line", [str(binaries / "python"), "-m", *_pip_line()], environment)
+        _step("README's pip line", [str(binaries / "python"), "-m", *_pip_line(package)], environment)
         seconds = time.monotonic() - begin
         versions = _step("import torch", [str(binaries / "python"), "-c", VERSIONS], environment).split()
+        kernels = _kernels(binaries, environment) if package != "." else ""
         with _server(binaries, environment) as address:
             program = _block("python", "from openai import OpenAI").replace("http://127.0.0.1:8000", address)
             response = _step("README's openai program", [str(binaries / "python"), "-c", program], environment).strip()
-        counts = _tests(binaries, environment)
+        counts = _tests(binaries, environment, package)
     summary = f"{versions[0]}, torch {versions[1]}, installed in {seconds:.0f} s, openai client: {response!r}"
-    return "; ".join([summary, *counts])
+    return "; ".join(filter(None, [summary, kernels, *counts]))
 
 
-def _tests(binaries: Path, environment: dict[str, str]) -> list[str]:
+def _kernels(binaries: Path, environment: dict[str, str]) -> str:
+    """Return what `doctor` reports about the kernels where no compiler is found.
+
+    Raises:
+        StepFailed: the CPU needs a compiler for its kernels.
+    """
+    command = [str(binaries / "python"), str(binaries / "dashinfer-vlm"), "doctor", "--json"]
+    findings = json.loads(_step("kernels without a compiler", command, {**environment, "PATH": str(binaries)}))
+    (kernels,) = (finding for finding in findings if finding["name"] == "kernels")
+    if kernels["status"] != "ok":
+        raise StepFailed(f"the kernels are {kernels['status']}: {kernels['detail']}")
+    return f"kernels: {kernels['detail']}"
+
+
+def _tests(binaries: Path, environment: dict[str, str], package: str) -> list[str]:
     """Run one test module of each adapter, and return pytest's counts."""
     pip = [str(binaries / "python"), "-m", *_with_reachable_index(["pip", "install", "-c", "constraints.txt"])]
-    _step("pip install of the adapters' extras and pytest", [*pip, EXTRAS, *TOOLS], environment)
+    _step("pip install of the adapters' extras and pytest", [*pip, f"{package}{EXTRAS}", *TOOLS], environment)
     outcomes = {adapter: _test(adapter, module, binaries, environment) for adapter, module in MODULES.items()}
     failed = [line for passed, line in outcomes.values() if not passed]
     if failed:
@@ -152,9 +172,10 @@ def _environment(binaries: Path, folder: Path) -> dict[str, str]:
     return inherited | own
 
 
-def _pip_line() -> list[str]:
-    """Return README's first `pip install` command."""
-    return _with_reachable_index(shlex.split(_block("bash", "pip install")))
+def _pip_line(package: str) -> list[str]:
+    """Return README's first `pip install` command, for another package than that of the checkout."""
+    words = shlex.split(_block("bash", "pip install"))
+    return _with_reachable_index([re.sub(r"^\.(?=\[)", package, word) for word in words])
 
 
 def _with_reachable_index(command: list[str]) -> list[str]:

@@ -183,7 +183,7 @@ def _cache(config: EngineConfig) -> Finding:
 
 
 def _kernels(config: EngineConfig) -> Finding:
-    """Check which kernels are used for bfloat16 on this CPU. The C kernels are compiled if necessary."""
+    """Check which kernels are used for bfloat16 on this CPU. C kernels are compiled if necessary."""
     if config.cpu_kernels == "torch":
         return Finding(name="kernels", status="ok", detail="PyTorch's, as set by `cpu_kernels`")
     try:
@@ -195,7 +195,8 @@ def _kernels(config: EngineConfig) -> Finding:
     except ConfigError as error:
         return Finding(name="kernels", status="broken", detail="unknown", fix=error.message)
     if selected.kernels and selected.kernels.name != TORCH:
-        return Finding(name="kernels", status="ok", detail=f"{selected.kernels.name}, in C")
+        detail = ", ".join(filter(None, (selected.kernels.name, "in C", selected.origin)))
+        return Finding(name="kernels", status="ok", detail=detail)
     if not selected.reason:
         fix = "Run `dashinfer-vlm plugins` to list the plugins with kernels and their problems."
         return Finding(name="kernels", status="slow", detail="PyTorch's: no others are registered", fix=fix)

@@ -28,11 +28,13 @@ class LoadedKernels(NamedTuple):
         kernels: the kernels, or None.
         reason: why faster kernels, or any at all, are not used; empty if none were expected.
         fix: how to make them available; empty if this machine does not support them.
+        origin: where the kernels come from, such as "prebuilt"; empty if there is only one possibility.
     """
 
     kernels: Kernels | None
     reason: str = ""
     fix: str = ""
+    origin: str = ""
 
     @property
     def explanation(self) -> str:
@@ -111,7 +113,7 @@ class KernelSelector:
             if requested in ("auto", factory.name) or factory.name == TORCH:
                 loaded = self._load(factory, device, dtype, text)
                 if loaded.kernels is not None:
-                    return failed._replace(kernels=loaded.kernels)
+                    return failed._replace(kernels=loaded.kernels, origin=loaded.origin)
                 failed = loaded if loaded.reason else failed
         return failed
 

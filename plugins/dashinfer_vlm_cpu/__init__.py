@@ -1,9 +1,12 @@
 """C kernels for CPUs with AVX2, AVX-512 BF16, or AMX. Importing this package is cheap.
 
-avx512.c  tiles*.h                                  the kernels for AVX-512 and AMX, compiled on first use
-avx2.c  avx2_*.h  decoder_layers.h                  the kernels for AVX2, with the same functions
+avx512.c  tiles*.h                                  the kernels for AVX-512 and AMX
+avx2.c  avx2_*.h                                    the kernels for AVX2, with the same functions
+int4.h  decoder_layers.h  variants.py               parts of both, and the instruction sets they are compiled for
+prebuilt.py  libkernels.c                           the compiled kernels that the wheel for Linux on x86-64 contains
+build.py  library_cache.py                          without them: compilation on first use, and its checked cache
 native.py  native_linear.py  native_layers.py       the `Kernels` interface, through ctypes
-build.py  library_cache.py  huge_pages.py           the build, its checked cache, and memory for weights
+huge_pages.py                                       memory for weights
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ class NativeKernelFactory:
         return ""
 
     def load(self, device: str, config: EngineConfig) -> LoadedKernels:
-        from .native import VARIANTS, load_variant
+        from .native import load_variant
+        from .variants import VARIANTS
 
         (variant,) = (variant for variant in VARIANTS if variant.name == self.name)
         return load_variant(variant, config)

@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 
 from .library_cache import CheckedLibrary, FolderError, LibraryCache, RejectedLibraryError
-
-FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp", "-Wl,-Bsymbolic-functions")
+from .variants import COMPILE_FLAGS, LINK_FLAGS
 
 COMPILERS = ("cc", "gcc", "clang")
 
@@ -54,7 +53,7 @@ def load_library(source: Path, cache: Path, name: str = "", flags: Sequence[str]
         source: a C file; it may include the headers in its folder.
         cache: the folder of the libraries.
         name: name of the library; that of the source by default.
-        flags: compiler flags, in addition to `FLAGS`.
+        flags: compiler flags, in addition to `COMPILE_FLAGS` and `LINK_FLAGS`.
 
     Raises:
         BuildError: no compiler can build it, or the cache is not writable or is writable by other users.
@@ -65,7 +64,7 @@ def load_library(source: Path, cache: Path, name: str = "", flags: Sequence[str]
         raise BuildError(
             "no C compiler was found", "install gcc or clang, with `apt-get install gcc` or `dnf install gcc`"
         )
-    flags, openmp = [*FLAGS, *flags], _torch_openmp()
+    flags, openmp = [*COMPILE_FLAGS, *LINK_FLAGS, *flags], _torch_openmp()
     stem = f"{name or source.stem}-{_build_key(source, compilers, flags, openmp)}"
     with _open_cache(cache) as libraries:
         library = libraries.find(stem)

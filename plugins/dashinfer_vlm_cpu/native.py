@@ -1,4 +1,4 @@
-"""The C kernels (`avx512.c`, `avx2.c`), called through ctypes.
+"""The C kernels, called through ctypes.
 
 A row's result is bit-exact regardless of the other rows in the batch, unless it falls back to PyTorch.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,10 @@ from dashinfer_vlm_core.kernels.types import (
 from .build import OTHER_CACHE, BuildError, load_library
 from .native_layers import NativeLayers
 from .native_linear import NativeInt4Linear, NativeInt8Linear, NativeLinear, NativeLMHead, quantize_int4
+from .prebuilt import NoPrebuiltKernelsError, UnusablePrebuiltKernelsError, load_prebuilt
+from .variants import AMX, VARIANTS, Variant
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 MAX_HEADS_PER_KV_HEAD = 192
 """Maximum number of query heads per key head: their queries of one token are processed together."""
@@ -82,48 +87,6 @@ RESULTS: dict[str, type[Any]] = {
     "argmax_workspace_size": _LONG,
     "attend_workspace_size": _LONG,
 }
-
-
-class Variant(NamedTuple):
-    """A build variant of the C kernels.
-
-    Attributes:
-        name: name of the kernel set, and the value of `cpu_kernels` that selects it.
-        source: the C file.
-        flags: compiler flags.
-        features: required CPU features, as /proc/cpuinfo spells them.
-    """
-
-    name: str
-    source: str
-    flags: tuple[str, ...]
-    features: tuple[str, ...]
-
-
-AVX512 = Variant(
-    "avx512",
-    "avx512.c",
-    ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni", "-mfma"),
-    ("avx512_bf16", "avx512_vnni"),
-)
-AMX = Variant(
-    "amx",
-    "avx512.c",
-    (*AVX512.flags, "-DTILES", "-DTILES_AMX", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
-    (*AVX512.features, "amx_tile", "amx_bf16", "amx_int8"),
-)
-PORTABLE_TILES = Variant("portable_tiles", "avx512.c", (*AVX512.flags, "-DTILES"), AVX512.features)
-"""The kernels of `AMX` with its instructions emulated in C, bit-exact and slow: for tests on every machine."""
-
-AVX2 = Variant("avx2", "avx2.c", ("-mavx2", "-mfma", "-mf16c"), ("avx2", "fma", "f16c"))
-AVX_VNNI = Variant("avx_vnni", "avx2.c", (*AVX2.flags, "-mavxvnni"), (*AVX2.features, "avx_vnni"))
-AVX512_VNNI = Variant(
-    "avx512_vnni", "avx2.c", (*AVX2.flags, "-mavx512vl", "-mavx512vnni"), (*AVX2.features, "avx512vl", "avx512_vnni")
-)
-"""The kernels of `AVX_VNNI` with the same instructions in the encoding of AVX-512, for CPUs without AVX-512 BF16."""
-
-VARIANTS = (AMX, AVX512, AVX512_VNNI, AVX_VNNI, AVX2)
-"""Fastest first."""
 
 
 class AttentionArgs(ctypes.Structure):
@@ -270,9 +233,10 @@ def load_native(config: EngineConfig) -> LoadedKernels:
 
 
 def load_variant(variant: Variant, config: EngineConfig) -> LoadedKernels:
-    """Load one variant of the C kernels, compiled if it is not in `config`'s cache, or report why it cannot be used.
+    """Load one variant of the C kernels, or report why it cannot be used.
 
-    Compiling takes seconds; concurrent callers wait for it.
+    It comes from the prebuilt library if the package has one, and otherwise from `config`'s cache, where it is compiled
+    if necessary. Compiling takes seconds; concurrent callers wait for it.
     """
     with _LOAD_LOCK:  # with the cache alone, concurrent callers would compile twice
         return _load(variant, config)
@@ -283,9 +247,8 @@ def _load(variant: Variant, config: EngineConfig) -> LoadedKernels:
     missing = [name for name in variant.features if name not in cpu_flags()]
     if missing:
         return LoadedKernels(None, f"this CPU has no {' and no '.join(missing)}")
-    source = Path(__file__).with_name(variant.source)
     try:
-        library = load_library(source, config.cache_folder / "kernels", variant.name, variant.flags)
+        library, origin = _load_library(variant, config)
     except BuildError as error:
         return LoadedKernels(None, error.reason, error.fix)
     except RuntimeError as error:  # no home folder
@@ -294,10 +257,28 @@ def _load(variant: Variant, config: EngineConfig) -> LoadedKernels:
         return LoadedKernels(None, f"the compiled kernels cannot be loaded ({error})", OTHER_CACHE)
     if variant is AMX and not library.tiles_permitted():
         return LoadedKernels(None, "the system does not permit this process to use AMX", "use Linux 5.16 or newer")
+    return LoadedKernels(kernels_in(library, variant), origin=origin)
+
+
+def kernels_in(library: ctypes.CDLL, variant: Variant) -> Avx512Kernels:
+    """Return the kernels of a loaded library, which has the functions of this variant."""
     for name, types in SIGNATURES.items():
         getattr(library, name).argtypes = types
         getattr(library, name).restype = RESULTS.get(name)
-    return LoadedKernels(Avx512Kernels(library, variant.name))
+    return Avx512Kernels(library, variant.name)
+
+
+def _load_library(variant: Variant, config: EngineConfig) -> tuple[ctypes.CDLL, str]:
+    """Return the prebuilt library or a compiled one, and a description of its origin."""
+    try:
+        return load_prebuilt(variant), "prebuilt"
+    except UnusablePrebuiltKernelsError as error:
+        logger.warning("The C kernels are compiled on this machine: %s.", error)
+    except NoPrebuiltKernelsError:
+        pass  # a source checkout, or another platform
+    cache = config.cache_folder / "kernels"
+    source = Path(__file__).with_name(variant.source)
+    return load_library(source, cache, variant.name, variant.flags), f"compiled into {cache}"
 
 
 def _threads() -> int:

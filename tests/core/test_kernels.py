@@ -41,8 +41,9 @@ from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_cpu import native as native_module
 from dashinfer_vlm_cpu.build import BuildError, _build_key, load_library
-from dashinfer_vlm_cpu.native import AMX, AVX2, AVX512, AVX512_VNNI, PORTABLE_TILES, load_native, load_variant
+from dashinfer_vlm_cpu.native import load_native, load_variant
 from dashinfer_vlm_cpu.native_linear import NativeLinear, PackedWeights
+from dashinfer_vlm_cpu.variants import AMX, AVX2, AVX512, AVX512_VNNI, PORTABLE_TILES
 from dashinfer_vlm_demo import CHECKPOINT
 from tests.kernels import choose_kernels, selector
 from tests.waiting import HANG, until

@@ -47,8 +47,8 @@ def test_documented_outcomes_match_the_code():
     assert set(documented) == {*OUTCOMES.values(), "success", "invalid", "error"}
 
 
-OTHERS = {"--no-cache-dir", "--create-home", "--extra-index-url"}
-"""Options of pip and useradd in the Dockerfile."""
+OTHERS = {"--no-cache-dir", "--create-home", "--extra-index-url", "--from"}
+"""Options in the Dockerfile: of pip, useradd and COPY."""
 OPTIONS = sorted(set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", TEXT)) - OTHERS)
 
 
