@@ -108,8 +108,8 @@ class EngineConfig(BaseSettings):
     )
     cpu_kernels: str = Field(
         "auto",
-        description="Registered name of the CPU kernels; `torch` uses PyTorch's, `auto` selects the fastest ones"
-        " available.",
+        description="Registered name of the CPU kernels, such as `amx`, `avx512`, `onednn` or `torch`; `auto` measures"
+        " those available at the first start of a model, and uses the fastest.",
     )
     cache_dir: Path | None = Field(
         None,

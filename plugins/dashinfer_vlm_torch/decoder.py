@@ -135,8 +135,8 @@ class TorchDecoder:
 def _check_options(config: EngineConfig, kernels: Kernels) -> None:
     if config.quantization == "none" or (config.quantization == "int8" and kernels.supports_int8):
         return
-    if config.quantization == "int8" and config.cpu_kernels == "torch":
-        message = "`quantization` int8 requires the C kernels. Remove `cpu_kernels` torch."
+    if config.quantization == "int8" and config.cpu_kernels == kernels.name:
+        message = f"`quantization` int8 requires the C kernels. Remove `cpu_kernels` {kernels.name}."
         raise ConfigError(message, param="quantization")
     raise ConfigError(
         f"`quantization` {config.quantization!r} is not supported by the PyTorch decoder here: it supports only int8,"

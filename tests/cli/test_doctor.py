@@ -42,6 +42,7 @@ def test_working_installation(tmp_path):
     assert found["dashinfer"]["status"] == "missing"
     assert "dashinfer-vlm dashinfer install" in found["dashinfer"]["fix"]
     assert found["cache"]["detail"] == str(tmp_path)
+    assert found["kernel choices"]["detail"].startswith("none stored: large models are measured at their first start")
     assert [row["name"] for row in found.values() if row["status"] == "broken"] == []
 
 
