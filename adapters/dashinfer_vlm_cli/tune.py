@@ -96,7 +96,7 @@ class TunedPart:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @config_options
 def tune(*, name: str | None, as_json: bool, config: EngineConfig) -> None:
-    """Measure the CPU kernels with the layers of a model, and store the choice.
+    """Measure the CPU kernels with a model, and store the choice.
 
     MODEL is a registered name, a checkpoint folder, or a Hugging Face model ID; by default, that of --model. Every
     kernel set that can run on this machine is timed with the linear layers of the text model and of the vision
