@@ -15,7 +15,7 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.config.config_file import ConfigFileCommand, option_location
 from dashinfer_vlm_core.kernels.choice import MARGIN, KernelChoice, KernelSelector
 from dashinfer_vlm_core.kernels.cpu import cpu_model
-from dashinfer_vlm_core.kernels.workload import MIN_MEASURED_WEIGHTS, Workload, vision_workload
+from dashinfer_vlm_core.kernels.workload import Workload, vision_workload
 
 from .engines import log_warnings_only
 
@@ -171,8 +171,7 @@ def _show(config: EngineConfig, parts: list[TunedPart]) -> None:
             click.echo("It is not stored: times vary, since other processes use the processor. Try again later.")
         elif not part.is_stored:
             click.echo(
-                f"It is not stored: with fewer than {MIN_MEASURED_WEIGHTS:,} weights, here {part.workload.weights:,}, a"
-                " start selects kernels by priority."
+                f"It is not stored: with {part.workload.weights:,} weights, a start selects kernels by priority."
             )
         for name, reason in part.failed.items():
             click.echo(f"{name} is not available: {reason}.")

@@ -38,10 +38,11 @@ WARM_ROWS = 64
 """Passes of at most as many rows are run once before they are timed: a library that generates code for a new shape
 needs about as long for it as for the pass."""
 
-MAX_ROUNDS = 8
+MIN_ROUNDS, MAX_ROUNDS = 4, 8
+"""Number of rounds of the two best sets, unless the budget is used before, and of sets that are about equal."""
+
 DROP_RATIO = 1.5
-"""A set that takes this many times as long as the best one is not measured again, unless it is the second best and was
-run once."""
+"""A set that takes this many times as long as the best one is not measured again, unless it is one of the two best."""
 
 SKIP_RATIO = 4.0
 """A pass that would take this many times as long as the best set's is estimated from the pass with fewer rows."""
@@ -94,8 +95,9 @@ def measure(
         rivals.sort(key=lambda subject: workload.score(subject.seconds()))
         limit = DROP_RATIO * workload.score(rivals[0].seconds())
         kept = [subject for subject in rivals if workload.score(subject.seconds()) <= limit]
-        rivals = rivals[:2] if number == 0 and len(kept) == 1 else kept
-        if (number > 0 and len(rivals) == 1) or time.perf_counter() >= deadline:
+        enough = number + 1 >= MIN_ROUNDS
+        rivals = kept if enough or len(kept) > 1 else rivals[:2]
+        if (enough and len(rivals) == 1) or time.perf_counter() >= deadline:
             break
     return {name: subject.figures() for name, subject in subjects.items()}
 
