@@ -18,7 +18,7 @@ from dashinfer_vlm_core.config import ENV_PREFIX, EngineConfig
 from dashinfer_vlm_core.config.folders import write_error
 from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError
 from dashinfer_vlm_core.hookspecs import Finding
-from dashinfer_vlm_core.kernels.choice import TORCH, KernelSelector
+from dashinfer_vlm_core.kernels.choice import PYTORCH_SETS, Candidates, KernelSelector, LoadedKernels
 from dashinfer_vlm_core.kernels.cpu import cpu_flags
 from dashinfer_vlm_core.kernels.devices import cuda_devices
 from dashinfer_vlm_core.media_workers.sandbox import missing_restrictions
@@ -165,7 +165,7 @@ def _configured() -> Iterator[Finding]:
         yield Finding(name="options", status="broken", detail=error.message, fix=fix)
         return
     yield _cache(config)
-    yield _kernels(config)
+    yield from _kernels(config)
     yield _disk(config)
     yield _media_workers(config)
     yield from _registered(config)
@@ -182,28 +182,53 @@ def _cache(config: EngineConfig) -> Finding:
     return Finding(name="cache", status="ok", detail=str(folder))
 
 
-def _kernels(config: EngineConfig) -> Finding:
-    """Check which kernels are used for bfloat16 on this CPU. C kernels are compiled if necessary."""
+def _kernels(config: EngineConfig) -> Iterator[Finding]:
+    """Check which kernels can be used for bfloat16 on this CPU, and which ones were chosen by measurement.
+
+    C kernels are compiled if necessary. Nothing is measured.
+    """
     if config.cpu_kernels == "torch":
-        return Finding(name="kernels", status="ok", detail="PyTorch's, as set by `cpu_kernels`")
+        yield Finding(name="kernels", status="ok", detail="PyTorch's, as set by `cpu_kernels`")
+        return
     try:
         import torch
     except ImportError:
-        return _without_torch("kernels")
+        yield _without_torch("kernels")
+        return
+    selector = KernelSelector(load_plugins().kernels.values(), config)
     try:
-        selected = KernelSelector(load_plugins().kernels.values(), config).find_kernels("cpu", torch.bfloat16)
+        yield _kernel_sets(selector.find_kernels("cpu", torch.bfloat16), selector.candidates("cpu", torch.bfloat16))
     except ConfigError as error:
-        return Finding(name="kernels", status="broken", detail="unknown", fix=error.message)
-    if selected.kernels and selected.kernels.name != TORCH:
+        yield Finding(name="kernels", status="broken", detail="unknown", fix=error.message)
+        return
+    if config.cpu_kernels == "auto":
+        yield _kernel_choices(selector)
+
+
+def _kernel_sets(selected: LoadedKernels, candidates: Candidates) -> Finding:
+    others = [name for name in candidates.loaded if selected.kernels is None or name != selected.kernels.name]
+    available = f"; also available: {', '.join(others)}" if others else ""
+    if selected.kernels and selected.kernels.name not in PYTORCH_SETS:
         detail = ", ".join(filter(None, (selected.kernels.name, "in C", selected.origin)))
-        return Finding(name="kernels", status="ok", detail=detail)
+        return Finding(name="kernels", status="ok", detail=f"{detail}{available}")
     if not selected.reason:
         fix = "Run `dashinfer-vlm plugins` to list the plugins with kernels and their problems."
         return Finding(name="kernels", status="slow", detail="PyTorch's: no others are registered", fix=fix)
     if not selected.fix:
-        return Finding(name="kernels", status="ok", detail=f"PyTorch's: {selected.reason}")
+        return Finding(name="kernels", status="ok", detail=f"PyTorch's: {selected.reason}{available}")
     detail = f"PyTorch's, slower than the C kernels: {selected.reason}"
     return Finding(name="kernels", status="slow", detail=detail, fix=_sentence(selected.fix))
+
+
+def _kernel_choices(selector: KernelSelector) -> Finding:
+    """List the stored choices of this machine, with the figures that they follow from."""
+    choices = [
+        f"{stored.model}, {stored.part}, {stored.conditions.dtype}, quantization {stored.conditions.quantization}:"
+        f" {stored.chosen} ({', '.join(f'{name} {seconds:.3g} s' for name, seconds in stored.scores.items())})"
+        for stored in selector.stored()
+    ]
+    none = "none stored: large models are measured at their first start, or by `dashinfer-vlm tune MODEL`"
+    return Finding(name="kernel choices", status="ok", detail="; ".join(choices) or none)
 
 
 def _without_torch(name: str) -> Finding:

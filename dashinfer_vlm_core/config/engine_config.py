@@ -113,8 +113,8 @@ class EngineConfig(BaseSettings):
     )
     cpu_kernels: str = Field(
         "auto",
-        description="Registered name of the CPU kernels; `torch` uses PyTorch's, `auto` selects the fastest ones"
-        " available.",
+        description="Registered name of the CPU kernels, such as `amx`, `avx512`, `onednn` or `torch`; `auto` measures"
+        " those available at the first start of a model, and uses the fastest.",
     )
     cache_dir: Path | None = Field(
         None,
@@ -288,6 +288,13 @@ class EngineConfig(BaseSettings):
         yield from super().__repr_args__()
         for options in self._plugin_options:
             yield from options.__repr_args__()
+
+    @property
+    def resolved_vision_quantization(self) -> Literal["none", "int8"]:
+        """The preferred data type of the vision encoder's weights, where `auto` follows `quantization`."""
+        if self.vision_quantization != "auto":
+            return self.vision_quantization
+        return "none" if self.quantization == "none" else "int8"
 
     @property
     def plugin_options(self) -> tuple[PluginOptions, ...]:

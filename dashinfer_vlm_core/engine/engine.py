@@ -17,11 +17,13 @@ from ..decoders.supervisor import Supervisor
 from ..deprecation import RenamedAttribute
 from ..errors import DecoderFailed, EngineClosed, SetupError
 from ..kernels.choice import KernelSelector
+from ..kernels.workload import VISION_ENCODER, vision_workload
 from ..media import FetchStats, MediaLoader
 from ..media.decoder import MediaDecoder
 from ..media.video import select_readers
 from ..media_workers import MediaWorkerStats, create_executor
 from ..models.checkpoint import find_model
+from ..models.interface import vision_linears
 from ..plugins import Registry, load_plugins
 from ..preprocessing.prompt import PromptBuilder
 from ..protocol import ChatRequest
@@ -354,7 +356,9 @@ async def load_pipeline(
     folder = await asyncio.to_thread(find_model, config.model, registered=registry.models, revision=config.revision)
     family = registry.family_of(folder)
     spec = family.load_spec(folder)
-    kernels = KernelSelector(registry.kernels.values(), config)
+    linears = vision_linears(family, spec)
+    workload = vision_workload(linears, quantization=config.resolved_vision_quantization)
+    kernels = KernelSelector(registry.kernels.values(), config, vision=workload)
     factory, reason = select_decoder(registry, spec, config)
     logger.info("model %s from %s, decoder %s: %s", config.name, folder, factory.name, reason)
     decoder = await asyncio.to_thread(
@@ -401,7 +405,12 @@ async def load_pipeline(
 def _load_vision(family: ModelFamily, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> VisionService:
     encoder = family.load_vision_encoder(spec, config, kernels)
     batch_patches = min(config.vision_batch_patches, encoder.batch_patches)
-    return VisionService(encoder, cache_bytes=config.vision_cache_mib * MIB, batch_patches=batch_patches)
+    return VisionService(
+        encoder,
+        model_key=kernels.chosen_name(VISION_ENCODER).encode(),
+        cache_bytes=config.vision_cache_mib * MIB,
+        batch_patches=batch_patches,
+    )
 
 
 def select_decoder(registry: Registry, spec: ModelSpec, config: EngineConfig) -> tuple[DecoderFactory, str]:

@@ -1,13 +1,15 @@
 """Kernels that the vision encoder and the decoder share: linear layers, norms, rotary embedding, attention.
 
-`types` defines the interface and `torch_kernels` implements it in PyTorch for any device. Plugins register faster
-kernels, and `choice` selects the fastest that can run on this machine.
+`types` defines the interface. `torch_kernels` implements it in PyTorch for any device, `onednn` with packed weights
+for CPUs, and plugins register faster kernels. `choice` selects one set: `measure` times them with the layers that
+`workload` describes, and `choice_cache` stores the result.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from ..hookspecs import hookimpl
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
     from ..config import EngineConfig
     from ..models.spec import TextModelSpec
-    from .choice import KernelFactory, KernelSelector, LoadedKernels
+    from .choice import Candidates, KernelChoice, KernelFactory, KernelSelector, LoadedKernels
     from .quantization import INT4, INT8, Quantization, QuantizedWeight
     from .types import (
         Activation,
@@ -36,12 +38,14 @@ if TYPE_CHECKING:
         LMHead,
         Norm,
     )
+    from .workload import LinearGroup, LinearShape
 
 __all__ = [
     "INT4",
     "INT8",
     "Activation",
     "Additions",
+    "Candidates",
     "DecoderLayer",
     "DecoderLayers",
     "DecoderShape",
@@ -51,11 +55,14 @@ __all__ = [
     "KVCacheLayer",
     "KVSpan",
     "KVSpans",
+    "KernelChoice",
     "KernelFactory",
     "KernelSelector",
     "Kernels",
     "LMHead",
     "Linear",
+    "LinearGroup",
+    "LinearShape",
     "LoadedKernels",
     "Norm",
     "Quantization",
@@ -63,16 +70,16 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULES = {
-    "choice": ("KernelFactory", "KernelSelector", "LoadedKernels"),
-    "quantization": ("INT4", "INT8", "Quantization", "QuantizedWeight"),
-}
-
-# Names are imported lazily, so that CPU features can be queried without importing torch.
+    "Candidates": "choice", "KernelChoice": "choice", "KernelFactory": "choice", "KernelSelector": "choice",
+    "LoadedKernels": "choice", "LinearGroup": "workload", "LinearShape": "workload",
+    "INT4": "quantization", "INT8": "quantization", "Quantization": "quantization", "QuantizedWeight": "quantization",
+}  # fmt: skip
+"""Modules of the names that are not in `types`."""
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        module = next((module for module, names in _MODULES.items() if name in names), "types")
+        module = _MODULES.get(name, "types")
         return getattr(importlib.import_module(f".{module}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -95,7 +102,39 @@ class TorchKernelFactory:
 
         return LoadedKernels(TorchKernels(device))
 
+    def identity(self) -> str:
+        return _torch_identity()
+
+
+class OneDnnKernelFactory:
+    """Factory for PyTorch's kernels with weights in oneDNN's layout, for bfloat16 on a CPU; see `KernelFactory`."""
+
+    name = "onednn"
+    priority = 1
+
+    def applies(self, device: str, dtype: torch.dtype) -> bool:
+        return device.partition(":")[0] == "cpu" and str(dtype) == "torch.bfloat16"
+
+    def unsupported_reason(self, text: TextModelSpec) -> str:
+        return ""
+
+    def load(self, device: str, config: EngineConfig) -> LoadedKernels:
+        from .choice import LoadedKernels
+        from .onednn import OneDnnKernels, unavailable_reason
+
+        reason = unavailable_reason()
+        return LoadedKernels(None, reason) if reason else LoadedKernels(OneDnnKernels(device))
+
+    def identity(self) -> str:
+        return _torch_identity()
+
+
+def _torch_identity() -> str:
+    """Return the identity of kernels that consist of torch's operators."""
+    return f"torch {version('torch')}"
+
 
 @hookimpl
 def register_kernels(register: Callable[[KernelFactory], None]) -> None:
     register(TorchKernelFactory())
+    register(OneDnnKernelFactory())

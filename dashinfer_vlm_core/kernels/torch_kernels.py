@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,8 +45,10 @@ class TorchKernels:
             weight = quantize(weight, quantization.group).dequantize(weight.dtype)
         elif quantization:
             weight = quantize_int8(weight)
-        packed = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _onednn_has_bf16()
-        return (_PackedLinear if packed else _Linear)(weight, bias, activation, fp32_output)
+        return self._linear(weight, bias, activation, fp32_output)
+
+    def _linear(self, weight: Tensor, bias: Tensor | None, activation: Activation, fp32_output: bool) -> Linear:
+        return TorchLinear(weight, bias, activation, fp32_output)
 
     def linear_quantized(
         self,
@@ -89,7 +90,7 @@ class TorchKernels:
         return ReferenceDecoderLayers(self, layers, shape)
 
 
-class _Linear:
+class TorchLinear:
     """A linear layer with the weights in their original layout."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation, fp32_output: bool) -> None:
@@ -107,20 +108,6 @@ class _Linear:
 
     def _product(self, x: Tensor) -> Tensor:
         return F.linear(x, self._weight, self._bias)
-
-
-class _PackedLinear(_Linear):
-    """A linear layer with the weights in oneDNN's layout.
-
-    oneDNN would otherwise reorder them in every call; up to twice as fast on a CPU.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation, fp32_output: bool) -> None:
-        super().__init__(_onednn("_reorder_linear_weight")(weight), bias, activation, fp32_output)
-
-    def _product(self, x: Tensor) -> Tensor:
-        product: Tensor = _onednn("_linear_pointwise")(x, self._weight, self._bias, "none", [], "")
-        return product
 
 
 def _activate(x: Tensor, activation: Activation) -> Tensor:
@@ -168,13 +155,3 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         is_causal=mask is None,
     )
     return mixed.permute(2, 0, 1, 3).reshape(tokens, heads * width)
-
-
-def _onednn(operator: str) -> Callable[..., Any]:
-    """Return one of torch's oneDNN operators, which torch.compile uses and which have no public name."""
-    function: Callable[..., Any] = getattr(torch.ops.mkldnn, operator)
-    return function
-
-
-def _onednn_has_bf16() -> bool:
-    return hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported") and bool(_onednn("_is_mkldnn_bf16_supported")())

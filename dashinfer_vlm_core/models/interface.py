@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from ..config import EngineConfig
     from ..kernels.choice import KernelSelector
+    from ..kernels.workload import LinearGroup
 
 
 class Grid(NamedTuple):
@@ -289,6 +290,9 @@ class VisionEncoder(Protocol):
 class ModelFamily(Protocol):
     """Everything specific to one model architecture; plugins register it in the `register_model_families` hook.
 
+    A family may also have `vision_linears(spec: ModelSpec) -> Sequence[LinearGroup]`, the linear layers of the vision
+    encoder. The kernels of the vision encoder are chosen by measurement with these layers, otherwise by priority.
+
     Attributes:
         model_types: the supported values of `model_type` in `config.json`.
     """
@@ -322,6 +326,12 @@ class ModelFamily(Protocol):
             CheckpointError: a tensor is missing or has an unexpected shape.
             ConfigError: the encoder does not support `vision_quantization`.
         """
+
+
+def vision_linears(family: ModelFamily, spec: ModelSpec) -> Sequence[LinearGroup]:
+    """Return the linear layers of a model's vision encoder; empty if its family does not describe them."""
+    describe = getattr(family, "vision_linears", None)
+    return tuple(describe(spec)) if describe else ()
 
 
 __getattr__ = renamed_names(__name__, {"Span": "PlaceholderSpan"})

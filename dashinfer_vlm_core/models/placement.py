@@ -46,7 +46,7 @@ def quantizes_vision_encoder(config: EngineConfig, kernels: Kernels) -> bool:
         ConfigError: `vision_quantization` is int8, and `kernels` do not support it.
     """
     if config.vision_quantization == "auto":
-        return config.quantization != "none" and kernels.supports_int8
+        return config.resolved_vision_quantization == "int8" and kernels.supports_int8
     if config.vision_quantization == "int8" and not kernels.supports_int8:
         raise ConfigError(
             f"`vision_quantization` int8 is not supported by the kernels {kernels.name!r}, which run the vision encoder"

@@ -96,7 +96,7 @@ class VisionService:
 
     Args:
         encoder: the vision encoder.
-        model_key: identifies checkpoint and dtype in cache keys.
+        model_key: part of the cache keys: what embeddings depend on besides the content, such as the kernel set.
         cache_bytes: memory for embeddings; the least recently used ones are evicted first. 0 disables the cache.
         batch_patches: maximum patches per pass; a larger item is encoded alone.
     """

@@ -11,7 +11,9 @@ huge_pages.py                                       memory for weights
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dashinfer_vlm_core import hookimpl
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 class NativeKernelFactory:
     """See `KernelFactory`. Text models whose layers have no fused C implementation use the individual kernels."""
+
+    family = "native"
 
     def __init__(self, name: str, priority: int) -> None:
         self.name = name
@@ -45,6 +49,13 @@ class NativeKernelFactory:
 
         (variant,) = (variant for variant in VARIANTS if variant.name == self.name)
         return load_variant(variant, config)
+
+    def identity(self) -> str:
+        """Return a digest of this package's sources, including the compiler's flags; its version hardly matters."""
+        digest = hashlib.sha256()
+        for file in sorted(Path(__file__).parent.glob("*.[chp]*")):
+            digest.update(file.read_bytes())
+        return digest.hexdigest()[:16]
 
 
 @hookimpl

@@ -167,8 +167,8 @@ def _text_quantization(config: EngineConfig, kernels: Kernels, device: str) -> T
         return TextQuantization()
     if name == "int8" and kernels.supports_int8:
         return TextQuantization(INT8, INT8, INT8)
-    if name == "int8" and config.cpu_kernels == "torch":
-        message = "`quantization` int8 requires the C kernels. Remove `cpu_kernels` torch."
+    if name == "int8" and config.cpu_kernels == kernels.name:
+        message = f"`quantization` int8 requires the C kernels. Remove `cpu_kernels` {kernels.name}."
         raise ConfigError(message, param="quantization")
     if name == "int8" or not device.startswith("cpu"):
         raise ConfigError(

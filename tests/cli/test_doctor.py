@@ -44,6 +44,7 @@ def test_working_installation(tmp_path):
     assert "dashinfer-vlm dashinfer install" in found["dashinfer"]["fix"]
     assert found["cache"]["detail"] == str(tmp_path)
     assert found["media workers"]["status"] == ("unusable" if missing_restrictions() else "ok")
+    assert found["kernel choices"]["detail"].startswith("none stored: large models are measured at their first start")
     assert [row["name"] for row in found.values() if row["status"] == "broken"] == []
 
 

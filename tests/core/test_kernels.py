@@ -37,13 +37,14 @@ from dashinfer_vlm_core.kernels import (
 )
 from dashinfer_vlm_core.kernels.kv_cache import attend_cached, quantize_rows
 from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers, decoder_layers
+from dashinfer_vlm_core.kernels.onednn import OneDnnKernels, unavailable_reason
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_cpu import native as native_module
 from dashinfer_vlm_cpu.build import BuildError, _build_key, load_library
 from dashinfer_vlm_cpu.native import load_native, load_variant
 from dashinfer_vlm_cpu.native_linear import NativeLinear, PackedWeights
-from dashinfer_vlm_cpu.variants import AMX, AVX2, AVX512, AVX512_VNNI, PORTABLE_TILES
+from dashinfer_vlm_cpu.variants import AMX, AVX2, AVX512, AVX512_VNNI, PORTABLE_TILES, Variant
 from dashinfer_vlm_demo import CHECKPOINT
 from tests.kernels import choose_kernels, selector
 from tests.waiting import HANG, until
@@ -75,9 +76,19 @@ def load(variant):
     return loaded.kernels
 
 
-@pytest.fixture(params=[pytest.param(None, id="torch"), *VARIANT_PARAMS])
+PYTORCH_PARAMS = [
+    pytest.param(TorchKernels, id="torch"),
+    pytest.param(
+        OneDnnKernels,
+        id="onednn",
+        marks=pytest.mark.skipif(bool(unavailable_reason()), reason=unavailable_reason() or "available"),
+    ),
+]
+
+
+@pytest.fixture(params=[*PYTORCH_PARAMS, *VARIANT_PARAMS])
 def kernels(request):
-    return load(request.param) if request.param else TorchKernels("cpu")
+    return load(request.param) if isinstance(request.param, Variant) else request.param("cpu")
 
 
 @pytest.fixture(params=VARIANT_PARAMS)
@@ -944,7 +955,7 @@ print(choose_kernels("cpu", torch.bfloat16, EngineConfig()).name)
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True, timeout=HANG
     )
-    assert done.stdout == "torch\n"
+    assert done.stdout in {"onednn\n", "torch\n"}
     assert "Using PyTorch's kernels" in done.stderr
     assert "no C compiler was found; install gcc or clang" in done.stderr or "this CPU has no" in done.stderr
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from ...config import EngineConfig
 from ...hookspecs import hookimpl
 from ...kernels.choice import KernelSelector
+from ...kernels.workload import LinearGroup, LinearShape
 from ..interface import ImageProcessor, ModelFamily, PromptLayout, VisionEncoder
 from ..spec import ModelSpec
-from .config import MODEL_TYPE, read_spec
+from .config import MODEL_TYPE, read_spec, read_vision_config
 
 
 class Qwen2VL:
@@ -35,6 +36,18 @@ class Qwen2VL:
         from .vit import load_encoder
 
         return load_encoder(spec, config, kernels)
+
+    def vision_linears(self, spec: ModelSpec) -> tuple[LinearGroup, ...]:
+        """See `ModelFamily`: the blocks. The merger has only a few percent of the work."""
+        vision = read_vision_config(spec.folder)
+        width, inner = vision.embed_dim, int(vision.embed_dim * vision.mlp_ratio)
+        block = (
+            LinearShape(3 * width, width),
+            LinearShape(width, width),
+            LinearShape(inner, width, vision.hidden_act),
+            LinearShape(width, inner),
+        )
+        return (LinearGroup(block, vision.depth),)
 
 
 @hookimpl
