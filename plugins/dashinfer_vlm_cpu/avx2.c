@@ -25,10 +25,6 @@ enum { PANEL = 32, LANES = 8, VECTORS = PANEL / LANES, BLOCK = 128, ROW_GROUP = 
 enum { PREFETCH_BYTES = 4096, PREFETCH_KEYS = 64 };
 enum { NONE = 0, QUICK_GELU = 1, SILU_GATE = 2, GELU_TANH = 4 }; /* native_linear.py applies GELU */
 
-#if __has_include("int4.h")
-#define INT4 1
-#endif
-
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 12")
 
@@ -243,18 +239,14 @@ static void add_product(ptrdiff_t rows, ptrdiff_t vectors, const Product *p)
 
 #include "avx2_linear.h"
 #include "avx2_int8.h"
-#ifdef INT4
 #include "avx2_int4.h"
-#endif
 
 /* Workspace size of `linear` in bytes; the same for all weights of this shape that have 8 bits, or that have more. */
 int64_t linear_workspace_size(const Matrix *m, int64_t rows, int32_t threads)
 {
     (void)threads;
     if (!m->scales) return linear_bf16_workspace_size(rows, m->inputs);
-#ifdef INT4
     if (m->group) return int4_rows_bytes(m, rows);
-#endif
     return quantized_bytes(rows, m->inputs);
 }
 
@@ -264,9 +256,7 @@ void linear(const Matrix *m, const bf16 *x, int64_t stride, int64_t rows, void *
 {
     Epilogue ep = {m, out, out_stride, add};
     if (!m->scales) linear_bf16(x, stride, rows, &ep, workspace, threads);
-#ifdef INT4
     else if (m->group) linear_int4(x, stride, rows, &ep, workspace, threads);
-#endif
     else linear_int8(x, stride, rows, &ep, workspace, threads);
 }
 
@@ -319,4 +309,30 @@ void rotate(bf16 *x, int64_t stride, const float *cos, const float *sin, int64_t
 }
 
 #include "avx2_attention.h"
+
+INLINE const void *element(const void *rows, int is_int8, ptrdiff_t index)
+{
+    return (const char *)rows + (is_int8 ? index : 2 * index);
+}
+
+/* Add y to x, both [count]. */
+static void add_row(bf16 *x, const bf16 *y, ptrdiff_t count)
+{
+    for (ptrdiff_t k = 0; k < count; k += LANES)
+        store(x + k, count - k, _mm256_add_ps(load(x + k, count - k), load(y + k, count - k)));
+}
+
+/* Quantize a key or value to bytes with one scale, like `quantize_rows` in kernels/kv_cache.py. */
+static void quantize_head(const bf16 *x, ptrdiff_t width, int8_t *bytes, float *scale)
+{
+    *scale = max_abs(x, width) / 127.0f;
+    __m256 inverse = _mm256_set1_ps(*scale >= 0x1p-126f ? 1.0f / *scale : 0.0f);
+    for (ptrdiff_t i = 0; i < width; i += LANES) {
+        __m256i whole = _mm256_cvtps_epi32(_mm256_mul_ps(load(x + i, width - i), inverse));
+        __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+        int64_t packed = _mm_cvtsi128_si64(_mm_packs_epi16(words, words));
+        memcpy(bytes + i, &packed, least(LANES, width - i));
+    }
+}
+
 #include "decoder_layers.h"

@@ -11,12 +11,46 @@ typedef struct {
 } KVSpan;
 
 typedef struct {
-    const bf16 *q, *k, *v;
+    const bf16 *q;
+    const void *k, *v; /* bf16, or int8 if there are scales */
     bf16 *out;
     int64_t q_token, q_head, kv_token, kv_head, out_token; /* strides; heads of `out` are contiguous */
     int64_t heads, kv_heads, width;
     float scale;
+    const float *k_scales, *v_scales; /* one per key; null for bf16 */
+    int64_t scale_head;               /* stride of the scales' heads */
 } AttentionArgs;
+
+/* Keys and values of one head, from a certain key on. */
+typedef struct {
+    const char *k, *v;
+    const float *k_scales, *v_scales; /* null for bf16 */
+    ptrdiff_t stride;                 /* in bytes */
+} Keys;
+
+INLINE Keys skip_keys(Keys from, ptrdiff_t count)
+{
+    ptrdiff_t bytes = count * from.stride;
+    if (!from.k_scales) return (Keys){from.k + bytes, from.v + bytes, NULL, NULL, from.stride};
+    return (Keys){from.k + bytes, from.v + bytes, from.k_scales + count, from.v_scales + count, from.stride};
+}
+
+static Keys keys_of(const AttentionArgs *h, ptrdiff_t key, ptrdiff_t kv)
+{
+    ptrdiff_t size = h->k_scales ? 1 : sizeof(bf16), offset = size * kv * h->kv_head, scale = kv * h->scale_head;
+    Keys all = {(const char *)h->k + offset, (const char *)h->v + offset, NULL, NULL, size * h->kv_token};
+    if (h->k_scales) all.k_scales = h->k_scales + scale, all.v_scales = h->v_scales + scale;
+    return skip_keys(all, key);
+}
+
+/* Up to LANES bytes times their scale, at most `count`; the others are zero. */
+INLINE __m256 dequantized(const char *x, ptrdiff_t count, float scale)
+{
+    int64_t bytes = 0;
+    if (__builtin_expect(count >= LANES, 1)) memcpy(&bytes, x, LANES);
+    else memcpy(&bytes, x, count);
+    return _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(bytes))), _mm256_set1_ps(scale));
+}
 
 /* Largest numbers of queries of a task, and of those that are multiplied by a chunk at a time; keys of a chunk, and values
  * that are multiplied at a time. */
@@ -55,6 +89,7 @@ static Scratch scratch_at(char *memory, ptrdiff_t width)
 /* Transpose up to PANEL keys of one head; missing ones are zero. */
 static void pack_keys(const bf16 *k, ptrdiff_t stride, ptrdiff_t count, ptrdiff_t width, float *packed)
 {
+    stride /= (ptrdiff_t)sizeof(bf16);
     for (ptrdiff_t key = 0; key < PANEL; key += LANES)
         for (ptrdiff_t i = 0; i < width; i += 2 * LANES) {
             __m256i rows[LANES];
@@ -74,12 +109,39 @@ static void pack_keys(const bf16 *k, ptrdiff_t stride, ptrdiff_t count, ptrdiff_
         }
 }
 
-static void widen_values(const bf16 *v, ptrdiff_t stride, ptrdiff_t count, ptrdiff_t width, float *out)
+/* The same for keys of 8 bits. */
+static void pack_keys_int8(Keys from, ptrdiff_t count, ptrdiff_t width, float *packed)
+{
+    for (ptrdiff_t key = 0; key < PANEL; key += LANES)
+        for (ptrdiff_t i = 0; i < width; i += LANES) {
+            __m256i rows[LANES];
+            for (int j = 0; j < LANES; j++) {
+                const char *k = from.k + (key + j) * from.stride + i;
+                rows[j] = key + j < count ? _mm256_castps_si256(dequantized(k, width - i, from.k_scales[key + j]))
+                                          : _mm256_setzero_si256();
+                prefetch(k + PREFETCH_KEYS * from.stride);
+            }
+            transpose(rows);
+            float *to = packed + i * PANEL + key;
+            for (int j = 0; j < LANES && i + j < width; j++, to += PANEL) _mm256_storeu_ps(to, _mm256_castsi256_ps(rows[j]));
+        }
+}
+
+static void pack_panel(Keys from, ptrdiff_t count, ptrdiff_t width, float *packed)
+{
+    if (from.k_scales) pack_keys_int8(from, count, width, packed);
+    else pack_keys((const bf16 *)from.k, from.stride, count, width, packed);
+}
+
+static void widen_values(Keys from, ptrdiff_t count, ptrdiff_t width, float *out)
 {
     ptrdiff_t columns = round_up(width, LANES);
-    for (ptrdiff_t key = 0; key < count; key++, v += stride, out += columns) {
-        prefetch(v + PREFETCH_KEYS * stride);
-        for (ptrdiff_t c = 0; c < width; c += LANES) _mm256_storeu_ps(out + c, load(v + c, width - c));
+    for (ptrdiff_t key = 0; key < count; key++, out += columns) {
+        const char *v = from.v + key * from.stride;
+        prefetch(v + PREFETCH_KEYS * from.stride);
+        for (ptrdiff_t c = 0; c < width; c += LANES)
+            _mm256_storeu_ps(out + c, from.v_scales ? dequantized(v + c, width - c, from.v_scales[key])
+                                                    : load((const bf16 *)v + c, width - c));
     }
 }
 
@@ -116,12 +178,12 @@ INLINE void scale_row(float *x, ptrdiff_t columns, float by)
 /* Attend `rows` queries from `row` on to a chunk of keys and update their sums, largest scores and totals. Keys and values
  * are widened in `s` or, with `once`, part by part here, because no other queries attend to them. */
 static void attend_rows(const AttentionArgs *h, const Scratch *s, int once, ptrdiff_t row, ptrdiff_t rows,
-                        const ptrdiff_t *limits, ptrdiff_t chunk, ptrdiff_t count, const bf16 *k, const bf16 *v)
+                        const ptrdiff_t *limits, ptrdiff_t chunk, ptrdiff_t count, Keys from)
 {
     ptrdiff_t width = h->width, vectors = s->columns / LANES, parts = ceil_div(vectors, VECTORS);
     for (ptrdiff_t key = 0; key < count; key += PANEL) {
         const float *keys = s->keys + (once ? 0 : key * width);
-        if (once) pack_keys(k + key * h->kv_token, h->kv_token, count - key, width, s->keys);
+        if (once) pack_panel(skip_keys(from, key), count - key, width, s->keys);
         Product p = {s->queries + row * width, width, keys, PANEL, width, s->scores + key, KEY_CHUNK, 1, (const char *)keys, 0};
         add_product(rows, VECTORS, &p);
     }
@@ -133,7 +195,7 @@ static void attend_rows(const AttentionArgs *h, const Scratch *s, int once, ptrd
     for (ptrdiff_t key = 0; key < count; key += VALUE_BLOCK) {
         ptrdiff_t here = least(VALUE_BLOCK, count - key);
         const float *values = s->values + (once ? 0 : key * s->columns);
-        if (once) widen_values(v + key * h->kv_token, h->kv_token, here, width, s->values);
+        if (once) widen_values(skip_keys(from, key), here, width, s->values);
         for (ptrdiff_t part = 0; part < parts; part++) {
             ptrdiff_t z = vectors * part / parts, next = vectors * (part + 1) / parts;
             Product p = {s->scores + key, KEY_CHUNK, values + z * LANES, s->columns, here,
@@ -143,19 +205,19 @@ static void attend_rows(const AttentionArgs *h, const Scratch *s, int once, ptrd
     }
 }
 
-/* Attend all queries of a task to the chunk of keys at k and v. */
+/* Attend all queries of a task to a chunk of keys. */
 static void attend_chunk(const AttentionArgs *h, const Scratch *s, ptrdiff_t rows, const ptrdiff_t *limits, ptrdiff_t chunk,
-                         ptrdiff_t count, const bf16 *k, const bf16 *v)
+                         ptrdiff_t count, Keys from)
 {
     int once = rows <= QUERY_BLOCK;
     if (!once) {
         for (ptrdiff_t key = 0; key < count; key += PANEL)
-            pack_keys(k + key * h->kv_token, h->kv_token, count - key, h->width, s->keys + key * h->width);
-        widen_values(v, h->kv_token, count, h->width, s->values);
+            pack_panel(skip_keys(from, key), count - key, h->width, s->keys + key * h->width);
+        widen_values(from, count, h->width, s->values);
     }
     for (ptrdiff_t row = 0; row < rows; row += QUERY_BLOCK) {
         ptrdiff_t here = least(QUERY_BLOCK, rows - row);
-        if (limits[row + here - 1] > chunk) attend_rows(h, s, once, row, here, limits, chunk, count, k, v);
+        if (limits[row + here - 1] > chunk) attend_rows(h, s, once, row, here, limits, chunk, count, from);
     }
 }
 
@@ -179,11 +241,9 @@ static void attend_task(const AttentionArgs *h, const KVSpan *span, const Scratc
         s->total[row] = 0;
     }
     memset(s->sums, 0, sizeof(float) * rows * s->columns);
-    ptrdiff_t keys = limits[rows - 1], offset = span->first_key * h->kv_token + kv * h->kv_head;
-    for (ptrdiff_t chunk = 0; chunk < keys; chunk += KEY_CHUNK) {
-        ptrdiff_t from = offset + chunk * h->kv_token;
-        attend_chunk(h, s, rows, limits, chunk, least(KEY_CHUNK, keys - chunk), h->k + from, h->v + from);
-    }
+    ptrdiff_t keys = limits[rows - 1];
+    for (ptrdiff_t chunk = 0; chunk < keys; chunk += KEY_CHUNK)
+        attend_chunk(h, s, rows, limits, chunk, least(KEY_CHUNK, keys - chunk), keys_of(h, span->first_key + chunk, kv));
     for (ptrdiff_t row = 0; row < rows; row++) {
         bf16 *out = h->out + (span->first_query + token + row / group) * h->out_token +
                     (kv * group + row % group) * h->width;
