@@ -22,7 +22,7 @@ typedef uint16_t bf16;
 enum { PANEL = 32, LANES = 8, VECTORS = PANEL / LANES, BLOCK = 128, ROW_GROUP = 192,
        MAX_TILE_ROWS = 6 };
 /* Distances of prefetches, as measured: of weights in bytes, of keys and values in rows. */
-enum { PREFETCH_BYTES = 4096, PREFETCH_KEYS = 64 };
+enum { PREFETCH_BYTES = 8192, PREFETCH_KEYS = 64 };
 enum { NONE = 0, QUICK_GELU = 1, SILU_GATE = 2, GELU_TANH = 4 }; /* native_linear.py applies GELU */
 
 #define INLINE static inline __attribute__((always_inline))
