@@ -1,6 +1,6 @@
 """C kernels for CPUs with AVX-512 BF16, optionally with AMX. Importing this package is cheap.
 
-avx512.c  tiles*.h                                  the kernels, compiled on first use
+avx512.c  int4.h  tiles*.h                          the kernels, compiled on first use
 native.py  native_linear.py  native_layers.py       the `Kernels` interface, through ctypes
 build.py  library_cache.py  huge_pages.py           the build, its checked cache, and memory for weights
 """
