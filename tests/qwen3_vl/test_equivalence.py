@@ -96,7 +96,8 @@ def test_batched_equals_alone(folder, expected):
 
 
 @pytest.mark.supports("chunked-prefill", backend="torch-cpu", family="qwen3_vl")
-@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 13])
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [1, 13])
 def test_chunk_boundaries_inside_visual_spans(folder, expected, chunk):
     engine, recorder = start(folder, prefill_chunk=chunk, prefix_cache=False)
     with engine:
@@ -105,6 +106,7 @@ def test_chunk_boundaries_inside_visual_spans(folder, expected, chunk):
 
 
 @pytest.mark.supports("prefix-cache", backend="torch-cpu", family="qwen3_vl")
+@pytest.mark.slow
 def test_cached_equals_uncached(folder, expected):
     """The second time, visual tokens with all levels and the keys and values come from the caches."""
     engine, recorder = start(folder)
