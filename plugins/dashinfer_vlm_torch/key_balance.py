@@ -1,7 +1,7 @@
 """Balance the channels of keys for an 8-bit KV cache.
 
-A large bias of the key projection makes a channel of the keys many times larger than the others. With one scale per key,
-it would leave few bits for the rest. Each channel of the keys is therefore divided by a factor, and the same
+A large bias of the key projection makes a channel of the keys many times larger than the others. With one scale per
+key, it would leave few bits for the rest. Each channel of the keys is therefore divided by a factor, and the same
 channel of the queries multiplied by it, which does not change their product (SmoothAttention of QServe,
 arXiv:2405.04532). Rotary embedding mixes the channels i and i + head_dim / 2, so these share a factor.
 
