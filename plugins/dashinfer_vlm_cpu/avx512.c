@@ -1200,22 +1200,32 @@ INLINE void pack_chunk(const int is_int8, const AttentionArgs *h, const Scratch 
 }
 
 /* Attend all queries of a tile to a chunk of keys. */
-static void attend_chunk(const AttentionArgs *h, const Scratch *s, ptrdiff_t row_count, const ptrdiff_t *limits,
-                         ptrdiff_t chunk, ptrdiff_t count, Keys from)
+INLINE void attend_chunk(const int is_int8, const AttentionArgs *h, const Scratch *s, ptrdiff_t row_count,
+                         const ptrdiff_t *limits, ptrdiff_t chunk, ptrdiff_t count, Keys from)
 {
     if (row_count <= TILE_ROWS) {
-        if (from.k_scales) WITH_ROWS(row_count, attend_rows(rows, 1, 1, h, s, 0, limits, chunk, count, from))
-        else WITH_ROWS(row_count, attend_rows(rows, 1, 0, h, s, 0, limits, chunk, count, from))
+        WITH_ROWS(row_count, attend_rows(rows, 1, is_int8, h, s, 0, limits, chunk, count, from))
         return;
     }
-    if (from.k_scales) pack_chunk(1, h, s, count, from);
-    else pack_chunk(0, h, s, count, from);
+    pack_chunk(is_int8, h, s, count, from);
     for (ptrdiff_t row = 0; row < row_count; row += TILE_ROWS) {
         ptrdiff_t here = row_count - row < TILE_ROWS ? row_count - row : TILE_ROWS;
         if (limits[row + here - 1] <= chunk) continue;
-        if (from.k_scales) WITH_ROWS(here, attend_rows(rows, 0, 1, h, s, row, limits, chunk, count, from))
-        else WITH_ROWS(here, attend_rows(rows, 0, 0, h, s, row, limits, chunk, count, from))
+        WITH_ROWS(here, attend_rows(rows, 0, is_int8, h, s, row, limits, chunk, count, from))
     }
+}
+
+/* Two functions, each small enough for the compiler to keep the strides of its loops in registers. */
+static __attribute__((noinline)) void attend_chunk_bf16(const AttentionArgs *h, const Scratch *s, ptrdiff_t row_count,
+                                                        const ptrdiff_t *limits, ptrdiff_t chunk, ptrdiff_t count, Keys from)
+{
+    attend_chunk(0, h, s, row_count, limits, chunk, count, from);
+}
+
+static __attribute__((noinline)) void attend_chunk_int8(const AttentionArgs *h, const Scratch *s, ptrdiff_t row_count,
+                                                        const ptrdiff_t *limits, ptrdiff_t chunk, ptrdiff_t count, Keys from)
+{
+    attend_chunk(1, h, s, row_count, limits, chunk, count, from);
 }
 
 /* Attend the queries [token, end) of a span, for all heads that share the keys of head `kv`. */
@@ -1237,7 +1247,9 @@ static void attend_tile(const AttentionArgs *h, const KVSpan *span, const Scratc
     ptrdiff_t keys = limits[rows - 1];
     for (ptrdiff_t chunk = 0; chunk < keys; chunk += KEY_CHUNK) {
         ptrdiff_t count = keys - chunk < KEY_CHUNK ? keys - chunk : KEY_CHUNK;
-        attend_chunk(h, s, rows, limits, chunk, count, keys_at(h, kv, span->first_key + chunk));
+        Keys from = keys_at(h, kv, span->first_key + chunk);
+        if (from.k_scales) attend_chunk_int8(h, s, rows, limits, chunk, count, from);
+        else attend_chunk_bf16(h, s, rows, limits, chunk, count, from);
     }
     for (ptrdiff_t row = 0; row < rows; row++) {
         bf16 *out = h->out + (span->first_query + token + row / group) * h->out_token +
