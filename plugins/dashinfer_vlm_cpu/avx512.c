@@ -1086,25 +1086,26 @@ static float quantize_query(const bf16 *query, ptrdiff_t width, bf16 *out)
     return scale;
 }
 
-/* Add the products of a pair of bf16 or, with `integer`, of int16 to float or int32 sums. */
-INLINE __m512i add_products(const int integer, __m512i sums, __m512bh both, __m512i pairs)
+/* Sums of the products below. The compiler would copy sums of the type __m512i, which has 64-bit elements, in each step. */
+typedef int32_t Sums __attribute__((vector_size(64)));
+
+/* Add the products of pairs of int16. */
+INLINE Sums add_products(Sums sums, const bf16 *both, __m512i pairs)
 {
-    if (integer) return _mm512_dpwssd_epi32(sums, (__m512i)both, pairs);
-    return _mm512_castps_si512(_mm512_dpbf16_ps(_mm512_castsi512_ps(sums), both, (__m512bh)pairs));
+    return (Sums)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)pair(both), pairs);
 }
 
 /* Like `tile`, for int16. */
 INLINE void tile_int16(const int rows, const int vectors, const char *next, const bf16 *a, ptrdiff_t lda, const bf16 *panel,
-                       ptrdiff_t width, ptrdiff_t pairs, __m512i acc[TILE_ROWS][2])
+                       ptrdiff_t width, ptrdiff_t pairs, Sums acc[TILE_ROWS][2])
 {
-    UNROLL for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = _mm512_setzero_si512();
+    UNROLL for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = (Sums){0};
     for (ptrdiff_t p = 0; p < pairs; p++, panel += 2 * width) {
         if (next) prefetch(next + 64 * p, 1);
         __m512i left = _mm512_loadu_si512(panel), right = vectors > 1 ? _mm512_loadu_si512(panel + 2 * LANES) : left;
         UNROLL for (int m = 0; m < rows; m++) {
-            __m512bh x = pair(a + m * lda + 2 * p);
-            acc[m][0] = add_products(1, acc[m][0], x, left);
-            if (vectors > 1) acc[m][1] = add_products(1, acc[m][1], x, right);
+            acc[m][0] = add_products(acc[m][0], a + m * lda + 2 * p, left);
+            if (vectors > 1) acc[m][1] = add_products(acc[m][1], a + m * lda + 2 * p, right);
         }
     }
 }
@@ -1213,30 +1214,55 @@ INLINE float softmax_chunk_int8(float *scores, bf16 *probs, const float *v_scale
 }
 
 /* acc[m] = sum over `count` keys of probability times value, for up to PANEL columns of unpacked values: bit-exactly like
- * `tile`, or `tile_int16` for 8-bit values, with packed values. */
-INLINE void tile_values(const int rows, const int is_int8, const bf16 *probs, const char *v, ptrdiff_t stride,
-                        ptrdiff_t count, ptrdiff_t columns, __m512i acc[TILE_ROWS][2])
+ * `tile` with packed values. */
+INLINE void tile_values(const int rows, const bf16 *probs, const bf16 *v, ptrdiff_t stride, ptrdiff_t count,
+                        ptrdiff_t columns, __m512 acc[TILE_ROWS][2])
 {
     const __m512i left = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i right = _mm512_add_epi32(left, _mm512_set1_epi32(8));
     __mmask32 lanes = first_of_32(columns);
-    stride *= is_int8 ? 1 : 2;
-    UNROLL for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = _mm512_setzero_si512();
+    UNROLL for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = _mm512_setzero_ps();
     for (ptrdiff_t key = 0; key < count; key += 2, v += 2 * stride) {
-        _mm_prefetch(v + PREFETCH_KEYS * stride, _MM_HINT_T1);
-        _mm_prefetch(v + (PREFETCH_KEYS + 1) * stride, _MM_HINT_T1);
-        __m512i even = load_32(is_int8, v, lanes), odd = load_32(is_int8, v + stride, key + 1 < count ? lanes : 0);
-        __m512i low = _mm512_unpacklo_epi16(even, odd), high = _mm512_unpackhi_epi16(even, odd);
+        _mm_prefetch((const char *)(v + PREFETCH_KEYS * stride), _MM_HINT_T1);
+        _mm_prefetch((const char *)(v + (PREFETCH_KEYS + 1) * stride), _MM_HINT_T1);
+        __m512i even = _mm512_maskz_loadu_epi16(lanes, v);
+        __m512i odd = _mm512_maskz_loadu_epi16(key + 1 < count ? lanes : 0, v + stride);
+        __m512bh low = (__m512bh)_mm512_unpacklo_epi16(even, odd), high = (__m512bh)_mm512_unpackhi_epi16(even, odd);
         UNROLL for (int m = 0; m < rows; m++) {
             __m512bh prob = pair(probs + m * KEY_CHUNK + key);
-            acc[m][0] = add_products(is_int8, acc[m][0], prob, low);
-            acc[m][1] = add_products(is_int8, acc[m][1], prob, high);
+            acc[m][0] = _mm512_dpbf16_ps(acc[m][0], prob, low);
+            acc[m][1] = _mm512_dpbf16_ps(acc[m][1], prob, high);
         }
     }
     UNROLL for (int m = 0; m < rows; m++) {
-        __m512i low = acc[m][0], high = acc[m][1];
-        acc[m][0] = _mm512_permutex2var_epi32(low, left, high);
-        acc[m][1] = _mm512_permutex2var_epi32(low, right, high);
+        __m512 low = acc[m][0], high = acc[m][1];
+        acc[m][0] = _mm512_permutex2var_ps(low, left, high);
+        acc[m][1] = _mm512_permutex2var_ps(low, right, high);
+    }
+}
+
+/* The same for 8-bit values. */
+INLINE void tile_values_int8(const int rows, const bf16 *probs, const int8_t *v, ptrdiff_t stride, ptrdiff_t count,
+                             ptrdiff_t columns, Sums acc[TILE_ROWS][2])
+{
+    const __m512i left = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i right = _mm512_add_epi32(left, _mm512_set1_epi32(8));
+    __mmask32 lanes = first_of_32(columns);
+    UNROLL for (int m = 0; m < rows; m++) acc[m][0] = acc[m][1] = (Sums){0};
+    for (ptrdiff_t key = 0; key < count; key += 2, v += 2 * stride) {
+        _mm_prefetch((const char *)(v + PREFETCH_KEYS * stride), _MM_HINT_T1);
+        _mm_prefetch((const char *)(v + (PREFETCH_KEYS + 1) * stride), _MM_HINT_T1);
+        __m512i even = load_32(1, v, lanes), odd = load_32(1, v + stride, key + 1 < count ? lanes : 0);
+        __m512i low = _mm512_unpacklo_epi16(even, odd), high = _mm512_unpackhi_epi16(even, odd);
+        UNROLL for (int m = 0; m < rows; m++) {
+            acc[m][0] = add_products(acc[m][0], probs + m * KEY_CHUNK + key, low);
+            acc[m][1] = add_products(acc[m][1], probs + m * KEY_CHUNK + key, high);
+        }
+    }
+    UNROLL for (int m = 0; m < rows; m++) {
+        __m512i low = (__m512i)acc[m][0], high = (__m512i)acc[m][1];
+        acc[m][0] = (Sums)_mm512_permutex2var_epi32(low, left, high);
+        acc[m][1] = (Sums)_mm512_permutex2var_epi32(low, right, high);
     }
 }
 
@@ -1247,14 +1273,14 @@ INLINE void score_panel(const int rows, const int is_int8, const AttentionArgs *
     const bf16 *queries = s->queries + row * h->width;
     __m512 scale = _mm512_set1_ps(h->scale * 1.44269504f), by[2] = {scale, scale}, acc[TILE_ROWS][2];
     if (is_int8) {
-        __m512i sums[TILE_ROWS][2];
+        Sums sums[TILE_ROWS][2];
         tile_int16(rows, 2, next, queries, h->width, keys, PANEL, h->width / 2, sums);
         by[0] = _mm512_mul_ps(scale, _mm512_maskz_loadu_ps(first(count), k_scales));
         by[1] = _mm512_mul_ps(scale, _mm512_maskz_loadu_ps(first(count - LANES), k_scales + LANES));
         UNROLL for (int m = 0; m < rows; m++) {
             __m512 query_scale = _mm512_set1_ps(s->query_scales[row + m]);
-            acc[m][0] = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[m][0]), query_scale);
-            acc[m][1] = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[m][1]), query_scale);
+            acc[m][0] = _mm512_mul_ps(_mm512_cvtepi32_ps((__m512i)sums[m][0]), query_scale);
+            acc[m][1] = _mm512_mul_ps(_mm512_cvtepi32_ps((__m512i)sums[m][1]), query_scale);
         }
     } else {
         tile(rows, 2, next, queries, h->width, keys, PANEL, h->width / 2, acc);
@@ -1266,21 +1292,28 @@ INLINE void score_panel(const int rows, const int is_int8, const AttentionArgs *
 }
 
 /* Sums of probability times value for up to PANEL columns, from column `c` on. */
-INLINE void mix_values(const int rows, const int once, const int is_int8, const AttentionArgs *h, const Scratch *s,
-                       ptrdiff_t c, ptrdiff_t count, Keys from, const float *prob_scales, __m512 acc[TILE_ROWS][2])
+INLINE void mix_values(const int rows, const int once, const AttentionArgs *h, const Scratch *s, ptrdiff_t c,
+                       ptrdiff_t count, Keys from, __m512 acc[TILE_ROWS][2])
 {
     ptrdiff_t columns = round_up(h->width, LANES), pairs = (count + 1) / 2;
     const bf16 *values = s->values + 2 * c;
-    __m512i sums[TILE_ROWS][2];
-    if (once)
-        tile_values(rows, is_int8, s->probs, element(from.v, is_int8, c), from.stride, count, h->width - c, sums);
-    else if (is_int8 && c + LANES < columns) tile_int16(rows, 2, NULL, s->probs, KEY_CHUNK, values, columns, pairs, sums);
-    else if (is_int8) tile_int16(rows, 1, NULL, s->probs, KEY_CHUNK, values, columns, pairs, sums);
+    if (once) tile_values(rows, s->probs, (const bf16 *)from.v + c, from.stride, count, h->width - c, acc);
     else if (c + LANES < columns) tile(rows, 2, NULL, s->probs, KEY_CHUNK, values, columns, pairs, acc);
     else tile(rows, 1, NULL, s->probs, KEY_CHUNK, values, columns, pairs, acc);
-    if (once || is_int8) UNROLL for (int m = 0; m < rows; m++) UNROLL for (int z = 0; z < 2; z++)
-        acc[m][z] = is_int8 ? _mm512_mul_ps(_mm512_cvtepi32_ps(sums[m][z]), _mm512_set1_ps(prob_scales[m]))
-                            : _mm512_castsi512_ps(sums[m][z]);
+}
+
+/* The same for 8-bit values. */
+INLINE void mix_values_int8(const int rows, const int once, const AttentionArgs *h, const Scratch *s, ptrdiff_t c,
+                            ptrdiff_t count, Keys from, const float *prob_scales, __m512 acc[TILE_ROWS][2])
+{
+    ptrdiff_t columns = round_up(h->width, LANES), pairs = (count + 1) / 2;
+    const bf16 *values = s->values + 2 * c;
+    Sums sums[TILE_ROWS][2];
+    if (once) tile_values_int8(rows, s->probs, (const int8_t *)from.v + c, from.stride, count, h->width - c, sums);
+    else if (c + LANES < columns) tile_int16(rows, 2, NULL, s->probs, KEY_CHUNK, values, columns, pairs, sums);
+    else tile_int16(rows, 1, NULL, s->probs, KEY_CHUNK, values, columns, pairs, sums);
+    UNROLL for (int m = 0; m < rows; m++) UNROLL for (int z = 0; z < 2; z++)
+        acc[m][z] = _mm512_mul_ps(_mm512_cvtepi32_ps((__m512i)sums[m][z]), _mm512_set1_ps(prob_scales[m]));
 }
 
 /* Attend up to TILE_ROWS queries to a chunk of keys and update their sums, largest scores and totals. Keys and values are
@@ -1311,7 +1344,8 @@ INLINE void attend_rows(const int rows, const int once, const int is_int8, const
     }
     for (ptrdiff_t c = 0; c < columns; c += PANEL) {
         __m512 acc[TILE_ROWS][2];
-        mix_values(rows, once, is_int8, h, s, c, count, from, prob_scales, acc);
+        if (is_int8) mix_values_int8(rows, once, h, s, c, count, from, prob_scales, acc);
+        else mix_values(rows, once, h, s, c, count, from, acc);
         UNROLL for (int m = 0; m < rows; m++) {
             float *sum = s->sums + (row + m) * columns + c;
             __m512 by = _mm512_set1_ps(shrink[m]);
@@ -1329,22 +1363,32 @@ INLINE void pack_chunk(const int is_int8, const AttentionArgs *h, const Scratch 
 }
 
 /* Attend all queries of a tile to a chunk of keys. */
-static void attend_chunk(const AttentionArgs *h, const Scratch *s, ptrdiff_t row_count, const ptrdiff_t *limits,
-                         ptrdiff_t chunk, ptrdiff_t count, Keys from)
+INLINE void attend_chunk(const int is_int8, const AttentionArgs *h, const Scratch *s, ptrdiff_t row_count,
+                         const ptrdiff_t *limits, ptrdiff_t chunk, ptrdiff_t count, Keys from)
 {
     if (row_count <= TILE_ROWS) {
-        if (from.k_scales) WITH_ROWS(row_count, attend_rows(rows, 1, 1, h, s, 0, limits, chunk, count, from))
-        else WITH_ROWS(row_count, attend_rows(rows, 1, 0, h, s, 0, limits, chunk, count, from))
+        WITH_ROWS(row_count, attend_rows(rows, 1, is_int8, h, s, 0, limits, chunk, count, from))
         return;
     }
-    if (from.k_scales) pack_chunk(1, h, s, count, from);
-    else pack_chunk(0, h, s, count, from);
+    pack_chunk(is_int8, h, s, count, from);
     for (ptrdiff_t row = 0; row < row_count; row += TILE_ROWS) {
         ptrdiff_t here = row_count - row < TILE_ROWS ? row_count - row : TILE_ROWS;
         if (limits[row + here - 1] <= chunk) continue;
-        if (from.k_scales) WITH_ROWS(here, attend_rows(rows, 0, 1, h, s, row, limits, chunk, count, from))
-        else WITH_ROWS(here, attend_rows(rows, 0, 0, h, s, row, limits, chunk, count, from))
+        WITH_ROWS(here, attend_rows(rows, 0, is_int8, h, s, row, limits, chunk, count, from))
     }
+}
+
+/* Two functions, each small enough for the compiler to keep the strides of its loops in registers. */
+static __attribute__((noinline)) void attend_chunk_bf16(const AttentionArgs *h, const Scratch *s, ptrdiff_t row_count,
+                                                        const ptrdiff_t *limits, ptrdiff_t chunk, ptrdiff_t count, Keys from)
+{
+    attend_chunk(0, h, s, row_count, limits, chunk, count, from);
+}
+
+static __attribute__((noinline)) void attend_chunk_int8(const AttentionArgs *h, const Scratch *s, ptrdiff_t row_count,
+                                                        const ptrdiff_t *limits, ptrdiff_t chunk, ptrdiff_t count, Keys from)
+{
+    attend_chunk(1, h, s, row_count, limits, chunk, count, from);
 }
 
 /* Attend the queries [token, end) of a span, for all heads that share the keys of head `kv`. */
@@ -1366,7 +1410,9 @@ static void attend_tile(const AttentionArgs *h, const KVSpan *span, const Scratc
     ptrdiff_t keys = limits[rows - 1];
     for (ptrdiff_t chunk = 0; chunk < keys; chunk += KEY_CHUNK) {
         ptrdiff_t count = keys - chunk < KEY_CHUNK ? keys - chunk : KEY_CHUNK;
-        attend_chunk(h, s, rows, limits, chunk, count, keys_at(h, kv, span->first_key + chunk));
+        Keys from = keys_at(h, kv, span->first_key + chunk);
+        if (from.k_scales) attend_chunk_int8(h, s, rows, limits, chunk, count, from);
+        else attend_chunk_bf16(h, s, rows, limits, chunk, count, from);
     }
     for (ptrdiff_t row = 0; row < rows; row++) {
         bf16 *out = h->out + (span->first_query + token + row / group) * h->out_token +
