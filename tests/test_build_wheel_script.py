@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.kernels import KVSpan, KVSpans
+from dashinfer_vlm_core.kernels import INT8, KVSpan, KVSpans
 from dashinfer_vlm_core.kernels.cpu import cpu_flags
 from dashinfer_vlm_cpu.native import kernels_in, load_variant
 from dashinfer_vlm_cpu.prebuilt import NoPrebuiltKernelsError, UnusablePrebuiltKernelsError, load_prebuilt
@@ -68,7 +68,7 @@ def products(kernels):
     weight, x, norm = numbers(96, 260) / 8, numbers(70, 260, seed=1), numbers(260, seed=2)
     yield kernels.linear(weight)(x)
     yield kernels.linear(weight)(x[:1])
-    yield kernels.linear(weight, int8=True)(x)
+    yield kernels.linear(weight, quantization=INT8)(x)
     yield kernels.norm(x, norm, None, 1e-6)
     q, (k, v) = numbers(20, 6, 80), numbers(4, 700, 80, seed=1).split(2)
     yield kernels.attend(q, k, v, KVSpans([KVSpan(0, 20, 10, 600, 580)]))

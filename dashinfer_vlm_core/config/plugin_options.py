@@ -80,9 +80,9 @@ def option_classes(reserved: frozenset[str]) -> tuple[type[PluginOptions], ...]:
         reserved: names of the options of EngineConfig.
     """
     with _LOCK:
-        if _SEARCHES:  # a plugin creates an EngineConfig while it is imported
-            return tuple(_SEARCHES[-1])
-        return _search(reserved)
+        # A plugin that is being imported may define a command or create an EngineConfig. It needs the options of all
+        # plugins, but its own, which are not defined yet; the result is not kept.
+        return _find(reserved) if _IMPORTING else _search(reserved)
 
 
 def forget_options() -> None:
@@ -91,25 +91,32 @@ def forget_options() -> None:
 
 
 _LOCK = threading.RLock()
-_SEARCHES: list[list[type[PluginOptions]]] = []
+_IMPORTING: list[str] = []
+"""Names of the plugins whose import is in progress."""
 
 
 @functools.lru_cache(maxsize=8)
 def _search(reserved: frozenset[str]) -> tuple[type[PluginOptions], ...]:
+    return _find(reserved)
+
+
+def _find(reserved: frozenset[str]) -> tuple[type[PluginOptions], ...]:
     found: list[type[PluginOptions]] = []
-    names, plugins = set(reserved), set[str]()
-    _SEARCHES.append(found)
-    try:
-        for entry in plugin_entries():
-            classes: list[type[PluginOptions]] = []
-            usable = entry.name not in plugins and call_hooks(entry, functools.partial(_register, classes))
-            option_names = [name for kind in classes for name in kind.model_fields]
-            if usable and names.isdisjoint(option_names):
-                found += classes
-                names.update(option_names)
-            plugins.add(entry.name)
-    finally:
-        _SEARCHES.pop()
+    names, plugins = set(reserved), set(_IMPORTING)
+    for entry in plugin_entries():
+        if entry.name in plugins:
+            continue
+        plugins.add(entry.name)
+        classes: list[type[PluginOptions]] = []
+        _IMPORTING.append(entry.name)
+        try:
+            usable = call_hooks(entry, functools.partial(_register, classes))
+        finally:
+            _IMPORTING.pop()
+        option_names = [name for kind in classes for name in kind.model_fields]
+        if usable and names.isdisjoint(option_names):
+            found += classes
+            names.update(option_names)
     return tuple(found)
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..deprecation import warn_renamed
+
+if TYPE_CHECKING:
+    from .types import Kernels
 
 GROUPS = (32, 64, 128)
 """Numbers of inputs that can share a scale and a zero point."""
@@ -59,6 +62,16 @@ def resolve_quantization(quantization: Quantization | None, *, int8: bool) -> Qu
         raise TypeError("`int8` and `quantization` exclude each other; use `quantization`.")
     warn_renamed("Kernels.linear(int8=True)", "Kernels.linear(quantization=INT8)", stacklevel=4)
     return INT8
+
+
+def quantization_options(kernels: Kernels, quantization: Quantization | None) -> dict[str, Any]:
+    """Return the arguments of `Kernels.linear` and `Kernels.head` that select a quantization.
+
+    Kernels of plugins may have only the deprecated argument `int8`.
+    """
+    if quantization is None:
+        return {}
+    return {"quantization": quantization} if hasattr(kernels, "supports_int4") else {"int8": True}
 
 
 class QuantizedWeight(NamedTuple):

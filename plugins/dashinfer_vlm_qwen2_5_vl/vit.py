@@ -196,4 +196,4 @@ def _load_gate_up(name: str, config: VisionConfig, read: VisionWeights) -> Linea
     for part, rows in (("gate_proj", slice(inner)), ("up_proj", slice(inner, None))):
         read.weights.read(f"visual.{name}.{part}.weight", weight[rows])
         read.weights.read(f"visual.{name}.{part}.bias", bias[rows])
-    return read.kernels.linear(weight, bias, activation=Activation.SILU_GATE)
+    return read.layer(weight, bias, Activation.SILU_GATE)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from dashinfer_vlm_core.kernels import (
 )
 from dashinfer_vlm_core.kernels.experts import Expert, MixtureOfExperts
 from dashinfer_vlm_core.kernels.layers import decoder_layers
+from dashinfer_vlm_core.kernels.quantization import quantization_options
 from dashinfer_vlm_core.models.spec import ExpertsSpec, RotarySpec, TextModelSpec
 from dashinfer_vlm_core.models.weights import Weights
 
@@ -204,16 +205,11 @@ class _Reader(NamedTuple):
         return Norm(weight, None if self.spec.norm == "rms_norm" else torch.zeros_like(weight))
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = Activation.NONE) -> Linear:
-        return self.kernels.linear(weight, bias, activation=activation, **self._options())
+        options = quantization_options(self.kernels, self.quantization)
+        return self.kernels.linear(weight, bias, activation=activation, **options)
 
     def head(self, weight: Tensor) -> LMHead:
-        return self.kernels.head(weight, **self._options())
-
-    def _options(self) -> dict[str, Any]:
-        """The arguments that select `quantization`. Kernels of plugins may have only `int8`."""
-        if self.quantization is None:
-            return {}
-        return {"quantization": self.quantization} if hasattr(self.kernels, "supports_int4") else {"int8": True}
+        return self.kernels.head(weight, **quantization_options(self.kernels, self.quantization))
 
 
 def _read_head(read: _Reader, config: TextModelSpec, embedding: Tensor) -> LMHead:

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from dashinfer_vlm_core.kernels import INT4, INT8, Activation, Quantization, QuantizedWeight
 from dashinfer_vlm_core.kernels.quantization import GROUPS, quantize
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
-from dashinfer_vlm_cpu.native import AVX512, PORTABLE_TILES
 from dashinfer_vlm_cpu.native_linear import quantize_int4
+from dashinfer_vlm_cpu.variants import AVX512, PORTABLE_TILES
 from tests.core.test_kernels import VARIANT_PARAMS, error, load, needs_native, numbers
 
 ROWS = (1, 3, 5, 16, 17, 40)

@@ -11,7 +11,7 @@ from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLM
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextSparseMoeBlock
 
 from dashinfer_vlm_core import Engine, EngineConfig
-from dashinfer_vlm_core.kernels import Activation, DecoderLayer, DecoderShape, Norm
+from dashinfer_vlm_core.kernels import INT8, Activation, DecoderLayer, DecoderShape, Norm
 from dashinfer_vlm_core.kernels.experts import Expert, MixtureOfExperts
 from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
@@ -42,8 +42,8 @@ def mixture(kernels, block, *, dtype=torch.float32, int8=False):
         kernels.linear(block.gate.weight.data.to(dtype), fp32_output=True),
         [
             Expert(
-                kernels.linear(gate_up.to(dtype), activation=Activation.SILU_GATE, int8=int8),
-                kernels.linear(down.to(dtype), int8=int8),
+                kernels.linear(gate_up.to(dtype), activation=Activation.SILU_GATE, quantization=INT8 if int8 else None),
+                kernels.linear(down.to(dtype), quantization=INT8 if int8 else None),
             )
             for gate_up, down in zip(experts.gate_up_proj.data, experts.down_proj.data, strict=True)
         ],

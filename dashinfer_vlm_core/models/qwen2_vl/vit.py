@@ -18,7 +18,8 @@ import torch
 
 from ...concurrency.compute import Executor, executor_for
 from ...config import EngineConfig
-from ...kernels import Activation, Kernels, KernelSelector, KVSpan, KVSpans, Linear, Norm
+from ...kernels import INT8, Activation, Kernels, KernelSelector, KVSpan, KVSpans, Linear, Norm
+from ...kernels.quantization import quantization_options
 from ..interface import Grid, Patches
 from ..placement import quantizes_vision_encoder, resolve_device, resolve_dtype
 from ..spec import ModelSpec, PixelSpec
@@ -234,8 +235,12 @@ class VisionWeights(NamedTuple):
     def linear(self, name: str, outputs: int, inputs: int, activation: Activation = Activation.NONE) -> Linear:
         """Read a linear layer of the blocks or the merger, which may be quantized."""
         weight = self.tensor(f"{name}.weight", outputs, inputs)
-        bias = self.tensor(f"{name}.bias", outputs)
-        return self.kernels.linear(weight, bias, activation=activation, int8=self.int8)
+        return self.layer(weight, self.tensor(f"{name}.bias", outputs), activation)
+
+    def layer(self, weight: torch.Tensor, bias: torch.Tensor, activation: Activation = Activation.NONE) -> Linear:
+        """Create a linear layer of the blocks or the merger, which may be quantized."""
+        options = quantization_options(self.kernels, INT8 if self.int8 else None)
+        return self.kernels.linear(weight, bias, activation=activation, **options)
 
     def output(self, name: str, outputs: int, inputs: int) -> Linear:
         """Read the layer whose results are the visual tokens. It is not quantized: its rounding errors would be larger
