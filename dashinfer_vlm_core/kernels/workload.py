@@ -110,12 +110,13 @@ class Workload:
 def text_workload(text: TextModelSpec, *, quantization: str = "none") -> Workload:
     """Return the workload of a text model."""
     query, key = (heads * text.head_dim for heads in (text.num_attention_heads, text.num_key_value_heads))
-    layer = (
-        LinearShape(query + 2 * key, text.hidden_size),
-        LinearShape(text.hidden_size, query),
-        LinearShape(2 * text.intermediate_size, text.hidden_size, "silu_gate"),
-        LinearShape(text.hidden_size, text.intermediate_size),
-    )
+    attention = (LinearShape(query + 2 * key, text.hidden_size), LinearShape(text.hidden_size, query))
+    # Of a mixture of experts, those that compute one token: more tokens use more experts with fewer rows each.
+    experts, inner = 1, text.intermediate_size
+    if text.experts:
+        experts, inner = text.experts.experts_per_token, text.experts.intermediate_size
+    mlp = (LinearShape(2 * inner, text.hidden_size, "silu_gate"), LinearShape(text.hidden_size, inner))
+    layer = (*attention, *(experts * mlp))
     head = LinearShape(text.vocab_size, text.hidden_size)
     groups = (LinearGroup(layer, text.num_hidden_layers), LinearGroup((head,), is_head=True))
     return Workload(name=TEXT_MODEL, groups=groups, passes=TEXT_PASSES, quantization=quantization)

@@ -132,6 +132,18 @@ def read_chat_template(
     return ChatTemplate(sources, variables)
 
 
+def template_mentions(folder: Path, texts: Sequence[str]) -> bool:
+    """Return whether a chat template of a checkpoint contains one of `texts`; False if none can be read, which loading
+    the tokenizer reports."""
+    try:
+        path = folder / "tokenizer_config.json"
+        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        sources = [*_read_files(folder).values(), json.dumps(config.get("chat_template"), ensure_ascii=False)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return any(text in source for source in sources for text in texts)
+
+
 def template_config_error(cause: BaseException) -> ConfigError:
     """Create the error for a template that cannot be rendered at all."""
     return ConfigError(f"The chat template cannot be used: {cause}. Fix it, or set another one with --chat-template.")

@@ -8,10 +8,11 @@ from pathlib import Path
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.hookspecs import hookimpl
 from dashinfer_vlm_core.kernels.choice import KernelSelector
+from dashinfer_vlm_core.kernels.workload import LinearGroup, LinearShape
 from dashinfer_vlm_core.models.interface import ImageProcessor, ModelFamily, PromptLayout, VisionEncoder
 from dashinfer_vlm_core.models.spec import ModelSpec
 
-from .config import MODEL_TYPE, read_spec
+from .config import MODEL_TYPE, read_spec, read_vision_config
 
 
 class Qwen25VL:
@@ -39,6 +40,18 @@ class Qwen25VL:
         from .vit import load_encoder
 
         return load_encoder(spec, config, kernels)
+
+    def vision_linears(self, spec: ModelSpec) -> tuple[LinearGroup, ...]:
+        """See `ModelFamily`: the blocks."""
+        vision = read_vision_config(spec.folder)
+        width, inner = vision.hidden_size, vision.intermediate_size
+        block = (
+            LinearShape(3 * width, width),
+            LinearShape(width, width),
+            LinearShape(2 * inner, width, "silu_gate"),
+            LinearShape(width, inner),
+        )
+        return (LinearGroup(block, vision.depth),)
 
 
 @hookimpl

@@ -14,10 +14,11 @@ from pathlib import Path
 from dashinfer_vlm_core import hookimpl
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.kernels.choice import KernelSelector
+from dashinfer_vlm_core.kernels.workload import LinearGroup, LinearShape
 from dashinfer_vlm_core.models.interface import ImageProcessor, ModelFamily, PromptLayout, VisionEncoder
 from dashinfer_vlm_core.models.spec import ModelSpec
 
-from .config import MODEL_TYPES, read_spec
+from .config import MODEL_TYPES, read_spec, read_vision_config
 
 __all__ = ["Qwen3VL", "register_model_families"]
 
@@ -44,6 +45,18 @@ class Qwen3VL:
         from .vision_model import load_encoder
 
         return load_encoder(spec, config, kernels)
+
+    def vision_linears(self, spec: ModelSpec) -> tuple[LinearGroup, ...]:
+        """See `ModelFamily`: the blocks."""
+        vision = read_vision_config(spec.folder)
+        width, inner = vision.hidden_size, vision.intermediate_size
+        block = (
+            LinearShape(3 * width, width),
+            LinearShape(width, width),
+            LinearShape(inner, width, "gelu_tanh"),
+            LinearShape(width, inner),
+        )
+        return (LinearGroup(block, vision.depth),)
 
 
 @hookimpl

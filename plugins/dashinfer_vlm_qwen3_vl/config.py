@@ -35,6 +35,7 @@ from dashinfer_vlm_core.models.spec import (
     TextModelSpec,
     TokenSpec,
 )
+from dashinfer_vlm_core.tokenization.chat_template import template_mentions
 from dashinfer_vlm_core.tokenization.conversation import HERMES
 
 DENSE, MOE = "qwen3_vl", "qwen3_vl_moe"
@@ -112,7 +113,7 @@ def read_spec(folder: Path) -> ModelSpec:
         text=text,
         video=_sampling_policy(_video_fields(folder, pixels)),
         conversation=HERMES,
-        profile=Profile(),
+        profile=Profile(reasoning=template_mentions(folder, (HERMES.reasoning_begin, HERMES.reasoning_end))),
         tensor_renames=TENSOR_RENAMES,
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import litellm
 
 from dashinfer_vlm_core import EngineConfig
@@ -15,6 +17,14 @@ def test_langchain_profile(dense):
     profile = profile_of(EngineConfig(model=str(dense)))
     assert (profile["max_input_tokens"], profile["image_inputs"], profile["video_inputs"]) == (2048, True, True)
     assert profile["tool_calling"]
+    assert not profile["reasoning_output"]
+
+
+def test_checkpoint_whose_template_has_reasoning_reports_it(dense, tmp_path):
+    folder = shutil.copytree(dense, tmp_path / "thinking")
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}<think>\n")
+    profile = profile_of(EngineConfig(model=str(folder)))
+    assert profile["reasoning_output"]
 
 
 def test_litellm_model_info(moe):
