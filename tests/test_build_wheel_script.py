@@ -238,7 +238,8 @@ def test_platform_wheel_is_not_pure(installed):
 def test_installed_wheel_needs_no_compiler_and_no_cache(installed, tmp_path):
     _, python = installed
     finding, log = kernels_finding(python, tmp_path, tmp_path / "empty")
-    assert (finding["status"], finding["detail"]) == ("ok", f"{SUPPORTED[0].name}, in C, prebuilt")
+    assert finding["status"] == "ok"
+    assert finding["detail"].startswith(f"{SUPPORTED[0].name}, in C, prebuilt;")
     assert list(tmp_path.iterdir()) == []
     assert log == ""
 
@@ -249,7 +250,7 @@ def test_edited_sources_are_compiled_instead(installed, tmp_path):
     source = site / "dashinfer_vlm_cpu" / "libkernels.c"
     source.write_text(source.read_text() + "\n")
     finding, log = kernels_finding(python, tmp_path, os.environ["PATH"])
-    assert finding["detail"] == f"{SUPPORTED[0].name}, in C, compiled into {tmp_path / 'kernels'}"
+    assert finding["detail"].startswith(f"{SUPPORTED[0].name}, in C, compiled into {tmp_path / 'kernels'};")
     message = "The C kernels are compiled on this machine: the prebuilt kernels were compiled from other sources."
     assert log.count(message) == 1
 
@@ -261,5 +262,5 @@ def test_ctypes_finds_functions_by_their_names_in_c(library):
         ctypes.cast(loaded.linear, ctypes.c_void_p).value
         == ctypes.cast(ctypes.CDLL(str(library))[f"{VARIANTS[-1].name}_linear"], ctypes.c_void_p).value
     )
-    with pytest.raises(AttributeError, match="avx512_nothing"):
+    with pytest.raises(AttributeError, match=f"{VARIANTS[-1].name}_nothing"):
         _ = loaded.nothing
