@@ -30,7 +30,7 @@ from dashinfer_vlm_core.kernels import KernelSelector
 from dashinfer_vlm_core.models.interface import VisualTokens
 from dashinfer_vlm_core.models.qwen2_vl.prompt_layout import mrope_positions
 from dashinfer_vlm_core.plugins import Registry
-from dashinfer_vlm_torch.sampler import sample
+from dashinfer_vlm_torch.sampler import LogitsRow, sample
 from dashinfer_vlm_torch.scheduler import SampledToken, SequenceState
 
 from .reference import Reference
@@ -306,7 +306,7 @@ def _check_sampling(device: str) -> list[CheckResult]:
         runs.append(SequenceState.of(request, (STOP,)))
         runs[-1].output_ids.extend((3, 3, 5))
     with torch.inference_mode():
-        here, there = (sample(logits.to(where), runs) for where in ("cpu", device))
+        here, there = (sample(logits.to(where), list(map(LogitsRow, runs))) for where in ("cpu", device))
     wrong = [
         name
         for name, one, other in zip(OPTIONS, here, there, strict=True)
