@@ -1,12 +1,5 @@
 /* The largest results of an LM head, see avx2.c. */
 
-/* A matrix in its original form and in 8 bits, and bounds of their difference. */
-typedef struct {
-    const Matrix *exact, *quantized;
-    const float *norms;  /* [outputs]: upper bounds of the norms of the 8-bit rows */
-    const float *errors; /* [outputs]: upper bounds of the norms of their rounding errors */
-} ArgmaxBounds;
-
 typedef struct { float value; int64_t column; } ArgmaxResult;
 
 enum { RECOMPUTE_SHARE = 8 }; /* at most an eighth of the panels are recomputed */

@@ -2,25 +2,6 @@
  * are processed in chunks that start at the first key, so that a query's result depends neither on other queries nor on the
  * number of masked keys. */
 
-typedef struct {
-    int64_t first_query; /* its row in q and out */
-    int64_t num_queries;
-    int64_t first_key;   /* its row in k and v */
-    int64_t num_keys;
-    int64_t start;       /* query i attends to keys [0, start + i]; -1: to all keys */
-} KVSpan;
-
-typedef struct {
-    const bf16 *q;
-    const void *k, *v; /* bf16, or int8 if there are scales */
-    bf16 *out;
-    int64_t q_token, q_head, kv_token, kv_head, out_token; /* strides; heads of `out` are contiguous */
-    int64_t heads, kv_heads, width;
-    float scale;
-    const float *k_scales, *v_scales; /* one per key; null for bf16 */
-    int64_t scale_head;               /* stride of the scales' heads */
-} AttentionArgs;
-
 /* Keys and values of one head, from a certain key on. */
 typedef struct {
     const char *k, *v;

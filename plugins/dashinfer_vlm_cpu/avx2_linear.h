@@ -4,20 +4,7 @@
  * More than FEW_ROWS rows of activations are widened before, WIDE_ROWS at a time. */
 enum { FEW_ROWS = 2, DIRECT_ROWS = 5, WIDE_ROWS = 768 };
 
-/* A linear layer, see native_linear.py. */
-typedef struct {
-    const void *packed;
-    const float *scales; /* scales of the packed rows if the weights have 8 bits, else null */
-    const char *codes;   /* code tables of the panels if the weights have 12 bits, else null */
-    const bf16 *bias;    /* [outputs], or null */
-    int64_t outputs;     /* rows of the weights */
-    int64_t inputs;
-    int64_t columns;     /* columns of the result; half of the outputs with SILU_GATE */
-    int32_t activation;
-    int32_t fp32_output; /* results are float */
-    int32_t group;       /* number of inputs that share a scale if the weights have 4 bits, see int4.h; else 0 */
-    const int32_t *order; /* input k of the packed weights is input order[k] of the activations, with 4 bits; or null */
-} Matrix;
+#include "arguments.h"
 
 /* What to do with the sums: activation, bias, and where to store them. */
 typedef struct {

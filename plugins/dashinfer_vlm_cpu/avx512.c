@@ -138,20 +138,7 @@ INLINE void tile(const int rows, const int vectors, const char *next, const bf16
     CASE(7, BODY) CASE(8, BODY) CASE(9, BODY) CASE(10, BODY) CASE(11, BODY) CASE(12, BODY)
 #define WITH_ROWS(count, BODY) switch (count) { CASES_TO_12(BODY) }
 
-/* A linear layer, see native_linear.py. */
-typedef struct {
-    const void *packed;
-    const float *scales; /* scales of the packed rows if the weights have 4 or 8 bits, else null */
-    const char *codes;   /* code tables of the panels if the weights have 12 bits, else null */
-    const bf16 *bias;    /* [outputs], or null */
-    int64_t outputs;     /* rows of the weights */
-    int64_t inputs;
-    int64_t columns;     /* columns of the result; half of the outputs with SILU_GATE */
-    int32_t activation;
-    int32_t fp32_output; /* results are float */
-    int32_t group;       /* number of inputs that share a scale if the weights have 4 bits, see int4.h; else 0 */
-    const int32_t *order; /* input k of the packed weights is input order[k] of the activations, with 4 bits; or null */
-} Matrix;
+#include "arguments.h"
 
 /* What to do with the sums: activation, bias, and where to store them. */
 typedef struct {
@@ -764,13 +751,6 @@ void linear(const Matrix *m, const bf16 *x, int64_t stride, int64_t rows, void *
 
 /* Argmax ----------------------------------------------------------------------------------------------------------- */
 
-/* A matrix in its original form and in 8 bits, and bounds of their difference. */
-typedef struct {
-    const Matrix *exact, *quantized;
-    const float *norms;  /* [outputs]: upper bounds of the norms of the 8-bit rows */
-    const float *errors; /* [outputs]: upper bounds of the norms of their rounding errors */
-} ArgmaxBounds;
-
 typedef struct { float value; int64_t column; } ArgmaxResult;
 
 enum { RECOMPUTE_SHARE = 8 }; /* at most an eighth of the panels are recomputed */
@@ -974,25 +954,6 @@ void rotate(bf16 *x, int64_t stride, const float *cos, const float *sin, int64_t
 }
 
 /* Attention -------------------------------------------------------------------------------------------------------- */
-
-typedef struct {
-    int64_t first_query; /* its row in q and out */
-    int64_t num_queries;
-    int64_t first_key;   /* its row in k and v */
-    int64_t num_keys;
-    int64_t start;       /* query i attends to keys [0, start + i]; -1: to all keys */
-} KVSpan;
-
-typedef struct {
-    const bf16 *q;
-    const void *k, *v; /* bf16, or int8 if there are scales */
-    bf16 *out;
-    int64_t q_token, q_head, kv_token, kv_head, out_token; /* strides; heads of `out` are contiguous */
-    int64_t heads, kv_heads, width;
-    float scale;
-    const float *k_scales, *v_scales; /* one per key; null for bf16 */
-    int64_t scale_head;               /* stride of the scales' heads */
-} AttentionArgs;
 
 /* Keys and values of one head, from the first key of a chunk on. */
 typedef struct {
