@@ -17,13 +17,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .engines import Contender, InProcess, Launch, Server, custom, end_with_us, ours, peer
+from .engines import AVX2, Contender, InProcess, Launch, Server, custom, end_with_us, ours, peer
 from .environments import PEERS_FOLDER, Peers, SetupMissing
 from .limits import image_seconds, measure_rates, step_seconds
 from .models import CACHE, checkpoint, model_names
@@ -31,9 +32,15 @@ from .report import LIMIT, Results, Row, write
 from .workloads import TPOT, TTFT, Run, Workload, run, workloads
 
 IN_PROCESS = "in-process"
-OURS = ("ours", "ours-int8", IN_PROCESS)
+OURS = {
+    "ours": (),
+    "ours-int8": ("--quantization", "int8"),
+    "ours-int4": ("--quantization", "int4"),
+    IN_PROCESS: (),
+}
+"""This engine's names in the table, and the options of its server."""
 PEERS = ("vllm", "openvino-fp16", "openvino-int8", "transformers")
-OTHER_PEERS = ("llama-bf16", "llama-q8", "llama-q4", "mnn-int8", "mnn-int4")
+OTHER_PEERS = ("openvino-int4", "llama-bf16", "llama-q8", "llama-q4", "mnn-int8", "mnn-int4")
 """Peers that are compared only if they are named: they take long to build, or serve one request at a time."""
 DEFAULT = ("ours", IN_PROCESS, *PEERS)
 OVERHEAD = ("fresh-1", "fresh-4", "decode-1", "decode-8")
@@ -67,10 +74,13 @@ class Plan:
     ready: bool
     peers: Peers
     out: Path
+    avx2: bool
 
 
 def main(arguments: Sequence[str] | None = None) -> Results:
     plan = _plan(_parser().parse_args(arguments))
+    if plan.avx2:
+        os.environ.update(AVX2)
     results = Results(model=plan.name)
     try:
         with end_with_us():
@@ -164,8 +174,8 @@ def _launch(given: str, plan: Plan) -> Launch:
     if "=" in given:
         return custom(given, str(plan.model))
     if given in OURS:
-        return ours(given, str(plan.model), *(["--quantization", "int8"] if given == "ours-int8" else []))
-    return peer(given, plan.model, plan.peers)
+        return ours(given, str(plan.model), *OURS[given])
+    return peer(given, plan.model, plan.peers, avx2=plan.avx2)
 
 
 async def _warm_up(contender: Contender) -> None:
@@ -233,6 +243,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick", action="store_true", help="fewer and shorter responses, to check that everything works"
     )
+    parser.add_argument("--max-isa", choices=("avx2",), help="do not use newer instructions, as far as engines permit")
     parser.add_argument("--no-ready", action="store_true", help="do not restart this engine in each round")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="(%(default)s)")
     return parser
@@ -256,6 +267,7 @@ def _plan(given: argparse.Namespace) -> Plan:
         ready=not given.no_ready,
         peers=Peers(given.peers.expanduser()),
         out=given.out,
+        avx2=given.max_isa == "avx2",
     )
 
 

@@ -19,7 +19,7 @@ from typing import IO
 import httpx
 
 from .client import EngineTarget, HTTPTarget
-from .environments import Peers
+from .environments import Peers, SetupMissing
 from .limits import cores
 from .llama_cpp import PRECISIONS, LlamaCpp
 
@@ -27,6 +27,13 @@ NOT_FOUND = 404
 
 READY = "/health/ready"
 """This project's server lists its model while it still loads."""
+
+AVX2 = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "DASHINFER_VLM_CPU_KERNELS": "avx2",
+}
+"""Environment variables that keep this engine, torch and oneDNN from using AVX-512."""
 
 START_SECONDS = 900.0
 """vLLM's CPU build compiles for minutes."""
@@ -182,35 +189,48 @@ def custom(given: str, model: str) -> Launch:
     return Launch(name=name, command=tuple(part.replace("{model}", model) for part in parts))
 
 
-def peer(name: str, model: Path, peers: Peers) -> Launch:
+def peer(name: str, model: Path, peers: Peers, *, avx2: bool = False) -> Launch:
     """Return the launch of a peer, after installing it and converting the model for it.
 
+    Args:
+        name: its name in the table.
+        model: the checkpoint's folder.
+        peers: where it is installed.
+        avx2: whether it must not use AVX-512; `AVX2` has to be in the environment, too.
+
     Raises:
-        SetupMissing: it cannot be installed here.
+        SetupMissing: it cannot be installed here, or it cannot be restricted.
     """
     if name == "vllm":
-        return _vllm(model, peers.vllm())
+        return _vllm(model, peers, avx2=avx2)
     if name == "transformers":
         script = str(peers.script("transformers_server.py"))
         note = "generate() over the waiting requests, up to 16 at once; the next batch starts when the last has ended"
         return Launch(name=name, command=(sys.executable, script, str(model), "{port}"), note=note)
     if name.startswith("llama-"):
-        return _llama_cpp(name, model, peers)
+        return _llama_cpp(name, model, peers, avx2=avx2)
     if name.startswith("mnn-"):
+        if avx2:
+            raise SetupMissing("it chooses instructions by the processor alone")
         return _mnn(name, model, peers)
     precision = name.removeprefix("openvino-")
     python = peers.openvino()
     exported = peers.exported(model, precision)
     script = str(peers.script("openvino_server.py"))
-    command = (str(python), script, str(exported), "{port}", str(cores()))
+    # It would choose bfloat16 by the processor, for which oneDNN has no kernels with AVX2.
+    hint = ("f32",) if avx2 else ()
+    command = (str(python), script, str(exported), "{port}", str(cores()), *hint)
     note = (
         "VLMPipeline for 1 user, ContinuousBatchingPipeline with prefix cache for more, behind a plain HTTP server;"
         " both are loaded at once, so that its memory holds the weights twice"
     )
+    if avx2:
+        note += "; oneDNN is restricted to AVX2, MLAS in it is not"
     return Launch(name=name, command=command, note=note)
 
 
-def _vllm(model: Path, python: Path) -> Launch:
+def _vllm(model: Path, peers: Peers, *, avx2: bool) -> Launch:
+    python = peers.vllm()
     command = (
         str(python.parent / "vllm"), "serve", str(model), "--host", "127.0.0.1", "--port", "{port}",
         "--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-batched-tokens", "2048",
@@ -224,14 +244,16 @@ def _vllm(model: Path, python: Path) -> Launch:
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
     }
+    if avx2:
+        environment["PYTHONPATH"] = str(peers.script("avx2"))
     return Launch(name="vllm", command=command, environment=environment, note="bfloat16, prefix cache on")
 
 
-def _llama_cpp(name: str, model: Path, peers: Peers) -> Launch:
+def _llama_cpp(name: str, model: Path, peers: Peers, *, avx2: bool) -> Launch:
     precision = name.removeprefix("llama-")
     return Launch(
         name=name,
-        command=LlamaCpp(peers).command(model, precision, cores()),
+        command=LlamaCpp(peers, avx2=avx2).command(model, precision, cores()),
         note=f"llama-server, text model in {PRECISIONS[precision] or precision}, vision encoder in bfloat16",
         reuses_connections=False,
     )

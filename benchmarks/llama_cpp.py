@@ -15,9 +15,11 @@ from .environments import Peers, finish, packages_folder, run
 SOURCES = "llama-cpp-python==0.3.36"
 TOOLS = ("cmake==4.1.2", "ninja==1.13.0", "sentencepiece==0.2.1")
 CMAKE_OPTIONS = (
-    "-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DLLAMA_OPENSSL=OFF",
+    "-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_CURL=OFF", "-DLLAMA_OPENSSL=OFF",
     "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF",
 )  # fmt: skip
+NATIVE = ("-DGGML_NATIVE=ON",)
+AVX2 = ("-DGGML_NATIVE=OFF", "-DGGML_AVX2=ON", "-DGGML_FMA=ON", "-DGGML_F16C=ON", "-DGGML_BMI2=ON")
 TARGETS = ("llama-server", "llama-quantize")
 
 PRECISIONS = {"bf16": "", "q8": "q8_0", "q4": "q4_0"}
@@ -40,10 +42,16 @@ class Gguf(NamedTuple):
 
 
 class LlamaCpp:
-    """The programs of llama.cpp in a folder of `Peers`."""
+    """The programs of llama.cpp in a folder of `Peers`.
 
-    def __init__(self, peers: Peers) -> None:
+    Args:
+        peers: the folder.
+        avx2: whether they are built for processors without AVX-512; otherwise, for this one.
+    """
+
+    def __init__(self, peers: Peers, *, avx2: bool = False) -> None:
         self._peers = peers
+        self._build_name, self._instructions = ("build-avx2", AVX2) if avx2 else ("build", NATIVE)
         self._folder = peers.folder / "llama"
 
     def command(self, model: Path, precision: str, threads: int) -> tuple[str, ...]:
@@ -102,7 +110,7 @@ class LlamaCpp:
         return self._folder / "sources" / "vendor" / "llama.cpp"
 
     def _program(self, name: str) -> Path:
-        program = self._folder / "build" / "bin" / name
+        program = self._folder / self._build_name / "bin" / name
         if not program.exists():
             self._unpack()
             self._build()
@@ -125,9 +133,20 @@ class LlamaCpp:
     def _build(self) -> None:
         print("building llama.cpp, which takes minutes ...", flush=True)
         tools = self._tools().parent
-        build = str(self._folder / "build")
+        build = str(self._folder / self._build_name)
         environment = {"PATH": f"{tools}{os.pathsep}{os.environ.get('PATH', '')}"}
         cmake = str(tools / "cmake")
         sources = str(self._sources())
-        run(cmake, "-G", "Ninja", "-S", sources, "-B", build, *CMAKE_OPTIONS, environment=environment)
+        run(
+            cmake,
+            "-G",
+            "Ninja",
+            "-S",
+            sources,
+            "-B",
+            build,
+            *CMAKE_OPTIONS,
+            *self._instructions,
+            environment=environment,
+        )
         run(cmake, "--build", build, "--target", *TARGETS, environment=environment)

@@ -185,7 +185,9 @@ def workloads(*, quick: bool = False) -> dict[str, Workload]:
             title="new images, 1 user", users=1, talks=3 * talks, make=fresh(tokens), metrics=(TTFT, TPOT, REQUESTS)
         ),
         "fresh-4": Workload(title="new images, 4 users", users=4, talks=talks, make=fresh(tokens), metrics=speed),
-        "fresh-16": Workload(title="new images, 16 users", users=16, talks=talks, make=fresh(tokens), metrics=speed),
+        "fresh-16": Workload(
+            title="new images, 16 users", users=16, talks=talks, make=fresh(tokens), metrics=(*speed, GAP_99)
+        ),
         "repeated-8": Workload(
             title="two repeated images, 8 users",
             users=8,

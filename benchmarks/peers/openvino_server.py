@@ -1,4 +1,4 @@
-"""OpenVINO GenAI behind OpenAI's API: openvino_server.py EXPORTED_MODEL PORT THREADS, under its own interpreter.
+"""OpenVINO GenAI behind OpenAI's API: openvino_server.py EXPORTED_MODEL PORT THREADS [PRECISION], in its environment.
 
 A single user is served by VLMPipeline, several by ContinuousBatchingPipeline with its prefix cache, as OpenVINO
 intends.
@@ -119,12 +119,14 @@ def as_tensor(image: object) -> openvino.Tensor:
 
 
 def main() -> None:
-    model, port, threads = Path(sys.argv[1]), int(sys.argv[2]), {"INFERENCE_NUM_THREADS": int(sys.argv[3])}
+    model, port = Path(sys.argv[1]), int(sys.argv[2])
+    threads = {"INFERENCE_NUM_THREADS": int(sys.argv[3])}
+    hints = {"INFERENCE_PRECISION_HINT": sys.argv[4]} if sys.argv[4:] else {}
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size = CACHE_GIB
     scheduler.enable_prefix_caching = True
-    batched = Batched(genai.ContinuousBatchingPipeline(str(model), scheduler, "CPU", threads))
-    single = Single(genai.VLMPipeline(str(model), "CPU", **threads))
+    batched = Batched(genai.ContinuousBatchingPipeline(str(model), scheduler, "CPU", threads | hints))
+    single = Single(genai.VLMPipeline(str(model), "CPU", **threads, **hints))
 
     def generate(chat: Chat) -> Iterator[str]:
         return (single if chat.alone else batched).generate(chat)

@@ -17,6 +17,7 @@ from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
 
 from .kv_allocator import KVAllocation
 from .kv_cache_manager import KVCacheManager, KVCopy
+from .prefill_budget import PrefillBudget
 from .prefix_hash import BLOCK_SIZE, PrefixHash
 from .proposer import Draft, DraftProposer, StepCost, count_equal
 
@@ -245,7 +246,7 @@ class Scheduler:
         self._prefix_cache = prefix_cache
         self._max_batch_size = max_batch_size
         self._max_waiting = max_waiting
-        self._prefill_chunk = prefill_chunk
+        self._prefill_budget = PrefillBudget(prefill_chunk)
         self._speculative = speculative
         self._step_cost = StepCost()
         self._waiting: deque[SequenceState] = deque()
@@ -316,8 +317,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Schedule the next step: one token of every decoding sequence, and up to `prefill_chunk` tokens of the others.
 
-        If any sequence is decoding, the prefill budget is halved, since each prefill token delays the next output
-        tokens.
+        If any sequence is decoding, there are fewer of them, since each one delays the next output tokens: see
+        `PrefillBudget`.
         """
         self._reserve_rows()
         num_scheduled_tokens = self._divide_budget([sequence for sequence in self._running if not sequence.is_decoding])
@@ -353,7 +354,8 @@ class Scheduler:
         return outputs
 
     def record_seconds(self, chunks: Sequence[ScheduledChunk], seconds: float) -> None:
-        """Record how long the forward pass of a step took, from which the cost of drafts is estimated."""
+        """Record how long the forward pass of a step took. The cost of drafts and the prefill budget follow from it."""
+        self._prefill_budget.record(sum(chunk.end - chunk.start for chunk in chunks), seconds)
         if all(chunk.sequence.output_ids and chunk.stop - chunk.start == 1 for chunk in chunks):
             self._step_cost.record(sum(chunk.end - chunk.start for chunk in chunks), seconds)
 
@@ -469,7 +471,7 @@ class Scheduler:
             sequence: sequence.num_pending_tokens for sequence in self._without_duplicate_prefills(sequences)
         }
         has_decodes = any(sequence.is_decoding for sequence in self._running)
-        budget = (self._prefill_chunk + 1) // 2 if has_decodes else self._prefill_chunk
+        budget = self._prefill_budget.tokens(has_decodes=has_decodes)
         num_scheduled = dict.fromkeys(num_pending, 0)
         for sequence in list(num_pending)[:1]:
             num_scheduled[sequence] = min(num_pending[sequence], (budget + 1) // 2)

@@ -8,7 +8,14 @@ import pytest
 
 from dashinfer_vlm_core.errors import DecoderFailed, QueueFull
 from dashinfer_vlm_torch.kv_cache_manager import KVCopy
-from dashinfer_vlm_torch.scheduler import INITIAL_OUTPUT_ROWS, SampledToken, Scheduler, SequenceState
+from dashinfer_vlm_torch.prefill_budget import PrefillBudget
+from dashinfer_vlm_torch.scheduler import (
+    INITIAL_OUTPUT_ROWS,
+    SampledToken,
+    ScheduledChunk,
+    Scheduler,
+    SequenceState,
+)
 
 from .oracle import prompt
 
@@ -56,6 +63,34 @@ def test_decoding_continues_during_long_prefill():
     chunks, outputs = step(queue)
     assert chunks == [(short, 3, 4), (long, 0, 4)]  # half a chunk, so that decoding is not delayed for long
     assert [one for one, _ in outputs] == [short]
+
+
+def test_prefill_beside_decodes_is_limited_by_recent_seconds():
+    running, long = sequence(4, max_tokens=9), sequence(1200, content=1)
+    queue = scheduler(kv_tokens=2000, prefill_chunk=512, prefix_cache=False)
+    queue.add(running)
+    step(queue)
+    queue.add(long)
+
+    def scheduled():
+        return sum(chunk.stop - chunk.start for chunk in queue.schedule().chunks if chunk.sequence is long)
+
+    assert scheduled() == 256  # half a chunk, since nothing was measured
+    for seconds in (2.56, 0.256, 0.256, 0.256, 7.0):  # a pause of the process does not change the median
+        queue.record_seconds([ScheduledChunk(long, 0, 256)], seconds)
+    assert scheduled() == 100
+    for _ in range(5):
+        queue.record_seconds([ScheduledChunk(long, 0, 256)], 25.6)
+    assert scheduled() == 64
+    queue.remove(running)
+    assert scheduled() == 512
+
+
+def test_short_steps_do_not_change_prefill_budget():
+    budget = PrefillBudget(512)
+    for _ in range(5):
+        budget.record(8, 1.0)
+    assert budget.tokens(has_decodes=True) == 256
 
 
 def test_prompts_share_step_budget_in_order():
