@@ -98,7 +98,9 @@ class Peers:
             package = packages_folder(self.mnn()) / "llmexport"
             what = ("--path", str(model), "--export", "mnn", "--quant_bit", str(bits), "--dst_path", str(draft))
             # Its modules import each other without the name of the package.
-            run(str(self.mnn()), str(package / "llmexport.py"), *what, environment={"PYTHONPATH": str(package)})
+            draft.mkdir(parents=True)  # the working directory gets a log
+            program = str(package / "llmexport.py")
+            run(str(self.mnn()), program, *what, environment={"PYTHONPATH": str(package)}, folder=draft)
 
         return self._converted(model, "mnn", f"int{bits}", export)
 
@@ -187,14 +189,19 @@ def packages_folder(python: Path) -> Path:
     return next((python.parent.parent / "lib").glob("python3.*")) / "site-packages"
 
 
-def run(*command: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Run a command with additional environment variables.
+def run(*command: str, environment: Mapping[str, str] = MappingProxyType({}), folder: Path | None = None) -> None:
+    """Run a command with additional environment variables, in a folder.
 
     Raises:
         SetupMissing: it failed; the message has the last lines of its output.
     """
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, env={**os.environ, **environment}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+        env={**os.environ, **environment},
+        cwd=folder,
     )
     if done.returncode:
         last = "\n".join(done.stdout.decode(errors="replace").splitlines()[-5:])

@@ -8,7 +8,7 @@ from collections import deque
 STEP_SECONDS = 0.1
 """The duration of a step that a running sequence should wait for its next token at most."""
 
-MIN_TOKENS = 64
+MIN_TOKENS = 80
 """With fewer rows, matrix products take more time per row, so that all requests would take longer."""
 
 MIN_RECORDED_TOKENS = 32

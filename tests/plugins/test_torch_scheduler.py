@@ -81,7 +81,7 @@ def test_prefill_beside_decodes_is_limited_by_recent_seconds():
     assert scheduled() == 100
     for _ in range(5):
         queue.record_seconds([ScheduledChunk(long, 0, 256)], 25.6)
-    assert scheduled() == 64
+    assert scheduled() == 80
     queue.remove(running)
     assert scheduled() == 512
 
