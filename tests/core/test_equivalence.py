@@ -83,6 +83,7 @@ def test_cached_equals_uncached(running, expected):
             assert tokens_without[without.chat(body(name)).id] == expected[name], name
 
 
+@pytest.mark.supports("streaming", backend="torch-cpu")
 def test_streamed_equals_plain(running, expected):
     engine, tokens = running()
     for name in expected:

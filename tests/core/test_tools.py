@@ -211,6 +211,7 @@ def demo():
         yield engine
 
 
+@pytest.mark.supports("tools", backend="torch-cpu")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])

@@ -516,6 +516,7 @@ def covers(feature, name):
     return pytest.param(name, marks=pytest.mark.supports(feature, backend="torch-cpu", family="qwen2_5_vl"))
 
 
+@pytest.mark.supports("logprobs", backend="torch-cpu", family="qwen2_5_vl")
 @pytest.mark.parametrize(
     "name",
     [
