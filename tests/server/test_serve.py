@@ -183,6 +183,7 @@ def request_head(length):
     return f"{head}Content-Length: {length}\r\n\r\n".encode()
 
 
+@pytest.mark.slow
 def test_client_that_stops_sending_does_not_block_shutdown(stoppable, caplog):
     with socket.create_connection(("127.0.0.1", stoppable.port)) as stalled:
         stalled.sendall(request_head(1000) + b'{"messages": [')
@@ -200,6 +201,7 @@ async def send_large_response(_scope, _receive, send):
     await send({"type": "http.response.body"})
 
 
+@pytest.mark.slow
 def test_client_that_stops_reading_does_not_block_shutdown(tiny_checkpoint, caplog):
     stoppable = StoppableServer.start(scripted_engine("Fine.", model=str(tiny_checkpoint)), send_large_response)
     with socket.create_connection(("127.0.0.1", stoppable.port)) as stalled:
