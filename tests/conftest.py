@@ -41,10 +41,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
 
-SLOW_MARKS = ("slow", "readme", "dashinfer")
-
-SLOW_COST = 150
-"""The time of a slow test in ordinary ones: 3 s and 0.02 s."""
+COSTS = {"slow": 150, "dashinfer": 50, "readme": 20}
+"""The time of a test with a mark in ordinary tests of 0.02 s. Those of the README are not among the first: one of them
+runs mypy, which is fast after scripts/test has run it."""
 
 
 @pytest.hookimpl(trylast=True)  # after tests were deselected
@@ -53,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     at the end, each of them has something left to do."""
     costs: Counter[Path] = Counter()
     for item in items:
-        costs[item.path] += SLOW_COST if any(map(item.get_closest_marker, SLOW_MARKS)) else 1
+        costs[item.path] += max([COSTS[mark.name] for mark in item.iter_markers() if mark.name in COSTS], default=1)
         for mark in item.iter_markers("supports"):
             item.user_properties.append(mark_property(*mark.args, **mark.kwargs))
     if "PYTEST_XDIST_WORKER" in os.environ:
