@@ -38,7 +38,6 @@ def demo():
 
 
 @pytest.mark.parametrize("page", ["index.md", "openai.md", "http.md", "plugins.md", "api.md"])
-@pytest.mark.slow
 def test_examples_print_documented_output(page, demo, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
