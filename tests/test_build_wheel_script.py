@@ -149,7 +149,9 @@ def test_library_does_not_depend_on_folders(script, tmp_path, monkeypatch):
         kernels, objects = tmp_path / name / "kernels", tmp_path / name / "objects"
         shutil.copytree(KERNELS, kernels, ignore=shutil.ignore_patterns("__pycache__"))
         settings = (kernels / "variants.py").read_text()
-        changed = re.sub(r"^VARIANTS = .*$", "VARIANTS = (AVX2,)", settings.replace('"-O3"', '"-O1"'), flags=re.MULTILINE)
+        changed = re.sub(
+            r"^VARIANTS = .*$", "VARIANTS = (AVX2,)", settings.replace('"-O3"', '"-O1"'), flags=re.MULTILINE
+        )
         assert changed.count("(AVX2,)") == changed.count("-O1") == 1
         (kernels / "variants.py").write_text(changed)
         objects.mkdir()

@@ -16,7 +16,7 @@ import torch
 
 from dashinfer_vlm_core.concurrency.compute import executor_for
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.kernels import Activation, Kernels, KernelSelector, KVSpan, KVSpans, Linear, Norm
+from dashinfer_vlm_core.kernels import Activation, KernelSelector, KVSpan, KVSpans, Linear, Norm
 from dashinfer_vlm_core.models.interface import Grid
 from dashinfer_vlm_core.models.qwen2_vl.rope import rotary_tables
 from dashinfer_vlm_core.models.qwen2_vl.vit import (

@@ -14,7 +14,7 @@ import torch
 
 from dashinfer_vlm_core.concurrency.compute import executor_for
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.kernels import Activation, Kernels, KernelSelector, Linear
+from dashinfer_vlm_core.kernels import Activation, KernelSelector, Linear
 from dashinfer_vlm_core.models.interface import Grid
 from dashinfer_vlm_core.models.qwen2_vl.vit import (
     EXCLUSIVE_FLOP,

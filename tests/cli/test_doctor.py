@@ -121,9 +121,7 @@ def test_unwritable_cache_breaks_only_what_needs_it(run, tmp_path, decoder, code
 
 @pytest.mark.slow
 def test_missing_compiler_is_reported_with_the_command(run, tmp_path):
-    found = findings(
-        run("doctor", "--json", PATH=str(tmp_path), DASHINFER_VLM_CACHE_DIR=str(tmp_path / "cache"))
-    )
+    found = findings(run("doctor", "--json", PATH=str(tmp_path), DASHINFER_VLM_CACHE_DIR=str(tmp_path / "cache")))
     if supports_c_kernels(found):
         assert found["kernels"]["status"] == "slow"
         assert found["kernels"]["detail"].endswith(": no C compiler was found")

@@ -277,7 +277,9 @@ FAST = ("greedy", "penalties, seeded", "minimum", "stop token", "logprobs, seede
 """The samplings of the fast tests: each kind of bookkeeping once."""
 
 
-@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SAMPLING])
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SAMPLING]
+)
 def test_output_equals_one_token_per_step(oracle, name):
     requests = [few_words(seed, **SAMPLING[name]) for seed in range(3)]
     expected, plain = decode_all(oracle, requests, speculative_method="none")
