@@ -203,7 +203,11 @@ def publish(small: Path, layout: Layout, folder: Path) -> Path:
     for file in small.iterdir():
         if file.suffix != ".safetensors":
             shutil.copy(file, folder)
-    stored = {_plain(name): tensor for name, tensor in load_file(small / "model.safetensors").items()}
+    # transformers 5 saves the weights of the experts transposed.
+    stored = {
+        _plain(name): tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in load_file(small / "model.safetensors").items()
+    }
     shapes = published_tensors(layout, json.loads((small / "config.json").read_text()))
     assert {_plain(name): shape for name, shape in shapes.items()} == {
         name: tuple(tensor.shape) for name, tensor in stored.items()

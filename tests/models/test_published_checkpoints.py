@@ -49,7 +49,6 @@ def token_ids(folder):
         return list(engine.submit(request).result(timeout=HANG).token_ids[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_published_names_and_shards_are_loaded(tmp_path, small, expected, name):
     layout = LAYOUTS[name]
