@@ -26,6 +26,7 @@ from dashinfer_vlm_core.models.spec import ModelSpec, TextModelSpec
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_cpu.native import load_native
 from dashinfer_vlm_qwen2_5_vl import config as qwen2_5_vl
+from dashinfer_vlm_qwen3_vl import config as qwen3_vl
 
 BF16 = 2.0
 """Bytes of a weight."""
@@ -87,10 +88,23 @@ def windowed_tower_flop(config: qwen2_5_vl.VisionConfig, patches: int) -> float:
     return float(linear + 4 * patches * keys * width + 2 * patches * columns * width + merger)
 
 
+def deepstack_tower_flop(config: qwen3_vl.VisionConfig, patches: int) -> float:
+    """Return the floating-point operations of Qwen3-VL for one image of `patches` patches, with all mergers."""
+    width, merged = config.hidden_size, config.hidden_size * config.spatial_merge_size**2
+    columns = 3 * config.temporal_patch_size * config.patch_size**2
+    block = 2 * patches * width * (4 * width + 2 * config.intermediate_size) + 4 * patches**2 * width
+    merger = 2 * (patches // config.spatial_merge_size**2) * merged * (merged + config.output_size)
+    mergers = 1 + len(config.deepstack_layers)
+    return float(config.depth * block + 2 * patches * columns * width + mergers * merger)
+
+
 def vision_flop(model: Path, patches: int) -> float:
     """Return the floating-point operations of a checkpoint's vision encoder for one image of `patches` patches."""
-    if model_type(model) == qwen2_5_vl.MODEL_TYPE:
+    family = model_type(model)
+    if family == qwen2_5_vl.MODEL_TYPE:
         return windowed_tower_flop(qwen2_5_vl.read_vision_config(model), patches)
+    if family in qwen3_vl.MODEL_TYPES:
+        return deepstack_tower_flop(qwen3_vl.read_vision_config(model), patches)
     return tower_flop(read_vision_config(model), patches)
 
 
@@ -106,7 +120,7 @@ def prefill_flop(config: TextModelSpec, tokens: int) -> float:
 
 
 def step_bytes(config: TextModelSpec, *, packed: bool) -> float:
-    """Return the bytes of weights read in one greedy decode step: all layers and the output layer.
+    """Return the bytes of weights read in one greedy decode step of one response: all layers and the output layer.
 
     Args:
         config: the text model.
@@ -117,10 +131,16 @@ def step_bytes(config: TextModelSpec, *, packed: bool) -> float:
 
 
 def _layer_weights(config: TextModelSpec) -> int:
-    """Return the number of weights of all layers."""
+    """Return the number of weights of all layers that compute one token: of a mixture, those of its experts."""
     queries, keys = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
-    attention = config.hidden_size * (2 * queries + 2 * keys)
-    return config.num_hidden_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+    attention = config.num_hidden_layers * config.hidden_size * (2 * queries + 2 * keys)
+    dense, experts = config.num_hidden_layers, config.experts
+    mixtures = 0
+    if experts:
+        dense = len(experts.dense_layers)
+        columns = experts.num_experts + 3 * experts.experts_per_token * experts.intermediate_size
+        mixtures = (config.num_hidden_layers - dense) * config.hidden_size * columns
+    return attention + 3 * dense * config.hidden_size * config.intermediate_size + mixtures
 
 
 def image_patches(model: Path, side: int = 448) -> int:

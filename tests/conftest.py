@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import gc
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,11 +41,28 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
 
+COSTS = {"slow": 150, "dashinfer": 50, "readme": 20}
+"""The time of a test with a mark in ordinary tests of 0.02 s. Those of the README are not among the first: one of them
+runs mypy, which is fast after scripts/test has run it."""
+
+
+@pytest.hookimpl(trylast=True)  # after tests were deselected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Record what a marked test shows, for docs/support.md."""
+    """Record what a marked test shows, for docs/support.md. Among processes, the file with the most work comes first:
+    at the end, each of them has something left to do."""
+    costs: Counter[Path] = Counter()
     for item in items:
+        costs[item.path] += max([COSTS[mark.name] for mark in item.iter_markers() if mark.name in COSTS], default=1)
         for mark in item.iter_markers("supports"):
             item.user_properties.append(mark_property(*mark.args, **mark.kwargs))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: -costs[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and tests out of garbage collections, each of which would take half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

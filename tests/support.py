@@ -1,6 +1,6 @@
 """Write docs/support.md from the results of the tests that are marked `supports`.
 
-scripts/test --junitxml=results.xml
+scripts/test -m supports --junitxml=results.xml
 python -m tests.support results.xml
 """
 
@@ -37,7 +37,9 @@ FEATURES = {
     "chunked-prefill": "Chunked prefill",
     "sampling": "Sampling: temperature, top_p, top_k, seed, penalties",
     "logprobs": "Log probabilities",
-    "structured-output": "Structured output and forced tool calls",
+    "streaming": "Streaming",
+    "structured-output": "Structured output",
+    "tools": "Tool calls",
     "int8": "8-bit weights (`--quantization int8`)",
     "int4": "4-bit weights (`--quantization int4`)",
     "int8-kv-cache": "8-bit KV cache (`--kv-cache-dtype int8`)",
@@ -117,7 +119,7 @@ def describe_environment() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("report", type=Path, help="JUnit XML report of a run of the whole suite")
+    parser.add_argument("report", type=Path, help="JUnit XML report of the marked tests")
     outcomes = read_outcomes(parser.parse_args().report)
     if failed := sorted(key for key, outcome in outcomes.items() if outcome == FAILED):
         raise SystemExit(f"Fix these first: {failed}")

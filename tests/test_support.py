@@ -47,10 +47,11 @@ def marks():
     """Return the (family, feature, backend) of every `supports` mark."""
     for path in (ROOT / "tests").rglob("test_*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.supports":
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) != "pytest.mark.supports":
+                continue
+            if isinstance(node.args[0], ast.Constant):  # not the argument of a function that returns marks
                 words = {word.arg: ast.literal_eval(word.value) for word in node.keywords}
-                features = [ast.literal_eval(node.args[0])] if isinstance(node.args[0], ast.Constant) else []
-                yield from ((words.get("family", "qwen2_vl"), feature, words["backend"]) for feature in features)
+                yield words.get("family", "qwen2_vl"), ast.literal_eval(node.args[0]), words["backend"]
 
 
 def test_page_has_a_result_for_every_mark():

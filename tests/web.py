@@ -14,6 +14,9 @@ import httpx
 
 from dashinfer_vlm_core.media.fetch import direct_transport
 
+CERTIFICATES = ssl.create_default_context()
+"""For clients: reading the default certificates takes longer than most requests."""
+
 ResponseWriter = Callable[[socket.socket], None]
 
 

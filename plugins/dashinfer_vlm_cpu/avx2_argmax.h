@@ -1,8 +1,6 @@
 /* The largest results of an LM head, see avx2.c. */
 
-typedef struct { float value; int64_t column; } ArgmaxResult;
-
-enum { RECOMPUTE_SHARE = 8 }; /* at most an eighth of the panels are recomputed */
+#include "argmax.h"
 
 static float norm_bound(__m256 squares) { return 1.001f * __builtin_sqrtf(sum_lanes(squares)); }
 
@@ -28,10 +26,9 @@ void compute_argmax_bounds(const bf16 *weight, int64_t outputs, int64_t inputs, 
     }
 }
 
-/* The factors of the norm of a weight row and of the norm of its error: the norm of the rounding error of a row of
- * activations, including the error of float summation, and the norm of the row. */
-static void row_bound_factors(const bf16 *x, const Quantized *q, ptrdiff_t row, ptrdiff_t inputs, float factors[2])
+static void quantize_with_factors(const bf16 *x, ptrdiff_t inputs, const Quantized *q, ptrdiff_t row, float factors[2])
 {
+    quantize_row(x, inputs, q, row);
     __m256 whole = _mm256_setzero_ps(), lost = _mm256_setzero_ps();
     for (ptrdiff_t k = 0; k < inputs; k += LANES)
         add_squares(load(x + k, inputs - k), q->scales[k / BLOCK * q->rows + row], &whole, &lost);
@@ -39,7 +36,6 @@ static void row_bound_factors(const bf16 *x, const Quantized *q, ptrdiff_t row, 
     factors[0] = norm_bound(lost) + (inputs + 2 * LANES) * 0x1p-23f * factors[1];
 }
 
-/* Upper bound of a panel's largest result, for each row. */
 static void bound_panel(const ArgmaxBounds *s, const Quantized *q, const float *factors, ptrdiff_t rows, ptrdiff_t panel,
                         float *upper, ptrdiff_t panels)
 {
@@ -75,58 +71,3 @@ static void update_argmax(const ArgmaxBounds *s, const bf16 *x, ptrdiff_t panel,
     if (here.value > found->value || (here.value == found->value && here.column < found->column)) *found = here;
 }
 
-/* Compute the panel with the largest upper bound, and return the value that others must reach; NaN if so many panels could
- * reach it that computing all of them is faster. */
-static float row_threshold(const ArgmaxBounds *s, const bf16 *x, const float *upper, ptrdiff_t panels, float norm,
-                           ArgmaxResult *found)
-{
-    ptrdiff_t best = 0, count = 0;
-    for (ptrdiff_t panel = 1; panel < panels; panel++) best = upper[panel] > upper[best] ? panel : best;
-    update_argmax(s, x, best, found);
-    for (ptrdiff_t panel = 0; panel < panels; panel++) count += upper[panel] >= found->value;
-    if (norm < 1e18f && RECOMPUTE_SHARE * count <= panels + RECOMPUTE_SHARE) return found->value;
-    found->column = -1;
-    return NAN;
-}
-
-/* The column of the largest result in each row of x times the weights, the first of equal ones; -1 if computing all results
- * is faster, or if values are too large.
- *
- * The 8-bit weights, which are a third smaller, give the results with an error that the Cauchy-Schwarz inequality bounds:
- * |w h - w' h'| <= |w'| |h - h'| + |w - w'| |h|. The panel with the largest upper bound is then computed from the original
- * weights, bit-exactly as in `linear`, and so is every panel whose upper bound is not below that panel's result. */
-void argmax_columns(const ArgmaxBounds *s, const bf16 *x, int64_t stride, int64_t rows, int64_t *out, char *workspace,
-                    int32_t threads)
-{
-    ptrdiff_t inputs = s->quantized->inputs, panels = ceil_div(s->quantized->outputs, PANEL);
-    Quantized q = quantized_at(workspace, rows, inputs);
-    ArgmaxResult *found = (ArgmaxResult *)(workspace + round_up(quantized_bytes(rows, inputs), 64));
-    float *factors = (float *)(found + rows), *thresholds = factors + 2 * rows, *upper = thresholds + rows;
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for
-        for (ptrdiff_t row = 0; row < rows; row++) {
-            quantize_row(x + row * stride, inputs, &q, row);
-            row_bound_factors(x + row * stride, &q, row, inputs, factors + 2 * row);
-            found[row] = (ArgmaxResult){-INFINITY, -1};
-        }
-#pragma omp for schedule(guided, 2)
-        for (ptrdiff_t panel = 0; panel < panels; panel++) bound_panel(s, &q, factors, rows, panel, upper, panels);
-#pragma omp for
-        for (ptrdiff_t row = 0; row < rows; row++)
-            thresholds[row] = row_threshold(s, x + row * stride, upper + row * panels, panels, factors[2 * row + 1],
-                                            found + row);
-#pragma omp for schedule(dynamic, 16)
-        for (ptrdiff_t panel = 0; panel < panels; panel++)
-            for (ptrdiff_t row = 0; row < rows; row++)
-                if (upper[row * panels + panel] >= thresholds[row]) update_argmax(s, x + row * stride, panel, found + row);
-    }
-    for (ptrdiff_t row = 0; row < rows; row++) out[row] = found[row].column;
-}
-
-/* Workspace size of `argmax_columns` in bytes. */
-int64_t argmax_workspace_size(int64_t rows, int64_t inputs, int64_t outputs)
-{
-    return round_up(quantized_bytes(rows, inputs), 64) +
-           rows * (sizeof(ArgmaxResult) + sizeof(float) * (3 + ceil_div(outputs, PANEL)));
-}

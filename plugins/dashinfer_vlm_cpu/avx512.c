@@ -550,12 +550,25 @@ static void linear_rows_int8(const Quantized *x, ptrdiff_t panel, ptrdiff_t star
     }
 }
 
+static int64_t quantized_bytes(int64_t rows, int64_t inputs)
+{
+    return rows * (inputs + 8 * ((inputs + QUANT_BLOCK - 1) / QUANT_BLOCK));
+}
+
+/* Use `quantized_bytes()` of memory. */
+static Quantized quantized_at(char *memory, ptrdiff_t rows, ptrdiff_t inputs)
+{
+    ptrdiff_t count = rows * ((inputs + QUANT_BLOCK - 1) / QUANT_BLOCK);
+    float *scales = (float *)memory;
+    int32_t *offsets = (int32_t *)(scales + count);
+    return (Quantized){(int8_t *)(offsets + count), scales, offsets};
+}
+
 static void linear_int8(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const Epilogue *ep, char *workspace, int threads)
 {
     ptrdiff_t panels = (ep->m->outputs + PANEL - 1) / PANEL, groups = (rows + ROW_GROUP - 1) / ROW_GROUP;
     ptrdiff_t inputs = ep->m->inputs, blocks = (inputs + QUANT_BLOCK - 1) / QUANT_BLOCK;
-    Quantized q = {.scales = (float *)workspace, .offsets = (int32_t *)workspace + rows * blocks};
-    q.bytes = (int8_t *)(q.offsets + rows * blocks);
+    Quantized q = quantized_at(workspace, rows, inputs);
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for
@@ -566,11 +579,6 @@ static void linear_int8(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const E
         for (ptrdiff_t task = 0; task < panels * groups; task++)
             linear_rows_int8(&q, task / groups, rows * (task % groups) / groups, rows * (task % groups + 1) / groups, ep);
     }
-}
-
-static int64_t quantized_size(int64_t rows, int64_t inputs)
-{
-    return rows * (inputs + 8 * ((inputs + QUANT_BLOCK - 1) / QUANT_BLOCK));
 }
 
 /* int4 products ---------------------------------------------------------------------------------------------------- */
@@ -730,7 +738,7 @@ int64_t linear_workspace_size(const Matrix *m, int64_t rows, int32_t threads)
 #ifdef TILES
     if (rows > FEW_ROWS_INT8) return linear_tiles_int8_workspace_size(rows, m->inputs);
 #endif
-    return quantized_size(rows, m->inputs);
+    return quantized_bytes(rows, m->inputs);
 }
 
 /* Multiply x [rows, inputs] by the weights and write the result to `out` or, with `add`, add it. */
@@ -751,9 +759,7 @@ void linear(const Matrix *m, const bf16 *x, int64_t stride, int64_t rows, void *
 
 /* Argmax ----------------------------------------------------------------------------------------------------------- */
 
-typedef struct { float value; int64_t column; } ArgmaxResult;
-
-enum { RECOMPUTE_SHARE = 8 }; /* at most an eighth of the panels are recomputed */
+#include "argmax.h"
 
 static float norm_bound(__m512 squares) { return 1.001f * __builtin_sqrtf(_mm512_reduce_add_ps(squares)); }
 
@@ -776,11 +782,10 @@ void compute_argmax_bounds(const bf16 *weight, int64_t outputs, int64_t inputs, 
     }
 }
 
-/* The factors of the norm of a weight row and of the norm of its error: the norm of the rounding error of a row of
- * activations, including the error of float summation, and the norm of the row. */
-static void row_bound_factors(const bf16 *x, const Quantized *q, ptrdiff_t row, ptrdiff_t inputs, float factors[2])
+static void quantize_with_factors(const bf16 *x, ptrdiff_t inputs, const Quantized *q, ptrdiff_t row, float factors[2])
 {
     ptrdiff_t blocks = (inputs + QUANT_BLOCK - 1) / QUANT_BLOCK;
+    quantize_row(x, inputs, q->bytes + row * inputs, 64, q->scales + row * blocks, q->offsets + row * blocks);
     __m512 whole = _mm512_setzero_ps(), lost = _mm512_setzero_ps();
     for (ptrdiff_t k = 0; k < inputs; k += LANES) {
         __mmask16 lanes = first(inputs - k);
@@ -794,7 +799,6 @@ static void row_bound_factors(const bf16 *x, const Quantized *q, ptrdiff_t row, 
     factors[0] = norm_bound(lost) + (inputs + LANES) * 0x1p-23f * factors[1];
 }
 
-/* Upper bound of a panel's largest result, for each row. */
 static void bound_panel(const ArgmaxBounds *s, const Quantized *q, const float *factors, ptrdiff_t rows, ptrdiff_t panel,
                          float *upper, ptrdiff_t panels)
 {
@@ -843,65 +847,6 @@ static void update_argmax(const ArgmaxBounds *s, const bf16 *x, ptrdiff_t panel,
         if (value > found->value || (value == found->value && column < found->column))
             *found = (ArgmaxResult){value, column};
     }
-}
-
-/* Compute the panel with the largest upper bound, and return the value that others must reach; NaN if so many panels could
- * reach it that computing all of them is faster. */
-static float row_threshold(const ArgmaxBounds *s, const bf16 *x, const float *upper, ptrdiff_t panels, float norm,
-                           ArgmaxResult *found)
-{
-    ptrdiff_t best = 0, count = 0;
-    for (ptrdiff_t panel = 1; panel < panels; panel++) best = upper[panel] > upper[best] ? panel : best;
-    update_argmax(s, x, best, found);
-    for (ptrdiff_t panel = 0; panel < panels; panel++) count += upper[panel] >= found->value;
-    if (norm < 1e18f && RECOMPUTE_SHARE * count <= panels + RECOMPUTE_SHARE) return found->value;
-    found->column = -1;
-    return NAN;
-}
-
-/* The column of the largest result in each row of x times the weights, the first of equal ones; -1 if computing all results
- * is faster, or if values are too large.
- *
- * The 8-bit weights, which are a third smaller, give the results with an error that the Cauchy-Schwarz inequality bounds:
- * |w h - w' h'| <= |w'| |h - h'| + |w - w'| |h|. The panel with the largest upper bound is then computed from the original
- * weights, bit-exactly as in `linear`, and so is every panel whose upper bound is not below that panel's result. */
-void argmax_columns(const ArgmaxBounds *s, const bf16 *x, int64_t stride, int64_t rows, int64_t *out, char *workspace,
-                    int32_t threads)
-{
-    ptrdiff_t inputs = s->quantized->inputs, panels = (s->quantized->outputs + PANEL - 1) / PANEL;
-    ptrdiff_t blocks = (inputs + QUANT_BLOCK - 1) / QUANT_BLOCK;
-    ArgmaxResult *found = (ArgmaxResult *)workspace;
-    float *factors = (float *)(found + rows), *thresholds = factors + 2 * rows, *upper = thresholds + rows;
-    Quantized q = {.scales = upper + rows * panels, .offsets = (int32_t *)(upper + rows * panels) + rows * blocks};
-    q.bytes = (int8_t *)(q.offsets + rows * blocks);
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for
-        for (ptrdiff_t row = 0; row < rows; row++) {
-            quantize_row(x + row * stride, inputs, q.bytes + row * inputs, 64, q.scales + row * blocks,
-                         q.offsets + row * blocks);
-            row_bound_factors(x + row * stride, &q, row, inputs, factors + 2 * row);
-            found[row] = (ArgmaxResult){-INFINITY, -1};
-        }
-#pragma omp for schedule(guided, 2)
-        for (ptrdiff_t panel = 0; panel < panels; panel++) bound_panel(s, &q, factors, rows, panel, upper, panels);
-#pragma omp for
-        for (ptrdiff_t row = 0; row < rows; row++)
-            thresholds[row] = row_threshold(s, x + row * stride, upper + row * panels, panels, factors[2 * row + 1],
-                                            found + row);
-#pragma omp for schedule(dynamic, 16)
-        for (ptrdiff_t panel = 0; panel < panels; panel++)
-            for (ptrdiff_t row = 0; row < rows; row++)
-                if (upper[row * panels + panel] >= thresholds[row]) update_argmax(s, x + row * stride, panel, found + row);
-    }
-    for (ptrdiff_t row = 0; row < rows; row++) out[row] = found[row].column;
-}
-
-/* Workspace size of `argmax_columns` in bytes. */
-int64_t argmax_workspace_size(int64_t rows, int64_t inputs, int64_t outputs)
-{
-    ptrdiff_t panels = (outputs + PANEL - 1) / PANEL;
-    return rows * (sizeof(ArgmaxResult) + sizeof(float) * (3 + panels)) + quantized_size(rows, inputs);
 }
 
 /* Norms and rotary embedding --------------------------------------------------------------------------------------- */

@@ -99,7 +99,7 @@ class AttentionArgs(ctypes.Structure):
     )  # fmt: skip
 
 
-class Avx512Kernels:
+class NativeKernels:
     """See `Kernels`. For bfloat16 on a CPU; the number of inputs is even."""
 
     supports_int8 = True
@@ -260,12 +260,12 @@ def _load(variant: Variant, config: EngineConfig) -> LoadedKernels:
     return LoadedKernels(kernels_in(library, variant), origin=origin)
 
 
-def kernels_in(library: ctypes.CDLL, variant: Variant) -> Avx512Kernels:
+def kernels_in(library: ctypes.CDLL, variant: Variant) -> NativeKernels:
     """Return the kernels of a loaded library, which has the functions of this variant."""
     for name, types in SIGNATURES.items():
         getattr(library, name).argtypes = types
         getattr(library, name).restype = RESULTS.get(name)
-    return Avx512Kernels(library, variant.name)
+    return NativeKernels(library, variant.name)
 
 
 def _load_library(variant: Variant, config: EngineConfig) -> tuple[ctypes.CDLL, str]:

@@ -16,10 +16,17 @@ import torch
 
 from dashinfer_vlm_core.concurrency.compute import executor_for
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.kernels import Activation, Kernels, KernelSelector, KVSpan, KVSpans, Linear, Norm
+from dashinfer_vlm_core.kernels import Activation, KernelSelector, KVSpan, KVSpans, Linear, Norm
 from dashinfer_vlm_core.models.interface import Grid
 from dashinfer_vlm_core.models.qwen2_vl.rope import rotary_tables
-from dashinfer_vlm_core.models.qwen2_vl.vit import EXCLUSIVE_FLOP, Qwen2VLEncoder, VisionWeights
+from dashinfer_vlm_core.models.qwen2_vl.vit import (
+    EXCLUSIVE_FLOP,
+    Merger,
+    Qwen2VLEncoder,
+    VisionModel,
+    VisionWeights,
+    attend,
+)
 from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.models.weights import Weights
 
@@ -38,14 +45,6 @@ class Block(NamedTuple):
     norm2: Norm
     gate_up: Linear
     down: Linear
-
-
-class Merger(NamedTuple):
-    """The patch merger: turns each merge unit into one visual token."""
-
-    norm: Norm
-    fc1: Linear
-    fc2: Linear
 
 
 class AttentionInputs:
@@ -84,21 +83,11 @@ class AttentionInputs:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Qwen25VLVisionModel:
-    """The published vision encoder on one device, in one dtype; a `PackedVisionModel`.
-
-    Attributes:
-        patch_embed: the published convolution; its stride equals its kernel size, so that it is a matrix product on
-            patches.
-    """
+class Qwen25VLVisionModel(VisionModel):
+    """The published vision encoder; a `PackedVisionModel`."""
 
     config: VisionConfig
-    kernels: Kernels
-    device: torch.device
-    dtype: torch.dtype
-    patch_embed: Linear
     blocks: Sequence[Block]
-    merger: Merger
 
     def parts(self, patches: torch.Tensor, grids: Sequence[Grid]) -> Generator[None, None, torch.Tensor]:
         """Encode normalized patches [n, columns] of items with `grids`; yields where other work may run.
@@ -128,12 +117,10 @@ class Qwen25VLVisionModel:
         return self.kernels.norm(x, norm.weight, norm.bias, NORM_EPS)
 
     def _attend(self, number: int, x: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
-        block, heads = self.blocks[number], self.config.num_heads
+        block = self.blocks[number]
         spans = inputs.frames if number in self.config.fullatt_block_indexes else inputs.windows
-        qkv = block.qkv(self._norm(x, block.norm1)).view(len(x), 3 * heads, -1)
-        self.kernels.rotate_(qkv[:, : 2 * heads], inputs.cos, inputs.sin)
-        query, key, value = torch.split(qkv, heads, dim=1)
-        return self.kernels.attend(query, key.transpose(0, 1), value.transpose(0, 1), spans)
+        qkv = block.qkv(self._norm(x, block.norm1))
+        return attend(self.kernels, qkv, inputs.cos, inputs.sin, spans, heads=self.config.num_heads)
 
 
 def load_encoder(spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> Qwen2VLEncoder:

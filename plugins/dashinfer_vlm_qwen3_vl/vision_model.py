@@ -14,7 +14,7 @@ import torch
 
 from dashinfer_vlm_core.concurrency.compute import executor_for
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.kernels import Activation, Kernels, KernelSelector, Linear
+from dashinfer_vlm_core.kernels import Activation, KernelSelector, Linear
 from dashinfer_vlm_core.models.interface import Grid
 from dashinfer_vlm_core.models.qwen2_vl.vit import (
     EXCLUSIVE_FLOP,
@@ -22,6 +22,7 @@ from dashinfer_vlm_core.models.qwen2_vl.vit import (
     Block,
     Merger,
     Qwen2VLEncoder,
+    VisionModel,
     VisionWeights,
     layer_norm,
     run_block,
@@ -35,24 +36,17 @@ ACTIVATIONS = {"gelu_pytorch_tanh": Activation.GELU_TANH, "gelu": Activation.GEL
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Qwen3VLVisionModel:
-    """The published vision encoder on one device, in one dtype.
+class Qwen3VLVisionModel(VisionModel):
+    """The published vision encoder; a `PackedVisionModel`.
 
     Attributes:
-        patch_embed: the published convolution; its stride equals its kernel size, so that it is a matrix product on
-            patches.
-        merger: merges the output of the last block.
+        positions: added to the embedded patches.
         deepstack: the mergers of earlier blocks by the index of the block; they normalize whole merge units.
     """
 
     config: VisionConfig
-    kernels: Kernels
-    device: torch.device
-    dtype: torch.dtype
-    patch_embed: Linear
     positions: PositionTable
     blocks: Sequence[Block]
-    merger: Merger
     deepstack: Mapping[int, Merger]
 
     def parts(self, patches: torch.Tensor, grids: Sequence[Grid]) -> Generator[None, None, torch.Tensor]:

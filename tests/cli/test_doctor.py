@@ -76,8 +76,8 @@ def test_other_checks_run_without_torch():
 
 
 @pytest.mark.slow
-def test_invalid_environment_variable_is_reported(tmp_path):
-    found = findings(run_process("doctor", "--json", DASHINFER_VLM_MAX_PIXELS="3"))
+def test_invalid_environment_variable_is_reported(run, tmp_path):
+    found = findings(run("doctor", "--json", DASHINFER_VLM_MAX_PIXELS="3"))
     assert found["options"]["status"] == "broken"
     assert "max_pixels" in found["options"]["detail"]
 
@@ -104,12 +104,12 @@ def supports_c_kernels(found):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("decoder", "code"), [("torch", 0), ("dashinfer", 1)])
-def test_unwritable_cache_breaks_only_what_needs_it(tmp_path, decoder, code):
+def test_unwritable_cache_breaks_only_what_needs_it(run, tmp_path, decoder, code):
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file" / "cache"
-    result = run_process("doctor", "--json", DASHINFER_VLM_CACHE_DIR=str(folder), DASHINFER_VLM_DECODER=decoder)
+    result = run("doctor", "--json", DASHINFER_VLM_CACHE_DIR=str(folder), DASHINFER_VLM_DECODER=decoder)
     found = findings(result)
-    assert result.returncode == code
+    assert result.exit_code == code
     assert found["cache"]["status"] == "unusable"
     assert found.get("dashinfer cache", {}).get("status") == ("broken" if decoder == "dashinfer" else None)
     assert "`export DASHINFER_VLM_CACHE_DIR=FOLDER`" in found["cache"]["fix"]
@@ -120,10 +120,8 @@ def test_unwritable_cache_breaks_only_what_needs_it(tmp_path, decoder, code):
 
 
 @pytest.mark.slow
-def test_missing_compiler_is_reported_with_the_command(tmp_path):
-    found = findings(
-        run_process("doctor", "--json", PATH=str(tmp_path), DASHINFER_VLM_CACHE_DIR=str(tmp_path / "cache"))
-    )
+def test_missing_compiler_is_reported_with_the_command(run, tmp_path):
+    found = findings(run("doctor", "--json", PATH=str(tmp_path), DASHINFER_VLM_CACHE_DIR=str(tmp_path / "cache")))
     if supports_c_kernels(found):
         assert found["kernels"]["status"] == "slow"
         assert found["kernels"]["detail"].endswith(": no C compiler was found")
@@ -132,31 +130,31 @@ def test_missing_compiler_is_reported_with_the_command(tmp_path):
 
 
 @pytest.mark.slow
-def test_parts_that_are_turned_off_are_not_reported(tmp_path):
+def test_parts_that_are_turned_off_are_not_reported(run, tmp_path):
     environment = {
         "DASHINFER_VLM_CPU_KERNELS": "torch",
         "DASHINFER_VLM_MEDIA_WORKERS": "0",
         "DASHINFER_VLM_CACHE_DIR": str(tmp_path / "cache"),
     }
-    found = findings(run_process("doctor", "--json", PATH=str(tmp_path), **environment))
+    found = findings(run("doctor", "--json", PATH=str(tmp_path), **environment))
     assert (found["kernels"]["status"], found["kernels"]["fix"]) == ("ok", "")
     assert found["media workers"]["status"] == "ok"
     assert found["media workers"]["detail"].startswith("off")
 
 
 @pytest.mark.slow
-def test_every_problem_has_a_fix(tmp_path):
+def test_every_problem_has_a_fix(run, tmp_path):
     (tmp_path / "file").write_text("")
     environment = {"PATH": str(tmp_path), "DASHINFER_VLM_CACHE_DIR": str(tmp_path / "file" / "cache")}
-    for row in findings(run_process("doctor", "--json", **environment)).values():
+    for row in findings(run("doctor", "--json", **environment)).values():
         assert (row["status"] == "ok") == (row["fix"] == ""), row
 
 
 @pytest.mark.slow
-def test_configured_decoder_is_required(tmp_path):
-    result = run_process("doctor", "--json", DASHINFER_VLM_DECODER="dashinfer", DASHINFER_VLM_CACHE_DIR=str(tmp_path))
+def test_configured_decoder_is_required(run, tmp_path):
+    result = run("doctor", "--json", DASHINFER_VLM_DECODER="dashinfer", DASHINFER_VLM_CACHE_DIR=str(tmp_path))
     assert findings(result)["dashinfer"]["status"] == "broken"
-    assert result.returncode == 1
+    assert result.exit_code == 1
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from training.transformers_engine import TransformersEngine
 TOKENS = 24
 
 
-@pytest.fixture(scope="module", params=["tiny", "demo"])
+@pytest.fixture(scope="module", params=["tiny", pytest.param("demo", marks=pytest.mark.slow)])
 def checkpoint(request, tiny_checkpoint):
     return tiny_checkpoint if request.param == "tiny" else CHECKPOINT
 
@@ -83,6 +83,7 @@ def test_cached_equals_uncached(running, expected):
             assert tokens_without[without.chat(body(name)).id] == expected[name], name
 
 
+@pytest.mark.supports("streaming", backend="torch-cpu")
 def test_streamed_equals_plain(running, expected):
     engine, tokens = running()
     for name in expected:

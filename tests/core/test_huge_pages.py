@@ -127,6 +127,7 @@ def test_pages_are_collapsed_after_loading_and_keep_content():
 
 
 @needs_linux
+@pytest.mark.slow
 def test_pages_waiting_for_collapse_are_freed_if_unused(monkeypatch, mappings):
     begun, go_on = threading.Event(), threading.Event()
 
@@ -143,6 +144,7 @@ def test_pages_waiting_for_collapse_are_freed_if_unused(monkeypatch, mappings):
 
 
 @needs_linux
+@pytest.mark.slow
 def test_partial_page_is_not_collapsed():
     if not collapses_pages():
         pytest.skip("this Linux does not join pages when it is asked to")

@@ -133,7 +133,7 @@ def start(tmp_path, factories):
 
     def start(text=LARGE, **options):
         config = EngineConfig(**{"cache_dir": tmp_path, **options})
-        return KernelSelector(factories, config, vision=VISION, budget=0.2).choose("cpu", BFLOAT16, text).name
+        return KernelSelector(factories, config, vision=VISION, budget=0.05).choose("cpu", BFLOAT16, text).name
 
     return start
 
@@ -295,7 +295,7 @@ def test_unwritable_cache_is_logged(start, factories, tmp_path, caplog):
 def test_choice_of_a_selector_does_not_change(tmp_path, factories):
     """A decoder that is restarted uses the same kernels, even if nothing can be stored."""
     (tmp_path / "file").write_text("")
-    selector = KernelSelector(factories, EngineConfig(cache_dir=tmp_path / "file" / "cache"), budget=0.2)
+    selector = KernelSelector(factories, EngineConfig(cache_dir=tmp_path / "file" / "cache"), budget=0.05)
     first = selector.choose("cpu", BFLOAT16, LARGE)
     measured(factories)
     assert selector.choose("cpu", BFLOAT16, LARGE) is first

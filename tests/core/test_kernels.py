@@ -44,7 +44,7 @@ from dashinfer_vlm_cpu import native as native_module
 from dashinfer_vlm_cpu.build import BuildError, _build_key, load_library
 from dashinfer_vlm_cpu.native import load_native, load_variant
 from dashinfer_vlm_cpu.native_linear import NativeLinear, PackedWeights
-from dashinfer_vlm_cpu.variants import AMX, AVX2, AVX512, AVX512_VNNI, PORTABLE_TILES, Variant
+from dashinfer_vlm_cpu.variants import AMX, AVX2, AVX512, AVX512_VNNI, PORTABLE_TILES, VARIANTS, Variant
 from dashinfer_vlm_demo import CHECKPOINT
 from tests.kernels import choose_kernels, selector
 from tests.waiting import HANG, until
@@ -53,9 +53,16 @@ ROWS = [1, 5, 12, 13, 16, 29, 200]
 SHAPES = [(96, 64), (70, 132), (33, 260)]  # (outputs, inputs): whole panels, a partial panel, partial int8 blocks
 
 
+@functools.cache
+def is_missing(name):
+    """Whether the variant cannot be used here; it is compiled if necessary."""
+    variant = next(variant for variant in (*VARIANTS, PORTABLE_TILES) if variant.name == name)
+    return load_variant(variant, EngineConfig()).kernels is None
+
+
 def needs(variant, feature):
-    missing = load_variant(variant, EngineConfig()).kernels is None
-    return pytest.mark.skipif(missing, reason=f"no {feature}, or no C compiler")
+    # A string is evaluated by the worker that runs the test; the others do not have to wait for the compiler.
+    return pytest.mark.skipif(f"is_missing({variant.name!r})", reason=f"no {feature}, or no C compiler")
 
 
 needs_native = needs(AVX2, "AVX2")
@@ -181,7 +188,7 @@ def full_argmax(head, x):
 
 
 @needs_native
-@pytest.mark.parametrize("shape", [(4096, 64), (5001, 260), (20010, 896)])
+@pytest.mark.parametrize("shape", [(4096, 64), (5001, 260), (8010, 896)])
 def test_argmax_equals_full_argmax(native, shape):
     head = native.head(numbers(*shape) / 8)
     for rows in (1, 5, 12, 13, 29):
@@ -252,7 +259,7 @@ def test_argmax_of_negative_logits_with_partial_panel(native):
 
 @needs_native
 def test_argmax_with_outlier_inputs(native):
-    weight, x = numbers(32768, 512) / 8, numbers(7, 512, seed=1)
+    weight, x = numbers(8192, 512) / 8, numbers(7, 512, seed=1)
     x[:, 3] *= 30
     x[2, 400:] *= 1000
     head = native.head(weight)
@@ -483,7 +490,7 @@ def test_argmax_with_uncompressed_weights(native):
     weight[7, :] = 2.0 ** torch.arange(-32, 32)
     head = native.head(weight)
     assert not is_compressed(head)
-    assert torch.equal(full_argmax(head, x), head(x).argmax(dim=1))
+    assert torch.equal(head.argmax(x), full_argmax(head, x))
 
 
 @pytest.mark.parametrize("columns", [64, 70, 100])

@@ -254,6 +254,7 @@ def test_invalid_base64_is_rejected():
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
+@pytest.mark.slow
 def test_damaged_payloads_raise_only_project_errors(data):
     payload = bytearray(data.draw(st.sampled_from([saved(ROWS), save_safetensors({"image_embeds": ROWS})])))
     for _ in range(data.draw(st.integers(1, 4))):

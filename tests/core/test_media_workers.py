@@ -264,6 +264,7 @@ def test_worker_killed_while_idle_is_replaced(run):
     assert run(work).item.tokens
 
 
+@pytest.mark.slow
 def test_killed_workers_leave_nothing_behind(run):
     async def work(pool):
         await pool.process(image(), [encode(PICTURE)], budget())
@@ -284,6 +285,7 @@ def test_killed_workers_leave_nothing_behind(run):
     assert run(work, readers=[ActionReader()]) <= 0
 
 
+@pytest.mark.slow
 def test_fork_server_that_ended_is_replaced(run):
     async def work(pool):
         await pool.process(image(), [encode(PICTURE)], budget())
@@ -294,6 +296,7 @@ def test_fork_server_that_ended_is_replaced(run):
     assert run(work).item.tokens
 
 
+@pytest.mark.slow
 def test_closed_fork_server_leaves_no_worker():
     server = ForkServer()
     memory = SharedMemory.create()
@@ -330,6 +333,7 @@ def test_workers_may_not_touch_system(run):
     assert values == {1}
 
 
+@pytest.mark.slow
 def test_workers_do_not_inherit_secrets(run, monkeypatch):
     monkeypatch.setenv("DASHINFER_VLM_API_KEY", "secret")
     FORK_SERVER.close()

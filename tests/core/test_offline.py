@@ -43,7 +43,7 @@ PROMPT = (
 )
 
 
-@pytest.fixture(scope="module", params=["tiny", "demo"])
+@pytest.fixture(scope="module", params=["tiny", pytest.param("demo", marks=pytest.mark.slow)])
 def checkpoint(request, tiny_checkpoint):
     return tiny_checkpoint if request.param == "tiny" else CHECKPOINT
 

@@ -580,6 +580,7 @@ def count_errors(data):
     return caught.value.error_count()
 
 
+@pytest.mark.slow
 def test_deep_nesting_is_rejected_safely():
     deep: object = []
     for _ in range(100_000):

@@ -172,6 +172,7 @@ def test_impossible_restart_reports_reason(start, injector):
     stream.close()
 
 
+@pytest.mark.slow
 def test_hanging_decoder_fails_requests_and_is_abandoned(start, injector):
     engine = start()
     engine.chat(HELLO)

@@ -90,16 +90,21 @@ def model_params(tiny_checkpoint, read_prompt):
     engines.close()
 
 
-@pytest.fixture(autouse=True)
-def network(request, model_params, monkeypatch):
-    """The suites download an image with `httpx.get`: redirect it to a local server."""
+@pytest.fixture(scope="session")
+def web():
+    """A server of the image that the suites download, and a client."""
     path = "/langchain-ai/docs/4d11d08b6b0e210bd456943f7a22febbd168b543/src/images/agentic-rag-output.png"
-    with serve({path: body(encode(noise(60, 80)), "Content-Type: image/png")}) as web:
-        client = httpx.Client(trust_env=False)
-        monkeypatch.setattr(httpx, "get", lambda url, **options: client.get(url.replace(HOST, web.url("")), **options))
-        request.instance.model_params = model_params | {"web": web.url("")}
-        yield
-        client.close()
+    image = body(encode(noise(60, 80)), "Content-Type: image/png")
+    with serve({path: image}) as web, httpx.Client(trust_env=False) as client:
+        yield web.url(""), client
+
+
+@pytest.fixture(autouse=True)
+def network(request, model_params, web, monkeypatch):
+    """The suites download an image with `httpx.get`: redirect it to a local server."""
+    url, client = web
+    monkeypatch.setattr(httpx, "get", lambda target, **options: client.get(target.replace(HOST, url), **options))
+    request.instance.model_params = model_params | {"web": url}
 
 
 class Capabilities:

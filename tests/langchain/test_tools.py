@@ -193,6 +193,7 @@ def test_truncated_tool_call_is_invalid(scripted):
     assert response.invalid_tool_calls[0]["name"] == "weather"
 
 
+@pytest.mark.slow
 def test_all_interfaces_return_same_calls(demo):
     """In process, through the server, through LiteLLM, and through LangChain with both."""
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"

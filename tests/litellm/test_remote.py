@@ -67,6 +67,7 @@ def test_unreachable_server_is_unavailable(served):
         litellm.completion(**call | {"api_base": "http://127.0.0.1:9/v1"})
 
 
+@pytest.mark.slow
 def test_timeout_cancels_request_on_server(served):
     call, _, script = served("A long response. " * 50, delay=0.5)
     with pytest.raises(litellm.Timeout):

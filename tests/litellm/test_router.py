@@ -56,6 +56,7 @@ def test_failed_request_is_retried(scripted, router):
     assert len(provider.script.requests) == 3
 
 
+@pytest.mark.slow
 def test_sync_router_retries(scripted, router):
     provider = scripted(DEAD, "Yes.")
     chat = router(deployment("eyes", provider), num_retries=2)
@@ -80,6 +81,7 @@ def test_fallback_group_responds(scripted, router, call):
     assert len(bad.script.requests) == 1
 
 
+@pytest.mark.slow
 def test_late_stream_falls_back_to_other_group(scripted, router):
     slow, good = scripted("No.", delay=60), scripted("Yes.")
     both = router(

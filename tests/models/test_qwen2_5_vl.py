@@ -211,6 +211,7 @@ def test_broken_field_is_named_with_its_file(tmp_path, path, value, words):
     assert str(tmp_path / "config.json") in error.value.message
 
 
+@pytest.mark.slow
 def test_importing_the_plugin_does_not_import_torch():
     script = "import sys, dashinfer_vlm_qwen2_5_vl; sys.exit('torch' in sys.modules)"
 
@@ -516,6 +517,7 @@ def covers(feature, name):
     return pytest.param(name, marks=pytest.mark.supports(feature, backend="torch-cpu", family="qwen2_5_vl"))
 
 
+@pytest.mark.supports("logprobs", backend="torch-cpu", family="qwen2_5_vl")
 @pytest.mark.parametrize(
     "name",
     [

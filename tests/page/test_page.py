@@ -249,8 +249,7 @@ def test_api_key_is_stored_for_this_tab_only(open_page, scripted):
         assert "OPENAI_API_KEY" in code
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 375])
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 375)])
 def test_page_is_accessible(open_page, scripted, scheme, width):
     """axe finds no violation in any state, and nothing is wider than the screen."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()

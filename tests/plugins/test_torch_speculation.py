@@ -273,14 +273,21 @@ def check_equal(found, expected):
                 assert left.logprob == pytest.approx(right.logprob, abs=1e-4)
 
 
-@pytest.mark.parametrize("options", SAMPLING.values(), ids=SAMPLING)
-def test_output_equals_one_token_per_step(oracle, options):
-    requests = [few_words(seed, **options) for seed in range(3)]
+FAST = ("greedy", "penalties, seeded", "minimum", "stop token", "logprobs, seeded")
+"""The samplings of the fast tests: each kind of bookkeeping once."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SAMPLING]
+)
+def test_output_equals_one_token_per_step(oracle, name):
+    requests = [few_words(seed, **SAMPLING[name]) for seed in range(3)]
     expected, plain = decode_all(oracle, requests, speculative_method="none")
-    for batch in ([requests], [[request] for request in requests]):
-        answers, stats = zip(*(decode_all(oracle, part) for part in batch), strict=True)
-        check_equal([one for part in answers for one in part], expected)
-        assert sum(one.draft_tokens for one in stats) > 0
+    together = decode_all(oracle, requests)
+    alone = decode_all(oracle, requests, max_batch_size=1)
+    for answers, stats in (together, alone):
+        check_equal(answers, expected)
+        assert stats.draft_tokens > 0
     assert (plain.draft_tokens, plain.accepted_tokens, plain.forced_tokens) == (0, 0, 0)
 
 
@@ -295,6 +302,7 @@ def test_periodic_output_takes_fewer_steps(oracle):
     assert stats.steps + stats.accepted_tokens == plain.steps
 
 
+@pytest.mark.slow
 def test_speculation_next_to_ordinary_requests_and_chunked_prefill(oracle):
     """Mixed with images, random prompts that are never drafted for, and prompts longer than a chunk."""
     requests = [
@@ -392,7 +400,7 @@ GUIDED = {
 }
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=[pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def engines(request):
     with (
         Engine(EngineConfig(dtype=request.param, speculative_method="none")) as plain,
@@ -449,6 +457,7 @@ def test_max_tokens_ends_at_the_same_token(engines):
         assert (found.message.content, found.finish_reason) == (expected.message.content, expected.finish_reason)
 
 
+@pytest.mark.slow
 def test_guided_copy_is_drafted_and_equal(engines):
     """An array whose items repeat is drafted from its earlier items, where the grammar allows them."""
     schema = {"type": "array", "items": FORM, "minItems": 3, "maxItems": 3}

@@ -26,6 +26,7 @@ from dashinfer_vlm_server.settings import Settings
 from dashinfer_vlm_server.sockets import Address
 from tests.clock import SkippableLoop, run
 from tests.waiting import HANG, until
+from tests.web import CERTIFICATES
 
 
 @pytest.fixture(autouse=True)
@@ -81,10 +82,11 @@ class RunningServer:
     def http(self, **options) -> httpx.Client:
         """Return a client whose bodies are JSON unless a request has another content type."""
         headers = {"Content-Type": "application/json"}
-        return httpx.Client(base_url=self.url, trust_env=False, timeout=HANG, headers=headers, **options)
+        settings = {"trust_env": False, "verify": CERTIFICATES, "timeout": HANG, "headers": headers}
+        return httpx.Client(base_url=self.url, **settings, **options)
 
     def openai(self) -> openai.OpenAI:
-        client = openai.DefaultHttpxClient(trust_env=False)
+        client = openai.DefaultHttpxClient(trust_env=False, verify=CERTIFICATES)
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=HANG, http_client=client)
 
     @contextlib.contextmanager

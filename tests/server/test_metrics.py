@@ -142,6 +142,7 @@ def test_embedding_cache_metrics(scripted):
     assert counted[2] > 0
 
 
+@pytest.mark.slow
 def test_torch_decoder_metrics(tiny_checkpoint):
     config = EngineConfig(model=str(tiny_checkpoint), decoder="torch")
     with Engine(config) as engine, serving(engine) as server, server.http() as client:

@@ -33,7 +33,7 @@ CHECKS = (
     unsupported_method,
 )
 FEW = settings(
-    max_examples=30,
+    max_examples=15,
     deadline=None,
     database=None,
     derandomize=True,

@@ -58,9 +58,9 @@ def ready(log):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # two processes that load PyTorch and a model
-@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
-def test_serve_starts_responds_and_exits_on_a_signal(tiny_checkpoint, tmp_path, ending):
+@pytest.mark.timeout(300)
+def test_serve_starts_responds_and_exits_on_sigint(tiny_checkpoint, tmp_path):
+    """test_drain.py sends SIGTERM."""
     log = tmp_path / "log"
     with process(log, "--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0) as server:
         until(lambda: ready(log) or server.poll() is not None)
@@ -68,7 +68,7 @@ def test_serve_starts_responds_and_exits_on_a_signal(tiny_checkpoint, tmp_path, 
         with httpx.Client(base_url=ready(log)[1], trust_env=False, timeout=HANG) as client:
             assert client.get("/health").json()["status"] == "ready"
             assert client.post("/v1/chat/completions", json=HELLO).json()["usage"]["completion_tokens"] <= 4
-        server.send_signal(ending)
+        server.send_signal(signal.SIGINT)
         assert server.wait(timeout=HANG) == 0
         assert server.stdout.read() == b""
     assert "Traceback" not in log.read_text()
@@ -183,6 +183,7 @@ def request_head(length):
     return f"{head}Content-Length: {length}\r\n\r\n".encode()
 
 
+@pytest.mark.slow
 def test_client_that_stops_sending_does_not_block_shutdown(stoppable, caplog):
     with socket.create_connection(("127.0.0.1", stoppable.port)) as stalled:
         stalled.sendall(request_head(1000) + b'{"messages": [')
@@ -200,6 +201,7 @@ async def send_large_response(_scope, _receive, send):
     await send({"type": "http.response.body"})
 
 
+@pytest.mark.slow
 def test_client_that_stops_reading_does_not_block_shutdown(tiny_checkpoint, caplog):
     stoppable = StoppableServer.start(scripted_engine("Fine.", model=str(tiny_checkpoint)), send_large_response)
     with socket.create_connection(("127.0.0.1", stoppable.port)) as stalled:

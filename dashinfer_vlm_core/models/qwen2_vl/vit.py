@@ -82,21 +82,28 @@ class AttentionInputs:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Qwen2VLVisionModel:
-    """The published vision encoder on one device, in one dtype.
+class VisionModel:
+    """The parts that the published vision encoders have in common, on one device, in one dtype.
 
     Attributes:
         patch_embed: the published convolution; its stride equals its kernel size, so that it is a matrix product on
             patches.
+        merger: merges the output of the last block.
     """
 
-    config: VisionConfig
     kernels: Kernels
     device: torch.device
     dtype: torch.dtype
     patch_embed: Linear
-    blocks: Sequence[Block]
     merger: Merger
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Qwen2VLVisionModel(VisionModel):
+    """The published vision encoder; a `PackedVisionModel`."""
+
+    config: VisionConfig
+    blocks: Sequence[Block]
 
     def parts(self, patches: torch.Tensor, grids: Sequence[Grid]) -> Generator[None, None, torch.Tensor]:
         """Encode normalized patches [n, columns] of items with `grids`; yields where other work may run.
@@ -122,11 +129,19 @@ class Qwen2VLVisionModel:
 
 def run_block(kernels: Kernels, block: Block, x: torch.Tensor, inputs: AttentionInputs, *, heads: int) -> None:
     """Add the attention output and then the MLP output of a block to x [n, d], in place."""
-    qkv = block.qkv(layer_norm(kernels, x, block.norm1)).view(len(x), 3 * heads, -1)
-    kernels.rotate_(qkv[:, : 2 * heads], inputs.cos, inputs.sin)
-    query, key, value = torch.split(qkv, heads, dim=1)
-    block.proj.add_to(x, kernels.attend(query, key.transpose(0, 1), value.transpose(0, 1), inputs.spans))
+    qkv = block.qkv(layer_norm(kernels, x, block.norm1))
+    block.proj.add_to(x, attend(kernels, qkv, inputs.cos, inputs.sin, inputs.spans, heads=heads))
     block.fc2.add_to(x, block.fc1(layer_norm(kernels, x, block.norm2)))
+
+
+def attend(
+    kernels: Kernels, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, spans: KVSpans, *, heads: int
+) -> torch.Tensor:
+    """Return the attention [n, d] of projected queries, keys and values [n, 3 * d]; rotates them in place."""
+    qkv = qkv.view(len(qkv), 3 * heads, -1)
+    kernels.rotate_(qkv[:, : 2 * heads], cos, sin)
+    query, key, value = torch.split(qkv, heads, dim=1)
+    return kernels.attend(query, key.transpose(0, 1), value.transpose(0, 1), spans)
 
 
 def layer_norm(kernels: Kernels, x: torch.Tensor, norm: Norm) -> torch.Tensor:
