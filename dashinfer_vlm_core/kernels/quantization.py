@@ -193,8 +193,8 @@ def supported_bits(kernels: Kernels) -> frozenset[Literal["int4", "int8"]]:
     """Return which weights that are quantized already the kernels keep in their bits, `int8` for one scale per output."""
     if not hasattr(kernels, "linear_quantized"):  # kernels of plugins may not have it
         return frozenset()
-    flags = {"int4": kernels.supports_int4, "int8": kernels.supports_int8}
-    return frozenset(name for name in ("int4", "int8") if flags[name])
+    bits: list[tuple[Literal["int4", "int8"], bool]] = [("int4", kernels.supports_int4), ("int8", kernels.supports_int8)]
+    return frozenset(name for name, is_supported in bits if is_supported)
 
 
 def keeps_bits(kernels: Kernels, weight: QuantizedWeight) -> bool:

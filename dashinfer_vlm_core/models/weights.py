@@ -286,7 +286,8 @@ class ModuleTensors:
             raise CheckpointError(
                 f"{file}: module {self._module!r} has no tensor {name!r}. Copy or download the checkpoint again."
             )
-        return self._with_file(self._name(name), lambda opened, _, stored: read_header(opened, stored))
+        header: TensorHeader = self._with_file(self._name(name), lambda opened, _, stored: read_header(opened, stored))
+        return header
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 avx512.c  tiles*.h                                  the kernels for AVX-512 and AMX
 avx2.c  avx2_*.h                                    the kernels for AVX2, with the same functions
-arguments.h  int4.h  int8.h  decoder_layers.h      parts of both
+arguments.h  int4.h  int8.h  decoder_layers.h       parts of both
 variants.py                                         the instruction sets that they are compiled for
 prebuilt.py  libkernels.c                           the compiled kernels that the wheel for Linux on x86-64 contains
 build.py  library_cache.py                          without them: compilation on first use, and its checked cache

@@ -170,8 +170,13 @@ def _log_stored_weights(weights: Weights, kernels: Kernels, dtype: torch.dtype) 
 
 def _log_joined_weights(weights: Weights, dtype: torch.dtype) -> None:
     if weights.widened:
-        message = "%d matrices are widened to %s: others that are computed together with them, such as %s, are quantized in another way."
-        logger.warning(message, len(weights.widened), _name(dtype), weights.widened[0])
+        logger.warning(
+            "%d matrices, such as %s, are widened to %s: they are computed together with others that are quantized in"
+            " another way.",
+            len(weights.widened),
+            weights.widened[0],
+            _name(dtype),
+        )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -24,7 +24,7 @@ class AwqFormat:
     name = "awq"
 
     def create_reader(self, config: JsonFields) -> ModuleReader:
-        check_value(config, "bits", {4}, default=4)
+        check_value(config, "bits", (4,), default=4)
         layout = config.get("version") or config.get("format") or "gemm"
         if str(layout).lower() != "gemm" or config.get("backend") == "llm-awq":
             config.fail(

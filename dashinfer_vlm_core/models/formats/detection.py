@@ -34,8 +34,8 @@ def find_reader(folder: Path, formats: Mapping[str, CheckpointFormat]) -> Module
 def _format(fields: JsonFields, formats: Mapping[str, CheckpointFormat]) -> CheckpointFormat:
     # The first versions of compressed-tensors did not write `quant_method`.
     name = fields.get("quant_method") or ("compressed-tensors" if fields.get("config_groups") is not None else None)
-    if name in formats:
-        return formats[str(name)]
+    if isinstance(name, str) and name in formats:
+        return formats[name]
     fields.fail(
         "quant_method",
         f"is {name!r}, which is not supported" if name else "is missing",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection
 
 from ..json_fields import JsonFields
 
@@ -11,15 +11,14 @@ UNQUANTIZED_STEP = (
 )
 
 
-def check_value(config: JsonFields, name: str, supported: Iterable[object], *, default: object = None) -> object:
+def check_value(config: JsonFields, name: str, supported: Collection[object], *, default: object = None) -> object:
     """Return the value of a field, or `default` if it is absent.
 
     Raises:
         CheckpointError: it is not one of `supported`.
     """
     value = default if config.get(name) is None else config.get(name)
-    allowed: Container[object] = list(supported)
-    if value not in allowed:
+    if value not in supported:
         config.fail(name, f"is {value!r}; supported: {', '.join(map(repr, supported))}", UNQUANTIZED_STEP)
     return value
 
