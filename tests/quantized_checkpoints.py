@@ -52,7 +52,7 @@ class Rounded:
 
     @property
     def weight(self) -> torch.Tensor:
-        steps = self.codes.astype(np.float32) - self.zeros[:, self.numbers]
+        steps = (self.codes - self.zeros[:, self.numbers]).astype(np.float32)
         return torch.from_numpy(steps * self.scales.astype(np.float32)[:, self.numbers])
 
 

@@ -240,7 +240,7 @@ def _kernel_choices(selector: KernelSelector) -> Finding:
 
 
 def _weights(config: EngineConfig) -> Iterator[Finding]:
-    """Report what becomes of the weights of the configured model, if its checkpoint is quantized and on this machine."""
+    """Report what becomes of the weights of the configured model, if it is quantized and on this machine."""
     registry = load_plugins()
     try:
         folder = registry.models.get(config.model) or _local_folder(config.model)
@@ -258,9 +258,7 @@ def _local_folder(model: str) -> Path | None:
     return folder if (folder / "config.json").is_file() else cached_models().get(model)
 
 
-def _stored_weights(
-    config: EngineConfig, selector: KernelSelector, spec: ModelSpec, reader: ModuleReader
-) -> Finding:
+def _stored_weights(config: EngineConfig, selector: KernelSelector, spec: ModelSpec, reader: ModuleReader) -> Finding:
     from dashinfer_vlm_core.kernels.quantization import supported_bits
     from dashinfer_vlm_core.models.files import stored_headers, stored_tensors
     from dashinfer_vlm_core.models.placement import resolve_device, resolve_dtype

@@ -149,8 +149,8 @@ class KernelSelector:
         config: its `cpu_kernels` is the name of a kernel set or `auto`.
         vision: the workload of the vision encoder; without it, its kernels are selected by priority.
         budget: seconds for the measurement of one part of a model.
-        stored_bits: data type of the checkpoint's quantized weights, see `ModuleReader`: kernels are measured with it if
-            any of them keep it, otherwise with the dequantized weights.
+        stored_bits: data type of the checkpoint's quantized weights, see `ModuleReader`. Kernels are measured with it
+            if any of them keep it, otherwise with the dequantized weights.
     """
 
     def __init__(

@@ -148,10 +148,9 @@ class QuantizedWeight(NamedTuple):
         inputs = self.codes.shape[1]
         columns = slice(None) if self.order is None else self.order.argsort()
         rows = max(1, ROWS_ELEMENTS // max(1, inputs))
-        for part, codes, scales, zeros in zip(
-            *(torch.split(tensor, rows) for tensor in (weight, self.codes, self.scales, self.zeros)), strict=True
-        ):
-            scales, zeros = (x.float().repeat_interleave(self.group, dim=1)[:, :inputs] for x in (scales, zeros))
+        parts = (torch.split(tensor, rows) for tensor in (weight, self.codes, self.scales, self.zeros))
+        for part, codes, *groups in zip(*parts, strict=True):
+            scales, zeros = (x.float().repeat_interleave(self.group, dim=1)[:, :inputs] for x in groups)
             part.copy_(((codes.float() - zeros) * scales)[:, columns])
 
     def take_rows(self, rows: Tensor) -> QuantizedWeight:
@@ -190,10 +189,13 @@ def _split_groups(weight: QuantizedWeight, group: int, inputs: int) -> Quantized
 
 
 def supported_bits(kernels: Kernels) -> frozenset[Literal["int4", "int8"]]:
-    """Return which weights that are quantized already the kernels keep in their bits, `int8` for one scale per output."""
+    """Return the bits in which the kernels keep weights that are quantized already; `int8`: one scale per output."""
     if not hasattr(kernels, "linear_quantized"):  # kernels of plugins may not have it
         return frozenset()
-    bits: list[tuple[Literal["int4", "int8"], bool]] = [("int4", kernels.supports_int4), ("int8", kernels.supports_int8)]
+    bits: list[tuple[Literal["int4", "int8"], bool]] = [
+        ("int4", kernels.supports_int4),
+        ("int8", kernels.supports_int8),
+    ]
     return frozenset(name for name, is_supported in bits if is_supported)
 
 

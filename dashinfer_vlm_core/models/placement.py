@@ -28,9 +28,9 @@ def resolve_device(device: str) -> str:
 def resolve_dtype(dtype: str, stored: str, device: str, *, quantized: bool = False) -> str:
     """Resolve `EngineConfig.dtype` for weights stored as `stored`; `device` is already resolved.
 
-    `auto` is the stored dtype, except for float16 on a CPU, which computes it slowly. It becomes float32: bfloat16 would
-    drop three of its bits. In a `quantized` checkpoint it becomes bfloat16: the kernels for weights with 4 and 8 bits
-    require it, and these weights have larger errors. An explicit dtype is used as is.
+    `auto` is the stored dtype, except for float16 on a CPU, which computes it slowly. It becomes float32, since
+    bfloat16 would drop three of its bits, and in a `quantized` checkpoint bfloat16: the kernels for weights with 4 and
+    8 bits require it, and these weights have larger errors. An explicit dtype is used as is.
     """
     if dtype != "auto":
         return dtype

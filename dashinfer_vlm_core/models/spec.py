@@ -86,8 +86,8 @@ class TextWeightNames:
 
     Attributes:
         layer: prefix of a layer, where `{}` is its index; the attributes after this one are names within a layer.
-        expert_gate: a layer of one expert, where `{}` is its index, and the same for the next two: quantized checkpoints
-            store experts separately.
+        expert_gate: a layer of one expert, where `{}` is its index, as in the next two: quantized checkpoints store
+            experts separately.
     """
 
     embedding: str = "model.embed_tokens"

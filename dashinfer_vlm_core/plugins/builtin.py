@@ -19,6 +19,6 @@ def register_video_readers(register: Callable[[VideoReader], None]) -> None:
 
 @hookimpl
 def register_checkpoint_formats(register: Callable[[CheckpointFormat], None]) -> None:
-    # Imported by name, because they import torch when they read weights: packages that do not need torch import this one.
+    # Imported by name, because they import torch when they read weights, and packages without torch import this one.
     for checkpoint_format in importlib.import_module("dashinfer_vlm_core.models.formats").BUILTIN_FORMATS:
         register(checkpoint_format)

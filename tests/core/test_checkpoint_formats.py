@@ -43,9 +43,7 @@ needs_native = pytest.mark.skipif(NATIVE is None, reason="no AVX2, or no C compi
 @pytest.fixture(scope="module")
 def written(tiny_checkpoint, tmp_path_factory):
     """Quantize the tiny Qwen2-VL in the layout of a name, once."""
-    return functools.cache(
-        lambda name: write_quantized(tiny_checkpoint, tmp_path_factory.mktemp(name), LAYOUTS[name])
-    )
+    return functools.cache(lambda name: write_quantized(tiny_checkpoint, tmp_path_factory.mktemp(name), LAYOUTS[name]))
 
 
 @contextmanager
@@ -268,9 +266,7 @@ def test_matrices_with_one_order_of_inputs_are_concatenated(tmp_path, ordered):
     layout = LAYOUTS["gptq-act-order" if ordered else "gptq"]
     parts = gptq_parts({"ordered": ordered}, {"ordered": ordered})
     names = ["layer.q_proj", "layer.k_proj"]
-    weights = save_modules(
-        tmp_path, layout, {name: part.tensors for name, part in zip(names, parts, strict=True)}
-    )
+    weights = save_modules(tmp_path, layout, {name: part.tensors for name, part in zip(names, parts, strict=True)})
     found = read(weights, (32, 128), names)
     assert isinstance(found, QuantizedWeight)
     assert torch.equal(dequantized(found), torch.cat([part.weight for part in parts]))
@@ -292,9 +288,7 @@ def test_unquantized_part_widens_the_others(tmp_path):
     """Configurations list exceptions in several notations; the tensors decide."""
     (part,) = gptq_parts({})
     plain = torch.from_numpy(random_matrix(32, 128, seed=5))
-    weights = save_modules(
-        tmp_path, LAYOUTS["gptq"], {"layer.q_proj": part.tensors, "layer.k_proj": {"weight": plain}}
-    )
+    weights = save_modules(tmp_path, LAYOUTS["gptq"], {"layer.q_proj": part.tensors, "layer.k_proj": {"weight": plain}})
     found = read(weights, (32, 128), ["layer.q_proj", "layer.k_proj"])
     assert torch.equal(found, torch.cat([part.weight, plain]))
     assert weights.widened == ["layer.q_proj"]
@@ -303,15 +297,11 @@ def test_unquantized_part_widens_the_others(tmp_path):
 def test_groups_of_different_sizes_are_split(tmp_path):
     scheme = {"num_bits": 4, "type": "int", "strategy": "group"}
     base = LAYOUTS["int4"].config
-    groups = {
-        f"group_{size}": {"targets": ["Linear"], "weights": scheme | {"group_size": size}} for size in (32, 64)
-    }
+    groups = {f"group_{size}": {"targets": ["Linear"], "weights": scheme | {"group_size": size}} for size in (32, 64)}
     layout = replace(LAYOUTS["int4"], config=base | {"config_groups": groups})
     parts = [layout.pack(random_matrix(32, 128, seed), group=size) for seed, size in enumerate((64, 32))]
     names = ["layer.gate_proj", "layer.up_proj"]
-    weights = save_modules(
-        tmp_path, layout, {name: part.tensors for name, part in zip(names, parts, strict=True)}
-    )
+    weights = save_modules(tmp_path, layout, {name: part.tensors for name, part in zip(names, parts, strict=True)})
     found = read(weights, (32, 128), names)
     assert found.group == 32
     assert torch.equal(dequantized(found), torch.cat([part.weight for part in parts]))

@@ -1,5 +1,5 @@
-"""Weights with 4 bits, and with 8 bits that are quantized already: results equal those of the dequantized weights, to the
-bit where sums are exact."""
+"""Weights with 4 bits, and stored ones with 8 bits: results equal those of the dequantized weights, to the bit where
+sums are exact."""
 
 from __future__ import annotations
 
@@ -295,9 +295,7 @@ def test_inconsistent_int8_weight_is_rejected(kernels, changes, message):
 
 def test_rows_can_be_selected():
     weight, rows = random_weight(8, 64, 32, ordered=True), torch.tensor([5, 0, 7])
-    assert torch.equal(
-        weight.take_rows(rows).dequantize(torch.float32), weight.dequantize(torch.float32)[rows]
-    )
+    assert torch.equal(weight.take_rows(rows).dequantize(torch.float32), weight.dequantize(torch.float32)[rows])
 
 
 def test_matrices_of_different_bits_are_not_concatenated():

@@ -202,7 +202,11 @@ def test_missing_device_is_named(device):
 
 @pytest.mark.parametrize(
     ("dtype", "stored", "device", "resolved"),
-    [("auto", "float16", "cpu", "bfloat16"), ("auto", "float16", "cuda", "float16"), ("float32", "float16", "cpu", "float32")],
+    [
+        ("auto", "float16", "cpu", "bfloat16"),
+        ("auto", "float16", "cuda", "float16"),
+        ("float32", "float16", "cpu", "float32"),
+    ],
 )
 def test_resolve_dtype_of_quantized_checkpoint(dtype, stored, device, resolved):
     assert resolve_dtype(dtype, stored, device, quantized=True) == resolved

@@ -49,7 +49,9 @@ class AwqReader:
     def describe(self, headers: Mapping[str, TensorHeader]) -> StoredMatrix:
         return StoredMatrix(8 * headers["qweight"].numel, "int4")
 
-    def read(self, tensors: ModuleTensors, shape: tuple[int, int], dtype: torch.dtype) -> QuantizedWeight | torch.Tensor:
+    def read(
+        self, tensors: ModuleTensors, shape: tuple[int, int], dtype: torch.dtype
+    ) -> QuantizedWeight | torch.Tensor:
         from .packing import quantized_weight, unpack_awq
 
         outputs, inputs = shape

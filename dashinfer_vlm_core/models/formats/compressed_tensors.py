@@ -118,7 +118,9 @@ class CompressedTensorsReader:
             return StoredMatrix(0, "none")
         return StoredMatrix(stored.numel * (32 // scheme.bits if packed else 1), scheme.stored_bits)
 
-    def read(self, tensors: ModuleTensors, shape: tuple[int, int], dtype: torch.dtype) -> QuantizedWeight | torch.Tensor:
+    def read(
+        self, tensors: ModuleTensors, shape: tuple[int, int], dtype: torch.dtype
+    ) -> QuantizedWeight | torch.Tensor:
         from .packing import load_order, quantized_weight
 
         is_packed = "weight_packed" in tensors
@@ -167,7 +169,7 @@ class CompressedTensorsReader:
 
 
 def _read_codes(tensors: ModuleTensors, scheme: Scheme, shape: tuple[int, int]) -> torch.Tensor:
-    """Return unsigned codes, uint8 [outputs, inputs]; stored ones are signed, or packed with half of the range added."""
+    """Return unsigned codes, uint8 [outputs, inputs]. Stored ones are signed, or half of the range is added."""
     from .packing import signed_to_unsigned, unpack_rows
 
     outputs, inputs = shape

@@ -23,7 +23,9 @@ def find_reader(folder: Path, formats: Mapping[str, CheckpointFormat]) -> Module
     """
     config = read_fields(folder / CONFIG)
     parents = [config] if config.get("text_config") is None else [config, config.section("text_config")]
-    declared = [(parent, field) for parent in parents for field in (FIELD, OLDER_FIELD) if parent.get(field) is not None]
+    declared = [
+        (parent, field) for parent in parents for field in (FIELD, OLDER_FIELD) if parent.get(field) is not None
+    ]
     if not declared:
         return None
     parent, field = declared[0]
@@ -34,14 +36,14 @@ def find_reader(folder: Path, formats: Mapping[str, CheckpointFormat]) -> Module
 def _format(fields: JsonFields, formats: Mapping[str, CheckpointFormat]) -> CheckpointFormat:
     # The first versions of compressed-tensors did not write `quant_method`.
     name = fields.get("quant_method") or ("compressed-tensors" if fields.get("config_groups") is not None else None)
-    if isinstance(name, str) and name in formats:
-        return formats[name]
-    fields.fail(
-        "quant_method",
-        f"is {name!r}, which is not supported" if name else "is missing",
-        f"Supported are {', '.join(sorted(formats))}: use a checkpoint in one of these formats, or the unquantized"
-        " checkpoint with `--quantization int4` or `int8`.",
-    )
+    if not isinstance(name, str) or name not in formats:
+        fields.fail(
+            "quant_method",
+            f"is {name!r}, which is not supported" if name else "is missing",
+            f"Supported are {', '.join(sorted(formats))}: use a checkpoint in one of these formats, or the unquantized"
+            " checkpoint with `--quantization int4` or `int8`.",
+        )
+    return formats[name]
 
 
 def quantized_modules(names: Iterable[str], reader: ModuleReader) -> frozenset[str]:

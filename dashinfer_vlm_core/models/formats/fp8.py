@@ -67,7 +67,9 @@ class Fp8Reader:
     def describe(self, headers: Mapping[str, TensorHeader]) -> StoredMatrix:
         return StoredMatrix(headers["weight"].numel if "weight" in headers else 0, "none")
 
-    def read(self, tensors: ModuleTensors, shape: tuple[int, int], dtype: torch.dtype) -> QuantizedWeight | torch.Tensor:
+    def read(
+        self, tensors: ModuleTensors, shape: tuple[int, int], dtype: torch.dtype
+    ) -> QuantizedWeight | torch.Tensor:
         scales = next(name for name in SCALES if name in tensors)
         return read_fp8(tensors, shape, dtype, scales=scales, block=self.block)
 

@@ -79,7 +79,9 @@ class GptqReader:
     def describe(self, headers: Mapping[str, TensorHeader]) -> StoredMatrix:
         return StoredMatrix(32 // self.bits * headers["qweight"].numel, self.stored_bits)
 
-    def read(self, tensors: ModuleTensors, shape: tuple[int, int], dtype: torch.dtype) -> QuantizedWeight | torch.Tensor:
+    def read(
+        self, tensors: ModuleTensors, shape: tuple[int, int], dtype: torch.dtype
+    ) -> QuantizedWeight | torch.Tensor:
         from .packing import load_order, quantized_weight, unpack_rows
 
         outputs, inputs = shape

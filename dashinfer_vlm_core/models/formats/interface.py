@@ -56,7 +56,9 @@ class ModuleReader(Protocol):
     def describe(self, headers: Mapping[str, TensorHeader]) -> StoredMatrix:
         """Describe a quantized module from the headers of its tensors, by their names within the module."""
 
-    def read(self, tensors: ModuleTensors, shape: tuple[int, int], dtype: torch.dtype) -> QuantizedWeight | torch.Tensor:
+    def read(
+        self, tensors: ModuleTensors, shape: tuple[int, int], dtype: torch.dtype
+    ) -> QuantizedWeight | torch.Tensor:
         """Read the weights of a quantized module, without rounding them again.
 
         Args:

@@ -23,7 +23,7 @@ FP8_ROWS_ELEMENTS = 1 << 20
 
 def unpack_rows(packed: Tensor, bits: int) -> Tensor:
     """Unpack int32 [rows, columns * bits / 32], low bits first, to uint8 [rows, columns], with 4 or 8 bits."""
-    stored = packed.contiguous().view(torch.uint8)
+    stored = _rows_of_bytes(packed)
     if bits == 8:
         return stored
     codes = mmap_buffer.empty([stored.shape[0], 2 * stored.shape[1]], torch.uint8, stored.device)
@@ -36,12 +36,18 @@ def unpack_rows(packed: Tensor, bits: int) -> Tensor:
 
 def unpack_awq(packed: Tensor) -> Tensor:
     """Unpack int32 [rows, columns / 8] in the order `AWQ_COLUMNS` to uint8 [columns, rows]: transposed."""
-    stored = packed.T.contiguous().view(torch.uint8).unflatten(1, (-1, 4))
+    stored = torch.unflatten(_rows_of_bytes(packed.T), 1, (-1, 4))
     codes = mmap_buffer.empty([len(stored), 8, stored.shape[1]], torch.uint8, stored.device)
     for place, column in enumerate(AWQ_COLUMNS):
         byte = stored[:, :, place // 2]
         codes[:, column] = byte >> 4 if place % 2 else byte & 15
     return codes.flatten(0, 1)
+
+
+def _rows_of_bytes(packed: Tensor) -> Tensor:
+    """Return int32 [rows, columns] as uint8 [rows, 4 * columns]."""
+    # Flat, since a tensor of one column can be contiguous with another stride than 1.
+    return packed.contiguous().view(-1).view(torch.uint8).view(len(packed), -1)
 
 
 def signed_to_unsigned(codes: Tensor, bits: int) -> Tensor:
@@ -120,5 +126,3 @@ def dequantize_fp8(weight: Tensor, scales: Tensor, block: Sequence[int], dtype: 
         blocks = blocks.repeat_interleave(block[0], dim=0)[: stop - start]
         out[start:stop] = weight[start:stop].float() * blocks.repeat_interleave(block[1], dim=1)[:, :inputs]
     return out
-
-

@@ -234,7 +234,7 @@ class VisionWeights(NamedTuple):
         return Norm(self.tensor(f"{name}.weight", width), self.tensor(f"{name}.bias", width))
 
     def matrix(self, names: Sequence[str], outputs: Sequence[int], inputs: int) -> torch.Tensor | QuantizedWeight:
-        """Read the weights of linear layers, concatenated along the outputs; the checkpoint may store them quantized."""
+        """Read the weights of linear layers, concatenated along the outputs. They may be stored quantized."""
         modules = [f"visual.{name}" for name in names]
         return self.weights.matrix(modules, outputs, inputs, device=self.device, dtype=self.dtype)
 
