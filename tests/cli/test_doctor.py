@@ -216,7 +216,7 @@ def test_plugins_can_register_checks(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "dtype", "status"), [("awq", "auto", "ok"), ("fp8-block", "float32", "slow")])
+@pytest.mark.parametrize(("layout", "dtype", "status"), [("awq", "bfloat16", "ok"), ("fp8-block", "float32", "slow")])
 def test_memory_of_a_quantized_checkpoint_is_reported(tiny_checkpoint, tmp_path, layout, dtype, status):
     model = write_quantized(tiny_checkpoint, tmp_path, LAYOUTS[layout]).quantized
     found = findings(run_process("doctor", "--json", DASHINFER_VLM_MODEL=str(model), DASHINFER_VLM_DTYPE=dtype))
