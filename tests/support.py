@@ -42,6 +42,7 @@ FEATURES = {
     "tools": "Tool calls",
     "int8": "8-bit weights (`--quantization int8`)",
     "int4": "4-bit weights (`--quantization int4`)",
+    "quantized-checkpoints": "AWQ, GPTQ, compressed-tensors and FP8 checkpoints",
     "int8-kv-cache": "8-bit KV cache (`--kv-cache-dtype int8`)",
     "cancellation": "Cancellation frees the request's memory",
     "restart": "A decoder that dies is replaced",

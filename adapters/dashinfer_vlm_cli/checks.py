@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, distributions, requires, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dashinfer_vlm_core.config import ENV_PREFIX, EngineConfig
 from dashinfer_vlm_core.config.folders import write_error
@@ -22,7 +23,13 @@ from dashinfer_vlm_core.kernels.choice import PYTORCH_SETS, Candidates, KernelSe
 from dashinfer_vlm_core.kernels.cpu import cpu_flags
 from dashinfer_vlm_core.kernels.devices import cuda_devices
 from dashinfer_vlm_core.media_workers.sandbox import missing_restrictions
+from dashinfer_vlm_core.models.checkpoint import cached_models
+from dashinfer_vlm_core.models.formats.detection import weight_memory
 from dashinfer_vlm_core.plugins import DISTRIBUTION, load_plugins
+
+if TYPE_CHECKING:
+    from dashinfer_vlm_core.models.formats.interface import ModuleReader
+    from dashinfer_vlm_core.models.spec import ModelSpec
 
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "llguidance", "pillow", "numpy")
 EXTRAS: dict[str, tuple[str, ...]] = {
@@ -166,6 +173,7 @@ def _configured() -> Iterator[Finding]:
         return
     yield _cache(config)
     yield from _kernels(config)
+    yield from _weights(config)
     yield _disk(config)
     yield _media_workers(config)
     yield from _registered(config)
@@ -229,6 +237,47 @@ def _kernel_choices(selector: KernelSelector) -> Finding:
     ]
     none = "none stored: large models are measured at their first start, or by `dashinfer-vlm tune MODEL`"
     return Finding(name="kernel choices", status="ok", detail="; ".join(choices) or none)
+
+
+def _weights(config: EngineConfig) -> Iterator[Finding]:
+    """Report what becomes of the weights of the configured model, if it is quantized and on this machine."""
+    registry = load_plugins()
+    try:
+        folder = registry.models.get(config.model) or _local_folder(config.model)
+        spec = registry.load_spec(folder) if folder else None
+        if spec is not None and spec.quantization is not None:
+            yield _stored_weights(config, KernelSelector(registry.kernels.values(), config), spec, spec.quantization)
+    except DashInferVLMError as error:
+        yield Finding(name="weights", status="broken", detail=f"{config.model} cannot be loaded", fix=error.message)
+    except ImportError:
+        yield _without_torch("weights")
+
+
+def _local_folder(model: str) -> Path | None:
+    folder = Path(model).expanduser()
+    return folder if (folder / "config.json").is_file() else cached_models().get(model)
+
+
+def _stored_weights(config: EngineConfig, selector: KernelSelector, spec: ModelSpec, reader: ModuleReader) -> Finding:
+    from dashinfer_vlm_core.kernels.quantization import supported_bits
+    from dashinfer_vlm_core.models.files import stored_headers, stored_tensors
+    from dashinfer_vlm_core.models.placement import resolve_device, resolve_dtype
+    from dashinfer_vlm_core.models.weights import torch_dtype
+
+    device = resolve_device(config.device)
+    name = resolve_dtype(config.dtype, spec.dtype, device, quantized=True)
+    dtype = torch_dtype(name)
+    kernels = selector.find_kernels(device, dtype, spec.text).kernels
+    headers = stored_headers(stored_tensors(spec.folder, spec.tensor_renames))
+    supported = supported_bits(kernels) if kernels else frozenset()
+    memory = weight_memory(headers, reader, supported=supported, itemsize=dtype.itemsize)
+    detail = f"{config.model}, {memory.format}: {memory.describe(name, kernels.name if kernels else '')}"
+    if not memory.widened:
+        return Finding(name="weights", status="ok", detail=detail)
+    fix = "See docs/quantization.md for what each kind of kernels keeps."
+    if kernels and kernels.supports_int8:
+        fix = "To round the widened weights to 8 bits, use `--quantization int8`."
+    return Finding(name="weights", status="slow", detail=detail, fix=fix)
 
 
 def _without_torch(name: str) -> Finding:

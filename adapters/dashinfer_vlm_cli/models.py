@@ -80,7 +80,7 @@ def _row(registry: Registry, name: str, origin: str, folder: Path) -> ModelRow:
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     row = ModelRow(name=name, origin=origin, folder=str(folder), bytes=size)
     try:
-        spec = registry.family_of(folder).load_spec(folder)
+        spec = registry.load_spec(folder)
     except (CheckpointError, PluginError) as error:
         return dataclasses.replace(row, problem=error.message.split(";")[0])
     return dataclasses.replace(row, dtype=spec.dtype, context=spec.max_model_len)

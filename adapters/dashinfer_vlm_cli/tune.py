@@ -136,11 +136,13 @@ def measure_model(config: EngineConfig) -> Iterator[TunedPart]:
     registry = load_plugins()
     folder = find_model(config.model, registered=registry.models, revision=config.revision)
     family = registry.family_of(folder)
-    spec = family.load_spec(folder)
+    spec = registry.load_spec(folder)
     device = resolve_device(config.device)
-    dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, device))
+    stored = spec.quantization
+    dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, device, quantized=stored is not None))
     vision = vision_workload(vision_linears(family, spec), quantization=config.resolved_vision_quantization)
-    selector = KernelSelector(registry.kernels.values(), config, vision=vision)
+    stored_bits = stored.stored_bits if stored else "none"
+    selector = KernelSelector(registry.kernels.values(), config, vision=vision, stored_bits=stored_bits)
     yield _measure_part(selector, device, dtype, spec.text)
     if vision is not None:
         yield _measure_part(selector, device, dtype, None)

@@ -32,7 +32,7 @@ def _spec_of(model: str) -> ModelSpec | None:
     """Return the specification of a checkpoint; None for a Hugging Face model ID, which may not be downloaded yet."""
     registry = load_plugins()
     folder = registry.models.get(model, Path(model).expanduser())
-    return registry.family_of(folder).load_spec(folder) if folder.is_dir() else None
+    return registry.load_spec(folder) if folder.is_dir() else None
 
 
 def _supports_guided_decoding(decoder: str) -> bool:

@@ -49,7 +49,7 @@ def register_known_models(provider: str) -> None:
 def _spec(registry: Registry, folder: Path) -> ModelSpec | None:
     """Return the specification of a checkpoint; None if it cannot be read."""
     try:
-        return registry.family_of(folder).load_spec(folder)
+        return registry.load_spec(folder)
     except SetupError as error:
         logger.warning("A model was not registered with LiteLLM: %s", error.message)
         return None

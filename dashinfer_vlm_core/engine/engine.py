@@ -355,10 +355,11 @@ async def load_pipeline(
     readers = select_readers(registry.video_readers, config)
     folder = await asyncio.to_thread(find_model, config.model, registered=registry.models, revision=config.revision)
     family = registry.family_of(folder)
-    spec = family.load_spec(folder)
+    spec = registry.load_spec(folder)
     linears = vision_linears(family, spec)
     workload = vision_workload(linears, quantization=config.resolved_vision_quantization)
-    kernels = KernelSelector(registry.kernels.values(), config, vision=workload)
+    stored = spec.quantization.stored_bits if spec.quantization else "none"
+    kernels = KernelSelector(registry.kernels.values(), config, vision=workload, stored_bits=stored)
     factory, reason = select_decoder(registry, spec, config)
     logger.info("model %s from %s, decoder %s: %s", config.name, folder, factory.name, reason)
     decoder = await asyncio.to_thread(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..decoders import DecoderFactory
     from ..kernels.choice import KernelFactory
     from ..media.types import VideoReader
+    from ..models.formats.interface import CheckpointFormat
     from ..models.interface import ModelFamily
 
 GROUP = "dashinfer_vlm"
@@ -76,6 +77,11 @@ def register_kernels(register: Callable[[KernelFactory], None]) -> None:
 @hookspec
 def register_video_readers(register: Callable[[VideoReader], None]) -> None:
     """Register a reader for video files."""
+
+
+@hookspec
+def register_checkpoint_formats(register: Callable[[CheckpointFormat], None]) -> None:
+    """Register a format of quantized checkpoints."""
 
 
 @hookspec

@@ -8,7 +8,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
@@ -149,6 +149,8 @@ class KernelSelector:
         config: its `cpu_kernels` is the name of a kernel set or `auto`.
         vision: the workload of the vision encoder; without it, its kernels are selected by priority.
         budget: seconds for the measurement of one part of a model.
+        stored_bits: data type of the checkpoint's quantized weights, see `ModuleReader`. Kernels are measured with it
+            if any of them keep it, otherwise with the dequantized weights.
     """
 
     def __init__(
@@ -158,11 +160,13 @@ class KernelSelector:
         *,
         vision: Workload | None = None,
         budget: float = BUDGET,
+        stored_bits: str = "none",
     ) -> None:
         self._factories = sorted(factories, key=lambda factory: -factory.priority)
         self._config = config
         self._vision = vision
         self._budget = budget
+        self._stored_bits = stored_bits
         self._cache = _choice_cache(config)
         self._lock = threading.Lock()
         self._choices: dict[tuple[str, str, TextModelSpec | None], KernelChoice] = {}
@@ -209,7 +213,7 @@ class KernelSelector:
         workload = self.workload(text)
         if not _is_cpu(device) or workload is None:
             raise ConfigError(f"The kernel sets cannot be measured: {_unmeasured_reason(device, workload)}.")
-        usable = _supporting(self.candidates(device, dtype, text).loaded, workload)
+        workload, usable = self._usable(self.candidates(device, dtype, text).loaded, workload)
         if not usable:
             message = f"No kernel set that can run here supports `quantization` {workload.quantization}. Remove it."
             raise ConfigError(message, param="quantization")
@@ -218,11 +222,10 @@ class KernelSelector:
 
     def workload(self, text: TextModelSpec | None = None) -> Workload | None:
         """Return the workload of a text model, or of the vision encoder, if its model family describes it."""
-        return (
-            self._vision
-            if text is None
-            else text_workload(text, quantization=self._config.quantization.removeprefix("u"))
-        )
+        if text is None:
+            return self._vision
+        configured = self._config.quantization.removeprefix("u")
+        return text_workload(text, quantization=configured if self._stored_bits == "none" else self._stored_bits)
 
     def candidates(self, device: str, dtype: torch.dtype, text: TextModelSpec | None = None) -> Candidates:
         """Load every kernel set for models on `device` in `dtype`, but only one of each family; see `KernelFactory`."""
@@ -310,7 +313,7 @@ class KernelSelector:
     def _by_measurement(self, device: str, dtype: torch.dtype, text: TextModelSpec | None) -> KernelChoice:
         workload, candidates = self.workload(text), self.candidates(device, dtype, text).loaded
         assert workload is not None
-        usable = _supporting(candidates, workload)
+        workload, usable = self._usable(candidates, workload)
         if not usable:  # the decoder reports it
             return self._by_priority(device, dtype, text, f"since none supports `quantization` {workload.quantization}")
         if usable.keys() <= set(PYTORCH_SETS):
@@ -323,6 +326,13 @@ class KernelSelector:
             return found
         with self._cache.locked():
             return self._stored_choice(conditions, usable) or self._measure(usable, dtype, workload)
+
+    def _usable(self, loaded: Mapping[str, Kernels], workload: Workload) -> tuple[Workload, dict[str, Kernels]]:
+        """Return the sets that support the quantization of a workload, and the workload to measure them with."""
+        usable = _supporting(loaded, workload)
+        if usable or self._config.quantization != "none":
+            return workload, usable
+        return replace(workload, quantization="none"), dict(loaded)  # stored weights are then dequantized
 
     def _stored_choice(self, conditions: Conditions, usable: Mapping[str, Kernels]) -> KernelChoice | None:
         stored = self._cache.load(conditions)

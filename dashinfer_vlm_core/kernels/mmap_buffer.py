@@ -18,10 +18,11 @@ MIN_MMAP_BYTES = 1 << 20
 """Smaller tensors use torch's allocator: they are not worth a system call."""
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a CPU tensor with uninitialized values (zeros if it has its own mapping)."""
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """Return a tensor with uninitialized values (zeros if it has its own mapping, which is only possible on a CPU)."""
     count = math.prod(shape)
-    if count * dtype.itemsize < MIN_MMAP_BYTES or sys.platform == "win32":
-        return torch.empty(*shape, dtype=dtype)
+    on_cpu = torch.device(device).type == "cpu"
+    if not on_cpu or count * dtype.itemsize < MIN_MMAP_BYTES or sys.platform == "win32":
+        return torch.empty(*shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(*shape)

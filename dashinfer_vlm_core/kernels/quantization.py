@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..deprecation import warn_renamed
+from . import mmap_buffer
 
 if TYPE_CHECKING:
     from .types import Kernels
@@ -19,7 +21,10 @@ GROUPS = (32, 64, 128)
 
 MAX_CODE = 15
 MAX_ZERO = 16
-"""Largest zero point: GPTQ's first format stores zero points minus one."""
+"""Largest zero point of weights with 4 bits: GPTQ's first format stores zero points minus one."""
+
+SYMMETRIC_ZERO = 128
+"""Zero point of all 8-bit weights that kernels keep in 8 bits."""
 
 ROWS_ELEMENTS = 1 << 20
 """Number of weights that `quantize` processes together, to limit the memory for intermediate results."""
@@ -75,15 +80,16 @@ def quantization_options(kernels: Kernels, quantization: Quantization | None) ->
 
 
 class QuantizedWeight(NamedTuple):
-    """Weights with 4 bits: weight[o, i] = (codes[o, i] - zeros[o, i // group]) * scales[o, i // group].
+    """Quantized weights: weight[o, i] = (codes[o, i] - zeros[o, i // group]) * scales[o, i // group].
 
     Attributes:
-        codes: uint8 [outputs, inputs], 0 to 15.
+        codes: uint8 [outputs, inputs], 0 to 15 with 4 bits.
         scales: float [outputs, groups]; the last group may be incomplete.
-        zeros: uint8 [outputs, groups], 0 to 16.
-        group: number of inputs of a group, one of `GROUPS`.
+        zeros: [outputs, groups]: with 4 bits, uint8, 0 to 16; with 8 bits, int16, 0 to 256.
+        group: number of inputs of a group; with 4 bits, one of `GROUPS`.
         order: int64 [inputs], a permutation: column i of `codes` multiplies input order[i] (`act-order` of GPTQ); None
             if the columns are in the order of the inputs.
+        bits: 4 or 8.
     """
 
     codes: Tensor
@@ -91,6 +97,7 @@ class QuantizedWeight(NamedTuple):
     zeros: Tensor
     group: int
     order: Tensor | None = None
+    bits: int = 4
 
     def check(self) -> None:
         """Check shapes, types and ranges.
@@ -98,30 +105,104 @@ class QuantizedWeight(NamedTuple):
         Raises:
             ValueError: the message names the attribute and the expected value.
         """
-        if self.group not in GROUPS:
-            raise ValueError(f"`group` must be one of {', '.join(map(str, GROUPS))}, got {self.group}.")
+        if self.bits not in (4, 8):
+            raise ValueError(f"`bits` must be 4 or 8, got {self.bits}.")
+        if self.group not in GROUPS and (self.bits == 4 or self.group < 1):
+            expected = f"one of {', '.join(map(str, GROUPS))}" if self.bits == 4 else "positive"
+            raise ValueError(f"`group` must be {expected}, got {self.group}.")
         if self.codes.dtype != torch.uint8 or self.codes.dim() != 2:
             raise ValueError(f"`codes` must be uint8 [outputs, inputs], got {_describe(self.codes)}.")
         outputs, inputs = self.codes.shape
         shape = (outputs, -(-inputs // self.group))
-        if self.zeros.dtype != torch.uint8 or self.zeros.shape != shape:
-            raise ValueError(f"`zeros` must be uint8 {list(shape)}, got {_describe(self.zeros)}.")
+        dtype, max_zero = (torch.uint8, MAX_ZERO) if self.bits == 4 else (torch.int16, 256)
+        if self.zeros.dtype != dtype or self.zeros.shape != shape:
+            name = str(dtype).removeprefix("torch.")
+            raise ValueError(f"`zeros` must be {name} {list(shape)}, got {_describe(self.zeros)}.")
         if not self.scales.is_floating_point() or self.scales.shape != shape:
             raise ValueError(f"`scales` must be floats {list(shape)}, got {_describe(self.scales)}.")
-        for name, values, limit in (("codes", self.codes, MAX_CODE), ("zeros", self.zeros, MAX_ZERO)):
+        max_code = MAX_CODE if self.bits == 4 else 255
+        for name, values, limit in (("codes", self.codes, max_code), ("zeros", self.zeros, max_zero)):
             if values.numel() and int(values.max()) > limit:
                 raise ValueError(f"`{name}` must be at most {limit}, got {int(values.max())}.")
         if self.order is not None and not torch.equal(self.order.sort().values.cpu(), torch.arange(inputs)):
             raise ValueError(f"`order` must be a permutation of 0 to {inputs - 1}.")
 
+    @property
+    def is_symmetric_int8(self) -> bool:
+        """Whether the weights are those of `quantization=INT8`: signed, with one scale per output."""
+        return (
+            self.bits == 8
+            and self.order is None
+            and self.scales.shape[1] == 1
+            and bool((self.zeros == SYMMETRIC_ZERO).all())
+        )
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weights [outputs, inputs] in `dtype`, with the columns in the order of the inputs."""
-        scales, zeros = (
-            part.float().repeat_interleave(self.group, dim=1)[:, : self.codes.shape[1]]
-            for part in (self.scales, self.zeros)
-        )
-        weight = ((self.codes.float() - zeros) * scales).to(dtype)
-        return weight if self.order is None else weight[:, self.order.argsort()]
+        weight = mmap_buffer.empty(self.codes.shape, dtype, self.codes.device)
+        self.dequantize_into(weight)
+        return weight
+
+    def dequantize_into(self, weight: Tensor) -> None:
+        """Write the weights to `weight` [outputs, inputs]; see `dequantize`."""
+        inputs = self.codes.shape[1]
+        columns = slice(None) if self.order is None else self.order.argsort()
+        rows = max(1, ROWS_ELEMENTS // max(1, inputs))
+        parts = (torch.split(tensor, rows) for tensor in (weight, self.codes, self.scales, self.zeros))
+        for part, codes, *groups in zip(*parts, strict=True):
+            scales, zeros = (x.float().repeat_interleave(self.group, dim=1)[:, :inputs] for x in groups)
+            part.copy_(((codes.float() - zeros) * scales)[:, columns])
+
+    def take_rows(self, rows: Tensor) -> QuantizedWeight:
+        """Return the outputs `rows`, int64 [outputs], in this order."""
+        return self._replace(codes=self.codes[rows], scales=self.scales[rows], zeros=self.zeros[rows])
+
+
+def concatenate(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+    """Concatenate matrices along the outputs, without rounding; None if they cannot be one `QuantizedWeight`.
+
+    With 4 bits, groups of different sizes are split into smaller ones with the same scale and zero point.
+    """
+    first, inputs = weights[0], weights[0].codes.shape[1]
+    group = min(weight.group for weight in weights)
+    if any(weight.bits != first.bits or weight.group % group or not _same_order(weight, first) for weight in weights):
+        return None
+    parts = [_split_groups(weight, group, inputs) for weight in weights]
+    codes = mmap_buffer.empty([sum(len(part.codes) for part in parts), inputs], torch.uint8, first.codes.device)
+    torch.cat([part.codes for part in parts], out=codes)
+    scales, zeros = (torch.cat(tensors) for tensors in list(zip(*parts, strict=True))[1:3])
+    return QuantizedWeight(codes, scales, zeros, group, first.order, first.bits)
+
+
+def _same_order(weight: QuantizedWeight, other: QuantizedWeight) -> bool:
+    if weight.order is None or other.order is None:
+        return weight.order is other.order
+    return torch.equal(weight.order, other.order)
+
+
+def _split_groups(weight: QuantizedWeight, group: int, inputs: int) -> QuantizedWeight:
+    count = -(-inputs // group)
+    scales, zeros = (
+        part.repeat_interleave(weight.group // group, dim=1)[:, :count] for part in (weight.scales, weight.zeros)
+    )
+    return weight._replace(scales=scales, zeros=zeros, group=group)
+
+
+def supported_bits(kernels: Kernels) -> frozenset[Literal["int4", "int8"]]:
+    """Return the bits in which the kernels keep weights that are quantized already; `int8`: one scale per output."""
+    if not hasattr(kernels, "linear_quantized"):  # kernels of plugins may not have it
+        return frozenset()
+    bits: list[tuple[Literal["int4", "int8"], bool]] = [
+        ("int4", kernels.supports_int4),
+        ("int8", kernels.supports_int8),
+    ]
+    return frozenset(name for name, is_supported in bits if is_supported)
+
+
+def keeps_bits(kernels: Kernels, weight: QuantizedWeight) -> bool:
+    """Whether kernels keep weights in their 4 or 8 bits; otherwise, they have to be dequantized."""
+    supported = supported_bits(kernels)
+    return "int4" in supported if weight.bits == 4 else "int8" in supported and weight.is_symmetric_int8
 
 
 def _describe(tensor: Tensor) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError
+from .headers import TensorHeader
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -27,6 +29,32 @@ def stored_tensors(folder: Path, renames: Iterable[tuple[str, str]] = ()) -> dic
     """
     rules = [(re.compile(pattern), replacement) for pattern, replacement in renames]
     return {_renamed(name, rules): (file, name) for file in _files(folder) for name in _names(file)}
+
+
+def stored_headers(tensors: Mapping[str, tuple[Path, str]]) -> dict[str, TensorHeader]:
+    """Read the headers of the tensors that `stored_tensors` returns.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    names: dict[Path, list[tuple[str, str]]] = {}
+    for name, (file, stored) in tensors.items():
+        names.setdefault(file, []).append((name, stored))
+    return {name: header for file, pairs in names.items() for name, header in _headers(file, pairs)}
+
+
+def _headers(file: Path, names: Iterable[tuple[str, str]]) -> list[tuple[str, TensorHeader]]:
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            return [(name, read_header(opened, stored)) for name, stored in names]
+    except (OSError, SafetensorError) as error:
+        raise unreadable_file_error(file, error) from error
+
+
+def read_header(opened: Any, name: str) -> TensorHeader:
+    """Read the header of a tensor of a file that `safe_open` opened."""
+    tensor = opened.get_slice(name)
+    return TensorHeader(tuple(tensor.get_shape()), str(tensor.get_dtype()))
 
 
 def unreadable_file_error(file: Path, error: Exception) -> CheckpointError:

@@ -25,15 +25,18 @@ def resolve_device(device: str) -> str:
     return device
 
 
-def resolve_dtype(dtype: str, stored: str, device: str) -> str:
+def resolve_dtype(dtype: str, stored: str, device: str, *, quantized: bool = False) -> str:
     """Resolve `EngineConfig.dtype` for weights stored as `stored`; `device` is already resolved.
 
-    `auto` is the stored dtype, except that float16 weights on a CPU become float32: CPUs compute float16 slowly, and
-    bfloat16 would drop three of its bits. An explicit dtype is used as is.
+    `auto` is the stored dtype, except for float16 on a CPU, which computes it slowly. It becomes float32, since
+    bfloat16 would drop three of its bits, and in a `quantized` checkpoint bfloat16: the kernels for weights with 4 and
+    8 bits require it, and these weights have larger errors. An explicit dtype is used as is.
     """
     if dtype != "auto":
         return dtype
-    return "float32" if stored == "float16" and torch.device(device).type == "cpu" else stored
+    if stored == "float16" and torch.device(device).type == "cpu":
+        return "bfloat16" if quantized else "float32"
+    return stored
 
 
 def quantizes_vision_encoder(config: EngineConfig, kernels: Kernels) -> bool:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..media.frame_sampling import VideoSamplingPolicy
 from ..tokenization.conversation import ConversationFormat
+
+if TYPE_CHECKING:
+    from .formats.interface import ModuleReader
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +86,8 @@ class TextWeightNames:
 
     Attributes:
         layer: prefix of a layer, where `{}` is its index; the attributes after this one are names within a layer.
+        expert_gate: a layer of one expert, where `{}` is its index, as in the next two: quantized checkpoints store
+            experts separately.
     """
 
     embedding: str = "model.embed_tokens"
@@ -103,6 +108,9 @@ class TextWeightNames:
     router: str = "mlp.gate"
     experts_gate_up: str = "mlp.experts.gate_up_proj"
     experts_down: str = "mlp.experts.down_proj"
+    expert_gate: str = "mlp.experts.{}.gate_proj"
+    expert_up: str = "mlp.experts.{}.up_proj"
+    expert_down: str = "mlp.experts.{}.down_proj"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +201,7 @@ class ModelSpec:
         folder: the folder with its files.
         model_type: `model_type` of its `config.json`; the key of the family that loads it.
         max_model_len: maximum number of tokens of prompt and response together.
-        dtype: dtype of the stored weights, as torch names it.
+        dtype: dtype of the stored weights that are not quantized, as torch names it.
         video: the policy that selects the frames of a video.
         conversation: the format of tool calls.
         profile: its capabilities, which the adapters report.
@@ -212,6 +220,7 @@ class ModelSpec:
     conversation: ConversationFormat
     profile: Profile
     tensor_renames: tuple[tuple[str, str], ...] = ()
+    quantization: ModuleReader | None = None
 
     @property
     def vocab_size(self) -> int:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError, ConfigError
 from ..kernels import mmap_buffer
-from .files import stored_tensors, unreadable_file_error
+from ..kernels.quantization import QuantizedWeight, concatenate
+from .files import read_header, stored_headers, stored_tensors, unreadable_file_error
+from .formats.detection import quantized_modules
+from .formats.interface import ModuleReader
+from .headers import TensorHeader, module_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+T = TypeVar("T")
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -27,21 +33,29 @@ class Weights:
 
     Attributes:
         names: names of the tensors.
+        reader: reads the modules whose weights are quantized; None if the checkpoint is not quantized.
+        widened: names of the modules that were dequantized, because a layer joins them with modules that are quantized
+            in another way.
     """
 
-    def __init__(self, stored: Mapping[str, tuple[Path, str]]) -> None:
+    def __init__(self, stored: Mapping[str, tuple[Path, str]], reader: ModuleReader | None = None) -> None:
         """Use `open` instead. `stored` maps a name to the file and the stored name."""
         self._stored = dict(stored)
         self.names: frozenset[str] = frozenset(self._stored)
+        self.reader = reader
+        self._quantized = quantized_modules(self.names, reader) if reader else frozenset[str]()
+        self.widened: list[str] = []
 
     @classmethod
-    def open(cls, folder: Path, renames: Iterable[tuple[str, str]] = ()) -> Weights:
-        """List the tensors of the checkpoint in `folder`; `renames` as in `ModelSpec.tensor_renames`.
+    def open(
+        cls, folder: Path, renames: Iterable[tuple[str, str]] = (), quantization: ModuleReader | None = None
+    ) -> Weights:
+        """List the tensors of the checkpoint in `folder`; `renames` and `quantization` as in `ModelSpec`.
 
         Raises:
             CheckpointError: there are no safetensors files, a shard is missing, or a file is damaged.
         """
-        return cls(stored_tensors(folder, renames))
+        return cls(stored_tensors(folder, renames), quantization)
 
     def tensor(self, name: str, shape: Sequence[int], *, device: str, dtype: torch.dtype) -> torch.Tensor:
         """Load a tensor of `shape` into newly allocated memory on `device`, converted to `dtype`.
@@ -53,12 +67,75 @@ class Weights:
         self.read(name, tensor)
         return tensor
 
+    def matrix(
+        self, modules: Sequence[str], outputs: Sequence[int], inputs: int, *, device: str, dtype: torch.dtype
+    ) -> torch.Tensor | QuantizedWeight:
+        """Load the weights of linear layers, whose outputs are concatenated.
+
+        Quantized weights stay quantized if those of all modules are, in a compatible way; otherwise, they are
+        dequantized to `dtype`.
+
+        Args:
+            modules: the names of the layers, without `.weight`.
+            outputs: their numbers of outputs.
+            inputs: the number of inputs.
+            device: torch's name of the device.
+            dtype: the dtype of weights that are not quantized.
+
+        Raises:
+            CheckpointError: a tensor is missing or has another shape, or a file is damaged.
+        """
+        if self._quantized.isdisjoint(modules):
+            joined = self.empty([sum(outputs), inputs], device=device, dtype=dtype)
+            for module, part in zip(modules, torch.split(joined, list(outputs)), strict=True):
+                self.read(f"{module}.weight", part)
+            return joined
+        shapes = [(count, inputs) for count in outputs]
+        parts = [self._part(*named, device=device, dtype=dtype) for named in zip(modules, shapes, strict=True)]
+        return self._join(modules, parts, inputs, device=device, dtype=dtype)
+
+    def _part(
+        self, module: str, shape: tuple[int, int], *, device: str, dtype: torch.dtype
+    ) -> torch.Tensor | QuantizedWeight:
+        if self.reader is None or module not in self._quantized:
+            return self.tensor(f"{module}.weight", shape, device=device, dtype=dtype)
+        tensors = ModuleTensors(self._with_file, self._stored, module, device)
+        weight = self.reader.read(tensors, shape, dtype)
+        if isinstance(weight, QuantizedWeight):
+            try:
+                weight.check()
+            except ValueError as error:
+                tensors.fail(self.reader.markers[0], f"is inconsistent: {error}")
+        return weight
+
+    def _join(
+        self,
+        modules: Sequence[str],
+        parts: Sequence[torch.Tensor | QuantizedWeight],
+        inputs: int,
+        *,
+        device: str,
+        dtype: torch.dtype,
+    ) -> torch.Tensor | QuantizedWeight:
+        if len(parts) == 1:
+            return parts[0]
+        quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
+        if len(quantized) == len(parts) and (together := concatenate(quantized)):
+            return together
+        counts = [len(part.codes if isinstance(part, QuantizedWeight) else part) for part in parts]
+        joined = self.empty([sum(counts), inputs], device=device, dtype=dtype)
+        for module, part, into in zip(modules, parts, torch.split(joined, counts), strict=True):
+            if isinstance(part, QuantizedWeight):
+                part.dequantize_into(into)
+                self.widened.append(module)
+            else:
+                into.copy_(part)
+        return joined
+
     @staticmethod
     def empty(shape: Sequence[int], *, device: str, dtype: torch.dtype) -> torch.Tensor:
         """Allocate a tensor to read weights into, often only briefly before they are packed into another layout."""
-        if device == "cpu":
-            return mmap_buffer.empty(shape, dtype)
-        return torch.empty(*shape, device=device, dtype=dtype)
+        return mmap_buffer.empty(shape, dtype, device)
 
     def read(self, name: str, into: torch.Tensor) -> None:
         """Copy a stored tensor into `into`, which has the same shape and may be a view, with dtype conversion.
@@ -68,18 +145,7 @@ class Weights:
         Raises:
             CheckpointError: as for `tensor`.
         """
-        file, stored_name = self._locate(name)
-        try:
-            with safe_open(file, framework="pt") as opened:
-                shape = opened.get_slice(stored_name).get_shape()
-                if shape != list(into.shape):
-                    raise CheckpointError(
-                        f"{file}: tensor {stored_name!r} is {shape}, but the configuration requires "
-                        f"{list(into.shape)}. Use config.json and safetensors files of the same checkpoint."
-                    )
-                into.copy_(opened.get_tensor(stored_name))
-        except (OSError, SafetensorError) as error:
-            raise unreadable_file_error(file, error) from error
+        self._with_file(name, lambda opened, file, stored: _copy(opened, file, stored, into))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the stored shape of a tensor.
@@ -87,10 +153,22 @@ class Weights:
         Raises:
             CheckpointError: the tensor is missing, or its file is damaged.
         """
+        return self._with_file(name, lambda opened, _, stored: read_header(opened, stored).shape)
+
+    def headers(self) -> dict[str, TensorHeader]:
+        """Read the headers of all tensors.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
+        return stored_headers(self._stored)
+
+    def _with_file(self, name: str, use: Callable[[Any, Path, str], T]) -> T:
+        """Call `use` with the opened file of a tensor, its path, and the stored name."""
         file, stored_name = self._locate(name)
         try:
             with safe_open(file, framework="pt") as opened:
-                return tuple(opened.get_slice(stored_name).get_shape())
+                return use(opened, file, stored_name)
         except (OSError, SafetensorError) as error:
             raise unreadable_file_error(file, error) from error
 
@@ -109,6 +187,107 @@ class Weights:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _copy(opened: Any, file: Path, name: str, into: torch.Tensor) -> None:
+    header = read_header(opened, name)
+    if header.shape != into.shape:
+        raise CheckpointError(
+            f"{file}: tensor {name!r} is {list(header.shape)}, but the configuration requires "
+            f"{list(into.shape)}. Use config.json and safetensors files of the same checkpoint."
+        )
+    tensor = opened.get_tensor(name)
+    if not tensor.is_floating_point() or tensor.itemsize == 1:
+        raise CheckpointError(
+            f"{file}: tensor {name!r} is {header.dtype}, but its module has no scales in the"
+            " format that `quantization_config` in config.json declares. Copy or download the checkpoint again."
+        )
+    into.copy_(tensor)
+
+
+class ModuleTensors:
+    """The stored tensors of one module, for a `ModuleReader`.
+
+    Attributes:
+        FLOATS: names of the dtypes of scales.
+        device: where tensors are loaded.
+    """
+
+    FLOATS: ClassVar[tuple[str, ...]] = ("float16", "bfloat16", "float32")
+
+    def __init__(
+        self,
+        with_file: Callable[[str, Callable[[Any, Path, str], Any]], Any],
+        stored: Mapping[str, tuple[Path, str]],
+        module: str,
+        device: str,
+    ) -> None:
+        """Use `Weights.matrix` instead."""
+        self._with_file = with_file
+        self._stored = stored
+        self._module = module
+        self.device = device
+
+    def __contains__(self, name: str) -> bool:
+        return self._name(name) in self._stored
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor.
+
+        Raises:
+            CheckpointError: it is missing, or its file is damaged.
+        """
+        return self._header(name).shape
+
+    def dtype(self, name: str) -> str:
+        """Return the dtype of a tensor as safetensors names it, such as `I32` or `F8_E4M3`.
+
+        Raises:
+            CheckpointError: as for `shape`.
+        """
+        return self._header(name).dtype
+
+    def load(
+        self, name: str, dtypes: Sequence[str], shape: Sequence[int], *, device: str | None = None
+    ) -> torch.Tensor:
+        """Load a tensor.
+
+        Args:
+            name: its name within the module.
+            dtypes: torch's names of the expected dtypes.
+            shape: the expected shape.
+            device: the device; `self.device` by default.
+
+        Raises:
+            CheckpointError: it is missing or has another dtype or shape, or its file is damaged.
+        """
+        found = self.shape(name)
+        if found != tuple(shape):
+            self.fail(name, f"is {list(found)}, but config.json requires {list(shape)}")
+        tensor: torch.Tensor = self._with_file(self._name(name), lambda opened, _, stored: opened.get_tensor(stored))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in dtypes:
+            self.fail(name, f"is {dtype}, expected {' or '.join(dtypes)}")
+        return tensor.to(device or self.device)
+
+    def fail(self, name: str, problem: str) -> NoReturn:
+        """Raise a `CheckpointError` that names a tensor and its file."""
+        file, stored = self._stored[self._name(name)]
+        raise CheckpointError(
+            f"{file}: tensor {stored!r} {problem}. Use config.json and safetensors files of the same checkpoint."
+        )
+
+    def _name(self, name: str) -> str:
+        return f"{self._module}.{name}"
+
+    def _header(self, name: str) -> TensorHeader:
+        if name not in self:
+            file = next(file for other, (file, _) in self._stored.items() if module_of(other)[0] == self._module)
+            raise CheckpointError(
+                f"{file}: module {self._module!r} has no tensor {name!r}. Copy or download the checkpoint again."
+            )
+        header: TensorHeader = self._with_file(self._name(name), lambda opened, _, stored: read_header(opened, stored))
+        return header
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -24,6 +24,7 @@ from ..hookspecs.discovery import (
 )
 from ..hookspecs.legacy import current_decoder_factory
 from ..models.checkpoint import model_type
+from ..models.formats.detection import find_reader
 
 if TYPE_CHECKING:
     import click
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
     from ..decoders import DecoderFactory
     from ..kernels.choice import KernelFactory
     from ..media.types import VideoReader
+    from ..models.formats.interface import CheckpointFormat
     from ..models.interface import ModelFamily
+    from ..models.spec import ModelSpec
 
 ADAPTER_GROUP = f"{GROUP}.adapters"
 
@@ -71,6 +74,7 @@ class Registry:
     decoders: dict[str, DecoderFactory] = field(default_factory=dict)
     kernels: dict[str, KernelFactory] = field(default_factory=dict)
     video_readers: dict[str, VideoReader] = field(default_factory=dict)
+    checkpoint_formats: dict[str, CheckpointFormat] = field(default_factory=dict)
     checks: dict[str, Callable[[EngineConfig], Iterable[Finding]]] = field(default_factory=dict)
     options: dict[str, type[PluginOptions]] = field(default_factory=dict)
     rows: list[PluginRow] = field(default_factory=list)
@@ -86,6 +90,16 @@ class Registry:
             PluginError: no plugin supports this `model_type`.
         """
         return self.family(model_type(folder))
+
+    def load_spec(self, folder: Path) -> ModelSpec:
+        """Load the configuration of the checkpoint in a folder, with the reader of its quantized weights.
+
+        Raises:
+            CheckpointError: a file is missing, invalid or requires an unsupported feature.
+            PluginError: no plugin supports its `model_type`.
+        """
+        spec = self.family_of(folder).load_spec(folder)
+        return replace(spec, quantization=find_reader(folder, self.checkpoint_formats))
 
     def decoder(self, name: str) -> DecoderFactory:
         return _lookup("decoder", name, self.decoders)
@@ -122,6 +136,9 @@ class Registry:
         hook.register_video_readers(
             register=lambda item: _register("video reader", self.video_readers, item.name, item)
         )
+        hook.register_checkpoint_formats(
+            register=lambda item: _register("checkpoint format", self.checkpoint_formats, item.name, item)
+        )
 
     def _add_family(self, family: ModelFamily) -> None:
         for name in sorted(family.model_types):
@@ -143,6 +160,7 @@ class Registry:
             ("decoder", self.decoders),
             ("kernels", self.kernels),
             ("video reader", self.video_readers),
+            ("checkpoint format", self.checkpoint_formats),
             ("check", self.checks),
             ("option", self.options),
         )

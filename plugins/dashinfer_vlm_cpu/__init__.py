@@ -2,7 +2,8 @@
 
 avx512.c  tiles*.h                                  the kernels for AVX-512 and AMX
 avx2.c  avx2_*.h                                    the kernels for AVX2, with the same functions
-arguments.h  int4.h  decoder_layers.h  variants.py  parts of both, and the instruction sets they are compiled for
+arguments.h  int4.h  int8.h  decoder_layers.h       parts of both
+variants.py                                         the instruction sets that they are compiled for
 prebuilt.py  libkernels.c                           the compiled kernels that the wheel for Linux on x86-64 contains
 build.py  library_cache.py                          without them: compilation on first use, and its checked cache
 native.py  native_linear.py  native_layers.py       the `Kernels` interface, through ctypes

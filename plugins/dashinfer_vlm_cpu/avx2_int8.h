@@ -26,6 +26,8 @@ static float max_abs(const bf16 *x, ptrdiff_t count)
     return value;
 }
 
+#include "int8.h"
+
 INLINE float inverse_of(float scale) { return scale > 0 ? 1.0f / scale : 0.0f; }
 
 /* Quantize weights to unsigned bytes with an offset of 128: row r is (byte - 128) * scales[r]. Scales are stored in the

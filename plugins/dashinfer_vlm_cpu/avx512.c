@@ -584,6 +584,7 @@ static void linear_int8(const bf16 *x, ptrdiff_t stride, ptrdiff_t rows, const E
 /* int4 products ---------------------------------------------------------------------------------------------------- */
 
 #include "int4.h"
+#include "int8.h"
 
 /* Sum the bytes of each group of one row, negated, which compensates for the zero points of the weights. */
 static void sum_groups(const int8_t *bytes, ptrdiff_t count, ptrdiff_t group, int32_t *offsets)

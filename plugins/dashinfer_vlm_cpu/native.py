@@ -36,7 +36,14 @@ from dashinfer_vlm_core.kernels.types import (
 
 from .build import OTHER_CACHE, BuildError, load_library
 from .native_layers import NativeLayers
-from .native_linear import NativeInt4Linear, NativeInt8Linear, NativeLinear, NativeLMHead, quantize_int4
+from .native_linear import (
+    NativeInt4Linear,
+    NativeInt8Linear,
+    NativeLinear,
+    NativeLMHead,
+    NativeStoredInt8Linear,
+    quantize_int4,
+)
 from .prebuilt import NoPrebuiltKernelsError, UnusablePrebuiltKernelsError, load_prebuilt
 from .variants import AMX, VARIANTS, Variant
 
@@ -51,6 +58,7 @@ SIGNATURES: dict[str, tuple[type[Any], ...]] = {
     "pack_bf16": (_POINTER, _LONG, _LONG, _INT, _POINTER, _INT),
     "pack_codes": (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT),
     "pack_int8": (_POINTER, _LONG, _LONG, _INT, _POINTER, _POINTER, _INT),
+    "pack_int8_codes": (_POINTER, _POINTER, _LONG, _LONG, _INT, _POINTER, _POINTER, _INT),
     "quantize_int4": (_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _INT),
     "pack_int4": (
         _POINTER,
@@ -138,7 +146,11 @@ class NativeKernels:
         fp32_output: bool = False,
     ) -> Linear:
         weight.check()
-        return NativeInt4Linear(self._library, weight, bias, activation, fp32_output)
+        if weight.bits == 4:
+            return NativeInt4Linear(self._library, weight, bias, activation, fp32_output)
+        if weight.is_symmetric_int8 and weight.codes.shape[1] % 4 == 0:
+            return NativeStoredInt8Linear(self._library, weight, bias, activation, fp32_output)
+        return self.linear(weight.dequantize(torch.bfloat16), bias, activation=activation, fp32_output=fp32_output)
 
     def head(self, weight: Tensor, *, quantization: Quantization | None = None, int8: bool = False) -> LMHead:
         quantization = resolve_quantization(quantization, int8=int8)

@@ -130,6 +130,34 @@ class NativeInt8Linear(NativeLinear):
         return PackedWeights(packed, scales)
 
 
+class NativeStoredInt8Linear(NativeInt8Linear):
+    """Like `NativeInt8Linear`, with weights that are quantized already."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        activation: Activation,
+        fp32_output: bool,
+    ) -> None:
+        """Pack `weight`, which has been checked and `is_symmetric_int8`."""
+        self._row_scales = weight.scales.float().contiguous()
+        super().__init__(library, weight.codes, bias, activation, fp32_output)
+        del self._row_scales
+
+    def _pack(self, weight: Tensor, gated: bool) -> PackedWeights:
+        outputs, inputs = weight.shape
+        codes = weight.contiguous()
+        packed = huge_pages.empty(_padded(outputs) * inputs, torch.uint8)
+        scales = torch.empty(_padded(outputs), dtype=torch.float32)
+        self._library.pack_int8_codes(
+            codes.data_ptr(), self._row_scales.data_ptr(), outputs, inputs, gated, packed.data_ptr(), scales.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return PackedWeights(packed, scales)
+
+
 class NativeInt4Linear(NativeLinear):
     """A linear layer with 4-bit weights in panels, see `int4.h`; activations are quantized as in `NativeInt8Linear`.
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from dashinfer_vlm_core.models.qwen2_vl.config import JsonFields, check_vision_encoder, model_spec, read_config
+from dashinfer_vlm_core.models.json_fields import JsonFields
+from dashinfer_vlm_core.models.qwen2_vl.config import check_vision_encoder, model_spec, read_config
 from dashinfer_vlm_core.models.spec import ModelSpec
 
 MODEL_TYPE = "qwen2_5_vl"

@@ -28,7 +28,6 @@ from dashinfer_vlm_core.models.qwen2_vl.vit import (
     attend,
 )
 from dashinfer_vlm_core.models.spec import ModelSpec
-from dashinfer_vlm_core.models.weights import Weights
 
 from .config import VisionConfig, read_vision_config
 from .windows import window_order
@@ -178,9 +177,7 @@ def _load_norm(name: str, width: int, read: VisionWeights) -> Norm:
 def _load_gate_up(name: str, config: VisionConfig, read: VisionWeights) -> Linear:
     """Load the gate and up projections of an MLP, stored separately, as one layer."""
     inner = config.intermediate_size
-    weight = Weights.empty([2 * inner, config.hidden_size], device=read.device, dtype=read.dtype)
-    bias = Weights.empty([2 * inner], device=read.device, dtype=read.dtype)
-    for part, rows in (("gate_proj", slice(inner)), ("up_proj", slice(inner, None))):
-        read.weights.read(f"visual.{name}.{part}.weight", weight[rows])
-        read.weights.read(f"visual.{name}.{part}.bias", bias[rows])
+    parts = [f"{name}.{part}" for part in ("gate_proj", "up_proj")]
+    weight = read.matrix(parts, [inner, inner], config.hidden_size)
+    bias = torch.cat([read.tensor(f"{part}.bias", inner) for part in parts])
     return read.layer(weight, bias, Activation.SILU_GATE)

@@ -10,16 +10,15 @@ from math import isqrt
 from pathlib import Path
 
 from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
+from dashinfer_vlm_core.models.json_fields import JsonFields, read_fields
 from dashinfer_vlm_core.models.qwen2_vl.config import (
     TENSOR_RENAMES,
-    JsonFields,
     check_text_model,
     check_vision_encoder,
     mrope_section,
     pixel_limit,
     pixel_spec,
     read_config,
-    read_fields,
     rope_fields,
     rope_theta,
     stop_tokens,

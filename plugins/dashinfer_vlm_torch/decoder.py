@@ -19,6 +19,8 @@ from dashinfer_vlm_core.decoders import (
 )
 from dashinfer_vlm_core.errors import ConfigError, EngineClosed
 from dashinfer_vlm_core.kernels import INT4, INT8, Int8CacheAttention, Kernels, KernelSelector
+from dashinfer_vlm_core.kernels.quantization import supported_bits
+from dashinfer_vlm_core.models.formats.detection import weight_memory
 from dashinfer_vlm_core.models.placement import resolve_device, resolve_dtype
 from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.models.weights import Weights, torch_dtype
@@ -54,7 +56,8 @@ class TorchDecoder:
         self._config = config
         self._text = spec.text
         self._device = resolve_device(config.device)
-        self._dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, self._device))
+        dtype = resolve_dtype(config.dtype, spec.dtype, self._device, quantized=spec.quantization is not None)
+        self._dtype = torch_dtype(dtype)
         self._kernels = kernels.choose(self._device, self._dtype, self._text)
         self._quantization = _text_quantization(config, self._kernels, self._device)
         self._cache_dtype = _cache_dtype(config, self._dtype)
@@ -117,7 +120,8 @@ class TorchDecoder:
         return min(tokens, context * self._config.max_batch_size)
 
     def _load(self) -> ModelRunner:
-        with Weights.open(self._spec.folder, self._spec.tensor_renames) as weights:
+        with Weights.open(self._spec.folder, self._spec.tensor_renames, self._spec.quantization) as weights:
+            _log_stored_weights(weights, self._kernels, self._dtype)
             model = TextModel(
                 weights,
                 self._text,
@@ -127,6 +131,7 @@ class TorchDecoder:
                 quantization=self._quantization,
                 cache_dtype=self._cache_dtype,
             )
+            _log_joined_weights(weights, self._dtype)
         layers = self._quantization.layers
         weight_dtype = f"int{layers.bits}" if layers else _name(self._dtype)
         logger.info("Weights in %s on %s, with the kernels %r.", weight_dtype, self._device, self._kernels.name)
@@ -150,6 +155,28 @@ class TorchDecoder:
 def _cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
     """The dtype of the KV cache of a model in `dtype`."""
     return {"auto": dtype, "bfloat16": torch.bfloat16, "int8": torch.int8}[config.kv_cache_dtype]
+
+
+def _log_stored_weights(weights: Weights, kernels: Kernels, dtype: torch.dtype) -> None:
+    """Log what becomes of the checkpoint's quantized weights, and warn if they take more memory than their files."""
+    if weights.reader is None:
+        return
+    memory = weight_memory(
+        weights.headers(), weights.reader, supported=supported_bits(kernels), itemsize=dtype.itemsize
+    )
+    level = logging.WARNING if memory.widened else logging.INFO
+    logger.log(level, "Checkpoint in the format %s: %s.", memory.format, memory.describe(_name(dtype), kernels.name))
+
+
+def _log_joined_weights(weights: Weights, dtype: torch.dtype) -> None:
+    if weights.widened:
+        logger.warning(
+            "%d matrices, such as %s, are widened to %s: they are computed together with others that are quantized in"
+            " another way.",
+            len(weights.widened),
+            weights.widened[0],
+            _name(dtype),
+        )
 
 
 def _name(dtype: torch.dtype) -> str:

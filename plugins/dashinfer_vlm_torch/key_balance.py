@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dashinfer_vlm_core.kernels import Norm
+from dashinfer_vlm_core.kernels import Norm, QuantizedWeight
 
 LARGEST_DEVIATION = 3
 """The largest of the channels of a key, in standard deviations. Channels with a large bias do not deviate as much."""
@@ -23,32 +23,45 @@ MAX_EXPONENT = 8
 """Factors are between 2^-8 and 2^8, so that queries in float16 do not overflow."""
 
 
-def balance_projection(weight: Tensor, bias: Tensor | None, gain: Tensor, *, heads: int, kv_heads: int) -> None:
+def balance_projection(
+    weight: Tensor | QuantizedWeight, bias: Tensor | None, gain: Tensor, *, heads: int, kv_heads: int
+) -> None:
     """Scale the rows of queries and keys of a projection in place.
 
     The largest values of a key channel are estimated for uncorrelated inputs: the bias and `LARGEST_DEVIATION` standard
     deviations.
 
     Args:
-        weight: [(heads + 2 * kv_heads) * head_dim, hidden]: query, key and value heads.
+        weight: [(heads + 2 * kv_heads) * head_dim, hidden]: query, key and value heads; of quantized weights, the
+            scales are scaled.
         bias: [(heads + 2 * kv_heads) * head_dim].
         gain: [hidden], the weight of the norm before the projection.
         heads: number of query heads.
         kv_heads: number of key heads.
     """
-    rows = torch.unflatten(weight, 0, (heads + 2 * kv_heads, -1))
+    stored = weight.scales if isinstance(weight, QuantizedWeight) else weight
+    rows = torch.unflatten(stored, 0, (heads + 2 * kv_heads, -1))
     keys = slice(heads, heads + kv_heads)
-    magnitudes = LARGEST_DEVIATION * (rows[keys].float() * gain.float()).norm(dim=-1)
+    magnitudes = LARGEST_DEVIATION * (_key_rows(weight, rows.shape[1], heads, kv_heads) * gain.float()).norm(dim=-1)
     offsets = None if bias is None else bias.view(rows.shape[:2])
     if offsets is not None:
         magnitudes += offsets[keys].float().abs()
-    factors = channel_factors(magnitudes).to(weight.dtype)
+    factors = channel_factors(magnitudes).to(stored.dtype)
     shared = factors.repeat_interleave(heads // kv_heads, dim=0)
     for part in (rows, offsets):
         if part is not None:
             ones = [1] * (part.ndim - 2)
             part[:heads] *= shared.view(*shared.shape, *ones)
             part[keys] /= factors.view(*factors.shape, *ones)
+
+
+def _key_rows(weight: Tensor | QuantizedWeight, head_dim: int, heads: int, kv_heads: int) -> Tensor:
+    """Return the rows of the key heads, float32 [kv_heads, head_dim, hidden]."""
+    keys = slice(heads * head_dim, (heads + kv_heads) * head_dim)
+    if isinstance(weight, QuantizedWeight):
+        numbers = torch.arange(keys.start, keys.stop, device=weight.codes.device)
+        return torch.unflatten(weight.take_rows(numbers).dequantize(torch.float32), 0, (kv_heads, -1))
+    return torch.unflatten(weight[keys].float(), 0, (kv_heads, -1))
 
 
 def balance_norms(query: Norm, key: Norm) -> tuple[Norm, Norm]:

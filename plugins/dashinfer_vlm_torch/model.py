@@ -30,7 +30,8 @@ from dashinfer_vlm_core.kernels import (
 )
 from dashinfer_vlm_core.kernels.experts import Expert, MixtureOfExperts
 from dashinfer_vlm_core.kernels.layers import decoder_layers
-from dashinfer_vlm_core.kernels.quantization import quantization_options
+from dashinfer_vlm_core.kernels.linears import create_head, create_linear
+from dashinfer_vlm_core.kernels.quantization import QuantizedWeight
 from dashinfer_vlm_core.models.spec import ExpertsSpec, RotarySpec, TextModelSpec
 from dashinfer_vlm_core.models.weights import Weights
 
@@ -184,6 +185,14 @@ class _Reader(NamedTuple):
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self.weights.tensor(name, shape, device=self.device, dtype=self.dtype)
 
+    def matrix(self, module: str, outputs: int, inputs: int) -> Tensor | QuantizedWeight:
+        """Read the weights of a linear layer, which the checkpoint may store quantized."""
+        return self.fused_matrix([module], [outputs], inputs)
+
+    def fused_matrix(self, modules: Sequence[str], rows: Sequence[int], inputs: int) -> Tensor | QuantizedWeight:
+        """Read the weights of several linear layers, concatenated along the rows."""
+        return self.weights.matrix(modules, rows, inputs, device=self.device, dtype=self.dtype)
+
     def fused(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
         """Read the named tensors into one tensor, concatenated along the rows."""
         fused = self.weights.empty([sum(rows), *columns], device=self.device, dtype=self.dtype)
@@ -204,19 +213,22 @@ class _Reader(NamedTuple):
         weight = self.tensor(f"{name}.weight", width)
         return Norm(weight, None if self.spec.norm == "rms_norm" else torch.zeros_like(weight))
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, activation: Activation = Activation.NONE) -> Linear:
-        options = quantization_options(self.kernels, self.quantization)
-        return self.kernels.linear(weight, bias, activation=activation, **options)
+    def linear(
+        self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, activation: Activation = Activation.NONE
+    ) -> Linear:
+        quantization = self.quantization
+        return create_linear(
+            self.kernels, weight, bias, dtype=self.dtype, activation=activation, quantization=quantization
+        )
 
-    def head(self, weight: Tensor) -> LMHead:
-        return self.kernels.head(weight, **quantization_options(self.kernels, self.quantization))
+    def head(self, weight: Tensor | QuantizedWeight) -> LMHead:
+        return create_head(self.kernels, weight, dtype=self.dtype, quantization=self.quantization)
 
 
 def _read_head(read: _Reader, config: TextModelSpec, embedding: Tensor) -> LMHead:
     if config.tie_word_embeddings:
         return read.head(embedding)
-    weight = read.tensor(f"{config.weights.head}.weight", config.vocab_size, config.hidden_size)
-    return read.head(weight)
+    return read.head(read.matrix(config.weights.head, config.vocab_size, config.hidden_size))
 
 
 def _read_layer(read: _Reader, config: TextModelSpec, number: int) -> DecoderLayer:
@@ -232,7 +244,7 @@ def _read_layer(read: _Reader, config: TextModelSpec, number: int) -> DecoderLay
     return DecoderLayer(
         input_norm=read.norm(f"{prefix}.{names.input_norm}", hidden),
         qkv=_read_qkv(read, config, prefix),
-        output=read.linear(read.tensor(f"{prefix}.{names.output}.weight", hidden, query)),
+        output=read.linear(read.matrix(f"{prefix}.{names.output}", hidden, query)),
         mlp_norm=read.norm(f"{prefix}.{names.mlp_norm}", hidden),
         gate_up=gate_up,
         down=down,
@@ -245,29 +257,45 @@ def _read_layer(read: _Reader, config: TextModelSpec, number: int) -> DecoderLay
 def _read_mlp(read: _Reader, config: TextModelSpec, prefix: str) -> tuple[Linear, Linear]:
     """Return the gate and up projection, and the projection back to the hidden size."""
     names, hidden, inner = config.weights, config.hidden_size, config.intermediate_size
-    gate_up = [f"{prefix}.{name}.weight" for name in (names.gate, names.up)]
+    gate_up = [f"{prefix}.{name}" for name in (names.gate, names.up)]
     return (
-        read.linear(read.fused(gate_up, [inner, inner], hidden), activation=Activation.SILU_GATE),
-        read.linear(read.tensor(f"{prefix}.{names.down}.weight", hidden, inner)),
+        read.linear(read.fused_matrix(gate_up, [inner, inner], hidden), activation=Activation.SILU_GATE),
+        read.linear(read.matrix(f"{prefix}.{names.down}", hidden, inner)),
     )
 
 
 def _read_experts(read: _Reader, config: TextModelSpec, spec: ExpertsSpec, prefix: str) -> MixtureOfExperts:
     """Return the experts of a layer. The router is not quantized: a wrong expert costs more than a rounded weight."""
-    names, hidden, inner, count = config.weights, config.hidden_size, spec.intermediate_size, spec.num_experts
+    names, hidden, count = config.weights, config.hidden_size, spec.num_experts
     router = read.tensor(f"{prefix}.{names.router}.weight", count, hidden)
+    if f"{prefix}.{names.experts_gate_up}" in read.weights.names:
+        experts = _read_fused_experts(read, config, spec, prefix)
+    else:
+        experts = [_read_expert(read, config, spec, prefix, number) for number in range(count)]
+    return MixtureOfExperts(read.kernels.linear(router, fp32_output=True), experts, spec.experts_per_token)
+
+
+def _read_fused_experts(read: _Reader, config: TextModelSpec, spec: ExpertsSpec, prefix: str) -> list[Expert]:
+    names, hidden, inner, count = config.weights, config.hidden_size, spec.intermediate_size, spec.num_experts
     shapes = {
         f"{prefix}.{names.experts_gate_up}": (count, 2 * inner, hidden),
         f"{prefix}.{names.experts_down}": (count, hidden, inner),
     }
     gate_up, down = read.experts(shapes)
-    return MixtureOfExperts(
-        read.kernels.linear(router, fp32_output=True),
-        [
-            Expert(read.linear(weights[0], activation=Activation.SILU_GATE), read.linear(weights[1]))
-            for weights in zip(gate_up, down, strict=True)
-        ],
-        spec.experts_per_token,
+    return [
+        Expert(read.linear(weights[0], activation=Activation.SILU_GATE), read.linear(weights[1]))
+        for weights in zip(gate_up, down, strict=True)
+    ]
+
+
+def _read_expert(read: _Reader, config: TextModelSpec, spec: ExpertsSpec, prefix: str, number: int) -> Expert:
+    names, hidden, inner = config.weights, config.hidden_size, spec.intermediate_size
+    gate, up, down = (
+        f"{prefix}.{name.format(number)}" for name in (names.expert_gate, names.expert_up, names.expert_down)
+    )
+    return Expert(
+        read.linear(read.fused_matrix([gate, up], [inner, inner], hidden), activation=Activation.SILU_GATE),
+        read.linear(read.matrix(down, hidden, inner)),
     )
 
 
@@ -275,12 +303,13 @@ def _read_qkv(read: _Reader, config: TextModelSpec, prefix: str) -> Linear:
     names, hidden = config.weights, config.hidden_size
     query, key = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
     modules, rows = [f"{prefix}.{name}" for name in (names.query, names.key, names.value)], [query, key, key]
-    weight = read.fused([f"{name}.weight" for name in modules], rows, hidden)
+    weight = read.fused_matrix(modules, rows, hidden)
     bias = read.fused([f"{name}.bias" for name in modules], rows) if config.qkv_bias else None
     if config.rotary.pairs == "neighbors":
-        weight[: query + key] = _as_halves(weight[: query + key], config.head_dim)
-        if bias is not None:
-            bias[: query + key] = _as_halves(bias[: query + key], config.head_dim)
+        rows_in_halves = _as_halves(torch.arange(query + key, device=read.device), config.head_dim)
+        order = torch.cat([rows_in_halves, torch.arange(query + key, query + 2 * key, device=read.device)])
+        weight = weight.take_rows(order) if isinstance(weight, QuantizedWeight) else weight[order]
+        bias = None if bias is None else bias[order]
     if read.balances_keys and not config.qk_norm:
         gain = read.tensor(f"{prefix}.{names.input_norm}.weight", hidden)
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from dashinfer_vlm_core.kernels.devices import cuda_devices
 from dashinfer_vlm_core.media_workers.sandbox import missing_restrictions
 from dashinfer_vlm_core.plugins import Registry
 from tests.cli.conftest import MAIN, run_process
+from tests.quantized_checkpoints import LAYOUTS, write_config, write_quantized
 
 
 def findings(result):
@@ -209,3 +211,26 @@ def test_plugins_can_register_checks(monkeypatch):
     found = {finding.name: finding for finding in all_findings(deep=False)}
     assert found["tower"].detail == "demo"
     assert (found["bad"].status, found["bad"].detail) == ("unusable", "the check failed: OSError: no such file")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "dtype", "status"), [("awq", "bfloat16", "ok"), ("fp8-block", "float32", "slow")])
+def test_memory_of_a_quantized_checkpoint_is_reported(tiny_checkpoint, tmp_path, layout, dtype, status):
+    model = write_quantized(tiny_checkpoint, tmp_path, LAYOUTS[layout]).quantized
+    found = findings(run_process("doctor", "--json", DASHINFER_VLM_MODEL=str(model), DASHINFER_VLM_DTYPE=dtype))
+    if not supports_c_kernels(found):
+        status = "slow"
+    assert found["weights"]["status"] == status
+    if status == "ok":
+        assert found["weights"]["detail"].startswith(f"{model}, awq: 14 matrices keep their stored bits, 0.0 MB")
+    if layout == "fp8-block":
+        assert "14 are widened to float32, 0.2 MB instead of 0.1 MB" in found["weights"]["detail"]
+
+
+@pytest.mark.slow
+def test_unsupported_quantized_checkpoint_is_reported(tiny_checkpoint, tmp_path):
+    shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    write_config(tmp_path / "model", quantization_config={"quant_method": "bitsandbytes"})
+    found = findings(run_process("doctor", "--json", DASHINFER_VLM_MODEL=str(tmp_path / "model")))
+    assert found["weights"]["status"] == "broken"
+    assert "is 'bitsandbytes', which is not supported" in found["weights"]["fix"]

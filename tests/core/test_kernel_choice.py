@@ -370,6 +370,23 @@ def test_quantization_without_any_set_is_left_to_the_decoder(start, factories, t
         selector.measure("cpu", BFLOAT16, LARGE)
 
 
+def test_only_sets_that_keep_stored_bits_are_measured(factories, tmp_path):
+    factories[1] = IdentifiedFactory("quick", 10, supports_int8=False)
+    options = {"budget": 0.2, "stored_bits": "int8"}
+    selector = KernelSelector(factories, EngineConfig(cache_dir=tmp_path), **options)
+    assert selector.workload(LARGE).quantization == "int8"
+    assert selector.choose("cpu", BFLOAT16, LARGE).name == "slow"
+
+
+def test_without_sets_that_keep_stored_bits_dequantized_weights_are_measured(factories, tmp_path):
+    for factory in factories:
+        factory.kernels.supports_int8 = False
+    selector = KernelSelector(factories, EngineConfig(cache_dir=tmp_path), budget=0.2, stored_bits="int8")
+    choice = selector.measure("cpu", BFLOAT16, LARGE)
+    assert choice.kernels.name == "quick"
+    assert {stored.conditions.quantization for stored in selector.stored()} == {"none"}
+
+
 def test_missing_kernels_are_an_error(start, factories):
     factories.clear()
     with pytest.raises(ConfigError, match="No kernels are registered"):

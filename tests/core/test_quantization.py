@@ -1,4 +1,5 @@
-"""4-bit weights: results equal those of the dequantized weights, to the bit where sums are exact."""
+"""Weights with 4 bits, and stored ones with 8 bits: results equal those of the dequantized weights, to the bit where
+sums are exact."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from dashinfer_vlm_core.kernels import INT4, INT8, Activation, Quantization, QuantizedWeight
-from dashinfer_vlm_core.kernels.quantization import GROUPS, quantize
+from dashinfer_vlm_core.kernels.quantization import GROUPS, concatenate, quantize
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_cpu.native_linear import quantize_int4
 from dashinfer_vlm_cpu.variants import AVX512, PORTABLE_TILES
@@ -231,3 +232,71 @@ def test_inconsistent_weight_is_rejected(kernels, changes, message):
     weight = random_weight(4, 64, 32)._replace(**changes)
     with pytest.raises(ValueError, match=message):
         kernels.linear_quantized(weight, dtype=torch.bfloat16)
+
+
+# 8-bit weights that are quantized already -----------------------------------------------------------------------------
+
+
+def random_int8(outputs, inputs, *, zero=128, group=None, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (outputs, -(-inputs // (group or inputs)))
+    return QuantizedWeight(
+        torch.randint(256, (outputs, inputs), generator=generator, dtype=torch.uint8),
+        torch.rand(shape, generator=generator) / 500 + 1e-5,
+        torch.full(shape, zero, dtype=torch.int16),
+        group or inputs,
+        bits=8,
+    )
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(70, 128), (33, 260)])
+def test_int8_codes_are_multiplied_as_they_are(native, outputs, inputs):
+    """With codes of the whole range, -128 included, which rounding to 8 bits would not produce."""
+    weight = random_int8(outputs, inputs)
+    layer = native.linear_quantized(weight, dtype=torch.bfloat16, fp32_output=True)
+    for rows in ROWS:
+        x = numbers(rows, inputs, seed=rows)
+        expected = quantized_rows(x) @ weight.dequantize(torch.float64).T
+        assert error(layer(x).double(), expected) < 1e-6
+
+
+def test_int8_codes_equal_the_weights_that_round_to_them(native):
+    weight = numbers(96, 256) / 8
+    scales = weight.float().abs().amax(1, keepdim=True) / 127
+    codes = ((weight.float() * (1 / scales)).round() + 128).to(torch.uint8)
+    stored = QuantizedWeight(codes, scales, torch.full((96, 1), 128, dtype=torch.int16), 256, bits=8)
+    x, options = numbers(20, 256, seed=1), {"activation": Activation.SILU_GATE}
+    found = native.linear_quantized(stored, dtype=torch.bfloat16, **options)(x)
+    assert torch.equal(found, native.linear(weight, quantization=INT8, **options)(x))
+
+
+@pytest.mark.parametrize(
+    "weight", [random_int8(64, 256, zero=120), random_int8(64, 256, group=64), random_int8(64, 258)]
+)
+def test_int8_weights_without_a_kernel_are_dequantized(kernels, weight):
+    """Zero points, groups, and a number of inputs that is no multiple of 4."""
+    x = numbers(5, weight.codes.shape[1], seed=1)
+    found = kernels.linear_quantized(weight, dtype=torch.bfloat16)(x)
+    assert error(found, F.linear(x.float(), weight.dequantize(torch.float32))) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bits": 3}, "`bits` must be 4 or 8, got 3"),
+        ({"group": 0}, "`group` must be positive, got 0"),
+        ({"zeros": torch.zeros(4, 1, dtype=torch.uint8)}, r"`zeros` must be int16 \[4, 1\], got uint8"),
+    ],
+)
+def test_inconsistent_int8_weight_is_rejected(kernels, changes, message):
+    with pytest.raises(ValueError, match=message):
+        kernels.linear_quantized(random_int8(4, 64)._replace(**changes), dtype=torch.bfloat16)
+
+
+def test_rows_can_be_selected():
+    weight, rows = random_weight(8, 64, 32, ordered=True), torch.tensor([5, 0, 7])
+    assert torch.equal(weight.take_rows(rows).dequantize(torch.float32), weight.dequantize(torch.float32)[rows])
+
+
+def test_matrices_of_different_bits_are_not_concatenated():
+    assert concatenate([random_weight(4, 64, 32), random_int8(4, 64)]) is None

@@ -189,7 +189,6 @@ CONFIG, PIXELS = "config.json", "preprocessor_config.json"
 BROKEN = [
     (CONFIG, "model_type", "qwen2_5_vl", "Only 'qwen2_vl'"),
     (CONFIG, "model_type", None, "Only 'qwen2_vl'"),
-    (CONFIG, "quantization_config", {"quant_method": "awq", "bits": 4}, "quantized weights (awq)"),
     (CONFIG, "torch_dtype", None, "`dtype` is missing"),
     (CONFIG, "torch_dtype", "float8_e4m3fn", "float32, bfloat16"),
     (CONFIG, "use_sliding_window", True, "sliding-window attention"),

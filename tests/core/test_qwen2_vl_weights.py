@@ -198,3 +198,21 @@ def test_missing_device_is_named(device):
         resolve_device(device)
 
     assert error.value.param == "device"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored", "device", "resolved"),
+    [
+        ("auto", "float16", "cpu", "bfloat16"),
+        ("auto", "float16", "cuda", "float16"),
+        ("float32", "float16", "cpu", "float32"),
+    ],
+)
+def test_resolve_dtype_of_quantized_checkpoint(dtype, stored, device, resolved):
+    assert resolve_dtype(dtype, stored, device, quantized=True) == resolved
+
+
+def test_stored_integers_are_not_read_as_weights(tmp_path):
+    save_file({"layer.weight": torch.ones(2, 4, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"'layer\.weight' is I8, but its module has no scales"):
+        read(tmp_path, "layer.weight", (2, 4))

@@ -185,7 +185,6 @@ def edit(folder, path, value):
 
 BROKEN = [
     ("model_type", "qwen2_vl", "Only 'qwen2_5_vl'"),
-    ("quantization_config", {"quant_method": "awq"}, "quantized weights (awq)"),
     ("vision_config.hidden_act", "gelu", "Supported are silu"),
     ("vision_config.intermediate_size", None, "`vision_config.intermediate_size` is missing"),
     ("vision_config.num_heads", 7, "into heads"),

@@ -180,7 +180,6 @@ def test_videos_without_a_file_have_the_limits_of_images(published):
 CONFIG, VIDEO = "config.json", "video_preprocessor_config.json"
 BROKEN = [
     (CONFIG, "model_type", "qwen2_vl", "Only 'qwen3_vl' and 'qwen3_vl_moe'"),
-    (CONFIG, "quantization_config", {"quant_method": "fp8"}, "quantized weights (fp8)"),
     (CONFIG, "text_config.attention_bias", True, "`text_config.attention_bias` is true"),
     (CONFIG, "text_config.num_key_value_heads", 5, "does not divide"),
     (CONFIG, "text_config.rope_scaling.mrope_interleaved", False, "Only interleaved"),

@@ -50,6 +50,9 @@ class DashInferFactory:
 
         if reason := unsupported(spec.text):
             return DecoderSupport(score=0, reason=f"It does not support {spec.model_type}: {reason}.")
+        if spec.quantization:
+            reason = f"Its converter takes unquantized weights, not {spec.quantization.name}: use the decoder torch."
+            return DecoderSupport(score=0, reason=reason)
         try:
             environment = find_environment(config)
             plan = make_plan(spec, config, cuda=cuda_devices(), cpu_only=environment.cpu_only)

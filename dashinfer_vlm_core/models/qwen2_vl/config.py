@@ -7,15 +7,13 @@ computed exactly as trained are rejected, and the error names the field.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
 
 from ...errors import CheckpointError
 from ...media.frame_sampling import VideoSamplingPolicy
 from ...tokenization.conversation import HERMES
+from ..json_fields import CONFIG, JsonFields, read_fields
 from ..spec import ModelSpec, PixelSpec, Profile, RotarySpec, TextModelSpec, TokenSpec
 
 MODEL_TYPE = "qwen2_vl"
@@ -23,7 +21,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 VISION_ACTIVATIONS = ("quick_gelu", "gelu")
 VISION_ROPE_THETA = 10000.0
 
-CONFIG = "config.json"
 GENERATION = "generation_config.json"
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR = "processor_config.json"
@@ -31,7 +28,7 @@ PROCESSOR = "processor_config.json"
 TENSOR_RENAMES = ((r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model."))
 """Map the tensor names of newer versions of transformers to the published ones."""
 
-_UNQUANTIZED_STEP = f"Use a checkpoint whose weights are {', '.join(DTYPES[:-1])} or {DTYPES[-1]}."
+_DTYPE_STEP = f"Set it to the data type of the unquantized weights: {', '.join(DTYPES[:-1])} or {DTYPES[-1]}."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,88 +173,11 @@ def model_spec(
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JsonFields:
-    """An object of a JSON file. Errors name the file and the field.
-
-    Attributes:
-        file: the file.
-        values: its members; null counts as absent.
-        prefix: path of the object in the file, ending in a dot, or empty.
-    """
-
-    file: Path
-    values: Mapping[str, Any]
-    prefix: str = ""
-
-    def fail(self, name: str, problem: str, step: str = "Download the published file again.") -> NoReturn:
-        """Raise a `CheckpointError` that names the file and the field."""
-        raise CheckpointError(f"{self.file}: `{self.prefix}{name}` {problem}. {step}")
-
-    def get(self, name: str) -> Any:
-        """Return the value, or None if it is absent or null."""
-        return self.values.get(name)
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        """Return a positive integer, or a token id of 0 or more."""
-        value = default if self.get(name) is None else self.get(name)
-        if type(value) is not int or value < (0 if name.endswith("_token_id") else 1):
-            self.fail(name, "is missing" if value is None else f"must be a positive integer, got {value!r}")
-        return value
-
-    def number(self, name: str) -> float:
-        """Return a positive finite number."""
-        value = self.get(name)
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
-            self.fail(name, "is missing" if value is None else f"must be a positive number, got {value!r}")
-        return float(value)
-
-    def flag(self, name: str) -> bool:
-        """Return a boolean, false if it is absent."""
-        value = self.get(name)
-        if value not in (None, True, False):
-            self.fail(name, f"must be true or false, got {value!r}")
-        return bool(value)
-
-    def triple(self, name: str) -> tuple[Any, Any, Any]:
-        """Return three positive numbers."""
-        value = self.get(name)
-        numbers = isinstance(value, list) and all(type(item) in (int, float) and item > 0 for item in value)
-        if not numbers or len(value) != 3:
-            self.fail(name, "is missing" if value is None else f"must be three positive numbers, got {value!r}")
-        return value[0], value[1], value[2]
-
-    def section(self, name: str) -> JsonFields:
-        """Return a member that is an object."""
-        value = self.get(name)
-        if not isinstance(value, dict):
-            self.fail(name, "is missing" if value is None else f"must be an object, got {value!r}")
-        return JsonFields(file=self.file, values=value, prefix=f"{self.prefix}{name}.")
-
-
-def read_fields(file: Path) -> JsonFields:
-    """Read a JSON file that contains an object.
-
-    Raises:
-        CheckpointError: it is missing or is not a JSON object.
-    """
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{file} is missing. Set `model` to a folder with a complete checkpoint.") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}. Copy or download it again.") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file} is not a JSON object. Copy or download it again.")
-    return JsonFields(file=file, values=values)
-
-
 def read_config(folder: Path, *model_types: str) -> JsonFields:
-    """Read `config.json` and check that it is of this architecture and that its weights are not quantized.
+    """Read `config.json` and check that it is of this architecture.
 
     Raises:
-        CheckpointError: it is missing or invalid, its `model_type` is not one of `model_types`, or it declares
-            quantized weights.
+        CheckpointError: it is missing or invalid, or its `model_type` is not one of `model_types`.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder. Set `model` to the folder of a checkpoint.")
@@ -265,9 +185,6 @@ def read_config(folder: Path, *model_types: str) -> JsonFields:
     if config.get("model_type") not in model_types:
         supported = " and ".join(map(repr, model_types))
         config.fail("model_type", f"is {config.get('model_type')!r}", f"Only {supported} checkpoints are supported.")
-    if config.get("quantization_config") is not None:
-        method = config.section("quantization_config").get("quant_method")
-        config.fail("quantization_config", f"declares quantized weights ({method})", _UNQUANTIZED_STEP)
     return config
 
 
@@ -348,7 +265,7 @@ def stored_dtype(config: JsonFields) -> str:
     values = [fields.get(name) for fields in (config, text_fields(config)) for name in ("dtype", "torch_dtype")]
     dtype = next((value for value in values if value is not None), None)
     if dtype not in DTYPES:
-        config.fail("dtype", "is missing" if dtype is None else f"is {dtype!r}", _UNQUANTIZED_STEP)
+        config.fail("dtype", "is missing" if dtype is None else f"is {dtype!r}", _DTYPE_STEP)
     return str(dtype)
 
 

@@ -19,7 +19,8 @@ import torch
 from ...concurrency.compute import Executor, executor_for
 from ...config import EngineConfig
 from ...kernels import INT8, Activation, Kernels, KernelSelector, KVSpan, KVSpans, Linear, Norm
-from ...kernels.quantization import quantization_options
+from ...kernels.linears import create_linear
+from ...kernels.quantization import QuantizedWeight
 from ..interface import Grid, Patches
 from ..placement import quantizes_vision_encoder, resolve_device, resolve_dtype
 from ..spec import ModelSpec, PixelSpec
@@ -236,8 +237,8 @@ class VisionWeights(NamedTuple):
     def open(cls, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> Iterator[VisionWeights]:
         """Open a checkpoint, with the device, dtype and kernels that the configuration selects."""
         device = resolve_device(config.device)
-        dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, device))
-        with Weights.open(spec.folder, spec.tensor_renames) as weights:
+        dtype = torch_dtype(resolve_dtype(config.dtype, spec.dtype, device, quantized=spec.quantization is not None))
+        with Weights.open(spec.folder, spec.tensor_renames, spec.quantization) as weights:
             chosen = kernels.choose(device, dtype)
             yield cls(weights, chosen, device, dtype, quantizes_vision_encoder(config, chosen))
 
@@ -247,15 +248,24 @@ class VisionWeights(NamedTuple):
     def norm(self, name: str, width: int) -> Norm:
         return Norm(self.tensor(f"{name}.weight", width), self.tensor(f"{name}.bias", width))
 
+    def matrix(self, names: Sequence[str], outputs: Sequence[int], inputs: int) -> torch.Tensor | QuantizedWeight:
+        """Read the weights of linear layers, concatenated along the outputs. They may be stored quantized."""
+        modules = [f"visual.{name}" for name in names]
+        return self.weights.matrix(modules, outputs, inputs, device=self.device, dtype=self.dtype)
+
     def linear(self, name: str, outputs: int, inputs: int, activation: Activation = Activation.NONE) -> Linear:
         """Read a linear layer of the blocks or the merger, which may be quantized."""
-        weight = self.tensor(f"{name}.weight", outputs, inputs)
+        weight = self.matrix([name], [outputs], inputs)
         return self.layer(weight, self.tensor(f"{name}.bias", outputs), activation)
 
-    def layer(self, weight: torch.Tensor, bias: torch.Tensor, activation: Activation = Activation.NONE) -> Linear:
+    def layer(
+        self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor, activation: Activation = Activation.NONE
+    ) -> Linear:
         """Create a linear layer of the blocks or the merger, which may be quantized."""
-        options = quantization_options(self.kernels, INT8 if self.int8 else None)
-        return self.kernels.linear(weight, bias, activation=activation, **options)
+        quantization = INT8 if self.int8 else None
+        return create_linear(
+            self.kernels, weight, bias, dtype=self.dtype, activation=activation, quantization=quantization
+        )
 
     def output(self, name: str, outputs: int, inputs: int) -> Linear:
         """Read the layer whose results are the visual tokens. It is not quantized: its rounding errors would be larger
