@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -25,17 +26,36 @@ def stored_tensors(folder: Path, renames: Iterable[tuple[str, str]] = ()) -> dic
     Raises:
         CheckpointError: there are no safetensors files, a shard is missing, or a file is damaged.
     """
-    rules = [(re.compile(pattern), replacement) for pattern, replacement in renames]
-    return {_renamed(name, rules): (file, name) for file in _files(folder) for name in _names(file)}
+    rules = list(renames)
+    return {rename(name, rules): (file, name) for file in _files(folder) for name in _names(file)}
+
+
+def tensor_shapes(file: Path, dtypes: Collection[str]) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Return the shape of every tensor in a safetensors file, and its size in bytes.
+
+    Raises:
+        CheckpointError: the file is damaged, or a tensor has another data type than `dtypes`, as safetensors names them.
+    """
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
+            shapes = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+    except (OSError, SafetensorError) as error:
+        raise unreadable_file_error(file, error) from error
+    for name, (_, dtype) in shapes.items():
+        if dtype not in dtypes:
+            raise CheckpointError(f"{file}: tensor {name!r} has the data type {dtype}. Use one of {', '.join(dtypes)}.")
+    return {name: (shape, math.prod(shape) * int(dtype.lstrip("BF")) // 8) for name, (shape, dtype) in shapes.items()}
 
 
 def unreadable_file_error(file: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{file} cannot be read: {error}. Copy or download it again.")
 
 
-def _renamed(name: str, rules: Iterable[tuple[re.Pattern[str], str]]) -> str:
-    for pattern, replacement in rules:
-        name = pattern.sub(replacement, name)
+def rename(name: str, renames: Iterable[tuple[str, str]]) -> str:
+    """Return the name of a tensor after `renames`, as in `ModelSpec.tensor_renames`."""
+    for pattern, replacement in renames:
+        name = re.sub(pattern, replacement, name)
     return name
 
 

@@ -12,6 +12,8 @@ from safetensors import SafetensorError, safe_open
 from ..errors import CheckpointError, ConfigError
 from ..kernels import mmap_buffer
 from .files import stored_tensors, unreadable_file_error
+from .lora import MERGE
+from .lora_weights import merge_tensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -32,6 +34,7 @@ class Weights:
     def __init__(self, stored: Mapping[str, tuple[Path, str]]) -> None:
         """Use `open` instead. `stored` maps a name to the file and the stored name."""
         self._stored = dict(stored)
+        self._merge = MERGE.get()
         self.names: frozenset[str] = frozenset(self._stored)
 
     @classmethod
@@ -77,7 +80,10 @@ class Weights:
                         f"{file}: tensor {stored_name!r} is {shape}, but the configuration requires "
                         f"{list(into.shape)}. Use config.json and safetensors files of the same checkpoint."
                     )
-                into.copy_(opened.get_tensor(stored_name))
+                if self._merge is None:
+                    into.copy_(opened.get_tensor(stored_name))
+                else:
+                    into.copy_(merge_tensor(self._merge, name, opened.get_tensor(stored_name)))
         except (OSError, SafetensorError) as error:
             raise unreadable_file_error(file, error) from error
 

@@ -65,7 +65,19 @@ SIGNATURES: dict[str, tuple[type[Any], ...]] = {
         _POINTER,
         _INT,
     ),
-    "linear": (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, _INT, _POINTER, _INT),
+    "linear_biased": (
+        _POINTER,
+        _POINTER,
+        _LONG,
+        _LONG,
+        _POINTER,
+        _LONG,
+        _INT,
+        _POINTER,
+        _LONG,
+        _POINTER,
+        _INT,
+    ),
     "norm": (_POINTER, _LONG, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG, _INT),
     "rotate": (_POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, _LONG, _INT),
     "attend": (_POINTER, _POINTER, _LONG, _POINTER, _INT),
@@ -104,6 +116,7 @@ class Avx512Kernels:
 
     supports_int8 = True
     supports_int4 = True
+    supports_row_bias = True
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
         self._library = library

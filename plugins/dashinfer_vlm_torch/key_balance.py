@@ -23,7 +23,9 @@ MAX_EXPONENT = 8
 """Factors are between 2^-8 and 2^8, so that queries in float16 do not overflow."""
 
 
-def balance_projection(weight: Tensor, bias: Tensor | None, gain: Tensor, *, heads: int, kv_heads: int) -> None:
+def balance_projection(
+    weight: Tensor, bias: Tensor | None, gain: Tensor, *, heads: int, kv_heads: int
+) -> Tensor:
     """Scale the rows of queries and keys of a projection in place.
 
     The largest values of a key channel are estimated for uncorrelated inputs: the bias and `LARGEST_DEVIATION` standard
@@ -35,6 +37,9 @@ def balance_projection(weight: Tensor, bias: Tensor | None, gain: Tensor, *, hea
         gain: [hidden], the weight of the norm before the projection.
         heads: number of query heads.
         kv_heads: number of key heads.
+
+    Returns:
+        float32 [(heads + 2 * kv_heads) * head_dim], the factors of the rows.
     """
     rows = torch.unflatten(weight, 0, (heads + 2 * kv_heads, -1))
     keys = slice(heads, heads + kv_heads)
@@ -49,6 +54,7 @@ def balance_projection(weight: Tensor, bias: Tensor | None, gain: Tensor, *, hea
             ones = [1] * (part.ndim - 2)
             part[:heads] *= shared.view(*shared.shape, *ones)
             part[keys] /= factors.view(*factors.shape, *ones)
+    return torch.cat([shared, 1 / factors, torch.ones_like(factors)]).flatten().float()
 
 
 def balance_norms(query: Norm, key: Norm) -> tuple[Norm, Norm]:
