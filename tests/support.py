@@ -41,6 +41,7 @@ FEATURES = {
     "int8": "8-bit weights (`--quantization int8`)",
     "int4": "4-bit weights (`--quantization int4`)",
     "int8-kv-cache": "8-bit KV cache (`--kv-cache-dtype int8`)",
+    "lora": "LoRA adapters (`--lora`)",
     "cancellation": "Cancellation frees the request's memory",
     "restart": "A decoder that dies is replaced",
 }
