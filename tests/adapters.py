@@ -48,11 +48,13 @@ def write_adapter(
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, weight in _weights(base).items():
-        module, last = name.removesuffix(".weight"), name.split(".")[-2]
-        path = PREFIX + (module if published_names else _current_name(module))
-        if last in saved or f".{last}." in {f".{item}." for item in saved}:
-            tensors[f"{path}.weight"] = weight + 0.2 * weight.std() * torch.randn(weight.shape, generator=generator)
-        if last not in targets or not name.endswith(".weight"):
+        module, kind = name.rsplit(".", 1)
+        last = module.rsplit(".", 1)[-1]
+        path = PREFIX + (_published_name(module) if published_names else _current_name(module))
+        if last in saved:
+            noise = torch.randn(weight.shape, generator=generator)
+            tensors[f"{path}.{kind}"] = weight + 0.2 * (float(weight.std()) or 1.0) * noise
+        if last not in targets or kind != "weight":
             continue
         r = _by_suffix(ranks or {}, module, rank)
         outputs, inputs = reversed(weight.shape) if last == "embed_tokens" else weight.shape
@@ -87,21 +89,22 @@ def merge_adapter(folder: Path, base: Path, adapter: Path) -> Path:
     shutil.copytree(base, folder)
     settings = json.loads((adapter / "adapter_config.json").read_text())
     weights, tensors = _weights(base), load_file(adapter / "adapter_model.safetensors")
+    found = {key.removeprefix(PREFIX): value for key, value in tensors.items()}
     for name in weights:
-        module = name.removesuffix(".weight")
-        found = {key.removeprefix(PREFIX): value for key, value in tensors.items()}
-        for path in (module, _current_name(module)):
-            if (saved := found.get(f"{path}.weight")) is not None:
+        module, kind = name.rsplit(".", 1)
+        for path in {module, _current_name(module)}:
+            if (saved := found.get(f"{path}.{kind}")) is not None:
                 weights[name] = saved
             for a_name, b_name in (("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")):
-                if (a := found.get(f"{path}.{a_name}")) is None:
+                if kind != "weight" or (a := found.get(f"{path}.{a_name}")) is None:
                     continue
                 b = found[f"{path}.{b_name}"]
                 alpha = _by_suffix(settings.get("alpha_pattern") or {}, module, settings["lora_alpha"])
                 scale = alpha / (math.sqrt(len(a)) if settings["use_rslora"] else len(a))
                 delta = scale * (b.double() @ a.double())
                 weights[name] = (weights[name] + (delta.T if "embedding" in a_name else delta)).float()
-    save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors")
+    contiguous = {name: weight.contiguous() for name, weight in weights.items()}
+    save_file(contiguous, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
@@ -114,6 +117,15 @@ def _current_name(module: str) -> str:
     if module.startswith(("model.language_model.", "model.visual.", "lm_head")):
         return module
     return f"model.{module}" if module.startswith("visual.") else re.sub(r"^model\.", "model.language_model.", module)
+
+
+def _published_name(module: str) -> str:
+    """Return the name of a module in the published checkpoints."""
+    return re.sub(r"^model\.(language_model\.|visual\.)", _published_prefix, module)
+
+
+def _published_prefix(match: re.Match[str]) -> str:
+    return "visual." if match[1] == "visual." else "model."
 
 
 def _by_suffix(values: dict[str, Any], module: str, default: Any) -> Any:
