@@ -317,7 +317,8 @@ class _FolderReader:
     def _assign(self, stored: str) -> None:
         if not stored.startswith(PREFIX):
             raise self._unknown(stored)
-        path = stored.removeprefix(PREFIX)
+        # PEFT names the weights of a layer that also has factors so.
+        path = stored.removeprefix(PREFIX).replace(".base_layer.", ".")
         module, factor, _ = path.partition(".lora_")
         if not factor:
             self._saved[rename(path, self._renames)] = stored
