@@ -1,9 +1,9 @@
 """The cost of LoRA adapters: the time of a step whose sequences use none, one, or one adapter each.
 
-    python -m benchmarks.lora [--model small|2b|demo|FOLDER] [--rank 16] [--rounds 20] [any option of dashinfer-vlm serve]
+    python -m benchmarks.lora [--model small|2b|demo|FOLDER] [--rank 16] [--rounds 20] [options of dashinfer-vlm serve]
 
-Adapters with random weights for all linear layers of the text model. The variants alternate in each round; the ratios are
-those of the minimum times.
+Adapters with random weights for all linear layers of the text model. The variants alternate in each round; the ratios
+are those of the minimum times.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ ADAPTERS = 8
 def write_adapter(folder: Path, spec: ModelSpec, rank: int) -> LoraAdapter:
     """Write an adapter with random weights to `folder`, and read it."""
     tensors = {}
-    for name, (outputs, inputs) in list(text_tensors(spec.text).items())[2:]:  # all but the embedding table and the head
+    for name, (outputs, inputs) in list(text_tensors(spec.text).items())[
+        2:
+    ]:  # all but the embedding table and the head
         module = f"base_model.model.{name.removesuffix('.weight')}"
         tensors[f"{module}.lora_A.weight"] = torch.randn(rank, inputs).bfloat16() / 64
         tensors[f"{module}.lora_B.weight"] = torch.randn(outputs, rank).bfloat16() / 64
@@ -60,7 +62,10 @@ def chunks(
     """Return the first step of sequences with these adapters, or the first one after their prompts."""
     source, count = random.Random("lora"), len(adapters)
     scheduler = Scheduler(
-        kv_tokens=count * 2 * PROMPT_TOKENS, max_batch_size=count, max_waiting=count, prefill_chunk=count * PROMPT_TOKENS
+        kv_tokens=count * 2 * PROMPT_TOKENS,
+        max_batch_size=count,
+        max_waiting=count,
+        prefill_chunk=count * PROMPT_TOKENS,
     )
     for number, adapter in enumerate(adapters):
         request = DecodeRequest(

@@ -19,7 +19,7 @@ RESERVED_FIELDS = frozenset(
     {"messages", "model", "n", "stream", "stream_options", "tools", "tool_choice", "parallel_tool_calls", "logprobs",
      "top_logprobs"}
 )  # fmt: skip
-"""Request fields that cannot be set in a conversation, except for the model, which a saved conversation does not set."""
+"""Request fields that a conversation does not set; `set` accepts `model`, which is not restored with a conversation."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -116,7 +116,7 @@ class EngineConfig(BaseSettings):
         " repeated.",
     )
     max_loras: int = Field(
-        8, ge=1, le=1024, description="Maximum number of LoRA adapters in memory; Python code can load others on demand."
+        8, ge=1, le=1024, description="Maximum number of LoRA adapters in memory; Python code can load more on demand."
     )
     chat_template: Path | None = Field(
         None, description="File with a Jinja chat template; defaults to the checkpoint's template."

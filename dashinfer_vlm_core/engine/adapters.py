@@ -127,7 +127,7 @@ class AdapterManager:
         Raises:
             RequestError: as `check`; or the adapter was loaded from another path, or is not loaded and has no path.
             CheckpointError: the adapter cannot be loaded.
-            QueueFull: all loaded adapters are in use, and there is no room for another one.
+            QueueFull: all loaded adapters are in use, and another one would exceed the limit.
         """
         self.check(request)
         given = request.adapter_request
@@ -164,7 +164,7 @@ class AdapterManager:
                     raise InvalidParameter(
                         f"No LoRA adapter {name!r} is loaded. Set `lora_path`.", param="lora_request"
                     )
-                self._make_room()
+                self._unload_idle()
                 active = await self._read(name, path)
             elif path not in {"", active.path}:
                 raise InvalidParameter(
@@ -175,7 +175,7 @@ class AdapterManager:
             self._loaded[name] = active
             return active
 
-    def _make_room(self) -> None:
+    def _unload_idle(self) -> None:
         if len(self._loaded) < self.limit:
             return
         idle = (name for name, active in self._loaded.items() if not active.num_requests and not active.permanent)

@@ -217,9 +217,9 @@ class ChatPipeline:
         self.observer.prompt_built(len(prompt))
         visual = await self._encode_media(request, items, adapter)
         builders = self._response_builders(request, prompt, adapter, guided=grammar is not None)
-        lora = adapter.adapter if adapter else None
+        lora, response_id = adapter.adapter if adapter else None, builders[0].id
         return builders, self._decode_requests(
-            request, prompt, visual, sampling, grammar, lora, response_id=builders[0].id
+            request, prompt, visual, sampling, grammar, adapter=lora, response_id=response_id
         )
 
     def _validate(self, request: ChatRequest) -> Sampling:
@@ -363,8 +363,8 @@ class ChatPipeline:
         visual: Sequence[VisualTokens],
         sampling: Sampling,
         grammar: CompiledGrammar | None,
-        adapter: LoraAdapter | None,
         *,
+        adapter: LoraAdapter | None,
         response_id: str,
     ) -> list[DecodeRequest]:
         max_tokens = min(sampling.max_tokens or DEFAULT_MAX_TOKENS, self.prompts.max_model_len - len(prompt))

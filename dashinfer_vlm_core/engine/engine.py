@@ -465,7 +465,9 @@ def select_decoder(registry: Registry, spec: ModelSpec, config: EngineConfig) ->
 def _check_support(factory: DecoderFactory, spec: ModelSpec, config: EngineConfig) -> DecoderSupport:
     """Check a decoder; an exception means that it cannot run, and does not affect the other decoders."""
     if config.lora and LORA not in factory.supported_params:
-        reason = "It does not apply LoRA adapters (`lora`). Merge the adapter into a checkpoint, or use the decoder torch."
+        reason = (
+            "It does not apply LoRA adapters (`lora`). Merge the adapter into a checkpoint, or use the decoder torch."
+        )
         return DecoderSupport(score=0, reason=reason)
     try:
         return factory.check_support(spec, config)

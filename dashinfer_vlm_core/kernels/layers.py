@@ -39,14 +39,14 @@ class ReferenceDecoderLayers:
         levels = len(batch.additions.values) if batch.additions else 0
         for number in range(final):
             queries, cache = self._queries(number, x, batch), batch.cache_layer(number)
-            self._add_attention_and_mlp(number, x, queries, batch.spans, cache, batch.adapters)
+            self._add_attention_and_mlp(number, x, queries, batch.spans, cache, adapters=batch.adapters)
             if batch.additions and number < levels:
                 x.index_add_(0, batch.additions.rows, batch.additions.values[number])
         queries, cache = self._queries(final, x, batch), batch.cache_layer(final)
         x = x[batch.last]
         if len(x):
             adapters = tuple(rows.in_last() for rows in batch.adapters)
-            self._add_attention_and_mlp(final, x, queries[batch.last], batch.last_spans, cache, adapters)
+            self._add_attention_and_mlp(final, x, queries[batch.last], batch.last_spans, cache, adapters=adapters)
         return x
 
     def _queries(self, number: int, x: Tensor, batch: ForwardBatch) -> Tensor:
@@ -72,6 +72,7 @@ class ReferenceDecoderLayers:
         queries: Tensor,
         spans: KVSpans,
         cache: KVCacheLayer,
+        *,
         adapters: Sequence[AdapterRows],
     ) -> None:
         """Add the attention output and then the MLP output to x, in place."""

@@ -34,7 +34,7 @@ def tensor_shapes(file: Path, dtypes: Collection[str]) -> dict[str, tuple[tuple[
     """Return the shape of every tensor in a safetensors file, and its size in bytes.
 
     Raises:
-        CheckpointError: the file is damaged, or a tensor has another data type than `dtypes`, as safetensors names them.
+        CheckpointError: the file is damaged, or a tensor's data type, as safetensors names it, is not in `dtypes`.
     """
     try:
         with safe_open(file, framework="numpy") as opened:

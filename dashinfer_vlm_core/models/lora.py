@@ -1,8 +1,8 @@
 """LoRA adapters in PEFT's folder format (arXiv:2106.09685). This module does not import torch.
 
-A folder has `adapter_config.json` and `adapter_model.safetensors`. Its tensors are named `base_model.model.`, the path of
-a module in transformers' model, and `.lora_A.weight` or `.lora_B.weight`; modules that were trained completely
-(`modules_to_save`) have `.weight` and `.bias`. What PEFT version 0.19 writes is the reference.
+A folder has `adapter_config.json` and `adapter_model.safetensors`. Its tensors are named `base_model.model.`, the path
+of a module in transformers' model, and `.lora_A.weight` or `.lora_B.weight`; modules that were trained completely
+(`modules_to_save`) have `.weight` and `.bias`.
 """
 
 from __future__ import annotations
@@ -220,8 +220,8 @@ def _check_supported(file: Path, values: Mapping[str, Any]) -> None:
     init = values.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(CHANGES_BASE):
         raise CheckpointError(
-            f"{file}: with `init_lora_weights` {init!r}, the base model's weights were changed too. Save the adapter with"
-            " `path_initial_model_for_weight_conversion`, which converts it to plain LoRA."
+            f"{file}: with `init_lora_weights` {init!r}, the base model's weights were changed too. Save the adapter"
+            " with `path_initial_model_for_weight_conversion`, which converts it to plain LoRA."
         )
 
 
@@ -333,13 +333,16 @@ class _FolderReader:
         for kind in ("A", "B"):
             if kind not in tensors:
                 other = next(iter(tensors.values()))
-                raise CheckpointError(f"{self._file}: {other!r} has no counterpart lora_{kind}. Copy the adapter again.")
+                raise CheckpointError(
+                    f"{self._file}: {other!r} has no counterpart lora_{kind}. Copy the adapter again."
+                )
         a, b = tensors["A"], tensors["B"]
         path = a.removeprefix(PREFIX).partition(".lora_")[0]
         outputs, *inputs = self._expected_shape(f"{module}.weight", a)
         if len(inputs) != 1:
             raise CheckpointError(
-                f"{self._file}: {a!r} changes a convolution or a fused tensor, which is not supported. Merge the adapter."
+                f"{self._file}: {a!r} changes a convolution or a fused tensor, which is not supported. Merge"
+                " the adapter."
             )
         rank = self._settings.rank_of(path)
         if f"{module}.weight" == self._embedding:  # PEFT stores the factors of an embedding table transposed
@@ -365,14 +368,14 @@ class _FolderReader:
         shape = self._shapes[stored]
         if shape != tuple(expected):
             raise CheckpointError(
-                f"{self._file}: tensor {stored!r} is {list(shape)}, but {list(expected)} is required by {CONFIG} and the"
-                " model. Use the model that the adapter was trained with."
+                f"{self._file}: tensor {stored!r} is {list(shape)}, but {list(expected)} is required by {CONFIG} and"
+                " the model. Use the model that the adapter was trained with."
             )
 
     def _unknown(self, stored: str) -> CheckpointError:
         return CheckpointError(
-            f"{self._file}: tensor {stored!r} belongs to no module of this model that an adapter can change. Use the model"
-            " that the adapter was trained with, or merge the adapter."
+            f"{self._file}: tensor {stored!r} belongs to no module of this model that an adapter can change. Use the"
+            " model that the adapter was trained with, or merge the adapter."
         )
 
 
@@ -385,8 +388,8 @@ _KINDS = {
 
 
 def text_tensors(text: TextModelSpec) -> dict[str, tuple[int, int]]:
-    """Return the shapes of the text model's tensors that adapters can change: first the embedding table, then the output
-    layer, then the linear layers."""
+    """Return the shapes of the text model's tensors that adapters can change: first the embedding table, then the
+    output layer, then the linear layers."""
     names, hidden = text.weights, text.hidden_size
     query, key = (heads * text.head_dim for heads in (text.num_attention_heads, text.num_key_value_heads))
     attention = {names.query: (query, hidden), names.key: (key, hidden), names.value: (key, hidden)}
@@ -448,6 +451,6 @@ def merging(adapter: LoraAdapter) -> Iterator[None]:
         MERGE.reset(token)
     if merge.unused:
         raise CheckpointError(
-            f"{adapter.file}: the vision encoder does not use {min(merge.unused)!r}, which the adapter changes. Merge the"
-            " adapter into a checkpoint with PEFT's `merge_and_unload`, and serve that."
+            f"{adapter.file}: the vision encoder does not use {min(merge.unused)!r}, which the adapter changes. Merge"
+            " the adapter into a checkpoint with PEFT's `merge_and_unload`, and serve that."
         )

@@ -87,8 +87,8 @@ class VLM:
                 the images of a generator are never all in memory at once.
             sampling_params: one for all prompts, or a list with one for each; `SamplingParams()` if None.
             use_tqdm: whether to show a progress bar.
-            lora_request: the LoRA adapter for all prompts, or a list with one or None for each; the model itself if None.
-                An adapter is loaded on first use, see `EngineConfig.max_loras`.
+            lora_request: the LoRA adapter for all prompts, or a list with one or None for each; None is the model
+                itself. An adapter is loaded on first use, see `EngineConfig.max_loras`.
 
         Returns:
             The output of each prompt, in order. A prompt that fails has an `error` and no `outputs`; the others are not
@@ -100,7 +100,7 @@ class VLM:
         """
         single = is_single_prompt(prompts)
         items = [prompts] if single else prompts
-        return self._generate(items, from_prompt, sampling_params, lora_request, single, use_tqdm)
+        return self._generate(items, from_prompt, sampling_params, lora_request, single=single, use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -143,7 +143,7 @@ class VLM:
 
         single = is_single_conversation(messages)
         items = [messages] if single else messages
-        return self._generate(items, make, sampling_params, lora_request, single, use_tqdm)
+        return self._generate(items, make, sampling_params, lora_request, single=single, use_tqdm=use_tqdm)
 
     def close(self) -> None:
         """Free the model. Running requests fail with EngineClosed. Closing twice is allowed.
@@ -167,6 +167,7 @@ class VLM:
         make: Callable[[object, SamplingParams, LoRARequest | None], OfflineRequest],
         sampling: SamplingParamsArg,
         lora_request: LoRARequestArg,
+        *,
         single: bool,
         use_tqdm: bool,
     ) -> list[RequestOutput]:

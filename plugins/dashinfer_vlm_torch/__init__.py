@@ -6,7 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dashinfer_vlm_core.decoders import GUIDED_DECODING, LORA, SAMPLING_PARAMETERS, Decoder, DecoderFactory, DecoderSupport
+from dashinfer_vlm_core.decoders import (
+    GUIDED_DECODING,
+    LORA,
+    SAMPLING_PARAMETERS,
+    Decoder,
+    DecoderFactory,
+    DecoderSupport,
+)
 from dashinfer_vlm_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dashinfer_vlm_core.concurrency.compute import Executor
 from dashinfer_vlm_core.kernels import AdapterLayer, AdapterLayers, Kernels, Linear, LMHead, LowRank, LowRankPart
 from dashinfer_vlm_core.models.lora import LoraAdapter
 from dashinfer_vlm_core.models.lora_weights import Factors, read_factors, read_tensor
 from dashinfer_vlm_core.models.spec import TextModelSpec
-
-T = TypeVar("T")
 
 RANK_MULTIPLE = 4
 """Ranks are padded with zeros to a multiple of this, which the C kernels require of the inputs of a linear layer."""
@@ -113,20 +112,16 @@ class AdapterReader:
         self._as_halves = as_halves
         self._num_bytes = 0
 
-    def read(self, run: Callable[[Callable[[], T]], T]) -> TextAdapter:
-        """Read the adapter.
-
-        Args:
-            run: runs one part; other tasks can run between parts.
+    def read(self, executor: Executor) -> TextAdapter:
+        """Read the adapter on `executor`, where other tasks can run between its parts.
 
         Raises:
             CheckpointError: the adapter's file is damaged.
         """
-        count = self._spec.num_hidden_layers
-        layers = [run(functools.partial(self._layer, number)) for number in range(count)]  # type: ignore[arg-type]
-        embedding = run(self._embedding)  # type: ignore[arg-type]
-        head = run(self._head)  # type: ignore[arg-type]
-        return TextAdapter(AdapterLayers(layers) if any(map(any, layers)) else None, embedding, head, self._num_bytes)
+        run, count = executor.run, self._spec.num_hidden_layers
+        layers = [run(functools.partial(self._layer, number)) for number in range(count)]
+        adapted = AdapterLayers(layers) if any(any(layer) for layer in layers) else None
+        return TextAdapter(adapted, run(self._embedding), run(self._head), self._num_bytes)
 
     def _layer(self, number: int) -> AdapterLayer:
         names, spec = self._spec.weights, self._spec

@@ -23,9 +23,7 @@ MAX_EXPONENT = 8
 """Factors are between 2^-8 and 2^8, so that queries in float16 do not overflow."""
 
 
-def balance_projection(
-    weight: Tensor, bias: Tensor | None, gain: Tensor, *, heads: int, kv_heads: int
-) -> Tensor:
+def balance_projection(weight: Tensor, bias: Tensor | None, gain: Tensor, *, heads: int, kv_heads: int) -> Tensor:
     """Scale the rows of queries and keys of a projection in place.
 
     The largest values of a key channel are estimated for uncorrelated inputs: the bias and `LARGEST_DEVIATION` standard

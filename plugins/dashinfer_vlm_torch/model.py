@@ -33,6 +33,7 @@ from dashinfer_vlm_core.kernels import (
 from dashinfer_vlm_core.kernels.experts import Expert, MixtureOfExperts
 from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers, decoder_layers
 from dashinfer_vlm_core.kernels.quantization import quantization_options
+from dashinfer_vlm_core.models.lora import LoraAdapter
 from dashinfer_vlm_core.models.spec import ExpertsSpec, RotarySpec, TextModelSpec
 from dashinfer_vlm_core.models.weights import Weights
 
@@ -163,7 +164,8 @@ class TextModel:
         """
         if not getattr(self.kernels, "supports_row_bias", False):
             raise ConfigError(
-                f"`lora` is not supported by the kernels {self.kernels.name!r}. Set `cpu_kernels` to torch.", param="lora"
+                f"`lora` is not supported by the kernels {self.kernels.name!r}. Set `cpu_kernels` to torch.",
+                param="lora",
             )
         neighbors = self.config.rotary.pairs == "neighbors"
         reader = AdapterReader(
@@ -175,7 +177,7 @@ class TextModel:
             qkv_scales=self._qkv_scales,
             as_halves=functools.partial(_as_halves, head_dim=self.config.head_dim) if neighbors else None,
         )
-        return reader.read(self.executor.run)
+        return reader.read(self.executor)
 
     def _normalize(self, x: Tensor) -> Tensor:
         return self.kernels.norm(x, self._norm.weight, self._norm.bias, self.config.norm_eps)

@@ -159,10 +159,11 @@ def test_row_bias_is_added_before_activation(kernels, activation, biased):
         product = F.silu(gate) * up
     layer = kernels.linear(weight, bias, activation=activation)
     assert error(layer(x, row_bias), product) < 5e-3
-    total = numbers(*product.shape, seed=4)
-    expected = total.float() + product
-    layer.add_to(total, x, row_bias)
-    assert error(total, expected) < 5e-3
+    if activation is Activation.NONE:
+        total = numbers(*product.shape, seed=4)
+        expected = total.float() + product
+        layer.add_to(total, x, row_bias)
+        assert error(total, expected) < 5e-3
 
 
 @needs_native

@@ -93,7 +93,7 @@ def test_rank_pattern(spec, write):
 def test_saved_modules(spec, write):
     adapter = read(write(saved=("lm_head", "embed_tokens", "ln_q")), spec)
     assert adapter.saved_text == {"lm_head.weight", "model.embed_tokens.weight"}
-    assert set(adapter.saved_vision) == {"visual.merger.ln_q.weight"}
+    assert set(adapter.saved_vision) == {"visual.merger.ln_q.weight", "visual.merger.ln_q.bias"}
     assert adapter.changes_vision
     assert not read(write(name="other", saved=("lm_head",)), spec).changes_vision
 
@@ -146,7 +146,7 @@ NAME = f"{PREFIX}model.language_model.layers.0.self_attn.q_proj.lora_A.weight"
     [
         (lambda tensors: tensors.pop(NAME), "q_proj.lora_B.weight' has no counterpart lora_A"),
         (lambda tensors: tensors.update({NAME: torch.zeros(4, 63)}), f"{NAME!r} is [4, 63], but [4, 64] is required"),
-        (lambda tensors: tensors.update({NAME: torch.zeros(4, 64, dtype=torch.int8)}), f"{NAME!r} has the data type I8"),
+        (lambda tensors: tensors.update({NAME: torch.zeros(4, 64).to(torch.int8)}), f"{NAME!r} has the data type I8"),
         (
             lambda tensors: tensors.update({f"{PREFIX}model.layers.7.mlp.up_proj.lora_A.weight": torch.zeros(4, 64)}),
             "'base_model.model.model.layers.7.mlp.up_proj.lora_A.weight' belongs to no module",
@@ -184,7 +184,7 @@ def test_nonfinite_tensor_is_named(spec, write):
     folder = write()
     edit_tensors(folder, lambda tensors: tensors[NAME].fill_(math.nan))
     adapter = read(folder, spec)
-    with pytest.raises(CheckpointError, match="q_proj.lora_A.weight' contains infinity or NaN"):
+    with pytest.raises(CheckpointError, match=r"q_proj\.lora_A\.weight' contains infinity or NaN"):
         read_factors(adapter, adapter.text[QUERY])
 
 

@@ -214,6 +214,8 @@ def test_decoder_without_adapters_is_not_selected(tiny_checkpoint):
 def test_lora_request_to_decoder_without_adapters(tiny_checkpoint):
     script = Script("Yes.", supported_params=EVERYTHING - {LORA})
     config = EngineConfig(model=str(tiny_checkpoint), decoder="scripted")
-    with Engine(config, registry=scripted_registry(script)) as engine:
-        with pytest.raises(UnsupportedParameter, match="does not support LoRA adapters"):
-            VLM(engine=engine).generate("x", use_tqdm=False, lora_request=LoRARequest("a", 1, "/a"))
+    with (
+        Engine(config, registry=scripted_registry(script)) as engine,
+        pytest.raises(UnsupportedParameter, match="does not support LoRA adapters"),
+    ):
+        VLM(engine=engine).generate("x", use_tqdm=False, lora_request=LoRARequest("a", 1, "/a"))

@@ -126,7 +126,9 @@ def test_keys_balanced_for_int8_cache(base, adapted, tmp_path):
         for layer in weights.model.language_model.layers:
             layer.self_attn.k_proj.bias[::5] *= 40
     weights.save_pretrained(tmp_path / "base")
-    (tmp_path / "base" / "preprocessor_config.json").write_bytes((base.folder / "preprocessor_config.json").read_bytes())
+    (tmp_path / "base" / "preprocessor_config.json").write_bytes(
+        (base.folder / "preprocessor_config.json").read_bytes()
+    )
     write_adapter(tmp_path / "adapter", tmp_path / "base", ATTENTION)
     merged = merge_adapter(tmp_path / "merged", tmp_path / "base", tmp_path / "adapter")
     adapter = read_adapter("a", str(tmp_path / "adapter"), read_spec(tmp_path / "base"))
