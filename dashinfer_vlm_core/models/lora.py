@@ -330,15 +330,15 @@ class _FolderReader:
         self._factors.setdefault(module, {})[_KINDS[kind]] = stored
 
     def _check_factors(self, module: str, tensors: Mapping[str, str]) -> LoraFactors:
+        given = next(iter(tensors.values()))
+        outputs, *inputs = self._expected_shape(f"{module}.weight", given)
         for kind in ("A", "B"):
             if kind not in tensors:
-                other = next(iter(tensors.values()))
                 raise CheckpointError(
-                    f"{self._file}: {other!r} has no counterpart lora_{kind}. Copy the adapter again."
+                    f"{self._file}: {given!r} has no counterpart lora_{kind}. Copy or download the adapter again."
                 )
         a, b = tensors["A"], tensors["B"]
         path = a.removeprefix(PREFIX).partition(".lora_")[0]
-        outputs, *inputs = self._expected_shape(f"{module}.weight", a)
         if len(inputs) != 1:
             raise CheckpointError(
                 f"{self._file}: {a!r} changes a convolution or a fused tensor, which is not supported. Merge"

@@ -18,7 +18,8 @@ from tests.plugins.oracle import Oracle, collect, decoding, ids, prompt, visual
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed. Install `peft`.")
 
-pytestmark = pytest.mark.interop
+# The warnings are about what PEFT and transformers use of each other.
+pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore")]
 
 CONFIGS = {
     "attention": {"target_modules": ["q_proj", "v_proj"]},

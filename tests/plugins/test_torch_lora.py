@@ -140,8 +140,8 @@ def test_keys_balanced_for_int8_cache(base, adapted, tmp_path):
 
     exact, rounded = logprob(merged), logprob(merged, kv_cache_dtype="int8")
     found = logprob(tmp_path / "base", adapter, kv_cache_dtype="int8")
-    assert found == pytest.approx(rounded, abs=1e-4)
-    assert found == pytest.approx(exact, abs=0.2)
+    assert found == pytest.approx(rounded, abs=5e-3)
+    assert found == pytest.approx(exact, abs=5e-2)
 
 
 class OldKernels(TorchKernels):
