@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .engine import ChatEngine, Engine, EngineStatus
     from .errors import DashInferVLMError, EngineError, MediaError, RequestError, SetupError
     from .hookspecs import hookimpl
-    from .offline import VLM, SamplingParams
+    from .offline import VLM, LoRARequest, SamplingParams
     from .protocol import ChatRequest
 
 __version__ = "0.2.0.dev0"
@@ -24,6 +24,7 @@ __all__ = [
     "EngineConfig",
     "EngineError",
     "EngineStatus",
+    "LoRARequest",
     "MediaError",
     "RequestError",
     "SamplingParams",
@@ -38,7 +39,7 @@ _MODULES = {
     "engine": ("ChatEngine", "Engine", "EngineStatus"),
     "errors": ("DashInferVLMError", "EngineError", "MediaError", "RequestError", "SetupError"),
     "hookspecs": ("hookimpl",),
-    "offline": ("VLM", "SamplingParams"),
+    "offline": ("VLM", "LoRARequest", "SamplingParams"),
     "protocol": ("ChatRequest",),
 }
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from .config import EngineConfig
-from .decoders import GUIDED_DECODING, DecodeRequest, DecoderFactory, DecoderSupport, FinishReason, Token
+from .decoders import GUIDED_DECODING, LORA, DecodeRequest, DecoderFactory, DecoderSupport, FinishReason, Token
 from .deprecation import RenamedAttribute, renamed_arguments, renamed_names
 from .engine import Engine
 from .errors import DecoderFailed, EngineClosed
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .kernels.choice import KernelSelector
     from .models.spec import ModelSpec
 
-EVERYTHING = SAMPLING_PARAMETERS | {GUIDED_DECODING}
+EVERYTHING = SAMPLING_PARAMETERS | {GUIDED_DECODING, LORA}
 ScriptedResponse = str | Exception | Callable[[DecodeRequest], str]
 
 

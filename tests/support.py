@@ -44,6 +44,7 @@ FEATURES = {
     "int4": "4-bit weights (`--quantization int4`)",
     "quantized-checkpoints": "AWQ, GPTQ, compressed-tensors and FP8 checkpoints",
     "int8-kv-cache": "8-bit KV cache (`--kv-cache-dtype int8`)",
+    "lora": "LoRA adapters (`--lora`)",
     "cancellation": "Cancellation frees the request's memory",
     "restart": "A decoder that dies is replaced",
 }

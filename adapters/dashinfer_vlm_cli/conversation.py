@@ -19,7 +19,7 @@ RESERVED_FIELDS = frozenset(
     {"messages", "model", "n", "stream", "stream_options", "tools", "tool_choice", "parallel_tool_calls", "logprobs",
      "top_logprobs"}
 )  # fmt: skip
-"""Request fields that cannot be set in a conversation."""
+"""Request fields that a conversation does not set; `set` accepts `model`, which is not restored with a conversation."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -98,7 +98,7 @@ class Conversation:
         from dashinfer_vlm_core.protocol import ChatRequest
         from dashinfer_vlm_core.structured_output.output_grammar import grammar_for_request
 
-        known = sorted(set(ChatRequest.model_fields) - RESERVED_FIELDS)
+        known = sorted((set(ChatRequest.model_fields) - RESERVED_FIELDS) | {"model"})
         if name not in known:
             raise InvalidParameter(f"Unknown request field `{name}`. {_nearest(name, known)}", param=name)
         if not text:

@@ -289,7 +289,7 @@ class ChatDashInferVLM(BaseChatModel):
         if self.base_url:
             return {"model": model or self.model}, self._remote_engine
         config = self._config(model or self.model)
-        return {"model": config.name}, lambda: self.engines.aget(config)
+        return {"model": config.request_name(model or self.model)}, lambda: self.engines.aget(config)
 
     async def _given_engine(self) -> ChatEngine:
         return self.engine  # type: ignore[no-any-return]  # pydantic cannot check a protocol

@@ -88,7 +88,7 @@ class DashInferVLM(CustomLLM):
         config = self._engines.config(call.model, call.engine_options)
         engine = await self._engines.aget(config)
         register_model_info(f"{self.name}/{call.model}", engine.status().max_model_len)
-        return engine, config.name
+        return engine, config.request_name(call.model)
 
     def _errors(self, arguments: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
         return litellm_errors(model=arguments["model"], provider=self.name, hide_setup=is_proxied(arguments))

@@ -118,11 +118,18 @@ class _Route(APIRoute):
             self.methods.add("HEAD")
 
 
+class ServedModel(Model):
+    """A model in OpenAI's format, with vLLM's fields for LoRA adapters."""
+
+    root: str = Field(description="The model's name, or the folder's name or Hugging Face ID of an adapter.")
+    parent: str | None = Field(description="The model that an adapter changes; null for the model itself.")
+
+
 class ModelList(BaseModel):
-    """The list of served models, which has one element."""
+    """The served model, and its LoRA adapters."""
 
     object: str
-    data: list[Model]
+    data: list[ServedModel]
 
 
 class Health(BaseModel):
@@ -168,7 +175,7 @@ class _Routes:
             "/v1/chat/completions", self.chat_completions, ChatCompletion, chat, openapi_extra=body(ChatRequest), **post
         )
         add("/v1/models", self.models, ModelList, plain)
-        add("/v1/models/{name:path}", self.model, Model, plain)
+        add("/v1/models/{name:path}", self.model, ServedModel, plain)
         add(
             "/tokenize",
             self.tokenize,
@@ -217,13 +224,14 @@ class _Routes:
         return _json(await self.run_with_limits(request, detokenize(self.engine, tokens)))
 
     async def models(self) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model().model_dump()]})
+        return _json(ModelList(object="list", data=self._models()))
 
     async def model(self, name: str) -> Response:
-        model = self._model()
-        if name != model.id:
-            raise ModelNotFound(f"The model {name!r} is not served here. Use {model.id!r}.", param="model")
-        return _json(model)
+        models = self._models()
+        for model in models:
+            if model.id == name:
+                return _json(model)
+        raise ModelNotFound(f"The model {name!r} is not served here. Use {models[0].id!r}.", param="model")
 
     async def health(self) -> Response:
         """Report the status. Returns 200 while the process serves, even if its engine failed."""
@@ -272,8 +280,17 @@ class _Routes:
             return health
         return health.model_copy(update={"fatal_error": status.fatal_error, "trouble": status.fatal_error})
 
-    def _model(self) -> Model:
-        return Model(id=self.engine.status().model, object="model", created=self.started, owned_by="dashinfer-vlm")
+    def _models(self) -> list[ServedModel]:
+        """Return the model, then its LoRA adapters."""
+        status = self.engine.status()
+        shared: dict[str, Any] = {"object": "model", "created": self.started, "owned_by": "dashinfer-vlm"}
+        return [
+            ServedModel(id=status.model, root=status.model, parent=None, **shared),
+            *(
+                ServedModel(id=adapter.name, root=adapter.source, parent=status.model, **shared)
+                for adapter in status.adapters
+            ),
+        ]
 
 
 def _json(body: BaseModel, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -77,6 +77,6 @@ def _tokenizer_of(engine: ChatEngine) -> SupportsTokenization:
 
 
 def _check_model(engine: ChatEngine, name: str | None) -> None:
-    served = engine.status().model
-    if name not in {None, served, DEFAULT_MODEL}:
-        raise ModelNotFound(f"The model {name!r} is not served here. Use {served!r}.", param="model")
+    status = engine.status()
+    if name not in {None, status.model, DEFAULT_MODEL, *(adapter.name for adapter in status.adapters)}:
+        raise ModelNotFound(f"The model {name!r} is not served here. Use {status.model!r}.", param="model")

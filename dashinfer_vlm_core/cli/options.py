@@ -23,7 +23,11 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 Command = Callable[..., Any]
 
+REPEATABLE = {"lora"}
+"""Options that are given once for each value, which may contain commas."""
+
 METAVARS = {
+    "lora": "NAME=FOLDER",
     "model": "NAME|FOLDER",
     "allowed_media_domains": "NAME,...",
     "limit_mm_per_prompt": "image=N,video=N",
@@ -57,7 +61,7 @@ def config_options(command: Command) -> Command:
         for line in unknown_variables(variables_set(), click.get_current_context()):
             logger.warning(line)
         given = {name: kwargs.pop(name) for name in fields}
-        config = _config({name: value for name, value in given.items() if value is not None})
+        config = _config({name: value for name, value in given.items() if value not in (None, ())})
         return command(*args, config=config, **kwargs)
 
     if ENV_PREFIX not in (command.__doc__ or ""):
@@ -89,6 +93,7 @@ def _option(name: str, field: FieldInfo, plugin: str) -> Callable[[Command], Com
         cls=EngineOption,
         plugin=plugin,
         default=None,
+        multiple=name in REPEATABLE,
         metavar=_metavar(name, field.annotation),
         file_type=dict if field.annotation is MediaLimits else list if get_origin(field.annotation) is tuple else None,
         help=text,

@@ -1,6 +1,15 @@
 """Configuration of an engine: options, configuration files, environment variables."""
 
-from .engine_config import MIB, VLLM_VARIABLES, EngineConfig, MediaLimits, option_fields, variable, variables_set
+from .engine_config import (
+    MIB,
+    VLLM_VARIABLES,
+    EngineConfig,
+    LoraModule,
+    MediaLimits,
+    option_fields,
+    variable,
+    variables_set,
+)
 from .plugin_options import ENV_PREFIX, PluginOptions
 
 __all__ = [
@@ -8,6 +17,7 @@ __all__ = [
     "MIB",
     "VLLM_VARIABLES",
     "EngineConfig",
+    "LoraModule",
     "MediaLimits",
     "PluginOptions",
     "option_fields",

@@ -18,6 +18,7 @@ from pydantic import (
     ValidationError,
     field_validator,
     model_serializer,
+    model_validator,
 )
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
@@ -58,6 +59,22 @@ class MediaLimits:
         return f"image={self.image},video={self.video}"
 
 
+@dataclass(frozen=True)
+class LoraModule:
+    """A LoRA adapter that is loaded at startup.
+
+    Attributes:
+        name: its name in requests.
+        path: a folder in PEFT's format, or a Hugging Face model ID.
+    """
+
+    name: str
+    path: str
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.path}"
+
+
 class _VllmEnvironment(PydanticBaseSettingsSource):
     """The settings source with the lowest priority: vLLM's environment variables."""
 
@@ -92,6 +109,14 @@ class EngineConfig(BaseSettings):
     )
     revision: str | None = Field(
         None, description="Branch, tag or commit of a Hugging Face model; defaults to the main branch."
+    )
+    lora: Annotated[tuple[LoraModule, ...], NoDecode] = Field(
+        (),
+        description="LoRA adapter in PEFT's format: its name in requests, and a folder or Hugging Face model ID. Can be"
+        " repeated.",
+    )
+    max_loras: int = Field(
+        8, ge=1, le=1024, description="Maximum number of LoRA adapters in memory; Python code can load more on demand."
     )
     chat_template: Path | None = Field(
         None, description="File with a Jinja chat template; defaults to the checkpoint's template."
@@ -354,6 +379,33 @@ class EngineConfig(BaseSettings):
                 'must be a list such as image=4,video=1 or JSON such as {"image": 4, "video": 1}'
             ) from None
 
+    @field_validator("lora", mode="before")
+    @classmethod
+    def _parse_lora(cls, value: object) -> object:
+        if isinstance(value, str):
+            value = [item for item in value.split(",") if item.strip()]
+        if isinstance(value, Mapping):
+            value = [LoraModule(name, str(path)) for name, path in value.items()]
+        return tuple(map(_lora_module, value)) if isinstance(value, (list, tuple)) else value
+
+    @field_validator("lora")
+    @classmethod
+    def _check_lora(cls, value: tuple[LoraModule, ...]) -> tuple[LoraModule, ...]:
+        names = [module.name for module in value]
+        if repeated := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"the name {repeated!r} is used twice; give each adapter its own name")
+        return value
+
+    @model_validator(mode="after")
+    def _check_max_loras(self) -> Self:
+        if len(self.lora) > self.max_loras:
+            raise ValueError(
+                f"`max_loras` must be at least the number of adapters in `lora`, {len(self.lora)}, got {self.max_loras}"
+            )
+        if self.name in {module.name for module in self.lora}:
+            raise ValueError(f"`lora` has an adapter with the model's own name, {self.name!r}; choose another one")
+        return self
+
     @field_validator("rgba_background", mode="before")
     @classmethod
     def _three_channels(cls, value: object) -> object:
@@ -390,6 +442,20 @@ class EngineConfig(BaseSettings):
         """The model's name in requests and responses; for a folder its last part, so that responses contain no path."""
         folder = Path(self.model).expanduser()
         return self.served_model_name or (folder.resolve().name if folder.is_dir() else self.model)
+
+    def request_name(self, model: str) -> str:
+        """Return the name that a request for `model` to this engine has: a LoRA adapter's, or the model's own."""
+        return model if any(module.name == model for module in self.lora) else self.name
+
+
+def _lora_module(value: object) -> object:
+    """Convert `name=path` to a module; other values are left to pydantic."""
+    if not isinstance(value, str):
+        return value
+    name, equals, path = value.strip().partition("=")
+    if not (name and equals and path):
+        raise ValueError(f"must be name=folder or name=owner/model, got {value!r}")
+    return LoraModule(name, path)
 
 
 def option_fields() -> dict[str, tuple[FieldInfo, str]]:

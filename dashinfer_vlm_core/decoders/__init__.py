@@ -3,6 +3,7 @@
 from ..deprecation import renamed_names
 from .interface import (
     GUIDED_DECODING,
+    LORA,
     SAMPLING_PARAMETERS,
     CompiledGrammar,
     Decoder,
@@ -20,6 +21,7 @@ from .interface import (
 
 __all__ = [
     "GUIDED_DECODING",
+    "LORA",
     "SAMPLING_PARAMETERS",
     "CompiledGrammar",
     "DecodeRequest",

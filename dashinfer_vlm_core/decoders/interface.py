@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from ..config import EngineConfig
     from ..kernels.choice import KernelSelector
     from ..models.interface import VisualTokens
+    from ..models.lora import LoraAdapter
     from ..models.spec import ModelSpec
 
 __all__ = [
     "GUIDED_DECODING",
+    "LORA",
     "SAMPLING_PARAMETERS",
     "CompiledGrammar",
     "DecodeRequest",
@@ -44,6 +46,10 @@ FinishReason = Literal["stop", "length"]
 GUIDED_DECODING = "guide"
 """The member of `supported_params` of a decoder that can mask, at each step, the tokens that a grammar does not
 allow."""
+
+
+LORA = "lora"
+"""The member of `supported_params` of a decoder that applies LoRA adapters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -119,6 +125,8 @@ class DecodeRequest:
         grammar: masks tokens at each step; None for unconstrained output. Only decoders that support
             `GUIDED_DECODING` get one.
         cache_salt: separates prefix cache entries; a prompt cached with a salt is found only with the same salt.
+        adapter: the LoRA adapter to apply, which prefix cache entries depend on too. Only decoders that support `LORA`
+            get one.
     """
 
     id: str
@@ -128,6 +136,7 @@ class DecodeRequest:
     sampling: Sampling = field(default_factory=Sampling)
     grammar: CompiledGrammar | None = None
     cache_salt: str = ""
+    adapter: LoraAdapter | None = None
 
     guide = RenamedAttribute("grammar")
     salt = RenamedAttribute("cache_salt")
@@ -168,13 +177,14 @@ class Decoder(Protocol):
     Attributes:
         name: as listed by `dashinfer-vlm plugins` and `/health`.
         max_model_len: most tokens of prompt and output together; at most the model's limit.
-        supported_params: the members of `SAMPLING_PARAMETERS` that it supports, and `GUIDED_DECODING` if it can mask
-            tokens; the engine rejects requests that need more.
+        supported_params: the members of `SAMPLING_PARAMETERS` that it supports, `GUIDED_DECODING` if it can mask
+            tokens, and `LORA` if it applies adapters; the engine rejects requests that need more.
         unsupported_vision_reason: why it accepts no images and videos, and the next step; the engine rejects requests
             with media. Empty if it accepts them.
         fatal_error: why it cannot decode although it was started; empty while it can. For `/health`.
 
-    A decoder with statistics has a method `snapshot() -> DecoderStats`.
+    A decoder with statistics has a method `snapshot() -> DecoderStats`. A decoder with `LORA` has a method `async
+    load_adapter(adapter: LoraAdapter)`, which prepares an adapter before its first request; it may raise SetupError.
     """
 
     name: str

@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..concurrency.memory import trim_memory
 from ..errors import DashInferVLMError, DecoderFailed, EngineClosed
 from .interface import Decoder, DecodeRequest, DecoderStats, RequestNotStarted, Token
+
+if TYPE_CHECKING:
+    from ..models.lora import LoraAdapter
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -79,6 +82,16 @@ class Supervisor:
         except DecoderFailed:
             if not self.fatal_error:  # otherwise it failed permanently because it cannot be closed
                 raise
+
+    async def load_adapter(self, adapter: LoraAdapter) -> None:
+        """Prepare an adapter before its first request, if the decoder supports `LORA`.
+
+        Raises:
+            SetupError: the adapter cannot be loaded.
+        """
+        load = getattr(await self._wait_until_healthy(), "load_adapter", None)
+        if load is not None:
+            await load(adapter)
 
     async def decode(self, request: DecodeRequest) -> AsyncGenerator[Token, None]:
         while True:

@@ -1,9 +1,11 @@
 """The chat pipeline, and the engine that runs it."""
 
 from ..deprecation import renamed_names
+from .adapters import AdapterStatus
 from .engine import ChatEngine, Engine, EngineStats, EngineStatus, Request, State, load_pipeline, select_decoder
 
 __all__ = [
+    "AdapterStatus",
     "ChatEngine",
     "Engine",
     "EngineStats",

@@ -8,19 +8,19 @@ import functools
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from ..decoders import GUIDED_DECODING, CompiledGrammar, DecodeRequest, Token, VisualSpan
 from ..decoders.supervisor import Supervisor
-from ..errors import DashInferVLMError, EngineError, InvalidParameter, ModelNotFound, QueueFull, UnsupportedParameter
+from ..errors import DashInferVLMError, EngineError, InvalidParameter, QueueFull, UnsupportedParameter
 from ..media import MediaLoader
 from ..media_workers import MediaExecutor, TokenBudget
 from ..models.interface import ImageProcessor, VisualTokens
 from ..preprocessing.preview import MediaPreview, Preview, preview_media
 from ..preprocessing.prompt import Prompt, PromptBuilder
-from ..protocol import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, ChatRequest, MediaPart
+from ..protocol import DEFAULT_MAX_TOKENS, ChatRequest, MediaPart
 from ..protocol.client import current_client
 from ..protocol.sampling import Sampling
 from ..response.response_builder import PromptCounts, ResponseBuilder
@@ -28,11 +28,13 @@ from ..structured_output.grammar_compiler import GrammarCompiler
 from ..structured_output.output_grammar import OutputGrammar, after_reasoning, grammar_for_request
 from ..vision import Item, VisionService
 from ..vision.media_uuids import MediaUuidCache
+from .adapters import ActiveAdapter, AdapterManager
 from .observers import RequestObserver, RequestTimer
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+    from ..models.lora import LoraAdapter
     from ..models.spec import ModelSpec
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -92,13 +94,12 @@ class ChatPipeline:
 
     Attributes:
         name: the model's name in responses.
-        aliases: other names that requests may use for it.
         limiter: bounds the completions, from arrival to the end of the response.
+        adapters: the LoRA adapters that requests can use.
         observer: is notified of stages, tokens and completed requests.
     """
 
     name: str
-    aliases: frozenset[str]
     limiter: ConcurrencyLimiter
     spec: ModelSpec
     media: MediaLoader
@@ -109,6 +110,7 @@ class ChatPipeline:
     media_uuids: MediaUuidCache
     grammars: GrammarCompiler
     decoder: Supervisor
+    adapters: AdapterManager
     observer: RequestObserver
 
     async def chat(self, request: ChatRequest) -> ChatCompletion:
@@ -116,9 +118,9 @@ class ChatPipeline:
 
     async def generate(self, request: ChatRequest) -> Generation:
         """Serve a request; return the complete response with its tokens."""
-        with _hide_internal_errors(), self.limiter.slots(request.n):
+        async with self._admit(request, n=request.n) as adapter:
             timer = RequestTimer(self.observer, n=request.n)
-            builders, decode_requests = await self._prepare(request)
+            builders, decode_requests = await self._prepare(request, adapter)
             token_ids: list[list[int]] = [[] for _ in builders]
             async with contextlib.aclosing(self._decode(builders, decode_requests, timer)) as tokens:
                 async for index, token in tokens:
@@ -134,9 +136,9 @@ class ChatPipeline:
 
     async def stream(self, request: ChatRequest) -> AsyncGenerator[ChatCompletionChunk, None]:
         """Serve a request; yield the response as chunks."""
-        with _hide_internal_errors(), self.limiter.slots(request.n):
+        async with self._admit(request, n=request.n) as adapter:
             timer = RequestTimer(self.observer, n=request.n)
-            builders, decode_requests = await self._prepare(request)
+            builders, decode_requests = await self._prepare(request, adapter)
             # Sent with the first token, so that an earlier failure is an error response and not a broken stream.
             first_chunks = [builder.first_chunk() for builder in builders]
             async with contextlib.aclosing(self._decode(builders, decode_requests, timer)) as tokens:
@@ -159,7 +161,7 @@ class ChatPipeline:
 
     async def preview(self, request: ChatRequest) -> Preview:
         """Return what the model would see, without running the vision encoder or the decoder; nothing is cached."""
-        with _hide_internal_errors(), self.limiter.slots():
+        async with self._admit(request):
             self._validate(request)
             parts = await asyncio.to_thread(request.media)
             _require_media_data(parts)
@@ -175,10 +177,10 @@ class ChatPipeline:
 
     async def tokenize(self, request: ChatRequest) -> list[int]:
         """Return the prompt's token ids, with placeholders for images and videos, which are not encoded."""
-        with _hide_internal_errors(), self.limiter.slots():
+        async with self._admit(request) as adapter:
             self._validate(request)
             request = _in_client_namespace(request)
-            items = await self._load_media(request)
+            items = await self._load_media(request, adapter)
             prompt = await self._build_prompt(request, items)
             ids: list[int] = prompt.token_ids.tolist()
             return ids
@@ -196,22 +198,32 @@ class ChatPipeline:
             await self.media.close()
             await self.media_executor.close()
 
-    async def _prepare(self, request: ChatRequest) -> tuple[list[ResponseBuilder], list[DecodeRequest]]:
+    @contextlib.asynccontextmanager
+    async def _admit(self, request: ChatRequest, *, n: int = 1) -> AsyncIterator[ActiveAdapter | None]:
+        """Hold `n` slots and the request's adapter, and hide internal errors."""
+        with _hide_internal_errors(), self.limiter.slots(n):
+            async with self.adapters.use(request) as adapter:
+                yield adapter
+
+    async def _prepare(
+        self, request: ChatRequest, adapter: ActiveAdapter | None
+    ) -> tuple[list[ResponseBuilder], list[DecodeRequest]]:
         """Run the stages before the decoder; return a response builder and a decode request per choice."""
         sampling = self._validate(request)
         request = _in_client_namespace(request)
         grammar = await self._compile_grammar(request)
-        items = await self._load_media(request)
+        items = await self._load_media(request, adapter)
         prompt = await self._build_prompt(request, items)
         self.observer.prompt_built(len(prompt))
-        visual = await self._encode_media(request, items)
-        builders = self._response_builders(request, prompt, guided=grammar is not None)
-        return builders, self._decode_requests(request, prompt, visual, sampling, grammar, response_id=builders[0].id)
+        visual = await self._encode_media(request, items, adapter)
+        builders = self._response_builders(request, prompt, adapter, guided=grammar is not None)
+        lora, response_id = adapter.adapter if adapter else None, builders[0].id
+        return builders, self._decode_requests(
+            request, prompt, visual, sampling, grammar, adapter=lora, response_id=response_id
+        )
 
     def _validate(self, request: ChatRequest) -> Sampling:
         """Reject what this model or decoder does not support, before any work is done."""
-        if request.model not in {self.name, DEFAULT_MODEL, *self.aliases}:
-            raise ModelNotFound(f"The model {request.model!r} is not served here. Use {self.name!r}.", param="model")
         if self.decoder.unsupported_vision_reason and (media := request.media()):
             raise UnsupportedParameter(self.decoder.unsupported_vision_reason, param=media[0].path)
         self.prompts.check_options(request)
@@ -259,12 +271,13 @@ class ChatPipeline:
             return after_reasoning(grammar, self.spec.conversation)
         return grammar
 
-    async def _load_media(self, request: ChatRequest) -> list[Item]:
+    async def _load_media(self, request: ChatRequest, adapter: ActiveAdapter | None) -> list[Item]:
         """Load and process the request's images and videos; look up those referenced by `uuid` alone."""
         with self.observer.stage("media"):
             parts = await asyncio.to_thread(request.media)  # may have to split megabytes of video frames
             self.media.check(parts)
-            cached = self.media_uuids.get(parts, cache_salt=request.cache_salt or "")
+            vision = adapter.vision if adapter else None
+            cached = self.media_uuids.get(parts, cache_salt=request.cache_salt or "", adapter=vision)
             budget = self._token_budget(sum(item.tokens for item in cached.values()))
             given = [part for part in parts if part.has_source]
             processed = await self.media.load(given, functools.partial(self.media_executor.process, budget=budget))
@@ -280,9 +293,12 @@ class ChatPipeline:
         with self.observer.stage("prompt"):
             return await asyncio.to_thread(self.prompts.build, request, items)
 
-    async def _encode_media(self, request: ChatRequest, items: Sequence[Item]) -> Sequence[VisualTokens]:
+    async def _encode_media(
+        self, request: ChatRequest, items: Sequence[Item], adapter: ActiveAdapter | None
+    ) -> Sequence[VisualTokens]:
         with self.observer.stage("vision"):
-            return await self.vision.embed(items, cache_salt=request.cache_salt or "")
+            vision = adapter.vision if adapter else None
+            return await self.vision.embed(items, cache_salt=request.cache_salt or "", adapter=vision)
 
     async def _decode(
         self, builders: Sequence[ResponseBuilder], requests: Sequence[DecodeRequest], timer: RequestTimer
@@ -316,7 +332,9 @@ class ChatPipeline:
                 param=param,
             )
 
-    def _response_builders(self, request: ChatRequest, prompt: Prompt, *, guided: bool) -> list[ResponseBuilder]:
+    def _response_builders(
+        self, request: ChatRequest, prompt: Prompt, adapter: ActiveAdapter | None, *, guided: bool
+    ) -> list[ResponseBuilder]:
         counts = PromptCounts(
             prompt_tokens=len(prompt), image_tokens=prompt.image_tokens, video_tokens=prompt.video_tokens
         )
@@ -327,7 +345,7 @@ class ChatPipeline:
                 request=request,
                 id=response_id,
                 created=created,
-                model=self.name,
+                model=adapter.adapter.name if adapter else self.name,
                 counts=counts,
                 index=index,
                 guided=guided,
@@ -346,6 +364,7 @@ class ChatPipeline:
         sampling: Sampling,
         grammar: CompiledGrammar | None,
         *,
+        adapter: LoraAdapter | None,
         response_id: str,
     ) -> list[DecodeRequest]:
         max_tokens = min(sampling.max_tokens or DEFAULT_MAX_TOKENS, self.prompts.max_model_len - len(prompt))
@@ -366,6 +385,7 @@ class ChatPipeline:
             sampling=sampling,
             grammar=grammar,
             cache_salt=request.cache_salt or "",
+            adapter=adapter,
         )
         others = range(1, request.n)
         return [first, *(replace(first, id=f"{first.id}-{i}", sampling=sampling.seeded(i)) for i in others)]

@@ -8,11 +8,12 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..concurrency.loop import LoopThread, engine_closed
 from ..config import MIB, EngineConfig
-from ..decoders import DecoderFactory, DecoderStats, DecoderSupport
+from ..decoders import LORA, DecoderFactory, DecoderStats, DecoderSupport
 from ..decoders.supervisor import Supervisor
 from ..deprecation import RenamedAttribute
 from ..errors import DecoderFailed, EngineClosed, SetupError
@@ -24,6 +25,7 @@ from ..media.video import select_readers
 from ..media_workers import MediaWorkerStats, create_executor
 from ..models.checkpoint import find_model
 from ..models.interface import vision_linears
+from ..models.lora import merging
 from ..plugins import Registry, load_plugins
 from ..preprocessing.prompt import PromptBuilder
 from ..protocol import ChatRequest
@@ -31,6 +33,7 @@ from ..structured_output.grammar_compiler import GrammarCompiler
 from ..tokenization.detokenizer import IncrementalDetokenizer
 from ..vision import VisionService, VisionStats
 from ..vision.media_uuids import MediaUuidCache
+from .adapters import AdapterManager, AdapterStatus
 from .chat_pipeline import ChatPipeline, ConcurrencyLimiter, Generation
 from .observers import ObserverList, RequestObserver
 
@@ -41,7 +44,8 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
     from typing_extensions import Self
 
-    from ..models.interface import ModelFamily
+    from ..models.interface import ModelFamily, VisionEncoder
+    from ..models.lora import LoraAdapter
     from ..models.spec import ModelSpec
     from ..preprocessing.preview import Preview
 
@@ -77,6 +81,7 @@ class EngineStatus:
         decoder_reason: why this decoder was selected.
         max_model_len: the maximum number of tokens of prompt and completion together; 0 while closed.
         fatal_error: why a `failed` engine cannot continue; it must be started again.
+        adapters: the LoRA adapters that requests can name as their model.
     """
 
     state: State
@@ -85,6 +90,8 @@ class EngineStatus:
     decoder_reason: str = ""
     max_model_len: int = 0
     fatal_error: str = ""
+
+    adapters: tuple[AdapterStatus, ...] = ()
 
     trouble = RenamedAttribute("fatal_error")
 
@@ -260,6 +267,7 @@ class Engine:
             decoder_reason=running.reason,
             max_model_len=running.pipeline.prompts.max_model_len,
             fatal_error=decoder.fatal_error,
+            adapters=running.pipeline.adapters.statuses,
         )
 
     # Start and close
@@ -372,8 +380,17 @@ async def load_pipeline(
     IncrementalDetokenizer(prompts.tokenizer)
     processor = family.image_processor(spec, config)
     vision = await asyncio.to_thread(_load_vision, family, spec, config, kernels)
+    adapters = AdapterManager(
+        model=config.name,
+        aliases=frozenset({config.model}),
+        spec=spec,
+        decoder=decoder,
+        load_encoder=partial(_load_adapted_encoder, family, spec, config, kernels),
+        limit=config.max_loras,
+    )
     try:
         await decoder.start()
+        await adapters.load_all(config)
         media_executor = create_executor(
             config,
             family=family,
@@ -387,7 +404,6 @@ async def load_pipeline(
         raise
     pipeline = ChatPipeline(
         name=config.name,
-        aliases=frozenset({config.model}),
         limiter=ConcurrencyLimiter(config.max_batch_size + config.max_waiting),
         spec=spec,
         media=MediaLoader(config, readers, policy=spec.video),
@@ -398,6 +414,7 @@ async def load_pipeline(
         media_uuids=MediaUuidCache(vision, limit=config.max_media_ids),
         grammars=GrammarCompiler(prompts.tokenizer, spec),
         decoder=decoder,
+        adapters=adapters,
         observer=observer,
     )
     return pipeline, reason
@@ -412,6 +429,16 @@ def _load_vision(family: ModelFamily, spec: ModelSpec, config: EngineConfig, ker
         cache_bytes=config.vision_cache_mib * MIB,
         batch_patches=batch_patches,
     )
+
+
+def _load_adapted_encoder(
+    family: ModelFamily, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, adapter: LoraAdapter
+) -> VisionEncoder:
+    """Load the vision encoder with the changes of an adapter."""
+    with merging(adapter):
+        encoder = family.load_vision_encoder(spec, config, kernels)
+    logger.info("LoRA adapter %r changes the vision encoder: it needs the memory of another one.", adapter.name)
+    return encoder
 
 
 def select_decoder(registry: Registry, spec: ModelSpec, config: EngineConfig) -> tuple[DecoderFactory, str]:
@@ -438,6 +465,11 @@ def select_decoder(registry: Registry, spec: ModelSpec, config: EngineConfig) ->
 
 def _check_support(factory: DecoderFactory, spec: ModelSpec, config: EngineConfig) -> DecoderSupport:
     """Check a decoder; an exception means that it cannot run, and does not affect the other decoders."""
+    if config.lora and LORA not in factory.supported_params:
+        reason = (
+            "It does not apply LoRA adapters (`lora`). Merge the adapter into a checkpoint, or use the decoder torch."
+        )
+        return DecoderSupport(score=0, reason=reason)
     try:
         return factory.check_support(spec, config)
     except Exception as error:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from .quantization import INT4, INT8, Quantization, QuantizedWeight
     from .types import (
         Activation,
+        AdapterLayer,
+        AdapterLayers,
+        AdapterRows,
         Additions,
         DecoderLayer,
         DecoderLayers,
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
         KVSpans,
         Linear,
         LMHead,
+        LowRank,
+        LowRankPart,
         Norm,
     )
     from .workload import LinearGroup, LinearShape
@@ -44,6 +49,9 @@ __all__ = [
     "INT4",
     "INT8",
     "Activation",
+    "AdapterLayer",
+    "AdapterLayers",
+    "AdapterRows",
     "Additions",
     "Candidates",
     "DecoderLayer",
@@ -64,6 +72,8 @@ __all__ = [
     "LinearGroup",
     "LinearShape",
     "LoadedKernels",
+    "LowRank",
+    "LowRankPart",
     "Norm",
     "Quantization",
     "QuantizedWeight",

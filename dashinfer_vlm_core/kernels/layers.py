@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from .kv_cache import attend_cached, write_rows
+from .low_rank import apply, apply_to, row_bias
 from .types import (
+    AdapterRows,
     DecoderLayer,
     DecoderLayers,
     DecoderShape,
@@ -30,24 +32,29 @@ class ReferenceDecoderLayers:
         self._kernels = kernels
         self._layers = layers
         self._shape = shape
+        self.supports_adapters: bool = getattr(kernels, "supports_row_bias", False)
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        *others, final = ((layer, batch.cache_layer(number)) for number, layer in enumerate(self._layers))
+        final = len(self._layers) - 1
         levels = len(batch.additions.values) if batch.additions else 0
-        for number, (layer, cache) in enumerate(others):
-            self._add_attention_and_mlp(layer, x, self._queries(layer, x, batch, cache), batch.spans, cache)
+        for number in range(final):
+            queries, cache = self._queries(number, x, batch), batch.cache_layer(number)
+            self._add_attention_and_mlp(number, x, queries, batch.spans, cache, adapters=batch.adapters)
             if batch.additions and number < levels:
                 x.index_add_(0, batch.additions.rows, batch.additions.values[number])
-        queries = self._queries(final[0], x, batch, final[1])
+        queries, cache = self._queries(final, x, batch), batch.cache_layer(final)
         x = x[batch.last]
         if len(x):
-            self._add_attention_and_mlp(final[0], x, queries[batch.last], batch.last_spans, final[1])
+            adapters = tuple(rows.in_last() for rows in batch.adapters)
+            self._add_attention_and_mlp(final, x, queries[batch.last], batch.last_spans, cache, adapters=adapters)
         return x
 
-    def _queries(self, layer: DecoderLayer, x: Tensor, batch: ForwardBatch, cache: KVCacheLayer) -> Tensor:
+    def _queries(self, number: int, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Return the queries [tokens, heads, head_dim] and write the keys and values to the cache."""
-        heads = self._shape.heads
-        qkv = layer.qkv(self._normalize(x, layer.input_norm)).view(len(x), -1, self._shape.head_dim)
+        layer, heads = self._layers[number], self._shape.heads
+        normed = self._normalize(x, layer.input_norm)
+        bias = row_bias([(rows, rows.adapter.layers[number].qkv) for rows in batch.adapters], normed)
+        qkv = apply(layer.qkv, normed, bias).view(len(x), -1, self._shape.head_dim)
         if layer.query_norm and layer.key_norm:
             qkv = torch.cat([
                 self._normalize_heads(qkv[:, :heads], layer.query_norm),
@@ -55,21 +62,32 @@ class ReferenceDecoderLayers:
                 qkv[:, heads + self._shape.kv_heads :],
             ], dim=1)  # fmt: skip
         self._kernels.rotate_(qkv[:, : heads + self._shape.kv_heads], batch.cos, batch.sin)
-        write_rows(cache, batch.slots, qkv[:, heads:])
+        write_rows(batch.cache_layer(number), batch.slots, qkv[:, heads:])
         return qkv[:, :heads]
 
     def _add_attention_and_mlp(
-        self, layer: DecoderLayer, x: Tensor, queries: Tensor, spans: KVSpans, cache: KVCacheLayer
+        self,
+        number: int,
+        x: Tensor,
+        queries: Tensor,
+        spans: KVSpans,
+        cache: KVCacheLayer,
+        *,
+        adapters: Sequence[AdapterRows],
     ) -> None:
         """Add the attention output and then the MLP output to x, in place."""
-        layer.output.add_to(x, attend_cached(self._kernels, queries, cache, spans))
+        layer, changes = self._layers[number], [(rows, rows.adapter.layers[number]) for rows in adapters]
+        mixed = attend_cached(self._kernels, queries, cache, spans)
+        apply_to(x, layer.output, mixed, row_bias([(rows, change.output) for rows, change in changes], mixed))
         normed = self._normalize(x, layer.mlp_norm)
         if layer.experts:
             layer.experts.add_to(x, normed)
-        else:
-            assert layer.gate_up
-            assert layer.down
-            layer.down.add_to(x, layer.gate_up(normed))
+            return
+        assert layer.gate_up
+        assert layer.down
+        bias = row_bias([(rows, change.gate_up) for rows, change in changes], normed)
+        inner = apply(layer.gate_up, normed, bias)
+        apply_to(x, layer.down, inner, row_bias([(rows, change.down) for rows, change in changes], inner))
 
     def _normalize(self, x: Tensor, norm: Norm) -> Tensor:
         return self._kernels.norm(x, norm.weight, norm.bias, self._shape.eps)

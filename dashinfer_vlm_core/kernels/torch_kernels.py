@@ -20,6 +20,7 @@ class TorchKernels:
     name = "torch"
     supports_int8 = False
     supports_int4 = False
+    supports_row_bias = True
 
     def __init__(self, device: str) -> None:
         kind = torch.device(device).type
@@ -99,12 +100,18 @@ class TorchLinear:
         self._activation = activation
         self._fp32_output = fp32_output
 
-    def __call__(self, x: Tensor) -> Tensor:
-        out = _activate(self._product(x), self._activation)
+    def __call__(self, x: Tensor, row_bias: Tensor | None = None) -> Tensor:
+        out = _activate(self._biased_product(x, row_bias), self._activation)
         return out.float() if self._fp32_output else out
 
-    def add_to(self, total: Tensor, x: Tensor) -> None:
-        total += self._product(x)
+    def add_to(self, total: Tensor, x: Tensor, row_bias: Tensor | None = None) -> None:
+        total += self._biased_product(x, row_bias)
+
+    def _biased_product(self, x: Tensor, row_bias: Tensor | None) -> Tensor:
+        product = self._product(x)
+        if row_bias is not None:
+            product[len(product) - len(row_bias) :] += row_bias
+        return product
 
     def _product(self, x: Tensor) -> Tensor:
         return F.linear(x, self._weight, self._bias)

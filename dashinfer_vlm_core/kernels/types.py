@@ -30,11 +30,15 @@ class Activation(IntEnum):
 class Linear(Protocol):
     """A linear layer with its weights in the kernels' layout."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return [rows, outputs] for x [rows, inputs]; the last dimension of x is contiguous."""
+    def __call__(self, x: Tensor, row_bias: Tensor | None = None) -> Tensor:
+        """Return [rows, outputs] for x [rows, inputs]; the last dimension of x is contiguous.
 
-    def add_to(self, total: Tensor, x: Tensor) -> None:
-        """Add the result for x [rows, inputs] to `total` [rows, outputs], in place."""
+        `row_bias` is given only if the kernels have `supports_row_bias`: float32 [count, outputs of the weights],
+        contiguous, which is added to the products of the last `count` rows before the activation.
+        """
+
+    def add_to(self, total: Tensor, x: Tensor, row_bias: Tensor | None = None) -> None:
+        """Add the result for x [rows, inputs] to `total` [rows, outputs], in place; `row_bias` as above."""
 
 
 class LMHead(Protocol):
@@ -117,6 +121,80 @@ class Experts(Protocol):
         """Add the result for x [rows, hidden] to `total` [rows, hidden], in place."""
 
 
+class LowRankPart(NamedTuple):
+    """The second factor of one of the projections that a linear layer fuses.
+
+    Attributes:
+        up: the factor [outputs, rank], which returns float32.
+        first_input: index of its first input among the outputs of `LowRank.down`.
+        inputs: number of its inputs: the rank, padded with zeros to a multiple of four.
+        first_output: index of its first output among those of the linear layer.
+        outputs: number of its outputs.
+    """
+
+    up: Linear
+    first_input: int
+    inputs: int
+    first_output: int
+    outputs: int
+
+
+class LowRank(NamedTuple):
+    """What an adapter adds to the weights of a linear layer (LoRA, arXiv:2106.09685), as a product of two factors.
+
+    Attributes:
+        down: the first factors of all parts [sum of ranks, inputs].
+        parts: the second factors.
+        outputs: number of outputs of the linear layer.
+    """
+
+    down: Linear
+    parts: tuple[LowRankPart, ...]
+    outputs: int
+
+
+class AdapterLayer(NamedTuple):
+    """What an adapter adds to a `DecoderLayer`; None for linear layers that it does not change."""
+
+    qkv: LowRank | None = None
+    output: LowRank | None = None
+    gate_up: LowRank | None = None
+    down: LowRank | None = None
+
+
+class AdapterLayers:
+    """What an adapter adds to the layers of a decoder.
+
+    Attributes:
+        layers: one per layer.
+    """
+
+    def __init__(self, layers: Sequence[AdapterLayer]) -> None:
+        self.layers: tuple[AdapterLayer, ...] = tuple(layers)
+
+
+class AdapterRows(NamedTuple):
+    """The tokens of a batch that an adapter applies to, which are consecutive.
+
+    Attributes:
+        adapter: the adapter.
+        start: index of the first token.
+        stop: index after the last token.
+        last_start: index of the first of these tokens in `ForwardBatch.last`.
+        last_stop: index after the last of these tokens in `ForwardBatch.last`.
+    """
+
+    adapter: AdapterLayers
+    start: int
+    stop: int
+    last_start: int
+    last_stop: int
+
+    def in_last(self) -> AdapterRows:
+        """Return the same tokens as indices of `ForwardBatch.last`."""
+        return self._replace(start=self.last_start, stop=self.last_stop)
+
+
 class DecoderLayer(NamedTuple):
     """One layer of a decoder.
 
@@ -175,6 +253,8 @@ class ForwardBatch(NamedTuple):
             hidden states, except for `DecoderLayers` with `converts_cache`.
         additions: rows to add to the hidden states of some tokens after the first layers.
         cache_scales: float32 [layers, 2 * kv_heads, rows] if `cache` is int8: the scale of each of its rows.
+        adapters: the tokens with an adapter, in order, after all tokens without one. Only for `DecoderLayers` with
+            `supports_adapters`.
     """
 
     cos: Tensor
@@ -186,6 +266,7 @@ class ForwardBatch(NamedTuple):
     cache: Tensor
     additions: Additions | None = None
     cache_scales: Tensor | None = None
+    adapters: tuple[AdapterRows, ...] = ()
 
     def cache_layer(self, number: int) -> KVCacheLayer:
         """Return one layer of the cache."""
@@ -222,9 +303,11 @@ class DecoderLayers(Protocol):
     Attributes:
         converts_cache: whether `ForwardBatch.cache` may have another dtype than `x`, or be int8 with scales. If this
             attribute is missing, it is False.
+        supports_adapters: whether `ForwardBatch.adapters` may be given. If this attribute is missing, it is False.
     """
 
     converts_cache: bool
+    supports_adapters: bool
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Return the hidden states after the last layer, and write the new tokens' keys and values to the cache.
@@ -245,11 +328,14 @@ class Kernels(Protocol):
         name: the name shown in logs and reports.
         supports_int8: whether 8-bit weights are kept in 8 bits; otherwise they are rounded and kept in their dtype.
         supports_int4: the same for 4-bit weights.
+        supports_row_bias: whether linear layers accept `row_bias`, which adapters need. If this attribute is missing,
+            it is False.
     """
 
     name: str
     supports_int8: bool
     supports_int4: bool
+    supports_row_bias: bool
 
     def linear(
         self,

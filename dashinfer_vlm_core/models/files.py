@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,25 @@ def stored_tensors(folder: Path, renames: Iterable[tuple[str, str]] = ()) -> dic
     Raises:
         CheckpointError: there are no safetensors files, a shard is missing, or a file is damaged.
     """
-    rules = [(re.compile(pattern), replacement) for pattern, replacement in renames]
-    return {_renamed(name, rules): (file, name) for file in _files(folder) for name in _names(file)}
+    rules = list(renames)
+    return {rename(name, rules): (file, name) for file in _files(folder) for name in _names(file)}
+
+
+def checked_headers(file: Path, dtypes: Collection[str]) -> dict[str, TensorHeader]:
+    """Read the headers of all tensors in a safetensors file.
+
+    Raises:
+        CheckpointError: the file is damaged, or a tensor's data type, as safetensors names it, is not in `dtypes`.
+    """
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            headers = {name: read_header(opened, name) for name in opened.keys()}  # noqa: SIM118 - not a dict
+    except (OSError, SafetensorError) as error:
+        raise unreadable_file_error(file, error) from error
+    for name, (_, dtype) in headers.items():
+        if dtype not in dtypes:
+            raise CheckpointError(f"{file}: tensor {name!r} has the data type {dtype}. Use one of {', '.join(dtypes)}.")
+    return headers
 
 
 def stored_headers(tensors: Mapping[str, tuple[Path, str]]) -> dict[str, TensorHeader]:
@@ -61,9 +78,10 @@ def unreadable_file_error(file: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{file} cannot be read: {error}. Copy or download it again.")
 
 
-def _renamed(name: str, rules: Iterable[tuple[re.Pattern[str], str]]) -> str:
-    for pattern, replacement in rules:
-        name = pattern.sub(replacement, name)
+def rename(name: str, renames: Iterable[tuple[str, str]]) -> str:
+    """Return the name of a tensor after `renames`, as in `ModelSpec.tensor_renames`."""
+    for pattern, replacement in renames:
+        name = re.sub(pattern, replacement, name)
     return name
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
@@ -16,6 +17,8 @@ from .files import read_header, stored_headers, stored_tensors, unreadable_file_
 from .formats.detection import quantized_modules
 from .formats.interface import ModuleReader
 from .headers import TensorHeader, module_of
+from .lora import MERGE
+from .lora_weights import merge_tensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -41,6 +44,7 @@ class Weights:
     def __init__(self, stored: Mapping[str, tuple[Path, str]], reader: ModuleReader | None = None) -> None:
         """Use `open` instead. `stored` maps a name to the file and the stored name."""
         self._stored = dict(stored)
+        self._merge = MERGE.get()
         self.names: frozenset[str] = frozenset(self._stored)
         self.reader = reader
         self._quantized = quantized_modules(self.names, reader) if reader else frozenset[str]()
@@ -106,7 +110,14 @@ class Weights:
                 weight.check()
             except ValueError as error:
                 tensors.fail(self.reader.markers[0], f"is inconsistent: {error}")
-        return weight
+        if self._merge is None or not self._merge.changes(f"{module}.weight"):
+            return weight
+        wide = weight.dequantize(torch.float32) if isinstance(weight, QuantizedWeight) else weight
+        return self._merged(f"{module}.weight", wide).to(dtype)
+
+    def _merged(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor with the changes of the adapter that is merged while loading, if there is one."""
+        return tensor if self._merge is None else merge_tensor(self._merge, name, tensor)
 
     def _join(
         self,
@@ -145,7 +156,8 @@ class Weights:
         Raises:
             CheckpointError: as for `tensor`.
         """
-        self._with_file(name, lambda opened, file, stored: _copy(opened, file, stored, into))
+        merge = functools.partial(self._merged, name)
+        self._with_file(name, lambda opened, file, stored: _copy(opened, file, stored, into, merge))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the stored shape of a tensor.
@@ -189,7 +201,9 @@ class Weights:
         self.close()
 
 
-def _copy(opened: Any, file: Path, name: str, into: torch.Tensor) -> None:
+def _copy(
+    opened: Any, file: Path, name: str, into: torch.Tensor, merge: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     header = read_header(opened, name)
     if header.shape != into.shape:
         raise CheckpointError(
@@ -202,7 +216,7 @@ def _copy(opened: Any, file: Path, name: str, into: torch.Tensor) -> None:
             f"{file}: tensor {name!r} is {header.dtype}, but its module has no scales in the"
             " format that `quantization_config` in config.json declares. Copy or download the checkpoint again."
         )
-    into.copy_(tensor)
+    into.copy_(merge(tensor))
 
 
 class ModuleTensors:

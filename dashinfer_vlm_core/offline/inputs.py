@@ -9,7 +9,7 @@ from PIL import Image as PILImage
 
 from ..errors import InvalidParameter, UnsupportedParameter
 from ..media.types import Kind
-from ..protocol import MediaPart, OfflineRequest
+from ..protocol import LoRARequest, MediaPart, OfflineRequest
 from ..protocol.fields import NO_AUDIO
 from ..protocol.validation_errors import show
 from .media import is_object, media_part, to_json_part
@@ -36,7 +36,7 @@ def prompt_text(prompt: object) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def from_prompt(prompt: object, sampling: SamplingParams) -> OfflineRequest:
+def from_prompt(prompt: object, sampling: SamplingParams, lora_request: LoRARequest | None = None) -> OfflineRequest:
     """Create the request for one prompt of `VLM.generate`.
 
     Raises:
@@ -52,11 +52,15 @@ def from_prompt(prompt: object, sampling: SamplingParams) -> OfflineRequest:
         prompt=_raw_prompt(given),
         attached=_media_parts(given),
         mm_processor_kwargs=given.get("mm_processor_kwargs"),
+        lora_request=lora_request,
     )
 
 
 def from_messages(
-    messages: object, sampling: SamplingParams, mm_processor_kwargs: Mapping[str, Any] | None
+    messages: object,
+    sampling: SamplingParams,
+    mm_processor_kwargs: Mapping[str, Any] | None,
+    lora_request: LoRARequest | None = None,
 ) -> OfflineRequest:
     """Create the request for one conversation of `VLM.chat`.
 
@@ -67,7 +71,13 @@ def from_messages(
     contents: dict[str, Any] = {}
     if isinstance(messages, (list, tuple)):
         messages = [_message(message, f"messages[{index}]", contents) for index, message in enumerate(messages)]
-    return _parse(sampling, messages=messages, contents=contents, mm_processor_kwargs=mm_processor_kwargs)
+    return _parse(
+        sampling,
+        messages=messages,
+        contents=contents,
+        mm_processor_kwargs=mm_processor_kwargs,
+        lora_request=lora_request,
+    )
 
 
 def _parse(sampling: SamplingParams, **fields: Any) -> OfflineRequest:

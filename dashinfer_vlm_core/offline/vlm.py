@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import EngineConfig
 from ..engine import Engine
 from ..errors import ConfigError, DashInferVLMError, InvalidParameter
-from ..protocol import OfflineRequest
+from ..protocol import LoRARequest, OfflineRequest
 from .batch import BatchResult, OfflineBatch, RequestFactory
 from .inputs import from_messages, from_prompt, is_single_conversation, is_single_prompt, prompt_text
 from .outputs import RequestOutput, to_request_output
@@ -26,6 +26,7 @@ LOOK_AHEAD = 8
 """Number of requests that are preprocessed while a full batch is being decoded."""
 
 SamplingParamsArg = SamplingParams | Sequence[SamplingParams] | None
+LoRARequestArg = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class VLM:
@@ -59,7 +60,12 @@ class VLM:
         self._ids = itertools.count()
 
     def generate(
-        self, prompts: Any, sampling_params: SamplingParamsArg = None, *, use_tqdm: bool = True
+        self,
+        prompts: Any,
+        sampling_params: SamplingParamsArg = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: LoRARequestArg = None,
     ) -> list[RequestOutput]:
         """Complete one or many rendered prompts.
 
@@ -81,6 +87,8 @@ class VLM:
                 the images of a generator are never all in memory at once.
             sampling_params: one for all prompts, or a list with one for each; `SamplingParams()` if None.
             use_tqdm: whether to show a progress bar.
+            lora_request: the LoRA adapter for all prompts, or a list with one or None for each; None is the model
+                itself. An adapter is loaded on first use, see `EngineConfig.max_loras`.
 
         Returns:
             The output of each prompt, in order. A prompt that fails has an `error` and no `outputs`; the others are not
@@ -88,10 +96,11 @@ class VLM:
 
         Raises:
             DashInferVLMError: `prompts` is a single prompt, not in a list, and it failed.
-            InvalidParameter: the numbers of `sampling_params` and prompts differ.
+            InvalidParameter: the numbers of `sampling_params` or `lora_request` and prompts differ.
         """
         single = is_single_prompt(prompts)
-        return self._generate([prompts] if single else prompts, from_prompt, sampling_params, single, use_tqdm)
+        items = [prompts] if single else prompts
+        return self._generate(items, from_prompt, sampling_params, lora_request, single=single, use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -100,6 +109,7 @@ class VLM:
         *,
         use_tqdm: bool = True,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequestArg = None,
     ) -> list[RequestOutput]:
         """Complete one or many conversations in OpenAI's format.
 
@@ -118,20 +128,22 @@ class VLM:
             sampling_params: as in `generate`.
             use_tqdm: as in `generate`.
             mm_processor_kwargs: options for all images and videos, such as `max_pixels`.
+            lora_request: as in `generate`.
 
         Returns:
             The output of each conversation, as in `generate`.
 
         Raises:
             DashInferVLMError: `messages` is a single conversation, and it failed.
-            InvalidParameter: the numbers of `sampling_params` and conversations differ.
+            InvalidParameter: the numbers of `sampling_params` or `lora_request` and conversations differ.
         """
 
-        def make(conversation: object, sampling: SamplingParams) -> OfflineRequest:
-            return from_messages(conversation, sampling, mm_processor_kwargs)
+        def make(conversation: object, sampling: SamplingParams, lora: LoRARequest | None) -> OfflineRequest:
+            return from_messages(conversation, sampling, mm_processor_kwargs, lora)
 
         single = is_single_conversation(messages)
-        return self._generate([messages] if single else messages, make, sampling_params, single, use_tqdm)
+        items = [messages] if single else messages
+        return self._generate(items, make, sampling_params, lora_request, single=single, use_tqdm=use_tqdm)
 
     def close(self) -> None:
         """Free the model. Running requests fail with EngineClosed. Closing twice is allowed.
@@ -152,8 +164,10 @@ class VLM:
     def _generate(
         self,
         items: Iterable[object],
-        make: Callable[[object, SamplingParams], OfflineRequest],
+        make: Callable[[object, SamplingParams, LoRARequest | None], OfflineRequest],
         sampling: SamplingParamsArg,
+        lora_request: LoRARequestArg,
+        *,
         single: bool,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
@@ -162,9 +176,10 @@ class VLM:
         texts: list[str | None] = []
 
         def factories() -> Iterator[RequestFactory]:
-            for item, params in zip(items, _params_per_item(sampling, items), strict=False):
+            adapters = _adapter_per_item(lora_request, items)
+            for item, params, lora in zip(items, _params_per_item(sampling, items), adapters, strict=False):
                 texts.append(prompt_text(item))
-                yield functools.partial(make, item, params)
+                yield functools.partial(make, item, params, lora)
 
         total = len(items) if isinstance(items, Sized) else None
         with tqdm(total=total, desc="Prompts", unit="prompt", dynamic_ncols=True, disable=not use_tqdm) as bar:
@@ -195,3 +210,14 @@ def _params_per_item(sampling: SamplingParamsArg, items: Iterable[object]) -> It
             param="sampling_params",
         )
     return sampling
+
+
+def _adapter_per_item(given: LoRARequestArg, items: Iterable[object]) -> Iterable[LoRARequest | None]:
+    if given is None or isinstance(given, LoRARequest):
+        return itertools.repeat(given)
+    if not isinstance(items, Sized) or len(items) != len(given):
+        raise InvalidParameter(
+            f"`lora_request` has {len(given)} entries. Pass one for all prompts, or a list of the same length.",
+            param="lora_request",
+        )
+    return given

@@ -6,6 +6,7 @@ Unknown keys are ignored, except in `media_io_kwargs` and `mm_processor_kwargs`,
 absent. Numbers are finite; booleans and strings are not converted to numbers.
 """
 
+from .lora import LoRARequest
 from .messages import LOW_DETAIL_PIXELS, EncodedEmbeddings, MediaPart
 from .request import DEFAULT_MAX_TOKENS, DEFAULT_MODEL, ChatRequest, OfflineRequest
 from .tokens import DetokenizeRequest, TokenizeChat, TokenizePrompt, parse_tokenize
@@ -17,6 +18,7 @@ __all__ = [
     "ChatRequest",
     "DetokenizeRequest",
     "EncodedEmbeddings",
+    "LoRARequest",
     "MediaPart",
     "OfflineRequest",
     "TokenizeChat",

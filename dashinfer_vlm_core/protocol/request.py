@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, InstanceOf, Strict, Tag, ValidationE
 from ..errors import InvalidParameter, RequestError, UnsupportedParameter
 from .base import LARGEST, STRING_OR_ARRAY, Count, Label, Name, RequestModel, Text, encodable
 from .fields import REJECTED_FIELDS
+from .lora import LoRARequest
 from .messages import MediaPart, Message
 from .options import MediaIO, MediaOptions, ProcessorOptions
 from .output import NamedTool, ResponseFormat, Tool, ToolChoice, Tools, find_tool_conflicts
@@ -204,6 +205,11 @@ class ChatRequest(RequestModel):
         """The rendered prompt, which replaces the messages; always None for requests from JSON."""
         return None
 
+    @property
+    def adapter_request(self) -> LoRARequest | None:
+        """The LoRA adapter to use instead of one that `model` names; always None for requests from JSON."""
+        return None
+
     def template_messages(self) -> list[dict[str, Any]]:
         """Return the messages in the form that chat templates expect.
 
@@ -241,6 +247,7 @@ class OfflineRequest(ChatRequest):
             `media.python_objects` describes them.
         prompt: text in which special tokens are recognized, or token IDs; each image and video is one placeholder.
         attached: the media of `prompt`; those of each kind are in the order of their placeholders.
+        lora_request: the LoRA adapter to use.
     """
 
     messages: Annotated[tuple[Message, ...], Strict(False), Field(max_length=MAX_MESSAGES)] = ()
@@ -249,10 +256,15 @@ class OfflineRequest(ChatRequest):
         Annotated[Annotated[Text, Tag("string")] | Annotated[tuple[int, ...], Tag("array")], STRING_OR_ARRAY] | None
     ) = None
     attached: tuple[InstanceOf[MediaPart], ...] = ()
+    lora_request: InstanceOf[LoRARequest] | None = None
 
     @property
     def raw_prompt(self) -> str | tuple[int, ...] | None:
         return self.prompt
+
+    @property
+    def adapter_request(self) -> LoRARequest | None:
+        return self.lora_request
 
     def _parts(self) -> Iterable[MediaPart]:
         if self.prompt is not None:

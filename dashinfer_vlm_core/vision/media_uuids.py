@@ -16,7 +16,7 @@ from ..errors import InvalidParameter
 from ..media.types import Kind
 from ..models.interface import Embedded, Grid, Patches
 from ..protocol import MediaPart
-from .service import CachedMedia, Processed, VisionService
+from .service import CachedMedia, Processed, VisionAdapter, VisionService
 
 MAX_VARIANTS = 8
 """Variants of one item, processed with different options, that are cached per uuid."""
@@ -68,13 +68,17 @@ class MediaUuidCache:
         self._vision = vision
         self._entries: LRUCache[_UuidKey, _UuidEntry] = LRUCache(limit)
 
-    def get(self, parts: Sequence[MediaPart], *, cache_salt: str = "") -> dict[str, CachedMedia]:
+    def get(
+        self, parts: Sequence[MediaPart], *, cache_salt: str = "", adapter: VisionAdapter | None = None
+    ) -> dict[str, CachedMedia]:
         """Return the cached media of the parts that have only a uuid, by their path in the request.
+
+        Those that were encoded with another adapter are not found.
 
         Raises:
             InvalidParameter: a uuid is unknown, or its item is no longer cached.
         """
-        return {part.path: self._get(part, cache_salt) for part in parts if not part.has_source}
+        return {part.path: self._get(part, cache_salt, adapter) for part in parts if not part.has_source}
 
     def bind(self, parts: Sequence[MediaPart], processed: Sequence[Processed], *, cache_salt: str = "") -> None:
         """Bind the uuids of parts to their items.
@@ -104,10 +108,12 @@ class MediaUuidCache:
             self._entries[key] = entry
         return entry
 
-    def _get(self, part: MediaPart, cache_salt: str) -> CachedMedia:
+    def _get(self, part: MediaPart, cache_salt: str, adapter: VisionAdapter | None) -> CachedMedia:
         entry = self._entries.get((cache_salt, part.kind, part.uuid or ""))
         content = entry.find(part) if entry else None
-        visual = self._vision.find(content.digest, content.grid, cache_salt=cache_salt) if content else None
+        visual = None
+        if content:
+            visual = self._vision.find(content.digest, content.grid, cache_salt=cache_salt, adapter=adapter)
         if content is None or visual is None:
             raise InvalidParameter(
                 f"`{part.path}.uuid` is not cached with these options: send the content with it.",

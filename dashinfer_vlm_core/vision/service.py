@@ -88,6 +88,19 @@ class VisionStats:
     bytes: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class VisionAdapter:
+    """The vision encoder with the changes of a LoRA adapter.
+
+    Attributes:
+        key: part of the cache keys, of a fixed length: what the adapter's embeddings depend on.
+        encoder: the encoder.
+    """
+
+    key: bytes
+    encoder: VisionEncoder
+
+
 class VisionService:
     """Encodes each distinct item once, caches it, and batches the items of concurrent requests.
 
@@ -123,7 +136,9 @@ class VisionService:
             bytes=int(self._cache.currsize),
         )
 
-    async def embed(self, items: Sequence[Item], *, cache_salt: str = "") -> tuple[VisualTokens, ...]:
+    async def embed(
+        self, items: Sequence[Item], *, cache_salt: str = "", adapter: VisionAdapter | None = None
+    ) -> tuple[VisualTokens, ...]:
         """Return the visual tokens of each item, in order.
 
         Canceling the caller discards the items that no other request waits for, unless their pass has started.
@@ -131,6 +146,7 @@ class VisionService:
         Args:
             items: the items of one request.
             cache_salt: part of the cache key; cached items are shared only between requests with the same salt.
+            adapter: the encoder to use instead of the model's.
 
         Raises:
             EngineError: the vision encoder failed on an item; `param` names it.
@@ -138,18 +154,20 @@ class VisionService:
         """
         if self._closed:
             raise EngineClosed("The engine was closed; start another one.")
-        jobs = [self._job(item, cache_salt) for item in items if isinstance(item, Patches)]
+        jobs = [self._job(item, cache_salt, adapter) for item in items if isinstance(item, Patches)]
         try:
             encoding = iter(jobs)
-            return tuple([await self._tokens(item, encoding, cache_salt) for item in items])
+            return tuple([await self._tokens(item, encoding, cache_salt, adapter) for item in items])
         finally:
             for job in jobs:
                 self._release(job)
 
-    def find(self, digest: bytes, grid: Grid, *, cache_salt: str = "") -> VisualTokens | None:
+    def find(
+        self, digest: bytes, grid: Grid, *, cache_salt: str = "", adapter: VisionAdapter | None = None
+    ) -> VisualTokens | None:
         """Return the cached visual tokens of the content with this digest (as in `Patches`), or None."""
         salted = _salted(digest, cache_salt)
-        embedding = self._cache.get(self._model_key + salted)
+        embedding = self._cache.get(self._key(salted, adapter))
         return None if embedding is None else VisualTokens(embedding=embedding, grid=grid, digest=salted)
 
     def _store(self, key: bytes, embedding: torch.Tensor) -> None:
@@ -167,34 +185,41 @@ class VisionService:
         self._thread.shutdown()
         self._cache.clear()
 
-    async def _tokens(self, item: Item, encoding: Iterator[_Job], cache_salt: str) -> VisualTokens:
+    def _key(self, salted: bytes, adapter: VisionAdapter | None) -> bytes:
+        """Return a cache key; those with and without an adapter have different lengths."""
+        return self._model_key + (adapter.key if adapter else b"") + salted
+
+    async def _tokens(
+        self, item: Item, encoding: Iterator[_Job], cache_salt: str, adapter: VisionAdapter | None
+    ) -> VisualTokens:
         if isinstance(item, CachedMedia):
             self._hits += 1
             return item.visual
         if isinstance(item, Embedded):
-            return await self._adopt(item, _salted(item.digest, cache_salt))
+            return await self._adopt(item, _salted(item.digest, cache_salt), adapter)
         return await next(encoding).tokens(item.path)
 
-    async def _adopt(self, item: Embedded, salted: bytes) -> VisualTokens:
+    async def _adopt(self, item: Embedded, salted: bytes, adapter: VisionAdapter | None) -> VisualTokens:
         """Convert embeddings in the encoder's thread, between passes, and cache them for later requests by uuid."""
         loop = asyncio.get_running_loop()
         embedding = await loop.run_in_executor(self._thread, self._encoder.adopt, item.rows)
-        self._store(self._model_key + salted, embedding)
+        self._store(self._key(salted, adapter), embedding)
         return VisualTokens(embedding=embedding, grid=item.grid, digest=salted)
 
-    def _job(self, item: Patches, cache_salt: str) -> _Job:
+    def _job(self, item: Patches, cache_salt: str, adapter: VisionAdapter | None) -> _Job:
         """Return the job for this item: a finished one if it is cached, else the pending one, else a new one."""
         salted = _salted(item.digest, cache_salt)
-        key = self._model_key + salted
+        key = self._key(salted, adapter)
+        encoder = adapter.encoder if adapter else self._encoder
         if (embedding := self._cache.get(key)) is not None:
             self._hits += 1
-            job = _Job(key, salted, item)
+            job = _Job(key, salted, item, encoder)
             job.finish(embedding)
         elif key in self._jobs:
             self._joins += 1
             job = self._jobs[key]
         else:
-            job = self._jobs[key] = _Job(key, salted, item)
+            job = self._jobs[key] = _Job(key, salted, item, encoder)
             self._waiting.append(job)
             self._ensure_running()
         job.callers += 1
@@ -215,10 +240,12 @@ class VisionService:
             await self._encode(batch)
 
     def _next_batch(self) -> list[_Job]:
-        """Take the jobs for one pass in FIFO order: the first one, and the following ones that fit."""
+        """Take the jobs for one pass in FIFO order: the first one, and the following ones of its encoder that fit."""
         batch: list[_Job] = []
         remaining = self._batch_patches
-        while self._waiting and (not batch or self._waiting[0].size <= remaining):
+        while self._waiting and (
+            not batch or (self._waiting[0].size <= remaining and self._waiting[0].encoder is batch[0].encoder)
+        ):
             batch.append(self._waiting.popleft())
             remaining -= batch[-1].size
         return batch
@@ -227,7 +254,7 @@ class VisionService:
         """Encode a batch in one pass; if it fails, encode each item separately, so that only faulty items fail."""
         self._passes += 1
         try:
-            embeddings = await self._run_encoder([job.patches for job in batch])
+            embeddings = await self._run_encoder(batch[0].encoder, [job.patches for job in batch])
         except Exception as error:
             if len(batch) == 1:
                 logger.exception("The vision encoder failed on a grid of %s", batch[0].patches.grid)
@@ -241,9 +268,9 @@ class VisionService:
             self._store(job.key, embedding)
             self._finish(job, embedding)
 
-    async def _run_encoder(self, batch: list[Patches]) -> list[torch.Tensor]:
+    async def _run_encoder(self, encoder: VisionEncoder, batch: list[Patches]) -> list[torch.Tensor]:
         """Run the encoder and check the number of rows that it returns."""
-        embeddings = await asyncio.get_running_loop().run_in_executor(self._thread, self._encoder.encode, batch)
+        embeddings = await asyncio.get_running_loop().run_in_executor(self._thread, encoder.encode, batch)
         rows, expected = [len(embedding) for embedding in embeddings], [item.tokens for item in batch]
         if rows != expected:
             raise EngineError(f"The vision encoder returned {rows} visual tokens instead of {expected}.")
@@ -260,11 +287,13 @@ class _Job:
     Attributes:
         key: cache key.
         digest: salted digest of the content.
+        encoder: the encoder to use.
         size: number of patches.
         callers: number of waiting callers.
     """
 
-    def __init__(self, key: bytes, digest: bytes, patches: Patches) -> None:
+    def __init__(self, key: bytes, digest: bytes, patches: Patches, encoder: VisionEncoder) -> None:
+        self.encoder = encoder
         self.key = key
         self.digest = digest
         self.patches = patches

@@ -15,6 +15,12 @@ typedef struct {
     const int32_t *order; /* input k of the packed weights is input order[k] of the activations, with 4 bits; or null */
 } Matrix;
 
+/* Values that a linear layer adds to the products of the last rows, before the activation. */
+typedef struct {
+    const float *values; /* [rows from `first` on, outputs] */
+    int64_t first;       /* the first of these rows; the number of rows if there are none */
+} RowBias;
+
 /* A matrix in its original form and in 8 bits, and bounds of their difference. */
 typedef struct {
     const Matrix *exact, *quantized;

@@ -251,10 +251,10 @@ int64_t linear_workspace_size(const Matrix *m, int64_t rows, int32_t threads)
 }
 
 /* Multiply x [rows, inputs] by the weights and write the result to `out` or, with `add`, add it. */
-void linear(const Matrix *m, const bf16 *x, int64_t stride, int64_t rows, void *out, int64_t out_stride, int32_t add,
-            char *workspace, int32_t threads)
+void linear_biased(const Matrix *m, const bf16 *x, int64_t stride, int64_t rows, void *out, int64_t out_stride,
+                   int32_t add, const float *row_bias, int64_t biased_rows, char *workspace, int32_t threads)
 {
-    Epilogue ep = {m, out, out_stride, add};
+    Epilogue ep = {m, out, out_stride, add, {row_bias, rows - biased_rows}};
     if (!m->scales) linear_bf16(x, stride, rows, &ep, workspace, threads);
     else if (m->group) linear_int4(x, stride, rows, &ep, workspace, threads);
     else linear_int8(x, stride, rows, &ep, workspace, threads);

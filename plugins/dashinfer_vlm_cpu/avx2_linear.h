@@ -12,6 +12,7 @@ typedef struct {
     void *out;      /* [rows, columns] */
     int64_t stride; /* of the rows of `out` */
     int32_t add;    /* add to `out` instead of overwriting it */
+    RowBias bias;
 } Epilogue;
 
 INLINE void store_output(const Epilogue *ep, ptrdiff_t row, ptrdiff_t column, __m256 x)
@@ -26,9 +27,13 @@ INLINE void store_output(const Epilogue *ep, ptrdiff_t row, ptrdiff_t column, __
     store(out, count, ep->add ? _mm256_add_ps(x, load(out, count)) : x);
 }
 
-INLINE __m256 biased(const Matrix *m, ptrdiff_t output, __m256 x)
+INLINE __m256 biased(const Epilogue *ep, ptrdiff_t row, ptrdiff_t output, __m256 x)
 {
-    return m->bias ? _mm256_add_ps(x, load(m->bias + output, m->outputs - output)) : x;
+    const Matrix *m = ep->m;
+    if (m->bias) x = _mm256_add_ps(x, load(m->bias + output, m->outputs - output));
+    if (row < ep->bias.first) return x;
+    const float *bias = ep->bias.values + (row - ep->bias.first) * m->outputs;
+    return _mm256_add_ps(x, load_floats(bias + output, m->outputs - output));
 }
 
 INLINE void finish(const Epilogue *ep, ptrdiff_t row, ptrdiff_t panel, const __m256 sums[VECTORS])
@@ -37,14 +42,15 @@ INLINE void finish(const Epilogue *ep, ptrdiff_t row, ptrdiff_t panel, const __m
     if (m->activation == SILU_GATE) {
         UNROLL for (int z = 0; z < VECTORS / 2; z++) {
             ptrdiff_t column = panel * PANEL / 2 + z * LANES;
-            __m256 gate = biased(m, column, sums[z]), up = biased(m, m->columns + column, sums[z + VECTORS / 2]);
+            __m256 gate = biased(ep, row, column, sums[z]);
+            __m256 up = biased(ep, row, m->columns + column, sums[z + VECTORS / 2]);
             store_output(ep, row, column, _mm256_mul_ps(swish(gate, 1.0f), up));
         }
         return;
     }
     UNROLL for (int z = 0; z < VECTORS; z++) {
         ptrdiff_t column = panel * PANEL + z * LANES;
-        __m256 x = biased(m, column, sums[z]);
+        __m256 x = biased(ep, row, column, sums[z]);
         if (m->activation == QUICK_GELU) x = swish(x, 1.702f);
         if (m->activation == GELU_TANH) x = gelu_tanh(x);
         store_output(ep, row, column, x);

@@ -146,6 +146,7 @@ typedef struct {
     void *out;      /* [rows, columns] */
     int64_t stride; /* of the rows of `out` */
     int32_t add;    /* add to `out` instead of overwriting it */
+    RowBias bias;
 } Epilogue;
 
 INLINE void store_output(const Epilogue *ep, ptrdiff_t row, ptrdiff_t column, __m512 x)
@@ -168,6 +169,12 @@ INLINE void finish(const Epilogue *ep, ptrdiff_t row, ptrdiff_t panel, __m512 le
         ptrdiff_t next = gated ? m->columns + column : column + LANES; /* the output in the first lane of `right` */
         left = _mm512_add_ps(left, load(m->bias + column, first(m->outputs - column)));
         right = _mm512_add_ps(right, load(m->bias + next, first(m->outputs - next)));
+    }
+    if (row >= ep->bias.first) {
+        const float *bias = ep->bias.values + (row - ep->bias.first) * m->outputs;
+        ptrdiff_t next = gated ? m->columns + column : column + LANES;
+        left = _mm512_add_ps(left, _mm512_maskz_loadu_ps(first(m->outputs - column), bias + column));
+        right = _mm512_add_ps(right, _mm512_maskz_loadu_ps(first(m->outputs - next), bias + next));
     }
     if (gated) {
         store_output(ep, row, column, _mm512_mul_ps(swish(left, 1.0f), right));
@@ -743,10 +750,10 @@ int64_t linear_workspace_size(const Matrix *m, int64_t rows, int32_t threads)
 }
 
 /* Multiply x [rows, inputs] by the weights and write the result to `out` or, with `add`, add it. */
-void linear(const Matrix *m, const bf16 *x, int64_t stride, int64_t rows, void *out, int64_t out_stride, int32_t add,
-            char *workspace, int32_t threads)
+void linear_biased(const Matrix *m, const bf16 *x, int64_t stride, int64_t rows, void *out, int64_t out_stride,
+                   int32_t add, const float *row_bias, int64_t biased_rows, char *workspace, int32_t threads)
 {
-    Epilogue ep = {m, out, out_stride, add};
+    Epilogue ep = {m, out, out_stride, add, {row_bias, rows - biased_rows}};
     if (!m->scales) linear_bf16(x, stride, rows, &ep, workspace, threads);
 #ifdef TILES
     else if (m->group && rows > FEW_ROWS_INT8) linear_tiles_int4(x, stride, rows, &ep, workspace, threads);

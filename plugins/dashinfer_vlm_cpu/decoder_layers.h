@@ -1,4 +1,4 @@
-/* The layers of a decoder. The file that includes this one defines the functions `linear`, `norm`, `norm_row`, `rotate` and
+/* The layers of a decoder. The file that includes this one defines the functions `linear_biased`, `norm`, `norm_row`, `rotate` and
  * `attend`, and those for numbers: `element`, `add_row` and `quantize_head`. */
 
 typedef struct {
@@ -8,6 +8,23 @@ typedef struct {
     const Matrix *gate_up, *down;
     const bf16 *query_norm, *key_norm; /* of each head, or null */
 } DecoderLayer;
+
+enum { MAX_PARTS = 3 };
+
+typedef struct { /* see `LowRank` in types.py */
+    const Matrix *down;          /* null if the adapter does not change the linear layer */
+    const Matrix *up[MAX_PARTS]; /* null after the last one */
+    int64_t first_input[MAX_PARTS], first_output[MAX_PARTS];
+} LowRank;
+
+typedef struct {
+    LowRank qkv, output, gate_up, down;
+} AdapterLayer;
+
+typedef struct { /* see `AdapterRows` in types.py */
+    const AdapterLayer *layers;
+    int64_t start, stop, last_start, last_stop;
+} AdapterRows;
 
 typedef struct { /* the new tokens of many requests, see `ForwardBatch` in types.py */
     bf16 *x; /* [rows, hidden]; overwritten */
@@ -28,6 +45,13 @@ typedef struct { /* the new tokens of many requests, see `ForwardBatch` in types
     const bf16 *additions; /* [levels, addition_count, hidden] */
     const int64_t *addition_rows; /* the row of `x` that each is added to */
     int64_t addition_count, levels, level_stride, addition_stride;
+    const AdapterRows *adapters;
+    int64_t adapter_count;
+    float *row_bias;               /* [rows with an adapter, most outputs] */
+    bf16 *ranks;                   /* [rows, most ranks] */
+    int64_t ranks_stride;
+    char *adapter_workspace;       /* for `linear` with the matrices of adapters, one for each thread */
+    int64_t adapter_workspace_size; /* of each */
 } ForwardBatch;
 
 typedef struct {
@@ -92,8 +116,81 @@ static void select_last(const ForwardBatch *p, const DecoderShape *s)
     }
 }
 
+/* The linear layers of a decoder layer, as offsets in `AdapterLayer`. */
+enum {
+    QKV = offsetof(AdapterLayer, qkv),
+    OUTPUT = offsetof(AdapterLayer, output),
+    GATE_UP = offsetof(AdapterLayer, gate_up),
+    DOWN = offsetof(AdapterLayer, down),
+};
+
+typedef struct { /* one linear layer */
+    const Matrix *m;
+    ptrdiff_t layer; /* the index of the decoder layer */
+    size_t part;     /* one of the above */
+    const bf16 *x;   /* [rows, inputs] */
+    ptrdiff_t stride, rows;
+    int last; /* whether the rows are those of `last` */
+} LinearCall;
+
+typedef struct { /* the rows of one adapter, and what it adds to a linear layer */
+    const LowRank *change; /* null if nothing, or if there are no rows */
+    ptrdiff_t start, stop;
+} Change;
+
+static Change find_change(const LinearCall *c, const AdapterRows *a)
+{
+    ptrdiff_t start = c->last ? a->last_start : a->start, stop = c->last ? a->last_stop : a->stop;
+    const LowRank *change = (const LowRank *)((const char *)(a->layers + c->layer) + c->part);
+    return (Change){change->down && start < stop ? change : NULL, start, stop};
+}
+
+/* Compute what adapter `i` adds to the products of a linear layer, for the row bias, which begins at row `first`. */
+static void multiply_low_rank(const LinearCall *c, const ForwardBatch *p, ptrdiff_t i, ptrdiff_t first, char *workspace,
+                              int threads)
+{
+    Change found = find_change(c, p->adapters + i);
+    const LowRank *l = found.change;
+    if (!l) return;
+    ptrdiff_t rows = found.stop - found.start, stride = p->ranks_stride;
+    bf16 *ranks = p->ranks + found.start * stride;
+    float *out = p->row_bias + (found.start - first) * c->m->outputs;
+    linear_biased(l->down, c->x + found.start * c->stride, c->stride, rows, ranks, stride, 0, NULL, 0, workspace, threads);
+    for (int part = 0; part < MAX_PARTS && l->up[part]; part++)
+        linear_biased(l->up[part], ranks + l->first_input[part], stride, rows, out + l->first_output[part], c->m->outputs,
+                      0, NULL, 0, workspace, threads);
+}
+
+/* Compute what the adapters add to a linear layer; returns the number of rows of the row bias. Few rows of several
+ * adapters are divided among the threads by adapter, since starting a parallel region takes longer than such a product. */
+static ptrdiff_t multiply_adapters(const LinearCall *c, const ForwardBatch *p, int threads)
+{
+    ptrdiff_t first = c->rows, count = 0;
+    for (ptrdiff_t i = p->adapter_count - 1; i >= 0; i--) {
+        Change found = find_change(c, p->adapters + i);
+        if (found.change) first = found.start, count++;
+    }
+    ptrdiff_t rows = c->rows - first;
+    if (!count) return 0;
+    memset(p->row_bias, 0, rows * c->m->outputs * sizeof *p->row_bias);
+    if (count == 1 || rows > 16 * count) {
+        for (ptrdiff_t i = 0; i < p->adapter_count; i++) multiply_low_rank(c, p, i, first, p->adapter_workspace, threads);
+        return rows;
+    }
+#pragma omp parallel for num_threads(threads)
+    for (ptrdiff_t i = 0; i < p->adapter_count; i++)
+        multiply_low_rank(c, p, i, first, p->adapter_workspace + omp_get_thread_num() * p->adapter_workspace_size, 1);
+    return rows;
+}
+
+static void linear(const LinearCall *c, const ForwardBatch *p, bf16 *out, ptrdiff_t out_stride, int add, int threads)
+{
+    ptrdiff_t biased = multiply_adapters(c, p, threads);
+    linear_biased(c->m, c->x, c->stride, c->rows, out, out_stride, add, p->row_bias, biased, p->linear_workspace, threads);
+}
+
 /* Add a layer's attention output and then its MLP output to `x`. */
-static void attention_and_mlp(const DecoderLayer *l, const ForwardBatch *p, const DecoderShape *s, CacheLayer cache,
+static void attention_and_mlp(const DecoderLayer *l, ptrdiff_t layer, const ForwardBatch *p, const DecoderShape *s, CacheLayer cache,
                               bf16 *x, ptrdiff_t rows, const KVSpan *spans, ptrdiff_t span_count, int threads)
 {
     ptrdiff_t head = p->cache_rows * s->width, mixed = s->heads * s->width, inner = l->gate_up->columns;
@@ -103,10 +200,11 @@ static void attention_and_mlp(const DecoderLayer *l, const ForwardBatch *p, cons
         cache.scales, cache.scales ? cache.scales + s->kv_heads * p->cache_rows : NULL, p->cache_rows,
     };
     attend(&h, spans, span_count, p->attend_workspace, threads);
-    linear(l->output, p->mixed, mixed, rows, x, p->hidden, 1, p->linear_workspace, threads);
+    int last = x == p->out;
+    linear(&(LinearCall){l->output, layer, OUTPUT, p->mixed, mixed, rows, last}, p, x, p->hidden, 1, threads);
     norm(x, p->hidden, l->mlp_norm, NULL, s->eps, p->normed, rows, p->hidden, threads);
-    linear(l->gate_up, p->normed, p->hidden, rows, p->inner, inner, 0, p->linear_workspace, threads);
-    linear(l->down, p->inner, inner, rows, x, p->hidden, 1, p->linear_workspace, threads);
+    linear(&(LinearCall){l->gate_up, layer, GATE_UP, p->normed, p->hidden, rows, last}, p, p->inner, inner, 0, threads);
+    linear(&(LinearCall){l->down, layer, DOWN, p->inner, inner, rows, last}, p, x, p->hidden, 1, threads);
 }
 
 /* Run all layers in one call: releasing and acquiring the GIL for each operation took a tenth of a step. */
@@ -116,16 +214,16 @@ void run_layers(const DecoderLayer *layers, int64_t count, const DecoderShape *s
     for (ptrdiff_t i = 0; i < count; i++) {
         CacheLayer cache = cache_layer(p, s, i);
         norm(p->x, p->hidden, layers[i].input_norm, NULL, s->eps, p->normed, p->rows, p->hidden, threads);
-        linear(layers[i].qkv, p->normed, p->hidden, p->rows, p->qkv, stride, 0, p->linear_workspace, threads);
+        linear(&(LinearCall){layers[i].qkv, i, QKV, p->normed, p->hidden, p->rows, 0}, p, p->qkv, stride, 0, threads);
         if (layers[i].query_norm) normalize_heads(layers + i, p, s, threads);
         rotate(p->qkv, stride, p->cos, p->sin, p->rows, heads, s->width / 2, threads);
         store_keys_values(p, s, cache, threads);
         if (i + 1 < count) {
-            attention_and_mlp(layers + i, p, s, cache, p->x, p->rows, p->spans, p->span_count, threads);
+            attention_and_mlp(layers + i, i, p, s, cache, p->x, p->rows, p->spans, p->span_count, threads);
             if (i < p->levels) add_level(p, i);
         } else if (p->last_count) {
             select_last(p, s);
-            attention_and_mlp(layers + i, p, s, cache, p->out, p->last_count, p->last_spans, p->last_count, threads);
+            attention_and_mlp(layers + i, i, p, s, cache, p->out, p->last_count, p->last_spans, p->last_count, threads);
         }
     }
 }

@@ -73,7 +73,19 @@ SIGNATURES: dict[str, tuple[type[Any], ...]] = {
         _POINTER,
         _INT,
     ),
-    "linear": (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, _INT, _POINTER, _INT),
+    "linear_biased": (
+        _POINTER,
+        _POINTER,
+        _LONG,
+        _LONG,
+        _POINTER,
+        _LONG,
+        _INT,
+        _POINTER,
+        _LONG,
+        _POINTER,
+        _INT,
+    ),
     "norm": (_POINTER, _LONG, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG, _INT),
     "rotate": (_POINTER, _LONG, _POINTER, _POINTER, _LONG, _LONG, _LONG, _INT),
     "attend": (_POINTER, _POINTER, _LONG, _POINTER, _INT),
@@ -112,6 +124,7 @@ class NativeKernels:
 
     supports_int8 = True
     supports_int4 = True
+    supports_row_bias = True
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
         self._library = library

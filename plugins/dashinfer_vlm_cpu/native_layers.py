@@ -6,12 +6,24 @@ Releasing and acquiring the GIL around each operation, and the Python code in be
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from dashinfer_vlm_core.kernels.types import Additions, DecoderLayer, DecoderShape, ForwardBatch, Linear, Norm
+from dashinfer_vlm_core.kernels.types import (
+    AdapterLayers,
+    AdapterRows,
+    Additions,
+    DecoderLayer,
+    DecoderShape,
+    ForwardBatch,
+    Linear,
+    LowRank,
+    Norm,
+)
 
 from .native_linear import NativeLinear
 
@@ -33,6 +45,33 @@ class CDecoderShape(ctypes.Structure):
     _fields_ = (("heads", _LONG), ("kv_heads", _LONG), ("width", _LONG), ("scale", _FLOAT), ("eps", _FLOAT))
 
 
+MAX_PARTS = 3
+ALIGNMENT = 64
+
+
+class CLowRank(ctypes.Structure):
+    """`LowRank` in C."""
+
+    _fields_ = (
+        ("down", _POINTER), ("up", _POINTER * MAX_PARTS), ("first_input", _LONG * MAX_PARTS),
+        ("first_output", _LONG * MAX_PARTS),
+    )  # fmt: skip
+
+
+class CAdapterLayer(ctypes.Structure):
+    """`AdapterLayer` in C."""
+
+    _fields_ = (("qkv", CLowRank), ("output", CLowRank), ("gate_up", CLowRank), ("down", CLowRank))
+
+
+class CAdapterRows(ctypes.Structure):
+    """`AdapterRows` in C."""
+
+    _fields_ = (
+        ("layers", _POINTER), ("start", _LONG), ("stop", _LONG), ("last_start", _LONG), ("last_stop", _LONG),
+    )  # fmt: skip
+
+
 class CForwardBatch(ctypes.Structure):
     """`ForwardBatch` in C."""
 
@@ -44,6 +83,8 @@ class CForwardBatch(ctypes.Structure):
         ("attend_workspace", _POINTER),
         ("additions", _POINTER), ("addition_rows", _POINTER), ("addition_count", _LONG), ("levels", _LONG),
         ("level_stride", _LONG), ("addition_stride", _LONG),
+        ("adapters", _POINTER), ("adapter_count", _LONG), ("row_bias", _POINTER), ("ranks", _POINTER),
+        ("ranks_stride", _LONG), ("adapter_workspace", _POINTER), ("adapter_workspace_size", _LONG),
     )  # fmt: skip
 
 
@@ -51,6 +92,7 @@ class NativeLayers:
     """See `DecoderLayers`. The KV cache is bfloat16, or int8 with scales."""
 
     converts_cache = True
+    supports_adapters = True
 
     def __init__(self, library: ctypes.CDLL, layers: Sequence[DecoderLayer], shape: DecoderShape) -> None:
         self._library = library
@@ -59,6 +101,7 @@ class NativeLayers:
         self._workspace_users = list({linear.workspace_key: linear for linear in linears}.values())
         self._table = (CLayer * len(layers))(*map(_c_layer, layers))
         self._shape = CDecoderShape(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5, shape.eps)
+        self._adapters: WeakKeyDictionary[AdapterLayers, _NativeAdapter] = WeakKeyDictionary()
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         assert all(part.is_contiguous() for part in (x, batch.cos, batch.sin, batch.slots, batch.last, batch.cache))
@@ -68,6 +111,7 @@ class NativeLayers:
         out = torch.empty(len(batch.last), hidden, dtype=x.dtype)
         workspaces = self._workspaces(rows, hidden)
         spans, last_spans = batch.spans.table, batch.last_spans.table
+        adapters = self._adapter_arguments(batch.adapters, rows)
         description = CForwardBatch(
             x.data_ptr(), rows, hidden, batch.cos.data_ptr(), batch.sin.data_ptr(), batch.slots.data_ptr(),
             spans.data_ptr(), len(spans), batch.last.data_ptr(), len(batch.last), last_spans.data_ptr(),
@@ -75,11 +119,39 @@ class NativeLayers:
             None if batch.cache_scales is None else batch.cache_scales.data_ptr(), batch.cache.shape[2],
             *(workspace.data_ptr() for workspace in workspaces),
             *_c_additions(batch.additions),
+            *map(_pointer, adapters),
         )  # fmt: skip
         self._library.run_layers(
             self._table, len(self._table), ctypes.byref(self._shape), ctypes.byref(description), torch.get_num_threads()
         )
         return out
+
+    def _adapter_arguments(self, adapters: Sequence[AdapterRows], rows: int) -> tuple[Any, ...]:
+        """Return the last fields of `CForwardBatch`, with tensors for pointers to their memory."""
+        if not adapters:
+            return None, 0, None, None, 0, None, 0
+        found = [self._native_adapter(part.adapter) for part in adapters]
+        table = (CAdapterRows * len(adapters))(
+            *(
+                CAdapterRows(ctypes.addressof(adapter.table), *part[1:])
+                for part, adapter in zip(adapters, found, strict=True)
+            )
+        )
+        biased = rows - adapters[0].start
+        ranks = max(adapter.ranks for adapter in found)
+        users = [linear for adapter in found for linear in adapter.workspace_users]
+        size = max((linear.workspace_bytes(rows) for linear in users), default=0)
+        size = -(-size // ALIGNMENT) * ALIGNMENT
+        return (
+            table, len(table), torch.empty(biased, max(adapter.outputs for adapter in found), dtype=torch.float32),
+            torch.empty(rows, ranks, dtype=torch.bfloat16), ranks,
+            torch.empty(torch.get_num_threads() * size, dtype=torch.uint8), size,
+        )  # fmt: skip
+
+    def _native_adapter(self, adapter: AdapterLayers) -> _NativeAdapter:
+        if adapter not in self._adapters:
+            self._adapters[adapter] = _NativeAdapter.of(adapter)
+        return self._adapters[adapter]
 
     def _workspaces(self, rows: int, hidden: int) -> list[Tensor]:
         """Allocate memory for a layer's intermediate results, in the order of `CForwardBatch`."""
@@ -94,6 +166,60 @@ class NativeLayers:
             *(torch.empty(rows, count, dtype=torch.bfloat16) for count in columns),
             *(torch.empty(count, dtype=torch.uint8) for count in sizes),
         ]
+
+
+class _NativeAdapter(NamedTuple):
+    """An adapter in C.
+
+    Attributes:
+        table: its layers.
+        ranks: maximum number of outputs of the first factors.
+        outputs: maximum number of outputs of the linear layers that it changes.
+        workspace_users: linear layers with different workspaces, of which the largest is needed.
+    """
+
+    table: ctypes.Array[CAdapterLayer]
+    ranks: int
+    outputs: int
+    workspace_users: Sequence[NativeLinear]
+
+    @classmethod
+    def of(cls, adapter: AdapterLayers) -> _NativeAdapter:
+        changes = [change for layer in adapter.layers for change in layer if change]
+        linears = {linear.workspace_key: linear for change in changes for linear in _linears(change)}
+        return cls(
+            (CAdapterLayer * len(adapter.layers))(
+                *(CAdapterLayer(*map(_c_low_rank, layer)) for layer in adapter.layers)
+            ),
+            max((linear.columns for change in changes for linear in _linears(change, parts=False)), default=0),
+            max((change.outputs for change in changes), default=0),
+            list(linears.values()),
+        )
+
+
+def _linears(change: LowRank, *, parts: bool = True) -> Iterator[NativeLinear]:
+    for linear in (change.down, *(part.up for part in change.parts if parts)):
+        assert isinstance(linear, NativeLinear)
+        yield linear
+
+
+def _c_low_rank(change: LowRank | None) -> CLowRank:
+    if change is None:
+        return CLowRank()
+    parts = change.parts
+    return CLowRank(
+        _address(change.down),
+        (_POINTER * MAX_PARTS)(*(_address(part.up) for part in parts)),
+        (_LONG * MAX_PARTS)(*(part.first_input for part in parts)),
+        (_LONG * MAX_PARTS)(*(part.first_output for part in parts)),
+    )
+
+
+def _pointer(part: Tensor | ctypes.Array[Any] | int | None) -> int | None:
+    """Return the address of an argument in memory; numbers are returned unchanged."""
+    if isinstance(part, Tensor):
+        return part.data_ptr()
+    return ctypes.addressof(part) if isinstance(part, ctypes.Array) else part
 
 
 def _c_additions(additions: Additions | None) -> tuple[int | None, ...]:

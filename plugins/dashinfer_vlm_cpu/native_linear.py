@@ -69,13 +69,13 @@ class NativeLinear:
             activation, fp32_output,
         )  # fmt: skip
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, row_bias: Tensor | None = None) -> Tensor:
         out = torch.empty(len(x), self.columns, dtype=torch.float32 if self.matrix.fp32_output else torch.bfloat16)
-        self._run(x, out, add=False)
+        self._run(x, out, row_bias, add=False)
         return F.gelu(out) if self.matrix.activation == Activation.GELU else out
 
-    def add_to(self, total: Tensor, x: Tensor) -> None:
-        self._run(x, total, add=True)
+    def add_to(self, total: Tensor, x: Tensor, row_bias: Tensor | None = None) -> None:
+        self._run(x, total, row_bias, add=True)
 
     def workspace_bytes(self, rows: int) -> int:
         """Return the number of workspace bytes for `rows` rows."""
@@ -105,12 +105,14 @@ class NativeLinear:
         self._library.pack_bf16(weight.data_ptr(), outputs, inputs, gated, panels.data_ptr(), torch.get_num_threads())
         return panels
 
-    def _run(self, x: Tensor, out: Tensor, *, add: bool) -> None:
+    def _run(self, x: Tensor, out: Tensor, row_bias: Tensor | None, *, add: bool) -> None:
         assert x.stride(1) == 1
+        assert row_bias is None or (row_bias.is_contiguous() and row_bias.shape[1] == self.matrix.outputs)
         workspace = torch.empty(self.workspace_bytes(len(x)), dtype=torch.uint8)
-        self._library.linear(
+        bias, biased_rows = (None, 0) if row_bias is None else (row_bias.data_ptr(), len(row_bias))
+        self._library.linear_biased(
             ctypes.byref(self.matrix), x.data_ptr(), x.stride(0), len(x), out.data_ptr(), out.stride(0), add,
-            workspace.data_ptr(), torch.get_num_threads(),
+            bias, biased_rows, workspace.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
 
 

@@ -6,7 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dashinfer_vlm_core.decoders import GUIDED_DECODING, SAMPLING_PARAMETERS, Decoder, DecoderFactory, DecoderSupport
+from dashinfer_vlm_core.decoders import (
+    GUIDED_DECODING,
+    LORA,
+    SAMPLING_PARAMETERS,
+    Decoder,
+    DecoderFactory,
+    DecoderSupport,
+)
 from dashinfer_vlm_core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -19,7 +26,7 @@ class TorchDecoderFactory:
     """The factory of the decoder `torch`. Decoders for a specific device type are expected to return a higher score."""
 
     name = "torch"
-    supported_params: frozenset[str] = SAMPLING_PARAMETERS | {GUIDED_DECODING}
+    supported_params: frozenset[str] = SAMPLING_PARAMETERS | {GUIDED_DECODING, LORA}
 
     def check_support(self, spec: ModelSpec, config: EngineConfig) -> DecoderSupport:
         return DecoderSupport(score=10, reason=f"PyTorch runs on any device; `device` is {config.device!r}.")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
+from weakref import WeakKeyDictionary
 
 import torch
 
 from dashinfer_vlm_core.config import MIB, EngineConfig
 from dashinfer_vlm_core.decoders import (
     GUIDED_DECODING,
+    LORA,
     SAMPLING_PARAMETERS,
     DecodeRequest,
     DecoderStats,
@@ -21,10 +23,12 @@ from dashinfer_vlm_core.errors import ConfigError, EngineClosed
 from dashinfer_vlm_core.kernels import INT4, INT8, Int8CacheAttention, Kernels, KernelSelector
 from dashinfer_vlm_core.kernels.quantization import supported_bits
 from dashinfer_vlm_core.models.formats.detection import weight_memory
+from dashinfer_vlm_core.models.lora import LoraAdapter
 from dashinfer_vlm_core.models.placement import resolve_device, resolve_dtype
 from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.models.weights import Weights, torch_dtype
 
+from .adapters import TextAdapter
 from .kv_cache import KVCache
 from .model import TextModel, TextQuantization
 from .runner import ModelRunner
@@ -48,7 +52,7 @@ class TorchDecoder:
     """
 
     name = "torch"
-    supported_params: frozenset[str] = SAMPLING_PARAMETERS | {GUIDED_DECODING}
+    supported_params: frozenset[str] = SAMPLING_PARAMETERS | {GUIDED_DECODING, LORA}
     unsupported_vision_reason = ""
 
     def __init__(self, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> None:
@@ -65,6 +69,9 @@ class TorchDecoder:
         self._kv_tokens = self._kv_pool_tokens(context)
         self.max_model_len: int = min(context, self._kv_tokens)
         self._worker: Worker | None = None
+        self._runner: ModelRunner | None = None
+        self._adapters: WeakKeyDictionary[LoraAdapter, TextAdapter] = WeakKeyDictionary()
+        self._adapter_lock = asyncio.Lock()
 
     @property
     def stats(self) -> SchedulerStats:
@@ -81,11 +88,13 @@ class TorchDecoder:
 
     async def start(self) -> None:
         if self._worker is None:
-            runner = await asyncio.to_thread(self._load)
-            self._worker = Worker(runner, self._scheduler(), step_timeout=self._config.step_timeout)
+            self._runner = await asyncio.to_thread(self._load)
+            self._worker = Worker(self._runner, self._scheduler(), step_timeout=self._config.step_timeout)
 
     async def close(self) -> None:
         worker, self._worker = self._worker, None
+        self._runner = None
+        self._adapters.clear()
         if worker:
             await asyncio.to_thread(worker.stop)
 
@@ -94,7 +103,8 @@ class TorchDecoder:
         if worker is None:
             raise EngineClosed("The decoder is not running. Start the engine first.")
         check_request(request, self._spec, max_model_len=self.max_model_len)
-        sequence = SequenceState.of(request, self._spec.tokens.stop)
+        adapter = await self._text_adapter(request.adapter) if request.adapter else None
+        sequence = SequenceState.of(request, self._spec.tokens.stop, adapter)
         output_queue = OutputQueue(asyncio.get_running_loop(), asyncio.Queue())
         worker.submit(sequence, output_queue)
         try:
@@ -107,6 +117,27 @@ class TorchDecoder:
                     return
         finally:
             worker.cancel(sequence)
+
+    async def load_adapter(self, adapter: LoraAdapter) -> None:
+        """Prepare an adapter; it is freed when it is garbage-collected.
+
+        Raises:
+            CheckpointError: the adapter's file is damaged.
+            ConfigError: the kernels do not support adapters.
+        """
+        await self._text_adapter(adapter)
+
+    async def _text_adapter(self, adapter: LoraAdapter) -> TextAdapter:
+        async with self._adapter_lock:
+            loaded = self._adapters.get(adapter)
+            if loaded is None:
+                if self._runner is None:
+                    raise EngineClosed("The decoder is not running. Start the engine first.")
+                loaded = await asyncio.to_thread(self._runner.load_adapter, adapter)
+                self._adapters[adapter] = loaded
+                mib = loaded.num_bytes / MIB
+                logger.info("LoRA adapter %r from %s: %.1f MiB in the text model.", adapter.name, adapter.source, mib)
+            return loaded
 
     def _kv_pool_tokens(self, context: int) -> int:
         """Size of the KV pool in tokens: what fits into `kv_cache_mib`, at most what a full batch can use."""

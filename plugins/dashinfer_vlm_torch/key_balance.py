@@ -25,7 +25,7 @@ MAX_EXPONENT = 8
 
 def balance_projection(
     weight: Tensor | QuantizedWeight, bias: Tensor | None, gain: Tensor, *, heads: int, kv_heads: int
-) -> None:
+) -> Tensor:
     """Scale the rows of queries and keys of a projection in place.
 
     The largest values of a key channel are estimated for uncorrelated inputs: the bias and `LARGEST_DEVIATION` standard
@@ -38,6 +38,9 @@ def balance_projection(
         gain: [hidden], the weight of the norm before the projection.
         heads: number of query heads.
         kv_heads: number of key heads.
+
+    Returns:
+        float32 [(heads + 2 * kv_heads) * head_dim], the factors of the rows.
     """
     stored = weight.scales if isinstance(weight, QuantizedWeight) else weight
     rows = torch.unflatten(stored, 0, (heads + 2 * kv_heads, -1))
@@ -53,6 +56,7 @@ def balance_projection(
             ones = [1] * (part.ndim - 2)
             part[:heads] *= shared.view(*shared.shape, *ones)
             part[keys] /= factors.view(*factors.shape, *ones)
+    return torch.cat([shared, 1 / factors, torch.ones_like(factors)]).flatten().float()
 
 
 def _key_rows(weight: Tensor | QuantizedWeight, head_dim: int, heads: int, kv_heads: int) -> Tensor:

@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dashinfer_vlm_core.concurrency.compute import Executor, executor_for
+from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.kernels import (
     Activation,
+    AdapterRows,
     Additions,
     DecoderLayer,
     DecoderShape,
@@ -29,12 +31,14 @@ from dashinfer_vlm_core.kernels import (
     Quantization,
 )
 from dashinfer_vlm_core.kernels.experts import Expert, MixtureOfExperts
-from dashinfer_vlm_core.kernels.layers import decoder_layers
+from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers, decoder_layers
 from dashinfer_vlm_core.kernels.linears import create_head, create_linear
 from dashinfer_vlm_core.kernels.quantization import QuantizedWeight
+from dashinfer_vlm_core.models.lora import LoraAdapter
 from dashinfer_vlm_core.models.spec import ExpertsSpec, RotarySpec, TextModelSpec
 from dashinfer_vlm_core.models.weights import Weights
 
+from .adapters import AdapterReader, HeadChange, TextAdapter
 from .key_balance import balance_norms, balance_projection
 from .kv_cache import KVCache
 
@@ -52,6 +56,7 @@ class PackedBatch(NamedTuple):
     last: Tensor
     last_spans: KVSpans
     additions: Additions | None = None
+    adapters: tuple[AdapterRows, ...] = ()
 
 
 class TextQuantization(NamedTuple):
@@ -103,24 +108,25 @@ class TextModel:
         self.kernels = kernels
         self.executor: Executor = executor_for(device)
         run = self.executor.run
-        read = _Reader(weights, kernels, device, dtype, None, config, cache_dtype == torch.int8)
+        self._qkv_scales: dict[int, Tensor] = {}
+        read = _Reader(weights, kernels, device, dtype, None, config, cache_dtype == torch.int8, self._qkv_scales)
         names, hidden, vocab = config.weights, config.hidden_size, config.vocab_size
         count = config.num_hidden_layers
         readers = [read.quantized(quantization.of_layer(number, count)) for number in range(count)]
         # One task per part, so that other tasks can run in between.
         self._embedding = run(lambda: read.tensor(f"{names.embedding}.weight", vocab, hidden))
-        self._layers = decoder_layers(
-            kernels,
-            [run(functools.partial(_read_layer, reader, config, number)) for number, reader in enumerate(readers)],
-            DecoderShape(
-                config.num_attention_heads,
-                config.num_key_value_heads,
-                config.head_dim,
-                config.norm_eps,
-                config.visual_levels,
-            ),
-            converts_cache=cache_dtype not in (None, dtype),
+        layers = [run(functools.partial(_read_layer, reader, config, number)) for number, reader in enumerate(readers)]
+        shape = DecoderShape(
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            config.norm_eps,
+            config.visual_levels,
         )
+        self._layers = decoder_layers(kernels, layers, shape, converts_cache=cache_dtype not in (None, dtype))
+        self._adapted_layers = self._layers
+        if not getattr(self._layers, "supports_adapters", False):
+            self._adapted_layers = ReferenceDecoderLayers(kernels, layers, shape)
         self._norm = read.norm(names.norm, hidden)
         self._head = run(lambda: _read_head(read.quantized(quantization.head), config, self._embedding))
         self._rotary = Rotary(config.rotary, config.head_dim, device)
@@ -133,15 +139,46 @@ class TextModel:
         """Compute hidden states after the last layer, without the final norm, which `logits` applies; see
         `DecoderLayers`."""
         cos, sin = self._rotary(batch.positions)
-        return self._layers(x, ForwardBatch(cos, sin, *batch[1:-1], cache.pool, batch.additions, cache.scales))
+        layers = self._adapted_layers if batch.adapters else self._layers
+        forward = ForwardBatch(cos, sin, *batch[1:5], cache.pool, batch.additions, cache.scales, batch.adapters)
+        return layers(x, forward)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Compute float32 [rows, vocab_size] from hidden states [rows, hidden_size]."""
-        return self._head(self._normalize(x))
+    def logits(self, x: Tensor, heads: Sequence[tuple[slice, HeadChange]] = ()) -> Tensor:
+        """Compute float32 [rows, vocab_size] from hidden states [rows, hidden_size]; `heads` are the rows for which an
+        adapter changes the output layer."""
+        normed = self._normalize(x)
+        logits = self._head(normed)
+        for rows, head in heads:
+            head.apply(normed[rows], logits[rows])
+        return logits
 
     def argmax(self, x: Tensor) -> Tensor | None:
         """Return int64 [rows], the token of each row's largest logit; None if the caller has to use `logits`."""
         return self._head.argmax(self._normalize(x))
+
+    def load_adapter(self, adapter: LoraAdapter) -> TextAdapter:
+        """Read the text model's part of an adapter.
+
+        Raises:
+            CheckpointError: the adapter's file is damaged.
+            ConfigError: the kernels do not support adapters.
+        """
+        if not getattr(self.kernels, "supports_row_bias", False):
+            raise ConfigError(
+                f"`lora` is not supported by the kernels {self.kernels.name!r}. Set `cpu_kernels` to torch.",
+                param="lora",
+            )
+        neighbors = self.config.rotary.pairs == "neighbors"
+        reader = AdapterReader(
+            adapter,
+            self.config,
+            self.kernels,
+            device=self.device,
+            dtype=self.dtype,
+            qkv_scales=self._qkv_scales,
+            as_halves=functools.partial(_as_halves, head_dim=self.config.head_dim) if neighbors else None,
+        )
+        return reader.read(self.executor)
 
     def _normalize(self, x: Tensor) -> Tensor:
         return self.kernels.norm(x, self._norm.weight, self._norm.bias, self.config.norm_eps)
@@ -177,6 +214,7 @@ class _Reader(NamedTuple):
     quantization: Quantization | None
     spec: TextModelSpec
     balances_keys: bool
+    qkv_scales: dict[int, Tensor]
 
     def quantized(self, quantization: Quantization | None) -> _Reader:
         """Return a reader of matrices with this quantization."""
@@ -243,7 +281,7 @@ def _read_layer(read: _Reader, config: TextModelSpec, number: int) -> DecoderLay
     query_norm, key_norm = _read_head_norms(read, config, prefix)
     return DecoderLayer(
         input_norm=read.norm(f"{prefix}.{names.input_norm}", hidden),
-        qkv=_read_qkv(read, config, prefix),
+        qkv=_read_qkv(read, config, number),
         output=read.linear(read.matrix(f"{prefix}.{names.output}", hidden, query)),
         mlp_norm=read.norm(f"{prefix}.{names.mlp_norm}", hidden),
         gate_up=gate_up,
@@ -299,8 +337,8 @@ def _read_expert(read: _Reader, config: TextModelSpec, spec: ExpertsSpec, prefix
     )
 
 
-def _read_qkv(read: _Reader, config: TextModelSpec, prefix: str) -> Linear:
-    names, hidden = config.weights, config.hidden_size
+def _read_qkv(read: _Reader, config: TextModelSpec, number: int) -> Linear:
+    names, prefix, hidden = config.weights, config.weights.layer.format(number), config.hidden_size
     query, key = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
     modules, rows = [f"{prefix}.{name}" for name in (names.query, names.key, names.value)], [query, key, key]
     weight = read.fused_matrix(modules, rows, hidden)
@@ -313,7 +351,7 @@ def _read_qkv(read: _Reader, config: TextModelSpec, prefix: str) -> Linear:
     if read.balances_keys and not config.qk_norm:
         gain = read.tensor(f"{prefix}.{names.input_norm}.weight", hidden)
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        balance_projection(weight, bias, gain, heads=heads, kv_heads=kv_heads)
+        read.qkv_scales[number] = balance_projection(weight, bias, gain, heads=heads, kv_heads=kv_heads)
     return read.linear(weight, bias)
 
 

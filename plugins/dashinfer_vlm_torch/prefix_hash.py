@@ -23,8 +23,8 @@ class PrefixHash:
 
     Keys and values of a token depend on the token, its position, and all preceding tokens. A token is identified by its
     id and, if it is a visual token, by the content digest, the grid and its index in the grid: 96 bytes per token. The
-    digest of each whole block covers all preceding blocks and the request's `cache_salt`. It is cryptographic, since a
-    caller who finds a collision could use the cached prompt of another one.
+    digest of each whole block covers all preceding blocks, the request's `cache_salt` and its LoRA adapter. It is
+    cryptographic, since a caller who finds a collision could use the cached prompt of another one.
 
     Attributes:
         digests: one per whole block.
@@ -33,6 +33,8 @@ class PrefixHash:
     def __init__(self, request: DecodeRequest) -> None:
         self._rows = bytearray(_describe(request).tobytes())
         self._salt = _digest(request.cache_salt.encode())
+        if request.adapter:
+            self._salt = _digest(self._salt, request.adapter.digest)
         self.digests: list[bytes] = []
         self._digest_blocks()
 

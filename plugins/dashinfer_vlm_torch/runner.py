@@ -4,16 +4,18 @@ pending tokens: one, and one more for each token of its draft that equals the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
-from typing import TypeVar
+from itertools import groupby, islice
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dashinfer_vlm_core.errors import DecoderFailed
-from dashinfer_vlm_core.kernels import Additions, KVSpan, KVSpans
+from dashinfer_vlm_core.kernels import AdapterRows, Additions, KVSpan, KVSpans
+from dashinfer_vlm_core.models.lora import LoraAdapter
 
+from .adapters import HeadChange, TextAdapter
 from .kv_cache import KVCache
 from .kv_cache_manager import KVCopy
 from .model import PackedBatch, TextModel
@@ -38,6 +40,11 @@ class ModelRunner:
         """Run `work`, which copies rows or runs steps, on the model's executor; returns its result. See `Executor`."""
         return self._model.executor.run(work)
 
+    @torch.inference_mode()
+    def load_adapter(self, adapter: LoraAdapter) -> TextAdapter:
+        """Read the text model's part of an adapter; see `TextModel.load_adapter`."""
+        return self._model.load_adapter(adapter)
+
     def check_device(self) -> None:
         """Check with a trivial computation that the device works.
 
@@ -56,11 +63,17 @@ class ModelRunner:
     @torch.inference_mode()
     def step(self, chunks: Sequence[ScheduledChunk]) -> dict[SequenceState, Outcome]:
         """Compute all chunks; returns the outcomes of chunks with `needs_logits`."""
+        chunks = _by_adapter(chunks)
         ids, positions, slots = self._pack(chunks)
         x = self._model.embed(ids)
-        additions = _merge_visual_tokens(x, chunks)
         spans = _spans(chunks)
-        sampled = [(chunk, span, rows) for chunk, span in zip(chunks, spans, strict=True) if (rows := _rows(chunk))]
+        rows = [_rows(chunk) for chunk in chunks]
+        adapted = _adapted_rows(chunks, spans, rows)
+        for adapter, tokens in adapted:
+            if adapter.embedding:
+                adapter.embedding.apply(ids[tokens.start : tokens.stop], x[tokens.start : tokens.stop])
+        additions = _merge_visual_tokens(x, chunks)
+        sampled = [part for part in zip(chunks, spans, rows, strict=True) if part[2]]
         last, last_spans = _last_tokens(sampled)
         batch = PackedBatch(
             positions,
@@ -69,18 +82,26 @@ class ModelRunner:
             torch.tensor(last, dtype=torch.int64, device=x.device),
             KVSpans(last_spans, device=x.device),
             additions,
+            tuple(
+                AdapterRows(adapter.layers, tokens.start, tokens.stop, tokens.last.start, tokens.last.stop)
+                for adapter, tokens in adapted
+                if adapter.layers
+            ),
         )
         x = self._model.forward(x, batch, self._cache)
         if not sampled:
             return {}
-        outcomes = iter(self._sample(x, [row for _, _, rows in sampled for row in rows]))
+        heads = [(tokens.last, adapter.head) for adapter, tokens in adapted if adapter.head]
+        outcomes = iter(self._sample(x, [row for _, _, rows in sampled for row in rows], heads))
         return {chunk.sequence: _verify(chunk, list(islice(outcomes, len(rows)))) for chunk, _, rows in sampled}
 
-    def _sample(self, x: Tensor, rows: Sequence[LogitsRow]) -> list[SampledToken | DecoderFailed]:
+    def _sample(
+        self, x: Tensor, rows: Sequence[LogitsRow], heads: Sequence[tuple[slice, HeadChange]]
+    ) -> list[SampledToken | DecoderFailed]:
         """Sample a token from each row of hidden states."""
-        if all(map(is_greedy, rows)) and (tokens := self._model.argmax(x)) is not None:
+        if not heads and all(map(is_greedy, rows)) and (tokens := self._model.argmax(x)) is not None:
             return list(map(SampledToken, tokens.tolist()))
-        return sample(self._model.logits(x), rows)
+        return sample(self._model.logits(x, heads), rows)
 
     def _pack(self, chunks: Sequence[ScheduledChunk]) -> tuple[Tensor, Tensor, Tensor]:
         """Pack token ids [tokens], positions [3, tokens] and cache rows [tokens] of all chunks into one transfer."""
@@ -96,6 +117,47 @@ class ModelRunner:
             offset += chunk.end - start
         tensor = torch.from_numpy(packed).to(self._model.device)
         return tensor[0], tensor[1:4], tensor[4]
+
+
+class _AdaptedTokens(NamedTuple):
+    """The tokens of a batch that an adapter applies to.
+
+    Attributes:
+        start: index of the first token.
+        stop: index after the last token.
+        last: their part of `ForwardBatch.last`.
+    """
+
+    start: int
+    stop: int
+    last: slice
+
+
+def _by_adapter(chunks: Sequence[ScheduledChunk]) -> Sequence[ScheduledChunk]:
+    """Order chunks so that those without an adapter are first, and those of each adapter are adjacent."""
+    order: dict[int, int] = {id(None): 0}
+    for chunk in chunks:
+        order.setdefault(id(chunk.sequence.adapter), len(order))
+    return chunks if len(order) == 1 else sorted(chunks, key=lambda chunk: order[id(chunk.sequence.adapter)])
+
+
+def _adapted_rows(
+    chunks: Sequence[ScheduledChunk], spans: Sequence[KVSpan], rows: Sequence[Sequence[LogitsRow]]
+) -> list[tuple[TextAdapter, _AdaptedTokens]]:
+    """Return the adapters of ordered chunks, and the tokens that each applies to."""
+    adapted = []
+    first_last = 0
+    parts = zip(chunks, spans, rows, strict=True)
+    for _, group in groupby(parts, key=lambda part: id(part[0].sequence.adapter)):
+        members = list(group)
+        adapter = members[0][0].sequence.adapter
+        stop_last = first_last + sum(len(rows) for _, _, rows in members)
+        if adapter is not None:
+            start, last_span = members[0][1].first_query, members[-1][1]
+            stop = last_span.first_query + last_span.num_queries
+            adapted.append((adapter, _AdaptedTokens(start, stop, slice(first_last, stop_last))))
+        first_last = stop_last
+    return adapted
 
 
 def _spans(chunks: Sequence[ScheduledChunk]) -> list[KVSpan]:

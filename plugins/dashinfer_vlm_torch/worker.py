@@ -132,6 +132,7 @@ class Worker:
         try:
             while step := self._next_step():
                 self._finish_step(step.chunks, *self._runner.compute(functools.partial(self._execute, step)))
+                del step  # its sequences would keep images and adapters in memory until the next request
         except Exception:
             logger.exception("The decoder's thread died; all requests fail until the engine is restarted.")
         finally:

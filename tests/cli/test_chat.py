@@ -174,6 +174,12 @@ def test_options_are_validated_when_set():
     assert conversation.options == {"temperature": 0.2}
 
 
+def test_set_model_selects_lora_adapter():
+    conversation = Conversation()
+    conversation.set("model", "sql")
+    assert conversation.request["model"] == "sql"
+
+
 @pytest.mark.parametrize("written", ["temperature", "temperature 0.2", ""])
 def test_set_option_without_value_is_rejected(run, written):
     with pytest.raises(ConfigError, match=r"has no value\. Write --set NAME=VALUE"):

@@ -24,6 +24,7 @@ from dashinfer_vlm_server.plugin import serve
 def command(*, port, keys, loud, config):
     options = {"port": port, "keys": keys, "loud": loud, "pixels": config.max_pixels, "cache": config.prefix_cache}
     options |= {"domains": config.allowed_media_domains, "limits": str(config.limit_mm_per_prompt)}
+    options["lora"] = list(map(str, config.lora))
     click.echo(json.dumps(options))
 
 
@@ -51,6 +52,12 @@ def options(result):
 def test_keys_accept_dashes_and_underscores(options):
     found = options("port: 9000\nmax-pixels: 100352\nprefix_cache: no\nloud: true\n")
     assert (found["port"], found["pixels"], found["cache"], found["loud"]) == (9000, 100352, False, True)
+
+
+def test_option_that_is_given_once_per_value(options):
+    assert options("lora: [a=/x, 'b=/y,z']")["lora"] == ["a=/x", "b=/y,z"]
+    assert options("lora: a=/x", "--lora", "b=/y,z", "--lora", "c=d/e")["lora"] == ["b=/y,z", "c=d/e"]
+    assert options("port: 1", DASHINFER_VLM_LORA="a=/x, b=/y")["lora"] == ["a=/x", "b=/y"]
 
 
 def test_lists_and_mappings(options):

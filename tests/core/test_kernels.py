@@ -26,6 +26,9 @@ from dashinfer_vlm_core.kernels import (
     INT4,
     INT8,
     Activation,
+    AdapterLayer,
+    AdapterLayers,
+    AdapterRows,
     Additions,
     DecoderLayer,
     DecoderShape,
@@ -33,6 +36,8 @@ from dashinfer_vlm_core.kernels import (
     KVCacheLayer,
     KVSpan,
     KVSpans,
+    LowRank,
+    LowRankPart,
     Norm,
 )
 from dashinfer_vlm_core.kernels.kv_cache import attend_cached, quantize_rows
@@ -147,6 +152,36 @@ def test_gated_linear(kernels, with_bias, outputs, rows):
     gate, up = F.linear(x.float(), weight.float(), None if bias is None else bias.float()).chunk(2, dim=-1)
     layer = kernels.linear(weight, bias, activation=Activation.SILU_GATE)
     assert error(layer(x), F.silu(gate) * up) < 1e-2
+
+
+@pytest.mark.parametrize("activation", [Activation.NONE, Activation.SILU_GATE])
+@pytest.mark.parametrize("biased", [1, 3, 13, 40])
+def test_row_bias_is_added_before_activation(kernels, activation, biased):
+    weight, bias, x = numbers(140, 64) / 8, numbers(140, seed=1), numbers(40, 64, seed=2)
+    row_bias = numbers(biased, 140, seed=3).float()
+    product = F.linear(x.float(), weight.float(), bias.float())
+    product[-biased:] += row_bias
+    if activation is Activation.SILU_GATE:
+        gate, up = product.chunk(2, dim=-1)
+        product = F.silu(gate) * up
+    layer = kernels.linear(weight, bias, activation=activation)
+    assert error(layer(x, row_bias), product) < 5e-3
+    if activation is Activation.NONE:
+        total = numbers(*product.shape, seed=4)
+        expected = total.float() + product
+        layer.add_to(total, x, row_bias)
+        assert error(total, expected) < 5e-3
+
+
+@needs_native
+@pytest.mark.parametrize("quantization", [None, INT8, INT4])
+def test_row_bias_does_not_change_other_rows(native, quantization):
+    layer = native.linear(numbers(96, 260) / 8, activation=Activation.SILU_GATE, quantization=quantization)
+    x, row_bias = numbers(60, 260, seed=1), numbers(20, 96, seed=2).float()
+    whole, plain = layer(x, row_bias), layer(x)
+    assert torch.equal(whole[:40], plain[:40])
+    assert torch.equal(layer(x[50:], row_bias[10:]), whole[50:])
+    assert not torch.equal(whole[40:], plain[40:])
 
 
 def test_fp32_output_and_strided_rows(kernels):
@@ -747,6 +782,91 @@ def test_fused_layers_with_head_norms_and_additions_are_bit_exact(native, levels
     assert torch.equal(found, expected)
     assert torch.equal(cache, expected_cache)
     assert torch.equal(found, without) == (levels == 0)
+
+
+def adapter_layers(kernels, count, *, seed, rank=8):
+    """Return an adapter that changes some projections of `count` layers, and none of the last but one."""
+    heads, keys = SHAPE.heads * SHAPE.head_dim, SHAPE.kv_heads * SHAPE.head_dim
+
+    def low_rank(inputs, outputs, changed, seed):
+        starts = [sum(outputs[:part]) for part in changed]
+        parts = [
+            LowRankPart(
+                kernels.linear(numbers(outputs[part], rank, seed=seed + part) / 4, fp32_output=True),
+                index * rank,
+                rank,
+                starts[index],
+                outputs[part],
+            )
+            for index, part in enumerate(changed)
+        ]
+        return LowRank(kernels.linear(numbers(len(parts) * rank, inputs, seed=seed) / 4), tuple(parts), sum(outputs))
+
+    layers = [
+        AdapterLayer(
+            low_rank(HIDDEN, (heads, keys, keys), (0, 2), seed + 10 * number),
+            low_rank(heads, (HIDDEN,), (0,), seed + 10 * number + 3) if number else None,
+            low_rank(HIDDEN, (INNER, INNER), (0, 1) if number else (1,), seed + 10 * number + 4),
+            low_rank(INNER, (HIDDEN,), (0,), seed + 10 * number + 6),
+        )
+        for number in range(count)
+    ]
+    layers[-2] = AdapterLayer()
+    return AdapterLayers(layers)
+
+
+@needs_native
+@pytest.mark.parametrize("quantization", [None, INT8, INT4])
+def test_fused_layers_with_adapters_are_bit_exact_with_reference_layers(native, quantization):
+    layers = [decoder_layer(native, number, quantization=quantization) for number in range(3)]
+    adapters = [adapter_layers(native, 3, seed=seed, rank=rank) for seed, rank in ((100, 8), (200, 20))]
+    rows = (AdapterRows(adapters[0], 230, 231, 1, 2), AdapterRows(adapters[1], 231, 251, 2, 2))
+    results = []
+    for run, adapted in (
+        (native.decoder_layers(layers, SHAPE), rows),
+        (ReferenceDecoderLayers(native, layers, SHAPE), rows),
+        (native.decoder_layers(layers, SHAPE), ()),
+    ):
+        cache = numbers(3, 2 * SHAPE.kv_heads, 320, SHAPE.head_dim, seed=9)
+        results.append((run(numbers(251, HIDDEN), forward_batch(cache)._replace(adapters=adapted)), cache))
+    (found, cache), (expected, expected_cache), (plain, plain_cache) = results
+    assert torch.equal(found, expected)
+    assert torch.equal(cache, expected_cache)
+    assert torch.equal(found[0], plain[0])
+    assert not torch.equal(found[1], plain[1])
+    assert torch.equal(cache[:, :, :240], plain_cache[:, :, :240])
+    assert not torch.equal(cache[:, :, 280:300], plain_cache[:, :, 280:300])
+
+
+@needs_native
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_adapters_in_one_batch_are_bit_exact_with_each_alone(native, tokens):
+    """There are more adapters than threads; the first sequence has none."""
+    layers = [decoder_layer(native, number) for number in range(3)]
+    adapters = [None, *(adapter_layers(native, 3, seed=100 * number, rank=8) for number in range(1, 9))]
+    run, x = native.decoder_layers(layers, SHAPE), numbers(9 * tokens, HIDDEN)
+    angles = torch.randn(9 * tokens, SHAPE.head_dim // 2, generator=torch.Generator().manual_seed(8))
+
+    def batch(chosen):
+        """Return the batch of these sequences, each with 9 earlier tokens in the cache."""
+        spans = [KVSpan(i * tokens, tokens, 20 * number, 9 + tokens, 9) for i, number in enumerate(chosen)]
+        taken = torch.tensor([number * tokens + i for number in chosen for i in range(tokens)])
+        rows = [
+            AdapterRows(adapters[number], i * tokens, (i + 1) * tokens, i, i + 1)
+            for i, number in enumerate(chosen)
+            if adapters[number]
+        ]
+        cache = numbers(3, 2 * SHAPE.kv_heads, 320, SHAPE.head_dim, seed=9)
+        slots = torch.tensor([20 * number + 9 + i for number in chosen for i in range(tokens)])
+        last = torch.tensor([(i + 1) * tokens - 1 for i in range(len(chosen))])
+        last_spans = [KVSpan(i, 1, 20 * number, 9 + tokens, 8 + tokens) for i, number in enumerate(chosen)]
+        cos, sin = angles[taken].cos(), angles[taken].sin()
+        forward = ForwardBatch(cos, sin, slots, KVSpans(spans), last, KVSpans(last_spans), cache, adapters=tuple(rows))
+        return run(x[taken], forward)
+
+    together = batch(range(9))
+    for number in range(9):
+        assert torch.equal(batch([number])[0], together[number])
 
 
 @needs_native

@@ -1,0 +1,460 @@
+"""LoRA adapters in PEFT's folder format (arXiv:2106.09685). This module does not import torch.
+
+A folder has `adapter_config.json` and `adapter_model.safetensors`. Its tensors are named `base_model.model.`, the path
+of a module in transformers' model, and `.lora_A.weight` or `.lora_B.weight`; modules that were trained completely
+(`modules_to_save`) have `.weight` and `.bias`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from ..errors import CheckpointError
+from .checkpoint import HUB_ID, download
+from .files import checked_headers, rename, stored_tensors, unreadable_file_error
+from .headers import TensorHeader
+from .spec import ModelSpec, TextModelSpec
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+FLOATS = ("F32", "F16", "BF16")
+
+UNSUPPORTED: Mapping[str, str] = {
+    "use_dora": "DoRA",
+    "use_qalora": "QALoRA",
+    "fan_in_fan_out": "transposed weights (`fan_in_fan_out`)",
+    "lora_bias": "biases of the factors (`lora_bias`)",
+    "layer_replication": "`layer_replication`",
+    "trainable_token_indices": "`trainable_token_indices`",
+    "target_parameters": "`target_parameters`",
+    "alora_invocation_tokens": "aLoRA (`alora_invocation_tokens`)",
+    "arrow_config": "Arrow (`arrow_config`)",
+    "use_bdlora": "BD-LoRA",
+}
+"""Fields of the configuration that must be null, false or empty, and what they enable."""
+
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "orthogonal")
+"""Values of `init_lora_weights` with which PEFT changes the base model's weights; the folder contains only the rest."""
+
+
+class LoraFactors(NamedTuple):
+    """What an adapter adds to the weights of one module: `scale` times the product of B [outputs, rank] and A [rank,
+    inputs].
+
+    Attributes:
+        a: name of the tensor A in the file.
+        b: name of the tensor B in the file.
+        rank: the rank.
+        scale: factor of the product.
+    """
+
+    a: str
+    b: str
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoraAdapter:
+    """An adapter whose tensors have been checked for a model; they are read from its file when they are needed.
+
+    Two adapters are equal only if they are the same object, which decoders use as a key.
+
+    Attributes:
+        name: its name in requests.
+        source: the name of its folder, or its Hugging Face ID; contains no path.
+        file: the file with its tensors.
+        digest: 32 bytes; equal for equal content. Part of the keys of caches.
+        text: the factors by the module's name in `ModelSpec.text.weights`, with the layer's index in it.
+        vision: the factors of other modules, by their name after `ModelSpec.tensor_renames`.
+        saved: names in the file of tensors that replace those of the checkpoint, by the checkpoint's name after
+            `ModelSpec.tensor_renames`.
+        num_bytes: size of its tensors in the file.
+        saved_text: the members of `saved` that are of the text model: the embedding table and the output layer.
+    """
+
+    name: str
+    source: str
+    file: Path
+    digest: bytes
+    text: Mapping[str, LoraFactors]
+    vision: Mapping[str, LoraFactors]
+    saved: Mapping[str, str]
+    num_bytes: int
+
+    saved_text: frozenset[str] = frozenset()
+
+    @property
+    def saved_vision(self) -> Mapping[str, str]:
+        """The members of `saved` that are not of the text model."""
+        return {name: stored for name, stored in self.saved.items() if name not in self.saved_text}
+
+    @property
+    def changes_vision(self) -> bool:
+        """Whether it changes the vision encoder, so that images have other embeddings."""
+        return bool(self.vision or self.saved_vision)
+
+
+def find_adapter(path: str) -> Path:
+    """Return the folder of an adapter; a Hugging Face ID that is not in the cache is downloaded.
+
+    Raises:
+        CheckpointError: there is no such folder or repository, or the download failed.
+    """
+    folder = Path(path).expanduser()
+    if path and folder.is_dir():
+        return folder
+    if HUB_ID.fullmatch(path):
+        return download(path)
+    raise CheckpointError(
+        f"There is no LoRA adapter {path!r}. Use a folder with {CONFIG}, or a Hugging Face ID such as owner/name.",
+        param="lora",
+    )
+
+
+def read_adapter(name: str, path: str, spec: ModelSpec) -> LoraAdapter:
+    """Read an adapter's configuration and check its tensors against the model's; their values are not read.
+
+    Args:
+        name: its name in requests.
+        path: its folder, or its Hugging Face ID.
+        spec: the model that it was trained for.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the adapter requires an unsupported feature or another model;
+            the message names the file and the field or tensor.
+    """
+    folder = find_adapter(path)
+    settings = _read_settings(folder / CONFIG)
+    file = _tensor_file(folder)
+    reader = _FolderReader(file, checked_headers(file, FLOATS), settings, spec)
+    text, vision = reader.factors()
+    saved = reader.saved()
+    return LoraAdapter(
+        name=name,
+        source=path if not Path(path).expanduser().is_dir() else folder.resolve().name,
+        file=file,
+        digest=_digest(folder / CONFIG, file),
+        text=text,
+        vision=vision,
+        saved=saved,
+        saved_text=frozenset(saved).intersection(text_tensors(spec.text)),
+        num_bytes=reader.num_bytes,
+    )
+
+
+class _Settings(NamedTuple):
+    """The fields of the configuration that determine the scales, and the modules that were trained completely."""
+
+    file: Path
+    alpha: float
+    rank: int
+    alpha_pattern: Mapping[str, float]
+    rank_pattern: Mapping[str, float]
+    rank_stabilized: bool
+    saved_modules: tuple[str, ...]
+
+    def rank_of(self, module: str) -> int:
+        return int(_by_pattern(self.rank_pattern, module, self.rank))
+
+    def scale_of(self, module: str, rank: int) -> float:
+        alpha = _by_pattern(self.alpha_pattern, module, self.alpha)
+        return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
+
+
+def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
+    """Return the value of the first pattern that matches the end of the module's path, as PEFT does."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+
+
+def _read_settings(file: Path) -> _Settings:
+    """Read the configuration.
+
+    Raises:
+        CheckpointError: it cannot be read, or requires an unsupported feature.
+    """
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror}). Is this a LoRA folder of PEFT?") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not valid JSON: {error}. Copy or download it again.") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file} is not a JSON object. Copy or download it again.")
+    _check_supported(file, values)
+    fields = _Fields(file, values)
+    return _Settings(
+        file=file,
+        alpha=fields.number("lora_alpha"),
+        rank=int(fields.number("r")),
+        alpha_pattern=fields.numbers("alpha_pattern"),
+        rank_pattern=fields.numbers("rank_pattern"),
+        rank_stabilized=bool(values.get("use_rslora")),
+        saved_modules=fields.names("modules_to_save"),
+    )
+
+
+def _check_supported(file: Path, values: Mapping[str, Any]) -> None:
+    """Reject adapters of other types, by name."""
+    kind = values.get("peft_type")
+    if kind != "LORA":
+        raise CheckpointError(f"{file}: `peft_type` is {kind!r}, but only adapters of the type 'LORA' are supported.")
+    for name, feature in UNSUPPORTED.items():
+        if values.get(name):
+            raise CheckpointError(
+                f"{file}: {feature} is not supported. Merge the adapter into a checkpoint with PEFT's"
+                " `merge_and_unload`, and serve that."
+            )
+    if values.get("bias", "none") != "none":
+        raise CheckpointError(f"{file}: `bias` is {values['bias']!r}, but only 'none' is supported. Merge the adapter.")
+    init = values.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(CHANGES_BASE):
+        raise CheckpointError(
+            f"{file}: with `init_lora_weights` {init!r}, the base model's weights were changed too. Save the adapter"
+            " with `path_initial_model_for_weight_conversion`, which converts it to plain LoRA."
+        )
+
+
+class _Fields(NamedTuple):
+    """A JSON object with typed fields. Errors name the file and the field."""
+
+    file: Path
+    values: Mapping[str, Any]
+
+    def number(self, name: str) -> float:
+        return self._positive(name, self.values.get(name))
+
+    def numbers(self, name: str) -> dict[str, float]:
+        given = self.values.get(name) or {}
+        if not isinstance(given, dict):
+            raise self._error(name, "an object of numbers", given)
+        for pattern in given:
+            self._check_pattern(name, pattern)
+        return {pattern: self._positive(f"{name}.{pattern}", value) for pattern, value in given.items()}
+
+    def names(self, name: str) -> tuple[str, ...]:
+        given = self.values.get(name) or []
+        if not isinstance(given, list) or not all(isinstance(item, str) for item in given):
+            raise self._error(name, "a list of names", given)
+        return tuple(given)
+
+    def _positive(self, name: str, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise self._error(name, "a positive number", value)
+        return value
+
+    def _check_pattern(self, name: str, pattern: str) -> None:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise self._error(name, "regular expressions", pattern) from error
+
+    def _error(self, name: str, expected: str, value: object) -> CheckpointError:
+        return CheckpointError(f"{self.file}: `{name}` must be {expected}, got {value!r}. Copy or download it again.")
+
+
+def _tensor_file(folder: Path) -> Path:
+    if (folder / TENSORS).is_file():
+        return folder / TENSORS
+    if (folder / "adapter_model.bin").exists():
+        raise CheckpointError(
+            f"{folder} contains only pickled weights, which can execute code when they are loaded. If you trust them,"
+            " load the adapter once with PEFT, and save it with `save_pretrained`."
+        )
+    raise CheckpointError(f"{folder} contains no {TENSORS}. Copy or download the adapter again.")
+
+
+class _FolderReader:
+    """Assigns the tensors of a file to the modules of a model, and checks their shapes."""
+
+    def __init__(self, file: Path, headers: Mapping[str, TensorHeader], settings: _Settings, spec: ModelSpec) -> None:
+        self._file = file
+        self._shapes = {name: header.shape for name, header in headers.items()}
+        self.num_bytes: int = sum(header.nbytes for header in headers.values())
+        self._settings = settings
+        self._renames = spec.tensor_renames
+        self._text = text_tensors(spec.text)
+        names = spec.text.weights
+        layer = re.escape(names.layer).replace(r"\{\}", r"\d+")
+        self._text_only = re.compile(rf"({layer}|{re.escape(names.norm)})\.")
+        self._checkpoint = stored_tensors(spec.folder, spec.tensor_renames)
+        self._saved: dict[str, str] = {}
+        self._factors: dict[str, dict[str, str]] = {}
+        for name in self._shapes:
+            self._assign(name)
+
+    def factors(self) -> tuple[dict[str, LoraFactors], dict[str, LoraFactors]]:
+        """Return the factors of the text model's modules, and of others."""
+        found = {module: self._check_factors(module, tensors) for module, tensors in self._factors.items()}
+        text = {module: factors for module, factors in found.items() if f"{module}.weight" in self._text}
+        return text, {module: factors for module, factors in found.items() if module not in text}
+
+    def saved(self) -> dict[str, str]:
+        """Return the tensors that replace those of the checkpoint."""
+        for name, stored in self._saved.items():
+            self._check_shape(stored, self._expected_shape(name, stored))
+        for module in self._settings.saved_modules:
+            if not any(re.search(rf"(^|\.){re.escape(module)}\.", stored) for stored in self._saved.values()):
+                raise CheckpointError(
+                    f"{self._file} has no tensor of {module!r}, which `modules_to_save` lists. Copy the adapter again."
+                )
+        if not self._saved and not self._factors:
+            raise CheckpointError(f"{self._file} has no tensors. Copy or download the adapter again.")
+        return self._saved
+
+    def _assign(self, stored: str) -> None:
+        if not stored.startswith(PREFIX):
+            raise self._unknown(stored)
+        # PEFT names the weights of a layer that also has factors so.
+        path = stored.removeprefix(PREFIX).replace(".base_layer.", ".")
+        module, factor, _ = path.partition(".lora_")
+        if not factor:
+            self._saved[rename(path, self._renames)] = stored
+            return
+        kind = path[len(module) + 1 :]
+        if kind not in _KINDS:
+            raise self._unknown(stored)
+        module = rename(f"{module}.weight", self._renames).removesuffix(".weight")
+        self._factors.setdefault(module, {})[_KINDS[kind]] = stored
+
+    def _check_factors(self, module: str, tensors: Mapping[str, str]) -> LoraFactors:
+        given = next(iter(tensors.values()))
+        outputs, *inputs = self._expected_shape(f"{module}.weight", given)
+        for kind in ("A", "B"):
+            if kind not in tensors:
+                raise CheckpointError(
+                    f"{self._file}: {given!r} has no counterpart lora_{kind}. Copy or download the adapter again."
+                )
+        a, b = tensors["A"], tensors["B"]
+        path = a.removeprefix(PREFIX).partition(".lora_")[0]
+        if len(inputs) != 1:
+            raise CheckpointError(
+                f"{self._file}: {a!r} changes a convolution or a fused tensor, which is not supported. Merge"
+                " the adapter."
+            )
+        rank = self._settings.rank_of(path)
+        if f"{module}.weight" == self._embedding:  # PEFT stores the factors of an embedding table transposed
+            outputs, inputs = inputs[0], [outputs]
+        self._check_shape(a, (rank, *inputs))
+        self._check_shape(b, (outputs, rank))
+        return LoraFactors(a, b, rank, self._settings.scale_of(path, rank))
+
+    @property
+    def _embedding(self) -> str:
+        return next(iter(self._text))
+
+    def _expected_shape(self, name: str, stored: str) -> Sequence[int]:
+        """Return the shape of a tensor of the model."""
+        if name in self._text:
+            return self._text[name]
+        if self._text_only.match(name) or name not in self._checkpoint:
+            raise self._unknown(stored)
+        file, original = self._checkpoint[name]
+        return _shape(file, original)
+
+    def _check_shape(self, stored: str, expected: Sequence[int]) -> None:
+        shape = self._shapes[stored]
+        if shape != tuple(expected):
+            raise CheckpointError(
+                f"{self._file}: tensor {stored!r} is {list(shape)}, but {list(expected)} is required by {CONFIG} and"
+                " the model. Use the model that the adapter was trained with."
+            )
+
+    def _unknown(self, stored: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._file}: tensor {stored!r} belongs to no module of this model that an adapter can change. Use the"
+            " model that the adapter was trained with, or merge the adapter."
+        )
+
+
+_KINDS = {
+    "lora_A.weight": "A",
+    "lora_B.weight": "B",
+    "lora_embedding_A": "A",
+    "lora_embedding_B": "B",
+}
+
+
+def text_tensors(text: TextModelSpec) -> dict[str, tuple[int, int]]:
+    """Return the shapes of the text model's tensors that adapters can change: first the embedding table, then the
+    output layer, then the linear layers."""
+    names, hidden = text.weights, text.hidden_size
+    query, key = (heads * text.head_dim for heads in (text.num_attention_heads, text.num_key_value_heads))
+    attention = {names.query: (query, hidden), names.key: (key, hidden), names.value: (key, hidden)}
+    attention[names.output] = (hidden, query)
+    inner = text.intermediate_size
+    mlp = {names.gate: (inner, hidden), names.up: (inner, hidden), names.down: (hidden, inner)}
+    shapes = {f"{names.embedding}.weight": (text.vocab_size, hidden), f"{names.head}.weight": (text.vocab_size, hidden)}
+    for number in range(text.num_hidden_layers):
+        has_mlp = text.experts is None or number in text.experts.dense_layers
+        for name, shape in {**attention, **(mlp if has_mlp else {})}.items():
+            shapes[f"{names.layer.format(number)}.{name}.weight"] = shape
+    return shapes
+
+
+def _shape(file: Path, name: str) -> tuple[int, ...]:
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            return tuple(opened.get_slice(name).get_shape())
+    except (OSError, SafetensorError) as error:
+        raise unreadable_file_error(file, error) from error
+
+
+def _digest(*files: Path) -> bytes:
+    digest = hashlib.blake2b(digest_size=32)
+    for file in files:
+        digest.update(hashlib.blake2b(file.read_bytes()).digest())
+    return digest.digest()
+
+
+class VisionMerge:
+    """Merges an adapter into the vision encoder's tensors while a family reads them; see `merging`.
+
+    Attributes:
+        adapter: the adapter.
+        unused: names of the tensors that it changes and that were not read yet.
+    """
+
+    def __init__(self, adapter: LoraAdapter) -> None:
+        self.adapter = adapter
+        self._changed = {f"{module}.weight" for module in adapter.vision} | set(adapter.saved_vision)
+        self.unused: set[str] = set(self._changed)
+
+    def changes(self, name: str) -> bool:
+        """Return whether the adapter changes a tensor of the checkpoint."""
+        return name in self._changed
+
+
+MERGE: ContextVar[VisionMerge | None] = ContextVar("MERGE", default=None)
+"""The merge that `Weights.open` applies. A context variable, so that families need no code for adapters."""
+
+
+@contextmanager
+def merging(adapter: LoraAdapter) -> Iterator[None]:
+    """Merge the adapter into the vision encoder that is loaded in this context.
+
+    Raises:
+        CheckpointError: the family did not read all tensors that the adapter changes.
+    """
+    merge = VisionMerge(adapter)
+    token = MERGE.set(merge)
+    try:
+        yield
+    finally:
+        MERGE.reset(token)
+    if merge.unused:
+        raise CheckpointError(
+            f"{adapter.file}: the vision encoder does not use {min(merge.unused)!r}, which the adapter changes. Merge"
+            " the adapter into a checkpoint with PEFT's `merge_and_unload`, and serve that."
+        )
