@@ -19,7 +19,7 @@ from typing import IO
 import httpx
 
 from .client import EngineTarget, HTTPTarget
-from .environments import Peers
+from .environments import Peers, vllm_environment
 from .limits import cores
 from .llama_cpp import PRECISIONS, LlamaCpp
 
@@ -217,14 +217,7 @@ def _vllm(model: Path, python: Path) -> Launch:
         "--served-model-name", "model", "--limit-mm-per-prompt", '{"image": 8, "video": 0}',
         "--mm-processor-kwargs", '{"max_pixels": 1003520}', "--skip-mm-profiling",
     )  # fmt: skip
-    environment = {
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-        "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
-    }
-    return Launch(name="vllm", command=command, environment=environment, note="bfloat16, prefix cache on")
+    return Launch(name="vllm", command=command, environment=vllm_environment(python), note="bfloat16, prefix cache on")
 
 
 def _llama_cpp(name: str, model: Path, peers: Peers) -> Launch:

@@ -174,7 +174,9 @@ class Decoder(Protocol):
             with media. Empty if it accepts them.
         fatal_error: why it cannot decode although it was started; empty while it can. For `/health`.
 
-    A decoder with statistics has a method `snapshot() -> DecoderStats`.
+    A decoder with statistics has a method `snapshot() -> DecoderStats`. One that can evaluate completions has a method
+    `async logits(request: DecodeRequest, token_ids: Sequence[int]) -> NDArray[float32]`, which returns the logits from
+    which each of the tokens would be sampled, given those before it: [tokens, vocab_size].
     """
 
     name: str

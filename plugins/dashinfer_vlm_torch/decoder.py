@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from dashinfer_vlm_core.config import MIB, EngineConfig
@@ -27,6 +29,7 @@ from .kv_cache import KVCache
 from .model import TextModel, TextQuantization
 from .runner import ModelRunner
 from .scheduler import Scheduler, SchedulerStats, SequenceState
+from .scoring import CompletionScorer
 from .settings import TorchOptions
 from .worker import OutputQueue, Worker, WorkerCounts
 
@@ -62,6 +65,7 @@ class TorchDecoder:
         self._kv_tokens = self._kv_pool_tokens(context)
         self.max_model_len: int = min(context, self._kv_tokens)
         self._worker: Worker | None = None
+        self._model: TextModel | None = None
 
     @property
     def stats(self) -> SchedulerStats:
@@ -82,7 +86,7 @@ class TorchDecoder:
             self._worker = Worker(runner, self._scheduler(), step_timeout=self._config.step_timeout)
 
     async def close(self) -> None:
-        worker, self._worker = self._worker, None
+        worker, self._worker, self._model = self._worker, None, None
         if worker:
             await asyncio.to_thread(worker.stop)
 
@@ -104,6 +108,21 @@ class TorchDecoder:
                     return
         finally:
             worker.cancel(sequence)
+
+    async def logits(self, request: DecodeRequest, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """See `dashinfer_vlm_core.decoders.Decoder`."""
+        model = self._model
+        if model is None:
+            raise EngineClosed("The decoder is not running. Start the engine first.")
+        check_request(request, self._spec, max_model_len=self.max_model_len)
+        scorer = CompletionScorer(
+            model,
+            kv_tokens=len(request.token_ids) + len(token_ids),
+            cache_dtype=self._cache_dtype,
+            prefill_chunk=self._config.prefill_chunk,
+        )
+        logits = await asyncio.to_thread(scorer.logits, request, token_ids)
+        return logits.cpu().numpy()
 
     def _kv_pool_tokens(self, context: int) -> int:
         """Size of the KV pool in tokens: what fits into `kv_cache_mib`, at most what a full batch can use."""
@@ -127,6 +146,7 @@ class TorchDecoder:
                 quantization=self._quantization,
                 cache_dtype=self._cache_dtype,
             )
+        self._model = model
         layers = self._quantization.layers
         weight_dtype = f"int{layers.bits}" if layers else _name(self._dtype)
         logger.info("Weights in %s on %s, with the kernels %r.", weight_dtype, self._device, self._kernels.name)
