@@ -1,5 +1,5 @@
-"""Read checkpoints in the format compressed-tensors independently of the package: written from the format's description,
-with NumPy."""
+"""Read checkpoints in the format compressed-tensors independently of the package, with NumPy, as the format is
+described."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def dequantize(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a quantized checkpoint in float32 under their original names, with experts in one tensor."""
+    """Return the tensors of a quantized checkpoint in float32, under their original names, with experts fused."""
     modules: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in read_tensors(folder).items():
         module, _, part = name.rpartition(".")

@@ -105,8 +105,7 @@ class _Reference:
 
 
 class ReferenceLogits:
-    """Completions of the original, with their logits in a temporary file, so that the models need not be in memory at the
-    same time.
+    """Completions of the original, with their logits in a temporary file: only one model is in memory at a time.
 
     Args:
         requests: the batch file.

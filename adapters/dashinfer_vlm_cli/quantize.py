@@ -16,7 +16,6 @@ from dashinfer_vlm_core.config.config_file import ConfigFileCommand, option_loca
 from dashinfer_vlm_core.errors import ConfigError
 
 from .batch_files import Entry, read_entries
-from .concurrency import progress
 from .engines import log_warnings_only
 
 if TYPE_CHECKING:
@@ -41,9 +40,9 @@ MAX_ROWS = 20
 @click.argument("output", metavar="OUT", type=click.Path(path_type=Path))
 @click.option("--to", "precision", required=True, type=click.Choice(["int4", "int8"]), help="Bits of a weight.")
 @click.option("--group-size", type=click.Choice(GROUP_SIZES),
-              help=f"Number of inputs that share a scale and a zero point, with int4.  [default: {DEFAULT_GROUP_SIZE}]")  # fmt: skip
+              help=f"Number of inputs that share a scale, with int4.  [default: {DEFAULT_GROUP_SIZE}]")  # fmt: skip
 @click.option("--data", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
-              help=f"Requests in the format of `batch`, to compare both models; the report is OUT/{REPORT}.")  # fmt: skip
+              help=f"Requests in the format of `batch`, to compare both models in OUT/{REPORT}.")  # fmt: skip
 @click.option("--max-tokens", default=64, show_default=True, type=click.IntRange(min=1), metavar="INT",
               help="Maximum number of tokens to compare for each request.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
@@ -61,12 +60,12 @@ def quantize(
 ) -> None:
     """Write a checkpoint with weights of 4 or 8 bits, which vLLM loads too.
 
-    MODEL is a registered name, a checkpoint folder, or a Hugging Face model ID. The text model's layers are quantized as
+    MODEL is a registered name, a checkpoint folder, or a Hugging Face model ID. The text model's layers are rounded as
     by --quantization int4 or int8; the vision encoder, the embedding table and the output layer are copied. OUT is a
     new folder in the format compressed-tensors. One tensor at a time is in memory.
 
     With --data, the original completes the requests, and both models predict each token of the completions. The
-    report states for how many tokens they agree, the Kullback-Leibler divergence, and the largest difference of a logit.
+    report states for how many tokens they agree, the Kullback-Leibler divergence, and the largest difference of logits.
     Engine options, such as --max-pixels, apply to this comparison.
     """
     log_warnings_only()
@@ -75,7 +74,7 @@ def quantize(
     if data and not entries:
         raise ConfigError(f"{data} has no requests.")
     written = _write(config.model_copy(update={"model": name}), output, _quantization(precision, group_size))
-    report = _compare(config, name, output, data, entries, max_tokens) if data else None
+    report = _compare(config, (name, output), data, entries, max_tokens) if data else None
     if report:
         (output / REPORT).write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
     if as_json:
@@ -92,8 +91,7 @@ def _check_options(config: EngineConfig) -> None:
         raise click.UsageError("The model is given twice: as MODEL and by --model. Leave out --model.")
     if config.quantization != "none":
         raise ConfigError(
-            f"`quantization` {config.quantization} rounds the weights of a checkpoint while it is loaded. Remove it, and use"
-            " `--to`.",
+            f"`quantization` {config.quantization} rounds weights while they are loaded. Remove it, and use `--to`.",
             param="quantization",
         )
     if config.decoder not in ("auto", "torch"):
@@ -114,6 +112,8 @@ def _quantization(precision: Literal["int4", "int8"], group_size: str | None) ->
 def _write(config: EngineConfig, output: Path, quantization: Quantization) -> QuantizedCheckpoint:
     from dashinfer_vlm_core.models.checkpoint_quantizer import CheckpointQuantizer, check_output_folder
 
+    from .concurrency import progress
+
     check_output_folder(output)  # before a download
     quantizer = CheckpointQuantizer(_load_spec(config), quantization)
     with progress(quantizer.num_tensors, unit="tensor") as advance:
@@ -130,9 +130,12 @@ def _load_spec(config: EngineConfig) -> ModelSpec:
 
 
 def _compare(
-    config: EngineConfig, name: str, output: Path, data: Path, entries: Sequence[Entry], max_tokens: int
+    config: EngineConfig, models: tuple[str, Path], data: Path, entries: Sequence[Entry], max_tokens: int
 ) -> AccuracyReport:
     from .accuracy import measure_accuracy
+    from .concurrency import progress
+
+    original, quantized = models
 
     def open_engine(model: str) -> Engine:
         from dashinfer_vlm_core.engine import Engine
@@ -144,10 +147,10 @@ def _compare(
         return measure_accuracy(
             data,
             entries,
-            original=lambda: open_engine(name),
-            quantized=lambda: open_engine(str(output)),
+            original=lambda: open_engine(original),
+            quantized=lambda: open_engine(str(quantized)),
             max_tokens=max_tokens,
-            folder=output.absolute().parent,
+            folder=quantized.absolute().parent,
             advance=advance,
         )
 
@@ -187,8 +190,8 @@ def _show_accuracy(report: AccuracyReport, folder: Path) -> None:
         if len(report.compared) > MAX_ROWS:
             click.echo(f"and {len(report.compared) - MAX_ROWS} more requests, see {folder / REPORT}")
         click.echo(
-            f"\n{totals['equal_tokens'] / totals['tokens']:.1%} of {totals['tokens']} tokens are equal, and all tokens of"
-            f" {totals['equal_completions']} of {totals['num_requests']} requests. Mean KL divergence:"
+            f"\n{totals['equal_tokens'] / totals['tokens']:.1%} of {totals['tokens']} tokens are equal, and all tokens"
+            f" of {totals['equal_completions']} of {totals['num_requests']} requests. Mean KL divergence:"
             f" {totals['mean_kl']:.2e} nats; largest difference of a logit: {totals['max_logit_difference']:.3f}."
         )
     for row in report.requests:

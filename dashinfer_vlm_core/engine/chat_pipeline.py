@@ -189,7 +189,8 @@ class ChatPipeline:
         """Return the logits of a given completion: float32 [tokens, vocab_size]."""
         if not token_ids or not all(0 <= token < self.spec.vocab_size for token in token_ids):
             raise InvalidParameter(
-                f"`token_ids` must be one or more token ids, each from 0 to {self.spec.vocab_size - 1}.", param="token_ids"
+                f"`token_ids` must be one or more token ids, each from 0 to {self.spec.vocab_size - 1}.",
+                param="token_ids",
             )
         with _hide_internal_errors(), self.limiter.slots():
             _, decode_requests = await self._prepare(request.model_copy(update={"n": 1}))

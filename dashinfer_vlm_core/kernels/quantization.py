@@ -156,8 +156,8 @@ def quantize(weight: Tensor, group: int) -> QuantizedWeight:
     """Round weights [outputs, inputs] to 4 bits.
 
     The codes cover a group's range, from its smallest to its largest weight and zero, or a share of it, and the scale
-    is then fitted to the codes by least squares. The share with the smallest squared error is used. Scales are rounded to
-    the dtype of the weights, in which checkpoints store them.
+    is then fitted to the codes by least squares. The share with the smallest squared error is used. Scales are rounded
+    to the dtype of the weights, in which checkpoints store them.
     """
     rows = [
         _quantize_rows(part, group) for part in torch.split(weight, max(1, ROWS_ELEMENTS // max(1, weight.shape[1])))

@@ -1,11 +1,12 @@
-"""Write a checkpoint whose text model has weights of 4 or 8 bits, in the format compressed-tensors, which vLLM loads too.
+"""Write checkpoints with 4-bit or 8-bit weights, in the format compressed-tensors, which vLLM loads too.
 
-The layers have the same weights as those of an engine with `quantization` int4 or int8: with int4, the first and the last
-layer have 8 bits. The vision encoder, the embedding table and the output layer are copied, as in published checkpoints.
+The layers of the text model have the same weights as with `quantization` int4 or int8: with int4, the first and the
+last one have 8 bits. The vision encoder, the embedding table and the output layer are copied, as in published
+checkpoints.
 
-* 4 bits (`pack-quantized`): `weight_packed` int32 [outputs, inputs / 8], the codes of eight inputs, the first one in the
-  lowest bits; `weight_scale` [outputs, groups] in the model's dtype; `weight_zero_point` int32 [outputs / 8, groups],
-  packed along the outputs; `weight_shape`.
+* 4 bits (`pack-quantized`): `weight_packed` int32 [outputs, inputs / 8], the codes of eight inputs, the first one in
+  the lowest bits; `weight_scale` [outputs, groups] in the model's dtype; `weight_zero_point` int32
+  [outputs / 8, groups], packed along the outputs; `weight_shape`.
 * 8 bits (`int-quantized`): `weight` int8 [outputs, inputs]; `weight_scale` float32 [outputs, 1]. The configuration
   declares activations rounded to 8 bits per token, because vLLM has no kernel for CPUs that multiplies 8-bit weights by
   other activations.
@@ -246,7 +247,8 @@ class CheckpointQuantizer:
         group, dtype = quantization.group, torch_dtype(self._spec.dtype)
         if inputs % group:
             raise ConfigError(
-                f"The group size {group} does not divide the {inputs} inputs of {module!r}. Choose a smaller one, or int8.",
+                f"The group size {group} does not divide the {inputs} inputs of {module!r}. Choose a smaller one, or"
+                " int8.",
                 param="group_size",
             )
         groups = inputs // group
@@ -364,7 +366,8 @@ def _quantize_int4(name: str, weight: Tensor, *, group: int, dtype: torch.dtype)
 
 def _pack(codes: Tensor) -> Tensor:
     """Pack codes of 4 bits, uint8 [rows, columns], into int32 [rows, columns / 8], the first one in the lowest bits."""
-    return (codes[:, ::2] | codes[:, 1::2] << 4).contiguous().view(torch.int32)
+    pairs = codes[:, ::2] | codes[:, 1::2] << 4
+    return pairs.clone(memory_format=torch.contiguous_format).view(torch.int32)
 
 
 def _check_finite(name: str, weight: Tensor) -> None:
@@ -409,7 +412,9 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
     for fields in (config, config.get("text_config") or {}):
         if settings := fields.get("quantization_config") or fields.get("compression_config"):
             method = settings.get("quant_method", "compressed-tensors")
-            raise CheckpointError(f"{folder} has quantized weights already ({method}). Quantize the original checkpoint.")
+            raise CheckpointError(
+                f"{folder} has quantized weights already ({method}). Quantize the original checkpoint."
+            )
     return config
 
 
@@ -418,8 +423,8 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _copy_other_files(source: Path, target: Path, rewritten: Container[str]) -> tuple[str, ...]:
-    """Copy the files of a checkpoint that do not depend on its weights, without those in `rewritten`; return the names of
-    the other ones."""
+    """Copy the files of a checkpoint that do not depend on its weights, without those in `rewritten`; return the names
+    of the other ones."""
     omitted: list[str] = []
     for path in sorted(source.iterdir()):
         if path.name in rewritten:

@@ -1,7 +1,7 @@
 """Write safetensors files tensor by tensor, so that only one of them is in memory.
 
-The format: the length of the header in 8 bytes, little-endian; the header, a JSON object with the type, the shape and the
-offsets of each tensor; the tensors (https://huggingface.co/docs/safetensors, "Format").
+The format: the length of the header in 8 bytes, little-endian; the header, a JSON object with type, shape and offsets
+of each tensor; the tensors (https://huggingface.co/docs/safetensors, "Format").
 """
 
 from __future__ import annotations

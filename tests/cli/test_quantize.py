@@ -16,7 +16,7 @@ from dashinfer_vlm_cli.batch_files import read_entries
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError, ConfigError
 from dashinfer_vlm_core.plugins import load_plugins
-from tests.tiny import write_checkpoint
+from tests.tiny import to_bfloat16, write_checkpoint
 
 IMAGE = Path(__file__).parents[2] / "examples" / "pictures" / "circle.png"
 
@@ -27,17 +27,17 @@ def data_url(path):
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("original"), num_hidden_layers=3)
+    return to_bfloat16(write_checkpoint(tmp_path_factory.mktemp("original"), num_hidden_layers=3))
 
 
 @pytest.fixture
 def data(tmp_path):
     """Requests with text and images, of which the third one is invalid for the model."""
     path = tmp_path / "data.jsonl"
+    picture = {"type": "image_url", "image_url": {"url": data_url(IMAGE)}}
     bodies = [
         {"messages": [{"role": "user", "content": "Hello"}], "model": "another", "max_tokens": 3, "n": 2},
-        {"messages": [{"role": "user", "content": [
-            {"type": "image_url", "image_url": {"url": data_url(IMAGE)}}, {"type": "text", "text": "Describe the picture."}]}]},
+        {"messages": [{"role": "user", "content": [picture, {"type": "text", "text": "Describe the picture."}]}]},
         {"messages": [{"role": "user", "content": "Hello"}], "repetition_penalty": -1},
     ]  # fmt: skip
     lines = [
@@ -192,3 +192,17 @@ def test_report_is_printed_and_written(run, original, data, tmp_path, precision)
         assert line.split() == [row["custom_id"], *cells]
     assert f"{written['equal_tokens'] / 8:.1%} of 8 tokens are equal" in result.stdout
     assert "request-2 failed: " in result.stderr
+
+
+@pytest.mark.usefixtures("reads_compressed_tensors")
+@pytest.mark.parametrize("precision", ["int4", "int8"])
+def test_checkpoint_equals_quantization_while_loading(run, original, tmp_path, precision):
+    """With the same option, the engine also rounds the output layer, which the checkpoint does not."""
+    run("quantize", original, tmp_path / "out", "--to", precision)
+    body = {"messages": [{"role": "user", "content": "the the"}], "temperature": 0, "max_tokens": 8}
+    logits = []
+    for model in (original, tmp_path / "out"):
+        options = {"vision_quantization": "none", "quantization": precision}
+        with Engine(EngineConfig(model=str(model), device="cpu", **options)) as engine:
+            logits.append(engine.logits(body, (5, 6, 7, 8)))
+    assert (logits[0] == logits[1]).all()

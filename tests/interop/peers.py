@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.environments import PEERS_FOLDER, Peers, SetupMissing, run, vllm_environment
 from dashinfer_vlm_core import EngineConfig
 
-PEFT = ("peft==0.19.1", "accelerate==1.14.0", "psutil==7.2.2")
+PEFT = ("peft==0.21.2", "accelerate==1.15.0", "psutil==7.2.2")
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 FOLDER = EngineConfig().cache_folder / "interop"
 PROGRAMS = Path(__file__).parent / "programs"
@@ -84,10 +84,14 @@ def peft() -> Path:
 def main() -> None:
     """Install all peers; the tests of those that cannot be installed are skipped."""
     for name, install in (("vLLM", vllm), ("PEFT", peft)):
-        try:
-            install()
-        except SetupMissing as error:
-            print(f"{name} is not available: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        _install(name, install)
+
+
+def _install(name: str, install: Callable[[], object]) -> None:
+    try:
+        install()
+    except SetupMissing as error:
+        print(f"{name} is not available: {error}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":
