@@ -35,12 +35,12 @@ TEXT = {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads":
 ROPE = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [4, 6, 6]}
 INTERLEAVED = {**ROPE, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
 
-PICTURE = Path(__file__).parents[2] / "examples" / "pictures" / "circle.png"
+PICTURE = Path(__file__).parents[2] / "examples" / "pictures" / "three.png"
 
 
 def conversations():
     url = f"data:image/png;base64,{base64.b64encode(PICTURE.read_bytes()).decode()}"
-    picture = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "Describe the picture."}]
+    picture = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What do you see?"}]
     return [[{"role": "user", "content": content}] for content in ("Which shapes do you know?", picture)]
 
 
