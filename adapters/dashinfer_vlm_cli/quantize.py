@@ -58,11 +58,11 @@ def quantize(
     as_json: bool,
     config: EngineConfig,
 ) -> None:
-    """Write a checkpoint with weights of 4 or 8 bits, which vLLM loads too.
+    """Write a checkpoint with weights of 4 or 8 bits, and measure its accuracy.
 
     MODEL is a registered name, a checkpoint folder, or a Hugging Face model ID. The text model's layers are rounded as
     by --quantization int4 or int8; the vision encoder, the embedding table and the output layer are copied. OUT is a
-    new folder in the format compressed-tensors. One tensor at a time is in memory.
+    new folder in the format compressed-tensors, which vLLM loads too. One tensor at a time is in memory.
 
     With --data, the original completes the requests, and both models predict each token of the completions. The
     report states for how many tokens they agree, the Kullback-Leibler divergence, and the largest difference of logits.

@@ -1,13 +1,13 @@
 """Write checkpoints with 4-bit or 8-bit weights, in the format compressed-tensors, which vLLM loads too.
 
-The layers of the text model have the same weights as with `quantization` int4 or int8: with int4, the first and the
+The layers of the text model have the weights that `quantization` int4 or int8 results in: with int4, the first and the
 last one have 8 bits. The vision encoder, the embedding table and the output layer are copied, as in published
 checkpoints.
 
 * 4 bits (`pack-quantized`): `weight_packed` int32 [outputs, inputs / 8], the codes of eight inputs, the first one in
   the lowest bits; `weight_scale` [outputs, groups] in the model's dtype; `weight_zero_point` int32
   [outputs / 8, groups], packed along the outputs; `weight_shape`.
-* 8 bits (`int-quantized`): `weight` int8 [outputs, inputs]; `weight_scale` float32 [outputs, 1]. The configuration
+* 8 bits (`int-quantized`): `weight` int8 [outputs, inputs]; `weight_scale` [outputs, 1], likewise. The configuration
   declares activations rounded to 8 bits per token, because vLLM has no kernel for CPUs that multiplies 8-bit weights by
   other activations.
 
@@ -238,13 +238,13 @@ class CheckpointQuantizer:
         outputs, inputs = shape
         if not info.dtype.is_floating_point:
             raise CheckpointError(f"Tensor {info.name!r} has integers. Copy or download the checkpoint again.")
+        dtype, group = torch_dtype(self._spec.dtype), quantization.group
         if quantization.bits == 8:
             infos = [
                 TensorInfo(f"{module}.weight", torch.int8, (outputs, inputs)),
-                TensorInfo(f"{module}.weight_scale", torch.float32, (outputs, 1)),
+                TensorInfo(f"{module}.weight_scale", dtype, (outputs, 1)),
             ]
-            return infos, partial(_quantize_int8, info.name)
-        group, dtype = quantization.group, torch_dtype(self._spec.dtype)
+            return infos, partial(_quantize_int8, info.name, dtype=dtype)
         if inputs % group:
             raise ConfigError(
                 f"The group size {group} does not divide the {inputs} inputs of {module!r}. Choose a smaller one, or"
@@ -292,14 +292,14 @@ def quantization_config(text: TextModelSpec, quantization: Quantization) -> dict
     """Return `quantization_config` of the `config.json` of a quantized checkpoint."""
     layers = range(text.num_hidden_layers)
     outer = [layer for layer in layers if quantization.bits == 4 and has_8_bits(layer, len(layers))]
-    groups = {"group_0": _int8_group(["Linear"]) if quantization.bits == 8 else _int4_group(quantization.group)}
+    groups = [_int8_group(["Linear"]) if quantization.bits == 8 else _int4_group(quantization.group)]
     if outer:
-        groups["group_1"] = _int8_group([rf"re:.*\.layers\.({'|'.join(map(str, outer))})\..*_proj$"])
+        groups.insert(0, _int8_group([rf"re:.*\.layers\.({'|'.join(map(str, outer))})\..*_proj$"]))
     return {
         "quant_method": "compressed-tensors",
-        "format": "mixed-precision" if outer else groups["group_0"]["format"],
+        "format": "mixed-precision" if outer else groups[0]["format"],
         "quantization_status": "compressed",
-        "config_groups": groups,
+        "config_groups": {f"group_{index}": group for index, group in enumerate(groups)},
         "ignore": ["lm_head", r"re:.*visual\..*", *([rf"re:.*\.{text.weights.router}$"] if text.experts else [])],
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
@@ -352,9 +352,10 @@ def _expert_sizes(text: TextModelSpec, layer: int) -> ExpertsSpec | None:
     return text.experts if text.experts and layer not in text.experts.dense_layers else None
 
 
-def _quantize_int8(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _quantize_int8(name: str, weight: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     _check_finite(name, weight)
-    return int8_codes(weight)
+    codes, scales = int8_codes(weight)
+    return codes, scales.to(dtype)
 
 
 def _quantize_int4(name: str, weight: Tensor, *, group: int, dtype: torch.dtype) -> tuple[Tensor, ...]:

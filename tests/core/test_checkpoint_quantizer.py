@@ -115,7 +115,7 @@ def test_first_and_last_layer_of_int4_have_8_bits(original, tmp_path):
     write(original, tmp_path / "quantized")
     tensors = read_tensors(tmp_path / "quantized")
     groups = json.loads((tmp_path / "quantized" / "config.json").read_text())["quantization_config"]["config_groups"]
-    (target,) = groups["group_1"]["targets"]
+    (target,) = groups["group_0"]["targets"]
     for name, tensor in tensors.items():
         if name.endswith("_proj.weight_scale"):
             module = name.removesuffix(".weight_scale")
