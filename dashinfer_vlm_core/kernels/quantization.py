@@ -138,8 +138,8 @@ def int8_codes(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Round weights [outputs, inputs] to 8 bits.
 
     Returns:
-        The codes, int8 [outputs, inputs], -127 to 127, and the scales, float32 [outputs, 1], rounded to the dtype of the
-        weights, in which checkpoints store them. A weight is the product of its code and its output's scale.
+        The codes, int8 [outputs, inputs], -127 to 127, and the scales, float32 [outputs, 1]: a weight is the product of
+        its code and its output's scale. Scales are rounded to the dtype of the weights, as in `quantize`.
     """
     scales = (weight.float().abs().amax(dim=1, keepdim=True) / 127).to(weight.dtype).float()
     codes = (weight.float() * torch.where(scales > 0, 1 / scales, 0)).round()

@@ -136,7 +136,8 @@ class CheckpointQuantizer:
             CheckpointError: a file of the original cannot be read.
         """
         check_output_folder(folder)
-        draft = folder.with_name(f".{folder.name}.partial")
+        target = folder.absolute()
+        draft = target.with_name(f".{target.name}.partial")
         try:
             draft.mkdir(parents=True)
         except FileExistsError:
@@ -148,9 +149,9 @@ class CheckpointQuantizer:
         try:
             self._check_free_space(draft)
             omitted = self._write(draft, advance)
-            draft.replace(folder)
+            draft.replace(target)
         except OSError as error:
-            raise ConfigError(f"{folder} cannot be written: {error.strerror or error}.") from error
+            raise ConfigError(f"{folder} cannot be written: {error}.") from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         sources = [source for file in self._files.values() for source in file]

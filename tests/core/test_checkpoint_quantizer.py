@@ -10,6 +10,7 @@ import re
 import shutil
 import weakref
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -192,9 +193,10 @@ def test_existing_output_is_not_overwritten(original, existing, tmp_path):
         write(original, output)
 
 
-def test_empty_output_folder_is_used(original, tmp_path):
+def test_empty_output_folder_is_used(original, tmp_path, monkeypatch):
     (tmp_path / "quantized").mkdir()
-    write(original, tmp_path / "quantized")
+    monkeypatch.chdir(tmp_path / "quantized")
+    write(original, Path())
     assert (tmp_path / "quantized" / "config.json").exists()
 
 
