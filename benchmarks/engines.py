@@ -19,7 +19,7 @@ from typing import IO
 import httpx
 
 from .client import EngineTarget, HTTPTarget
-from .environments import Peers, SetupMissing
+from .environments import Peers, SetupMissing, vllm_environment
 from .limits import cores
 from .llama_cpp import PRECISIONS, LlamaCpp
 
@@ -237,15 +237,9 @@ def _vllm(model: Path, peers: Peers, *, avx2: bool) -> Launch:
         "--served-model-name", "model", "--limit-mm-per-prompt", '{"image": 8, "video": 0}',
         "--mm-processor-kwargs", '{"max_pixels": 1003520}', "--skip-mm-profiling",
     )  # fmt: skip
-    environment = {
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-        "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
-    }
+    environment = vllm_environment(python)
     if avx2:
-        environment["PYTHONPATH"] = str(peers.script("avx2"))
+        environment = {**environment, "PYTHONPATH": str(peers.script("avx2"))}
     return Launch(name="vllm", command=command, environment=environment, note="bfloat16, prefix cache on")
 
 

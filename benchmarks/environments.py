@@ -45,6 +45,17 @@ class SetupMissing(Exception):
     """A peer is not available here; the message gives the reason."""
 
 
+def vllm_environment(python: Path) -> dict[str, str]:
+    """Return the environment variables of vLLM on a CPU: all processors that this process may use, no usage reports."""
+    return {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
+    }
+
+
 class Peers:
     """Environments in one folder, each created on first use.
 

@@ -31,6 +31,7 @@ settings.load_profile("default")
 
 
 COMPILER = Path(__file__).parent / "compiler"
+INTEROP = Path(__file__).parent / "interop"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,15 +42,25 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import tests with other programs, which need not be installed, unless `--interop` is given."""
+    return True if collection_path == INTEROP and not config.getoption("interop") else None
+
+
 COSTS = {"slow": 150, "dashinfer": 50, "readme": 20}
 """The time of a test with a mark in ordinary tests of 0.02 s. Those of the README are not among the first: one of them
 runs mypy, which is fast after scripts/test has run it."""
 
 
 @pytest.hookimpl(trylast=True)  # after tests were deselected
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Record what a marked test shows, for docs/support.md. Among processes, the file with the most work comes first:
-    at the end, each of them has something left to do."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect tests with other programs unless `--interop` is given; record what a marked test shows, for
+    docs/support.md. Among processes, the file with the most work comes first: at the end, each of them has something
+    left to do."""
+    if not config.getoption("interop"):
+        deselected = [item for item in items if item.get_closest_marker("interop")]
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if item not in deselected]
     costs: Counter[Path] = Counter()
     for item in items:
         costs[item.path] += max([COSTS[mark.name] for mark in item.iter_markers() if mark.name in COSTS], default=1)
@@ -67,6 +78,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--artifacts", metavar="DIR", help="directory for test artifacts such as screenshots")
+    parser.addoption("--interop", action="store_true", help="run tests with other programs, which are installed first")
     parser.addoption("--soak-minutes", default=0, help="how long tests/soak runs; without it, for 30 faults")
 
 

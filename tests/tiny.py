@@ -147,3 +147,14 @@ def _write(folder: Path, model_class: Any, config: Any, seed: int, *, vision_sca
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(pixels))
     return folder
+
+
+def to_bfloat16(folder: Path) -> Path:
+    """Round the weights of a checkpoint."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}))
+    return folder

@@ -185,6 +185,9 @@ class Decoder(Protocol):
 
     A decoder with statistics has a method `snapshot() -> DecoderStats`. A decoder with `LORA` has a method `async
     load_adapter(adapter: LoraAdapter)`, which prepares an adapter before its first request; it may raise SetupError.
+    One that can evaluate completions has a method `async logits(request: DecodeRequest, token_ids: Sequence[int]) ->
+    NDArray[float32]`, which returns the logits from which each of the tokens would be sampled, given those before it:
+    [tokens, vocab_size].
     """
 
     name: str

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..concurrency.memory import trim_memory
-from ..errors import DashInferVLMError, DecoderFailed, EngineClosed
+from ..errors import DashInferVLMError, DecoderFailed, EngineClosed, UnsupportedParameter
 from .interface import Decoder, DecodeRequest, DecoderStats, RequestNotStarted, Token
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from ..models.lora import LoraAdapter
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -109,6 +112,21 @@ class Supervisor:
                 raise DecoderFailed(_DIED) from None
             else:
                 return
+
+    async def logits(self, request: DecodeRequest, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Return the logits of a completion, see `Decoder`.
+
+        Raises:
+            UnsupportedParameter: the decoder does not compute them.
+        """
+        decoder = await self._wait_until_healthy()
+        compute = getattr(decoder, "logits", None)
+        if compute is None:
+            raise UnsupportedParameter(
+                f"The decoder {self.name!r} does not return logits. Set `decoder` to torch.", param="decoder"
+            )
+        logits: npt.NDArray[np.float32] = await compute(request, token_ids)
+        return logits
 
     def _is_healthy(self, decoder: Decoder) -> bool:
         """Whether `decoder` is in use and works, so that its errors concern one request only."""

@@ -211,22 +211,40 @@ def _describe(tensor: Tensor) -> str:
 
 def quantize_int8(weight: Tensor) -> Tensor:
     """Return weights [outputs, inputs] rounded to 8 bits with one scale per output, in their own dtype."""
-    scales = weight.float().abs().amax(dim=1, keepdim=True) / 127
-    steps = (weight.float() / torch.where(scales > 0, scales, 1)).round()
-    return (steps * scales).to(weight.dtype)
+    codes, scales = int8_codes(weight)
+    return (codes.float() * scales).to(weight.dtype)
+
+
+def int8_codes(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round weights [outputs, inputs] to 8 bits.
+
+    Returns:
+        The codes, int8 [outputs, inputs], -127 to 127, and the scales, float32 [outputs, 1]: a weight is the product of
+        its code and its output's scale. Scales are rounded to the dtype of the weights, as in `quantize`.
+    """
+    scales = (weight.float().abs().amax(dim=1, keepdim=True) / 127).to(weight.dtype).float()
+    codes = (weight.float() * torch.where(scales > 0, 1 / scales, 0)).round()
+    return codes.to(torch.int8), scales
+
+
+def has_8_bits(layer: int, num_layers: int) -> bool:
+    """Whether a layer of a text model has 8 bits if most layers have 4: the first and the last one, whose errors change
+    the logits most, unless there is no other layer."""
+    return layer in (0, num_layers - 1) and num_layers > 2
 
 
 def quantize(weight: Tensor, group: int) -> QuantizedWeight:
     """Round weights [outputs, inputs] to 4 bits.
 
     The codes cover a group's range, from its smallest to its largest weight and zero, or a share of it, and the scale
-    is then fitted to the codes by least squares. The share with the smallest squared error is used.
+    is then fitted to the codes by least squares. The share with the smallest squared error is used. Scales are rounded
+    to the dtype of the weights, in which checkpoints store them.
     """
     rows = [
         _quantize_rows(part, group) for part in torch.split(weight, max(1, ROWS_ELEMENTS // max(1, weight.shape[1])))
     ]
     codes, scales, zeros = (torch.cat(parts) for parts in zip(*rows, strict=True))
-    return QuantizedWeight(codes[:, : weight.shape[1]].contiguous(), scales, zeros, group)
+    return QuantizedWeight(codes[:, : weight.shape[1]].contiguous(), scales.to(weight.dtype).float(), zeros, group)
 
 
 def _quantize_rows(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:

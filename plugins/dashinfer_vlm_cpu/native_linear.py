@@ -214,7 +214,7 @@ def quantize_int4(library: ctypes.CDLL, weight: Tensor, group: int) -> Quantized
         weight.data_ptr(), outputs, inputs, group, (_FLOAT * len(CLIPPING))(*CLIPPING), len(CLIPPING),
         result.codes.data_ptr(), result.scales.data_ptr(), result.zeros.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
-    return result
+    return result._replace(scales=result.scales.bfloat16().float())
 
 
 class ArgmaxBounds(ctypes.Structure):

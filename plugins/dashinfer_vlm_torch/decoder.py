@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from weakref import WeakKeyDictionary
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from dashinfer_vlm_core.config import MIB, EngineConfig
@@ -33,6 +35,7 @@ from .kv_cache import KVCache
 from .model import TextModel, TextQuantization
 from .runner import ModelRunner
 from .scheduler import Scheduler, SchedulerStats, SequenceState
+from .scoring import CompletionScorer
 from .settings import TorchOptions
 from .worker import OutputQueue, Worker, WorkerCounts
 
@@ -69,6 +72,7 @@ class TorchDecoder:
         self._kv_tokens = self._kv_pool_tokens(context)
         self.max_model_len: int = min(context, self._kv_tokens)
         self._worker: Worker | None = None
+        self._model: TextModel | None = None
         self._runner: ModelRunner | None = None
         self._adapters: WeakKeyDictionary[LoraAdapter, TextAdapter] = WeakKeyDictionary()
         self._adapter_lock = asyncio.Lock()
@@ -92,7 +96,7 @@ class TorchDecoder:
             self._worker = Worker(self._runner, self._scheduler(), step_timeout=self._config.step_timeout)
 
     async def close(self) -> None:
-        worker, self._worker = self._worker, None
+        worker, self._worker, self._model = self._worker, None, None
         self._runner = None
         self._adapters.clear()
         if worker:
@@ -139,6 +143,21 @@ class TorchDecoder:
                 logger.info("LoRA adapter %r from %s: %.1f MiB in the text model.", adapter.name, adapter.source, mib)
             return loaded
 
+    async def logits(self, request: DecodeRequest, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """See `dashinfer_vlm_core.decoders.Decoder`."""
+        model = self._model
+        if model is None:
+            raise EngineClosed("The decoder is not running. Start the engine first.")
+        check_request(request, self._spec, max_model_len=self.max_model_len)
+        scorer = CompletionScorer(
+            model,
+            kv_tokens=len(request.token_ids) + len(token_ids),
+            cache_dtype=self._cache_dtype,
+            prefill_chunk=self._config.prefill_chunk,
+        )
+        logits = await asyncio.to_thread(scorer.logits, request, token_ids)
+        return logits.cpu().numpy()
+
     def _kv_pool_tokens(self, context: int) -> int:
         """Size of the KV pool in tokens: what fits into `kv_cache_mib`, at most what a full batch can use."""
         budget = self._config.kv_cache_mib
@@ -163,6 +182,7 @@ class TorchDecoder:
                 cache_dtype=self._cache_dtype,
             )
             _log_joined_weights(weights, self._dtype)
+        self._model = model
         layers = self._quantization.layers
         weight_dtype = f"int{layers.bits}" if layers else _name(self._dtype)
         logger.info("Weights in %s on %s, with the kernels %r.", weight_dtype, self._device, self._kernels.name)

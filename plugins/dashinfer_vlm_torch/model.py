@@ -33,7 +33,7 @@ from dashinfer_vlm_core.kernels import (
 from dashinfer_vlm_core.kernels.experts import Expert, MixtureOfExperts
 from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers, decoder_layers
 from dashinfer_vlm_core.kernels.linears import create_head, create_linear
-from dashinfer_vlm_core.kernels.quantization import QuantizedWeight
+from dashinfer_vlm_core.kernels.quantization import QuantizedWeight, has_8_bits
 from dashinfer_vlm_core.models.lora import LoraAdapter
 from dashinfer_vlm_core.models.spec import ExpertsSpec, RotarySpec, TextModelSpec
 from dashinfer_vlm_core.models.weights import Weights
@@ -64,7 +64,7 @@ class TextQuantization(NamedTuple):
 
     Attributes:
         layers: for the matrices of most layers.
-        outer: for the first and the last layer, whose errors change the logits most, unless there is no other layer.
+        outer: for the first and the last layer, see `has_8_bits`.
         head: for the output layer.
     """
 
@@ -74,7 +74,7 @@ class TextQuantization(NamedTuple):
 
     def of_layer(self, number: int, count: int) -> Quantization | None:
         """For layer `number` of `count` layers."""
-        return self.outer if number in (0, count - 1) and count > 2 else self.layers
+        return self.outer if has_8_bits(number, count) else self.layers
 
 
 class TextModel:

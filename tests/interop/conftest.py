@@ -1,0 +1,34 @@
+"""Tests with other programs, which `scripts/test --interop` installs and runs."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from benchmarks.environments import SetupMissing
+from tests.interop import peers
+
+_missing: list[str] = []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make PEFT importable; where it cannot be installed, tests skip with `pytest.importorskip`."""
+    if config.getoption("interop"):
+        try:
+            sys.path.append(str(peers.peft()))
+        except SetupMissing as error:
+            _missing.append(f"PEFT is not available: {error}")
+
+
+def pytest_report_header() -> list[str]:
+    return _missing
+
+
+@pytest.fixture(scope="session")
+def vllm() -> peers.Peer:
+    """vLLM's CPU build, in an environment of its own."""
+    try:
+        return peers.vllm()
+    except SetupMissing as error:
+        pytest.skip(f"vLLM is not available: {error}")

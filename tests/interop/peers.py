@@ -1,0 +1,98 @@
+"""Other programs, which are installed on first use, next to the project's environment.
+
+vLLM has an environment of its own, that of the benchmarks. PEFT is imported by tests: its packages are in a folder that
+`scripts/test --interop` adds to the path, and use torch and transformers of the project's environment.
+
+`python -m tests.interop.peers` installs all of them, and prints what it does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environments import PEERS_FOLDER, Peers, SetupMissing, run, vllm_environment
+from dashinfer_vlm_core import EngineConfig
+
+PEFT = ("peft==0.21.2", "accelerate==1.15.0", "psutil==7.2.2")
+PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
+FOLDER = EngineConfig().cache_folder / "interop"
+PROGRAMS = Path(__file__).parent / "programs"
+TIMEOUT = 280.0
+"""Seconds. vLLM needs half a minute to start on two cores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """The interpreter of an environment.
+
+    Attributes:
+        python: its path.
+        environment: additional environment variables of its programs.
+    """
+
+    python: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def run(self, program: str, request: object) -> Any:
+        """Run one of the programs in `programs/`, and return its result.
+
+        A program reads a JSON object from the file that is its first argument, and writes its result as JSON to the
+        file that is its second one. Its output is shown if it fails.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            source, target = Path(folder, "request.json"), Path(folder, "result.json")
+            source.write_text(json.dumps(request))
+            done = subprocess.run(
+                [str(self.python), str(PROGRAMS / program), str(source), str(target)],
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT, check=False, cwd=folder,
+                env={**os.environ, "PYTHONNOUSERSITE": "1", "HF_HUB_OFFLINE": "1", **self.environment},
+            )  # fmt: skip
+            assert done.returncode == 0, f"{program} failed:\n{done.stdout[-8000:]}"
+            return json.loads(target.read_text())
+
+
+def vllm() -> Peer:
+    """Return vLLM's CPU build.
+
+    Raises:
+        SetupMissing: it cannot be installed.
+    """
+    python = Peers(PEERS_FOLDER).vllm()
+    # One process: a model that fails to load then ends the program with its error.
+    return Peer(python=python, environment={**vllm_environment(python), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+
+
+def peft() -> Path:
+    """Return the folder with the packages of PEFT; raises like `vllm`."""
+    folder = FOLDER / "-".join([PYTHON, *(pin.replace("==", "-") for pin in PEFT)])
+    ready = folder / "ready"
+    if not ready.exists():
+        print(f"installing PEFT in {folder} ...", flush=True)  # noqa: T201 - for users of `scripts/test --interop`
+        run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--upgrade", "--target", str(folder), *PEFT)
+        ready.touch()
+    return folder
+
+
+def main() -> None:
+    """Install all peers; the tests of those that cannot be installed are skipped."""
+    for name, install in (("vLLM", vllm), ("PEFT", peft)):
+        _install(name, install)
+
+
+def _install(name: str, install: Callable[[], object]) -> None:
+    try:
+        install()
+    except SetupMissing as error:
+        print(f"{name} is not available: {error}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Checkpoints that `quantize` wrote, in vLLM and in transformers with the package compressed-tensors.
+
+The reference is this project's engine with the dequantized weights in float32, which `tests.dequantizer` reads.
+"""
+
+from __future__ import annotations
+
+import base64
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.kernels import INT4, INT8
+from dashinfer_vlm_core.models.checkpoint import find_model
+from dashinfer_vlm_core.models.checkpoint_quantizer import CheckpointQuantizer
+from dashinfer_vlm_core.plugins import load_plugins
+from tests import tiny
+from tests.dequantizer import write_dequantized
+from tests.qwen3_vl import tiny_qwen3
+
+pytestmark = pytest.mark.interop
+
+TOKENS = 32
+GAIN, RIDGE = 8.0, 4.0
+"""What is added to the logits of certain predictions, and the strength of the regularization."""
+MIN_MARGIN = 0.6
+"""Required difference of the two largest log-probabilities, well above vLLM's rounding errors in bfloat16."""
+MAX_DIFFERENCE = 0.4
+"""Maximum difference of a log-probability: vLLM rounds to bfloat16, and the inputs of 8-bit layers to 8 bits."""
+
+TEXT = {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
+"""vLLM's kernels for CPUs require multiples of 32 inputs and outputs, and heads of at least 32."""
+ROPE = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [4, 6, 6]}
+INTERLEAVED = {**ROPE, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+
+PICTURE = Path(__file__).parents[2] / "examples" / "pictures" / "three.png"
+
+
+def conversations():
+    url = f"data:image/png;base64,{base64.b64encode(PICTURE.read_bytes()).decode()}"
+    picture = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What do you see?"}]
+    return [[{"role": "user", "content": content}] for content in ("Which shapes do you know?", picture)]
+
+
+def demo(_folder):
+    """The bundled model, whose predictions are certain."""
+    return find_model("demo", registered=load_plugins().models)
+
+
+def random_model(write, folder, **options):
+    """Write a random model in bfloat16 whose predictions are certain."""
+    tiny.to_bfloat16(write(folder, **TEXT, **options))
+    with Engine(EngineConfig(model=str(folder), dtype="float32", device="cpu")) as engine:
+        completions = [greedy(engine, messages) for messages in conversations()]
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    head = tensors["lm_head.weight"].float()
+    logits = torch.cat([logits for _, _, logits in completions])
+    # Add GAIN to the logits of the greedy tokens, and nothing to others: ridge regression on the hidden states.
+    hidden = torch.linalg.lstsq(head, logits.T).solution.T
+    targets = GAIN * F.one_hot(logits.argmax(1), len(head)).float()
+    ridge = hidden.T @ hidden + RIDGE * torch.eye(hidden.shape[1])
+    tensors["lm_head.weight"] = (head + torch.linalg.solve(ridge, hidden.T @ targets).T).bfloat16()
+    save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
+MODELS = {
+    "qwen2_vl": demo,
+    "qwen2_5_vl": partial(random_model, tiny.write_qwen2_5_vl, rope_parameters=ROPE, seed=3),
+    "qwen3_vl": partial(random_model, tiny_qwen3.write_checkpoint, rope_parameters=INTERLEAVED, head_dim=32, seed=3),
+}
+
+
+@pytest.fixture(params=MODELS)
+def original(request, tmp_path):
+    return MODELS[request.param](tmp_path / "original")
+
+
+@pytest.fixture(params=[INT4, INT8], ids=["int4", "int8"])
+def quantized(request, original, tmp_path):
+    spec = load_plugins().family_of(original).load_spec(original)
+    return CheckpointQuantizer(spec, request.param).write(tmp_path / "quantized").folder
+
+
+@pytest.fixture
+def reference(quantized, tmp_path):
+    """An engine with the dequantized weights."""
+    folder = write_dequantized(quantized, tmp_path / "dequantized")
+    with Engine(EngineConfig(model=str(folder), dtype="float32", device="cpu")) as engine:
+        yield engine
+
+
+def greedy(engine, messages):
+    """Return the tokens of prompt and completion, and the logits [tokens, vocab_size]."""
+    body = {"messages": messages, "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
+    generation = engine.submit(body).result()
+    (token_ids,) = generation.token_ids
+    return list(generation.prompt_token_ids), list(token_ids), torch.from_numpy(engine.logits(body, token_ids))
+
+
+def test_vllm_generates_same_tokens(vllm, quantized, reference):
+    request = {"model": str(quantized), "conversations": conversations(), "max_tokens": TOKENS}
+    for messages, output in zip(conversations(), vllm.run("generate_vllm.py", request), strict=True):
+        prompt, token_ids, logits = greedy(reference, messages)
+        first, second = logits.log_softmax(1).topk(2).values.T
+        assert float((first - second).min()) > MIN_MARGIN  # otherwise, the test would depend on rounding errors
+        assert output["prompt_token_ids"] == prompt
+        assert output["token_ids"] == token_ids
+        assert float((torch.tensor(output["logprobs"]) - first).abs().max()) < MAX_DIFFERENCE
+
+
+def test_transformers_predicts_same_tokens(vllm, quantized, reference, tmp_path):
+    """transformers is in the environment of vLLM."""
+    messages = conversations()[0]
+    prompt, token_ids, logits = greedy(reference, messages)
+    file = tmp_path / "logits.npy"
+    vllm.run("score_transformers.py", {"model": str(quantized), "token_ids": prompt + token_ids, "logits": str(file)})
+    found = torch.from_numpy(np.load(file))[len(prompt) - 1 : -1]
+    assert found.argmax(1).tolist() == token_ids
+    first, expected = (part.log_softmax(1).max(1).values for part in (found, logits))
+    assert float((first - expected).abs().max()) < MAX_DIFFERENCE
