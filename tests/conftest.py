@@ -29,6 +29,7 @@ settings.load_profile("default")
 
 
 COMPILER = Path(__file__).parent / "compiler"
+INTEROP = Path(__file__).parent / "interop"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -39,8 +40,18 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Record what a marked test shows, for docs/support.md."""
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import tests with other programs, which need not be installed, unless `--interop` is given."""
+    return True if collection_path == INTEROP and not config.getoption("interop") else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect tests with other programs unless `--interop` is given; record what a marked test shows, for
+    docs/support.md."""
+    if not config.getoption("interop"):
+        deselected = [item for item in items if item.get_closest_marker("interop")]
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if item not in deselected]
     for item in items:
         for mark in item.iter_markers("supports"):
             item.user_properties.append(mark_property(*mark.args, **mark.kwargs))
@@ -48,6 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--artifacts", metavar="DIR", help="directory for test artifacts such as screenshots")
+    parser.addoption("--interop", action="store_true", help="run tests with other programs, which are installed first")
     parser.addoption("--soak-minutes", default=0, help="how long tests/soak runs; without it, for 30 faults")
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, TypeVar
 
 from openai.types import CompletionUsage
 from openai.types.chat import ChatCompletionChunk
@@ -53,7 +54,7 @@ from ..errors import EngineError
 from ..protocol.request import ChatRequest
 from ..protocol.responses import ResponsesRequest, ToolSelection
 
-E = TypeVar("E")
+ItemT = TypeVar("ItemT", bound="_Item")
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ResponseState = Literal["in_progress", "completed", "incomplete", "failed"]
 
@@ -86,7 +87,7 @@ class ResponseEventBuilder:
         self._events: list[ResponseStreamEvent] = []
         self._num_events = 0
         self._closed: list[ResponseOutputItem] = []
-        self._open: _Reasoning | _Message | _FunctionCall | None = None
+        self._open: _Item | None = None
         self._finish_reason: str | None = None
         self._usage: ResponseUsage | None = None
 
@@ -112,7 +113,7 @@ class ResponseEventBuilder:
         if self._finish_reason is None:
             raise EngineError("The stream ended before the response was complete. Try again.")
         if self._open is None and not self._closed:
-            self._open_item(_Message)
+            self._current(_Message)
         is_complete = self._finish_reason != "length"
         self._close_item("completed" if is_complete else "incomplete")
         if is_complete:
@@ -163,15 +164,13 @@ class ResponseEventBuilder:
         if isinstance(self._open, _FunctionCall) and function and function.arguments:
             self._open.add(function.arguments)
 
-    def _current(self, kind: Callable[[ResponseEventBuilder, int], E]) -> E:
+    def _current(self, kind: type[ItemT]) -> ItemT:
         """Return the open item of a kind, after closing one of another kind."""
-        if not isinstance(self._open, kind):  # type: ignore[arg-type]
-            self._close_item("completed")
-            self._open_item(kind)
-        return self._open  # type: ignore[return-value]
-
-    def _open_item(self, kind: Callable[[ResponseEventBuilder, int], Any]) -> None:
-        self._open = kind(self, len(self._closed))
+        if isinstance(self._open, kind):
+            return self._open
+        self._close_item("completed")
+        self._open = item = kind(self, len(self._closed))
+        return item
 
     def _close_item(self, status: ItemStatus) -> None:
         if self._open is not None:
@@ -191,10 +190,10 @@ class ResponseEventBuilder:
         return response
 
 
-class _Item:
+class _Item(ABC):
     """An output item that has begun and not ended."""
 
-    prefix = ""
+    prefix: ClassVar[str]
 
     def __init__(self, builder: ResponseEventBuilder, index: int) -> None:
         self.id = f"{self.prefix}_{uuid.uuid4().hex}"
@@ -211,10 +210,22 @@ class _Item:
             ResponseOutputItemAddedEvent, "response.output_item.added", item=item, output_index=self._index
         )
 
-    def _end(self, item: ResponseOutputItem) -> None:
+    def close(self, status: ItemStatus) -> ResponseOutputItem:
+        """End the item; return it."""
+        item = self.item(status)
+        self._emit_done()
         self._builder.emit(
             ResponseOutputItemDoneEvent, "response.output_item.done", item=item, output_index=self._index
         )
+        return item
+
+    @abstractmethod
+    def item(self, status: ItemStatus) -> ResponseOutputItem:
+        """Return the item so far."""
+
+    @abstractmethod
+    def _emit_done(self) -> None:
+        """Emit the events that precede the end of the item."""
 
     def _emit(self, event_class: Callable[..., ResponseStreamEvent], event_type: str, **fields: Any) -> None:
         self._builder.emit(event_class, event_type, item_id=self.id, output_index=self._index, **fields)
@@ -223,7 +234,7 @@ class _Item:
 class _Message(_Item):
     """The text of the assistant."""
 
-    prefix = "msg"
+    prefix: ClassVar[str] = "msg"
 
     def __init__(self, builder: ResponseEventBuilder, index: int) -> None:
         super().__init__(builder, index)
@@ -238,8 +249,8 @@ class _Message(_Item):
             ResponseTextDeltaEvent, "response.output_text.delta", content_index=0, delta=text, logprobs=logprobs
         )
 
-    def close(self, status: ItemStatus) -> ResponseOutputMessage:
-        part, item = self._part(), self.item(status)
+    def _emit_done(self) -> None:
+        part = self._part()
         self._emit(
             ResponseTextDoneEvent,
             "response.output_text.done",
@@ -248,8 +259,6 @@ class _Message(_Item):
             logprobs=self._logprobs,
         )
         self._emit(ResponseContentPartDoneEvent, "response.content_part.done", content_index=0, part=part)
-        self._end(item)
-        return item
 
     def item(self, status: ItemStatus) -> ResponseOutputMessage:
         return self._message([self._part()], status)
@@ -265,7 +274,7 @@ class _Message(_Item):
 class _Reasoning(_Item):
     """The reasoning. It is not summarized."""
 
-    prefix = "rs"
+    prefix: ClassVar[str] = "rs"
 
     def __init__(self, builder: ResponseEventBuilder, index: int) -> None:
         super().__init__(builder, index)
@@ -276,12 +285,10 @@ class _Reasoning(_Item):
         self._pieces.append(text)
         self._emit(ResponseReasoningTextDeltaEvent, "response.reasoning_text.delta", content_index=0, delta=text)
 
-    def close(self, status: ItemStatus) -> ResponseReasoningItem:
-        part, item = self._part(), self.item(status)
+    def _emit_done(self) -> None:
+        part = self._part()
         self._emit(ResponseReasoningTextDoneEvent, "response.reasoning_text.done", content_index=0, text=part.text)
         self._emit(ResponseContentPartDoneEvent, "response.content_part.done", content_index=0, part=part.model_dump())
-        self._end(item)
-        return item
 
     def item(self, status: ItemStatus) -> ResponseReasoningItem:
         return self._reasoning([ReasoningContent(text=self._text, type="reasoning_text")], status)
@@ -296,7 +303,7 @@ class _Reasoning(_Item):
 class _FunctionCall(_Item):
     """A call of a function."""
 
-    prefix = "fc"
+    prefix: ClassVar[str] = "fc"
 
     def __init__(self, builder: ResponseEventBuilder, index: int, call_id: str, name: str) -> None:
         super().__init__(builder, index)
@@ -308,16 +315,13 @@ class _FunctionCall(_Item):
         self._pieces.append(arguments)
         self._emit(ResponseFunctionCallArgumentsDeltaEvent, "response.function_call_arguments.delta", delta=arguments)
 
-    def close(self, status: ItemStatus) -> ResponseFunctionToolCall:
-        item = self.item(status)
+    def _emit_done(self) -> None:
         self._emit(
             ResponseFunctionCallArgumentsDoneEvent,
             "response.function_call_arguments.done",
-            arguments=item.arguments,
+            arguments=self._text,
             name=self._name,
         )
-        self._end(item)
-        return item
 
     def item(self, status: ItemStatus) -> ResponseFunctionToolCall:
         return ResponseFunctionToolCall(
@@ -376,8 +380,8 @@ def _tool_choice(choice: str | ToolSelection) -> ToolChoice:
         return choice  # type: ignore[return-value]  # the literals of the request are OpenAI's
     if choice.type == "function":
         return ToolChoiceFunction(type="function", name=choice.name or "")
-    tools: Sequence[dict[str, object]] = [{"type": tool.type, "name": tool.name} for tool in choice.tools]
-    return ToolChoiceAllowed(type="allowed_tools", mode=choice.mode, tools=list(tools))
+    tools: list[dict[str, object]] = [{"type": tool.type, "name": tool.name} for tool in choice.tools]
+    return ToolChoiceAllowed(type="allowed_tools", mode=choice.mode, tools=tools)
 
 
 def _text_format(request: ResponsesRequest) -> ResponseFormatTextConfig:
