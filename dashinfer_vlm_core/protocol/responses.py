@@ -14,7 +14,7 @@ from pydantic import Field, Strict, Tag, ValidationError, model_validator
 
 from ..errors import InvalidParameter, RequestError, UnsupportedParameter
 from .base import STRING_OR_ARRAY, Count, Name, RequestModel, Text, string_or_object
-from .output import MAX_TOOLS
+from .output import MAX_TOOLS, JsonSchema
 from .request import DEFAULT_MODEL, MAX_MESSAGES, ChatRequest, StreamOptions
 from .response_items import ConvertedMessage, InputItem, ItemConverter
 from .unsupported import reject_fields
@@ -90,7 +90,7 @@ class FunctionTool(RequestModel):
     type: Text
     name: Text = ""
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonSchema | None = None
     strict: bool | None = None
 
     def to_chat(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ _Items: TypeAlias = Annotated[
     tuple[InputItem, ...], Strict(False), Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
 ]
 _Input: TypeAlias = Annotated[Annotated[Text, Tag("string")] | Annotated[_Items, Tag("array")], STRING_OR_ARRAY]
-_MetadataKey = Annotated[str, Field(max_length=64)]
+_MetadataKey = Annotated[Text, Field(max_length=64)]
 _MetadataValue = Annotated[Text, Field(max_length=512)]
 
 
