@@ -233,7 +233,7 @@ class _Creation:
         call = await asyncio.to_thread(self.request.to_chat, history)
         if self.request.truncation == "disabled" or await self._fits(call):
             return call
-        low, high = 1, call.turns - 1  # the smallest number of turns without which the rest fits, or all but one
+        low, high = 1, max(0, call.turns - 1)  # the smallest number of turns without which the rest fits, or all but one
         while low < high:
             middle = (low + high) // 2
             call = await asyncio.to_thread(self.request.to_chat, history, dropped_turns=middle)
