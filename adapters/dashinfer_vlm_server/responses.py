@@ -27,7 +27,7 @@ from . import openapi
 from .errors import error_body, response_not_found
 from .response_store import ResponseStore, StoredResponse
 from .sse import EventStream, response_event
-from .tokens import SupportsTokenization
+from .tokens import SupportsTokenization, tokenizer_of
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionChunk
@@ -98,6 +98,7 @@ class ResponseRoutes:
         add("/v1/responses", self.create, "POST", openapi.CHAT_STATUSES, openapi_extra=body)
         compact = openapi.request_body(CompactRequest)
         add("/v1/responses/compact", self.compact, "POST", openapi.CHAT_STATUSES, openapi_extra=compact)
+        add("/v1/responses/input_tokens", self.count_input_tokens, "POST", openapi.TOKEN_STATUSES, openapi_extra=body)
         add(one, self.retrieve, "GET", openapi.RESPONSE_STATUSES)
         add(one, self.delete, "DELETE", openapi.RESPONSE_STATUSES)
         add(f"{one}/cancel", self.cancel, "POST", openapi.RESPONSE_STATUSES)
@@ -111,6 +112,12 @@ class ResponseRoutes:
                 encode_error=creation.error_events,
             )
         return _json(await self.run(request, creation.complete()))
+
+    async def count_input_tokens(self, request: Request) -> Response:
+        """Count the tokens of a request's prompt, including those of its images and videos; nothing is generated."""
+        creation = _Creation(self, await self.read(request, ResponsesRequest.parse))
+        count = await self.run(request, creation.count_input_tokens())
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
     async def compact(self, request: Request) -> Response:
         """Let the model summarize a conversation; return the summary as an item for later requests."""
@@ -211,6 +218,13 @@ class _Creation:
             await asyncio.to_thread(self._store, self._response, previous)
         for event in last_events:
             yield event
+
+    async def count_input_tokens(self) -> int:
+        """Return the number of tokens of the prompt. Raises like `events`, and HTTPException: there is no tokenizer."""
+        tokenizer = tokenizer_of(self._routes.engine)
+        call = await self._chat_call(self._routes.previous(self.request))
+        with call.renamed_errors():
+            return len(await tokenizer.atokenize(call.chat))
 
     def error_events(self, error: Exception) -> str:
         """Format an error after the first event."""

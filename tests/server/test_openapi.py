@@ -53,6 +53,7 @@ ROUTES = [
     ("/v1/chat/completions", "POST"),
     ("/v1/responses", "POST"),
     ("/v1/responses/compact", "POST"),
+    ("/v1/responses/input_tokens", "POST"),
     ("/v1/responses/{response_id}", "DELETE"),
     ("/v1/responses/{response_id}", "GET"),
     ("/v1/responses/{response_id}/cancel", "POST"),

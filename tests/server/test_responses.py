@@ -551,6 +551,18 @@ def test_tokens_of_a_key_include_responses(scripted):
     assert statuses == [200, 429]
 
 
+
+def test_input_tokens_are_those_of_the_usage(scripted):
+    served = scripted(RESPONSE)
+    given = [user(INPUT_TEXT, {"type": "input_image", "image_url": IMAGE})]
+    first = create(served, given, instructions="Be brief.")
+    with served.server.openai() as client:
+        counted = client.responses.input_tokens.count(model="tiny", input=given, instructions="Be brief.")
+        later = client.responses.input_tokens.count(model="tiny", input="And?", previous_response_id=first.id)
+    assert counted.input_tokens == first.usage.input_tokens
+    assert later.input_tokens == create(served, "And?", previous_response_id=first.id).usage.input_tokens
+    assert len(served.script.requests) == 2
+
 # Truncation and compaction
 
 
