@@ -194,7 +194,7 @@ class ItemConverter:
         content = _content(item.content, f"{path}.content", join=role != "user")
         if role == "assistant" and (last := self._last_with(reasoning_only=True)):
             last.body["content"] = content
-            last.sources.append((".content", f"{path}.content"))
+            last.sources.insert(0, (".content", f"{path}.content"))
             return
         self.messages.append(ConvertedMessage({"role": role, "content": content}, [("", path)]))
 
@@ -237,7 +237,7 @@ class ItemConverter:
         if summary is None:
             param = f"{path}.encrypted_content"
             raise InvalidParameter(
-                f"`{param}` was not created by this kind of server. Send the conversation itself.", param=param
+                f"`{param}` is not a summary that this API created. Send the items of the conversation.", param=param
             )
         content = f"Summary of the earlier conversation:\n{summary}"
         self.messages.append(ConvertedMessage({"role": "system", "content": content}, [("", path)]))
