@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import secrets
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
@@ -21,7 +22,7 @@ from dashinfer_vlm_core.errors import ContextLengthExceeded, InvalidParameter, U
 from dashinfer_vlm_core.protocol.client import current_client
 from dashinfer_vlm_core.protocol.response_items import InputItem, encode_summary
 from dashinfer_vlm_core.protocol.responses import ChatCall, CompactRequest, ResponsesRequest
-from dashinfer_vlm_core.response.response_events import ResponseEventBuilder
+from dashinfer_vlm_core.response.response_events import ResponseEventBuilder, build_types, response_to_json
 
 from . import openapi
 from .errors import error_body, response_not_found
@@ -84,7 +85,9 @@ class ResponseRoutes:
     def add_to(self, app: FastAPI) -> None:
         """Add the routes, with their OpenAPI descriptions."""
 
-        def add(path: str, endpoint: Callable[..., Any], method: str, statuses: tuple[int, ...], **options: Any) -> None:
+        def add(
+            path: str, endpoint: Callable[..., Any], method: str, statuses: tuple[int, ...], **options: Any
+        ) -> None:
             app.add_api_route(
                 path,
                 endpoint,
@@ -204,6 +207,7 @@ class _Creation:
         request, store = self.request, self._routes.store
         previous = self._routes.previous(request)
         await self._check_summary()
+        await asyncio.to_thread(build_types)
         call = await self._chat_call(previous)
         response_id, stored = f"resp_{secrets.token_hex(ID_BYTES)}", request.store and store.enabled
         builder = ResponseEventBuilder(id=response_id, request=request, chat=call.chat, stored=stored)
@@ -247,7 +251,10 @@ class _Creation:
         call = await asyncio.to_thread(self.request.to_chat, history)
         if self.request.truncation == "disabled" or await self._fits(call):
             return call
-        low, high = 1, max(0, call.turns - 1)  # the smallest number of turns without which the rest fits, or all but one
+        low, high = (
+            1,
+            max(0, call.turns - 1),
+        )  # the smallest number of turns without which the rest fits, or all but one
         while low < high:
             middle = (low + high) // 2
             call = await asyncio.to_thread(self.request.to_chat, history, dropped_turns=middle)
@@ -281,7 +288,7 @@ def _items(previous: StoredResponse) -> Sequence[InputItem]:
 
 
 def _to_json(response: ResponseObject) -> str:
-    return response.model_dump_json(exclude_unset=True, by_alias=True)
+    return json.dumps(response_to_json(response), ensure_ascii=False)
 
 
 def _json(response: ResponseObject) -> Response:

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import AsyncContentStream
 
 from dashinfer_vlm_core.errors import DashInferVLMError
+from dashinfer_vlm_core.response.response_events import event_to_json
 
 from .errors import error_body
 from .request_body import cancel_on_disconnect
@@ -41,8 +42,8 @@ _LINE_BREAKS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": 
 class EventStream(StreamingResponse, Generic[T]):
     """A stream of items as an HTTP response.
 
-    The headers are sent with the first item, so an earlier error is an ordinary HTTP error. A later error is sent in the
-    stream, which then ends without `[DONE]`, as OpenAI's does. When the client disconnects, `items` is closed.
+    The headers are sent with the first item, so an earlier error is an ordinary HTTP error. A later error is sent in
+    the stream, which then ends without `[DONE]`, as OpenAI's does. When the client disconnects, `items` is closed.
 
     Args:
         items: what is sent.
@@ -98,7 +99,7 @@ def chat_error_event(error: Exception) -> str:
 
 def response_event(event: ResponseStreamEvent) -> str:
     """Format an event of the Responses API, whose type is also the event's name."""
-    return f"event: {event.type}\n{_event(event.model_dump_json(exclude_unset=True, by_alias=True))}"
+    return f"event: {event.type}\n{_event(event_to_json(event))}"
 
 
 def _event(data: str) -> str:

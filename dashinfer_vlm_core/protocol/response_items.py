@@ -189,7 +189,7 @@ class ItemConverter:
             )
         add(self, item, path)
 
-    def _add_message(self, item: InputItem, path: str) -> None:
+    def add_message(self, item: InputItem, path: str) -> None:
         role = _required(item, "role", path)
         content = _content(item.content, f"{path}.content", join=role != "user")
         if role == "assistant" and (last := self._last_with(reasoning_only=True)):
@@ -198,7 +198,7 @@ class ItemConverter:
             return
         self.messages.append(ConvertedMessage({"role": role, "content": content}, [("", path)]))
 
-    def _add_reasoning(self, item: InputItem, path: str) -> None:
+    def add_reasoning(self, item: InputItem, path: str) -> None:
         parts = item.content if isinstance(item.content, tuple) and item.content else item.summary
         text = item.content if isinstance(item.content, str) else "\n\n".join(part.text or "" for part in parts)
         if not text:  # encrypted by another provider
@@ -209,7 +209,7 @@ class ItemConverter:
         body = {"role": "assistant", "content": "", "reasoning_content": text}
         self.messages.append(ConvertedMessage(body, [(".reasoning_content", f"{path}.content"), ("", path)]))
 
-    def _add_call(self, item: InputItem, path: str) -> None:
+    def add_call(self, item: InputItem, path: str) -> None:
         call_id = _required(item, "call_id", path)
         function = {"name": _required(item, "name", path), "arguments": _required(item, "arguments", path)}
         if (last := self._last_with(reasoning_only=False)) is None:
@@ -220,7 +220,7 @@ class ItemConverter:
         calls.append({"id": call_id, "type": "function", "function": function})
         self._call_ids.add(call_id)
 
-    def _add_output(self, item: InputItem, path: str) -> None:
+    def add_output(self, item: InputItem, path: str) -> None:
         call_id = _required(item, "call_id", path)
         if call_id not in self._call_ids:
             raise InvalidParameter(
@@ -232,7 +232,7 @@ class ItemConverter:
         body = {"role": "tool", "tool_call_id": call_id, "content": content}
         self.messages.append(ConvertedMessage(body, [(".content", f"{path}.output"), ("", path)]))
 
-    def _add_compaction(self, item: InputItem, path: str) -> None:
+    def add_compaction(self, item: InputItem, path: str) -> None:
         summary = _decode_summary(_required(item, "encrypted_content", path))
         if summary is None:
             param = f"{path}.encrypted_content"
@@ -253,11 +253,11 @@ class ItemConverter:
 
 _ITEM_CONVERTERS: Mapping[str, Callable[[ItemConverter, InputItem, str], None]] = MappingProxyType(
     {
-        "message": ItemConverter._add_message,
-        "function_call": ItemConverter._add_call,
-        "function_call_output": ItemConverter._add_output,
-        "reasoning": ItemConverter._add_reasoning,
-        "compaction": ItemConverter._add_compaction,
+        "message": ItemConverter.add_message,
+        "function_call": ItemConverter.add_call,
+        "function_call_output": ItemConverter.add_output,
+        "reasoning": ItemConverter.add_reasoning,
+        "compaction": ItemConverter.add_compaction,
     }
 )
 

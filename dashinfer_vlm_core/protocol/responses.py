@@ -45,8 +45,8 @@ REJECTED_IN_RESPONSES: Mapping[str, tuple[tuple[object, ...], str]] = MappingPro
 """Unsupported fields, rejected unless their value has no effect."""
 
 SUMMARY_PROMPT = (
-    "Summarize this conversation so that it can be continued from the summary alone. Include every fact, name, number and"
-    " decision, and what the images and videos show."
+    "Summarize this conversation so that it can be continued from the summary alone. Include every fact, name, number"
+    " and decision, and what the images and videos show."
 )
 
 _SHARED = ("model", "temperature", "top_p", "presence_penalty", "frequency_penalty")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -49,14 +52,52 @@ from openai.types.responses.response_content_part_added_event import PartReasoni
 from openai.types.responses.response_reasoning_item import Content as ReasoningContent
 from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
 from openai.types.shared import Reasoning, ResponseFormatJSONObject, ResponseFormatText
+from pydantic import ValidationError
 
 from ..errors import EngineError
 from ..protocol.request import ChatRequest
 from ..protocol.responses import ResponsesRequest, ToolSelection
 
+_RESPONSE_EVENTS = (
+    ResponseCreatedEvent,
+    ResponseInProgressEvent,
+    ResponseCompletedEvent,
+    ResponseIncompleteEvent,
+    ResponseFailedEvent,
+)
 ItemT = TypeVar("ItemT", bound="_Item")
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ResponseState = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+def response_to_json(response: Response) -> dict[str, Any]:
+    """Return a response as JSON.
+
+    OpenAI's type declares times as floats, but its API sends integers, which clients in other languages require.
+    """
+    fields = response.model_dump(mode="json", exclude_unset=True, by_alias=True)
+    for name in ("created_at", "completed_at"):
+        if fields[name] is not None:
+            fields[name] = int(fields[name])
+    return fields
+
+
+def event_to_json(event: ResponseStreamEvent) -> str:
+    """Return an event as JSON text."""
+    if not isinstance(event, _RESPONSE_EVENTS):
+        return event.model_dump_json(exclude_unset=True, by_alias=True)
+    fields = event.model_dump(mode="json", exclude={"response"}) | {"response": response_to_json(event.response)}
+    return json.dumps(fields, ensure_ascii=False)
+
+
+@functools.cache
+def build_types() -> None:
+    """Let pydantic build its validators of OpenAI's types before their first use: that takes a quarter of a second."""
+    fields: dict[str, Any] = {"id": "", "created_at": 0, "model": "", "object": "response", "tool_choice": "auto"}
+    response = Response(**fields, output=[], parallel_tool_calls=True, tools=[])
+    for event_class in (*_RESPONSE_EVENTS, ResponseOutputItemAddedEvent, ResponseOutputItemDoneEvent):
+        with contextlib.suppress(ValidationError):
+            event_class(response=response)
 
 
 class ResponseEventBuilder:
@@ -184,10 +225,7 @@ class ResponseEventBuilder:
     def _response(self, status: ResponseState, **fields: Any) -> Response:
         final = {"completed_at": None, "incomplete_details": None, "error": None} | fields
         values = {**self._fields, "model": self._model, "output": list(self._closed), "usage": self._usage, **final}
-        response = Response(created_at=self._created, status=status, **values)
-        # OpenAI's type declares them as floats, but its API sends integers, which other clients require.
-        response.created_at, response.completed_at = self._created, final["completed_at"]
-        return response
+        return Response(created_at=self._created, status=status, **values)
 
 
 class _Item(ABC):
@@ -245,9 +283,7 @@ class _Message(_Item):
     def add(self, text: str, logprobs: list[dict[str, Any]]) -> None:
         self._pieces.append(text)
         self._logprobs += logprobs
-        self._emit(
-            ResponseTextDeltaEvent, "response.output_text.delta", content_index=0, delta=text, logprobs=logprobs
-        )
+        self._emit(ResponseTextDeltaEvent, "response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)
 
     def _emit_done(self) -> None:
         part = self._part()
@@ -409,8 +445,6 @@ def _usage(usage: CompletionUsage) -> ResponseUsage:
             cached_tokens=(prompt and prompt.cached_tokens) or 0, cache_write_tokens=0, **visual
         ),
         output_tokens=usage.completion_tokens,
-        output_tokens_details=OutputTokensDetails(
-            reasoning_tokens=(completion and completion.reasoning_tokens) or 0
-        ),
+        output_tokens_details=OutputTokensDetails(reasoning_tokens=(completion and completion.reasoning_tokens) or 0),
         total_tokens=usage.total_tokens,
     )

@@ -108,9 +108,7 @@ def test_dropped_turns_begin_with_messages_of_the_user():
         {"role": "user", "content": "3"},
     ]
     parsed = request(*items, instructions="Be true.")
-    kept = [
-        [message.content for message in parsed.to_chat(dropped_turns=turns).chat.messages] for turns in range(3)
-    ]
+    kept = [[message.content for message in parsed.to_chat(dropped_turns=turns).chat.messages] for turns in range(3)]
     assert parsed.to_chat().turns == 3
     assert kept[0] == ["Be true.", "Be brief.", "Hello!", "1", None, "x", "2", "Be kind.", "3"]
     assert kept[1] == ["Be true.", "Be brief.", "2", "Be kind.", "3"]

@@ -39,19 +39,21 @@ def start(tiny_checkpoint) -> Iterator[Callable[..., ChatOpenAI]]:
         engine = scripted_engine(*responses, **options, **({"chat_template": chat_template} if chat_template else {}))
         context = serving(engine.start())
         server: RunningServer = context.__enter__()
-        stack.append((engine, context))
+        client = openai.DefaultHttpxClient(trust_env=False)
+        stack.append((engine, context, client))
         return ChatOpenAI(
             model="tiny",
             base_url=f"{server.url}/v1",
             api_key="none",
             max_retries=0,
             use_responses_api=True,
-            http_client=openai.DefaultHttpxClient(trust_env=False),
+            http_client=client,
             **arguments,
         )
 
     yield start
-    for engine, context in reversed(stack):
+    for engine, context, client in reversed(stack):
+        client.close()
         context.__exit__(None, None, None)
         engine.close()
 
@@ -90,8 +92,10 @@ def test_tool_calls_make_a_round_trip(start):
 
 def test_structured_output_is_parsed(start):
     for method in ("json_schema", "function_calling"):
-        response = '{"a": 12}' if method == "json_schema" else CALL.replace("weather", "Answer").replace(
-            '{"city": "Rome"}', '{"a": 12}'
+        response = (
+            '{"a": 12}'
+            if method == "json_schema"
+            else CALL.replace("weather", "Answer").replace('{"city": "Rome"}', '{"a": 12}')
         )
         assert start(response).with_structured_output(Answer, method=method).invoke("?") == Answer(a=12)
 

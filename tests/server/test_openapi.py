@@ -75,7 +75,7 @@ ROUTES = [
         (path, method, mode)
         for path, method in ROUTES
         for mode in GenerationMode
-        if method == "POST" or mode is GenerationMode.POSITIVE  # a request without a body is always valid
+        if (method == "POST" and not path.endswith("/cancel")) or mode is GenerationMode.POSITIVE  # others have no body
     ],
 )
 def test_responses_conform_to_the_openapi_document(server, path, method, mode):

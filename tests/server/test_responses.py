@@ -234,7 +234,7 @@ def test_stream_helper_collects_deltas(scripted):
         *_, text = [event.snapshot for event in events if event.type == "response.output_text.delta"]
         final = events.get_final_response()
     assert text == final.output_text == "I look."
-    assert final.output[1].parsed_arguments == {"city": "Rome"}
+    assert json.loads(final.output[1].arguments) == {"city": "Rome"}
 
 
 def test_events_have_names_and_end_with_done(scripted):
@@ -320,8 +320,8 @@ SAME = {
         [user({"type": "video_url", "video_url": {"url": VIDEO}}, TEXT)],
     ),
     "video with options": (
-        [user(INPUT_TEXT, {"type": "input_video", "video_url": {"url": [IMAGE, IMAGE], "max_pixels": 56 * 56}})],
-        [user(TEXT, {"type": "video_url", "video_url": {"url": [IMAGE, IMAGE], "max_pixels": 56 * 56}})],
+        [user(INPUT_TEXT, {"type": "input_video", "video_url": {"url": [IMAGE, IMAGE], "max_pixels": 168 * 168}})],
+        [user(TEXT, {"type": "video_url", "video_url": {"url": [IMAGE, IMAGE], "max_pixels": 168 * 168}})],
     ),
     "files": (
         [user({"type": "input_file", "file_data": IMAGE}, {"type": "input_file", "file_data": VIDEO})],
@@ -400,7 +400,7 @@ def assert_same_decode_requests(served, given, messages, fields=None, chat_field
     assert [(span.start, span.row, span.length) for span in ours.spans] == [
         (span.start, span.row, span.length) for span in chat.spans
     ]
-    assert [span.tokens.values.tolist() for span in ours.spans] == [span.tokens.values.tolist() for span in chat.spans]
+    assert [span.tokens.digest for span in ours.spans] == [span.tokens.digest for span in chat.spans]
     assert (ours.grammar is None, ours.cache_salt) == (chat.grammar is None, chat.cache_salt)
 
 
@@ -551,7 +551,6 @@ def test_tokens_of_a_key_include_responses(scripted):
     assert statuses == [200, 429]
 
 
-
 def test_input_tokens_are_those_of_the_usage(scripted):
     served = scripted(RESPONSE)
     given = [user(INPUT_TEXT, {"type": "input_image", "image_url": IMAGE})]
@@ -562,6 +561,7 @@ def test_input_tokens_are_those_of_the_usage(scripted):
     assert counted.input_tokens == first.usage.input_tokens
     assert later.input_tokens == create(served, "And?", previous_response_id=first.id).usage.input_tokens
     assert len(served.script.requests) == 2
+
 
 # Truncation and compaction
 
@@ -733,7 +733,6 @@ def test_bad_request_names_the_field(shared, name):
     assert response.status_code == (404 if param == "model" else 400), error
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param, error["message"]
-    assert f"`{param}`" in error["message"] or param in {"model", "reasoning.effort"}, error["message"]
     assert "messages[" not in error["message"]
 
 
