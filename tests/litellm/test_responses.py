@@ -7,6 +7,7 @@ import json
 
 import litellm
 import pytest
+from litellm.llms.custom_httpx.http_handler import HTTPHandler
 
 from dashinfer_vlm_core.testing import EVERYTHING, scripted_engine
 from tests.samples import image_url
@@ -38,9 +39,9 @@ def start(request, tiny_checkpoint, scripted):
         return {"model": f"{scripted('Not this one.').model.partition('/')[0]}/tiny", "api_base": base}
 
     yield start
-    for client in litellm.in_memory_llm_clients_cache.cache_dict.values():
-        client.close()
-    litellm.in_memory_llm_clients_cache.flush_cache()
+    clients = litellm.in_memory_llm_clients_cache.cache_dict
+    for name in [name for name, client in clients.items() if isinstance(client, HTTPHandler)]:
+        clients.pop(name).close()
     for engine, context in reversed(stack):
         context.__exit__(None, None, None)
         engine.close()

@@ -567,10 +567,10 @@ def test_input_tokens_are_those_of_the_usage(scripted):
 
 
 def test_truncation_drops_the_oldest_turns(scripted):
-    served = scripted(RESPONSE, max_model_len=200)
+    served = scripted(RESPONSE, max_model_len=150)
     turns = [
         item
-        for index in range(30)
+        for index in range(9)
         for item in ({"role": "user", "content": f"Question {index}?"}, {"role": "assistant", "content": "Yes."})
     ]
     given = [*turns, {"role": "user", "content": "The last one?"}]
@@ -583,11 +583,11 @@ def test_truncation_drops_the_oldest_turns(scripted):
     (request,) = served.script.requests
     expected = next(
         tokens
-        for dropped in range(0, 60, 2)
-        if (tokens := count(served, [{"role": "system", "content": "Be brief."}, *given[dropped:]])) + 20 <= 200
+        for dropped in range(0, 20, 2)
+        if (tokens := count(served, [{"role": "system", "content": "Be brief."}, *given[dropped:]])) + 20 <= 150
     )
     assert len(request.token_ids) == kept == expected
-    too_long = "word " * 300
+    too_long = "word " * 150
     with pytest.raises(openai.BadRequestError, match="context length"):
         create(served, [*turns, {"role": "user", "content": too_long}], truncation="auto")
 
@@ -769,8 +769,11 @@ def test_routes_reject_what_they_do_not_support(shared):
         path = f"/v1/responses/{created['id']}"
         canceled, replayed = client.post(f"{path}/cancel"), client.get(path, params={"stream": "true"})
         missing = client.post("/v1/responses/compact", json={"input": "Hello"})
+        handshake = client.get("/v1/responses", headers={"Connection": "Upgrade", "Upgrade": "websocket"})
         empty = client.post("/v1/responses/compact", json={"model": "tiny"})
     assert (canceled.status_code, replayed.status_code) == (400, 400)
     assert "synchronous" in canceled.json()["error"]["message"]
     assert replayed.json()["error"]["param"] == "stream"
+    assert handshake.status_code == 405
+    assert handshake.json()["error"]["message"] == "This URL supports POST only."
     assert (missing.json()["error"]["param"], empty.json()["error"]["param"]) == ("model", "input")
