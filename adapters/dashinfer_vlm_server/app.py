@@ -82,9 +82,10 @@ def create_app(
         app.add_exception_handler(kind, handler)
     routes = _Routes(engine=engine, settings=settings, drain_state=drain_state or DrainState(), metrics=metrics)
     routes.add_to(app)
+    store = ResponseStore(max_responses=settings.max_stored_responses, max_bytes=settings.max_stored_bytes)
     ResponseRoutes(
         engine=engine,
-        store=ResponseStore(max_responses=settings.max_stored_responses, max_bytes=settings.max_stored_bytes),
+        store=store,
         read=routes.read,
         run=routes.run_with_limits,
         stream=routes.stream_chat,
@@ -99,6 +100,7 @@ def create_app(
         reloader=reloader,
         limiter=limiter,
         isolated=settings.isolates_keys,
+        store=store,
         public_routes=PUBLIC_ROUTES.union(FILES if settings.page else ()),
     )
     if not len(settings.keys):

@@ -6,7 +6,7 @@ import json
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,6 +92,11 @@ class ResponseStore:
                 return False
             self._remove(client_id, response_id)
             return True
+
+    def discard_except(self, client_ids: Collection[str]) -> None:
+        """Remove the responses of other clients, such as API keys that are not valid anymore."""
+        with self._lock:
+            self._clients = {name: client for name, client in self._clients.items() if name in client_ids}
 
     def _remove_oldest(self, client_id: str) -> None:
         self._remove(client_id, next(iter(self._clients[client_id].responses)))

@@ -110,3 +110,12 @@ def test_long_conversation_is_removed_without_recursion():
     del last
     store.delete("a", "19999")
     assert (store.num_bytes, store.num_responses) == (0, 0)
+
+
+def test_responses_of_removed_keys_are_discarded():
+    store = ResponseStore(max_responses=9, max_bytes=99 * KIB)
+    store.add("a", turn("one"))
+    store.add("b", turn("two"))
+    store.discard_except({"b", "c"})
+    assert (store.get("a", "one"), store.num_responses) == (None, 1)
+    assert store.get("b", "two")

@@ -12,6 +12,7 @@ import pytest
 from dashinfer_vlm_core.testing import EVERYTHING, scripted_engine
 from dashinfer_vlm_server.api_key_file import KeyLimits
 from dashinfer_vlm_server.api_keys import ApiKeys
+from tests.clock import ManualClock
 from tests.core.test_reasoning import TEMPLATE
 from tests.samples import data_url, encode_video, image_url
 from tests.server.conftest import serving
@@ -250,7 +251,7 @@ def test_events_have_names_and_end_with_done(scripted):
 
 
 def test_error_within_a_stream_reaches_the_client(scripted):
-    served = scripted(RESPONSE, delay=0.02)
+    served = scripted(RESPONSE * 50, delay=0.01)
     with served.server.openai() as client, client.responses.create(model="tiny", input="?", stream=True) as events:
         for event in events:
             if event.type == "response.output_text.delta":
@@ -262,9 +263,13 @@ def test_error_within_a_stream_reaches_the_client(scripted):
 
 
 def test_events_after_an_error_report_the_failed_response(scripted):
-    served = scripted(RESPONSE, delay=0.05, settings={"request_timeout": 0.3})
-    response = post(served, input="Hello", stream=True)
-    error, failed = (json.loads(event.partition("data: ")[2]) for event in response.text.split("\n\n")[-3:-1])
+    served = scripted(RESPONSE * 50, delay=0.01, settings={"request_timeout": 600})
+    body = {"input": "Hello", "stream": True}
+    with served.server.http() as client, client.stream("POST", "/v1/responses", json=body) as response:
+        lines = response.iter_lines()
+        assert next(lines) == "event: response.created"
+        served.server.loop.skip(600)
+        *_, error, failed = (json.loads(line[6:]) for line in lines if line.startswith("data: {"))
     assert (error["type"], error["code"], error["error"]["code"]) == ("error", *["deadline_exceeded"] * 2)
     assert error["message"] == error["error"]["message"]
     assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
@@ -540,6 +545,26 @@ def test_security_28_keys_share_no_responses(scripted):
         assert client.get(f"/v1/responses/{response_id}").status_code == 401
         assert send("alice", "GET", f"/{response_id}").status_code == 200
         assert send("alice", "POST", input="?", previous_response_id=response_id).status_code == 200
+
+
+def test_responses_of_a_removed_key_are_deleted(scripted, tmp_path):
+    file, clock = tmp_path / "keys", ManualClock()
+    file.write_text("sk-old\nsk-kept\n")
+    settings = {"keys": ApiKeys.read([], file), "clock": clock}
+    with scripted(RESPONSE, settings=settings).server.http() as client:
+
+        def get(key, response_id=None):
+            headers = {"Authorization": f"Bearer {key}"}
+            if response_id is None:
+                return client.post("/v1/responses", json={"input": "Hello"}, headers=headers).json()["id"]
+            return client.get(f"/v1/responses/{response_id}", headers=headers).status_code
+
+        stored = {key: get(key) for key in ("sk-old", "sk-kept")}
+        assert [get(key, stored[key]) for key in stored] == [200, 200]
+        for keys, expected in (("sk-kept\n", [401, 200]), ("sk-old\nsk-kept\n", [404, 200])):
+            file.write_text(keys)
+            clock.advance(1)
+            assert [get(key, stored[key]) for key in stored] == expected
 
 
 def test_tokens_of_a_key_include_responses(scripted):
