@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ID_BYTES = 24
-"""Random bytes of a response's id. Whoever knows it and has the same API key can read the response."""
+"""Random bytes of a response's id: a client with the same API key that knows it can read the response."""
 
 
 class ReadRequest(Protocol):

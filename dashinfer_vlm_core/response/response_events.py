@@ -97,7 +97,7 @@ def build_types() -> None:
     response = Response(**fields, output=[], parallel_tool_calls=True, tools=[])
     for event_class in (*_RESPONSE_EVENTS, ResponseOutputItemAddedEvent, ResponseOutputItemDoneEvent):
         with contextlib.suppress(ValidationError):
-            event_class(response=response)
+            event_class.model_validate({"response": response})
 
 
 class ResponseEventBuilder:
