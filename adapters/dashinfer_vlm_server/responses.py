@@ -195,7 +195,7 @@ class _Creation:
         self._response: ResponseObject | None = None
 
     async def complete(self) -> ResponseObject:
-        """Create the response. It is built from the events of the streamed one, so that both are equal."""
+        """Create the response. It is built like a streamed one, so that both are equal."""
         async with contextlib.aclosing(self.events()) as events:
             async for _ in events:
                 pass
@@ -207,7 +207,6 @@ class _Creation:
         request, store = self.request, self._routes.store
         previous = self._routes.previous(request)
         await self._check_summary()
-        await asyncio.to_thread(build_types)
         call = await self._chat_call(previous)
         response_id, stored = f"resp_{secrets.token_hex(ID_BYTES)}", request.store and store.enabled
         builder = ResponseEventBuilder(id=response_id, request=request, chat=call.chat, stored=stored)
@@ -247,19 +246,23 @@ class _Creation:
             )
 
     async def _chat_call(self, previous: StoredResponse | None) -> ChatCall:
-        history = () if previous is None else await asyncio.to_thread(_items, previous)
-        call = await asyncio.to_thread(self.request.to_chat, history)
+        history, call = await asyncio.to_thread(self._convert, previous)
         if self.request.truncation == "disabled" or await self._fits(call):
             return call
-        low, high = (
-            1,
-            max(0, call.turns - 1),
-        )  # the smallest number of turns without which the rest fits, or all but one
+        # The smallest number of turns without which the rest fits, or all but one.
+        low, high = 1, max(0, call.turns - 1)
         while low < high:
             middle = (low + high) // 2
             call = await asyncio.to_thread(self.request.to_chat, history, dropped_turns=middle)
             low, high = (low, middle) if await self._fits(call) else (middle + 1, high)
         return await asyncio.to_thread(self.request.to_chat, history, dropped_turns=high)
+
+    def _convert(self, previous: StoredResponse | None) -> tuple[Sequence[InputItem], ChatCall]:
+        """Return the items of the conversation so far, and the chat request."""
+        build_types()
+        items = () if previous is None else previous.conversation()
+        history = [InputItem.model_validate(item) for item in items]
+        return history, self.request.to_chat(history)
 
     async def _fits(self, call: ChatCall) -> bool:
         """Return whether a request fits into the context."""
@@ -281,10 +284,6 @@ class _Creation:
         items = tuple(item.model_dump(exclude_unset=True) for item in self.request.items())
         stored = StoredResponse(id=response.id, body=_to_json(response).encode(), input=items, previous=previous)
         self._routes.store.add(current_client.get().id, stored)
-
-
-def _items(previous: StoredResponse) -> Sequence[InputItem]:
-    return [InputItem.model_validate(item) for item in previous.conversation()]
 
 
 def _to_json(response: ResponseObject) -> str:

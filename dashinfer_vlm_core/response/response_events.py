@@ -110,6 +110,8 @@ class ResponseEventBuilder:
         request: the request of the response.
         chat: the chat request that it became.
         stored: whether the response will be stored.
+
+    Without streaming, no events are created.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class ResponseEventBuilder:
     ) -> None:
         self.id = id
         self._fields = _echoed_fields(request, chat) | {"id": id, "store": stored}
+        self._streamed = request.stream
         self._wants_logprobs = request.wants_logprobs
         self._created = int(time.time())
         self._model = ""
@@ -184,7 +187,9 @@ class ResponseEventBuilder:
         return self._take_events()
 
     def emit(self, event_class: Callable[..., ResponseStreamEvent], event_type: str, **fields: Any) -> None:
-        """Add an event with the next sequence number."""
+        """Add an event with the next sequence number, if the response is streamed."""
+        if not self._streamed:
+            return
         self._events.append(event_class(type=event_type, sequence_number=self._num_events, **fields))
         self._num_events += 1
 

@@ -150,6 +150,7 @@ def test_only_request_errors_are_raised(anything, items, fields):
         except RequestError as error:
             error.message.encode()
             continue
+        parsed = parsed.model_copy(update={"stream": True})  # otherwise, there are no events
         builder = ResponseEventBuilder(id="resp_1", request=parsed, chat=call.chat, stored=False)
         for event in builder.fail({"code": "x", "message": "It broke.", "param": None}):
             event.model_dump_json(exclude_unset=True, by_alias=True)
