@@ -37,7 +37,7 @@ def demo():
         yield server
 
 
-@pytest.mark.parametrize("page", ["index.md", "openai.md", "http.md", "plugins.md", "api.md"])
+@pytest.mark.parametrize("page", ["index.md", "openai.md", "http.md", "responses.md", "plugins.md", "api.md"])
 def test_examples_print_documented_output(page, demo, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
@@ -46,7 +46,7 @@ def test_examples_print_documented_output(page, demo, monkeypatch):
 
 def test_http_page_lists_every_route_field_and_status():
     text = page_text("http.md")
-    elsewhere = "".join(page_text(page) for page in PAGES if page == "operations.md")
+    elsewhere = "".join(page_text(page) for page in PAGES if page in {"operations.md", "responses.md"})
     app = create_app(scripted_engine("Yes."))
     paths = {route.path.replace("{name:path}", "{model}") for route in app.routes}
     routes = [path for path in paths if not path.startswith("/page/")]

@@ -31,9 +31,11 @@ from .page import FILES, add_page
 from .rate_limits import RATE_LIMIT_HEADERS, KeyLimiter, charge, count_usage
 from .request_body import cancel_on_disconnect, read_request
 from .request_context import HEADER, BodyMemoryBudget, RequestContextMiddleware, get_request_context
+from .response_store import ResponseStore
+from .responses import ResponseRoutes
 from .routes import PUBLIC_ROUTES
 from .settings import DrainState, Settings
-from .sse import EventStream
+from .sse import EventStream, chat_error_event, chat_event
 from .tokens import DetokenizeResponse, TokenizeResponse, detokenize, tokenize
 
 if TYPE_CHECKING:
@@ -80,6 +82,15 @@ def create_app(
         app.add_exception_handler(kind, handler)
     routes = _Routes(engine=engine, settings=settings, drain_state=drain_state or DrainState(), metrics=metrics)
     routes.add_to(app)
+    store = ResponseStore(max_responses=settings.max_stored_responses, max_bytes=settings.max_stored_bytes)
+    ResponseRoutes(
+        engine=engine,
+        store=store,
+        read=routes.read,
+        run=routes.run_with_limits,
+        stream=routes.stream_chat,
+        timeout=settings.request_timeout,
+    ).add_to(app)
     if settings.page:
         add_page(app, engine, read=routes.read_chat, run=routes.run_with_limits)
     reloader = ApiKeyReloader(settings.keys, clock=settings.clock)
@@ -89,6 +100,7 @@ def create_app(
         reloader=reloader,
         limiter=limiter,
         isolated=settings.isolates_keys,
+        store=store,
         public_routes=PUBLIC_ROUTES.union(FILES if settings.page else ()),
     )
     if not len(settings.keys):
@@ -98,7 +110,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["DELETE", "GET", "POST"],
             allow_headers=["Authorization", "Content-Type", HEADER],
             expose_headers=[HEADER, "Retry-After", *RATE_LIMIT_HEADERS],
         )
@@ -201,26 +213,27 @@ class _Routes:
         chat = await self.read_chat(request)
         seconds = self.settings.request_timeout
         if chat.stream:
-            return EventStream(stream_with_timeout(self._stream(chat), seconds=seconds, first=None))
+            chunks = stream_with_timeout(self.stream_chat(chat), seconds=seconds, first=None)
+            return EventStream(chunks, encode=chat_event, encode_error=chat_error_event)
         completion = await self.run_with_limits(request, self.engine.achat(chat))
         if not isinstance(self.engine, ObservableEngine):
             charge(completion.usage)
         return _json(completion)
 
-    def _stream(self, chat: ChatRequest) -> AsyncGenerator[ChatCompletionChunk, None]:
+    def stream_chat(self, chat: ChatRequest) -> AsyncGenerator[ChatCompletionChunk, None]:
         chunks = self.engine.astream(chat)
         return chunks if isinstance(self.engine, ObservableEngine) else count_usage(chunks)
 
     async def read_chat(self, request: Request) -> ChatRequest:
-        return await self._read(request, ChatRequest.parse)
+        return await self.read(request, ChatRequest.parse)
 
     async def tokenize(self, request: Request) -> Response:
         return _json(
-            await self.run_with_limits(request, tokenize(self.engine, await self._read(request, parse_tokenize)))
+            await self.run_with_limits(request, tokenize(self.engine, await self.read(request, parse_tokenize)))
         )
 
     async def detokenize(self, request: Request) -> Response:
-        tokens = await self._read(request, DetokenizeRequest.parse)
+        tokens = await self.read(request, DetokenizeRequest.parse)
         return _json(await self.run_with_limits(request, detokenize(self.engine, tokens)))
 
     async def models(self) -> Response:
@@ -251,7 +264,7 @@ class _Routes:
         text, content_type = self.metrics.text(request.headers.get("accept", ""))
         return Response(text, media_type=content_type)
 
-    async def _read(self, request: Request, parse: Callable[[object], T]) -> T:
+    async def read(self, request: Request, parse: Callable[[object], T]) -> T:
         if self.drain_state.draining:
             raise EngineClosed("The server is shutting down. Try again later, or use another server.", code=DRAINING)
         settings = self.settings

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from .api_keys import ApiKey, ApiKeys
     from .rate_limits import KeyLimiter, TokenMeter
+    from .response_store import ResponseStore
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ class ApiKeyMiddleware:
         reloader: the present keys.
         limiter: applies the limits of keys.
         isolated: whether keys share no cached media and prompts.
+        store: the stored responses; those of a key are removed with it.
         public_routes: paths that require no key.
     """
 
@@ -113,12 +115,14 @@ class ApiKeyMiddleware:
         reloader: ApiKeyReloader,
         limiter: KeyLimiter,
         isolated: bool,
+        store: ResponseStore,
         public_routes: frozenset[str] = PUBLIC_ROUTES,
     ) -> None:
         self._app = app
         self._reloader = reloader
         self._limiter = limiter
         self._isolated = isolated
+        self._store = store
         self._public_routes = public_routes
         self._keys = reloader.keys
 
@@ -130,6 +134,7 @@ class ApiKeyMiddleware:
         if keys is not self._keys:
             self._keys = keys
             self._limiter.discard_except(keys.ids)
+            self._store.discard_except(keys.ids)
         if not len(keys):
             await self._app(scope, receive, send)
         elif key := _find_key(keys, scope):

@@ -136,6 +136,16 @@ def foreign_origin(origin: str) -> HTTPException:
     )
 
 
+def response_not_found(response_id: str) -> HTTPException:
+    """Return the error for a stored response that does not exist, or belongs to another API key."""
+    return _CodedHTTPException(
+        404,
+        f"Response with id {response_id[:80]!r} not found. It was not stored, was deleted, or has been removed to store"
+        " newer ones.",
+        code="response_not_found",
+    )
+
+
 def unsupported_media_type() -> HTTPException:
     return HTTPException(415, "The body must be JSON. Send the header `Content-Type: application/json`.")
 
@@ -144,7 +154,7 @@ async def send_error(request: Request, error: Exception) -> Response:
     """Handle an expected error."""
     if isinstance(error, SetupError):  # only the operator can fix it
         logger.error("Request failed: %s", error.message)
-    if isinstance(error, HTTPException) and error.status_code == 404:
+    if isinstance(error, HTTPException) and error.status_code == 404 and not isinstance(error, _CodedHTTPException):
         error = _unknown_url(request.app.routes)
     return error_response(error)
 

@@ -13,6 +13,7 @@ from pydantic.json_schema import models_json_schema
 
 from dashinfer_vlm_core import __version__
 from dashinfer_vlm_core.protocol import ChatRequest, DetokenizeRequest, TokenizeChat, TokenizePrompt
+from dashinfer_vlm_core.protocol.responses import CompactRequest, ResponsesRequest
 
 from .errors import status_text
 
@@ -21,11 +22,17 @@ if TYPE_CHECKING:
     from starlette.routing import BaseRoute
 
 REF = "#/components/schemas/{model}"
-REQUESTS = (ChatRequest, TokenizePrompt, TokenizeChat, DetokenizeRequest)
+REQUESTS = (ChatRequest, ResponsesRequest, CompactRequest, TokenizePrompt, TokenizeChat, DetokenizeRequest)
 
 CHAT_STATUSES = (400, 401, 403, 404, 408, 413, 415, 429, 500, 501, 503, 504)
 TOKEN_STATUSES = (400, 401, 403, 404, 408, 413, 415, 429, 500, 501, 503, 504)
 PLAIN_STATUSES = (401, 403, 404, 500)
+RESPONSE_STATUSES = (400, 401, 403, 404, 415, 429, 500)
+
+RESPONSE_OBJECT: dict[int | str, dict[str, Any]] = {
+    200: {"description": "A response object", "content": {"application/json": {"schema": {"type": "object"}}}}
+}
+"""The description of OpenAI's response object. Its schema has hundreds of types and would take long to build."""
 
 
 class ErrorObject(BaseModel):

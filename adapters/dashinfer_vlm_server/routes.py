@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 PUBLIC_ROUTES = frozenset({"/health", "/health/ready"})
 """Paths that require no key, so that process supervisors can check the server."""
 
-GENERATING_ROUTES = frozenset({"/v1/chat/completions"})
+GENERATING_ROUTES = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/responses/compact"})
 """Paths whose requests use tokens."""
 
 

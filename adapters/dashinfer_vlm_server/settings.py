@@ -26,6 +26,8 @@ class Settings:
             267 MiB in base64.
         max_buffered_bytes: maximum size of the bodies of all running requests together; requests that exceed it are
             rejected with 429.
+        max_stored_responses: maximum number of responses of the Responses API that are stored in memory; 0 stores none.
+        max_stored_bytes: maximum memory of the stored responses, with the items of their requests.
         max_body_pause: maximum number of seconds between two chunks of a body; after that, the request is rejected
             with 408.
         request_timeout: maximum number of seconds for a response, measured after its request was read; None for no
@@ -43,6 +45,8 @@ class Settings:
 
     max_body_bytes: int = 288 * MIB
     max_buffered_bytes: int = 2048 * MIB
+    max_stored_responses: int = 1000
+    max_stored_bytes: int = 256 * MIB
     max_body_pause: float = 60.0
     request_timeout: float | None = None
     keys: ApiKeys = field(default_factory=ApiKeys)

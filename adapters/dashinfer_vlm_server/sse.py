@@ -1,18 +1,19 @@
-"""Streamed responses: chunks as server-sent events."""
+"""Streamed responses as server-sent events."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import TYPE_CHECKING
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.responses import AsyncContentStream
 
 from dashinfer_vlm_core.errors import DashInferVLMError
+from dashinfer_vlm_core.response.response_events import event_to_json
 
 from .errors import error_body
 from .request_body import cancel_on_disconnect
@@ -20,9 +21,12 @@ from .request_context import RequestContext, get_request_context
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionChunk
+    from openai.types.responses import ResponseStreamEvent
     from starlette.types import Receive, Scope, Send
 
 logger: logging.Logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 DONE = "data: [DONE]\n\n"
 
@@ -35,19 +39,27 @@ HEADERS = {
 _LINE_BREAKS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 
-class EventStream(StreamingResponse):
-    """A stream of chunks as an HTTP response.
+class EventStream(StreamingResponse, Generic[T]):
+    """A stream of items as an HTTP response.
 
-    The headers are sent with the first chunk, so an earlier error is an ordinary HTTP error. A later error is sent as
-    one event with an `error`, and the stream ends without `[DONE]`, as OpenAI's does. When the client disconnects,
-    `chunks` is closed.
+    The headers are sent with the first item, so an earlier error is an ordinary HTTP error. A later error is sent in
+    the stream, which then ends without `[DONE]`, as OpenAI's does. When the client disconnects, `items` is closed.
+
+    Args:
+        items: what is sent.
+        encode: formats an item as an event.
+        encode_error: formats an error after the first item as one or several events.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncGenerator[ChatCompletionChunk, None]) -> None:
+    def __init__(
+        self, items: AsyncGenerator[T, None], *, encode: Callable[[T], str], encode_error: Callable[[Exception], str]
+    ) -> None:
         super().__init__(content=(), headers=HEADERS)
-        self._chunks = chunks
+        self._items = items
+        self._encode = encode
+        self._encode_error = encode_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = get_request_context(scope)
@@ -57,30 +69,38 @@ class EventStream(StreamingResponse):
             context.fail(error)
 
     async def _send(self, send: Send, context: RequestContext) -> None:
-        async with contextlib.aclosing(self._chunks) as chunks:
-            self.body_iterator: AsyncContentStream = _events(await anext(chunks), chunks, context)
+        async with contextlib.aclosing(self._items) as items:
+            self.body_iterator: AsyncContentStream = self._events(await anext(items), items, context)
             await self.stream_response(send)
 
-
-async def _events(
-    first: ChatCompletionChunk, rest: AsyncIterator[ChatCompletionChunk], context: RequestContext
-) -> AsyncGenerator[str, None]:
-    yield _chunk_event(first)
-    try:
-        async for chunk in rest:
-            yield _chunk_event(chunk)
-    except Exception as error:  # the status has been sent, so the error goes into the stream
-        if not isinstance(error, DashInferVLMError):
-            logger.exception("Stream failed.")
-        context.fail(error)
-        yield _event(json.dumps(error_body(error)))
-    else:
-        yield DONE
+    async def _events(self, first: T, rest: AsyncIterator[T], context: RequestContext) -> AsyncGenerator[str, None]:
+        yield self._encode(first)
+        try:
+            async for item in rest:
+                yield self._encode(item)
+        except Exception as error:  # the status has been sent, so the error goes into the stream
+            if not isinstance(error, DashInferVLMError):
+                logger.exception("Stream failed.")
+            context.fail(error)
+            yield self._encode_error(error)
+        else:
+            yield DONE
 
 
-def _chunk_event(chunk: ChatCompletionChunk) -> str:
-    return _event(chunk.model_dump_json(exclude_unset=True).translate(_LINE_BREAKS))
+def chat_event(chunk: ChatCompletionChunk) -> str:
+    """Format a chunk of a chat completion."""
+    return _event(chunk.model_dump_json(exclude_unset=True))
+
+
+def chat_error_event(error: Exception) -> str:
+    """Format an error in the stream of a chat completion."""
+    return _event(json.dumps(error_body(error)))
+
+
+def response_event(event: ResponseStreamEvent) -> str:
+    """Format an event of the Responses API, whose type is also the event's name."""
+    return f"event: {event.type}\n{_event(event_to_json(event))}"
 
 
 def _event(data: str) -> str:
-    return f"data: {data}\n\n"
+    return f"data: {data.translate(_LINE_BREAKS)}\n\n"

@@ -51,7 +51,7 @@ async def tokenize(engine: ChatEngine, request: TokenizePrompt | TokenizeChat) -
         HTTPException: 501, the engine has no tokenizer.
         RequestError, EngineError: raised by the engine.
     """
-    tokenizer = _tokenizer_of(engine)
+    tokenizer = tokenizer_of(engine)
     if isinstance(request, TokenizePrompt):
         _check_model(engine, request.model)
         ids = await tokenizer.aencode(request.prompt)
@@ -63,12 +63,13 @@ async def tokenize(engine: ChatEngine, request: TokenizePrompt | TokenizeChat) -
 
 async def detokenize(engine: ChatEngine, request: DetokenizeRequest) -> DetokenizeResponse:
     """Handle `/detokenize`. Raises the errors of `tokenize`."""
-    tokenizer = _tokenizer_of(engine)
+    tokenizer = tokenizer_of(engine)
     _check_model(engine, request.model)
     return DetokenizeResponse(prompt=await tokenizer.adecode(request.tokens))
 
 
-def _tokenizer_of(engine: ChatEngine) -> SupportsTokenization:
+def tokenizer_of(engine: ChatEngine) -> SupportsTokenization:
+    """Return the engine if it has a tokenizer; otherwise raise HTTPException with status 501."""
     if not isinstance(engine, SupportsTokenization):
         raise HTTPException(
             501, "This server forwards requests to another one and has no tokenizer. Send the request to that server."

@@ -83,6 +83,7 @@ class EngineStatus:
         decoder_reason: why this decoder was selected.
         max_model_len: the maximum number of tokens of prompt and completion together; 0 while closed.
         fatal_error: why a `failed` engine cannot continue; it must be started again.
+        reasons: whether the model can reason before it responds; None if unknown, as of a closed or remote engine.
         adapters: the LoRA adapters that requests can name as their model.
     """
 
@@ -92,7 +93,7 @@ class EngineStatus:
     decoder_reason: str = ""
     max_model_len: int = 0
     fatal_error: str = ""
-
+    reasons: bool | None = None
     adapters: tuple[AdapterStatus, ...] = ()
 
     trouble = RenamedAttribute("fatal_error")
@@ -290,6 +291,7 @@ class Engine:
             decoder_reason=running.reason,
             max_model_len=running.pipeline.prompts.max_model_len,
             fatal_error=decoder.fatal_error,
+            reasons=running.pipeline.prompts.reasons,
             adapters=running.pipeline.adapters.statuses,
         )
 

@@ -17,7 +17,8 @@ from .messages import MediaPart, Message
 from .options import MediaIO, MediaOptions, ProcessorOptions
 from .output import NamedTool, ResponseFormat, Tool, ToolChoice, Tools, find_tool_conflicts
 from .sampling import GREEDY_BELOW, Sampling
-from .validation_errors import explain, show
+from .unsupported import reject_fields
+from .validation_errors import explain
 
 DEFAULT_MODEL = "model"
 """Model name of requests without `model`."""
@@ -110,11 +111,7 @@ class ChatRequest(RequestModel):
     @model_validator(mode="before")
     @classmethod
     def _reject_unsupported(cls, data: object) -> object:
-        given = data if isinstance(data, dict) else {}
-        for name, (neutral, next_step) in REJECTED_FIELDS.items():
-            value = given.get(name)
-            if value is not None and not any(type(value) is type(other) and value == other for other in neutral):
-                raise UnsupportedParameter(f"`{name}` is not supported, got {show(value)}. {next_step}", param=name)
+        reject_fields(data, REJECTED_FIELDS)
         return data
 
     @model_validator(mode="after")

@@ -23,6 +23,7 @@ _NEXT_STEPS: Mapping[str, str] = MappingProxyType(
         "role": ' Write "role": "user" for prompts.',
         "tools[].function": ' Write "function": {"name": "...", "parameters": {...}}.',
         "tools": ' Write "tools": [{"type": "function", "function": {"name": "...", "parameters": {...}}}].',
+        "input": ' Write "input": "...", or "input": [{"role": "user", "content": "..."}].',
         "response_format": ' Write "response_format": {"type": "json_object"}.',
         "stream_options": ' Write "stream_options": {"include_usage": true}.',
         "image_url": ' Write "image_url": {"url": "..."}.',

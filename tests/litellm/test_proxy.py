@@ -189,6 +189,19 @@ def test_all_interfaces_return_same_response(client, demo, messages):
     assert {response.choices[0].finish_reason for response in responses} == {"stop"}
 
 
+@pytest.mark.parametrize("model", ["demo", "remote"])
+def test_responses_api_is_bridged(client, model):
+    image = {"type": "input_image", "image_url": media("circle.png")["image_url"]["url"], "detail": "auto"}
+    content = [image, {"type": "input_text", "text": "Describe the picture."}]
+    request = {"model": model, "input": [{"role": "user", "content": content}], "temperature": 0}
+    response = client.responses.create(**request)
+    assert response.output_text == ("A red circle." if model == "demo" else LONG)
+    events = list(client.responses.create(**request, stream=True))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == response.output_text
+    assert events[-1].response.usage.output_tokens == response.usage.output_tokens
+
+
 def test_stream_has_no_usage_unless_requested(client):
     chunks = list(client.chat.completions.create(model="demo", messages=HELLO, stream=True, max_tokens=4))
     assert chunks[-1].choices[0].finish_reason in {"stop", "length"}

@@ -1,0 +1,183 @@
+"""The stored responses of the Responses API: in memory, bounded, and separate for each client."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StoredResponse:
+    """A response, with what it takes to continue its conversation.
+
+    Attributes:
+        id: its id.
+        body: the response as JSON text.
+        input: the items of its request, without those of `previous`.
+        previous: the response that its request continued.
+    """
+
+    id: str
+    body: bytes = field(repr=False)
+    input: tuple[Mapping[str, Any], ...] = field(repr=False)
+    previous: StoredResponse | None = field(default=None, repr=False)
+
+    def conversation(self) -> tuple[Mapping[str, Any], ...]:
+        """Return the items of the conversation up to this response, including its output."""
+        turns: list[StoredResponse] = []
+        turn: StoredResponse | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.previous
+        return tuple(item for turn in reversed(turns) for item in (*turn.input, *json.loads(turn.body)["output"]))
+
+
+class ResponseStore:
+    """Stored responses by client and id. Safe to use from several threads.
+
+    A response that continues another one keeps that one's items, so these count until the last of them is removed. If
+    a limit is exceeded, the response that was not used for the longest time is removed, of the client that has most.
+
+    Args:
+        max_responses: maximum number of responses, including those that others continue; 0 stores none.
+        max_bytes: maximum memory of their items and texts.
+    """
+
+    def __init__(self, *, max_responses: int, max_bytes: int) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._clients: dict[str, _Client] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def enabled(self) -> bool:
+        return self._max_responses > 0
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of all responses."""
+        return sum(client.num_bytes for client in self._clients.values())
+
+    @property
+    def num_responses(self) -> int:
+        """The number of all responses, including those that only others refer to."""
+        return sum(len(client.held) for client in self._clients.values())
+
+    def add(self, client_id: str, response: StoredResponse) -> None:
+        """Store a response, and remove others if a limit is exceeded."""
+        size = _size(response)
+        with self._lock:
+            self._clients.setdefault(client_id, _Client()).add(response, size)
+            while self.num_bytes > self._max_bytes:
+                self._remove_oldest(max(self._clients, key=lambda name: self._clients[name].num_bytes))
+            while self.num_responses > self._max_responses:
+                self._remove_oldest(max(self._clients, key=lambda name: len(self._clients[name].held)))
+
+    def get(self, client_id: str, response_id: str) -> StoredResponse | None:
+        """Return a response of a client, and record that it is used."""
+        with self._lock:
+            client = self._clients.get(client_id)
+            return client.use(response_id) if client else None
+
+    def delete(self, client_id: str, response_id: str) -> bool:
+        """Remove a response; return whether the client had it."""
+        with self._lock:
+            client = self._clients.get(client_id)
+            if client is None or response_id not in client.responses:
+                return False
+            self._remove(client_id, response_id)
+            return True
+
+    def discard_except(self, client_ids: Collection[str]) -> None:
+        """Remove the responses of other clients, such as API keys that are not valid anymore."""
+        with self._lock:
+            self._clients = {name: client for name, client in self._clients.items() if name in client_ids}
+
+    def _remove_oldest(self, client_id: str) -> None:
+        self._remove(client_id, next(iter(self._clients[client_id].responses)))
+
+    def _remove(self, client_id: str, response_id: str) -> None:
+        client = self._clients[client_id]
+        client.remove(response_id)
+        if not client.responses:
+            del self._clients[client_id]
+
+
+@dataclass(slots=True)
+class _Held:
+    """A response in memory.
+
+    Attributes:
+        size: its memory in bytes, without the responses before it.
+        uses: how often it is referred to, by its id and by the responses that continue it.
+    """
+
+    size: int
+    uses: int = 0
+
+
+class _Client:
+    """The responses of one client.
+
+    Attributes:
+        responses: those that can be retrieved; the one that was used last is the last.
+        held: those in memory, by id.
+        num_bytes: the memory of `held`.
+    """
+
+    def __init__(self) -> None:
+        self.responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        self.held: dict[str, _Held] = {}
+        self.num_bytes = 0
+
+    def add(self, response: StoredResponse, size: int) -> None:
+        self.responses[response.id] = response
+        turn: StoredResponse | None = response
+        while turn is not None:  # until a response that is in memory already
+            held = self.held.setdefault(turn.id, _Held(size if turn is response else _size(turn)))
+            held.uses += 1
+            if held.uses > 1:
+                break
+            self.num_bytes += held.size
+            turn = turn.previous
+
+    def use(self, response_id: str) -> StoredResponse | None:
+        if response_id not in self.responses:
+            return None
+        self.responses.move_to_end(response_id)
+        return self.responses[response_id]
+
+    def remove(self, response_id: str) -> None:
+        turn: StoredResponse | None = self.responses.pop(response_id)
+        while turn is not None:
+            held = self.held[turn.id]
+            held.uses -= 1
+            if held.uses:
+                break
+            del self.held[turn.id]
+            self.num_bytes -= held.size
+            turn = turn.previous
+
+
+def _size(response: StoredResponse) -> int:
+    return _num_bytes((response.body, response.input))
+
+
+def _num_bytes(value: object) -> int:
+    """Return the memory of a JSON value and of what it contains. Keys are not counted: they are shared."""
+    total, values = 0, [value]
+    while values:
+        part = values.pop()
+        total += sys.getsizeof(part)
+        children: Iterable[object] = ()
+        if isinstance(part, Mapping):
+            children = part.values()
+        elif isinstance(part, (list, tuple)):
+            children = part
+        values.extend(children)
+    return total

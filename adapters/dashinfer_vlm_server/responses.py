@@ -1,0 +1,294 @@
+"""The routes of the Responses API."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from openai.types.responses import CompactedResponse, ResponseCompactionItem
+from openai.types.responses import Response as ResponseObject
+from pydantic import BaseModel
+
+from dashinfer_vlm_core.concurrency.deadline import stream_with_timeout
+from dashinfer_vlm_core.errors import ContextLengthExceeded, InvalidParameter, UnsupportedParameter
+from dashinfer_vlm_core.protocol.client import current_client
+from dashinfer_vlm_core.protocol.response_items import InputItem, encode_summary
+from dashinfer_vlm_core.protocol.responses import ChatCall, CompactRequest, ResponsesRequest
+from dashinfer_vlm_core.response.response_events import ResponseEventBuilder, build_types, response_to_json
+
+from . import openapi
+from .errors import error_body, response_not_found
+from .response_store import ResponseStore, StoredResponse
+from .sse import EventStream, response_event
+from .tokens import SupportsTokenization, tokenizer_of
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletionChunk
+    from openai.types.responses import ResponseStreamEvent
+
+    from dashinfer_vlm_core.engine import ChatEngine
+    from dashinfer_vlm_core.protocol import ChatRequest
+
+T = TypeVar("T")
+
+ID_BYTES = 24
+"""Random bytes of a response's id: a client with the same API key that knows it can read the response."""
+
+
+class ReadRequest(Protocol):
+    """Reads and parses a request under the application's limits."""
+
+    async def __call__(self, request: Request, parse: Callable[[object], T], /) -> T: ...
+
+
+class RunWithLimits(Protocol):
+    """Awaits work with the application's timeout, and cancels it when the client disconnects."""
+
+    def __call__(self, request: Request, work: Coroutine[Any, Any, T], /) -> Awaitable[T]: ...
+
+
+class DeletedResponse(BaseModel):
+    """Confirms that a stored response was deleted."""
+
+    id: str
+    object: str
+    deleted: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponseRoutes:
+    """Creates, retrieves and deletes responses.
+
+    Attributes:
+        engine: the application's engine.
+        store: the stored responses.
+        read, run: the application's limits.
+        stream: streams the chunks of a chat request, and counts its tokens.
+        timeout: seconds for a streamed response; None for no limit.
+    """
+
+    engine: ChatEngine
+    store: ResponseStore
+    read: ReadRequest
+    run: RunWithLimits
+    stream: Callable[[ChatRequest], AsyncGenerator[ChatCompletionChunk, None]]
+    timeout: float | None
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add the routes, with their OpenAPI descriptions."""
+
+        def add(
+            path: str, endpoint: Callable[..., Any], method: str, statuses: tuple[int, ...], **options: Any
+        ) -> None:
+            app.add_api_route(
+                path,
+                endpoint,
+                methods=[method],
+                response_model=None,
+                responses={**openapi.error_responses(statuses), **openapi.RESPONSE_OBJECT},
+                **options,
+            )
+
+        body, one = openapi.request_body(ResponsesRequest), "/v1/responses/{response_id}"
+        add("/v1/responses", self.create, "POST", openapi.CHAT_STATUSES, openapi_extra=body)
+        compact = openapi.request_body(CompactRequest)
+        add("/v1/responses/compact", self.compact, "POST", openapi.CHAT_STATUSES, openapi_extra=compact)
+        add("/v1/responses/input_tokens", self.count_input_tokens, "POST", openapi.TOKEN_STATUSES, openapi_extra=body)
+        add(one, self.retrieve, "GET", openapi.RESPONSE_STATUSES)
+        add(one, self.delete, "DELETE", openapi.RESPONSE_STATUSES)
+        add(f"{one}/cancel", self.cancel, "POST", openapi.RESPONSE_STATUSES)
+
+    async def create(self, request: Request) -> Response:
+        creation = _Creation(self, await self.read(request, ResponsesRequest.parse))
+        if creation.request.stream:
+            return EventStream(
+                stream_with_timeout(creation.events(), seconds=self.timeout, first=None),
+                encode=response_event,
+                encode_error=creation.error_events,
+            )
+        return _json(await self.run(request, creation.complete()))
+
+    async def count_input_tokens(self, request: Request) -> Response:
+        """Count the tokens of a request's prompt, including those of its images and videos; nothing is generated."""
+        creation = _Creation(self, await self.read(request, ResponsesRequest.parse))
+        count = await self.run(request, creation.count_input_tokens())
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
+
+    async def compact(self, request: Request) -> Response:
+        """Let the model summarize a conversation; return the summary as an item for later requests."""
+        compact = await self.read(request, CompactRequest.parse)
+        summary = await self.run(request, _Creation(self, compact.to_summary_request()).complete())
+        assert summary.usage is not None, "the usage was requested"
+        item = ResponseCompactionItem(
+            id=f"cmp_{uuid.uuid4().hex}", type="compaction", encrypted_content=encode_summary(summary.output_text)
+        )
+        compacted = CompactedResponse(
+            id=summary.id,
+            object="response.compaction",
+            created_at=int(summary.created_at),
+            output=[item],
+            usage=summary.usage,
+        )
+        return Response(compacted.model_dump_json(exclude_unset=True), media_type="application/json")
+
+    async def retrieve(self, request: Request, response_id: str) -> Response:
+        """Return a stored response as it was created."""
+        if request.query_params.get("stream", "false").lower() != "false":
+            raise UnsupportedParameter(
+                "`stream` is not supported for stored responses: their events are not stored. Remove it.",
+                param="stream",
+            )
+        return Response(self._stored(response_id).body, media_type="application/json")
+
+    async def delete(self, response_id: str) -> Response:
+        """Delete a stored response. Responses that continue it keep its items."""
+        if not self.store.delete(current_client.get().id, response_id):
+            raise response_not_found(response_id)
+        return JSONResponse(DeletedResponse(id=response_id, object="response", deleted=True).model_dump())
+
+    async def cancel(self, response_id: str) -> Response:
+        """Reject: as in OpenAI's API, only responses that are created in the background can be canceled."""
+        self._stored(response_id)
+        raise InvalidParameter(
+            "Cannot cancel a synchronous response. To cancel a response while it is created, close the connection."
+        )
+
+    def previous(self, request: ResponsesRequest) -> StoredResponse | None:
+        """Return the stored response that a request continues."""
+        response_id = request.previous_response_id
+        if response_id is None:
+            return None
+        if (previous := self.store.get(current_client.get().id, response_id)) is None:
+            raise InvalidParameter(
+                f"Previous response with id {response_id[:80]!r} not found. It was not stored, or has been removed to"
+                " store newer ones. Send the conversation in `input`.",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        return previous
+
+    def _stored(self, response_id: str) -> StoredResponse:
+        if (found := self.store.get(current_client.get().id, response_id)) is None:
+            raise response_not_found(response_id)
+        return found
+
+
+class _Creation:
+    """The creation of one response.
+
+    Attributes:
+        request: the request.
+    """
+
+    def __init__(self, routes: ResponseRoutes, request: ResponsesRequest) -> None:
+        self.request = request
+        self._routes = routes
+        self._builder: ResponseEventBuilder | None = None
+        self._response: ResponseObject | None = None
+
+    async def complete(self) -> ResponseObject:
+        """Create the response. It is built like a streamed one, so that both are equal."""
+        async with contextlib.aclosing(self.events()) as events:
+            async for _ in events:
+                pass
+        assert self._response is not None, "the events end with a response"
+        return self._response
+
+    async def events(self) -> AsyncGenerator[ResponseStreamEvent, None]:
+        """Create the response; yield its events."""
+        request, store = self.request, self._routes.store
+        previous = self._routes.previous(request)
+        await self._check_summary()
+        call = await self._chat_call(previous)
+        response_id, stored = f"resp_{secrets.token_hex(ID_BYTES)}", request.store and store.enabled
+        builder = ResponseEventBuilder(id=response_id, request=request, chat=call.chat, stored=stored)
+        self._builder = builder
+        with call.renamed_errors():
+            async with contextlib.aclosing(self._routes.stream(call.chat)) as chunks:
+                async for chunk in chunks:
+                    for event in builder.add_chunk(chunk):
+                        yield event
+        last_events, self._response = builder.finish()
+        if stored:
+            await asyncio.to_thread(self._store, self._response, previous)
+        for event in last_events:
+            yield event
+
+    async def count_input_tokens(self) -> int:
+        """Return the number of tokens of the prompt. Raises like `events`, and HTTPException: there is no tokenizer."""
+        tokenizer = tokenizer_of(self._routes.engine)
+        call = await self._chat_call(self._routes.previous(self.request))
+        with call.renamed_errors():
+            return len(await tokenizer.atokenize(call.chat))
+
+    def error_events(self, error: Exception) -> str:
+        """Format an error after the first event."""
+        assert self._builder is not None, "there was an event"
+        return "".join(map(response_event, self._builder.fail(error_body(error)["error"])))
+
+    async def _check_summary(self) -> None:
+        """Reject what OpenAI's API rejects for models that do not reason, if this model is known to be one."""
+        if not self.request.wants_summary:
+            return
+        status = await asyncio.to_thread(self._routes.engine.status)
+        if status.reasons is False:
+            raise UnsupportedParameter(
+                "`reasoning.summary` is not supported: the model does not have a reasoning phase. Remove it.",
+                param="reasoning.summary",
+            )
+
+    async def _chat_call(self, previous: StoredResponse | None) -> ChatCall:
+        history, call = await asyncio.to_thread(self._convert, previous)
+        if self.request.truncation == "disabled" or await self._fits(call):
+            return call
+        # The smallest number of turns without which the rest fits, or all but one.
+        low, high = 1, max(0, call.turns - 1)
+        while low < high:
+            middle = (low + high) // 2
+            call = await asyncio.to_thread(self.request.to_chat, history, dropped_turns=middle)
+            low, high = (low, middle) if await self._fits(call) else (middle + 1, high)
+        return await asyncio.to_thread(self.request.to_chat, history, dropped_turns=high)
+
+    def _convert(self, previous: StoredResponse | None) -> tuple[Sequence[InputItem], ChatCall]:
+        """Return the items of the conversation so far, and the chat request."""
+        build_types()
+        items = () if previous is None else previous.conversation()
+        history = [InputItem.model_validate(item) for item in items]
+        return history, self.request.to_chat(history)
+
+    async def _fits(self, call: ChatCall) -> bool:
+        """Return whether a request fits into the context."""
+        engine = self._routes.engine
+        if not isinstance(engine, SupportsTokenization):
+            raise UnsupportedParameter(
+                "`truncation` cannot be 'auto': this server forwards requests to another one and has no tokenizer."
+                " Remove it.",
+                param="truncation",
+            )
+        try:
+            with call.renamed_errors():
+                await engine.atokenize(call.chat)
+        except ContextLengthExceeded:
+            return False
+        return True
+
+    def _store(self, response: ResponseObject, previous: StoredResponse | None) -> None:
+        items = tuple(item.model_dump(exclude_unset=True) for item in self.request.items())
+        stored = StoredResponse(id=response.id, body=_to_json(response).encode(), input=items, previous=previous)
+        self._routes.store.add(current_client.get().id, stored)
+
+
+def _to_json(response: ResponseObject) -> str:
+    return json.dumps(response_to_json(response), ensure_ascii=False)
+
+
+def _json(response: ResponseObject) -> Response:
+    return Response(_to_json(response), media_type="application/json")

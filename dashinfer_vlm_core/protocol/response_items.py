@@ -1,0 +1,304 @@
+"""Items of the Responses API, and their conversion to messages of a chat request."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field, Strict, Tag
+
+from ..errors import InvalidParameter, UnsupportedParameter
+from .base import STRING_OR_ARRAY, Name, RequestModel, Text
+from .fields import NO_AUDIO
+from .messages import MAX_PARTS
+from .validation_errors import show
+
+_SUMMARY_MARK = "summary."
+"""What the content of compaction items begins with, which clients should treat as opaque."""
+
+
+class ItemPart(RequestModel):
+    """A content part of an item: text, an image or a video. The chat request that it becomes checks its source."""
+
+    type: Text
+    text: Text | None = None
+    refusal: Text | None = None
+    detail: Literal["auto", "low", "high", "original"] | None = None
+    image_url: Any = None
+    video_url: Any = None
+    file_data: Text | None = None
+    uuid: Any = None
+
+    def to_chat(self, path: str) -> dict[str, Any]:
+        """Return the content part of a chat request.
+
+        Raises:
+            InvalidParameter: the type is unknown.
+            UnsupportedParameter: the type or a source is not supported.
+        """
+        for name in ("file_id", "file_url"):
+            if (self.model_extra or {}).get(name) is not None:
+                raise UnsupportedParameter(
+                    f"`{path}.{name}` is not supported: files are not stored or fetched. Send images as `image_url`,"
+                    " videos as `video_url`, or a data: URL in `file_data`.",
+                    param=f"{path}.{name}",
+                )
+        if self.type == "input_audio":
+            raise UnsupportedParameter(f"`{path}` has the type 'input_audio'. {NO_AUDIO}", param=f"{path}.type")
+        convert = _PART_CONVERTERS.get(self.type)
+        if convert is None:
+            raise InvalidParameter(
+                f"`{path}.type` must be one of {', '.join(_PART_CONVERTERS)}; got {show(self.type)}.",
+                param=f"{path}.type",
+            )
+        part = convert(self, path)
+        return part if self.uuid is None else {**part, "uuid": self.uuid}
+
+    @property
+    def is_text(self) -> bool:
+        return self.type in _TEXT_TYPES
+
+
+def _text(part: ItemPart, path: str) -> dict[str, Any]:
+    return {"type": "text", "text": part.text}
+
+
+def _refusal(part: ItemPart, path: str) -> dict[str, Any]:
+    return {"type": "refusal", "refusal": part.refusal}
+
+
+def _image(part: ItemPart, path: str) -> dict[str, Any]:
+    """Convert an image: a URL, or, as in chat requests, an object with a URL and options."""
+    detail = {} if part.detail is None else {"detail": "high" if part.detail == "original" else part.detail}
+    return {"type": "image_url", "image_url": _source(part.image_url, detail)}
+
+
+def _video(part: ItemPart, path: str) -> dict[str, Any]:
+    """Convert a video: a URL, or, as in chat requests, an object with a URL or a list of frames, and options."""
+    return {"type": "video_url", "video_url": _source(part.video_url, {})}
+
+
+def _source(source: Any, options: dict[str, Any]) -> Any:
+    if isinstance(source, str):
+        return {"url": source, **options}
+    return {**options, **source} if isinstance(source, dict) else source
+
+
+def _file(part: ItemPart, path: str) -> dict[str, Any]:
+    """Convert a file that is an image or a video in a data: URL."""
+    if part.file_data is None:
+        raise InvalidParameter(f"`{path}.file_data` is required. Pass a data: URL.", param=f"{path}.file_data")
+    for kind in ("image", "video"):
+        prefix = f"data:{kind}/"
+        if part.file_data[: len(prefix)].lower() == prefix:
+            return {"type": f"{kind}_url", f"{kind}_url": {"url": part.file_data}}
+    raise UnsupportedParameter(
+        f"`{path}.file_data` must be a data: URL of an image or a video: other files are not supported."
+        " Send text as `input_text`.",
+        param=f"{path}.file_data",
+    )
+
+
+_TEXT_TYPES = ("input_text", "output_text", "text")
+_PART_CONVERTERS: Mapping[str, Callable[[ItemPart, str], dict[str, Any]]] = MappingProxyType(
+    {
+        **dict.fromkeys(_TEXT_TYPES, _text),
+        "input_image": _image,
+        "input_video": _video,
+        "input_file": _file,
+        "refusal": _refusal,
+    }
+)
+
+_Parts: TypeAlias = Annotated[tuple[ItemPart, ...], Strict(False), Field(max_length=MAX_PARTS, fail_fast=True)]
+_Content: TypeAlias = Annotated[Annotated[Text, Tag("string")] | Annotated[_Parts, Tag("array")], STRING_OR_ARRAY]
+
+
+class InputItem(RequestModel):
+    """An item of the input; `type` says which of the fields it has.
+
+    Output items of earlier responses are valid, too. `id`, `status`, `phase` and a reasoning item's `encrypted_content`
+    have no effect.
+    """
+
+    type: Text = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: _Content | None = None
+    summary: _Parts = ()
+    call_id: Name | None = None
+    name: Name | None = None
+    arguments: Text | None = None
+    output: _Content | None = None
+    encrypted_content: Text | None = None
+
+
+@dataclass(slots=True, eq=False)
+class ConvertedMessage:
+    """A message of a chat request.
+
+    Attributes:
+        body: the message as JSON.
+        sources: pairs of a path within the message and the path that it has in the input.
+    """
+
+    body: dict[str, Any]
+    sources: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def is_instruction(self) -> bool:
+        return self.body["role"] in {"system", "developer"}
+
+
+class ItemConverter:
+    """Converts items to messages of a chat request.
+
+    Reasoning, a message of the assistant and tool calls that follow each other become one message, as chat templates
+    expect.
+
+    Attributes:
+        messages: the messages so far.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[ConvertedMessage] = []
+        self._call_ids: set[str] = set()
+
+    def add_instructions(self, text: str) -> None:
+        self.messages.append(ConvertedMessage({"role": "system", "content": text}, [("", "instructions")]))
+
+    def add(self, item: InputItem, path: str) -> None:
+        """Add an item.
+
+        Args:
+            item: the item.
+            path: where the request has it, such as `input[0]`.
+
+        Raises:
+            InvalidParameter: a field that its type requires is missing, or it is the result of an unknown call.
+            UnsupportedParameter: its type is not supported.
+        """
+        add = _ITEM_CONVERTERS.get(item.type)
+        if add is None:
+            raise UnsupportedParameter(
+                f"`{path}.type` must be one of {', '.join(_ITEM_CONVERTERS)}; got {show(item.type)}.",
+                param=f"{path}.type",
+            )
+        add(self, item, path)
+
+    def add_message(self, item: InputItem, path: str) -> None:
+        role = _required(item, "role", path)
+        content = _content(item.content, f"{path}.content", join=role != "user")
+        if role == "assistant" and (last := self._last_with(reasoning_only=True)):
+            last.body["content"] = content
+            last.sources.insert(0, (".content", f"{path}.content"))
+            return
+        self.messages.append(ConvertedMessage({"role": role, "content": content}, [("", path)]))
+
+    def add_reasoning(self, item: InputItem, path: str) -> None:
+        parts = item.content if isinstance(item.content, tuple) and item.content else item.summary
+        text = item.content if isinstance(item.content, str) else "\n\n".join(part.text or "" for part in parts)
+        if not text:  # encrypted by another provider
+            return
+        if last := self._last_with(reasoning_only=True):
+            last.body["reasoning_content"] += f"\n\n{text}"
+            return
+        body = {"role": "assistant", "content": "", "reasoning_content": text}
+        self.messages.append(ConvertedMessage(body, [(".reasoning_content", f"{path}.content"), ("", path)]))
+
+    def add_call(self, item: InputItem, path: str) -> None:
+        call_id = _required(item, "call_id", path)
+        function = {"name": _required(item, "name", path), "arguments": _required(item, "arguments", path)}
+        if (last := self._last_with(reasoning_only=False)) is None:
+            last = ConvertedMessage({"role": "assistant"}, [("", path)])
+            self.messages.append(last)
+        calls = last.body.setdefault("tool_calls", [])
+        last.sources.insert(0, (f".tool_calls[{len(calls)}].function", path))
+        calls.append({"id": call_id, "type": "function", "function": function})
+        self._call_ids.add(call_id)
+
+    def add_output(self, item: InputItem, path: str) -> None:
+        call_id = _required(item, "call_id", path)
+        if call_id not in self._call_ids:
+            raise InvalidParameter(
+                f"`{path}.call_id` is {show(call_id)}, but no earlier tool call has this ID. Send the `function_call`"
+                " item too, or the `previous_response_id` of the response that contains it.",
+                param=f"{path}.call_id",
+            )
+        content = _content(item.output, f"{path}.output", join=False)
+        body = {"role": "tool", "tool_call_id": call_id, "content": content}
+        self.messages.append(ConvertedMessage(body, [(".content", f"{path}.output"), ("", path)]))
+
+    def add_compaction(self, item: InputItem, path: str) -> None:
+        summary = _decode_summary(_required(item, "encrypted_content", path))
+        if summary is None:
+            param = f"{path}.encrypted_content"
+            raise InvalidParameter(
+                f"`{param}` is not a summary that this API created. Send the items of the conversation.", param=param
+            )
+        content = f"Summary of the earlier conversation:\n{summary}"
+        self.messages.append(ConvertedMessage({"role": "system", "content": content}, [("", path)]))
+
+    def _last_with(self, *, reasoning_only: bool) -> ConvertedMessage | None:
+        """Return the last message if it is the assistant's, and if required, has reasoning and nothing else yet."""
+        last = self.messages[-1] if self.messages else None
+        if last is None or last.body["role"] != "assistant":
+            return None
+        has_other = last.body.get("content") or "tool_calls" in last.body or "reasoning_content" not in last.body
+        return None if reasoning_only and has_other else last
+
+
+_ITEM_CONVERTERS: Mapping[str, Callable[[ItemConverter, InputItem, str], None]] = MappingProxyType(
+    {
+        "message": ItemConverter.add_message,
+        "function_call": ItemConverter.add_call,
+        "function_call_output": ItemConverter.add_output,
+        "reasoning": ItemConverter.add_reasoning,
+        "compaction": ItemConverter.add_compaction,
+    }
+)
+
+
+def encode_summary(summary: str) -> str:
+    """Return the `encrypted_content` of a compaction item. It is encoded only: its client may know the summary."""
+    return _SUMMARY_MARK + base64.urlsafe_b64encode(summary.encode()).decode()
+
+
+def _decode_summary(content: str) -> str | None:
+    """Return the summary in a compaction item; None if `encode_summary` did not create it."""
+    if not content.startswith(_SUMMARY_MARK):
+        return None
+    try:
+        return base64.b64decode(content.removeprefix(_SUMMARY_MARK), altchars=b"-_", validate=True).decode()
+    except (binascii.Error, ValueError):
+        return None
+
+
+def _content(content: str | tuple[ItemPart, ...] | None, path: str, *, join: bool) -> str | list[dict[str, Any]]:
+    """Convert the content of an item; with `join`, text becomes one string, as chat templates expect of most roles."""
+    if content is None:
+        raise InvalidParameter(f"`{path}` is required. Pass a string or an array of parts.", param=path)
+    if isinstance(content, str):
+        return content
+    if join and all(part.is_text for part in content):
+        return "".join(_texts(content, path))
+    return [part.to_chat(f"{path}[{index}]") for index, part in enumerate(content)]
+
+
+def _texts(parts: Iterable[ItemPart], path: str) -> Iterator[str]:
+    for index, part in enumerate(parts):
+        if part.text is None:
+            raise InvalidParameter(f"`{path}[{index}].text` is required.", param=f"{path}[{index}].text")
+        yield part.text
+
+
+def _required(item: InputItem, name: str, path: str) -> Any:
+    value = getattr(item, name)
+    if value is None:
+        raise InvalidParameter(
+            f"`{path}.{name}` is required in items of the type {item.type!r}.", param=f"{path}.{name}"
+        )
+    return value

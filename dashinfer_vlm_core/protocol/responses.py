@@ -1,0 +1,435 @@
+"""ResponsesRequest: a validated request of the Responses API, which becomes a chat request."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field, Strict, Tag, ValidationError, model_validator
+
+from ..errors import InvalidParameter, RequestError, UnsupportedParameter
+from .base import STRING_OR_ARRAY, Count, Name, RequestModel, Text, string_or_object
+from .output import MAX_TOOLS, JsonSchema
+from .request import DEFAULT_MODEL, MAX_MESSAGES, ChatRequest, StreamOptions
+from .response_items import ConvertedMessage, InputItem, ItemConverter
+from .unsupported import reject_fields
+from .validation_errors import explain, show
+
+LOGPROBS = "message.output_text.logprobs"
+
+REJECTED_IN_RESPONSES: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
+    {
+        # OpenAI's fields, each with the values that have no effect, and the next step for other values.
+        "background": ((False,), "Responses are not created in the background. Remove it, or use `stream`."),
+        "context_management": (([],), "Requests are not compacted. Use `truncation`."),
+        "conversation": ((), "Conversations are not stored. Use `previous_response_id`, or send all items."),
+        "moderation": ((), "Moderation is not available. Remove it."),
+        "prompt": ((), "Prompt templates are not stored. Use `instructions`."),
+        "service_tier": (("auto", "default"), 'There is only one tier. Remove it, or use "auto".'),
+        # Fields of chat completion requests, which have another name here.
+        "logprobs": ((False,), f'Use `include` with "{LOGPROBS}".'),
+        "max_completion_tokens": ((), "Use `max_output_tokens`."),
+        "max_tokens": ((), "Use `max_output_tokens`."),
+        "messages": ((), "Use `input`."),
+        "n": ((1,), "A response has one output. Send several requests."),
+        "reasoning_effort": ((), "Use `reasoning.effort`."),
+        "response_format": ((), "Use `text.format`."),
+        "verbosity": ((), "Use `text.verbosity`."),
+    }
+)
+"""Unsupported fields, rejected unless their value has no effect."""
+
+SUMMARY_PROMPT = (
+    "Summarize this conversation so that it can be continued from the summary alone. Include every fact, name, number"
+    " and decision, and what the images and videos show."
+)
+
+_SHARED = ("model", "temperature", "top_p", "presence_penalty", "frequency_penalty")
+"""Fields with the same name and meaning in chat requests."""
+
+
+class TextFormat(RequestModel):
+    """The format of the output text; a JSON schema has `name` and `schema`."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Any = None
+    json_schema: Any = Field(default=None, alias="schema")
+    description: Any = None
+    strict: Any = None
+
+    def to_chat(self) -> dict[str, Any]:
+        if self.type != "json_schema":
+            return {"type": self.type}
+        schema = {"name": self.name, "schema": self.json_schema, "description": self.description, "strict": self.strict}
+        return {"type": self.type, "json_schema": schema}
+
+
+class TextConfig(RequestModel):
+    format: TextFormat = TextFormat()
+    verbosity: Literal["low", "medium", "high"] = "medium"
+
+
+class ReasoningConfig(RequestModel):
+    """How a model that reasons does so. Other models support none of it."""
+
+    effort: Text | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Text | None = None
+    mode: Text | None = None
+
+
+class FunctionTool(RequestModel):
+    """A function that the model can call. The chat request checks its name and parameters."""
+
+    type: Text
+    name: Text = ""
+    description: Text | None = None
+    parameters: JsonSchema | None = None
+    strict: bool | None = None
+
+    def to_chat(self) -> dict[str, Any]:
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": {**function, "strict": self.strict}}
+
+
+class ToolReference(RequestModel):
+    type: Text = "function"
+    name: Name
+
+
+class ToolSelection(RequestModel):
+    """A tool that must be called (`function`), or the tools that may be called (`allowed_tools`)."""
+
+    type: Text
+    name: Name | None = None
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[tuple[ToolReference, ...], Strict(False), Field(max_length=MAX_TOOLS, fail_fast=True)] = ()
+
+
+def _choice_tag(value: object) -> str | None:
+    if isinstance(value, str):
+        return "string"
+    return "object" if isinstance(value, (dict, ToolSelection)) else None
+
+
+_Items: TypeAlias = Annotated[
+    tuple[InputItem, ...], Strict(False), Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+]
+_Input: TypeAlias = Annotated[Annotated[Text, Tag("string")] | Annotated[_Items, Tag("array")], STRING_OR_ARRAY]
+_MetadataKey = Annotated[Text, Field(max_length=64)]
+_MetadataValue = Annotated[Text, Field(max_length=512)]
+
+
+class ResponsesRequest(RequestModel):
+    """A request to create a response. `to_chat` validates what chat requests have too, such as images and schemas.
+
+    Fields that only chat requests of this package define, such as `top_k`, are passed to the chat request.
+    """
+
+    input: _Input
+    model: Name = DEFAULT_MODEL
+    instructions: Text | None = None
+    previous_response_id: Name | None = None
+    store: bool = True
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_output_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    text: TextConfig = TextConfig()
+    tools: Annotated[tuple[FunctionTool, ...], Strict(False), Field(max_length=MAX_TOOLS, fail_fast=True)] = ()
+    tool_choice: Annotated[
+        Annotated[Literal["none", "auto", "required"], Tag("string")] | Annotated[ToolSelection, Tag("object")],
+        string_or_object(_choice_tag),
+    ] = "auto"
+    parallel_tool_calls: bool = True
+    max_tool_calls: Count | None = None
+    reasoning: ReasoningConfig = ReasoningConfig()
+    include: Annotated[
+        tuple[
+            Literal[
+                "message.output_text.logprobs",
+                "reasoning.encrypted_content",
+                "message.input_image.image_url",
+                "file_search_call.results",
+                "web_search_call.results",
+                "web_search_call.action.sources",
+                "computer_call_output.output.image_url",
+                "code_interpreter_call.outputs",
+            ],
+            ...,
+        ],
+        Strict(False),
+        Field(max_length=16),
+    ] = ()
+    truncation: Literal["auto", "disabled"] = "disabled"
+    metadata: Annotated[dict[_MetadataKey, _MetadataValue], Field(max_length=16)] = Field(default_factory=dict)
+    user: Text | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
+
+    @classmethod
+    def parse(cls, data: object) -> ResponsesRequest:
+        """Validate a request from JSON.
+
+        Raises:
+            InvalidParameter: a value has the wrong type, range or shape; `param` is the innermost invalid field.
+            UnsupportedParameter: a known field requests an unsupported feature.
+        """
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise explain(error) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reject_unsupported(cls, data: object) -> object:
+        reject_fields(data, REJECTED_IN_RESPONSES)
+        return data
+
+    @model_validator(mode="after")
+    def _check_consistency(self) -> ResponsesRequest:
+        for error in self._find_conflicts():
+            raise error
+        return self
+
+    def _find_conflicts(self) -> Iterator[RequestError]:
+        for index, tool in enumerate(self.tools):
+            if tool.type != "function":
+                yield _unsupported(f"tools[{index}].type", tool.type, "Only functions are available.")
+        choice = self.tool_choice
+        if isinstance(choice, ToolSelection):
+            if choice.type not in {"function", "allowed_tools"}:
+                yield _unsupported("tool_choice.type", choice.type, "Only functions are available.")
+            if choice.type == "function" and choice.name is None:
+                yield InvalidParameter("`tool_choice.name` is required.", param="tool_choice.name")
+            names = {tool.name for tool in self.tools}
+            for index, reference in enumerate(choice.tools):
+                if reference.name not in names:
+                    path = f"tool_choice.tools[{index}].name"
+                    yield InvalidParameter(
+                        f"`{path}` is {show(reference.name)}, which is not one of `tools`.", param=path
+                    )
+        if self.text.verbosity != "medium":
+            next_step = "The models cannot control it. Describe the desired length in `instructions`."
+            yield _unsupported("text.verbosity", self.text.verbosity, next_step)
+        yield from self._find_reasoning_conflicts()
+        if self.stream_options and not self.stream:
+            yield InvalidParameter(
+                "`stream_options` requires `stream`. Set `stream` to true, or remove `stream_options`.",
+                param="stream_options",
+            )
+
+    def _find_reasoning_conflicts(self) -> Iterator[RequestError]:
+        reasoning = self.reasoning
+        for name in ("summary", "generate_summary"):
+            if (value := getattr(reasoning, name)) not in {None, "auto"}:
+                next_step = 'Reasoning is not summarized, it is returned as a whole. Use "auto", or remove it.'
+                yield _unsupported(f"reasoning.{name}", value, next_step)
+        for name, neutral in (("context", "auto"), ("mode", "standard")):
+            if (value := getattr(reasoning, name)) not in {None, neutral}:
+                yield _unsupported(f"reasoning.{name}", value, "Remove it.")
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in self.include or self.top_logprobs > 0
+
+    @property
+    def wants_summary(self) -> bool:
+        """Whether the request asks for a summary of the reasoning, which requires a model that reasons."""
+        return bool(self.reasoning.summary or self.reasoning.generate_summary)
+
+    def items(self) -> tuple[InputItem, ...]:
+        """Return the input as items."""
+        return _items(self.input)
+
+    def to_chat(self, history: Sequence[InputItem] = (), *, dropped_turns: int = 0) -> ChatCall:
+        """Convert it to a chat request.
+
+        Args:
+            history: the items of the previous response and of those before it.
+            dropped_turns: how many of the oldest turns to leave out. A turn begins with a message of the user.
+
+        Raises:
+            InvalidParameter, UnsupportedParameter: like `ChatRequest.parse`; `param` has the names of this request.
+        """
+        converter = ItemConverter()
+        if self.instructions is not None:
+            converter.add_instructions(self.instructions)
+        for index, item in enumerate(history):
+            converter.add(item, f"previous_response_id[{index}]")
+        for index, item in enumerate(self.items()):
+            converter.add(item, f"input[{index}]")
+        if isinstance(self.input, str):
+            converter.messages[-1].sources = [(".content", "input"), ("", "input")]
+        messages = _without_turns(converter.messages, dropped_turns)
+        tools = self._callable_tools()
+        renames = tuple(_message_renames(messages)) + tuple(_tool_renames(tools)) + _RENAMES
+        with _renamed_errors(renames):
+            chat = ChatRequest.parse(self._chat_fields(messages, [tool for _, tool in tools]))
+        turns = sum(message.body["role"] == "user" for message in converter.messages)
+        return ChatCall(chat=chat, renames=renames, turns=turns)
+
+    def _callable_tools(self) -> list[tuple[int, FunctionTool]]:
+        """Return the tools that may be called, each with its index."""
+        tools, choice = list(enumerate(self.tools)), self.tool_choice
+        if not isinstance(choice, ToolSelection) or choice.type != "allowed_tools":
+            return tools
+        allowed = {tool.name for tool in choice.tools}
+        return [(index, tool) for index, tool in tools if tool.name in allowed]
+
+    def _chat_fields(self, messages: Sequence[ConvertedMessage], tools: Sequence[FunctionTool]) -> dict[str, Any]:
+        extra = self.model_extra or {}
+        fields = {name: value for name, value in extra.items() if name not in REJECTED_IN_RESPONSES}
+        fields |= {name: getattr(self, name) for name in _SHARED}
+        fields |= {
+            "messages": [message.body for message in messages],
+            "stream": True,
+            "stream_options": {
+                "include_usage": True,
+                "include_obfuscation": self.stream_options is not None and self.stream_options.include_obfuscation,
+            },
+            "max_completion_tokens": self.max_output_tokens,
+            "reasoning_effort": self.reasoning.effort,
+        }
+        if self.wants_logprobs:
+            fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
+        if self.text.format.type != "text":
+            fields["response_format"] = self.text.format.to_chat()
+        if tools:
+            fields |= {
+                "tools": [tool.to_chat() for tool in tools],
+                "parallel_tool_calls": None if self.parallel_tool_calls else False,
+            }
+        return fields | {"tool_choice": self._chat_tool_choice()}
+
+    def _chat_tool_choice(self) -> Any:
+        if not isinstance(self.tool_choice, ToolSelection):
+            return self.tool_choice
+        if self.tool_choice.type == "allowed_tools":
+            return self.tool_choice.mode
+        return {"type": "function", "function": {"name": self.tool_choice.name}}
+
+
+class CompactRequest(RequestModel):
+    """A request to replace a conversation by a summary, which the model writes."""
+
+    model: Name
+    input: _Input | None = None
+    instructions: Text | None = None
+    previous_response_id: Name | None = None
+    prompt_cache_key: Text | None = None
+
+    @classmethod
+    def parse(cls, data: object) -> CompactRequest:
+        """Validate a request from JSON. Raises the same errors as `ResponsesRequest.parse`."""
+        try:
+            request = cls.model_validate(data)
+        except ValidationError as error:
+            raise explain(error) from None
+        if request.input is None and request.previous_response_id is None:
+            raise InvalidParameter("`input` or `previous_response_id` is required.", param="input")
+        return request
+
+    def to_summary_request(self) -> ResponsesRequest:
+        """Return the request that lets the model write the summary."""
+        return ResponsesRequest.parse(
+            {
+                "model": self.model,
+                "input": (*_items(self.input or ()), _user_message(SUMMARY_PROMPT)),
+                "instructions": self.instructions,
+                "previous_response_id": self.previous_response_id,
+                "store": False,
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatCall:
+    """A chat request in place of a responses request.
+
+    Attributes:
+        chat: the chat request; it is streamed, with its usage.
+        renames: pairs of a path in the chat request and its path in the responses request; the first match applies.
+        turns: the number of the user's messages, including dropped ones.
+    """
+
+    chat: ChatRequest
+    renames: tuple[tuple[str, str], ...]
+    turns: int
+
+    def renamed_errors(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which errors about the chat request name the fields of the responses request."""
+        return _renamed_errors(self.renames)
+
+
+_RENAMES = (
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    ("tool_choice.function", "tool_choice"),
+    ("max_completion_tokens", "max_output_tokens"),
+    ("max_tokens", "max_output_tokens"),
+    ("reasoning_effort", "reasoning.effort"),
+    ("logprobs", "include"),
+    ("messages", "input"),
+)
+_QUOTED = re.compile(r"`([^`\s]+)`")
+_URL = re.compile(r"\.(image_url|video_url)\.url$")
+
+
+def _items(value: str | tuple[InputItem, ...]) -> tuple[InputItem, ...]:
+    return (_user_message(value),) if isinstance(value, str) else value
+
+
+def _user_message(text: str) -> InputItem:
+    return InputItem(type="message", role="user", content=text)
+
+
+def _message_renames(messages: Sequence[ConvertedMessage]) -> Iterator[tuple[str, str]]:
+    for index, message in enumerate(messages):
+        for suffix, path in message.sources:
+            yield f"messages[{index}]{suffix}", path
+
+
+def _tool_renames(tools: Sequence[tuple[int, FunctionTool]]) -> Iterator[tuple[str, str]]:
+    for index, (source, _) in enumerate(tools):
+        yield f"tools[{index}].function", f"tools[{source}]"
+
+
+@contextlib.contextmanager
+def _renamed_errors(renames: Sequence[tuple[str, str]]) -> Iterator[None]:
+    try:
+        yield
+    except RequestError as error:
+        renamed = copy.copy(error)
+        renamed.message = _QUOTED.sub(lambda match: f"`{_rename(match[1], renames)}`", error.message)
+        renamed.param = error.param and _rename(error.param, renames)
+        renamed.args = (renamed.message,)
+        raise renamed from None
+
+
+def _rename(path: str, renames: Sequence[tuple[str, str]]) -> str:
+    for old, new in renames:
+        if path == old or path.startswith((f"{old}.", f"{old}[")):
+            return _URL.sub(r".\1", new + path.removeprefix(old))
+    return path
+
+
+def _without_turns(messages: Sequence[ConvertedMessage], dropped: int) -> list[ConvertedMessage]:
+    """Return the messages without the oldest turns; instructions stay."""
+    starts = [index for index, message in enumerate(messages) if message.body["role"] == "user"]
+    first = starts[dropped] if dropped else 0
+    return [message for index, message in enumerate(messages) if index >= first or message.is_instruction]
+
+
+def _unsupported(path: str, value: object, next_step: str) -> UnsupportedParameter:
+    return UnsupportedParameter(f"`{path}` is not supported, got {show(value)}. {next_step}", param=path)

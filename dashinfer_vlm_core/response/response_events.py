@@ -1,0 +1,455 @@
+"""Chunks of a chat completion to objects and streaming events of the Responses API, without I/O."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, TypeVar
+
+from openai.types import CompletionUsage
+from openai.types.chat import ChatCompletionChunk
+from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall, ChoiceLogprobs
+from openai.types.responses import (
+    FunctionTool,
+    Response,
+    ResponseCompletedEvent,
+    ResponseContentPartAddedEvent,
+    ResponseContentPartDoneEvent,
+    ResponseCreatedEvent,
+    ResponseError,
+    ResponseErrorEvent,
+    ResponseFailedEvent,
+    ResponseFormatTextConfig,
+    ResponseFormatTextJSONSchemaConfig,
+    ResponseFunctionCallArgumentsDeltaEvent,
+    ResponseFunctionCallArgumentsDoneEvent,
+    ResponseFunctionToolCall,
+    ResponseIncompleteEvent,
+    ResponseInProgressEvent,
+    ResponseOutputItem,
+    ResponseOutputItemAddedEvent,
+    ResponseOutputItemDoneEvent,
+    ResponseOutputMessage,
+    ResponseOutputText,
+    ResponseReasoningItem,
+    ResponseReasoningTextDeltaEvent,
+    ResponseReasoningTextDoneEvent,
+    ResponseStreamEvent,
+    ResponseTextConfig,
+    ResponseTextDeltaEvent,
+    ResponseTextDoneEvent,
+    ResponseUsage,
+    ToolChoiceAllowed,
+    ToolChoiceFunction,
+)
+from openai.types.responses.response import IncompleteDetails, ToolChoice
+from openai.types.responses.response_content_part_added_event import PartReasoningText
+from openai.types.responses.response_reasoning_item import Content as ReasoningContent
+from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
+from openai.types.shared import Reasoning, ResponseFormatJSONObject, ResponseFormatText
+from pydantic import ValidationError
+
+from ..errors import EngineError
+from ..protocol.request import ChatRequest
+from ..protocol.responses import ResponsesRequest, ToolSelection
+
+_RESPONSE_EVENTS = (
+    ResponseCreatedEvent,
+    ResponseInProgressEvent,
+    ResponseCompletedEvent,
+    ResponseIncompleteEvent,
+    ResponseFailedEvent,
+)
+ItemT = TypeVar("ItemT", bound="_Item")
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+ResponseState = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+def response_to_json(response: Response) -> dict[str, Any]:
+    """Return a response as JSON.
+
+    OpenAI's type declares times as floats, but its API sends integers, which clients in other languages require.
+    """
+    fields = response.model_dump(mode="json", exclude_unset=True, by_alias=True)
+    for name in ("created_at", "completed_at"):
+        if fields[name] is not None:
+            fields[name] = int(fields[name])
+    return fields
+
+
+def event_to_json(event: ResponseStreamEvent) -> str:
+    """Return an event as JSON text."""
+    if not isinstance(event, _RESPONSE_EVENTS):
+        return event.model_dump_json(exclude_unset=True, by_alias=True)
+    fields = event.model_dump(mode="json", exclude={"response"}) | {"response": response_to_json(event.response)}
+    return json.dumps(fields, ensure_ascii=False)
+
+
+@functools.cache
+def build_types() -> None:
+    """Let pydantic build its validators of OpenAI's types before their first use: that takes a quarter of a second."""
+    fields: dict[str, Any] = {"id": "", "created_at": 0, "model": "", "object": "response", "tool_choice": "auto"}
+    response = Response(**fields, output=[], parallel_tool_calls=True, tools=[])
+    for event_class in (*_RESPONSE_EVENTS, ResponseOutputItemAddedEvent, ResponseOutputItemDoneEvent):
+        with contextlib.suppress(ValidationError):
+            event_class.model_validate({"response": response})
+
+
+class ResponseEventBuilder:
+    """Builds a response of the Responses API, streamed or not, from the chunks of a chat completion.
+
+    Reasoning, text and each tool call become one output item. Items follow each other: one ends when the next begins.
+
+    Args:
+        id: the response's id.
+        request: the request of the response.
+        chat: the chat request that it became.
+        stored: whether the response will be stored.
+
+    Without streaming, no events are created.
+    """
+
+    def __init__(
+        self,
+        *,
+        id: str,  # noqa: A002 - the name of OpenAI's field
+        request: ResponsesRequest,
+        chat: ChatRequest,
+        stored: bool,
+    ) -> None:
+        self.id = id
+        self._fields = _echoed_fields(request, chat) | {"id": id, "store": stored}
+        self._streamed = request.stream
+        self._wants_logprobs = request.wants_logprobs
+        self._created = int(time.time())
+        self._model = ""
+        self._events: list[ResponseStreamEvent] = []
+        self._num_events = 0
+        self._closed: list[ResponseOutputItem] = []
+        self._open: _Item | None = None
+        self._finish_reason: str | None = None
+        self._usage: ResponseUsage | None = None
+
+    def add_chunk(self, chunk: ChatCompletionChunk) -> list[ResponseStreamEvent]:
+        """Add the next chunk; return its events."""
+        if not self._model:
+            self._model, self._created = chunk.model, chunk.created
+            self.emit(ResponseCreatedEvent, "response.created", response=self._response("in_progress"))
+            self.emit(ResponseInProgressEvent, "response.in_progress", response=self._response("in_progress"))
+        if chunk.usage is not None:
+            self._usage = _usage(chunk.usage)
+        for choice in chunk.choices:
+            self._add_delta(choice.delta, choice.logprobs)
+            self._finish_reason = choice.finish_reason or self._finish_reason
+        return self._take_events()
+
+    def finish(self) -> tuple[list[ResponseStreamEvent], Response]:
+        """End the response after the last chunk; return the remaining events, and the response.
+
+        Raises:
+            EngineError: the chunks ended before the completion was complete.
+        """
+        if self._finish_reason is None:
+            raise EngineError("The stream ended before the response was complete. Try again.")
+        if self._open is None and not self._closed:
+            self._current(_Message)
+        is_complete = self._finish_reason != "length"
+        self._close_item("completed" if is_complete else "incomplete")
+        if is_complete:
+            response = self._response("completed", completed_at=int(time.time()))
+            self.emit(ResponseCompletedEvent, "response.completed", response=response)
+        else:
+            response = self._response("incomplete", incomplete_details=IncompleteDetails(reason="max_output_tokens"))
+            self.emit(ResponseIncompleteEvent, "response.incomplete", response=response)
+        return self._take_events(), response
+
+    def fail(self, error: Mapping[str, Any]) -> list[ResponseStreamEvent]:
+        """Return the events that report an error after the first chunk.
+
+        OpenAI's clients raise an exception for an event with an `error` object, and the Open Responses specification
+        requires one; OpenAI's type of the event has the same fields at the top level.
+
+        Args:
+            error: OpenAI's error object: `message`, `type`, `param` and `code`.
+        """
+        fields = {name: error[name] for name in ("code", "message", "param")}
+        self.emit(ResponseErrorEvent, "error", **fields, error=dict(error))
+        if self._open is not None:
+            self._closed.append(self._open.item("incomplete"))
+            self._open = None
+        cause = ResponseError(code="server_error", message=error["message"])
+        self.emit(ResponseFailedEvent, "response.failed", response=self._response("failed", error=cause))
+        return self._take_events()
+
+    def emit(self, event_class: Callable[..., ResponseStreamEvent], event_type: str, **fields: Any) -> None:
+        """Add an event with the next sequence number, if the response is streamed."""
+        if not self._streamed:
+            return
+        self._events.append(event_class(type=event_type, sequence_number=self._num_events, **fields))
+        self._num_events += 1
+
+    def _add_delta(self, delta: ChoiceDelta, logprobs: ChoiceLogprobs | None) -> None:
+        if reasoning := getattr(delta, "reasoning_content", None):
+            self._current(_Reasoning).add(reasoning)
+        if delta.content:
+            entries = logprobs.content if logprobs and self._wants_logprobs else None
+            self._current(_Message).add(delta.content, [entry.model_dump() for entry in entries or ()])
+        for call in delta.tool_calls or ():
+            self._add_call(call)
+
+    def _add_call(self, delta: ChoiceDeltaToolCall) -> None:
+        function = delta.function
+        if delta.id is not None:
+            self._close_item("completed")
+            self._open = _FunctionCall(self, len(self._closed), delta.id, (function and function.name) or "")
+        if isinstance(self._open, _FunctionCall) and function and function.arguments:
+            self._open.add(function.arguments)
+
+    def _current(self, kind: type[ItemT]) -> ItemT:
+        """Return the open item of a kind, after closing one of another kind."""
+        if isinstance(self._open, kind):
+            return self._open
+        self._close_item("completed")
+        self._open = item = kind(self, len(self._closed))
+        return item
+
+    def _close_item(self, status: ItemStatus) -> None:
+        if self._open is not None:
+            self._closed.append(self._open.close(status))
+            self._open = None
+
+    def _take_events(self) -> list[ResponseStreamEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def _response(self, status: ResponseState, **fields: Any) -> Response:
+        final = {"completed_at": None, "incomplete_details": None, "error": None} | fields
+        values = {**self._fields, "model": self._model, "output": list(self._closed), "usage": self._usage, **final}
+        return Response(created_at=self._created, status=status, **values)
+
+
+class _Item(ABC):
+    """An output item that has begun and not ended."""
+
+    prefix: ClassVar[str]
+
+    def __init__(self, builder: ResponseEventBuilder, index: int) -> None:
+        self.id = f"{self.prefix}_{uuid.uuid4().hex}"
+        self._builder = builder
+        self._index = index
+        self._pieces: list[str] = []
+
+    @property
+    def _text(self) -> str:
+        return "".join(self._pieces)
+
+    def _begin(self, item: ResponseOutputItem) -> None:
+        self._builder.emit(
+            ResponseOutputItemAddedEvent, "response.output_item.added", item=item, output_index=self._index
+        )
+
+    def close(self, status: ItemStatus) -> ResponseOutputItem:
+        """End the item; return it."""
+        item = self.item(status)
+        self._emit_done()
+        self._builder.emit(
+            ResponseOutputItemDoneEvent, "response.output_item.done", item=item, output_index=self._index
+        )
+        return item
+
+    @abstractmethod
+    def item(self, status: ItemStatus) -> ResponseOutputItem:
+        """Return the item so far."""
+
+    @abstractmethod
+    def _emit_done(self) -> None:
+        """Emit the events that precede the end of the item."""
+
+    def _emit(self, event_class: Callable[..., ResponseStreamEvent], event_type: str, **fields: Any) -> None:
+        self._builder.emit(event_class, event_type, item_id=self.id, output_index=self._index, **fields)
+
+
+class _Message(_Item):
+    """The text of the assistant."""
+
+    prefix: ClassVar[str] = "msg"
+
+    def __init__(self, builder: ResponseEventBuilder, index: int) -> None:
+        super().__init__(builder, index)
+        self._logprobs: list[dict[str, Any]] = []
+        self._begin(self._message([], "in_progress"))
+        self._emit(ResponseContentPartAddedEvent, "response.content_part.added", content_index=0, part=self._part())
+
+    def add(self, text: str, logprobs: list[dict[str, Any]]) -> None:
+        self._pieces.append(text)
+        self._logprobs += logprobs
+        self._emit(ResponseTextDeltaEvent, "response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)
+
+    def _emit_done(self) -> None:
+        part = self._part()
+        self._emit(
+            ResponseTextDoneEvent,
+            "response.output_text.done",
+            content_index=0,
+            text=part.text,
+            logprobs=self._logprobs,
+        )
+        self._emit(ResponseContentPartDoneEvent, "response.content_part.done", content_index=0, part=part)
+
+    def item(self, status: ItemStatus) -> ResponseOutputMessage:
+        return self._message([self._part()], status)
+
+    def _message(self, content: list[Any], status: ItemStatus) -> ResponseOutputMessage:
+        return ResponseOutputMessage(id=self.id, content=content, role="assistant", status=status, type="message")
+
+    def _part(self) -> ResponseOutputText:
+        logprobs: list[Any] = self._logprobs
+        return ResponseOutputText(annotations=[], logprobs=logprobs, text=self._text, type="output_text")
+
+
+class _Reasoning(_Item):
+    """The reasoning. It is not summarized."""
+
+    prefix: ClassVar[str] = "rs"
+
+    def __init__(self, builder: ResponseEventBuilder, index: int) -> None:
+        super().__init__(builder, index)
+        self._begin(self._reasoning([], "in_progress"))
+        self._emit(ResponseContentPartAddedEvent, "response.content_part.added", content_index=0, part=self._part())
+
+    def add(self, text: str) -> None:
+        self._pieces.append(text)
+        self._emit(ResponseReasoningTextDeltaEvent, "response.reasoning_text.delta", content_index=0, delta=text)
+
+    def _emit_done(self) -> None:
+        part = self._part()
+        self._emit(ResponseReasoningTextDoneEvent, "response.reasoning_text.done", content_index=0, text=part.text)
+        self._emit(ResponseContentPartDoneEvent, "response.content_part.done", content_index=0, part=part.model_dump())
+
+    def item(self, status: ItemStatus) -> ResponseReasoningItem:
+        return self._reasoning([ReasoningContent(text=self._text, type="reasoning_text")], status)
+
+    def _reasoning(self, content: list[ReasoningContent], status: ItemStatus) -> ResponseReasoningItem:
+        return ResponseReasoningItem(id=self.id, summary=[], type="reasoning", content=content, status=status)
+
+    def _part(self) -> PartReasoningText:
+        return PartReasoningText(text=self._text, type="reasoning_text")
+
+
+class _FunctionCall(_Item):
+    """A call of a function."""
+
+    prefix: ClassVar[str] = "fc"
+
+    def __init__(self, builder: ResponseEventBuilder, index: int, call_id: str, name: str) -> None:
+        super().__init__(builder, index)
+        self._call_id = call_id
+        self._name = name
+        self._begin(self.item("in_progress"))
+
+    def add(self, arguments: str) -> None:
+        self._pieces.append(arguments)
+        self._emit(ResponseFunctionCallArgumentsDeltaEvent, "response.function_call_arguments.delta", delta=arguments)
+
+    def _emit_done(self) -> None:
+        self._emit(
+            ResponseFunctionCallArgumentsDoneEvent,
+            "response.function_call_arguments.done",
+            arguments=self._text,
+            name=self._name,
+        )
+
+    def item(self, status: ItemStatus) -> ResponseFunctionToolCall:
+        return ResponseFunctionToolCall(
+            id=self.id,
+            arguments=self._text,
+            call_id=self._call_id,
+            name=self._name,
+            status=status,
+            type="function_call",
+        )
+
+
+def _echoed_fields(request: ResponsesRequest, chat: ChatRequest) -> dict[str, Any]:
+    """Return the fields of a response that repeat its request. Clients expect all of them, so nulls are explicit."""
+    return {
+        "object": "response",
+        "background": False,
+        "frequency_penalty": chat.frequency_penalty,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": request.max_tool_calls,
+        "metadata": dict(request.metadata),
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "presence_penalty": chat.presence_penalty,
+        "previous_response_id": request.previous_response_id,
+        "prompt_cache_key": request.prompt_cache_key,
+        "reasoning": Reasoning(effort=chat.reasoning_effort, summary=request.reasoning.summary),
+        "safety_identifier": request.safety_identifier,
+        "service_tier": "default",
+        "temperature": chat.temperature,
+        "text": ResponseTextConfig(format=_text_format(request), verbosity=request.text.verbosity),
+        "tool_choice": _tool_choice(request.tool_choice),
+        "tools": _tools(request),
+        "top_logprobs": request.top_logprobs,
+        "top_p": chat.top_p,
+        "truncation": request.truncation,
+        "user": request.user,
+    }
+
+
+def _tools(request: ResponsesRequest) -> list[FunctionTool]:
+    return [
+        FunctionTool(
+            type="function",
+            name=tool.name,
+            description=tool.description,
+            parameters=tool.parameters,
+            strict=tool.strict or False,
+        )
+        for tool in request.tools
+    ]
+
+
+def _tool_choice(choice: str | ToolSelection) -> ToolChoice:
+    if not isinstance(choice, ToolSelection):
+        return choice  # type: ignore[return-value]  # the literals of the request are OpenAI's
+    if choice.type == "function":
+        return ToolChoiceFunction(type="function", name=choice.name or "")
+    tools: list[dict[str, object]] = [{"type": tool.type, "name": tool.name} for tool in choice.tools]
+    return ToolChoiceAllowed(type="allowed_tools", mode=choice.mode, tools=tools)
+
+
+def _text_format(request: ResponsesRequest) -> ResponseFormatTextConfig:
+    text_format = request.text.format
+    if text_format.type == "text":
+        return ResponseFormatText(type="text")
+    if text_format.type == "json_object":
+        return ResponseFormatJSONObject(type="json_object")
+    return ResponseFormatTextJSONSchemaConfig(
+        type="json_schema",
+        name=text_format.name,
+        schema=text_format.json_schema,
+        description=text_format.description,
+        strict=text_format.strict or False,
+    )
+
+
+def _usage(usage: CompletionUsage) -> ResponseUsage:
+    """Convert the usage of a chat completion; the counts of visual tokens are an addition to OpenAI's fields."""
+    prompt, completion = usage.prompt_tokens_details, usage.completion_tokens_details
+    visual = {name: getattr(prompt, name) for name in ("image_tokens", "video_tokens") if hasattr(prompt, name)}
+    return ResponseUsage(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details=InputTokensDetails(
+            cached_tokens=(prompt and prompt.cached_tokens) or 0, cache_write_tokens=0, **visual
+        ),
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=OutputTokensDetails(reasoning_tokens=(completion and completion.reasoning_tokens) or 0),
+        total_tokens=usage.total_tokens,
+    )

@@ -1,0 +1,804 @@
+"""The Responses API: requests, events and errors, with OpenAI's client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+
+from dashinfer_vlm_core.testing import EVERYTHING, scripted_engine
+from dashinfer_vlm_server.api_key_file import KeyLimits
+from dashinfer_vlm_server.api_keys import ApiKeys
+from tests.clock import ManualClock
+from tests.core.test_reasoning import TEMPLATE
+from tests.samples import data_url, encode_video, image_url
+from tests.server.conftest import serving
+from tests.waiting import until
+
+RESPONSE = "A red circle to the left of a blue square."
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+REASONED = "It has wheels.\n</think>\n\nA car."
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL = {"type": "function", "name": "weather", "description": "Today's.", "parameters": PARAMETERS}
+CHAT_TOOL = {"type": "function", "function": {name: TOOL[name] for name in ("name", "description", "parameters")}}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+IMAGE, VIDEO = image_url(), data_url(encode_video(4), "video/mp4")
+
+
+@pytest.fixture
+def thinking(scripted, tmp_path):
+    """Start a server whose prompts end with `<think>`."""
+    path = tmp_path / "template.jinja"
+    path.write_text(TEMPLATE)
+    return lambda *responses, **options: scripted(*responses, chat_template=path, **options)
+
+
+def create(served, given="Hello", **fields):
+    with served.server.openai() as client:
+        return client.responses.create(model="tiny", input=given, **fields)
+
+
+def stream(served, given="Hello", **fields):
+    with served.server.openai() as client:
+        return list(client.responses.create(model="tiny", input=given, stream=True, **fields))
+
+
+def post(served, path="", **body):
+    with served.server.http() as client:
+        return client.post(f"/v1/responses{path}", json=body)
+
+
+def comparable(response) -> dict[str, Any]:
+    """Return a response without what differs each time."""
+    fields = response.model_dump(exclude={"id", "created_at", "completed_at"})
+    for item in fields["output"]:
+        del item["id"]
+        item.pop("call_id", None)
+    return fields
+
+
+# Responses
+
+
+def test_response_has_text_and_usage(scripted):
+    served = scripted(RESPONSE)
+    response = create(served)
+    assert response.output_text == RESPONSE
+    assert (response.object, response.model, response.status) == ("response", "tiny", "completed")
+    assert response.id.startswith("resp_")
+    assert len(response.id) > 40
+    (message,) = response.output
+    assert (message.type, message.role, message.status) == ("message", "assistant", "completed")
+    with served.server.openai() as client:
+        usage = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hello"}]).usage
+    assert response.usage.input_tokens == usage.prompt_tokens
+    assert response.usage.output_tokens == usage.completion_tokens
+    assert response.usage.total_tokens == usage.total_tokens
+    assert response.usage.output_tokens_details.reasoning_tokens == 0
+
+
+def test_response_repeats_the_request_with_explicit_nulls(scripted):
+    fields = {
+        "instructions": "Be brief.",
+        "metadata": {"a": "b"},
+        "temperature": 0,
+        "top_p": 0.5,
+        "tools": [TOOL],
+        "tool_choice": "none",
+        "max_output_tokens": 50,
+        "presence_penalty": 0.5,
+        "safety_identifier": "someone",
+        "store": False,
+    }
+    body = post(scripted(RESPONSE), input="Hello", **fields).json()
+    assert {name: body[name] for name in fields} == {**fields, "tools": [{**TOOL, "strict": False}]}
+    assert isinstance(body["created_at"], int)
+    assert isinstance(body["completed_at"], int)
+    absent = {"error", "incomplete_details", "max_tool_calls", "previous_response_id", "prompt_cache_key"}
+    assert [name for name in absent if body[name] is not None] == []
+    assert body["reasoning"] == {"effort": None, "summary": None}
+    assert body["text"] == {"format": {"type": "text"}, "verbosity": "medium"}
+    assert (body["truncation"], body["service_tier"], body["background"]) == ("disabled", "default", False)
+    assert (body["top_logprobs"], body["parallel_tool_calls"], body["frequency_penalty"]) == (0, True, 0)
+
+
+def test_output_limit_makes_the_response_incomplete(scripted):
+    served = scripted(RESPONSE)
+    response = create(served, max_output_tokens=3)
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert response.completed_at is None
+    assert response.output[0].status == "incomplete"
+    assert RESPONSE.startswith(response.output_text)
+    assert stream(served, max_output_tokens=3)[-1].type == "response.incomplete"
+
+
+def test_empty_completion_has_an_empty_message(scripted):
+    response = create(scripted(""))
+    assert (response.status, response.output_text, len(response.output)) == ("completed", "", 1)
+
+
+def test_function_calls_are_items(scripted):
+    response = create(scripted(f"I look.\n{CALL}\n{CALL}"), tools=[TOOL])
+    assert [item.type for item in response.output] == ["message", "function_call", "function_call"]
+    _, first, second = response.output
+    assert (first.name, json.loads(first.arguments), first.status) == ("weather", {"city": "Rome"}, "completed")
+    assert first.call_id != second.call_id
+    assert response.output_text == "I look."
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
+def test_required_calls_are_guided(scripted, choice):
+    served = scripted(CALL, supported_params=EVERYTHING)
+    assert create(served, tools=[TOOL], tool_choice=choice).output[0].type == "function_call"
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
+    response = create(served, tools=[{**TOOL, "name": "other"}, TOOL], tool_choice=allowed)
+    assert [tool.name for tool in response.tools] == ["other", "weather"]
+    assert response.tool_choice.to_dict() == allowed
+    assert all(request.grammar is not None for request in served.script.requests)
+
+
+def test_reasoning_is_an_item(thinking):
+    response = create(thinking(REASONED), reasoning={"summary": "auto"})
+    reasoning, message = response.output
+    assert (reasoning.type, reasoning.summary, reasoning.content[0].text) == ("reasoning", [], "It has wheels.")
+    assert message.content[0].text == response.output_text == "A car."
+    assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
+    without = create(thinking("A car."), reasoning={"effort": "none"})
+    assert [item.type for item in without.output] == ["message"]
+    assert without.reasoning.effort == "none"
+
+
+def test_schema_is_enforced_and_parsed(scripted):
+    class Answer(pydantic.BaseModel):
+        a: int
+
+    served = scripted('{"a": 12}', supported_params=EVERYTHING)
+    with served.server.openai() as client:
+        parsed = client.responses.parse(model="tiny", input="?", text_format=Answer)
+    assert parsed.output_parsed == Answer(a=12)
+    assert served.script.requests[0].grammar is not None
+    response = create(served, text={"format": {"type": "json_schema", "name": "answer", "schema": SCHEMA}})
+    assert response.text.format.schema_ == SCHEMA
+    assert json.loads(response.output_text) == {"a": 12}
+
+
+def test_logprobs_are_included_on_request(scripted):
+    served = scripted(RESPONSE)
+    fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    entries = create(served, **fields).output[0].content[0].logprobs
+    assert "".join(entry.token for entry in entries) == RESPONSE
+    assert entries[0].top_logprobs[0].token == entries[0].token
+    deltas = [event for event in stream(served, **fields) if event.type == "response.output_text.delta"]
+    assert [entry.token for event in deltas for entry in event.logprobs] == [entry.token for entry in entries]
+    assert create(served).output[0].content[0].logprobs == []
+
+
+# Streams
+
+
+TEXT_EVENTS = [
+    "response.output_item.added",
+    "response.content_part.added",
+    "response.output_text.delta",
+    "response.output_text.done",
+    "response.content_part.done",
+    "response.output_item.done",
+]
+CALL_EVENTS = [
+    "response.output_item.added",
+    "response.function_call_arguments.delta",
+    "response.function_call_arguments.done",
+    "response.output_item.done",
+]
+REASONING_EVENTS = [name.replace("output_text", "reasoning_text") for name in TEXT_EVENTS]
+STREAMS = {
+    "text": (RESPONSE, {}, TEXT_EVENTS),
+    "limited": (RESPONSE, {"max_output_tokens": 3}, TEXT_EVENTS),
+    "empty": ("", {}, [name for name in TEXT_EVENTS if not name.endswith("delta")]),
+    "call": (CALL, {"tools": [TOOL]}, CALL_EVENTS),
+    "text and calls": (f"I look.\n{CALL}\n{CALL}", {"tools": [TOOL]}, [*TEXT_EVENTS, *CALL_EVENTS, *CALL_EVENTS]),
+    "text after a call": (f"{CALL}\nThat is it.", {"tools": [TOOL]}, [*CALL_EVENTS, *TEXT_EVENTS]),
+    "reasoning": (REASONED, {}, [*REASONING_EVENTS, *TEXT_EVENTS]),
+    "reasoning and call": (
+        REASONED.replace("A car.", CALL), {"tools": [TOOL]}, [*REASONING_EVENTS, *CALL_EVENTS]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_streamed_response_equals_plain(scripted, thinking, name):
+    completion, fields, expected = STREAMS[name]
+    served = (thinking if name.startswith("reasoning") else scripted)(completion)
+    events = stream(served, **fields)
+    plain, streamed = create(served, **fields), events[-1].response
+    assert comparable(streamed) == comparable(plain)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    types = [event.type for event in events]
+    assert types[:2] == ["response.created", "response.in_progress"]
+    assert types[-1] == f"response.{plain.status}"
+    middle = [kind for kind, before in zip(types[2:-1], types[1:], strict=False) if kind != before]
+    assert middle == expected
+    added = [event for event in events if event.type == "response.output_item.added"]
+    assert [event.output_index for event in added] == list(range(len(plain.output)))
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert [item.to_dict() for item in done] == [item.to_dict() for item in streamed.output]
+
+
+def test_stream_helper_collects_deltas(scripted):
+    with (
+        scripted(f"I look.\n{CALL}").server.openai() as client,
+        client.responses.stream(model="tiny", input="Hello", tools=[TOOL]) as events,
+    ):
+        *_, text = [event.snapshot for event in events if event.type == "response.output_text.delta"]
+        final = events.get_final_response()
+    assert text == final.output_text == "I look."
+    assert json.loads(final.output[1].arguments) == {"city": "Rome"}
+
+
+def test_events_have_names_and_end_with_done(scripted):
+    text = "one\u2028two\x85three"
+    response = post(scripted(text), input="Hello", stream=True)
+    *events, done, end = response.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    assert response.headers["content-type"].startswith("text/event-stream")
+    for event in events:
+        name, data = event.split("\n")
+        assert name == f"event: {json.loads(data.removeprefix('data: '))['type']}"
+    assert json.loads(events[-1].partition("data: ")[2])["response"]["output"][0]["content"][0]["text"] == text
+
+
+def test_error_within_a_stream_reaches_the_client(scripted):
+    served = scripted(RESPONSE * 50, delay=0.01)
+    with served.server.openai() as client, client.responses.create(model="tiny", input="?", stream=True) as events:
+        for event in events:
+            if event.type == "response.output_text.delta":
+                break
+        served.engine.close()
+        with pytest.raises(openai.APIError) as caught:
+            list(events)
+    assert caught.value.code == "engine_closed"
+
+
+def test_events_after_an_error_report_the_failed_response(scripted):
+    served = scripted(RESPONSE * 50, delay=0.01, settings={"request_timeout": 600})
+    body = {"input": "Hello", "stream": True}
+    with served.server.http() as client, client.stream("POST", "/v1/responses", json=body) as response:
+        lines = response.iter_lines()
+        assert next(lines) == "event: response.created"
+        served.server.loop.skip(600)
+        *_, error, failed = (json.loads(line[6:]) for line in lines if line.startswith("data: {"))
+    assert (error["type"], error["code"], error["error"]["code"]) == ("error", *["deadline_exceeded"] * 2)
+    assert error["message"] == error["error"]["message"]
+    assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
+    assert failed["response"]["error"] == {"code": "server_error", "message": error["message"]}
+    assert failed["response"]["output"][0]["status"] == "incomplete"
+    assert failed["sequence_number"] == error["sequence_number"] + 1
+
+
+def test_closing_a_stream_cancels_the_response(scripted):
+    served = scripted(RESPONSE * 50, delay=0.01)
+    with served.server.openai() as client, client.responses.create(model="tiny", input="?", stream=True) as events:
+        next(iter(events))
+        assert served.script.running == 1
+    until(lambda: served.script.running == 0)
+
+
+# One pipeline: the decoder receives what it receives for a chat completion
+
+
+def user(*parts):
+    return {"role": "user", "content": list(parts)}
+
+
+def call_item(call_id="call_1", city="Rome"):
+    return {"type": "function_call", "call_id": call_id, "name": "weather", "arguments": json.dumps({"city": city})}
+
+
+def output_item(output, call_id="call_1"):
+    return {"type": "function_call_output", "call_id": call_id, "output": output}
+
+
+def tool_call(call_id="call_1", city="Rome"):
+    function = {"name": "weather", "arguments": json.dumps({"city": city})}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+TEXT = {"type": "text", "text": "What is this?"}
+INPUT_TEXT = {"type": "input_text", "text": "What is this?"}
+SMALL = {"min_pixels": 28 * 28, "max_pixels": 56 * 56}
+SAME = {
+    "text": ("Hello", [{"role": "user", "content": "Hello"}]),
+    "parts": ([user(INPUT_TEXT, INPUT_TEXT)], [user(TEXT, TEXT)]),
+    "image": (
+        [user({"type": "input_image", "image_url": IMAGE, "detail": "low"}, INPUT_TEXT)],
+        [user({"type": "image_url", "image_url": {"url": IMAGE, "detail": "low"}}, TEXT)],
+    ),
+    "image with options": (
+        [user({"type": "input_image", "image_url": {"url": IMAGE, **SMALL}, "detail": "original"}, INPUT_TEXT)],
+        [user({"type": "image_url", "image_url": {"url": IMAGE, **SMALL, "detail": "high"}}, TEXT)],
+    ),
+    "video": (
+        [user({"type": "input_video", "video_url": VIDEO}, INPUT_TEXT)],
+        [user({"type": "video_url", "video_url": {"url": VIDEO}}, TEXT)],
+    ),
+    "video with options": (
+        [user(INPUT_TEXT, {"type": "input_video", "video_url": {"url": [IMAGE, IMAGE], "max_pixels": 168 * 168}})],
+        [user(TEXT, {"type": "video_url", "video_url": {"url": [IMAGE, IMAGE], "max_pixels": 168 * 168}})],
+    ),
+    "files": (
+        [user({"type": "input_file", "file_data": IMAGE}, {"type": "input_file", "file_data": VIDEO})],
+        [user({"type": "image_url", "image_url": {"url": IMAGE}}, {"type": "video_url", "video_url": {"url": VIDEO}})],
+    ),
+    "conversation": (
+        [
+            {"type": "message", "role": "system", "content": "Be brief."},
+            {"role": "developer", "content": [INPUT_TEXT]},
+            user(INPUT_TEXT),
+            {
+                "id": "msg_1",
+                "type": "message",
+                "role": "assistant",
+                "status": "completed",
+                "phase": "final_answer",
+                "content": [
+                    {"type": "output_text", "text": "A ", "annotations": []},
+                    {"type": "output_text", "text": "circle."},
+                ],
+            },
+            {"role": "user", "content": "And?"},
+        ],
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "developer", "content": "What is this?"},
+            user(TEXT),
+            {"role": "assistant", "content": "A circle."},
+            {"role": "user", "content": "And?"},
+        ],
+    ),
+    "calls": (
+        [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": "I look."},
+            call_item("call_1", "Rome"),
+            call_item("call_2", "Oslo"),
+            output_item("Sunny.", "call_1"),
+            output_item([INPUT_TEXT, {"type": "input_image", "image_url": IMAGE}], "call_2"),
+            call_item("call_3", "Bonn"),
+            output_item("Rain.", "call_3"),
+        ],
+        [
+            {"role": "user", "content": "?"},
+            {
+                "role": "assistant",
+                "content": "I look.",
+                "tool_calls": [tool_call("call_1", "Rome"), tool_call("call_2", "Oslo")],
+            },
+            {"role": "tool", "tool_call_id": "call_1", "content": "Sunny."},
+            {
+                "role": "tool",
+                "tool_call_id": "call_2",
+                "content": [TEXT, {"type": "image_url", "image_url": {"url": IMAGE}}],
+            },
+            {"role": "assistant", "tool_calls": [tool_call("call_3", "Bonn")]},
+            {"role": "tool", "tool_call_id": "call_3", "content": "Rain."},
+        ],
+    ),
+}
+
+CALLS_TEMPLATE = (
+    TEMPLATE.partition("{% if enable_thinking")[0]
+    .replace("{{ message['content'] }}", "{{ message['content'] }}{{ message['tool_calls'] }}{{ message['name'] }}")
+    .replace("<|im_start|>assistant\n", "<|im_start|>assistant\n{{ tools }}")
+)
+
+
+def assert_same_decode_requests(served, given, messages, fields=None, chat_fields=None):
+    create(served, given, **(fields or {}))
+    with served.server.openai() as client:
+        client.chat.completions.create(model="tiny", messages=messages, **(chat_fields or {}))
+    ours, chat = served.script.requests
+    assert ours.token_ids.tolist() == chat.token_ids.tolist()
+    assert ours.sampling == chat.sampling
+    assert [(span.start, span.row, span.length) for span in ours.spans] == [
+        (span.start, span.row, span.length) for span in chat.spans
+    ]
+    assert [span.tokens.digest for span in ours.spans] == [span.tokens.digest for span in chat.spans]
+    assert (ours.grammar is None, ours.cache_salt) == (chat.grammar is None, chat.cache_salt)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_input_gives_the_prompt_of_a_chat_request(scripted, name):
+    assert_same_decode_requests(scripted(RESPONSE), *SAME[name])
+
+
+def test_fields_give_the_sampling_of_a_chat_request(scripted):
+    shared = {"temperature": 0.5, "top_p": 0.5}
+    extra = {"frequency_penalty": 1, "top_k": 5, "seed": 7, "logit_bias": {"5": 1}, "repetition_penalty": 1.5}
+    assert_same_decode_requests(
+        scripted("One, two, three."),
+        "Hello",
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
+        {**shared, "instructions": "Be brief.", "max_output_tokens": 40, "extra_body": {**extra, "cache_salt": "x"}},
+        {**shared, "max_completion_tokens": 40, "extra_body": {**extra, "cache_salt": "x"}},
+    )
+
+
+def test_reasoning_and_tools_give_the_prompt_of_a_chat_request(scripted, tmp_path):
+    path = tmp_path / "calls.jinja"
+    path.write_text(CALLS_TEMPLATE)
+    served = scripted(RESPONSE, chat_template=path, supported_params=EVERYTHING)
+    reasoning = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Wheels."}]}
+    given = [
+        {"role": "user", "content": "?"},
+        {"type": "reasoning", "summary": [], "encrypted_content": "gAAA"},
+        reasoning,
+        {"role": "assistant", "content": "I look."},
+        call_item(),
+        output_item("Sunny."),
+        {**reasoning, "content": None, "summary": [{"type": "summary_text", "text": "Sun."}]},
+        call_item("call_2"),
+        output_item("Rain.", "call_2"),
+    ]
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "Wheels.", "tool_calls": [tool_call()]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "Sunny."},
+        {"role": "assistant", "content": "", "reasoning_content": "Sun.", "tool_calls": [tool_call("call_2")]},
+        {"role": "tool", "tool_call_id": "call_2", "content": "Rain."},
+    ]
+    assert_same_decode_requests(served, given, messages, {"tools": [TOOL]}, {"tools": [CHAT_TOOL]})
+
+
+# Stored responses
+
+
+def test_previous_response_gives_the_prompt_of_the_whole_conversation(scripted):
+    served = scripted("A circle.", CALL, "Sunny.", RESPONSE, RESPONSE)
+    image = {"type": "input_image", "image_url": IMAGE}
+    first = create(served, [user(image, INPUT_TEXT)], instructions="Be brief.")
+    second = create(served, "And?", previous_response_id=first.id, tools=[TOOL])
+    output = output_item("Sun.", second.output[0].call_id)
+    third = create(served, [output], previous_response_id=second.id)
+    create(served, "Sure?", previous_response_id=third.id)
+    whole = [
+        user(image, INPUT_TEXT),
+        *first.output,
+        {"role": "user", "content": "And?"},
+        *second.output,
+        output,
+        *third.output,
+        {"role": "user", "content": "Sure?"},
+    ]
+    create(served, [item if isinstance(item, dict) else item.to_dict() for item in whole])
+    *_, continued, sent = served.script.requests
+    assert continued.token_ids.tolist() == sent.token_ids.tolist()
+    assert third.previous_response_id == second.id
+
+
+def test_stored_response_can_be_retrieved_and_deleted(scripted):
+    served = scripted(RESPONSE)
+    with served.server.openai() as client:
+        created = client.responses.create(model="tiny", input="Hello")
+        assert client.responses.retrieve(created.id).to_dict() == created.to_dict()
+        *_, last = client.responses.create(model="tiny", input="Hello", stream=True)
+        assert client.responses.retrieve(last.response.id).to_dict() == last.response.to_dict()
+        continued = client.responses.create(model="tiny", input="And?", previous_response_id=created.id)
+        client.responses.delete(created.id)
+        for request in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+            with pytest.raises(openai.NotFoundError) as caught:
+                request(created.id)
+            assert caught.value.code == "response_not_found"
+        # Responses that continue a deleted one keep its items.
+        again = client.responses.create(model="tiny", input="Why?", previous_response_id=continued.id)
+        assert again.usage.input_tokens > continued.usage.total_tokens
+
+
+def test_response_is_not_stored_on_request(scripted):
+    served = scripted(RESPONSE)
+    response = create(served, store=False)
+    assert response.store is False
+    for previous in (response.id, "resp_unknown", "x" * 200):
+        with pytest.raises(openai.BadRequestError) as caught:
+            create(served, previous_response_id=previous)
+        assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
+        assert len(caught.value.message) < 400
+
+
+def test_store_can_be_disabled(scripted):
+    served = scripted(RESPONSE, settings={"max_stored_responses": 0})
+    response = create(served)
+    assert response.store is False
+    assert post(served, input="?", previous_response_id=response.id).status_code == 400
+
+
+def test_stored_responses_are_limited(scripted):
+    served = scripted(RESPONSE, settings={"max_stored_responses": 2})
+    first, second = create(served), create(served)
+    assert create(served, previous_response_id=second.id).store is True
+    assert post(served, input="?", previous_response_id=first.id).status_code == 400
+    assert create(served, previous_response_id=second.id).status == "completed"
+
+
+def test_security_28_keys_share_no_responses(scripted):
+    keys = {name: f"sk-{name}" for name in ("alice", "bob")}
+    settings = {"keys": ApiKeys(keys.values()), "share_media_between_keys": True}
+    server = scripted(RESPONSE, settings=settings).server
+    with server.http() as client:
+
+        def send(name, method, path="", **body):
+            headers = {"Authorization": f"Bearer {keys[name]}"}
+            options = {"json": body} if method == "POST" else {}
+            return client.request(method, f"/v1/responses{path}", headers=headers, **options)
+
+        response_id = send("alice", "POST", input="My secret").json()["id"]
+        unknown = f"/resp_{'0' * 48}"
+        for method, suffix in (("GET", ""), ("DELETE", ""), ("POST", "/cancel")):
+            other = send("bob", method, f"/{response_id}{suffix}")
+            assert other.status_code == 404
+            missing = send("bob", method, f"{unknown}{suffix}")
+            assert other.text.replace(response_id, unknown[1:]) == missing.text
+        other = send("bob", "POST", input="?", previous_response_id=response_id)
+        assert (other.status_code, other.json()["error"]["code"]) == (400, "previous_response_not_found")
+        assert client.get(f"/v1/responses/{response_id}").status_code == 401
+        assert send("alice", "GET", f"/{response_id}").status_code == 200
+        assert send("alice", "POST", input="?", previous_response_id=response_id).status_code == 200
+
+
+def test_responses_of_a_removed_key_are_deleted(scripted, tmp_path):
+    file, clock = tmp_path / "keys", ManualClock()
+    file.write_text("sk-old\nsk-kept\n")
+    settings = {"keys": ApiKeys.read([], file), "clock": clock}
+    with scripted(RESPONSE, settings=settings).server.http() as client:
+
+        def get(key, response_id=None):
+            headers = {"Authorization": f"Bearer {key}"}
+            if response_id is None:
+                return client.post("/v1/responses", json={"input": "Hello"}, headers=headers).json()["id"]
+            return client.get(f"/v1/responses/{response_id}", headers=headers).status_code
+
+        stored = {key: get(key) for key in ("sk-old", "sk-kept")}
+        assert [get(key, stored[key]) for key in stored] == [200, 200]
+        for keys, expected in (("sk-kept\n", [401, 200]), ("sk-old\nsk-kept\n", [404, 200])):
+            file.write_text(keys)
+            clock.advance(1)
+            assert [get(key, stored[key]) for key in stored] == expected
+
+
+def test_tokens_of_a_key_include_responses(scripted):
+    keys = ApiKeys(["sk-one"], limits=KeyLimits(tokens_per_minute=1))
+    with scripted(RESPONSE, settings={"keys": keys}).server.http() as client:
+        client.headers["Authorization"] = "Bearer sk-one"
+        statuses = [client.post("/v1/responses", json={"input": "Hello"}).status_code for _ in range(2)]
+        assert client.post("/v1/responses/compact", json={"input": "Hello", "model": "tiny"}).status_code == 429
+    assert statuses == [200, 429]
+
+
+def test_input_tokens_are_those_of_the_usage(scripted):
+    served = scripted(RESPONSE)
+    given = [user(INPUT_TEXT, {"type": "input_image", "image_url": IMAGE})]
+    first = create(served, given, instructions="Be brief.")
+    with served.server.openai() as client:
+        counted = client.responses.input_tokens.count(model="tiny", input=given, instructions="Be brief.")
+        later = client.responses.input_tokens.count(model="tiny", input="And?", previous_response_id=first.id)
+    assert counted.input_tokens == first.usage.input_tokens
+    assert later.input_tokens == create(served, "And?", previous_response_id=first.id).usage.input_tokens
+    assert len(served.script.requests) == 2
+
+
+# Truncation and compaction
+
+
+def test_truncation_drops_the_oldest_turns(scripted):
+    served = scripted(RESPONSE, max_model_len=150)
+    turns = [
+        item
+        for index in range(9)
+        for item in ({"role": "user", "content": f"Question {index}?"}, {"role": "assistant", "content": "Yes."})
+    ]
+    given = [*turns, {"role": "user", "content": "The last one?"}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        create(served, given, instructions="Be brief.")
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
+    response = create(served, given, instructions="Be brief.", truncation="auto", max_output_tokens=20)
+    assert response.truncation == "auto"
+    kept = response.usage.input_tokens
+    (request,) = served.script.requests
+    expected = next(
+        tokens
+        for dropped in range(0, 20, 2)
+        if (tokens := count(served, [{"role": "system", "content": "Be brief."}, *given[dropped:]])) + 20 <= 150
+    )
+    assert len(request.token_ids) == kept == expected
+    too_long = "word " * 150
+    with pytest.raises(openai.BadRequestError, match="context length"):
+        create(served, [*turns, {"role": "user", "content": too_long}], truncation="auto")
+
+
+def count(served, messages):
+    with served.server.http() as client:
+        response = client.post("/tokenize", json={"messages": messages})
+    return response.json()["count"] if response.status_code == 200 else 10**9
+
+
+def test_compacted_conversation_is_a_summary_for_later_requests(scripted):
+    served = scripted("The launch is on Tuesday.", RESPONSE)
+    with served.server.openai() as client:
+        compacted = client.responses.compact(model="tiny", input=[user(INPUT_TEXT), call_item(), output_item("Sun.")])
+    (item,) = compacted.output
+    assert (compacted.object, item.type) == ("response.compaction", "compaction")
+    assert compacted.usage.output_tokens > 0
+    create(served, [item.to_dict(), {"role": "user", "content": "When?"}])
+    summary = {"role": "system", "content": "Summary of the earlier conversation:\nThe launch is on Tuesday."}
+    assert len(served.script.requests[1].token_ids) == count(served, [summary, {"role": "user", "content": "When?"}])
+    bad = post(served, input=[{"type": "compaction", "encrypted_content": "gAAAAAB"}, {"role": "user", "content": "?"}])
+    assert bad.json()["error"]["param"] == "input[0].encrypted_content"
+
+
+# Errors
+
+
+def item(**fields):
+    return {"input": [{"role": "user", "content": "Hello"}, fields]}
+
+
+def part(**fields):
+    return {"input": [user(INPUT_TEXT, fields)]}
+
+
+BAD = {
+    "no input": ({"input": None}, "input"),
+    "no items": ({"input": []}, "input"),
+    "input is a number": ({"input": 1}, "input"),
+    "item is a string": ({"input": ["Hello"]}, "input[0]"),
+    "unknown item": (item(type="web_search_call"), "input[1].type"),
+    "reference to an item": (item(type="item_reference", id="msg_1"), "input[1].type"),
+    "no role": (item(content="Hello"), "input[1].role"),
+    "unknown role": (item(role="robot", content="Hello"), "input[1].role"),
+    "no content": (item(role="user"), "input[1].content"),
+    "empty content": (item(role="user", content=[]), "input[1].content"),
+    "lone surrogate": (r'{"input": "\ud83d"}', "input"),
+    "unknown part": (part(type="image_url", image_url={"url": IMAGE}), "input[0].content[1].type"),
+    "part without type": (part(text="Hello"), "input[0].content[1].type"),
+    "audio": (part(type="input_audio", input_audio={}), "input[0].content[1].type"),
+    "text without text": (part(type="input_text"), "input[0].content[1].text"),
+    "output text without text": (
+        item(role="assistant", content=[{"type": "output_text"}]), "input[1].content[0].text"
+    ),
+    "image without source": (part(type="input_image"), "input[0].content[1].image_url"),
+    "image is a number": (part(type="input_image", image_url=1), "input[0].content[1].image_url"),
+    "image is empty": (part(type="input_image", image_url=""), "input[0].content[1].image_url"),
+    "image is not base64": (part(type="input_image", image_url="data:image/png;base64,?"), "input[0].content[1]"),
+    "image is damaged": (part(type="input_image", image_url="data:image/png;base64,AAAA"), "input[0].content[1]"),
+    "image is a file here": (part(type="input_image", image_url="file:///etc/passwd"), "input[0].content[1]"),
+    "image of OpenAI's files": (part(type="input_image", file_id="file-1"), "input[0].content[1].file_id"),
+    "unknown detail": (part(type="input_image", image_url=IMAGE, detail="odd"), "input[0].content[1].detail"),
+    "image of the assistant": (
+        item(role="assistant", content=[{"type": "input_image", "image_url": IMAGE}]), "input[1].content[0]"
+    ),
+    "document": (part(type="input_file", file_data="data:application/pdf;base64,AA"), "input[0].content[1].file_data"),
+    "file without data": (part(type="input_file", filename="a.png"), "input[0].content[1].file_data"),
+    "call without id": (item(type="function_call", name="f", arguments="{}"), "input[1].call_id"),
+    "call without arguments": (item(type="function_call", name="f", call_id="c"), "input[1].arguments"),
+    "result of no call": (item(type="function_call_output", call_id="c", output="1"), "input[1].call_id"),
+    "result without output": (
+        {"input": [call_item(), {"type": "function_call_output", "call_id": "call_1"}]}, "input[1].output"
+    ),
+    "damaged image in a result": (
+        {"input": [call_item(), output_item([{"type": "input_image", "image_url": "data:image/png;base64,AAAA"}])]},
+        "input[1].output[0]",
+    ),
+    "background": ({"background": True}, "background"),
+    "conversation": ({"conversation": "conv_1"}, "conversation"),
+    "prompt": ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+    "service tier": ({"service_tier": "flex"}, "service_tier"),
+    "messages": ({"messages": []}, "messages"),
+    "max_tokens": ({"max_tokens": 5}, "max_tokens"),
+    "response_format": ({"response_format": {"type": "text"}}, "response_format"),
+    "a chat template": ({"chat_template": "x"}, "chat_template"),
+    "max_output_tokens zero": ({"max_output_tokens": 0}, "max_output_tokens"),
+    "max_output_tokens beyond the context": ({"max_output_tokens": 100_000}, "max_output_tokens"),
+    "temperature too high": ({"temperature": 3}, "temperature"),
+    "temperature a string": ({"temperature": "1"}, "temperature"),
+    "top_logprobs too many": ({"top_logprobs": 21}, "top_logprobs"),
+    "unknown model": ({"model": "gpt-5"}, "model"),
+    "unknown include": ({"include": ["everything"]}, "include[0]"),
+    "verbosity": ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    "unknown format": ({"text": {"format": {"type": "regex"}}}, "text.format.type"),
+    "format without name": ({"text": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "text.format.name"),
+    "format without schema": ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
+    "invalid schema": (
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "odd"}}}}, "text.format.schema"
+    ),
+    "hosted tool": ({"tools": [TOOL, {"type": "web_search"}]}, "tools[1].type"),
+    "tool without name": ({"tools": [{"type": "function"}]}, "tools[0].name"),
+    "tool twice": ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+    "parameters are not an object": ({"tools": [{**TOOL, "parameters": {"type": "array"}}]}, "tools[0].parameters"),
+    "parameters are a list": ({"tools": [{**TOOL, "parameters": []}]}, "tools[0].parameters"),
+    "choice without tools": ({"tool_choice": "required"}, "tool_choice"),
+    "choice of an unknown tool": (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"
+    ),
+    "choice without name": ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.name"),
+    "choice of a hosted tool": ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+    "unknown allowed tool": (
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": [{"type": "function", "name": "g"}]}},
+        "tool_choice.tools[0].name",
+    ),
+    "effort": ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
+    "unknown effort": ({"reasoning": {"effort": "odd"}}, "reasoning.effort"),
+    "summary": ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+    "detailed summary": ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+    "too much metadata": ({"metadata": {str(index): "" for index in range(17)}}, "metadata"),
+    "metadata is a number": ({"metadata": {"a": 1}}, "metadata.a"),
+    "stream options without stream": ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
+    "obfuscation": (
+        {"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"
+    ),
+    "odd truncation": ({"truncation": "middle"}, "truncation"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_checkpoint):
+    options = {"served_model_name": "tiny", "max_model_len": 512, "allow_remote_media": False}
+    with scripted_engine(RESPONSE, model=str(tiny_checkpoint), **options) as engine, serving(engine) as server:
+        yield server
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_request_names_the_field(shared, name):
+    fields, param = BAD[name]
+    with shared.http() as client:
+        content = fields if isinstance(fields, str) else json.dumps({"model": "tiny", "input": "Hello"} | fields)
+        response = client.post("/v1/responses", content=content)
+    error = response.json()["error"]
+    assert response.status_code == (404 if param == "model" else 400), error
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param, error["message"]
+    assert "messages[" not in error["message"]
+
+
+def test_neutral_values_are_accepted(shared):
+    with shared.http() as client:
+        body = {
+            "input": "Hello",
+            "background": False,
+            "context_management": [],
+            "conversation": None,
+            "include": ["reasoning.encrypted_content", "file_search_call.results"],
+            "max_tool_calls": 3,
+            "parallel_tool_calls": True,
+            "prompt_cache_key": "x",
+            "prompt_cache_retention": "24h",
+            "reasoning": {},
+            "service_tier": "auto",
+            "stream_options": None,
+            "text": {"format": {"type": "text"}, "verbosity": "medium"},
+            "tool_choice": "auto",
+            "tools": [],
+            "truncation": "disabled",
+            "user": "someone",
+            "an_unknown_field": 1,
+        }
+        response = client.post("/v1/responses", json=body)
+    assert response.status_code == 200, response.text
+    assert response.json()["output"][0]["content"][0]["text"] == RESPONSE
+
+
+def test_routes_reject_what_they_do_not_support(shared):
+    with shared.http() as client:
+        created = client.post("/v1/responses", json={"input": "Hello"}).json()
+        path = f"/v1/responses/{created['id']}"
+        canceled, replayed = client.post(f"{path}/cancel"), client.get(path, params={"stream": "true"})
+        missing = client.post("/v1/responses/compact", json={"input": "Hello"})
+        handshake = client.get("/v1/responses", headers={"Connection": "Upgrade", "Upgrade": "websocket"})
+        empty = client.post("/v1/responses/compact", json={"model": "tiny"})
+    assert (canceled.status_code, replayed.status_code) == (400, 400)
+    assert "synchronous" in canceled.json()["error"]["message"]
+    assert replayed.json()["error"]["param"] == "stream"
+    assert handshake.status_code == 405
+    assert handshake.json()["error"]["message"] == "This URL supports POST only."
+    assert (missing.json()["error"]["param"], empty.json()["error"]["param"]) == ("model", "input")
