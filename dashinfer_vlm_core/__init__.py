@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .engine import ChatEngine, Engine, EngineStatus
     from .errors import DashInferVLMError, EngineError, MediaError, RequestError, SetupError
     from .hookspecs import hookimpl
+    from .models.coordinates import ImageCoordinates
     from .offline import VLM, SamplingParams
     from .protocol import ChatRequest
 
@@ -24,6 +25,7 @@ __all__ = [
     "EngineConfig",
     "EngineError",
     "EngineStatus",
+    "ImageCoordinates",
     "MediaError",
     "RequestError",
     "SamplingParams",
@@ -38,6 +40,7 @@ _MODULES = {
     "engine": ("ChatEngine", "Engine", "EngineStatus"),
     "errors": ("DashInferVLMError", "EngineError", "MediaError", "RequestError", "SetupError"),
     "hookspecs": ("hookimpl",),
+    "models.coordinates": ("ImageCoordinates",),
     "offline": ("VLM", "SamplingParams"),
     "protocol": ("ChatRequest",),
 }

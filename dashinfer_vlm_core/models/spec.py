@@ -8,6 +8,7 @@ from typing import Literal
 
 from ..media.frame_sampling import VideoSamplingPolicy
 from ..tokenization.conversation import ConversationFormat
+from .coordinates import CoordinateSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,6 +200,7 @@ class ModelSpec:
         profile: its capabilities, which the adapters report.
         tensor_renames: pairs of a regular expression and its replacement, applied in this order, that map the stored
             tensor names to those that the family and `text.weights` use.
+        coordinates: how it writes positions in images; None if that is not known.
     """
 
     folder: Path
@@ -212,6 +214,7 @@ class ModelSpec:
     conversation: ConversationFormat
     profile: Profile
     tensor_renames: tuple[tuple[str, str], ...] = ()
+    coordinates: CoordinateSpec | None = None
 
     @property
     def vocab_size(self) -> int:

@@ -11,11 +11,26 @@ from pydantic import AfterValidator, Field, InstanceOf, Strict, Tag, ValidationE
 
 from ..errors import InvalidParameter, RequestError, UnsupportedParameter
 from .base import LARGEST, STRING_OR_ARRAY, Count, Label, Name, RequestModel, Text, encodable
-from .fields import REJECTED_FIELDS
+from .fields import IGNORED_FIELDS, REJECTED_FIELDS
 from .messages import MediaPart, Message
 from .options import MediaIO, MediaOptions, ProcessorOptions
-from .output import NamedTool, ResponseFormat, Tool, ToolChoice, Tools, find_tool_conflicts
+from .output import (
+    Choices,
+    GuidedSchema,
+    NamedTool,
+    OutputConstraint,
+    Pattern,
+    ResponseFormat,
+    StructuredOutputs,
+    Tool,
+    ToolChoice,
+    Tools,
+    find_output_conflicts,
+    find_tool_conflicts,
+    guided_constraints,
+)
 from .sampling import GREEDY_BELOW, Sampling
+from .unknown_fields import handle_unknown_fields
 from .validation_errors import explain, show
 
 DEFAULT_MODEL = "model"
@@ -49,8 +64,10 @@ class ChatRequest(RequestModel):
 
     In addition to OpenAI's fields, it has fields that are common in inference servers: `top_k`, `repetition_penalty`,
     `min_tokens`, `ignore_eos`, `stop_token_ids`, options for all media (module `options`), and `cache_salt`: cache
-    entries are shared only between requests with the same salt, and `chat_template_kwargs`: variables of the chat
-    template, such as `enable_thinking`. The module `fields` lists ignored and rejected fields.
+    entries are shared only between requests with the same salt, `chat_template_kwargs`: variables of the chat
+    template, such as `enable_thinking`, and `coordinates`: whether positions in images are those that the model writes,
+    or pixels of the original image. `structured_outputs` and its older spellings `guided_json`, `guided_regex` and
+    `guided_choice` are vLLM's. The module `fields` lists ignored and rejected fields.
     """
 
     messages: Annotated[
@@ -79,6 +96,11 @@ class ChatRequest(RequestModel):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] = 1
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: GuidedSchema | None = None
+    guided_regex: Pattern | None = None
+    guided_choice: Choices | None = None
+    coordinates: Literal["model", "original"] = "model"
     tools: Tools = ()
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -114,6 +136,10 @@ class ChatRequest(RequestModel):
             value = given.get(name)
             if value is not None and not any(type(value) is type(other) and value == other for other in neutral):
                 raise UnsupportedParameter(f"`{name}` is not supported, got {show(value)}. {next_step}", param=name)
+        known = cls.model_fields.keys() | REJECTED_FIELDS.keys() | IGNORED_FIELDS
+        unknown = [name for name, value in given.items() if value is not None and name not in known]
+        if unknown:
+            handle_unknown_fields(unknown, cls.model_fields)
         return data
 
     @model_validator(mode="after")
@@ -127,8 +153,15 @@ class ChatRequest(RequestModel):
     def _find_conflicts(self) -> Iterator[RequestError]:
         yield from self._media_options.find_conflicts()
         yield from find_tool_conflicts(self.tools, self.tool_choice, self.parallel_tool_calls)
-        if self.response_format:
-            yield from self.response_format.find_conflicts()
+        for output in filter(None, (self.response_format, self.structured_outputs)):
+            yield from output.find_conflicts()
+        yield from find_output_conflicts(self._output_constraints())
+        if self.coordinates == "original" and self.logprobs:
+            yield InvalidParameter(
+                '`logprobs` cannot be combined with `coordinates` "original": the text is not that of the tokens.'
+                " Remove one of them.",
+                param="logprobs",
+            )
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             yield InvalidParameter(
                 "`max_tokens` and `max_completion_tokens` are synonyms but have different values. Pass one of them.",
@@ -173,6 +206,18 @@ class ChatRequest(RequestModel):
     def stop_strings(self) -> tuple[str, ...]:
         """Strings that end the completion and are not part of it; none is empty."""
         return (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+
+    @property
+    def output_constraint(self) -> OutputConstraint | None:
+        """What the content of the completion has to be; None if it is unconstrained."""
+        return next(self._output_constraints(), None)
+
+    def _output_constraints(self) -> Iterator[OutputConstraint]:
+        for output in filter(None, (self.response_format, self.structured_outputs)):
+            yield from output.constraints()
+        yield from guided_constraints(
+            "guided_", json_schema=self.guided_json, regex=self.guided_regex, choices=self.guided_choice
+        )
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
