@@ -4,19 +4,22 @@ import { health, key, model } from "./api.js";
 import { copy, openCode, showCode, urlInCode } from "./code.js";
 import { Exchange } from "./conversation.js";
 import { announce, byId, closable, counted } from "./dom.js";
+import { openHistory, save } from "./history.js";
 import { Attachment, openFrames, tile } from "./media.js";
-import { invalidField, openSettings, options, systemMessages } from "./settings.js";
+import { invalidField, openSettings, options, showServerError, systemMessages } from "./settings.js";
 
 const promptInput = byId("prompt");
 const conversation = byId("conversation");
 let exchanges = [];
 let attachments = [];
+let conversationId = newId();
 let modelName = "";
 
 // Requests
 
 function buildRequest(exchange, earlier, urlOf) {
-  const messages = [...systemMessages(), ...earlier.flatMap((other) => other.history(urlOf)), exchange.message(urlOf)];
+  const history = earlier.flatMap((other) => other.history(urlOf));
+  const messages = [...systemMessages(), ...history, ...exchange.messages(urlOf)];
   return { model: modelName || "model", messages, ...options() };
 }
 
@@ -32,13 +35,26 @@ function submit(event) {
   }
   if (!checkSettings()) return;
   const exchange = new Exchange({ text, attachments });
-  addListeners(exchange);
-  exchanges.push(exchange);
-  byId("exchanges").append(exchange.element);
   promptInput.value = "";
   resizePrompt();
   setAttachments([]);
+  append(exchange);
   start(exchange);
+}
+
+function append(exchange) {
+  addListeners(exchange);
+  exchanges.push(exchange);
+  byId("exchanges").append(exchange.element);
+}
+
+/** Send the results of the tool calls of the last response. */
+function sendResults({ detail: results }) {
+  if (running() || !checkSettings()) return;
+  const exchange = new Exchange({ results });
+  append(exchange);
+  start(exchange);
+  promptInput.focus();
 }
 
 function start(exchange) {
@@ -50,14 +66,19 @@ function start(exchange) {
 
 function addListeners(exchange) {
   const on = (name, action) => exchange.addEventListener(name, action);
-  on("state", updateState);
+  on("state", () => {
+    updateState();
+    if (exchange.state === "failed") showServerError(exchange.error);
+    if (exchanges.includes(exchange)) keepConversation();
+  });
+  on("results", sendResults);
   on("update", followResponse);
   on("copy", async () => {
     await copy(exchange.response, byId("announcer"), exchange.body);
   });
   on("regenerate", () => checkSettings() && (start(exchange), promptInput.focus()));
   on("edit", () => edit(exchange));
-  on("code", () => showCode(exchange.code));
+  on("code", () => showCode((exchange.code ??= buildRequest(exchange, previousExchanges(exchange), urlInCode))));
 }
 
 function edit(exchange) {
@@ -104,12 +125,53 @@ function followResponse() {
 }
 
 function newChat() {
+  showConversation({ id: newId(), exchanges: [] });
+  announce("New conversation.");
+  promptInput.focus();
+}
+
+// Stored conversations
+
+function newId() {
+  return `${Date.now().toString(36)}-${Math.random().toString(36).slice(2)}`;
+}
+
+/** Store the conversation as it is now. */
+function keepConversation() {
+  if (!exchanges.length) return;
+  save({
+    id: conversationId,
+    title: titleOf(exchanges[0]),
+    updated: Date.now(),
+    exchanges: exchanges.map((exchange) => exchange.record()),
+  });
+}
+
+function titleOf({ text, attachments: media }) {
+  const title = text || media.map(({ name }) => name).join(", ");
+  return title.length > 80 ? `${title.slice(0, 79)}…` : title;
+}
+
+function showConversation({ id, exchanges: shown }) {
+  keepConversation();
   stop();
   exchanges = [];
   byId("exchanges").replaceChildren();
+  conversationId = id;
+  shown.forEach(append);
   updateState();
-  announce("New conversation.");
+}
+
+function openStored({ id, exchanges: records }) {
+  showConversation({ id, exchanges: records.map(Exchange.fromRecord) });
+  conversation.scrollTop = conversation.scrollHeight;
+  announce("The stored conversation is shown.");
   promptInput.focus();
+}
+
+/** A deleted conversation that is shown is stored again only if it is continued, under another id. */
+function forget(id) {
+  if (id === null || id === conversationId) conversationId = newId();
 }
 
 // Images and videos
@@ -274,6 +336,7 @@ function draftRequest() {
 openSettings();
 openFrames();
 openCode();
+openHistory({ onopen: openStored, onremove: forget });
 listenToUrlDialog();
 listenToToolbar();
 listenToComposer();
