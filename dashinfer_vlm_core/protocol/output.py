@@ -19,7 +19,7 @@ MAX_TOOLS = 128
 MAX_SCHEMA_BYTES = 64 * 1024
 MAX_SCHEMA_DEPTH = 32
 MAX_CHOICES = 1024
-MAX_PATTERN_CHARACTERS = 1024
+MAX_GUIDED_CHARACTERS = 1024
 
 
 def _check_size(schema: dict[str, Any]) -> dict[str, Any]:
@@ -64,14 +64,18 @@ def _identifier(name: str) -> str:
 
 _Identifier: TypeAlias = Annotated[str, AfterValidator(_identifier)]
 JsonSchema: TypeAlias = Annotated[dict[str, Any], AfterValidator(_check_size)]
-
-
-GuidedSchema: TypeAlias = Annotated[dict[str, Any], BeforeValidator(_parse_schema), AfterValidator(_check_size)]
-Pattern: TypeAlias = Annotated[
-    str, Field(min_length=1, max_length=MAX_PATTERN_CHARACTERS), AfterValidator(encodable)
+GuidedSchema: TypeAlias = Annotated[
+    dict[str, Any],
+    BeforeValidator(_parse_schema, json_schema_input_type=dict[str, Any] | str),
+    AfterValidator(_check_size),
 ]
-Choices: TypeAlias = Annotated[
-    tuple[Pattern, ...], Strict(False), Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)
+"""A schema, or its text."""
+
+GuidedText: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_GUIDED_CHARACTERS), AfterValidator(encodable)]
+"""A regular expression, or a text to choose."""
+
+GuidedTexts: TypeAlias = Annotated[
+    tuple[GuidedText, ...], Strict(False), Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)
 ]
 
 
@@ -131,8 +135,8 @@ class StructuredOutputs(ClosedModel):
     """vLLM's `structured_outputs`: one of `json`, `regex`, `choice` and `json_object`, and options."""
 
     json_schema: GuidedSchema | None = Field(None, alias="json")
-    regex: Pattern | None = None
-    choice: Choices | None = None
+    regex: GuidedText | None = None
+    choice: GuidedTexts | None = None
     json_object: bool = False
     grammar: Any = None
     structural_tag: Any = None

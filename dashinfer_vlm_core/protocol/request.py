@@ -15,11 +15,11 @@ from .fields import IGNORED_FIELDS, REJECTED_FIELDS
 from .messages import MediaPart, Message
 from .options import MediaIO, MediaOptions, ProcessorOptions
 from .output import (
-    Choices,
     GuidedSchema,
+    GuidedText,
+    GuidedTexts,
     NamedTool,
     OutputConstraint,
-    Pattern,
     ResponseFormat,
     StructuredOutputs,
     Tool,
@@ -98,8 +98,8 @@ class ChatRequest(RequestModel):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: GuidedSchema | None = None
-    guided_regex: Pattern | None = None
-    guided_choice: Choices | None = None
+    guided_regex: GuidedText | None = None
+    guided_choice: GuidedTexts | None = None
     coordinates: Literal["model", "original"] = "model"
     tools: Tools = ()
     tool_choice: ToolChoice | None = None
@@ -153,8 +153,10 @@ class ChatRequest(RequestModel):
     def _find_conflicts(self) -> Iterator[RequestError]:
         yield from self._media_options.find_conflicts()
         yield from find_tool_conflicts(self.tools, self.tool_choice, self.parallel_tool_calls)
-        for output in filter(None, (self.response_format, self.structured_outputs)):
-            yield from output.find_conflicts()
+        if self.response_format:
+            yield from self.response_format.find_conflicts()
+        if self.structured_outputs:
+            yield from self.structured_outputs.find_conflicts()
         yield from find_output_conflicts(self._output_constraints())
         if self.coordinates == "original" and self.logprobs:
             yield InvalidParameter(
@@ -213,8 +215,10 @@ class ChatRequest(RequestModel):
         return next(self._output_constraints(), None)
 
     def _output_constraints(self) -> Iterator[OutputConstraint]:
-        for output in filter(None, (self.response_format, self.structured_outputs)):
-            yield from output.constraints()
+        if self.response_format:
+            yield from self.response_format.constraints()
+        if self.structured_outputs:
+            yield from self.structured_outputs.constraints()
         yield from guided_constraints(
             "guided_", json_schema=self.guided_json, regex=self.guided_regex, choices=self.guided_choice
         )

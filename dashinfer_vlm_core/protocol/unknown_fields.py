@@ -79,7 +79,7 @@ class _SpellingIndex:
         self._near = {variant: name for name in known for variant in _without_a_letter(_letters(name))}
 
     def find(self, name: str) -> str | None:
-        if len(name) > MAX_CHECKED_CHARACTERS:
+        if len(name) > MAX_CHECKED_CHARACTERS or not (name.isascii() and name.isprintable()):
             return None
         letters = _letters(name)
         if letters in self._exact or len(letters) < MIN_LETTERS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from contextlib import contextmanager
 
@@ -225,8 +226,10 @@ def test_prompt_has_coordinates_of_the_model(tiny_checkpoint):
     with scripted(tiny_checkpoint, "Yes.") as (engine, script):
         engine.chat(body)
         engine.chat({**body, "coordinates": "model"})
-        converted, unchanged = (engine.detokenize(item.token_ids.tolist()) for item in script.requests)
-        assert engine.tokenize(body) == script.requests[0].token_ids.tolist()
+        converted, unchanged = (
+            asyncio.run(engine.adecode(item.token_ids.tolist())) for item in script.requests
+        )
+        assert asyncio.run(engine.atokenize(body)) == script.requests[0].token_ids.tolist()
         assert engine.preview(body).prompt_tokens == len(script.requests[0].token_ids)
     for text in ("(100,200),(500,1000)?", "A star(500,500)", "[500, 500]", '{"point": [1000, 1000]}', "Write (150,100)."):
         assert text in converted

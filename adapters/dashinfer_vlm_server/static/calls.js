@@ -10,7 +10,7 @@ export class ToolCalls {
     this.draw();
   }
 
-  /** Add the `tool_calls` of a chunk's delta: the first one of a call has its name, all have a piece of its arguments. */
+  /** Add the `tool_calls` of a delta: the first one of a call has its name, all have a piece of its arguments. */
   add(deltas) {
     for (const { index, id, function: { name, arguments: piece } = {} } of deltas) {
       this.calls[index] ??= { id: "", name: "", arguments: "" };
@@ -49,7 +49,8 @@ export class ToolCalls {
 
   /** A form for the results of the calls; `onresults` receives `[{ id, name, content }]`. */
   form(onresults) {
-    const fields = this.calls.map(() => element("textarea", { class: "code", rows: 2, required: true, spellcheck: "false" }));
+    const properties = { class: "code", rows: 2, required: true, spellcheck: "false" };
+    const fields = this.calls.map(() => element("textarea", properties));
     const labels = this.calls.map(({ name }, index) =>
       element("label", { class: "field" }, `Result of ${name}`, fields[index]),
     );
@@ -58,12 +59,18 @@ export class ToolCalls {
       onresults(this.calls.map(({ id, name }, index) => ({ id, name, content: fields[index].value })));
     };
     const send = element("button", { type: "submit", class: "primary" }, "Send results");
-    return element("form", { class: "results last-only", "aria-label": "Results of the tool calls", onsubmit }, ...labels, send);
+    const form = { class: "results last-only", "aria-label": "Results of the tool calls", onsubmit };
+    return element("form", form, ...labels, send);
   }
 }
 
 const head = (kind, name) =>
-  element("p", { class: "call-head" }, element("span", { class: "note" }, kind), element("code", { class: "call-name" }, name));
+  element(
+    "p",
+    { class: "call-head" },
+    element("span", { class: "note" }, kind),
+    element("code", { class: "call-name" }, name),
+  );
 
 const callItem = () =>
   element(

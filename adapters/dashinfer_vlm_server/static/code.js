@@ -1,5 +1,5 @@
-// Generates runnable code for a request: curl, the openai client, and LangChain, for chat completions and responses. Files are read by name, and the API
-// key from the environment.
+// Generates runnable code for a request: curl, the openai client, and LangChain, for chat completions
+// and responses. Files are read by name, and the API key from the environment.
 
 import { baseUrl, key } from "./api.js";
 import { byId, closable, counted, element } from "./dom.js";

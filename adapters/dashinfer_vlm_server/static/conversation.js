@@ -50,8 +50,7 @@ export class Exchange extends EventTarget {
 
   /** The prompt as messages; `urlOf` returns the URL to use for an attachment. */
   messages(urlOf = (attachment) => attachment.url) {
-    if (this.results)
-      return this.results.map(({ id, content }) => ({ role: "tool", tool_call_id: id, content }));
+    if (this.results) return this.results.map(({ id, content }) => ({ role: "tool", tool_call_id: id, content }));
     if (!this.attachments.length) return [{ role: "user", content: this.text }];
     const parts = this.attachments.map((attachment) => attachment.part(urlOf(attachment)));
     return [{ role: "user", content: this.text ? [...parts, { type: "text", text: this.text }] : parts }];
@@ -140,9 +139,8 @@ export class Exchange extends EventTarget {
     this.state = state;
     this.container.dataset.state = state;
     this.container.setAttribute("aria-busy", String(state === "running"));
-    this.footer.replaceChildren(
-      ...(state === "running" ? [] : [...this.#resultForm(), ...notes(this), ...statistics(this.timings), this.#actions()]),
-    );
+    const parts = () => [...this.#resultForm(), ...notes(this), ...statistics(this.timings), this.#actions()];
+    this.footer.replaceChildren(...(state === "running" ? [] : parts()));
     this.#draw();
     this.dispatchEvent(new Event("state"));
   }
@@ -167,7 +165,9 @@ export class Exchange extends EventTarget {
       { class: "actions" },
       this.response ? button("Copy", dispatch("copy"), { class: "quiet" }) : null,
       button("Regenerate", dispatch("regenerate"), { class: "quiet last-only" }),
-      this.results ? null : button("Edit", dispatch("edit"), { class: "quiet last-only", "aria-label": "Edit the prompt" }),
+      this.results
+        ? null
+        : button("Edit", dispatch("edit"), { class: "quiet last-only", "aria-label": "Edit the prompt" }),
       button("Code", dispatch("code"), { class: "quiet", "aria-label": "Code for this request" }),
     );
   }

@@ -24,6 +24,7 @@ function buildRequest(exchange, earlier, urlOf) {
 }
 
 const previousExchanges = (exchange) => exchanges.slice(0, exchanges.indexOf(exchange));
+const codeRequest = (exchange) => buildRequest(exchange, previousExchanges(exchange), urlInCode);
 
 function submit(event) {
   event?.preventDefault();
@@ -59,7 +60,7 @@ function sendResults({ detail: results }) {
 
 function start(exchange) {
   const request = buildRequest(exchange, previousExchanges(exchange));
-  exchange.code = buildRequest(exchange, previousExchanges(exchange), urlInCode);
+  exchange.code = codeRequest(exchange);
   exchange.send(request);
   conversation.scrollTop = conversation.scrollHeight;
 }
@@ -78,7 +79,7 @@ function addListeners(exchange) {
   });
   on("regenerate", () => checkSettings() && (start(exchange), promptInput.focus()));
   on("edit", () => edit(exchange));
-  on("code", () => showCode((exchange.code ??= buildRequest(exchange, previousExchanges(exchange), urlInCode))));
+  on("code", () => showCode((exchange.code ??= codeRequest(exchange))));
 }
 
 function edit(exchange) {
@@ -187,7 +188,6 @@ async function addFiles(files) {
 }
 
 function add(attachment) {
-  attachment.addEventListener("change", drawMediaSummary);
   setAttachments([...attachments, attachment]);
   promptInput.focus();
 }
@@ -202,6 +202,7 @@ function remove(attachment) {
 function setAttachments(updated) {
   const tiles = new Map(attachments.map((attachment, index) => [attachment, byId("attachments").children[index]]));
   attachments = updated;
+  for (const attachment of attachments) attachment.addEventListener("change", drawMediaSummary);
   byId("attachments").replaceChildren(
     ...updated.map((attachment) => tiles.get(attachment) ?? tile(attachment, () => remove(attachment))),
   );

@@ -45,7 +45,10 @@ const SHAPES = {
   oneOf: LIST,
   allOf: LIST,
   prefixItems: LIST,
-  $ref: [(value) => isText(value) && value.startsWith("#"), 'must refer to a part of the schema, such as "#/$defs/Name"'],
+  $ref: [
+    (value) => isText(value) && value.startsWith("#"),
+    'must refer to a part of the schema, such as "#/$defs/Name"',
+  ],
   pattern: TEXT,
   format: TEXT,
   minimum: NUMBER,
