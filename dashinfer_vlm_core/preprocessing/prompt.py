@@ -260,9 +260,12 @@ class PromptBuilder:
         if prompt is not None:
             self._check_size(prompt)
             return self._encode(self._pieces(prompt, mark=""))
-        # Arguments are parsed first, because JSON-escaped text in them must be guarded as well.
         messages = request.template_messages()
-        messages = parse_tool_arguments(with_model_coordinates(messages, coordinates) if coordinates else messages)
+        if coordinates:
+            self._check_size(messages)  # before regular expressions search them
+            messages = with_model_coordinates(messages, coordinates)
+        # Arguments are parsed first, because JSON-escaped text in them must be guarded as well.
+        messages = parse_tool_arguments(messages)
         tools = [tool.for_template() for tool in request.offered_tools]
         given = [messages, tools, self._options(request)]
         self._check_size(given)

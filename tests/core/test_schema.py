@@ -797,12 +797,12 @@ JSON = st.recursive(
 KNOWN = sorted(
     ChatRequest.model_fields.keys() | REJECTED_FIELDS.keys() | {"url", "type", "role", "content", "text", "function"}
 )
-WORDS = st.sampled_from(["user", "assistant", "text", "image_url", "video_url", "refusal", "", "auto", "none"])
+WORDS = st.sampled_from(["user", "assistant", "text", "image_url", "video_url", "input_video", "refusal", "", "auto", "none"])
 NEAR = st.recursive(
     JSON | WORDS,
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from([*KNOWN, "image_url", "video_url", "fps", "detail", "1"]), inner, max_size=5)
+        | st.dictionaries(st.sampled_from([*KNOWN, "image_url", "video_url", "input_video", "data", "fps", "detail", "1"]), inner, max_size=5)
     ),
     max_leaves=12,
 )
