@@ -185,9 +185,7 @@ class ChatPipeline:
 
             async def process_and_preview(part: MediaPart, data: Sequence[bytes]) -> MediaPreview:
                 item, _, source_size = await self.media_executor.process(part, data, budget)
-                return await asyncio.to_thread(
-                    preview_media, item, self.processor, source_size, self.spec.coordinates
-                )
+                return await asyncio.to_thread(preview_media, item, self.processor, source_size, self.spec.coordinates)
 
             items = await self.media.load(parts, process_and_preview)
             coordinates = self._image_coordinates(request, ((item.source_size, item.size) for item in items))

@@ -212,9 +212,7 @@ class InputVideo(VideoURL):
             super().check(path, has_uuid=has_uuid)
             return
         if self.url is not None:
-            raise InvalidParameter(
-                f"`{path}` has both `data` and `url`. Pass one of them.", param=f"{path}.data"
-            )
+            raise InvalidParameter(f"`{path}` has both `data` and `url`. Pass one of them.", param=f"{path}.data")
         self.check_options(path)
         if not self.data:
             raise InvalidParameter(f"`{path}.data` is empty. Pass a video file in base64.", param=f"{path}.data")

@@ -1,4 +1,4 @@
-"""Top-level fields of a request that are not known: misspelled ones are rejected, others are ignored and logged once."""
+"""Unknown top-level fields of a request: misspelled ones are rejected, others are ignored and logged once."""
 
 from __future__ import annotations
 

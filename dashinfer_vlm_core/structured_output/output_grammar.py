@@ -121,9 +121,7 @@ def _until_call(rules: Rules, begin: str) -> str:
     return rules.lazy(f"{rules.terminal(_ANYTHING)} {begin}")
 
 
-def _tool_calls(
-    rules: Rules, request: ChatRequest, conversation: ConversationFormat, maximum: int | None
-) -> str:
+def _tool_calls(rules: Rules, request: ChatRequest, conversation: ConversationFormat, maximum: int | None) -> str:
     """Return the rule of what follows the first tag: one call, or several if parallel calls are allowed."""
     allowed = {tool.function.name for tool in request.callable_tools}
     calls = [
@@ -145,8 +143,8 @@ def _tool_call(
     if schema.get("type", "object") != "object":
         raise InvalidParameter(f"`{param}` must be a schema of type object.", param=param)
     with _naming(param):
-        schema = _in_model_coordinates({**schema, "type": "object"}, maximum)
-        arguments = json_schema(rules, schema, field=param, lenient=not tool.strict)
+        parameters = _in_model_coordinates({**schema, "type": "object"}, maximum)
+        arguments = json_schema(rules, parameters, field=param, lenient=not tool.strict)
     name, key = literal(f'"{tool.name}"'), literal('"arguments"')
     begin, end = literal('\n{"name"'), literal("}\n" + conversation.call_end)
     return rules.add(f"{begin} {COLON} {name} {COMMA} {key} {COLON} {arguments} {end}")

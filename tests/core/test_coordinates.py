@@ -60,7 +60,10 @@ def test_round_trip_is_exact_within_one_step_of_the_model(width, height, x, y):
 
 NOTATIONS = [
     ('{"bbox_2d": [100, 200, 500, 1000], "label": "star"}', '{"bbox_2d": [30, 40, 150, 200], "label": "star"}'),
-    ('```json\n[\n\t{"bbox_2d": [\n  0,\n  0,\n  10,\n  15\n]}]', '```json\n[\n\t{"bbox_2d": [\n  0,\n  0,\n  3,\n  3\n]}]'),
+    (
+        '```json\n[\n\t{"bbox_2d": [\n  0,\n  0,\n  10,\n  15\n]}]',
+        '```json\n[\n\t{"bbox_2d": [\n  0,\n  0,\n  3,\n  3\n]}]',
+    ),
     ("{'point_2d':[500,500]}", "{'point_2d':[150,100]}"),
     ('{"action": "click", "coordinate": [500.5, 1000]}', '{"action": "click", "coordinate": [150, 200]}'),
     ('<p data-bbox="0 0 1000 1000">', '<p data-bbox="0 0 300 200">'),
@@ -219,19 +222,27 @@ def test_prompt_has_coordinates_of_the_model(tiny_checkpoint):
     body = request()
     body["messages"][0]["content"][1]["text"] = "What is at (30,40),(150,200)?"
     body["messages"] += [
-        {"role": "assistant", "content": "A star(150,100)", "tool_calls": [{"id": "a", "type": "function", "function": call}]},
+        {
+            "role": "assistant",
+            "content": "A star(150,100)",
+            "tool_calls": [{"id": "a", "type": "function", "function": call}],
+        },
         {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": '{"point": [300, 200]}'}]},
     ]
     body["messages"].insert(0, {"role": "system", "content": "Write (150,100)."})
     with scripted(tiny_checkpoint, "Yes.") as (engine, script):
         engine.chat(body)
         engine.chat({**body, "coordinates": "model"})
-        converted, unchanged = (
-            asyncio.run(engine.adecode(item.token_ids.tolist())) for item in script.requests
-        )
+        converted, unchanged = (asyncio.run(engine.adecode(item.token_ids.tolist())) for item in script.requests)
         assert asyncio.run(engine.atokenize(body)) == script.requests[0].token_ids.tolist()
         assert engine.preview(body).prompt_tokens == len(script.requests[0].token_ids)
-    for text in ("(100,200),(500,1000)?", "A star(500,500)", "[500, 500]", '{"point": [1000, 1000]}', "Write (150,100)."):
+    for text in (
+        "(100,200),(500,1000)?",
+        "A star(500,500)",
+        "[500, 500]",
+        '{"point": [1000, 1000]}',
+        "Write (150,100).",
+    ):
         assert text in converted
     for text in ("(30,40),(150,200)?", "A star(150,100)", "[150, 100]", '{"point": [300, 200]}', "Write (150,100)."):
         assert text in unchanged
@@ -278,7 +289,8 @@ CLICK = {
 
 def test_tool_calls_have_pixels_of_the_original(tiny_checkpoint):
     calls = [
-        f'<tool_call>\n{{"name": "click", "arguments": {{"coordinate": [{x}, 500]}}}}\n</tool_call>' for x in (500, 1000)
+        f'<tool_call>\n{{"name": "click", "arguments": {{"coordinate": [{x}, 500]}}}}\n</tool_call>'
+        for x in (500, 1000)
     ]
     body = request(tools=[CLICK])
     with scripted(tiny_checkpoint, "\n".join(calls)) as (engine, _):
@@ -322,8 +334,6 @@ def test_request_without_one_size_is_rejected(tiny_checkpoint, parts, message):
 
 def test_preview_converts_coordinates(tiny_checkpoint):
     with scripted(tiny_checkpoint, "") as (engine, _):
-        first, second = engine.preview(
-            request(blurred_image(1), blurred_image(2, *SIZE), coordinates="model")
-        ).items
+        first, second = engine.preview(request(blurred_image(1), blurred_image(2, *SIZE), coordinates="model")).items
     assert second.coordinates.to_original((500, 500)) == (150, 100)
     assert first.coordinates.source_size == (112, 112)

@@ -709,7 +709,7 @@ UNSUPPORTED = [
     *(
         (request(structured_outputs={"regex": "a", name: value}), f"structured_outputs.{name}")
         for name, value in (
-            ("grammar", "root ::= \"a\""),
+            ("grammar", 'root ::= "a"'),
             ("structural_tag", {"type": "structural_tag"}),
             ("whitespace_pattern", " "),
             ("disable_any_whitespace", True),
@@ -797,12 +797,19 @@ JSON = st.recursive(
 KNOWN = sorted(
     ChatRequest.model_fields.keys() | REJECTED_FIELDS.keys() | {"url", "type", "role", "content", "text", "function"}
 )
-WORDS = st.sampled_from(["user", "assistant", "text", "image_url", "video_url", "input_video", "refusal", "", "auto", "none"])
+WORDS = st.sampled_from(
+    ["user", "assistant", "text", "image_url", "video_url", "input_video", "refusal", "", "auto", "none"]
+)
+PART_KEYS = ["image_url", "video_url", "input_video", "data", "fps", "detail", "1"]
 NEAR = st.recursive(
     JSON | WORDS,
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from([*KNOWN, "image_url", "video_url", "input_video", "data", "fps", "detail", "1"]), inner, max_size=5)
+        | st.dictionaries(
+            st.sampled_from([*KNOWN, "image_url", "video_url", "input_video", "data", "fps", "detail", "1"]),
+            inner,
+            max_size=5,
+        )
     ),
     max_leaves=12,
 )

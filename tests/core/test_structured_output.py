@@ -207,7 +207,14 @@ def test_guided_choice_returns_one_of_the_choices(engine, name, seed):
     assert (choice.message.content in COLORS, choice.finish_reason) == (True, "stop")
 
 
-PATTERNS = [r"[0-9]{4}-[0-9]{2}", r"^(red|blue)/\d{1,4}$", r"[^\n]{3}\n[a-c]{1,5}!", r"\\ [\"']", r"(?:yes|no)\.", "a\nb"]
+PATTERNS = [
+    r"[0-9]{4}-[0-9]{2}",
+    r"^(red|blue)/\d{1,4}$",
+    r"[^\n]{3}\n[a-c]{1,5}!",
+    r"\\ [\"']",
+    r"(?:yes|no)\.",
+    "a\nb",
+]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

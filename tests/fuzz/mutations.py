@@ -81,7 +81,23 @@ def _deep(levels: int) -> Any:
 
 NAMES = sorted(
     {*ChatRequest.model_fields, *REJECTED_FIELDS, *IGNORED_FIELDS}
-    | {"role", "content", "type", "text", "url", "image_url", "video_url", "input_video", "image_embeds", "uuid", "min_pixels", "fps", "data", "json", "regex"}
+    | {
+        "role",
+        "content",
+        "type",
+        "text",
+        "url",
+        "image_url",
+        "video_url",
+        "input_video",
+        "image_embeds",
+        "uuid",
+        "min_pixels",
+        "fps",
+        "data",
+        "json",
+        "regex",
+    }
 )
 NUMBERS = [0, -1, 1, 2**31, 2**63, -(2**63), 10**400, 0.0, -0.0, 1e-320, 1e308, float("nan"), float("inf"), True, False]
 TEXTS = [

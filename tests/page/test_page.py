@@ -225,7 +225,7 @@ def test_settings_are_sent_with_the_request(open_page, scripted):
 SCHEMA_PROBLEMS = {
     "{": "Not valid JSON",
     "[]": "The schema must be an object.",
-    '{"type": "objct"}': "type must be one of object, array",
+    '{"type": "thing"}': "type must be one of object, array",
     '{"properties": {"a": {"minLength": -1}}}': "properties.a.minLength must be an integer of at least 0.",
     '{"items": {"anyOf": [{}, 5]}}': "items.anyOf[1] must be an object.",
     '{"properties": {"a": {"not": {}}}}': "properties.a.not cannot be guaranteed. Remove it.",
@@ -355,7 +355,9 @@ def test_history_is_kept_in_the_browser(open_page, scripted):
     expect(dialog.get_by_role("listitem").nth(1)).to_contain_text("2 prompts")
     tab.screenshot("10-history")
     dialog.locator(".history-open").nth(1).click()
-    expect(tab.page.get_by_role("article", name="Response")).to_have_text([re.compile("A red circle."), re.compile("It is red.")])
+    expect(tab.page.get_by_role("article", name="Response")).to_have_text(
+        [re.compile("A red circle."), re.compile("It is red.")]
+    )
     expect(tab.page.locator(".exchange .tile")).to_contain_text("36 tokens · 168×168")
     tab.screenshot("11-restored")
     tab.send("Which shape?")
@@ -605,7 +607,9 @@ def test_code_for_responses_converts_the_request(open_page, scripted):
     tab.page.get_by_role("button", name="Send results").click()
     tab.finished()
     code = code_of(tab, "curl", api="Responses")
-    body = json.loads(re.sub(r"\\([\\$`])", r"\1", re.search(r"<<JSON\n(.*)\nJSON", code, re.DOTALL)[1]))  # as bash reads it
+    body = json.loads(
+        re.sub(r"\\([\\$`])", r"\1", re.search(r"<<JSON\n(.*)\nJSON", code, re.DOTALL)[1])
+    )  # as bash reads it
     prompt, call, result = body["input"]
     assert "/v1/responses" in code
     assert prompt["content"][0]["type"] == "input_image"

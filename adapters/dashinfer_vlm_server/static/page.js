@@ -97,7 +97,7 @@ function checkSettings() {
   if (!field) return true;
   toggleSettings(true);
   field.focus();
-  field.reportValidity();
+  if (field.ariaInvalid !== "true") field.reportValidity(); // otherwise, the problem is shown next to the field
   return false;
 }
 

@@ -109,6 +109,8 @@ export function openSettings() {
     byId("tools").value = JSON.stringify(TOOLS, null, 2);
     byId("tools").dispatchEvent(new Event("input"));
     byId("tools").focus();
+    byId("tools").setSelectionRange(0, 0);
+    byId("tools").scrollTop = 0;
   });
   byId("options").addEventListener("submit", (event) => event.preventDefault());
   byId("key").addEventListener("change", () => setKey(byId("key").value.trim()));
