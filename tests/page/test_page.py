@@ -332,6 +332,12 @@ def prompt_of(request):
     return tokenizer.decode(request.token_ids.tolist(), skip_special_tokens=False)
 
 
+def reload(tab):
+    """Reload the page, once the conversation is stored."""
+    expect(tab.page.get_by_role("button", name="History")).to_have_attribute("aria-busy", "false")
+    tab.page.reload()
+
+
 def open_history(tab):
     tab.page.get_by_role("button", name="History").click()
     return tab.page.get_by_role("dialog", name="History")
@@ -349,7 +355,7 @@ def test_history_is_kept_in_the_browser(open_page, scripted):
     tab.page.get_by_role("button", name="New chat").click()
     tab.send("Hi!")
     tab.finished()
-    tab.page.reload()
+    reload(tab)
     dialog = open_history(tab)
     expect(dialog.locator(".history-title")).to_have_text(["Hi!", "What is it?"])
     expect(dialog.get_by_role("listitem").nth(1)).to_contain_text("2 prompts")
@@ -397,7 +403,7 @@ def test_calls_and_failures_are_restored(open_page, scripted):
     tab.finished().get_by_label("Result of get_weather").fill("-5 degrees")
     tab.page.get_by_role("button", name="Send results").click()
     expect(tab.finished().get_by_role("alert")).to_contain_text("Busy.")
-    tab.page.reload()
+    reload(tab)
     open_history(tab).locator(".history-open").click()
     expect(tab.response(0).locator(".call-name")).to_have_text(["get_weather"])
     expect(tab.response(1).get_by_role("alert")).to_contain_text("Busy.")

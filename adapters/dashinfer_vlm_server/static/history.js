@@ -17,36 +17,43 @@ const settled = (request) =>
     request.onerror = () => reject(request.error);
   });
 
-function openDatabase() {
+let connection = null; // a promise of the open database
+
+async function openDatabase() {
   const request = indexedDB.open(databaseName(), 1);
   request.onupgradeneeded = () => {
     for (const name of STORES) request.result.createObjectStore(name, { keyPath: "id" });
   };
-  return settled(request);
+  try {
+    const database = await settled(request);
+    database.onclose = () => (connection = null);
+    return database;
+  } catch (error) {
+    connection = null;
+    throw error;
+  }
 }
 
 /** Run `work` with the two stores in one transaction, and return its result once everything is stored. */
 async function transact(mode, work) {
-  const database = await openDatabase();
-  try {
-    const transaction = database.transaction(STORES, mode);
-    const completed = new Promise((resolve, reject) => {
-      transaction.oncomplete = resolve;
-      transaction.onabort = () => reject(transaction.error);
-    });
-    completed.catch(() => {}); // if `work` fails too, its error is reported
-    const result = await work(...STORES.map((name) => transaction.objectStore(name)));
-    await completed;
-    return result;
-  } finally {
-    database.close();
-  }
+  connection ??= openDatabase();
+  const database = await connection;
+  const transaction = database.transaction(STORES, mode);
+  const completed = new Promise((resolve, reject) => {
+    transaction.oncomplete = resolve;
+    transaction.onabort = () => reject(transaction.error);
+  });
+  completed.catch(() => {}); // if `work` fails too, its error is reported
+  const result = await work(...STORES.map((name) => transaction.objectStore(name)));
+  await completed;
+  return result;
 }
 
 /** Store a conversation `{ id, title, updated, exchanges }`, and delete the oldest ones above the limit. */
 export async function save(conversation) {
   if (!isKept()) return;
   const { id, title, updated, exchanges } = conversation;
+  setBusy(1);
   try {
     await transact("readwrite", async (summaries, conversations) => {
       summaries.put({ id, title, updated, count: exchanges.length });
@@ -60,7 +67,16 @@ export async function save(conversation) {
     showProblem("");
   } catch (error) {
     showProblem(`The conversation was not stored: ${error?.message ?? "the browser has no space left"}.`);
+  } finally {
+    setBusy(-1);
   }
+}
+
+let pendingSaves = 0;
+
+function setBusy(change) {
+  pendingSaves += change;
+  byId("show-history").setAttribute("aria-busy", String(pendingSaves > 0));
 }
 
 const newestFirst = (summaries) => summaries.sort((one, other) => other.updated - one.updated);

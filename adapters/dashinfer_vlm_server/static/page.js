@@ -14,6 +14,7 @@ let exchanges = [];
 let attachments = [];
 let conversationId = newId();
 let modelName = "";
+let isFollowing = true; // whether the end of the conversation is shown
 
 // Requests
 
@@ -62,7 +63,8 @@ function start(exchange) {
   const request = buildRequest(exchange, previousExchanges(exchange));
   exchange.code = codeRequest(exchange);
   exchange.send(request);
-  conversation.scrollTop = conversation.scrollHeight;
+  isFollowing = true;
+  followResponse();
 }
 
 function addListeners(exchange) {
@@ -121,8 +123,13 @@ function updateState() {
 
 /** Scroll to the end of a streamed response, unless the user has scrolled up. */
 function followResponse() {
-  const distance = conversation.scrollHeight - conversation.scrollTop - conversation.clientHeight;
-  if (distance < 160) conversation.scrollTop = conversation.scrollHeight;
+  if (isFollowing) conversation.scrollTop = conversation.scrollHeight;
+}
+
+function listenToScrolling() {
+  conversation.addEventListener("scroll", () => {
+    isFollowing = conversation.scrollHeight - conversation.scrollTop - conversation.clientHeight < 160;
+  });
 }
 
 function newChat() {
@@ -342,6 +349,7 @@ listenToUrlDialog();
 listenToToolbar();
 listenToComposer();
 listenForDrops();
+listenToScrolling();
 toggleSettings(matchMedia("(min-width: 64rem)").matches);
 connect();
 promptInput.focus();
