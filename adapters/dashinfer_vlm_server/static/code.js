@@ -90,6 +90,7 @@ export function showCode(newRequest) {
       : []),
   );
   byId("code-dialog").showModal();
+  selectedTab(tabs).focus();
 }
 
 /** Copy text to the clipboard, or select it if the browser allows no access (pages neither local nor over https). */
