@@ -130,16 +130,21 @@ class ChatRequest(RequestModel):
 
     @model_validator(mode="before")
     @classmethod
+    def _check_unknown(cls, data: object) -> object:
+        given = data if isinstance(data, dict) else {}
+        known = cls.model_fields.keys() | REJECTED_FIELDS.keys() | IGNORED_FIELDS
+        unknown = [name for name, value in given.items() if value is not None and name not in known]
+        handle_unknown_fields(unknown, cls.model_fields)
+        return data
+
+    @model_validator(mode="before")
+    @classmethod
     def _reject_unsupported(cls, data: object) -> object:
         given = data if isinstance(data, dict) else {}
         for name, (neutral, next_step) in REJECTED_FIELDS.items():
             value = given.get(name)
             if value is not None and not any(type(value) is type(other) and value == other for other in neutral):
                 raise UnsupportedParameter(f"`{name}` is not supported, got {show(value)}. {next_step}", param=name)
-        known = cls.model_fields.keys() | REJECTED_FIELDS.keys() | IGNORED_FIELDS
-        unknown = [name for name, value in given.items() if value is not None and name not in known]
-        if unknown:
-            handle_unknown_fields(unknown, cls.model_fields)
         return data
 
     @model_validator(mode="after")
