@@ -172,14 +172,6 @@ class VideoURL(PixelBounds):
     total_pixels: Count | None = None
 
     def check(self, path: str, *, has_uuid: bool = False) -> None:
-        self.check_options(path)
-        if isinstance(self.url, tuple):
-            for index, frame in enumerate(self.url):
-                _check_frame(frame, f"{path}.url[{index}]")
-        elif self.url or not has_uuid:
-            _check_video_url(self.url, f"{path}.url")
-
-    def check_options(self, path: str) -> None:
         self.check_size(path)
         if self.num_frames is not None and self.fps is not None:
             raise InvalidParameter(
@@ -193,6 +185,11 @@ class VideoURL(PixelBounds):
                         f"`{path}.{name}` applies to video files only, not to lists of frames. Remove it.",
                         param=f"{path}.{name}",
                     )
+            for index, frame in enumerate(self.url):
+                _check_frame(frame, f"{path}.url[{index}]")
+        elif self.url or not has_uuid:
+            _check_url(self.url, f"{path}.url")
+            _check_jpeg_frames(self.url or "", f"{path}.url")
 
     def urls(self) -> str | tuple[str, ...] | None:
         if isinstance(self.url, tuple):
@@ -208,13 +205,10 @@ class InputVideo(VideoURL):
     data: Text | None = None
 
     def check(self, path: str, *, has_uuid: bool = False) -> None:
-        if self.data is None:
-            super().check(path, has_uuid=has_uuid)
-            return
-        if self.url is not None:
+        super().check(path, has_uuid=has_uuid or self.data is not None)
+        if self.data is not None and self.url is not None:
             raise InvalidParameter(f"`{path}` has both `data` and `url`. Pass one of them.", param=f"{path}.data")
-        self.check_options(path)
-        if not self.data:
+        if self.data == "":
             raise InvalidParameter(f"`{path}.data` is empty. Pass a video file in base64.", param=f"{path}.data")
 
     def urls(self) -> str | tuple[str, ...] | None:
@@ -228,11 +222,6 @@ def _video_tag(value: object) -> str | None:
     if isinstance(value, str):
         return "string"
     return "object" if isinstance(value, (dict, VideoURL)) else None
-
-
-def _check_video_url(url: str | None, path: str) -> None:
-    _check_url(url, path)
-    _check_jpeg_frames(url or "", path)
 
 
 def _is_jpeg_frames(url: str) -> bool:
@@ -362,7 +351,8 @@ class Part(RequestModel):
         if value is None and not has_uuid:
             raise InvalidParameter(f"`{path}` is required.", param=path)
         if isinstance(value, str) and self._value_field == "video_url" and (value or not has_uuid):
-            _check_video_url(value, path)
+            _check_url(value, path)
+            _check_jpeg_frames(value, path)
         elif isinstance(value, (ImageURL, VideoURL)):
             value.check(path, has_uuid=has_uuid)
         elif isinstance(value, ImageEmbeds):
