@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .engine import ChatEngine, Engine, EngineStatus
     from .errors import DashInferVLMError, EngineError, MediaError, RequestError, SetupError
     from .hookspecs import hookimpl
+    from .models.coordinates import ImageCoordinates
     from .offline import VLM, LoRARequest, SamplingParams
     from .protocol import ChatRequest
 
@@ -24,6 +25,7 @@ __all__ = [
     "EngineConfig",
     "EngineError",
     "EngineStatus",
+    "ImageCoordinates",
     "LoRARequest",
     "MediaError",
     "RequestError",
@@ -39,6 +41,7 @@ _MODULES = {
     "engine": ("ChatEngine", "Engine", "EngineStatus"),
     "errors": ("DashInferVLMError", "EngineError", "MediaError", "RequestError", "SetupError"),
     "hookspecs": ("hookimpl",),
+    "models.coordinates": ("ImageCoordinates",),
     "offline": ("VLM", "LoRARequest", "SamplingParams"),
     "protocol": ("ChatRequest",),
 }

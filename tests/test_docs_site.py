@@ -37,7 +37,9 @@ def demo():
         yield server
 
 
-@pytest.mark.parametrize("page", ["index.md", "openai.md", "http.md", "responses.md", "plugins.md", "api.md"])
+@pytest.mark.parametrize(
+    "page", ["index.md", "openai.md", "http.md", "responses.md", "grounding.md", "plugins.md", "api.md"]
+)
 def test_examples_print_documented_output(page, demo, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")

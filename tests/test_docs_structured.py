@@ -34,6 +34,8 @@ def test_examples_print_documented_output():
         f"{output.MAX_SCHEMA_BYTES // 1024} KiB and {output.MAX_SCHEMA_DEPTH} levels",
         f"a `pattern` {bounds.MAX_PATTERN_CHARACTERS:,} characters",
         f"at most {output.MAX_TOOLS} tools",
+        f"have at most {output.MAX_GUIDED_CHARACTERS:,} characters, and match at most {bounds.STRING_CHARACTERS:,}",
+        f"`choice` has at most {output.MAX_CHOICES:,} texts of up to {output.MAX_GUIDED_CHARACTERS:,} characters",
         f"otherwise at most {output_grammar.MAX_CALLS}",
         f"`n` is {request.MAX_COMPLETIONS} at most",
     ],

@@ -31,7 +31,7 @@ _STANDARD_KEYS = frozenset(
 )
 """Keys of a standard block that are not options; `source_type` and `data` belong to version 0."""
 
-_UNCHANGED = frozenset({"text", "image_url", "video_url", "image_embeds"})
+_UNCHANGED = frozenset({"text", "image_url", "video_url", "input_video", "image_embeds"})
 _CALLS = frozenset({"tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use", "function_call"})
 _REASONING = frozenset({"reasoning", "thinking"})
 _HINTS = MappingProxyType(

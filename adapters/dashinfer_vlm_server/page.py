@@ -150,6 +150,7 @@ def _item(item: MediaPreview) -> dict[str, Any]:
         "cells": item.cells,
         "tokens": item.tokens,
         "frame_count": item.frame_count,
+        "coordinate_extent": item.coordinates and item.coordinates.extent,
         "frames": [{"index": frame.index, "url": _data_url(frame.png)} for frame in item.frames],
     }
 

@@ -8,15 +8,16 @@ import functools
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 from ..decoders import GUIDED_DECODING, CompiledGrammar, DecodeRequest, Token, VisualSpan
 from ..decoders.supervisor import Supervisor
 from ..errors import DashInferVLMError, EngineError, InvalidParameter, QueueFull, UnsupportedParameter
 from ..media import MediaLoader
 from ..media_workers import MediaExecutor, TokenBudget
+from ..models.coordinates import ImageCoordinates
 from ..models.interface import ImageProcessor, VisualTokens
 from ..preprocessing.preview import MediaPreview, Preview, preview_media
 from ..preprocessing.prompt import Prompt, PromptBuilder
@@ -26,7 +27,7 @@ from ..protocol.sampling import Sampling
 from ..response.response_builder import PromptCounts, ResponseBuilder
 from ..structured_output.grammar_compiler import GrammarCompiler
 from ..structured_output.output_grammar import OutputGrammar, after_reasoning, grammar_for_request
-from ..vision import Item, VisionService
+from ..vision import CachedMedia, Item, Processed, VisionService
 from ..vision.media_uuids import MediaUuidCache
 from .adapters import ActiveAdapter, AdapterManager
 from .observers import RequestObserver, RequestTimer
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+_Sizes: TypeAlias = tuple[tuple[int, int] | None, tuple[int, int]]
+"""Width and height of an image before resizing, None for embeddings, and after it, in pixels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -57,6 +60,21 @@ class Generation:
     completion: ChatCompletion
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[tuple[int, ...], ...]
+
+
+class _LoadedMedia(NamedTuple):
+    """An image or video of a request, and its width and height before resizing in pixels; None for embeddings."""
+
+    item: Item
+    source_size: tuple[int, int] | None
+
+    @classmethod
+    def from_cache(cls, item: CachedMedia) -> _LoadedMedia:
+        return cls(item, item.source_size)
+
+    @classmethod
+    def from_request(cls, processed: Processed) -> _LoadedMedia:
+        return cls(processed.item, processed.source_size)
 
 
 class ConcurrencyLimiter:
@@ -171,10 +189,11 @@ class ChatPipeline:
 
             async def process_and_preview(part: MediaPart, data: Sequence[bytes]) -> MediaPreview:
                 item, _, source_size = await self.media_executor.process(part, data, budget)
-                return await asyncio.to_thread(preview_media, item, self.processor, source_size)
+                return await asyncio.to_thread(preview_media, item, self.processor, source_size, self.spec.coordinates)
 
             items = await self.media.load(parts, process_and_preview)
-            prompt = await asyncio.to_thread(self.prompts.build, request, items)
+            coordinates = self._image_coordinates(request, ((item.source_size, item.size) for item in items))
+            prompt = await asyncio.to_thread(self.prompts.build, request, items, coordinates)
             return Preview(items=items, prompt_tokens=len(prompt), max_model_len=self.prompts.max_model_len)
 
     async def tokenize(self, request: ChatRequest) -> list[int]:
@@ -182,8 +201,9 @@ class ChatPipeline:
         async with self._admit(request) as adapter:
             self._validate(request)
             request = _in_client_namespace(request)
-            items = await self._load_media(request, adapter)
-            prompt = await self._build_prompt(request, items)
+            loaded = await self._load_media(request, adapter)
+            coordinates = self._image_coordinates(request, self._sizes(loaded))
+            prompt = await self._build_prompt(request, [media.item for media in loaded], coordinates)
             ids: list[int] = prompt.token_ids.tolist()
             return ids
 
@@ -232,11 +252,12 @@ class ChatPipeline:
         sampling = self._validate(request)
         request = _in_client_namespace(request)
         grammar = await self._compile_grammar(request)
-        items = await self._load_media(request, adapter)
-        prompt = await self._build_prompt(request, items)
+        loaded = await self._load_media(request, adapter)
+        items, coordinates = [media.item for media in loaded], self._image_coordinates(request, self._sizes(loaded))
+        prompt = await self._build_prompt(request, items, coordinates)
         self.observer.prompt_built(len(prompt))
         visual = await self._encode_media(request, items, adapter)
-        builders = self._response_builders(request, prompt, adapter, guided=grammar is not None)
+        builders = self._response_builders(request, prompt, coordinates, adapter, guided=grammar is not None)
         lora, response_id = adapter.adapter if adapter else None, builders[0].id
         return builders, self._decode_requests(
             request, prompt, visual, sampling, grammar, adapter=lora, response_id=response_id
@@ -247,6 +268,7 @@ class ChatPipeline:
         if self.decoder.unsupported_vision_reason and (media := request.media()):
             raise UnsupportedParameter(self.decoder.unsupported_vision_reason, param=media[0].path)
         self.prompts.check_options(request)
+        self._check_coordinates(request)
         sampling = request.sampling()
         for name in sorted(sampling.requested_params() - self.decoder.supported_params):
             raise UnsupportedParameter(
@@ -267,6 +289,37 @@ class ChatPipeline:
             )
         return sampling
 
+    def _check_coordinates(self, request: ChatRequest) -> None:
+        if request.coordinates == "original" and self.spec.coordinates is None:
+            raise UnsupportedParameter(
+                f"`coordinates` is not supported, got 'original': it is not known how models of the type"
+                f" {self.spec.model_type} write coordinates. Remove it.",
+                param="coordinates",
+            )
+
+    def _image_coordinates(self, request: ChatRequest, sizes: Iterable[_Sizes]) -> ImageCoordinates | None:
+        """Return the coordinates that all images of a request share; None if none are to be converted."""
+        if request.coordinates == "model" or self.spec.coordinates is None:
+            return None
+        found: set[ImageCoordinates] = set()
+        for source_size, size in sizes:
+            if source_size is None:
+                raise _coordinates_error("images, since embeddings have no original size. Remove it.")
+            found.add(self.spec.coordinates.for_image(source_size, size))
+        if not found:
+            raise _coordinates_error("an image. Send one, or remove `coordinates`.")
+        if len(found) > 1:
+            raise _coordinates_error(
+                "images of one size: a text does not state which image its coordinates belong to. Send one image, or"
+                " remove `coordinates` and convert them with `ImageCoordinates`."
+            )
+        return found.pop()
+
+    def _sizes(self, loaded: Sequence[_LoadedMedia]) -> Iterator[_Sizes]:
+        for item, source_size in loaded:
+            shape = self.processor.shape(item.grid)
+            yield source_size, (shape.width, shape.height)
+
     async def _compile_grammar(self, request: ChatRequest) -> CompiledGrammar | None:
         """Compile the grammar that the response has to follow; None if it is unconstrained."""
         with self.observer.stage("grammar"):
@@ -286,12 +339,12 @@ class ChatPipeline:
             return await self.grammars.compile_async(rules, start, param=param)
 
     def _output_grammar(self, request: ChatRequest) -> OutputGrammar | None:
-        grammar = grammar_for_request(request, self.spec.conversation)
+        grammar = grammar_for_request(request, self.spec.conversation, self.spec.coordinates)
         if grammar and self.prompts.opens_reasoning(request):
             return after_reasoning(grammar, self.spec.conversation)
         return grammar
 
-    async def _load_media(self, request: ChatRequest, adapter: ActiveAdapter | None) -> list[Item]:
+    async def _load_media(self, request: ChatRequest, adapter: ActiveAdapter | None) -> list[_LoadedMedia]:
         """Load and process the request's images and videos; look up those referenced by `uuid` alone."""
         with self.observer.stage("media"):
             parts = await asyncio.to_thread(request.media)  # may have to split megabytes of video frames
@@ -303,15 +356,22 @@ class ChatPipeline:
             processed = await self.media.load(given, functools.partial(self.media_executor.process, budget=budget))
             self.media_uuids.bind(given, processed, cache_salt=request.cache_salt or "")
             loaded = iter(processed)
-            return [cached.get(part.path) or next(loaded).item for part in parts]
+            return [
+                _LoadedMedia.from_cache(cached[part.path])
+                if part.path in cached
+                else _LoadedMedia.from_request(next(loaded))
+                for part in parts
+            ]
 
     def _token_budget(self, tokens: int = 0) -> TokenBudget:
         """Return a budget of visual tokens for one request, of which `tokens` are used."""
         return TokenBudget(self.prompts.check_media, self.prompts.max_model_len - 1, tokens)
 
-    async def _build_prompt(self, request: ChatRequest, items: Sequence[Item]) -> Prompt:
+    async def _build_prompt(
+        self, request: ChatRequest, items: Sequence[Item], coordinates: ImageCoordinates | None
+    ) -> Prompt:
         with self.observer.stage("prompt"):
-            return await asyncio.to_thread(self.prompts.build, request, items)
+            return await asyncio.to_thread(self.prompts.build, request, items, coordinates)
 
     async def _encode_media(
         self, request: ChatRequest, items: Sequence[Item], adapter: ActiveAdapter | None
@@ -341,10 +401,10 @@ class ChatPipeline:
 
         Tools that need not be called are still accepted: calls are parsed from the text.
         """
-        response_format = request.response_format
+        constraint = request.output_constraint
         strict = [f"tools[{i}].function.strict" for i, tool in enumerate(request.tools) if tool.function.strict]
         forced = ["tool_choice"] if request.must_call else []
-        formats = ["response_format"] if response_format and response_format.type != "text" else []
+        formats = [constraint.field] if constraint else []
         for param in [*formats, *forced, *(strict if request.callable_tools else ())]:
             raise UnsupportedParameter(
                 f"The decoder {self.decoder.name!r} does not support `{param}`. Remove it and describe the output in"
@@ -353,7 +413,13 @@ class ChatPipeline:
             )
 
     def _response_builders(
-        self, request: ChatRequest, prompt: Prompt, adapter: ActiveAdapter | None, *, guided: bool
+        self,
+        request: ChatRequest,
+        prompt: Prompt,
+        coordinates: ImageCoordinates | None,
+        adapter: ActiveAdapter | None,
+        *,
+        guided: bool,
     ) -> list[ResponseBuilder]:
         counts = PromptCounts(
             prompt_tokens=len(prompt), image_tokens=prompt.image_tokens, video_tokens=prompt.video_tokens
@@ -372,6 +438,7 @@ class ChatPipeline:
                 conversation=self.spec.conversation,
                 reasons=self.prompts.reasons,
                 opens_reasoning=prompt.opens_reasoning,
+                coordinates=coordinates,
             )
             for index in range(request.n)
         ]
@@ -409,6 +476,10 @@ class ChatPipeline:
         )
         others = range(1, request.n)
         return [first, *(replace(first, id=f"{first.id}-{i}", sampling=sampling.seeded(i)) for i in others)]
+
+
+def _coordinates_error(requirement: str) -> InvalidParameter:
+    return InvalidParameter(f"`coordinates` 'original' requires {requirement}", param="coordinates")
 
 
 def _in_client_namespace(request: ChatRequest) -> ChatRequest:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ..media.frame_sampling import VideoSamplingPolicy
 from ..tokenization.conversation import ConversationFormat
+from .coordinates import CoordinateSpec
 
 if TYPE_CHECKING:
     from .formats.interface import ModuleReader
@@ -207,6 +208,7 @@ class ModelSpec:
         profile: its capabilities, which the adapters report.
         tensor_renames: pairs of a regular expression and its replacement, applied in this order, that map the stored
             tensor names to those that the family and `text.weights` use.
+        coordinates: how it writes positions in images; None if that is not known.
     """
 
     folder: Path
@@ -221,6 +223,7 @@ class ModelSpec:
     profile: Profile
     tensor_renames: tuple[tuple[str, str], ...] = ()
     quantization: ModuleReader | None = None
+    coordinates: CoordinateSpec | None = None
 
     @property
     def vocab_size(self) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 from PIL import Image as PILImage
 
 from ..media.types import Kind, Pixels
+from ..models.coordinates import CoordinateSpec, ImageCoordinates
 from ..models.interface import Embedded, Grid, ImageProcessor, Patches
 
 MAX_FRAMES = 16
@@ -47,6 +48,7 @@ class MediaPreview:
         times: timestamp of each frame of a video in seconds, before any padding.
         sampled_fps: number of a video's frames divided by its duration in seconds; None if it is not known.
         frames: up to `MAX_FRAMES` evenly spaced frames, including the first and the last; none for embeddings.
+        coordinates: converts between pixels of the original and the model's coordinates; None if these are not known.
     """
 
     kind: Kind
@@ -60,6 +62,7 @@ class MediaPreview:
     times: tuple[float, ...]
     sampled_fps: float | None
     frames: tuple[Frame, ...]
+    coordinates: ImageCoordinates | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +81,10 @@ class Preview:
 
 
 def preview_media(
-    item: Patches | Embedded, processor: ImageProcessor, source_size: tuple[int, int] | None
+    item: Patches | Embedded,
+    processor: ImageProcessor,
+    source_size: tuple[int, int] | None,
+    coordinates: CoordinateSpec | None = None,
 ) -> MediaPreview:
     """Preview one image or video, reconstructed from its patches so that it shows the model's actual input.
 
@@ -86,6 +92,7 @@ def preview_media(
         item: its patches or embeddings.
         processor: the image processor that made the patches.
         source_size: width and height before resizing, in pixels; None for embeddings.
+        coordinates: how the model writes positions in images.
     """
     frames = processor.frames(item) if isinstance(item, Patches) else None
     shape = processor.shape(item.grid)
@@ -101,6 +108,9 @@ def preview_media(
         times=item.times,
         sampled_fps=item.sampled_fps,
         frames=() if frames is None else _select_frames(frames),
+        coordinates=coordinates.for_image(source_size, (shape.width, shape.height))
+        if coordinates and source_size
+        else None,
     )
 
 

@@ -15,12 +15,14 @@ import tokenizers
 
 from ..config import EngineConfig
 from ..errors import ContextLengthExceeded, InvalidParameter, UnsupportedParameter
+from ..models.coordinates import ImageCoordinates
 from ..models.interface import Placeholder, PlaceholderSpan, PromptLayout, Visual
 from ..models.spec import ModelSpec
 from ..protocol import ChatRequest
 from ..tokenization.chat_template import ChatTemplate, read_chat_template, template_config_error
 from ..tokenization.hermes import parse_tool_arguments, render_tools_as_text
 from ..tokenization.tokenizer import CheckpointTokenizer, read_tokenizer
+from .coordinates import with_model_coordinates
 
 MAX_TAG_TOKENS = 16
 """More than the tokens of a tag and the white space after it."""
@@ -116,19 +118,22 @@ class PromptBuilder:
         builder.check_template()
         return builder
 
-    def build(self, request: ChatRequest, visuals: Sequence[Visual]) -> Prompt:
+    def build(
+        self, request: ChatRequest, visuals: Sequence[Visual], coordinates: ImageCoordinates | None = None
+    ) -> Prompt:
         """Render and tokenize one request, expand its placeholders and compute positions.
 
         Args:
             request: a request with as many images and videos as `visuals`.
             visuals: the images and videos, in the order of the messages.
+            coordinates: converts coordinates in messages; None if they are the model's.
 
         Raises:
             ContextLengthExceeded: the prompt, or the prompt plus the requested completion, exceeds the context.
             InvalidParameter: the template rejects the messages, or does not include every image and video.
         """
         try:
-            ids, spans = self._expand(self._segments(request), visuals)
+            ids, spans = self._expand(self._segments(request, coordinates), visuals)
         except _PlaceholderMismatch:
             raise _placeholder_error(raw=request.raw_prompt is not None) from None
         token_ids = np.concatenate(ids)
@@ -245,7 +250,7 @@ class PromptBuilder:
             return self._template.render(messages, tools, options)
         return self._template.render(render_tools_as_text(messages, tools, self._spec.conversation), (), options)
 
-    def _segments(self, request: ChatRequest) -> Iterable[_Segment]:
+    def _segments(self, request: ChatRequest, coordinates: ImageCoordinates | None) -> Iterable[_Segment]:
         """Tokenize a request."""
         prompt = request.raw_prompt
         if prompt is not None and not prompt:
@@ -255,8 +260,12 @@ class PromptBuilder:
         if prompt is not None:
             self._check_size(prompt)
             return self._encode(self._pieces(prompt, mark=""))
+        messages = request.template_messages()
+        if coordinates:
+            self._check_size(messages)  # before regular expressions search them
+            messages = with_model_coordinates(messages, coordinates)
         # Arguments are parsed first, because JSON-escaped text in them must be guarded as well.
-        messages = parse_tool_arguments(request.template_messages())
+        messages = parse_tool_arguments(messages)
         tools = [tool.for_template() for tool in request.offered_tools]
         given = [messages, tools, self._options(request)]
         self._check_size(given)

@@ -2,8 +2,9 @@
 
     ChatRequest.parse:  unsupported fields ─▶ types and ranges (pydantic) ─▶ consistency between fields
 
-Unknown keys are ignored, except in `media_io_kwargs` and `mm_processor_kwargs`, where they are rejected. `null` means
-absent. Numbers are finite; booleans and strings are not converted to numbers.
+Unknown keys are ignored, except in `media_io_kwargs`, `mm_processor_kwargs` and `structured_outputs`, where they are
+rejected. A misspelled field of the request is rejected, too. `null` means absent. Numbers are finite; booleans and
+strings are not converted to numbers.
 """
 
 from .lora import LoRARequest

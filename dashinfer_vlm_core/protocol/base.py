@@ -19,7 +19,9 @@ class RequestModel(BaseModel):
     `strict=True` of pydantic disables conversions; it does not concern unknown keys.
     """
 
-    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="allow", strict=True, allow_inf_nan=False)
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        frozen=True, extra="allow", strict=True, allow_inf_nan=False, serialize_by_alias=True
+    )
 
     @model_validator(mode="before")
     @classmethod

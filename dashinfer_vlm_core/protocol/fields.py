@@ -15,13 +15,17 @@ SUPPORTED_FIELDS = frozenset(
 """Fields with the same effect as in OpenAI's API."""
 
 IGNORED_FIELDS = frozenset(
-    {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
-)
-"""Fields that by definition do not affect the completion: labels, and hints for caches."""
+    {
+        "user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+        "guided_decoding_backend",
+    }
+)  # fmt: skip
+"""Fields that by definition do not affect the completion: labels, hints for caches, and vLLM's choice of a library."""
 
 NO_AUDIO = "The models do not support audio. Remove it."
 _NO_FUNCTIONS = "It is deprecated. Use `tools` and `tool_choice`."
 _NO_GRAMMAR = "Use `response_format` with a JSON schema."
+NO_CUSTOM_GRAMMAR = "Grammars cannot be sent. Use a JSON schema, `regex` or `choice` of `structured_outputs`."
 _NO_TEMPLATE = "Requests cannot change the engine's chat template. Remove it."
 
 REJECTED_FIELDS: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
@@ -48,17 +52,14 @@ REJECTED_FIELDS: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType
         "chat_template": ((), _NO_TEMPLATE),
         "continue_final_message": ((False,), _NO_TEMPLATE),
         "echo": ((False,), "Completions do not include the prompt. Remove it."),
-        "guided_choice": ((), _NO_GRAMMAR),
-        "guided_grammar": ((), _NO_GRAMMAR),
-        "guided_json": ((), _NO_GRAMMAR),
-        "guided_regex": ((), _NO_GRAMMAR),
+        "guided_grammar": ((), NO_CUSTOM_GRAMMAR),
+        "guided_whitespace_pattern": ((), "JSON has at most one space after commas and colons. Remove it."),
         "include_stop_str_in_output": ((False,), "Completions end before the stop string. Remove it."),
         "length_penalty": ((1, 1.0), "It applies to beam search, which is not available. Remove it."),
         "logits_processors": (([],), "Requests cannot run code. Remove it."),
         "min_p": ((0, 0.0), "Use `top_p` or `top_k`."),
         "prompt_logprobs": ((), "Log probabilities are available for completion tokens only. Use `logprobs`."),
         "skip_special_tokens": ((True,), "Completions never contain special tokens. Remove it."),
-        "structured_outputs": ((), _NO_GRAMMAR),
         "truncate_prompt_tokens": ((), "Prompts are never truncated. Shorten the messages."),
         "use_beam_search": ((False,), "Use `temperature` 0 for greedy decoding."),
     }

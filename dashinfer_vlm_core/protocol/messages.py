@@ -23,6 +23,9 @@ JPEG_FRAMES = "data:video/jpeg;base64,"
 """Prefix of a URL that contains the frames of a video in order: JPEG files in base64, separated by commas."""
 
 _JPEG_FRAME = "data:image/jpeg;base64,"
+_DATA = "data:"
+_VIDEO_FILE = "data:video/mp4;base64,"
+"""Prefix for a file in base64; the format is detected from the content, not from this type."""
 
 MAX_PARTS = 1024
 MAX_FRAMES = 4096
@@ -196,6 +199,31 @@ class VideoURL(PixelBounds):
         return self.url or None
 
 
+class InputVideo(VideoURL):
+    """The source of a video as llama.cpp's clients send it: a file in base64 as `data`, or what `VideoURL` has."""
+
+    data: Text | None = None
+
+    def check(self, path: str, *, has_uuid: bool = False) -> None:
+        super().check(path, has_uuid=has_uuid or self.data is not None)
+        if self.data is not None and self.url is not None:
+            raise InvalidParameter(f"`{path}` has both `data` and `url`. Pass one of them.", param=f"{path}.data")
+        if self.data == "":
+            raise InvalidParameter(f"`{path}.data` is empty. Pass a video file in base64.", param=f"{path}.data")
+
+    def urls(self) -> str | tuple[str, ...] | None:
+        if not self.data:
+            return super().urls()
+        is_url = self.data[: len(_DATA)].lower() == _DATA
+        return self.data if is_url else copy_text(_VIDEO_FILE, self.data, 0, len(self.data))
+
+
+def _video_tag(value: object) -> str | None:
+    if isinstance(value, str):
+        return "string"
+    return "object" if isinstance(value, (dict, VideoURL)) else None
+
+
 def _is_jpeg_frames(url: str) -> bool:
     return url[: len(JPEG_FRAMES)].lower() == JPEG_FRAMES
 
@@ -279,7 +307,11 @@ class Part(RequestModel):
     type: Text
     text: Text | None = None
     image_url: ImageURL | None = None
-    video_url: VideoURL | None = None
+    video_url: (
+        Annotated[Annotated[Text, Tag("string")] | Annotated[VideoURL, Tag("object")], string_or_object(_video_tag)]
+        | None
+    ) = None
+    input_video: InputVideo | None = None
     image_embeds: (
         Annotated[Annotated[Text, Tag("string")] | Annotated[ImageEmbeds, Tag("object")], string_or_object(_embeds_tag)]
         | None
@@ -303,13 +335,25 @@ class Part(RequestModel):
                 f" Use the role {_PART_TYPES[self.type][0]!r}.",
                 param=path,
             )
-        self._check_value(f"{path}.{self.type}")
+        if self.type == "input_video" and self.input_video is not None and self.video_url is not None:
+            raise InvalidParameter(
+                f"`{path}` has both `input_video` and `video_url`. Pass one of them.", param=f"{path}.video_url"
+            )
+        self._check_value(f"{path}.{self._value_field}")
+
+    @property
+    def _value_field(self) -> str:
+        """The field with the value: the one that `type` names, but clients also send `input_video` as `video_url`."""
+        return "video_url" if self.type == "input_video" and self.video_url is not None else self.type
 
     def _check_value(self, path: str) -> None:
-        value, has_uuid = getattr(self, self.type), self.uuid is not None and self.type in _MEDIA_TYPES
+        value, has_uuid = getattr(self, self._value_field), self.uuid is not None and self.type in _MEDIA_TYPES
         if value is None and not has_uuid:
             raise InvalidParameter(f"`{path}` is required.", param=path)
-        if isinstance(value, (ImageURL, VideoURL)):
+        if isinstance(value, str) and self._value_field == "video_url" and (value or not has_uuid):
+            _check_url(value, path)
+            _check_jpeg_frames(value, path)
+        elif isinstance(value, (ImageURL, VideoURL)):
             value.check(path, has_uuid=has_uuid)
         elif isinstance(value, ImageEmbeds):
             value.check(path)
@@ -329,10 +373,11 @@ class Part(RequestModel):
             )
         if self.type == "image_embeds":
             return MediaPart(kind="image", path=path, content=self._embeddings(), uuid=self.uuid)
-        return self._video(path) if self.type == "video_url" else None
+        return self._video(path) if self.type in _VIDEO_TYPES else None
 
     def _video(self, path: str) -> MediaPart:
-        video = self.video_url or VideoURL()
+        value = getattr(self, self._value_field) or VideoURL()
+        video = VideoURL(url=value) if isinstance(value, str) else value
         return MediaPart(
             kind="video",
             path=path,
@@ -353,11 +398,12 @@ class Part(RequestModel):
     def for_template(self) -> dict[str, str]:
         if self.type in {"text", "refusal"}:
             return {"type": "text", "text": getattr(self, self.type)}
-        return {"type": self.type.partition("_")[0]}
+        return {"type": "video" if self.type in _VIDEO_TYPES else "image"}
 
 
 _ROLES = ("user", "assistant", "system", "developer", "tool")
-_MEDIA_TYPES = ("image_url", "video_url", "image_embeds")
+_VIDEO_TYPES = ("video_url", "input_video")
+_MEDIA_TYPES = ("image_url", *_VIDEO_TYPES, "image_embeds")
 _PART_TYPES = {"text": _ROLES, **dict.fromkeys(_MEDIA_TYPES, ("user", "tool")), "refusal": ("assistant",)}
 """Types of content parts, and the roles whose messages can contain them."""
 

@@ -1,21 +1,25 @@
-"""The requested output: response format and tools."""
+"""The requested output: response format, vLLM's structured outputs, and tools."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, Field, Strict, Tag
+from pydantic import AfterValidator, BeforeValidator, Field, Strict, Tag
 
-from ..errors import InvalidParameter
-from .base import RequestModel, Text, string_or_object
+from ..errors import InvalidParameter, RequestError, UnsupportedParameter
+from .base import ClosedModel, RequestModel, Text, encodable, string_or_object
+from .fields import NO_CUSTOM_GRAMMAR
 from .validation_errors import show
 
 MAX_TOOLS = 128
 MAX_SCHEMA_BYTES = 64 * 1024
 MAX_SCHEMA_DEPTH = 32
+MAX_CHOICES = 1024
+MAX_GUIDED_CHARACTERS = 1024
 
 
 def _check_size(schema: dict[str, Any]) -> dict[str, Any]:
@@ -40,6 +44,18 @@ def _children(part: object) -> Iterable[object]:
     return part if isinstance(part, (list, tuple)) else ()
 
 
+def _parse_schema(value: object) -> object:
+    """Parse a schema that is JSON text, as vLLM's clients may send it."""
+    if not isinstance(value, str):
+        return value
+    if len(value) > MAX_SCHEMA_BYTES:
+        raise ValueError(f"must have at most {MAX_SCHEMA_BYTES} bytes")
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise ValueError("must be a JSON schema: an object, or the text of one") from None
+
+
 def _identifier(name: str) -> str:
     if not re.fullmatch(r"[a-zA-Z0-9_.-]{1,64}", name):
         raise ValueError("must be 1 to 64 letters, digits, underscores, dots and dashes")
@@ -48,6 +64,43 @@ def _identifier(name: str) -> str:
 
 _Identifier: TypeAlias = Annotated[str, AfterValidator(_identifier)]
 JsonSchema: TypeAlias = Annotated[dict[str, Any], AfterValidator(_check_size)]
+GuidedSchema: TypeAlias = Annotated[
+    dict[str, Any],
+    BeforeValidator(_parse_schema, json_schema_input_type=dict[str, Any] | str),
+    AfterValidator(_check_size),
+]
+"""A schema, or its text."""
+
+GuidedText: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_GUIDED_CHARACTERS), AfterValidator(encodable)]
+"""A regular expression, or a text to choose."""
+
+GuidedTexts: TypeAlias = Annotated[
+    tuple[GuidedText, ...], Strict(False), Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputConstraint:
+    """What the content of a completion has to be.
+
+    Attributes:
+        kind: a JSON object, JSON that follows a schema, a match of a regular expression, or one of several texts.
+        param: the field of the request that requires it.
+        json_schema: the schema, for `json_schema`.
+        regex: the regular expression, for `regex`.
+        choices: the texts, for `choice`.
+    """
+
+    kind: Literal["json_object", "json_schema", "regex", "choice"]
+    param: str
+    json_schema: Mapping[str, Any] | None = None
+    regex: str = ""
+    choices: tuple[str, ...] = ()
+
+    @property
+    def field(self) -> str:
+        """The top-level field of the request that contains `param`."""
+        return self.param.partition(".")[0]
 
 
 class SchemaFormat(RequestModel):
@@ -69,6 +122,76 @@ class ResponseFormat(RequestModel):
                 "`response_format.json_schema` is required with this type. Pass an object with `name` and `schema`.",
                 param="response_format.json_schema",
             )
+
+    def constraints(self) -> Iterator[OutputConstraint]:
+        if self.json_schema is not None and self.type == "json_schema":
+            schema = self.json_schema.json_schema
+            yield OutputConstraint(kind="json_schema", param="response_format.json_schema.schema", json_schema=schema)
+        elif self.type != "text":
+            yield OutputConstraint(kind="json_object", param="response_format")
+
+
+class StructuredOutputs(ClosedModel):
+    """vLLM's `structured_outputs`: one of `json`, `regex`, `choice` and `json_object`, and options."""
+
+    json_schema: GuidedSchema | None = Field(None, alias="json")
+    regex: GuidedText | None = None
+    choice: GuidedTexts | None = None
+    json_object: bool = False
+    grammar: Any = None
+    structural_tag: Any = None
+    disable_fallback: bool = False
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: Text | None = None
+
+    def find_conflicts(self) -> Iterator[RequestError]:
+        for name, next_step in _REJECTED_OPTIONS.items():
+            if getattr(self, name):
+                param = f"structured_outputs.{name}"
+                yield UnsupportedParameter(f"`{param}` is not supported. {next_step}", param=param)
+        if not list(self.constraints()):
+            yield InvalidParameter(
+                "`structured_outputs` needs one of `json`, `regex`, `choice` and `json_object`. Pass one of them.",
+                param="structured_outputs",
+            )
+
+    def constraints(self) -> Iterator[OutputConstraint]:
+        yield from guided_constraints(
+            "structured_outputs.", json_schema=self.json_schema, regex=self.regex, choices=self.choice
+        )
+        if self.json_object:
+            yield OutputConstraint(kind="json_object", param="structured_outputs.json_object")
+
+
+_REJECTED_OPTIONS = {
+    "grammar": NO_CUSTOM_GRAMMAR,
+    "structural_tag": "Use `tools` for calls, or a JSON schema.",
+    "disable_any_whitespace": "JSON has at most one space after commas and colons. Remove it.",
+    "disable_additional_properties": 'Set "additionalProperties": false in the schema.',
+    "whitespace_pattern": "JSON has at most one space after commas and colons. Remove it.",
+}
+
+
+def guided_constraints(
+    prefix: str, *, json_schema: Mapping[str, Any] | None, regex: str | None, choices: tuple[str, ...] | None
+) -> Iterator[OutputConstraint]:
+    """Yield the constraints of vLLM's fields; `prefix` is what their names begin with."""
+    if json_schema is not None:
+        yield OutputConstraint(kind="json_schema", param=f"{prefix}json", json_schema=json_schema)
+    if regex is not None:
+        yield OutputConstraint(kind="regex", param=f"{prefix}regex", regex=regex)
+    if choices is not None:
+        yield OutputConstraint(kind="choice", param=f"{prefix}choice", choices=choices)
+
+
+def find_output_conflicts(constraints: Iterable[OutputConstraint]) -> Iterator[InvalidParameter]:
+    """Yield an error if a request defines its output more than once."""
+    params = [constraint.param for constraint in constraints]
+    if len(params) > 1:
+        yield InvalidParameter(
+            f"`{params[0]}` and `{params[1]}` both define the output. Pass one of them.", param=params[1]
+        )
 
 
 class ToolFunction(RequestModel):

@@ -11,12 +11,27 @@ from pydantic import AfterValidator, Field, InstanceOf, Strict, Tag, ValidationE
 
 from ..errors import InvalidParameter, RequestError, UnsupportedParameter
 from .base import LARGEST, STRING_OR_ARRAY, Count, Label, Name, RequestModel, Text, encodable
-from .fields import REJECTED_FIELDS
+from .fields import IGNORED_FIELDS, REJECTED_FIELDS
 from .lora import LoRARequest
 from .messages import MediaPart, Message
 from .options import MediaIO, MediaOptions, ProcessorOptions
-from .output import NamedTool, ResponseFormat, Tool, ToolChoice, Tools, find_tool_conflicts
+from .output import (
+    GuidedSchema,
+    GuidedText,
+    GuidedTexts,
+    NamedTool,
+    OutputConstraint,
+    ResponseFormat,
+    StructuredOutputs,
+    Tool,
+    ToolChoice,
+    Tools,
+    find_output_conflicts,
+    find_tool_conflicts,
+    guided_constraints,
+)
 from .sampling import GREEDY_BELOW, Sampling
+from .unknown_fields import handle_unknown_fields
 from .unsupported import reject_fields
 from .validation_errors import explain
 
@@ -51,8 +66,10 @@ class ChatRequest(RequestModel):
 
     In addition to OpenAI's fields, it has fields that are common in inference servers: `top_k`, `repetition_penalty`,
     `min_tokens`, `ignore_eos`, `stop_token_ids`, options for all media (module `options`), and `cache_salt`: cache
-    entries are shared only between requests with the same salt, and `chat_template_kwargs`: variables of the chat
-    template, such as `enable_thinking`. The module `fields` lists ignored and rejected fields.
+    entries are shared only between requests with the same salt, `chat_template_kwargs`: variables of the chat
+    template, such as `enable_thinking`, and `coordinates`: whether positions in images are those that the model writes,
+    or pixels of the original image. `structured_outputs` and its older spellings `guided_json`, `guided_regex` and
+    `guided_choice` are vLLM's. The module `fields` lists ignored and rejected fields.
     """
 
     messages: Annotated[
@@ -81,6 +98,11 @@ class ChatRequest(RequestModel):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] = 1
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: GuidedSchema | None = None
+    guided_regex: GuidedText | None = None
+    guided_choice: GuidedTexts | None = None
+    coordinates: Literal["model", "original"] = "model"
     tools: Tools = ()
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -110,6 +132,15 @@ class ChatRequest(RequestModel):
 
     @model_validator(mode="before")
     @classmethod
+    def _check_unknown(cls, data: object) -> object:
+        given = data if isinstance(data, dict) else {}
+        known = cls.model_fields.keys() | REJECTED_FIELDS.keys() | IGNORED_FIELDS
+        unknown = [name for name, value in given.items() if value is not None and name not in known]
+        handle_unknown_fields(unknown, cls.model_fields)
+        return data
+
+    @model_validator(mode="before")
+    @classmethod
     def _reject_unsupported(cls, data: object) -> object:
         reject_fields(data, REJECTED_FIELDS)
         return data
@@ -127,6 +158,15 @@ class ChatRequest(RequestModel):
         yield from find_tool_conflicts(self.tools, self.tool_choice, self.parallel_tool_calls)
         if self.response_format:
             yield from self.response_format.find_conflicts()
+        if self.structured_outputs:
+            yield from self.structured_outputs.find_conflicts()
+        yield from find_output_conflicts(self._output_constraints())
+        if self.coordinates == "original" and self.logprobs:
+            yield InvalidParameter(
+                '`logprobs` cannot be combined with `coordinates` "original": the text is not that of the tokens.'
+                " Remove one of them.",
+                param="logprobs",
+            )
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             yield InvalidParameter(
                 "`max_tokens` and `max_completion_tokens` are synonyms but have different values. Pass one of them.",
@@ -171,6 +211,20 @@ class ChatRequest(RequestModel):
     def stop_strings(self) -> tuple[str, ...]:
         """Strings that end the completion and are not part of it; none is empty."""
         return (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+
+    @property
+    def output_constraint(self) -> OutputConstraint | None:
+        """What the content of the completion has to be; None if it is unconstrained."""
+        return next(self._output_constraints(), None)
+
+    def _output_constraints(self) -> Iterator[OutputConstraint]:
+        if self.response_format:
+            yield from self.response_format.constraints()
+        if self.structured_outputs:
+            yield from self.structured_outputs.constraints()
+        yield from guided_constraints(
+            "guided_", json_schema=self.guided_json, regex=self.guided_regex, choices=self.guided_choice
+        )
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:

@@ -28,6 +28,7 @@ _NEXT_STEPS: Mapping[str, str] = MappingProxyType(
         "stream_options": ' Write "stream_options": {"include_usage": true}.',
         "image_url": ' Write "image_url": {"url": "..."}.',
         "video_url": ' Write "video_url": {"url": "..."}.',
+        "input_video": ' Write "input_video": {"data": "..."} with a file in base64, or {"url": "..."}.',
     }
 )
 

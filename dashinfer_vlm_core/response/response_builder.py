@@ -22,11 +22,13 @@ from openai.types.completion_usage import CompletionTokensDetails, PromptTokensD
 
 from ..decoders import FinishReason, Token
 from ..errors import DecoderFailed
+from ..models.coordinates import ImageCoordinates
 from ..protocol import ChatRequest
 from ..structured_output.tool_parser import ContentDelta, ParserEvent, ToolCallParser, ToolCallStart
 from ..tokenization.conversation import HERMES, ConversationFormat
 from ..tokenization.detokenizer import IncrementalDetokenizer
 from ..tokenization.stop_strings import StopStringMatcher
+from .coordinates import CoordinateConverter
 from .reasoning_parser import ReasoningDelta, ReasoningEvent, ReasoningParser
 
 ChoiceFinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
@@ -71,6 +73,8 @@ class ResponseBuilder:
         reasons: whether the completion may begin with reasoning, which becomes `reasoning_content`. Stop strings and
             log probabilities concern only the text after it.
         opens_reasoning: whether the prompt ends with the tag that begins reasoning.
+        coordinates: converts coordinates in the content and in tool calls; None leaves them as the model writes them.
+            Log probabilities cannot be requested with it.
 
     Attributes:
         completion_tokens: the number of tokens so far.
@@ -95,6 +99,7 @@ class ResponseBuilder:
         conversation: ConversationFormat = HERMES,
         reasons: bool = False,
         opens_reasoning: bool = False,
+        coordinates: ImageCoordinates | None = None,
     ) -> None:
         self.id = id
         self._index = index
@@ -107,6 +112,7 @@ class ResponseBuilder:
         tools = {tool.function.name for tool in request.callable_tools}
         self._tool_parser = ToolCallParser(tools, guided=guided, conversation=conversation)
         self._reasoning_parser = ReasoningParser(conversation, started=opens_reasoning) if reasons else None
+        self._coordinates = CoordinateConverter(coordinates) if coordinates else None
         self._reasoning: list[str] = []
         self._text_begin: int | None = None  # index of the first character after the reasoning, in the generated text
         self._single_call = request.parallel_tool_calls is False
@@ -232,7 +238,8 @@ class ResponseBuilder:
             events = [*self._reasoning_parser.feed(text), *self._reasoning_parser.flush()]
             chunks, text = self._chunks_for_reasoning(events), ""
         rest = self._stop_strings.feed(text) + self._stop_strings.flush()
-        return [*chunks, *self._chunks_for([*self._tool_parser.feed(rest), *self._tool_parser.flush()])]
+        chunks += self._chunks_for([*self._tool_parser.feed(rest), *self._tool_parser.flush()])
+        return [*chunks, *(map(self._chunk_for, self._coordinates.flush()) if self._coordinates else ())]
 
     def _feed_text(self, text: str) -> list[ChatCompletionChunk]:
         return self._chunks_for(self._tool_parser.feed(self._stop_strings.feed(text)))
@@ -249,6 +256,7 @@ class ResponseBuilder:
         return chunks
 
     def _chunks_for(self, events: list[ParserEvent]) -> list[ChatCompletionChunk]:
+        events = self._coordinates.feed(events) if self._coordinates else events
         return [self._chunk_for(event) for event in events]
 
     def _chunk_for(self, event: ParserEvent) -> ChatCompletionChunk:

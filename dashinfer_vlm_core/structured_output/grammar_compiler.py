@@ -139,7 +139,8 @@ class GrammarCompiler:
         """Return the error for a grammar that does not compile; it names the failing pattern, if there is one."""
         for (field, path), rule in rules.patterns.items():
             if self._fails(rules, rule):
-                message = f"`{field or param}` at {path!r} is not a supported regular expression, or {_TOO_COMPLEX}."
+                location = f" at {path!r}" if path else ""
+                message = f"`{field or param}`{location} is not a supported regular expression, or {_TOO_COMPLEX}."
                 return InvalidParameter(message, param=field or param)
         return InvalidParameter(f"`{param}` {_TOO_COMPLEX}.", param=param)
 

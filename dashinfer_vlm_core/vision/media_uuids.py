@@ -34,6 +34,7 @@ class _CachedItem:
     tokens: int
     times: tuple[float, ...]
     sampled_fps: float | None
+    source_size: tuple[int, int] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,9 +92,10 @@ class MediaUuidCache:
         Raises:
             InvalidParameter: a uuid is already bound to different data.
         """
-        for part, (item, source, _) in zip(parts, processed, strict=True):
+        for part, media in zip(parts, processed, strict=True):
             if part.uuid is not None:
-                self._bind(part, part.uuid, source, cache_salt).items[_applied_options(part, item)] = _content(item)
+                entry = self._bind(part, part.uuid, media.source_digest, cache_salt)
+                entry.items[_applied_options(part, media.item)] = _content(media)
 
     def _bind(self, part: MediaPart, uuid: str, source: bytes, cache_salt: str) -> _UuidEntry:
         key = (cache_salt, part.kind, uuid)
@@ -127,12 +129,19 @@ class MediaUuidCache:
             path=part.path,
             times=content.times,
             sampled_fps=content.sampled_fps,
+            source_size=content.source_size,
         )
 
 
-def _content(item: Patches | Embedded) -> _CachedItem:
+def _content(media: Processed) -> _CachedItem:
+    item = media.item
     return _CachedItem(
-        digest=item.digest, grid=item.grid, tokens=item.tokens, times=item.times, sampled_fps=item.sampled_fps
+        digest=item.digest,
+        grid=item.grid,
+        tokens=item.tokens,
+        times=item.times,
+        sampled_fps=item.sampled_fps,
+        source_size=media.source_size,
     )
 
 

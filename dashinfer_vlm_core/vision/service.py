@@ -37,6 +37,7 @@ class CachedMedia:
         path: its location in the request.
         times: as in `Patches`.
         sampled_fps: as in `Patches`.
+        source_size: width and height before resizing, in pixels; None for embeddings.
     """
 
     visual: VisualTokens
@@ -45,6 +46,7 @@ class CachedMedia:
     path: str
     times: tuple[float, ...] = ()
     sampled_fps: float | None = None
+    source_size: tuple[int, int] | None = None
 
     @property
     def grid(self) -> Grid:

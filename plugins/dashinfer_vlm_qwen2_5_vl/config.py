@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from dashinfer_vlm_core.models.coordinates import CoordinateSpec
 from dashinfer_vlm_core.models.json_fields import JsonFields
 from dashinfer_vlm_core.models.qwen2_vl.config import check_vision_encoder, model_spec, read_config
 from dashinfer_vlm_core.models.spec import ModelSpec
@@ -90,6 +91,7 @@ def read_spec(folder: Path) -> ModelSpec:
         patch_size=vision.patch_size,
         temporal_patch_size=vision.temporal_patch_size,
         merge_size=vision.spatial_merge_size,
+        coordinates=CoordinateSpec(extent=None),
     )
 
 

@@ -10,6 +10,7 @@ from math import isqrt
 from pathlib import Path
 
 from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
+from dashinfer_vlm_core.models.coordinates import CoordinateSpec
 from dashinfer_vlm_core.models.json_fields import JsonFields, read_fields
 from dashinfer_vlm_core.models.qwen2_vl.config import (
     TENSOR_RENAMES,
@@ -114,6 +115,7 @@ def read_spec(folder: Path) -> ModelSpec:
         conversation=HERMES,
         profile=Profile(reasoning=template_mentions(folder, (HERMES.reasoning_begin, HERMES.reasoning_end))),
         tensor_renames=TENSOR_RENAMES,
+        coordinates=CoordinateSpec(extent=1000),
     )
 
 

@@ -17,7 +17,15 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dashinfer_vlm_core.errors import InvalidParameter
-from dashinfer_vlm_core.structured_output.grammar import Rules, SchemaError, any_object, json_schema
+from dashinfer_vlm_core.structured_output.grammar import (
+    Rules,
+    SchemaError,
+    any_object,
+    json_schema,
+    matching_text,
+    one_of,
+)
+from dashinfer_vlm_core.structured_output.grammar.bounds import STRING_CHARACTERS
 from dashinfer_vlm_core.structured_output.grammar.numbers import numbers_between
 from dashinfer_vlm_core.structured_output.grammar_compiler import MAX_CACHED_GRAMMARS, GrammarCompiler
 from tests.schemas import damaged, random_schema
@@ -214,6 +222,46 @@ def test_unsupported_keyword_is_rejected(schema, place):
 def test_lenient_mode_skips_unsupported_keywords(compiler):
     schema = {"type": "array", "items": {"type": "null"}, "uniqueItems": True, "contains": {}}
     assert accepts(compiled(compiler, schema, lenient=True), "[null,null]")
+
+
+# Texts other than JSON
+
+
+TEXTS = {
+    "the whole text": (r"[0-9]+-(a|b)", ["12-a", "1-b"], ["12-", "x12-a", "12-ab", ""]),
+    "anchors at the ends": (r"^a|b$", ["a", "b"], ["", "ab"]),
+    "an escaped dollar at the end": (r"a\$", ["a$"], ["a"]),
+    "slashes": (r"/[/]\/", ["///"], ["//"]),
+    "line breaks": ("a\nb\\n", ["a\nb\n"], ["a\\nb\n"]),
+    "quotes and other marks of the grammar": (r""""x" & # ~""", ['"x" & # ~'], ["x"]),
+    "a dot": (".{2}", ["ab", "ü "], ["a\n"]),
+}
+
+
+@pytest.mark.parametrize(("pattern", "good", "bad"), TEXTS.values(), ids=TEXTS)
+def test_texts_allowed_by_regular_expression(compiler, pattern, good, bad):
+    rules = Rules()
+    grammar = compiler.compile(rules, matching_text(rules, pattern, field="guided_regex"), param="guided_regex")
+    assert ([accepts(grammar, text) for text in good], [accepts(grammar, text) for text in bad]) == (
+        [True] * len(good),
+        [False] * len(bad),
+    )
+
+
+def test_text_of_regular_expression_is_bounded(compiler):
+    rules = Rules()
+    grammar = compiler.compile(rules, matching_text(rules, "(a|\n)*", field="guided_regex"), param="guided_regex")
+    assert accepts(grammar, "a\n" * (STRING_CHARACTERS // 2))
+    assert not accepts(grammar, "a\n" * (STRING_CHARACTERS // 2) + "a")
+
+
+def test_one_of_allows_exactly_its_texts(compiler):
+    texts = ["a", "ab", 'quo"te', "line\nbreak", "grün", "<|im_end|>"]
+    rules = Rules()
+    grammar = compiler.compile(rules, one_of(rules, [*texts, "a"]), param="guided_choice")
+    assert all(accepts(grammar, text) for text in texts if "<" not in text)
+    assert not any(accepts(grammar, text) for text in ("", "b", "abc", "aab"))
+    assert {random_output(grammar, seed) for seed in range(20)} <= set(texts)
 
 
 # Bounds

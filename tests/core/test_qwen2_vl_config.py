@@ -7,6 +7,7 @@ import pytest
 from transformers import AutoConfig
 
 from dashinfer_vlm_core.errors import CheckpointError
+from dashinfer_vlm_core.models.coordinates import CoordinateSpec
 from dashinfer_vlm_core.models.qwen2_vl.config import (
     VisionConfig,
     read_spec,
@@ -103,6 +104,7 @@ def test_published_layout(published):
     assert (spec.max_model_len, spec.vocab_size, spec.hidden_size) == (32768, 151936, 1536)
     assert (spec.tokens.image, spec.tokens.video, spec.tokens.stop) == (151655, 151656, (151645, 151643))
     assert spec.pixels == PixelSpec(max_pixels=12845056)
+    assert spec.coordinates == CoordinateSpec(extent=1000, pairs=True)
     assert read_text_model(published) == TextModelSpec(
         hidden_size=1536,
         intermediate_size=8960,

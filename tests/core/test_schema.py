@@ -16,9 +16,10 @@ from openai.types.chat.completion_create_params import (
 from pydantic import ValidationError
 
 from dashinfer_vlm_core.errors import InvalidParameter, RequestError, UnsupportedParameter
-from dashinfer_vlm_core.protocol import LOW_DETAIL_PIXELS, ChatRequest, MediaPart
+from dashinfer_vlm_core.protocol import LOW_DETAIL_PIXELS, ChatRequest, MediaPart, unknown_fields
 from dashinfer_vlm_core.protocol.fields import IGNORED_FIELDS, REJECTED_FIELDS, SUPPORTED_FIELDS
 from dashinfer_vlm_core.protocol.sampling import Sampling
+from dashinfer_vlm_core.protocol.unknown_fields import MAX_LOGGED, UnknownFieldLog
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 VIDEO = {"type": "video_url", "video_url": {"url": "https://example.com/a.mp4"}}
@@ -271,6 +272,154 @@ def test_ignored_fields_are_accepted(name):
     assert ChatRequest.parse(request(**{name: "anything"})).sampling() == Sampling()
 
 
+VIDEO_FILE = "data:video/mp4;base64,AAAA"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "input_video", "input_video": {"data": "AAAA"}},
+        {"type": "input_video", "input_video": {"data": "AAAA", "format": "mp4"}},
+        {"type": "input_video", "input_video": {"data": VIDEO_FILE}},
+        {"type": "input_video", "input_video": {"url": VIDEO_FILE}},
+        {"type": "input_video", "video_url": VIDEO_FILE},
+        {"type": "input_video", "video_url": {"url": VIDEO_FILE}},
+        {"type": "video_url", "video_url": VIDEO_FILE},
+    ],
+    ids=str,
+)
+def test_video_shapes_of_other_clients(part):
+    parsed = ChatRequest.parse(request(part, {"type": "text", "text": "What moves?"}))
+    assert parsed.media() == ChatRequest.parse(video(VIDEO_FILE)).media()
+    assert parsed.template_messages()[0]["content"][0] == {"type": "video"}
+    assert ChatRequest.parse(parsed.model_dump(exclude_unset=True)).media() == parsed.media()
+
+
+def test_input_video_has_options_of_video_url():
+    options = {"fps": 0.5, "max_pixels": 20}
+    parsed = ChatRequest.parse(request({"type": "input_video", "input_video": {"data": "AAAA", **options}}))
+    assert parsed.media() == ChatRequest.parse(video(VIDEO_FILE, **options)).media()
+    frames = ["a", "b"]
+    parsed = ChatRequest.parse(request({"type": "input_video", "input_video": {"url": frames}}))
+    assert parsed.media()[0].url == ("a", "b")
+    (part,) = ChatRequest.parse(request({"type": "input_video", "uuid": "one"})).media()
+    assert (part.kind, part.uuid, part.has_source) == ("video", "one", False)
+
+
+OUTPUT = {
+    "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}},
+    "guided_json": {"type": "object"},
+    "guided_regex": "a+",
+    "guided_choice": ["a", "b"],
+    "structured_outputs": {"json": {"type": "object"}, "regex": None, "disable_fallback": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", "response_format"),
+        ({"response_format": OUTPUT["response_format"]}, "json_schema", "response_format.json_schema.schema"),
+        ({"guided_json": {"type": "object"}}, "json_schema", "guided_json"),
+        ({"guided_json": '{"type": "object"}'}, "json_schema", "guided_json"),
+        ({"guided_regex": "a+"}, "regex", "guided_regex"),
+        ({"guided_choice": ["a", "b"]}, "choice", "guided_choice"),
+        ({"structured_outputs": OUTPUT["structured_outputs"]}, "json_schema", "structured_outputs.json"),
+        ({"structured_outputs": {"json": '{"type": "object"}'}}, "json_schema", "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", "structured_outputs.choice"),
+        ({"structured_outputs": {"json_object": True}}, "json_object", "structured_outputs.json_object"),
+    ],
+    ids=str,
+)
+def test_output_constraint(fields, kind, param):
+    parsed = ChatRequest.parse(request(**fields, guided_decoding_backend="auto"))
+    constraint = parsed.output_constraint
+    assert (constraint.kind, constraint.param, constraint.field) == (kind, param, next(iter(fields)))
+    expected = {
+        "json_object": (None, "", ()),
+        "json_schema": ({"type": "object"}, "", ()),
+        "regex": (None, "a+", ()),
+        "choice": (None, "", ("a", "b")),
+    }
+    assert (constraint.json_schema, constraint.regex, constraint.choices) == expected[kind]
+    assert ChatRequest.parse(parsed.model_dump(mode="json", exclude_unset=True)).output_constraint == constraint
+
+
+@pytest.mark.parametrize("first", OUTPUT)
+@pytest.mark.parametrize("second", OUTPUT)
+def test_only_one_output_constraint_is_accepted(first, second):
+    if first == second:
+        return
+    error = rejection_of(request(**{first: OUTPUT[first], second: OUTPUT[second]}))
+    assert error.param.partition(".")[0] in {first, second}
+    assert "both define the output. Pass one of them." in error.message
+
+
+# Unknown fields
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("max_token", "max_tokens"),
+        ("max_tokns", "max_tokens"),
+        ("maxTokens", "max_tokens"),
+        ("max-tokens", "max_tokens"),
+        ("MAX_TOKENS", "max_tokens"),
+        ("max_completion_token", "max_completion_tokens"),
+        ("temprature", "temperature"),
+        ("temperatrue", "temperature"),
+        ("topP", "top_p"),
+        ("response_fromat", "response_format"),
+        ("tool_choise", "tool_choice"),
+        ("guided_jsn", "guided_json"),
+        ("stops", "stop"),
+    ],
+)
+def test_misspelled_field_gets_a_hint(name, meant):
+    error = rejection_of(request(**{name: 5}))
+    assert isinstance(error, InvalidParameter)
+    assert (error.param, error.message) == (name, f"`{name}` is not a known field. Did you mean `{meant}`?")
+    assert ChatRequest.parse(request(**{name: None})).sampling() == Sampling()
+
+
+FIELDS_OF_OTHER_SERVERS = [
+    "foo", "options", "priority", "request_id", "vllm_xargs", "kv_transfer_params", "return_token_ids", "documents",
+    "spaces_between_special_tokens", "include_reasoning", "return_tokens_as_token_ids", "lora_path", "no_stop_trim",
+    "separate_reasoning", "stream_reasoning", "n_predict", "n_probs", "min_keep", "cache_prompt", "samplers", "id_slot",
+    "timings_per_token", "tfs_z", "typical_p", "mirostat", "top_a", "top_n_sigma", "repeat_penalty", "keep_alive",
+    "transforms", "provider", "route", "plugins", "think", "litellm_metadata", "extra_headers", "api_version", "x", "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIELDS_OF_OTHER_SERVERS)
+def test_unknown_field_is_ignored(name):
+    assert ChatRequest.parse(request(**{name: 1})).sampling() == Sampling()
+
+
+def test_unknown_field_is_logged_once(caplog, monkeypatch):
+    monkeypatch.setattr(unknown_fields, "_LOG", UnknownFieldLog())
+    for _ in range(3):
+        ChatRequest.parse(request(**{"logged once": 1, "forged\nline": 2}))
+    assert [record.getMessage() for record in caplog.records] == [
+        "requests have unknown fields, which are ignored: 'logged once', 'forged\\nline'"
+    ]
+
+
+def test_log_of_unknown_fields_is_bounded(caplog):
+    log = UnknownFieldLog()
+    for index in range(MAX_LOGGED + 50):
+        log.log([f"name {index}"])
+    assert len(caplog.records) == MAX_LOGGED + 1
+    assert caplog.records[-1].getMessage() == "further unknown fields of requests are not logged"
+
+
+def test_many_unknown_fields_are_accepted():
+    names = {f"unknown {index} {'x' * 200}": index for index in range(50_000)}
+    assert ChatRequest.parse(request(**names)).sampling() == Sampling()
+
+
 def test_every_openai_field_is_in_exactly_one_group():
     theirs = CompletionCreateParamsNonStreaming.__annotations__.keys() | CompletionCreateParamsStreaming.__annotations__
     groups = [SUPPORTED_FIELDS, IGNORED_FIELDS, REJECTED_FIELDS.keys()]
@@ -430,7 +579,20 @@ BAD = [
     (image(min_pixel=2, min_pixels=1), f"{PART}.image_url.min_pixel"),
     (image(max_pixel=2, max_pixels=1), f"{PART}.image_url.max_pixel"),
     (request({"type": "video_url"}), f"{PART}.video_url"),
-    (request({"type": "video_url", "video_url": "https://example.com/a.mp4"}), f"{PART}.video_url"),
+    (request({"type": "video_url", "video_url": 5}), f"{PART}.video_url"),
+    (request({"type": "video_url", "video_url": ""}), f"{PART}.video_url"),
+    (request({"type": "input_video"}), f"{PART}.input_video"),
+    (request({"type": "input_video", "input_video": "AAAA"}), f"{PART}.input_video"),
+    (request({"type": "input_video", "input_video": {}}), f"{PART}.input_video.url"),
+    (request({"type": "input_video", "input_video": {"data": ""}}), f"{PART}.input_video.data"),
+    (request({"type": "input_video", "input_video": {"data": 5}}), f"{PART}.input_video.data"),
+    (request({"type": "input_video", "input_video": {"data": "A", "url": "b"}}), f"{PART}.input_video.data"),
+    (request({"type": "input_video", "input_video": {"data": "A", "fps": 0}}), f"{PART}.input_video.fps"),
+    (
+        request({"type": "input_video", "input_video": {"data": "A", "fps": 1, "num_frames": 2}}),
+        f"{PART}.input_video.num_frames",
+    ),
+    (request({"type": "input_video", "input_video": {"data": "A"}, "video_url": "b"}), f"{PART}.video_url"),
     (request({"type": "video_url", "video_url": {"fps": 1}}), f"{PART}.video_url.url"),
     (video(url=5), FRAME),
     (video(url=""), FRAME),
@@ -508,6 +670,27 @@ BAD = [
     (request(repetition_penalty=0), "repetition_penalty"),
     (request(repetition_penalty=1e-300), "repetition_penalty"),
     (request(top_p=0), "top_p"),
+    (request(guided_json=[1]), "guided_json"),
+    (request(guided_json="{"), "guided_json"),
+    (request(guided_json="[" * 50_000), "guided_json"),
+    (request(guided_json="[1]"), "guided_json"),
+    (request(guided_json=" " * 70_000), "guided_json"),
+    (request(guided_json={"a": math.nan}), "guided_json"),
+    (request(guided_regex=5), "guided_regex"),
+    (request(guided_regex=""), "guided_regex"),
+    (request(guided_regex="a" * 1025), "guided_regex"),
+    (request(guided_regex="\ud800"), "guided_regex"),
+    (request(guided_choice="a"), "guided_choice"),
+    (request(guided_choice=[]), "guided_choice"),
+    (request(guided_choice=["a", ""]), "guided_choice[1]"),
+    (request(guided_choice=["a"] * 1025), "guided_choice"),
+    (request(structured_outputs={}), "structured_outputs"),
+    (request(structured_outputs={"regex": None, "json_object": False}), "structured_outputs"),
+    (request(structured_outputs={"json": 5}), "structured_outputs.json"),
+    (request(structured_outputs={"regex": "a", "foo": 5}), "structured_outputs.foo"),
+    (request(structured_outputs={"regex": "a", "choice": ["b"]}), "structured_outputs.choice"),
+    (request(coordinates="pixels"), "coordinates"),
+    (request(coordinates="original", logprobs=True), "logprobs"),
 ]
 
 
@@ -523,6 +706,16 @@ def test_invalid_request_names_the_field(data, param):
 UNSUPPORTED = [
     *((request(**{name: value}), name) for name in REJECTED_FIELDS for value in [{"type": "odd"}, ["odd"], "odd", 7]),
     (request(store=True), "store"),
+    *(
+        (request(structured_outputs={"regex": "a", name: value}), f"structured_outputs.{name}")
+        for name, value in (
+            ("grammar", 'root ::= "a"'),
+            ("structural_tag", {"type": "structural_tag"}),
+            ("whitespace_pattern", " "),
+            ("disable_any_whitespace", True),
+            ("disable_additional_properties", True),
+        )
+    ),
     (request(modalities=["text", "audio"]), "modalities"),
     (request(service_tier="flex"), "service_tier"),
     (request(stream=True, stream_options={"include_obfuscation": True}), "stream_options.include_obfuscation"),
@@ -605,12 +798,19 @@ JSON = st.recursive(
 KNOWN = sorted(
     ChatRequest.model_fields.keys() | REJECTED_FIELDS.keys() | {"url", "type", "role", "content", "text", "function"}
 )
-WORDS = st.sampled_from(["user", "assistant", "text", "image_url", "video_url", "refusal", "", "auto", "none"])
+WORDS = st.sampled_from(
+    ["user", "assistant", "text", "image_url", "video_url", "input_video", "refusal", "", "auto", "none"]
+)
+PART_KEYS = ["image_url", "video_url", "input_video", "data", "fps", "detail", "1"]
 NEAR = st.recursive(
     JSON | WORDS,
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from([*KNOWN, "image_url", "video_url", "fps", "detail", "1"]), inner, max_size=5)
+        | st.dictionaries(
+            st.sampled_from([*KNOWN, "image_url", "video_url", "input_video", "data", "fps", "detail", "1"]),
+            inner,
+            max_size=5,
+        )
     ),
     max_leaves=12,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
@@ -177,3 +178,80 @@ def test_next_request_works_after_hostile_schema(engine, schema):
         outcome = error.param
     assert outcome in {"stop", "length", "response_format.json_schema.schema"}
     assert json.loads(complete(engine, **schema_request(SCENE)).message.content)
+
+
+# vLLM's fields
+
+COLORS = ["red", "red and blue", "blau/grün", 'a "quoted" one']
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_json": SCENE},
+        {"guided_json": json.dumps(SCENE)},
+        {"structured_outputs": {"json": SCENE}},
+        {"structured_outputs": {"json": json.dumps(SCENE)}},
+    ],
+    ids=["object", "text", "structured_outputs", "text in structured_outputs"],
+)
+def test_guided_json_equals_response_format(engine, fields):
+    assert complete(engine, **fields) == complete(engine, **schema_request(SCENE))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["guided_choice", "structured_outputs"])
+def test_guided_choice_returns_one_of_the_choices(engine, name, seed):
+    fields = {"guided_choice": COLORS} if name == "guided_choice" else {"structured_outputs": {"choice": COLORS}}
+    choice = complete(engine, **fields, seed=seed, temperature=2.0)
+    assert (choice.message.content in COLORS, choice.finish_reason) == (True, "stop")
+
+
+PATTERNS = [
+    r"[0-9]{4}-[0-9]{2}",
+    r"^(red|blue)/\d{1,4}$",
+    r"[^\n]{3}\n[a-c]{1,5}!",
+    r"\\ [\"']",
+    r"(?:yes|no)\.",
+    "a\nb",
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("name", ["guided_regex", "structured_outputs"])
+def test_guided_regex_matches_the_whole_completion(engine, name, pattern):
+    fields = {"guided_regex": pattern} if name == "guided_regex" else {"structured_outputs": {"regex": pattern}}
+    choice = complete(engine, **fields, temperature=1.5)
+    assert re.fullmatch(pattern, choice.message.content), choice
+    assert choice.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("pattern", ["(", "(?=a)a", r"(a)\1", "a\\", r"a\\\\\\"[:-1]])
+def test_unsupported_regex_is_rejected(engine, pattern):
+    for fields, param in (
+        ({"guided_regex": pattern}, "guided_regex"),
+        ({"structured_outputs": {"regex": pattern}}, "structured_outputs.regex"),
+    ):
+        with pytest.raises(InvalidParameter) as caught:
+            complete(engine, **fields)
+        assert caught.value.param == param
+        assert param in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "fields", [{"guided_regex": "a"}, {"guided_choice": ["a"]}, {"structured_outputs": {"json_object": True}}], ids=str
+)
+def test_decoder_without_masks_rejects_guided_fields(fields):
+    with scripted_engine("a", supported_params=SAMPLING_PARAMETERS) as engine:
+        with pytest.raises(UnsupportedParameter) as caught:
+            complete(engine, **fields)
+        assert caught.value.param == next(iter(fields))
+
+
+def test_guided_choice_with_optional_tool():
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"properties": {}}}}
+    call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    with scripted_engine("red", call) as engine:
+        fields = {"guided_choice": ["red", "blue"], "tools": [tool]}
+        assert complete(engine, **fields).message.content == "red"
+        assert complete(engine, **fields).message.tool_calls[0].function.name == "look"

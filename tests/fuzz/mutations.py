@@ -66,6 +66,9 @@ REQUESTS: list[dict[str, Any]] = [
         ]
     },
     {"messages": [_message({"type": "video_url", "video_url": {"url": data_url(b"", "video/mp4"), "fps": 2}})]},
+    {"messages": [_message({"type": "input_video", "input_video": {"data": "AAAA", "num_frames": 2}})], "n": 2},
+    {"messages": [_message(_image(), _text("(1,2)"))], "coordinates": "original", "guided_regex": "a+\\(1,2\\)"},
+    {"messages": [_message(_text("a"))], "structured_outputs": {"choice": ["a", "b"]}, "max_tokens": 2},
 ]  # fmt: skip
 
 
@@ -78,7 +81,23 @@ def _deep(levels: int) -> Any:
 
 NAMES = sorted(
     {*ChatRequest.model_fields, *REJECTED_FIELDS, *IGNORED_FIELDS}
-    | {"role", "content", "type", "text", "url", "image_url", "video_url", "image_embeds", "uuid", "min_pixels", "fps"}
+    | {
+        "role",
+        "content",
+        "type",
+        "text",
+        "url",
+        "image_url",
+        "video_url",
+        "input_video",
+        "image_embeds",
+        "uuid",
+        "min_pixels",
+        "fps",
+        "data",
+        "json",
+        "regex",
+    }
 )
 NUMBERS = [0, -1, 1, 2**31, 2**63, -(2**63), 10**400, 0.0, -0.0, 1e-320, 1e308, float("nan"), float("inf"), True, False]
 TEXTS = [

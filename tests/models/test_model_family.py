@@ -13,7 +13,7 @@ from safetensors.numpy import save
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.decoders.dashinfer import DashInferFactory
-from dashinfer_vlm_core.errors import InvalidParameter
+from dashinfer_vlm_core.errors import InvalidParameter, UnsupportedParameter
 from dashinfer_vlm_core.plugins import load_plugins
 from tests.models import contrast_vl
 from tests.models.reference_vl import Reference
@@ -202,3 +202,9 @@ def test_dashinfer_reports_unsupported_family(folder):
     assert support.score == 0
     assert "contrast_vl" in support.reason
     assert "RMSNorm" in support.reason
+
+
+def test_family_without_known_coordinates_rejects_them(engine):
+    with pytest.raises(UnsupportedParameter, match="models of the type contrast_vl") as caught:
+        engine.chat({**request(REQUESTS["image"]), "coordinates": "original"})
+    assert caught.value.param == "coordinates"

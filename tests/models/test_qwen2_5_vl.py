@@ -24,6 +24,7 @@ from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.media import READERS, Image
 from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
 from dashinfer_vlm_core.media.video import decode_video
+from dashinfer_vlm_core.models.coordinates import CoordinateSpec
 from dashinfer_vlm_core.models.interface import Grid, Patches, PlaceholderSpan
 from dashinfer_vlm_core.models.patches import normalize
 from dashinfer_vlm_core.models.qwen2_vl.config import PREPROCESSOR
@@ -145,6 +146,7 @@ def test_published_sizes_are_read(tmp_path, size):
     assert (spec.model_type, spec.max_model_len, spec.dtype) == (FAMILY, 128000, "bfloat16")
     assert (spec.tokens.image, spec.tokens.video, spec.tokens.stop) == (151655, 151656, (151645, 151643))
     assert spec.pixels == PixelSpec(max_pixels=12845056)
+    assert spec.coordinates == CoordinateSpec(extent=None)
     assert spec.video == VideoSamplingPolicy(fps=2, min_frames=4, max_frames=768)
     assert (vision.hidden_size, vision.intermediate_size, vision.out_hidden_size) == (1280, vision_inner, hidden)
     assert (vision.window, vision.fullatt_block_indexes) == (4, {7, 15, 23, 31})

@@ -11,11 +11,15 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from dashinfer_vlm_core.errors import QueueFull
+from dashinfer_vlm_core.structured_output.grammar.schema_shape import NOT_GUARANTEED
 from dashinfer_vlm_server.api_keys import ApiKeys
+from dashinfer_vlm_server.page import STATIC
 from dashinfer_vlm_server.settings import Settings
 from tests.page.conftest import IMAGES
 from tests.waiting import HANG, until
@@ -23,6 +27,7 @@ from tests.waiting import HANG, until
 pytestmark = pytest.mark.slow
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed").expect
 
+CHECKPOINT = Path(__file__).parents[2] / "plugins" / "dashinfer_vlm_demo" / "checkpoint"
 LONG = "It goes on and on. " * 60
 RICH = """Two shapes:
 
@@ -217,6 +222,197 @@ def test_settings_are_sent_with_the_request(open_page, scripted):
     assert script.requests[1].grammar is not None
 
 
+SCHEMA_PROBLEMS = {
+    "{": "Not valid JSON",
+    "[]": "The schema must be an object.",
+    '{"type": "thing"}': "type must be one of object, array",
+    '{"properties": {"a": {"minLength": -1}}}': "properties.a.minLength must be an integer of at least 0.",
+    '{"items": {"anyOf": [{}, 5]}}': "items.anyOf[1] must be an object.",
+    '{"properties": {"a": {"not": {}}}}': "properties.a.not cannot be guaranteed. Remove it.",
+}
+
+
+def test_schema_is_checked_while_it_is_edited(open_page, scripted):
+    server, script, _ = scripted('"a"')
+    tab = open_page(server)
+    tab.expects_errors = True
+    tab.page.get_by_label("Response format").select_option("json_schema")
+    schema, problem = tab.page.get_by_label("JSON schema", exact=True), tab.page.locator("#schema-error")
+    for text, message in SCHEMA_PROBLEMS.items():
+        schema.fill(text)
+        expect(problem).to_contain_text(message)
+        tab.send("Hello?")
+        expect(schema).to_be_focused()
+    tab.screenshot("7-schema")
+    schema.fill('{"type":"string","pattern":"("}')
+    expect(problem).to_be_empty()
+    tab.page.get_by_role("button", name="Format the JSON schema").click()
+    expect(schema).to_have_value('{\n  "type": "string",\n  "pattern": "("\n}')
+    tab.page.get_by_label("Prompt", exact=True).press("Enter")
+    expect(problem).to_contain_text("is not a supported regular expression")
+    assert script.requests == []
+    schema.fill('{"type": "string", "maxLength": 5}')
+    expect(problem).to_be_empty()
+    tab.page.get_by_role("button", name="Regenerate").click()
+    expect(tab.finished()).to_contain_text('"a"')
+
+
+def test_keywords_rejected_by_the_page_are_those_of_the_server():
+    listed = re.search(r"NOT_GUARANTEED = \[(.*?)\]", (STATIC / "schema.js").read_text(encoding="utf-8"), re.DOTALL)
+    assert set(re.findall(r'"(.*?)"', listed[1])) == NOT_GUARANTEED
+
+
+TOOLS_PROBLEMS = {
+    "[": "Not valid JSON",
+    "{}": "The tools must be an array.",
+    '[{"type": "function"}]': '[0] must be {"type": "function"',
+    '[{"type": "function", "function": {"name": "a b"}}]': "[0].function.name must be 1 to 64 letters",
+    '[{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]': "parameters.type must be",
+}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+def test_tool_calls_are_shown_and_answered(open_page, scripted):
+    server, script, _ = scripted(f"Let me look.\n{CALL}\n{CALL.replace('Oslo', 'Rome')}", "Sunny in both.", "Yes.")
+    tab = open_page(server)
+    tools = tab.page.get_by_label("Tools", exact=True)
+    for text, message in TOOLS_PROBLEMS.items():
+        tools.fill(text)
+        expect(tab.page.locator("#tools-error")).to_contain_text(message)
+    tab.send("How is the weather?")
+    expect(tools).to_be_focused()
+    tools.fill("")
+    tab.page.get_by_role("button", name="Insert an example").click()
+    tab.page.get_by_label("Prompt", exact=True).press("Enter")
+    response = tab.finished()
+    expect(response.locator(".response-text")).to_have_text("Let me look.")
+    expect(response.locator(".call-name")).to_have_text(["get_weather"] * 2)
+    expect(response.locator(".calls pre")).to_have_text(['{\n  "city": "Oslo"\n}', '{\n  "city": "Rome"\n}'])
+    tab.screenshot("8-calls")
+
+    first, second = response.get_by_label("Result of get_weather").all()
+    first.fill("18 degrees, sunny")
+    second.fill('{"sky": "clear"}')
+    tab.page.get_by_role("button", name="Send results").click()
+    expect(tab.finished()).to_contain_text("Sunny in both.")
+    expect(tab.page.get_by_role("article", name="Tool results").locator("pre")).to_have_text(
+        ["18 degrees, sunny", '{"sky": "clear"}']
+    )
+    expect(tab.page.get_by_role("button", name="Send results")).to_be_hidden()
+    tab.screenshot("9-results")
+    prompt = prompt_of(script.requests[1])
+    for text in ("get_weather", '"city": "Oslo"', "18 degrees, sunny", '{"sky": "clear"}'):
+        assert text in prompt
+    tab.send("Sure?")
+    expect(tab.finished()).to_contain_text("Yes.")
+    assert "Sunny in both." in prompt_of(script.requests[2])
+    for language in ("openai", "LangChain"):
+        code = code_of(tab, language)
+        compile(code, language, "exec")
+        assert '"tool_call_id": "call_' in code
+        assert "tool_choice=" in code
+
+
+def test_stopped_tool_call_is_not_answered(open_page, scripted):
+    server, script, _ = scripted(f"Wait. {'So. ' * 200}{CALL}", "Fine.", delay=0.01)
+    tab = open_page(server)
+    tab.page.get_by_role("button", name="Insert an example").click()
+    tab.send("How is the weather?")
+    expect(tab.response()).to_contain_text("Wait.")
+    tab.page.get_by_role("button", name="Stop").click()
+    expect(tab.page.get_by_role("button", name="Send results")).to_have_count(0)
+    script.delay = 0
+    tab.send("And now?")
+    expect(tab.finished()).to_contain_text("Fine.")
+    assert "<tool_call>" not in prompt_of(script.requests[1]).rpartition("Wait.")[2]
+
+
+def prompt_of(request):
+    tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    return tokenizer.decode(request.token_ids.tolist(), skip_special_tokens=False)
+
+
+def reload(tab):
+    """Reload the page, once the conversation is stored."""
+    expect(tab.page.get_by_role("button", name="History")).to_have_attribute("aria-busy", "false")
+    tab.page.reload()
+
+
+def open_history(tab):
+    tab.page.get_by_role("button", name="History").click()
+    return tab.page.get_by_role("dialog", name="History")
+
+
+def test_history_is_kept_in_the_browser(open_page, scripted):
+    server, script, _ = scripted("A red circle.", "It is red.", "Hello.", "It is round.")
+    tab = open_page(server)
+    tab.drop(IMAGES / "circle.png")
+    expect(tab.tile("circle.png")).to_contain_text("36 tokens")
+    tab.send("What is it?")
+    tab.finished()
+    tab.send("Which color?")
+    tab.finished()
+    tab.page.get_by_role("button", name="New chat").click()
+    tab.send("Hi!")
+    tab.finished()
+    reload(tab)
+    dialog = open_history(tab)
+    expect(dialog.locator(".history-title")).to_have_text(["Hi!", "What is it?"])
+    expect(dialog.get_by_role("listitem").nth(1)).to_contain_text("2 prompts")
+    tab.screenshot("10-history")
+    dialog.locator(".history-open").nth(1).click()
+    expect(tab.page.get_by_role("article", name="Response")).to_have_text(
+        [re.compile("A red circle."), re.compile("It is red.")]
+    )
+    expect(tab.page.locator(".exchange .tile")).to_contain_text("36 tokens · 168×168")
+    tab.screenshot("11-restored")
+    tab.send("Which shape?")
+    expect(tab.finished()).to_contain_text("It is round.")
+    assert [len(request.spans) for request in script.requests] == [1, 1, 0, 1]
+    assert len(script.requests[3].token_ids) > len(script.requests[1].token_ids)
+
+    dialog = open_history(tab)
+    expect(dialog.locator(".history-title")).to_have_text(["What is it?", "Hi!"])
+    dialog.get_by_role("button", name="Delete Hi!").click()
+    expect(dialog.locator(".history-title")).to_have_text(["What is it?"])
+    dialog.get_by_role("button", name="Delete all").click()
+    dialog.get_by_role("button", name="Delete all conversations?").click()
+    expect(dialog.get_by_text("No conversations.")).to_be_visible()
+
+
+def test_history_can_be_disabled(open_page, scripted):
+    server, *_ = scripted("Fine.")
+    tab = open_page(server)
+    dialog = open_history(tab)
+    dialog.get_by_label("Keep conversations").uncheck()
+    tab.page.keyboard.press("Escape")
+    tab.send("Hello?")
+    tab.finished()
+    tab.page.reload()
+    dialog = open_history(tab)
+    expect(dialog.get_by_label("Keep conversations")).not_to_be_checked()
+    expect(dialog.get_by_text("No conversations.")).to_be_visible()
+
+
+def test_calls_and_failures_are_restored(open_page, scripted):
+    server, script, _ = scripted(CALL, QueueFull("Busy."), "Cold.")
+    tab = open_page(server)
+    tab.expects_errors = True
+    tab.page.get_by_role("button", name="Insert an example").click()
+    tab.send("How is the weather?")
+    tab.finished().get_by_label("Result of get_weather").fill("-5 degrees")
+    tab.page.get_by_role("button", name="Send results").click()
+    expect(tab.finished().get_by_role("alert")).to_contain_text("Busy.")
+    reload(tab)
+    open_history(tab).locator(".history-open").click()
+    expect(tab.response(0).locator(".call-name")).to_have_text(["get_weather"])
+    expect(tab.response(1).get_by_role("alert")).to_contain_text("Busy.")
+    tab.page.get_by_role("button", name="Insert an example").click()
+    tab.page.get_by_role("button", name="Regenerate").click()
+    expect(tab.finished()).to_contain_text("Cold.")
+    assert len(script.requests) == 3
+
+
 def test_markup_in_a_response_is_shown_as_text(open_page, scripted):
     server, *_ = scripted(RICH)
     tab = open_page(server)
@@ -253,7 +449,7 @@ def test_api_key_is_stored_for_this_tab_only(open_page, scripted):
 def test_page_is_accessible(open_page, scripted, scheme, width):
     """axe finds no violation in any state, and nothing is wider than the screen."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    server, *_ = scripted(RICH, QueueFull("Busy."))
+    server, *_ = scripted(RICH, QueueFull("Busy."), CALL)
     tab = open_page(server, color_scheme=scheme, viewport={"width": width, "height": 700}, reduced_motion="reduce")
     tab.expects_errors = True
 
@@ -282,9 +478,21 @@ def test_page_is_accessible(open_page, scripted, scheme, width):
     tab.send("And again?")
     tab.finished()
     check("error")
+    tab.page.get_by_role("button", name="History").click()
+    check("history")
+    tab.page.keyboard.press("Escape")
     if width < 1024:
         tab.page.get_by_role("button", name="Settings").click()
-        check("settings")
+    tab.page.get_by_role("button", name="Insert an example").click()
+    tab.page.get_by_label("Response format").select_option("json_schema")
+    tab.page.get_by_label("JSON schema", exact=True).fill("{")
+    check("settings")
+    tab.page.get_by_label("Response format").select_option("text")
+    if width < 1024:
+        tab.page.get_by_role("button", name="Settings").click()
+    tab.send("How is the weather?")
+    expect(tab.finished().locator(".call-name")).to_have_text(["get_weather"])
+    check("calls")
 
 
 def test_keyboard_navigation(open_page, scripted):
@@ -358,17 +566,66 @@ def test_generated_code_returns_the_same_response(open_page, demo, tmp_path, lan
     tab.send("And now?")
     expected = tab.finished().locator(".response-text").inner_text()
     program = code_of(tab, language)
-    environment = os.environ | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-    command = [*PROGRAMS[language], program]
-    completed = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG, check=False
-    )
-    assert completed.returncode == 0, completed.stderr
-    output = completed.stdout
+    output = run_program([*PROGRAMS[language], program], tmp_path)
     if language == "curl":
         output = json.loads(output)["choices"][0]["message"]["content"]
     assert " ".join(output.split()) == " ".join(expected.split())
     assert expected.strip().startswith("{")
+
+
+RESPONSES_PROGRAMS = {"curl": ["bash", "-c"], "openai": [sys.executable, "-c"]}
+
+
+@pytest.mark.parametrize("language", RESPONSES_PROGRAMS)
+def test_generated_code_for_the_responses_api(open_page, demo, tmp_path, language):
+    with demo.http() as client:
+        if "/v1/responses" not in client.get("/openapi.json").json()["paths"]:
+            pytest.skip("this server has no Responses API")
+    tab = open_page(demo)
+    for name in ("circle.png", "moving.mp4"):
+        (tmp_path / name).write_bytes((IMAGES / name).read_bytes())
+    for label, value in (("Temperature", "0"), ("Top k", "5"), ("Max tokens", "40"), ("System prompt", "Be short.")):
+        tab.page.get_by_label(label, exact=True).fill(value)
+    tab.page.get_by_label("Response format").select_option("json_schema")
+    tab.drop(IMAGES / "circle.png", IMAGES / "moving.mp4")
+    expect(tab.tile("moving.mp4")).to_contain_text("32 tokens")
+    tab.send("Describe the picture.")
+    tab.finished()
+    tab.send("And now?")
+    expected = tab.finished().locator(".response-text").inner_text()
+    output = run_program([*RESPONSES_PROGRAMS[language], code_of(tab, language, api="Responses")], tmp_path)
+    if language == "curl":
+        (message,) = json.loads(output)["output"]
+        output = message["content"][0]["text"]
+    assert " ".join(output.split()) == " ".join(expected.split())
+
+
+def test_code_for_responses_converts_the_request(open_page, scripted):
+    server, *_ = scripted(CALL, "Sunny.")
+    tab = open_page(server)
+    tab.page.get_by_label("System prompt").fill("Be short.")
+    tab.page.get_by_label("Max tokens").fill("99")
+    tab.page.get_by_role("button", name="Insert an example").click()
+    tab.drop(IMAGES / "circle.png")
+    tab.send("How is the weather?")
+    tab.finished().get_by_label("Result of get_weather").fill("18 degrees")
+    tab.page.get_by_role("button", name="Send results").click()
+    tab.finished()
+    code = code_of(tab, "curl", api="Responses")
+    body = json.loads(
+        re.sub(r"\\([\\$`])", r"\1", re.search(r"<<JSON\n(.*)\nJSON", code, re.DOTALL)[1])
+    )  # as bash reads it
+    prompt, call, result = body["input"]
+    assert "/v1/responses" in code
+    assert prompt["content"][0]["type"] == "input_image"
+    assert prompt["content"][0]["image_url"].startswith("data:image/png;base64,$(base64 < circle.png")
+    assert prompt["content"][1] == {"type": "input_text", "text": "How is the weather?"}
+    assert (call["type"], call["name"], call["arguments"]) == ("function_call", "get_weather", '{"city": "Oslo"}')
+    assert result == {"type": "function_call_output", "call_id": call["call_id"], "output": "18 degrees"}
+    assert (body["instructions"], body["max_output_tokens"]) == ("Be short.", 99)
+    assert [(tool["type"], tool["name"]) for tool in body["tools"]] == [("function", "get_weather")]
+    expect(tab.page.get_by_role("tab", name="LangChain")).to_have_count(0)
+    compile(code_of(tab, "openai", api="Responses"), "openai", "exec")
 
 
 def test_code_can_be_copied(open_page, scripted):
@@ -380,8 +637,18 @@ def test_code_can_be_copied(open_page, scripted):
     assert tab.page.evaluate("navigator.clipboard.readText()").startswith("curl http://127.0.0.1")
 
 
-def code_of(tab, language):
+def run_program(command, folder):
+    environment = os.environ | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    completed = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG, check=False
+    )
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
+
+
+def code_of(tab, language, *, api="Chat completions"):
     tab.page.get_by_role("button", name="Code for this request").last.click()
+    tab.page.get_by_label(api).check()
     tab.page.get_by_role("tab", name=language).click()
     code = tab.page.locator("#code").inner_text()
     tab.page.keyboard.press("Escape")

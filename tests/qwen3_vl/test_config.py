@@ -12,6 +12,7 @@ from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.decoders.dashinfer import DashInferFactory
 from dashinfer_vlm_core.errors import CheckpointError
 from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
+from dashinfer_vlm_core.models.coordinates import CoordinateSpec
 from dashinfer_vlm_core.models.spec import ExpertsSpec, PixelSpec
 from dashinfer_vlm_qwen3_vl.config import VideoPixels, VisionConfig, read_spec, read_video_pixels, read_vision_config
 
@@ -115,6 +116,7 @@ def test_published_layout(published):
         patch_size=16, min_pixels=65536, max_pixels=16777216, mean=(0.5,) * 3, std=(0.5,) * 3
     )
     assert spec.video == VideoSamplingPolicy(frame_factor=1, precision="float64")
+    assert spec.coordinates == CoordinateSpec(extent=1000)
     text = spec.text
     assert (text.hidden_size, text.head_dim, text.num_attention_heads) == (2560, 128, 32)
     assert (text.qkv_bias, text.qk_norm, text.tie_word_embeddings, text.experts) == (False, True, True, None)

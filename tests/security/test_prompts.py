@@ -299,11 +299,7 @@ def prompts():
 
 CODE = {
     "chat_template": "{% for a in range(10**9) %}{% endfor %}",
-    "guided_regex": "(a+)+$",
     "guided_grammar": "root ::= root root",
-    "guided_json": {},
-    "guided_choice": ["a"],
-    "structured_outputs": {"regex": "(a+)+$"},
     "logits_processors": [{"qualname": "os.system", "args": ["secret"]}],
     "functions": [{"name": "f"}],
     "bad_words": ["a"],
@@ -313,6 +309,38 @@ CODE = {
 @pytest.mark.parametrize("name", CODE)
 def test_security_14_code_in_a_request_is_rejected(default_server, name):
     default_server.rejection(WORDS, **{name: CODE[name]}, param=name, code="unsupported_parameter")
+
+
+@pytest.mark.parametrize("name", ["grammar", "structural_tag"])
+def test_security_14_grammar_in_structured_outputs_is_rejected(default_server, name):
+    fields = {"structured_outputs": {name: "root ::= root root"}}
+    default_server.rejection(WORDS, **fields, param=f"structured_outputs.{name}", code="unsupported_parameter")
+
+
+HOSTILE_PATTERNS = {
+    "nested repetition": "(a+)+$",
+    "counts in counts": "((a{1,100}){1,100}){1,100}b",
+    "broken": "((" * 500,
+    "nested groups": "(" * 500 + "a" + ")" * 500,
+    "an incomplete escape": "a\\",
+    "the end of the expression": "a/ | /b",
+    "look-around": "(?=a)a",
+    "a back-reference": r"(a)\1",
+    "many classes": r"(\w+\s){1,200}\d",
+    "unbounded": "(.|\n)*",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HOSTILE_PATTERNS)
+@pytest.mark.timeout(300)
+def test_security_14_hostile_regular_expression_is_bounded(default_server, name):
+    """It is rejected by its field or followed, in bounded time."""
+    for fields in ({"guided_regex": HOSTILE_PATTERNS[name]}, {"structured_outputs": {"regex": HOSTILE_PATTERNS[name]}}):
+        response = default_server.chat(WORDS, **fields, max_tokens=20)
+        if response.status_code != 200:
+            assert response.json()["error"]["param"] in {"guided_regex", "structured_outputs.regex"}
+    assert default_server.chat(WORDS).status_code == 200
 
 
 HOSTILE_SCHEMAS = {

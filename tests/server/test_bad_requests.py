@@ -91,6 +91,10 @@ BAD = {
     "reasoning": ({"reasoning_effort": "high"}, "reasoning_effort"),
     "a chat template": ({"chat_template": "{{ messages }}"}, "chat_template"),
     "storage": ({"store": True}, "store"),
+    "a misspelled field": ({"max_token": 5}, "max_token"),
+    "an invalid regular expression": ({"guided_regex": "(("}, "guided_regex"),
+    "two formats": ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice"),
+    "coordinates without an image": ({"coordinates": "original"}, "coordinates"),
     # Numbers
     "temperature too high": ({"temperature": 2.1}, "temperature"),
     "temperature negative": ({"temperature": -0.1}, "temperature"),
@@ -157,7 +161,12 @@ BAD = {
         "messages[0].content[3]",
     ),
     # Videos
-    "video_url a string": (with_content([{"type": "video_url", "video_url": "x"}]), f"{FIRST_PART}.video_url"),
+    "video_url a number": (with_content([{"type": "video_url", "video_url": 5}]), f"{FIRST_PART}.video_url"),
+    "input_video without data": (
+        with_content([{"type": "input_video", "input_video": {}}]),
+        f"{FIRST_PART}.input_video.url",
+    ),
+    "input_video not base64": (with_content([{"type": "input_video", "input_video": {"data": "!"}}]), FIRST_PART),
     "no frames": (with_video([]), f"{FIRST_PART}.video_url.url"),
     "a frame is a number": (with_video([IMAGE, 1]), f"{FIRST_PART}.video_url.url[1]"),
     "fps zero": (with_video([IMAGE] * 2, fps=0), f"{FIRST_PART}.video_url.fps"),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 
 import openai
 import pytest
 
+from dashinfer_vlm_core.testing import EVERYTHING
 from tests.conversations import as_openai, blurred_image, user
+from tests.samples import encode_video
 
 HELLO = [{"role": "user", "content": "Hello"}]
 RESPONSE = "A red circle to the left of a blue square."
@@ -171,3 +174,72 @@ def test_health_reports_status_model_and_decoder(scripted):
         responses = [client.get("/health"), client.get("/health/ready")]
     assert [response.status_code for response in responses] == [200, 503]
     assert [response.json()["status"] for response in responses] == ["closed", "closed"]
+
+
+VIDEO_BASE64 = base64.b64encode(encode_video()).decode()
+VIDEO_URL = f"data:video/mp4;base64,{VIDEO_BASE64}"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "input_video", "input_video": {"data": VIDEO_BASE64}},
+        {"type": "input_video", "input_video": {"url": VIDEO_URL}},
+        {"type": "input_video", "video_url": VIDEO_URL},
+        {"type": "input_video", "video_url": {"url": VIDEO_URL}},
+    ],
+    ids=["data", "url", "video_url", "video_url object"],
+)
+def test_input_video_is_the_same_as_video_url(scripted, part):
+    served = scripted(RESPONSE)
+    text = {"type": "text", "text": "What moves?"}
+    for item in (part, {"type": "video_url", "video_url": {"url": VIDEO_URL}}):
+        complete(served.server, [{"role": "user", "content": [item, text]}])
+    first, second = served.script.requests
+    assert first.token_ids.tolist() == second.token_ids.tolist()
+    assert [span.tokens.digest for span in first.spans] == [span.tokens.digest for span in second.spans] != []
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"guided_json": {"const": 5}}, "5"),
+        ({"guided_json": '{"const": 5}'}, "5"),
+        ({"guided_regex": "[0-9]+"}, "42"),
+        ({"guided_choice": ["red", "blue"]}, "blue"),
+        ({"structured_outputs": {"json": {"const": 5}}}, "5"),
+        ({"structured_outputs": {"regex": "[0-9]+"}}, "42"),
+        ({"structured_outputs": {"choice": ["red", "blue"]}}, "blue"),
+        ({"structured_outputs": {"json_object": True}}, '{"a":1}'),
+    ],
+    ids=str,
+)
+def test_guided_fields_of_vllm(scripted, fields, text):
+    served = scripted(text, "something else", supported_params=EVERYTHING)
+    assert complete(served.server, extra_body=fields).choices[0].message.content == text
+    with pytest.raises(openai.InternalServerError, match="violates the requested format"):
+        complete(served.server, extra_body=fields)
+
+
+def test_guided_grammar_is_rejected_by_name(scripted):
+    with pytest.raises(openai.BadRequestError) as caught:
+        complete(scripted(RESPONSE).server, extra_body={"guided_grammar": 'root ::= "a"'})
+    assert caught.value.param == "guided_grammar"
+    assert "`regex` or `choice` of `structured_outputs`" in caught.value.message
+
+
+def test_unknown_field_is_ignored_and_misspelled_one_gets_a_hint(scripted):
+    server = scripted(RESPONSE).server
+    assert complete(server, extra_body={"foo": 1}).choices[0].message.content == RESPONSE
+    with pytest.raises(openai.BadRequestError) as caught:
+        complete(server, extra_body={"max_token": 5})
+    assert caught.value.param == "max_token"
+    assert "Did you mean `max_tokens`?" in caught.value.message
+
+
+def test_coordinates_of_the_original_image(scripted):
+    server = scripted("The circle(500,500),(1000,1000) is red.").server
+    messages = as_openai([user(blurred_image(1, 300, 200), "Where is the circle?")])
+    for coordinates, text in (("original", "(150,100),(300,200)"), ("model", "(500,500),(1000,1000)")):
+        response = complete(server, messages, extra_body={"coordinates": coordinates})
+        assert response.choices[0].message.content == f"The circle{text} is red."

@@ -1,11 +1,11 @@
-// Generates runnable code for a request: curl, the openai client, and LangChain. Files are read by name, and the API
-// key from the environment.
+// Generates runnable code for a request: curl, the openai client, and LangChain, for chat completions
+// and responses. Files are read by name, and the API key from the environment.
 
 import { baseUrl, key } from "./api.js";
 import { byId, closable, counted, element } from "./dom.js";
 
 const KEY = "OPENAI_API_KEY";
-const OPENAI_FIELDS = new Set([
+const CHAT_FIELDS = new Set([
   "model",
   "messages",
   "temperature",
@@ -14,6 +14,19 @@ const OPENAI_FIELDS = new Set([
   "max_tokens",
   "stop",
   "response_format",
+  "tools",
+  "tool_choice",
+]);
+const RESPONSES_FIELDS = new Set([
+  "model",
+  "instructions",
+  "input",
+  "temperature",
+  "top_p",
+  "max_output_tokens",
+  "text",
+  "tools",
+  "tool_choice",
 ]);
 const LANGCHAIN_FIELDS = new Set(["temperature", "top_p", "seed", "max_tokens", "stop"]);
 const WIDTH = 100;
@@ -30,7 +43,17 @@ class FileUrl {
 /** The URL of an attachment in generated code. */
 export const urlInCode = (attachment) => (attachment.file ? new FileUrl(attachment) : attachment.url);
 
-const LANGUAGES = { curl, openai, langchain };
+const LANGUAGES = {
+  chat: {
+    curl: (body) => curl("chat/completions", body),
+    openai: openaiChat,
+    langchain,
+  },
+  responses: {
+    curl: (body) => curl("responses", toResponses(body)),
+    openai: (body) => openaiResponses(toResponses(body)),
+  },
+};
 let request = null;
 
 export function openCode() {
@@ -40,10 +63,17 @@ export function openCode() {
   byId("code-tabs").addEventListener("keydown", (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (!step) return;
-    const next = tabs[(tabs.indexOf(document.activeElement) + step + tabs.length) % tabs.length];
+    const shown = tabs.filter((tab) => !tab.hidden);
+    const next = shown[(shown.indexOf(document.activeElement) + step + shown.length) % shown.length];
     select(next, tabs);
     next.focus();
   });
+  for (const radio of byId("code-api").querySelectorAll("input"))
+    radio.addEventListener("change", () => {
+      const langchainTab = tabs.find((tab) => !LANGUAGES.responses[tab.dataset.language]);
+      langchainTab.hidden = api() === "responses";
+      select(selectedTab(tabs).hidden ? tabs[0] : selectedTab(tabs), tabs);
+    });
   byId("copy-code").addEventListener("click", () => copy(byId("code").textContent, byId("code-status"), byId("code")));
 }
 
@@ -51,10 +81,7 @@ export function openCode() {
 export function showCode(newRequest) {
   request = newRequest;
   const tabs = [...byId("code-tabs").children];
-  select(
-    tabs.find((tab) => tab.ariaSelected === "true"),
-    tabs,
-  );
+  select(selectedTab(tabs), tabs);
   const files = filesOf(request);
   const links = files.map(({ name, local }) => element("a", { href: local, download: name }, name));
   byId("code-files").replaceChildren(
@@ -63,6 +90,7 @@ export function showCode(newRequest) {
       : []),
   );
   byId("code-dialog").showModal();
+  selectedTab(tabs).focus();
 }
 
 /** Copy text to the clipboard, or select it if the browser allows no access (pages neither local nor over https). */
@@ -76,13 +104,18 @@ export async function copy(text, status, source) {
   }
 }
 
+const selectedTab = (tabs) => tabs.find((tab) => tab.ariaSelected === "true");
+
+/** The API that the code uses: `chat` or `responses`. */
+const api = () => byId("code-api").querySelector(":checked").value;
+
 function select(tab, tabs) {
   for (const other of tabs) {
     other.ariaSelected = String(other === tab);
     other.tabIndex = other === tab ? 0 : -1;
   }
   byId("code-panel").setAttribute("aria-labelledby", tab.id);
-  byId("code").textContent = LANGUAGES[tab.dataset.language](request);
+  byId("code").textContent = LANGUAGES[api()][tab.dataset.language](request);
   byId("code-status").textContent = "";
 }
 
@@ -94,16 +127,41 @@ function filesOf(value) {
   return [...new Map(files.map((file) => [file.name, file])).values()];
 }
 
+// The Responses API
+
+/** Convert the body of a chat completion request to that of a responses request. */
+function toResponses({ messages, max_tokens, response_format: format, tools, ...same }) {
+  const instructions = messages.filter(({ role }) => role === "system").map(({ content }) => content);
+  const fields = { ...same, input: messages.filter(({ role }) => role !== "system").flatMap(toItems) };
+  if (instructions.length) fields.instructions = instructions.join("\n");
+  if (max_tokens !== undefined) fields.max_output_tokens = max_tokens;
+  if (format) fields.text = { format: { type: format.type, ...format.json_schema } };
+  if (tools) fields.tools = tools.map((tool) => ({ type: "function", ...tool.function }));
+  return fields;
+}
+
+function toItems({ role, content, tool_calls: calls = [], tool_call_id: id }) {
+  if (role === "tool") return [{ type: "function_call_output", call_id: id, output: content }];
+  const message = { role, content: Array.isArray(content) ? content.map(toPart) : content };
+  const called = calls.map((call) => ({ type: "function_call", call_id: call.id, ...call.function }));
+  return [...(content === null ? [] : [message]), ...called];
+}
+
+function toPart({ type, text, image_url: image, video_url: video }) {
+  if (type === "image_url") return { type: "input_image", image_url: image.url };
+  return type === "video_url" ? { type: "input_video", video_url: video.url } : { type: "input_text", text };
+}
+
 // curl: the shell inserts the files while it expands the here-document.
 
-function curl(body) {
+function curl(path, body) {
   const files = filesOf(body);
   const indexOf = (file) => files.findIndex(({ name }) => name === file.name);
   const marked = (_, value) => (value instanceof FileUrl ? `${MARK}${indexOf(value)}${MARK}` : value);
   const inShell = JSON.stringify(body, marked, 2)
     .replace(/[\\$`]/g, "\\$&")
     .replace(MARKED, (_, index) => substitution(files[index]));
-  const lines = [`curl ${shellQuoted(`${baseUrl()}/chat/completions`)}`, "-H 'Content-Type: application/json'"];
+  const lines = [`curl ${shellQuoted(`${baseUrl()}/${path}`)}`, "-H 'Content-Type: application/json'"];
   if (key()) lines.push(`-H "Authorization: Bearer $${KEY}"`);
   return `${lines.join(" \\\n  ")} \\\n  -d @- <<JSON\n${inShell}\nJSON\n`;
 }
@@ -115,23 +173,35 @@ const substitution = ({ name, type }) =>
 
 // Python
 
-function openai(body) {
+function openaiChat(body) {
+  const print = body.tools
+    ? ["message = response.choices[0].message", "print(message.tool_calls or message.content)"]
+    : ["print(response.choices[0].message.content)"];
+  return openai(body, CHAT_FIELDS, "chat.completions", print);
+}
+
+function openaiResponses(body) {
+  const print = body.tools ? "print(response.output)" : "print(response.output_text)";
+  return openai(body, RESPONSES_FIELDS, "responses", [print]);
+}
+
+function openai(body, known, resource, print) {
   const fields = Object.entries(body);
-  const extra = Object.fromEntries(fields.filter(([name]) => !OPENAI_FIELDS.has(name)));
-  const args = fields.filter(([name]) => OPENAI_FIELDS.has(name));
+  const extra = Object.fromEntries(fields.filter(([name]) => !known.has(name)));
+  const args = fields.filter(([name]) => known.has(name));
   if (Object.keys(extra).length) args.push(["extra_body", extra]);
   return [
     ...imports(body, ["from openai import OpenAI"]),
     `client = OpenAI(base_url=${python(baseUrl())}, api_key=${pythonKey()})`,
-    "response = client.chat.completions.create(",
+    `response = client.${resource}.create(`,
     ...args.map(([name, value]) => `    ${name}=${python(value, 4)},`),
     ")",
-    "print(response.choices[0].message.content)",
+    ...print,
     "",
   ].join("\n");
 }
 
-function langchain({ model, messages, ...options }) {
+function langchain({ model, messages, tools, tool_choice: choice, ...options }) {
   const fields = Object.entries(options);
   const modelKwargs = Object.fromEntries(fields.filter(([name]) => !LANGCHAIN_FIELDS.has(name)));
   const args = [["model", model], ["base_url", baseUrl()], ...fields.filter(([name]) => LANGCHAIN_FIELDS.has(name))];
@@ -142,8 +212,11 @@ function langchain({ model, messages, ...options }) {
     ...args.map(([name, value]) => `    ${name}=${python(value, 4)},`),
     ...(key() ? [`    api_key=${pythonKey()},`] : []),
     ")",
+    ...(tools ? [`tools = ${python(tools)}`, `chat = chat.bind_tools(tools, tool_choice=${python(choice)})`] : []),
     `messages = ${python(messages)}`,
-    "print(chat.invoke(messages).content)",
+    ...(tools
+      ? ["message = chat.invoke(messages)", "print(message.tool_calls or message.content)"]
+      : ["print(chat.invoke(messages).content)"]),
     "",
   ].join("\n");
 }

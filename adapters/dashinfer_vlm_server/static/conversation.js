@@ -1,9 +1,10 @@
 // A conversation of exchanges: a prompt, and its response as it is streamed.
 
 import { ApiError, stream } from "./api.js";
+import { ToolCalls, resultList } from "./calls.js";
 import { announce, button, counted, element } from "./dom.js";
 import { render } from "./markdown.js";
-import { tile } from "./media.js";
+import { Attachment, tile } from "./media.js";
 
 const MAX_ANNOUNCED = 600; // characters of a response that screen readers announce
 
@@ -20,9 +21,11 @@ export class Exchange extends EventTarget {
   #controller = null;
   #frame = 0;
 
-  constructor({ text, attachments }) {
+  /** A prompt with images and videos, or the `results` of the tool calls of the previous response. */
+  constructor({ text = "", attachments = [], results = null }) {
     super();
-    Object.assign(this, { text, attachments, response: "", state: "new", error: null });
+    Object.assign(this, { text, attachments, results, response: "", state: "new", error: null, timings: {} });
+    this.calls = new ToolCalls();
     this.body = element("div", { class: "response-text" });
     this.footer = element("div", { class: "response-footer" });
     this.element = element(
@@ -30,26 +33,53 @@ export class Exchange extends EventTarget {
       { class: "exchange" },
       element(
         "article",
-        { class: "prompt", "aria-label": "Your prompt" },
+        { class: "prompt", "aria-label": results ? "Tool results" : "Your prompt" },
         attachments.length ? element("ul", { class: "attachments" }, ...attachments.map((item) => tile(item))) : null,
         text && element("p", {}, text),
+        results && resultList(results),
       ),
-      (this.container = element("article", { class: "response", "aria-label": "Response" }, this.body, this.footer)),
+      (this.container = element(
+        "article",
+        { class: "response", "aria-label": "Response" },
+        this.body,
+        (this.callsPlace = element("div", {}, this.calls.element)),
+        this.footer,
+      )),
     );
   }
 
-  /** The prompt as a message; `urlOf` returns the URL to use for an attachment. */
-  message(urlOf = (attachment) => attachment.url) {
-    if (!this.attachments.length) return { role: "user", content: this.text };
+  /** The prompt as messages; `urlOf` returns the URL to use for an attachment. */
+  messages(urlOf = (attachment) => attachment.url) {
+    if (this.results) return this.results.map(({ id, content }) => ({ role: "tool", tool_call_id: id, content }));
+    if (!this.attachments.length) return [{ role: "user", content: this.text }];
     const parts = this.attachments.map((attachment) => attachment.part(urlOf(attachment)));
-    return { role: "user", content: this.text ? [...parts, { type: "text", text: this.text }] : parts };
+    return [{ role: "user", content: this.text ? [...parts, { type: "text", text: this.text }] : parts }];
   }
 
   /** The messages for later requests: prompt and response, or none without a usable response. */
   history(urlOf) {
-    return this.response && this.state !== "failed"
-      ? [this.message(urlOf), { role: "assistant", content: this.response }]
-      : [];
+    const calls = this.state === "done" && this.calls.length > 0; // of a stopped response, they are incomplete
+    if (this.state === "failed" || !(this.response || calls)) return [];
+    const message = { role: "assistant", content: this.response || null };
+    return [...this.messages(urlOf), calls ? { ...message, tool_calls: this.calls.messageCalls } : message];
+  }
+
+  /** What is stored of the exchange. */
+  record() {
+    const { text, results, response, state, error, timings } = this;
+    const attachments = this.attachments.map((attachment) => attachment.record());
+    const problem = error && { message: error.message, status: error.status, param: error.param };
+    return { text, attachments, results, response, calls: this.calls.calls, state, error: problem, timings };
+  }
+
+  /** Create an exchange from what was stored. One that was running is shown as stopped. */
+  static fromRecord({ attachments, text, results, response, calls, state, error, timings }) {
+    const exchange = new Exchange({ text, attachments: attachments.map(Attachment.fromRecord), results });
+    Object.assign(exchange, { response, timings, error });
+    exchange.#replaceCalls(calls);
+    exchange.#setState(state === "running" ? "stopped" : state);
+    if (error) exchange.footer.prepend(errorBox(error));
+    return exchange;
   }
 
   /** Send the request, and show the response while it is streamed. */
@@ -57,6 +87,7 @@ export class Exchange extends EventTarget {
     this.error = null;
     this.#controller = new AbortController();
     this.response = "";
+    this.#replaceCalls([]);
     this.timings = { start: performance.now(), first: null, last: null, usage: null, finishReason: null };
     this.#setState("running");
     announce("Sent. Waiting for the response.");
@@ -64,7 +95,8 @@ export class Exchange extends EventTarget {
       for await (const chunk of stream(request, this.#controller.signal)) this.#addChunk(chunk);
       this.#setState("done");
       const more = this.response.length > MAX_ANNOUNCED ? "… The response continues." : "";
-      announce(`Response: ${this.response.slice(0, MAX_ANNOUNCED)}${more}`);
+      const calls = this.calls.length ? ` Tool calls: ${this.calls.names}.` : "";
+      announce(`Response: ${this.response.slice(0, MAX_ANNOUNCED)}${more}${calls}`);
     } catch (error) {
       if (error.name === "AbortError") {
         this.#setState("stopped");
@@ -81,11 +113,12 @@ export class Exchange extends EventTarget {
     const [choice] = chunk.choices;
     this.timings.usage = chunk.usage ?? this.timings.usage;
     this.timings.finishReason = choice?.finish_reason ?? this.timings.finishReason;
-    const content = choice?.delta.content;
-    if (!content) return;
+    const { content, tool_calls: calls } = choice?.delta ?? {};
+    if (!content && !calls?.length) return;
     this.timings.last = performance.now();
     this.timings.first ??= this.timings.last;
-    this.response += content;
+    this.response += content ?? "";
+    this.calls.add(calls ?? []);
     this.#frame ||= requestAnimationFrame(() => this.#draw());
   }
 
@@ -93,16 +126,21 @@ export class Exchange extends EventTarget {
     cancelAnimationFrame(this.#frame);
     this.#frame = 0;
     render(this.body, this.response);
+    this.calls.draw();
     this.dispatchEvent(new Event("update"));
+  }
+
+  #replaceCalls(calls) {
+    this.calls = new ToolCalls(calls);
+    this.callsPlace.replaceChildren(this.calls.element);
   }
 
   #setState(state) {
     this.state = state;
     this.container.dataset.state = state;
     this.container.setAttribute("aria-busy", String(state === "running"));
-    this.footer.replaceChildren(
-      ...(state === "running" ? [] : [...notes(this), ...statistics(this.timings), this.#actions()]),
-    );
+    const parts = () => [...this.#resultForm(), ...notes(this), ...statistics(this.timings), this.#actions()];
+    this.footer.replaceChildren(...(state === "running" ? [] : parts()));
     this.#draw();
     this.dispatchEvent(new Event("state"));
   }
@@ -114,6 +152,12 @@ export class Exchange extends EventTarget {
     this.dispatchEvent(new Event("update"));
   }
 
+  /** The form for the results of the tool calls, if the response has complete ones. */
+  #resultForm() {
+    if (this.state !== "done" || !this.calls.length) return [];
+    return [this.calls.form((results) => this.dispatchEvent(new CustomEvent("results", { detail: results })))];
+  }
+
   #actions() {
     const dispatch = (name) => () => this.dispatchEvent(new Event(name));
     return element(
@@ -121,7 +165,9 @@ export class Exchange extends EventTarget {
       { class: "actions" },
       this.response ? button("Copy", dispatch("copy"), { class: "quiet" }) : null,
       button("Regenerate", dispatch("regenerate"), { class: "quiet last-only" }),
-      button("Edit", dispatch("edit"), { class: "quiet last-only", "aria-label": "Edit the prompt" }),
+      this.results
+        ? null
+        : button("Edit", dispatch("edit"), { class: "quiet last-only", "aria-label": "Edit the prompt" }),
       button("Code", dispatch("code"), { class: "quiet", "aria-label": "Code for this request" }),
     );
   }
@@ -140,13 +186,13 @@ function errorBox({ message, status, param, retryAfter }) {
   );
 }
 
-function notes({ state, response, timings }) {
+function notes({ state, response, calls, timings }) {
   const note = (text) => [element("p", { class: "note" }, text)];
   if (state === "stopped") return note(response ? "You stopped the response here." : "You stopped the response.");
   if (state === "done" && timings.finishReason === "length") {
     return note("The response reached Max tokens. Increase it in the settings, then select Regenerate.");
   }
-  return state === "done" && !response ? note("The response is empty.") : [];
+  return state === "done" && !response && !calls.length ? note("The response is empty.") : [];
 }
 
 function statistics({ start, first, last, usage }) {

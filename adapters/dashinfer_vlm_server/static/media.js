@@ -33,6 +33,16 @@ export class Attachment extends EventTarget {
     return new Attachment({ kind, name: new URL(url).pathname.split("/").pop() || new URL(url).host, url });
   }
 
+  /** What is stored of an attachment: a file is stored with its content. */
+  record() {
+    return { kind: this.kind, name: this.name, url: this.url, type: this.file && this.file.type };
+  }
+
+  static fromRecord({ kind, name, url, type }) {
+    names.add(name);
+    return new Attachment({ kind, name, url, file: type && fileFromDataUrl(url, name, type) });
+  }
+
   /** The content part of a message; `url` replaces its own URL. */
   part(url = this.url) {
     const type = `${this.kind}_url`;
@@ -152,6 +162,11 @@ function dataUrl(file) {
     reader.onerror = () => reject(reader.error);
     reader.readAsDataURL(file);
   });
+}
+
+function fileFromDataUrl(url, name, type) {
+  const bytes = Uint8Array.from(atob(url.slice(url.indexOf(",") + 1)), (character) => character.charCodeAt(0));
+  return new File([bytes], name, { type });
 }
 
 /** Make a file name unique, because generated code refers to files by name. */

@@ -4,23 +4,28 @@ import { health, key, model } from "./api.js";
 import { copy, openCode, showCode, urlInCode } from "./code.js";
 import { Exchange } from "./conversation.js";
 import { announce, byId, closable, counted } from "./dom.js";
+import { openHistory, save } from "./history.js";
 import { Attachment, openFrames, tile } from "./media.js";
-import { invalidField, openSettings, options, systemMessages } from "./settings.js";
+import { invalidField, openSettings, options, showServerError, systemMessages } from "./settings.js";
 
 const promptInput = byId("prompt");
 const conversation = byId("conversation");
 let exchanges = [];
 let attachments = [];
+let conversationId = newId();
 let modelName = "";
+let isFollowing = true; // whether the end of the conversation is shown
 
 // Requests
 
 function buildRequest(exchange, earlier, urlOf) {
-  const messages = [...systemMessages(), ...earlier.flatMap((other) => other.history(urlOf)), exchange.message(urlOf)];
+  const history = earlier.flatMap((other) => other.history(urlOf));
+  const messages = [...systemMessages(), ...history, ...exchange.messages(urlOf)];
   return { model: modelName || "model", messages, ...options() };
 }
 
 const previousExchanges = (exchange) => exchanges.slice(0, exchanges.indexOf(exchange));
+const codeRequest = (exchange) => buildRequest(exchange, previousExchanges(exchange), urlInCode);
 
 function submit(event) {
   event?.preventDefault();
@@ -32,32 +37,51 @@ function submit(event) {
   }
   if (!checkSettings()) return;
   const exchange = new Exchange({ text, attachments });
-  addListeners(exchange);
-  exchanges.push(exchange);
-  byId("exchanges").append(exchange.element);
   promptInput.value = "";
   resizePrompt();
   setAttachments([]);
+  append(exchange);
   start(exchange);
+}
+
+function append(exchange) {
+  addListeners(exchange);
+  exchanges.push(exchange);
+  byId("exchanges").append(exchange.element);
+}
+
+/** Send the results of the tool calls of the last response. */
+function sendResults({ detail: results }) {
+  if (running() || !checkSettings()) return;
+  const exchange = new Exchange({ results });
+  append(exchange);
+  start(exchange);
+  promptInput.focus();
 }
 
 function start(exchange) {
   const request = buildRequest(exchange, previousExchanges(exchange));
-  exchange.code = buildRequest(exchange, previousExchanges(exchange), urlInCode);
+  exchange.code = codeRequest(exchange);
   exchange.send(request);
-  conversation.scrollTop = conversation.scrollHeight;
+  isFollowing = true;
+  followResponse();
 }
 
 function addListeners(exchange) {
   const on = (name, action) => exchange.addEventListener(name, action);
-  on("state", updateState);
+  on("state", () => {
+    updateState();
+    if (exchange.state === "failed") showServerError(exchange.error);
+    if (exchanges.includes(exchange)) keepConversation();
+  });
+  on("results", sendResults);
   on("update", followResponse);
   on("copy", async () => {
     await copy(exchange.response, byId("announcer"), exchange.body);
   });
   on("regenerate", () => checkSettings() && (start(exchange), promptInput.focus()));
   on("edit", () => edit(exchange));
-  on("code", () => showCode(exchange.code));
+  on("code", () => showCode((exchange.code ??= codeRequest(exchange))));
 }
 
 function edit(exchange) {
@@ -75,7 +99,7 @@ function checkSettings() {
   if (!field) return true;
   toggleSettings(true);
   field.focus();
-  field.reportValidity();
+  if (field.ariaInvalid !== "true") field.reportValidity(); // otherwise, the problem is shown next to the field
   return false;
 }
 
@@ -99,17 +123,63 @@ function updateState() {
 
 /** Scroll to the end of a streamed response, unless the user has scrolled up. */
 function followResponse() {
-  const distance = conversation.scrollHeight - conversation.scrollTop - conversation.clientHeight;
-  if (distance < 160) conversation.scrollTop = conversation.scrollHeight;
+  if (isFollowing) conversation.scrollTop = conversation.scrollHeight;
+}
+
+function listenToScrolling() {
+  conversation.addEventListener("scroll", () => {
+    isFollowing = conversation.scrollHeight - conversation.scrollTop - conversation.clientHeight < 160;
+  });
 }
 
 function newChat() {
+  showConversation({ id: newId(), exchanges: [] });
+  announce("New conversation.");
+  promptInput.focus();
+}
+
+// Stored conversations
+
+function newId() {
+  return `${Date.now().toString(36)}-${Math.random().toString(36).slice(2)}`;
+}
+
+/** Store the conversation as it is now. */
+function keepConversation() {
+  if (!exchanges.length) return;
+  save({
+    id: conversationId,
+    title: titleOf(exchanges[0]),
+    updated: Date.now(),
+    exchanges: exchanges.map((exchange) => exchange.record()),
+  });
+}
+
+function titleOf({ text, attachments: media }) {
+  const title = text || media.map(({ name }) => name).join(", ");
+  return title.length > 80 ? `${title.slice(0, 79)}…` : title;
+}
+
+function showConversation({ id, exchanges: shown }) {
+  keepConversation();
   stop();
   exchanges = [];
   byId("exchanges").replaceChildren();
+  conversationId = id;
+  shown.forEach(append);
   updateState();
-  announce("New conversation.");
+}
+
+function openStored({ id, exchanges: records }) {
+  showConversation({ id, exchanges: records.map(Exchange.fromRecord) });
+  conversation.scrollTop = conversation.scrollHeight;
+  announce("The stored conversation is shown.");
   promptInput.focus();
+}
+
+/** A deleted conversation that is shown is stored again only if it is continued, under another id. */
+function forget(id) {
+  if (id === null || id === conversationId) conversationId = newId();
 }
 
 // Images and videos
@@ -125,7 +195,6 @@ async function addFiles(files) {
 }
 
 function add(attachment) {
-  attachment.addEventListener("change", drawMediaSummary);
   setAttachments([...attachments, attachment]);
   promptInput.focus();
 }
@@ -140,6 +209,7 @@ function remove(attachment) {
 function setAttachments(updated) {
   const tiles = new Map(attachments.map((attachment, index) => [attachment, byId("attachments").children[index]]));
   attachments = updated;
+  for (const attachment of attachments) attachment.addEventListener("change", drawMediaSummary);
   byId("attachments").replaceChildren(
     ...updated.map((attachment) => tiles.get(attachment) ?? tile(attachment, () => remove(attachment))),
   );
@@ -274,10 +344,12 @@ function draftRequest() {
 openSettings();
 openFrames();
 openCode();
+openHistory({ onopen: openStored, onremove: forget });
 listenToUrlDialog();
 listenToToolbar();
 listenToComposer();
 listenForDrops();
+listenToScrolling();
 toggleSettings(matchMedia("(min-width: 64rem)").matches);
 connect();
 promptInput.focus();

@@ -2,6 +2,7 @@
 
 import { setKey } from "./api.js";
 import { byId } from "./dom.js";
+import { parseJson, schemaProblem, toolsProblem } from "./schema.js";
 
 const NUMBERS = ["temperature", "top_p", "top_k", "seed", "max_tokens", "repetition_penalty"];
 
@@ -17,15 +18,110 @@ const SCHEMA = {
   required: ["shapes"],
 };
 
+const TOOLS = [
+  {
+    type: "function",
+    function: {
+      name: "get_weather",
+      description: "Get the current weather in a city.",
+      parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] },
+    },
+  },
+];
+
+/** A text field with JSON, which is checked while it is edited. */
+class JsonField {
+  #problemOf;
+  #isUsed;
+
+  constructor(id, { problemOf, isUsed, fields }) {
+    this.input = byId(id);
+    this.message = byId(`${id}-error`);
+    this.fields = fields;
+    this.#problemOf = problemOf;
+    this.#isUsed = isUsed;
+    this.input.addEventListener("input", () => this.check());
+    byId(`${id}-format`).addEventListener("click", () => this.format());
+  }
+
+  get value() {
+    return parseJson(this.input.value);
+  }
+
+  /** Check the text; an error prevents the request from being sent. */
+  check() {
+    const problem = this.#isUsed() ? this.#problem() : "";
+    this.input.setCustomValidity(problem);
+    this.#show(problem);
+  }
+
+  /** Indent the text, if it is valid JSON. */
+  format() {
+    this.check();
+    if (this.#isUsed() && !this.#isInvalidJson()) this.input.value = JSON.stringify(this.value, null, 2);
+    this.input.focus();
+  }
+
+  /** Show an error of the server, until the text is edited. */
+  showServerError({ param, message }) {
+    if (this.fields.some((field) => param?.startsWith(field))) this.#show(message);
+  }
+
+  #isInvalidJson() {
+    return this.#problem().startsWith("Not valid JSON");
+  }
+
+  #problem() {
+    try {
+      return this.#problemOf(this.value);
+    } catch (error) {
+      return error.message;
+    }
+  }
+
+  #show(problem) {
+    this.input.setAttribute("aria-invalid", String(problem !== ""));
+    this.message.textContent = problem;
+  }
+}
+
+let schema = null;
+let tools = null;
+
 export function openSettings() {
   byId("schema").value = JSON.stringify(SCHEMA, null, 2);
-  byId("schema").addEventListener("input", checkSchema);
+  schema = new JsonField("schema", {
+    problemOf: (value) => schemaProblem(value),
+    isUsed: () => byId("format").value === "json_schema",
+    fields: ["response_format"],
+  });
+  tools = new JsonField("tools", {
+    problemOf: toolsProblem,
+    isUsed: () => byId("tools").value.trim() !== "",
+    fields: ["tools", "tool_choice"],
+  });
   byId("format").addEventListener("change", () => {
     byId("schema-field").hidden = byId("format").value !== "json_schema";
-    checkSchema();
+    schema.check();
+  });
+  byId("tools").addEventListener("input", showToolChoice);
+  byId("tools-example").addEventListener("click", () => {
+    byId("tools").value = JSON.stringify(TOOLS, null, 2);
+    byId("tools").dispatchEvent(new Event("input"));
+    byId("tools").focus();
+    byId("tools").setSelectionRange(0, 0);
+    byId("tools").scrollTop = 0;
   });
   byId("options").addEventListener("submit", (event) => event.preventDefault());
   byId("key").addEventListener("change", () => setKey(byId("key").value.trim()));
+  showToolChoice();
+}
+
+function showToolChoice() {
+  const hasTools = byId("tools").value.trim() !== "";
+  byId("tool-choice-field").hidden = !hasTools;
+  byId("tools-example").hidden = hasTools;
+  byId("tools-format").hidden = !hasTools;
 }
 
 /** The request fields that are set. */
@@ -35,9 +131,11 @@ export function options() {
   if (byId("stop_string").value) fields.stop = byId("stop_string").value;
   const format = byId("format").value;
   if (format === "json_object") fields.response_format = { type: format };
-  if (format === "json_schema") {
-    const schema = JSON.parse(byId("schema").value);
-    fields.response_format = { type: format, json_schema: { name: "response", schema } };
+  if (format === "json_schema")
+    fields.response_format = { type: format, json_schema: { name: "response", schema: schema.value } };
+  if (byId("tools").value.trim()) {
+    fields.tools = tools.value;
+    fields.tool_choice = byId("tool_choice").value;
   }
   return fields;
 }
@@ -50,21 +148,13 @@ export function systemMessages() {
 
 /** The first field with an invalid value, or null. */
 export function invalidField() {
-  checkSchema();
+  schema.check();
+  tools.check();
   return byId("options").querySelector(":invalid:not(fieldset)");
 }
 
-function checkSchema() {
-  const field = byId("schema");
-  let message = "";
-  if (byId("format").value === "json_schema") {
-    try {
-      JSON.parse(field.value);
-    } catch (error) {
-      message = `Not valid JSON: ${error.message}`;
-    }
-  }
-  field.setCustomValidity(message);
-  field.setAttribute("aria-invalid", String(message !== ""));
-  byId("schema-error").textContent = message;
+/** Show an error of the server next to the field that caused it. */
+export function showServerError(error) {
+  schema.showServerError(error);
+  tools.showServerError(error);
 }

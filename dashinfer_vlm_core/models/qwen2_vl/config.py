@@ -13,6 +13,7 @@ from pathlib import Path
 from ...errors import CheckpointError
 from ...media.frame_sampling import VideoSamplingPolicy
 from ...tokenization.conversation import HERMES
+from ..coordinates import CoordinateSpec
 from ..json_fields import CONFIG, JsonFields, read_fields
 from ..spec import ModelSpec, PixelSpec, Profile, RotarySpec, TextModelSpec, TokenSpec
 
@@ -131,11 +132,18 @@ def read_spec(folder: Path) -> ModelSpec:
         patch_size=vision.patch_size,
         temporal_patch_size=vision.temporal_patch_size,
         merge_size=vision.spatial_merge_size,
+        coordinates=CoordinateSpec(extent=1000, pairs=True),
     )
 
 
 def model_spec(
-    config: JsonFields, *, output_size: tuple[str, int], patch_size: int, temporal_patch_size: int, merge_size: int
+    config: JsonFields,
+    *,
+    output_size: tuple[str, int],
+    patch_size: int,
+    temporal_patch_size: int,
+    merge_size: int,
+    coordinates: CoordinateSpec | None = None,
 ) -> ModelSpec:
     """Return the `ModelSpec` of a checkpoint with the files, image processor and text model of Qwen2-VL.
 
@@ -145,6 +153,7 @@ def model_spec(
         patch_size: see `PixelSpec`; as for the next two, the vision encoder's value.
         temporal_patch_size: see `PixelSpec`.
         merge_size: see `PixelSpec`.
+        coordinates: see `ModelSpec`.
 
     Raises:
         CheckpointError: a file is missing or invalid, files contradict each other, or they require an unsupported
@@ -170,6 +179,7 @@ def model_spec(
         conversation=HERMES,
         profile=Profile(),
         tensor_renames=TENSOR_RENAMES,
+        coordinates=coordinates,
     )
 
 

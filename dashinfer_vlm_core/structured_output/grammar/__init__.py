@@ -1,6 +1,6 @@
 """Grammars for guided decoding, from which a library computes token masks.
 
-    JSON schema ─▶ Rules: Lark rules without recursion
+    JSON schema, regular expression or choices ─▶ Rules: Lark rules without recursion
 
 Every language is finite: the length of strings, arrays, objects and numbers and the depth of recursion are bounded by
 the schema, or by the defaults in `bounds`. A completion that follows its grammar therefore always ends. This package
@@ -10,5 +10,16 @@ only creates the grammars; `grammar_compiler` compiles them.
 from .json_schema import COLON, COMMA, any_object, json_schema
 from .rules import Rules, literal
 from .schema_shape import SchemaError
+from .texts import matching_text, one_of
 
-__all__ = ["COLON", "COMMA", "Rules", "SchemaError", "any_object", "json_schema", "literal"]
+__all__ = [
+    "COLON",
+    "COMMA",
+    "Rules",
+    "SchemaError",
+    "any_object",
+    "json_schema",
+    "literal",
+    "matching_text",
+    "one_of",
+]

@@ -1,0 +1,105 @@
+// Tool calls of a response: shown while they are streamed, and answered by the user, since the page runs no tools.
+
+import { element } from "./dom.js";
+
+/** The tool calls of one response. */
+export class ToolCalls {
+  constructor(calls = []) {
+    this.calls = calls;
+    this.element = element("ul", { class: "calls", "aria-label": "Tool calls" });
+    this.draw();
+  }
+
+  /** Add the `tool_calls` of a delta: the first one of a call has its name, all have a piece of its arguments. */
+  add(deltas) {
+    for (const { index, id, function: { name, arguments: piece } = {} } of deltas) {
+      this.calls[index] ??= { id: "", name: "", arguments: "" };
+      const call = this.calls[index];
+      call.id ||= id ?? "";
+      call.name ||= name ?? "";
+      call.arguments += piece ?? "";
+    }
+  }
+
+  get length() {
+    return this.calls.length;
+  }
+
+  get names() {
+    return this.calls.map(({ name }) => name).join(", ");
+  }
+
+  /** The calls in a message of the assistant. */
+  get messageCalls() {
+    return this.calls.map(({ id, name, arguments: text }) => ({
+      id,
+      type: "function",
+      function: { name, arguments: text },
+    }));
+  }
+
+  draw() {
+    this.calls.forEach((call, index) => {
+      const item = this.element.children[index] ?? this.element.appendChild(callItem());
+      item.querySelector(".call-name").textContent = call.name;
+      item.querySelector("pre code").textContent = indented(call.arguments);
+    });
+    this.element.hidden = this.length === 0;
+  }
+
+  /** A form for the results of the calls; `onresults` receives `[{ id, name, content }]`. */
+  form(onresults) {
+    const properties = { class: "code", rows: 2, required: true, spellcheck: "false" };
+    const fields = this.calls.map(() => element("textarea", properties));
+    const labels = this.calls.map(({ name }, index) =>
+      element("label", { class: "field" }, `Result of ${name}`, fields[index]),
+    );
+    const onsubmit = (event) => {
+      event.preventDefault();
+      onresults(this.calls.map(({ id, name }, index) => ({ id, name, content: fields[index].value })));
+    };
+    const send = element("button", { type: "submit", class: "primary" }, "Send results");
+    const form = { class: "results last-only", "aria-label": "Results of the tool calls", onsubmit };
+    return element("form", form, ...labels, send);
+  }
+}
+
+const head = (kind, name) =>
+  element(
+    "p",
+    { class: "call-head" },
+    element("span", { class: "note" }, kind),
+    element("code", { class: "call-name" }, name),
+  );
+
+const callItem = () =>
+  element(
+    "li",
+    { class: "call" },
+    head("Tool call", ""),
+    element("pre", { tabindex: 0, role: "group", "aria-label": "Arguments" }, element("code")),
+  );
+
+/** Show the results that a request sends. */
+export const resultList = (results) =>
+  element(
+    "ul",
+    { class: "calls" },
+    ...results.map(({ name, content }) =>
+      element(
+        "li",
+        { class: "call" },
+        head("Result of", name),
+        element("pre", { tabindex: 0, role: "group", "aria-label": `Result of ${name}` }, element("code", {}, content)),
+      ),
+    ),
+  );
+
+/** Arguments as indented JSON, or as they are until they are complete. */
+function indented(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text;
+  }
+}

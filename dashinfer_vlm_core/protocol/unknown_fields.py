@@ -1,0 +1,99 @@
+"""Unknown top-level fields of a request: misspelled ones are rejected, others are ignored and logged once."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Collection, Sequence
+
+from ..errors import InvalidParameter
+from .validation_errors import show
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+MAX_CHECKED = 32
+"""Maximum number of unknown fields of a request that are compared with the known ones."""
+
+MAX_CHECKED_CHARACTERS = 64
+MAX_LOGGED = 100
+"""Maximum number of names that are logged: names come from clients, and are remembered."""
+
+MIN_LETTERS = 5
+"""Minimum length of a name that may be misspelled: `top_a` of another server is not a misspelled `top_k`."""
+
+
+class UnknownFieldLog:
+    """Logs the name of each unknown field once, up to `MAX_LOGGED` names; thread-safe."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+        self._lock = threading.Lock()
+
+    def log(self, names: Sequence[str]) -> None:
+        with self._lock:
+            free = MAX_LOGGED - len(self._logged)
+            new = list(dict.fromkeys(name for name in map(show, names) if name not in self._logged))[:free]
+            self._logged.update(new)
+        if new:
+            logger.warning("requests have unknown fields, which are ignored: %s", ", ".join(new))
+        if new and len(new) == free:
+            logger.warning("further unknown fields of requests are not logged")
+
+
+_LOG = UnknownFieldLog()
+
+
+def handle_unknown_fields(names: Sequence[object], known: Collection[str]) -> None:
+    """Reject a misspelled field, and log the others.
+
+    A name is misspelled if it equals a known one but for case, `_` and `-`, or for one letter that is missing, added,
+    changed or swapped with the next one.
+
+    Args:
+        names: the unknown fields that a request sets.
+        known: the fields that it could set.
+
+    Raises:
+        InvalidParameter: a field is misspelled; the message has the right name.
+    """
+    checked = [name for name in names[:MAX_CHECKED] if isinstance(name, str)]
+    if not checked:
+        return
+    index = _spelling_index(tuple(known))
+    for name in checked:
+        if meant := index.find(name):
+            raise InvalidParameter(f"`{name}` is not a known field. Did you mean `{meant}`?", param=name)
+    _LOG.log(checked)
+
+
+class _SpellingIndex:
+    """Finds the known name that a name is a misspelling of.
+
+    Two words that differ by one letter, or by the order of two, have a word in common among those that result from
+    deleting at most one letter.
+    """
+
+    def __init__(self, known: tuple[str, ...]) -> None:
+        self._exact = {_letters(name): name for name in known}
+        self._near = {variant: name for name in known for variant in _without_a_letter(_letters(name))}
+
+    def find(self, name: str) -> str | None:
+        if len(name) > MAX_CHECKED_CHARACTERS or not (name.isascii() and name.isprintable()):
+            return None
+        letters = _letters(name)
+        if letters in self._exact or len(letters) < MIN_LETTERS:
+            return self._exact.get(letters)
+        return next((self._near[item] for item in _without_a_letter(letters) if item in self._near), None)
+
+
+_spelling_index = functools.lru_cache(maxsize=8)(_SpellingIndex)
+
+
+def _letters(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "")
+
+
+def _without_a_letter(letters: str) -> list[str]:
+    """Return the word, and the words that result from deleting one letter."""
+    return [letters, *(letters[:index] + letters[index + 1 :] for index in range(len(letters)))]

@@ -1,0 +1,85 @@
+"""Schemas of responses with coordinates of the original image: the model writes them in its own coordinates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..models.coordinates import BOX_NAMES, NAMES
+from .grammar import SchemaError
+from .grammar.schema_shape import check_keywords
+
+_VALUES = frozenset({"enum", "const", "default", "examples", "example"})
+"""Keywords whose values are not schemas."""
+
+_DEFINITION = re.compile(r"#/(\$defs|definitions)/([^/~]+)")
+_MAX_REFERENCES = 5
+
+
+def with_model_coordinates(schema: Mapping[str, Any], maximum: int) -> dict[str, Any]:
+    """Return a schema in which every box and point has the model's coordinates.
+
+    Bounds that the schema sets for them concern pixels of the original image. They are replaced, since the coordinates
+    are converted, and limited to the image, after they are generated.
+
+    Args:
+        schema: parsed JSON of bounded depth.
+        maximum: the model's largest coordinate.
+
+    Raises:
+        SchemaError: a property with the name of a box or a point is an array of something else.
+    """
+    rewriter = _Rewriter(schema, maximum)
+    return {key: value if key in _VALUES else rewriter.rewrite(value, f".{key}") for key, value in schema.items()}
+
+
+class _Rewriter:
+    def __init__(self, root: Mapping[str, Any], maximum: int) -> None:
+        self._root = root
+        self._maximum = maximum
+
+    def rewrite(self, part: Any, path: str) -> Any:
+        if isinstance(part, list):
+            return [self.rewrite(item, path) for item in part]
+        if not isinstance(part, Mapping):
+            return part
+        return {key: self._member(key, value, path) for key, value in part.items()}
+
+    def _member(self, key: str, value: Any, path: str) -> Any:
+        if key in NAMES and path.endswith(".properties"):
+            return self._coordinates(key, value, f"{path}.{key}")
+        return value if key in _VALUES else self.rewrite(value, f"{path}.{key}")
+
+    def _coordinates(self, name: str, schema: Any, path: str) -> Any:
+        """Return the schema of a property that may be a box or a point."""
+        schema = self._dereference(schema)
+        if isinstance(schema, Mapping) and isinstance(schema.get("anyOf"), list):
+            branches = [self._coordinates(name, branch, path) for branch in schema["anyOf"]]
+            return {**schema, "anyOf": branches}
+        if not isinstance(schema, Mapping) or schema.get("type") != "array":
+            return self.rewrite(schema, path)
+        check_keywords(schema, path, lenient=True)
+        count = 4 if name in BOX_NAMES else 2
+        if not _is_numbers(schema, count):
+            raise SchemaError(path, f"must be an array of {count} numbers, since it has coordinates of the image")
+        number = {"type": "integer", "minimum": 0, "maximum": self._maximum}
+        return {"type": "array", "items": number, "minItems": count, "maxItems": count}
+
+    def _dereference(self, schema: Any) -> Any:
+        """Return the target of a reference to a definition; other references are left to the compiler."""
+        for _ in range(_MAX_REFERENCES):
+            reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+            match = _DEFINITION.fullmatch(reference) if isinstance(reference, str) else None
+            definitions = self._root.get(match[1]) if match else None
+            if match is None or not isinstance(definitions, Mapping) or match[2] not in definitions:
+                break
+            schema = definitions[match[2]]
+        return schema
+
+
+def _is_numbers(schema: Mapping[str, Any], count: int) -> bool:
+    """Whether an array can have this many numbers."""
+    parts = [*schema.get("prefixItems", ()), schema.get("items", True)]
+    is_number = all(isinstance(part, bool) or part.get("type", "number") in ("integer", "number") for part in parts)
+    return is_number and schema.get("minItems", count) <= count <= schema.get("maxItems", count)
