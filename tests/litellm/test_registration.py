@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import litellm
 import pytest
 from litellm.proxy.types_utils.utils import get_instance_fn
 
 import dashinfer_vlm_litellm
+from dashinfer_vlm_core.engine.capabilities import Capabilities
 from dashinfer_vlm_core.models.spec import Profile
 from dashinfer_vlm_core.plugins import load_adapter
 from dashinfer_vlm_litellm.model_info import register_model_info
+from dashinfer_vlm_core.testing import EVERYTHING
 from tests.litellm.conftest import HELLO
 from tests.waiting import HANG
 
@@ -67,9 +70,40 @@ def test_missing_litellm_error_names_extra():
     assert "pip install 'dashinfer-vlm-adapters[litellm]'" in result.stdout
 
 
-def test_profile_is_kept_when_context_length_changes():
+def supported(model):
+    return (
+        litellm.supports_vision(model),
+        litellm.supports_function_calling(model),
+        litellm.supports_parallel_function_calling(model),
+        litellm.utils.supports_tool_choice(model),
+        litellm.supports_response_schema(model),
+        litellm.supports_reasoning(model),
+    )
+
+
+def test_bundled_model_has_capabilities_before_loading(demo):
+    assert supported(demo) == (True, True, True, True, True, False)
+    info = litellm.get_model_info(demo)
+    lengths = {info["max_tokens"], info["max_input_tokens"], info["max_output_tokens"], litellm.get_max_tokens(demo)}
+    assert lengths == {4096}
+    assert not litellm.supports_audio_input(demo)
+    assert not litellm.utils.supports_pdf_input(demo)
+
+
+def test_loaded_model_has_capabilities_of_its_decoder(scripted):
+    everything, plain = scripted("Yes.", supported_params=EVERYTHING), scripted("Yes.")
+    for provider in (everything, plain):
+        litellm.completion(provider.model, messages=HELLO)
+    assert supported(everything.model) == (True, True, True, True, True, False)
+    assert supported(plain.model) == (True, True, True, False, False, False)
+
+
+def test_model_info_follows_the_capabilities():
     name = "dashinfer_vlm/images-only"
-    register_model_info(name, 100, Profile(videos=False))
-    register_model_info(name, 50)
+    profile = Profile(videos=False, tools=False, reasoning=True)
+    capabilities = Capabilities(profile=profile, max_model_len=100, guided_decoding=True)
+    register_model_info(name, capabilities)
+    register_model_info(name, replace(capabilities, max_model_len=50))
     known = litellm.model_cost[name]
-    assert (known["max_input_tokens"], known["supports_vision"], known["supports_video_input"]) == (50, True, False)
+    assert (known["max_input_tokens"], known["supports_video_input"]) == (50, False)
+    assert supported(name) == (True, False, False, False, True, True)
