@@ -35,7 +35,8 @@ async def stream_chunks(
     async for chunk in chunks:
         data = chunk.model_dump(exclude_unset=True)
         usage = data.pop("usage", None) or usage
-        finished = {choice["index"]: choice["finish_reason"] for choice in data["choices"] if choice["finish_reason"]}
+        reasons = {choice["index"]: choice.get("finish_reason") for choice in data["choices"]}
+        finished = {index: found for index, found in reasons.items() if found}
         reason = finished.pop(0, reason)
         for choice in data["choices"]:
             choice["finish_reason"] = None

@@ -57,6 +57,7 @@ def _spec_of(model: str) -> ModelSpec | None:
     return registry.family_of(folder).load_spec(folder) if folder.is_dir() else None
 
 
+@lru_cache(maxsize=64)
 def _supports_guided_decoding(decoder: str) -> bool:
     """Return whether a decoder supports guided decoding. Automatically selected decoders do."""
     factory = load_plugins().decoders.get(decoder)

@@ -100,7 +100,7 @@ def _video(
     content: object, part: MediaPart, config: EngineConfig, policy: VideoSamplingPolicy, check_stop: StopCheck
 ) -> Video:
     if is_decord_reader(content):
-        video = DecordReaderVideo(content)
+        video = DecordReaderVideo(content, part.path)
         return sample_video(video, part=part, config=config, policy=policy, check_stop=check_stop)
     metadata: Metadata | None = None
     if has_metadata(content):

@@ -52,10 +52,10 @@ def is_decord_reader(content: object) -> bool:
 
 
 class DecordReaderVideo:
-    """An `OpenVideo` that reads frames with a `decord.VideoReader` of the caller."""
+    """An `OpenVideo` that reads frames with a `decord.VideoReader` of the caller; `path` is for errors."""
 
-    def __init__(self, reader: Any) -> None:
-        self._reader = reader
+    def __init__(self, reader: Any, path: str) -> None:
+        self._reader, self._path = reader, path
         height, width = self._read([0]).shape[1:3] if len(reader) else (0, 0)
         self.info = VideoInfo(frames=len(reader), fps=float(reader.get_avg_fps()), width=width, height=height)
 
@@ -68,7 +68,7 @@ class DecordReaderVideo:
         try:
             batch = self._reader.get_batch(list(indices))
         except (RuntimeError, IndexError) as error:  # decord's errors are RuntimeErrors
-            raise undecodable_error() from error
+            raise undecodable_error(self._path) from error
         return np.asarray(batch.asnumpy() if hasattr(batch, "asnumpy") else batch, np.uint8)
 
 

@@ -65,7 +65,7 @@ class Served:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Result:
     """What a client library returned."""
 
     text: str
@@ -98,11 +98,11 @@ def openai_messages(parts: Sequence[Part]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": openai_parts(parts)}]
 
 
-def to_answer(completion: Any) -> Answer:
+def to_result(completion: Any) -> Result:
     """Convert a completion in OpenAI's types, which LiteLLM's resemble."""
     message, usage = completion.choices[0].message, completion.usage
     calls = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
-    return Answer(message.content or "", usage.prompt_tokens, usage.completion_tokens, calls)
+    return Result(message.content or "", usage.prompt_tokens, usage.completion_tokens, calls)
 
 
 class OpenAIClient:
@@ -119,9 +119,9 @@ class OpenAIClient:
             http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
         )
 
-    async def ask(self, *parts: Part, **options: Any) -> Answer:
+    async def ask(self, *parts: Part, **options: Any) -> Result:
         create = self._client.chat.completions.create
-        return to_answer(await create(model="tiny", messages=openai_messages(parts), **options))  # type: ignore[call-overload]
+        return to_result(await create(model="tiny", messages=openai_messages(parts), **options))
 
     async def call_tool(self, *parts: Part) -> list[tuple[str, dict[str, Any]]]:
         return (await self.ask(*parts, tools=[TOOL])).calls
@@ -134,7 +134,7 @@ class OpenAIClient:
 
     async def stream(self, *parts: Part) -> AsyncGenerator[str, None]:
         create = self._client.chat.completions.create
-        async with await create(model="tiny", messages=openai_messages(parts), stream=True) as chunks:  # type: ignore[call-overload]
+        async with await create(model="tiny", messages=openai_messages(parts), stream=True) as chunks:
             async for chunk in chunks:
                 yield chunk.choices[0].delta.content or ""
 
@@ -155,15 +155,15 @@ class LiteLLMClient:
         self._map = litellm.custom_provider_map
         item: Any = {"provider": "client_test", "custom_handler": DashInferVLM(OneEngine(served.engine), name="client_test")}
         litellm.custom_provider_map = [*self._map, item]
-        litellm.utils.custom_llm_setup()  # type: ignore[no-untyped-call]
+        litellm.utils.custom_llm_setup()
 
     async def _complete(self, parts: Sequence[Part], **options: Any) -> Any:
         import litellm
 
         return await litellm.acompletion("client_test/tiny", messages=openai_messages(parts), **options)
 
-    async def ask(self, *parts: Part, **options: Any) -> Answer:
-        return to_answer(await self._complete(parts, **options))
+    async def ask(self, *parts: Part, **options: Any) -> Result:
+        return to_result(await self._complete(parts, **options))
 
     async def call_tool(self, *parts: Part) -> list[tuple[str, dict[str, Any]]]:
         return (await self.ask(*parts, tools=[TOOL])).calls
@@ -218,7 +218,7 @@ class LangChainClient:
 
         self._chat = ChatDashInferVLM(engine=served.engine)
 
-    async def ask(self, *parts: Part) -> Answer:
+    async def ask(self, *parts: Part) -> Result:
         return _from_message(await self._chat.ainvoke(_langchain_messages(parts)))
 
     async def call_tool(self, *parts: Part) -> list[tuple[str, dict[str, Any]]]:
@@ -243,9 +243,9 @@ def _langchain_messages(parts: Sequence[Part]) -> list[Any]:
     return [HumanMessage(langchain_blocks(parts))]
 
 
-def _from_message(message: Any) -> Answer:
+def _from_message(message: Any) -> Result:
     usage = message.usage_metadata
-    return Answer(message.text, usage["input_tokens"], usage["output_tokens"])
+    return Result(message.text, usage["input_tokens"], usage["output_tokens"])
 
 
 def _generator(iterator: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
@@ -261,7 +261,7 @@ class LangGraphClient(LangChainClient):
 
         return create_agent(self._chat, **{"tools": [], **options})
 
-    async def ask(self, *parts: Part) -> Answer:
+    async def ask(self, *parts: Part) -> Result:
         state = await self._agent().ainvoke({"messages": _langchain_messages(parts)})
         return _from_message(state["messages"][-1])
 
@@ -293,10 +293,10 @@ class VllmStyleClient:
     def __init__(self, served: Served) -> None:
         self._llm = VLM(engine=served.engine)
 
-    async def ask(self, *parts: Part) -> Answer:
+    async def ask(self, *parts: Part) -> Result:
         outputs = await asyncio.to_thread(self._llm.chat, openai_messages(parts), use_tqdm=False)
         (output,) = outputs[0].outputs
-        return Answer(output.text, len(outputs[0].prompt_token_ids), len(output.token_ids))
+        return Result(output.text, len(outputs[0].prompt_token_ids), len(output.token_ids))
 
     async def aclose(self) -> None:
         """Do nothing: the engine belongs to the caller."""
@@ -320,7 +320,7 @@ class CurlClient:
         process = await asyncio.create_subprocess_exec(
             "curl", "-sSN", "--fail-with-body", self._url, "-H", "Content-Type: application/json", "-d", "@-",
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, "NO_PROXY": "127.0.0.1"},
+            env={**os.environ, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"},
         )  # fmt: skip
         assert process.stdin is not None
         process.stdin.write(body.encode())
@@ -339,10 +339,10 @@ class CurlClient:
                 raise CurlError(output.decode())
         return json.loads(output)
 
-    async def ask(self, *parts: Part) -> Answer:
+    async def ask(self, *parts: Part) -> Result:
         found = await self._json(parts)
         usage = found["usage"]
-        return Answer(found["choices"][0]["message"]["content"], usage["prompt_tokens"], usage["completion_tokens"])
+        return Result(found["choices"][0]["message"]["content"], usage["prompt_tokens"], usage["completion_tokens"])
 
     async def call_tool(self, *parts: Part) -> list[tuple[str, dict[str, Any]]]:
         message = (await self._json(parts, tools=[TOOL]))["choices"][0]["message"]

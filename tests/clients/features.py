@@ -17,7 +17,7 @@ from tests.samples import data_url, encode_video, image_url
 from tests.server.conftest import serving
 from tests.waiting import until
 
-ANSWER = "A red circle, and a green star."
+RESPONSE = "A red circle, and a green star."
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 TEXT = Part("text", "What is this?")
 IMAGE = Part("image", image_url(168, 168))
@@ -73,9 +73,9 @@ def run(driver: type[Any], served: Served, scenario: Callable[[Any], Awaitable[N
 
 def check_text(driver: type[Any], served: Served) -> None:
     async def scenario(client: Any) -> None:
-        assert (await client.ask(TEXT)).text == ANSWER
+        assert (await client.ask(TEXT)).text == RESPONSE
 
-    served.script.play(ANSWER)
+    served.script.play(RESPONSE)
     run(driver, served, scenario)
 
 
@@ -85,7 +85,7 @@ def check_media(driver: type[Any], served: Served, part: Part) -> None:
     async def scenario(client: Any) -> None:
         await client.ask(part, TEXT)
 
-    served.script.play(ANSWER)
+    served.script.play(RESPONSE)
     usage = served.engine.chat({"messages": openai_messages([part, TEXT])}).usage
     assert usage is not None
     details: Any = usage.prompt_tokens_details
@@ -107,10 +107,10 @@ def check_video(driver: type[Any], served: Served) -> None:
 def check_stream(driver: type[Any], served: Served) -> None:
     async def scenario(client: Any) -> None:
         chunks = [text async for text in client.stream(TEXT)]
-        assert "".join(chunks) == ANSWER
+        assert "".join(chunks) == RESPONSE
         assert sum(map(bool, chunks)) > 3
 
-    served.script.play(ANSWER)
+    served.script.play(RESPONSE)
     run(driver, served, scenario)
 
 
@@ -118,7 +118,7 @@ def check_tools(driver: type[Any], served: Served) -> None:
     async def scenario(client: Any) -> None:
         assert await client.call_tool(TEXT) == [("weather", {"city": "Rome"})]
 
-    served.script.play(CALL, ANSWER)
+    served.script.play(CALL, RESPONSE)
     run(driver, served, scenario)
 
 
@@ -135,11 +135,11 @@ def check_structured(driver: type[Any], served: Served) -> None:
 
 def check_usage(driver: type[Any], served: Served) -> None:
     async def scenario(client: Any) -> None:
-        answer = await client.ask(IMAGE, TEXT)
-        assert answer.prompt_tokens == len(served.script.requests[-1].token_ids)
-        assert answer.completion_tokens == expected.completion_tokens
+        result = await client.ask(IMAGE, TEXT)
+        assert result.prompt_tokens == len(served.script.requests[-1].token_ids)
+        assert result.completion_tokens == expected.completion_tokens
 
-    served.script.play(ANSWER)
+    served.script.play(RESPONSE)
     expected = served.engine.chat({"messages": openai_messages([IMAGE, TEXT])}).usage
     assert expected is not None
     run(driver, served, scenario)
@@ -152,12 +152,12 @@ def check_errors(driver: type[Any], served: Served) -> None:
         with pytest.raises(client.errors, match="This is wrong"):
             await client.ask(TEXT)
         if hasattr(client, "stream"):
-            served.script.play(ANSWER, breaks_after=4)
+            served.script.play(RESPONSE, breaks_after=4)
             received = []
             with pytest.raises(client.errors, match="The decoder broke"):
                 async for text in client.stream(TEXT):
                     received.append(text)
-            assert ANSWER.startswith("".join(received))
+            assert RESPONSE.startswith("".join(received))
             assert "".join(received)
 
     served.script.play(InvalidParameter("This is wrong.", param="messages"))
@@ -175,7 +175,7 @@ def check_cancel(driver: type[Any], served: Served) -> None:
             assert served.script.running == 1
         await asyncio.to_thread(until, lambda: served.script.running == 0)
 
-    served.script.play(ANSWER * 100, delay=0.02)
+    served.script.play(RESPONSE * 100, delay=0.02)
     run(driver, served, scenario)
 
 

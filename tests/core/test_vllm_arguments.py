@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from dashinfer_vlm_core import VLM, EngineConfig
+from dashinfer_vlm_core import VLM, EngineConfig, SamplingParams
 from dashinfer_vlm_core.config import MediaLimits
-from dashinfer_vlm_core.errors import ConfigError
+from dashinfer_vlm_core.errors import ConfigError, UnsupportedParameter
 from dashinfer_vlm_core.offline.vllm_arguments import REJECTED, RENAMED, WITHOUT_EFFECT, to_engine_options
 
 
@@ -132,3 +133,30 @@ def test_arguments_of_model_cards_work(tiny_checkpoint):
         assert (config.max_batch_size, config.max_model_len) == (5, 2048)
         assert config.limit_mm_per_prompt == MediaLimits(image=10, video=10)
         assert vlm.generate("Hello", use_tqdm=False)[0].finished
+
+
+def test_sampling_parameters_without_effect_are_accepted():
+    neutral = {"best_of": 1, "min_p": 0.0, "skip_special_tokens": True, "detokenize": True, "prompt_logprobs": None}
+    assert SamplingParams(max_tokens=3, **neutral) == SamplingParams(max_tokens=3)
+    assert replace(SamplingParams(top_k=-1, stop_token_ids=[]), seed=3).seed == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "next_step"),
+    [
+        ("min_p", 0.1, "top_p"),
+        ("best_of", 2, "`n`"),
+        ("include_stop_str_in_output", True, "before the stop string"),
+        ("structured_outputs", {"json": {}}, "response_format"),
+        ("guided_decoding", {"json": {}}, "response_format"),
+    ],
+)
+def test_sampling_parameter_of_vllm_is_rejected_with_next_step(name, value, next_step):
+    with pytest.raises(UnsupportedParameter, match=next_step) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+
+
+def test_unknown_sampling_parameter_is_a_type_error():
+    with pytest.raises(TypeError, match="tempature"):
+        SamplingParams(tempature=1)

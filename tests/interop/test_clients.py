@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import openai
 import pytest
 
-from tests.clients.drivers import Answer, Color, OpenAIClient, Part, Served, weather
+from tests.clients.drivers import Result, Color, OpenAIClient, Part, Served, weather
 from tests.clients.features import CHECKS, cells, serve_script
 from tests.waiting import HANG
 
@@ -32,10 +32,10 @@ class AgentsClient(OpenAIClient):
     def _agent(self, **options: Any) -> Any:
         return self._agents.Agent(name="eyes", model=self._model, **options)
 
-    async def ask(self, *parts: Part, **options: Any) -> Answer:
+    async def ask(self, *parts: Part, **options: Any) -> Result:
         result = await self._agents.Runner.run(self._agent(), _agents_input(parts))
         usage = result.context_wrapper.usage
-        return Answer(result.final_output, usage.input_tokens, usage.output_tokens)
+        return Result(result.final_output, usage.input_tokens, usage.output_tokens)
 
     async def call_tool(self, *parts: Part) -> list[tuple[str, dict[str, Any]]]:
         agent = self._agent(tools=[self._agents.function_tool(weather)])
@@ -90,10 +90,10 @@ class LlamaIndexClient:
             async_http_client=self._http,
         )
 
-    async def ask(self, *parts: Part) -> Answer:
+    async def ask(self, *parts: Part) -> Result:
         response = await self._llm.achat(_llama_messages(parts))
         usage = response.raw.usage
-        return Answer(response.message.content, usage.prompt_tokens, usage.completion_tokens)
+        return Result(response.message.content, usage.prompt_tokens, usage.completion_tokens)
 
     async def call_tool(self, *parts: Part) -> list[tuple[str, dict[str, Any]]]:
         from llama_index.core.tools import FunctionTool

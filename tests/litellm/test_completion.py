@@ -360,8 +360,9 @@ MOVING = base64.b64encode((IMAGES / "moving.mp4").read_bytes()).decode()
         {"file_data": MOVING, "format": "video/mp4"},
         {"file_data": MOVING, "filename": "moving.mp4"},
         {"file_id": f"data:video/mp4;base64,{MOVING}", "format": "video/mp4"},
+        {"file_data": MOVING, "format": "video/mp4", "video_metadata": {"fps": 4}},
     ],
-    ids=["data URL", "format", "name", "ID"],
+    ids=["data URL", "format", "name", "ID", "fps"],
 )
 def test_file_part_can_be_a_video(demo, file):
     messages = user({"type": "file", "file": file}, text("Which way does the circle move?"))
@@ -392,6 +393,8 @@ def test_file_url_is_fetched_by_its_format(scripted):
         {"file_id": "file-123"},
         {"file_id": "file-123", "format": "video/mp4"},
         {},
+        {"file_data": MOVING, "format": "video/mp4", "detail": "low"},
+        {"file_data": MOVING, "format": "video/mp4", "video_metadata": {"start_offset": "1s"}},
     ],
 )
 def test_other_files_are_rejected(scripted, file):
