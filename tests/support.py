@@ -75,7 +75,7 @@ def read_outcomes(report: Path) -> dict[tuple[str, ...], str]:
 
 
 def read_properties(report: Path, name: str) -> dict[tuple[str, ...], str]:
-    """Read the outcome of each key from the properties of this name: words, of which the last is that of a passed test."""
+    """Read the outcome of each key from the properties of this name; their last word is that of a passed test."""
     outcomes: dict[tuple[str, ...], set[str]] = defaultdict(set)
     for case in ET.parse(report).iter("testcase"):
         for found in case.iter("property"):

@@ -33,10 +33,17 @@ def register_model_info(name: str, capabilities: Capabilities) -> None:
 def register_known_models(provider: str) -> None:
     """Register the models of plugins, such as the bundled `demo`, without loading them."""
     for name in load_plugins().models:
-        try:
-            register_model_info(f"{provider}/{name}", configured_capabilities(EngineConfig(model=name)))
-        except SetupError as error:
-            logger.warning("A model was not registered with LiteLLM: %s", error.message)
+        if capabilities := _capabilities(name):
+            register_model_info(f"{provider}/{name}", capabilities)
+
+
+def _capabilities(model: str) -> Capabilities | None:
+    """Return the capabilities of a model; None if it cannot be read."""
+    try:
+        return configured_capabilities(EngineConfig(model=model))
+    except SetupError as error:
+        logger.warning("A model was not registered with LiteLLM: %s", error.message)
+        return None
 
 
 def _info(provider: str, capabilities: Capabilities) -> dict[str, object]:

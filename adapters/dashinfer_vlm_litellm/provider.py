@@ -7,7 +7,13 @@ from collections.abc import AsyncGenerator, Generator
 from typing import TYPE_CHECKING, Any
 
 from litellm.llms.custom_llm import CustomLLM
-from litellm.types.utils import EmbeddingResponse, GenericStreamingChunk, ImageResponse, ModelResponse, ModelResponseStream
+from litellm.types.utils import (
+    EmbeddingResponse,
+    GenericStreamingChunk,
+    ImageResponse,
+    ModelResponse,
+    ModelResponseStream,
+)
 
 from dashinfer_vlm_core.concurrency.deadline import stream_with_timeout, with_timeout
 from dashinfer_vlm_core.concurrency.loop import LoopThread

@@ -228,8 +228,8 @@ class EngineConfig(BaseSettings):
     )
     allowed_local_media_path: Path | None = Field(
         None,
-        description="Folder whose files requests may refer to, `/` for all; by default, local files are rejected, except"
-        " by `VLM`.",
+        description="Folder whose files requests may refer to, `/` for all; by default, local files are rejected,"
+        " except by `VLM`.",
     )
     image_max_bytes: int = Field(20 * MIB, ge=1, description="Maximum size of an encoded image, in bytes.")
     video_max_bytes: int = Field(200 * MIB, ge=1, description="Maximum size of an encoded video, in bytes.")

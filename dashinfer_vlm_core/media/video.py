@@ -113,6 +113,7 @@ def stack_frames(
     part: MediaPart,
     policy: VideoSamplingPolicy,
     resizer: ResizerFactory | None = None,
+    *,
     times: FrameTimes | None = None,
 ) -> Video:
     """Stack `count` decoded frames, which must have one size, into a video; with `resizer`, each is resized first.

@@ -85,7 +85,5 @@ def _positive(value: Any, path: str) -> float:
 def _indices(value: Any, count: int, path: str) -> list[int]:
     array = np.asarray(value)
     if array.shape != (count,) or array.dtype.kind not in "iu" or (count and int(array.min()) < 0):
-        raise InvalidParameter(
-            f"`{path}` must have one index for each of the {count} frames, 0 or larger.", param=path
-        )
+        raise InvalidParameter(f"`{path}` must have one index for each of the {count} frames, 0 or larger.", param=path)
     return [int(index) for index in array]

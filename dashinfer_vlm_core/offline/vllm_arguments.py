@@ -1,4 +1,4 @@
-"""Arguments of vLLM's `LLM` -> options of `EngineConfig`, so that scripts for vLLM run unchanged or say what to change."""
+"""Arguments of vLLM's `LLM` -> options of `EngineConfig`, so that scripts for vLLM run, or report what to change."""
 
 from __future__ import annotations
 

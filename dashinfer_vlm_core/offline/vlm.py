@@ -185,8 +185,8 @@ class VLM:
         def __getattr__(self, name: str) -> object:
             if name in EMBEDDING_METHODS:
                 raise AttributeError(
-                    f"VLM has no `{name}`, because its models generate text. Use `generate` or `chat`, or another package"
-                    " for embeddings and scores.",
+                    f"VLM has no `{name}`, because its models generate text. Use `generate` or `chat`, or another"
+                    " package for embeddings and scores.",
                     name=name,
                     obj=self,
                 )

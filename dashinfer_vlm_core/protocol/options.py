@@ -143,8 +143,8 @@ class MediaOptions:
             return
         reason = "a video file is always sampled" if part.is_sampled else "all frames of a list are used"
         raise InvalidParameter(
-            f"`mm_processor_kwargs.do_sample_frames` is {str(wanted).lower()}, but `{part.path}` is different: {reason}."
-            " Remove it.",
+            f"`mm_processor_kwargs.do_sample_frames` is {str(wanted).lower()}, but `{part.path}` is different:"
+            f" {reason}. Remove it.",
             param="mm_processor_kwargs.do_sample_frames",
         )
 

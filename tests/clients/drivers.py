@@ -153,7 +153,10 @@ class LiteLLMClient:
         from dashinfer_vlm_litellm import DashInferVLM
 
         self._map = litellm.custom_provider_map
-        item: Any = {"provider": "client_test", "custom_handler": DashInferVLM(OneEngine(served.engine), name="client_test")}
+        item: Any = {
+            "provider": "client_test",
+            "custom_handler": DashInferVLM(OneEngine(served.engine), name="client_test"),
+        }
         litellm.custom_provider_map = [*self._map, item]
         litellm.utils.custom_llm_setup()
 
@@ -377,4 +380,3 @@ DRIVERS: dict[str, type[Any]] = {
     "curl": CurlClient,
 }
 """The clients that are installed for the tests, by their name in docs/clients.md."""
-

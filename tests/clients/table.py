@@ -40,7 +40,15 @@ FEATURES = {
     "errors": "Errors",
     "cancel": "Cancel",
 }
-PACKAGES = ("openai", "litellm", "langchain-core", "langchain", "langgraph", "openai-agents", "llama-index-llms-openai-like")
+PACKAGES = (
+    "openai",
+    "litellm",
+    "langchain-core",
+    "langchain",
+    "langgraph",
+    "openai-agents",
+    "llama-index-llms-openai-like",
+)
 
 REASONS: Mapping[tuple[str, str], str] = {
     ("vllm-style", "stream"): "`generate` and `chat` return complete outputs, as in vLLM. Use `Engine.stream`.",
@@ -113,13 +121,14 @@ def _cell(key: tuple[str, str], outcomes: Mapping[tuple[str, ...], str], footnot
 
 def describe_versions() -> str:
     """Return the versions of the installed client libraries in one line."""
-    found = []
-    for name in PACKAGES:
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    return ", ".join(found) + "."
+    return ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name))) + "."
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
 
 
 def main() -> None:

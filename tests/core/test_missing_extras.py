@@ -71,7 +71,6 @@ def test_command_names_its_extra(arguments, missing, extra):
     assert "Traceback" not in result.stderr
 
 
-
 def test_other_import_errors_are_not_hidden():
     """A module of this package that is missing is a defect, and no extra would install it."""
     with pytest.raises(ModuleNotFoundError, match="nothing") as caught, extra_required("It", extra="x"):

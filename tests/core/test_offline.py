@@ -268,6 +268,7 @@ def test_mm_processor_kwargs_bound_media_sizes(demo):
 
 # Local files
 
+
 def test_local_files_are_read_by_default(tiny_checkpoint, tmp_path, monkeypatch):
     """The caller can read them in any case. Relative paths refer to the current folder."""
     (tmp_path / "circle.png").write_bytes(CIRCLE.read_bytes())
@@ -290,6 +291,7 @@ def test_refusal_of_local_file_names_the_option(tiny_checkpoint, monkeypatch):
 
 
 # Defaults of all requests
+
 
 def test_mm_processor_kwargs_of_vlm_are_defaults(tiny_checkpoint):
     large = prompt_with({"image": blurred_image(1, 168, 168)})
@@ -602,6 +604,7 @@ def test_progress_bar_can_be_disabled(scripted, capsys):
 
 # Attributes and methods of vLLM
 
+
 def test_outputs_have_attributes_of_vllm(scripted):
     vlm, _ = scripted("One two three.")
     (output,) = vlm.generate("x", SamplingParams(max_tokens=2, logprobs=1))
@@ -626,8 +629,8 @@ def test_embedding_methods_are_refused(scripted, name):
     vlm, _ = scripted("ok")
     with pytest.raises(AttributeError, match="its models generate text"):
         getattr(vlm, name)
-    with pytest.raises(AttributeError, match="no attribute 'generat'"):
-        vlm.generat("x")
+    with pytest.raises(AttributeError, match="no attribute 'complete'"):
+        vlm.complete("x")
 
 
 # Open and close

@@ -202,8 +202,8 @@ def test_fps_and_metadata_of_the_recipe_give_the_same_times(process_vision_info,
 
 def test_number_of_fps_must_be_that_of_videos(process_vision_info, messages, tiny_checkpoint):
     images, videos, video_kwargs = process_vision_info(messages, return_video_kwargs=True)
+    data = {"image": images, "video": videos[:1]}
     with VLM(tiny_checkpoint) as llm, pytest.raises(InvalidParameter) as caught:
-        data = {"image": images, "video": videos[:1]}
         llm.generate({"prompt": "x", "multi_modal_data": data, "mm_processor_kwargs": video_kwargs}, use_tqdm=False)
     assert caught.value.param == "mm_processor_kwargs.fps"
 

@@ -27,7 +27,11 @@ from dashinfer_vlm_core.offline.vllm_arguments import REJECTED, RENAMED, WITHOUT
         ({"dtype": "float"}, "dtype", "float32"),
         ({"dtype": torch.bfloat16}, "dtype", "bfloat16"),
         ({"dtype": "auto"}, "dtype", "auto"),
-        ({"limit_mm_per_prompt": {"image": 2, "video": 1, "audio": 0}}, "limit_mm_per_prompt", MediaLimits(image=2, video=1)),
+        (
+            {"limit_mm_per_prompt": {"image": 2, "video": 1, "audio": 0}},
+            "limit_mm_per_prompt",
+            MediaLimits(image=2, video=1),
+        ),
         (
             {"limit_mm_per_prompt": {"image": {"count": 3, "width": 512}, "video": 0}},
             "limit_mm_per_prompt",
@@ -158,5 +162,5 @@ def test_sampling_parameter_of_vllm_is_rejected_with_next_step(name, value, next
 
 
 def test_unknown_sampling_parameter_is_a_type_error():
-    with pytest.raises(TypeError, match="tempature"):
-        SamplingParams(tempature=1)
+    with pytest.raises(TypeError, match="temp"):
+        SamplingParams(temp=1)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import openai
 import pytest
 
-from tests.clients.drivers import Result, Color, OpenAIClient, Part, Served, weather
+from tests.clients.drivers import Color, OpenAIClient, Part, Result, Served, weather
 from tests.clients.features import CHECKS, cells, serve_script
 from tests.waiting import HANG
 

@@ -14,8 +14,8 @@ import dashinfer_vlm_litellm
 from dashinfer_vlm_core.engine.capabilities import Capabilities
 from dashinfer_vlm_core.models.spec import Profile
 from dashinfer_vlm_core.plugins import load_adapter
-from dashinfer_vlm_litellm.model_info import register_model_info
 from dashinfer_vlm_core.testing import EVERYTHING
+from dashinfer_vlm_litellm.model_info import register_model_info
 from tests.litellm.conftest import HELLO
 from tests.waiting import HANG
 
