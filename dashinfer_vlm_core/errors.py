@@ -31,7 +31,10 @@ library's text.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class DashInferVLMError(Exception):
@@ -201,10 +204,11 @@ def extra_required(feature: str, extra: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith("dashinfer_vlm"):
+        package = (error.name or "").partition(".")[0]
+        if package.startswith("dashinfer_vlm"):
             raise
         raise MissingDependency(
-            f"{feature} requires {error.name}, which is not installed. Run: pip install"
+            f"{feature} requires {package}, which is not installed. Run: pip install"
             f" 'dashinfer-vlm-adapters[{extra}]'"
         ) from None
 

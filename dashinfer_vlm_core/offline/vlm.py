@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import EngineConfig, variable
+from ..config import EngineConfig, variable, variables_set
 from ..engine import Engine
 from ..errors import ConfigError, DashInferVLMError, InvalidParameter
 from ..protocol import OfflineRequest
@@ -253,7 +252,7 @@ class VLM:
 
 def _engine_config(arguments: Mapping[str, Any]) -> EngineConfig:
     options = to_engine_options(arguments)
-    if variable("allowed_local_media_path") not in os.environ:
+    if variable("allowed_local_media_path") not in variables_set():
         options.setdefault("allowed_local_media_path", MEDIA_ROOT)
     return EngineConfig(**options)
 

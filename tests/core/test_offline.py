@@ -282,11 +282,10 @@ def test_local_files_are_read_by_default(tiny_checkpoint, tmp_path, monkeypatch)
 
 
 def test_refusal_of_local_file_names_the_option(tiny_checkpoint, monkeypatch):
-    for folder, variable in ((None, None), ("unset", "/nowhere")):
-        if variable:
-            monkeypatch.setenv("DASHINFER_VLM_ALLOWED_LOCAL_MEDIA_PATH", variable)
-        options = {"allowed_local_media_path": folder} if folder is None else {}
-        with VLM(tiny_checkpoint, **options) as vlm, pytest.raises(MediaRefused, match="`allowed_local_media_path`"):
+    disallowed = VLM(tiny_checkpoint, allowed_local_media_path=None)
+    monkeypatch.setenv("DASHINFER_VLM_ALLOWED_LOCAL_MEDIA_PATH", "/nowhere")
+    for vlm in (disallowed, VLM(tiny_checkpoint)):
+        with vlm, pytest.raises(MediaRefused, match="`allowed_local_media_path`"):
             vlm.generate(prompt_with({"image": str(CIRCLE)}), GREEDY)
 
 

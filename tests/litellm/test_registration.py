@@ -46,12 +46,13 @@ def test_router_works_after_register(demo):
     router.discard()
 
 
-def test_user_model_info_is_kept(scripted):
-    provider = scripted("Yes.")
-    info = {"litellm_provider": provider.model.partition("/")[0], "mode": "chat", "max_input_tokens": 77}
-    litellm.register_model({provider.model: info})
-    litellm.completion(provider.model, messages=HELLO)
-    assert litellm.get_model_info(provider.model)["max_input_tokens"] == 77
+def test_user_model_info_is_kept(scripted, tiny_checkpoint):
+    name = scripted("Yes.").model.partition("/")[0]
+    info = {"litellm_provider": name, "mode": "chat", "max_input_tokens": 77}
+    litellm.register_model({f"{name}/registered-by-user": info})
+    options = {"engine_options": {"model": str(tiny_checkpoint)}}
+    litellm.completion(f"{name}/registered-by-user", messages=HELLO, **options)
+    assert litellm.get_model_info(f"{name}/registered-by-user")["max_input_tokens"] == 77
 
 
 @pytest.mark.slow
