@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.clients.table import mark_property as client_property
 from tests.support import mark_property
 from tests.tiny import write_checkpoint
 
@@ -40,10 +41,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Record what a marked test shows, for docs/support.md."""
+    """Record what a marked test shows, for docs/support.md and docs/clients.md."""
     for item in items:
         for mark in item.iter_markers("supports"):
             item.user_properties.append(mark_property(*mark.args, **mark.kwargs))
+        for mark in item.iter_markers("client"):
+            item.user_properties.append(client_property(*mark.args))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
