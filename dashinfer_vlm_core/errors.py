@@ -208,8 +208,7 @@ def extra_required(feature: str, extra: str) -> Iterator[None]:
         if package.startswith("dashinfer_vlm"):
             raise
         raise MissingDependency(
-            f"{feature} requires {package}, which is not installed. Run: pip install"
-            f" 'dashinfer-vlm-adapters[{extra}]'"
+            f"{feature} requires {package}, which is not installed. Run: pip install 'dashinfer-vlm-adapters[{extra}]'"
         ) from None
 
 

@@ -55,6 +55,10 @@ REASONS: Mapping[tuple[str, str], str] = {
     ("vllm-style", "tools"): "`SamplingParams` has no tools. Use `Engine.chat`.",
     ("vllm-style", "structured"): "`SamplingParams` has no response format. Use `Engine.chat`.",
     ("llama-index", "video"): "LlamaIndex does not convert its video blocks to a part of a request.",
+    (
+        "llama-index",
+        "cancel",
+    ): "LlamaIndex keeps the connection of a stream that is closed, so the request runs to its end.",
 }
 """Why a cell has no test."""
 
