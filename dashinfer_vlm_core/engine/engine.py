@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..concurrency.loop import LoopThread, engine_closed
@@ -234,8 +234,11 @@ class Engine:
     def capabilities(self) -> Capabilities:
         """Return what the model and its decoder support. Raises EngineClosed if the engine is not ready."""
         pipeline = self._ready().pipeline
+        profile = pipeline.spec.profile
+        if pipeline.decoder.unsupported_vision_reason:
+            profile = replace(profile, images=False, videos=False)
         return Capabilities(
-            profile=pipeline.spec.profile,
+            profile=profile,
             max_model_len=pipeline.prompts.max_model_len,
             guided_decoding=GUIDED_DECODING in pipeline.decoder.supported_params,
         )

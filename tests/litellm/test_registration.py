@@ -14,7 +14,7 @@ import dashinfer_vlm_litellm
 from dashinfer_vlm_core.engine.capabilities import Capabilities
 from dashinfer_vlm_core.models.spec import Profile
 from dashinfer_vlm_core.plugins import load_adapter
-from dashinfer_vlm_core.testing import EVERYTHING
+from dashinfer_vlm_core.testing import EVERYTHING, ScriptedDecoder
 from dashinfer_vlm_litellm.model_info import register_model_info
 from tests.litellm.conftest import HELLO
 from tests.waiting import HANG
@@ -97,6 +97,16 @@ def test_loaded_model_has_capabilities_of_its_decoder(scripted):
         litellm.completion(provider.model, messages=HELLO)
     assert supported(everything.model) == (True, True, True, True, True, False)
     assert supported(plain.model) == (True, True, True, False, False, False)
+
+
+def test_decoder_without_vision_is_reported(scripted, monkeypatch):
+    monkeypatch.setattr(ScriptedDecoder, "unsupported_vision_reason", "It has no vision.")
+    provider = scripted("Yes.")
+    name = provider.model.partition("/")[0]
+    options = {"engine_options": {"model": provider.model.partition("/")[2]}}
+    litellm.completion(f"{name}/blind", messages=HELLO, **options)
+    assert not litellm.supports_vision(f"{name}/blind")
+    assert litellm.supports_function_calling(f"{name}/blind")
 
 
 def test_model_info_follows_the_capabilities():
