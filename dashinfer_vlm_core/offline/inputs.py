@@ -83,10 +83,8 @@ def from_prompt(prompt: object, sampling: SamplingParams, defaults: MediaDefault
     )
 
 
-def from_messages(
-    messages: object, sampling: SamplingParams, mm_processor_kwargs: Mapping[str, Any] | None, defaults: MediaDefaults
-) -> OfflineRequest:
-    """Create the request for one conversation of `VLM.chat`.
+def from_messages(messages: object, sampling: SamplingParams, options: Mapping[str, Any]) -> OfflineRequest:
+    """Create the request for one conversation of `VLM.chat`; `options` are other fields of the request.
 
     Raises:
         InvalidParameter, UnsupportedParameter: the conversation is invalid; `param` is the field, such as
@@ -95,7 +93,7 @@ def from_messages(
     contents: dict[str, Any] = {}
     if isinstance(messages, (list, tuple)):
         messages = [_message(message, f"messages[{index}]", contents) for index, message in enumerate(messages)]
-    return _parse(sampling, messages=messages, contents=contents, **defaults.fields(mm_processor_kwargs))
+    return _parse(sampling, messages=messages, contents=contents, **options)
 
 
 def _parse(sampling: SamplingParams, **fields: Any) -> OfflineRequest:

@@ -132,6 +132,7 @@ class VLM:
         *,
         use_tqdm: bool = True,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete one or many conversations in OpenAI's format.
 
@@ -150,6 +151,7 @@ class VLM:
             sampling_params: as in `generate`.
             use_tqdm: as in `generate`.
             mm_processor_kwargs: options for all images and videos, such as `max_pixels`.
+            chat_template_kwargs: variables of the chat template, such as `enable_thinking`.
 
         Returns:
             The output of each conversation, as in `generate`.
@@ -160,7 +162,11 @@ class VLM:
         """
 
         def make(conversation: object, sampling: SamplingParams) -> OfflineRequest:
-            return from_messages(conversation, sampling, mm_processor_kwargs, self._media_defaults)
+            options = {
+                "chat_template_kwargs": dict(chat_template_kwargs or {}),
+                **self._media_defaults.fields(mm_processor_kwargs),
+            }
+            return from_messages(conversation, sampling, options)
 
         single = is_single_conversation(messages)
         return self._generate([messages] if single else messages, make, sampling_params, single, use_tqdm)

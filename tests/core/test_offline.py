@@ -615,6 +615,18 @@ def test_outputs_have_attributes_of_vllm(scripted):
     assert vlm.generate([{"prompt": PROMPT}], GREEDY)[0].num_cached_tokens is None
 
 
+def test_chat_template_kwargs_reach_the_template(scripted, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}{{ '!' if loud else '?' }}")
+    vlm, _ = scripted("ok", chat_template=template)
+    messages = [{"role": "user", "content": "Hello"}]
+    (quiet,), (loud,) = (vlm.chat(messages, GREEDY, chat_template_kwargs={"loud": loud}) for loud in (False, True))
+    assert quiet.prompt_token_ids != loud.prompt_token_ids
+    with pytest.raises(InvalidParameter) as caught:
+        vlm.chat(messages, GREEDY, chat_template_kwargs={"calm": True})
+    assert caught.value.param == "chat_template_kwargs.calm"
+
+
 def test_get_tokenizer_renders_prompts(demo):
     tokenizer = demo.get_tokenizer()
     messages = [{"role": "user", "content": [{"type": "image"}, DESCRIBE]}]
