@@ -30,6 +30,12 @@ library's text.
 
 from __future__ import annotations
 
+import contextlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 
 class DashInferVLMError(Exception):
     """Base class of all errors of this package.
@@ -180,8 +186,30 @@ class CheckpointError(SetupError):
     """A model folder is missing, incomplete, or has an unsupported architecture."""
 
 
-class MissingDependency(SetupError):
+class MissingDependency(SetupError, ImportError):
     """An extra is not installed; the message contains the command that installs it."""
+
+
+@contextlib.contextmanager
+def extra_required(feature: str, extra: str) -> Iterator[None]:
+    """Replace the ModuleNotFoundError of an import by one sentence with the command that installs an extra.
+
+    Args:
+        feature: what needs the extra, as the subject of a sentence.
+        extra: its name.
+
+    Raises:
+        MissingDependency: a package of others cannot be found.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package.startswith("dashinfer_vlm"):
+            raise
+        raise MissingDependency(
+            f"{feature} requires {package}, which is not installed. Run: pip install 'dashinfer-vlm-adapters[{extra}]'"
+        ) from None
 
 
 class AccessDenied(SetupError):

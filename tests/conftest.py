@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.clients.table import mark_property as client_property
 from tests.support import mark_property
 from tests.tiny import write_checkpoint
 
@@ -55,8 +56,8 @@ runs mypy, which is fast after scripts/test has run it."""
 @pytest.hookimpl(trylast=True)  # after tests were deselected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests with other programs unless `--interop` is given; record what a marked test shows, for
-    docs/support.md. Among processes, the file with the most work comes first: at the end, each of them has something
-    left to do."""
+    docs/support.md and docs/clients.md. Among processes, the file with the most work comes first: at the end, each of
+    them has something left to do."""
     if not config.getoption("interop"):
         deselected = [item for item in items if item.get_closest_marker("interop")]
         config.hook.pytest_deselected(items=deselected)
@@ -66,6 +67,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         costs[item.path] += max([COSTS[mark.name] for mark in item.iter_markers() if mark.name in COSTS], default=1)
         for mark in item.iter_markers("supports"):
             item.user_properties.append(mark_property(*mark.args, **mark.kwargs))
+        for mark in item.iter_markers("client"):
+            item.user_properties.append(client_property(*mark.args))
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: -costs[item.path])
 

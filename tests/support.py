@@ -73,14 +73,19 @@ def mark_property(feature: str, *, backend: str, family: str = "qwen2_vl", rejec
     return PROPERTY, f"{family} {feature} {backend} {REJECTED if rejected else SUPPORTED}"
 
 
-def read_outcomes(report: Path) -> dict[tuple[str, str, str], str]:
+def read_outcomes(report: Path) -> dict[tuple[str, ...], str]:
     """Read the outcome of each (family, feature, backend) from a JUnit XML report."""
-    outcomes: dict[tuple[str, str, str], set[str]] = defaultdict(set)
+    return read_properties(report, PROPERTY)
+
+
+def read_properties(report: Path, name: str) -> dict[tuple[str, ...], str]:
+    """Read the outcome of each key from the properties of this name; their last word is that of a passed test."""
+    outcomes: dict[tuple[str, ...], set[str]] = defaultdict(set)
     for case in ET.parse(report).iter("testcase"):
         for found in case.iter("property"):
-            if found.get("name") == PROPERTY:
-                family, feature, backend, passed = found.get("value", "").split()
-                outcomes[family, feature, backend].add(_outcome(case, passed))
+            if found.get("name") == name:
+                *key, passed = found.get("value", "").split()
+                outcomes[tuple(key)].add(_outcome(case, passed))
     return {key: _worst(found) for key, found in outcomes.items()}
 
 
@@ -95,7 +100,7 @@ def _worst(outcomes: Iterable[str]) -> str:
     return next(outcome for outcome in (FAILED, REJECTED, SUPPORTED, SKIPPED) if outcome in outcomes)
 
 
-def render(outcomes: dict[tuple[str, str, str], str], environment: str) -> str:
+def render(outcomes: dict[tuple[str, ...], str], environment: str) -> str:
     """Render the page: a table for each family, a row for each feature."""
     lines = [INTRODUCTION.format(supported=SUPPORTED, rejected=REJECTED, skipped=SKIPPED), f"{environment}\n"]
     for family, title in FAMILIES.items():

@@ -9,6 +9,9 @@ Example:
 
 from __future__ import annotations
 
-from .chat import ChatDashInferVLM
+from dashinfer_vlm_core.errors import extra_required
+
+with extra_required("The LangChain chat model", extra="langchain"):
+    from .chat import ChatDashInferVLM
 
 __all__ = ["ChatDashInferVLM"]

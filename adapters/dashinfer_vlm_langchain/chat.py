@@ -26,6 +26,7 @@ from .messages import to_openai
 from .profiles import profile_of
 from .results import PROVIDER, chat_chunks, chat_result
 from .structured import Method, Schema, bind_schema, output_parser, with_raw
+from .tokens import count_tokens, encode
 
 if TYPE_CHECKING:
     from langchain_core.language_models.base import LangSmithParams
@@ -44,6 +45,9 @@ CONSTRUCTOR_FIELDS = frozenset(
     {"api_key", "base_url", "engine", "engine_options", "engines", "model_kwargs", "streaming"}
 )
 """Fields of this class that a call cannot set. A server would receive them, and the key with them, in the request."""
+
+PROMPT_FIELDS = frozenset({"chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs", "reasoning_effort"})
+"""Request fields that the number of prompt tokens depends on, in addition to messages and tools."""
 
 _SAMPLING = ("temperature", "max_tokens", "top_p", "seed", "n", "logprobs", "top_logprobs")
 
@@ -270,6 +274,63 @@ class ChatDashInferVLM(BaseChatModel):
             )
         stream_options = {"stream_options": {"include_usage": True}} if stream else {}
         return {key: value for key, value in {**fields, **body}.items() if value is not None} | stream_options
+
+    # Token counts
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Return the token IDs of a text with the model's tokenizer. Special tokens in it are recognized.
+
+        Raises the errors of `invoke`. A model in this process is loaded; a server must have vLLM's `/tokenize`.
+        """
+        if self.custom_get_token_ids is not None:
+            return self.custom_get_token_ids(text)
+        return LOOP.get().call(encode(self._engine(None)[1], text))
+
+    def get_num_tokens_from_messages(
+        self,
+        messages: list[BaseMessage],
+        tools: Sequence[Any] | None = None,
+    ) -> int:
+        """Return the number of prompt tokens of a request with these messages, including images and videos.
+
+        Messages that do not fit the context can be counted too, for `trim_messages`. The count is then at least 1 more
+        than the context length.
+
+        Raises the errors of `get_token_ids`.
+        """
+        if not messages:
+            return 0
+        name, engine = self._engine(None)
+        fields = self._request({}, stop=None, stream=False)
+        request = {key: value for key, value in fields.items() if key in PROMPT_FIELDS}
+        if tools:
+            request["tools"] = [convert_to_openai_tool(tool) for tool in tools]
+        return LOOP.get().call(count_tokens(engine, {**request, "messages": to_openai(messages), **name}))
+
+    # Copies
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """Copy the chat model. The copy uses the same engines."""
+        memo = {} if memo is None else memo
+        for shared in (self.engine, self.engines):
+            memo[id(shared)] = shared
+        return super().__deepcopy__(memo)
+
+    def __getstate__(self) -> dict[Any, Any]:
+        """Return the state for pickle. An engine of the other process is loaded there on first use.
+
+        Raises:
+            TypeError: `engine` or `engines` is set.
+        """
+        if self.engine is not None or self.engines is not SHARED:
+            raise TypeError(
+                "A chat model with `engine` or `engines` cannot be pickled. Use `engine_options` or `base_url` instead."
+            )
+        state = super().__getstate__()
+        return {**state, "__dict__": {key: item for key, item in state["__dict__"].items() if key != "engines"}}
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        super().__setstate__({**state, "__dict__": {**state["__dict__"], "engines": SHARED}})
 
     # Engines
 

@@ -10,7 +10,10 @@ For LiteLLM's proxy, set `custom_handler` to `dashinfer_vlm_litellm.handler`.
 
 from __future__ import annotations
 
-from .provider import PROVIDER, DashInferVLM
-from .registration import handler, register
+from dashinfer_vlm_core.errors import extra_required
+
+with extra_required("The LiteLLM provider", extra="litellm"):
+    from .provider import PROVIDER, DashInferVLM
+    from .registration import handler, register
 
 __all__ = ["PROVIDER", "DashInferVLM", "handler", "register"]

@@ -9,6 +9,8 @@ from typing import Any
 
 from dashinfer_vlm_core.errors import InvalidParameter, UnsupportedParameter
 
+from .files import convert_files
+
 PROVIDER_ARGUMENTS = frozenset({"engine_options", "first_token_timeout"})
 """Arguments for the provider, which are not sent to the engine."""
 
@@ -44,8 +46,7 @@ def read_call(arguments: Mapping[str, Any], *, stream: bool) -> Call:
 
     Raises:
         InvalidParameter: an argument of this provider is invalid.
-        UnsupportedParameter: a client of the proxy sets what only its operator may set, or LiteLLM does not support a
-            parameter in streams.
+        UnsupportedParameter: a client of the proxy sets what only its operator may set, or a file is no image or video.
     """
     given: dict[str, Any] = dict(arguments["optional_params"])
     client = _client_body(arguments)
@@ -57,7 +58,7 @@ def read_call(arguments: Mapping[str, Any], *, stream: bool) -> Call:
         raise UnsupportedParameter("`extra_headers` is not supported. Leave it out.", param="extra_headers")
     request = {name: value for name, value in given.items() if name not in PROVIDER_ARGUMENTS | LITELLM_ARGUMENTS}
     request |= given.get("extra_body") or {}
-    request |= {"messages": arguments["messages"]}
+    request |= {"messages": convert_files(arguments["messages"])}
     if stream:
         request = _stream_request(request)
     return Call(
@@ -78,11 +79,6 @@ def is_proxied(arguments: Mapping[str, Any]) -> bool:
 
 def _stream_request(request: dict[str, Any]) -> dict[str, Any]:
     """Always request the usage: without it, LiteLLM uses an inaccurate estimate. It hides it if not requested."""
-    if request.get("n", 1) != 1:
-        raise UnsupportedParameter(
-            "`n` must be 1 in a stream, because LiteLLM returns one finish reason only. Leave out `n` or `stream`.",
-            param="n",
-        )
     return request | {
         "stream": True,
         "stream_options": {**(request.get("stream_options") or {}), "include_usage": True},

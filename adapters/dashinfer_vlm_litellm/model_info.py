@@ -1,70 +1,68 @@
-"""Model information for LiteLLM's `get_model_info`, `supports_vision` and context window checks."""
+"""Model information for LiteLLM's `get_model_info`, `supports_vision` and the like, and context window checks."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import litellm
 
+from dashinfer_vlm_core.config import EngineConfig
+from dashinfer_vlm_core.engine.capabilities import Capabilities, configured_capabilities
 from dashinfer_vlm_core.errors import SetupError
-from dashinfer_vlm_core.models.spec import Profile
 from dashinfer_vlm_core.plugins import load_plugins
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from dashinfer_vlm_core.models.spec import ModelSpec
-    from dashinfer_vlm_core.plugins import Registry
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-_registered: dict[str, tuple[int, Profile]] = {}
-"""Context length and profile that were registered here, by model name."""
+_registered: dict[str, Capabilities] = {}
+"""What was registered here, by model name."""
 
 
-def register_model_info(name: str, length: int, profile: Profile | None = None) -> None:
+def register_model_info(name: str, capabilities: Capabilities) -> None:
     """Register a model with LiteLLM, unless the user has registered it.
 
     Args:
         name: the model's name with the provider prefix.
-        length: maximum number of prompt and completion tokens.
-        profile: the model's capabilities; by default those of an earlier registration, or else all of them.
+        capabilities: what the model and its decoder support.
     """
     known = _registered.get(name)
-    profile = profile or (known[1] if known else Profile())
-    if known != (length, profile) and (known or name not in litellm.model_cost):
-        _registered[name] = (length, profile)
-        litellm.register_model({name: _info(name.partition("/")[0], length, profile)})
+    if known != capabilities and (known or name not in litellm.model_cost):
+        _registered[name] = capabilities
+        litellm.register_model({name: _info(name.partition("/")[0], capabilities)})
 
 
 def register_known_models(provider: str) -> None:
     """Register the models of plugins, such as the bundled `demo`, without loading them."""
-    registry = load_plugins()
-    for name, folder in registry.models.items():
-        if spec := _spec(registry, folder):
-            register_model_info(f"{provider}/{name}", spec.max_model_len, spec.profile)
+    for name in load_plugins().models:
+        if capabilities := _capabilities(name):
+            register_model_info(f"{provider}/{name}", capabilities)
 
 
-def _spec(registry: Registry, folder: Path) -> ModelSpec | None:
-    """Return the specification of a checkpoint; None if it cannot be read."""
+def _capabilities(model: str) -> Capabilities | None:
+    """Return the capabilities of a model; None if it cannot be read."""
     try:
-        return registry.load_spec(folder)
+        return configured_capabilities(EngineConfig(model=model))
     except SetupError as error:
         logger.warning("A model was not registered with LiteLLM: %s", error.message)
         return None
 
 
-def _info(provider: str, length: int, profile: Profile) -> dict[str, object]:
+def _info(provider: str, capabilities: Capabilities) -> dict[str, object]:
     costs = ("input_cost_per_token", "output_cost_per_token")
     cache_costs = ("cache_creation_input_token_cost", "cache_read_input_token_cost")
+    profile = capabilities.profile
     return {
         "litellm_provider": provider,
         "mode": "chat",
-        **dict.fromkeys(("max_tokens", "max_input_tokens", "max_output_tokens"), length),
+        **dict.fromkeys(("max_tokens", "max_input_tokens", "max_output_tokens"), capabilities.max_model_len),
         **dict.fromkeys((*costs, *cache_costs), 0.0),
         "supports_vision": profile.images,
         "supports_video_input": profile.videos,
+        "supports_function_calling": profile.tools,
+        "supports_parallel_function_calling": profile.tools,
+        "supports_tool_choice": capabilities.tool_choice,
+        "supports_response_schema": capabilities.guided_decoding,
+        "supports_reasoning": profile.reasoning,
         "supports_system_messages": True,
         "supports_native_streaming": True,
+        **dict.fromkeys(("supports_audio_input", "supports_audio_output", "supports_pdf_input"), False),
     }

@@ -7,11 +7,18 @@ from collections.abc import AsyncGenerator, Generator
 from typing import TYPE_CHECKING, Any
 
 from litellm.llms.custom_llm import CustomLLM
-from litellm.types.utils import GenericStreamingChunk, ModelResponse, ModelResponseStream
+from litellm.types.utils import (
+    EmbeddingResponse,
+    GenericStreamingChunk,
+    ImageResponse,
+    ModelResponse,
+    ModelResponseStream,
+)
 
 from dashinfer_vlm_core.concurrency.deadline import stream_with_timeout, with_timeout
 from dashinfer_vlm_core.concurrency.loop import LoopThread
 from dashinfer_vlm_core.engine.shared import SHARED, PerProcess, SharedEngines
+from dashinfer_vlm_core.errors import UnsupportedParameter
 
 from .call import Call, is_proxied, read_call
 from .errors import litellm_errors
@@ -71,6 +78,22 @@ class DashInferVLM(CustomLLM):
                 async for chunk in stream_chunks(chunks):
                     yield chunk
 
+    # Without these methods, LiteLLM reports that they are not implemented yet.
+
+    def embedding(self, *_: Any, **arguments: Any) -> EmbeddingResponse:
+        with self._errors(arguments):
+            raise _generates_text("Embeddings are")
+
+    async def aembedding(self, *_: Any, **arguments: Any) -> EmbeddingResponse:
+        return self.embedding(**arguments)
+
+    def image_generation(self, *_: Any, **arguments: Any) -> ImageResponse:
+        with self._errors(arguments):
+            raise _generates_text("Image generation is")
+
+    async def aimage_generation(self, *_: Any, **arguments: Any) -> ImageResponse:
+        return self.image_generation(**arguments)
+
     async def _chat(self, call: Call) -> ChatCompletion:
         engine, model = await self._engine(call)
         return await engine.achat({**call.request, "model": model})
@@ -87,8 +110,16 @@ class DashInferVLM(CustomLLM):
             return self._engines.remote(call.api_base, api_key=call.api_key), call.model
         config = self._engines.config(call.model, call.engine_options)
         engine = await self._engines.aget(config)
-        register_model_info(f"{self.name}/{call.model}", engine.status().max_model_len)
+        register_model_info(f"{self.name}/{call.model}", engine.capabilities())
         return engine, config.request_name(call.model)
 
     def _errors(self, arguments: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
         return litellm_errors(model=arguments["model"], provider=self.name, hide_setup=is_proxied(arguments))
+
+
+def _generates_text(subject: str) -> UnsupportedParameter:
+    return UnsupportedParameter(
+        f"{subject} not available, because the models of this provider generate text. Use `completion`, or another"
+        " provider.",
+        param="model",
+    )

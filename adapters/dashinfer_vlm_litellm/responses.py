@@ -26,18 +26,25 @@ async def stream_chunks(
     """Convert chunks to LiteLLM's.
 
     LiteLLM creates the chunks with the finish reason and the usage itself, and drops the usage of a stream that ends
-    like OpenAI's. It keeps both if they arrive together in a final GenericStreamingChunk, its older chunk type.
+    like OpenAI's. It keeps both if they arrive together in a final GenericStreamingChunk, its older chunk type. Both
+    concern the first choice; the finish reasons of others are sent next to an empty delta of the first one, because
+    LiteLLM inspects only that.
     """
     usage: dict[str, Any] | None = None
     reason = "stop"
     async for chunk in chunks:
         data = chunk.model_dump(exclude_unset=True)
         usage = data.pop("usage", None) or usage
+        reasons = {choice["index"]: choice.get("finish_reason") for choice in data["choices"]}
+        finished = {index: found for index, found in reasons.items() if found}
+        reason = finished.pop(0, reason)
         for choice in data["choices"]:
-            reason = choice.get("finish_reason") or reason
             choice["finish_reason"] = None
         if any(_has_content(choice["delta"]) for choice in data["choices"]):
             yield ModelResponseStream(**data)
+        for index, other in finished.items():
+            first, last_of_other = {"index": 0, "delta": {}}, {"index": index, "delta": {}, "finish_reason": other}
+            yield ModelResponseStream(**{**data, "choices": [first, last_of_other]})
     last = {"text": "", "is_finished": True, "finish_reason": reason, "usage": usage, "index": 0, "tool_use": None}
     yield cast("GenericStreamingChunk", last)
 

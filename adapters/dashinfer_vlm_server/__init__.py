@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from dashinfer_vlm_core.errors import extra_required
+
 if TYPE_CHECKING:
     from .app import create_app
 
@@ -18,7 +20,8 @@ __all__ = ["create_app"]
 def __getattr__(name: str) -> Any:
     """Import `create_app` on first use: the plugin in this package must load, and report, without FastAPI."""
     if name == "create_app":
-        from .app import create_app
+        with extra_required("The server", extra="server"):
+            from .app import create_app
 
         return create_app
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

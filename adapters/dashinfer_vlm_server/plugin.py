@@ -17,7 +17,7 @@ from dashinfer_vlm_core.cli.options import config_options
 from dashinfer_vlm_core.cli.renamed_options import renamed_option
 from dashinfer_vlm_core.config import MIB, EngineConfig, variable
 from dashinfer_vlm_core.config.config_file import option_location
-from dashinfer_vlm_core.errors import ConfigError, MissingDependency
+from dashinfer_vlm_core.errors import ConfigError, extra_required
 from dashinfer_vlm_core.hookspecs import hookimpl
 
 from .api_key_file import MAX_LIMIT, KeyLimits
@@ -156,13 +156,8 @@ def serve(*, config: EngineConfig, **options: Any) -> None:
 
 
 def _serve(config: EngineConfig, options: dict[str, Any]) -> int:
-    try:
+    with extra_required("The server", extra="server"):
         from .serving import run
-    except ModuleNotFoundError as error:
-        raise MissingDependency(
-            f"The server requires {error.name}, which is not installed."
-            " Run: pip install 'dashinfer-vlm-adapters[server]'"
-        ) from error
     settings, address = _settings(options), _address(options)
     _warn(settings, address)
     return run(isolate_clients(config, settings), settings, address, grace=options["grace"])
@@ -237,12 +232,8 @@ def _address(options: dict[str, Any]) -> Address:
 def _tracer(endpoint: str | None) -> Tracer | None:
     if endpoint is None:
         return None
-    try:
+    with extra_required("The option --otlp-traces-endpoint", extra="otel"):
         from .tracing import create_tracer
-    except ModuleNotFoundError as error:
-        raise MissingDependency(
-            f"Traces require {error.name}, which is not installed. Run: pip install 'dashinfer-vlm-adapters[otel]'"
-        ) from error
     return create_tracer(endpoint)
 
 

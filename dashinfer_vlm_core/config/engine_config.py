@@ -253,7 +253,9 @@ class EngineConfig(BaseSettings):
         False, description="Whether media may be fetched from loopback, private and link-local addresses."
     )
     allowed_local_media_path: Path | None = Field(
-        None, description="Folder whose files requests may refer to; by default, local files are rejected."
+        None,
+        description="Folder whose files requests may refer to, `/` for all; by default, local files are rejected,"
+        " except by `VLM`.",
     )
     image_max_bytes: int = Field(20 * MIB, ge=1, description="Maximum size of an encoded image, in bytes.")
     video_max_bytes: int = Field(200 * MIB, ge=1, description="Maximum size of an encoded video, in bytes.")

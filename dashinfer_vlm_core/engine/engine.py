@@ -7,13 +7,13 @@ import contextlib
 import logging
 import threading
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..concurrency.loop import LoopThread, engine_closed
 from ..config import MIB, EngineConfig
-from ..decoders import LORA, DecoderFactory, DecoderStats, DecoderSupport
+from ..decoders import GUIDED_DECODING, LORA, DecoderFactory, DecoderStats, DecoderSupport
 from ..decoders.supervisor import Supervisor
 from ..deprecation import RenamedAttribute
 from ..errors import DecoderFailed, EngineClosed, SetupError
@@ -34,6 +34,7 @@ from ..tokenization.detokenizer import IncrementalDetokenizer
 from ..vision import VisionService, VisionStats
 from ..vision.media_uuids import MediaUuidCache
 from .adapters import AdapterManager, AdapterStatus
+from .capabilities import Capabilities
 from .chat_pipeline import ChatPipeline, ConcurrencyLimiter, Generation
 from .observers import ObserverList, RequestObserver
 
@@ -254,6 +255,24 @@ class Engine:
     async def aconvert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
         """Return the tokens as written in the vocabulary. Raises the same errors as `chat`."""
         return await asyncio.to_thread(self._ready().pipeline.prompts.convert_ids_to_tokens, ids)
+
+    # Model
+
+    def model_spec(self) -> ModelSpec:
+        """Return the specification of the model. Raises EngineClosed if the engine is not ready."""
+        return self._ready().pipeline.spec
+
+    def capabilities(self) -> Capabilities:
+        """Return what the model and its decoder support. Raises EngineClosed if the engine is not ready."""
+        pipeline = self._ready().pipeline
+        profile = pipeline.spec.profile
+        if pipeline.decoder.unsupported_vision_reason:
+            profile = replace(profile, images=False, videos=False)
+        return Capabilities(
+            profile=profile,
+            max_model_len=pipeline.prompts.max_model_len,
+            guided_decoding=GUIDED_DECODING in pipeline.decoder.supported_params,
+        )
 
     # Status
 

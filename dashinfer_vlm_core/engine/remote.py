@@ -26,6 +26,7 @@ from ..errors import (
     InvalidParameter,
     ModelNotFound,
     QueueFull,
+    UnsupportedParameter,
 )
 from ..protocol import DEFAULT_MODEL, ChatRequest
 from ..protocol.client import current_client
@@ -138,6 +139,20 @@ class RemoteEngine:
             async for chunk in chunks:
                 yield chunk
 
+    async def atokenize(self, request: Request) -> list[int]:
+        """Return the token ids of a request's prompt, with placeholders for images and videos.
+
+        The server must have `/tokenize`, in vLLM's format. Raises the same errors as `chat`.
+        """
+        return await self._loop.acall(self._tokenize(self._body(request, stream=False)))
+
+    async def aencode(self, text: str) -> list[int]:
+        """Return the token ids of a text, in which special tokens are recognized.
+
+        Raises the same errors as `atokenize`.
+        """
+        return await self._loop.acall(self._tokenize({"prompt": text, **({"model": self.model} if self.model else {})}))
+
     def status(self) -> EngineStatus:
         """Return the status that the server reports; `failed`, with the reason, if it does not respond."""
         return self._loop.call(self._status())
@@ -184,6 +199,19 @@ class RemoteEngine:
             if not finished:
                 raise EngineError("The server ended the stream before the response was complete. Try again.")
 
+    async def _tokenize(self, body: dict[str, Any]) -> list[int]:
+        with _translate_errors():
+            try:
+                found: Any = await self._client.post(f"{self._root}/tokenize", cast_to=object, body=body)
+            except openai.NotFoundError as error:
+                if error.code == ModelNotFound.code:
+                    raise
+                raise UnsupportedParameter("The server has no `/tokenize`, so it cannot count tokens.") from error
+        ids = found.get("tokens") if isinstance(found, dict) else None
+        if not isinstance(ids, list):
+            raise _not_compatible()
+        return ids
+
     async def _status(self) -> EngineStatus:
         try:
             with _translate_errors():
@@ -191,10 +219,13 @@ class RemoteEngine:
         except DashInferVLMError as error:
             return EngineStatus(state="failed", model=self.model or "", fatal_error=error.message)
 
+    @property
+    def _root(self) -> str:
+        return self.api_base.removesuffix("/v1")
+
     async def _health(self) -> Any:
         """Return the response of our server's `/health`, ready or not; None if it is not JSON."""
-        url = self.api_base.removesuffix("/v1") + "/health"
-        response = await self._http.get(url, timeout=STATUS_SECONDS)
+        response = await self._http.get(f"{self._root}/health", timeout=STATUS_SECONDS)
         with contextlib.suppress(ValueError):
             return response.json()
         return None

@@ -44,6 +44,8 @@ def import_plugin(entry: EntryPoint) -> object:
     """
     try:
         return entry.load()
+    except MissingDependency:
+        raise
     except ImportError as error:
         raise missing_dependency(entry, error) from error
     except Exception as error:

@@ -75,6 +75,6 @@ class VideoSamplingPolicy:
         spread = np.where(order < count // 2, step * order, last - step * (count - 1 - order))
         return [int(index) for index in spread.astype(np.float32).round()]
 
-    def even_times(self, count: int) -> tuple[float, ...]:
-        """Return timestamps in seconds for a list of `count` frames, which are assumed to be sampled at `fps`."""
-        return tuple(index / self.fps for index in range(count))
+    def even_times(self, count: int, *, fps: float | None = None) -> tuple[float, ...]:
+        """Return timestamps in seconds for a list of `count` frames, sampled at `fps`, or else `self.fps`."""
+        return tuple(index / (fps or self.fps) for index in range(count))

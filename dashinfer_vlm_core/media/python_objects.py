@@ -1,10 +1,11 @@
 """Python objects of this process -> Media: images, arrays, tensors and embeddings passed without encoding.
 
     image       a PIL image; an array of pixels; embeddings
-    video       an array of pixels; a list of PIL images or of arrays, all of one size; embeddings
-    pixels      numpy or torch, uint8: [height, width] (gray) or [height, width, 1, 3 or 4 channels]; for a video
-                [frames, height, width, channels]. Three channels may also precede height and width, if the last axis
-                cannot be the channels.
+    video       an array of pixels; a list of PIL images or of arrays, all of one size; `(frames, metadata)`, see
+                `video_objects.read_metadata`; a `decord.VideoReader`, which is sampled like a file; embeddings
+    pixels      numpy or torch, uint8 or floats from 0 to 255: [height, width] (gray) or [height, width, 1, 3 or 4
+                channels]; for a video [frames, height, width, channels]. Three channels may also precede height and
+                width, if the last axis cannot be the channels. Floats are rounded.
     embeddings  {"image_embeds": rows, "image_grid_thw": grid}, or video_embeds and video_grid_thw: floats
                 [tokens, hidden size], and three integers or one row of them; numpy or torch, the grid also a list.
                 Or `EncodedEmbeddings`.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -31,9 +32,11 @@ from .frame_sampling import VideoSamplingPolicy
 from .image import check_size, convert_image
 from .tensors import Array, as_grid, as_rows, read_embeddings
 from .types import Embeddings, Image, Media, Pixels, StopCheck, Video
-from .video import check_frames, check_total, frame_path, stack_frames
+from .video import FrameTimes, check_frames, check_total, frame_path, sample_video, stack_frames
+from .video_objects import DecordReaderVideo, Metadata, has_metadata, is_decord_reader, read_metadata
 
-_Frame: TypeAlias = PILImage.Image | Pixels
+_Frame: TypeAlias = PILImage.Image | Array
+"""A PIL image, or pixels: uint8 or floats from 0 to 255."""
 
 # Pillow reads a file on first use and is not thread-safe there. Images that share a lock only wait for each other.
 _LOCKS = tuple(threading.Lock() for _ in range(61))
@@ -43,8 +46,8 @@ def load_object(part: MediaPart, config: EngineConfig, policy: VideoSamplingPoli
     """Convert `part.content`, a Python object of this process, within the limits of `config`.
 
     Raises:
-        InvalidParameter: the object is not one that this module supports, has a wrong shape or dtype, or is a list of
-            frames with `fps` or `num_frames`.
+        InvalidParameter: the object is not one that this module supports, has a wrong shape, dtype or range, or is a
+            list of frames with `num_frames`.
         MediaTooLarge: more pixels or bytes than are allowed.
         MediaUndecodable: encoded embeddings that cannot be read, or an image whose file is damaged.
     """
@@ -53,7 +56,8 @@ def load_object(part: MediaPart, config: EngineConfig, policy: VideoSamplingPoli
     if part.kind == "video":
         return _video(part.content, part, config, policy, check_stop)
     frame = _frame(part.content, part.path, config)
-    image = PILImage.fromarray(frame) if isinstance(frame, np.ndarray) else frame
+    _check_scale([frame], part.path)
+    image = PILImage.fromarray(_to_uint8(frame)) if isinstance(frame, np.ndarray) else frame
     return Image(
         image=_convert(image, part, part.path, config),
         path=part.path,
@@ -95,6 +99,13 @@ def _embeddings(content: Mapping[Any, Any] | EncodedEmbeddings, part: MediaPart,
 def _video(
     content: object, part: MediaPart, config: EngineConfig, policy: VideoSamplingPolicy, check_stop: StopCheck
 ) -> Video:
+    if is_decord_reader(content):
+        video = DecordReaderVideo(content, part.path)
+        return sample_video(video, part=part, config=config, policy=policy, check_stop=check_stop)
+    metadata: Metadata | None = None
+    if has_metadata(content):
+        assert isinstance(content, tuple)
+        content, metadata = content
     array = _as_array(content, part.path)
     items = content if isinstance(content, (list, tuple)) else None if array is None else _channels_last(array)
     if items is None or (array is not None and array.ndim != 4):
@@ -102,19 +113,30 @@ def _video(
             "A video must be an array of shape [frames, height, width, 3] or a list of images.", param=part.path
         )
     check_frames(len(items), part=part, policy=policy)
+    times = None if metadata is None else _times(metadata, len(items), part)
     frames = [_frame(frame, frame_path(part, index), config) for index, frame in enumerate(items)]
     check_total(sum(width * height for width, height in map(_size, frames)), part=part, config=config)
+    _check_scale(frames, frame_path(part, 0))
 
     def pixels() -> Iterator[Pixels]:
         for index, frame in enumerate(frames):
             check_stop()
             yield _rgb(frame, part, frame_path(part, index), config)
 
-    return stack_frames(pixels(), len(frames), part, policy)
+    return stack_frames(pixels(), len(frames), part, policy, times=times)
+
+
+def _times(metadata: Metadata, count: int, part: MediaPart) -> FrameTimes:
+    if part.fps is not None:
+        raise InvalidParameter(
+            "`fps` cannot be combined with metadata, which has the time of each frame. Remove one of them.",
+            param=f"{part.path}.fps",
+        )
+    return read_metadata(metadata, count, f"{part.path}[1]")
 
 
 def _frame(content: object, path: str, config: EngineConfig) -> _Frame:
-    """Return a PIL image unchanged, or uint8 [height, width] or [height, width, 3 or 4]; checks the size."""
+    """Return a PIL image unchanged, or pixels [height, width] or [height, width, 3 or 4]; checks size and range."""
     if isinstance(content, PILImage.Image):
         check_size(content.size, config.max_decoded_pixels, path)
         return content
@@ -125,12 +147,8 @@ def _frame(content: object, path: str, config: EngineConfig) -> _Frame:
             " grid.",
             param=path,
         )
-    if array.dtype != np.uint8:
-        raise InvalidParameter(
-            f"Pixels must be uint8, got {array.dtype}. Multiply floats from 0 to 1 by 255 and convert them. Pass"
-            " embeddings with their grid, as image_embeds and image_grid_thw.",
-            param=path,
-        )
+    if array.dtype != np.uint8 and not _is_in_range(array):
+        raise _pixels_error(f"got {array.dtype}", path)
     array = _channels_last(array)
     if array.ndim != 2 and (array.ndim != 3 or array.shape[2] not in (1, 3, 4)):
         raise InvalidParameter(
@@ -142,6 +160,36 @@ def _frame(content: object, path: str, config: EngineConfig) -> _Frame:
     return array[:, :, 0] if array.shape[2:] == (1,) else array
 
 
+def _is_in_range(array: Array) -> bool:
+    """Return whether an array has floats from 0 to 255 only."""
+    return array.dtype.kind == "f" and bool(array.min(initial=0) >= 0 and array.max(initial=0) <= 255)
+
+
+def _check_scale(frames: Sequence[_Frame], path: str) -> None:
+    """Reject floats that are probably from 0 to 1: fractions, of which none exceeds 1 in the whole video.
+
+    Raises:
+        InvalidParameter: `path` is its `param`.
+    """
+    floats = [frame for frame in frames if isinstance(frame, np.ndarray) and frame.dtype.kind == "f"]
+    if not floats or any(frame.max(initial=0) > 1 for frame in floats):
+        return
+    if any((frame != np.rint(frame)).any() for frame in floats):
+        raise _pixels_error("got floats from 0 to 1", path)
+
+
+def _pixels_error(reason: str, path: str) -> InvalidParameter:
+    return InvalidParameter(
+        f"Pixels must be uint8, or floats from 0 to 255; {reason}. Multiply floats from 0 to 1 by 255. Pass embeddings"
+        " with their grid, as image_embeds and image_grid_thw.",
+        param=path,
+    )
+
+
+def _to_uint8(pixels: Array) -> Pixels:
+    return pixels if pixels.dtype == np.uint8 else np.rint(pixels).astype(np.uint8)
+
+
 def _size(frame: _Frame) -> tuple[int, int]:
     return frame.size if isinstance(frame, PILImage.Image) else (frame.shape[1], frame.shape[0])
 
@@ -149,6 +197,7 @@ def _size(frame: _Frame) -> tuple[int, int]:
 def _rgb(frame: _Frame, part: MediaPart, path: str, config: EngineConfig) -> Pixels:
     """Convert a frame to uint8 [height, width, 3]."""
     if isinstance(frame, np.ndarray):
+        frame = _to_uint8(frame)
         if frame.shape[2:] == (3,):
             return frame
         frame = PILImage.fromarray(frame)

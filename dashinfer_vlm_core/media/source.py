@@ -259,7 +259,9 @@ def _split_into_quads(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _allowed_file(text: str, folder: Path | None, path: str) -> Path:
-    """Resolve a file: URL or a path to a real path inside the allowed folder, to which relative paths refer.
+    """Resolve a file: URL or a path to a real path inside the allowed folder.
+
+    Relative paths refer to this folder, or to the current one if all folders are allowed.
 
     Raises:
         MediaRefused: local files are not allowed, or the path is outside the folder.
@@ -270,12 +272,17 @@ def _allowed_file(text: str, folder: Path | None, path: str) -> Path:
             raise _missing_file_error(path)
         try:
             root = folder.resolve()
-            file = (root / _path_from_url(text)).resolve()
+            base = root if root != root.parent else Path.cwd()
+            file = (base / _path_from_url(text)).resolve()
             if file.is_relative_to(root):
                 return file
         except (OSError, ValueError, RuntimeError):  # invalid names and symlink loops
             pass
-    raise MediaRefused("Local files are not allowed here. Send a data:, http: or https: URL.", param=path)
+    raise MediaRefused(
+        "Local files are not allowed here. Send a data:, http: or https: URL, or start the engine with"
+        " `allowed_local_media_path`, the folder of the files.",
+        param=path,
+    )
 
 
 def _path_from_url(text: str) -> str:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -31,6 +31,19 @@ MAX_FPS = 240.0
 _FRAMES = ".video_url.url"  # path of the frames within a part
 
 logger: logging.Logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrameTimes:
+    """When the frames of a list were sampled.
+
+    Attributes:
+        times: timestamp of each frame in seconds.
+        sampled_fps: as in `Video`.
+    """
+
+    times: tuple[float, ...]
+    sampled_fps: float
 
 
 def frame_count(total: int, video_fps: float, *, part: MediaPart, policy: VideoSamplingPolicy) -> int:
@@ -80,7 +93,7 @@ def decode_video(
     for reader in readers:
         check()
         try:
-            return _sample(
+            return sample_video(
                 reader.open(data), part=part, config=config, policy=policy, check_stop=check, resizer=resizer
             )
         except MediaUndecodable:
@@ -100,14 +113,20 @@ def stack_frames(
     part: MediaPart,
     policy: VideoSamplingPolicy,
     resizer: ResizerFactory | None = None,
+    *,
+    times: FrameTimes | None = None,
 ) -> Video:
     """Stack `count` decoded frames, which must have one size, into a video; with `resizer`, each is resized first.
+
+    By default, they were sampled at `part.fps`, or else `policy.fps`, frames per second.
 
     Raises:
         InvalidParameter: a frame has another size; `param` names the frame.
     """
-    video = _stack_video(_of_one_size(frames, part), count, part, policy.even_times(count), resizer)
-    return replace(video, sampled_fps=policy.fps)
+    fps = part.fps or policy.fps
+    times = times or FrameTimes(times=policy.even_times(count, fps=fps), sampled_fps=fps)
+    video = _stack_video(_of_one_size(frames, part), count, part, times.times, resizer)
+    return replace(video, sampled_fps=times.sampled_fps)
 
 
 def stack(frames: Iterable[Pixels], count: int) -> Pixels:
@@ -130,15 +149,13 @@ def check_frames(count: int, *, part: MediaPart, policy: VideoSamplingPolicy) ->
     """Check a list of frames.
 
     Raises:
-        InvalidParameter: the list is empty or too long, or `num_frames` or `fps` is set, which apply only to video
-            files.
+        InvalidParameter: the list is empty or too long, or `num_frames` is set, which applies only to video files.
     """
-    for name, value in (("num_frames", part.num_frames), ("fps", part.fps)):
-        if value is not None:
-            raise InvalidParameter(
-                f"`{name}` applies only to video files. All frames of a list are used. Send only the frames you want.",
-                param=f"{part.path}.video_url.{name}" if part.content is None else f"{part.path}.{name}",
-            )
+    if part.num_frames is not None:
+        raise InvalidParameter(
+            "`num_frames` applies only to video files. All frames of a list are used. Send only the frames you want.",
+            param=f"{part.path}.video_url.num_frames" if part.content is None else f"{part.path}.num_frames",
+        )
     if not 0 < count <= policy.max_frames:
         raise InvalidParameter(
             f"A list of frames must have 1 to {policy.max_frames} frames, got {count}.",
@@ -255,15 +272,16 @@ def _with_deadline(check_stop: StopCheck, part: MediaPart, config: EngineConfig)
     return check
 
 
-def _sample(
+def sample_video(
     video: OpenVideo,
     *,
     part: MediaPart,
     config: EngineConfig,
     policy: VideoSamplingPolicy,
     check_stop: StopCheck,
-    resizer: ResizerFactory | None,
+    resizer: ResizerFactory | None = None,
 ) -> Video:
+    """Sample the frames of an open video. Raises the errors of `decode_video`, and those of the reader."""
     info = video.info
     _check_header(info, part, config)
     count = frame_count(info.frames, info.fps, part=part, policy=policy)

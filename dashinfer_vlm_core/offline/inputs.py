@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image as PILImage
 
 from ..errors import InvalidParameter, UnsupportedParameter
 from ..media.types import Kind
+from ..media.video_objects import has_metadata
 from ..protocol import LoRARequest, MediaPart, OfflineRequest
 from ..protocol.fields import NO_AUDIO
 from ..protocol.validation_errors import show
@@ -18,6 +20,32 @@ from .params import SamplingParams
 _KINDS: tuple[Kind, ...] = ("image", "video")
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
 _OBJECT_PARTS: Mapping[str, Kind] = {"image_pil": "image", "image": "image", "image_embeds": "image", "video": "video"}
+
+
+@dataclass(frozen=True, slots=True)
+class MediaDefaults:
+    """Options for all media that apply to requests without them.
+
+    Attributes:
+        mm_processor_kwargs: the defaults of a request's `mm_processor_kwargs`.
+        media_io_kwargs: the `media_io_kwargs` of all requests.
+
+    Raises:
+        InvalidParameter: an option is unknown, has an invalid value, or contradicts another one.
+    """
+
+    mm_processor_kwargs: Mapping[str, Any]
+    media_io_kwargs: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        OfflineRequest.parse({**self.fields(None), "prompt": "Hello"})
+
+    def fields(self, mm_processor_kwargs: object) -> dict[str, Any]:
+        """Return the fields of a request with these options of its own."""
+        given = {} if mm_processor_kwargs is None else mm_processor_kwargs
+        if isinstance(given, Mapping):
+            given = {**self.mm_processor_kwargs, **given}
+        return {"mm_processor_kwargs": given, "media_io_kwargs": dict(self.media_io_kwargs)}
 
 
 def is_single_prompt(prompts: object) -> bool:
@@ -36,7 +64,9 @@ def prompt_text(prompt: object) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def from_prompt(prompt: object, sampling: SamplingParams, lora_request: LoRARequest | None = None) -> OfflineRequest:
+def from_prompt(
+    prompt: object, sampling: SamplingParams, defaults: MediaDefaults, lora_request: LoRARequest | None = None
+) -> OfflineRequest:
     """Create the request for one prompt of `VLM.generate`.
 
     Raises:
@@ -51,18 +81,18 @@ def from_prompt(prompt: object, sampling: SamplingParams, lora_request: LoRARequ
         sampling,
         prompt=_raw_prompt(given),
         attached=_media_parts(given),
-        mm_processor_kwargs=given.get("mm_processor_kwargs"),
         lora_request=lora_request,
+        **defaults.fields(given.get("mm_processor_kwargs")),
     )
 
 
 def from_messages(
     messages: object,
     sampling: SamplingParams,
-    mm_processor_kwargs: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
     lora_request: LoRARequest | None = None,
 ) -> OfflineRequest:
-    """Create the request for one conversation of `VLM.chat`.
+    """Create the request for one conversation of `VLM.chat`; `options` are other fields of the request.
 
     Raises:
         InvalidParameter, UnsupportedParameter: the conversation is invalid; `param` is the field, such as
@@ -71,13 +101,7 @@ def from_messages(
     contents: dict[str, Any] = {}
     if isinstance(messages, (list, tuple)):
         messages = [_message(message, f"messages[{index}]", contents) for index, message in enumerate(messages)]
-    return _parse(
-        sampling,
-        messages=messages,
-        contents=contents,
-        mm_processor_kwargs=mm_processor_kwargs,
-        lora_request=lora_request,
-    )
+    return _parse(sampling, messages=messages, contents=contents, lora_request=lora_request, **options)
 
 
 def _parse(sampling: SamplingParams, **fields: Any) -> OfflineRequest:
@@ -142,9 +166,13 @@ def _parts_of_kind(kind: Kind, value: object, uuids: object) -> list[MediaPart]:
 
 def _items(kind: Kind, value: object) -> Sequence[object]:
     """Return the items of a value, which is one item or a list; a list of images under `video` is one video."""
-    if not isinstance(value, (list, tuple)) or (kind == "video" and value and all(map(_is_frame, value))):
+    if not isinstance(value, (list, tuple)) or (kind == "video" and _is_video(value)):
         return [value]
     return value
+
+
+def _is_video(value: Sequence[object]) -> bool:
+    return has_metadata(value) or (len(value) > 0 and all(map(_is_frame, value)))
 
 
 def _is_frame(value: object) -> bool:

@@ -22,11 +22,13 @@ OPTIONS: Mapping[Kind, Mapping[str, str]] = {
         "max_pixels": "max_pixels",
         "total_pixels": "total_pixels",
         "fps": "fps",
+        "sample_fps": "fps",
         "num_frames": "num_frames",
         "nframes": "num_frames",
     },
 }
-"""Options of a part, and their names in a request; `nframes` is the name in qwen-vl-utils."""
+"""Options of a part, and their names in a request; `nframes` and, for lists of frames, `sample_fps` are the names in
+qwen-vl-utils."""
 
 _OBJECT_URL = "memory:"
 

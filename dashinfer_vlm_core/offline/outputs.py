@@ -32,6 +32,15 @@ class CompletionOutput:
     finish_reason: Literal["stop", "length"]
     logprobs: tuple[ChatCompletionTokenLogprob, ...] | None = None
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the log probabilities; None unless they were requested."""
+        return None if self.logprobs is None else sum(token.logprob for token in self.logprobs)
+
+    def finished(self) -> bool:
+        """Return True: outputs are returned when they are complete. vLLM has this method for streams."""
+        return True
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOutput:
@@ -52,6 +61,17 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...] = ()
     usage: CompletionUsage | None = None
     error: DashInferVLMError | None = None
+
+    @property
+    def finished(self) -> bool:
+        """True: outputs are returned when they are complete. vLLM has this attribute for streams."""
+        return True
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Number of prompt tokens whose keys and values were cached; None in case of an error."""
+        details = self.usage and self.usage.prompt_tokens_details
+        return details.cached_tokens if details else None
 
 
 def to_request_output(request_id: str, prompt: str | None, generation: Generation) -> RequestOutput:

@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
 
+from ..errors import UnsupportedParameter
 from ..protocol import ChatRequest
+from ..protocol.fields import REJECTED_FIELDS
+from ..protocol.validation_errors import show
+
+T = TypeVar("T")
 
 _ANY_MESSAGE = {"role": "user", "content": "Hello"}
+_NO_FORMAT = "Use `Engine.chat` with `response_format`."
+_OF_VLLM: Mapping[str, tuple[tuple[object, ...], str]] = {
+    **REJECTED_FIELDS,
+    "detokenize": ((True,), "Outputs always have text and token IDs. Remove it."),
+    "guided_decoding": ((), _NO_FORMAT),
+    "spaces_between_special_tokens": ((True, False), "Completions never contain special tokens. Remove it."),
+    "structured_outputs": ((), _NO_FORMAT),
+}
+"""Parameters of vLLM that are not available, with the values that have no effect, and the next step for others."""
 
 
+def explain_unsupported(cls: type[T]) -> type[T]:
+    """Let a dataclass accept parameters of vLLM that have no effect, and reject others with the next step."""
+    init, known = cls.__init__, {field.name for field in fields(cls)}  # type: ignore[arg-type]  # a dataclass
+
+    @functools.wraps(init)
+    def checked_init(self: T, **given: Any) -> None:
+        for name in given.keys() & (_OF_VLLM.keys() - known):
+            value, (neutral, next_step) = given.pop(name), _OF_VLLM[name]
+            if value is not None and not any(type(value) is type(other) and value == other for other in neutral):
+                raise UnsupportedParameter(f"`{name}` is not supported, got {show(value)}. {next_step}", param=name)
+        init(self, **given)
+
+    cls.__init__ = checked_init  # type: ignore[assignment]  # the same parameters, for type checkers
+    return cls
+
+
+@explain_unsupported
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of a completion. Names and defaults are vLLM's, except for `max_tokens`.
@@ -35,6 +67,7 @@ class SamplingParams:
 
     Raises:
         InvalidParameter: a value is out of range; `param` is its name.
+        UnsupportedParameter: a parameter of vLLM that is not available.
     """
 
     n: int = 1

@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import EngineConfig
+from ..config import EngineConfig, variable, variables_set
 from ..engine import Engine
 from ..errors import ConfigError, DashInferVLMError, InvalidParameter
 from ..protocol import LoRARequest, OfflineRequest
 from .batch import BatchResult, OfflineBatch, RequestFactory
-from .inputs import from_messages, from_prompt, is_single_conversation, is_single_prompt, prompt_text
+from .inputs import MediaDefaults, from_messages, from_prompt, is_single_conversation, is_single_prompt, prompt_text
 from .outputs import RequestOutput, to_request_output
 from .params import SamplingParams
+from .vllm_arguments import to_engine_options
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from transformers import PreTrainedTokenizerBase
     from typing_extensions import Self
 
 LOOK_AHEAD = 8
 """Number of requests that are preprocessed while a full batch is being decoded."""
+
+EMBEDDING_METHODS = ("classify", "embed", "encode", "reward", "score")
+"""Methods of vLLM's `LLM` for models that do not generate text."""
+
+MEDIA_ROOT = Path("/")
+"""The default of `allowed_local_media_path`: the caller can read files in any case."""
 
 SamplingParamsArg = SamplingParams | Sequence[SamplingParams] | None
 LoRARequestArg = LoRARequest | Sequence[LoRARequest | None] | None
@@ -41,22 +51,39 @@ class VLM:
     Args:
         model: as `EngineConfig.model`, which also defines the default.
         engine: an engine to use instead. It is started if necessary, and `close` does not close it.
-        options: other options of EngineConfig.
+        seed: makes the completions of requests without `SamplingParams.seed` reproducible: each one gets its own seed.
+        mm_processor_kwargs: default options for all images and videos, such as `max_pixels`.
+        media_io_kwargs: default options for reading them.
+        options: other options of EngineConfig, or arguments of vLLM's `LLM`, which `vllm_arguments` maps to these. By
+            default, all local files can be read; `allowed_local_media_path` restricts them to a folder, or with None
+            disallows them.
 
     Attributes:
         engine: the engine that serves the requests.
 
     Raises:
         SetupError: the configuration or the checkpoint is invalid, a plugin is broken, or an extra is missing.
+        InvalidParameter: `mm_processor_kwargs` or `media_io_kwargs` are invalid.
     """
 
-    def __init__(self, model: str | Path | None = None, *, engine: Engine | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        engine: Engine | None = None,
+        seed: int | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        media_io_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
         if model is not None:
             options["model"] = str(model)
         if engine is not None and options:
             raise ConfigError("`engine` cannot be combined with `model` or other options. Pass these to Engine.")
+        self._media_defaults = MediaDefaults(mm_processor_kwargs or {}, media_io_kwargs or {})
+        self._seeds = None if seed is None else random.Random(seed)  # noqa: S311  not for cryptography
         self._owned = engine is None
-        self.engine: Engine = (engine or Engine(EngineConfig(**options))).start()
+        self.engine: Engine = (engine or Engine(_engine_config(options))).start()
         self._ids = itertools.count()
 
     def generate(
@@ -73,12 +100,13 @@ class VLM:
         `prompt_token_ids`, and
 
         * `multi_modal_data`: `image` and `video`, each one item or a list. An item is an object that
-          `media.python_objects` describes, a URL, or a path under `allowed_local_media_path`. A list of images under
-          `video` is the frames of one video. To set options of an item, write it as in qwen-vl-utils:
-          `{"video": "film.mp4", "fps": 1, "max_pixels": 200704}`.
+          `media.python_objects` describes, such as the results of qwen-vl-utils' `process_vision_info`, a URL, or a
+          path. A list of images under `video` is the frames of one video. To set options of an item, write it as in
+          qwen-vl-utils: `{"video": "film.mp4", "fps": 1, "max_pixels": 200704}`.
         * `multi_modal_uuids`: a name or None for each item, under the same keys. Items that were sent before under
           their name can be None; if all of them were, `multi_modal_data` can be omitted.
-        * `mm_processor_kwargs`: options for all items, such as `max_pixels`.
+        * `mm_processor_kwargs`: options for all items, such as `max_pixels`, or what `process_vision_info` returns with
+          `return_video_kwargs`.
 
         The text contains one placeholder for each item, of the item's kind, in order.
 
@@ -98,9 +126,13 @@ class VLM:
             DashInferVLMError: `prompts` is a single prompt, not in a list, and it failed.
             InvalidParameter: the numbers of `sampling_params` or `lora_request` and prompts differ.
         """
+
+        def make(prompt: object, sampling: SamplingParams, lora: LoRARequest | None) -> OfflineRequest:
+            return from_prompt(prompt, sampling, self._media_defaults, lora)
+
         single = is_single_prompt(prompts)
         items = [prompts] if single else prompts
-        return self._generate(items, from_prompt, sampling_params, lora_request, single=single, use_tqdm=use_tqdm)
+        return self._generate(items, make, sampling_params, lora_request, single=single, use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -110,6 +142,7 @@ class VLM:
         use_tqdm: bool = True,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequestArg = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete one or many conversations in OpenAI's format.
 
@@ -129,6 +162,7 @@ class VLM:
             use_tqdm: as in `generate`.
             mm_processor_kwargs: options for all images and videos, such as `max_pixels`.
             lora_request: as in `generate`.
+            chat_template_kwargs: variables of the chat template, such as `enable_thinking`.
 
         Returns:
             The output of each conversation, as in `generate`.
@@ -139,11 +173,41 @@ class VLM:
         """
 
         def make(conversation: object, sampling: SamplingParams, lora: LoRARequest | None) -> OfflineRequest:
-            return from_messages(conversation, sampling, mm_processor_kwargs, lora)
+            options = {
+                "chat_template_kwargs": dict(chat_template_kwargs or {}),
+                **self._media_defaults.fields(mm_processor_kwargs),
+            }
+            return from_messages(conversation, sampling, options, lora)
 
         single = is_single_conversation(messages)
         items = [messages] if single else messages
         return self._generate(items, make, sampling_params, lora_request, single=single, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the checkpoint's tokenizer as transformers loads it, for example for `apply_chat_template`.
+
+        Raises:
+            EngineClosed: the engine is closed.
+        """
+        from transformers import AutoTokenizer
+
+        folder = self.engine.model_spec().folder
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
+        return tokenizer
+
+    if not TYPE_CHECKING:  # otherwise, type checkers would accept any attribute
+
+        def __getattr__(self, name: str) -> object:
+            if name in EMBEDDING_METHODS:
+                raise AttributeError(
+                    f"VLM has no `{name}`, because its models generate text. Use `generate` or `chat`, or another"
+                    " package for embeddings and scores.",
+                    name=name,
+                    obj=self,
+                )
+            raise AttributeError(f"VLM has no attribute {name!r}.", name=name, obj=self)
 
     def close(self) -> None:
         """Free the model. Running requests fail with EngineClosed. Closing twice is allowed.
@@ -179,7 +243,7 @@ class VLM:
             adapters = _adapter_per_item(lora_request, items)
             for item, params, lora in zip(items, _params_per_item(sampling, items), adapters, strict=False):
                 texts.append(prompt_text(item))
-                yield functools.partial(make, item, params, lora)
+                yield functools.partial(make, item, self._with_seed(params), lora)
 
         total = len(items) if isinstance(items, Sized) else None
         with tqdm(total=total, desc="Prompts", unit="prompt", dynamic_ncols=True, disable=not use_tqdm) as bar:
@@ -194,11 +258,24 @@ class VLM:
             return RequestOutput(request_id=number, prompt=text, error=result)
         return to_request_output(number, text, result)
 
+    def _with_seed(self, params: SamplingParams) -> SamplingParams:
+        """Set the next seed of this object, if it has any and the parameters have none."""
+        if self._seeds is None or params.seed is not None:
+            return params
+        return replace(params, seed=self._seeds.getrandbits(63))
+
     @property
     def _limit(self) -> int:
         """Maximum number of concurrent requests; never more than the engine has slots."""
         config = self.engine.config
         return config.max_batch_size + min(LOOK_AHEAD, config.max_waiting)
+
+
+def _engine_config(arguments: Mapping[str, Any]) -> EngineConfig:
+    options = to_engine_options(arguments)
+    if variable("allowed_local_media_path") not in variables_set():
+        options.setdefault("allowed_local_media_path", MEDIA_ROOT)
+    return EngineConfig(**options)
 
 
 def _params_per_item(sampling: SamplingParamsArg, items: Iterable[object]) -> Iterable[SamplingParams]:

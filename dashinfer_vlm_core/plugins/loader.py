@@ -213,6 +213,8 @@ def load_adapter(name: str) -> Any:
     entry = _lookup("adapter", name, entries)
     try:
         return entry.load()
+    except MissingDependency:
+        raise
     except ImportError as error:
         raise missing_dependency(entry, error) from error
 

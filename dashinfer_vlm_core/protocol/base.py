@@ -64,6 +64,14 @@ STRING_OR_ARRAY = Discriminator(
 """Selects the member of a union by the value's type, so that pydantic reports an error once, at its location."""
 
 
+def _number_or_array(value: object) -> str:
+    return "array" if isinstance(value, (list, tuple)) else "number"
+
+
+NUMBER_OR_ARRAY = Discriminator(_number_or_array)
+"""Like `STRING_OR_ARRAY`; a value that is neither is reported as an invalid number."""
+
+
 def string_or_object(get_tag: Callable[[object], str | None]) -> Discriminator:
     """Return a discriminator like `STRING_OR_ARRAY`, for a union whose tag `get_tag` returns."""
     return Discriminator(
@@ -71,5 +79,5 @@ def string_or_object(get_tag: Callable[[object], str | None]) -> Discriminator:
     )
 
 
-TAGS = frozenset({"string", "array", "object", "part"})
+TAGS = frozenset({"string", "array", "object", "part", "number"})
 """Tags of union members, which pydantic's locations contain although the request does not."""

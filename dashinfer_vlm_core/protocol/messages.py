@@ -62,7 +62,8 @@ class MediaPart:
         min_pixels: minimum number of pixels (of each frame) after resizing, at least 1.
         max_pixels: maximum number of pixels (of each frame) after resizing, at least `min_pixels`.
         total_pixels: maximum number of pixels of all frames of a video together, at least 1.
-        fps: frames per second to sample from a video file, above 0; never with a list of frames.
+        fps: frames per second, above 0: those to sample from a video file, or those that a list of frames was sampled
+            at.
         num_frames: number of frames to sample from a video file, at least 1; never with `fps` or a list of frames.
         background: red, green and blue of the background of transparent pixels.
     """
@@ -85,6 +86,11 @@ class MediaPart:
     def has_source(self) -> bool:
         """Whether the request contains a source, rather than the `uuid` alone."""
         return self.url is not None or self.content is not None
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether it is a video that has to be sampled: a file, or an open reader of one, such as decord's."""
+        return self.kind == "video" and (isinstance(self.url, str) or hasattr(self.content, "get_batch"))
 
 
 class PixelBounds(RequestModel):
@@ -179,12 +185,11 @@ class VideoURL(PixelBounds):
                 param=f"{path}.num_frames",
             )
         if isinstance(self.url, tuple):
-            for name in ("num_frames", "fps"):
-                if getattr(self, name) is not None:
-                    raise InvalidParameter(
-                        f"`{path}.{name}` applies to video files only, not to lists of frames. Remove it.",
-                        param=f"{path}.{name}",
-                    )
+            if self.num_frames is not None:
+                raise InvalidParameter(
+                    f"`{path}.num_frames` applies to video files only, not to lists of frames. Remove it.",
+                    param=f"{path}.num_frames",
+                )
             for index, frame in enumerate(self.url):
                 _check_frame(frame, f"{path}.url[{index}]")
         elif self.url or not has_uuid:

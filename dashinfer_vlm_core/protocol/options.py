@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Annotated
 
-from pydantic import Field, Strict
+from pydantic import Field, Strict, Tag
 
 from ..errors import InvalidParameter
-from .base import ClosedModel, Count
-from .messages import MediaPart
+from .base import NUMBER_OR_ARRAY, ClosedModel, Count
+from .messages import MAX_PARTS, MediaPart
 
 _Level = Annotated[int, Field(ge=0, le=255)]
 _Rate = Annotated[float, Field(gt=0, le=1000)]
+_Rates = Annotated[tuple[_Rate, ...], Strict(False), Field(max_length=MAX_PARTS, fail_fast=True)]
+_RateOrRates = Annotated[Annotated[_Rate, Tag("number")] | Annotated[_Rates, Tag("array")], NUMBER_OR_ARRAY]
 
 
 class ImageIO(ClosedModel):
@@ -42,21 +45,26 @@ class Edges(ClosedModel):
 
 
 class ProcessorOptions(ClosedModel):
-    """How images and video frames are resized, and video files sampled."""
+    """How images and video frames are resized, and video files sampled.
+
+    `fps` and `do_sample_frames` have the form that `process_vision_info` of qwen-vl-utils returns: `fps` can be a list
+    with a value for each video of the request.
+    """
 
     min_pixels: Count | None = None
     max_pixels: Count | None = None
     size: Edges = Edges()
     total_pixels: Count | None = None
-    fps: _Rate | None = None
+    fps: _RateOrRates | None = None
     num_frames: Count | None = None
+    do_sample_frames: bool | None = None
 
 
 class MediaOptions:
     """Options that a request sets for all of its media. The options of a content part take precedence.
 
-    `total_pixels` applies to videos, `fps` and `num_frames` to video files only, not to images or lists of frames. The
-    same rules for combinations apply as to the options of one part.
+    `total_pixels` and `mm_processor_kwargs.fps` apply to videos, `num_frames` and `media_io_kwargs` to video files
+    only, not to images or lists of frames. The same rules for combinations apply as to the options of one part.
     """
 
     def __init__(self, reading: MediaIO, processing: ProcessorOptions) -> None:
@@ -69,13 +77,13 @@ class MediaOptions:
         for name, one, other, two in (
             ("mm_processor_kwargs.size.shortest_edge", size.shortest_edge, "min_pixels", processing.min_pixels),
             ("mm_processor_kwargs.size.longest_edge", size.longest_edge, "max_pixels", processing.max_pixels),
-            ("media_io_kwargs.video.fps", video.fps, "fps", processing.fps),
+            ("media_io_kwargs.video.fps", video.fps, "fps", self._single_rate),
             ("media_io_kwargs.video.num_frames", video.num_frames, "num_frames", processing.num_frames),
         ):
             if one is not None and two is not None and one != two:
                 message = f"`{name}` is {one}, but `mm_processor_kwargs.{other}` is {two}. Pass one of them."
                 yield InvalidParameter(message, param=name)
-        if self._fps is not None and self._num_frames is not None:
+        if self._fps and self._num_frames is not None:
             name = "mm_processor_kwargs.num_frames" if processing.num_frames else "media_io_kwargs.video.num_frames"
             yield InvalidParameter(f"`{name}` cannot be combined with `fps`. Pass one of them.", param=name)
         if self._min_pixels is not None and self._max_pixels is not None and self._min_pixels > self._max_pixels:
@@ -85,9 +93,21 @@ class MediaOptions:
                 param="mm_processor_kwargs.min_pixels" if processing.min_pixels else "mm_processor_kwargs.size",
             )
 
-    def apply_to(self, part: MediaPart) -> MediaPart:
-        """Return the part with these options, except for those that it sets itself."""
-        frames = isinstance(part.url, tuple) or part.content is not None
+    def apply_to(self, parts: Iterable[MediaPart]) -> tuple[MediaPart, ...]:
+        """Return the parts with these options, except for those that a part sets itself.
+
+        Raises:
+            InvalidParameter: `fps` is a list of another length than that of the videos, or `do_sample_frames` does not
+                match a video.
+        """
+        given = tuple(parts)
+        videos = [part for part in given if part.kind == "video"]
+        rates = self._rates(len(videos))
+        for part in videos:
+            self._check_sampling(part)
+        return tuple(self._apply(part, next(rates) if part.kind == "video" else None) for part in given)
+
+    def _apply(self, part: MediaPart, rate: float | None) -> MediaPart:
         part = replace(
             part,
             min_pixels=part.min_pixels or self._min_pixels,
@@ -97,9 +117,36 @@ class MediaOptions:
         if part.kind != "video":
             return part
         part = replace(part, total_pixels=part.total_pixels or self._processing.total_pixels)
-        if frames or part.fps is not None or part.num_frames is not None:
+        if part.fps is not None or part.num_frames is not None:
             return part
-        return replace(part, fps=self._fps, num_frames=self._num_frames)
+        if part.is_sampled or not part.has_source:
+            return replace(part, fps=rate or self._reading.video.fps, num_frames=self._num_frames)
+        return replace(part, fps=rate)
+
+    def _rates(self, videos: int) -> Iterator[float | None]:
+        """Return the rate of each video."""
+        fps = self._processing.fps
+        if not isinstance(fps, tuple):
+            return itertools.repeat(fps, videos)
+        if len(fps) != videos:
+            raise InvalidParameter(
+                f"`mm_processor_kwargs.fps` has {len(fps)} values, but the request has {videos} videos. Pass one value,"
+                " or one for each video.",
+                param="mm_processor_kwargs.fps",
+            )
+        return iter(fps)
+
+    def _check_sampling(self, part: MediaPart) -> None:
+        """Check `do_sample_frames`, which cannot change what happens: files are sampled, lists of frames are not."""
+        wanted = self._processing.do_sample_frames
+        if wanted is None or wanted == part.is_sampled or not part.has_source:
+            return
+        reason = "a video file is always sampled" if part.is_sampled else "all frames of a list are used"
+        raise InvalidParameter(
+            f"`mm_processor_kwargs.do_sample_frames` is {str(wanted).lower()}, but `{part.path}` is different:"
+            f" {reason}. Remove it.",
+            param="mm_processor_kwargs.do_sample_frames",
+        )
 
     @property
     def _min_pixels(self) -> int | None:
@@ -110,8 +157,12 @@ class MediaOptions:
         return self._processing.max_pixels or self._processing.size.longest_edge
 
     @property
-    def _fps(self) -> float | None:
+    def _fps(self) -> object:
         return self._processing.fps or self._reading.video.fps
+
+    @property
+    def _single_rate(self) -> float | None:
+        return None if isinstance(self._processing.fps, tuple) else self._processing.fps
 
     @property
     def _num_frames(self) -> int | None:

@@ -244,8 +244,12 @@ class ChatRequest(RequestModel):
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     def media(self) -> tuple[MediaPart, ...]:
-        """Return all images and videos in the order of the prompt, with the options that the request sets for all."""
-        return tuple(map(self._media_options.apply_to, self._parts()))
+        """Return all images and videos in the order of the prompt, with the options that the request sets for all.
+
+        Raises:
+            InvalidParameter: an option for all videos does not apply to them.
+        """
+        return self._media_options.apply_to(self._parts())
 
     def _parts(self) -> Iterable[MediaPart]:
         parts = (item for i, message in enumerate(self.messages) for item in message.parts(f"messages[{i}]"))

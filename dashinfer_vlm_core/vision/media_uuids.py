@@ -52,7 +52,8 @@ class _UuidEntry:
     def find(self, part: MediaPart) -> _CachedItem | None:
         """Return the item processed with the part's options; options that did not affect it are ignored."""
         variants = (
-            self.items.get(options) for options in (_sampling_options(part), _resize_options(part), _NO_OPTIONS)
+            self.items.get(options)
+            for options in (_sampling_options(part), _frame_options(part), _resize_options(part), _NO_OPTIONS)
         )
         return next((content for content in variants if content), None)
 
@@ -149,11 +150,17 @@ def _applied_options(part: MediaPart, item: Patches | Embedded) -> _Options:
     """Return the options that affected a part's content: none for embeddings; sampling only for video files."""
     if isinstance(item, Embedded):
         return _NO_OPTIONS
-    return _sampling_options(part) if part.kind == "video" and isinstance(part.url, str) else _resize_options(part)
+    if part.is_sampled:
+        return _sampling_options(part)
+    return _frame_options(part) if part.kind == "video" else _resize_options(part)
 
 
 def _sampling_options(part: MediaPart) -> _Options:
     return ("sampled", part.fps, part.num_frames, *_resize_options(part))
+
+
+def _frame_options(part: MediaPart) -> _Options:
+    return ("frames", part.fps, *_resize_options(part))
 
 
 def _resize_options(part: MediaPart) -> _Options:

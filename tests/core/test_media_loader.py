@@ -161,7 +161,6 @@ def test_frame_list_equals_video_file_of_same_frames():
         (video((), 1), InvalidParameter, "messages[0].content[1].video_url.url"),
         (video((image_url(),) * 9, 1), InvalidParameter, "messages[0].content[1].video_url.url"),
         (video((image_url(), "ftp://x/"), 1), MediaRefused, "messages[0].content[1].video_url.url[1]"),
-        (video((image_url(),), 1, fps=2.0), InvalidParameter, "messages[0].content[1].video_url.fps"),
         (video((image_url(),), 1, num_frames=4), InvalidParameter, "messages[0].content[1].video_url.num_frames"),
     ],
 )

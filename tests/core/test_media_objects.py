@@ -15,11 +15,12 @@ from safetensors.torch import save
 
 from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.errors import InvalidParameter, MediaTooLarge, MediaUndecodable
+from dashinfer_vlm_core.media import READERS
 from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
 from dashinfer_vlm_core.media.python_objects import digest_media, load_object
 from dashinfer_vlm_core.protocol import EncodedEmbeddings, MediaPart
 from tests.decoding_loader import DecodingLoader
-from tests.samples import data_url, encode, image_url, label, noise
+from tests.samples import data_url, encode, encode_video, image_url, label, noise
 
 PART = "messages[0].content[1]"
 RGB = noise(20, 30)
@@ -215,9 +216,100 @@ def test_server_frame_and_pixel_limits_apply_to_video_objects():
     refused(MediaTooLarge, many, "video", config={"video_max_decoded_pixels": 16 * 784})
 
 
-@pytest.mark.parametrize("option", [{"fps": 1.0}, {"num_frames": 2}])
-def test_frames_are_not_sampled(option):
-    refused(InvalidParameter, FRAMES, "video", param=f"{PART}.{next(iter(option))}", **option)
+def test_frames_are_not_sampled():
+    refused(InvalidParameter, FRAMES, "video", param=f"{PART}.num_frames", num_frames=2)
+
+
+@pytest.mark.parametrize(("fps", "times"), [(None, (0, 0.5, 1, 1.5)), (4.0, (0, 0.25, 0.5, 0.75))])
+def test_fps_of_frames_determines_their_times(fps, times):
+    video = got(list(FRAMES), "video", fps=fps)
+    assert (video.times, video.sampled_fps) == (times, fps or 2.0)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "times", "sampled_fps"),
+    [
+        ({"fps": 10.0, "frames_indices": [0, 3, 7, 10], "total_num_frames": 20}, (0, 0.3, 0.7, 1), 2),
+        ({"fps": 8, "frames_indices": torch.tensor([0, 2, 4, 6]), "total_num_frames": 8.0}, (0, 0.25, 0.5, 0.75), 4),
+        ({"fps": 4.0, "video_backend": "decord"}, (0, 0.25, 0.5, 0.75), 4),
+    ],
+    ids=["list", "tensor", "defaults"],
+)
+def test_metadata_has_times_of_frames(metadata, times, sampled_fps):
+    video = got((list(FRAMES), metadata), "video")
+    assert (video.times, video.sampled_fps) == (times, sampled_fps)
+    assert np.array_equal(video.frames, FRAMES)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "where"),
+    [
+        ({}, "[1].fps"),
+        ({"fps": 0}, "[1].fps"),
+        ({"fps": "fast"}, "[1].fps"),
+        ({"fps": float("nan")}, "[1].fps"),
+        ({"fps": 2, "total_num_frames": -1}, "[1].total_num_frames"),
+        ({"fps": 2, "frames_indices": [0, 1]}, "[1].frames_indices"),
+        ({"fps": 2, "frames_indices": [0.5, 1, 2, 3]}, "[1].frames_indices"),
+        ({"fps": 2, "frames_indices": [-1, 1, 2, 3]}, "[1].frames_indices"),
+        ({"fps": 2, "do_sample_frames": True}, "[1].do_sample_frames"),
+    ],
+)
+def test_invalid_metadata_is_named(metadata, where):
+    refused(InvalidParameter, (FRAMES, metadata), "video", param=PART + where)
+
+
+def test_metadata_and_fps_cannot_be_combined():
+    refused(InvalidParameter, (FRAMES, {"fps": 2}), "video", param=f"{PART}.fps", fps=1.0)
+
+
+@pytest.mark.parametrize("bridge", ["native", "torch"])
+def test_decord_reader_is_sampled_like_file(bridge):
+    decord = pytest.importorskip("decord")
+    data = encode_video(50, fps=10)
+    decord.bridge.set_bridge(bridge)
+    try:
+        for options in ({}, {"fps": 1.0}, {"num_frames": 6}):
+            reader = decord.VideoReader(io.BytesIO(data))
+            file = MediaPart(kind="video", path="a", url=data_url(data, "video/mp4"), **options)
+            (expected,) = load_with_readers(file)
+            video = got(reader, "video", **options)
+            assert np.array_equal(video.frames, expected.frames)
+            assert (video.times, video.sampled_fps) == (expected.times, expected.sampled_fps)
+    finally:
+        decord.bridge.set_bridge("native")
+
+
+def test_limits_apply_to_decord_reader():
+    decord = pytest.importorskip("decord")
+    reader = decord.VideoReader(io.BytesIO(encode_video(50, fps=10)))
+    refused(MediaTooLarge, reader, "video", config={"video_max_seconds": 4.0})
+    refused(InvalidParameter, reader, "video", param=f"{PART}.video_url.num_frames", num_frames=51)
+
+
+FLOATS = torch.from_numpy(FRAMES).permute(0, 3, 1, 2).float()
+
+
+@pytest.mark.parametrize("content", [FLOATS, FLOATS.bfloat16(), FLOATS.numpy(), list(FLOATS), FLOATS - 0.25])
+def test_floats_from_0_to_255_are_pixels(content):
+    """qwen-vl-utils returns such tensors."""
+    content = content.clamp(min=0) if isinstance(content, torch.Tensor) else content
+    assert np.array_equal(got(content, "video").frames, FRAMES)
+    assert np.array_equal(pixels(content[0]), FRAMES[0])
+
+
+def test_black_float_video_is_accepted():
+    assert not got(np.zeros_like(FLOATS.numpy()), "video").frames.any()
+    dark = np.zeros_like(FLOATS.numpy())
+    dark[0], dark[3] = 0.6, 200
+    assert got(dark, "video").frames[0].all()
+
+
+@pytest.mark.parametrize("value", [-1.0, 255.5, float("nan")])
+def test_floats_out_of_range_are_rejected(value):
+    wrong = FLOATS.clone()
+    wrong[2, 0, 0, 0] = value
+    assert "from 0 to 255" in refused(InvalidParameter, wrong, "video", param=f"{PART}[2]")
 
 
 @pytest.mark.parametrize("kind", ["image", "video"])
@@ -283,9 +375,13 @@ def test_fingerprint_depends_on_shape():
     assert prints == [digest_media(got(content, kind)) for content, kind in contents]
 
 
-def load(*parts, **config):
+def load_with_readers(*parts):
+    return load(*parts, readers=READERS)
+
+
+def load(*parts, readers=(), **config):
     async def run():
-        loader = DecodingLoader(EngineConfig(**config), [])
+        loader = DecodingLoader(EngineConfig(**config), readers)
         try:
             return await loader.load(parts, lambda media: media)
         finally:

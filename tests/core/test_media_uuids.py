@@ -156,10 +156,19 @@ def test_referenced_media_count_toward_limits(start):
 def test_irrelevant_options_do_not_affect_uuid_lookup(start):
     engine, _ = start()
     frames = {"type": "video_url", "video_url": {"url": [CAT, CAT]}, "uuid": "frames"}
+    chat(engine, frames)
+    chat(engine, {"type": "video_url", "uuid": "frames"}, mm_processor_kwargs={"num_frames": 4})
+    chat(engine, {"type": "video_url", "uuid": "frames"})
+
+
+def test_fps_of_frames_is_part_of_uuid_lookup(start):
+    """It determines the times of the frames."""
+    engine, _ = start()
+    frames = {"type": "video_url", "video_url": {"url": [CAT, CAT]}, "uuid": "frames"}
     rate = {"mm_processor_kwargs": {"fps": 1}}
     chat(engine, frames, **rate)
     chat(engine, {"type": "video_url", "uuid": "frames"}, **rate)
-    chat(engine, {"type": "video_url", "uuid": "frames"})
+    assert error_of(engine, {"type": "video_url", "uuid": "frames"}).code == "uuid_not_cached"
 
 
 def test_variants_of_one_content_are_bounded(start):

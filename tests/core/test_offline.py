@@ -266,6 +266,53 @@ def test_mm_processor_kwargs_bound_media_sizes(demo):
     assert chat[0].usage.prompt_tokens_details.image_tokens <= 16
 
 
+# Local files
+
+
+def test_local_files_are_read_by_default(tiny_checkpoint, tmp_path, monkeypatch):
+    """The caller can read them in any case. Relative paths refer to the current folder."""
+    (tmp_path / "circle.png").write_bytes(CIRCLE.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    with VLM(tiny_checkpoint) as vlm:
+        paths = ["circle.png", Path("circle.png"), str(CIRCLE), CIRCLE.as_uri()]
+        outputs = vlm.generate([prompt_with({"image": path}) for path in paths], GREEDY)
+        by_url = {"type": "image_url", "image_url": {"url": "circle.png"}}
+        assert vlm.chat([user_of(by_url)], GREEDY)[0].error is None
+    assert len({tokens(output) for output in outputs}) == 1
+
+
+def test_refusal_of_local_file_names_the_option(tiny_checkpoint, monkeypatch):
+    disallowed = VLM(tiny_checkpoint, allowed_local_media_path=None)
+    monkeypatch.setenv("DASHINFER_VLM_ALLOWED_LOCAL_MEDIA_PATH", "/nowhere")
+    for vlm in (disallowed, VLM(tiny_checkpoint)):
+        with vlm, pytest.raises(MediaRefused, match="`allowed_local_media_path`"):
+            vlm.generate(prompt_with({"image": str(CIRCLE)}), GREEDY)
+
+
+# Defaults of all requests
+
+
+def test_mm_processor_kwargs_of_vlm_are_defaults(tiny_checkpoint):
+    large = prompt_with({"image": blurred_image(1, 168, 168)})
+    with VLM(tiny_checkpoint, mm_processor_kwargs={"max_pixels": 28 * 28 * 9}) as vlm:
+        small = vlm.generate(large, GREEDY)[0].usage.prompt_tokens_details.image_tokens
+        own = {**large, "mm_processor_kwargs": {"max_pixels": 28 * 28 * 16}}
+        assert small <= 9 < vlm.generate(own, GREEDY)[0].usage.prompt_tokens_details.image_tokens
+    with pytest.raises(InvalidParameter) as caught:
+        VLM(tiny_checkpoint, mm_processor_kwargs={"crop": 1})
+    assert caught.value.param == "mm_processor_kwargs.crop"
+
+
+def test_seed_makes_random_completions_reproducible(tiny_checkpoint):
+    params, prompts = SamplingParams(max_tokens=8), ["Hello"] * 3
+    found = []
+    for seed in (1, 1, 2):
+        with VLM(tiny_checkpoint, seed=seed) as vlm:
+            found.append([tokens(output) for output in vlm.generate(prompts, params)])
+    assert found[0] == found[1] != found[2]
+    assert len(set(found[0])) == 3
+
+
 # UUIDs
 
 
@@ -319,8 +366,8 @@ def test_uuid_is_bound_to_its_content(demo, media, uuids, code):
         (prompt_with({"image": {"image": blurred_image(1), "fps": 1}}), InvalidParameter, "multi_modal_data.image[0]"),
         (prompt_with({"image": {"image": blurred_image(1), "max_pixels": 0}}), InvalidParameter,
          "multi_modal_data.image[0].image_url.max_pixels"),
-        (prompt_with({"video": {"video": [blurred_image(1)] * 2, "fps": 1.0}}), InvalidParameter,
-         "multi_modal_data.video[0].fps"),
+        (prompt_with({"video": {"video": [blurred_image(1)] * 2, "num_frames": 2}}), InvalidParameter,
+         "multi_modal_data.video[0].num_frames"),
         (with_uuids(["a", "b"]), InvalidParameter, "multi_modal_uuids.image"),
         (with_uuids(5), InvalidParameter, "multi_modal_uuids.image"),
         (with_uuids([5]), InvalidParameter, "multi_modal_data.image[0].uuid"),
@@ -521,6 +568,7 @@ def test_threads_share_vlm(scripted):
     assert len({output.request_id for outputs in found.values() for output in outputs}) == 15
 
 
+@pytest.mark.client("vllm-style", "cancel")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
 def test_interruption_cancels_running_requests(scripted, error):
     vlm, script = scripted("A long answer that goes on. " * 20, delay=0.05)
@@ -551,6 +599,49 @@ def test_progress_bar_can_be_disabled(scripted, capsys):
     assert capsys.readouterr() == ("", "")
     vlm.generate(["a"] * 7, GREEDY)
     assert "7/7" in capsys.readouterr().err
+
+
+# Attributes and methods of vLLM
+
+
+def test_outputs_have_attributes_of_vllm(scripted):
+    vlm, _ = scripted("One two three.")
+    (output,) = vlm.generate("x", SamplingParams(max_tokens=2, logprobs=1))
+    assert output.finished
+    assert output.num_cached_tokens == output.usage.prompt_tokens_details.cached_tokens
+    assert output.outputs[0].finished()
+    assert output.outputs[0].cumulative_logprob == 0.0
+    assert vlm.generate("x", SamplingParams(max_tokens=2))[0].outputs[0].cumulative_logprob is None
+    assert vlm.generate([{"prompt": PROMPT}], GREEDY)[0].num_cached_tokens is None
+
+
+def test_chat_template_kwargs_reach_the_template(scripted, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}{{ '!' if loud else '?' }}")
+    vlm, _ = scripted("ok", chat_template=template)
+    messages = [{"role": "user", "content": "Hello"}]
+    (quiet,), (loud,) = (vlm.chat(messages, GREEDY, chat_template_kwargs={"loud": loud}) for loud in (False, True))
+    assert quiet.prompt_token_ids != loud.prompt_token_ids
+    with pytest.raises(InvalidParameter) as caught:
+        vlm.chat(messages, GREEDY, chat_template_kwargs={"calm": True})
+    assert caught.value.param == "chat_template_kwargs.calm"
+
+
+def test_get_tokenizer_renders_prompts(demo):
+    tokenizer = demo.get_tokenizer()
+    messages = [{"role": "user", "content": [{"type": "image"}, DESCRIBE]}]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    (output,) = demo.generate({"prompt": prompt, "multi_modal_data": {"image": Image.open(CIRCLE)}}, GREEDY)
+    assert output.outputs[0].text == "A red circle."
+
+
+@pytest.mark.parametrize("name", ["classify", "embed", "encode", "reward", "score"])
+def test_embedding_methods_are_refused(scripted, name):
+    vlm, _ = scripted("ok")
+    with pytest.raises(AttributeError, match="its models generate text"):
+        getattr(vlm, name)
+    with pytest.raises(AttributeError, match="no attribute 'complete'"):
+        vlm.complete("x")
 
 
 # Open and close

@@ -1,4 +1,5 @@
-"""Videos are read as by qwen-vl-utils, which is the reference here: the same frames at the same sizes."""
+"""Videos are read as by qwen-vl-utils, which is the reference here: the same frames at the same sizes. Its outputs are
+accepted as in the recipe of Qwen's model cards."""
 
 from __future__ import annotations
 
@@ -10,16 +11,22 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from dashinfer_vlm_core import VLM, SamplingParams
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import InvalidParameter
 from dashinfer_vlm_core.media import READERS, Video
 from dashinfer_vlm_core.media.frame_sampling import VideoSamplingPolicy
+from dashinfer_vlm_core.media.python_objects import load_object
 from dashinfer_vlm_core.media.video import decode_video, frame_count
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import Qwen2VLImageProcessor
 from dashinfer_vlm_core.models.spec import PixelSpec
 from dashinfer_vlm_core.protocol import MediaPart
+from tests.conversations import blurred_image
+from tests.pages import ROOT, check_programs
 from tests.samples import encode_video
+from training.transformers_engine import TransformersEngine
 
 POLICY = VideoSamplingPolicy()
 LENGTHS = [*range(2, 60), 61, 99, 128, 240, 299, 300, 301, 767, 768, 769, 1000, 4321, 9000, 18_000, 36_000, 144_000]
@@ -123,3 +130,85 @@ def test_size_of_frames(published, count, limits):
         clip = Video(frames=frames, path="here", **limits)
         expected = published.fetch_video({"video": f"{count} {height} {width}", **limits}).shape[2:]
         assert processor._size(clip) == tuple(expected), (height, width)
+
+
+# The recipe of the model cards
+
+
+def bicubic(video, size, **options):
+    """Resize as `torchvision.transforms.functional.resize` does with antialias: it gives the same pixels."""
+    resized = torch.nn.functional.interpolate(video.float(), size, mode="bicubic", antialias=True)
+    return resized.clamp(0, 255).round().to(torch.uint8)
+
+
+@pytest.fixture
+def process_vision_info(published, monkeypatch):
+    """qwen-vl-utils' function, with decord and without the stub of the other tests that does not resize."""
+    monkeypatch.setattr(published.transforms.functional, "resize", bicubic)
+    monkeypatch.setattr(published, "FORCE_QWENVL_VIDEO_READER", "decord")
+    published.get_video_reader_backend.cache_clear()
+    yield published.process_vision_info
+    published.get_video_reader_backend.cache_clear()
+
+
+@pytest.fixture
+def messages(tmp_path):
+    """An image, a video file, and a list of an odd number of frames, at sizes that the tiny model keeps."""
+    path, limits = tmp_path / "movie.mp4", {"min_pixels": 784, "max_pixels": 28_224}
+    path.write_bytes(encode_video(50, fps=10, height=84, width=112))
+    frames = [blurred_image(seed, 112, 84) for seed in range(3)]
+    parts = [
+        {"type": "image", "image": blurred_image(3), **limits},
+        {"type": "video", "video": str(path), "fps": 1.0, **limits},
+        {"type": "video", "video": frames, "sample_fps": 4.0, **limits},
+        {"type": "text", "text": "Compare."},
+    ]
+    return [{"role": "user", "content": parts}]
+
+
+@pytest.mark.parametrize("metadata", [False, True], ids=["fps", "metadata"])
+def test_recipe_of_model_cards_equals_transformers(process_vision_info, messages, tiny_checkpoint, metadata):
+    images, videos, video_kwargs = process_vision_info(
+        messages, return_video_kwargs=True, return_video_metadata=metadata
+    )
+    params = SamplingParams(temperature=0, max_tokens=16, stop_token_ids=[])
+    with VLM(model=str(tiny_checkpoint), dtype="float32", limit_mm_per_prompt={"image": 10, "video": 10}) as llm:
+        prompt = llm.get_tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        data = {"image": images, "video": videos}
+        inputs = {"prompt": prompt, "multi_modal_data": data, "mm_processor_kwargs": video_kwargs}
+        (output,) = llm.generate([inputs], sampling_params=params)
+    tensors = [video[0] if metadata else video for video in videos]
+    assert [tensor.dtype for tensor in tensors] == [torch.float32] * 2
+    frames = [[Image.fromarray(frame.permute(1, 2, 0).byte().numpy()) for frame in tensor] for tensor in tensors]
+    content = [{"type": "image", "image": images[0]}, *({"type": "video", "video": clip} for clip in frames)]
+    content.append(messages[0]["content"][-1])
+    (expected,), _ = TransformersEngine(tiny_checkpoint).generate([[{"role": "user", "content": content}]])
+    assert output.outputs[0].token_ids == tuple(expected[:16])
+
+
+def test_fps_and_metadata_of_the_recipe_give_the_same_times(process_vision_info, messages):
+    """The rate of qwen-vl-utils is that of the frames in the file: 4 of 50 frames at 10 frames per second."""
+    _, videos, video_kwargs = process_vision_info(messages, return_video_kwargs=True)
+    _, with_metadata, _ = process_vision_info(messages, return_video_kwargs=True, return_video_metadata=True)
+    for tensor, pair, fps in zip(videos, with_metadata, video_kwargs["fps"], strict=True):
+        part = MediaPart(kind="video", path="video", content=tensor, fps=fps)
+        given = load_object(part, EngineConfig(), POLICY, lambda: None)
+        part = MediaPart(kind="video", path="video", content=pair)
+        read = load_object(part, EngineConfig(), POLICY, lambda: None)
+        assert given.sampled_fps == pytest.approx(read.sampled_fps)
+        np.testing.assert_array_equal(given.frames, read.frames)
+        assert read.times == tuple(index / pair[1]["fps"] for index in pair[1]["frames_indices"])
+
+
+def test_number_of_fps_must_be_that_of_videos(process_vision_info, messages, tiny_checkpoint):
+    images, videos, video_kwargs = process_vision_info(messages, return_video_kwargs=True)
+    data = {"image": images, "video": videos[:1]}
+    with VLM(tiny_checkpoint) as llm, pytest.raises(InvalidParameter) as caught:
+        llm.generate({"prompt": "x", "multi_modal_data": data, "mm_processor_kwargs": video_kwargs}, use_tqdm=False)
+    assert caught.value.param == "mm_processor_kwargs.fps"
+
+
+def test_page_runs(process_vision_info, monkeypatch):
+    """The programs of docs/vllm.md."""
+    monkeypatch.chdir(ROOT)
+    check_programs("vllm.md")

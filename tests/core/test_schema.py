@@ -620,7 +620,6 @@ BAD = [
     (video(num_frames=2.5), f"{PART}.video_url.num_frames"),
     (video(num_frames=4, fps=1), f"{PART}.video_url.num_frames"),
     (video(["a", "b"], num_frames=2), f"{PART}.video_url.num_frames"),
-    (video(["a", "b"], fps=2), f"{PART}.video_url.fps"),
     (video(total_pixels=0), f"{PART}.video_url.total_pixels"),
     (video(min_pixels=2, max_pixels=1), f"{PART}.video_url.min_pixels"),
     (request(model=""), "model"),

@@ -161,10 +161,49 @@ def test_part_option_overrides_request_option():
     assert (found.fps, found.num_frames, found.max_pixels, found.min_pixels) == (1, None, 1568, 784)
 
 
+FRAMES = {"type": "video_url", "video_url": {"url": [URL, URL]}}
+JPEG_FRAMES = {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AAAA,BBBB"}}
+
+
 def test_sampling_options_apply_only_to_video_files():
-    frames = {"type": "video_url", "video_url": {"url": [URL, URL]}}
-    for part in media(IMAGE, frames, media_io_kwargs={"video": {"fps": 2}}):
+    for part in media(IMAGE, FRAMES, media_io_kwargs={"video": {"fps": 2}}):
         assert part.fps is None
+
+
+@pytest.mark.parametrize("part", [FRAMES, JPEG_FRAMES], ids=["list", "jpeg"])
+def test_frames_have_fps(part):
+    assert only({**part, "video_url": {**part["video_url"], "fps": 4}}).fps == 4
+    assert only(part, mm_processor_kwargs={"fps": 4}).fps == 4
+    assert only(part, mm_processor_kwargs={"num_frames": 4}).num_frames is None
+
+
+def test_list_of_fps_has_value_for_each_video():
+    """qwen-vl-utils returns such a list."""
+    own = {"type": "video_url", "video_url": {"url": [URL], "fps": 9}}
+    options = {"fps": [1, 2.5, 3, 4], "do_sample_frames": None}
+    found = media(FRAMES, IMAGE, VIDEO, own, JPEG_FRAMES, mm_processor_kwargs=options)
+    assert [part.fps for part in found] == [1, None, 2.5, 9, 4]
+    assert media(IMAGE, mm_processor_kwargs={"fps": [], "do_sample_frames": False})[0].fps is None
+
+
+@pytest.mark.parametrize(
+    ("parts", "options", "param"),
+    [
+        ([VIDEO, VIDEO], {"fps": [1]}, "fps"),
+        ([IMAGE], {"fps": [1]}, "fps"),
+        ([FRAMES, VIDEO], {"do_sample_frames": True}, "do_sample_frames"),
+        ([FRAMES, VIDEO], {"do_sample_frames": False}, "do_sample_frames"),
+    ],
+)
+def test_option_that_does_not_fit_videos_is_named(parts, options, param):
+    with pytest.raises(InvalidParameter) as caught:
+        media(*parts, mm_processor_kwargs=options)
+    assert caught.value.param == f"mm_processor_kwargs.{param}"
+
+
+def test_do_sample_frames_states_what_happens():
+    media(FRAMES, JPEG_FRAMES, mm_processor_kwargs={"do_sample_frames": False})
+    media(VIDEO, mm_processor_kwargs={"do_sample_frames": True})
 
 
 @pytest.mark.parametrize(
@@ -176,6 +215,9 @@ def test_sampling_options_apply_only_to_video_files():
         ({"mm_processor_kwargs": {"min_pixels": 7840, "max_pixels": 784}}, "mm_processor_kwargs.min_pixels"),
         ({"mm_processor_kwargs": {"fps": 1, "num_frames": 2}}, "mm_processor_kwargs.num_frames"),
         ({"mm_processor_kwargs": {"fps": 1}, "media_io_kwargs": {"video": {"fps": 2}}}, "media_io_kwargs.video.fps"),
+        ({"mm_processor_kwargs": {"fps": "2"}}, "mm_processor_kwargs.fps"),
+        ({"mm_processor_kwargs": {"fps": [2, 0]}}, "mm_processor_kwargs.fps[1]"),
+        ({"mm_processor_kwargs": {"fps": [2], "num_frames": 2}}, "mm_processor_kwargs.num_frames"),
         ({"mm_processor_kwargs": []}, "mm_processor_kwargs"),
         ({"media_io_kwargs": {"audio": {}}}, "media_io_kwargs.audio"),
         ({"media_io_kwargs": {"video": {"num_frames": -1}}}, "media_io_kwargs.video.num_frames"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import threading
+from pathlib import Path
 
 import litellm
 import pytest
@@ -18,6 +20,7 @@ from tests.adapters import write_adapter
 from tests.litellm.conftest import HELLO, complete, counts, stream, text_of
 from tests.samples import data_url, encode_video, image_url
 
+IMAGES = Path(__file__).parents[2] / "examples" / "pictures"
 EXPECTED = "I know circles, squares, triangles, stars and crosses."
 REQUEST = {"messages": [{"role": "user", "content": "Which shapes do you know?"}], "temperature": 0}
 
@@ -329,3 +332,100 @@ def test_reasoning_is_separate_from_content(scripted, tmp_path, monkeypatch):
         message = response.choices[0].message
         assert (message.reasoning_content, message.content) == ("It has wheels.", "A car.")
     assert plain.usage.completion_tokens_details.reasoning_tokens > 0
+
+
+def choices_of(chunks):
+    """Return the text and the finish reason of each choice of a stream."""
+    found = {}
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        text, reason = found.get(choice.index, ("", None))
+        found[choice.index] = text + (choice.delta.content or ""), choice.finish_reason or reason
+    return found
+
+
+def test_stream_of_several_choices_has_all_finish_reasons(scripted):
+    provider = scripted("One, two, three.", "A much longer response, which exceeds the limit of tokens.", "Four.")
+    options = {"messages": HELLO, "n": 3, "max_tokens": 20, "stream": True, "stream_options": {"include_usage": True}}
+    plain = list(litellm.completion(provider.model, **options))
+    expected = {0: ("One, two, three.", "stop"), 2: ("Four.", "stop")}
+    found = choices_of(plain)
+    assert {index: found[index] for index in expected} == expected
+    assert found[1][1] == "length"
+    provider = scripted("One, two, three.", "A much longer response, which exceeds the limit of tokens.", "Four.")
+    asynchronous = asyncio.run(stream(provider.model, **{key: options[key] for key in options if key != "stream"}))
+    assert choices_of(asynchronous) == found
+    usage = [chunk.usage for chunk in plain if getattr(chunk, "usage", None)]
+    assert [each.completion_tokens for each in usage] == [usage[0].completion_tokens]
+    assert usage[0].completion_tokens > 20
+
+
+# Files
+
+CIRCLE = base64.b64encode((IMAGES / "circle.png").read_bytes()).decode()
+MOVING = base64.b64encode((IMAGES / "moving.mp4").read_bytes()).decode()
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        {"file_data": f"data:video/mp4;base64,{MOVING}"},
+        {"file_data": MOVING, "format": "video/mp4"},
+        {"file_data": MOVING, "filename": "moving.mp4"},
+        {"file_id": f"data:video/mp4;base64,{MOVING}", "format": "video/mp4"},
+        {"file_data": MOVING, "format": "video/mp4", "video_metadata": {"fps": 4}},
+    ],
+    ids=["data URL", "format", "name", "ID", "fps"],
+)
+def test_file_part_can_be_a_video(demo, file):
+    messages = user({"type": "file", "file": file}, text("Which way does the circle move?"))
+    response = litellm.completion(demo, messages=messages, temperature=0)
+    assert response.choices[0].message.content == "It moves to the right."
+    assert response.usage.prompt_tokens_details.video_tokens > 0
+
+
+def test_file_part_can_be_an_image(demo):
+    part = {"type": "file", "file": {"file_data": f"data:image/png;base64,{CIRCLE}"}}
+    response = litellm.completion(demo, messages=user(part, text("Describe the picture.")), temperature=0)
+    assert response.choices[0].message.content == "A red circle."
+
+
+def test_file_url_is_fetched_by_its_format(scripted):
+    provider = scripted("Yes.")
+    for file in ({"file_id": "http://127.0.0.1:9/a", "format": "video/mp4"}, {"file_id": "http://127.0.0.1:9/a.mp4"}):
+        with pytest.raises(litellm.BadRequestError, match="may not fetch from") as caught:
+            litellm.completion(provider.model, messages=user({"type": "file", "file": file}, text("?")))
+        assert caught.value.param == "messages[0].content[0]"
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        {"file_data": "data:application/pdf;base64,JVBE"},
+        {"file_data": "JVBE", "filename": "a.pdf"},
+        {"file_id": "file-123"},
+        {"file_id": "file-123", "format": "video/mp4"},
+        {},
+        {"file_data": MOVING, "format": "video/mp4", "detail": "low"},
+        {"file_data": MOVING, "format": "video/mp4", "video_metadata": {"start_offset": "1s"}},
+    ],
+)
+def test_other_files_are_rejected(scripted, file):
+    with pytest.raises(litellm.UnsupportedParamsError) as caught:
+        litellm.completion(scripted("Yes.").model, messages=user(text("?"), {"type": "file", "file": file}))
+    assert caught.value.param == "messages[0].content[1].file"
+
+
+# Other endpoints
+
+
+def test_embeddings_and_images_are_refused(demo):
+    calls = [
+        lambda: litellm.embedding(demo, input=["Hello"]),
+        lambda: asyncio.run(litellm.aembedding(demo, input=["Hello"])),
+        lambda: litellm.image_generation(model=demo, prompt="A circle"),
+        lambda: asyncio.run(litellm.aimage_generation(model=demo, prompt="A circle")),
+    ]
+    for call in calls:
+        with pytest.raises(litellm.BadRequestError, match="generate text") as caught:
+            call()
+        assert caught.value.status_code == 400

@@ -158,6 +158,7 @@ def user_message(text, *names):
     return [{"role": "user", "content": [*map(media, names), {"type": "text", "text": text}]}]
 
 
+CLIENT = "litellm-proxy"
 CONVERSATIONS = {
     "text": [{"role": "user", "content": "Which shapes do you know?"}],
     "image": user_message("Describe the picture.", "circle.png"),
@@ -171,7 +172,16 @@ CONVERSATIONS = {
 }
 
 
-@pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
+def marks_of(name):
+    """Return what a conversation shows for docs/clients.md, besides streams and usage."""
+    return [pytest.mark.client(CLIENT, name)] if name in ("text", "image", "video") else []
+
+
+@pytest.mark.client(CLIENT, "stream")
+@pytest.mark.client(CLIENT, "usage")
+@pytest.mark.parametrize(
+    "messages", [pytest.param(value, id=name, marks=marks_of(name)) for name, value in CONVERSATIONS.items()]
+)
 def test_all_interfaces_return_same_response(client, demo, messages):
     """In process, through the proxy and through our server, with and without streaming."""
     options = {"messages": messages, "temperature": 0}
@@ -215,6 +225,7 @@ def test_models_and_health_are_listed(client, proxy):
     assert (health["healthy_count"], health["unhealthy_count"]) == (1, 0)
 
 
+@pytest.mark.client(CLIENT, "errors")
 @pytest.mark.parametrize("model", ["demo", "remote"])
 @pytest.mark.parametrize(
     ("options", "param"),
@@ -249,6 +260,7 @@ def has_free_slot(client, model):
     return False
 
 
+@pytest.mark.client(CLIENT, "cancel")
 @pytest.mark.parametrize("streamed", [False, True])
 def test_client_disconnect_cancels_request(proxy, remote, streamed):
     _, script = remote
@@ -265,6 +277,7 @@ def test_client_disconnect_cancels_request(proxy, remote, streamed):
     until(lambda: script.running == 0)
 
 
+@pytest.mark.client(CLIENT, "errors")
 def test_killed_server_falls_back_to_other_deployment(client, dying):
     """LiteLLM does not continue a response of another model: that stream ends with an error, other requests succeed."""
     process, url = dying
@@ -281,3 +294,22 @@ def test_killed_server_falls_back_to_other_deployment(client, dying):
         assert waiting.result().choices[0].message.content.startswith(EXPECTED)
     assert text_of(client.chat.completions.create(stream=True, **request)).startswith(EXPECTED)
     assert client.chat.completions.create(**request).choices[0].message.content.startswith(EXPECTED)
+
+
+@pytest.mark.client(CLIENT, "tools")
+@pytest.mark.client(CLIENT, "structured")
+def test_tool_calls_and_objects_pass_through_proxy(client):
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rome"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    request = {"model": "demo", "messages": CONVERSATIONS["text"], "temperature": 0}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    called = client.chat.completions.create(tools=[tool], tool_choice="required", parallel_tool_calls=False, **request)
+    (call,) = called.choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Rome"})
+    response_format = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema, "strict": False}}
+    done = client.chat.completions.create(response_format=response_format, **request)
+    assert json.loads(done.choices[0].message.content)["city"] == "Rome"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import litellm
 import pytest
 from litellm.proxy.types_utils.utils import get_instance_fn
 
 import dashinfer_vlm_litellm
+from dashinfer_vlm_core.engine.capabilities import Capabilities
 from dashinfer_vlm_core.models.spec import Profile
 from dashinfer_vlm_core.plugins import load_adapter
+from dashinfer_vlm_core.testing import EVERYTHING, ScriptedDecoder
 from dashinfer_vlm_litellm.model_info import register_model_info
 from tests.litellm.conftest import HELLO
 from tests.waiting import HANG
@@ -43,12 +46,13 @@ def test_router_works_after_register(demo):
     router.discard()
 
 
-def test_user_model_info_is_kept(scripted):
-    provider = scripted("Yes.")
-    info = {"litellm_provider": provider.model.partition("/")[0], "mode": "chat", "max_input_tokens": 77}
-    litellm.register_model({provider.model: info})
-    litellm.completion(provider.model, messages=HELLO)
-    assert litellm.get_model_info(provider.model)["max_input_tokens"] == 77
+def test_user_model_info_is_kept(scripted, tiny_checkpoint):
+    name = scripted("Yes.").model.partition("/")[0]
+    info = {"litellm_provider": name, "mode": "chat", "max_input_tokens": 77}
+    litellm.register_model({f"{name}/registered-by-user": info})
+    options = {"engine_options": {"model": str(tiny_checkpoint)}}
+    litellm.completion(f"{name}/registered-by-user", messages=HELLO, **options)
+    assert litellm.get_model_info(f"{name}/registered-by-user")["max_input_tokens"] == 77
 
 
 @pytest.mark.slow
@@ -67,9 +71,50 @@ def test_missing_litellm_error_names_extra():
     assert "pip install 'dashinfer-vlm-adapters[litellm]'" in result.stdout
 
 
-def test_profile_is_kept_when_context_length_changes():
+def supported(model):
+    return (
+        litellm.supports_vision(model),
+        litellm.supports_function_calling(model),
+        litellm.supports_parallel_function_calling(model),
+        litellm.utils.supports_tool_choice(model),
+        litellm.supports_response_schema(model),
+        litellm.supports_reasoning(model),
+    )
+
+
+def test_bundled_model_has_capabilities_before_loading(demo):
+    assert supported(demo) == (True, True, True, True, True, False)
+    info = litellm.get_model_info(demo)
+    lengths = {info["max_tokens"], info["max_input_tokens"], info["max_output_tokens"], litellm.get_max_tokens(demo)}
+    assert lengths == {4096}
+    assert not litellm.supports_audio_input(demo)
+    assert not litellm.utils.supports_pdf_input(demo)
+
+
+def test_loaded_model_has_capabilities_of_its_decoder(scripted):
+    everything, plain = scripted("Yes.", supported_params=EVERYTHING), scripted("Yes.")
+    for provider in (everything, plain):
+        litellm.completion(provider.model, messages=HELLO)
+    assert supported(everything.model) == (True, True, True, True, True, False)
+    assert supported(plain.model) == (True, True, True, False, False, False)
+
+
+def test_decoder_without_vision_is_reported(scripted, monkeypatch):
+    monkeypatch.setattr(ScriptedDecoder, "unsupported_vision_reason", "It has no vision.")
+    provider = scripted("Yes.")
+    name = provider.model.partition("/")[0]
+    options = {"engine_options": {"model": provider.model.partition("/")[2]}}
+    litellm.completion(f"{name}/blind", messages=HELLO, **options)
+    assert not litellm.supports_vision(f"{name}/blind")
+    assert litellm.supports_function_calling(f"{name}/blind")
+
+
+def test_model_info_follows_the_capabilities():
     name = "dashinfer_vlm/images-only"
-    register_model_info(name, 100, Profile(videos=False))
-    register_model_info(name, 50)
+    profile = Profile(videos=False, tools=False, reasoning=True)
+    capabilities = Capabilities(profile=profile, max_model_len=100, guided_decoding=True)
+    register_model_info(name, capabilities)
+    register_model_info(name, replace(capabilities, max_model_len=50))
     known = litellm.model_cost[name]
-    assert (known["max_input_tokens"], known["supports_vision"], known["supports_video_input"]) == (50, True, False)
+    assert (known["max_input_tokens"], known["supports_video_input"]) == (50, False)
+    assert supported(name) == (True, False, False, False, True, True)

@@ -495,9 +495,9 @@ def token_ids(engine, name, **options):
     return list(engine.submit(body(name, **options)).result(timeout=HANG).token_ids[0])
 
 
-def our_logprobs(engine, name):
+def our_logprobs(engine, name, **options):
     """Return the token ids, and the five largest log-probabilities of each step whose token has text."""
-    result = engine.submit(body(name, logprobs=True, top_logprobs=5)).result(timeout=HANG)
+    result = engine.submit(body(name, logprobs=True, top_logprobs=5, **options)).result(timeout=HANG)
     entries = result.completion.choices[0].logprobs.content
     return list(result.token_ids[0]), [[other.logprob for other in entry.top_logprobs] for entry in entries]
 
@@ -633,6 +633,9 @@ def test_other_video_fps_equals_transformers(start, engine, folder):
     np.testing.assert_allclose(logprobs, expected, rtol=0, atol=1e-3)
     _, other = our_logprobs(engine, "video")
     assert logprobs[0] != pytest.approx(other[0], abs=1e-2)
+
+    by_request = our_logprobs(engine, "video", mm_processor_kwargs={"fps": [24.0], "do_sample_frames": False})
+    assert by_request == (ids, logprobs)
 
 
 @pytest.mark.parametrize("size", PUBLISHED)

@@ -7,10 +7,10 @@ import shutil
 import litellm
 
 from dashinfer_vlm_core import EngineConfig
+from dashinfer_vlm_core.engine.capabilities import configured_capabilities
 from dashinfer_vlm_core.plugins import load_plugins
 from dashinfer_vlm_langchain.profiles import profile_of
 from dashinfer_vlm_litellm.model_info import register_model_info
-from dashinfer_vlm_qwen3_vl import Qwen3VL
 
 
 def test_langchain_profile(dense):
@@ -28,8 +28,7 @@ def test_checkpoint_whose_template_has_reasoning_reports_it(dense, tmp_path):
 
 
 def test_litellm_model_info(moe):
-    spec = Qwen3VL().load_spec(moe)
-    register_model_info("dashinfer_vlm/tiny-qwen3", spec.max_model_len, spec.profile)
+    register_model_info("dashinfer_vlm/tiny-qwen3", configured_capabilities(EngineConfig(model=str(moe))))
     info = litellm.get_model_info("dashinfer_vlm/tiny-qwen3")
     assert (info["max_input_tokens"], info["supports_vision"]) == (2048, True)
 

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from safetensors.numpy import save
 
-from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core import VLM, Engine, EngineConfig, SamplingParams
 from dashinfer_vlm_core.media import READERS
 from dashinfer_vlm_core.media import Image as DecodedImage
 from dashinfer_vlm_core.media.video import decode_video
@@ -238,3 +238,21 @@ def test_guided_decoding_follows_the_schema(folder):
     }
     with engine:
         assert engine.chat(request).choices[0].message.content.replace(" ", "") in ('{"red":true}', '{"red":false}')
+
+
+def test_frames_with_metadata_equal_transformers(dense, oracle):
+    """As qwen-vl-utils returns them with `return_video_metadata`: the times are those of the original video."""
+    frames, indices = [blurred_image(seed, 64, 96) for seed in range(50, 54)], [0, 3, 7, 10]
+    messages = [{"role": "user", "content": [{"type": "video", "video": Clip(frames, 10.0, indices)}]}]
+    ids, _ = oracle.generate(messages, TOKENS)
+    metadata = {"fps": 10.0, "frames_indices": indices, "total_num_frames": 11, "video_backend": "decord"}
+    prompt = {
+        "prompt": oracle.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True),
+        "multi_modal_data": {"video": [(frames, metadata)]},
+        "mm_processor_kwargs": {"do_sample_frames": False},
+    }
+    engine, _ = start(dense)
+    with engine:
+        (output,) = VLM(engine=engine).generate(prompt, SamplingParams(temperature=0, max_tokens=TOKENS))
+    assert list(output.prompt_token_ids) == oracle.inputs(messages)["input_ids"][0].tolist()
+    assert list(output.outputs[0].token_ids) == ids

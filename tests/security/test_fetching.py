@@ -26,6 +26,10 @@ from tests.web import LoopbackTransport, body, fake_resolver, raw, redirect, ser
 PART = "messages[0].content[0]"
 IMAGE = encode(noise(20, 30))
 WORDS = text("What is this?")
+LOCAL_FILES_MESSAGE = (
+    "Local files are not allowed here. Send a data:, http: or https: URL, or start the engine with"
+    " `allowed_local_media_path`, the folder of the files."
+)
 
 # Rule 1: one connector for every interface
 
@@ -101,7 +105,7 @@ def test_security_02_files_are_rejected_by_default(default_server, folder):
         default_server.rejection(image(url), code="media_refused")
         for url in (path.as_uri(), str(path), "picture.png", "~/picture.png", "file:///etc/passwd")
     }
-    assert messages == {"Local files are not allowed here. Send a data:, http: or https: URL."}
+    assert messages == {LOCAL_FILES_MESSAGE}
 
 
 def test_security_02_files_in_the_allowed_folder_are_read(open_server, folder):
@@ -131,7 +135,7 @@ def test_security_02_path_traversal_is_rejected_alike(open_server, folder):
             "x" * 5000 + "/../../secret.png",
         )
     }
-    assert messages == {"Local files are not allowed here. Send a data:, http: or https: URL."}
+    assert messages == {LOCAL_FILES_MESSAGE}
 
 
 # Rule 3: addresses, names and redirects

@@ -1,0 +1,64 @@
+"""What a model and its decoder support: for LangChain's profiles and LiteLLM's model information."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from ..config import EngineConfig
+from ..decoders import GUIDED_DECODING
+from ..models.spec import ModelSpec, Profile
+from ..plugins import load_plugins
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capabilities:
+    """What an engine supports.
+
+    Attributes:
+        profile: the inputs and outputs of the model.
+        max_model_len: maximum number of tokens of prompt and completion together; None if it is not known.
+        guided_decoding: whether response formats and tool calls can be enforced.
+    """
+
+    profile: Profile
+    max_model_len: int | None
+    guided_decoding: bool
+
+    @property
+    def tool_choice(self) -> bool:
+        """Whether a tool call can be required."""
+        return self.profile.tools and self.guided_decoding
+
+
+def configured_capabilities(config: EngineConfig) -> Capabilities:
+    """Return the capabilities of a configuration without loading the model.
+
+    The profile of a Hugging Face model ID, which may not be downloaded yet, is that of most models.
+
+    Raises:
+        SetupError: the checkpoint is invalid.
+    """
+    spec = _spec_of(config.model)
+    lengths = [length for length in (config.max_model_len, spec and spec.max_model_len) if length]
+    return Capabilities(
+        profile=spec.profile if spec else Profile(),
+        max_model_len=min(lengths, default=None),
+        guided_decoding=_supports_guided_decoding(config.decoder),
+    )
+
+
+@lru_cache(maxsize=64)
+def _spec_of(model: str) -> ModelSpec | None:
+    """Return the specification of a checkpoint; None for a Hugging Face model ID, which may not be downloaded yet."""
+    registry = load_plugins()
+    folder = registry.models.get(model, Path(model).expanduser())
+    return registry.load_spec(folder) if folder.is_dir() else None
+
+
+@lru_cache(maxsize=64)
+def _supports_guided_decoding(decoder: str) -> bool:
+    """Return whether a decoder supports guided decoding. Automatically selected decoders do."""
+    factory = load_plugins().decoders.get(decoder)
+    return factory is None or GUIDED_DECODING in factory.supported_params

@@ -1,0 +1,192 @@
+"""Arguments of vLLM's `LLM` -> options of `EngineConfig`, so that scripts for vLLM run, or report what to change."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from ..config import MIB
+from ..errors import ConfigError
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+RENAMED: Mapping[str, str] = MappingProxyType(
+    {
+        "enable_prefix_caching": "prefix_cache",
+        "kv_cache_memory_bytes": "kv_cache_mib",
+        "max_num_batched_tokens": "prefill_chunk",
+        "max_num_seqs": "max_batch_size",
+        "mm_processor_cache_gb": "vision_cache_mib",
+    }
+)
+"""Arguments that have another name here. None means the default, as in vLLM."""
+
+_ONE_PROCESS = "A model runs on one device, in one process. Remove it, and start one server for each GPU."
+_GENERATES = "The models generate text. Use another package for embeddings, scores and rewards."
+_FROM_CHECKPOINT = "It is read from the checkpoint. Remove it, or change the files of a copy of the checkpoint."
+
+
+class _Rejected(NamedTuple):
+    """An argument that is accepted only with values that change nothing.
+
+    Attributes:
+        neutral: these values.
+        next_step: what to do instead of other values.
+    """
+
+    neutral: tuple[object, ...]
+    next_step: str
+
+
+REJECTED: Mapping[str, _Rejected] = MappingProxyType(
+    {
+        "compilation_config": _Rejected((None, 0, {}), "Nothing is compiled with torch.compile. Remove it."),
+        "config_format": _Rejected(("auto", "hf"), _FROM_CHECKPOINT),
+        "convert": _Rejected(("auto", "none"), _GENERATES),
+        "cpu_offload_gb": _Rejected((0,), "Weights stay on one device. Use `quantization` to reduce their size."),
+        "data_parallel_size": _Rejected((1,), _ONE_PROCESS),
+        "decode_context_parallel_size": _Rejected((1,), _ONE_PROCESS),
+        "distributed_executor_backend": _Rejected((None, "uni", "mp"), _ONE_PROCESS),
+        "download_dir": _Rejected((None,), "Models are in the cache of Hugging Face. Set its variable HF_HOME."),
+        "enable_chunked_prefill": _Rejected(
+            (None, True), "Prompts are always computed in chunks. Set `prefill_chunk`, the size of a chunk in tokens."
+        ),
+        "enable_sleep_mode": _Rejected((False,), "Use `close` to free the memory."),
+        "generation_config": _Rejected(("auto", "vllm"), "Set the values in `SamplingParams`."),
+        "gpu_memory_utilization": _Rejected(
+            (None, 0.9),
+            "Memory is not reserved in advance: the KV cache grows on demand. Set its maximum size, `kv_cache_mib`.",
+        ),
+        "hf_config_path": _Rejected((None,), _FROM_CHECKPOINT),
+        "hf_overrides": _Rejected((None, {}), _FROM_CHECKPOINT),
+        "hf_token": _Rejected((None, False), "Set the variable HF_TOKEN."),
+        "load_format": _Rejected(("auto", "safetensors"), "Weights are loaded from safetensors files. Remove it."),
+        "logits_processors": _Rejected((None, []), "Use a response format, or `logit_bias`."),
+        "max_logprobs": _Rejected(tuple(range(21)), "At most 20 log probabilities per token are available. Remove it."),
+        "num_gpu_blocks_override": _Rejected((None,), "Set the size of the KV cache, `kv_cache_mib`."),
+        "override_generation_config": _Rejected((None, {}), "Set the values in `SamplingParams`."),
+        "pipeline_parallel_size": _Rejected((1,), _ONE_PROCESS),
+        "pooler_config": _Rejected((None,), _GENERATES),
+        "rope_scaling": _Rejected((None, {}), _FROM_CHECKPOINT),
+        "rope_theta": _Rejected((None,), _FROM_CHECKPOINT),
+        "runner": _Rejected(("auto", "generate"), _GENERATES),
+        "skip_tokenizer_init": _Rejected((False,), "The tokenizer is always used. Remove it."),
+        "speculative_config": _Rejected(
+            (None, {}), "Set `speculative_method`: `ngram` (the default) needs no other option, and `none` disables it."
+        ),
+        "task": _Rejected((None, "auto", "generate"), _GENERATES),
+        "tensor_parallel_size": _Rejected((1,), _ONE_PROCESS),
+        "tokenizer": _Rejected((None,), _FROM_CHECKPOINT),
+        "tokenizer_mode": _Rejected(("auto", "hf"), _FROM_CHECKPOINT),
+        "tokenizer_revision": _Rejected((None,), _FROM_CHECKPOINT),
+        "video_pruning_rate": _Rejected((None, 0), "Visual tokens are not pruned. Use `max_pixels` or `fps`."),
+    }
+)
+"""Arguments that cannot be mapped, unless they have a neutral value."""
+
+WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
+    {
+        "async_scheduling": "the scheduler has one mode",
+        "block_size": "the KV cache has no blocks to configure",
+        "disable_custom_all_reduce": "there is one device",
+        "disable_log_stats": "the statistics are in `vlm.engine.stats()`",
+        "disable_mm_preprocessor_cache": "`vision_cache_mib=0` disables the cache of visual tokens",
+        "enable_expert_parallel": "there is one device",
+        "enforce_eager": "there are no CUDA graphs",
+        "interleave_mm_strings": "placeholders are always where the prompt has them",
+        "max_seq_len_to_capture": "there are no CUDA graphs",
+        "mm_encoder_tp_mode": "there is one device",
+        "mm_processor_cache_type": "there is one process",
+        "skip_mm_profiling": "memory is not profiled",
+        "swap_space": "the KV cache is not swapped",
+        "trust_remote_code": "code of checkpoints is never executed",
+        "use_v2_block_manager": "the KV cache has no blocks to configure",
+    }
+)
+"""Arguments that are accepted with any value, because they cannot change a result here; with the reason."""
+
+_DTYPES = {"half": "float16", "float": "float32"}
+
+
+def to_engine_options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `arguments` as options of `EngineConfig`. Those that vLLM does not have are returned unchanged.
+
+    Arguments without effect are logged once with the reason.
+
+    Raises:
+        ConfigError: an argument cannot be mapped, is given under two names, or has an invalid value.
+    """
+    options: dict[str, Any] = {}
+    ignored = []
+    for name, value in arguments.items():
+        if name in WITHOUT_EFFECT:
+            ignored.append(f"`{name}` ({WITHOUT_EFFECT[name]})")
+        elif name in REJECTED:
+            _check_neutral(name, value, arguments)
+        else:
+            _add(options, name, value, arguments)
+    if ignored:
+        logger.warning("These arguments of vLLM have no effect here: %s.", ", ".join(ignored))
+    return options
+
+
+def _add(options: dict[str, Any], name: str, value: Any, arguments: Mapping[str, Any]) -> None:
+    ours = RENAMED.get(name, name)
+    if ours != name and ours in arguments:
+        raise ConfigError(f"`{name}` is vLLM's name of `{ours}`. Pass one of them.", param=name)
+    if value is None and name in _NONE_IS_DEFAULT:
+        return
+    try:
+        options[ours] = _CONVERTERS[name](value) if name in _CONVERTERS else value
+    except (TypeError, ValueError):
+        raise ConfigError(f"`{name}` has an invalid value, got {value!r}.", param=name) from None
+
+
+def _check_neutral(name: str, value: object, arguments: Mapping[str, Any]) -> None:
+    neutral, next_step = REJECTED[name]
+    same_as = {"tokenizer": "model", "tokenizer_revision": "revision"}.get(name)
+    if any(type(value) is type(other) and value == other for other in _with_floats(neutral)):
+        return
+    if same_as is None or str(value) != str(arguments.get(same_as)):
+        raise ConfigError(f"`{name}` of vLLM is not available here, got {value!r}. {next_step}", param=name)
+
+
+def _with_floats(values: Iterable[object]) -> list[object]:
+    """Add the float of each integer: 1 and 1.0 are the same, but True is another value."""
+    given = list(values)
+    return [*given, *(float(value) for value in given if type(value) is int)]
+
+
+def _dtype(value: object) -> str:
+    """Convert vLLM's names, and torch.dtype, which prints as `torch.float16`."""
+    name = str(value).removeprefix("torch.")
+    return _DTYPES.get(name, name)
+
+
+def _limits(value: object) -> object:
+    """Convert `{"image": 4, "video": {"count": 1, "num_frames": 32}, "audio": 0}`; the other values only reserve
+    memory in vLLM."""
+    if not isinstance(value, Mapping):
+        return value
+    counts = {kind: limit.get("count", 999) if isinstance(limit, Mapping) else limit for kind, limit in value.items()}
+    return {kind: count for kind, count in counts.items() if kind in ("image", "video") or count != 0}
+
+
+_CONVERTERS: Mapping[str, Callable[[Any], object]] = MappingProxyType(
+    {
+        "allowed_local_media_path": lambda value: value or None,
+        "dtype": _dtype,
+        "kv_cache_memory_bytes": lambda value: int(value) // MIB,
+        "limit_mm_per_prompt": _limits,
+        "mm_processor_cache_gb": lambda value: int(float(value) * 1024),
+    }
+)
+
+_NONE_IS_DEFAULT = frozenset(
+    {
+        *RENAMED, "allowed_media_domains", "chat_template", "kv_cache_dtype", "limit_mm_per_prompt", "max_model_len",
+        "quantization", "revision", "served_model_name",
+    }
+)  # fmt: skip

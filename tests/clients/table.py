@@ -1,0 +1,154 @@
+"""Write docs/clients.md from the results of the tests that are marked `client`.
+
+scripts/test --junitxml=results.xml
+scripts/test --interop --junitxml=interop.xml
+python -m tests.clients.table results.xml interop.xml
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from tests.support import FAILED, SKIPPED, SUPPORTED, describe_environment, read_properties
+
+PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
+PROPERTY = "client"
+
+CLIENTS = {
+    "openai": "[openai](openai.md)",
+    "openai-agents": "OpenAI Agents SDK (Chat Completions)",
+    "litellm": "[LiteLLM](litellm.md), functions",
+    "litellm-router": "LiteLLM, Router",
+    "litellm-proxy": "LiteLLM, proxy",
+    "langchain": "[LangChain](langchain.md)",
+    "langgraph": "LangChain agent (LangGraph)",
+    "llama-index": "LlamaIndex `OpenAILike`",
+    "vllm-style": "[`VLM`](media.md#offline-inference-with-vlm), like vLLM's `LLM`",
+    "curl": "[curl](http.md)",
+}
+FEATURES = {
+    "text": "Text",
+    "image": "Image",
+    "video": "Video",
+    "stream": "Stream",
+    "tools": "Tools",
+    "structured": "Structured output",
+    "usage": "Usage",
+    "errors": "Errors",
+    "cancel": "Cancel",
+}
+PACKAGES = (
+    "openai",
+    "litellm",
+    "langchain-core",
+    "langchain",
+    "langgraph",
+    "openai-agents",
+    "llama-index-llms-openai-like",
+)
+
+REASONS: Mapping[tuple[str, str], str] = {
+    ("vllm-style", "stream"): "`generate` and `chat` return complete outputs, as in vLLM. Use `Engine.stream`.",
+    ("vllm-style", "tools"): "`SamplingParams` has no tools. Use `Engine.chat`.",
+    ("vllm-style", "structured"): "`SamplingParams` has no response format. Use `Engine.chat`.",
+    ("llama-index", "video"): "LlamaIndex does not convert its video blocks to a part of a request.",
+    (
+        "llama-index",
+        "cancel",
+    ): "LlamaIndex keeps the connection of a stream that is closed, so the request runs to its end.",
+}
+"""Why a cell has no test."""
+
+INTRODUCTION = """\
+# Clients
+
+What works with which client library. "{supported}": tests run the real library with this feature and passed.
+"{skipped}": a test exists, but this machine could not run it. A number is a footnote with the reason.
+`tests/clients/table.py` writes this page from the results of a test run.
+
+"""
+
+NOTES = """
+* **Image, Video**: the decoder receives the same visual tokens as for a direct request.
+* **Tools**: the client parses a tool call; agents also run the tool, and send its result.
+* **Structured output**: the response follows a schema, which is enforced, and the client returns an object.
+* **Usage**: the client reports the engine's token counts, with those of images.
+* **Errors**: the client raises an exception for an invalid request, and for a failure in the middle of a stream. With
+  curl, the exit status is 22 and the last event of the stream has an `error`.
+* **Cancel**: closing the stream ends the request in the engine. `VLM` ends all requests on Ctrl-C.
+
+## Versions
+
+{versions}
+
+{environment}
+"""
+
+
+def mark_property(client: str, feature: str) -> tuple[str, str]:
+    """Return the property that a test's mark adds to its result.
+
+    Raises:
+        KeyError: the client or feature has no row or column.
+    """
+    for name, table in ((client, CLIENTS), (feature, FEATURES)):
+        if name not in table:
+            raise KeyError(f"`client` names {name!r}, which is not one of {', '.join(table)}")
+    return PROPERTY, f"{client} {feature} {SUPPORTED}"
+
+
+def render(outcomes: Mapping[tuple[str, ...], str], versions: str, environment: str) -> str:
+    """Render the page: a row for each client, a column for each feature."""
+    lines = [
+        INTRODUCTION.format(supported=SUPPORTED, skipped=SKIPPED),
+        f"| Client | {' | '.join(FEATURES.values())} |\n",
+        f"|---{'|---' * len(FEATURES)}|\n",
+    ]
+    footnotes: list[str] = []
+    for client, title in CLIENTS.items():
+        cells = [_cell((client, feature), outcomes, footnotes) for feature in FEATURES]
+        lines.append(f"| {title} | {' | '.join(cells)} |\n")
+    lines += ["\n", *(f"{number}. {text}\n" for number, text in enumerate(footnotes, 1))]
+    return "".join(lines) + NOTES.format(versions=versions, environment=environment)
+
+
+def _cell(key: tuple[str, str], outcomes: Mapping[tuple[str, ...], str], footnotes: list[str]) -> str:
+    if key not in REASONS:
+        return outcomes.get(key, "-")
+    if REASONS[key] not in footnotes:
+        footnotes.append(REASONS[key])
+    return f"no ({footnotes.index(REASONS[key]) + 1})"
+
+
+def describe_versions() -> str:
+    """Return the versions of the installed client libraries in one line."""
+    return ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name))) + "."
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("reports", type=Path, nargs="+", help="JUnit XML reports of test runs")
+    parser.add_argument("--versions", default="", help="versions of libraries of another environment")
+    arguments = parser.parse_args()
+    outcomes: dict[tuple[str, ...], str] = {}
+    for report in arguments.reports:
+        found = read_properties(report, PROPERTY)
+        outcomes |= {key: outcome for key, outcome in found.items() if outcomes.get(key, SKIPPED) == SKIPPED}
+    if failed := sorted(key for key, outcome in outcomes.items() if outcome == FAILED):
+        raise SystemExit(f"Fix these first: {failed}")
+    versions = arguments.versions or describe_versions()
+    PAGE.write_text(render(outcomes, versions, describe_environment()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Arguments of vLLM's `LLM`: mapped to options, accepted without effect, or rejected with the option to use."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dashinfer_vlm_core import VLM, EngineConfig, SamplingParams
+from dashinfer_vlm_core.config import MediaLimits
+from dashinfer_vlm_core.errors import ConfigError, UnsupportedParameter
+from dashinfer_vlm_core.offline.vllm_arguments import REJECTED, RENAMED, WITHOUT_EFFECT, to_engine_options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "value"),
+    [
+        ({"max_num_seqs": 4}, "max_batch_size", 4),
+        ({"max_num_batched_tokens": 256}, "prefill_chunk", 256),
+        ({"enable_prefix_caching": False}, "prefix_cache", False),
+        ({"kv_cache_memory_bytes": 512 * 2**20}, "kv_cache_mib", 512),
+        ({"mm_processor_cache_gb": 0.5}, "vision_cache_mib", 512),
+        ({"dtype": "half"}, "dtype", "float16"),
+        ({"dtype": "float"}, "dtype", "float32"),
+        ({"dtype": torch.bfloat16}, "dtype", "bfloat16"),
+        ({"dtype": "auto"}, "dtype", "auto"),
+        (
+            {"limit_mm_per_prompt": {"image": 2, "video": 1, "audio": 0}},
+            "limit_mm_per_prompt",
+            MediaLimits(image=2, video=1),
+        ),
+        (
+            {"limit_mm_per_prompt": {"image": {"count": 3, "width": 512}, "video": 0}},
+            "limit_mm_per_prompt",
+            MediaLimits(image=3, video=0),
+        ),
+        ({"allowed_local_media_path": ""}, "allowed_local_media_path", None),
+        ({"allowed_local_media_path": "/tmp"}, "allowed_local_media_path", Path("/tmp")),
+        ({"quantization": None}, "quantization", "none"),
+        ({"max_model_len": 1024}, "max_model_len", 1024),
+        ({"max_num_seqs": None}, "max_batch_size", 32),
+        ({"chat_template": "template.jinja"}, "chat_template", Path("template.jinja")),
+    ],
+)  # fmt: skip
+def test_argument_becomes_option(arguments, name, value):
+    config = EngineConfig(**to_engine_options(arguments))
+    assert getattr(config, name) == value
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_renamed_arguments_lead_to_options(name):
+    assert RENAMED[name] in EngineConfig.model_fields
+    with pytest.raises(ConfigError, match="vLLM's name") as caught:
+        to_engine_options({name: 1, RENAMED[name]: 1})
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_neutral_values_are_accepted_and_others_rejected(name):
+    neutral, next_step = REJECTED[name]
+    for value in neutral:
+        assert to_engine_options({name: value}) == {}
+    with pytest.raises(ConfigError) as caught:
+        to_engine_options({name: "something else"})
+    assert caught.value.param == name
+    assert f"`{name}`" in caught.value.message
+    assert next_step in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "next_step"),
+    [
+        ("gpu_memory_utilization", 0.5, "kv_cache_mib"),
+        ("tensor_parallel_size", 2, "one server for each GPU"),
+        ("tensor_parallel_size", True, "one server for each GPU"),
+        ("runner", "pooling", "generate text"),
+        ("speculative_config", {"method": "eagle"}, "speculative_method"),
+        ("enable_chunked_prefill", False, "prefill_chunk"),
+        ("tokenizer", "other", "checkpoint"),
+    ],
+)
+def test_rejection_names_the_option_to_use(name, value, next_step):
+    with pytest.raises(ConfigError, match=next_step):
+        to_engine_options({name: value})
+
+
+def test_tokenizer_of_the_model_is_accepted():
+    assert to_engine_options({"model": "demo", "tokenizer": "demo"}) == {"model": "demo"}
+    assert to_engine_options({"revision": "v1", "tokenizer_revision": "v1"}) == {"revision": "v1"}
+
+
+def test_arguments_without_effect_are_logged_with_reason(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert to_engine_options(dict.fromkeys(WITHOUT_EFFECT, True)) == {}
+    (record,) = caplog.records
+    for name, reason in WITHOUT_EFFECT.items():
+        assert f"`{name}` ({reason})" in record.message
+
+
+def test_tables_name_each_argument_once():
+    assert not REJECTED.keys() & WITHOUT_EFFECT.keys()
+    assert not (REJECTED.keys() | WITHOUT_EFFECT.keys() | RENAMED.keys()) & EngineConfig.model_fields.keys()
+
+
+def test_invalid_value_is_named():
+    for name, value in (("kv_cache_memory_bytes", "4 GB"), ("mm_processor_cache_gb", [])):
+        with pytest.raises(ConfigError) as caught:
+            to_engine_options({name: value})
+        assert caught.value.param == name
+
+
+def test_unknown_argument_is_rejected(tiny_checkpoint):
+    with pytest.raises(ConfigError, match="max_num_seq"):
+        VLM(tiny_checkpoint, max_num_seq=4)
+
+
+def test_arguments_of_model_cards_work(tiny_checkpoint):
+    """Those of the cards of Qwen2.5-VL and Qwen3-VL, and of common scripts."""
+    options = {
+        "limit_mm_per_prompt": {"image": 10, "video": 10},
+        "mm_encoder_tp_mode": "data",
+        "enable_expert_parallel": False,
+        "tensor_parallel_size": 1,
+        "seed": 0,
+        "trust_remote_code": True,
+        "enforce_eager": True,
+        "gpu_memory_utilization": 0.9,
+        "max_num_seqs": 5,
+        "max_model_len": 2048,
+        "mm_processor_kwargs": {"min_pixels": 28 * 28, "max_pixels": 1280 * 28 * 28},
+    }
+    with VLM(model=str(tiny_checkpoint), **options) as vlm:
+        config = vlm.engine.config
+        assert (config.max_batch_size, config.max_model_len) == (5, 2048)
+        assert config.limit_mm_per_prompt == MediaLimits(image=10, video=10)
+        assert vlm.generate("Hello", use_tqdm=False)[0].finished
+
+
+def test_sampling_parameters_without_effect_are_accepted():
+    neutral = {"best_of": 1, "min_p": 0.0, "skip_special_tokens": True, "detokenize": True, "prompt_logprobs": None}
+    assert SamplingParams(max_tokens=3, **neutral) == SamplingParams(max_tokens=3)
+    assert replace(SamplingParams(top_k=-1, stop_token_ids=[]), seed=3).seed == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "next_step"),
+    [
+        ("min_p", 0.1, "top_p"),
+        ("best_of", 2, "`n`"),
+        ("include_stop_str_in_output", True, "before the stop string"),
+        ("structured_outputs", {"json": {}}, "response_format"),
+        ("guided_decoding", {"json": {}}, "response_format"),
+    ],
+)
+def test_sampling_parameter_of_vllm_is_rejected_with_next_step(name, value, next_step):
+    with pytest.raises(UnsupportedParameter, match=next_step) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+
+
+def test_unknown_sampling_parameter_is_a_type_error():
+    with pytest.raises(TypeError, match="temp"):
+        SamplingParams(temp=1)
