@@ -89,6 +89,7 @@ def create_app(
         reloader=reloader,
         limiter=limiter,
         isolated=settings.isolates_keys,
+        namespace_secret=settings.namespace_secret,
         public_routes=PUBLIC_ROUTES.union(FILES if settings.page else ()),
     )
     if not len(settings.keys):

@@ -33,6 +33,7 @@ from ..vision import VisionService, VisionStats
 from ..vision.media_uuids import MediaUuidCache
 from .chat_pipeline import ChatPipeline, ConcurrencyLimiter, Generation
 from .observers import ObserverList, RequestObserver
+from .vision_store import open_vision_store
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -370,7 +371,7 @@ async def load_pipeline(
     # Rejects a tokenizer that is not byte-level now, rather than at the first request.
     IncrementalDetokenizer(prompts.tokenizer)
     processor = family.image_processor(spec, config)
-    vision = await asyncio.to_thread(_load_vision, family, spec, config, kernels)
+    vision = await asyncio.to_thread(_load_vision, family, spec, config, kernels, registry)
     try:
         await decoder.start()
         media_executor = create_executor(
@@ -383,6 +384,7 @@ async def load_pipeline(
         )
     except BaseException:
         await decoder.close()
+        await vision.close()
         raise
     pipeline = ChatPipeline(
         name=config.name,
@@ -402,7 +404,9 @@ async def load_pipeline(
     return pipeline, reason
 
 
-def _load_vision(family: ModelFamily, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> VisionService:
+def _load_vision(
+    family: ModelFamily, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, registry: Registry
+) -> VisionService:
     encoder = family.load_vision_encoder(spec, config, kernels)
     batch_patches = min(config.vision_batch_patches, encoder.batch_patches)
     return VisionService(
@@ -410,6 +414,7 @@ def _load_vision(family: ModelFamily, spec: ModelSpec, config: EngineConfig, ker
         model_key=kernels.chosen_name(VISION_ENCODER).encode(),
         cache_bytes=config.vision_cache_mib * MIB,
         batch_patches=batch_patches,
+        store=open_vision_store(registry, family, spec, config, kernels, encoder),
     )
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from ..config import EngineConfig, PluginOptions
     from ..decoders import DecoderFactory
+    from ..embedding_store import EmbeddingStoreFactory
     from ..kernels.choice import KernelFactory
     from ..media.types import VideoReader
     from ..models.interface import ModelFamily
@@ -76,6 +77,11 @@ def register_kernels(register: Callable[[KernelFactory], None]) -> None:
 @hookspec
 def register_video_readers(register: Callable[[VideoReader], None]) -> None:
     """Register a reader for video files."""
+
+
+@hookspec
+def register_embedding_stores(register: Callable[[EmbeddingStoreFactory], None]) -> None:
+    """Register stores of visual embeddings, which `embedding_store` selects by the scheme of its URL."""
 
 
 @hookspec
