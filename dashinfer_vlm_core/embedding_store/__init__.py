@@ -1,10 +1,10 @@
 """A store of visual embeddings that several processes share, or that outlives one. Importing this package is cheap.
 
-    interface.py                  what a store implements; plugins register stores by the scheme of their URL
-    settings.py   opening.py      the options, and the store that they name
-    client.py     breaker.py      lookups within a time budget, writes in the background
-    codec.py                      embeddings as checked bytes; the only module that imports torch
-    file_store.py                 the store in a folder
+interface.py                  what a store implements; plugins register stores by the scheme of their URL
+settings.py   opening.py      the options, and the store that they name
+client.py     breaker.py      lookups within a time budget, writes in the background
+codec.py                      embeddings as checked bytes; the only module that imports torch
+file_store.py                 the store in a folder
 """
 
 from __future__ import annotations

@@ -219,13 +219,16 @@ class EmbeddingStoreClient:
     def _decode(
         self, keys: Sequence[bytes], lookups: Sequence[Lookup], values: Sequence[bytes | None]
     ) -> list[torch.Tensor | InvalidValueError | None]:
-        decoded: list[torch.Tensor | InvalidValueError | None] = []
-        for key, value, lookup in zip(keys, values, lookups, strict=True):
-            try:
-                decoded.append(None if value is None else self._codec.decode(key, value, lookup.tokens))
-            except InvalidValueError as error:
-                decoded.append(error)
-        return decoded
+        return [
+            None if value is None else self._decode_one(key, value, lookup.tokens)
+            for key, value, lookup in zip(keys, values, lookups, strict=True)
+        ]
+
+    def _decode_one(self, key: bytes, value: bytes, tokens: int) -> torch.Tensor | InvalidValueError:
+        try:
+            return self._codec.decode(key, value, tokens)
+        except InvalidValueError as error:
+            return error
 
     def _count(self, decoded: torch.Tensor | InvalidValueError | None) -> torch.Tensor | None:
         """Count the result of a lookup, and return the embedding, if any."""

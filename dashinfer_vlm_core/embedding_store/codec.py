@@ -1,8 +1,8 @@
 """Visual embeddings as bytes that are checked before they are used.
 
-A value is a header, a digest, and the embedding's rows. The digest is HMAC-SHA256 over the key, the header and the rows:
-a value cannot be damaged or moved to another key without notice. With a shared secret, only its holders can create values;
-without one, the digest finds accidents only.
+A value is a header, a digest, and the embedding's rows. The digest is HMAC-SHA256 over the key, the header and the
+rows: a value cannot be damaged or moved to another key without notice. With a shared secret, only its holders can
+create values; without one, the digest finds accidents only.
 """
 
 from __future__ import annotations

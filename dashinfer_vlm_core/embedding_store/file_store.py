@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -101,8 +102,12 @@ class FileStore:
         """Return the content of a file, and mark it as used; empty if other users may have written it."""
         try:
             descriptor = os.open(self._path(read.key), _OPEN_FILE)
-        except FileNotFoundError:
-            return None
+        except OSError as error:
+            if error.errno == errno.ENOENT:
+                return None
+            if error.errno == errno.ELOOP:  # a symbolic link
+                return b""
+            raise
         with open(descriptor, "rb", buffering=0) as file:  # noqa: PTH123 - of a descriptor
             status = os.fstat(descriptor)
             if status.st_mtime < time.time() - self._ttl:
@@ -114,7 +119,7 @@ class FileStore:
             return file.read(read.size + 1)
 
     def _write(self, key: str, value: bytes) -> None:
-        """Write a file atomically, after making room for it.
+        """Write a file atomically, after deleting others if the folder is full.
 
         Raises:
             OSError: the folder cannot be written to, or is full.
@@ -130,18 +135,14 @@ class FileStore:
             raise
 
     def _insert(self, size_file: int, temporary: Path, path: Path, size: int) -> None:
-        try:
-            replaced = _disk_size(path.lstat().st_size)
-        except FileNotFoundError:
-            replaced = 0
         total = self._read_total(size_file)
-        if total is None or total + size - replaced > self._max_bytes:
-            total = self._make_room(size, keep=temporary)
-            replaced = _disk_size(path.lstat().st_size) if path.exists() else 0
-        self._write_total(size_file, total + size - replaced)  # before the file: a crash leaves it too large, not too small
+        if total is None or total + size - _stored_size(path) > self._max_bytes:
+            total = self._free_space(size, keep=temporary)
+        # Before the file is renamed: after a crash, the total is too large rather than too small.
+        self._write_total(size_file, total + size - _stored_size(path))
         temporary.replace(path)
 
-    def _make_room(self, size: int, *, keep: Path) -> int:
+    def _free_space(self, size: int, *, keep: Path) -> int:
         """Delete expired files, and then those with the oldest last use, and return the remaining size."""
         total = self._delete_expired(keep)
         target = max(0, int(FILL * self._max_bytes) - size)
@@ -243,6 +244,14 @@ def _folder(url: str) -> Path:
 
 def _disk_size(size: int) -> int:
     return -(-size // BLOCK) * BLOCK
+
+
+def _stored_size(path: Path) -> int:
+    """Return the size of a file on disk; 0 if it does not exist."""
+    try:
+        return _disk_size(path.lstat().st_size)
+    except FileNotFoundError:
+        return 0
 
 
 def _try_lock(descriptor: int) -> bool:

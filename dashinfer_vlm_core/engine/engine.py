@@ -414,7 +414,7 @@ def _load_vision(
         model_key=kernels.chosen_name(VISION_ENCODER).encode(),
         cache_bytes=config.vision_cache_mib * MIB,
         batch_patches=batch_patches,
-        store=open_vision_store(registry, family, spec, config, kernels, encoder),
+        store=open_vision_store(registry, family, spec, config, kernels=kernels, encoder=encoder),
     )
 
 

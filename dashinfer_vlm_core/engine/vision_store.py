@@ -27,6 +27,7 @@ def open_vision_store(
     family: ModelFamily,
     spec: ModelSpec,
     config: EngineConfig,
+    *,
     kernels: KernelSelector,
     encoder: VisionEncoder,
 ) -> EmbeddingStoreClient | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -303,7 +302,8 @@ class VisionService:
     async def _encode(self, batch: list[_Job]) -> None:
         """Encode a batch in one pass; if it fails, encode each item separately, so that only faulty items fail."""
         self._passes += 1
-        start = time.monotonic()
+        clock = asyncio.get_running_loop().time
+        start = clock()
         try:
             embeddings = await self._run_encoder([job.patches for job in batch])
         except Exception as error:
@@ -315,7 +315,7 @@ class VisionService:
                     await self._encode([job])
             return
         self._encoded += len(batch)
-        self._measure(time.monotonic() - start, sum(job.size for job in batch))
+        self._measure(clock() - start, sum(job.size for job in batch))
         for job, embedding in zip(batch, embeddings, strict=True):
             self._store(job.key, embedding)
             self._finish(job, embedding)
