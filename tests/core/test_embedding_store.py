@@ -154,7 +154,7 @@ VALUE = codec_for().encode(KEY, embedding())
 
 
 @pytest.mark.parametrize("position", [*range(len(VALUE) - 16 * 4), len(VALUE) - 1])
-def test_value_with_a_changed_byte_is_invalid(position):
+def test_security_33_changed_value_is_not_used(position):
     damaged = bytearray(VALUE)
     damaged[position] ^= 1
     with pytest.raises(InvalidValueError):
@@ -179,7 +179,7 @@ def test_value_with_a_changed_byte_is_invalid(position):
     ],
     ids=["empty", "short", "long", "zeros", "tokens", "key", "no secret", "secret", "width", "dtype", "inf", "nan"],
 )
-def test_value_of_another_kind_is_invalid(codec, key, value, tokens):
+def test_security_33_value_of_another_kind_is_not_used(codec, key, value, tokens):
     with pytest.raises(InvalidValueError):
         codec.decode(key, value, tokens)
 

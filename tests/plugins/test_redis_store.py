@@ -267,7 +267,7 @@ def test_full_server_costs_no_request(server):
     with_replicas(server, scenario, 1)
 
 
-def test_wrong_values_are_not_used_and_replaced(server):
+def test_security_33_wrong_values_are_not_used_and_replaced(server):
     async def scenario(replica):
         await replica.check(A, B)
         await replica.written()
