@@ -146,11 +146,10 @@ class FileStore:
         """Delete expired files, and then those with the oldest last use, and return the remaining size."""
         total = self._delete_expired(keep)
         target = max(0, int(FILL * self._max_bytes) - size)
-        for entry in sorted(self._entries(keep)) if total > target else ():
+        values = (entry for entry in sorted(self._entries(keep)) if entry.path.suffix == SUFFIX)
+        while total > target and (entry := next(values, None)):
             entry.path.unlink(missing_ok=True)
             total -= entry.size
-            if total <= target:
-                break
         return total
 
     def _delete_expired(self, keep: Path | None = None) -> int:

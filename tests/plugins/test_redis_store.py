@@ -241,7 +241,7 @@ def test_slow_server_costs_only_the_time_budget(server):
     async def scenario(replica):
         await replica.check(A)
         await replica.written()
-        server.client.execute_command("CLIENT", "PAUSE", 1000 * HANG)
+        server.client.execute_command("CLIENT", "PAUSE", int(1000 * HANG))
         request = asyncio.create_task(replica.check(A))
         while replica.stats.timeouts == 0:
             await asyncio.sleep(0.001)
