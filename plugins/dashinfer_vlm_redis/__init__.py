@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from dashinfer_vlm_core.config import EngineConfig
     from dashinfer_vlm_core.embedding_store import EmbeddingStore, EmbeddingStoreFactory
 
-SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}
-"""The schemes of URLs, with those that redis-py knows. The second of each pair uses TLS."""
+SCHEMES = {"redis": "redis", "rediss": "rediss", "redis+unix": "unix", "valkey": "redis", "valkeys": "rediss"}
+"""The schemes of URLs, with those that redis-py knows: TCP, TLS, and Unix sockets."""
 
 
 class RedisStoreFactory:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from dashinfer_vlm_core import EngineConfig
+from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.embedding_store import EmbeddingStoreClient, Read, open_store
 from dashinfer_vlm_core.embedding_store.codec import EmbeddingCodec
 from dashinfer_vlm_core.errors import ConfigError, MissingDependency
@@ -19,6 +19,7 @@ from dashinfer_vlm_redis import RedisStoreFactory
 from tests.clock import run, skippable_loop
 from tests.core.test_vision import MeanTower, mean_of
 from tests.patches import random_patches
+from tests.samples import image_url
 from tests.waiting import HANG, auntil, until
 
 redis = pytest.importorskip("redis", reason="redis-py is not installed: pip install '.[redis]'")
@@ -287,6 +288,34 @@ def test_security_33_wrong_values_are_not_used_and_replaced(server):
         assert replica.stats.errors == 2
 
     with_replicas(server, scenario, 1)
+
+
+@pytest.mark.slow
+def test_engines_share_a_server(server):
+    url = server.url.replace("unix://", "redis+unix://")
+    config = EngineConfig(model="demo", decoder="torch", embedding_store=url, embedding_store_timeout=HANG)
+
+    def ask(engine, seed):
+        content = [{"type": "image_url", "image_url": {"url": image_url(60, 60, seed)}}, {"type": "text", "text": "?"}]
+        message = {"role": "user", "content": content}
+        request = {"messages": [message], "max_tokens": 4, "temperature": 0, "logprobs": True}
+        return [token.logprob for token in engine.chat(request).choices[0].logprobs.content]
+
+    with (
+        Engine(config) as first,
+        Engine(config) as second,
+        Engine(EngineConfig(model="demo", decoder="torch")) as alone,
+    ):
+        assert ask(first, 1) == ask(alone, 1)
+        until(lambda: not first.stats().vision.store.pending_bytes)
+        assert ask(second, 1) == ask(alone, 1)
+        assert (first.stats().vision.passes, second.stats().vision.passes) == (1, 0)
+        server.kill()
+        assert ask(second, 2) == ask(alone, 2)
+        assert second.stats().vision.store.errors == 1
+        server.start()
+        assert ask(second, 3) == ask(alone, 3)
+        assert second.stats().vision.store.misses == 1
 
 
 # Options
