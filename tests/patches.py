@@ -9,10 +9,12 @@ import numpy as np
 from dashinfer_vlm_core.models.interface import Grid, Patches
 
 
-def random_patches(t: int, h: int, w: int, *, seed: int = 0, part: str = "messages[0].content[0]") -> Patches:
-    """Return random patches that depend on all arguments but `part`."""
+def random_patches(
+    t: int, h: int, w: int, *, seed: int = 0, part: str = "messages[0].content[0]", side: int = 14
+) -> Patches:
+    """Return random patches of `side` pixels squared that depend on all arguments but `part`."""
     grid = Grid(t, h, w)
-    pixels = np.random.default_rng([seed, *grid]).integers(0, 256, (grid.patches, 3 * 2 * 14 * 14), dtype=np.uint8)
+    pixels = np.random.default_rng([seed, *grid]).integers(0, 256, (grid.patches, 3 * 2 * side * side), dtype=np.uint8)
     return Patches(
         pixels=pixels,
         grid=grid,

@@ -12,6 +12,7 @@ MODULES = (
     "dashinfer_vlm_core",
     "dashinfer_vlm_core.config",
     "dashinfer_vlm_core.decoders",
+    "dashinfer_vlm_core.embedding_store",
     "dashinfer_vlm_core.engine",
     "dashinfer_vlm_core.engine.remote",
     "dashinfer_vlm_core.engine.shared",

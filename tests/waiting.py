@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -15,3 +16,11 @@ def until(condition: Callable[[], object], seconds: float = HANG) -> None:
     while not condition():
         assert time.monotonic() < end, f"it did not happen within {seconds:g} s"
         time.sleep(0.002)
+
+
+async def auntil(condition: Callable[[], object]) -> None:
+    """Wait on an event loop until `condition` holds."""
+    end = time.monotonic() + HANG
+    while not condition():
+        assert time.monotonic() < end, f"it did not happen within {HANG:g} s"
+        await asyncio.sleep(0.002)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import importlib
 import io
@@ -15,8 +16,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import anyio
+
 from dashinfer_vlm_core.config import ENV_PREFIX, EngineConfig
 from dashinfer_vlm_core.config.folders import write_error
+from dashinfer_vlm_core.embedding_store import EmbeddingStoreOptions, open_store, redacted
 from dashinfer_vlm_core.errors import ConfigError, DashInferVLMError
 from dashinfer_vlm_core.hookspecs import Finding
 from dashinfer_vlm_core.kernels.choice import PYTORCH_SETS, Candidates, KernelSelector, LoadedKernels
@@ -37,6 +41,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "litellm": ("litellm",),
     "langchain": ("langchain_core",),
     "video": ("av",),
+    "redis": ("redis",),
     "cli": ("rich", "prompt_toolkit"),
 }
 """The modules of each extra."""
@@ -49,6 +54,9 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 MIN_FREE_BYTES = 10 * 10**9
 """Disk space for a model of 2 billion parameters and its converted weights."""
+
+STORE_TIMEOUT = 5.0
+"""Seconds for the embedding store to respond."""
 
 PROMPT = "Describe the picture."
 EXPECTED = "A red circle."
@@ -176,6 +184,7 @@ def _configured() -> Iterator[Finding]:
     yield from _weights(config)
     yield _disk(config)
     yield _media_workers(config)
+    yield from _embedding_store(config)
     yield from _registered(config)
 
 
@@ -302,6 +311,33 @@ def _media_workers(config: EngineConfig) -> Finding:
     lacks = " and ".join(f"without {item.name}, a hostile file could make one {item.risk}" for item in missing)
     fix = _sentence(" and ".join(item.fix for item in missing))
     return Finding(name=name, status="unusable", detail=f"less restricted: {lacks}", fix=fix)
+
+
+def _embedding_store(config: EngineConfig) -> Iterator[Finding]:
+    """Check that the embedding store can be used, if there is one. Requests are served without it."""
+    url = config.options_of(EmbeddingStoreOptions).embedding_store
+    if not url:
+        return
+    name = "embedding store"
+    try:
+        config.options_of(EmbeddingStoreOptions).read_secret()
+        detail = asyncio.run(_describe_store(config))
+    except DashInferVLMError as error:
+        yield Finding(name=name, status="broken", detail=redacted(url), fix=error.message)
+    except Exception as error:  # noqa: BLE001 - a store can raise anything
+        fix = "Start it, or correct `embedding_store`. Until then, every process encodes all images."
+        yield Finding(name=name, status="unusable", detail=f"{redacted(url)}: {_one_line(error)}", fix=fix)
+    else:
+        yield Finding(name=name, status="ok", detail=detail)
+
+
+async def _describe_store(config: EngineConfig) -> str:
+    store = open_store(load_plugins().embedding_stores, config)
+    try:
+        with anyio.fail_after(STORE_TIMEOUT):
+            return await store.describe()
+    finally:
+        await store.close()
 
 
 def _disk(config: EngineConfig) -> Finding:

@@ -51,6 +51,11 @@ class ApiKey:
         digest = _digest(_validated(key, location).encode())
         return cls(digest=digest, id=_client_id(digest), name=name, limits=limits)
 
+    def cache_namespace(self, secret: bytes) -> str:
+        """Return the cache namespace of the key: without a secret, its id in this process; with one, the same in all
+        processes that share the secret."""
+        return hmac.digest(secret, b"namespace" + self.digest, "sha256").hex() if secret else self.id
+
 
 class ApiKeys:
     """API keys, stored as digests only, so that they cannot be printed.

@@ -101,6 +101,7 @@ def create_app(
         limiter=limiter,
         isolated=settings.isolates_keys,
         store=store,
+        namespace_secret=settings.namespace_secret,
         public_routes=PUBLIC_ROUTES.union(FILES if settings.page else ()),
     )
     if not len(settings.keys):

@@ -105,6 +105,7 @@ class ApiKeyMiddleware:
         limiter: applies the limits of keys.
         isolated: whether keys share no cached media and prompts.
         store: the stored responses; those of a key are removed with it.
+        namespace_secret: see `Settings`.
         public_routes: paths that require no key.
     """
 
@@ -116,6 +117,7 @@ class ApiKeyMiddleware:
         limiter: KeyLimiter,
         isolated: bool,
         store: ResponseStore,
+        namespace_secret: bytes = b"",
         public_routes: frozenset[str] = PUBLIC_ROUTES,
     ) -> None:
         self._app = app
@@ -123,6 +125,7 @@ class ApiKeyMiddleware:
         self._limiter = limiter
         self._isolated = isolated
         self._store = store
+        self._namespace_secret = namespace_secret
         self._public_routes = public_routes
         self._keys = reloader.keys
 
@@ -145,7 +148,7 @@ class ApiKeyMiddleware:
     async def _serve(self, key: ApiKey, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request of a key under its limits. Only POST requests use the engine, so only they are limited."""
         set_client_name(scope, key.name)
-        namespace = key.id if self._isolated else ""
+        namespace = key.cache_namespace(self._namespace_secret) if self._isolated else ""
         client = Client(id=key.id, cache_namespace=namespace, media_workers=key.limits.media_workers)
         token = current_client.set(client)
         try:

@@ -23,6 +23,7 @@ from .rate_limits import RejectionReason
 if TYPE_CHECKING:
     from openai.types import CompletionUsage
 
+    from dashinfer_vlm_core.embedding_store import EmbeddingStoreStats
     from dashinfer_vlm_core.engine import ChatEngine, EngineStats
 
 PREFIX = "dashinfer_vlm_"
@@ -191,7 +192,7 @@ def _vision(stats: EngineStats) -> Iterator[Metric]:
     yield _summary(
         "vision_batch_size", "Images and videos per forward pass of the vision encoder.", vision.passes, vision.encoded
     )
-    queries = vision.hits + vision.joins + vision.encoded
+    queries = vision.hits + vision.joins + vision.encoded + (vision.store.hits if vision.store else 0)
     yield _count("mm_cache_queries", "Images and videos looked up in the embedding cache.", queries)
     yield _count(
         "mm_cache_hits",
@@ -199,6 +200,32 @@ def _vision(stats: EngineStats) -> Iterator[Metric]:
         vision.hits + vision.joins,
     )
     yield _gauge("mm_cache_bytes", "Memory used by the embedding cache.", vision.bytes)
+    if vision.store:
+        yield from _embedding_store(vision.store)
+
+
+def _embedding_store(store: EmbeddingStoreStats) -> Iterator[Metric]:
+    lookups = CounterMetricFamily(
+        f"{PREFIX}embedding_store_lookups", "Images and videos looked up in the embedding store.", labels=["result"]
+    )
+    for result, count in (
+        ("hit", store.hits),
+        ("miss", store.misses),
+        ("timeout", store.timeouts),
+        ("error", store.errors),
+        ("invalid", store.invalid),
+        ("skipped", store.skipped),
+    ):
+        lookups.add_metric([result], count)
+    yield lookups
+    writes = CounterMetricFamily(
+        f"{PREFIX}embedding_store_writes", "Images and videos written to the embedding store.", labels=["result"]
+    )
+    for result, count in (("success", store.writes), ("error", store.write_errors), ("dropped", store.dropped)):
+        writes.add_metric([result], count)
+    yield writes
+    yield _gauge("embedding_store_pending_bytes", "Memory of embeddings that wait to be written.", store.pending_bytes)
+    yield _gauge("embedding_store_available", "1 unless lookups pause after failures.", store.available)
 
 
 def _decoder(stats: EngineStats) -> Iterator[Metric]:

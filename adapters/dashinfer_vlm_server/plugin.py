@@ -6,6 +6,7 @@ import gc
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from dashinfer_vlm_core.cli.options import config_options
 from dashinfer_vlm_core.cli.renamed_options import renamed_option
 from dashinfer_vlm_core.config import MIB, EngineConfig, variable
 from dashinfer_vlm_core.config.config_file import option_location
+from dashinfer_vlm_core.embedding_store import EmbeddingStoreOptions
 from dashinfer_vlm_core.errors import ConfigError, extra_required
 from dashinfer_vlm_core.hookspecs import hookimpl
 
@@ -158,8 +160,9 @@ def serve(*, config: EngineConfig, **options: Any) -> None:
 def _serve(config: EngineConfig, options: dict[str, Any]) -> int:
     with extra_required("The server", extra="server"):
         from .serving import run
-    settings, address = _settings(options), _address(options)
-    _warn(settings, address)
+    store = config.options_of(EmbeddingStoreOptions)
+    settings, address = replace(_settings(options), namespace_secret=store.read_secret()), _address(options)
+    _warn(settings, address, store)
     return run(isolate_clients(config, settings), settings, address, grace=options["grace"])
 
 
@@ -237,10 +240,15 @@ def _tracer(endpoint: str | None) -> Tracer | None:
     return create_tracer(endpoint)
 
 
-def _warn(settings: Settings, address: Address) -> None:
+def _warn(settings: Settings, address: Address, store: EmbeddingStoreOptions) -> None:
     """Warn about settings that expose the server, perhaps unintentionally."""
     context = click.get_current_context()
     if context.get_parameter_source("api_keys") is ParameterSource.COMMANDLINE and not option_location("api_keys"):
         logger.warning("`ps` shows the keys of --api-key to all users. Use %s or --api-key-file.", KEYS_VARIABLE)
     if address.is_public and not len(settings.keys):
         logger.warning("Other machines can reach this server, and it requires no API key. Set --api-key-file.")
+    if store.embedding_store and settings.isolates_keys and not settings.namespace_secret:
+        logger.warning(
+            "Other processes cannot use the embeddings in the embedding store, since API keys share no cached data."
+            " Set --embedding-store-secret-file, or --share-media-between-keys."
+        )

@@ -35,6 +35,8 @@ class Settings:
         keys: API keys; every request must send one of them, unless there are none.
         share_media_between_keys: whether requests with different keys share cached media and prompts, and the `uuid`
             namespace.
+        namespace_secret: makes the cache namespaces of keys the same in all processes that share it and the embedding
+            store; empty for namespaces of this process.
         allowed_hosts: host names that clients may use for a server without keys, in addition to loopback names and IP
             addresses: `name`, `*.domain` for its subdomains, or `*` for all.
         allowed_origins: origins whose pages may send requests and read responses (CORS); `*` allows all.
@@ -52,6 +54,7 @@ class Settings:
     keys: ApiKeys = field(default_factory=ApiKeys)
     allowed_hosts: tuple[str, ...] = ()
     share_media_between_keys: bool = False
+    namespace_secret: bytes = field(default=b"", repr=False)
     allowed_origins: tuple[str, ...] = ()
     page: bool = True
     clock: Callable[[], float] = time.monotonic

@@ -30,13 +30,14 @@ METAVARS = {
     "lora": "NAME=FOLDER",
     "model": "NAME|FOLDER",
     "allowed_media_domains": "NAME,...",
+    "embedding_store": "URL",
     "limit_mm_per_prompt": "image=N,video=N",
     "rgba_background": "R,G,B",
 }
 """Placeholders for values in the help, for options whose type and unit do not determine them."""
 
 UNITS = {"mib": "MIB", "bytes": "BYTES", "pixels": "PIXELS", "patches": "PATCHES", "seconds": "SECONDS",
-         "timeout": "SECONDS", "frames": "FRAMES"}  # fmt: skip
+         "timeout": "SECONDS", "ttl": "SECONDS", "frames": "FRAMES"}  # fmt: skip
 """Placeholders by the last word of a field's name, for fields with a unit."""
 
 ENVIRONMENT = (

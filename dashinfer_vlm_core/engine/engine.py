@@ -37,6 +37,7 @@ from .adapters import AdapterManager, AdapterStatus
 from .capabilities import Capabilities
 from .chat_pipeline import ChatPipeline, ConcurrencyLimiter, Generation
 from .observers import ObserverList, RequestObserver
+from .vision_store import open_vision_store
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -423,7 +424,7 @@ async def load_pipeline(
     # Rejects a tokenizer that is not byte-level now, rather than at the first request.
     IncrementalDetokenizer(prompts.tokenizer)
     processor = family.image_processor(spec, config)
-    vision = await asyncio.to_thread(_load_vision, family, spec, config, kernels)
+    vision = await asyncio.to_thread(_load_vision, family, spec, config, kernels, registry)
     adapters = AdapterManager(
         model=config.name,
         aliases=frozenset({config.model}),
@@ -445,6 +446,7 @@ async def load_pipeline(
         )
     except BaseException:
         await decoder.close()
+        await vision.close()
         raise
     pipeline = ChatPipeline(
         name=config.name,
@@ -464,7 +466,9 @@ async def load_pipeline(
     return pipeline, reason
 
 
-def _load_vision(family: ModelFamily, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector) -> VisionService:
+def _load_vision(
+    family: ModelFamily, spec: ModelSpec, config: EngineConfig, kernels: KernelSelector, registry: Registry
+) -> VisionService:
     encoder = family.load_vision_encoder(spec, config, kernels)
     batch_patches = min(config.vision_batch_patches, encoder.batch_patches)
     return VisionService(
@@ -472,6 +476,7 @@ def _load_vision(family: ModelFamily, spec: ModelSpec, config: EngineConfig, ker
         model_key=kernels.chosen_name(VISION_ENCODER).encode(),
         cache_bytes=config.vision_cache_mib * MIB,
         batch_patches=batch_patches,
+        store=open_vision_store(registry, family, spec, config, kernels=kernels, encoder=encoder),
     )
 
 

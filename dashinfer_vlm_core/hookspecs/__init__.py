@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from ..config import EngineConfig, PluginOptions
     from ..decoders import DecoderFactory
+    from ..embedding_store import EmbeddingStoreFactory
     from ..kernels.choice import KernelFactory
     from ..media.types import VideoReader
     from ..models.formats.interface import CheckpointFormat
@@ -82,6 +83,11 @@ def register_video_readers(register: Callable[[VideoReader], None]) -> None:
 @hookspec
 def register_checkpoint_formats(register: Callable[[CheckpointFormat], None]) -> None:
     """Register a format of quantized checkpoints."""
+
+
+@hookspec
+def register_embedding_stores(register: Callable[[EmbeddingStoreFactory], None]) -> None:
+    """Register stores of visual embeddings, which `embedding_store` selects by the scheme of its URL."""
 
 
 @hookspec

@@ -171,6 +171,7 @@ class KernelSelector:
         self._lock = threading.Lock()
         self._choices: dict[tuple[str, str, TextModelSpec | None], KernelChoice] = {}
         self._names: dict[str, str] = {}
+        self._devices: dict[str, str] = {}
 
     def choose(self, device: str, dtype: torch.dtype, text: TextModelSpec | None = None) -> Kernels:
         """Return the fastest kernels for models on `device` in `dtype`, both resolved.
@@ -200,6 +201,24 @@ class KernelSelector:
         Results that are shared between engines depend on it, since sets round differently.
         """
         return self._names.get(part, "")
+
+    def chosen_identity(self, part: str) -> str:
+        """Return what the rounding of the kernels of `TEXT_MODEL` or `VISION_ENCODER` depends on.
+
+        Unlike the name, it is valid for results that other processes use: it covers the code of the kernels, torch, and
+        the GPU or, for PyTorch's kernels, the processor and the number of threads, by which its libraries choose how
+        they compute.
+        """
+        torch = importlib.import_module("torch")  # as in _measure
+        name, device = self.chosen_name(part), self._devices.get(part, "cpu")
+        codes = [factory_identity(factory) for factory in self._factories if factory.name == name]
+        if not _is_cpu(device):
+            where = str(torch.cuda.get_device_name(device)) if device.startswith("cuda") else device
+        elif codes and name not in PYTORCH_SETS:
+            where = str(torch.backends.cpu.get_cpu_capability())  # also of the operators that are not kernels
+        else:
+            where = f"{_processor()} {torch.get_num_threads()}"
+        return " ".join([name, *codes, str(torch.__version__), where])
 
     def measure(self, device: str, dtype: torch.dtype, text: TextModelSpec | None = None) -> KernelChoice:
         """Measure the kernel sets now, store the choice if starts use it, and return it; see `choose`.
@@ -270,7 +289,7 @@ class KernelSelector:
     def _choose(self, device: str, dtype: torch.dtype, text: TextModelSpec | None) -> KernelChoice:
         part = VISION_ENCODER if text is None else TEXT_MODEL
         choice = self._without_measurement(device, dtype, text) or self._by_measurement(device, dtype, text)
-        self._names[part] = choice.kernels.name
+        self._names[part], self._devices[part] = choice.kernels.name, device
         logger.info("Kernels of the %s: %s, %s.", part, choice.kernels.name, choice.explanation)
         return choice
 
@@ -366,7 +385,7 @@ class KernelSelector:
         torch = importlib.import_module("torch")  # as in _measure
         factories = {factory.name: factory for factory in self._factories}
         return Conditions(
-            processor=f"{cpu_model()} {hashlib.sha256(' '.join(sorted(cpu_flags())).encode()).hexdigest()[:16]}",
+            processor=_processor(),
             threads=int(torch.get_num_threads()),
             torch=str(torch.__version__),
             dtype=dtype.removeprefix("torch."),
@@ -382,6 +401,10 @@ class KernelSelector:
             return LoadedKernels(None)
         reason = factory.unsupported_reason(text) if text else ""
         return LoadedKernels(None, reason) if reason else factory.load(device, self._config)
+
+
+def _processor() -> str:
+    return f"{cpu_model()} {hashlib.sha256(' '.join(sorted(cpu_flags())).encode()).hexdigest()[:16]}"
 
 
 def _choice_cache(config: EngineConfig) -> ChoiceCache:

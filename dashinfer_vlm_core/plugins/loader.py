@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import pluggy
 
     from ..decoders import DecoderFactory
+    from ..embedding_store import EmbeddingStoreFactory
     from ..kernels.choice import KernelFactory
     from ..media.types import VideoReader
     from ..models.formats.interface import CheckpointFormat
@@ -75,6 +76,7 @@ class Registry:
     kernels: dict[str, KernelFactory] = field(default_factory=dict)
     video_readers: dict[str, VideoReader] = field(default_factory=dict)
     checkpoint_formats: dict[str, CheckpointFormat] = field(default_factory=dict)
+    embedding_stores: dict[str, EmbeddingStoreFactory] = field(default_factory=dict)
     checks: dict[str, Callable[[EngineConfig], Iterable[Finding]]] = field(default_factory=dict)
     options: dict[str, type[PluginOptions]] = field(default_factory=dict)
     rows: list[PluginRow] = field(default_factory=list)
@@ -139,10 +141,15 @@ class Registry:
         hook.register_checkpoint_formats(
             register=lambda item: _register("checkpoint format", self.checkpoint_formats, item.name, item)
         )
+        hook.register_embedding_stores(register=self._add_embedding_store)
 
     def _add_family(self, family: ModelFamily) -> None:
         for name in sorted(family.model_types):
             _register("model family", self.families, name, family)
+
+    def _add_embedding_store(self, factory: EmbeddingStoreFactory) -> None:
+        for scheme in sorted(factory.schemes):
+            _register("embedding store", self.embedding_stores, scheme, factory)
 
     def _add_options(self, options: type[PluginOptions]) -> None:
         for name in check_options(options).model_fields:
@@ -161,6 +168,7 @@ class Registry:
             ("kernels", self.kernels),
             ("video reader", self.video_readers),
             ("checkpoint format", self.checkpoint_formats),
+            ("embedding store", self.embedding_stores),
             ("check", self.checks),
             ("option", self.options),
         )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from cachetools import LRUCache
 
+from ..embedding_store.client import EmbeddingStoreClient, EmbeddingStoreStats, Lookup
 from ..errors import EngineClosed, EngineError
 from ..media.types import Kind
 from ..models.interface import Embedded, Grid, Patches, VisionEncoder, VisualTokens
@@ -24,6 +25,15 @@ if TYPE_CHECKING:
     import torch
 
 logger: logging.Logger = logging.getLogger(__name__)
+
+BUDGET = 0.5
+"""Time budget of a lookup in the store, as a share of the measured time that encoding takes."""
+
+FIRST_BUDGET = 0.25
+"""Seconds of that budget before an item was encoded."""
+
+SMOOTHING = 0.2
+"""Weight of the last pass in the average time per patch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -81,6 +91,7 @@ class VisionStats:
         hits: items found in the cache.
         joins: items that another request was already encoding, so that both waited for one computation.
         bytes: current size of the cache.
+        store: counters of the store; None without one.
     """
 
     passes: int
@@ -88,6 +99,7 @@ class VisionStats:
     hits: int
     joins: int
     bytes: int
+    store: EmbeddingStoreStats | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -107,17 +119,28 @@ class VisionService:
     """Encodes each distinct item once, caches it, and batches the items of concurrent requests.
 
     Belongs to one event loop. The encoder runs in a separate thread, so it never blocks the loop; items requested
-    during a pass are batched into the next one.
+    during a pass are batched into the next one. Items that are not cached are first looked up in the store, if there is
+    one, in less time than encoding them takes.
 
     Args:
         encoder: the vision encoder.
         model_key: part of the cache keys: what embeddings depend on besides the content, such as the kernel set.
         cache_bytes: memory for embeddings; the least recently used ones are evicted first. 0 disables the cache.
         batch_patches: maximum patches per pass; a larger item is encoded alone.
+        store: embeddings that other processes can use too; the service closes it.
     """
 
-    def __init__(self, encoder: VisionEncoder, *, model_key: bytes = b"", cache_bytes: int, batch_patches: int) -> None:
+    def __init__(
+        self,
+        encoder: VisionEncoder,
+        *,
+        model_key: bytes = b"",
+        cache_bytes: int,
+        batch_patches: int,
+        store: EmbeddingStoreClient | None = None,
+    ) -> None:
         self._encoder = encoder
+        self._shared = store
         self._model_key = model_key
         self._batch_patches = batch_patches
         self._cache: LRUCache[bytes, torch.Tensor] = LRUCache(cache_bytes, getsizeof=_size)
@@ -126,6 +149,8 @@ class VisionService:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vision")
         self._runner: asyncio.Task[None] | None = None
         self._closed = False
+        self._lookups: set[_LookupTask] = set()
+        self._seconds_per_patch: float | None = None
         self._passes = self._encoded = self._hits = self._joins = 0
 
     @property
@@ -136,6 +161,7 @@ class VisionService:
             hits=self._hits,
             joins=self._joins,
             bytes=int(self._cache.currsize),
+            store=self._shared.stats if self._shared else None,
         )
 
     async def embed(
@@ -157,6 +183,7 @@ class VisionService:
         if self._closed:
             raise EngineClosed("The engine was closed; start another one.")
         jobs = [self._job(item, cache_salt, adapter) for item in items if isinstance(item, Patches)]
+        self._start([job for job in dict.fromkeys(jobs) if not job.started])
         try:
             encoding = iter(jobs)
             return tuple([await self._tokens(item, encoding, cache_salt, adapter) for item in items])
@@ -180,10 +207,15 @@ class VisionService:
     async def close(self) -> None:
         """Fail the queued items, wait for a running pass, and release the thread and the cache; idempotent."""
         self._closed = True
+        for task in self._lookups:
+            task.cancel()
+        await asyncio.gather(*self._lookups, return_exceptions=True)
         while self._waiting:
-            self._finish(self._waiting.popleft(), EngineClosed("The engine was closed while the request waited."))
+            self._finish(self._waiting.popleft(), _closed_error())
         if self._runner is not None:
             await self._runner
+        if self._shared is not None:
+            await self._shared.close()
         self._thread.shutdown()
         self._cache.clear()
 
@@ -212,20 +244,66 @@ class VisionService:
         """Return the job for this item: a finished one if it is cached, else the pending one, else a new one."""
         salted = _salted(item.digest, cache_salt)
         key = self._key(salted, adapter)
-        encoder = adapter.encoder if adapter else self._encoder
+        encoder, stored = self._encoder, salted
+        if adapter:
+            encoder, stored = adapter.encoder, hashlib.sha256(b"adapter" + adapter.key + salted).digest()
         if (embedding := self._cache.get(key)) is not None:
             self._hits += 1
-            job = _Job(key, salted, item, encoder)
+            job = _Job(key, salted, item, encoder, stored)
+            job.started = True
             job.finish(embedding)
         elif key in self._jobs:
             self._joins += 1
             job = self._jobs[key]
         else:
-            job = self._jobs[key] = _Job(key, salted, item, encoder)
-            self._waiting.append(job)
-            self._ensure_running()
+            job = self._jobs[key] = _Job(key, salted, item, encoder, stored)
         job.callers += 1
         return job
+
+    def _start(self, jobs: Sequence[_Job]) -> None:
+        """Look the items of one request up in the store, or queue them if there is none."""
+        for job in jobs:
+            job.started = True
+        if self._shared is None:
+            for job in jobs:
+                self._enqueue(job)
+        elif jobs:
+            lookups = [Lookup(job.stored_digest, job.patches.tokens) for job in jobs]
+            task = asyncio.create_task(self._shared.get(lookups, budget=self._budget(jobs)), name="embedding-lookup")
+            self._lookups.add(task)
+            task.add_done_callback(lambda task: self._looked_up(jobs, task))
+
+    def _budget(self, jobs: Sequence[_Job]) -> float:
+        """Return the time budget for looking up items, in seconds."""
+        if self._seconds_per_patch is None:
+            return FIRST_BUDGET
+        return BUDGET * self._seconds_per_patch * sum(job.size for job in jobs)
+
+    def _looked_up(self, jobs: Sequence[_Job], task: _LookupTask) -> None:
+        """Finish the items that were found, and queue the others. Called at the end of a lookup, also if it failed."""
+        self._lookups.discard(task)
+        found: Sequence[torch.Tensor | None] = [None] * len(jobs)
+        if not task.cancelled():
+            if error := task.exception():
+                logger.error("A lookup in the embedding store failed.", exc_info=error)
+            else:
+                found = task.result()
+        for job, embedding in zip(jobs, found, strict=True):
+            if embedding is None:
+                self._enqueue(job)
+            else:
+                self._store(job.key, embedding)
+                self._finish(job, embedding)
+
+    def _enqueue(self, job: _Job) -> None:
+        """Queue an item to be encoded, unless the service was closed or its requests were canceled."""
+        if self._closed:
+            self._finish(job, _closed_error())
+        elif job.callers:
+            self._waiting.append(job)
+            self._ensure_running()
+        else:
+            del self._jobs[job.key]
 
     def _release(self, job: _Job) -> None:
         job.callers -= 1
@@ -255,6 +333,8 @@ class VisionService:
     async def _encode(self, batch: list[_Job]) -> None:
         """Encode a batch in one pass; if it fails, encode each item separately, so that only faulty items fail."""
         self._passes += 1
+        clock = asyncio.get_running_loop().time
+        start = clock()
         try:
             embeddings = await self._run_encoder(batch[0].encoder, [job.patches for job in batch])
         except Exception as error:
@@ -266,9 +346,17 @@ class VisionService:
                     await self._encode([job])
             return
         self._encoded += len(batch)
+        self._measure(clock() - start, sum(job.size for job in batch))
         for job, embedding in zip(batch, embeddings, strict=True):
             self._store(job.key, embedding)
             self._finish(job, embedding)
+            if self._shared is not None:
+                self._shared.put(job.stored_digest, embedding)
+
+    def _measure(self, seconds: float, patches: int) -> None:
+        """Update the average time per patch."""
+        last, average = seconds / patches, self._seconds_per_patch
+        self._seconds_per_patch = last if average is None else average + SMOOTHING * (last - average)
 
     async def _run_encoder(self, encoder: VisionEncoder, batch: list[Patches]) -> list[torch.Tensor]:
         """Run the encoder and check the number of rows that it returns."""
@@ -283,6 +371,9 @@ class VisionService:
         job.finish(outcome)
 
 
+_LookupTask: TypeAlias = "asyncio.Task[list[torch.Tensor | None]]"
+
+
 class _Job:
     """One item to encode, shared by all callers that wait for it.
 
@@ -290,17 +381,23 @@ class _Job:
         key: cache key.
         digest: salted digest of the content.
         encoder: the encoder to use.
+        stored_digest: what identifies its embedding in the store: the salted digest, and the adapter if there is one.
         size: number of patches.
         callers: number of waiting callers.
+        started: whether it is looked up, queued, encoded or finished.
     """
 
-    def __init__(self, key: bytes, digest: bytes, patches: Patches, encoder: VisionEncoder) -> None:
+    def __init__(
+        self, key: bytes, digest: bytes, patches: Patches, encoder: VisionEncoder, stored_digest: bytes
+    ) -> None:
         self.encoder = encoder
+        self.stored_digest = stored_digest
         self.key = key
         self.digest = digest
         self.patches = patches
         self.size = patches.grid.patches
         self.callers = 0
+        self.started = False
         self._done = asyncio.Event()
         self._outcome: torch.Tensor | Exception | None = None
 
@@ -318,6 +415,10 @@ class _Job:
             message = "The vision encoder failed on this image or video. Try again; the engine's log has the cause."
             raise EngineError(message, param=path, code="vision_failed") from self._outcome
         return VisualTokens(embedding=self._outcome, grid=self.patches.grid, digest=self.digest)
+
+
+def _closed_error() -> EngineClosed:
+    return EngineClosed("The engine was closed while the request waited.")
 
 
 def _salted(digest: bytes, cache_salt: str) -> bytes:

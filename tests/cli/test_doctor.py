@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dashinfer_vlm_cli.checks import EXTRAS, REQUIRED, all_findings
+from dashinfer_vlm_cli.checks import EXTRAS, REQUIRED, _embedding_store, all_findings
 from dashinfer_vlm_core import hookimpl
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.decoders.dashinfer.environment import (
@@ -193,6 +193,22 @@ def test_doctor_reports_kind_and_size_of_dashinfers_environment(run, tmp_path):
     }
     size = f"{disk_bytes(folder) / 1e9:.2f} GB"
     assert rows["dashinfer"]["detail"] == f"2.1.0 under Python 3.10.13, CPU only, {size}"
+
+
+def test_embedding_store_is_checked(tmp_path):
+    def check(**options):
+        return list(_embedding_store(EngineConfig(**options)))
+
+    assert check() == []
+    (found,) = check(embedding_store=(tmp_path / "store").as_uri())
+    assert (found.status, found.detail) == ("ok", f"{tmp_path}/store: 0 embeddings, 0.0 of 4096 MiB")
+    (found,) = check(embedding_store="redis://user:hunter2@127.0.0.1:1/0")
+    assert found.status == "unusable"
+    assert found.detail.startswith("redis://127.0.0.1:1/0: ConnectionError: ")
+    assert "hunter2" not in found.detail + found.fix
+    (found,) = check(embedding_store="s3://bucket")
+    assert (found.status, found.detail) == ("broken", "s3://bucket")
+    assert "must be a URL that begins with one of file://" in found.fix
 
 
 def test_plugins_can_register_checks(monkeypatch):

@@ -35,6 +35,7 @@ from dashinfer_vlm_core.kernels.workload import (
 )
 from dashinfer_vlm_core.models.interface import vision_linears
 from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
+from dashinfer_vlm_core.plugins import Registry
 from dashinfer_vlm_cpu import NativeKernelFactory
 from dashinfer_vlm_demo import CHECKPOINT
 from dashinfer_vlm_qwen2_5_vl import Qwen25VL
@@ -508,7 +509,7 @@ def test_kernel_set_is_part_of_embedding_cache_keys(tiny_checkpoint, factories):
     for name in ("slow", "quick"):
         config = EngineConfig(cpu_kernels=name, device="cpu", dtype="bfloat16")
         family, selector = Qwen2VL(), KernelSelector(factories, config)
-        service = _load_vision(family, family.load_spec(tiny_checkpoint), config, selector)
+        service = _load_vision(family, family.load_spec(tiny_checkpoint), config, selector, Registry())
         keys.append(service._model_key)
         asyncio.run(service.close())
     assert keys == [b"slow", b"quick"]

@@ -18,12 +18,14 @@ from dashinfer_vlm_core.engine.remote import RemoteEngine
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_core.protocol.client import Client, current_client
 from dashinfer_vlm_core.testing import Script, scripted_registry
+from dashinfer_vlm_server import api_keys
 from dashinfer_vlm_server.api_keys import ApiKeys
 from dashinfer_vlm_server.plugin import isolate_clients
 from dashinfer_vlm_server.settings import Settings
 from tests.samples import encode, noise
 from tests.security.conftest import LEAKS, image_data, text
 from tests.server.conftest import serving
+from tests.waiting import HANG
 
 CHAT = "/v1/chat/completions"
 KEYS = ("sk-alice", "sk-bob")
@@ -119,6 +121,24 @@ def test_security_28_embedding_cache_is_separated_by_key(engine, isolated):
         return engine.stats().vision.hits - before
 
     assert [hits(keyholder) for keyholder in (alice, bob, alice, bob)] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(("secret", "hits"), [(b"shared by replicas", [1, 0]), (b"", [0, 0])])
+def test_security_28_embedding_store_is_separated_by_key(tmp_path, monkeypatch, secret, hits):
+    """Another process has other ids of keys: only with a shared secret, it finds what the same key stored."""
+    part = image_data(new_image())
+    config = EngineConfig(
+        model="demo", decoder="torch", embedding_store=tmp_path.as_uri(), embedding_store_timeout=HANG
+    )
+    found = []
+    for process, senders in enumerate((KEYS[:1], KEYS)):
+        monkeypatch.setattr(api_keys, "_ID_SECRET", bytes([process]) * 32)
+        with Engine(config) as engine, two_keys(engine, namespace_secret=secret) as keyholders:
+            for keyholder, _ in zip(keyholders, senders, strict=False):
+                before = engine.stats().vision.store.hits
+                keyholder.sees(part, WORDS)
+                found.append(engine.stats().vision.store.hits - before)
+    assert found == [0, *hits]
 
 
 def test_security_28_prefix_cache_is_separated_by_key(isolated):

@@ -14,7 +14,7 @@ from dashinfer_vlm_server.api_keys import ApiKeys
 from dashinfer_vlm_server.metrics import PREFIX
 from tests.samples import image_url
 from tests.server.conftest import serving
-from tests.waiting import until
+from tests.waiting import HANG, until
 from tests.web import serve
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -54,6 +54,19 @@ def test_metrics_match_the_usage_of_completions(scripted):
         assert sample(client, "inter_token_latency_seconds_count") == intervals
         assert sample(client, "stage_seconds_count", stage="decode") == 3
         assert sample(client, "vision_batch_size_sum") == 1
+
+
+def test_metrics_of_the_embedding_store(scripted, tmp_path):
+    """Each part of the sum `mm_cache_queries` is counted once."""
+    options = {"embedding_store": tmp_path.as_uri(), "embedding_store_timeout": HANG, "vision_cache_mib": 0}
+    with scripted("A red circle.", **options).server.http() as client:
+        for result, misses, hits in (("miss", 1, 0), ("hit", 1, 1)):
+            assert client.post(CHAT, json=image_request(image_url(60, 90))).status_code == 200
+            assert sample(client, "embedding_store_lookups_total", result=result) == 1
+            until(lambda: sample(client, "embedding_store_pending_bytes") == 0)
+            assert sample(client, "mm_cache_queries_total") == misses + hits
+        assert sample(client, "embedding_store_writes_total", result="success") == 1
+        assert sample(client, "embedding_store_available") == 1
 
 
 OUTCOMES = {

@@ -397,6 +397,18 @@ def test_warning_for_keys_on_the_command_line(runner, caplog):
     assert "sk-secret" not in runner("serve", *broken).output
 
 
+@pytest.mark.parametrize(("key", "warns"), [(["--api-key", "sk-b"], True), ([], False)])
+def test_warning_for_embedding_store_that_keys_do_not_share(runner, caplog, tmp_path, key, warns):
+    options = ["--uds", "none/socket", "--embedding-store", tmp_path.as_uri(), "--api-key", "sk-a", *key]
+    runner("serve", *options)
+    assert ("Set --embedding-store-secret-file, or" in caplog.text) == warns
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef")
+    caplog.clear()
+    runner("serve", *options, "--embedding-store-secret-file", str(secret))
+    assert "Set --embedding-store-secret-file, or" not in caplog.text
+
+
 def records(text):
     return [json.loads(line) for line in text.splitlines()]  # fails if a line is not JSON
 

@@ -1,0 +1,74 @@
+"""A circuit breaker: operations of a store that fails repeatedly are not attempted for a while."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+FAILURES = 3
+"""Number of consecutive failures after which operations pause."""
+
+MIN_PAUSE, MAX_PAUSE = 1.0, 60.0
+"""Seconds of the first pause, and of the longest; each pause is twice as long as the one before."""
+
+LOG_INTERVAL = 60.0
+"""Minimum number of seconds between two warnings."""
+
+
+class CircuitBreaker:
+    """Decides whether an operation is attempted. Belongs to one event loop.
+
+    After a pause, one operation is attempted. If it fails, the next pause begins.
+
+    Args:
+        name: what is paused, for the log, such as "Lookups in the embedding store".
+        clock: the monotonic clock, in seconds.
+    """
+
+    def __init__(self, name: str, clock: Callable[[], float]) -> None:
+        self._name = name
+        self._clock = clock
+        self._failures = 0
+        self._pause = MIN_PAUSE
+        self._until = -math.inf
+        self._probing = False
+        self._next_log = -math.inf
+        self._logged = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether operations are paused, or only attempted one at a time."""
+        return self._failures >= FAILURES
+
+    def allows(self) -> bool:
+        """Return whether to attempt an operation; then call `succeeded` or `failed`."""
+        if not self.is_open:
+            return True
+        if self._clock() < self._until:
+            return False
+        self._until = self._clock() + self._pause  # other operations wait for the result of this one
+        self._probing = True
+        return True
+
+    def succeeded(self) -> None:
+        if self._logged:
+            logger.info("%s work again.", self._name)
+        self._failures, self._pause = 0, MIN_PAUSE
+        self._logged = self._probing = False
+
+    def failed(self, reason: str) -> None:
+        """Count a failure; `reason` is for the log, human-readable."""
+        if self.is_open and not self._probing:
+            return  # it started before the pause
+        was_open, self._probing = self.is_open, False
+        self._failures += 1
+        if not self.is_open:
+            return
+        self._pause = min(2 * self._pause, MAX_PAUSE) if was_open else MIN_PAUSE
+        self._until = self._clock() + self._pause
+        if not was_open and self._clock() >= self._next_log:
+            logger.warning("%s fail: %s. They pause, and requests continue without them.", self._name, reason)
+            self._next_log, self._logged = self._clock() + LOG_INTERVAL, True

@@ -1,0 +1,278 @@
+"""Lookups in a store within a time budget, and writes in the background: a store that fails only costs time."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import anyio
+
+from .breaker import LOG_INTERVAL, CircuitBreaker
+from .interface import EmbeddingStore, Read
+
+if TYPE_CHECKING:
+    import torch
+
+logger: logging.Logger = logging.getLogger(__name__)
+
+WRITE_TIMEOUT = 10.0
+"""Seconds for writing one value."""
+
+CLOSE_TIMEOUT = 2.0
+"""Seconds for the writes that wait when a client is closed."""
+
+MAX_PENDING_BYTES = 256 << 20
+"""Memory of embeddings that wait to be written; further ones are dropped."""
+
+_NO_SECRET = b"dashinfer-vlm"
+
+
+class InvalidValueError(Exception):
+    """A stored value is not used; the message gives the reason."""
+
+
+class Codec(Protocol):
+    """Converts embeddings to values, see `codec.EmbeddingCodec`."""
+
+    def size(self, tokens: int) -> int: ...
+
+    def encode(self, key: bytes, embedding: torch.Tensor) -> bytes: ...
+
+    def decode(self, key: bytes, value: bytes, tokens: int) -> torch.Tensor: ...
+
+
+class Lookup(NamedTuple):
+    """An embedding to look up.
+
+    Attributes:
+        digest: of the content and its salt.
+        tokens: number of visual tokens.
+    """
+
+    digest: bytes
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmbeddingStoreStats:
+    """Counters of an `EmbeddingStoreClient`.
+
+    Attributes:
+        hits: embeddings found.
+        misses: embeddings not found.
+        timeouts: embeddings whose lookup exceeded its time budget.
+        errors: embeddings whose lookup failed.
+        skipped: embeddings not looked up, since lookups pause after failures.
+        invalid: values that were found and not used: they are damaged, or not from a holder of the secret.
+        writes: embeddings written.
+        write_errors: embeddings whose write failed.
+        dropped: embeddings not written: too large, too many were waiting, or writes pause after failures.
+        pending_bytes: memory of the embeddings that wait to be written.
+        available: whether lookups do not pause.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    timeouts: int = 0
+    errors: int = 0
+    skipped: int = 0
+    invalid: int = 0
+    writes: int = 0
+    write_errors: int = 0
+    dropped: int = 0
+    pending_bytes: int = 0
+    available: bool = True
+
+
+class _PendingWrite(NamedTuple):
+    digest: bytes
+    embedding: torch.Tensor
+    size: int
+
+
+class EmbeddingStoreClient:
+    """Reads and writes the embeddings of one vision encoder. Belongs to one event loop.
+
+    Args:
+        store: the store; the client closes it.
+        codec: the format of values.
+        model_key: what embeddings depend on besides content and salt; part of the keys.
+        secret: the shared secret, empty for none. With it, keys do not reveal whether a known image is stored.
+        timeout: seconds for a lookup; None for the budget that the caller computes.
+        max_value_bytes: larger values are neither looked up nor written.
+        max_pending_bytes: see `MAX_PENDING_BYTES`.
+        clock: the monotonic clock, in seconds, of pauses after failures.
+    """
+
+    def __init__(
+        self,
+        store: EmbeddingStore,
+        codec: Codec,
+        *,
+        model_key: bytes,
+        secret: bytes = b"",
+        timeout: float | None = None,
+        max_value_bytes: int = 64 << 20,
+        max_pending_bytes: int = MAX_PENDING_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._codec = codec
+        self._model_key = model_key
+        self._secret = secret or _NO_SECRET
+        self._timeout = timeout
+        self._max_value_bytes = max_value_bytes
+        self._max_pending_bytes = max_pending_bytes
+        self._clock = clock
+        self._lookups = CircuitBreaker("Lookups in the embedding store", clock)
+        self._writes = CircuitBreaker("Writes to the embedding store", clock)
+        self._pending: deque[_PendingWrite] = deque()
+        self._pending_bytes = 0
+        self._writer: asyncio.Task[None] | None = None
+        self._next_log = clock()
+        self._counts = dict.fromkeys(
+            ("hits", "misses", "timeouts", "errors", "skipped", "invalid", "writes", "write_errors", "dropped"), 0
+        )
+
+    @property
+    def stats(self) -> EmbeddingStoreStats:
+        return EmbeddingStoreStats(
+            **self._counts, pending_bytes=self._pending_bytes, available=not self._lookups.is_open
+        )
+
+    async def get(self, lookups: Sequence[Lookup], *, budget: float) -> list[torch.Tensor | None]:
+        """Return the stored embeddings, in order; None for those that have to be encoded. Raises no error.
+
+        Args:
+            lookups: what to look up, in one operation.
+            budget: seconds; after that, encoding is faster. The option `timeout` replaces it.
+        """
+        found: list[torch.Tensor | None] = [None] * len(lookups)
+        wanted = [i for i, lookup in enumerate(lookups) if self._codec.size(lookup.tokens) <= self._max_value_bytes]
+        if wanted and not self._lookups.allows():
+            self._counts["skipped"] += len(wanted)
+        elif wanted:
+            chosen = [lookups[i] for i in wanted]
+            for i, embedding in zip(wanted, await self._get(chosen, self._timeout or budget), strict=True):
+                found[i] = embedding
+        return found
+
+    def put(self, digest: bytes, embedding: torch.Tensor) -> None:
+        """Write an embedding in the background, or drop it; never waits."""
+        size = embedding.element_size() * embedding.numel()
+        is_too_large = self._codec.size(len(embedding)) > self._max_value_bytes
+        if is_too_large or (self._pending and self._pending_bytes + size > self._max_pending_bytes):
+            self._counts["dropped"] += 1
+            return
+        self._pending.append(_PendingWrite(digest, embedding, size))
+        self._pending_bytes += size
+        if self._writer is None or self._writer.done():
+            self._writer = asyncio.create_task(self._write_pending(), name="embedding-store")
+
+    async def close(self) -> None:
+        """Write what is waiting, for a limited time, and close the store; idempotent."""
+        if self._writer is not None and not self._writer.done():
+            await asyncio.wait({self._writer}, timeout=CLOSE_TIMEOUT)
+            self._writer.cancel()
+            await asyncio.gather(self._writer, return_exceptions=True)
+        self._counts["dropped"] += len(self._pending)
+        self._pending.clear()
+        self._pending_bytes = 0
+        try:
+            with anyio.move_on_after(CLOSE_TIMEOUT):
+                await self._store.close()
+        except Exception as error:  # noqa: BLE001 - a store can raise anything
+            logger.debug("closing the embedding store failed: %s", error)
+
+    async def _get(self, lookups: Sequence[Lookup], seconds: float) -> Sequence[torch.Tensor | None]:
+        keys = [self._key(lookup.digest) for lookup in lookups]
+        reads = [Read(key.hex(), self._codec.size(item.tokens)) for key, item in zip(keys, lookups, strict=True)]
+        values: Sequence[bytes | None] | None = None
+        try:
+            with anyio.move_on_after(seconds):
+                values = await self._store.get(reads)
+        except Exception as error:  # noqa: BLE001 - a store can raise anything
+            return self._failed_lookups("errors", len(lookups), _reason(error))
+        if values is None:
+            return self._failed_lookups("timeouts", len(lookups), f"no response within {1000 * seconds:.0f} ms")
+        if len(values) != len(lookups):
+            return self._failed_lookups("errors", len(lookups), f"{len(values)} values instead of {len(lookups)}")
+        self._lookups.succeeded()
+        if not any(value is not None for value in values):
+            self._counts["misses"] += len(values)
+            return [None] * len(values)
+        decoded = await asyncio.to_thread(self._decode, keys, lookups, values)
+        return [self._count(embedding) for embedding in decoded]
+
+    def _failed_lookups(self, counter: str, count: int, reason: str) -> list[torch.Tensor | None]:
+        self._counts[counter] += count
+        self._lookups.failed(reason)
+        return [None] * count
+
+    def _decode(
+        self, keys: Sequence[bytes], lookups: Sequence[Lookup], values: Sequence[bytes | None]
+    ) -> list[torch.Tensor | InvalidValueError | None]:
+        return [
+            None if value is None else self._decode_one(key, value, lookup.tokens)
+            for key, value, lookup in zip(keys, values, lookups, strict=True)
+        ]
+
+    def _decode_one(self, key: bytes, value: bytes, tokens: int) -> torch.Tensor | InvalidValueError:
+        try:
+            return self._codec.decode(key, value, tokens)
+        except InvalidValueError as error:
+            return error
+
+    def _count(self, decoded: torch.Tensor | InvalidValueError | None) -> torch.Tensor | None:
+        """Count the result of a lookup, and return the embedding, if any."""
+        if isinstance(decoded, InvalidValueError):
+            self._counts["invalid"] += 1
+            if self._clock() >= self._next_log:
+                self._next_log = self._clock() + LOG_INTERVAL
+                logger.warning("A value in the embedding store is not used: %s. It is replaced.", decoded)
+            return None
+        self._counts["misses" if decoded is None else "hits"] += 1
+        return decoded
+
+    async def _write_pending(self) -> None:
+        while self._pending:
+            write = self._pending.popleft()
+            try:
+                await self._write(write)
+            finally:
+                self._pending_bytes -= write.size
+
+    async def _write(self, write: _PendingWrite) -> None:
+        if not self._writes.allows():
+            self._counts["dropped"] += 1
+            return
+        key, written = self._key(write.digest), False
+        try:
+            value = await asyncio.to_thread(self._codec.encode, key, write.embedding)
+            with anyio.move_on_after(WRITE_TIMEOUT):
+                await self._store.put(key.hex(), value)
+                written = True
+            reason = f"no response within {WRITE_TIMEOUT:g} s"
+        except Exception as error:  # noqa: BLE001 - a store can raise anything
+            reason = _reason(error)
+        if written:
+            self._counts["writes"] += 1
+            self._writes.succeeded()
+        else:
+            self._counts["write_errors"] += 1
+            self._writes.failed(reason)
+
+    def _key(self, digest: bytes) -> bytes:
+        return hmac.digest(self._secret, b"key" + hashlib.sha256(self._model_key).digest() + digest, "sha256")
+
+
+def _reason(error: Exception) -> str:
+    """Return an error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

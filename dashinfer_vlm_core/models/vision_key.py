@@ -1,0 +1,90 @@
+"""What the embeddings of a vision encoder depend on besides the content. This module does not import torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from .. import __version__
+from ..config import EngineConfig
+from .files import stored_tensors, unreadable_file_error
+from .spec import ModelSpec, TextWeightNames
+
+CHUNK_BYTES = 1 << 22
+
+
+def vision_key(spec: ModelSpec, config: EngineConfig, *, kernels: str, family: str) -> bytes:
+    """Return a digest of everything that the embeddings of a checkpoint depend on, valid in all processes.
+
+    It covers the weights and the configuration of the vision encoder, the data types, the kernels, and the code. It is
+    not a digest of how images are resized: the digest of an item covers its pixels after that.
+
+    Args:
+        spec: the checkpoint.
+        config: the options.
+        kernels: identifies the kernels of the vision encoder, see `KernelSelector.chosen_identity`.
+        family: identifies the model family and its version.
+
+    Raises:
+        CheckpointError: a file of the checkpoint cannot be read.
+    """
+    digest = hashlib.sha256()
+    fields = (
+        __version__, family, spec.model_type, kernels, config.dtype, spec.dtype, config.resolved_vision_quantization,
+        repr(spec.pixels), spec.text.visual_width,
+    )  # fmt: skip
+    digest.update(json.dumps(fields).encode())
+    digest.update(hashlib.sha256(_read(spec.folder / "config.json")).digest())
+    for part in _vision_tensors(spec):
+        digest.update(part)
+    return digest.digest()
+
+
+def _vision_tensors(spec: ModelSpec) -> Iterator[bytes]:
+    """Yield a digest of each stored tensor that does not belong to the text model, in the order of their names."""
+    headers: dict[Path, tuple[dict[str, dict[str, object]], int]] = {}
+    for name, (file, stored_name) in sorted(stored_tensors(spec.folder, spec.tensor_renames).items()):
+        if _is_of_text_model(name, spec.text.weights):
+            continue
+        try:
+            if file not in headers:
+                headers[file] = _header(file)
+            entries, data = headers[file]
+            yield _tensor_digest(file, name, entries[stored_name], data)
+        except OSError as error:
+            raise unreadable_file_error(file, error) from error
+
+
+def _is_of_text_model(name: str, names: TextWeightNames) -> bool:
+    layers = names.layer.partition("{}")[0]
+    return name.startswith((layers, f"{names.embedding}.", f"{names.norm}.", f"{names.head}."))
+
+
+def _header(file: Path) -> tuple[dict[str, dict[str, object]], int]:
+    """Return the entries of a safetensors file, which was read before, and the position of its data."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        return json.loads(opened.read(length)), 8 + length
+
+
+def _tensor_digest(file: Path, name: str, entry: dict[str, object], data: int) -> bytes:
+    offsets = entry["data_offsets"]
+    assert isinstance(offsets, list)
+    start, end = offsets
+    digest = hashlib.sha256(json.dumps([name, entry["dtype"], entry["shape"]]).encode())
+    with file.open("rb") as opened:
+        opened.seek(data + start)
+        remaining = end - start
+        while remaining and (chunk := opened.read(min(remaining, CHUNK_BYTES))):
+            digest.update(chunk)
+            remaining -= len(chunk)
+    return digest.digest()
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise unreadable_file_error(file, error) from error
