@@ -90,7 +90,6 @@ class EngineStatus:
     decoder_reason: str = ""
     max_model_len: int = 0
     fatal_error: str = ""
-
     adapters: tuple[AdapterStatus, ...] = ()
 
     trouble = RenamedAttribute("fatal_error")
