@@ -201,6 +201,8 @@ def test_vision_change_that_a_family_does_not_read_is_reported(tiny_checkpoint, 
         VLM(base, lora={"a": str(folder)}, **OPTIONS)
 
 
+@pytest.mark.supports("lora", backend="dashinfer-cpu", rejected=True)
+@pytest.mark.supports("lora", backend="dashinfer-cuda", rejected=True)
 def test_decoder_without_adapters_is_not_selected(tiny_checkpoint):
     spec, registry = read_spec(tiny_checkpoint), load_plugins()
     config = EngineConfig(model=str(tiny_checkpoint), lora=(LoraModule("a", "/a"),))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dashinfer_vlm_core.config import EngineConfig
-from dashinfer_vlm_core.decoders import GUIDED_DECODING, SAMPLING_PARAMETERS
+from dashinfer_vlm_core.decoders import GUIDED_DECODING, LORA, SAMPLING_PARAMETERS
 from dashinfer_vlm_core.errors import (
     CheckpointError,
     ConfigError,
@@ -347,7 +347,7 @@ def test_plugin_registers_decoder(oracle):
     assert (factory.name, decoder.name, decoder.supported_params) == (
         "torch",
         "torch",
-        SAMPLING_PARAMETERS | {GUIDED_DECODING},
+        SAMPLING_PARAMETERS | {GUIDED_DECODING, LORA},
     )
     assert factory.check_support(spec, config).score > 0
 
