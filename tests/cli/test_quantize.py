@@ -16,6 +16,7 @@ from dashinfer_vlm_cli.batch_files import read_entries
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.errors import CheckpointError, ConfigError
 from dashinfer_vlm_core.plugins import load_plugins
+from tests.dequantizer import write_dequantized
 from tests.tiny import to_bfloat16, write_checkpoint
 
 IMAGE = Path(__file__).parents[2] / "examples" / "pictures" / "circle.png"
@@ -195,16 +196,14 @@ def test_report_is_printed_and_written(run, original, data, tmp_path, precision)
 
 
 @pytest.mark.usefixtures("reads_compressed_tensors")
-def test_checkpoint_equals_quantization_while_loading(run, original, tmp_path):
-    """With the same option, the engine also rounds the output layer, which the checkpoint does not.
-
-    The C kernels round in another order, and may choose other, equally good codes.
-    """
-    run("quantize", original, tmp_path / "out", "--to", "int4")
-    body = {"messages": [{"role": "user", "content": "the the"}], "temperature": 0, "max_tokens": 8}
+@pytest.mark.parametrize("precision", ["int4", "int8"])
+def test_engine_computes_with_dequantized_weights(run, original, tmp_path, precision):
+    run("quantize", original, tmp_path / "out", "--to", precision)
+    write_dequantized(tmp_path / "out", tmp_path / "dequantized")
+    body = {"messages": [{"role": "user", "content": "the the"}]}
     logits = []
-    for model in (original, tmp_path / "out"):
-        options = {"vision_quantization": "none", "quantization": "int4", "cpu_kernels": "torch"}
-        with Engine(EngineConfig(model=str(model), device="cpu", **options)) as engine:
+    for model in ("out", "dequantized"):
+        options = {"dtype": "float32", "device": "cpu", "cpu_kernels": "torch"}
+        with Engine(EngineConfig(model=str(tmp_path / model), **options)) as engine:
             logits.append(engine.logits(body, (5, 6, 7, 8)))
     assert (logits[0] == logits[1]).all()
