@@ -153,6 +153,9 @@ class Health(BaseModel):
     decoder: str
     reason: str
     max_model_len: int
+    reasons: bool | None = Field(
+        default=None, description="Whether the model can reason before it responds; absent if unknown."
+    )
     fatal_error: str | None = Field(default=None, description="Why the engine failed; absent unless it did.")
     trouble: str | None = Field(
         default=None, deprecated=True, description="The same as `fatal_error`. Deprecated, and removed in 0.3."
@@ -290,6 +293,8 @@ class _Routes:
             reason=status.decoder_reason,
             max_model_len=status.max_model_len,
         )
+        if status.reasons is not None:
+            health = health.model_copy(update={"reasons": status.reasons})
         if not status.fatal_error:
             return health
         return health.model_copy(update={"fatal_error": status.fatal_error, "trouble": status.fatal_error})

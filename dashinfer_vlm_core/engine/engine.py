@@ -85,7 +85,7 @@ class EngineStatus:
         decoder_reason: why this decoder was selected.
         max_model_len: the maximum number of tokens of prompt and completion together; 0 while closed.
         fatal_error: why a `failed` engine cannot continue; it must be started again.
-        reasons: whether the model can reason before it responds; None if unknown, as of a closed or remote engine.
+        reasons: whether the model can reason before it responds; None if unknown, as of a closed engine.
         adapters: the LoRA adapters that requests can name as their model.
     """
 

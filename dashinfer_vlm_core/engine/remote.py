@@ -293,6 +293,7 @@ def _status_from_health(health: Any) -> EngineStatus | None:
         decoder_reason=str(health.get("reason", "")),
         max_model_len=int(health.get("max_model_len", 0)),
         fatal_error=str(health.get("fatal_error") or health.get("trouble", "")),
+        reasons=health.get("reasons") if isinstance(health.get("reasons"), bool) else None,
     )
 
 

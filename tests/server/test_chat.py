@@ -169,6 +169,7 @@ def test_health_reports_status_model_and_decoder(scripted):
             "decoder": "scripted",
             "reason": "returns scripted responses",
             "max_model_len": served.engine.status().max_model_len,
+            "reasons": False,
         }
         served.engine.close()
         responses = [client.get("/health"), client.get("/health/ready")]

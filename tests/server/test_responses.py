@@ -9,6 +9,7 @@ import openai
 import pydantic
 import pytest
 
+from dashinfer_vlm_core.engine.remote import RemoteEngine
 from dashinfer_vlm_core.testing import EVERYTHING, scripted_engine
 from dashinfer_vlm_server.api_key_file import KeyLimits
 from dashinfer_vlm_server.api_keys import ApiKeys
@@ -802,3 +803,21 @@ def test_routes_reject_what_they_do_not_support(shared):
     assert handshake.status_code == 405
     assert handshake.json()["error"]["message"] == "This URL supports POST only."
     assert (missing.json()["error"]["param"], empty.json()["error"]["param"]) == ("model", "input")
+
+
+def test_server_that_forwards_requests_has_the_api(scripted):
+    inner = scripted(RESPONSE)
+    with (
+        RemoteEngine(f"{inner.server.url}/v1", model="tiny") as engine,
+        serving(engine) as server,
+        server.openai() as client,
+    ):
+        first = client.responses.create(model="tiny", input="Hello")
+        second = client.responses.create(model="tiny", input="And?", previous_response_id=first.id)
+        bad = {"truncation": {"truncation": "auto"}, "reasoning.summary": {"reasoning": {"summary": "auto"}}}
+        for param, fields in (*bad.items(), ("temperature", {"temperature": 3})):
+            with pytest.raises(openai.BadRequestError) as caught:
+                client.responses.create(model="tiny", input="Hello", **fields)
+            assert caught.value.param == param
+    assert first.output_text == RESPONSE
+    assert second.usage.input_tokens > first.usage.total_tokens
