@@ -56,11 +56,12 @@ def test_image_block_formats(demo, block):
     "block",
     [
         {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{MOVING}"}},
+        {"type": "input_video", "input_video": {"data": MOVING}},
         {"type": "video", "base64": MOVING, "mime_type": "video/mp4"},
         {"type": "video", "url": f"data:video/mp4;base64,{MOVING}", "extras": {"fps": 4}},
         {"type": "video", "source_type": "base64", "data": MOVING, "mime_type": "video/mp4"},
     ],
-    ids=["OpenAI's kin", "v1 base64", "v1 url", "v0 base64"],
+    ids=["OpenAI's kin", "llama.cpp's", "v1 base64", "v1 url", "v0 base64"],
 )
 def test_video_block_formats(demo, block):
     response = demo.invoke([HumanMessage([block, text("Which way does the circle move?")])])
