@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 from collections import Counter
@@ -57,12 +56,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.user_properties.append(mark_property(*mark.args, **mark.kwargs))
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: -costs[item.path])
-
-
-def pytest_collection_finish() -> None:
-    """Leave modules and tests out of garbage collections, each of which would take half a second."""
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
