@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 from collections import Counter
@@ -71,12 +70,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.user_properties.append(client_property(*mark.args))
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: -costs[item.path])
-
-
-def pytest_collection_finish() -> None:
-    """Leave modules and tests out of garbage collections, each of which would take half a second."""
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

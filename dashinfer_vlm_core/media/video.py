@@ -321,7 +321,10 @@ def _stack_video(
         MediaUndecodable: there are fewer frames.
     """
     if resizer is None or not count:
-        return _video(frames if isinstance(frames, np.ndarray) else stack(frames, count), part, times)
+        stacked = frames if isinstance(frames, np.ndarray) else stack(frames, count)
+        if len(stacked) < count:
+            raise undecodable_error(part.path)
+        return _video(stacked, part, times)
     iterator = iter(frames)
     first = next(iterator, None)
     if first is None:

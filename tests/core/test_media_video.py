@@ -288,6 +288,21 @@ def test_damaged_video_is_decoded_or_rejected(container):
         assert frames.ndim == 4
 
 
+@pytest.mark.parametrize("found", [0, 3])
+@pytest.mark.parametrize("is_resized", [False, True])
+def test_file_with_fewer_frames_than_its_header_is_undecodable(found, is_resized):
+    class Truncated(HeaderOnlyReader):
+        def iterate(self, indices, check_stop):
+            yield from super().frames(indices[:found], check_stop)
+
+    with pytest.raises(MediaUndecodable) as caught:
+        decode_video(
+            b"", part=video(num_frames=4), readers=[Truncated()], config=EngineConfig(), policy=POLICY,
+            check_stop=go_on, resizer=(lambda _: lambda frame: frame) if is_resized else None,
+        )  # fmt: skip
+    assert caught.value.param == PART
+
+
 @pytest.mark.parametrize(
     "data", [b"", b"\0" * 64, b"\0\0\0\x18ftypisom", b"RIFF\0\0\0\0AVI ", b"\x1a\x45\xdf\xa3", b"G" * 600]
 )

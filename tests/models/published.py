@@ -1,6 +1,7 @@
 """The tensors of the published checkpoints, by name and shape, and checkpoints in their layout with random weights.
 
-Source: `model.safetensors.index.json` of Qwen's repositories. Sizes are symbols, so that a table describes every size.
+Source: `model.safetensors.index.json` of Qwen's repositories. Sizes are symbols, so that a table describes every size;
+`{}` is the index of a layer or block, and `[]` that of a DeepStack merger.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ QWEN3_MOE_TEXT = {
 OLD = ("visual.", "model.")
 """Prefixes of the vision encoder and of the text model in the checkpoints of Qwen2-VL and Qwen2.5-VL."""
 NEW = ("model.visual.", "model.language_model.")
-"""The prefixes in Qwen3-VL, and in what transformers 4.52 to 4.57 save."""
+"""The prefixes in the checkpoints of Qwen3-VL, and of the parameters of all families in transformers since 4.52."""
 
 
 class Layout(NamedTuple):
@@ -124,10 +125,10 @@ class Layout(NamedTuple):
 LAYOUTS = {
     "Qwen2-VL-2B-Instruct": Layout("qwen2_vl", OLD, 2, tied=True),
     "Qwen2-VL-7B-Instruct": Layout("qwen2_vl", OLD, 5, tied=False),
-    "Qwen2-VL-7B-Instruct saved again": Layout("qwen2_vl", NEW, 4, tied=False),
+    "Qwen2-VL-7B-Instruct with new names": Layout("qwen2_vl", NEW, 4, tied=False),
     "Qwen2.5-VL-3B-Instruct": Layout("qwen2_5_vl", OLD, 2, tied=True),
     "Qwen2.5-VL-7B-Instruct": Layout("qwen2_5_vl", OLD, 5, tied=False),
-    "Qwen2.5-VL-7B-Instruct saved again": Layout("qwen2_5_vl", NEW, 4, tied=False),
+    "Qwen2.5-VL-7B-Instruct with new names": Layout("qwen2_5_vl", NEW, 4, tied=False),
     "Qwen3-VL-2B-Instruct": Layout("qwen3_vl", NEW, 1, tied=True),
     "Qwen3-VL-8B-Instruct": Layout("qwen3_vl", NEW, 4, tied=False),
     "Qwen3-VL-30B-A3B-Instruct": Layout("qwen3_vl_moe", NEW, 13, tied=False),
