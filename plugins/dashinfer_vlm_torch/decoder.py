@@ -185,7 +185,8 @@ class TorchDecoder:
         self._model = model
         layers = self._quantization.layers
         weight_dtype = f"int{layers.bits}" if layers else _name(self._dtype)
-        logger.info("Weights in %s on %s, with the kernels %r.", weight_dtype, self._device, self._kernels.name)
+        which = "Other weights" if self._spec.quantization else "Weights"
+        logger.info("%s in %s on %s, with the kernels %r.", which, weight_dtype, self._device, self._kernels.name)
         logger.info("KV cache of %d tokens in %s.", self._kv_tokens, _name(self._cache_dtype))
         if self._cache_dtype != self._dtype and not isinstance(self._kernels, Int8CacheAttention):
             message = "kv_cache_dtype=%s slows down decoding here: the kernels %r convert the cache in each step."

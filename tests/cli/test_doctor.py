@@ -240,7 +240,7 @@ def test_memory_of_a_quantized_checkpoint_is_reported(tiny_checkpoint, tmp_path,
     if status == "ok":
         assert found["weights"]["detail"].startswith(f"{model}, awq: 14 matrices keep their stored bits, 0.0 MB")
     if layout == "fp8-block":
-        assert "14 are widened to float32, 0.2 MB instead of 0.1 MB" in found["weights"]["detail"]
+        assert "14 matrices are widened to float32, 0.2 MB instead of 0.1 MB" in found["weights"]["detail"]
 
 
 @pytest.mark.slow

@@ -158,7 +158,9 @@ def test_widened_weights_are_logged_with_their_memory(written, caplog):
     (record,) = [record for record in caplog.records if "in the format fp8" in record.getMessage()]
     assert record.levelno == logging.WARNING
     # Two layers of 30,720 weights.
-    assert "14 are widened to float32, 0.2 MB instead of 0.1 MB, since the kernels 'torch'" in record.getMessage()
+    assert (
+        "14 matrices are widened to float32, 0.2 MB instead of 0.1 MB, since the kernels 'torch'" in record.getMessage()
+    )
 
 
 # One module, without a model ------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ class WeightMemory:
             parts.append(f"{self.kept} matrices keep their stored bits, {_size(self.kept_bytes)}")
         if self.widened:
             parts.append(
-                f"{self.widened} are widened to {dtype}, {_size(self.memory_bytes)} instead of"
+                f"{self.widened} matrices are widened to {dtype}, {_size(self.memory_bytes)} instead of"
                 f" {_size(self.widened_bytes)}, since the kernels {kernels!r} cannot multiply them as they are"
             )
         return "; ".join(parts) or "no matrix is quantized"

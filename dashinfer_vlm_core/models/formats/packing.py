@@ -120,9 +120,13 @@ def dequantize_fp8(weight: Tensor, scales: Tensor, block: Sequence[int], dtype: 
     outputs, inputs = weight.shape
     out = mmap_buffer.empty(weight.shape, dtype)
     rows = max(1, FP8_ROWS_ELEMENTS // inputs // block[0]) * block[0]
+    # In mapped memory and in place: the allocator would keep most of the memory of intermediate results.
+    buffer = mmap_buffer.empty([min(rows, outputs), inputs], torch.float32)
     for start in range(0, outputs, rows):
         stop = min(start + rows, outputs)
-        blocks = scales[start // block[0] : -(-stop // block[0])].float()
-        blocks = blocks.repeat_interleave(block[0], dim=0)[: stop - start]
-        out[start:stop] = weight[start:stop].float() * blocks.repeat_interleave(block[1], dim=1)[:, :inputs]
+        products = buffer[: stop - start].copy_(weight[start:stop])
+        factors = scales[start // block[0] : -(-stop // block[0])].float().repeat_interleave(block[0], dim=0)
+        for column in range(factors.shape[1]):
+            products[:, column * block[1] : (column + 1) * block[1]] *= factors[: stop - start, column : column + 1]
+        out[start:stop] = products
     return out
