@@ -15,6 +15,7 @@ from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.decoders.dashinfer import DashInferFactory
 from dashinfer_vlm_core.errors import InvalidParameter, UnsupportedParameter
 from dashinfer_vlm_core.plugins import load_plugins
+from tests.adapters import merge_adapter, write_adapter
 from tests.models import contrast_vl
 from tests.models.reference_vl import Reference
 from tests.samples import data_url, encode, encode_video, noise
@@ -58,7 +59,9 @@ def start(folder):
     def start(**options):
         registry = load_plugins()
         registry.add_plugin(contrast_vl, name="contrast_vl")
-        config = EngineConfig(model=str(folder), decoder="torch", device="cpu", kv_cache_mib=64, **options)
+        config = EngineConfig(
+            **{"model": str(folder), "decoder": "torch", "device": "cpu", "kv_cache_mib": 64, **options}
+        )
         return Engine(config, registry=registry)
 
     return start
@@ -107,6 +110,16 @@ def test_batched_output_equals_reference(start, expected):
     with start(prefix_cache=False) as engine, ThreadPoolExecutor(len(REQUESTS)) as threads:
         answers = threads.map(lambda parts: output_ids(engine, parts), REQUESTS.values())
         assert dict(zip(REQUESTS, answers, strict=True)) == expected
+
+
+def test_lora_adapter_equals_merged_weights(start, folder, tmp_path):
+    """This family stores queries and keys in another order than the kernels rotate them."""
+    adapter = write_adapter(tmp_path / "adapter", folder, ("query", "key", "value", "gate"))
+    merged = merge_adapter(tmp_path / "merged", folder, adapter)
+    body = request(REQUESTS[min(REQUESTS)])
+    with start(lora={"mine": str(adapter)}) as engine, start(model=str(merged)) as other:
+        found = [generate(engine, {**body, "model": name}).token_ids for name in ("mine", folder.name)]
+        assert found[0] == generate(other, body).token_ids != found[1]
 
 
 def test_cached_output_equals_reference(engine, expected):
