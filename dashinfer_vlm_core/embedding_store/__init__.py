@@ -10,16 +10,16 @@ file_store.py                 the store in a folder
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..hookspecs import hookimpl
-from .client import EmbeddingStoreClient, EmbeddingStoreStats
 from .interface import EmbeddingStore, EmbeddingStoreFactory, Read
 from .opening import open_store, redacted
 from .settings import EmbeddingStoreOptions
 
 if TYPE_CHECKING:
     from ..config import EngineConfig, PluginOptions
+    from .client import EmbeddingStoreClient, EmbeddingStoreStats
 
 __all__ = [
     "EmbeddingStore",
@@ -31,6 +31,15 @@ __all__ = [
     "open_store",
     "redacted",
 ]
+
+
+# Lazily: the module of the client imports anyio, which `dashinfer-vlm --help` does not need.
+def __getattr__(name: str) -> Any:
+    if name in {"EmbeddingStoreClient", "EmbeddingStoreStats"}:
+        from . import client
+
+        return getattr(client, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class FileStoreFactory:
