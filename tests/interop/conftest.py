@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -13,12 +15,17 @@ _missing: list[str] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make PEFT importable; where it cannot be installed, tests skip with `pytest.importorskip`."""
+    """Make packages importable; where they cannot be installed, tests skip with `pytest.importorskip`."""
     if config.getoption("interop"):
-        try:
-            sys.path.append(str(peers.peft()))
-        except SetupMissing as error:
-            _missing.append(f"PEFT is not available: {error}")
+        _add_to_path("PEFT", peers.peft)
+        _add_to_path("client libraries", peers.clients)
+
+
+def _add_to_path(name: str, packages: Callable[[], Path]) -> None:
+    try:
+        sys.path.append(str(packages()))
+    except SetupMissing as error:
+        _missing.append(f"{name}: not available: {error}")
 
 
 def pytest_report_header() -> list[str]:

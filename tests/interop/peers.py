@@ -1,19 +1,20 @@
 """Other programs, which are installed on first use, next to the project's environment.
 
-vLLM has an environment of its own, that of the benchmarks. PEFT is imported by tests: its packages are in a folder that
-`scripts/test --interop` adds to the path, and use torch and transformers of the project's environment.
+vLLM has an environment of its own, that of the benchmarks. PEFT and client libraries are imported by tests: their
+packages are in folders at the end of the path, and use torch, openai and others of the project's environment.
 
 `python -m tests.interop.peers` installs all of them, and prints what it does.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,11 @@ from benchmarks.environments import PEERS_FOLDER, Peers, SetupMissing, run, vllm
 from dashinfer_vlm_core import EngineConfig
 
 PEFT = ("peft==0.21.2", "accelerate==1.15.0", "psutil==7.2.2")
+CLIENTS = ("openai-agents==0.20.0", "llama-index-llms-openai-like==0.8.1")
+"""Of the Agents SDK, the last version that permits the version of openai that LiteLLM requires."""
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 FOLDER = EngineConfig().cache_folder / "interop"
+CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 PROGRAMS = Path(__file__).parent / "programs"
 TIMEOUT = 280.0
 """Seconds. vLLM needs half a minute to start on two cores."""
@@ -72,18 +76,29 @@ def vllm() -> Peer:
 
 def peft() -> Path:
     """Return the folder with the packages of PEFT; raises like `vllm`."""
-    folder = FOLDER / "-".join([PYTHON, *(pin.replace("==", "-") for pin in PEFT)])
+    return _packages("peft", PEFT, "--no-deps")
+
+
+def clients() -> Path:
+    """Return the folder with client libraries and what they depend on; raises like `vllm`."""
+    return _packages("clients", CLIENTS, "-c", str(CONSTRAINTS))
+
+
+def _packages(name: str, pins: Sequence[str], *options: str) -> Path:
+    """Return a folder with packages, which are installed with options of pip if it does not exist."""
+    digest = hashlib.sha256(repr((pins, options)).encode()).hexdigest()[:8]
+    folder = FOLDER / f"{name}-{PYTHON}-{digest}"
     ready = folder / "ready"
     if not ready.exists():
-        print(f"installing PEFT in {folder} ...", flush=True)  # noqa: T201 - for users of `scripts/test --interop`
-        run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--upgrade", "--target", str(folder), *PEFT)
+        print(f"installing {', '.join(pins)} in {folder} ...", flush=True)  # noqa: T201 - for users of `--interop`
+        run(sys.executable, "-m", "pip", "install", "-q", "--upgrade", "--target", str(folder), *options, *pins)
         ready.touch()
     return folder
 
 
 def main() -> None:
     """Install all peers; the tests of those that cannot be installed are skipped."""
-    for name, install in (("vLLM", vllm), ("PEFT", peft)):
+    for name, install in (("vLLM", vllm), ("PEFT", peft), ("client libraries", clients)):
         _install(name, install)
 
 
