@@ -110,7 +110,7 @@ def test_library_exports_only_prefixed_functions(script, library):
     exported = {line.split()[0] for line in script.run(["nm", "-D", "-P", "--defined-only", library]).splitlines()}
     prefixes = ("prebuilt_", *(f"{variant.name}_" for variant in VARIANTS))
     assert [name for name in exported if not name.startswith(prefixes)] == []
-    assert {f"{variant.name}_linear" for variant in VARIANTS} <= exported
+    assert {f"{variant.name}_linear_biased" for variant in VARIANTS} <= exported
 
 
 def test_common_part_has_only_baseline_instructions(script, library, objects):
@@ -271,8 +271,8 @@ def test_ctypes_finds_functions_by_their_names_in_c(library):
     loaded = load_prebuilt(VARIANTS[-1], library)
     assert isinstance(loaded, ctypes.CDLL)
     assert (
-        ctypes.cast(loaded.linear, ctypes.c_void_p).value
-        == ctypes.cast(ctypes.CDLL(str(library))[f"{VARIANTS[-1].name}_linear"], ctypes.c_void_p).value
+        ctypes.cast(loaded.linear_biased, ctypes.c_void_p).value
+        == ctypes.cast(ctypes.CDLL(str(library))[f"{VARIANTS[-1].name}_linear_biased"], ctypes.c_void_p).value
     )
     with pytest.raises(AttributeError, match=f"{VARIANTS[-1].name}_nothing"):
         _ = loaded.nothing

@@ -25,7 +25,7 @@ def register_model_info(name: str, capabilities: Capabilities) -> None:
         capabilities: what the model and its decoder support.
     """
     known = _registered.get(name)
-    if known != capabilities and (known or name not in litellm.model_cost):
+    if name not in litellm.model_cost or (known and known != capabilities):
         _registered[name] = capabilities
         litellm.register_model({name: _info(name.partition("/")[0], capabilities)})
 

@@ -18,7 +18,7 @@ IMAGES = "examples/pictures"
 def test_documented_programs_print_documented_output(monkeypatch):
     monkeypatch.chdir(ROOT)
     check_programs("langchain.md")
-    assert len(page_programs("langchain.md")) == 5
+    assert len(page_programs("langchain.md")) == 6
 
 
 @pytest.mark.slow
