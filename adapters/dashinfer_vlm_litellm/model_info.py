@@ -13,21 +13,27 @@ from dashinfer_vlm_core.plugins import load_plugins
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-_registered: dict[str, Capabilities] = {}
+_registered: dict[str, dict[str, object]] = {}
 """What was registered here, by model name."""
 
 
 def register_model_info(name: str, capabilities: Capabilities) -> None:
-    """Register a model with LiteLLM, unless the user has registered it.
+    """Register a model with LiteLLM. Values that the user has registered stay as they are.
+
+    LiteLLM's Router registers each of its models as well, before it is loaded and mostly without values.
 
     Args:
         name: the model's name with the provider prefix.
         capabilities: what the model and its decoder support.
     """
-    known = _registered.get(name)
-    if name not in litellm.model_cost or (known and known != capabilities):
-        _registered[name] = capabilities
-        litellm.register_model({name: _info(name.partition("/")[0], capabilities)})
+    info = _info(name.partition("/")[0], capabilities)
+    ours = _registered.get(name, {})
+    existing = litellm.model_cost.get(name, {})
+    theirs = {key for key, value in existing.items() if value is not None and value != ours.get(key)}
+    missing = {key: value for key, value in info.items() if key not in theirs and existing.get(key) != value}
+    _registered[name] = info
+    if missing:
+        litellm.register_model({name: missing})
 
 
 def register_known_models(provider: str) -> None:

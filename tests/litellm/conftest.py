@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ from dashinfer_vlm_core.protocol.sampling import SAMPLING_PARAMETERS
 from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_litellm import DashInferVLM
 
+NUMBERS = itertools.count()
+"""Numbers of the scripted providers: what LiteLLM knows of a provider outlives the test."""
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -61,7 +64,7 @@ def scripted(tiny_checkpoint) -> Iterator[Callable[..., Scripted]]:
     def start(*responses, delay=0.0, supported_params=SAMPLING_PARAMETERS) -> Scripted:
         script = Script(*responses, delay=delay, supported_params=supported_params)
         engines = SharedEngines(scripted_registry(script))
-        provider = f"scripted_{len(made)}"
+        provider = f"scripted_{next(NUMBERS)}"
         made.append((provider, engines))
         item = {"provider": provider, "custom_handler": DashInferVLM(engines, name=provider)}
         litellm.custom_provider_map = [*litellm.custom_provider_map, item]

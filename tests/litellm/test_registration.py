@@ -99,6 +99,23 @@ def test_loaded_model_has_capabilities_of_its_decoder(scripted):
     assert supported(plain.model) == (True, True, True, False, False, False)
 
 
+def test_model_that_a_router_registered_first_has_capabilities(scripted):
+    provider = scripted("Yes.", supported_params=EVERYTHING)
+    router = litellm.Router([{"model_name": "vision", "litellm_params": {"model": provider.model}}])
+    assert not litellm.supports_vision(provider.model)
+    router.completion("vision", HELLO)
+    assert supported(provider.model) == (True, True, True, True, True, False)
+
+
+def test_values_of_the_user_are_kept(scripted):
+    provider = scripted("Yes.")
+    litellm.register_model({provider.model: {"input_cost_per_token": 1e-6, "supports_vision": False}})
+    litellm.completion(provider.model, messages=HELLO)
+    assert litellm.model_cost[provider.model]["input_cost_per_token"] == 1e-6
+    assert not litellm.supports_vision(provider.model)
+    assert litellm.supports_function_calling(provider.model)
+
+
 def test_decoder_without_vision_is_reported(scripted, monkeypatch):
     monkeypatch.setattr(ScriptedDecoder, "unsupported_vision_reason", "It has no vision.")
     provider = scripted("Yes.")

@@ -72,6 +72,7 @@ def test_mixed_traffic_with_faults_has_one_outcome_per_request(tiny_checkpoint, 
         warm = _run_faults(faults, lambda count: soak_lasts(count, WARM_UP))
         end = _run_faults(faults, lambda count: soak_lasts(count, 1))
         clients.stop()
+        assert not ledger.unexpected, ledger.unexpected[:3]
         until(lambda: engine.stats().active_requests == 0)
         until(lambda: counted(client, "requests_total", CHAT) == sum(ledger.outcomes.values()))
         until(lambda: _descriptors() <= idle + SPARE + MEDIA_WORKERS * FILES_PER_WORKER)
@@ -84,7 +85,6 @@ def test_mixed_traffic_with_faults_has_one_outcome_per_request(tiny_checkpoint, 
         assert counted(client, "prompt_tokens_total") == ledger.prompt_tokens
         assert counted(client, "generation_tokens_total") == ledger.completion_tokens
         assert engine.stats().restarts > 0
-    assert not ledger.unexpected
     assert end < GROWTH * warm, report
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-import contextlib
+import email.parser
 import json
 import random
 import socket
@@ -114,17 +114,12 @@ class Clients:
         head += f"Content-Length: {len(body)}\r\n\r\n"
         with socket.create_connection((client.base_url.host, client.base_url.port or 80), timeout=HANG) as connection:
             connection.sendall(head.encode() + body)
-            received = connection.recv(65536)
-            while b"\r\n\r\n" not in received:
-                received += connection.recv(65536)
-            if received.startswith(b"HTTP/1.1 200"):
-                self._ledger.write("left")
-                return
-            with contextlib.suppress(TimeoutError):
-                connection.settimeout(0.2)
-                while piece := connection.recv(65536):
-                    received += piece
-            self._ledger.write(_outcome(json.loads(received.partition(b"\r\n\r\n")[2])["error"]))
+            with connection.makefile("rb") as response:
+                if b" 200 " in response.readline():
+                    self._ledger.write("left")
+                    return
+                headers = email.parser.BytesParser().parsebytes(b"".join(iter(response.readline, b"\r\n")))
+                self._ledger.write(_outcome(json.loads(response.read(int(headers["content-length"])))["error"]))
 
     def _send_invalid(self, client: httpx.Client, rng: random.Random) -> None:
         self._record(
