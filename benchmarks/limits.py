@@ -24,7 +24,8 @@ from dashinfer_vlm_core.models.qwen2_vl.config import VisionConfig, read_vision_
 from dashinfer_vlm_core.models.qwen2_vl.image_processor import DEFAULT_TOKENS
 from dashinfer_vlm_core.models.spec import ModelSpec, TextModelSpec
 from dashinfer_vlm_core.plugins import load_plugins
-from dashinfer_vlm_cpu.native import load_native
+from dashinfer_vlm_cpu.native import NativeKernels, load_native, load_variant
+from dashinfer_vlm_cpu.variants import VARIANTS
 from dashinfer_vlm_qwen2_5_vl import config as qwen2_5_vl
 from dashinfer_vlm_qwen3_vl import config as qwen3_vl
 
@@ -35,6 +36,10 @@ PACKED_BF16 = 1.5
 PACKED_HEAD = 1.0
 """Bytes of an output layer weight read in a greedy step by the C kernels."""
 GIB = 1 << 30
+FEW = 16
+"""Rows of a first measurement of kernels."""
+TOO_SLOW = 10
+"""Kernels that take this many times the time of the fastest for few rows are not measured further."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,15 +164,22 @@ def image_seconds(model: Path, rates: Rates, *, prompt: int) -> float:
 
 def step_seconds(model: Path, rates: Rates) -> float:
     """Return the minimum seconds of a greedy decode step: its weights have to be read."""
-    packed = load_native(EngineConfig()).kernels is not None
+    packed = native_kernels() is not None
     return step_bytes(load_spec(model).text, packed=packed) / (rates.read_gb_s * 1e9)
+
+
+def native_kernels() -> NativeKernels | None:
+    """Return the C kernels that engines use here: the fastest set, unless the environment restricts it."""
+    config = EngineConfig()
+    named = [variant for variant in VARIANTS if variant.name == config.cpu_kernels]
+    return (load_variant(named[0], config) if named else load_native(config)).kernels
 
 
 def _best(work: Callable[[], object], seconds: float = 1.0) -> float:
     """Return the shortest time of all runs that fit into `seconds`, after a warm-up."""
     work()
     end, best = time.perf_counter() + seconds, float("inf")
-    while time.perf_counter() < end:
+    while best == float("inf") or time.perf_counter() < end:
         begin = time.perf_counter()
         work()
         best = min(best, time.perf_counter() - begin)
@@ -179,13 +191,16 @@ def main() -> None:
 
     memory = torch.ones(GIB // 8, dtype=torch.int64)  # far beyond any cache
     matrix = torch.randn(4096, 4096).to(torch.bfloat16)
-    layers = {"torch": partial(torch.mm, matrix, matrix)}
-    ours = load_native(EngineConfig()).kernels
+    layers: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"torch": lambda rows: torch.mm(rows, matrix)}
+    ours = native_kernels()
     if ours:
-        layers[ours.name] = partial(ours.linear(matrix), matrix)
+        layers[ours.name] = ours.linear(matrix)
     with torch.inference_mode():
         read = _best(memory.sum)
-        products = {name: _best(work) for name, work in layers.items()}
+        # Without AVX-512, PyTorch has a loop for bfloat16 that would take minutes.
+        few = {name: _best(partial(work, matrix[:FEW]), seconds=0) for name, work in layers.items()}
+        fast = [name for name in layers if few[name] < TOO_SLOW * min(few.values())]
+        products = {name: _best(partial(layers[name], matrix)) for name in fast}
     fastest = min(products, key=products.__getitem__)
     rates = Rates(read_gb_s=GIB / read / 1e9, bf16_gflop_s=2 * 4096**3 / products[fastest] / 1e9, kernels=fastest)
     print(json.dumps(asdict(rates)))
