@@ -174,7 +174,7 @@ def test_error_in_a_stream_is_sent_as_the_last_event(caplog):
 
 
 def test_openai_client_raises_an_error_in_a_stream(scripted):
-    served = scripted("A long answer that goes on and on.", delay=0.05)
+    served = scripted("A long answer that goes on and on. " * 50, delay=0.05)
     with served.server.openai() as client:
         stream = client.chat.completions.create(model="tiny", messages=HELLO, stream=True)
         next(stream)
