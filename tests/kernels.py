@@ -1,12 +1,20 @@
-"""The kernels registered by plugins, for tests that do not start an engine."""
+"""Kernels for tests that do not start an engine, and the conditions under which the C kernels are tested."""
 
 from __future__ import annotations
 
+import functools
+import shutil
+
+import pytest
 import torch
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.kernels import Kernels, KernelSelector
+from dashinfer_vlm_core.kernels.cpu import cpu_flags
 from dashinfer_vlm_core.plugins import load_plugins
+from dashinfer_vlm_cpu.build import COMPILERS
+from dashinfer_vlm_cpu.native import NativeKernels, load_native, load_variant
+from dashinfer_vlm_cpu.variants import AMX, AVX2, AVX512, PORTABLE_TILES, Variant
 
 
 def selector(config: EngineConfig) -> KernelSelector:
@@ -15,3 +23,49 @@ def selector(config: EngineConfig) -> KernelSelector:
 
 def choose_kernels(device: str, dtype: torch.dtype, config: EngineConfig) -> Kernels:
     return selector(config).choose(device, dtype)
+
+
+def skip_reason(variant: Variant) -> str:
+    """Return why the kernels of a variant cannot be tested here; empty if they can.
+
+    Nothing is compiled for the answer: kernels that a compiler fails to build fail their tests.
+    """
+    if missing := [name for name in variant.features if name not in cpu_flags()]:
+        return f"this CPU has no {' and no '.join(missing)}"
+    return "" if any(map(shutil.which, COMPILERS)) else "no C compiler is installed"
+
+
+def needs(variant: Variant) -> pytest.MarkDecorator:
+    reason = skip_reason(variant)
+    return pytest.mark.skipif(bool(reason), reason=reason or "available")
+
+
+needs_native, needs_avx512, needs_amx = needs(AVX2), needs(AVX512), needs(AMX)
+
+VARIANT_PARAMS = [
+    pytest.param(AVX512, id="avx512", marks=needs_avx512),
+    pytest.param(PORTABLE_TILES, id="portable_tiles", marks=needs_avx512),
+    pytest.param(AMX, id="amx", marks=needs_amx),
+    pytest.param(AVX2, id="avx2", marks=needs_native),
+]
+
+
+@functools.cache
+def _defaults() -> EngineConfig:
+    return EngineConfig()
+
+
+def load_kernels(variant: Variant, config: EngineConfig | None = None) -> NativeKernels:
+    """Load the kernels of a variant in a test that `needs` it. The test fails with the reason if that fails."""
+    loaded = load_variant(variant, config or _defaults())
+    if "does not permit" in loaded.reason:  # the processor has AMX, but a container may not use it
+        pytest.skip(loaded.reason)
+    assert isinstance(loaded.kernels, NativeKernels), loaded.explanation
+    return loaded.kernels
+
+
+def load_fastest() -> NativeKernels:
+    """Load the fastest kernels of this machine in a test that has `needs_native`."""
+    loaded = load_native(_defaults())
+    assert isinstance(loaded.kernels, NativeKernels), loaded.explanation
+    return loaded.kernels

@@ -54,13 +54,24 @@ def marks():
                 yield words.get("family", "qwen2_vl"), ast.literal_eval(node.args[0]), words["backend"]
 
 
-def test_page_has_a_result_for_every_mark():
+def rows_of(family):
+    """Return the cells of the page by feature."""
     page = support.PAGE.read_text(encoding="utf-8")
+    section = page.partition(f"## {support.FAMILIES[family]}\n")[2].partition("\n## ")[0]
+    lines = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in section.splitlines()]
+    return {row[0]: row[1:] for row in lines if len(row) > 1}
+
+
+@pytest.mark.parametrize("family", support.FAMILIES)
+def test_page_has_a_row_for_every_feature(family):
+    header, *features = rows_of(family)
+    assert (header, features) == ("Feature", list(support.FEATURES.values()))
+
+
+def test_page_has_a_result_for_every_mark():
     found = list(marks())
     columns = list(support.BACKENDS)
     assert len(found) >= 20
     for family, feature, backend in found:
-        section = page.partition(f"## {support.FAMILIES[family]}\n")[2].partition("\n## ")[0]
-        rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")]
-        cells = {row[0].removeprefix("| "): [cell.removesuffix(" |") for cell in row[1:]] for row in rows}
-        assert cells[support.FEATURES[feature]][columns.index(backend)] in ("yes", "rejected", "not run")
+        cells = rows_of(family)[support.FEATURES[feature]]
+        assert cells[columns.index(backend)] in ("yes", "rejected", "not run")

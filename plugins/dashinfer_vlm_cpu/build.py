@@ -47,7 +47,7 @@ class BuildError(Exception):
 def load_library(source: Path, cache: Path, name: str = "", flags: Sequence[str] = ()) -> ctypes.CDLL:
     """Load the compiled library of `source`, from `cache` if it was compiled before.
 
-    Concurrent callers, in this process and others, wait for the one that compiles.
+    Concurrent callers, in this process and others, wait for the one that compiles this library.
 
     Args:
         source: a C file; it may include the headers in its folder.
@@ -69,7 +69,7 @@ def load_library(source: Path, cache: Path, name: str = "", flags: Sequence[str]
     with _open_cache(cache) as libraries:
         library = libraries.find(stem)
         if library is None:
-            with libraries.locked():
+            with libraries.locked(stem):
                 libraries.remove_rejected(stem)
                 library = libraries.find(stem) or _compile_and_store(
                     libraries, stem, cache, lambda: _compile_with_any(compilers, source, [*flags, *map(str, openmp)])

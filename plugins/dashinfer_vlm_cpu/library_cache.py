@@ -34,6 +34,7 @@ DESCRIPTORS = Path("/proc/self/fd")
 
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a named pipe must not block
 _CREATE_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_LOCK_FILE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class FolderError(Exception):
@@ -108,18 +109,47 @@ class LibraryCache:
             os.close(descriptor)
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the folder's lock against other threads and processes, so that each library is compiled once.
+    def locked(self, stem: str) -> Iterator[None]:
+        """Hold the lock of a library against other threads and processes, so that it is compiled once.
 
-        On a file system without locks, processes may compile at the same time. Each file is still written atomically.
+        The lock is a file `.STEM.lock`, which exists while someone holds it or waits for it. On a file system without
+        locks, processes may compile at the same time. Each library is still written atomically.
         """
-        with contextlib.suppress(OSError):
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                stack.enter_context(self._locked_file(f".{stem}.lock"))
+            yield
+
+    @contextlib.contextmanager
+    def _locked_file(self, name: str) -> Iterator[None]:
+        descriptor = self._open_locked(name)
         try:
             yield
         finally:
             with contextlib.suppress(OSError):
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+                os.unlink(name, dir_fd=self._descriptor)  # those that wait for this file notice that it was removed
+            os.close(descriptor)
+
+    def _open_locked(self, name: str) -> int:
+        """Create a file if it does not exist, lock it, and return its descriptor."""
+        while True:
+            descriptor = os.open(name, _LOCK_FILE, 0o600, dir_fd=self._descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                if self._is_named(descriptor, name):
+                    return descriptor
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+
+    def _is_named(self, descriptor: int, name: str) -> bool:
+        """Whether the folder still has this file under this name."""
+        try:
+            found = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(found, os.fstat(descriptor))
 
     def find(self, stem: str) -> CheckedLibrary | None:
         """Return the library of this stem, or None if there is none that can be trusted."""

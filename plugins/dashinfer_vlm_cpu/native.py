@@ -244,7 +244,8 @@ def _supports_attention(heads: int, kv_heads: int, width: int) -> bool:
     return width % 2 == 0 and heads <= MAX_HEADS_PER_KV_HEAD * kv_heads
 
 
-_LOAD_LOCK = threading.Lock()
+_LOAD_LOCKS: dict[str, threading.Lock] = {}
+"""A lock for each variant, by its name: one that is compiled does not delay another one that is loaded."""
 
 
 def load_native(config: EngineConfig) -> LoadedKernels:
@@ -263,7 +264,7 @@ def load_variant(variant: Variant, config: EngineConfig) -> LoadedKernels:
     It comes from the prebuilt library if the package has one, and otherwise from `config`'s cache, where it is compiled
     if necessary. Compiling takes seconds; concurrent callers wait for it.
     """
-    with _LOAD_LOCK:  # with the cache alone, concurrent callers would compile twice
+    with _LOAD_LOCKS.setdefault(variant.name, threading.Lock()):  # with the cache alone, callers would compile twice
         return _load(variant, config)
 
 

@@ -71,7 +71,7 @@ class Terminal:
             os.execve(command[0], command, environment)
         fcntl.ioctl(self._end, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))
 
-    def wait_for(self, text: str, seconds: float = 60) -> str:
+    def wait_for(self, text: str, seconds: float = HANG) -> str:
         """Wait until `text` is shown, and return the output up to it since the last call."""
         deadline = time.monotonic() + seconds
         while text not in self.output:

@@ -24,9 +24,9 @@ from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.models.formats.detection import find_reader, weight_memory
 from dashinfer_vlm_core.models.weights import Weights
 from dashinfer_vlm_core.plugins import load_plugins
-from dashinfer_vlm_cpu.native import load_native
 from dashinfer_vlm_cpu.native_linear import NativeInt4Linear, NativeInt8Linear, NativeLinear, NativeStoredInt8Linear
 from tests.conversations import CONVERSATIONS, as_openai
+from tests.kernels import load_fastest, needs_native
 from tests.quantized_checkpoints import LAYOUTS, TEXT_LAYERS, VISION_BLOCKS, pack_gptq, write_config, write_quantized
 from tests.qwen3_vl.tiny_qwen3 import write_checkpoint as write_qwen3_vl
 from tests.recorder import Recorder
@@ -36,8 +36,6 @@ from training.transformers_engine import TransformersEngine
 TOKENS = 32
 CONVERSATION = CONVERSATIONS["one picture"]
 FAST = ("awq", "gptq-act-order", "int8", "fp8-block")
-NATIVE = load_native(EngineConfig()).kernels
-needs_native = pytest.mark.skipif(NATIVE is None, reason="no AVX2, or no C compiler")
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +217,7 @@ def test_c_kernels_keep_weights_in_their_bits(tmp_path, name, linear):
     shape = (256, 512)
     packed = LAYOUTS[name].pack(random_matrix(*shape))
     weights = save_modules(tmp_path, LAYOUTS[name], {MODULE: packed.tensors})
-    layer = create_linear(NATIVE, read(weights, shape), dtype=torch.bfloat16)
+    layer = create_linear(load_fastest(), read(weights, shape), dtype=torch.bfloat16)
     assert type(layer) is linear
     stored = sum(tensor.nbytes for part, tensor in packed.tensors.items() if part != "g_idx")
     assert sum(tensor.nbytes for tensor in layer._tensors if tensor is not None) < 1.06 * stored
@@ -234,16 +232,16 @@ def test_widened_weights_follow_the_option_quantization(tmp_path):
     layout, shape = LAYOUTS["gptq-int8"], (64, 128)
     weights = save_modules(tmp_path, layout, {MODULE: layout.pack(random_matrix(*shape)).tensors})
     plain, rounded = (
-        create_linear(NATIVE, read(weights, shape), dtype=torch.bfloat16, quantization=quantization)
+        create_linear(load_fastest(), read(weights, shape), dtype=torch.bfloat16, quantization=quantization)
         for quantization in (None, INT8)
     )
     assert type(plain) is NativeLinear
     assert type(rounded) is NativeInt8Linear
 
 
-@pytest.mark.parametrize("kernels", [TorchKernels("cpu"), pytest.param(NATIVE, marks=needs_native)])
-def test_head_of_quantized_weights(tmp_path, kernels):
-    layout, shape = LAYOUTS["gptq"], (96, 64)
+@pytest.mark.parametrize("load", [functools.partial(TorchKernels, "cpu"), pytest.param(load_fastest, marks=needs_native)])
+def test_head_of_quantized_weights(tmp_path, load):
+    kernels, layout, shape = load(), LAYOUTS["gptq"], (96, 64)
     packed = layout.pack(random_matrix(*shape))
     weights = save_modules(tmp_path, layout, {"lm_head": packed.tensors})
     dtype = torch.float32 if isinstance(kernels, TorchKernels) else torch.bfloat16

@@ -229,10 +229,10 @@ def test_lookup_ends_at_its_time_budget():
         store = MemoryStore()
         store.gate.clear()
         client = client_of(store)
-        lookup = asyncio.create_task(client.get([Lookup(KEY, 4)], budget=100.0))
-        await skippable_loop().askip(99.0)
+        lookup = asyncio.create_task(client.get([Lookup(KEY, 4)], budget=10 * HANG))
+        await skippable_loop().askip(9 * HANG)
         assert not lookup.done()
-        await skippable_loop().askip(2.0)
+        await skippable_loop().askip(HANG)
         assert await lookup == [None]
         assert client.stats.timeouts == 1
 
@@ -243,8 +243,8 @@ def test_timeout_option_replaces_the_budget():
     async def scenario():
         store = MemoryStore()
         store.gate.clear()
-        lookup = asyncio.create_task(client_of(store, timeout=1000.0).get([Lookup(KEY, 4)], budget=1.0))
-        await skippable_loop().askip(999.0)
+        lookup = asyncio.create_task(client_of(store, timeout=10 * HANG).get([Lookup(KEY, 4)], budget=1.0))
+        await skippable_loop().askip(9 * HANG)
         assert not lookup.done()
         store.gate.set()
         assert await lookup == [None]

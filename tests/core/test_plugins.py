@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from dashinfer_vlm_core.cli.options import config_options
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.config.plugin_options import forget_options
 from dashinfer_vlm_core.errors import ConfigError, MissingDependency, PluginError
+from dashinfer_vlm_core.hookspecs import discovery
 from dashinfer_vlm_core.plugins import Registry, load_adapter, load_plugins
 from dashinfer_vlm_core.protocol import MediaPart
 from dashinfer_vlm_server.help import SectionedCommand
@@ -73,6 +75,16 @@ def test_third_party_plugin_is_found(install):
     assert load_plugins().models["stranger"] == Path("/models/stranger")
     assert row("stranger_plugin").provides == ("model stranger",)
     assert row("stranger_plugin").distribution == "stranger_plugin 1.0"
+
+
+def test_entry_points_are_read_again_only_after_a_change(install, tmp_path):
+    load_plugins()
+    before = discovery._read_entries.cache_info().misses
+    load_plugins()
+    assert discovery._read_entries.cache_info().misses == before
+    install("stranger_plugin", GOOD)
+    os.utime(tmp_path, ns=(0, 1))  # the clock of a file system may not have advanced since the folder was created
+    assert "stranger" in load_plugins().models
 
 
 def test_incompatible_plugin_is_rejected_by_name(install):

@@ -92,7 +92,7 @@ def test_preview_does_not_encode_decode_or_cache(tiny_checkpoint):
 
 def test_preview_has_request_limits(tiny_checkpoint):
     limits = {"max_model_len": 64, "max_batch_size": 1, "max_waiting": 0}
-    with scripted_engine("Slow.", delay=0.2, model=str(tiny_checkpoint), **limits) as engine:
+    with scripted_engine("Slow.", delay=60, model=str(tiny_checkpoint), **limits) as engine:
         with pytest.raises(ContextLengthExceeded):
             engine.preview(request(*[blurred_image(seed) for seed in range(4)]))
         with pytest.raises(MediaTooLarge, match="up to 32 image parts"):

@@ -12,26 +12,20 @@ from dashinfer_vlm_core.kernels.quantization import GROUPS, concatenate, quantiz
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_cpu.native_linear import quantize_int4
 from dashinfer_vlm_cpu.variants import AVX512, PORTABLE_TILES
-from tests.core.test_kernels import (
-    VARIANT_PARAMS,
-    error,
-    is_missing,  # noqa: F401 - the conditions of the marks call it
-    load,
-    needs_native,
-    numbers,
-)
+from tests.core.test_kernels import error, numbers
+from tests.kernels import VARIANT_PARAMS, load_kernels, needs_avx512
 
 ROWS = (1, 3, 5, 16, 17, 40)
 
 
 @pytest.fixture(params=[pytest.param(None, id="torch"), *VARIANT_PARAMS])
 def kernels(request):
-    return load(request.param) if request.param else TorchKernels("cpu")
+    return load_kernels(request.param) if request.param else TorchKernels("cpu")
 
 
 @pytest.fixture(params=VARIANT_PARAMS)
 def native(request):
-    return load(request.param)
+    return load_kernels(request.param)
 
 
 def random_weight(outputs, inputs, group, *, ordered=False, seed=0):
@@ -94,12 +88,12 @@ def test_row_is_bit_exact_in_any_batch(native, group, ordered):
         assert torch.equal(layer(x[:rows]), whole[:rows])
 
 
-@needs_native
+@needs_avx512
 @pytest.mark.parametrize("group", GROUPS)
 def test_tiles_equal_vectors(group):
     weight, x = random_weight(70, 456, group), numbers(40, 456, seed=1)
     found, expected = (
-        load(variant).linear_quantized(weight, dtype=torch.bfloat16, fp32_output=True)(x)
+        load_kernels(variant).linear_quantized(weight, dtype=torch.bfloat16, fp32_output=True)(x)
         for variant in (PORTABLE_TILES, AVX512)
     )
     assert torch.equal(found, expected)

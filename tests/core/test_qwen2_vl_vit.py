@@ -17,7 +17,7 @@ from dashinfer_vlm_core.errors import CheckpointError, ConfigError
 from dashinfer_vlm_core.models.interface import Grid, Patches
 from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
 from dashinfer_vlm_core.models.qwen2_vl.rope import patch_positions
-from tests.kernels import choose_kernels, selector
+from tests.kernels import needs_native, selector
 from tests.patches import random_patches
 from tests.tiny import write_checkpoint
 
@@ -26,11 +26,6 @@ PICTURES = [(1, 8, 6), (1, 4, 4), (1, 6, 8), (1, 2, 2), (1, 4, 4), (1, 2, 8)]
 VIDEO = [(3, 4, 6)]
 MIXED = [(2, 4, 4), (1, 8, 6), (3, 4, 4), (1, 4, 4), (5, 2, 2)]
 GRIDS = {"picture": PICTURE, "pictures": PICTURES, "video": VIDEO, "mixed": MIXED}
-
-
-needs_int8 = pytest.mark.skipif(
-    not choose_kernels("cpu", torch.bfloat16, EngineConfig()).supports_int8, reason="no AVX-512 BF16, or no C compiler"
-)
 
 
 def load(folder, dtype="float32", **options):
@@ -106,7 +101,7 @@ def test_half_precision_is_close_to_full_precision(tiny_checkpoint, encoder):
     assert_close(load(tiny_checkpoint, "bfloat16").encode(batch), encoder.encode(batch), rtol=0.05)
 
 
-@needs_int8
+@needs_native
 def test_int8_is_close_and_bit_exact_in_any_batch(tiny_checkpoint, encoder):
     batch = batch_of(MIXED)
     int8 = load(tiny_checkpoint, "bfloat16", vision_quantization="int8")
@@ -118,7 +113,7 @@ def test_int8_is_close_and_bit_exact_in_any_batch(tiny_checkpoint, encoder):
         assert torch.equal(int8.encode([item])[0], rows)
 
 
-@needs_int8
+@needs_native
 def test_vision_quantization_follows_quantization_by_default(tiny_checkpoint):
     batch = batch_of(PICTURE)
     plain, int8, follows, explicit = (

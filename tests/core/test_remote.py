@@ -98,9 +98,29 @@ def test_status_is_the_servers(remote):
     assert engine.status().state == "closed"
 
 
+@pytest.fixture(scope="module")
+def failing(tiny_checkpoint):
+    """A remote engine, and a list of the errors that its next requests raise."""
+    raised = []
+
+    def respond(request):
+        if raised:
+            raise raised.pop()
+        return "Fine."
+
+    config = EngineConfig(model=str(tiny_checkpoint), decoder="scripted")
+    with (
+        Engine(config, registry=scripted_registry(Script(respond))) as engine,
+        serving(engine) as server,
+        RemoteEngine(f"{server.url}/v1") as remote,
+    ):
+        yield remote, raised
+
+
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_errors_round_trip(remote, error):
-    engine, _, _ = remote(error, error, "Fine.")
+def test_errors_round_trip(failing, error):
+    engine, raised = failing
+    raised += [error, error]
     for ask in (lambda: engine.chat(HELLO), lambda: list(engine.stream(HELLO))):
         with pytest.raises(type(error)) as caught:
             ask()

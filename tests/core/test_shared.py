@@ -41,7 +41,7 @@ def test_equal_configurations_share_engine(engines, config, tiny_checkpoint):
 
 
 def engine_threads():
-    return sum(thread.name == "dashinfer-vlm-engine" for thread in threading.enumerate())
+    return {thread for thread in threading.enumerate() if thread.name == "dashinfer-vlm-engine"}
 
 
 def test_concurrent_threads_and_tasks_share_engine(engines, config):
@@ -55,7 +55,7 @@ def test_concurrent_threads_and_tasks_share_engine(engines, config):
         tasks = [pool.submit(asyncio.run, use_concurrently()) for _ in range(4)]
         found = {id(future.result()) for future in plain} | {id(e) for future in tasks for e in future.result()}
     assert len(found) == 1
-    assert engine_threads() - before == 1
+    assert len(engine_threads() - before) == 1
 
 
 def test_failed_start_is_raised_to_all_waiters_and_not_cached(engines, tmp_path):

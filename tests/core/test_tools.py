@@ -235,14 +235,14 @@ def demo():
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 def test_bundled_model_makes_forced_call(demo, seed, choice):
     request = {"messages": ASKED, "tools": [WEATHER, PING], "tool_choice": choice, "seed": seed, "temperature": 1.5}
-    answer = demo.chat({**request, "parallel_tool_calls": seed % 2 == 0}).choices[0]
+    request["parallel_tool_calls"] = seed % 2 == 0
+    answer = demo.chat(request).choices[0]
     assert answer.finish_reason == "tool_calls"
     for name, arguments in calls_of(answer):
         assert choice == "required" or name == "weather"
         jsonschema.validate(json.loads(arguments), PARAMETERS if name == "weather" else {"maxProperties": 0})
     chunks = [chunk.choices[0] for chunk in demo.stream({**request, "stream": True})]
-    plain = demo.chat(request).choices[0]
-    assert collected(chunks) == (plain.message.content, calls_of(plain), plain.finish_reason)
+    assert collected(chunks) == (answer.message.content, calls_of(answer), answer.finish_reason)
 
 
 def test_decoder_without_masks_accepts_only_unforced_tools():
@@ -403,7 +403,7 @@ def test_failed_choice_ends_the_others():
 
 
 def test_closing_stream_ends_every_choice():
-    script = Script("word " * 200, delay=0.01)
+    script = Script("word " * 200, delay=0.1)
     with Engine(EngineConfig(decoder="scripted"), registry=scripted_registry(script)) as engine:
         chunks = engine.stream({"messages": ASKED, "n": 3, "stream": True})
         next(chunks)

@@ -23,7 +23,6 @@ SAMPLES = 10
 
 @pytest.fixture(scope="module")
 def engine() -> TransformersEngine:
-    torch.set_num_threads(1)
     return TransformersEngine(CHECKPOINT)
 
 

@@ -23,11 +23,6 @@ GRID = (3, 4)
 SMALL = Architecture(num_hidden_layers=2, depth=1)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def learner() -> Learner:
     """Return a new model that computes in fp32 with weights representable in bf16."""

@@ -341,10 +341,10 @@ def test_with_retry_retries_transient_errors(scripted):
     assert len(provider.script.requests) == 2
 
 
-@pytest.mark.parametrize("way", range(4))
-def test_max_retries_limits_retries(scripted, way):
+def test_max_retries_limits_retries(scripted):
     busy = QueueFull("Busy.", retry_after=0.01)
-    assert call_all_ways(scripted(busy, busy, busy, *["Yes."] * 4, max_retries=3).chat, "?")[way].content == "Yes."
+    chat = scripted(*[busy, busy, busy, "Yes."] * 4, max_retries=3).chat
+    assert [response.content for response in call_all_ways(chat, "?")] == ["Yes."] * 4
     with pytest.raises(QueueFull):
         scripted(busy, busy, "Yes.", max_retries=1).chat.invoke("?")
 

@@ -8,11 +8,10 @@ import math
 import statistics
 
 import pytest
-import torch
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from tests.conversations import CONVERSATIONS, as_openai, blurred_image, user
-from tests.kernels import choose_kernels
+from tests.kernels import needs_native
 from tests.qwen3_vl import tiny_qwen3
 from tests.tiny import MERGES, write_qwen2_5_vl
 from tests.waiting import HANG, until
@@ -30,11 +29,6 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": PARAME
 
 WITHOUT_TEXT = {str(token): -100 for token in range(256 + len(MERGES), 320)}
 """A bias against the tokens without text, which have no entry in the log probabilities."""
-
-needs_native = pytest.mark.skipif(
-    choose_kernels("cpu", torch.bfloat16, EngineConfig()).name == "torch", reason="no C kernels for this CPU"
-)
-
 
 def covers(feature):
     """Run a test with each family, and record what it shows for docs/support.md."""

@@ -36,7 +36,7 @@ from dashinfer_vlm_qwen2_5_vl import Qwen25VL, vit
 from dashinfer_vlm_qwen2_5_vl.config import read_vision_config
 from dashinfer_vlm_qwen2_5_vl.windows import window_order
 from tests.conversations import CONVERSATIONS, as_openai, blurred_image, user
-from tests.kernels import choose_kernels, selector
+from tests.kernels import needs_native, selector
 from tests.patches import random_patches
 from tests.samples import encode_video
 from tests.server.conftest import serving
@@ -48,11 +48,6 @@ FAMILY = "qwen2_5_vl"
 COUNT = 16
 VIDEO_FPS = 4
 """With 2 positions per second, frames advance by 1, and text after a video continues as in transformers 5."""
-
-needs_native = pytest.mark.skipif(
-    choose_kernels("cpu", torch.bfloat16, EngineConfig()).name == "torch", reason="no AVX-512 BF16, or no C compiler"
-)
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

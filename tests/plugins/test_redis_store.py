@@ -48,7 +48,8 @@ class Server:
 
     def start(self):
         self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
-        until(self._responds)
+        until(lambda: self._responds() or self._process.poll() is not None)
+        assert self._process.poll() is None, " ".join(self._command)
 
     def _responds(self):
         try:

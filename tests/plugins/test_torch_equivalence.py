@@ -16,7 +16,7 @@ from dashinfer_vlm_core.kernels.layers import FullLMHead
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_torch.decoder import TorchDecoder
 from dashinfer_vlm_torch.model import TextQuantization
-from tests.kernels import choose_kernels
+from tests.kernels import needs_native
 
 from .oracle import IMAGE, SHAPES, collect, decoding, ids, prompt, read_spec, text, visual
 
@@ -260,12 +260,7 @@ def test_completion_may_fill_context(oracle):
     assert ids(tokens) == oracle.logits(request, ids(tokens)).argmax(-1).tolist()
 
 
-native = pytest.mark.skipif(
-    not choose_kernels("cpu", torch.bfloat16, EngineConfig()).supports_int8, reason="no AVX2, or no C compiler"
-)
-
-
-@native
+@needs_native
 @pytest.mark.parametrize(
     "compressed", [{}, {"quantization": "int8"}, {"quantization": "int4"}, {"kv_cache_dtype": "int8"}]
 )
@@ -284,7 +279,7 @@ def test_bfloat16_is_bit_exact_in_any_batch_and_chunking(oracle, compressed):
     assert asyncio.run(completions(True, max_batch_size=3)) == alone
 
 
-@native
+@needs_native
 @pytest.mark.supports("int8", backend="torch-cpu")
 def test_int8_stays_close(oracle):
     answer = oracle.greedy(prompt(1, 20))
@@ -299,7 +294,7 @@ def test_int8_stays_close(oracle):
     assert first.logprob == pytest.approx(float(oracle.logits(forced, answer).log_softmax(-1)[0, answer[0]]), abs=0.2)
 
 
-@native
+@needs_native
 def test_cached_prompt_with_int8_kv_cache_is_bit_exact(oracle):
     """Keys and values are quantized once and always read from the cache, so that sharing them changes nothing."""
     first = prompt(1, 60, logprobs=3)
@@ -369,7 +364,7 @@ def test_impossible_quantization_is_rejected(oracle, options):
     assert caught.value.param == "quantization"
 
 
-@native
+@needs_native
 @pytest.mark.supports("int4", backend="torch-cpu")
 @pytest.mark.parametrize("name", ["int4", "uint4"])
 def test_int4_is_close_to_rounded_weights(oracle, caplog, name):

@@ -17,10 +17,10 @@ from dashinfer_vlm_core.media import READERS
 from dashinfer_vlm_core.media import Image as DecodedImage
 from dashinfer_vlm_core.media.video import decode_video
 from dashinfer_vlm_core.protocol import MediaPart
-from dashinfer_vlm_cpu.native import load_native
 from dashinfer_vlm_qwen3_vl import Qwen3VL
+from tests.adapters import ATTENTION, MLP, merge_adapter, write_adapter
 from tests.conversations import CONVERSATIONS, as_openai, blurred_image, user
-from tests.kernels import selector
+from tests.kernels import needs_native, selector
 from tests.recorder import Recorder
 from tests.samples import data_url, encode_video
 
@@ -190,10 +190,9 @@ def test_bfloat16_is_close_to_float32(folder, expected):
     assert max(errors) < 1
 
 
+@needs_native
 @pytest.mark.supports("int8", backend="torch-cpu", family="qwen3_vl")
 def test_int8_is_close_to_bfloat16(folder):
-    if load_native(EngineConfig()).kernels is None:
-        pytest.skip("no AVX-512 BF16, or no C compiler")
     found = []
     for quantization in ("none", "int8"):
         engine, _ = start(folder, dtype="bfloat16", quantization=quantization)
@@ -203,6 +202,19 @@ def test_int8_is_close_to_bfloat16(folder):
     exact, quantized = found
     assert exact != quantized
     assert max(abs(exact[token] - quantized[token]) for token in list(exact)[:3]) < 1.0
+
+
+@pytest.mark.supports("lora", backend="torch-cpu", family="qwen3_vl")
+def test_adapter_equals_merged_weights(dense, tmp_path):
+    """It changes the text model and the vision encoder, with the mergers of all levels."""
+    adapter = write_adapter(tmp_path / "adapter", dense, (*ATTENTION, *MLP, "qkv", "linear_fc1", "linear_fc2"))
+    engine, recorder = start(dense, lora={"adapted": str(adapter)})
+    merged, merged_recorder = start(merge_adapter(tmp_path / "merged", dense, adapter))
+    with engine, merged:
+        for name in ("one picture", "picture and video"):
+            plain, adapted = (engine.chat(body(name, **options)) for options in ({}, {"model": "adapted"}))
+            expected = merged_recorder.tokens[merged.chat(body(name)).id]
+            assert recorder.tokens[adapted.id] == expected != recorder.tokens[plain.id]
 
 
 @pytest.mark.supports("embeddings", backend="torch-cpu", family="qwen3_vl")

@@ -15,11 +15,14 @@ from dashinfer_vlm_core.kernels import INT8, Activation, DecoderLayer, DecoderSh
 from dashinfer_vlm_core.kernels.experts import Expert, MixtureOfExperts
 from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
-from dashinfer_vlm_cpu.native import load_native
+from tests.kernels import load_fastest, needs_native
 
 HIDDEN, INNER, COUNT, CHOSEN = 64, 48, 7, 3
-NATIVE = load_native(EngineConfig()).kernels
-needs_native = pytest.mark.skipif(NATIVE is None, reason="no AVX-512 BF16, or no C compiler")
+
+
+@pytest.fixture
+def native():
+    return load_fastest()
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +69,8 @@ def test_equals_transformers(block, count):
 
 @needs_native
 @pytest.mark.parametrize("int8", [False, True])
-def test_row_does_not_depend_on_the_others(block, int8):
-    experts, x = mixture(NATIVE, block, dtype=torch.bfloat16, int8=int8), rows(60).bfloat16()
+def test_row_does_not_depend_on_the_others(native, block, int8):
+    experts, x = mixture(native, block, dtype=torch.bfloat16, int8=int8), rows(60).bfloat16()
     together = torch.zeros_like(x)
     experts.add_to(together, x)
     for part in (slice(0, 1), slice(17, 20), slice(30, 60)):
@@ -78,29 +81,29 @@ def test_row_does_not_depend_on_the_others(block, int8):
 
 @needs_native
 @pytest.mark.parametrize("int8", [False, True])
-def test_c_kernels_are_close_to_float32(block, int8):
+def test_c_kernels_are_close_to_float32(native, block, int8):
     """Rows whose last two experts are about equally likely may get another expert; few do."""
     x, found, expected = rows(60), torch.zeros(60, HIDDEN).bfloat16(), torch.zeros(60, HIDDEN)
-    mixture(NATIVE, block, dtype=torch.bfloat16, int8=int8).add_to(found, x.bfloat16())
+    mixture(native, block, dtype=torch.bfloat16, int8=int8).add_to(found, x.bfloat16())
     mixture(TorchKernels("cpu"), block).add_to(expected, x)
     errors = (found.float() - expected).norm(dim=1) / expected.norm(dim=1)
     assert errors.median() < 0.03
 
 
 @needs_native
-def test_layers_with_experts_use_reference_layers(block):
+def test_layers_with_experts_use_reference_layers(native, block):
     heads = {"qkv": (3 * HIDDEN, HIDDEN), "output": (HIDDEN, HIDDEN)}
-    linears = {name: NATIVE.linear(torch.zeros(shape).bfloat16()) for name, shape in heads.items()}
+    linears = {name: native.linear(torch.zeros(shape).bfloat16()) for name, shape in heads.items()}
     norm = Norm(torch.ones(HIDDEN).bfloat16())
     layer = DecoderLayer(
         input_norm=norm,
         mlp_norm=norm,
         gate_up=None,
         down=None,
-        experts=mixture(NATIVE, block, dtype=torch.bfloat16),
+        experts=mixture(native, block, dtype=torch.bfloat16),
         **linears,
     )
-    assert isinstance(NATIVE.decoder_layers([layer], DecoderShape(1, 1, HIDDEN, 1e-6)), ReferenceDecoderLayers)
+    assert isinstance(native.decoder_layers([layer], DecoderShape(1, 1, HIDDEN, 1e-6)), ReferenceDecoderLayers)
 
 
 def first_tokens(folder):

@@ -45,6 +45,13 @@ def client_of(served, **settings):
         yield client
 
 
+@pytest.fixture(scope="module")
+def client(served):
+    """A client of a server with the default settings."""
+    with client_of(served) as client:
+        yield client
+
+
 def rejection(served, client, status, code, **headers):
     """Assert that a chat request is rejected before it reaches the engine. Return the message."""
     received = len(served.script.requests)
@@ -70,14 +77,13 @@ FOREIGN_HOSTS = [
 
 
 @pytest.mark.parametrize("host", FOREIGN_HOSTS)
-def test_security_27_foreign_host_is_rejected(served, host):
-    with client_of(served) as client:
-        message = rejection(served, client, 403, "host_not_allowed", Host=host)
-        assert "`--allowed-hosts`" in message
-        for path in ("/", "/v1/models", "/metrics", "/nothing"):
-            assert client.get(path, headers={"Host": host}).status_code == 403
-        for path in ("/health", "/health/ready"):
-            assert client.get(path, headers={"Host": host}).status_code == 200
+def test_security_27_foreign_host_is_rejected(served, client, host):
+    message = rejection(served, client, 403, "host_not_allowed", Host=host)
+    assert "`--allowed-hosts`" in message
+    for path in ("/", "/v1/models", "/metrics", "/nothing"):
+        assert client.get(path, headers={"Host": host}).status_code == 403
+    for path in ("/health", "/health/ready"):
+        assert client.get(path, headers={"Host": host}).status_code == 200
 
 
 OWN_HOSTS = [
@@ -94,9 +100,8 @@ OWN_HOSTS = [
 
 
 @pytest.mark.parametrize("host", OWN_HOSTS)
-def test_security_27_loopback_names_and_addresses_are_accepted(served, host):
-    with client_of(served) as client:
-        assert client.post(CHAT, content=HELLO, headers={"Host": host}).status_code == 200
+def test_security_27_loopback_names_and_addresses_are_accepted(client, host):
+    assert client.post(CHAT, content=HELLO, headers={"Host": host}).status_code == 200
 
 
 def test_security_27_allowed_hosts_are_accepted(served):
@@ -163,10 +168,9 @@ def test_security_27_rejection_is_readable_by_an_allowed_page(served):
     assert (response.status_code, response.headers["access-control-allow-origin"]) == (403, page)
 
 
-def test_security_27_repeated_origin_is_checked(served):
+def test_security_27_repeated_origin_is_checked(client):
     headers = [("Host", "localhost"), ("Origin", "http://localhost"), ("Origin", "http://evil.example")]
-    with client_of(served) as client:
-        assert client.post(CHAT, content=HELLO, headers=headers).status_code == 403
+    assert client.post(CHAT, content=HELLO, headers=headers).status_code == 403
 
 
 @pytest.mark.parametrize(
@@ -174,18 +178,16 @@ def test_security_27_repeated_origin_is_checked(served):
     ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=a", "application/jsonx", ""],
 )
 @pytest.mark.parametrize("path", [CHAT, "/tokenize", "/detokenize", "/v1/media/preview"])
-def test_security_27_body_must_be_declared_as_json(served, kind, path):
-    with client_of(served) as client:
-        for body in (HELLO, iter([HELLO.encode()])):  # with a length, and chunked
-            response = client.post(path, content=body, headers={"Content-Type": kind})
-            assert (response.status_code, response.json()["error"]["code"]) == (415, "unsupported_media_type")
-            assert "Content-Type: application/json" in response.json()["error"]["message"]
+def test_security_27_body_must_be_declared_as_json(client, kind, path):
+    for body in (HELLO, iter([HELLO.encode()])):  # with a length, and chunked
+        response = client.post(path, content=body, headers={"Content-Type": kind})
+        assert (response.status_code, response.json()["error"]["code"]) == (415, "unsupported_media_type")
+        assert "Content-Type: application/json" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "Application/JSON", "application/json ;a=b"])
-def test_security_27_content_type_parameters_and_case_are_ignored(served, kind):
-    with client_of(served) as client:
-        assert client.post(CHAT, content=HELLO, headers={"Content-Type": kind}).status_code == 200
+def test_security_27_content_type_parameters_and_case_are_ignored(client, kind):
+    assert client.post(CHAT, content=HELLO, headers={"Content-Type": kind}).status_code == 200
 
 
 def test_security_27_missing_content_type_is_rejected(served):

@@ -49,7 +49,7 @@ def test_security_18_rejected_media_are_released(engine, text):
     url = f"data:video/mp4;base64,{text}"
     before = sys.getrefcount(url)
     assert is_rejected(engine, url)
-    until(lambda: sys.getrefcount(url) == before, seconds=20)  # threads release their last job after its result
+    until(lambda: sys.getrefcount(url) == before)  # threads release their last job after its result
 
 
 class Body:

@@ -24,7 +24,7 @@ from dashinfer_vlm_server.settings import Settings
 from tests.clock import ManualClock
 from tests.server.conftest import serving
 from tests.server.test_metrics import sample
-from tests.server.test_serve import process, ready
+from tests.server.test_serve import process, wait_until_ready
 from tests.waiting import HANG, until
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -201,7 +201,7 @@ def test_sighup_makes_the_server_read_its_keys(tiny_checkpoint, tmp_path, key_fi
     log = tmp_path / "log"
     options = ("--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0, "--api-key-file", key_file)
     with process(log, *options) as server:
-        until(lambda: ready(log) or server.poll() is not None)
+        wait_until_ready(server, log)
         server.send_signal(signal.SIGHUP)
         until(lambda: "2 keys, 0 added, 0 removed" in log.read_text() or server.poll() is not None)
         assert server.poll() is None

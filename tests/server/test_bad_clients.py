@@ -9,8 +9,11 @@ import struct
 
 import pytest
 
+from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_core.testing import Script, scripted_registry
 from dashinfer_vlm_server.http_protocol import TimeoutH11Protocol, detect_lost_peers
 from dashinfer_vlm_server.json_body import MAX_DEPTH, MAX_VALUES
+from tests.server.conftest import Scripted, serving
 from tests.waiting import HANG, until
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -42,12 +45,24 @@ class SkippableProtocol(TimeoutH11Protocol):
     write_seconds = 10 * HANG
 
 
+@pytest.fixture(scope="module")
+def running(tiny_checkpoint):
+    """A server with short responses."""
+    script = Script("Fine.")
+    config = EngineConfig(model=str(tiny_checkpoint), decoder="scripted")
+    options = {"max_body_pause": BODY_PAUSE, "max_body_bytes": 10_000_000}
+    with (
+        Engine(config, registry=scripted_registry(script)) as engine,
+        serving(engine, protocol=SkippableProtocol, **options) as server,
+    ):
+        yield Scripted(server, engine, script)
+
+
 @pytest.fixture
-def served(scripted):
-    """A server with short responses that must have no open requests at the end."""
-    served = scripted("Fine.", settings={"max_body_pause": BODY_PAUSE}, protocol=SkippableProtocol)
-    yield served
-    assert_healthy(served)
+def served(running):
+    """The server, which must have no open requests at the end."""
+    yield running
+    assert_healthy(running)
 
 
 def assert_healthy(served):

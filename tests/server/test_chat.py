@@ -86,12 +86,13 @@ def test_unicode_line_breaks_do_not_split_events(scripted):
 
 
 def test_chunks_are_sent_immediately(scripted):
-    served = scripted(RESPONSE, delay=0.02)
+    served = scripted(RESPONSE * 10, delay=0.02)
     with served.server.openai() as client:
         stream = client.chat.completions.create(model="tiny", messages=HELLO, stream=True)
         next(stream)
         next(stream)
         assert served.script.running == 1
+        served.script.delay = 0.0
         assert list(stream)
 
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.samples import image_url
-from tests.server.test_serve import MAIN, process, ready
+from tests.server.test_serve import MAIN, process, wait_until_ready
 from tests.waiting import HANG, until
 
 STREAMS = 16
@@ -45,17 +45,16 @@ r.ModelRunner.step = lambda *args: (time.sleep(0.1), step(*args))[1]
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("grace", "tokens", "outcomes"), [(100, 40, {"done"}), (0.5, 1500, {"engine_closed"})], ids=["enough", "too short"]
+    ("grace", "tokens", "outcomes"), [(100, 20, {"done"}), (0.5, 1500, {"engine_closed"})], ids=["enough", "too short"]
 )
 def test_sigterm_during_concurrent_streams(tiny_checkpoint, tmp_path, grace, tokens, outcomes):
     log = tmp_path / "log"
     options = ["--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0, "--grace", grace]
     with process(log, *options, program=SLOW + MAIN) as server:
-        until(lambda: ready(log) or server.poll() is not None)
-        url, started = ready(log)[1], set()
+        url, started = wait_until_ready(server, log), set()
         with concurrent.futures.ThreadPoolExecutor(STREAMS) as pool:
             streams = [pool.submit(streamed, url, tokens, started) for _ in range(STREAMS)]
-            until(lambda: len(started) == STREAMS)
+            until(lambda: len(started) == STREAMS or any(stream.done() and stream.exception() for stream in streams))
             server.send_signal(signal.SIGTERM)
             until(lambda: is_draining(url))
             completed = [stream.result(timeout=HANG) for stream in streams]
@@ -77,8 +76,7 @@ def test_sigterm_during_a_hung_step_exits_and_logs_it(tiny_checkpoint, tmp_path)
     log = tmp_path / "log"
     options = ["--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0, "--grace", 0.5]
     with process(log, *options, program=HANGS + MAIN) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
-        until(lambda: ready(log) or server.poll() is not None)
-        url = ready(log)[1]
+        url = wait_until_ready(server, log)
         body = {"messages": [{"role": "user", "content": "Hello"}]}
         response = pool.submit(httpx.post, f"{url}/v1/chat/completions", json=body, trust_env=False, timeout=HANG)
         until(lambda: "dashinfer_vlm_num_requests_running 1" in metrics(url))
@@ -108,8 +106,7 @@ def test_second_signal_exits_immediately(tiny_checkpoint, tmp_path):
     log = tmp_path / "log"
     options = ["--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0, "--grace", 100]
     with process(log, *options, program=SLOW + MAIN) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
-        until(lambda: ready(log) or server.poll() is not None)
-        url, started = ready(log)[1], set()
+        url, started = wait_until_ready(server, log), set()
         stream = pool.submit(streamed, url, 1500, started)
         until(lambda: started)
         server.send_signal(signal.SIGTERM)
@@ -134,9 +131,9 @@ def test_security_26_process_exits_while_an_image_is_decoded_in_a_thread(tiny_ch
     options += ["--grace", 0.1, "--media-workers", 0]
     content = [{"type": "image_url", "image_url": {"url": image_url()}}]
     with process(log, *options, program=STUCK + MAIN) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
-        until(lambda: ready(log) or server.poll() is not None)
+        url = wait_until_ready(server, log)
         body = {"messages": [{"role": "user", "content": content}]}
-        sent = pool.submit(httpx.post, f"{ready(log)[1]}/v1/chat/completions", json=body, timeout=HANG, trust_env=False)
+        sent = pool.submit(httpx.post, f"{url}/v1/chat/completions", json=body, timeout=HANG, trust_env=False)
         until(lambda: "decoding" in log.read_text())
         server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=HANG) == 0

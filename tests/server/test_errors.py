@@ -87,10 +87,26 @@ def test_queue_full_sets_retry_after(seconds, header):
     assert error_response(errors.QueueFull("Busy.", retry_after=seconds)).headers["retry-after"] == header
 
 
+@pytest.fixture(scope="module")
+def failing(tiny_checkpoint):
+    """A server, and a list of the errors that its next requests raise."""
+    raised = []
+
+    def respond(request):
+        if raised:
+            raise raised.pop()
+        return "Fine."
+
+    engine = scripted_engine(respond, model=str(tiny_checkpoint), served_model_name="tiny")
+    with engine, serving(engine) as server:
+        yield server, raised
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", CLIENT_CLASSES)
-def test_openai_client_raises_its_error_classes(scripted, kind, stream):
-    server = scripted(make(kind), "Fine.").server
+def test_openai_client_raises_its_error_classes(failing, kind, stream):
+    server, raised = failing
+    raised.append(make(kind))
     with server.openai() as client:
         with pytest.raises(CLIENT_CLASSES[kind]) as caught:
             client.chat.completions.create(model="tiny", messages=HELLO, stream=stream)
@@ -174,7 +190,7 @@ def test_error_in_a_stream_is_sent_as_the_last_event(caplog):
 
 
 def test_openai_client_raises_an_error_in_a_stream(scripted):
-    served = scripted("A long answer that goes on and on.", delay=0.05)
+    served = scripted("A long answer that goes on and on. " * 50, delay=0.05)
     with served.server.openai() as client:
         stream = client.chat.completions.create(model="tiny", messages=HELLO, stream=True)
         next(stream)

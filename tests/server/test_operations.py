@@ -32,6 +32,20 @@ HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 CHAT = "/v1/chat/completions"
 
 
+@pytest.fixture(scope="module")
+def engine(tiny_checkpoint):
+    config = EngineConfig(model=str(tiny_checkpoint), served_model_name="tiny", decoder="scripted")
+    with Engine(config, registry=scripted_registry(Script("Fine."))) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def client(engine):
+    """A client of a server with the default settings."""
+    with served(engine, Address()) as server, server.http() as client:
+        yield client
+
+
 # Health
 
 
@@ -96,15 +110,14 @@ def test_version_route(scripted):
 @pytest.mark.parametrize(
     "path", ["/", "/health", "/health/ready", "/v1/models", "/v1/models/tiny", "/version", "/metrics"]
 )
-def test_head_matches_get_without_a_body(scripted, path):
-    with scripted("Fine.").server.http() as client:
-        whole, head = client.get(path), client.head(path)
-        assert (head.status_code, head.headers["content-type"]) == (200, whole.headers["content-type"])
-        if path != "/metrics":
-            assert head.headers["content-length"] == str(len(whole.content))
-        with socket.create_connection((client.base_url.host, client.base_url.port)) as bare:
-            bare.sendall(f"HEAD {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
-            assert bare.makefile("rb").read().endswith(b"\r\n\r\n")
+def test_head_matches_get_without_a_body(client, path):
+    whole, head = client.get(path), client.head(path)
+    assert (head.status_code, head.headers["content-type"]) == (200, whole.headers["content-type"])
+    if path != "/metrics":
+        assert head.headers["content-length"] == str(len(whole.content))
+    with socket.create_connection((client.base_url.host, client.base_url.port)) as bare:
+        bare.sendall(f"HEAD {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        assert bare.makefile("rb").read().endswith(b"\r\n\r\n")
 
 
 def test_head_requires_a_key_and_reports_unknown_urls(scripted):
@@ -122,21 +135,19 @@ def test_head_requires_a_key_and_reports_unknown_urls(scripted):
 
 
 @pytest.mark.parametrize("name", ["abc-1", "7f.x:Y_z", "a" * 128])
-def test_valid_request_id_is_kept(scripted, name):
-    with scripted("Fine.").server.http() as client:
-        for response in (
-            client.post(CHAT, json=HELLO, headers={"X-Request-Id": name}),
-            client.post(CHAT, json=HELLO | {"stream": True}, headers={"X-Request-Id": name}),
-            client.post(CHAT, json={}, headers={"X-Request-Id": name}),
-            client.get("/nothing", headers={"X-Request-Id": name}),
-        ):
-            assert response.headers["x-request-id"] == name
+def test_valid_request_id_is_kept(client, name):
+    for response in (
+        client.post(CHAT, json=HELLO, headers={"X-Request-Id": name}),
+        client.post(CHAT, json=HELLO | {"stream": True}, headers={"X-Request-Id": name}),
+        client.post(CHAT, json={}, headers={"X-Request-Id": name}),
+        client.get("/nothing", headers={"X-Request-Id": name}),
+    ):
+        assert response.headers["x-request-id"] == name
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a" * 129, "é".encode(), 'x"y', "a\tb"])
-def test_invalid_request_id_is_replaced(scripted, name):
-    with scripted("Fine.").server.http() as client:
-        response = client.get("/version", headers={"X-Request-Id": name})
+def test_invalid_request_id_is_replaced(client, name):
+    response = client.get("/version", headers={"X-Request-Id": name})
     assert response.headers["x-request-id"].startswith("req-")
     assert len(response.headers["x-request-id"]) == 36
 
@@ -246,13 +257,6 @@ def served(engine, address, **settings):
     return server.running()
 
 
-@pytest.fixture
-def engine(tiny_checkpoint):
-    registry = scripted_registry(Script("Fine."))
-    with Engine(EngineConfig(model=str(tiny_checkpoint), decoder="scripted"), registry=registry) as engine:
-        yield engine
-
-
 def test_root_path_is_stripped_by_the_proxy(engine):
     """The proxy strips the prefix; keys are still required."""
     with served(engine, Address(root_path="/vision"), keys=ApiKeys(["right"])) as server, server.http() as client:
@@ -336,13 +340,13 @@ def test_tokenize_and_detokenize_a_prompt(engine, tiny_checkpoint):
         assert client.post("/detokenize", json={"tokens": response["tokens"]}).json() == {"prompt": text}
 
 
-def test_tokenize_counts_image_tokens_like_usage(engine):
+def test_tokenize_counts_image_tokens_like_usage(engine, client):
     content = [{"type": "text", "text": "?"}, {"type": "image_url", "image_url": {"url": image_url(60, 90)}}]
     body = {"messages": [{"role": "user", "content": content}]}
-    with served(engine, Address()) as server, server.http() as client:
-        counted = client.post("/tokenize", json=body).json()
-        assert engine.stats().vision.passes == 0
-        usage = client.post(CHAT, json=body).json()["usage"]
+    passes = engine.stats().vision.passes
+    counted = client.post("/tokenize", json=body).json()
+    assert engine.stats().vision.passes == passes
+    usage = client.post(CHAT, json=body).json()["usage"]
     assert counted["count"] == usage["prompt_tokens"]
     assert usage["prompt_tokens_details"]["image_tokens"] > 0
 
@@ -364,9 +368,8 @@ BAD_TOKENIZE_REQUESTS = {
 
 
 @pytest.mark.parametrize(("path", "body", "param"), BAD_TOKENIZE_REQUESTS.values(), ids=BAD_TOKENIZE_REQUESTS)
-def test_bad_tokenize_request_names_the_field(scripted, path, body, param):
-    with scripted("Fine.").server.http() as client:
-        response = client.post(path, content=body if isinstance(body, str) else json.dumps(body))
+def test_bad_tokenize_request_names_the_field(client, path, body, param):
+    response = client.post(path, content=body if isinstance(body, str) else json.dumps(body))
     assert response.status_code == (404 if param == "model" else 400), response.text
     assert response.json()["error"]["param"] == param
 

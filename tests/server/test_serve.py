@@ -32,6 +32,7 @@ from tests.waiting import HANG, until
 
 MAIN = "from dashinfer_vlm_core.cli.main import main; main()"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+SERVES = re.compile(r"^Serving tiny \(decoder torch\) at (http://127\.0\.0\.1:\d+)/v1$", re.MULTILINE)
 
 
 def command(*options, program=MAIN):
@@ -52,9 +53,12 @@ def process(log, *options, environment=MappingProxyType({}), program=MAIN):
             server.kill()
 
 
-def ready(log):
-    """Match the URL of the server once it logs that it is ready."""
-    return re.search(r"^Serving tiny \(decoder torch\) at (http://127\.0\.0\.1:\d+)/v1$", log.read_text(), re.MULTILINE)
+def wait_until_ready(server, log):
+    """Return the URL of a server once it logs that it is ready. Fails with its log if it exits before."""
+    until(lambda: SERVES.search(log.read_text()) or server.poll() is not None)
+    found = SERVES.search(log.read_text())
+    assert found, log.read_text()
+    return found[1]
 
 
 @pytest.mark.slow
@@ -63,9 +67,7 @@ def test_serve_starts_responds_and_exits_on_sigint(tiny_checkpoint, tmp_path):
     """test_drain.py sends SIGTERM."""
     log = tmp_path / "log"
     with process(log, "--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0) as server:
-        until(lambda: ready(log) or server.poll() is not None)
-        assert ready(log), log.read_text()
-        with httpx.Client(base_url=ready(log)[1], trust_env=False, timeout=HANG) as client:
+        with httpx.Client(base_url=wait_until_ready(server, log), trust_env=False, timeout=HANG) as client:
             assert client.get("/health").json()["status"] == "ready"
             assert client.post("/v1/chat/completions", json=HELLO).json()["usage"]["completion_tokens"] <= 4
         server.send_signal(signal.SIGINT)
@@ -94,8 +96,7 @@ def test_gc_is_frozen_after_loading(tiny_checkpoint, tmp_path):
     log = tmp_path / "log"
     options = ("--model", tiny_checkpoint, "--served-model-name", "tiny", "--port", 0)
     with process(log, *options, program=COLLECTING) as server:
-        until(lambda: ready(log) or server.poll() is not None)
-        with httpx.Client(base_url=ready(log)[1], trust_env=False, timeout=HANG) as client:
+        with httpx.Client(base_url=wait_until_ready(server, log), trust_env=False, timeout=HANG) as client:
             for _ in range(20):
                 assert client.post("/v1/chat/completions", json=HELLO).status_code == 200
         server.send_signal(signal.SIGTERM)

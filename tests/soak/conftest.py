@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-FAULTS = 30
+FAULTS = 20
 
 
 @pytest.fixture
