@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dashinfer_vlm_core.concurrency.compute import Executor, executor_for
+from dashinfer_vlm_core.concurrency.compute import Executor
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.kernels import (
     Activation,
@@ -34,6 +34,7 @@ from dashinfer_vlm_core.kernels.experts import Expert, MixtureOfExperts
 from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers, decoder_layers
 from dashinfer_vlm_core.kernels.linears import create_head, create_linear
 from dashinfer_vlm_core.kernels.quantization import QuantizedWeight, has_8_bits
+from dashinfer_vlm_core.kernels.streams import HIGH_PRIORITY, stream_executor
 from dashinfer_vlm_core.models.lora import LoraAdapter
 from dashinfer_vlm_core.models.spec import ExpertsSpec, RotarySpec, TextModelSpec
 from dashinfer_vlm_core.models.weights import Weights
@@ -106,7 +107,7 @@ class TextModel:
         self.device = device
         self.dtype = dtype
         self.kernels = kernels
-        self.executor: Executor = executor_for(device)
+        self.executor: Executor = stream_executor(device, priority=HIGH_PRIORITY)
         run = self.executor.run
         self._qkv_scales: dict[int, Tensor] = {}
         read = _Reader(weights, kernels, device, dtype, None, config, cache_dtype == torch.int8, self._qkv_scales)
