@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,7 +28,14 @@ class CudaKernels(TorchKernels):
 
     def __init__(self, device: str) -> None:
         super().__init__(device)
-        self._has_flash_attention = has_flash_attention(device)
+        self._capability = compute_capability(device)
+        self._has_flash_attention = self._capability >= (8, 0) and torch.backends.cuda.is_flash_attention_available()
+
+    def groups_experts(self, dtype: torch.dtype, inputs: Sequence[int]) -> bool:
+        """Whether `GroupedExperts` computes layers with these numbers of inputs without waiting for the device: torch
+        has a kernel for bfloat16, on compute capability 9.x and 10.x."""
+        is_aligned = all(count % 8 == 0 for count in inputs)
+        return self._capability[0] in (9, 10) and dtype == torch.bfloat16 and is_aligned and hasattr(F, "grouped_mm")
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spans: KVSpans) -> Tensor:
         ranges = spans.ranges
@@ -39,12 +48,11 @@ class CudaKernels(TorchKernels):
         return super().attend(q, k, v, spans)
 
 
-def has_flash_attention(device: str) -> bool:
-    """Whether torch contains FlashAttention for a device."""
+def compute_capability(device: str) -> tuple[int, int]:
+    """Return the compute capability of an NVIDIA GPU; (0, 0) of other devices."""
     if torch.device(device).type != "cuda" or torch.version.cuda is None:
-        return False
-    is_built = torch.backends.cuda.is_flash_attention_available()
-    return is_built and torch.cuda.get_device_capability(device) >= (8, 0)
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> Tensor:

@@ -69,7 +69,7 @@ def unsupported_reason(model: TextModel, cache: KVCache) -> str:
     """Return why the steps of a model cannot be recorded; empty if they can."""
     if not isinstance(model.kernels, CudaKernels):
         return f"the kernels {model.kernels.name!r} compute attention for one sequence at a time"
-    if model.config.experts:
+    if model.loops_over_experts:
         return "the CPU reads the number of tokens of each expert"
     if cache.pool.dtype != model.dtype:
         return "the KV cache is converted for one sequence at a time"

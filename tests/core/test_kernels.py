@@ -40,7 +40,6 @@ from dashinfer_vlm_core.kernels import (
     LowRankPart,
     Norm,
 )
-from dashinfer_vlm_core.kernels.cuda import CudaKernels
 from dashinfer_vlm_core.kernels.kv_cache import attend_cached, quantize_rows
 from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers, decoder_layers
 from dashinfer_vlm_core.kernels.onednn import OneDnnKernels, unavailable_reason
@@ -91,7 +90,6 @@ def load(variant):
 
 PYTORCH_PARAMS = [
     pytest.param(TorchKernels, id="torch"),
-    pytest.param(CudaKernels, id="cuda"),
     pytest.param(
         OneDnnKernels,
         id="onednn",

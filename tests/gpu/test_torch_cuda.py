@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.kernels import KVSpans
-from dashinfer_vlm_core.kernels.cuda import CudaKernels, has_flash_attention
+from dashinfer_vlm_core.kernels.cuda import CudaKernels, compute_capability
+from dashinfer_vlm_core.kernels.experts import GroupedExperts
 from dashinfer_vlm_core.kernels.streams import HIGH_PRIORITY, LOW_PRIORITY, stream_executor, to_device
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
 from dashinfer_vlm_core.models.qwen2_vl import Qwen2VL
@@ -61,7 +62,7 @@ def test_attention_equals_cpu(dtype, shape, spans):
     assert difference(found, expected) < {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
 
 
-@pytest.mark.skipif("not has_flash_attention('cuda')", reason="the GPU has no FlashAttention")
+@pytest.mark.skipif("compute_capability('cuda') < (8, 0)", reason="the GPU has no FlashAttention")
 @SPANS
 def test_attention_does_not_wait(spans):
     q, k, v = (part.to("cuda", torch.bfloat16) for part in inputs(spans, 4, 2, 16))
@@ -193,3 +194,23 @@ def test_copies_to_the_device_do_not_wait():
     with no_synchronization():
         copied = to_device(torch.arange(3), "cuda")
     assert copied.tolist() == [0, 1, 2]
+
+
+@pytest.mark.skipif("not CudaKernels('cuda').groups_experts(torch.bfloat16, [64])", reason="torch has no kernel for it")
+def test_grouped_experts_equal_cpu_and_do_not_wait():
+    x, router, gate_up, down = (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(number)) / 8
+        for number, shape in enumerate([(40, 64), (7, 64), (7, 96, 64), (7, 64, 48)])
+    )
+    totals = []
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        weights = [part.bfloat16().to(device, dtype) for part in (x, router, gate_up, down)]
+        head = TorchKernels(device).linear(weights[1], fp32_output=True)
+        experts, total = GroupedExperts(head, *weights[2:], 3), torch.zeros_like(weights[0])
+        experts.add_to(total.clone(), weights[0])
+        with no_synchronization() if device == "cuda" else nullcontext():
+            experts.add_to(total, weights[0])
+        totals.append(total)
+    expected, found = (total.float().cpu() for total in totals)
+    errors = (found - expected).norm(dim=1) / expected.norm(dim=1)  # a row may get another expert by rounding
+    assert errors.median() < 0.03
