@@ -1,8 +1,9 @@
 """Kernels that the vision encoder and the decoder share: linear layers, norms, rotary embedding, attention.
 
-`types` defines the interface. `torch_kernels` implements it in PyTorch for any device, `onednn` with packed weights
-for CPUs, and plugins register faster kernels. `choice` selects one set: `measure` times them with the layers that
-`workload` describes, and `choice_cache` stores the result.
+`types` defines the interface. `torch_kernels` implements it in PyTorch for any device, `cuda` with attention of whole
+batches, `onednn` with packed weights for CPUs, and plugins register faster kernels. `choice` selects one set: `measure`
+times them with the layers that `workload` describes, and `choice_cache` stores the result. `streams` has what runs the
+parts of a model on a GPU.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         ForwardBatch,
         Int8CacheAttention,
         Kernels,
+        KeyRanges,
         KVCacheLayer,
         KVSpan,
         KVSpans,
@@ -67,6 +69,7 @@ __all__ = [
     "KernelFactory",
     "KernelSelector",
     "Kernels",
+    "KeyRanges",
     "LMHead",
     "Linear",
     "LinearGroup",
@@ -139,6 +142,28 @@ class OneDnnKernelFactory:
         return _torch_identity()
 
 
+class CudaKernelFactory:
+    """Factory for PyTorch's kernels with batched attention, for CUDA; see `KernelFactory`."""
+
+    name = "cuda"
+    priority = 1
+
+    def applies(self, device: str, dtype: torch.dtype) -> bool:
+        return device.partition(":")[0] == "cuda"
+
+    def unsupported_reason(self, text: TextModelSpec) -> str:
+        return ""
+
+    def load(self, device: str, config: EngineConfig) -> LoadedKernels:
+        from .choice import LoadedKernels
+        from .cuda import CudaKernels
+
+        return LoadedKernels(CudaKernels(device))
+
+    def identity(self) -> str:
+        return _torch_identity()
+
+
 def _torch_identity() -> str:
     """Return the identity of kernels that consist of torch's operators."""
     return f"torch {version('torch')}"
@@ -148,3 +173,4 @@ def _torch_identity() -> str:
 def register_kernels(register: Callable[[KernelFactory], None]) -> None:
     register(TorchKernelFactory())
     register(OneDnnKernelFactory())
+    register(CudaKernelFactory())

@@ -17,6 +17,7 @@ import torch
 from dashinfer_vlm_core.concurrency.compute import executor_for
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.kernels import Activation, KernelSelector, KVSpan, KVSpans, Linear, Norm
+from dashinfer_vlm_core.kernels.streams import to_device
 from dashinfer_vlm_core.models.interface import Grid
 from dashinfer_vlm_core.models.qwen2_vl.rope import rotary_tables
 from dashinfer_vlm_core.models.qwen2_vl.vit import (
@@ -62,8 +63,8 @@ class AttentionInputs:
         merge, head_dim = config.spatial_merge_size, config.hidden_size // config.num_heads
         self._unit = merge**2
         units, windows, frames = window_order(grids, merge=merge, window=config.window)
-        self.order: torch.Tensor = torch.from_numpy(units).to(device)
-        self.restore: torch.Tensor = torch.from_numpy(np.argsort(units)).to(device)
+        self.order: torch.Tensor = to_device(torch.from_numpy(units), device)
+        self.restore: torch.Tensor = to_device(torch.from_numpy(np.argsort(units)), device)
         self.windows: KVSpans = self._spans(windows, device)
         self.frames: KVSpans = self._spans(frames, device)
         cos, sin = rotary_tables(grids, head_dim=head_dim, merge=merge, device=device)

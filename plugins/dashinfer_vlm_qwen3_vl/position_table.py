@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from dashinfer_vlm_core.kernels.streams import to_device
 from dashinfer_vlm_core.models.interface import Grid
 from dashinfer_vlm_core.models.qwen2_vl.rope import patch_positions
 
@@ -44,10 +45,11 @@ class PositionTable:
     def __call__(self, grids: Sequence[Grid]) -> torch.Tensor:
         """Return the positions of all patches of `grids`, float32 [patches, width]; all frames have the same ones."""
         positions = []
+        device = self._table.device
         for grid in grids:
             cells, weights = interpolation(grid.h, grid.w, side=self._side, merge=self._merge)
-            device = self._table.device
-            frame = F.embedding_bag(cells.to(device), self._table, mode="sum", per_sample_weights=weights.to(device))
+            cells, weights = to_device(cells, device), to_device(weights, device)
+            frame = F.embedding_bag(cells, self._table, mode="sum", per_sample_weights=weights)
             positions.append(frame.repeat(grid.t, 1))
         return torch.cat(positions)
 

@@ -31,6 +31,7 @@ from dashinfer_vlm_core.models.spec import ModelSpec
 from dashinfer_vlm_core.models.weights import Weights, torch_dtype
 
 from .adapters import TextAdapter
+from .decode_graphs import DecodeGraphs, record_graphs, step_shapes
 from .kv_cache import KVCache
 from .model import TextModel, TextQuantization
 from .runner import ModelRunner
@@ -191,7 +192,16 @@ class TorchDecoder:
         if self._cache_dtype != self._dtype and not isinstance(self._kernels, Int8CacheAttention):
             message = "kv_cache_dtype=%s slows down decoding here: the kernels %r convert the cache in each step."
             logger.warning(message, self._config.kv_cache_dtype, self._kernels.name)
-        return ModelRunner(model, KVCache(self._text, self._kv_tokens, device=self._device, dtype=self._cache_dtype))
+        on_cuda = self._device.startswith("cuda")
+        rows = self._kv_tokens + on_cuda  # the last one is for the padding of CUDA graphs
+        cache = KVCache(self._text, rows, device=self._device, dtype=self._cache_dtype)
+        return ModelRunner(model, cache, self._record_graphs(model, cache) if on_cuda else None)
+
+    def _record_graphs(self, model: TextModel, cache: KVCache) -> DecodeGraphs | None:
+        if not self._config.options_of(TorchOptions).cuda_graphs:
+            return None
+        shapes = step_shapes(max_batch_size=self._config.max_batch_size, max_model_len=self.max_model_len)
+        return record_graphs(model, cache, shapes)
 
     def _scheduler(self) -> Scheduler:
         return Scheduler(

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dashinfer_vlm_core.concurrency.compute import Executor, executor_for
+from dashinfer_vlm_core.concurrency.compute import Executor
 from dashinfer_vlm_core.errors import ConfigError
 from dashinfer_vlm_core.kernels import (
     Activation,
@@ -22,6 +22,7 @@ from dashinfer_vlm_core.kernels import (
     Additions,
     DecoderLayer,
     DecoderShape,
+    Experts,
     ForwardBatch,
     Kernels,
     KVSpans,
@@ -30,10 +31,11 @@ from dashinfer_vlm_core.kernels import (
     Norm,
     Quantization,
 )
-from dashinfer_vlm_core.kernels.experts import Expert, MixtureOfExperts
+from dashinfer_vlm_core.kernels.experts import Expert, GroupedExperts, MixtureOfExperts
 from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers, decoder_layers
 from dashinfer_vlm_core.kernels.linears import create_head, create_linear
 from dashinfer_vlm_core.kernels.quantization import QuantizedWeight, has_8_bits
+from dashinfer_vlm_core.kernels.streams import HIGH_PRIORITY, stream_executor
 from dashinfer_vlm_core.models.lora import LoraAdapter
 from dashinfer_vlm_core.models.spec import ExpertsSpec, RotarySpec, TextModelSpec
 from dashinfer_vlm_core.models.weights import Weights
@@ -106,7 +108,7 @@ class TextModel:
         self.device = device
         self.dtype = dtype
         self.kernels = kernels
-        self.executor: Executor = executor_for(device)
+        self.executor: Executor = stream_executor(device, priority=HIGH_PRIORITY)
         run = self.executor.run
         self._qkv_scales: dict[int, Tensor] = {}
         read = _Reader(weights, kernels, device, dtype, None, config, cache_dtype == torch.int8, self._qkv_scales)
@@ -124,6 +126,7 @@ class TextModel:
             config.visual_levels,
         )
         self._layers = decoder_layers(kernels, layers, shape, converts_cache=cache_dtype not in (None, dtype))
+        self.loops_over_experts: bool = any(isinstance(layer.experts, MixtureOfExperts) for layer in layers)
         self._adapted_layers = self._layers
         if not getattr(self._layers, "supports_adapters", False):
             self._adapted_layers = ReferenceDecoderLayers(kernels, layers, shape)
@@ -238,6 +241,11 @@ class _Reader(NamedTuple):
             self.weights.read(name, part)
         return fused
 
+    def groups_experts(self, *inputs: int) -> bool:
+        """Whether the kernels compute all experts of a layer at once; `inputs` of their linear layers."""
+        groups = getattr(self.kernels, "groups_experts", None)
+        return groups is not None and self.quantization is None and groups(self.dtype, inputs)
+
     def experts(self, shapes: Mapping[str, tuple[int, int, int]]) -> list[Tensor]:
         """Read the named weights of all experts, [experts, outputs, inputs]; published checkpoints store each of them
         transposed."""
@@ -273,7 +281,8 @@ def _read_layer(read: _Reader, config: TextModelSpec, number: int) -> DecoderLay
     names, prefix = config.weights, config.weights.layer.format(number)
     hidden = config.hidden_size
     query = config.num_attention_heads * config.head_dim
-    gate_up, down, experts = None, None, None
+    gate_up, down = None, None
+    experts: Experts | None = None
     if config.experts and number not in config.experts.dense_layers:
         experts = _read_experts(read, config, config.experts, prefix)
     else:
@@ -302,24 +311,32 @@ def _read_mlp(read: _Reader, config: TextModelSpec, prefix: str) -> tuple[Linear
     )
 
 
-def _read_experts(read: _Reader, config: TextModelSpec, spec: ExpertsSpec, prefix: str) -> MixtureOfExperts:
+def _read_experts(read: _Reader, config: TextModelSpec, spec: ExpertsSpec, prefix: str) -> Experts:
     """Return the experts of a layer. The router is not quantized: a wrong expert costs more than a rounded weight."""
     names, hidden, count = config.weights, config.hidden_size, spec.num_experts
-    router = read.tensor(f"{prefix}.{names.router}.weight", count, hidden)
-    if f"{prefix}.{names.experts_gate_up}" in read.weights.names:
-        experts = _read_fused_experts(read, config, spec, prefix)
-    else:
+    router = read.kernels.linear(read.tensor(f"{prefix}.{names.router}.weight", count, hidden), fp32_output=True)
+    if f"{prefix}.{names.experts_gate_up}" not in read.weights.names:
         experts = [_read_expert(read, config, spec, prefix, number) for number in range(count)]
-    return MixtureOfExperts(read.kernels.linear(router, fp32_output=True), experts, spec.experts_per_token)
+    elif read.groups_experts(hidden, spec.intermediate_size):
+        return GroupedExperts(router, *_fused_weights(read, config, spec, prefix), spec.experts_per_token)
+    else:
+        experts = _read_fused_experts(read, config, spec, prefix)
+    return MixtureOfExperts(router, experts, spec.experts_per_token)
 
 
-def _read_fused_experts(read: _Reader, config: TextModelSpec, spec: ExpertsSpec, prefix: str) -> list[Expert]:
+def _fused_weights(read: _Reader, config: TextModelSpec, spec: ExpertsSpec, prefix: str) -> list[Tensor]:
+    """Read the weights of all experts, stored together: gate and up projection, and the projection back to the hidden
+    size; both [experts, outputs, inputs]."""
     names, hidden, inner, count = config.weights, config.hidden_size, spec.intermediate_size, spec.num_experts
     shapes = {
         f"{prefix}.{names.experts_gate_up}": (count, 2 * inner, hidden),
         f"{prefix}.{names.experts_down}": (count, hidden, inner),
     }
-    gate_up, down = read.experts(shapes)
+    return read.experts(shapes)
+
+
+def _read_fused_experts(read: _Reader, config: TextModelSpec, spec: ExpertsSpec, prefix: str) -> list[Expert]:
+    gate_up, down = _fused_weights(read, config, spec, prefix)
     return [
         Expert(read.linear(weights[0], activation=Activation.SILU_GATE), read.linear(weights[1]))
         for weights in zip(gate_up, down, strict=True)

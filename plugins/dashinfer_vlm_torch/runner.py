@@ -8,14 +8,17 @@ from itertools import groupby, islice
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_core.kernels import AdapterRows, Additions, KVSpan, KVSpans
+from dashinfer_vlm_core.kernels.streams import to_device
 from dashinfer_vlm_core.models.lora import LoraAdapter
 
 from .adapters import HeadChange, TextAdapter
+from .decode_graphs import DecodeGraphs
 from .kv_cache import KVCache
 from .kv_cache_manager import KVCopy
 from .model import PackedBatch, TextModel
@@ -30,11 +33,17 @@ class ModelRunner:
 
     A step depends only on the sequences' tokens and the cache entries before them, so it can be repeated after a
     failure.
+
+    Args:
+        model: the model.
+        cache: the KV cache.
+        graphs: the steps that are replayed as CUDA graphs, if there are any.
     """
 
-    def __init__(self, model: TextModel, cache: KVCache) -> None:
+    def __init__(self, model: TextModel, cache: KVCache, graphs: DecodeGraphs | None = None) -> None:
         self._model = model
         self._cache = cache
+        self._graphs = graphs
 
     def compute(self, work: Callable[[], T]) -> T:
         """Run `work`, which copies rows or runs steps, on the model's executor; returns its result. See `Executor`."""
@@ -64,22 +73,43 @@ class ModelRunner:
     def step(self, chunks: Sequence[ScheduledChunk]) -> dict[SequenceState, Outcome]:
         """Compute all chunks; returns the outcomes of chunks with `needs_logits`."""
         chunks = _by_adapter(chunks)
-        ids, positions, slots = self._pack(chunks)
-        x = self._model.embed(ids)
-        spans = _spans(chunks)
+        packed, spans = _pack(chunks), _spans(chunks)
         rows = [_rows(chunk) for chunk in chunks]
         adapted = _adapted_rows(chunks, spans, rows)
+        sampled = [part for part in zip(chunks, spans, rows, strict=True) if part[2]]
+        last, last_spans = _last_tokens(sampled)
+        x = self._replay(chunks, packed, spans, last)
+        if x is None:
+            x = self._forward(chunks, packed, KVSpans(spans, device=self._model.device), adapted, last, last_spans)
+        if not sampled:
+            self._wait()
+            return {}
+        heads = [(tokens.last, adapter.head) for adapter, tokens in adapted if adapter.head]
+        outcomes = iter(self._sample(x, [row for _, _, rows in sampled for row in rows], heads))
+        return {chunk.sequence: _verify(chunk, list(islice(outcomes, len(rows)))) for chunk, _, rows in sampled}
+
+    def _forward(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        packed: npt.NDArray[np.int64],
+        spans: KVSpans,
+        adapted: Sequence[tuple[TextAdapter, _AdaptedTokens]],
+        last: Sequence[int],
+        last_spans: Sequence[KVSpan],
+    ) -> Tensor:
+        """Return the hidden states of the tokens `last`."""
+        inputs = to_device(torch.from_numpy(packed), self._model.device)
+        ids, positions, slots = inputs[0], inputs[1:4], inputs[4]
+        x = self._model.embed(ids)
         for adapter, tokens in adapted:
             if adapter.embedding:
                 adapter.embedding.apply(ids[tokens.start : tokens.stop], x[tokens.start : tokens.stop])
         additions = _merge_visual_tokens(x, chunks)
-        sampled = [part for part in zip(chunks, spans, rows, strict=True) if part[2]]
-        last, last_spans = _last_tokens(sampled)
         batch = PackedBatch(
             positions,
             slots,
-            KVSpans(spans, device=x.device),
-            torch.tensor(last, dtype=torch.int64, device=x.device),
+            spans,
+            _index(last, x.device),
             KVSpans(last_spans, device=x.device),
             additions,
             tuple(
@@ -88,12 +118,26 @@ class ModelRunner:
                 if adapter.layers
             ),
         )
-        x = self._model.forward(x, batch, self._cache)
-        if not sampled:
-            return {}
-        heads = [(tokens.last, adapter.head) for adapter, tokens in adapted if adapter.head]
-        outcomes = iter(self._sample(x, [row for _, _, rows in sampled for row in rows], heads))
-        return {chunk.sequence: _verify(chunk, list(islice(outcomes, len(rows)))) for chunk, _, rows in sampled}
+        return self._model.forward(x, batch, self._cache)
+
+    def _replay(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        packed: npt.NDArray[np.int64],
+        spans: Sequence[KVSpan],
+        last: Sequence[int],
+    ) -> Tensor | None:
+        """Return the hidden states of the tokens `last` from a CUDA graph; None if there is none for these chunks."""
+        if self._graphs is None or any(map(_needs_forward, chunks)):
+            return None
+        x = self._graphs.run(packed, spans)
+        return x if x is None or len(last) == len(x) else x[_index(last, x.device)]
+
+    def _wait(self) -> None:
+        """Wait until a GPU has computed a step from which no token is read. Then the time of a step includes the GPU's,
+        its errors are raised by it, and visual tokens that it has read may be freed."""
+        if self._model.device.startswith("cuda"):
+            torch.cuda.current_stream(self._model.device).synchronize()
 
     def _sample(
         self, x: Tensor, rows: Sequence[LogitsRow], heads: Sequence[tuple[slice, HeadChange]]
@@ -103,20 +147,25 @@ class ModelRunner:
             return list(map(SampledToken, tokens.tolist()))
         return sample(self._model.logits(x, heads), rows)
 
-    def _pack(self, chunks: Sequence[ScheduledChunk]) -> tuple[Tensor, Tensor, Tensor]:
-        """Pack token ids [tokens], positions [3, tokens] and cache rows [tokens] of all chunks into one transfer."""
-        packed = np.empty((5, sum(chunk.end - chunk.start for chunk in chunks)), dtype=np.int64)
-        offset = 0
-        for chunk in chunks:
-            sequence, start, stop, draft = chunk
-            part = packed[:, offset : offset + chunk.end - start]
-            part[0, : stop - start] = sequence.token_ids(start, stop)
-            part[0, stop - start :] = draft.tokens
-            part[1:4] = sequence.positions(start, chunk.end)
-            part[4] = np.arange(sequence.first_row + start, sequence.first_row + chunk.end)
-            offset += chunk.end - start
-        tensor = torch.from_numpy(packed).to(self._model.device)
-        return tensor[0], tensor[1:4], tensor[4]
+
+def _pack(chunks: Sequence[ScheduledChunk]) -> npt.NDArray[np.int64]:
+    """Return the token ids, the positions on three axes, and the rows of the cache of all tokens, int64 [5, tokens]."""
+    packed = np.empty((5, sum(chunk.end - chunk.start for chunk in chunks)), dtype=np.int64)
+    offset = 0
+    for chunk in chunks:
+        sequence, start, stop, draft = chunk
+        part = packed[:, offset : offset + chunk.end - start]
+        part[0, : stop - start] = sequence.token_ids(start, stop)
+        part[0, stop - start :] = draft.tokens
+        part[1:4] = sequence.positions(start, chunk.end)
+        part[4] = np.arange(sequence.first_row + start, sequence.first_row + chunk.end)
+        offset += chunk.end - start
+    return packed
+
+
+def _index(tokens: Sequence[int], device: torch.device | str) -> Tensor:
+    """Return the indices of tokens as a tensor."""
+    return to_device(torch.tensor(tokens, dtype=torch.int64), device)
 
 
 class _AdaptedTokens(NamedTuple):
@@ -208,6 +257,14 @@ def _verify(chunk: ScheduledChunk, sampled: Sequence[SampledToken | DecoderFaile
     return tuple(tokens)
 
 
+def _needs_forward(chunk: ScheduledChunk) -> bool:
+    """Whether the hidden states of a chunk depend on more than its token ids."""
+    has_visual_tokens = any(
+        max(chunk.start, span.start) < min(chunk.stop, span.stop) for span in chunk.sequence.request.spans
+    )
+    return has_visual_tokens or chunk.sequence.adapter is not None
+
+
 def _merge_visual_tokens(x: Tensor, chunks: Sequence[ScheduledChunk]) -> Additions | None:
     """Overwrite the embeddings of placeholders in the chunks with visual tokens; returns the additions to later
     layers."""
@@ -229,4 +286,4 @@ def _merge_visual_tokens(x: Tensor, chunks: Sequence[ScheduledChunk]) -> Additio
     if not levels:
         return None
     values = torch.unflatten(torch.cat(levels), 1, (-1, hidden)).transpose(0, 1)
-    return Additions(torch.tensor(indices, device=x.device), values)
+    return Additions(_index(indices, x.device), values)

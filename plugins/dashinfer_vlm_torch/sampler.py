@@ -20,11 +20,13 @@ from torch import Tensor
 
 from dashinfer_vlm_core.decoders import GrammarMatcher
 from dashinfer_vlm_core.errors import DecoderFailed
+from dashinfer_vlm_core.kernels.streams import to_device
 from dashinfer_vlm_core.protocol.sampling import GREEDY_BELOW, Sampling
 
 from .scheduler import SampledToken, SequenceState
 
 Alternatives: TypeAlias = tuple[tuple[int, float], ...]
+_Masks: TypeAlias = dict[int, npt.NDArray[np.bool_]]
 
 OVERFLOW = "The model's activations exceeded the range of its dtype. Set `dtype` to bfloat16 or float32."
 
@@ -81,6 +83,18 @@ def sample(logits: Tensor, rows: Sequence[LogitsRow]) -> list[SampledToken | Dec
         A token per row, or the error of a row whose logits are not finite or whose grammar failed.
     """
     masks, errors = _masks(rows)
+    ids, is_finite = _choose(logits, rows, masks)
+    token_ids = torch.where(is_finite, ids, -1)
+    logprobs = _log_probabilities(logits, ids, rows)
+    return [
+        errors.get(row) or (DecoderFailed(OVERFLOW) if token < 0 else SampledToken(token, *logprobs.get(row, ())))
+        for row, token in enumerate(token_ids.tolist())
+    ]
+
+
+def _choose(logits: Tensor, rows: Sequence[LogitsRow], masks: _Masks) -> tuple[Tensor, Tensor]:
+    """Return the token of each row, int64 [rows], and whether its largest score is finite, bool [rows]. On a GPU, this
+    does not wait for it."""
     scores = _mask_disallowed(_apply_penalties(_apply_bias_and_min_tokens(logits, rows), rows), masks)
     best, ids = scores.max(dim=-1)
     random_rows = [index for index, row in enumerate(rows) if row.sampling.temperature >= GREEDY_BELOW]
@@ -88,12 +102,7 @@ def sample(logits: Tensor, rows: Sequence[LogitsRow]) -> list[SampledToken | Dec
         index = _index(random_rows, logits)
         part = scores if len(random_rows) == len(rows) else scores[index]
         ids[index] = _sample_rows(part, [rows[number] for number in random_rows])
-    token_ids = torch.where(best.isfinite(), ids, -1)
-    logprobs = _log_probabilities(logits, ids, rows)
-    return [
-        errors.get(row) or (DecoderFailed(OVERFLOW) if token < 0 else SampledToken(token, *logprobs.get(row, ())))
-        for row, token in enumerate(token_ids.tolist())
-    ]
+    return ids, best.isfinite()
 
 
 def is_greedy(row: LogitsRow) -> bool:
@@ -117,9 +126,9 @@ def uniform(row: LogitsRow) -> float:
     return min(generator.random(), MAX_UNIFORM)
 
 
-def _masks(rows: Sequence[LogitsRow]) -> tuple[dict[int, npt.NDArray[np.bool_]], dict[int, DecoderFailed]]:
+def _masks(rows: Sequence[LogitsRow]) -> tuple[_Masks, dict[int, DecoderFailed]]:
     """By row, for rows with a grammar: the allowed tokens, or the error of the grammar."""
-    masks: dict[int, npt.NDArray[np.bool_]] = {}
+    masks: _Masks = {}
     errors: dict[int, DecoderFailed] = {}
     matchers: dict[SequenceState, _DraftMatcher] = {}
     for index, row in enumerate(rows):
@@ -158,12 +167,12 @@ def _without_stop_tokens(row: LogitsRow, mask: npt.NDArray[np.bool_]) -> npt.NDA
     return others if others.any() else mask
 
 
-def _mask_disallowed(scores: Tensor, masks: dict[int, npt.NDArray[np.bool_]]) -> Tensor:
+def _mask_disallowed(scores: Tensor, masks: _Masks) -> Tensor:
     """Set the scores of tokens that a grammar does not allow to -inf."""
     if not masks:
         return scores
     scores = scores.clone()
-    disallowed = torch.from_numpy(~np.stack(list(masks.values()))).to(scores.device)
+    disallowed = to_device(torch.from_numpy(~np.stack(list(masks.values()))), scores.device)
     index = _index(list(masks), scores)
     scores[index] = scores[index].masked_fill(disallowed, -torch.inf)
     return scores
@@ -181,18 +190,18 @@ def _apply_bias_and_min_tokens(scores: Tensor, rows: Sequence[LogitsRow]) -> Ten
         return scores
     scores = scores.clone()
     if biased:
-        numbers, ids = _flat_index(biased)
+        numbers, ids = _flat_index(biased, scores)
         bias = [value for _, values in biased for value in values.values()]
-        scores[numbers, ids] += torch.tensor(bias, device=scores.device)
+        scores[numbers, ids] += to_device(torch.tensor(bias), scores.device)
     if below_min:
-        scores[_flat_index(below_min)] = -torch.inf
+        scores[_flat_index(below_min, scores)] = -torch.inf
     return scores
 
 
-def _flat_index(tokens_by_row: Iterable[tuple[int, Iterable[int]]]) -> tuple[list[int], list[int]]:
+def _flat_index(tokens_by_row: Iterable[tuple[int, Iterable[int]]], like: Tensor) -> tuple[Tensor, Tensor]:
     """Convert (row, ids) pairs to an index of rows and columns."""
     pairs = [(row, token) for row, tokens in tokens_by_row for token in tokens]
-    return [row for row, _ in pairs], [token for _, token in pairs]
+    return _index([row for row, _ in pairs], like), _index([token for _, token in pairs], like)
 
 
 def _apply_penalties(scores: Tensor, rows: Sequence[LogitsRow]) -> Tensor:
@@ -201,7 +210,9 @@ def _apply_penalties(scores: Tensor, rows: Sequence[LogitsRow]) -> Tensor:
     if not penalized:
         return scores
     columns = zip(*(_penalties(index, row) for index, row in penalized), strict=True)
-    numbers, tokens, factors, terms = (torch.from_numpy(np.concatenate(parts)).to(scores.device) for parts in columns)
+    numbers, tokens, factors, terms = (
+        to_device(torch.from_numpy(np.concatenate(parts)), scores.device) for parts in columns
+    )
     scores = scores.clone()
     values = scores[numbers, tokens]
     scores[numbers, tokens] = torch.where(values > 0, values / factors, values * factors) - terms
@@ -260,7 +271,7 @@ def _keep_top_k(scores: Tensor, top_k: Sequence[int]) -> None:
     rows = [row for row, k in enumerate(top_k) if 0 < k < scores.shape[-1]]
     if rows:
         index = _index(rows, scores)
-        ranks = torch.tensor([[top_k[row] - 1] for row in rows], device=scores.device)
+        ranks = _index([top_k[row] - 1 for row in rows], scores)[:, None]
         thresholds = scores[index].topk(max(top_k[row] for row in rows)).values.gather(1, ranks)
         scores[index] = scores[index].masked_fill(scores[index] < thresholds, -torch.inf)
 
@@ -279,10 +290,24 @@ def _keep_top_p(weights: Tensor, top_p: Sequence[float]) -> None:
 def _nucleus_thresholds(weights: Tensor, top_p: Tensor) -> Tensor:
     """[rows, 1], the smallest weight in each row's nucleus (Holtzman et al., arXiv 1904.09751): the smallest weight
     for which the sum of the larger ones is below p."""
+    if weights.device.type != "cpu":  # to choose by the weights, the CPU would have to wait for them
+        return _sorted_nucleus_thresholds(weights, top_p)
     largest = weights.topk(min(NUCLEUS_WIDTH, weights.shape[-1])).values
     cumulative = largest.cumsum(dim=-1, dtype=torch.float64)
     if bool((cumulative[:, -1:] < top_p).any()):
         return _wide_nucleus_thresholds(weights, top_p)
+    return _last_inside(largest, cumulative, top_p)
+
+
+def _sorted_nucleus_thresholds(weights: Tensor, top_p: Tensor) -> Tensor:
+    """Compute the same for nuclei of any size, which a GPU sorts in the time of a few passes over the weights."""
+    largest = weights.sort(dim=-1, descending=True).values
+    return _last_inside(largest, largest.cumsum(dim=-1, dtype=torch.float64), top_p)
+
+
+def _last_inside(largest: Tensor, cumulative: Tensor, top_p: Tensor) -> Tensor:
+    """Return the last of the `largest` weights, in descending order, for which the sum of those before it is below
+    p."""
     inside = (cumulative - largest < top_p).sum(dim=-1, keepdim=True)
     return largest.gather(1, inside.clamp(min=1) - 1)  # no token is inside if weights are NaN
 
@@ -327,8 +352,8 @@ def _log_probabilities(logits: Tensor, ids: Tensor, rows: Sequence[LogitsRow]) -
 
 
 def _index(rows: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(rows, device=like.device)
+    return to_device(torch.tensor(rows, dtype=torch.int64), like.device)
 
 
 def _column(values: Sequence[float], like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=like.device)[:, None]
+    return to_device(torch.tensor(values, dtype=dtype), like.device)[:, None]

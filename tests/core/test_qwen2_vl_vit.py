@@ -29,7 +29,7 @@ GRIDS = {"picture": PICTURE, "pictures": PICTURES, "video": VIDEO, "mixed": MIXE
 
 
 def load(folder, dtype="float32", **options):
-    family, config = Qwen2VL(), EngineConfig(device="cpu", dtype=dtype, **options)
+    family, config = Qwen2VL(), EngineConfig(**{"device": "cpu", "dtype": dtype} | options)
     return family.load_vision_encoder(family.load_spec(folder), config, selector(config))
 
 
@@ -86,6 +86,13 @@ def test_equals_transformers_in_half_precision(tiny_checkpoint, dtype):
 
     assert all(item.dtype == getattr(torch, dtype) for item in ours)
     assert_close(ours, Oracle(tiny_checkpoint, getattr(torch, dtype)).encode(batch), rtol=0.02)
+
+
+def test_pass_reads_nothing_from_the_device(tiny_checkpoint):
+    """On the device `meta`, which has no values, reading one is an error. On a GPU, it would be a wait."""
+    batch = batch_of(GRIDS["mixed"])
+    found = load(tiny_checkpoint, device="meta").encode(batch)
+    assert [len(rows) for rows in found] == [item.tokens for item in batch]
 
 
 def test_auto_dtype_is_stored_dtype(tiny_checkpoint):

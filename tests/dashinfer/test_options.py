@@ -13,6 +13,7 @@ from dashinfer_vlm_core.decoders.dashinfer import worker
 from dashinfer_vlm_core.decoders.dashinfer.environment import PROGRAM
 from dashinfer_vlm_core.decoders.dashinfer.options import check_sampling, generate_config, stop_tokens
 from dashinfer_vlm_core.decoders.dashinfer.plan import check_cache_salt, make_plan
+from dashinfer_vlm_core.decoders.dashinfer.settings import DashInferOptions
 from dashinfer_vlm_core.errors import ConfigError, InvalidParameter, UnsupportedParameter
 from dashinfer_vlm_core.models.qwen2_vl.config import read_spec
 from dashinfer_vlm_core.protocol.sampling import Sampling
@@ -155,6 +156,14 @@ def test_options_unsupported_by_device_are_rejected(tiny_checkpoint, config, cud
     with pytest.raises(ConfigError) as refusal:
         plan(tiny_checkpoint, cuda=cuda, **config)
     assert refusal.value.param == param
+
+
+def test_other_decoders_reject_tensor_parallel():
+    DashInferOptions(tensor_parallel=1).check("torch")
+    DashInferOptions(tensor_parallel=2).check("dashinfer")
+    with pytest.raises(ConfigError, match="the decoder torch runs on one device") as refusal:
+        DashInferOptions(tensor_parallel=2).check("torch")
+    assert refusal.value.param == "tensor_parallel"
 
 
 def test_frames_round_trip(socketpair):

@@ -336,7 +336,7 @@ GRIDS = {
 
 
 def load(folder, dtype="float32", **options):
-    family, config = Qwen25VL(), EngineConfig(device="cpu", dtype=dtype, **options)
+    family, config = Qwen25VL(), EngineConfig(**{"device": "cpu", "dtype": dtype} | options)
     return family.load_vision_encoder(family.load_spec(folder), config, selector(config))
 
 
@@ -380,6 +380,13 @@ def test_encoder_equals_transformers(encoder, oracle, name):
     batch = batch_of(name)
 
     assert_close(encoder.encode(batch), transformers_rows(oracle.model, batch), rtol=1e-5)
+
+
+def test_pass_reads_nothing_from_the_device(folder):
+    """On the device `meta`, which has no values, reading one is an error. On a GPU, it would be a wait."""
+    batch = batch_of("mixed")
+    found = load(folder, device="meta").encode(batch)
+    assert [len(rows) for rows in found] == [item.tokens for item in batch]
 
 
 def test_batched_rows_equal_alone(encoder):

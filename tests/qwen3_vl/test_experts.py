@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -12,10 +13,16 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTex
 
 from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_core.kernels import INT8, Activation, DecoderLayer, DecoderShape, Norm
-from dashinfer_vlm_core.kernels.experts import Expert, MixtureOfExperts
+from dashinfer_vlm_core.kernels.cuda import CudaKernels
+from dashinfer_vlm_core.kernels.experts import Expert, GroupedExperts, MixtureOfExperts
 from dashinfer_vlm_core.kernels.layers import ReferenceDecoderLayers
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
+from dashinfer_vlm_core.models.weights import Weights
+from dashinfer_vlm_qwen3_vl import Qwen3VL
+from dashinfer_vlm_torch.model import TextModel, TextQuantization
+from dashinfer_vlm_torch.scoring import CompletionScorer
 from tests.kernels import load_fastest, needs_native
+from tests.plugins.oracle import prompt
 
 HIDDEN, INNER, COUNT, CHOSEN = 64, 48, 7, 3
 
@@ -54,14 +61,25 @@ def mixture(kernels, block, *, dtype=torch.float32, int8=False):
     )
 
 
+def grouped(kernels, block, *, dtype=torch.float32):
+    experts = block.experts
+    return GroupedExperts(
+        kernels.linear(block.gate.weight.data.to(dtype), fp32_output=True),
+        experts.gate_up_proj.data.to(dtype),
+        experts.down_proj.data.to(dtype),
+        CHOSEN,
+    )
+
+
 def rows(count):
     return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(count))
 
 
+@pytest.mark.parametrize("create", [mixture, grouped])
 @pytest.mark.parametrize("count", [0, 1, 2, 40])
-def test_equals_transformers(block, count):
+def test_equals_transformers(block, count, create):
     x, total = rows(count), torch.ones(count, HIDDEN)
-    mixture(TorchKernels("cpu"), block).add_to(total, x)
+    create(TorchKernels("cpu"), block).add_to(total, x)
     with torch.no_grad():
         expected = 1 + block(x[None])[0] if count else total
     torch.testing.assert_close(total, expected, rtol=0, atol=1e-5)
@@ -127,3 +145,35 @@ def test_weights_stored_in_either_orientation_are_read_alike(moe, tmp_path):
     }
     save_file(turned, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert first_tokens(tmp_path) == first_tokens(moe)
+
+
+class GroupingKernels(CudaKernels):
+    """The kernels for CUDA, which group experts also where torch loops over them."""
+
+    def groups_experts(self, dtype, inputs):
+        return True
+
+
+@torch.inference_mode()
+def logits(folder, kernels):
+    spec = Qwen3VL().load_spec(folder)
+    with Weights.open(spec.folder, spec.tensor_renames) as weights:
+        model = TextModel(
+            weights, spec.text, kernels, device="cpu", dtype=torch.float32, quantization=TextQuantization()
+        )
+    scorer = CompletionScorer(model, kv_tokens=40, cache_dtype=torch.float32, prefill_chunk=16)
+    return model, scorer.logits(prompt(1, 30), [5, 6, 7])
+
+
+def test_grouped_experts_are_read_and_used(moe):
+    (looped, expected), (model, found) = (logits(moe, kernels("cpu")) for kernels in (CudaKernels, GroupingKernels))
+    assert (looped.loops_over_experts, model.loops_over_experts) == (True, False)
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_grouped_experts_read_nothing_from_the_device(block):
+    """On the device `meta`, which has no values, reading one is an error. On a GPU, it would be a wait."""
+    experts, x = grouped(TorchKernels("cpu"), copy.deepcopy(block).to("meta"), dtype=torch.bfloat16), rows(3).bfloat16().to("meta")
+    total = torch.zeros_like(x)
+    experts.add_to(total, x)
+    assert total.shape == x.shape

@@ -39,7 +39,7 @@ def batch_of(grids):
 
 
 def load(folder, dtype="float32", **options):
-    family, config = Qwen3VL(), EngineConfig(device="cpu", dtype=dtype, **options)
+    family, config = Qwen3VL(), EngineConfig(**{"device": "cpu", "dtype": dtype} | options)
     return family.load_vision_encoder(family.load_spec(folder), config, selector(config))
 
 
@@ -71,6 +71,13 @@ def test_all_levels_equal_transformers(encoder, oracle, name):
     expected = reference(oracle, batch)
     assert expected[0].shape[1] == 3 * 64
     assert_close(encoder.encode(batch), expected, rtol=1e-5)
+
+
+def test_pass_reads_nothing_from_the_device(dense):
+    """On the device `meta`, which has no values, reading one is an error. On a GPU, it would be a wait."""
+    batch = batch_of(GRIDS["mixed"])
+    found = load(dense, device="meta").encode(batch)
+    assert [len(rows) for rows in found] == [item.tokens for item in batch]
 
 
 def test_batched_equals_alone(encoder):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ...kernels.streams import to_device
 from ..interface import Grid
 from .config import VISION_ROPE_THETA
 
@@ -31,7 +32,7 @@ def rotary_tables(
     Returns:
         Two float32 tensors [patches, head_dim // 2].
     """
-    positions = torch.cat([patch_positions(grid.h, grid.w, merge).repeat(grid.t, 1) for grid in grids]).to(device)
+    positions = torch.cat([patch_positions(grid.h, grid.w, merge).repeat(grid.t, 1) for grid in grids])
     exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=device) / (head_dim // 2)
-    angles = (positions[:, :, None] / VISION_ROPE_THETA**exponents).flatten(1)
+    angles = (to_device(positions, device)[:, :, None] / VISION_ROPE_THETA**exponents).flatten(1)
     return angles.cos(), angles.sin()

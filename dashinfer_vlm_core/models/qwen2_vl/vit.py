@@ -21,6 +21,7 @@ from ...config import EngineConfig
 from ...kernels import INT8, Activation, Kernels, KernelSelector, KVSpan, KVSpans, Linear, Norm
 from ...kernels.linears import create_linear
 from ...kernels.quantization import QuantizedWeight
+from ...kernels.streams import LOW_PRIORITY, stream_executor, to_device
 from ..interface import Grid, Patches
 from ..placement import quantizes_vision_encoder, resolve_device, resolve_dtype
 from ..spec import ModelSpec, PixelSpec
@@ -176,7 +177,7 @@ class Qwen2VLEncoder:
 
     def __init__(self, model: PackedVisionModel, pixels: PixelSpec) -> None:
         self.model = model
-        self.executor: Executor = executor_for(model.device.type)
+        self.executor: Executor = stream_executor(str(model.device), priority=LOW_PRIORITY)
         self._merge_unit = pixels.merge_size**2
         self.batch_patches = BATCH_PATCHES_CPU if model.device.type == "cpu" else BATCH_PATCHES
         columns = pixels.temporal_patch_size * pixels.patch_size**2
@@ -185,6 +186,8 @@ class Qwen2VLEncoder:
 
     def encode(self, batch: Sequence[Patches]) -> list[torch.Tensor]:
         parts, encoded = self._encode(batch), None
+        if self.model.device.type == "cuda":  # which runs other work at the same time
+            return self.executor.run(lambda: next(part for part in parts if part is not None))
         while encoded is None:
             encoded = self.executor.run(lambda: next(parts))
         return encoded
@@ -205,7 +208,7 @@ class Qwen2VLEncoder:
 
     def normalize(self, pixels: torch.Tensor) -> torch.Tensor:
         """Convert uint8 pixels [n, columns] to the encoder's dtype and device, and normalize each channel."""
-        return ((pixels.to(self.model.device).float() - self.mean) / self.std).to(self.model.dtype)
+        return ((to_device(pixels, self.model.device).float() - self.mean) / self.std).to(self.model.dtype)
 
 
 def frame_length(grid: Grid) -> int:

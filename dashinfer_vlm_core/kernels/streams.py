@@ -1,0 +1,68 @@
+"""CUDA streams for the parts of a model, and copies to a device that do not wait for it.
+
+The vision encoder and the decoder run on a GPU at the same time, each on its own stream. The blocks of kernels on a stream
+of higher priority are started first, so that a decode step waits for the blocks that are running, not for the whole
+encoder pass.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ..concurrency.compute import Executor, executor_for
+
+T = TypeVar("T")
+
+HIGH_PRIORITY, LOW_PRIORITY = -1, 0
+"""Priorities as CUDA numbers them: the decoder's, whose steps are short, and the vision encoder's."""
+
+
+class StreamExecutor:
+    """Runs work on a CUDA stream, in the calling thread; an `Executor`.
+
+    The device has finished when `run` returns. Results can therefore be used on any stream, tensors that the work has
+    read can be freed, and times that callers measure include the device's. Work of several threads runs one after the
+    other: a CUDA graph that one thread captures must not record the work of another.
+
+    Args:
+        device: torch's name of a CUDA device.
+        priority: `HIGH_PRIORITY` or `LOW_PRIORITY`.
+    """
+
+    def __init__(self, device: str, *, priority: int) -> None:
+        self._stream = torch.cuda.Stream(torch.device(device), priority=priority)
+        self._lock = threading.RLock()
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Return what `work` returns, or raise what it raises."""
+        with self._lock:
+            # Other threads load weights and convert embeddings on the default stream.
+            self._stream.wait_stream(torch.cuda.default_stream(self._stream.device))
+            try:
+                with torch.cuda.stream(self._stream):
+                    return work()
+            finally:
+                self._stream.synchronize()
+
+
+def stream_executor(device: str, *, priority: int) -> Executor:
+    """Return an executor for a part of a model: with its own stream on CUDA, as `executor_for` on other devices."""
+    if torch.device(device).type == "cuda":
+        return StreamExecutor(device, priority=priority)
+    return executor_for(device)
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Copy a tensor from the CPU to a device, on the current stream.
+
+    CUDA copies from page-locked memory while the caller continues. From other memory, the caller would wait until the
+    device has finished everything before the copy. On a CPU, the tensor itself is returned.
+    """
+    if torch.device(device).type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
