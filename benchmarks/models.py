@@ -4,50 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
+from dashinfer_vlm_cli.verification.checkpoint_files import IDS, PIXELS, write_json, write_tokenizer
 from dashinfer_vlm_core import EngineConfig
 from dashinfer_vlm_core.models.checkpoint import find_model
 from dashinfer_vlm_core.plugins import load_plugins
 
 CACHE = EngineConfig().cache_folder / "benchmarks" / "models"
 """The default folder of created models."""
-VOCABULARY = 151_643
-"""Ordinary tokens of Qwen2-VL; the control tokens follow."""
-CONTROL = (
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
-    "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
-    "<|image_pad|>", "<|video_pad|>",
-)  # fmt: skip
-IDS = {name: VOCABULARY + index for index, name in enumerate(CONTROL)}
-# The published template, reduced to texts and images.
-TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if loop.first and message['role'] != 'system' %}"
-    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
-    "<|im_start|>{{ message['role'] }}\n"
-    "{% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] in ('image', 'image_url') %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
-    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-PIXELS = {
-    "patch_size": 14,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "min_pixels": 56 * 56,
-    "max_pixels": 16_384 * 28 * 28,
-    "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_std": [0.26862954, 0.26130258, 0.27577711],
-    "image_processor_type": "Qwen2VLImageProcessor",
-    "processor_class": "Qwen2VLProcessor",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,51 +145,6 @@ def _vision_config(shape: Shape) -> dict[str, Any]:
     }
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Write a byte-level BPE of Qwen2's size with merges of letters only, so that nearly every token is text.
-
-    Text is then streamed token by token, without waiting for complete characters.
-    """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
-
-    merges = [pair for _, pair in zip(range(VOCABULARY - 256), _merges(), strict=False)]
-    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
-    vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in CONTROL])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "Qwen2Tokenizer",
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "bos_token": None,
-        "unk_token": None,
-        "model_max_length": 32_768,
-        "chat_template": TEMPLATE,
-        "additional_special_tokens": list(CONTROL[1:]),
-        "clean_up_tokenization_spaces": False,
-    }
-    write_json(folder / "tokenizer_config.json", settings)
-    write_json(folder / "chat_template.json", {"chat_template": TEMPLATE})
-    write_json(folder / "vocab.json", vocabulary)  # for readers of the older vocabulary files
-    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(map(" ".join, merges)))
-
-
-def _merges() -> Iterator[tuple[str, str]]:
-    """Pairs that give all pieces of two, then of three letters, the space (`Ġ`) among them: 151,686 pieces."""
-    letters = ["Ġ", *(chr(code) for case in "aA" for code in range(ord(case), ord(case) + 26))]
-    yield from ((first, second) for first, second in product(letters, repeat=2))
-    yield from ((first + second, third) for first, second, third in product(letters, repeat=3))
-
-
 def _flat(config: dict[str, Any], shape: Shape) -> dict[str, Any]:
     """transformers 5 nests the text model; the published files, and other engines, have its fields at the top."""
     text = config.pop("text_config")
@@ -233,8 +155,3 @@ def _flat(config: dict[str, Any], shape: Shape) -> dict[str, Any]:
     rope = {"type": "mrope", "mrope_section": list(shape.sections)}
     fixed = {"model_type": shape.family, "torch_dtype": "bfloat16", "rope_theta": 1e6, "rope_scaling": rope}
     return {**text, **config, **fixed}
-
-
-def write_json(file: Path, content: Any) -> None:
-    """Write a JSON file."""
-    file.write_text(json.dumps(content, indent=1))

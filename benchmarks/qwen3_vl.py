@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from .models import IDS, TEMPLATE, write_json, write_tokenizer
+from dashinfer_vlm_cli.verification.checkpoint_files import IDS, TEMPLATE, write_json, write_tokenizer
 
 VOCABULARY = 151_936
 PATCHES = {

@@ -1,34 +1,59 @@
-"""Verify the vision tower and the PyTorch decoder on a GPU against transformers, and time the model `small`.
+"""`dashinfer-vlm verify` from a checkout: neither an installation nor its entry points are needed.
 
-Prints a report in Markdown. Exit codes: 0 all checks passed, 1 a check failed, 2 it cannot run. Nothing is downloaded
-or installed: it runs from a checkout, in an environment with torch, transformers, numpy, pillow, safetensors,
-tokenizers and jinja2. A machine without network access also needs these wheels (5 MB), downloaded elsewhere for its
-Python version and unpacked into a folder:
-
-    pip download --no-deps --only-binary=:all: --python-version 3.12 -d wheels -c constraints.txt \\
-        openai distro sniffio pluggy pydantic pydantic-core annotated-types typing-inspection pydantic-settings \\
-        python-dotenv
-    for wheel in wheels/*.whl; do python3 -m zipfile -e "$wheel" site; done
-    PYTHONPATH=site python3 scripts/verify_gpu.py
+Exit codes: 0 all checks passed, 1 a check failed, 2 it cannot run. Nothing is downloaded or installed.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dashinfer_vlm_core.plugins import Registry
 
 ROOT = Path(__file__).resolve().parents[1]
+PLUGINS = {
+    "kernels": "dashinfer_vlm_core.kernels",
+    "cpu": "dashinfer_vlm_cpu",
+    "torch": "dashinfer_vlm_torch",
+    "qwen2_vl": "dashinfer_vlm_core.models.qwen2_vl",
+    "qwen2_5_vl": "dashinfer_vlm_qwen2_5_vl",
+    "qwen3_vl": "dashinfer_vlm_qwen3_vl",
+}
+MISSING = (
+    "The module {name!r} is missing in {python}. Install the package there, or on a machine without a network the folder"
+    " of wheels that `scripts/make-wheelhouse` makes elsewhere: see docs/gpu.md."
+)
 
 
 def run() -> int:
-    """Run the checks, and return the exit code."""
-    sys.path[:0] = [str(ROOT), str(ROOT / "plugins")]
+    """Run the command, and return the exit code."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "adapters"), str(ROOT / "plugins")]
     try:
-        from benchmarks.verification.command import main
+        from dashinfer_vlm_cli.verify import verify
+        from dashinfer_vlm_core.errors import DashInferVLMError
+
+        registry = built_in_registry()
     except ModuleNotFoundError as error:
-        print(f"The module {error.name!r} is missing in {sys.executable}.\n\n{__doc__}", file=sys.stderr)
+        print(MISSING.format(name=error.name, python=sys.executable), file=sys.stderr)
         return 2
-    return main(help_text=__doc__)
+    try:
+        verify.main(prog_name="scripts/verify-gpu", obj=registry)
+    except DashInferVLMError as error:
+        print(f"scripts/verify-gpu: {error.message}", file=sys.stderr)
+    return 2  # otherwise, click has exited with the command's code
+
+
+def built_in_registry() -> Registry:
+    """Return the parts that are verified, registered by hand."""
+    from dashinfer_vlm_core.plugins import Registry
+
+    registry = Registry()
+    for name, module in PLUGINS.items():
+        registry.add_plugin(importlib.import_module(module), name=name)
+    return registry
 
 
 if __name__ == "__main__":

@@ -1,0 +1,60 @@
+"""`scripts/make-wheelhouse`, without the network."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("make_wheelhouse_script", ROOT / "scripts" / "make_wheelhouse.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_requirements_exclude_what_other_machine_has(script):
+    names = script.closure(script.PACKAGE, frozenset(), script.target_environment("3.12", "x86_64"))
+    assert {"openai", "pydantic-core", "tokenizers", "huggingface-hub", "click"} <= names
+    assert not names & {"torch", "transformers", "numpy", "triton", "fastapi", "av", script.PACKAGE}
+    with_extras = script.closure(
+        script.PACKAGE, frozenset({"server", "video"}), script.target_environment("3.12", "x86_64")
+    )
+    assert with_extras - names >= {"fastapi", "starlette", "uvicorn", "av"}
+
+
+@pytest.mark.parametrize("python", ["3.10", "3.12"])
+def test_every_requirement_has_pinned_version(script, python):
+    environment = script.target_environment(python, "x86_64")
+    pins = script.read_pins((ROOT / "constraints.txt").read_text(), environment)
+    assert script.closure(script.PACKAGE, frozenset({"server", "video"}), environment) <= pins.keys()
+    assert pins["pillow"].startswith("12." if python == "3.10" else "13.")
+
+
+def test_markers_are_those_of_other_python(script):
+    lines = 'one==1.0; python_version >= "3.11"\none==0.9; python_version < "3.11"\n# comment\ntwo==2\n'
+    for python, version in (("3.10", "0.9"), ("3.12", "1.0")):
+        assert script.read_pins(lines, script.target_environment(python, "x86_64")) == {"one": version, "two": "2"}
+
+
+def test_folder_above_limit_fails_with_largest_wheels(script, tmp_path, monkeypatch):
+    def write_wheel(command, *arguments):
+        if command == "download":
+            (tmp_path / "wheels" / "large-1-py3-none-any.whl").write_bytes(bytes(3 << 20))
+
+    monkeypatch.setattr(script, "pip", write_wheel)
+    with pytest.raises(script.WheelhouseFailed, match=r"3\.0 MiB, more than 2: large-1-py3-none-any\.whl 3\.0 MiB"):
+        script.make(tmp_path / "wheels", "3.12", "x86_64", "server", 2)
+
+
+def test_invalid_requests_are_rejected(script, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(script.WheelhouseFailed, match="is not empty"):
+        script.make(tmp_path, "3.12", "x86_64", "", 60)
+    with pytest.raises(script.WheelhouseFailed, match="'4' is not a version of Python"):
+        script.make(tmp_path / "new", "4", "x86_64", "", 60)
