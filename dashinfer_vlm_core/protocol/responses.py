@@ -383,7 +383,7 @@ _RENAMES = (
     ("messages", "input"),
 )
 _QUOTED = re.compile(r"`([^`\s]+)`")
-_URL = re.compile(r"\.(image_url|video_url)\.url$")
+_URL = re.compile(r"\.image_url\.url$")
 
 
 def _items(value: str | tuple[InputItem, ...]) -> tuple[InputItem, ...]:
@@ -420,7 +420,7 @@ def _renamed_errors(renames: Sequence[tuple[str, str]]) -> Iterator[None]:
 def _rename(path: str, renames: Sequence[tuple[str, str]]) -> str:
     for old, new in renames:
         if path == old or path.startswith((f"{old}.", f"{old}[")):
-            return _URL.sub(r".\1", new + path.removeprefix(old))
+            return _URL.sub(".image_url", new + path.removeprefix(old))
     return path
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import openai
 from pydantic import BaseModel
 
-from dashinfer_vlm_core import VLM, Engine
+from dashinfer_vlm_core import VLM, Engine, SamplingParams, StructuredOutputsParams
 from dashinfer_vlm_core.engine.shared import SharedEngines
 from dashinfer_vlm_core.errors import DashInferVLMError
 from dashinfer_vlm_core.testing import Script
@@ -296,10 +296,15 @@ class VllmStyleClient:
     def __init__(self, served: Served) -> None:
         self._llm = VLM(engine=served.engine)
 
-    async def ask(self, *parts: Part) -> Result:
-        outputs = await asyncio.to_thread(self._llm.chat, openai_messages(parts), use_tqdm=False)
+    async def ask(self, *parts: Part, params: SamplingParams | None = None) -> Result:
+        outputs = await asyncio.to_thread(self._llm.chat, openai_messages(parts), params, use_tqdm=False)
         (output,) = outputs[0].outputs
         return Result(output.text, len(outputs[0].prompt_token_ids), len(output.token_ids))
+
+    async def parse(self, *parts: Part) -> object:
+        schema = StructuredOutputsParams(json=Color.model_json_schema())
+        result = await self.ask(*parts, params=SamplingParams(structured_outputs=schema))
+        return Color.model_validate_json(result.text)
 
     async def aclose(self) -> None:
         """Do nothing: the engine belongs to the caller."""

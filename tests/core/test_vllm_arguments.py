@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from dashinfer_vlm_core import VLM, EngineConfig, SamplingParams
+from dashinfer_vlm_core import VLM, EngineConfig, SamplingParams, StructuredOutputsParams
 from dashinfer_vlm_core.config import MediaLimits
-from dashinfer_vlm_core.errors import ConfigError, UnsupportedParameter
+from dashinfer_vlm_core.errors import ConfigError, InvalidParameter, UnsupportedParameter
 from dashinfer_vlm_core.offline.vllm_arguments import REJECTED, RENAMED, WITHOUT_EFFECT, to_engine_options
+from dashinfer_vlm_core.protocol import ChatRequest
+
+MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
 @pytest.mark.parametrize(
@@ -151,8 +154,7 @@ def test_sampling_parameters_without_effect_are_accepted():
         ("min_p", 0.1, "top_p"),
         ("best_of", 2, "`n`"),
         ("include_stop_str_in_output", True, "before the stop string"),
-        ("structured_outputs", {"json": {}}, "response_format"),
-        ("guided_decoding", {"json": {}}, "response_format"),
+        ("guided_decoding", {"json": {}}, "structured_outputs"),
     ],
 )
 def test_sampling_parameter_of_vllm_is_rejected_with_next_step(name, value, next_step):
@@ -164,3 +166,32 @@ def test_sampling_parameter_of_vllm_is_rejected_with_next_step(name, value, next
 def test_unknown_sampling_parameter_is_a_type_error():
     with pytest.raises(TypeError, match="temp"):
         SamplingParams(temp=1)
+
+
+def test_structured_outputs_become_the_field_of_a_request():
+    given = StructuredOutputsParams(choice=["a", "b"], disable_fallback=True, grammar=None, disable_any_whitespace=False)
+    assert given == StructuredOutputsParams(choice=["a", "b"])
+    request = ChatRequest.parse({"messages": MESSAGES, **SamplingParams(structured_outputs=given).fields()})
+    assert request.output_constraint.choices == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        (StructuredOutputsParams(), "structured_outputs"),
+        (StructuredOutputsParams(json={}, regex="a"), "structured_outputs.regex"),
+        (StructuredOutputsParams(choice=[]), "structured_outputs.choice"),
+        ({"choices": ["a"]}, "structured_outputs.choices"),
+        ("a", "structured_outputs"),
+    ],
+)
+def test_invalid_structured_outputs_are_named(given, param):
+    with pytest.raises(InvalidParameter) as caught:
+        SamplingParams(structured_outputs=given)
+    assert caught.value.param == param
+
+
+def test_structured_output_without_support_is_rejected_with_next_step():
+    with pytest.raises(UnsupportedParameter, match="JSON schema, `regex` or `choice`") as caught:
+        StructuredOutputsParams(grammar='root ::= "a"')
+    assert caught.value.param == "grammar"

@@ -717,6 +717,18 @@ BAD = {
     "tool without name": ({"tools": [{"type": "function"}]}, "tools[0].name"),
     "tool twice": ({"tools": [TOOL, TOOL]}, "tools[1].name"),
     "parameters are not an object": ({"tools": [{**TOOL, "parameters": {"type": "array"}}]}, "tools[0].parameters"),
+    "frame of a video": (
+        {"input": [user({"type": "input_video", "video_url": "data:video/jpeg;base64,AAAA"})]},
+        "input[0].content[0].video_url[0]",
+    ),
+    "frames of a video": (
+        {"input": [user({"type": "input_video", "video_url": {"url": [IMAGE, "data:,"]}})]},
+        "input[0].content[0].video_url.url[1]",
+    ),
+    "option of a video": (
+        {"input": [user({"type": "input_video", "video_url": {"url": VIDEO, "num_frames": 99}})]},
+        "input[0].content[0].video_url.num_frames",
+    ),
     "parameters are a list": ({"tools": [{**TOOL, "parameters": []}]}, "tools[0].parameters"),
     "choice without tools": ({"tool_choice": "required"}, "tool_choice"),
     "choice of an unknown tool": (
@@ -789,7 +801,7 @@ def test_neutral_values_are_accepted(shared):
     assert response.json()["output"][0]["content"][0]["text"] == RESPONSE
 
 
-def test_routes_reject_what_they_do_not_support(shared):
+def test_routes_reject_what_they_do_not_support(shared, caplog):
     with shared.http() as client:
         created = client.post("/v1/responses", json={"input": "Hello"}).json()
         path = f"/v1/responses/{created['id']}"
@@ -800,8 +812,9 @@ def test_routes_reject_what_they_do_not_support(shared):
     assert (canceled.status_code, replayed.status_code) == (400, 400)
     assert "synchronous" in canceled.json()["error"]["message"]
     assert replayed.json()["error"]["param"] == "stream"
-    assert handshake.status_code == 405
-    assert handshake.json()["error"]["message"] == "This URL supports POST only."
+    assert (handshake.status_code, handshake.json()["error"]["code"]) == (404, "websocket_not_supported")
+    assert "POST" in handshake.json()["error"]["message"]
+    assert "uvicorn[standard]" not in caplog.text
     assert (missing.json()["error"]["param"], empty.json()["error"]["param"]) == ("model", "input")
 
 
