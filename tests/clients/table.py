@@ -19,6 +19,7 @@ PROPERTY = "client"
 
 CLIENTS = {
     "openai": "[openai](openai.md)",
+    "openai-responses": "openai, [Responses API](responses.md)",
     "openai-agents": "OpenAI Agents SDK (Chat Completions)",
     "litellm": "[LiteLLM](litellm.md), functions",
     "litellm-router": "LiteLLM, Router",

@@ -679,6 +679,15 @@ BAD = {
     "image of the assistant": (
         item(role="assistant", content=[{"type": "input_image", "image_url": IMAGE}]), "input[1].content[0]"
     ),
+    "frame of a video": (
+        part(type="input_video", video_url="data:video/jpeg;base64,AAAA"), "input[0].content[1].video_url[0]"
+    ),
+    "frames of a video": (
+        part(type="input_video", video_url={"url": [IMAGE, "data:,"]}), "input[0].content[1].video_url.url[1]"
+    ),
+    "option of a video": (
+        part(type="input_video", video_url={"url": VIDEO, "num_frames": 99}), "input[0].content[1].video_url.num_frames"
+    ),
     "document": (part(type="input_file", file_data="data:application/pdf;base64,AA"), "input[0].content[1].file_data"),
     "file without data": (part(type="input_file", filename="a.png"), "input[0].content[1].file_data"),
     "call without id": (item(type="function_call", name="f", arguments="{}"), "input[1].call_id"),
@@ -699,6 +708,8 @@ BAD = {
     "max_tokens": ({"max_tokens": 5}, "max_tokens"),
     "response_format": ({"response_format": {"type": "text"}}, "response_format"),
     "a chat template": ({"chat_template": "x"}, "chat_template"),
+    "misspelled": ({"max_output_token": 5}, "max_output_token"),
+    "misspelled field of chat requests": ({"repetition_penality": 2}, "repetition_penality"),
     "max_output_tokens zero": ({"max_output_tokens": 0}, "max_output_tokens"),
     "max_output_tokens beyond the context": ({"max_output_tokens": 100_000}, "max_output_tokens"),
     "temperature too high": ({"temperature": 3}, "temperature"),
@@ -717,18 +728,6 @@ BAD = {
     "tool without name": ({"tools": [{"type": "function"}]}, "tools[0].name"),
     "tool twice": ({"tools": [TOOL, TOOL]}, "tools[1].name"),
     "parameters are not an object": ({"tools": [{**TOOL, "parameters": {"type": "array"}}]}, "tools[0].parameters"),
-    "frame of a video": (
-        {"input": [user({"type": "input_video", "video_url": "data:video/jpeg;base64,AAAA"})]},
-        "input[0].content[0].video_url[0]",
-    ),
-    "frames of a video": (
-        {"input": [user({"type": "input_video", "video_url": {"url": [IMAGE, "data:,"]}})]},
-        "input[0].content[0].video_url.url[1]",
-    ),
-    "option of a video": (
-        {"input": [user({"type": "input_video", "video_url": {"url": VIDEO, "num_frames": 99}})]},
-        "input[0].content[0].video_url.num_frames",
-    ),
     "parameters are a list": ({"tools": [{**TOOL, "parameters": []}]}, "tools[0].parameters"),
     "choice without tools": ({"tool_choice": "required"}, "tool_choice"),
     "choice of an unknown tool": (
