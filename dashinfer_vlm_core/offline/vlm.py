@@ -29,8 +29,15 @@ if TYPE_CHECKING:
 LOOK_AHEAD = 8
 """Number of requests that are preprocessed while a full batch is being decoded."""
 
-EMBEDDING_METHODS = ("classify", "embed", "encode", "reward", "score")
-"""Methods of vLLM's `LLM` for models that do not generate text."""
+_NO_EMBEDDINGS = "because its models generate text. Use `generate` or `chat`, or another package for embeddings."
+_NO_SLEEP = "because the weights stay in memory. Use `close` to free it, and create a new VLM."
+
+UNAVAILABLE_METHODS: Mapping[str, str] = {
+    **dict.fromkeys(("classify", "embed", "encode", "reward", "score"), _NO_EMBEDDINGS),
+    "beam_search": "because completions are not ranked. Use `generate` with `temperature` 0, or with `n`.",
+    **dict.fromkeys(("sleep", "wake_up"), _NO_SLEEP),
+}
+"""Methods of vLLM's `LLM` that do not exist here, with the reason and the next step."""
 
 MEDIA_ROOT = Path("/")
 """The default of `allowed_local_media_path`: the caller can read files in any case."""
@@ -183,6 +190,10 @@ class VLM:
         items = [messages] if single else messages
         return self._generate(items, make, sampling_params, lora_request, single=single, use_tqdm=use_tqdm)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return `SamplingParams()`: checkpoints do not change the defaults."""
+        return SamplingParams()
+
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the checkpoint's tokenizer as transformers loads it, for example for `apply_chat_template`.
 
@@ -200,13 +211,8 @@ class VLM:
     if not TYPE_CHECKING:  # otherwise, type checkers would accept any attribute
 
         def __getattr__(self, name: str) -> object:
-            if name in EMBEDDING_METHODS:
-                raise AttributeError(
-                    f"VLM has no `{name}`, because its models generate text. Use `generate` or `chat`, or another"
-                    " package for embeddings and scores.",
-                    name=name,
-                    obj=self,
-                )
+            if reason := UNAVAILABLE_METHODS.get(name):
+                raise AttributeError(f"VLM has no `{name}`, {reason}", name=name, obj=self)
             raise AttributeError(f"VLM has no attribute {name!r}.", name=name, obj=self)
 
     def close(self) -> None:

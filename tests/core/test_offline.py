@@ -635,6 +635,7 @@ def test_outputs_have_attributes_of_vllm(scripted):
     assert output.outputs[0].cumulative_logprob == 0.0
     assert vlm.generate("x", SamplingParams(max_tokens=2))[0].outputs[0].cumulative_logprob is None
     assert vlm.generate([{"prompt": PROMPT}], GREEDY)[0].num_cached_tokens is None
+    assert vlm.get_default_sampling_params() == SamplingParams()
 
 
 def test_chat_template_kwargs_reach_the_template(scripted, tmp_path):
@@ -657,10 +658,13 @@ def test_get_tokenizer_renders_prompts(demo):
     assert output.outputs[0].text == "A red circle."
 
 
-@pytest.mark.parametrize("name", ["classify", "embed", "encode", "reward", "score"])
-def test_embedding_methods_are_refused(scripted, name):
+@pytest.mark.parametrize(
+    ("name", "next_step"),
+    [("embed", "`generate` or `chat`"), ("score", "generate text"), ("beam_search", "with `n`"), ("sleep", "`close`")],
+)
+def test_unavailable_methods_of_vllm_are_refused(scripted, name, next_step):
     vlm, _ = scripted("ok")
-    with pytest.raises(AttributeError, match="its models generate text"):
+    with pytest.raises(AttributeError, match=next_step):
         getattr(vlm, name)
     with pytest.raises(AttributeError, match="no attribute 'complete'"):
         vlm.complete("x")
