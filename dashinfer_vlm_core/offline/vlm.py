@@ -18,7 +18,7 @@ from .batch import BatchResult, OfflineBatch, RequestFactory
 from .inputs import MediaDefaults, from_messages, from_prompt, is_single_conversation, is_single_prompt, prompt_text
 from .outputs import RequestOutput, to_request_output
 from .params import SamplingParams
-from .vllm_arguments import to_engine_options
+from .vllm_arguments import check_call_arguments, to_engine_options
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -100,6 +100,7 @@ class VLM:
         *,
         use_tqdm: bool = True,
         lora_request: LoRARequestArg = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Complete one or many rendered prompts.
 
@@ -124,6 +125,7 @@ class VLM:
             use_tqdm: whether to show a progress bar.
             lora_request: the LoRA adapter for all prompts, or a list with one or None for each; None is the model
                 itself. An adapter is loaded on first use, see `EngineConfig.max_loras`.
+            others: arguments of vLLM's `generate` that change nothing, such as `priority=0`.
 
         Returns:
             The output of each prompt, in order. A prompt that fails has an `error` and no `outputs`; the others are not
@@ -132,7 +134,9 @@ class VLM:
         Raises:
             DashInferVLMError: `prompts` is a single prompt, not in a list, and it failed.
             InvalidParameter: the numbers of `sampling_params` or `lora_request` and prompts differ.
+            UnsupportedParameter, TypeError: one of `others` is not available, or unknown.
         """
+        check_call_arguments(others)
 
         def make(prompt: object, sampling: SamplingParams, lora: LoRARequest | None) -> OfflineRequest:
             return from_prompt(prompt, sampling, self._media_defaults, lora)
@@ -150,6 +154,7 @@ class VLM:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequestArg = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Complete one or many conversations in OpenAI's format.
 
@@ -170,6 +175,7 @@ class VLM:
             mm_processor_kwargs: options for all images and videos, such as `max_pixels`.
             lora_request: as in `generate`.
             chat_template_kwargs: variables of the chat template, such as `enable_thinking`.
+            others: arguments of vLLM's `chat` that change nothing, such as `add_generation_prompt=True`.
 
         Returns:
             The output of each conversation, as in `generate`.
@@ -177,7 +183,9 @@ class VLM:
         Raises:
             DashInferVLMError: `messages` is a single conversation, and it failed.
             InvalidParameter: the numbers of `sampling_params` or `lora_request` and conversations differ.
+            UnsupportedParameter, TypeError: one of `others` is not available, or unknown.
         """
+        check_call_arguments(others)
 
         def make(conversation: object, sampling: SamplingParams, lora: LoRARequest | None) -> OfflineRequest:
             options = {
