@@ -189,8 +189,7 @@ def _is_one_of(value: object, neutral: Iterable[object]) -> bool:
     return any(type(value) is type(other) and value == other for other in _with_floats(neutral))
 
 
-def _with_floats
-(values: Iterable[object]) -> list[object]:
+def _with_floats(values: Iterable[object]) -> list[object]:
     """Add the float of each integer: 1 and 1.0 are the same, but True is another value."""
     given = list(values)
     return [*given, *(float(value) for value in given if type(value) is int)]
