@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .errors import DashInferVLMError, EngineError, MediaError, RequestError, SetupError
     from .hookspecs import hookimpl
     from .models.coordinates import ImageCoordinates
-    from .offline import VLM, LoRARequest, SamplingParams
+    from .offline import VLM, LoRARequest, SamplingParams, StructuredOutputsParams
     from .protocol import ChatRequest
 
 __version__ = "0.2.0.dev0"
@@ -31,6 +31,7 @@ __all__ = [
     "RequestError",
     "SamplingParams",
     "SetupError",
+    "StructuredOutputsParams",
     "__version__",
     "hookimpl",
 ]
@@ -42,7 +43,7 @@ _MODULES = {
     "errors": ("DashInferVLMError", "EngineError", "MediaError", "RequestError", "SetupError"),
     "hookspecs": ("hookimpl",),
     "models.coordinates": ("ImageCoordinates",),
-    "offline": ("VLM", "LoRARequest", "SamplingParams"),
+    "offline": ("VLM", "LoRARequest", "SamplingParams", "StructuredOutputsParams"),
     "protocol": ("ChatRequest",),
 }
 

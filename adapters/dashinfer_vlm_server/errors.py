@@ -146,6 +146,16 @@ def response_not_found(response_id: str) -> HTTPException:
     )
 
 
+def no_websockets() -> HTTPException:
+    """Return the error for a WebSocket handshake."""
+    return _CodedHTTPException(
+        404,
+        "This server has no WebSockets. Send a POST request; with `stream`, the response is streamed as server-sent"
+        " events.",
+        code="websocket_not_supported",
+    )
+
+
 def unsupported_media_type() -> HTTPException:
     return HTTPException(415, "The body must be JSON. Send the header `Content-Type: application/json`.")
 
@@ -154,8 +164,11 @@ async def send_error(request: Request, error: Exception) -> Response:
     """Handle an expected error."""
     if isinstance(error, SetupError):  # only the operator can fix it
         logger.error("Request failed: %s", error.message)
-    if isinstance(error, HTTPException) and error.status_code == 404 and not isinstance(error, _CodedHTTPException):
-        error = _unknown_url(request.app.routes)
+    if isinstance(error, HTTPException) and not isinstance(error, _CodedHTTPException):
+        if error.status_code in {404, 405} and request.headers.get("Upgrade", "").lower() == "websocket":
+            error = no_websockets()
+        elif error.status_code == 404:
+            error = _unknown_url(request.app.routes)
     return error_response(error)
 
 

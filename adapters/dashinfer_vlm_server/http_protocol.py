@@ -118,6 +118,9 @@ class TimeoutH11Protocol(H11Protocol):
             self._write_timer = None
         super().resume_writing()
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Log nothing: the response states it, and uvicorn's message advises to install a library."""
+
     def send_400_response(self, msg: str) -> None:
         self._reject(400, "The request is not valid HTTP/1.1, or its headers are too large.", "invalid_http")
 

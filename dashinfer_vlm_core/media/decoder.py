@@ -73,7 +73,13 @@ class MediaDecoder:
                 resizer=resizer,
             )
         image = self._image(data[0], part, part.path)
-        return Image(image=image, path=part.path, min_pixels=part.min_pixels, max_pixels=part.max_pixels)
+        return Image(
+            image=image,
+            path=part.path,
+            min_pixels=part.min_pixels,
+            max_pixels=part.max_pixels,
+            options_field=part.options_field,
+        )
 
     def _frames(
         self, part: MediaPart, data: Sequence[bytes], check_stop: StopCheck, resizer: ResizerFactory | None

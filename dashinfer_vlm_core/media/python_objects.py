@@ -63,6 +63,7 @@ def load_object(part: MediaPart, config: EngineConfig, policy: VideoSamplingPoli
         path=part.path,
         min_pixels=part.min_pixels,
         max_pixels=part.max_pixels,
+        options_field=part.options_field,
     )
 
 
@@ -130,7 +131,7 @@ def _times(metadata: Metadata, count: int, part: MediaPart) -> FrameTimes:
     if part.fps is not None:
         raise InvalidParameter(
             "`fps` cannot be combined with metadata, which has the time of each frame. Remove one of them.",
-            param=f"{part.path}.fps",
+            param=f"{part.options_path}.fps",
         )
     return read_metadata(metadata, count, f"{part.path}[1]")
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from PIL import Image as PILImage
 
 from ..deprecation import RenamedAttribute
+from ..protocol.messages import join_path
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 Kind: TypeAlias = Literal["image", "video"]
@@ -26,6 +27,7 @@ class Image:
         source_digest: digest of the encoded data, or of the pixels of a Python object; empty if the part has no `uuid`.
         min_pixels: minimum pixels after resizing that the request sets.
         max_pixels: maximum pixels after resizing that the request sets.
+        options_field: the field of the part that has these options; empty if the part has them itself.
     """
 
     image: PILImage.Image
@@ -33,9 +35,15 @@ class Image:
     source_digest: bytes = b""
     min_pixels: int | None = None
     max_pixels: int | None = None
+    options_field: str = "image_url"
 
     part = RenamedAttribute("path")
     source = RenamedAttribute("source_digest")
+
+    @property
+    def options_path(self) -> str:
+        """The path of the object that has the options."""
+        return join_path(self.path, self.options_field)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -52,6 +60,7 @@ class Video:
         max_pixels: maximum pixels of a frame after resizing that the request sets.
         total_pixels: maximum pixels of all frames together that the request sets.
         source_size: height and width before resizing, in pixels, if the frames were resized while they were decoded.
+        options_field: as in `Image`.
     """
 
     frames: Pixels
@@ -63,9 +72,15 @@ class Video:
     max_pixels: int | None = None
     total_pixels: int | None = None
     source_size: tuple[int, int] | None = None
+    options_field: str = "video_url"
 
     part = RenamedAttribute("path")
     source = RenamedAttribute("source_digest")
+
+    @property
+    def options_path(self) -> str:
+        """The path of the object that has the options."""
+        return join_path(self.path, self.options_field)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

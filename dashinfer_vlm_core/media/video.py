@@ -28,8 +28,6 @@ from .types import OpenVideo, Pixels, ResizerFactory, StopCheck, Video, VideoInf
 
 MAX_FPS = 240.0
 
-_FRAMES = ".video_url.url"  # path of the frames within a part
-
 logger: logging.Logger = logging.getLogger(__name__)
 
 
@@ -65,7 +63,7 @@ def frame_count(total: int, video_fps: float, *, part: MediaPart, policy: VideoS
     if not factor <= count <= max_count:
         raise InvalidParameter(
             f"`num_frames` must be {factor} to {max_count} for this video, got {part.num_frames}.",
-            param=f"{part.path}.video_url.num_frames",
+            param=f"{part.options_path}.num_frames",
         )
     return count
 
@@ -142,7 +140,7 @@ def stack(frames: Iterable[Pixels], count: int) -> Pixels:
 
 def frame_path(part: MediaPart, index: int) -> str:
     """Return a frame's path in the request."""
-    return f"{part.path}{_FRAMES if part.content is None else ''}[{index}]"
+    return f"{part.url_path}[{index}]"
 
 
 def check_frames(count: int, *, part: MediaPart, policy: VideoSamplingPolicy) -> None:
@@ -154,12 +152,12 @@ def check_frames(count: int, *, part: MediaPart, policy: VideoSamplingPolicy) ->
     if part.num_frames is not None:
         raise InvalidParameter(
             "`num_frames` applies only to video files. All frames of a list are used. Send only the frames you want.",
-            param=f"{part.path}.video_url.num_frames" if part.content is None else f"{part.path}.num_frames",
+            param=f"{part.options_path}.num_frames",
         )
     if not 0 < count <= policy.max_frames:
         raise InvalidParameter(
             f"A list of frames must have 1 to {policy.max_frames} frames, got {count}.",
-            param=part.path + (_FRAMES if part.content is None else ""),
+            param=part.url_path,
         )
 
 
@@ -345,4 +343,5 @@ def _video(frames: Pixels, part: MediaPart, times: tuple[float, ...]) -> Video:
         min_pixels=part.min_pixels,
         max_pixels=part.max_pixels,
         total_pixels=part.total_pixels,
+        options_field=part.options_field,
     )

@@ -2,7 +2,7 @@
 
 from ..protocol import LoRARequest
 from .outputs import CompletionOutput, RequestOutput
-from .params import SamplingParams
+from .params import SamplingParams, StructuredOutputsParams
 from .vlm import VLM
 
-__all__ = ["VLM", "CompletionOutput", "LoRARequest", "RequestOutput", "SamplingParams"]
+__all__ = ["VLM", "CompletionOutput", "LoRARequest", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]

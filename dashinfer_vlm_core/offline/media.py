@@ -79,7 +79,7 @@ def media_part(kind: Kind, value: object, uuid: str | None, path: str) -> MediaP
     part.check("user", path)
     media = part.media(path)
     assert media is not None
-    return replace(media, url=None, content=value) if is_object(value) else media
+    return replace(media, url=None, content=value) if is_object(value) else replace(media, url_field="")
 
 
 def is_object(value: object) -> bool:

@@ -1,48 +1,78 @@
-"""SamplingParams: sampling parameters with vLLM's names."""
+"""SamplingParams and StructuredOutputsParams: parameters of a completion with vLLM's names."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from ..errors import UnsupportedParameter
 from ..protocol import ChatRequest
 from ..protocol.fields import REJECTED_FIELDS
+from ..protocol.output import REJECTED_OPTIONS
 from ..protocol.validation_errors import show
 
 T = TypeVar("T")
 
 _ANY_MESSAGE = {"role": "user", "content": "Hello"}
-_NO_FORMAT = "Use `Engine.chat` with `response_format`."
-_OF_VLLM: Mapping[str, tuple[tuple[object, ...], str]] = {
-    **REJECTED_FIELDS,
-    "detokenize": ((True,), "Outputs always have text and token IDs. Remove it."),
-    "guided_decoding": ((), _NO_FORMAT),
-    "spaces_between_special_tokens": ((True, False), "Completions never contain special tokens. Remove it."),
-    "structured_outputs": ((), _NO_FORMAT),
-}
+_Unsupported: TypeAlias = Mapping[str, tuple[tuple[object, ...], str]]
 """Parameters of vLLM that are not available, with the values that have no effect, and the next step for others."""
 
+_SAMPLING: _Unsupported = {
+    **REJECTED_FIELDS,
+    "detokenize": ((True,), "Outputs always have text and token IDs. Remove it."),
+    "guided_decoding": ((), "Use `structured_outputs`, its name in newer versions of vLLM."),
+    "spaces_between_special_tokens": ((True, False), "Completions never contain special tokens. Remove it."),
+}
+_STRUCTURED_OUTPUTS: _Unsupported = {
+    **{name: ((False,), next_step) for name, next_step in REJECTED_OPTIONS.items()},
+    "disable_fallback": ((True, False), "Every schema is enforced. Remove it."),
+}
 
-def explain_unsupported(cls: type[T]) -> type[T]:
+
+def explain_unsupported(unsupported: _Unsupported) -> Callable[[type[T]], type[T]]:
     """Let a dataclass accept parameters of vLLM that have no effect, and reject others with the next step."""
-    init, known = cls.__init__, {field.name for field in fields(cls)}  # type: ignore[arg-type]  # a dataclass
 
-    @functools.wraps(init)
-    def checked_init(self: T, **given: Any) -> None:
-        for name in given.keys() & (_OF_VLLM.keys() - known):
-            value, (neutral, next_step) = given.pop(name), _OF_VLLM[name]
-            if value is not None and not any(type(value) is type(other) and value == other for other in neutral):
-                raise UnsupportedParameter(f"`{name}` is not supported, got {show(value)}. {next_step}", param=name)
-        init(self, **given)
+    def decorate(cls: type[T]) -> type[T]:
+        init, known = cls.__init__, {field.name for field in fields(cls)}  # type: ignore[arg-type]  # a dataclass
 
-    cls.__init__ = checked_init  # type: ignore[assignment]  # the same parameters, for type checkers
-    return cls
+        @functools.wraps(init)
+        def checked_init(self: T, **given: Any) -> None:
+            for name in given.keys() & (unsupported.keys() - known):
+                value, (neutral, next_step) = given.pop(name), unsupported[name]
+                if value is not None and not any(type(value) is type(other) and value == other for other in neutral):
+                    raise UnsupportedParameter(f"`{name}` is not supported, got {show(value)}. {next_step}", param=name)
+            init(self, **given)
+
+        cls.__init__ = checked_init  # type: ignore[assignment]  # the same parameters, for type checkers
+        return cls
+
+    return decorate
 
 
-@explain_unsupported
+@explain_unsupported(_STRUCTURED_OUTPUTS)
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """What the text of a completion has to be: one of these. Every token that would violate it is masked.
+
+    Attributes:
+        json: JSON that follows this schema, an object or its text.
+        regex: a match of this regular expression, as a whole.
+        choice: one of these texts.
+        json_object: any JSON object.
+
+    Raises:
+        UnsupportedParameter: a parameter of vLLM that is not available.
+    """
+
+    json: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    json_object: bool = False
+
+
+@explain_unsupported(_SAMPLING)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of a completion. Names and defaults are vLLM's, except for `max_tokens`.
@@ -64,9 +94,10 @@ class SamplingParams:
         logit_bias: token ID -> bias of -100 to 100.
         logprobs: number of alternatives (0 to 20) to return for each token, with their log probabilities.
         ignore_eos: continue after the model's own end token.
+        structured_outputs: what the text of the completion has to be; the same as a mapping is accepted, too.
 
     Raises:
-        InvalidParameter: a value is out of range; `param` is its name.
+        InvalidParameter: a value is invalid; `param` is its name.
         UnsupportedParameter: a parameter of vLLM that is not available.
     """
 
@@ -85,6 +116,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     logprobs: int | None = None
     ignore_eos: bool = False
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         ChatRequest.parse({"messages": [_ANY_MESSAGE], **self.fields()})

@@ -8,7 +8,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..config import MIB
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedParameter
+from ..protocol.validation_errors import show
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -86,6 +87,21 @@ REJECTED: Mapping[str, _Rejected] = MappingProxyType(
 )
 """Arguments that cannot be mapped, unless they have a neutral value."""
 
+_RENDERED = "Render the prompt with `get_tokenizer().apply_chat_template`, and use `generate`."
+
+REJECTED_IN_CALLS: Mapping[str, _Rejected] = MappingProxyType(
+    {
+        "add_generation_prompt": _Rejected((True,), _RENDERED),
+        "chat_template": _Rejected((None,), "Set `chat_template` of VLM, or use `chat_template_kwargs`."),
+        "chat_template_content_format": _Rejected(("auto", "openai"), _RENDERED),
+        "continue_final_message": _Rejected((False,), _RENDERED),
+        "priority": _Rejected((None, 0), "Requests are served in their order. Remove it."),
+        "tokenization_kwargs": _Rejected((None, {}), "Prompts are never truncated. Remove it."),
+        "tools": _Rejected((None, []), "Use `Engine.chat`, which also parses the calls."),
+    }
+)
+"""Arguments of vLLM's `generate` and `chat` that are accepted only with a neutral value."""
+
 WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
     {
         "async_scheduling": "the scheduler has one mode",
@@ -144,13 +160,33 @@ def _add(options: dict[str, Any], name: str, value: Any, arguments: Mapping[str,
         raise ConfigError(f"`{name}` has an invalid value, got {value!r}.", param=name) from None
 
 
+def check_call_arguments(arguments: Mapping[str, Any]) -> None:
+    """Check arguments of vLLM's `generate` or `chat` that do not exist here.
+
+    Raises:
+        UnsupportedParameter: the value of an argument would change something.
+        TypeError: vLLM does not have the argument either.
+    """
+    for name, value in arguments.items():
+        if name not in REJECTED_IN_CALLS:
+            raise TypeError(f"unexpected keyword argument {name!r}")
+        neutral, next_step = REJECTED_IN_CALLS[name]
+        if not _is_one_of(value, neutral):
+            message = f"`{name}` of vLLM is not available here, got {show(value)}. {next_step}"
+            raise UnsupportedParameter(message, param=name)
+
+
 def _check_neutral(name: str, value: object, arguments: Mapping[str, Any]) -> None:
     neutral, next_step = REJECTED[name]
     same_as = {"tokenizer": "model", "tokenizer_revision": "revision"}.get(name)
-    if any(type(value) is type(other) and value == other for other in _with_floats(neutral)):
+    if _is_one_of(value, neutral):
         return
     if same_as is None or str(value) != str(arguments.get(same_as)):
         raise ConfigError(f"`{name}` of vLLM is not available here, got {value!r}. {next_step}", param=name)
+
+
+def _is_one_of(value: object, neutral: Iterable[object]) -> bool:
+    return any(type(value) is type(other) and value == other for other in _with_floats(neutral))
 
 
 def _with_floats(values: Iterable[object]) -> list[object]:

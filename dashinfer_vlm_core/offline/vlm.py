@@ -18,7 +18,7 @@ from .batch import BatchResult, OfflineBatch, RequestFactory
 from .inputs import MediaDefaults, from_messages, from_prompt, is_single_conversation, is_single_prompt, prompt_text
 from .outputs import RequestOutput, to_request_output
 from .params import SamplingParams
-from .vllm_arguments import to_engine_options
+from .vllm_arguments import check_call_arguments, to_engine_options
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -29,8 +29,15 @@ if TYPE_CHECKING:
 LOOK_AHEAD = 8
 """Number of requests that are preprocessed while a full batch is being decoded."""
 
-EMBEDDING_METHODS = ("classify", "embed", "encode", "reward", "score")
-"""Methods of vLLM's `LLM` for models that do not generate text."""
+_NO_EMBEDDINGS = "because its models generate text. Use `generate` or `chat`, or another package for embeddings."
+_NO_SLEEP = "because the weights stay in memory. Use `close` to free it, and create a new VLM."
+
+UNAVAILABLE_METHODS: Mapping[str, str] = {
+    **dict.fromkeys(("classify", "embed", "encode", "reward", "score"), _NO_EMBEDDINGS),
+    "beam_search": "because completions are not ranked. Use `generate` with `temperature` 0, or with `n`.",
+    **dict.fromkeys(("sleep", "wake_up"), _NO_SLEEP),
+}
+"""Methods of vLLM's `LLM` that do not exist here, with the reason and the next step."""
 
 MEDIA_ROOT = Path("/")
 """The default of `allowed_local_media_path`: the caller can read files in any case."""
@@ -93,6 +100,7 @@ class VLM:
         *,
         use_tqdm: bool = True,
         lora_request: LoRARequestArg = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Complete one or many rendered prompts.
 
@@ -117,6 +125,7 @@ class VLM:
             use_tqdm: whether to show a progress bar.
             lora_request: the LoRA adapter for all prompts, or a list with one or None for each; None is the model
                 itself. An adapter is loaded on first use, see `EngineConfig.max_loras`.
+            others: arguments of vLLM's `generate` that change nothing, such as `priority=0`.
 
         Returns:
             The output of each prompt, in order. A prompt that fails has an `error` and no `outputs`; the others are not
@@ -125,7 +134,9 @@ class VLM:
         Raises:
             DashInferVLMError: `prompts` is a single prompt, not in a list, and it failed.
             InvalidParameter: the numbers of `sampling_params` or `lora_request` and prompts differ.
+            UnsupportedParameter, TypeError: one of `others` is not available, or unknown.
         """
+        check_call_arguments(others)
 
         def make(prompt: object, sampling: SamplingParams, lora: LoRARequest | None) -> OfflineRequest:
             return from_prompt(prompt, sampling, self._media_defaults, lora)
@@ -143,6 +154,7 @@ class VLM:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequestArg = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Complete one or many conversations in OpenAI's format.
 
@@ -163,6 +175,7 @@ class VLM:
             mm_processor_kwargs: options for all images and videos, such as `max_pixels`.
             lora_request: as in `generate`.
             chat_template_kwargs: variables of the chat template, such as `enable_thinking`.
+            others: arguments of vLLM's `chat` that change nothing, such as `add_generation_prompt=True`.
 
         Returns:
             The output of each conversation, as in `generate`.
@@ -170,7 +183,9 @@ class VLM:
         Raises:
             DashInferVLMError: `messages` is a single conversation, and it failed.
             InvalidParameter: the numbers of `sampling_params` or `lora_request` and conversations differ.
+            UnsupportedParameter, TypeError: one of `others` is not available, or unknown.
         """
+        check_call_arguments(others)
 
         def make(conversation: object, sampling: SamplingParams, lora: LoRARequest | None) -> OfflineRequest:
             options = {
@@ -182,6 +197,10 @@ class VLM:
         single = is_single_conversation(messages)
         items = [messages] if single else messages
         return self._generate(items, make, sampling_params, lora_request, single=single, use_tqdm=use_tqdm)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return `SamplingParams()`: checkpoints do not change the defaults."""
+        return SamplingParams()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the checkpoint's tokenizer as transformers loads it, for example for `apply_chat_template`.
@@ -200,13 +219,8 @@ class VLM:
     if not TYPE_CHECKING:  # otherwise, type checkers would accept any attribute
 
         def __getattr__(self, name: str) -> object:
-            if name in EMBEDDING_METHODS:
-                raise AttributeError(
-                    f"VLM has no `{name}`, because its models generate text. Use `generate` or `chat`, or another"
-                    " package for embeddings and scores.",
-                    name=name,
-                    obj=self,
-                )
+            if reason := UNAVAILABLE_METHODS.get(name):
+                raise AttributeError(f"VLM has no `{name}`, {reason}", name=name, obj=self)
             raise AttributeError(f"VLM has no attribute {name!r}.", name=name, obj=self)
 
     def close(self) -> None:

@@ -66,6 +66,8 @@ class MediaPart:
             at.
         num_frames: number of frames to sample from a video file, at least 1; never with `fps` or a list of frames.
         background: red, green and blue of the background of transparent pixels.
+        url_field: the field of the part with its URL, such as `input_video.data`; errors name it. None means
+            `image_url.url` or `video_url.url`, and "" that the part is its URL.
     """
 
     kind: Literal["image", "video"]
@@ -79,6 +81,7 @@ class MediaPart:
     fps: float | None = None
     num_frames: int | None = None
     background: tuple[int, int, int] | None = None
+    url_field: str | None = field(default=None, compare=False)
 
     part = RenamedAttribute("path")
 
@@ -91,6 +94,30 @@ class MediaPart:
     def is_sampled(self) -> bool:
         """Whether it is a video that has to be sampled: a file, or an open reader of one, such as decord's."""
         return self.kind == "video" and (isinstance(self.url, str) or hasattr(self.content, "get_batch"))
+
+    @property
+    def url_path(self) -> str:
+        """The path of the URL in the request; `path` if there is a Python object instead."""
+        if self.content is not None:
+            return self.path
+        return join_path(self.path, f"{self.kind}_url.url" if self.url_field is None else self.url_field)
+
+    @property
+    def options_field(self) -> str:
+        """The field of the part that has the options; empty if they are fields of the part."""
+        if self.content is not None:
+            return ""
+        return f"{self.kind}_url" if self.url_field is None else self.url_field.partition(".")[0]
+
+    @property
+    def options_path(self) -> str:
+        """The path of the object that has the options."""
+        return join_path(self.path, self.options_field)
+
+
+def join_path(path: str, name: str) -> str:
+    """Return the path of a field of an object; of the object itself if the name is empty."""
+    return f"{path}.{name}" if name else path
 
 
 class PixelBounds(RequestModel):
@@ -196,6 +223,11 @@ class VideoURL(PixelBounds):
             _check_url(self.url, f"{path}.url")
             _check_jpeg_frames(self.url or "", f"{path}.url")
 
+    @property
+    def url_name(self) -> str:
+        """The name of the field with the URL."""
+        return "url"
+
     def urls(self) -> str | tuple[str, ...] | None:
         if isinstance(self.url, tuple):
             return tuple(map(_frame_url, self.url))
@@ -215,6 +247,10 @@ class InputVideo(VideoURL):
             raise InvalidParameter(f"`{path}` has both `data` and `url`. Pass one of them.", param=f"{path}.data")
         if self.data == "":
             raise InvalidParameter(f"`{path}.data` is empty. Pass a video file in base64.", param=f"{path}.data")
+
+    @property
+    def url_name(self) -> str:
+        return "url" if self.data is None else "data"
 
     def urls(self) -> str | tuple[str, ...] | None:
         if not self.data:
@@ -383,6 +419,7 @@ class Part(RequestModel):
     def _video(self, path: str) -> MediaPart:
         value = getattr(self, self._value_field) or VideoURL()
         video = VideoURL(url=value) if isinstance(value, str) else value
+        source = "" if isinstance(value, str) else f".{value.url_name}"
         return MediaPart(
             kind="video",
             path=path,
@@ -393,6 +430,7 @@ class Part(RequestModel):
             total_pixels=video.total_pixels,
             fps=video.fps,
             num_frames=video.num_frames,
+            url_field=f"{self._value_field}{source}",
         )
 
     def _embeddings(self) -> EncodedEmbeddings | None:

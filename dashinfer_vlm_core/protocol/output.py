@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict, Tag
@@ -146,7 +147,7 @@ class StructuredOutputs(ClosedModel):
     whitespace_pattern: Text | None = None
 
     def find_conflicts(self) -> Iterator[RequestError]:
-        for name, next_step in _REJECTED_OPTIONS.items():
+        for name, next_step in REJECTED_OPTIONS.items():
             if getattr(self, name):
                 param = f"structured_outputs.{name}"
                 yield UnsupportedParameter(f"`{param}` is not supported. {next_step}", param=param)
@@ -164,13 +165,16 @@ class StructuredOutputs(ClosedModel):
             yield OutputConstraint(kind="json_object", param="structured_outputs.json_object")
 
 
-_REJECTED_OPTIONS = {
-    "grammar": NO_CUSTOM_GRAMMAR,
-    "structural_tag": "Use `tools` for calls, or a JSON schema.",
-    "disable_any_whitespace": "JSON has at most one space after commas and colons. Remove it.",
-    "disable_additional_properties": 'Set "additionalProperties": false in the schema.',
-    "whitespace_pattern": "JSON has at most one space after commas and colons. Remove it.",
-}
+REJECTED_OPTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "grammar": NO_CUSTOM_GRAMMAR,
+        "structural_tag": "Use `tools` for calls, or a JSON schema.",
+        "disable_any_whitespace": "JSON has at most one space after commas and colons. Remove it.",
+        "disable_additional_properties": 'Set "additionalProperties": false in the schema.',
+        "whitespace_pattern": "JSON has at most one space after commas and colons. Remove it.",
+    }
+)
+"""Options of `structured_outputs` that are not supported, with the next step."""
 
 
 def guided_constraints(

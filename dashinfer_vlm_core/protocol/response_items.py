@@ -73,19 +73,15 @@ def _refusal(part: ItemPart, path: str) -> dict[str, Any]:
 
 def _image(part: ItemPart, path: str) -> dict[str, Any]:
     """Convert an image: a URL, or, as in chat requests, an object with a URL and options."""
-    detail = {} if part.detail is None else {"detail": "high" if part.detail == "original" else part.detail}
-    return {"type": "image_url", "image_url": _source(part.image_url, detail)}
+    source = {"url": part.image_url} if isinstance(part.image_url, str) else part.image_url
+    if part.detail is not None and isinstance(source, dict):
+        source = {"detail": "high" if part.detail == "original" else part.detail, **source}
+    return {"type": "image_url", "image_url": source}
 
 
 def _video(part: ItemPart, path: str) -> dict[str, Any]:
     """Convert a video: a URL, or, as in chat requests, an object with a URL or a list of frames, and options."""
-    return {"type": "video_url", "video_url": _source(part.video_url, {})}
-
-
-def _source(source: Any, options: dict[str, Any]) -> Any:
-    if isinstance(source, str):
-        return {"url": source, **options}
-    return {**options, **source} if isinstance(source, dict) else source
+    return {"type": "video_url", "video_url": part.video_url}
 
 
 def _file(part: ItemPart, path: str) -> dict[str, Any]:

@@ -14,9 +14,11 @@ from pydantic import Field, Strict, Tag, ValidationError, model_validator
 
 from ..errors import InvalidParameter, RequestError, UnsupportedParameter
 from .base import STRING_OR_ARRAY, Count, Name, RequestModel, Text, string_or_object
+from .fields import IGNORED_FIELDS, REJECTED_FIELDS
 from .output import MAX_TOOLS, JsonSchema
 from .request import DEFAULT_MODEL, MAX_MESSAGES, ChatRequest, StreamOptions
 from .response_items import ConvertedMessage, InputItem, ItemConverter
+from .unknown_fields import handle_unknown_fields
 from .unsupported import reject_fields
 from .validation_errors import explain, show
 
@@ -51,6 +53,9 @@ SUMMARY_PROMPT = (
 
 _SHARED = ("model", "temperature", "top_p", "presence_penalty", "frequency_penalty")
 """Fields with the same name and meaning in chat requests."""
+
+_PASSED_ON = ChatRequest.model_fields.keys() | REJECTED_FIELDS.keys() | IGNORED_FIELDS
+"""Fields that the chat request accepts, ignores or rejects."""
 
 
 class TextFormat(RequestModel):
@@ -189,6 +194,15 @@ class ResponsesRequest(RequestModel):
             return cls.model_validate(data)
         except ValidationError as error:
             raise explain(error) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_unknown(cls, data: object) -> object:
+        given = data if isinstance(data, dict) else {}
+        known = cls.model_fields.keys() | REJECTED_IN_RESPONSES.keys() | _PASSED_ON
+        unknown = [name for name, value in given.items() if value is not None and name not in known]
+        handle_unknown_fields(unknown, cls.model_fields)
+        return data
 
     @model_validator(mode="before")
     @classmethod
@@ -383,7 +397,7 @@ _RENAMES = (
     ("messages", "input"),
 )
 _QUOTED = re.compile(r"`([^`\s]+)`")
-_URL = re.compile(r"\.(image_url|video_url)\.url$")
+_URL = re.compile(r"\.image_url\.url$")
 
 
 def _items(value: str | tuple[InputItem, ...]) -> tuple[InputItem, ...]:
@@ -420,7 +434,7 @@ def _renamed_errors(renames: Sequence[tuple[str, str]]) -> Iterator[None]:
 def _rename(path: str, renames: Sequence[tuple[str, str]]) -> str:
     for old, new in renames:
         if path == old or path.startswith((f"{old}.", f"{old}[")):
-            return _URL.sub(r".\1", new + path.removeprefix(old))
+            return _URL.sub(".image_url", new + path.removeprefix(old))
     return path
 
 

@@ -86,7 +86,7 @@ class Qwen3VLImageProcessor:
             name = "max_pixels" if video.min_pixels is None else "min_pixels"
             raise InvalidParameter(
                 f"min_pixels ({video.min_pixels}) is above max_pixels ({frame_max}). Set both.",
-                param=f"{video.path}.video_url.{name}",
+                param=f"{video.options_path}.{name}",
             )
         total = min(video.total_pixels or self._video_max, self._video_max)
         frames = max(frames, self._spec.temporal_patch_size)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import openai
 from pydantic import BaseModel
 
-from dashinfer_vlm_core import VLM, Engine
+from dashinfer_vlm_core import VLM, Engine, SamplingParams, StructuredOutputsParams
 from dashinfer_vlm_core.engine.shared import SharedEngines
 from dashinfer_vlm_core.errors import DashInferVLMError
 from dashinfer_vlm_core.testing import Script
@@ -38,7 +38,7 @@ def weather(city: str) -> str:
     return f"Sunny in {city}."
 
 
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "weather",
@@ -94,6 +94,11 @@ def openai_parts(parts: Sequence[Part]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def responses_input(parts: Sequence[Part]) -> Any:
+    fields = {"text": "text", "image": "image_url", "video": "video_url"}
+    return [{"role": "user", "content": [{"type": f"input_{kind}", fields[kind]: value} for kind, value in parts]}]
+
+
 def openai_messages(parts: Sequence[Part]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": openai_parts(parts)}]
 
@@ -140,6 +145,29 @@ class OpenAIClient:
 
     async def aclose(self) -> None:
         await self._client.close()
+
+
+class OpenAIResponsesClient(OpenAIClient):
+    """The official client with the Responses API."""
+
+    async def ask(self, *parts: Part, **options: Any) -> Result:
+        done = await self._client.responses.create(model="tiny", input=responses_input(parts), **options)
+        calls = [(item.name, json.loads(item.arguments)) for item in done.output if item.type == "function_call"]
+        return Result(done.output_text, done.usage.input_tokens, done.usage.output_tokens, calls)
+
+    async def call_tool(self, *parts: Part) -> list[tuple[str, dict[str, Any]]]:
+        return (await self.ask(*parts, tools=[{"type": "function", **TOOL["function"]}])).calls
+
+    async def parse(self, *parts: Part) -> object:
+        done = await self._client.responses.parse(model="tiny", input=responses_input(parts), text_format=Color)
+        return done.output_parsed
+
+    async def stream(self, *parts: Part) -> AsyncGenerator[str, None]:
+        create = self._client.responses.create
+        async with await create(model="tiny", input=responses_input(parts), stream=True) as events:
+            async for event in events:
+                if event.type == "response.output_text.delta":
+                    yield event.delta
 
 
 class LiteLLMClient:
@@ -296,10 +324,15 @@ class VllmStyleClient:
     def __init__(self, served: Served) -> None:
         self._llm = VLM(engine=served.engine)
 
-    async def ask(self, *parts: Part) -> Result:
-        outputs = await asyncio.to_thread(self._llm.chat, openai_messages(parts), use_tqdm=False)
+    async def ask(self, *parts: Part, params: SamplingParams | None = None) -> Result:
+        outputs = await asyncio.to_thread(self._llm.chat, openai_messages(parts), params, use_tqdm=False)
         (output,) = outputs[0].outputs
         return Result(output.text, len(outputs[0].prompt_token_ids), len(output.token_ids))
+
+    async def parse(self, *parts: Part) -> object:
+        schema = StructuredOutputsParams(json=Color.model_json_schema())
+        result = await self.ask(*parts, params=SamplingParams(structured_outputs=schema))
+        return Color.model_validate_json(result.text)
 
     async def aclose(self) -> None:
         """Do nothing: the engine belongs to the caller."""
@@ -372,6 +405,7 @@ class CurlClient:
 
 DRIVERS: dict[str, type[Any]] = {
     "openai": OpenAIClient,
+    "openai-responses": OpenAIResponsesClient,
     "litellm": LiteLLMClient,
     "litellm-router": RouterClient,
     "langchain": LangChainClient,

@@ -19,6 +19,7 @@ PROPERTY = "client"
 
 CLIENTS = {
     "openai": "[openai](openai.md)",
+    "openai-responses": "openai, [Responses API](responses.md)",
     "openai-agents": "OpenAI Agents SDK (Chat Completions)",
     "litellm": "[LiteLLM](litellm.md), functions",
     "litellm-router": "LiteLLM, Router",
@@ -53,12 +54,7 @@ PACKAGES = (
 REASONS: Mapping[tuple[str, str], str] = {
     ("vllm-style", "stream"): "`generate` and `chat` return complete outputs, as in vLLM. Use `Engine.stream`.",
     ("vllm-style", "tools"): "`SamplingParams` has no tools. Use `Engine.chat`.",
-    ("vllm-style", "structured"): "`SamplingParams` has no response format. Use `Engine.chat`.",
     ("llama-index", "video"): "LlamaIndex does not convert its video blocks to a part of a request.",
-    (
-        "llama-index",
-        "cancel",
-    ): "LlamaIndex keeps the connection of a stream that is closed, so the request runs to its end.",
 }
 """Why a cell has no test."""
 
@@ -78,7 +74,8 @@ NOTES = """
 * **Usage**: the client reports the engine's token counts, with those of images.
 * **Errors**: the client raises an exception for an invalid request, and for a failure in the middle of a stream. With
   curl, the exit status is 22 and the last event of the stream has an `error`.
-* **Cancel**: closing the stream ends the request in the engine. `VLM` ends all requests on Ctrl-C.
+* **Cancel**: closing the stream ends the request in the engine. With LlamaIndex, cancel the task that reads the stream:
+  closing the stream leaves its connection open. `VLM` ends all requests on Ctrl-C.
 
 ## Versions
 

@@ -284,7 +284,7 @@ def test_limits_apply_to_decord_reader():
     decord = pytest.importorskip("decord")
     reader = decord.VideoReader(io.BytesIO(encode_video(50, fps=10)))
     refused(MediaTooLarge, reader, "video", config={"video_max_seconds": 4.0})
-    refused(InvalidParameter, reader, "video", param=f"{PART}.video_url.num_frames", num_frames=51)
+    refused(InvalidParameter, reader, "video", param=f"{PART}.num_frames", num_frames=51)
 
 
 FLOATS = torch.from_numpy(FRAMES).permute(0, 3, 1, 2).float()

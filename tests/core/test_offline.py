@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dashinfer_vlm_core import VLM, Engine, SamplingParams
+from dashinfer_vlm_core import VLM, Engine, SamplingParams, StructuredOutputsParams
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.errors import (
     ConfigError,
@@ -368,6 +369,8 @@ def test_uuid_is_bound_to_its_content(demo, media, uuids, code):
          "multi_modal_data.image[0].image_url.max_pixels"),
         (prompt_with({"video": {"video": [blurred_image(1)] * 2, "num_frames": 2}}), InvalidParameter,
          "multi_modal_data.video[0].num_frames"),
+        (prompt_with({"video": {"video": "film.mp4", "num_frames": 99}}), InvalidParameter,
+         "multi_modal_data.video[0].num_frames"),
         (with_uuids(["a", "b"]), InvalidParameter, "multi_modal_uuids.image"),
         (with_uuids(5), InvalidParameter, "multi_modal_uuids.image"),
         (with_uuids([5]), InvalidParameter, "multi_modal_data.image[0].uuid"),
@@ -481,6 +484,25 @@ def test_all_sampling_params_reach_decoder(scripted):
                  "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs"):  # fmt: skip
         assert getattr(found, name) == getattr(params, name), name
     assert found.stop_token_ids == (3,)
+
+
+@pytest.mark.parametrize(
+    ("given", "pattern"),
+    [
+        (StructuredOutputsParams(choice=["small", "large"]), "small|large"),
+        (StructuredOutputsParams(regex="[A-Z]{2}-[0-9]{3}"), "[A-Z]{2}-[0-9]{3}"),
+        (StructuredOutputsParams(json={"enum": ["small", "large"]}), '"(small|large)"'),
+        ({"json": '{"const": 3}'}, "3"),
+    ],
+    ids=label,
+)
+def test_structured_outputs_are_enforced(demo, given, pattern):
+    params = SamplingParams(structured_outputs=given, seed=1)
+    (rendered,) = demo.generate({"prompt": "Hello"}, params)
+    (chatted,) = demo.chat([{"role": "user", "content": "Hello"}], params)
+    for output in (rendered, chatted):
+        assert re.fullmatch(pattern, output.outputs[0].text)
+        assert output.outputs[0].finish_reason == "stop"
 
 
 def test_stop_reason_length_and_logprobs_are_returned(scripted):
@@ -613,6 +635,7 @@ def test_outputs_have_attributes_of_vllm(scripted):
     assert output.outputs[0].cumulative_logprob == 0.0
     assert vlm.generate("x", SamplingParams(max_tokens=2))[0].outputs[0].cumulative_logprob is None
     assert vlm.generate([{"prompt": PROMPT}], GREEDY)[0].num_cached_tokens is None
+    assert vlm.get_default_sampling_params() == SamplingParams()
 
 
 def test_chat_template_kwargs_reach_the_template(scripted, tmp_path):
@@ -635,10 +658,13 @@ def test_get_tokenizer_renders_prompts(demo):
     assert output.outputs[0].text == "A red circle."
 
 
-@pytest.mark.parametrize("name", ["classify", "embed", "encode", "reward", "score"])
-def test_embedding_methods_are_refused(scripted, name):
+@pytest.mark.parametrize(
+    ("name", "next_step"),
+    [("embed", "`generate` or `chat`"), ("score", "generate text"), ("beam_search", "with `n`"), ("sleep", "`close`")],
+)
+def test_unavailable_methods_of_vllm_are_refused(scripted, name, next_step):
     vlm, _ = scripted("ok")
-    with pytest.raises(AttributeError, match="its models generate text"):
+    with pytest.raises(AttributeError, match=next_step):
         getattr(vlm, name)
     with pytest.raises(AttributeError, match="no attribute 'complete'"):
         vlm.complete("x")

@@ -9,10 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from dashinfer_vlm_core import VLM, EngineConfig, SamplingParams
+from dashinfer_vlm_core import VLM, EngineConfig, SamplingParams, StructuredOutputsParams
 from dashinfer_vlm_core.config import MediaLimits
-from dashinfer_vlm_core.errors import ConfigError, UnsupportedParameter
-from dashinfer_vlm_core.offline.vllm_arguments import REJECTED, RENAMED, WITHOUT_EFFECT, to_engine_options
+from dashinfer_vlm_core.errors import ConfigError, InvalidParameter, UnsupportedParameter
+from dashinfer_vlm_core.offline.vllm_arguments import (
+    REJECTED,
+    REJECTED_IN_CALLS,
+    RENAMED,
+    WITHOUT_EFFECT,
+    check_call_arguments,
+    to_engine_options,
+)
+from dashinfer_vlm_core.protocol import ChatRequest
+
+MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
 @pytest.mark.parametrize(
@@ -139,6 +149,23 @@ def test_arguments_of_model_cards_work(tiny_checkpoint):
         assert vlm.generate("Hello", use_tqdm=False)[0].finished
 
 
+def test_arguments_of_calls_are_accepted_or_rejected_with_next_step(tiny_checkpoint):
+    for name, (neutral, next_step) in REJECTED_IN_CALLS.items():
+        for value in neutral:
+            check_call_arguments({name: value})
+        with pytest.raises(UnsupportedParameter) as caught:
+            check_call_arguments({name: "something else"})
+        assert caught.value.param == name
+        assert next_step in caught.value.message
+    with VLM(tiny_checkpoint) as vlm:
+        for call in (vlm.generate, vlm.chat):
+            with pytest.raises(UnsupportedParameter, match=r"Engine\.chat"):
+                call([], tools=[{"type": "function"}])
+            with pytest.raises(TypeError, match="'top_k'"):
+                call([], top_k=3)
+            assert call([], use_tqdm=False, tools=None) == []
+
+
 def test_sampling_parameters_without_effect_are_accepted():
     neutral = {"best_of": 1, "min_p": 0.0, "skip_special_tokens": True, "detokenize": True, "prompt_logprobs": None}
     assert SamplingParams(max_tokens=3, **neutral) == SamplingParams(max_tokens=3)
@@ -151,8 +178,7 @@ def test_sampling_parameters_without_effect_are_accepted():
         ("min_p", 0.1, "top_p"),
         ("best_of", 2, "`n`"),
         ("include_stop_str_in_output", True, "before the stop string"),
-        ("structured_outputs", {"json": {}}, "response_format"),
-        ("guided_decoding", {"json": {}}, "response_format"),
+        ("guided_decoding", {"json": {}}, "structured_outputs"),
     ],
 )
 def test_sampling_parameter_of_vllm_is_rejected_with_next_step(name, value, next_step):
@@ -164,3 +190,33 @@ def test_sampling_parameter_of_vllm_is_rejected_with_next_step(name, value, next
 def test_unknown_sampling_parameter_is_a_type_error():
     with pytest.raises(TypeError, match="temp"):
         SamplingParams(temp=1)
+
+
+def test_structured_outputs_become_the_field_of_a_request():
+    neutral = {"disable_fallback": True, "grammar": None, "disable_any_whitespace": False}
+    given = StructuredOutputsParams(choice=["a", "b"], **neutral)
+    assert given == StructuredOutputsParams(choice=["a", "b"])
+    request = ChatRequest.parse({"messages": MESSAGES, **SamplingParams(structured_outputs=given).fields()})
+    assert request.output_constraint.choices == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        (StructuredOutputsParams(), "structured_outputs"),
+        (StructuredOutputsParams(json={}, regex="a"), "structured_outputs.regex"),
+        (StructuredOutputsParams(choice=[]), "structured_outputs.choice"),
+        ({"choices": ["a"]}, "structured_outputs.choices"),
+        ("a", "structured_outputs"),
+    ],
+)
+def test_invalid_structured_outputs_are_named(given, param):
+    with pytest.raises(InvalidParameter) as caught:
+        SamplingParams(structured_outputs=given)
+    assert caught.value.param == param
+
+
+def test_structured_output_without_support_is_rejected_with_next_step():
+    with pytest.raises(UnsupportedParameter, match="JSON schema, `regex` or `choice`") as caught:
+        StructuredOutputsParams(grammar='root ::= "a"')
+    assert caught.value.param == "grammar"

@@ -5,6 +5,7 @@ The Agents SDK uses the Chat Completions API here.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator
 from typing import Any, ClassVar
@@ -107,12 +108,22 @@ class LlamaIndexClient:
         return (await self._llm.as_structured_llm(Color).achat(_llama_messages(parts))).raw
 
     async def stream(self, *parts: Part) -> AsyncGenerator[str, None]:
-        chunks = await self._llm.astream_chat(_llama_messages(parts))
+        """Read the stream in a task, and cancel it: closing the stream would not close the connection."""
+        texts: asyncio.Queue[str | None] = asyncio.Queue()
+
+        async def read() -> None:
+            async for chunk in await self._llm.astream_chat(_llama_messages(parts)):
+                texts.put_nowait(chunk.delta or "")
+
+        task = asyncio.create_task(read())
+        task.add_done_callback(lambda _: texts.put_nowait(None))
         try:
-            async for chunk in chunks:
-                yield chunk.delta or ""
+            while (text := await texts.get()) is not None:
+                yield text
+            task.result()
         finally:
-            await chunks.aclose()
+            task.cancel()
+            await asyncio.wait({task})
 
     async def aclose(self) -> None:
         await self._http.aclose()

@@ -21,6 +21,7 @@ from dashinfer_vlm_core.structured_output.grammar.schema_shape import NOT_GUARAN
 from dashinfer_vlm_server.api_keys import ApiKeys
 from dashinfer_vlm_server.page import STATIC
 from dashinfer_vlm_server.settings import Settings
+from tests.core.test_reasoning import TEMPLATE
 from tests.page.conftest import IMAGES
 from tests.waiting import HANG, until
 
@@ -168,7 +169,7 @@ def test_preview_dialog_shows_frames(open_page, demo):
     tab.page.get_by_role("button", name="Preview of moving.mp4").click()
     dialog = tab.page.get_by_role("dialog", name="moving.mp4 as the model sees it")
     expect(dialog).to_contain_text(
-        "112×112 pixels, resized to 112×112: 2 × 4 × 4 cells, 32 tokens; 2 frames share each token."
+        "112×112 pixels: 2 × 4 × 4 cells, 32 tokens; 2 frames share each token."
     )
     frames = dialog.get_by_role("img").all()
     assert [frame.evaluate("image => [image.naturalWidth, image.naturalHeight]") for frame in frames] == [
@@ -411,6 +412,29 @@ def test_calls_and_failures_are_restored(open_page, scripted):
     tab.page.get_by_role("button", name="Regenerate").click()
     expect(tab.finished()).to_contain_text("Cold.")
     assert len(script.requests) == 3
+
+
+def test_reasoning_is_shown_apart_from_the_response(open_page, scripted, tmp_path):
+    """It is open while the model reasons, and closed once the model responds."""
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    server, *_ = scripted(LONG, "It has <b>wheels</b>.</think>\n\nA car.", delay=0.02, chat_template=template)
+    tab = open_page(server)
+    tab.send("What is it?")
+    reasoning = tab.response().locator(".reasoning-text")
+    expect(reasoning).to_contain_text("It goes on and on. It")
+    expect(reasoning).to_be_visible()
+    tab.page.get_by_role("button", name="Stop").click()
+    tab.page.get_by_role("button", name="Regenerate").click()
+    response = tab.finished()
+    expect(response.locator(".response-text")).to_have_text("A car.")
+    expect(reasoning).to_be_hidden()
+    expect(response).to_contain_text(re.compile(r"Response\s*\d+ tokens, \d+ of them reasoning"))
+    reload(tab)
+    open_history(tab).locator(".history-open").click()
+    tab.response().get_by_text("Reasoning", exact=True).click()
+    expect(tab.response().locator(".reasoning-text")).to_have_text("It has <b>wheels</b>.")
+    tab.screenshot("12-reasoning")
 
 
 def test_markup_in_a_response_is_shown_as_text(open_page, scripted):

@@ -9,9 +9,10 @@ import json
 import openai
 import pytest
 
-from dashinfer_vlm_core.testing import EVERYTHING
+from dashinfer_vlm_core.testing import EVERYTHING, scripted_engine
 from tests.conversations import as_openai, blurred_image, user
-from tests.samples import encode_video
+from tests.samples import encode_video, label
+from tests.server.conftest import serving
 
 HELLO = [{"role": "user", "content": "Hello"}]
 RESPONSE = "A red circle to the left of a blue square."
@@ -200,6 +201,37 @@ def test_input_video_is_the_same_as_video_url(scripted, part):
     first, second = served.script.requests
     assert first.token_ids.tolist() == second.token_ids.tolist()
     assert [span.tokens.digest for span in first.spans] == [span.tokens.digest for span in second.spans] != []
+
+
+FRAMES = "data:video/jpeg;base64,AAAA,BBBB"
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_checkpoint):
+    options = {"model": str(tiny_checkpoint), "served_model_name": "tiny"}
+    with scripted_engine(RESPONSE, **options) as engine, serving(engine) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("part", "param"),
+    [
+        ({"type": "input_video", "input_video": {"data": VIDEO_BASE64, "num_frames": 99}}, "input_video.num_frames"),
+        ({"type": "input_video", "input_video": {"url": VIDEO_URL, "num_frames": 99}}, "input_video.num_frames"),
+        ({"type": "input_video", "input_video": {"url": VIDEO_URL, "max_pixels": 9}}, "input_video.max_pixels"),
+        ({"type": "input_video", "input_video": {"url": ["data:,"]}}, "input_video.url[0]"),
+        ({"type": "input_video", "input_video": {"url": FRAMES}}, "input_video.url[0]"),
+        ({"type": "input_video", "video_url": {"url": VIDEO_URL, "num_frames": 99}}, "video_url.num_frames"),
+        ({"type": "input_video", "video_url": FRAMES}, "video_url[0]"),
+        ({"type": "video_url", "video_url": FRAMES}, "video_url[0]"),
+        ({"type": "video_url", "video_url": {"url": FRAMES}}, "video_url.url[0]"),
+    ],
+    ids=label,
+)
+def test_errors_after_validation_name_the_field_of_the_client(shared, part, param):
+    with pytest.raises(openai.BadRequestError) as caught:
+        complete(shared, [{"role": "user", "content": [part]}])
+    assert caught.value.param == f"messages[0].content[0].{param}"
 
 
 @pytest.mark.parametrize(

@@ -679,6 +679,15 @@ BAD = {
     "image of the assistant": (
         item(role="assistant", content=[{"type": "input_image", "image_url": IMAGE}]), "input[1].content[0]"
     ),
+    "frame of a video": (
+        part(type="input_video", video_url="data:video/jpeg;base64,AAAA"), "input[0].content[1].video_url[0]"
+    ),
+    "frames of a video": (
+        part(type="input_video", video_url={"url": [IMAGE, "data:,"]}), "input[0].content[1].video_url.url[1]"
+    ),
+    "option of a video": (
+        part(type="input_video", video_url={"url": VIDEO, "num_frames": 99}), "input[0].content[1].video_url.num_frames"
+    ),
     "document": (part(type="input_file", file_data="data:application/pdf;base64,AA"), "input[0].content[1].file_data"),
     "file without data": (part(type="input_file", filename="a.png"), "input[0].content[1].file_data"),
     "call without id": (item(type="function_call", name="f", arguments="{}"), "input[1].call_id"),
@@ -699,6 +708,8 @@ BAD = {
     "max_tokens": ({"max_tokens": 5}, "max_tokens"),
     "response_format": ({"response_format": {"type": "text"}}, "response_format"),
     "a chat template": ({"chat_template": "x"}, "chat_template"),
+    "misspelled": ({"max_output_token": 5}, "max_output_token"),
+    "misspelled field of chat requests": ({"repetition_penality": 2}, "repetition_penality"),
     "max_output_tokens zero": ({"max_output_tokens": 0}, "max_output_tokens"),
     "max_output_tokens beyond the context": ({"max_output_tokens": 100_000}, "max_output_tokens"),
     "temperature too high": ({"temperature": 3}, "temperature"),
@@ -789,7 +800,7 @@ def test_neutral_values_are_accepted(shared):
     assert response.json()["output"][0]["content"][0]["text"] == RESPONSE
 
 
-def test_routes_reject_what_they_do_not_support(shared):
+def test_routes_reject_what_they_do_not_support(shared, caplog):
     with shared.http() as client:
         created = client.post("/v1/responses", json={"input": "Hello"}).json()
         path = f"/v1/responses/{created['id']}"
@@ -800,8 +811,9 @@ def test_routes_reject_what_they_do_not_support(shared):
     assert (canceled.status_code, replayed.status_code) == (400, 400)
     assert "synchronous" in canceled.json()["error"]["message"]
     assert replayed.json()["error"]["param"] == "stream"
-    assert handshake.status_code == 405
-    assert handshake.json()["error"]["message"] == "This URL supports POST only."
+    assert (handshake.status_code, handshake.json()["error"]["code"]) == (404, "websocket_not_supported")
+    assert "POST" in handshake.json()["error"]["message"]
+    assert "uvicorn[standard]" not in caplog.text
     assert (missing.json()["error"]["param"], empty.json()["error"]["param"]) == ("model", "input")
 
 

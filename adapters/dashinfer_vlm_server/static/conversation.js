@@ -24,8 +24,12 @@ export class Exchange extends EventTarget {
   /** A prompt with images and videos, or the `results` of the tool calls of the previous response. */
   constructor({ text = "", attachments = [], results = null }) {
     super();
-    Object.assign(this, { text, attachments, results, response: "", state: "new", error: null, timings: {} });
+    Object.assign(this, { text, attachments, results, reasoning: "", response: "" });
+    Object.assign(this, { state: "new", error: null, timings: {} });
     this.calls = new ToolCalls();
+    this.reasoningText = element("p", { class: "reasoning-text" });
+    const summary = element("summary", {}, "Reasoning");
+    this.reasoningBox = element("details", { class: "reasoning" }, summary, this.reasoningText);
     this.body = element("div", { class: "response-text" });
     this.footer = element("div", { class: "response-footer" });
     this.element = element(
@@ -41,6 +45,7 @@ export class Exchange extends EventTarget {
       (this.container = element(
         "article",
         { class: "response", "aria-label": "Response" },
+        this.reasoningBox,
         this.body,
         (this.callsPlace = element("div", {}, this.calls.element)),
         this.footer,
@@ -66,16 +71,16 @@ export class Exchange extends EventTarget {
 
   /** What is stored of the exchange. */
   record() {
-    const { text, results, response, state, error, timings } = this;
+    const { text, results, reasoning, response, state, error, timings } = this;
     const attachments = this.attachments.map((attachment) => attachment.record());
     const problem = error && { message: error.message, status: error.status, param: error.param };
-    return { text, attachments, results, response, calls: this.calls.calls, state, error: problem, timings };
+    return { text, attachments, results, reasoning, response, calls: this.calls.calls, state, error: problem, timings };
   }
 
   /** Create an exchange from what was stored. One that was running is shown as stopped. */
-  static fromRecord({ attachments, text, results, response, calls, state, error, timings }) {
+  static fromRecord({ attachments, text, results, reasoning = "", response, calls, state, error, timings }) {
     const exchange = new Exchange({ text, attachments: attachments.map(Attachment.fromRecord), results });
-    Object.assign(exchange, { response, timings, error });
+    Object.assign(exchange, { reasoning, response, timings, error });
     exchange.#replaceCalls(calls);
     exchange.#setState(state === "running" ? "stopped" : state);
     if (error) exchange.footer.prepend(errorBox(error));
@@ -86,7 +91,7 @@ export class Exchange extends EventTarget {
   async send(request) {
     this.error = null;
     this.#controller = new AbortController();
-    this.response = "";
+    this.reasoning = this.response = "";
     this.#replaceCalls([]);
     this.timings = { start: performance.now(), first: null, last: null, usage: null, finishReason: null };
     this.#setState("running");
@@ -113,10 +118,14 @@ export class Exchange extends EventTarget {
     const [choice] = chunk.choices;
     this.timings.usage = chunk.usage ?? this.timings.usage;
     this.timings.finishReason = choice?.finish_reason ?? this.timings.finishReason;
-    const { content, tool_calls: calls } = choice?.delta ?? {};
-    if (!content && !calls?.length) return;
+    const { content, reasoning_content: reasoning, tool_calls: calls } = choice?.delta ?? {};
+    if (!content && !reasoning && !calls?.length) return;
+    // Only at these points, so that the user can open and close it.
+    if (reasoning && !this.reasoning) this.reasoningBox.open = true;
+    if (!reasoning && !this.response && !this.calls.length) this.reasoningBox.open = false;
     this.timings.last = performance.now();
     this.timings.first ??= this.timings.last;
+    this.reasoning += reasoning ?? "";
     this.response += content ?? "";
     this.calls.add(calls ?? []);
     this.#frame ||= requestAnimationFrame(() => this.#draw());
@@ -125,6 +134,8 @@ export class Exchange extends EventTarget {
   #draw() {
     cancelAnimationFrame(this.#frame);
     this.#frame = 0;
+    this.reasoningBox.hidden = !this.reasoning;
+    this.reasoningText.textContent = this.reasoning;
     render(this.body, this.response);
     this.calls.draw();
     this.dispatchEvent(new Event("update"));
@@ -203,14 +214,16 @@ function statistics({ start, first, last, usage }) {
   return rows.length ? [element("dl", { class: "stats" }, ...items)] : [];
 }
 
-function usageRows({ completion_tokens: generated, prompt_tokens: prompt, prompt_tokens_details: details }, elapsed) {
+function usageRows(usage, elapsed) {
+  const { completion_tokens: generated, prompt_tokens: prompt, prompt_tokens_details: details } = usage;
+  const reasoned = usage.completion_tokens_details?.reasoning_tokens;
   const visual = (details?.image_tokens ?? 0) + (details?.video_tokens ?? 0);
   const rows = [];
   if (generated > 1 && elapsed > 0)
     rows.push(["Speed", `${(((generated - 1) / elapsed) * 1000).toFixed(1)} tokens/s`]);
   rows.push(
     ["Prompt", `${counted(prompt, "token")}${visual ? `, ${visual} of them visual` : ""}`],
-    ["Response", counted(generated, "token")],
+    ["Response", `${counted(generated, "token")}${reasoned ? `, ${reasoned} of them reasoning` : ""}`],
   );
   if (details?.cached_tokens) rows.push(["From cache", counted(details.cached_tokens, "token")]);
   return rows;

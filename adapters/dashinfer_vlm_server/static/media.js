@@ -136,9 +136,9 @@ function showFrames({ name, preview }) {
 }
 
 function describe({ kind, source_size, size, cells: [time, rows, columns], tokens, frame_count: count, frames }) {
-  const pixels = `${size.join("×")} pixels`;
-  const resized = source_size ? `${source_size.join("×")} pixels, resized to ${size.join("×")}` : pixels;
-  const cells = `${time > 1 ? `${time} × ` : ""}${rows} × ${columns} cells`;
+  const [original, pixels] = [source_size ?? size, size].map((sides) => sides.join("×"));
+  const resized = `${original} pixels${original === pixels ? "" : `, resized to ${pixels}`}`;
+  const cells = `${time > 1 ? `${time} × ` : ""}${columns} × ${rows} cells`;
   const shown = frames.length < count ? `; ${frames.length} of ${count} frames are shown` : "";
   const shared = kind === "video" ? `; ${count / time} frames share each token` : "";
   return `${resized}: ${cells}, ${counted(tokens, "token")}${shared}${shown}.`;

@@ -127,15 +127,13 @@ class Qwen2VLImageProcessor:
         default = min(self._max_pixels, self._config.max_pixels or DEFAULT_TOKENS * self._spec.factor**2)
         max_pixels = min(image.max_pixels or max(default, self._min_pixels), self._max_pixels)
         limits = PixelLimits(image.min_pixels or self._min_pixels, max_pixels)
-        field = f"{image.path}.image_url"
-        _check_order(limits, field, image)
+        _check_order(limits, image)
         return limits
 
     def _frame_limits(self, video: Video) -> PixelLimits:
-        field = f"{video.path}.video_url"
         min_pixels = video.min_pixels or self._min_pixels
         frame_max = max(self._min_pixels, min(self._frame_max, self._spec.max_pixels))
-        _check_order(PixelLimits(min_pixels, min(video.max_pixels or frame_max, frame_max)), field, video)
+        _check_order(PixelLimits(min_pixels, min(video.max_pixels or frame_max, frame_max)), video)
         span = self._spec.temporal_patch_size
         total = min(video.total_pixels or self._video_max, self._video_max)
         share = total * span // round_up(len(video.frames), span)
@@ -150,10 +148,10 @@ class Qwen2VLImageProcessor:
         return frames[:1] if patches.kind == "image" else frames
 
 
-def _check_order(limits: PixelLimits, field: str, media: Image | Video) -> None:
+def _check_order(limits: PixelLimits, media: Image | Video) -> None:
     if limits.min_pixels > limits.max_pixels:
         name = "max_pixels" if media.min_pixels is None else "min_pixels"
         raise InvalidParameter(
             f"min_pixels ({limits.min_pixels}) is above max_pixels ({limits.max_pixels}). Set both.",
-            param=f"{field}.{name}",
+            param=f"{media.options_path}.{name}",
         )
