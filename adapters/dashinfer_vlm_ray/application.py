@@ -90,7 +90,7 @@ def _engine_deployment(config: RayConfig) -> Any:
         EngineReplica,
         name=ENGINE,
         max_ongoing_requests=config.max_ongoing_requests or config.engine.max_batch_size,
-        max_queued_requests=config.engine.max_waiting,
+        max_queued_requests=max(1, config.engine.max_waiting),  # Ray Serve has no 0
         ray_actor_options={"num_cpus": config.cpus, "num_gpus": config.gpus},
         graceful_shutdown_timeout_s=config.grace,
         health_check_period_s=config.health_check_period,

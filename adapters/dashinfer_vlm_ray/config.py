@@ -84,7 +84,7 @@ class RayConfig:
         for name in ("min_replicas", "ingress_replicas"):
             self._check(name, getattr(self, name) >= 1, "must be at least 1")
         for name in ("upscale_delay", "downscale_delay", "cpus", "gpus", "ingress_cpus", "grace", "fallback_replicas"):
-            self._check(name, 0 <= getattr(self, name) < math.inf, "must be at least 0")
+            self._check(name, 0 <= getattr(self, name) < math.inf, "must be a finite number of at least 0")
         for name in ("target_ongoing_requests", "health_check_period", "health_check_timeout"):
             self._check(name, getattr(self, name) is None or getattr(self, name) > 0, "must be above 0")
         self._check("routing", self.routing in get_args(Routing), f"must be one of {', '.join(get_args(Routing))}")

@@ -10,9 +10,9 @@ import sys
 
 import ray
 from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
 
 import dashinfer_vlm_ray
-from dashinfer_vlm_core.errors import DashInferVLMError
 from dashinfer_vlm_ray import engine_replica
 
 
@@ -38,7 +38,10 @@ def run(command: dict) -> object:
         return None
     handle = serve.get_deployment_handle("engine", "default")
     if method := command.get("broadcast"):
-        return handle.broadcast(method).results(timeout_s=60, return_exceptions=True)
+        try:
+            return handle.broadcast(method).results(timeout_s=60, return_exceptions=True)
+        except DeploymentUnavailableError:  # no replica is running now
+            return []
     return handle.options(method_name=command["call"]).remote().result()
 
 
@@ -57,8 +60,8 @@ def main() -> None:
     for line in sys.stdin:
         try:
             result = {"result": run(json.loads(line))}
-        except DashInferVLMError as error:
-            result = {"error": error.message}
+        except Exception as error:
+            result = {"error": repr(error)}
         print(json.dumps(result, default=repr), file=output)
     serve.shutdown()
     ray.shutdown()
