@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
+import re
 import sys
 
 import pytest
+import yaml
 
 import dashinfer_vlm_ray
 from dashinfer_vlm_core import EngineConfig
@@ -13,6 +16,7 @@ from dashinfer_vlm_core.errors import ConfigError, MissingDependency
 from dashinfer_vlm_ray import RayConfig
 from dashinfer_vlm_ray.config import parse_arguments
 from dashinfer_vlm_server.settings import Settings
+from tests.pages import page_text
 
 
 def test_no_arguments_are_the_defaults():
@@ -104,3 +108,19 @@ def test_ray_is_required_to_build_the_application(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingDependency, match=r"requires ray.* pip install 'dashinfer-vlm-adapters\[ray\]'"):
         dashinfer_vlm_ray.build_app()
+
+
+def test_page_lists_all_options():
+    page = page_text("ray.md")
+    assert [name for name in RayConfig.__dataclass_fields__ if name not in {"engine", "settings"} and f"`{name}`" not in page] == []
+
+
+def test_configuration_file_of_the_page_is_valid(tmp_path):
+    (block,) = re.findall(r"^```yaml\n(.*?)^```$", page_text("ray.md"), re.MULTILINE | re.DOTALL)
+    (application,) = yaml.safe_load(block)["applications"]
+    module, _, name = application["import_path"].partition(":")
+    assert getattr(importlib.import_module(module), name) is dashinfer_vlm_ray.app
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    config = parse_arguments({**application["args"], "api_key_file": str(keys)})
+    assert (config.min_replicas, config.max_replicas, len(config.settings.keys)) == (2, 8, 1)
