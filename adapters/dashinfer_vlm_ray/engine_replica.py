@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dashinfer_vlm_core.engine import Engine
+from dashinfer_vlm_core.engine.observers import RequestObserver
 from dashinfer_vlm_core.errors import DecoderFailed
 from dashinfer_vlm_core.protocol.client import current_client
 from dashinfer_vlm_server.metrics import Metrics
@@ -41,6 +43,14 @@ class ReplicaReport:
     metrics: Sequence[Metric]
 
 
+@dataclass(slots=True, kw_only=True)
+class TokenCounts:
+    """The tokens of one request that have been processed."""
+
+    prompt: int = 0
+    completion: int = 0
+
+
 class EngineReplica:
     """Loads a model and serves the requests of `RayEngine`. Arguments and results are pickled.
 
@@ -61,17 +71,21 @@ class EngineReplica:
         self._name = serve.get_replica_context().replica_id.unique_id
         self._engine = Engine(config)
         self._metrics = Metrics(self._engine)
+        self._engine.add_observer(_TokenCounter())
         self._engine.start()
 
-    async def chat(self, client: Client, request: ChatRequest) -> ChatCompletion:
-        current_client.set(client)  # in the context of this request
-        return await self._engine.achat(request)
+    async def chat(self, client: Client, request: ChatRequest) -> tuple[TokenCounts, ChatCompletion]:
+        counts = _begin(client)
+        return counts, await self._engine.achat(request)
 
-    async def stream(self, client: Client, request: ChatRequest) -> AsyncGenerator[ChatCompletionChunk, None]:
-        current_client.set(client)
+    async def stream(
+        self, client: Client, request: ChatRequest
+    ) -> AsyncGenerator[tuple[TokenCounts, ChatCompletionChunk], None]:
+        """Yield each chunk with the number of tokens until then."""
+        counts = _begin(client)
         async with contextlib.aclosing(self._engine.astream(request)) as chunks:
             async for chunk in chunks:
-                yield chunk
+                yield replace(counts), chunk
 
     async def preview(self, client: Client, request: ChatRequest) -> Preview:
         current_client.set(client)
@@ -103,6 +117,29 @@ class EngineReplica:
         """Close the engine; Ray Serve calls this when a replica has finished its requests and is stopped."""
         if engine := vars(self).get("_engine"):
             engine.close()
+
+
+class _TokenCounter(RequestObserver):
+    """Counts the tokens of each request, in its context; only the engine's event loop writes."""
+
+    def prompt_built(self, num_tokens: int) -> None:
+        if counts := _current_counts.get():
+            counts.prompt += num_tokens
+
+    def token_decoded(self) -> None:
+        if counts := _current_counts.get():
+            counts.completion += 1
+
+
+_current_counts: ContextVar[TokenCounts | None] = ContextVar("dashinfer_vlm_token_counts", default=None)
+
+
+def _begin(client: Client) -> TokenCounts:
+    """Set the context of a request, which is that of its task."""
+    counts = TokenCounts()
+    current_client.set(client)
+    _current_counts.set(counts)
+    return counts
 
 
 def check_status(status: EngineStatus) -> None:

@@ -9,11 +9,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dashinfer_vlm_core.engine import EngineStatus
+from dashinfer_vlm_core.engine.observers import ObserverList, RequestObserver
 from dashinfer_vlm_core.errors import DashInferVLMError
 from dashinfer_vlm_core.protocol import ChatRequest
 from dashinfer_vlm_core.protocol.client import current_client
 
-from .engine_replica import ReplicaReport
+from .engine_replica import ReplicaReport, TokenCounts
 from .ray_errors import translate_errors
 from .session import is_large, session_id
 
@@ -41,7 +42,8 @@ class RayEngine:
     A request waits until a replica can serve it. There are no retries: a request that makes a replica crash must not
     make the next one crash too. Canceling a caller or closing a stream cancels the request on its replica.
 
-    The replicas report their status and metrics periodically to `watch`; `status` returns the last report.
+    The replicas report their status and metrics periodically to `watch`; `status` returns the last report. Observers are
+    notified of built prompts and decoded tokens only: replicas measure the rest.
 
     Args:
         handle: the handle of the engine deployment, such as `serve.get_deployment_handle("engine", "default")`.
@@ -50,6 +52,7 @@ class RayEngine:
 
     def __init__(self, handle: Any, *, model: str) -> None:
         self._handle = handle
+        self._observers = ObserverList()
         self._reports: Sequence[ReplicaReport] = ()
         self._status = EngineStatus(state="loading", model=model)
 
@@ -64,13 +67,11 @@ class RayEngine:
         """
         parsed, client = ChatRequest.parse(request), current_client.get()
         with translate_errors():
-            completion: ChatCompletion = self._method("chat", session_id(parsed, client)).remote(client, parsed).result()
-            return completion
+            return self._counted(self._method("chat", session_id(parsed, client)).remote(client, parsed).result())
 
     async def achat(self, request: Request) -> ChatCompletion:
         """Send one request and return the response. Raises the same errors as `chat`."""
-        completion: ChatCompletion = await self._send("chat", ChatRequest.parse(request))
-        return completion
+        return self._counted(await self._send("chat", ChatRequest.parse(request)))
 
     def stream(self, request: Request) -> Iterator[ChatCompletionChunk]:
         """Stream the response to one request; closing the iterator cancels the request.
@@ -80,8 +81,11 @@ class RayEngine:
         parsed, client = ChatRequest.parse(request), current_client.get()
         with translate_errors():
             chunks = self._method("stream", session_id(parsed, client), stream=True).remote(client, parsed)
+            counted = TokenCounts()
             try:
-                yield from chunks
+                for counts, chunk in chunks:
+                    counted = self._count(counted, counts)
+                    yield chunk
             except GeneratorExit:
                 chunks.cancel()
                 raise
@@ -92,8 +96,10 @@ class RayEngine:
         session = await _session_id(parsed)
         with translate_errors():
             chunks = self._method("stream", session, stream=True).remote(client, parsed)
+            counted = TokenCounts()
             try:
-                async for chunk in chunks:
+                async for counts, chunk in chunks:
+                    counted = self._count(counted, counts)
                     yield chunk
             except (asyncio.CancelledError, GeneratorExit):
                 chunks.cancel()
@@ -130,6 +136,13 @@ class RayEngine:
         """Return the status of a replica that is ready, else of any, as of the last report."""
         return self._status
 
+    def add_observer(self, observer: RequestObserver) -> None:
+        """Notify `observer` of the prompts and tokens of requests from now on."""
+        self._observers.add(observer)
+
+    def stats(self) -> None:
+        """Return None: each replica has its own counters, in `replica_metrics`."""
+
     def replica_metrics(self) -> Mapping[str, Iterable[Metric]]:
         """Return the last reported metrics of each replica by its name."""
         return {report.replica: report.metrics for report in self._reports}
@@ -162,6 +175,18 @@ class RayEngine:
                 reports = []
         self._reports = [report for report in reports if isinstance(report, ReplicaReport)]
         self._status = _combined(self._status, [report.status for report in self._reports])
+
+    def _counted(self, result: tuple[TokenCounts, ChatCompletion]) -> ChatCompletion:
+        self._count(TokenCounts(), result[0])
+        return result[1]
+
+    def _count(self, previous: TokenCounts, counts: TokenCounts) -> TokenCounts:
+        """Notify the observers of tokens since `previous`; return `counts`."""
+        if num_tokens := counts.prompt - previous.prompt:
+            self._observers.prompt_built(num_tokens)
+        for _ in range(counts.completion - previous.completion):
+            self._observers.token_decoded()
+        return counts
 
     def _method(self, name: str, session: str = "", *, stream: bool = False) -> Any:
         return self._handle.options(method_name=name, session_id=session, stream=stream)
