@@ -31,6 +31,7 @@ from tests.waiting import HANG, until
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
 
 KEY = "key-of-the-test"
+LIMITED_KEY = "key-with-a-limit"
 SMALL = {"cpus": 1, "ingress_cpus": 1, "kv_cache_mib": 64, "vision_cache_mib": 16}
 """Options for replicas that share this machine."""
 CONFIG = {"model": "demo", "kv_cache_mib": 64, "vision_cache_mib": 16}
@@ -102,8 +103,10 @@ def ray() -> Iterator[Application]:
 
 
 @pytest.fixture(scope="module")
-def two_replicas(ray: Application) -> Application:
-    ray.deploy(min_replicas=2, api_key=KEY, max_model_len=2048)
+def two_replicas(ray: Application, tmp_path_factory: pytest.TempPathFactory) -> Application:
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text(f"{KEY}\n{LIMITED_KEY} tokens_per_minute=2\n")
+    ray.deploy(min_replicas=2, api_key_file=str(keys), max_model_len=2048)
     return ray
 
 
@@ -215,6 +218,13 @@ def test_keys_are_required_and_request_ids_are_returned_once(two_replicas):
     assert two_replicas.http(key="another").get("/v1/models").status_code == 401
     response = two_replicas.http().get("/v1/models", headers={"X-Request-Id": "mine"})
     assert response.headers.get_list("X-Request-Id") == ["mine"]
+
+
+def test_tokens_of_a_stream_count_towards_the_limit_of_its_key(two_replicas):
+    with two_replicas.http(LIMITED_KEY) as client:
+        assert events(client, chat(stream=True))[-1] == "[DONE]"
+        rejected = client.post("/v1/chat/completions", json=chat())
+    assert (rejected.status_code, rejected.json()["error"]["code"]) == (429, "rate_limit_exceeded")
 
 
 def test_metrics_of_replicas_have_a_label(two_replicas):
