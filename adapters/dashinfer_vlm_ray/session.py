@@ -28,7 +28,7 @@ def session_id(request: ChatRequest, client: Client) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     for text in (client.effective_cache_salt(request.cache_salt) or "", *_content(request)):
-        data = text.encode(errors="surrogatepass")
+        data = text.encode()
         digest.update(b"%d:" % len(data))
         digest.update(data)
     return digest.hexdigest()

@@ -82,10 +82,6 @@ def test_requests_that_share_no_cache_have_different_sessions():
     assert session(message, client=ours) == session(message, client=ours)
 
 
-def test_text_that_is_not_unicode_has_a_session():
-    assert session({"role": "user", "content": "\\ud800"})
-
-
 @pytest.mark.parametrize(("size", "large"), [(LARGE_CHARACTERS - 100, False), (LARGE_CHARACTERS + 1, True)])
 def test_large_content_is_hashed_by_a_thread(size, large):
     url = "data:image/png;base64," + "A" * size
