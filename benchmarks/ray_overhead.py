@@ -31,6 +31,8 @@ MESSAGES = [{"role": "user", "content": "Which shapes do you know?"}]
 SERVER = "from dashinfer_vlm_core.cli.main import main; main()"
 START_SECONDS = 120.0
 
+Send = Callable[[httpx.Client, Mapping[str, Any]], None]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -79,23 +81,23 @@ def client(port: int) -> httpx.Client:
 
 def compare(clients: Sequence[httpx.Client], requests: int, tokens: int) -> None:
     request = {"messages": MESSAGES, "temperature": 0, "ignore_eos": True}
-    one = timed([lambda c=c: whole(c, {**request, "max_tokens": 1}) for c in clients], requests)
-    many = timed([lambda c=c: whole(c, {**request, "max_tokens": tokens}) for c in clients], requests // 4)
-    stream = timed([lambda c=c: streamed(c, {**request, "max_tokens": tokens, "stream": True}) for c in clients], requests // 4)
+    one = timed(whole, clients, {**request, "max_tokens": 1}, requests)
+    many = timed(whole, clients, {**request, "max_tokens": tokens}, requests // 4)
+    stream = timed(streamed, clients, {**request, "max_tokens": tokens, "stream": True}, requests // 4)
     print(f"{'':32}{'server':>12}{'Ray Serve':>12}{'difference':>12}")
     row("one token, ms", [seconds * 1e3 for seconds in one])
     row(f"{tokens} tokens, not streamed, ms", [seconds * 1e3 for seconds in many])
     row(f"{tokens} tokens, streamed, ms", [seconds * 1e3 for seconds in stream])
-    row("per chunk, us", [(s - o) / tokens * 1e6 for s, o in zip(stream, one, strict=True)])
+    row("per chunk, us", [(long - short) / tokens * 1e6 for long, short in zip(stream, one, strict=True)])
 
 
-def timed(ways: Sequence[Callable[[], None]], rounds: int) -> list[float]:
-    """Return the median seconds of each variant; the first calls warm up and are not counted."""
-    seconds: list[list[float]] = [[] for _ in ways]
+def timed(send: Send, clients: Sequence[httpx.Client], body: Mapping[str, Any], rounds: int) -> list[float]:
+    """Return the median seconds of a request to each server; the first ones warm up and are not counted."""
+    seconds: list[list[float]] = [[] for _ in clients]
     for index in range(rounds + 3):
-        for way, taken in zip(ways, seconds, strict=True):
+        for http, taken in zip(clients, seconds, strict=True):
             start = time.perf_counter()
-            way()
+            send(http, body)
             if index >= 3:
                 taken.append(time.perf_counter() - start)
     return [statistics.median(taken) for taken in seconds]

@@ -103,10 +103,9 @@ def _engine_deployment(config: RayConfig) -> Any:
 def _router_config(config: RayConfig) -> RequestRouterConfig:
     from ray.serve.config import RequestRouterConfig
 
+    options = {"num_fallback_replicas": config.fallback_replicas} if config.routing == "content" else {}
     return RequestRouterConfig(
-        request_router_class=ROUTERS[config.routing],
-        request_router_kwargs={"num_fallback_replicas": config.fallback_replicas} if config.routing == "content" else {},
-        max_backoff_s=MAX_BACKOFF_SECONDS,
+        request_router_class=ROUTERS[config.routing], request_router_kwargs=options, max_backoff_s=MAX_BACKOFF_SECONDS
     )
 
 

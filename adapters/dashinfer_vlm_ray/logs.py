@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 
-PACKAGES = ("dashinfer_vlm_core", "dashinfer_vlm_server", "dashinfer_vlm_ray", "dashinfer_vlm_torch", "dashinfer_vlm_cpu")
+PACKAGES = tuple(f"dashinfer_vlm_{name}" for name in ("core", "server", "ray", "torch", "cpu"))
 
 
 def log_to_serve() -> None:
-    """Write the logs of this process with Ray Serve's handlers and level, which add the replica and the request's ID."""
+    """Write the logs of this process with Ray Serve's handlers, which add the replica and the request's ID."""
     source = logging.getLogger("ray.serve")
     for name in PACKAGES:
         logger = logging.getLogger(name)

@@ -42,8 +42,8 @@ class RayEngine:
     A request waits until a replica can serve it. There are no retries: a request that makes a replica crash must not
     make the next one crash too. Canceling a caller or closing a stream cancels the request on its replica.
 
-    The replicas report their status and metrics periodically to `watch`; `status` returns the last report. Observers are
-    notified of built prompts and decoded tokens only: replicas measure the rest.
+    The replicas report their status and metrics periodically to `watch`; `status` returns the last report. Observers
+    are notified of built prompts and decoded tokens only: replicas measure the rest.
 
     Args:
         handle: the handle of the engine deployment, such as `serve.get_deployment_handle("engine", "default")`.

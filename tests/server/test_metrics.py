@@ -205,14 +205,17 @@ class TwoReplicas:
 
 
 def test_metrics_of_replicas_are_labeled_and_listed_once(tiny_checkpoint):
-    with scripted_engine("Yes.", model=str(tiny_checkpoint)) as engine, serving(TwoReplicas(engine)) as server:
-        with server.http() as client:
-            client.post(CHAT, json=HELLO)
-            text = client.get("/metrics").text
-            for replica in ("one", "two"):
-                assert sample(client, "e2e_request_latency_seconds_count", replica=replica) == 1
-                assert sample(client, "max_active_requests", replica=replica) > 0
-            assert sample(client, "requests_total", route=CHAT, outcome="success") == 1
+    with (
+        scripted_engine("Yes.", model=str(tiny_checkpoint)) as engine,
+        serving(TwoReplicas(engine)) as server,
+        server.http() as client,
+    ):
+        client.post(CHAT, json=HELLO)
+        text = client.get("/metrics").text
+        for replica in ("one", "two"):
+            assert sample(client, "e2e_request_latency_seconds_count", replica=replica) == 1
+            assert sample(client, "max_active_requests", replica=replica) > 0
+        assert sample(client, "requests_total", route=CHAT, outcome="success") == 1
     kinds = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
     assert len(kinds) == len(set(kinds))
-    assert not re.search(r'^dashinfer_vlm_requests_total\{.*replica=', text, re.MULTILINE)
+    assert not re.search(r"^dashinfer_vlm_requests_total\{.*replica=", text, re.MULTILINE)
