@@ -30,6 +30,7 @@ MODULES = (
     "dashinfer_vlm_server",
     "dashinfer_vlm_litellm",
     "dashinfer_vlm_langchain",
+    "dashinfer_vlm_ray",
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,6 +50,10 @@ class ApiKey:
         """
         digest = _digest(_validated(key, location).encode())
         return cls(digest=digest, id=_client_id(digest), name=name, limits=limits)
+
+    def __reduce__(self) -> tuple[Callable[..., ApiKey], tuple[object, ...]]:
+        """Pickle the key without its `id`, which the other process computes with its own secret."""
+        return _from_digest, (self.digest, self.name, self.limits)
 
     def cache_namespace(self, secret: bytes) -> str:
         """Return the cache namespace of the key: without a secret, its id in this process; with one, the same in all
@@ -127,6 +131,10 @@ class ApiKeys:
         keys._keys = _unique([*self._given, *from_file])
         keys.file = file if keys.signature else None  # a pipe cannot be read again
         return keys
+
+
+def _from_digest(digest: bytes, name: str, limits: KeyLimits) -> ApiKey:
+    return ApiKey(digest=digest, id=_client_id(digest), name=name, limits=limits)
 
 
 def _unique(keys: Iterable[ApiKey]) -> tuple[ApiKey, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol, get_args, runtime_checkable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 PREFIX = "dashinfer_vlm_"
 
+HTTP_METRICS = frozenset({f"{PREFIX}requests", f"{PREFIX}rate_limited_requests", f"{PREFIX}requests_in_flight"})
+"""The metrics of the application itself, which its engine does not have."""
+
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
@@ -42,6 +45,15 @@ class ObservableEngine(Protocol):
     def add_observer(self, observer: RequestObserver) -> None: ...
 
 
+@runtime_checkable
+class ReplicatedEngine(Protocol):
+    """An engine that consists of replicas in other processes, which measure themselves."""
+
+    def replica_metrics(self) -> Mapping[str, Iterable[Metric]]:
+        """Return the last known metrics of each replica by its name."""
+        ...
+
+
 class Metrics(RequestObserver):
     """The metrics of one application, in a separate registry.
 
@@ -50,6 +62,7 @@ class Metrics(RequestObserver):
     """
 
     def __init__(self, engine: ChatEngine) -> None:
+        self._engine = engine
         self._registry = CollectorRegistry()
         self._requests = self._counter("requests", "Requests by route and outcome.", ["route", "outcome"])
         self._rate_limited = self._counter(
@@ -102,7 +115,13 @@ class Metrics(RequestObserver):
     def text(self, accept: str) -> tuple[bytes, str]:
         """Return all metrics in a format that the Accept header lists, and its content type."""
         encode, content_type = choose_encoder(accept)
+        if isinstance(self._engine, ReplicatedEngine):
+            return encode(_ReplicaCollector(self._registry, self._engine)), content_type
         return encode(self._registry), content_type
+
+    def collect_for_engine(self) -> list[Metric]:
+        """Return the metrics of the engine and its process, without those of HTTP requests."""
+        return [metric for metric in self._registry.collect() if metric.name not in HTTP_METRICS]
 
     # RequestObserver
 
@@ -136,6 +155,26 @@ class Metrics(RequestObserver):
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(PREFIX + name, text, buckets=buckets, registry=self._registry)
+
+
+class _ReplicaCollector(Collector):
+    """The metrics of the application, and those of its replicas with the label `replica`."""
+
+    def __init__(self, registry: CollectorRegistry, engine: ReplicatedEngine) -> None:
+        self._registry = registry
+        self._engine = engine
+
+    def collect(self) -> Iterable[Metric]:
+        metrics = {metric.name: metric for metric in self._registry.collect()}
+        for replica, collected in self._engine.replica_metrics().items():
+            for source in collected:
+                target = metrics.setdefault(
+                    source.name, Metric(source.name, source.documentation, source.type, source.unit)
+                )
+                target.samples += [
+                    sample._replace(labels={**sample.labels, "replica": replica}) for sample in source.samples
+                ]
+        return metrics.values()
 
 
 class _EngineCollector(Collector):

@@ -68,6 +68,9 @@ def _set_format(context: click.Context, _option: click.Parameter, log_format: Lo
 
 _file = click.Path(path_type=Path, dir_okay=False)
 
+_PAGE = _option(
+    "--page/--no-page", default=True, help="Whether to serve the chat page at / and POST /v1/media/preview."
+)
 _NETWORK = (
     _option(
         "--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen on; 0.0.0.0 for all IPv4 interfaces."
@@ -81,10 +84,10 @@ _NETWORK = (
     ),
     _option("--uds", type=_file, help="Unix socket to listen on, instead of host and port."),
     _option("--uds-mode", default="600", type=click.Choice(["600", "660"]), help="Permissions of the Unix socket."),
-    _option("--page/--no-page", default=True, help="Whether to serve the chat page at / and POST /v1/media/preview."),
+    _PAGE,
     _option("--root-path", default="", metavar="PATH", help="Path prefix that a reverse proxy strips."),
 )
-_SECURITY = (
+_KEYS = (
     _option(
         "--api-key", "api_keys", multiple=True, envvar=[KEYS_VARIABLE, KEY_VARIABLE], metavar="KEY",
         help=f"API key that clients must send; can be repeated. {KEYS_VARIABLE} (separated by spaces) and a file are"
@@ -94,11 +97,15 @@ _SECURITY = (
             help="File with API keys, one per line, which limits can follow; read again when it changes."),
     _option("--share-media-between-keys/--no-share-media-between-keys", default=False,
             help="Whether requests with different API keys share cached images, videos and prompts."),
+)  # fmt: skip
+_TLS = (
     _option("--ssl-certfile", type=_file, help="Certificate chain of the server; enables TLS."),
     _option("--ssl-keyfile", type=_file, help="Private key of the certificate."),
     _option("--ssl-keyfile-password", help="Password of the private key."),
     _option("--ssl-ca-certs", type=_file,
             help="CA certificates; clients must present a certificate signed by one of them."),
+)  # fmt: skip
+_ORIGINS = (
     _option("--allowed-hosts", default="", metavar="NAME,...", file_type=list,
             help="Host names that clients may use if there are no API keys, in addition to loopback names and IP"
             " addresses, separated by commas; * allows all."),
@@ -135,7 +142,7 @@ _OBSERVABILITY = (
 
 @click.command(cls=SectionedCommand)
 @_options("Network", *_NETWORK)
-@_options("Security", *_SECURITY)
+@_options("Security", *_KEYS, *_TLS, *_ORIGINS)
 @_options("Request limits", *_LIMITS)
 @_options("Logs and traces", *_OBSERVABILITY)
 @config_options
@@ -157,12 +164,28 @@ def serve(*, config: EngineConfig, **options: Any) -> None:
         gc.enable()
 
 
+def application_options(command: _Command) -> _Command:
+    """Add the options of the application to a click command. Those of sockets, logs and traces belong to its host."""
+    for section, options in (("Request limits", _LIMITS), ("Security", (*_KEYS, *_ORIGINS)), ("Network", (_PAGE,))):
+        command = _options(section, *options)(command)
+    return command
+
+
+def create_settings(options: dict[str, Any], config: EngineConfig) -> Settings:
+    """Create settings from the values of `application_options`, and of `--host` and `--otlp-traces-endpoint` if given.
+
+    Raises:
+        ConfigError: a value is invalid, or a file cannot be read.
+    """
+    secret = config.options_of(EmbeddingStoreOptions).read_secret()
+    return replace(_settings({"host": "", "otlp_traces_endpoint": None, **options}), namespace_secret=secret)
+
+
 def _serve(config: EngineConfig, options: dict[str, Any]) -> int:
     with extra_required("The server", extra="server"):
         from .serving import run
-    store = config.options_of(EmbeddingStoreOptions)
-    settings, address = replace(_settings(options), namespace_secret=store.read_secret()), _address(options)
-    _warn(settings, address, store)
+    settings, address = create_settings(options, config), _address(options)
+    _warn(settings, address, config.options_of(EmbeddingStoreOptions))
     return run(isolate_clients(config, settings), settings, address, grace=options["grace"])
 
 

@@ -146,6 +146,35 @@ def read_options(path: Path, command: click.Command) -> list[FileSetting]:
     return list(settings.values())
 
 
+def command_line(command: click.Command, values: Mapping[str, object]) -> list[str]:
+    """Convert options in a mapping, such as parsed JSON, to command line arguments.
+
+    Args:
+        command: a command with these options.
+        values: option name, with dashes or underscores -> a string, number or boolean, a list or a mapping of them.
+
+    Raises:
+        ConfigError: an option is unknown, or does not accept a list or a mapping; the message contains its name.
+    """
+    known = {**dict(_keys(command)), "config": _CONFIG}
+    words: list[str] = []
+    for name, value in values.items():
+        option = known.get(name.replace("_", "-"))
+        if option is None:
+            raise ConfigError(f"Unknown option {name!r}. {_suggestion(name, known)}", param=name)
+        words += _command_line(FileSetting(option, name, _as_text(value), "The arguments"))
+    return words
+
+
+def _as_text(value: object) -> Value:
+    """Convert a value to the text that a YAML file would have."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return {str(key): str(item) for key, item in value.items()}
+    return [str(item) for item in value] if isinstance(value, (list, tuple)) else str(value)
+
+
 def option_location(name: str | None) -> str | None:
     """Return the file and line that set an option of the running command; None if no file sets it."""
     context = click.get_current_context(silent=True)

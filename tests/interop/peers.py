@@ -1,7 +1,8 @@
 """Other programs, which are installed on first use, next to the project's environment.
 
 vLLM has an environment of its own, that of the benchmarks. PEFT and client libraries are imported by tests: their
-packages are in folders at the end of the path, and use torch, openai and others of the project's environment.
+packages are in folders at the end of the path, and use torch, openai and others of the project's environment. So does
+Ray, whose processes find its folder through PYTHONPATH.
 
 `python -m tests.interop.peers` installs all of them, and prints what it does.
 """
@@ -9,6 +10,7 @@ packages are in folders at the end of the path, and use torch, openai and others
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -25,6 +27,7 @@ from dashinfer_vlm_core import EngineConfig
 PEFT = ("peft==0.21.2", "accelerate==1.15.0", "psutil==7.2.2")
 CLIENTS = ("openai-agents==0.20.0", "llama-index-llms-openai-like==0.8.1")
 """Of the Agents SDK, the last version that permits the version of openai that LiteLLM requires."""
+RAY = ("ray[serve]==2.60.0",)
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 FOLDER = EngineConfig().cache_folder / "interop"
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
@@ -84,6 +87,21 @@ def clients() -> Path:
     return _packages("clients", CLIENTS, "-c", str(CONSTRAINTS))
 
 
+def ray() -> Peer:
+    """Return this interpreter with Ray Serve; raises like `vllm`."""
+    if importlib.util.find_spec("ray"):
+        return Peer(python=Path(sys.executable), environment=_RAY_ENVIRONMENT)
+    folder = _packages("ray", RAY, "-c", str(CONSTRAINTS))
+    return Peer(python=Path(sys.executable), environment={**_RAY_ENVIRONMENT, "PYTHONPATH": str(folder)})
+
+
+_RAY_ENVIRONMENT: Mapping[str, str] = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "5",  # a busy machine responds late
+    "RAY_SERVE_MAX_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "10",
+}
+
+
 def _packages(name: str, pins: Sequence[str], *options: str) -> Path:
     """Return a folder with packages, which are installed with options of pip if it does not exist."""
     digest = hashlib.sha256(repr((pins, options)).encode()).hexdigest()[:8]
@@ -98,7 +116,7 @@ def _packages(name: str, pins: Sequence[str], *options: str) -> Path:
 
 def main() -> None:
     """Install all peers; the tests of those that cannot be installed are skipped."""
-    for name, install in (("vLLM", vllm), ("PEFT", peft), ("client libraries", clients)):
+    for name, install in (("vLLM", vllm), ("PEFT", peft), ("client libraries", clients), ("Ray", ray)):
         _install(name, install)
 
 

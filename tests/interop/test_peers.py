@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.environments import VLLM
-from tests.interop.peers import PEFT, peft
+from tests.interop.peers import PEFT, RAY, peft, ray
 
 pytestmark = pytest.mark.interop
 
@@ -27,3 +27,8 @@ def test_peft_has_pinned_versions():
     module = pytest.importorskip("peft")
     assert Path(module.__file__).is_relative_to(peft())
     assert {name: version(name) for name in pinned(PEFT)} == pinned(PEFT)
+
+
+def test_ray_has_pinned_version():
+    installed = ray().run("versions.py", {"imports": ["ray.serve"], "packages": ["ray"]})
+    assert f"ray[serve]=={installed['ray']}" in RAY

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import pickle
 import signal
 import socket
 import threading
@@ -16,7 +17,7 @@ from fastapi.testclient import TestClient
 
 from dashinfer_vlm_core.engine.remote import RemoteEngine
 from dashinfer_vlm_core.errors import ConfigError
-from dashinfer_vlm_server import create_app
+from dashinfer_vlm_server import api_keys, create_app
 from dashinfer_vlm_server.api_key_file import KeyLimits
 from dashinfer_vlm_server.api_keys import ApiKeys
 from dashinfer_vlm_server.serving import _on_hangup
@@ -361,3 +362,12 @@ def test_two_applications_with_one_engine_count_separately(scripted, tmp_path, c
     ):
         used = chat(client, "sk-a").json()["usage"]["total_tokens"]
         assert (remaining(client, "sk-a"), remaining(other, "sk-a")) == (6000 - used, 6000)
+
+
+def test_keys_have_ids_of_the_process_that_unpickles_them(monkeypatch):
+    """Otherwise all keys would seem to change when another process reads their file again."""
+    data = pickle.dumps(ApiKeys(["one", "two"], limits=KeyLimits(max_requests=3)))
+    monkeypatch.setattr(api_keys, "_ID_SECRET", bytes(32))
+    keys = pickle.loads(data)
+    assert keys.ids == ApiKeys(["one", "two"]).ids
+    assert keys.find(b"Bearer one").limits == KeyLimits(max_requests=3)

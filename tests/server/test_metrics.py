@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dashinfer_vlm_core import Engine, EngineConfig, errors
 from dashinfer_vlm_core.testing import scripted_engine
 from dashinfer_vlm_server.api_keys import ApiKeys
-from dashinfer_vlm_server.metrics import PREFIX
+from dashinfer_vlm_server.metrics import PREFIX, Metrics
 from tests.samples import image_url
 from tests.server.conftest import serving
 from tests.waiting import HANG, until
@@ -189,3 +189,33 @@ def test_metric_names_have_a_prefix(tiny_checkpoint):
         names = re.findall(r"^# TYPE (\S+)", client.get("/metrics").text, re.MULTILINE)
     assert all(name.startswith((PREFIX, "process_")) for name in names)
     assert len(names) == len(set(names))
+
+
+class TwoReplicas:
+    """An engine whose replicas have metrics, like those of Ray Serve; both are the engine itself here."""
+
+    def __init__(self, engine):
+        self._engine = engine
+        self._metrics = Metrics(engine)
+        self.status, self.chat, self.stream = engine.status, engine.chat, engine.stream
+        self.achat, self.astream = engine.achat, engine.astream
+
+    def replica_metrics(self):
+        return {name: self._metrics.collect_for_engine() for name in ("one", "two")}
+
+
+def test_metrics_of_replicas_are_labeled_and_listed_once(tiny_checkpoint):
+    with (
+        scripted_engine("Yes.", model=str(tiny_checkpoint)) as engine,
+        serving(TwoReplicas(engine)) as server,
+        server.http() as client,
+    ):
+        client.post(CHAT, json=HELLO)
+        text = client.get("/metrics").text
+        for replica in ("one", "two"):
+            assert sample(client, "e2e_request_latency_seconds_count", replica=replica) == 1
+            assert sample(client, "max_active_requests", replica=replica) > 0
+        assert sample(client, "requests_total", route=CHAT, outcome="success") == 1
+    kinds = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
+    assert len(kinds) == len(set(kinds))
+    assert not re.search(r"^dashinfer_vlm_requests_total\{.*replica=", text, re.MULTILINE)

@@ -1,0 +1,68 @@
+"""The session of a request: requests with equal sessions are sent to the same replica."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING
+
+from dashinfer_vlm_core.protocol.messages import EncodedEmbeddings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from dashinfer_vlm_core.protocol import ChatRequest
+    from dashinfer_vlm_core.protocol.client import Client
+    from dashinfer_vlm_core.protocol.messages import MediaPart
+
+LARGE_CHARACTERS = 256 * 1024
+"""Number of characters above which hashing would delay other requests on the same event loop."""
+
+
+def session_id(request: ChatRequest, client: Client) -> str:
+    """Return a digest of what makes the caches of a replica useful for a request.
+
+    It is the first image or video of the conversation, since its embeddings and the keys and values that follow it are
+    cached: its `uuid`, else its URL or content. Without media, it is the text up to the first message of the user.
+    Neither changes when the conversation continues. Requests that share no cached data have different sessions.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for text in (client.effective_cache_salt(request.cache_salt) or "", *_content(request)):
+        data = text.encode()
+        digest.update(b"%d:" % len(data))
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def is_large(request: ChatRequest) -> bool:
+    """Return whether hashing the request should be left to another thread."""
+    return sum(map(len, _content(request))) > LARGE_CHARACTERS
+
+
+def _content(request: ChatRequest) -> Iterator[str]:
+    media = _first_media(request)
+    if media is None:
+        yield from _opening(request)
+    elif media.uuid is not None:
+        yield from ("uuid", media.uuid)
+    elif isinstance(media.content, EncodedEmbeddings):
+        yield from ("embeddings", media.content.rows)
+    else:
+        yield media.kind
+        yield from (media.url,) if isinstance(media.url, str) else media.url or ()
+
+
+def _first_media(request: ChatRequest) -> MediaPart | None:
+    for index, message in enumerate(request.messages):
+        for path, part in message.parts(f"messages[{index}]"):
+            if media := part.media(path):
+                return media
+    return None
+
+
+def _opening(request: ChatRequest) -> Iterator[str]:
+    """Yield the messages up to the first one of the user, which stay the same in later turns."""
+    for message in request.messages:
+        yield json.dumps(message.for_template(), sort_keys=True)
+        if message.role == "user":
+            return

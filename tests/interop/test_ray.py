@@ -1,0 +1,383 @@
+"""Ray Serve: the application of the server in front of replicas of the engine, with the bundled model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from benchmarks.environments import SetupMissing
+from dashinfer_vlm_core import Engine, EngineConfig
+from dashinfer_vlm_server.api_keys import ApiKeys
+from tests.interop import peers
+from tests.interop.peers import PROGRAMS
+from tests.samples import image_url
+from tests.server.conftest import serving
+from tests.waiting import HANG, until
+
+pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
+
+KEY = "key-of-the-test"
+LIMITED_KEY = "key-with-a-limit"
+SMALL = {"cpus": 1, "ingress_cpus": 1, "kv_cache_mib": 64, "vision_cache_mib": 16}
+"""Options for replicas that share this machine."""
+CONFIG = {"model": "demo", "kv_cache_mib": 64, "vision_cache_mib": 16}
+ENDLESS = {"max_tokens": 1500, "ignore_eos": True, "temperature": 0}
+
+
+class Application:
+    """A running application of Ray Serve.
+
+    Attributes:
+        url: the address of its proxy.
+    """
+
+    def __init__(self, peer: peers.Peer) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._process = subprocess.Popen(
+            [str(peer.python), str(PROGRAMS / "serve_with_ray.py"), str(port), "16"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+            env={**os.environ, **peer.environment},
+        )  # fmt: skip
+        self._lock = threading.Lock()
+        assert self._read() == "ready"
+
+    def deploy(self, **arguments: Any) -> None:
+        """Deploy an application, or update it, and wait until all its replicas serve."""
+        self._send({"deploy": {**SMALL, **arguments}})
+        until(lambda: self.http().get("/health/ready").status_code in {200, 401})
+
+    def counts(self) -> list[dict[str, int]]:
+        """Return the counters of each replica that responds."""
+        return [count for count in self._send({"broadcast": "counts"}) if isinstance(count, dict)]
+
+    def fail(self) -> None:
+        """Let the engine of one replica fail permanently."""
+        self._send({"call": "fail"})
+
+    def http(self, key: str | None = KEY) -> httpx.Client:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        return httpx.Client(base_url=self.url, trust_env=False, timeout=HANG, headers=headers)
+
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait(HANG)
+
+    def _send(self, command: dict[str, Any]) -> Any:
+        with self._lock:
+            assert self._process.stdin
+            print(json.dumps(command), file=self._process.stdin)
+            return self._read()
+
+    def _read(self) -> Any:
+        assert self._process.stdout
+        response = json.loads(self._process.stdout.readline() or '{"error": "The program has ended."}')
+        assert "error" not in response, response["error"]
+        return response["result"]
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Application]:
+    try:
+        peer = peers.ray()
+    except SetupMissing as error:
+        pytest.skip(f"Ray is not available: {error}")
+    with contextlib.closing(Application(peer)) as application:
+        yield application
+
+
+@pytest.fixture(scope="module")
+def two_replicas(ray: Application, tmp_path_factory: pytest.TempPathFactory) -> Application:
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text(f"{KEY}\n{LIMITED_KEY} tokens_per_minute=2\n")
+    ray.deploy(min_replicas=2, api_key_file=str(keys), max_model_len=2048)
+    return ray
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[httpx.Client]:
+    """The server without Ray, with the same options and number of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(SMALL["cpus"])
+    with Engine(EngineConfig(**CONFIG, max_model_len=2048)) as engine, serving(engine, keys=ApiKeys([KEY])) as server:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        with httpx.Client(base_url=server.url, trust_env=False, timeout=HANG, headers=headers) as client:
+            yield client
+    torch.set_num_threads(threads)
+
+
+def chat(text: str = "Hello!", image: str | None = None, **options: Any) -> dict[str, Any]:
+    content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": image}}] if image else []
+    content.append({"type": "text", "text": text})
+    return {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 16, **options}
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]},
+    },
+}
+
+REQUESTS = {
+    "text": chat(),
+    "image": chat("What is this?", image_url(seed=1)),
+    "two choices": chat(n=2, logprobs=True, top_logprobs=2),
+    "tool": chat(tools=[TOOL], tool_choice="required", max_tokens=64),
+    "schema": chat(response_format={"type": "json_object"}, max_tokens=32, seed=1),
+    "no messages": {"messages": []},
+    "unknown model": chat(model="no-such-model"),
+    "temperature": chat(temperature=9),
+    "no image": chat("?", "data:image/png;base64,AAAA"),
+    "too long": chat("word " * 3000),
+    "private address": chat("?", "http://127.0.0.1:1/image.png"),
+}
+
+
+def without_ids(body: Any) -> Any:
+    """Remove what differs between two equal responses, and round numbers, which depend on the kernels."""
+    changing = {"id", "created", "system_fingerprint"}
+    if isinstance(body, dict):
+        return {name: without_ids(value) for name, value in body.items() if name not in changing}
+    if isinstance(body, float):
+        return round(body, 2)
+    return [without_ids(item) for item in body] if isinstance(body, list) else body
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_response_and_error_equal_those_of_the_server(two_replicas, plain, name):
+    ours, expected = (
+        client.post("/v1/chat/completions", json=REQUESTS[name]) for client in (two_replicas.http(), plain)
+    )
+    assert (ours.status_code, without_ids(ours.json())) == (expected.status_code, without_ids(expected.json()))
+
+
+@pytest.mark.parametrize("name", ["text", "image", "tool"])
+def test_stream_equals_that_of_the_server(two_replicas, plain, name):
+    request = {**REQUESTS[name], "stream": True, "stream_options": {"include_usage": True}}
+    ours, expected = (events(client, request) for client in (two_replicas.http(), plain))
+    assert ours[-1] == expected[-1] == "[DONE]"
+    assert [without_ids(json.loads(event)) for event in ours[:-1]] == [
+        without_ids(json.loads(event)) for event in expected[:-1]
+    ]
+
+
+def events(client: httpx.Client, request: dict[str, Any]) -> list[str]:
+    with client.stream("POST", "/v1/chat/completions", json=request) as response:
+        return [line.removeprefix("data: ") for line in response.iter_lines() if line]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/v1/models", None),
+        ("GET", "/v1/no-such-route", None),
+        ("POST", "/tokenize", {"prompt": "Hello!", "return_token_strs": True}),
+        ("POST", "/tokenize", chat("What is this?", image_url(seed=1))),
+        ("POST", "/detokenize", {"tokens": [1, 2, 3]}),
+        ("POST", "/v1/media/preview", chat("What is this?", image_url(seed=1))),
+        ("GET", "/openapi.json", None),
+        ("GET", "/", None),
+    ],
+)
+def test_other_routes_equal_those_of_the_server(two_replicas, plain, method, path, body):
+    ours, expected = (client.request(method, path, json=body) for client in (two_replicas.http(), plain))
+    assert ours.status_code == expected.status_code
+    if "json" in expected.headers["Content-Type"]:
+        assert without_ids(ours.json()) == without_ids(expected.json())
+    else:
+        assert ours.content == expected.content
+
+
+def test_responses_are_stored_by_the_ingress(two_replicas):
+    client = two_replicas.http()
+    first = client.post("/v1/responses", json={"input": "Hello!", "max_output_tokens": 16}).json()
+    request = {"input": "Again.", "previous_response_id": first["id"], "max_output_tokens": 16}
+    assert client.post("/v1/responses", json=request).json()["previous_response_id"] == first["id"]
+
+
+def test_keys_are_required_and_request_ids_are_returned_once(two_replicas):
+    assert two_replicas.http(key=None).post("/v1/chat/completions", json=chat()).status_code == 401
+    assert two_replicas.http(key="another").get("/v1/models").status_code == 401
+    response = two_replicas.http().get("/v1/models", headers={"X-Request-Id": "mine"})
+    assert response.headers.get_list("X-Request-Id") == ["mine"]
+
+
+def test_tokens_of_a_stream_count_towards_the_limit_of_its_key(two_replicas):
+    with two_replicas.http(LIMITED_KEY) as client:
+        assert events(client, chat(stream=True))[-1] == "[DONE]"
+        rejected = client.post("/v1/chat/completions", json=chat())
+    assert (rejected.status_code, rejected.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+
+
+def test_metrics_of_replicas_have_a_label(two_replicas):
+    def replicas() -> set[str]:
+        lines = two_replicas.http().get("/metrics").text.splitlines()
+        return {line.split('replica="')[1].split('"')[0] for line in lines if 'replica="' in line}
+
+    until(lambda: len(replicas()) == 2)
+    text = two_replicas.http().get("/metrics").text
+    assert text.count("# TYPE dashinfer_vlm_time_to_first_token_seconds histogram") == 1
+    assert 'dashinfer_vlm_requests_total{outcome="unauthorized"' in text
+
+
+def test_50_concurrent_requests_equal_those_alone(two_replicas):
+    with two_replicas.http() as client:
+        requests = [chat(f"What is {index}?", image_url(seed=index % 5)) for index in range(10)]
+        alone = [turn(client, request) for request in requests]
+        with ThreadPoolExecutor(50) as pool:
+            together = list(pool.map(lambda request: turn(client, request), requests * 5))
+    assert together == alone * 5
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_client_that_leaves_frees_the_slot(two_replicas, stream):
+    def active() -> int:
+        return sum(count["active"] for count in two_replicas.counts())
+
+    request = {**chat("Hello!", **ENDLESS), "stream": stream}
+    if stream:
+        with two_replicas.http().stream("POST", "/v1/chat/completions", json=request) as response:
+            next(response.iter_lines())
+            assert active() == 1
+    else:
+        with two_replicas.http() as client, pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/chat/completions", json=request, timeout=0.2)
+    until(lambda: active() == 0)
+
+
+@dataclass
+class Load:
+    """Clients that send requests until `stop`, each again when it has an outcome.
+
+    Attributes:
+        outcomes: number of outcomes by name: `success`, or the code of an error.
+        sent: number of requests sent.
+    """
+
+    application: Application
+    outcomes: Counter[str] = field(default_factory=Counter)
+    sent: int = 0
+    _stopped: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextlib.contextmanager
+    def running(self, clients: int = 6) -> Iterator[Load]:
+        with ThreadPoolExecutor(clients) as pool:
+            futures = [pool.submit(self._run, index) for index in range(clients)]
+            try:
+                yield self
+            finally:
+                self._stopped.set()
+        for future in futures:
+            future.result()
+
+    def _run(self, index: int) -> None:
+        with self.application.http() as client:
+            while not self._stopped.is_set():
+                request = chat(f"What is {index}?", image_url(seed=index), stream=index % 2 == 0)
+                with self._lock:
+                    self.sent += 1
+                outcome = self._stream(client, request) if request["stream"] else self._send(client, request)
+                with self._lock:
+                    self.outcomes[outcome] += 1
+
+    @staticmethod
+    def _send(client: httpx.Client, request: dict[str, Any]) -> str:
+        body = client.post("/v1/chat/completions", json=request).json()
+        assert ("choices" in body) != ("error" in body), body
+        return "success" if "choices" in body else str(body["error"]["code"])
+
+    @staticmethod
+    def _stream(client: httpx.Client, request: dict[str, Any]) -> str:
+        found = events(client, request)
+        errors = [json.loads(event)["error"]["code"] for event in found if '"error"' in event]
+        assert len(errors) + found.count("[DONE]") == 1, found
+        return str(errors[0]) if errors else "success"
+
+
+def test_killed_replicas_leave_one_outcome_per_request(ray):
+    kills = 20
+    ray.deploy(min_replicas=3, api_key=KEY)
+    with Load(ray).running() as load:
+        for _ in range(kills):
+            before = load.outcomes["success"]
+            victim = ray.counts()[0]["pid"]
+            os.kill(victim, signal.SIGKILL)
+            until(lambda before=before: load.outcomes["success"] > before + 3)
+            until(lambda victim=victim: 0 < len([c for c in ray.counts() if c["pid"] != victim]))
+    assert load.outcomes.total() == load.sent
+    assert set(load.outcomes) <= {"success", "replica_lost"}
+    assert load.outcomes["success"] > load.outcomes["replica_lost"]
+    print(f"{kills} kills: {dict(load.outcomes)}")  # noqa: T201 - the figures of the documentation
+
+
+def test_update_fails_no_request(ray):
+    ray.deploy(min_replicas=2, api_key=KEY)
+    before = {count["pid"] for count in ray.counts()}
+    with Load(ray).running() as load:
+        until(lambda: load.outcomes["success"] > 5)
+        ray.deploy(min_replicas=2, api_key=KEY, max_waiting=100)
+        until(lambda: before.isdisjoint(count["pid"] for count in ray.counts()))
+        after = load.outcomes["success"]
+        until(lambda: load.outcomes["success"] > after + 5)
+    assert load.outcomes == {"success": load.sent}
+
+
+def test_replica_with_a_failed_engine_is_replaced(ray):
+    ray.deploy(min_replicas=1, api_key=KEY, health_check_period=1)
+    (before,) = ray.counts()
+    ray.fail()
+    until(lambda: [count for count in ray.counts() if count["pid"] != before["pid"]])
+    assert ray.http().post("/v1/chat/completions", json=chat()).status_code == 200
+
+
+def test_replicas_follow_the_number_of_running_requests(ray):
+    ray.deploy(
+        min_replicas=1, max_replicas=3, target_ongoing_requests=1, upscale_delay=0, downscale_delay=1, api_key=KEY
+    )
+    assert len(ray.counts()) == 1
+    with Load(ray).running(clients=8) as load:
+        until(lambda: len(ray.counts()) == 3)
+    assert load.outcomes == {"success": load.sent}
+    until(lambda: len(ray.counts()) == 1)
+
+
+@pytest.mark.parametrize(
+    ("routing", "stored", "encoded"),
+    [("content", False, range(8, 9)), ("round-robin", False, range(9, 33)), ("round-robin", True, range(8, 9))],
+)
+def test_eight_conversations_about_eight_images(ray, tmp_path, routing, stored, encoded):
+    store = {"embedding_store": f"file://{tmp_path}/store", "embedding_store_timeout": 30} if stored else {}
+    ray.deploy(min_replicas=4, api_key=KEY, routing=routing, **store)
+    conversations = [chat("What is this?", image_url(height=112, width=112, seed=index)) for index in range(8)]
+    with ray.http() as client, ThreadPoolExecutor(8) as pool:
+        for _ in range(4):
+            answers = pool.map(lambda request: turn(client, request), conversations)
+            for conversation, answer in zip(conversations, answers, strict=True):
+                conversation["messages"] += [answer, {"role": "user", "content": "And now?"}]
+            if stored:
+                until(lambda: sum(count["stored"] for count in ray.counts()) == 8)
+    assert sum(count["encoded"] for count in ray.counts()) in encoded
+
+
+def turn(client: httpx.Client, request: dict[str, Any]) -> dict[str, Any]:
+    content = client.post("/v1/chat/completions", json=request).json()["choices"][0]["message"]["content"]
+    return {"role": "assistant", "content": content}

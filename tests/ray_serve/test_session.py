@@ -1,0 +1,88 @@
+"""Requests about one image, and the turns of one conversation, have one session."""
+
+from __future__ import annotations
+
+import pytest
+
+from dashinfer_vlm_core.protocol import ChatRequest
+from dashinfer_vlm_core.protocol.client import NO_CLIENT, Client
+from dashinfer_vlm_ray.session import LARGE_CHARACTERS, is_large, session_id
+from tests.samples import image_url
+
+RED, BLUE = image_url(seed=1), image_url(seed=2)
+
+
+def image(url, **options):
+    return {"type": "image_url", "image_url": {"url": url}, **options}
+
+
+def video(*frames):
+    return {"type": "video_url", "video_url": {"url": list(frames)}}
+
+
+def text(words):
+    return {"type": "text", "text": words}
+
+
+def user(*parts):
+    return {"role": "user", "content": [text(part) if isinstance(part, str) else part for part in parts]}
+
+
+ANSWER = {"role": "assistant", "content": "Yes."}
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def session(*messages, client=NO_CLIENT, **options):
+    return session_id(ChatRequest.parse({"messages": list(messages), **options}), client)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ([user("What is it?", image(RED))], [user(image(RED), "And why?")]),
+        ([user(image(RED))], [user(image(RED)), ANSWER, user("Again.")]),
+        ([user(image(RED))], [user(image(RED), image(BLUE))]),
+        ([user(image(RED, uuid="a"))], [user({"type": "image_url", "uuid": "a"})]),
+        ([user("Hello!")], [user("Hello!"), ANSWER, user("Again.")]),
+        ([SYSTEM, user("Hello!")], [SYSTEM, user("Hello!"), ANSWER, user("Again.")]),
+        ([user(video(RED, BLUE))], [user(video(RED, BLUE), "What happens?")]),
+    ],
+    ids=["image", "next turn", "second image", "uuid", "text", "system message", "video"],
+)
+def test_equal_content_has_one_session(one, other):
+    assert session(*one) == session(*other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ([user(image(RED))], [user(image(BLUE))]),
+        ([user(image(RED))], [user(video(RED))]),
+        ([user(image(RED, uuid="a"))], [user(image(RED, uuid="b"))]),
+        ([user(video(RED, BLUE))], [user(video(BLUE, RED))]),
+        ([user("Hello!")], [user("Goodbye!")]),
+        ([user("Hello!")], [SYSTEM, user("Hello!")]),
+    ],
+    ids=["image", "kind", "uuid", "order of frames", "text", "system message"],
+)
+def test_other_content_has_another_session(one, other):
+    assert session(*one) != session(*other)
+
+
+def test_requests_that_share_no_cache_have_different_sessions():
+    message = user(image(RED))
+    ours, theirs = Client(cache_namespace="ours"), Client(cache_namespace="theirs")
+    found = {
+        session(message),
+        session(message, cache_salt="a"),
+        session(message, client=ours),
+        session(message, client=theirs),
+    }
+    assert len(found) == 4
+    assert session(message, client=ours) == session(message, client=ours)
+
+
+@pytest.mark.parametrize(("size", "large"), [(LARGE_CHARACTERS - 100, False), (LARGE_CHARACTERS + 1, True)])
+def test_large_content_is_hashed_by_a_thread(size, large):
+    url = "data:image/png;base64," + "A" * size
+    assert is_large(ChatRequest.parse({"messages": [user(image(url))]})) is large
