@@ -97,8 +97,8 @@ def call_hooks(entry: EntryPoint, use: Callable[[pluggy.HookRelay], None]) -> bo
 def create_manager(plugin: object, name: str) -> pluggy.PluginManager:
     """Return a manager that calls the hooks of one plugin.
 
-    That of a module is created once per process: a manager has no state, and creating those of the built-in plugins takes
-    milliseconds.
+    That of a module is created once per process: managers have no state, and those of the built-in plugins take
+    milliseconds to create.
 
     Raises:
         PluginError: it was written for another version of the plugin API, or a hook has an unknown name or argument.

@@ -230,8 +230,11 @@ def test_plugins_can_register_checks(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "dtype", "status"), [("awq", "bfloat16", "ok"), ("fp8-block", "float32", "slow")])
-def test_memory_of_a_quantized_checkpoint_is_reported(run, tiny_checkpoint, tmp_path, layout, dtype, status):
+@pytest.mark.parametrize(
+    "case", [("awq", "bfloat16", "ok"), ("fp8-block", "float32", "slow")], ids=lambda case: case[0]
+)
+def test_memory_of_a_quantized_checkpoint_is_reported(run, tiny_checkpoint, tmp_path, case):
+    layout, dtype, status = case
     model = write_quantized(tiny_checkpoint, tmp_path, LAYOUTS[layout]).quantized
     found = findings(run("doctor", "--json", DASHINFER_VLM_MODEL=str(model), DASHINFER_VLM_DTYPE=dtype))
     if not supports_c_kernels(found):

@@ -239,7 +239,9 @@ def test_widened_weights_follow_the_option_quantization(tmp_path):
     assert type(rounded) is NativeInt8Linear
 
 
-@pytest.mark.parametrize("load", [functools.partial(TorchKernels, "cpu"), pytest.param(load_fastest, marks=needs_native)])
+@pytest.mark.parametrize(
+    "load", [functools.partial(TorchKernels, "cpu"), pytest.param(load_fastest, marks=needs_native)]
+)
 def test_head_of_quantized_weights(tmp_path, load):
     kernels, layout, shape = load(), LAYOUTS["gptq"], (96, 64)
     packed = layout.pack(random_matrix(*shape))

@@ -361,7 +361,9 @@ def test_attention_by_tile_instructions_equals_portable_tiles(tokens):
 def test_variants_are_equal_for_int8(variant, rows):
     weight, x = numbers(70, 260) / 8, numbers(rows, 260, seed=1)
     weight[5, :] = weight.max() * x[0].sign()  # the largest sums
-    found, expected = (load_kernels(each).linear(weight, quantization=INT8, fp32_output=True)(x) for each in (variant, AVX512))
+    found, expected = (
+        load_kernels(each).linear(weight, quantization=INT8, fp32_output=True)(x) for each in (variant, AVX512)
+    )
     assert torch.equal(found, expected)
 
 

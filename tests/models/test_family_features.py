@@ -30,6 +30,7 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": PARAME
 WITHOUT_TEXT = {str(token): -100 for token in range(256 + len(MERGES), 320)}
 """A bias against the tokens without text, which have no entry in the log probabilities."""
 
+
 def covers(feature):
     """Run a test with each family, and record what it shows for docs/support.md."""
     params = [

@@ -49,6 +49,7 @@ COUNT = 16
 VIDEO_FPS = 4
 """With 2 positions per second, frames advance by 1, and text after a video continues as in transformers 5."""
 
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_qwen2_5_vl(tmp_path_factory.mktemp(FAMILY))

@@ -310,7 +310,7 @@ def test_cached_prompt_with_int8_kv_cache_is_bit_exact(oracle):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=native)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=needs_native)])
 @pytest.mark.supports("int8-kv-cache", backend="torch-cpu")
 def test_int8_kv_cache_stays_close(oracles, shape, dtype):
     """Log probabilities of forced completions agree, whichever kernels attend to the cache."""
