@@ -60,10 +60,10 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> Tenso
 
     `torch.nn.attention.varlen.varlen_attn` calls the same operator, but has `seqused_k` only from torch 2.12 on. With
     it, the keys of a span begin at `first_keys` and need not end where those of the next span begin. Its causal mask
-    is aligned with the last query and the last key. For one query, that is no mask, and FlashAttention is faster without
-    one.
+    is aligned with the last query and the last key; for one query, it masks nothing, and FlashAttention is faster
+    without it.
     """
-    attended: Tensor = torch.ops.aten._flash_attention_forward(
+    attended: Tensor = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - see above
         q,
         k.transpose(0, 1),
         v.transpose(0, 1),
@@ -89,8 +89,8 @@ def padded_attention(q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> Tens
     rows = ranges.first_keys[:-1, None] + torch.minimum(numbers, last)
     is_key = (numbers <= last)[:, None, None]
     count = max(1, MAX_PADDED_KEYS // ranges.max_keys)
-    parts = zip(q.split(count), rows.split(count), is_key.split(count), strict=True)
-    return torch.cat([_attend_rows(queries, k, v, numbers, mask) for queries, numbers, mask in parts])
+    parts = zip(*(torch.split(part, count) for part in (q, rows, is_key)), strict=True)
+    return torch.cat([_attend_rows(queries, k, v, keys, mask) for queries, keys, mask in parts])
 
 
 def _attend_rows(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, mask: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """CUDA streams for the parts of a model, and copies to a device that do not wait for it.
 
-The vision encoder and the decoder run on a GPU at the same time, each on its own stream. The blocks of kernels on a stream
-of higher priority are started first, so that a decode step waits for the blocks that are running, not for the whole
+The vision encoder and the decoder run on a GPU at the same time, each on its own stream. Kernels on a stream of higher
+priority are started first, so that a decode step waits for the blocks of kernels that are running, not for the whole
 encoder pass.
 """
 
@@ -35,7 +35,7 @@ class StreamExecutor:
     """
 
     def __init__(self, device: str, *, priority: int) -> None:
-        self._stream = torch.cuda.Stream(torch.device(device), priority=priority)
+        self._stream = torch.cuda.Stream(torch.device(device), priority=priority)  # type: ignore[no-untyped-call]
         self._lock = threading.RLock()
 
     def run(self, work: Callable[[], T]) -> T:

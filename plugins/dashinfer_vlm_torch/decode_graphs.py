@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
@@ -29,6 +30,9 @@ from .kv_cache import KVCache
 from .model import PackedBatch, TextModel
 
 logger: logging.Logger = logging.getLogger(__name__)
+
+_RECORDING = threading.Lock()
+"""torch records one graph at a time in a process, in which several engines may start."""
 
 MIN_LARGEST_TOKENS, MAX_TOKENS = 32, 256
 """Limits of the largest number of tokens. A single sequence may have a draft, so it is not the number of sequences, and
@@ -106,7 +110,7 @@ class CudaGraphRecorder:
         work()  # libraries allocate their workspaces in the first call, which must not be part of a graph
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         # In the mode `global`, calls of a thread that loads or runs the vision encoder would be errors.
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+        with _RECORDING, torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             result = work()
 
         def replay() -> Tensor:
@@ -195,6 +199,4 @@ def _compute(model: TextModel, cache: KVCache, inputs: Tensor, max_keys: int) ->
         is_causal=True,
     )
     spans = KVSpans((), ranges=ranges)
-    return model.forward(
-        model.embed(inputs[0]), PackedBatch(inputs[1:4], inputs[4], spans, numbers[:-1], spans), cache
-    )
+    return model.forward(model.embed(inputs[0]), PackedBatch(inputs[1:4], inputs[4], spans, numbers[:-1], spans), cache)

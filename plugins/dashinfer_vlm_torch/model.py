@@ -318,7 +318,8 @@ def _read_experts(read: _Reader, config: TextModelSpec, spec: ExpertsSpec, prefi
     if f"{prefix}.{names.experts_gate_up}" not in read.weights.names:
         experts = [_read_expert(read, config, spec, prefix, number) for number in range(count)]
     elif read.groups_experts(hidden, spec.intermediate_size):
-        return GroupedExperts(router, *_fused_weights(read, config, spec, prefix), spec.experts_per_token)
+        gate_up, down = _fused_weights(read, config, spec, prefix)
+        return GroupedExperts(router, gate_up, down, spec.experts_per_token)
     else:
         experts = _read_fused_experts(read, config, spec, prefix)
     return MixtureOfExperts(router, experts, spec.experts_per_token)

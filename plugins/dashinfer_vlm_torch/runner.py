@@ -80,7 +80,8 @@ class ModelRunner:
         last, last_spans = _last_tokens(sampled)
         x = self._replay(chunks, packed, spans, last)
         if x is None:
-            x = self._forward(chunks, packed, KVSpans(spans, device=self._model.device), adapted, last, last_spans)
+            attended = KVSpans(spans, device=self._model.device)
+            x = self._forward(chunks, packed, attended, last, last_spans, adapted=adapted)
         if not sampled:
             self._wait()
             return {}
@@ -93,9 +94,10 @@ class ModelRunner:
         chunks: Sequence[ScheduledChunk],
         packed: npt.NDArray[np.int64],
         spans: KVSpans,
-        adapted: Sequence[tuple[TextAdapter, _AdaptedTokens]],
         last: Sequence[int],
         last_spans: Sequence[KVSpan],
+        *,
+        adapted: Sequence[tuple[TextAdapter, _AdaptedTokens]],
     ) -> Tensor:
         """Return the hidden states of the tokens `last`."""
         inputs = to_device(torch.from_numpy(packed), self._model.device)

@@ -11,7 +11,7 @@ import torch
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.kernels import KVSpans
-from dashinfer_vlm_core.kernels.cuda import CudaKernels, compute_capability
+from dashinfer_vlm_core.kernels.cuda import CudaKernels
 from dashinfer_vlm_core.kernels.experts import GroupedExperts
 from dashinfer_vlm_core.kernels.streams import HIGH_PRIORITY, LOW_PRIORITY, stream_executor, to_device
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
@@ -185,7 +185,7 @@ def test_streams_differ_and_results_are_complete():
     weights = torch.randn(2048, 2048, device="cuda")  # on the default stream, which work waits for
     for executor in executors:
         product = executor.run(lambda: weights @ weights)
-    
+
         torch.testing.assert_close(product, weights @ weights)
 
 

@@ -173,7 +173,10 @@ def test_grouped_experts_are_read_and_used(moe):
 
 def test_grouped_experts_read_nothing_from_the_device(block):
     """On the device `meta`, which has no values, reading one is an error. On a GPU, it would be a wait."""
-    experts, x = grouped(TorchKernels("cpu"), copy.deepcopy(block).to("meta"), dtype=torch.bfloat16), rows(3).bfloat16().to("meta")
+    experts, x = (
+        grouped(TorchKernels("cpu"), copy.deepcopy(block).to("meta"), dtype=torch.bfloat16),
+        rows(3).bfloat16().to("meta"),
+    )
     total = torch.zeros_like(x)
     experts.add_to(total, x)
     assert total.shape == x.shape
