@@ -1,8 +1,8 @@
 """Make a folder with the wheels of this package for Linux machines without a network.
 
-The folder has a wheel of this checkout and wheels of what it requires, in the versions of constraints.txt. It does not have
-torch, transformers and numpy, nor what only these require: they are large, and depend on the GPU's driver, so the other
-machine must have them. README.txt in the folder says how to install it there.
+The folder has a wheel of this checkout and wheels of what it requires, in the versions of constraints.txt. It does not
+have torch, transformers and numpy, nor what only these require: they are large, and depend on the GPU's driver, so the
+other machine must have them. README.txt in the folder says how to install it there.
 """
 
 from __future__ import annotations
@@ -75,7 +75,13 @@ def make(folder: Path, python: str, machine: str, extras: str, max_mib: float) -
     names = closure(PACKAGE, frozenset(filter(None, extras.split(","))), environment)
     if missing := sorted(names - pins.keys()):
         raise WheelhouseFailed(f"constraints.txt has no version of {', '.join(missing)} for Python {python}")
-    pip("download", *pip_platforms(python, machine), "--dest", folder, *(f"{name}=={pins[name]}" for name in sorted(names)))
+    pip(
+        "download",
+        *pip_platforms(python, machine),
+        "--dest",
+        folder,
+        *(f"{name}=={pins[name]}" for name in sorted(names)),
+    )
     pip("wheel", "--wheel-dir", folder, ROOT)
     size = sum(wheel.stat().st_size for wheel in folder.glob("*.whl")) / 2**20
     if size > max_mib:
