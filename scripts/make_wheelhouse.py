@@ -1,8 +1,9 @@
 """Make a folder with the wheels of this package for Linux machines without a network.
 
-The folder has a wheel of this checkout and wheels of what it requires, in the versions of constraints.txt. It does not have
-torch, transformers and numpy, nor what only these require: they are large, and depend on the GPU's driver, so the other
-machine must have them. README.txt in the folder says how to install it there.
+The folder has a wheel of this checkout and wheels of what it requires, in the versions of constraints.txt, or the
+newest ones of what that does not list. It does not have torch, transformers and numpy, nor what only these require:
+they are large, and depend on the GPU's driver, so the other machine must have them. README.txt in the folder says how
+to install it there.
 """
 
 from __future__ import annotations
@@ -19,11 +20,16 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "dashinfer-vlm-adapters"
 EXPECTED = frozenset({"torch", "transformers", "numpy"})
 """What the other machine has; without their requirements, which may be shared."""
-DEFAULT_EXTRAS = "server,video"
+DEFAULT_EXTRAS = "server"
 MAX_MIB = 60
 GLIBC = (17, 24, 26, 27, 28, 31, 34, 35)
 """Minor versions of the C library, of the tags `manylinux_2_*` that are accepted: Ubuntu 22.04 has the last one."""
@@ -73,9 +79,8 @@ def make(folder: Path, python: str, machine: str, extras: str, max_mib: float) -
     environment = target_environment(python, machine)
     pins = read_pins((ROOT / "constraints.txt").read_text(encoding="utf-8"), environment)
     names = closure(PACKAGE, frozenset(filter(None, extras.split(","))), environment)
-    if missing := sorted(names - pins.keys()):
-        raise WheelhouseFailed(f"constraints.txt has no version of {', '.join(missing)} for Python {python}")
-    pip("download", *pip_platforms(python, machine), "--dest", folder, *(f"{name}=={pins[name]}" for name in sorted(names)))
+    wanted = [f"{name}=={pins[name]}" if name in pins else name for name in sorted(names)]
+    pip("download", *pip_platforms(python, machine), "--dest", folder, *wanted)
     pip("wheel", "--wheel-dir", folder, ROOT)
     size = sum(wheel.stat().st_size for wheel in folder.glob("*.whl")) / 2**20
     if size > max_mib:
@@ -120,16 +125,33 @@ def closure(package: str, extras: frozenset[str], environment: Mapping[str, str]
 
 
 def requirements_of(package: str, extras: Iterable[str], environment: Mapping[str, str]) -> Iterator[Requirement]:
-    """Yield what an installed package requires; nothing for one that only the other machine needs."""
-    try:
-        lines = requires(package) or ()
-    except PackageNotFoundError:
-        return
-    for line in lines:
-        requirement = Requirement(line)
-        environments = [{**environment, "extra": extra} for extra in ("", *extras)]
+    """Yield what a package requires on the other machine; nothing for one that is not installed here."""
+    environments = [{**environment, "extra": extra} for extra in ("", *extras)]
+    for requirement in own_requirements(extras) if package == PACKAGE else installed_requirements(package):
         if requirement.marker is None or any(map(requirement.marker.evaluate, environments)):
             yield requirement
+
+
+def own_requirements(extras: Iterable[str]) -> Iterator[Requirement]:
+    """Yield what pyproject.toml states: an editable installation requires more, and may be older.
+
+    Raises:
+        WheelhouseFailed: there is no such extra.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    known = project["optional-dependencies"]
+    if unknown := sorted(set(extras) - known.keys()):
+        raise WheelhouseFailed(f"{', '.join(unknown)} is not an extra; there are {', '.join(sorted(known))}")
+    for lines in (project["dependencies"], *map(known.get, extras)):
+        yield from map(Requirement, lines)
+
+
+def installed_requirements(package: str) -> Iterator[Requirement]:
+    """Yield what an installed package states."""
+    try:
+        yield from map(Requirement, requires(package) or ())
+    except PackageNotFoundError:
+        return
 
 
 def pip_platforms(python: str, machine: str) -> list[str]:

@@ -23,8 +23,8 @@ PLUGINS = {
     "qwen3_vl": "dashinfer_vlm_qwen3_vl",
 }
 MISSING = (
-    "The module {name!r} is missing in {python}. Install the package there, or on a machine without a network the folder"
-    " of wheels that `scripts/make-wheelhouse` makes elsewhere: see docs/gpu.md."
+    "The module {name!r} is missing in {python}. Install the package there, or on a machine without a network the"
+    " folder of wheels that `scripts/make-wheelhouse` makes elsewhere: see docs/gpu.md."
 )
 
 
@@ -35,15 +35,13 @@ def run() -> int:
         from dashinfer_vlm_cli.verify import verify
         from dashinfer_vlm_core.errors import DashInferVLMError
 
-        registry = built_in_registry()
+        try:
+            verify.main(prog_name="scripts/verify-gpu", obj=built_in_registry())  # click exits with the command's code
+        except DashInferVLMError as error:
+            print(f"scripts/verify-gpu: {error.message}", file=sys.stderr)
     except ModuleNotFoundError as error:
         print(MISSING.format(name=error.name, python=sys.executable), file=sys.stderr)
-        return 2
-    try:
-        verify.main(prog_name="scripts/verify-gpu", obj=registry)
-    except DashInferVLMError as error:
-        print(f"scripts/verify-gpu: {error.message}", file=sys.stderr)
-    return 2  # otherwise, click has exited with the command's code
+    return 2
 
 
 def built_in_registry() -> Registry:

@@ -22,8 +22,8 @@ from dashinfer_vlm_cli.verification.device_limits import DeviceLimits
 from dashinfer_vlm_cli.verification.report import Report, markdown
 from dashinfer_vlm_cli.verification.speed_models import SPEED_MODELS, write_speed_model
 from dashinfer_vlm_cli.verification.time_limit import TimeLimit
-from dashinfer_vlm_cli.verification.tiny_models import FAMILIES
 from dashinfer_vlm_cli.verification.timings import ModelTimings, StepTiming, TowerTiming
+from dashinfer_vlm_cli.verification.tiny_models import FAMILIES
 from dashinfer_vlm_cli.verification.workloads import step_bytes, tower_flop
 from dashinfer_vlm_cli.verify import FAMILIES as CHOICES
 from dashinfer_vlm_cli.verify import MODELS, verify
@@ -113,7 +113,9 @@ def test_all_checks_pass_and_tiny_model_is_timed(tmp_path):
     assert set(rows(report).values()) == {"passed"}
     assert "qwen3_vl float32: vision encoder, 3 images, 1 video" in rows(report)
     number = r"[\d.,]+"
-    lines = re.findall(rf"^\| (.*?) \| (\d+) \| \d+ \| {number} \| {number} \| \d+ \| {number} \|$", report, re.MULTILINE)
+    lines = re.findall(
+        rf"^\| (.*?) \| (\d+) \| \d+ \| {number} \| {number} \| \d+ \| {number} \|$", report, re.MULTILINE
+    )
     chats = ("chats of two turns about an image", "32")
     assert lines == [*(("new images", users) for users in ("1", "8", "32")), chats]
     steps = rf"^\| (\d+) \| 22 \| {number} \| \d+ \| [\d,]+ \| {number} % \| not measured \|$"

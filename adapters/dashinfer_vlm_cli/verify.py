@@ -39,8 +39,8 @@ class Device(click.ParamType[str]):
 @click.option("--family", "families", multiple=True, type=click.Choice(FAMILIES),
               help="Model family to check; can be repeated.  [default: all]")  # fmt: skip
 @click.option("--model", "models", multiple=True, type=click.Choice([*MODELS, NO_MODEL]),
-              help="Model to time, of random weights; can be repeated. 7b takes 17 GB on disk, and 26 GB of the device's"
-              " memory.  [default: small and 2b on CUDA, tiny on a CPU]")  # fmt: skip
+              help="Model to time, of random weights; can be repeated. 7b takes 17 GB on disk, and 26 GB on the"
+              " device.  [default: small and 2b on CUDA, tiny on a CPU]")  # fmt: skip
 @click.option("--minutes", default=DEFAULT_MINUTES, show_default=True, type=click.FloatRange(min=0), metavar="NUMBER",
               help="Time limit. Timings that do not fit are skipped and named; all checks run.")  # fmt: skip
 @click.option("--folder", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
@@ -64,9 +64,9 @@ def verify(
 ) -> None:
     """Verify the vision encoder and the PyTorch decoder on a GPU, and measure their speed.
 
-    Tiny models of random weights must give the tokens that transformers gives on the same device: texts, images, videos,
-    batches, the prefix cache, canceled requests. Larger models of random weights are then timed and compared with the
-    memory bandwidth and the matrix rate of the device. Nothing is downloaded. The report is Markdown.
+    Tiny models of random weights must give the tokens that transformers gives on the same device: texts, images,
+    videos, batches, the prefix cache, canceled requests. Larger models of random weights are then timed and compared
+    with the memory bandwidth and the matrix rate of the device. Nothing is downloaded. The report is Markdown.
 
     Exit codes: 0 all checks passed, 1 a check failed, 2 the device cannot be used.
     """

@@ -14,6 +14,6 @@
     report.py         the Markdown report
     run.py            a whole run
 
-Nothing is downloaded, and the plugins are those of a `Registry`: entry points are not needed. `scripts/verify-gpu` runs it
-from a checkout, and `dashinfer-vlm verify` from an installed package.
+Nothing is downloaded, and the plugins are those of a `Registry`: entry points are not needed. `scripts/verify-gpu` runs
+it from a checkout, and `dashinfer-vlm verify` from an installed package.
 """

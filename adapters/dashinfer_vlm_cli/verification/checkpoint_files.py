@@ -1,4 +1,4 @@
-"""The files of a Qwen2-VL checkpoint next to its weights: constants, chat template, and a tokenizer of the published size."""
+"""The files of a Qwen2-VL checkpoint next to its weights: constants, chat template, tokenizer of the published size."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEMPLATE = (
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-PIXELS = {
+PIXELS: dict[str, Any] = {
     "patch_size": 14,
     "temporal_patch_size": 2,
     "merge_size": 2,

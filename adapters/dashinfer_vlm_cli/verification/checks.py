@@ -225,7 +225,9 @@ def _compute(subject: _Subject, dtype: str) -> _Completions:
     embeddings = encoder.encode(subject.items)
     waiting = iter(embeddings)
     batch = [prompt.request([next(waiting) for _ in prompt.items], GREEDY) for prompt in prompts.batch]
-    others = [prompt.request(encoder.encode(prompt.items), GREEDY) for prompt in (prompts.other_text, prompts.other_image)]
+    others = [
+        prompt.request(encoder.encode(prompt.items), GREEDY) for prompt in (prompts.other_text, prompts.other_image)
+    ]
     decoder = subject.registry.decoder("torch").create(spec, config, kernels)
     return asyncio.run(_decode_all(decoder, torch.cat(embeddings), batch, others))
 
@@ -378,10 +380,7 @@ class _TokenCheck:
         gaps = {prompt.name: self._gap(prompt, ids(tokens)) for prompt, tokens in completions.items()}
         lengths = {prompt.name: len(tokens) for prompt, tokens in completions.items()}
         wrong = [prompt for prompt in leading if leading[prompt] < lengths[prompt]]
-        if self.dtype == "float32":
-            passed = not wrong
-        else:
-            passed = max(gaps.values()) <= 2 * self._bound
+        passed = not wrong if self.dtype == "float32" else max(gaps.values()) <= 2 * self._bound
         parts = [f"{prompt}: first {leading[prompt]} of {lengths[prompt]} equal" for prompt in wrong]
         parts = parts or [f"all {sum(lengths.values())} equal"]
         parts.append(f"at most {max(gaps.values()):.2g} below the best")
@@ -417,7 +416,7 @@ def _check_prefix_cache(tokens: _TokenCheck, ours: _Completions) -> CheckResult:
 
 
 def _check_image_prefix(tokens: _TokenCheck, ours: _Completions) -> CheckResult:
-    """The tokens of an image are equal to those of another one: only the content tells them apart."""
+    """The tokens of an image are equal to those of another one: only the content differs."""
     prompts = tokens.subject.prompts
     same, other = ours.other_text[0].cached_tokens, ours.other_image[0].cached_tokens
     start = prompts.image.spans[0].start
@@ -506,5 +505,3 @@ def _sampled(registry: Registry, model: Path, device: str, requests: Sequence[De
 def ids(tokens: Sequence[Token]) -> list[int]:
     """Return the token ids."""
     return [token.id for token in tokens]
-
-

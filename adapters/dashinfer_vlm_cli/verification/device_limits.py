@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -32,12 +33,9 @@ def measure_limits(device: str) -> DeviceLimits:
     is_cuda = torch.device(device).type == "cuda"
     count, side = (1 << 30, 8192) if is_cuda else (1 << 25, 256)
     source = torch.ones(count, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copy = best_seconds(lambda: target.copy_(source), device)
-    del source, target
+    copy = best_seconds(partial(torch.empty_like(source).copy_, source), device)
     matrix = torch.randn(side, side, device=device).to(torch.bfloat16)
-    product = torch.empty_like(matrix)
-    multiply = best_seconds(lambda: torch.mm(matrix, matrix, out=product), device)
+    multiply = best_seconds(partial(torch.mm, matrix, matrix, out=torch.empty_like(matrix)), device)
     return DeviceLimits(bytes_per_second=2 * count / copy, flop_per_second=2 * side**3 / multiply)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # type: ignore[attr-defined]  # public, not exported explicitly
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -29,8 +29,8 @@ class DeviceProfile:
 
 
 def idle_share(busy: Iterable[tuple[float, float]]) -> float | None:
-    """Return the share of the time from the first start to the last end that no interval covers; None if there are none,
-    or if they have no length."""
+    """Return the share of the time from the first start to the last end that no interval covers; None if there are
+    none, or if they have no length."""
     intervals = sorted(busy)
     if not intervals:
         return None

@@ -85,7 +85,7 @@ def _machine(report: Report) -> Iterator[str]:
         capability = f"compute capability {properties.major}.{properties.minor}"
         processors = f"{properties.multi_processor_count} multiprocessors"
         yield f"* {properties.name}, {properties.total_memory / 2**30:.0f} GiB, {processors}, {capability}"
-        yield f"* CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+        yield f"* CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"  # type: ignore[no-untyped-call]
     yield f"* {report.seconds:.0f} s in total"
 
 
@@ -111,8 +111,8 @@ def _limits(report: Report) -> Iterator[str]:
 def _model(timings: ModelTimings, limits: DeviceLimits | None) -> Iterator[str]:
     load = timings.load
     yield (
-        f"{timings.title[0].upper()}{timings.title[1:]}, random weights, bfloat16. Images of {load.side}x{load.side} pixels"
-        f" and a few words, responses of {load.tokens} tokens, greedy. Times are medians."
+        f"{timings.title[0].upper()}{timings.title[1:]}, random weights, bfloat16. Images of {load.side}x{load.side}"
+        f" pixels and a few words, responses of {load.tokens} tokens, greedy. Times are medians."
     )
     yield ""
     if timings.fault:
@@ -126,7 +126,7 @@ def _model(timings: ModelTimings, limits: DeviceLimits | None) -> Iterator[str]:
             yield f"| {request.workload} | {request.users} | {request.prompt_tokens} | {times} | {rates} |"
         yield ""
     if timings.steps:
-        yield "| sequences in a decode step | tokens of each | ms | tokens/s | GB/s read | of the copy's | device idle |"
+        yield "| sequences in a step | tokens of each | ms | tokens/s | GB/s read | of the copy's | device idle |"
         yield "|---|---|---|---|---|---|---|"
         for step in timings.steps:
             share = _percent(step.bytes_per_second / limits.bytes_per_second if limits else None)

@@ -76,8 +76,8 @@ SPEED_MODELS = {
 def write_speed_model(model: SpeedModel, folder: Path) -> None:
     """Write configuration, weights (bfloat16) and tokenizer in the layout of the published checkpoints.
 
-    The weights repeat about a million random numbers, which takes a tenth of the time of new ones. One tensor at a time is
-    in memory.
+    The weights repeat about a million random numbers, because new ones would take most of the time. One tensor at a
+    time is in memory.
 
     Raises:
         OSError: the disk is full.

@@ -48,7 +48,9 @@ class TimeLimit:
         if needed < self.remaining:
             return True
         estimate = f" and it takes about {needed:.0f} s" if needed else ""
-        self.skip(name, f"{max(0.0, self.remaining):.0f} s of {self._seconds:.0f} s were left{estimate}: see `--minutes`")
+        self.skip(
+            name, f"{max(0.0, self.remaining):.0f} s of {self._seconds:.0f} s were left{estimate}: see `--minutes`"
+        )
         return False
 
     def skip(self, name: str, reason: str) -> None:

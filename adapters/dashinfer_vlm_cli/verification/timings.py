@@ -67,7 +67,7 @@ class Load:
     tokens: int = 64
     context: int = 256
     steps: int = 48
-    rounds: int = 2
+    rounds: int = 3
 
     @property
     def patches(self) -> int:
@@ -254,7 +254,9 @@ class ModelTimer:
             await _read(streams, WARMUP_STEPS)
             arrivals = await _read(streams, load.steps + 1)
             seconds = statistics.median(np.diff(arrivals).tolist())
-            idle = await self._idle_share(f"profile of decode steps, {sequences} sequences", load.steps * seconds, trace)
+            idle = await self._idle_share(
+                f"profile of decode steps, {sequences} sequences", load.steps * seconds, trace
+            )
         context = load.context + WARMUP_STEPS + load.steps // 2
         moved = step_bytes(self._model, sequences=sequences, context=context)
         return StepTiming(
@@ -286,14 +288,15 @@ class ModelTimer:
     async def _requests(self, pipeline: ChatPipeline, timings: ModelTimings) -> None:
         load = timings.load
         for users in USERS:
-            await self._workload(pipeline, timings, "new images", users, _ask, load.rounds)
-        await self._workload(pipeline, timings, "chats of two turns about an image", users, _chat, 1)
+            await self._workload(pipeline, timings, "new images", users=users, user=_ask, rounds=load.rounds)
+        await self._workload(pipeline, timings, "chats of two turns about an image", users=users, user=_chat, rounds=1)
 
     async def _workload(
         self,
         pipeline: ChatPipeline,
         timings: ModelTimings,
         workload: str,
+        *,
         users: int,
         user: Callable[[ChatPipeline, Load, Content], Awaitable[list[Completion]]],
         rounds: int,
@@ -304,12 +307,14 @@ class ModelTimer:
             return [completion for content in contents for completion in await user(pipeline, load, content)]
 
         async def run() -> RequestTiming:
-            await asyncio.gather(*(requests([self._content(load)]) for _ in range(users)))  # this batch size is new once
+            await asyncio.gather(
+                *(requests([self._content(load)]) for _ in range(users))
+            )  # this batch size is new once
             contents = [[self._content(load) for _ in range(rounds)] for _ in range(users)]
             begin = time.perf_counter()
             completions = await asyncio.gather(*map(requests, contents))
             seconds = time.perf_counter() - begin
-            return _summary(workload, users, load, [each for one in completions for each in one], seconds)
+            return _summary(workload, users, [each for one in completions for each in one], seconds)
 
         if timing := await self._timed(f"{workload}, {users} users", run):
             timings.requests.append(timing)
@@ -374,9 +379,7 @@ async def _send(pipeline: ChatPipeline, messages: list[dict[str, Any]], load: Lo
     return completion
 
 
-def _summary(
-    workload: str, users: int, load: Load, completions: Sequence[Completion], seconds: float
-) -> RequestTiming:
+def _summary(workload: str, users: int, completions: Sequence[Completion], seconds: float) -> RequestTiming:
     usages = [completion.usage for completion in completions if completion.usage]
     first = [completion.seconds_to_first_token or 0.0 for completion in completions]
     each = [completion.seconds_per_token or 0.0 for completion in completions]
@@ -386,7 +389,7 @@ def _summary(
         prompt_tokens=max(usage.prompt_tokens for usage in usages),
         ttft=statistics.median(first),
         tpot=statistics.median(each),
-        tokens_per_second=len(completions) * load.tokens / seconds,
+        tokens_per_second=sum(completion.tokens for completion in completions) / seconds,
         requests_per_second=len(completions) / seconds,
     )
 

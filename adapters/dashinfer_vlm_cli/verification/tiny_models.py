@@ -19,8 +19,8 @@ from transformers import (
 )
 
 ORDINARY = 4600
-"""Token ids below this are text; the control tokens follow. There are more tokens than the sampler's fast path looks at, so
-that both of its paths run."""
+"""Token ids below this are text; the control tokens follow. There are more tokens than the sampler's fast path looks
+at, so that both of its paths run."""
 IMAGE, VIDEO, VISION_START, VISION_END, STOP = range(ORDINARY, ORDINARY + 5)
 VOCABULARY = ORDINARY + 8
 HIDDEN = 256
@@ -31,22 +31,21 @@ _MEANS_AND_STDS = {"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0
 def write_tiny_model(family: str, folder: Path) -> None:
     """Write a checkpoint stored in bfloat16: read as float32, it gives the exact results of its weights.
 
-    The heads have the widths of published models, 64 in the text model, and 80 or 64 in the vision encoder, because CUDA
-    chooses attention kernels by width. The weights are large enough that the best two tokens differ clearly, and the
-    rotary base is small enough that short prompts depend on positions.
+    The heads have the widths of published models, 64 in the text model, and 80 or 64 in the vision encoder, because
+    CUDA chooses attention kernels by width. The weights are large enough that the best two tokens differ clearly, and
+    the rotary base is small enough that short prompts depend on positions.
 
     Args:
         family: one of `FAMILIES`.
         folder: an empty one.
     """
     torch.manual_seed(0)
-    model = FAMILIES[family]()
+    model: Any = FAMILIES[family]()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" not in name and "ln_q" not in name:
                 is_small = "bias" in name or "embed_tokens" in name
                 weight.normal_(std=0.5 if is_small else _scale(family, name) * weight[0].numel() ** -0.5)
-    assert model.generation_config
     model.generation_config.eos_token_id = STOP
     model.to(torch.bfloat16).save_pretrained(folder)
     side = 2 * PATCH_SIZES[family]

@@ -19,7 +19,7 @@ def tower_flop(model: SpeedModel, patches: int) -> float:
 
 
 def step_bytes(model: SpeedModel, *, sequences: int, context: int) -> float:
-    """Return the bytes that a decode step reads: all weights of the text model but the embedding table, and the keys and
+    """Return the bytes that a decode step reads: the weights of all layers and the output layer, and the keys and
     values of each sequence.
 
     Args:
