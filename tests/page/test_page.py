@@ -168,9 +168,7 @@ def test_preview_dialog_shows_frames(open_page, demo):
     expect(tab.tile("moving.mp4")).to_contain_text("32 tokens · 112×112 · 4 frames")
     tab.page.get_by_role("button", name="Preview of moving.mp4").click()
     dialog = tab.page.get_by_role("dialog", name="moving.mp4 as the model sees it")
-    expect(dialog).to_contain_text(
-        "112×112 pixels: 2 × 4 × 4 cells, 32 tokens; 2 frames share each token."
-    )
+    expect(dialog).to_contain_text("112×112 pixels: 2 × 4 × 4 cells, 32 tokens; 2 frames share each token.")
     frames = dialog.get_by_role("img").all()
     assert [frame.evaluate("image => [image.naturalWidth, image.naturalHeight]") for frame in frames] == [
         [112, 112]
