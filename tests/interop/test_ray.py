@@ -322,7 +322,7 @@ def test_killed_replicas_leave_one_outcome_per_request(ray):
             victim = ray.counts()[0]["pid"]
             os.kill(victim, signal.SIGKILL)
             until(lambda before=before: load.outcomes["success"] > before + 3)
-            until(lambda victim=victim: 0 < len([c for c in ray.counts() if c["pid"] != victim]))
+            until(lambda victim=victim: len([c for c in ray.counts() if c["pid"] != victim]) > 0)
     assert load.outcomes.total() == load.sent
     assert set(load.outcomes) <= {"success", "replica_lost"}
     assert load.outcomes["success"] > load.outcomes["replica_lost"]
