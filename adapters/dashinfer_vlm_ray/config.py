@@ -137,7 +137,7 @@ def parse_arguments(arguments: Mapping[str, Any]) -> RayConfig:
     return config
 
 
-_TYPES: Mapping[str, click.ParamType] = {
+_TYPES: Mapping[str, click.ParamType[Any]] = {
     "min_replicas": IntegerRange(1),
     "max_replicas": IntegerRange(1),
     "target_ongoing_requests": NumberRange(0, min_open=True),

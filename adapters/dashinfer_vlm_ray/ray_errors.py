@@ -43,5 +43,5 @@ def _replica_lost() -> EngineClosed:
 
 def _is_canceled() -> bool:
     """Return whether the current task is being canceled; before Python 3.11, tasks do not know."""
-    cancelling = getattr(asyncio.current_task(), "cancelling", None)
-    return cancelling is None or cancelling() > 0
+    count = getattr(asyncio.current_task(), "cancelling", None)  # codespell:ignore cancelling
+    return count is None or count() > 0

@@ -35,7 +35,7 @@ LIMITED_KEY = "key-with-a-limit"
 SMALL = {"cpus": 1, "ingress_cpus": 1, "kv_cache_mib": 64, "vision_cache_mib": 16}
 """Options for replicas that share this machine."""
 CONFIG = {"model": "demo", "kv_cache_mib": 64, "vision_cache_mib": 16}
-ENDLESS = {"max_tokens": 1500, "ignore_eos": True, "temperature": 0}
+ENDLESS = {"max_tokens": 1500, "ignore_eos": True, "n": 16}
 
 
 class Application:
@@ -55,6 +55,7 @@ class Application:
             env={**os.environ, **peer.environment},
         )  # fmt: skip
         self._lock = threading.Lock()
+        self._clients: dict[str | None, httpx.Client] = {}
         assert self._read() == "ready"
 
     def deploy(self, **arguments: Any) -> None:
@@ -71,13 +72,20 @@ class Application:
         self._send({"call": "fail"})
 
     def http(self, key: str | None = KEY) -> httpx.Client:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        return httpx.Client(base_url=self.url, trust_env=False, timeout=HANG, headers=headers)
+        """Return the client with a key, which threads share."""
+        if key not in self._clients:
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            self._clients[key] = httpx.Client(base_url=self.url, trust_env=False, timeout=HANG, headers=headers)
+        return self._clients[key]
 
     def close(self) -> None:
+        for client in self._clients.values():
+            client.close()
         assert self._process.stdin
+        assert self._process.stdout
         self._process.stdin.close()
         self._process.wait(HANG)
+        self._process.stdout.close()
 
     def _send(self, command: dict[str, Any]) -> Any:
         with self._lock:
@@ -221,9 +229,9 @@ def test_keys_are_required_and_request_ids_are_returned_once(two_replicas):
 
 
 def test_tokens_of_a_stream_count_towards_the_limit_of_its_key(two_replicas):
-    with two_replicas.http(LIMITED_KEY) as client:
-        assert events(client, chat(stream=True))[-1] == "[DONE]"
-        rejected = client.post("/v1/chat/completions", json=chat())
+    client = two_replicas.http(LIMITED_KEY)
+    assert events(client, chat(stream=True))[-1] == "[DONE]"
+    rejected = client.post("/v1/chat/completions", json=chat())
     assert (rejected.status_code, rejected.json()["error"]["code"]) == (429, "rate_limit_exceeded")
 
 
@@ -239,11 +247,11 @@ def test_metrics_of_replicas_have_a_label(two_replicas):
 
 
 def test_50_concurrent_requests_equal_those_alone(two_replicas):
-    with two_replicas.http() as client:
-        requests = [chat(f"What is {index}?", image_url(seed=index % 5)) for index in range(10)]
-        alone = [turn(client, request) for request in requests]
-        with ThreadPoolExecutor(50) as pool:
-            together = list(pool.map(lambda request: turn(client, request), requests * 5))
+    client = two_replicas.http()
+    requests = [chat(f"What is {index}?", image_url(seed=index % 5)) for index in range(10)]
+    alone = [turn(client, request) for request in requests]
+    with ThreadPoolExecutor(50) as pool:
+        together = list(pool.map(lambda request: turn(client, request), requests * 5))
     assert together == alone * 5
 
 
@@ -252,14 +260,15 @@ def test_client_that_leaves_frees_the_slot(two_replicas, stream):
     def active() -> int:
         return sum(count["active"] for count in two_replicas.counts())
 
+    assert active() == 0
     request = {**chat("Hello!", **ENDLESS), "stream": stream}
     if stream:
         with two_replicas.http().stream("POST", "/v1/chat/completions", json=request) as response:
             next(response.iter_lines())
-            assert active() == 1
+            assert active() == ENDLESS["n"]
     else:
-        with two_replicas.http() as client, pytest.raises(httpx.ReadTimeout):
-            client.post("/v1/chat/completions", json=request, timeout=0.2)
+        with pytest.raises(httpx.ReadTimeout):
+            two_replicas.http().post("/v1/chat/completions", json=request, timeout=0.2)
     until(lambda: active() == 0)
 
 
@@ -290,14 +299,14 @@ class Load:
             future.result()
 
     def _run(self, index: int) -> None:
-        with self.application.http() as client:
-            while not self._stopped.is_set():
-                request = chat(f"What is {index}?", image_url(seed=index), stream=index % 2 == 0)
-                with self._lock:
-                    self.sent += 1
-                outcome = self._stream(client, request) if request["stream"] else self._send(client, request)
-                with self._lock:
-                    self.outcomes[outcome] += 1
+        client = self.application.http()
+        while not self._stopped.is_set():
+            request = chat(f"What is {index}?", image_url(seed=index), stream=index % 2 == 0)
+            with self._lock:
+                self.sent += 1
+            outcome = self._stream(client, request) if request["stream"] else self._send(client, request)
+            with self._lock:
+                self.outcomes[outcome] += 1
 
     @staticmethod
     def _send(client: httpx.Client, request: dict[str, Any]) -> str:
@@ -322,7 +331,7 @@ def test_killed_replicas_leave_one_outcome_per_request(ray):
             victim = ray.counts()[0]["pid"]
             os.kill(victim, signal.SIGKILL)
             until(lambda before=before: load.outcomes["success"] > before + 3)
-            until(lambda victim=victim: 0 < len([c for c in ray.counts() if c["pid"] != victim]))
+            until(lambda victim=victim: len([c for c in ray.counts() if c["pid"] != victim]) > 0)
     assert load.outcomes.total() == load.sent
     assert set(load.outcomes) <= {"success", "replica_lost"}
     assert load.outcomes["success"] > load.outcomes["replica_lost"]
@@ -368,7 +377,8 @@ def test_eight_conversations_about_eight_images(ray, tmp_path, routing, stored, 
     store = {"embedding_store": f"file://{tmp_path}/store", "embedding_store_timeout": 30} if stored else {}
     ray.deploy(min_replicas=4, api_key=KEY, routing=routing, **store)
     conversations = [chat("What is this?", image_url(height=112, width=112, seed=index)) for index in range(8)]
-    with ray.http() as client, ThreadPoolExecutor(8) as pool:
+    client = ray.http()
+    with ThreadPoolExecutor(8) as pool:
         for _ in range(4):
             answers = pool.map(lambda request: turn(client, request), conversations)
             for conversation, answer in zip(conversations, answers, strict=True):
