@@ -258,7 +258,7 @@ with scripted_engine(respond, delay=0.5, model=checkpoint, served_model_name="qw
 
 
 class Killable:
-    """A server in its own process that slowly responds with its name. When it decodes a request, it creates `marker`."""
+    """A server in its own process that slowly responds with its name. `marker` is created when it decodes a request."""
 
     def __init__(self, name, checkpoint, marker):
         self.port = free_port()
