@@ -1,0 +1,367 @@
+"""Sticky routing by media: the callback alone, in LiteLLM's Router, and in its proxy in front of real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import io
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import litellm
+import pytest
+import yaml
+from PIL import Image
+
+from dashinfer_vlm_core.errors import DecoderFailed
+from dashinfer_vlm_core.testing import scripted_engine
+from dashinfer_vlm_litellm import media_affinity
+from dashinfer_vlm_litellm.affinity import media_key, rendezvous_score
+from tests.litellm.conftest import HELLO, text_of
+from tests.litellm.test_proxy import KEY, connect, free_port, running, serves
+from tests.server.conftest import serving
+from tests.waiting import HANG, until
+
+EXAMPLE = Path(__file__).parents[2] / "examples/scale-out/litellm.yaml"
+SERVERS = ("server-1", "server-2", "server-3")
+
+
+def image(shade):
+    """Return a content part with a gray image of its own."""
+    file = io.BytesIO()
+    Image.new("L", (28, 28), shade).save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def user(*parts):
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": "What is this?"}]}]
+
+
+def order_of(messages, servers=SERVERS):
+    """Return the servers in the order in which requests with these messages use them."""
+    key = media_key(messages)
+    return sorted(servers, key=lambda name: rendezvous_score(key, name), reverse=True)
+
+
+def shade_for(server):
+    """Return a gray level whose image belongs to a server."""
+    return next(shade for shade in range(256) if order_of(user(image(shade)))[0] == server)
+
+
+URL = "https://example.com/a.png"
+SAME = {
+    "data URL": {"type": "image_url", "image_url": {"url": "data:image/png;base64,QUJD"}},
+    "string": {"type": "image_url", "image_url": "DATA:image/jpeg;base64,QUJD"},
+    "options": {"type": "image_url", "image_url": {"url": "data:;base64,QUJD", "detail": "low"}, "max_pixels": 5},
+    "file": {"type": "file", "file": {"file_data": "QUJD", "format": "image/png"}},
+    "Responses API": {"type": "input_image", "image_url": "data:image/png;base64,QUJD"},
+    "Messages API": {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "QUJD"}},
+    "frames": {"type": "video_url", "video_url": {"url": [{"url": "data:image/png;base64,QUJD"}, {"url": URL}]}},
+}
+DIFFERENT = {
+    "URL": {"type": "image_url", "image_url": {"url": URL}},
+    "other URL": {"type": "image_url", "image_url": {"url": f"{URL}?2"}},
+    "video": {"type": "video_url", "video_url": {"url": "https://example.com/a.mp4"}},
+    "base64": {"type": "input_video", "input_video": {"data": "QUJE"}},
+    "file ID": {"type": "input_image", "file_id": "file-1"},
+    "uuid": {"type": "image_url", "image_url": {"url": URL}, "uuid": "first"},
+    "embeddings": {"type": "image_embeds", "image_embeds": {"image_embeds": "QUJF"}},
+}
+NO_MEDIA = {
+    "none": None,
+    "string": "Hello",
+    "text": HELLO,
+    "text part": [{"role": "user", "content": [{"type": "text", "text": "Hi", "url": URL}]}],
+    "invalid": [5, {"content": [None, {"type": ["image_url"]}, {"type": "image_url", "image_url": [[URL]]}]}],
+    "deep": [{"content": [{"type": "file", "file": {"file": {"file": {"file": {"file": {"url": URL}}}}}}]}],
+}
+
+
+@pytest.mark.parametrize("part", SAME.values(), ids=SAME)
+def test_key_is_equal_for_same_content(part):
+    assert media_key(user(part)) == media_key(user(SAME["data URL"]))
+
+
+def test_keys_of_different_media_differ():
+    parts = [SAME["data URL"], *DIFFERENT.values()]
+    assert len({media_key(user(part)) for part in parts} - {None}) == len(parts)
+
+
+@pytest.mark.parametrize("messages", NO_MEDIA.values(), ids=NO_MEDIA)
+def test_messages_without_media_have_no_key(messages):
+    assert media_key(messages) is None
+
+
+def test_conversation_keeps_key_of_its_first_image():
+    first = user(DIFFERENT["uuid"])
+    alone = user({"type": "image_url", "uuid": "first"})
+    longer = [*HELLO, *alone, {"role": "assistant", "content": "A."}, *user(DIFFERENT["URL"])]
+    assert media_key(first) == media_key(alone) == media_key(longer)
+
+
+def test_clients_with_different_salts_have_different_keys():
+    messages = user(DIFFERENT["uuid"])
+    assert len({media_key(messages, salt) for salt in (None, "a", "b")}) == 3
+    assert media_key(messages, "") == media_key(messages, ["invalid"]) == media_key(messages)
+    owners = {chosen(deployments(), messages, cache_salt=f"{index}")[0] for index in range(20)}
+    assert owners == set(SERVERS)
+
+
+def test_only_keys_of_removed_server_move():
+    names = [f"server-{index}" for index in range(5)]
+    keys = [media_key(user({"type": "image_url", "image_url": f"{URL}?{index}"})) for index in range(1000)]
+
+    def owners(servers):
+        return [max(servers, key=lambda name: rendezvous_score(key, name)) for key in keys]
+
+    before, after = owners(names), owners(names[1:])
+    moved = Counter(new for old, new in zip(before, after, strict=True) if old == names[0])
+    assert all(old == new for old, new in zip(before, after, strict=True) if old != names[0])
+    assert all(150 <= count <= 250 for count in Counter(before).values())
+    assert len(moved) == 4
+    assert all(count >= 30 for count in moved.values())
+
+
+def test_keys_are_distributed_by_weight():
+    keys = [media_key(user({"type": "image_url", "image_url": f"{URL}?{index}"})) for index in range(3000)]
+    weights = {"small": 1, "large": 2}
+    owners = Counter(max(weights, key=lambda name: rendezvous_score(key, name, weights[name])) for key in keys)
+    assert 1900 <= owners["large"] <= 2100
+
+
+def deployments(**params):
+    return [{"litellm_params": {"model": "openai/qwen", **params}, "model_info": {"id": name}} for name in SERVERS]
+
+
+def chosen(healthy, messages=None, **request):
+    filtered = media_affinity.async_filter_deployments(
+        model="qwen", healthy_deployments=healthy, messages=messages, request_kwargs=request
+    )
+    return [each["model_info"]["id"] for each in asyncio.run(filtered)]
+
+
+def test_request_with_media_goes_to_one_server():
+    messages = user(image(1))
+    assert chosen(deployments(), messages) == order_of(messages)[:1]
+    assert chosen(deployments(), None, input=messages) == order_of(messages)[:1]  # the Responses API
+
+
+@pytest.mark.parametrize(
+    ("change", "messages", "request_"),
+    [
+        ({}, HELLO, {}),
+        ({}, user(image(1)), {"previous_response_id": "resp_1"}),
+        ({"media_affinity": False}, user(image(1)), {}),
+    ],
+    ids=["no media", "stored response", "disabled"],
+)
+def test_request_is_not_affected(change, messages, request_):
+    healthy = deployments()
+    healthy[0]["model_info"].update(change)
+    assert chosen(healthy, messages, **request_) == list(SERVERS)
+
+
+@pytest.mark.parametrize(
+    "attempts",
+    [
+        lambda failed: {"metadata": {"previous_models": ({"deployment_id": failed},)}},
+        lambda failed: {"litellm_metadata": {"previous_models": [{"deployment_id": failed}, None]}},
+        lambda failed: {"_excluded_deployment_ids": [failed]},
+        lambda failed: {"_retry_skipped_deployment_ids": (failed,)},
+    ],
+    ids=["retry", "retry of a response", "failover", "refused"],
+)
+def test_retry_goes_to_next_server_of_image(attempts):
+    messages = user(image(1))
+    first, second, _ = order_of(messages)
+    assert chosen(deployments(), messages, **attempts(first)) == [second]
+
+
+def test_request_that_failed_everywhere_starts_again():
+    messages = user(image(1))
+    failed = {"metadata": {"previous_models": [{"deployment_id": name} for name in SERVERS]}}
+    assert chosen(deployments(), messages, **failed) == order_of(messages)[:1]
+
+
+def test_order_and_weight_of_deployments_are_respected():
+    messages = user(image(1))
+    first, second, third = order_of(messages)
+    healthy = {each["model_info"]["id"]: each for each in deployments(order=2)}
+    healthy[third]["litellm_params"]["order"] = 1
+    assert set(chosen(list(healthy.values()), messages)) == {first, third}  # LiteLLM selects by order afterwards
+    for name, weight in ((first, 0), (second, 5), (third, 0)):
+        healthy[name]["litellm_params"] = {"weight": weight}
+    assert chosen(list(healthy.values()), messages) == [second]
+
+
+@pytest.fixture
+def router(scripted, monkeypatch):
+    """Create a Router over scripted providers, which are the servers by name."""
+    monkeypatch.setattr(litellm, "callbacks", [media_affinity])
+
+    def start(**servers):
+        providers = {name.replace("_", "-"): scripted(response) for name, response in servers.items()}
+        made = litellm.Router(
+            model_list=[
+                {"model_name": "qwen", "litellm_params": {"model": each.model}, "model_info": {"id": name}}
+                for name, each in providers.items()
+            ],
+            num_retries=2,
+            retry_after=0,
+        )
+        return made, {name: each.script for name, each in providers.items()}
+
+    return start
+
+
+def test_router_sends_same_image_to_same_provider(router):
+    made, scripts = router(server_1="A.", server_2="B.", server_3="C.")
+    first = user(image(1))
+    later = [*first, {"role": "assistant", "content": "A."}, {"role": "user", "content": "Why?"}]
+
+    async def main():
+        for messages in (first, later, first, later):
+            await made.acompletion("qwen", messages=messages)
+
+    asyncio.run(main())
+    assert [len(scripts[name].requests) for name in order_of(first)] == [4, 0, 0]
+
+
+def test_router_retries_on_next_provider_of_image(router):
+    messages = user(image(1))
+    first, second, third = order_of(messages)
+    responses = {first: DecoderFailed("Dead."), second: "Yes.", third: "No."}
+    made, _ = router(**{name.replace("-", "_"): response for name, response in responses.items()})
+    response = asyncio.run(made.acompletion("qwen", messages=messages))
+    assert response.choices[0].message.content == "Yes."
+
+
+SERVER = """
+import pathlib
+import sys
+import uvicorn
+from dashinfer_vlm_core.testing import scripted_engine
+from dashinfer_vlm_server import create_app
+name, checkpoint, marker, port = sys.argv[1:]
+def respond(request):
+    if request.sampling.max_tokens > 1:  # not a health check
+        pathlib.Path(marker).touch()
+    return name
+with scripted_engine(respond, delay=0.5, model=checkpoint, served_model_name="qwen") as engine:
+    uvicorn.run(create_app(engine), port=int(port), log_level="error")
+"""
+
+
+class Killable:
+    """A server in its own process that slowly responds with its name. `marker` is created when it decodes a request."""
+
+    def __init__(self, name, checkpoint, marker):
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.marker = marker
+        self._command = [sys.executable, "-c", SERVER, name, str(checkpoint), str(marker), str(self.port)]
+
+    def start(self):
+        self.process = subprocess.Popen(self._command)
+        until(lambda: self.process.poll() is not None or serves(self.port, "qwen"))
+        assert self.process.poll() is None
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait(timeout=HANG)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory, tiny_checkpoint):
+    """Start three servers and the proxy of the example; return a client and the server that can be killed."""
+    folder = tmp_path_factory.mktemp("cluster")
+    with contextlib.ExitStack() as stack:
+        urls = {}
+        for name in SERVERS[:2]:
+            engine = stack.enter_context(scripted_engine(name, model=str(tiny_checkpoint), served_model_name="qwen"))
+            urls[name] = stack.enter_context(serving(engine)).url
+        killable = Killable(SERVERS[2], tiny_checkpoint, folder / "decoding")
+        urls[SERVERS[2]] = killable.url
+        killable.start()
+        stack.callback(killable.kill)
+        path = folder / "config.yaml"
+        path.write_text(yaml.safe_dump(example_config(urls)))
+        command = [sys.executable, "-c", "from litellm import run_server; run_server()", "--config", str(path)]
+        command += ["--host", "127.0.0.1", "--port"]
+        variables = {"LITELLM_MASTER_KEY": KEY, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "SERVER_API_KEY": "none"}
+        _, port = stack.enter_context(running(command, "qwen", folder / "proxy.log", **variables))
+        client = stack.enter_context(connect(f"http://127.0.0.1:{port}"))
+        yield client, killable
+
+
+def example_config(urls):
+    """Return the configuration of the example with the addresses of the test's servers, and checked every second."""
+    config = yaml.safe_load(EXAMPLE.read_text())
+    assert [each["model_info"]["id"] for each in config["model_list"]] == list(urls)
+    for deployment in config["model_list"]:
+        deployment["litellm_params"]["api_base"] = f"{urls[deployment['model_info']['id']]}/v1"
+    config["general_settings"]["health_check_interval"] = 1
+    config["router_settings"]["cooldown_time"] = 1
+    return config
+
+
+def server_of(client, messages):
+    return client.chat.completions.create(model="qwen", messages=messages).choices[0].message.content
+
+
+def streaming_server_of(client, messages):
+    return text_of(client.chat.completions.create(model="qwen", messages=messages, stream=True))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_proxy_sends_same_image_to_same_server(cluster):
+    client, _ = cluster
+    for server in SERVERS:
+        first = user(image(shade_for(server)))
+        later = [*first, {"role": "assistant", "content": "A."}, {"role": "user", "content": "Why?"}]
+        assert {server_of(client, first), streaming_server_of(client, first), server_of(client, later)} == {server}
+    assert server_of(client, HELLO) in SERVERS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_proxy_finds_image_by_uuid_alone(cluster):
+    """An image that is sent by `uuid` alone is in the memory of one server."""
+    client, _ = cluster
+    for name in ("cat", "dog", "bird"):
+        server = server_of(client, user({**image(7), "uuid": name}))
+        assert server_of(client, user({"type": "image_url", "image_url": {"url": ""}, "uuid": name})) == server
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_proxy_fails_over_from_killed_server_and_back(cluster):
+    """A running request is sent again, as long as the client has received nothing of its response."""
+    client, killable = cluster
+    lost = user(image(shade_for(SERVERS[2])))
+    other = user(image(shade_for(SERVERS[0])))
+    next_server = order_of(lost)[1]
+    killable.marker.unlink(missing_ok=True)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(server_of, client, lost)
+        until(killable.marker.exists)
+        killable.kill()
+        assert waiting.result() == next_server
+    assert streaming_server_of(client, lost) == next_server
+    assert server_of(client, lost) == next_server
+    assert server_of(client, other) == SERVERS[0]
+    until(lambda: attempts(client, lost) == 0)
+    killable.start()
+    until(lambda: server_of(client, lost) == SERVERS[2])
+
+
+def attempts(client, messages):
+    """Return how often LiteLLM had to repeat a request."""
+    response = client.chat.completions.with_raw_response.create(model="qwen", messages=messages)
+    return int(response.headers["x-litellm-attempted-retries"])
