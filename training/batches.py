@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from training import compose, drawing, labels, questions, tokenizer
+from training import compose, drawing, labels, out_of_scope, questions, tokenizer, tools
 from training.compose import Grid
 from training.network import Batch
 from training.questions import Mention, Question
@@ -23,6 +23,10 @@ from training.sizes import FACTOR, PATCH
 
 ROWS, LENGTH = 10, 192
 """Rows per batch and tokens per row."""
+TOOL_ROWS, TOOL_LENGTH = 2, 768
+"""The same for batches whose prompts offer tools, which take most of a row."""
+TOOL_PROMPT = 560
+"""Maximum number of tokens of the system message of such a row."""
 LISTS = 0.22
 """Share of the rows with one image whose objects have a clear order: four random objects rarely do."""
 PAIRS = 0.5
@@ -48,9 +52,18 @@ class Mix:
     clips: float = 5.0
     text: float = 1.3
     more: Mapping[Callable[..., Question | None], float] = field(default_factory=dict)
+    also: Mapping[Callable[..., Question | None], float] = field(default_factory=dict)
+    """Other askers, with their weights, which create the share `also_share` of the questions of all rows."""
+    also_share: float = 0.0
+    photos: float = 0.0
+    """Share of the rows with one image whose image is a photograph without shapes."""
+    tools: float = 0.0
+    """Share of the batches whose prompts offer tools."""
 
     def pick(self, rng: random.Random, askers: Mapping[Any, float], shown: object) -> Question | None:
         """Choose an asker by weight and let it create a question."""
+        if self.also and rng.random() < self.also_share:
+            askers = self.also
         weights = [weight * self.more.get(asker, 1) for asker, weight in askers.items()]
         chosen: Callable[..., Question | None] = rng.choices(list(askers), weights)[0]
         return chosen(rng, shown)
@@ -85,6 +98,7 @@ class Row:
     """A row under construction. Vision tokens are stored as -1 - (index among the row's vision tokens)."""
 
     grid: Grid
+    length: int = LENGTH
     tokens: list[int] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
     segments: list[int] = field(default_factory=list)
@@ -100,7 +114,7 @@ class Row:
 
     @property
     def remaining(self) -> int:
-        return LENGTH - len(self.tokens)
+        return self.length - len(self.tokens)
 
     def write(self, text: str, *, learn: bool = False) -> None:
         ids = encode(text)
@@ -185,6 +199,12 @@ def batch(rng: random.Random, rows: int = ROWS, mix: Mix | None = None) -> Batch
     return pack([make(rng, grid, mix) for make in chosen], grid)
 
 
+def tool_batch(rng: random.Random, mix: Mix) -> Batch:
+    """Create a batch of prompts that offer tools, with one image or without."""
+    grid = compose.choose(rng, compose.PICTURE_GRIDS)
+    return pack([_tool_story(rng, grid, mix) for _ in range(TOOL_ROWS)], grid)
+
+
 def sight_batch(rng: random.Random, pictures: int) -> Batch:
     """Create a batch of images and pairs of frames without text, for the first stage."""
     grid = rng.choice(((4, 4), (4, 4), (3, 3), (5, 5), (3, 5), (5, 3), (4, 3), (3, 4)))
@@ -198,12 +218,12 @@ def sight_batch(rng: random.Random, pictures: int) -> Batch:
 
 
 def pack(stories: Sequence[Story], grid: Grid) -> Batch:
-    """Convert stories of one image size to tensors."""
-    count, size = len(stories), grid[0] * grid[1]
-    tokens = np.full((count, LENGTH), encode("<|endoftext|>")[0])
-    targets, segments = np.full((count, LENGTH), -100), np.full((count, LENGTH), -1)
-    positions = np.zeros((3, count, LENGTH), np.int64)
-    owners = np.zeros((count, LENGTH), np.int64)
+    """Convert stories of one image size and row length to tensors."""
+    count, size, length = len(stories), grid[0] * grid[1], stories[0].row.length
+    tokens = np.full((count, length), encode("<|endoftext|>")[0])
+    targets, segments = np.full((count, length), -100), np.full((count, length), -1)
+    positions = np.zeros((3, count, length), np.int64)
+    owners = np.zeros((count, length), np.int64)
     tasks: list[str] = []
     pointed: list[tuple[int, int, np.ndarray]] = []
     places, seen = [np.zeros((0, 5), np.int64)], tokenizer.VOCABULARY
@@ -231,7 +251,7 @@ def pack(stories: Sequence[Story], grid: Grid) -> Batch:
         cells=torch.from_numpy(_cells(visuals, grid)),
         places=torch.from_numpy(np.concatenate(places)),
         pointers=torch.tensor([pointer[:2] for pointer in pointed], dtype=torch.int64).view(-1, 2),
-        spots=torch.from_numpy(np.stack([np.zeros(LENGTH, bool), *[pointer[2] for pointer in pointed]])[1:]),
+        spots=torch.from_numpy(np.stack([np.zeros(length, bool), *[pointer[2] for pointer in pointed]])[1:]),
         owners=torch.from_numpy(owners),
         tasks=tuple(tasks),
     )
@@ -242,7 +262,7 @@ def _pointers(index: int, story: Story) -> list[tuple[int, int, np.ndarray]]:
     found = []
     for tokens, mention, start in story.row.marks:
         seen = _cells([story.visuals[mention.picture]], story.row.grid)[:, 0] == drawing.COLORS.index(mention.color)
-        spots = np.zeros(LENGTH, bool)
+        spots = np.zeros(story.row.length, bool)
         spots[start : start + len(seen)] = seen
         if spots.any():
             found += [(index, token, spots) for token in tokens]
@@ -308,13 +328,19 @@ def _start(rng: random.Random, grid: Grid) -> Row:
 
 
 def _picture_story(rng: random.Random, grid: Grid, mix: Mix) -> Story:
-    if rng.random() < LISTS:
-        scene, askers = _list_scene(rng, grid), _LIST_ASKERS
-    else:
-        count = rng.choices((0, 1, 2, 3, 4), (0.05, 0.22, 0.33, 0.24, 0.16))[0]
-        scene, askers = compose.compose(rng, grid, count, clear=rng.random() < 0.55), questions.PICTURE_ASKERS
+    scene, askers = _picture(rng, grid, mix)
     ask = functools.partial(mix.pick, rng, askers, scene)
     return _story(rng, grid, (Visual((scene,)),), ask)
+
+
+def _picture(rng: random.Random, grid: Grid, mix: Mix) -> tuple[drawing.Scene, Mapping[Any, float]]:
+    """Compose one image, and return it with the askers about it."""
+    if mix.photos and rng.random() < mix.photos:
+        return compose.compose_photo(rng, grid), out_of_scope.PHOTO_ASKERS
+    if rng.random() < LISTS:
+        return _list_scene(rng, grid), _LIST_ASKERS
+    count = rng.choices((0, 1, 2, 3, 4), (0.05, 0.22, 0.33, 0.24, 0.16))[0]
+    return compose.compose(rng, grid, count, clear=rng.random() < 0.55), questions.PICTURE_ASKERS
 
 
 def _list_scene(rng: random.Random, grid: Grid) -> drawing.Scene:
@@ -347,20 +373,41 @@ def _clip_story(rng: random.Random, grid: Grid, mix: Mix) -> Story:
     return _story(rng, grid, (Visual(clip.scenes),), ask)
 
 
-_TALKERS: tuple[Callable[[random.Random], Question], ...] = (questions.chat, questions.no_picture, questions.outside)
+_TALKERS: dict[Callable[..., Question], float] = {questions.chat: 3, questions.no_picture: 2, questions.outside: 4}
 
 
 def _text_story(rng: random.Random, grid: Grid, mix: Mix) -> Story:
     row = _start(rng, grid)
-
-    def ask() -> Question:
-        asker: Callable[[random.Random], Question] = rng.choices(_TALKERS, (3, 2, 4))[0]
-        return asker(rng)
-
+    ask = functools.partial(_talk, rng, mix)
     if rng.random() < 0.3:
         row.ask(ask(), close=True)
     _branches(row, ask)
     return Story(row=row, visuals=())
+
+
+def _talk(rng: random.Random, mix: Mix) -> Question:
+    """Create a question without an image."""
+    if mix.also and rng.random() < mix.also_share:
+        return rng.choices(list(mix.also), list(mix.also.values()))[0](rng, None) or questions.chat(rng)
+    asker: Callable[..., Question] = rng.choices(list(_TALKERS), list(_TALKERS.values()))[0]
+    return asker(rng)
+
+
+def _tool_story(rng: random.Random, grid: Grid, mix: Mix) -> Story:
+    """Create a row with tools in the system message; the answers are those without tools."""
+    row, offered = Row(grid=grid, length=TOOL_LENGTH), tools.offer(rng)
+    system = rng.choice(_SYSTEMS) if rng.random() < 0.25 else tokenizer.DEFAULT_SYSTEM
+    while len(encode(tools.system_message(system, offered))) > TOOL_PROMPT:
+        offered.pop()
+    row.write(f"<|im_start|>system\n{tools.system_message(system, offered)}<|im_end|>\n<|im_start|>user\n")
+    if rng.random() < 0.35:
+        _branches(row, functools.partial(_talk, rng, mix))
+        return Story(row=row, visuals=())
+    scene, askers = _picture(rng, grid, mix)
+    visuals = (Visual((scene,)),)
+    _show_all(row, visuals)
+    _branches(row, functools.partial(mix.pick, rng, askers, scene))
+    return Story(row=row, visuals=visuals)
 
 
 def _story(rng: random.Random, grid: Grid, visuals: tuple[Visual, ...], ask: Callable[[], Question | None]) -> Story:

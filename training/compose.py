@@ -126,6 +126,24 @@ def photo(rng: random.Random) -> Backdrop:
     )
 
 
+def compose_photo(rng: random.Random, grid: Grid) -> Scene:
+    """Compose an image without shapes: similar to a photograph, or strong noise."""
+    width, height = canvas(rng, grid)
+    backdrop = photo(rng) if rng.random() < 0.7 else _noise(rng)
+    return Scene(width=width, height=height, things=(), backdrop=backdrop, jpeg=_jpeg(rng))
+
+
+def _noise(rng: random.Random) -> Backdrop:
+    gray = rng.randint(60, 200)
+    return Backdrop(
+        rgb=(gray, gray, gray),
+        grain=rng.uniform(30, 110),
+        colored=rng.random() < 0.6,
+        field=rng.randrange(FIELDS),
+        offset=(rng.randrange(FIELD), rng.randrange(FIELD)),
+    )
+
+
 def _backdrop(rng: random.Random, busy: bool) -> Backdrop:
     gray = rng.choice((255, 255, 248, 240, 230, 215, 200, 150, 90, 45, 25, 10))
     tint = rng.choice((0, 0, 8, 15))

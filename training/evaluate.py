@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from training import scenes
 from training.scenes import Sample, sample
@@ -17,25 +18,40 @@ Answer = Callable[[Sequence[Sample]], list[str]]
 
 FLOORS = dict.fromkeys(scenes.PICTURE_TASKS, 0.95) | {"list": 0.80, "nth": 0.95, "which": 0.95}
 FLOORS |= dict.fromkeys(("motion", "motion_still", "motion_two_frames"), 0.95)
+FLOORS |= dict.fromkeys((*scenes.OUT_OF_SCOPE_TASKS, "tools offered"), 0.95)
 """The required exact match per task."""
+
+
+class Mixture(NamedTuple):
+    """A row that cycles over several tasks, with another order of text and images or with tools in the prompt."""
+
+    tasks: tuple[str, ...]
+    layout: str = "after"
+    with_tools: bool = False
+
+
+_WITH_TOOLS = (
+    "describe_one", "colour", "count", "where", "exists", "chat", "outside_text", "objects", "knowledge", "requests",
+)  # fmt: skip
 MIXTURES = {
-    "pictures, question first": (scenes.PICTURE_TASKS, "before"),
-    "sets, question first": (scenes.SET_TASKS, "before"),
-    "sets, labeled": (scenes.SET_TASKS, "labeled"),
-    "clips, question first": (scenes.CLIP_TASKS, "before"),
+    "pictures, question first": Mixture(scenes.PICTURE_TASKS, "before"),
+    "sets, question first": Mixture(scenes.SET_TASKS, "before"),
+    "sets, labeled": Mixture(scenes.SET_TASKS, "labeled"),
+    "clips, question first": Mixture(scenes.CLIP_TASKS, "before"),
+    "tools offered": Mixture(_WITH_TOOLS, with_tools=True),
 }
-"""Other orders of text and images, cycling over several tasks."""
 FIRST_SEED = 1_000_000
 
-OWN_ENGINES = {
+OWN_ENGINES: dict[str, dict[str, Any]] = {
     "own": {"dtype": "float32"},
+    "own-defaults": {"dtype": "float32", "sampling": {}},
     "own-bfloat16": {"dtype": "bfloat16"},
     "own-int8": {"dtype": "bfloat16", "quantization": "int8"},
     "own-int8-text": {"dtype": "bfloat16", "quantization": "int8", "vision_quantization": "none"},
     "own-int8-kv-cache": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
     "own-int4": {"dtype": "bfloat16", "quantization": "int4"},
 }
-"""Options of this project's engine by the name of the variant."""
+"""Options of `OwnEngine` by the name of the variant. `own-defaults` requests neither a temperature nor a limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +88,8 @@ def table(results: Sequence[Result]) -> str:
 
 def _sample(name: str, index: int) -> Sample:
     if name in MIXTURES:
-        tasks, layout = MIXTURES[name]
-        return sample(tasks[index % len(tasks)], FIRST_SEED + index, layout)
+        tasks, layout, with_tools = MIXTURES[name]
+        return sample(tasks[index % len(tasks)], FIRST_SEED + index, layout, with_tools=with_tools)
     return sample(name, FIRST_SEED + index)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,9 +53,11 @@ class Tally:
 class Learner:
     """A network that computes in bf16, with an fp32 master copy of its weights."""
 
-    def __init__(self, sizes: Architecture, seed: int, *, averaging: bool = True) -> None:
+    def __init__(self, sizes: Architecture, seed: int, *, averaging: bool = True, memory: float = MEMORY) -> None:
         torch.manual_seed(seed)
         self.averaging = averaging
+        self.memory = memory
+        """Decay of the running average."""
         self.pointing = 0.0
         """Weight of the loss for attending to the object of the question."""
         self.network = Network(sizes, labels.CELLS, labels.PLACES)
@@ -66,15 +68,18 @@ class Learner:
         self.network.to(torch.bfloat16)
         self.network.model.embed_tokens.float()  # see Network.read
 
-    def begin(self, sight_only: bool) -> None:
-        """Select the weights to train from now on, with a new optimizer."""
-        self.trained = [name for name in self.weights if not sight_only or name.startswith(("visual.", "heads.cells."))]
+    def begin(self, prefixes: tuple[str, ...]) -> None:
+        """Select the weights to train from now on by the prefixes of their names, with a new optimizer."""
+        self.trained = [name for name in self.weights if name.startswith(prefixes)]
         matrices = [self.weights[name] for name in self.trained if self.weights[name].ndim > 1]
         vectors = [self.weights[name] for name in self.trained if self.weights[name].ndim < 2]
         groups = [{"params": matrices, "weight_decay": 0.02}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), fused=True)
-        averaged = self.averaging and not sight_only
+        averaged = self.averaging and self._trains("model.")
         self.average = {name: value.clone() for name, value in self.weights.items()} if averaged else {}
+
+    def _trains(self, prefix: str) -> bool:
+        return any(name.startswith(prefix) for name in self.trained)
 
     def learn(self, own: Sequence[Batch], total: int, rate: float, tally: Tally | None = None) -> None:
         """Run one step on `total` batches; `own` is this process's share of them."""
@@ -95,9 +100,10 @@ class Learner:
         self._copy_weights()
 
     def _loss(self, batch: Batch, tally: Tally) -> Tensor:
-        seen = self.network.see(batch)
+        with torch.set_grad_enabled(self._trains("visual.")):
+            seen = self.network.see(batch)
         loss = torch.zeros(())
-        if len(seen):
+        if len(seen) and self._trains("heads."):
             cells = self._label_loss("cells", seen, batch.cells)
             loss = CELL_WEIGHT * cells
             tally.sums["cells"] += float(cells.detach())
@@ -113,9 +119,11 @@ class Learner:
         answers = F.cross_entropy(logits, targets)
         tally.sums["answers"] += float(answers.detach())
         tally.grade(batch, kept, logits.argmax(-1) == targets)
-        looked = reading.halfway[batch.places[:, 0], batch.places[:, 1]]
-        looked = looked * torch.rsqrt(looked.float().pow(2).mean(-1, keepdim=True) + 1e-6).to(looked.dtype)
-        places = PLACE_WEIGHT * self._label_loss("places", looked, batch.places[:, 2:])
+        places = torch.zeros(())
+        if self._trains("heads."):
+            looked = reading.halfway[batch.places[:, 0], batch.places[:, 1]]
+            looked = looked * torch.rsqrt(looked.float().pow(2).mean(-1, keepdim=True) + 1e-6).to(looked.dtype)
+            places = PLACE_WEIGHT * self._label_loss("places", looked, batch.places[:, 2:])
         return answers + places + self.pointing * _pointing_loss(batch, reading.pointing, tally)
 
     def _label_loss(self, head: str, vectors: Tensor, wanted: Tensor) -> Tensor:
@@ -145,21 +153,25 @@ class Learner:
         parameters = dict(self.network.named_parameters())
         torch._foreach_copy_([parameters[name] for name in self.trained], trained)
         if self.average:
-            torch._foreach_lerp_([self.average[name] for name in self.trained], trained, 1 - MEMORY)
+            torch._foreach_lerp_([self.average[name] for name in self.trained], trained, 1 - self.memory)
 
     def state(self) -> dict[str, Any]:
         return {"weights": self.weights, "average": self.average, "optimizer": self.optimizer.state_dict()}
 
-    @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
         """Restore a saved state; `begin` must have been called as before saving."""
-        for name, value in state["weights"].items():
-            self.weights[name].copy_(value)
-        for name, parameter in self.network.named_parameters():
-            parameter.copy_(self.weights[name])
+        self.set_weights(state["weights"])
         if self.averaging:
             self.average = {name: value.clone() for name, value in state["average"].items()}
         self.optimizer.load_state_dict(state["optimizer"])
+
+    @torch.no_grad()
+    def set_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace the weights; those that are not given, such as the heads of a published checkpoint, stay."""
+        for name, value in weights.items():
+            self.weights[name].copy_(value)
+        for name, parameter in self.network.named_parameters():
+            parameter.copy_(self.weights[name])
 
 
 def _pointing_loss(batch: Batch, attended: Tensor, tally: Tally) -> Tensor:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from PIL import Image
@@ -15,6 +16,7 @@ from dashinfer_vlm_core import Engine, EngineConfig
 from training.scenes import Sample
 
 Message = dict[str, Any]
+GREEDY = MappingProxyType({"temperature": 0, "max_tokens": 64})
 
 
 def as_openai(messages: Sequence[Message]) -> list[Message]:
@@ -29,12 +31,16 @@ def data_url(picture: Image.Image) -> str:
 
 
 class OwnEngine:
-    """Generates greedy responses to all samples concurrently; `answer` is the callable that `evaluate` expects.
+    """Generates responses to all samples concurrently; `answer` is the callable that `evaluate` expects.
 
-    `options` are those of `EngineConfig`.
+    Args:
+        checkpoint: a folder.
+        sampling: fields of the requests; without a temperature, the engine's default applies.
+        options: those of `EngineConfig`.
     """
 
-    def __init__(self, checkpoint: Path, **options: Any) -> None:
+    def __init__(self, checkpoint: Path, sampling: Mapping[str, Any] = GREEDY, **options: Any) -> None:
+        self._sampling = sampling
         self._config = EngineConfig(model=str(checkpoint), max_waiting=100_000, **options)
 
     def answer(self, samples: Sequence[Sample]) -> list[str]:
@@ -42,13 +48,12 @@ class OwnEngine:
 
     async def _answer(self, samples: Sequence[Sample]) -> list[str]:
         async with Engine(self._config) as engine:
-            answers = await asyncio.gather(*(engine.achat(_request(sample)) for sample in samples))
+            answers = await asyncio.gather(*(engine.achat(self._request(sample)) for sample in samples))
         return [answer.choices[0].message.content or "" for answer in answers]
 
-
-def _request(sample: Sample) -> dict[str, Any]:
-    messages = as_openai([{"role": "user", "content": sample.content()}])
-    return {"messages": messages, "temperature": 0, "max_tokens": 64}
+    def _request(self, sample: Sample) -> dict[str, Any]:
+        messages = as_openai([{"role": "user", "content": sample.content()}])
+        return {"messages": messages, "tools": list(sample.tools), "seed": sample.seed, **self._sampling}
 
 
 def _content(content: str | Sequence[dict[str, Any]]) -> str | list[dict[str, Any]]:

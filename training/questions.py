@@ -464,7 +464,7 @@ def _question(
     rng: random.Random, task: str, forms: Sequence[str], answer: str, about: Mention | None = None, /, **words: str
 ) -> Question:
     picture = rng.choice(("picture", "image", "picture", "image", "photo"))
-    text = _vary(rng, rng.choice(forms).format(picture=picture, **words))
+    text = vary(rng, rng.choice(forms).format(picture=picture, **words))
     return Question(text=text, answer=answer, task=task, about=about)
 
 
@@ -476,7 +476,7 @@ def _naming(question: Question, pictures: Sequence[int]) -> Question:
     return replace(question, named=tuple(Mention(*pair) for pair in zip(colors, places, strict=False)))
 
 
-def _vary(rng: random.Random, text: str) -> str:
+def vary(rng: random.Random, text: str) -> str:
     """Vary punctuation and capitalization as users do, or request a short answer."""
     kind = rng.random()
     if kind < 0.05:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +13,11 @@ from typing import Any
 
 from PIL import Image as PILImage
 
-from training import compose, questions
+from training import compose, out_of_scope, questions, tokenizer
 from training.compose import Clip, Grid
 from training.drawing import Scene, render, render_clip
 from training.questions import Question
+from training.tools import Tool, offer, system_message
 
 LAYOUTS = ("after", "before", "labeled")
 """The question follows the images, precedes them, or follows images that are labeled one by one in the text."""
@@ -33,6 +35,8 @@ class Sample:
     question: str
     answer: str
     layout: str = "after"
+    tools: tuple[Tool, ...] = ()
+    """Tools that the prompt offers."""
 
     @property
     def pictures(self) -> list[PILImage.Image]:
@@ -57,19 +61,28 @@ class Sample:
             visuals = [part for pair in zip(labels, visuals, strict=True) for part in pair]
         return visuals + asked
 
+    def messages(self) -> list[dict[str, Any]]:
+        """Return the conversation: the user message, and a system message if tools are offered."""
+        user: dict[str, Any] = {"role": "user", "content": self.content()}
+        if not self.tools:
+            return [user]
+        system = system_message(tokenizer.DEFAULT_SYSTEM, self.tools)
+        return [{"role": "system", "content": system}, user]
+
 
 Maker = Callable[[random.Random], "tuple[tuple[Scene, ...], bool, Question | None]"]
 
 
-def sample(task: str, seed: int, layout: str = "after") -> Sample:
-    """Create the sample of a task (a key of `TASKS`) with this seed."""
+def sample(task: str, seed: int, layout: str = "after", *, with_tools: bool = False) -> Sample:
+    """Create the sample of a task (a key of `TASKS`) with this seed; `with_tools` adds tools."""
+    tools = offer(random.Random(f"tools {task} {seed}"), unseen=True) if with_tools else []
     rng = random.Random(f"sample {task} {seed}")
     while True:
         scenes, is_clip, question = TASKS[task](rng)
         if question:
             return Sample(
                 task=task, seed=seed, scenes=scenes, is_clip=is_clip, question=question.text, answer=question.answer,
-                layout=layout,
+                layout=layout, tools=tuple(tools),
             )  # fmt: skip
 
 
@@ -116,6 +129,22 @@ def _plain(asker: Callable[[random.Random], Question | None]) -> Maker:
     return make
 
 
+def _about_photo(rng: random.Random) -> tuple[tuple[Scene, ...], bool, Question | None]:
+    scene = compose.compose_photo(rng, _grid(rng))
+    return (scene,), False, out_of_scope.ask_about_photo(rng, scene, unseen=True)
+
+
+def _topic(name: str, *counts: int) -> Maker:
+    """Create samples about a topic of `out_of_scope`, in unseen words; -1 among `counts` stands for no image."""
+    ask = out_of_scope.asker(name, unseen=True)
+
+    def make(rng: random.Random) -> tuple[tuple[Scene, ...], bool, Question | None]:
+        count = rng.choice(counts)
+        return _plain(ask)(rng) if count < 0 else _picture(ask, count)(rng)
+
+    return make
+
+
 def _grid(rng: random.Random) -> Grid:
     return compose.choose(rng, compose.PICTURE_GRIDS)
 
@@ -149,9 +178,19 @@ TASKS: dict[str, Maker] = {
     "chat": _plain(questions.chat),
     "no_picture": _plain(questions.no_picture),
     "outside_text": _plain(questions.outside),
+    "objects": _topic("objects", 0, 1, 2, 3),
+    "reading": _topic("reading", 0, 1, 2, 3),
+    "people": _topic("people", 0, 1, 2, 3),
+    "knowledge": _topic("knowledge", -1),
+    "requests": _topic("requests", -1, -1, 1, 2),
+    "unknown": _topic("unknown", 1, 2, 3, 4),
+    "photo": _about_photo,
+    "describe_freely": _picture(functools.partial(out_of_scope.describe, unseen=True), 1, 2),
 }
 """The factory for samples of each task."""
 PICTURE_TASKS = tuple(list(TASKS)[:13])
 SET_TASKS = ("nth", "which", "nth_colour", "each", "changed")
 CLIP_TASKS = ("motion", "motion_still", "motion_two_frames", "clip", "recolour")
 TEXT_TASKS = ("chat", "no_picture", "outside_text")
+OUT_OF_SCOPE_TASKS = (*out_of_scope.TOPICS,)
+"""Tasks whose prompts are not phrased as in training."""

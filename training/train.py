@@ -1,4 +1,4 @@
-"""Train the demo model from scratch: `python -m training.train --out DIR`.
+"""Train the demo model: `python -m training.train --out DIR` from scratch, with `--start CHECKPOINT` from its weights.
 
 The schedule counts steps, and the scenes of a step depend only on (seed, step, batch index): a run that is stopped and
 resumed ends with the same weights as an uninterrupted one, regardless of the speed of the machine. Processes share the
@@ -12,7 +12,7 @@ import random
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ import torch
 from torch import distributed, multiprocessing
 
 from training import batches as making
-from training import questions
-from training.learner import Learner, Tally
+from training import out_of_scope, published, questions
+from training.learner import MEMORY, Learner, Tally
 from training.network import Architecture, Batch
 
 PROGRESS = "progress.pt"
@@ -45,6 +45,15 @@ class Stage:
     pointing: float = 0.0
     """Weight of the loss for attending to the object of the question."""
     sight_only: bool = False
+    text_only: bool = False
+    """The vision encoder stays as it is. No auxiliary labels are learned: their outputs are not in a checkpoint."""
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Prefixes of the names of the weights that are trained."""
+        if self.sight_only:
+            return ("visual.", "heads.cells.")
+        return ("model.",) if self.text_only else ("",)
 
     def rate_at(self, step: int) -> float:
         rise = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
@@ -63,6 +72,10 @@ class Plan:
     rows: int = making.ROWS
     sights: int = 32
     """Images per batch in a stage that trains only the vision encoder."""
+    memory: float = MEMORY
+    """Decay of the running average of the weights."""
+    start: Path | None = None
+    """The checkpoint to start from; None initializes the weights at random."""
 
     @property
     def steps(self) -> int:
@@ -97,12 +110,26 @@ PLAN = Plan(
     )
 )
 
+# Three fifths of the questions are those of SETTLE, so that nothing is forgotten.
+WIDEN = replace(SETTLE, text=3, also=out_of_scope.ASKERS, also_share=0.4, photos=0.12, tools=0.2)
+TUNE = Plan(
+    stages=(
+        Stage(name="widen", steps=300, rate=5e-4, warmup=20, batches=1, mix=WIDEN, pointing=0.2, text_only=True),
+        Stage(name="close", steps=150, rate=5e-4, cooldown=1.0, batches=1, mix=WIDEN, pointing=0.2, text_only=True),
+    ),
+    seed=1,
+    memory=0.98,
+)
+"""Continue from a published checkpoint, to answer prompts about what the model does not know."""
+
 
 def make_batch(plan: Plan, stage: Stage, step: int, number: int) -> Batch:
     """Create one batch of a step; `step` counts from the start of the run."""
     rng = random.Random(f"train {plan.seed} {step} {number}")
     if stage.sight_only:
         return making.sight_batch(rng, plan.sights)
+    if stage.mix.tools and rng.random() < stage.mix.tools:
+        return making.tool_batch(rng, stage.mix)
     return making.batch(rng, plan.rows, stage.mix)
 
 
@@ -145,14 +172,16 @@ def _work(rank: int, plan: Plan, conduct: Conduct, port: int) -> None:
 
 
 def _train(rank: int, plan: Plan, conduct: Conduct) -> None:
-    learner = Learner(plan.sizes, plan.seed, averaging=rank == 0)
+    learner = Learner(plan.sizes, plan.seed, averaging=rank == 0, memory=plan.memory)
+    if plan.start:
+        learner.set_weights(published.read(plan.start))
     done, first = _resume(learner, plan, conduct.out), 0
     end = min(conduct.stop_after or plan.steps, plan.steps)
     reporter = Reporter(end - done, conduct.report_every)
     for stage in plan.stages:
         for step in range(max(first, done), min(first + stage.steps, end)):
             if step == first and _begins(plan, stage):
-                learner.begin(stage.sight_only)
+                learner.begin(stage.trained)
             rate = stage.rate_at(step - first)
             learner.pointing = stage.pointing
             own = [make_batch(plan, stage, step, number) for number in range(rank, stage.batches, conduct.processes)]
@@ -172,7 +201,7 @@ def _resume(learner: Learner, plan: Plan, out: Path) -> int:
     step, first = int(progress["step"]), 0
     for stage in plan.stages:
         if first < step <= first + stage.steps:
-            learner.begin(stage.sight_only)
+            learner.begin(stage.trained)
         first += stage.steps
     learner.load(progress["learner"])
     return step
@@ -181,7 +210,7 @@ def _resume(learner: Learner, plan: Plan, out: Path) -> int:
 def _begins(plan: Plan, stage: Stage) -> bool:
     """Whether a stage trains other weights than the previous one."""
     index = plan.stages.index(stage)
-    return index == 0 or plan.stages[index - 1].sight_only != stage.sight_only
+    return index == 0 or plan.stages[index - 1].trained != stage.trained
 
 
 def _save(path: Path, content: dict[str, Any]) -> None:
@@ -220,8 +249,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m training.train", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the progress, from which a run is resumed")
     parser.add_argument("--processes", type=int, default=2, help="processes with one thread each; at most one per core")
+    parser.add_argument("--start", type=Path, help="continue from this checkpoint with the plan TUNE")
     options = parser.parse_args(arguments)
-    run(PLAN, Conduct(out=options.out, processes=options.processes))
+    plan = replace(TUNE, start=options.start) if options.start else PLAN
+    run(plan, Conduct(out=options.out, processes=options.processes))
 
 
 if __name__ == "__main__":

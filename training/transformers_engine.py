@@ -42,7 +42,7 @@ class TransformersEngine:
     def answer(self, samples: Sequence[Sample]) -> list[str]:
         responses: list[str] = []
         for start in range(0, len(samples), self.batch):
-            chosen = [[{"role": "user", "content": sample.content()}] for sample in samples[start : start + self.batch]]
+            chosen = [sample.messages() for sample in samples[start : start + self.batch]]
             tokens, _ = self.generate(chosen)
             responses += [str(self.tokenizer.decode(response, skip_special_tokens=True)) for response in tokens]
         return responses

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,11 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
+from dashinfer_vlm_core import Engine, EngineConfig
 from dashinfer_vlm_demo import CHECKPOINT
 from training import evaluate, frozen, gallery, scenes, sizes
 from training.frozen import FrozenPrompt
-from training.own_engine import OwnEngine
+from training.own_engine import OwnEngine, as_openai
 from training.transformers_engine import TransformersEngine
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "pictures"
@@ -132,3 +134,45 @@ def test_example_video_matches_readme(engine: TransformersEngine) -> None:
 def test_examples_equal_gallery_output() -> None:
     for name, shown in gallery.PICTURES.items():
         assert Image.open(EXAMPLES / name).tobytes() == gallery.render(shown).tobytes()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Engine]:
+    with Engine(EngineConfig()) as engine:
+        yield engine
+
+
+SENTENCE = re.compile(r"(Hello! )?[A-Z][^.!?]{1,120}[.!]")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["describe_one", "count", "each", "motion", "chat", *scenes.OUT_OF_SCOPE_TASKS])
+def test_default_settings_give_one_short_sentence(task: str, served: Engine) -> None:
+    for seed in range(3):
+        messages = as_openai(scenes.sample(task, seed).messages())
+        choice = served.chat({"messages": messages, "seed": seed}).choices[0]
+        assert choice.finish_reason == "stop"
+        assert SENTENCE.fullmatch(choice.message.content or ""), choice.message.content
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", evaluate.MIXTURES["tools offered"].tasks)
+def test_offered_tools_are_not_called(task: str, served: Engine) -> None:
+    for seed in range(3):
+        sample = scenes.sample(task, seed, with_tools=True)
+        messages = as_openai([{"role": "user", "content": sample.content()}])
+        request = {"messages": messages, "tools": list(sample.tools), "seed": seed}
+        choice = served.chat(request).choices[0]
+        assert (choice.finish_reason, choice.message.tool_calls or None) == ("stop", None)
+        assert SENTENCE.fullmatch(choice.message.content or ""), choice.message.content
+        greedy = served.chat(request | {"temperature": 0})
+        assert greedy.choices[0].message.content == sample.answer
+
+
+@pytest.mark.slow
+def test_engines_render_the_same_prompt_with_tools(engine: TransformersEngine, served: Engine) -> None:
+    sample = scenes.sample("count", 0, with_tools=True)
+    messages = as_openai([{"role": "user", "content": sample.content()}])
+    response = served.chat({"messages": messages, "tools": list(sample.tools), "max_tokens": 1})
+    assert response.usage
+    assert response.usage.prompt_tokens == engine.inputs([sample.messages()])["input_ids"].shape[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from training import batches, compose, labels, questions, tokenizer, train
+from training import batches, compose, labels, published, questions, tokenizer, train
 from training.batches import Row, Story, Visual
 from training.export import export
 from training.learner import Learner
@@ -188,6 +189,26 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("whole")
     train.run(tiny_plan(), train.Conduct(out=out, processes=1))
     return out
+
+
+def test_checkpoint_is_read_as_exported(learner: Learner, tmp_path: Path) -> None:
+    export(learner.weights, SMALL, tmp_path)
+    read = published.read(tmp_path)
+    assert set(read) == {name for name in learner.weights if not name.startswith("heads.")}
+    assert all(torch.equal(value, learner.weights[name]) for name, value in read.items())
+
+
+@pytest.mark.slow
+def test_tuning_continues_from_checkpoint_and_keeps_the_vision_encoder(learner: Learner, tmp_path: Path) -> None:
+    export(learner.weights, SMALL, tmp_path / "start")
+    stages = tuple(replace(stage, steps=1, warmup=0) for stage in train.TUNE.stages)
+    plan = replace(train.TUNE, stages=stages, sizes=SMALL, start=tmp_path / "start", rows=2)
+    train.run(plan, train.Conduct(out=tmp_path, processes=1))
+    start, found = published.read(tmp_path / "start"), average(tmp_path)
+    changed = {name for name, value in start.items() if not torch.equal(value, found[name])}
+    assert changed
+    assert all(name.startswith("model.") for name in changed)
+    assert all((start[name] - found[name]).abs().max() < 1e-3 for name in changed)  # it did not start at random
 
 
 def test_learning_rate_warms_up_and_decays() -> None:
