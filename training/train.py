@@ -8,6 +8,7 @@ batches of a step; their number affects only the order of summation.
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 import socket
 import time
@@ -112,15 +113,19 @@ PLAN = Plan(
 
 # Three fifths of the questions are those of SETTLE, so that nothing is forgotten.
 WIDEN = replace(SETTLE, text=3, also=out_of_scope.ASKERS, also_share=0.4, photos=0.12, tools=0.2)
+RECOVER = replace(WIDEN, text=2, also_share=0.25, photos=0.08, tools=0.15)
+_tuning = functools.partial(Stage, batches=1, mix=WIDEN, pointing=0.2, text_only=True)
 TUNE = Plan(
     stages=(
-        Stage(name="widen", steps=300, rate=5e-4, warmup=20, batches=1, mix=WIDEN, pointing=0.2, text_only=True),
-        Stage(name="close", steps=150, rate=5e-4, cooldown=1.0, batches=1, mix=WIDEN, pointing=0.2, text_only=True),
+        _tuning(name="widen", steps=120, rate=5e-4, warmup=20),
+        _tuning(name="close", steps=80, rate=5e-4, cooldown=1.0),
+        _tuning(name="settle", steps=200, rate=3e-4, warmup=10, cooldown=1.0),
+        _tuning(name="recover", steps=400, rate=2.5e-4, warmup=10, cooldown=1.0, mix=RECOVER),
     ),
     seed=1,
     memory=0.98,
 )
-"""Continue from a published checkpoint, to answer prompts about what the model does not know."""
+"""Continue from a checkpoint, with prompts about what the model does not know and with tools."""
 
 
 def make_batch(plan: Plan, stage: Stage, step: int, number: int) -> Batch:
