@@ -116,15 +116,16 @@ def test_store_that_is_too_slow_costs_its_budget_and_no_more():
     assert (with_store.ttft - without.ttft).max() == pytest.approx(0.25)
 
 
-def test_spill_over_serves_popular_image_on_all_replicas():
+def test_spill_over_serves_popular_image_on_several_replicas():
+    """With 64 users, a replica accepts at most 11 requests, 1.25 times the mean: six replicas are needed."""
     images = np.zeros(2000, np.int64)
-    one, all_of_them = (
+    one, several = (
         Simulation(Cluster(replicas=8), POLICIES[policy](8, 1, 0), images).run_users(64)
         for policy in ("content", "content, spill-over")
     )
     assert set(one.replica.tolist()) == {int(one.replica[0])}
-    assert set(all_of_them.replica.tolist()) == set(range(8))
-    assert all_of_them.throughput > 7 * one.throughput
+    assert len(set(several.replica.tolist())) >= 6
+    assert several.throughput > 5 * one.throughput
     assert one.bottleneck == "one replica"
 
 
