@@ -36,9 +36,9 @@ def test_one_replica_waits_as_m_d_1_queue(utilization):
     """The mean waiting time of an M/D/1 queue is D rho / (2 (1 - rho)) (Pollaczek and Khinchine)."""
     service = Service(encode=0.5, prefill_image=0.2, prefill_text=0.2, decode=0.1)
     cluster = Cluster(replicas=1, service=service, embeddings=0, prefixes=0, router_seconds=IDLE)
-    load = Load(requests=50_000, images=1, rate=utilization)
+    load = Load(requests=20_000, images=1, rate=utilization)
     outcome = run(cluster, "round robin", load.sequence(), load.arrivals(1))
-    assert outcome.ttft.mean() - 0.9 == pytest.approx(utilization / (2 * (1 - utilization)), rel=0.05)
+    assert outcome.ttft.mean() - 0.9 == pytest.approx(utilization / (2 * (1 - utilization)), rel=0.1)
     assert outcome.utilization["replicas"] == pytest.approx(utilization, rel=0.03)
     assert outcome.throughput == pytest.approx(utilization, rel=0.03)
 
@@ -46,9 +46,9 @@ def test_one_replica_waits_as_m_d_1_queue(utilization):
 def test_router_is_m_d_1_queue_before_idle_replicas():
     instant = Service(encode=IDLE, prefill_image=IDLE, prefill_text=IDLE, decode=IDLE)
     cluster = Cluster(replicas=8, service=instant, router_seconds=0.1)
-    load = Load(requests=50_000, images=1, rate=0.5 / 0.1 / 8)
+    load = Load(requests=20_000, images=1, rate=0.5 / 0.1 / 8)
     outcome = run(cluster, "least busy", load.sequence(), load.arrivals(8))
-    assert outcome.ttft.mean() == pytest.approx(0.1 + 0.1 * 0.5 / (2 * 0.5), rel=0.05)
+    assert outcome.ttft.mean() == pytest.approx(0.1 + 0.1 * 0.5 / (2 * 0.5), rel=0.1)
     assert outcome.bottleneck == "router"
 
 
@@ -116,15 +116,16 @@ def test_store_that_is_too_slow_costs_its_budget_and_no_more():
     assert (with_store.ttft - without.ttft).max() == pytest.approx(0.25)
 
 
-def test_spill_over_serves_popular_image_on_all_replicas():
+def test_spill_over_serves_popular_image_on_several_replicas():
+    """With 64 users, a replica accepts at most 11 requests, 1.25 times the mean: six replicas are needed."""
     images = np.zeros(2000, np.int64)
-    one, all_of_them = (
+    one, several = (
         Simulation(Cluster(replicas=8), POLICIES[policy](8, 1, 0), images).run_users(64)
         for policy in ("content", "content, spill-over")
     )
     assert set(one.replica.tolist()) == {int(one.replica[0])}
-    assert set(all_of_them.replica.tolist()) == set(range(8))
-    assert all_of_them.throughput > 7 * one.throughput
+    assert len(set(several.replica.tolist())) >= 6
+    assert several.throughput > 5 * one.throughput
     assert one.bottleneck == "one replica"
 
 
@@ -143,6 +144,7 @@ def test_zipf_popularity_is_proportional_to_inverse_rank():
     assert counts[0] / counts[9] == pytest.approx(10, rel=0.1)
 
 
+@pytest.mark.slow
 def test_command_prints_all_tables(capsys):
     simulate_cluster.main(["--replicas", "1,2", "--requests-per-replica", "10"])
     lines = capsys.readouterr().out.splitlines()
