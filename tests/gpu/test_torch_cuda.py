@@ -11,7 +11,7 @@ import torch
 
 from dashinfer_vlm_core.config import EngineConfig
 from dashinfer_vlm_core.kernels import KVSpans
-from dashinfer_vlm_core.kernels.cuda import CudaKernels
+from dashinfer_vlm_core.kernels.cuda import CudaKernels, compute_capability
 from dashinfer_vlm_core.kernels.experts import GroupedExperts
 from dashinfer_vlm_core.kernels.streams import HIGH_PRIORITY, LOW_PRIORITY, stream_executor, to_device
 from dashinfer_vlm_core.kernels.torch_kernels import TorchKernels
@@ -62,7 +62,7 @@ def test_attention_equals_cpu(dtype, shape, spans):
     assert difference(found, expected) < {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
 
 
-@pytest.mark.skipif("compute_capability('cuda') < (8, 0)", reason="the GPU has no FlashAttention")
+@pytest.mark.skipif(compute_capability("cuda") < (8, 0), reason="the GPU has no FlashAttention")
 @SPANS
 def test_attention_does_not_wait(spans):
     q, k, v = (part.to("cuda", torch.bfloat16) for part in inputs(spans, 4, 2, 16))
