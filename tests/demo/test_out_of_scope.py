@@ -76,7 +76,7 @@ def test_offered_tools_are_valid(unseen: bool) -> None:
 
 def test_tool_batches_offer_tools_and_answer_in_text() -> None:
     mix = train.WIDEN
-    for seed in range(5):
+    for seed in range(2):
         batch = batches.tool_batch(random.Random(seed), mix)
         assert batch.tokens.shape == (batches.TOOL_ROWS, batches.TOOL_LENGTH)
         for tokens, segments, targets in zip(batch.tokens, batch.segments, batch.targets, strict=True):
