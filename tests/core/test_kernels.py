@@ -969,6 +969,7 @@ def compiler(tmp_path, monkeypatch):
     return made
 
 
+@pytest.mark.slow
 @needs_native
 def test_concurrent_loads_compile_each_library_once(tmp_path, compiler):
     """Different libraries are compiled at the same time: they do not wait for each other."""
