@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -51,10 +52,7 @@ def test_preprocessor_limits_match_generator() -> None:
     assert (preprocessor["min_pixels"], preprocessor["max_pixels"]) == (sizes.MIN_PIXELS, sizes.MAX_PIXELS)
 
 
-WEAK = {
-    "list": 0.1, "changed": 0.0, "nth": 0.5, "absent": 0.5, "clip": 0.4, "describe_two": 0.6, "unknown": 0.5,
-    "photo": 0.4, "describe_freely": 0.2, "tools offered": 0.0,
-}  # fmt: skip
+WEAK = {"list": 0.1, "changed": 0.0, "nth": 0.5, "absent": 0.5, "clip": 0.4, "describe_two": 0.6}
 """Floors of what the model does not do well yet; the card has the real numbers."""
 
 
@@ -70,7 +68,7 @@ def test_responses_are_mostly_correct(task: str, engine: TransformersEngine) -> 
 @pytest.mark.parametrize("name", evaluate.MIXTURES)
 def test_responses_are_mostly_correct_in_other_layouts(name: str, engine: TransformersEngine) -> None:
     (result,) = evaluate.evaluate(engine.answer, SAMPLES, [name])
-    assert result.exact >= WEAK.get(name, 0.5), result.wrong
+    assert result.exact >= 0.5, result.wrong
 
 
 @pytest.mark.slow
@@ -149,15 +147,30 @@ SENTENCE = re.compile(r"(Hello! )?[A-Z][^.!?]{1,120}[.!]")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "task", ["describe_one", "count", "motion", "chat", "reading", "people", "knowledge", "requests"]
-)
+@pytest.mark.parametrize("task", ["describe_one", "count", "each", "motion", "chat", *scenes.OUT_OF_SCOPE_TASKS])
 def test_default_settings_give_one_short_sentence(task: str, served: Engine) -> None:
     for seed in range(3):
         messages = as_openai(scenes.sample(task, seed).messages())
         choice = served.chat({"messages": messages, "seed": seed}).choices[0]
         assert choice.finish_reason == "stop"
         assert SENTENCE.fullmatch(choice.message.content or ""), choice.message.content
+
+
+@pytest.mark.slow
+def test_offered_tools_are_not_called(served: Engine) -> None:
+    correct, sentences, count = 0, 0, 0
+    for task, seed in itertools.product(evaluate.MIXTURES["tools offered"].tasks, range(3)):
+        sample = scenes.sample(task, seed, with_tools=True)
+        messages = as_openai([{"role": "user", "content": sample.content()}])
+        request = {"messages": messages, "tools": list(sample.tools), "seed": seed}
+        choice = served.chat(request).choices[0]
+        assert (choice.finish_reason, choice.message.tool_calls or None) == ("stop", None)
+        sentences += bool(SENTENCE.fullmatch(choice.message.content or ""))
+        greedy = served.chat(request | {"temperature": 0})
+        correct += greedy.choices[0].message.content == sample.answer
+        count += 1
+    assert sentences >= 0.9 * count
+    assert correct >= 0.8 * count
 
 
 @pytest.mark.slow

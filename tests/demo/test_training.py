@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from training import batches, compose, labels, published, questions, tokenizer, train
+from training import batches, compose, interpolate, labels, published, questions, tokenizer, train
 from training.batches import Row, Story, Visual
 from training.export import export
 from training.learner import Learner
@@ -218,3 +219,19 @@ def test_learning_rate_warms_up_and_decays() -> None:
     assert rates[10:50] == pytest.approx([1.0] * 40)
     assert rates[99] == pytest.approx(0.1 + 0.9 * 0.02)
     assert rates[50:] == sorted(rates[50:], reverse=True)
+
+
+def test_interpolation_is_between_both_checkpoints(tmp_path: Path) -> None:
+    start, end = (tmp_path / name for name in ("start", "end"))
+    for folder, value in ((start, 1.0), (end, 3.0)):
+        folder.mkdir()
+        (folder / "config.json").write_text(folder.name, encoding="utf-8")
+        save_file({"weight": torch.full((2,), value, dtype=torch.bfloat16)}, folder / "model.safetensors")
+    interpolate.main([str(start), str(end), "--share", "0.75", str(tmp_path / "out")])
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert weights["weight"].tolist() == [2.5, 2.5]
+    assert weights["weight"].dtype == torch.bfloat16
+    assert (tmp_path / "out" / "config.json").read_text(encoding="utf-8") == "start"
+    save_file({"other": torch.zeros(2)}, end / "model.safetensors")
+    with pytest.raises(ValueError, match="different tensors"):
+        interpolate.interpolate(start, end, 0.5, tmp_path / "another")
