@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -269,12 +272,101 @@ def test_client_that_leaves_frees_the_slot(two_replicas, stream):
     until(lambda: active() == 0)
 
 
+@dataclass
+class Load:
+    """Clients that send requests until `stop`, each again when it has an outcome.
+
+    Attributes:
+        outcomes: number of outcomes by name: `success`, or the code of an error.
+        sent: number of requests sent.
+    """
+
+    application: Application
+    outcomes: Counter[str] = field(default_factory=Counter)
+    sent: int = 0
+    _stopped: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextlib.contextmanager
+    def running(self, clients: int = 6) -> Iterator[Load]:
+        with ThreadPoolExecutor(clients) as pool:
+            futures = [pool.submit(self._run, index) for index in range(clients)]
+            try:
+                yield self
+            finally:
+                self._stopped.set()
+        for future in futures:
+            future.result()
+
+    def _run(self, index: int) -> None:
+        client = self.application.http()
+        while not self._stopped.is_set():
+            request = chat(f"What is {index}?", image_url(seed=index), stream=index % 2 == 0)
+            with self._lock:
+                self.sent += 1
+            outcome = self._stream(client, request) if request["stream"] else self._send(client, request)
+            with self._lock:
+                self.outcomes[outcome] += 1
+
+    @staticmethod
+    def _send(client: httpx.Client, request: dict[str, Any]) -> str:
+        body = client.post("/v1/chat/completions", json=request).json()
+        assert ("choices" in body) != ("error" in body), body
+        return "success" if "choices" in body else str(body["error"]["code"])
+
+    @staticmethod
+    def _stream(client: httpx.Client, request: dict[str, Any]) -> str:
+        found = events(client, request)
+        errors = [json.loads(event)["error"]["code"] for event in found if '"error"' in event]
+        assert len(errors) + found.count("[DONE]") == 1, found
+        return str(errors[0]) if errors else "success"
+
+
+def test_killed_replicas_leave_one_outcome_per_request(ray):
+    kills = 20
+    ray.deploy(min_replicas=3, api_key=KEY)
+    with Load(ray).running() as load:
+        for _ in range(kills):
+            before = load.outcomes["success"]
+            victim = ray.counts()[0]["pid"]
+            os.kill(victim, signal.SIGKILL)
+            until(lambda before=before: load.outcomes["success"] > before + 3)
+            until(lambda victim=victim: len([c for c in ray.counts() if c["pid"] != victim]) > 0)
+    assert load.outcomes.total() == load.sent
+    assert set(load.outcomes) <= {"success", "replica_lost"}
+    assert load.outcomes["success"] > load.outcomes["replica_lost"]
+    print(f"{kills} kills: {dict(load.outcomes)}")  # noqa: T201 - the figures of the documentation
+
+
+def test_update_fails_no_request(ray):
+    ray.deploy(min_replicas=2, api_key=KEY)
+    before = {count["pid"] for count in ray.counts()}
+    with Load(ray).running() as load:
+        until(lambda: load.outcomes["success"] > 5)
+        ray.deploy(min_replicas=2, api_key=KEY, max_waiting=100)
+        until(lambda: before.isdisjoint(count["pid"] for count in ray.counts()))
+        after = load.outcomes["success"]
+        until(lambda: load.outcomes["success"] > after + 5)
+    assert load.outcomes == {"success": load.sent}
+
+
 def test_replica_with_a_failed_engine_is_replaced(ray):
     ray.deploy(min_replicas=1, api_key=KEY, health_check_period=1)
     (before,) = ray.counts()
     ray.fail()
     until(lambda: [count for count in ray.counts() if count["pid"] != before["pid"]])
     assert ray.http().post("/v1/chat/completions", json=chat()).status_code == 200
+
+
+def test_replicas_follow_the_number_of_running_requests(ray):
+    ray.deploy(
+        min_replicas=1, max_replicas=3, target_ongoing_requests=1, upscale_delay=0, downscale_delay=1, api_key=KEY
+    )
+    assert len(ray.counts()) == 1
+    with Load(ray).running(clients=8) as load:
+        until(lambda: len(ray.counts()) == 3)
+    assert load.outcomes == {"success": load.sent}
+    until(lambda: len(ray.counts()) == 1)
 
 
 @pytest.mark.parametrize(
