@@ -56,9 +56,20 @@ def _defined(module: Any) -> list[str]:
 
 
 def _members(kind: type) -> Iterator[str]:
-    annotated = vars(kind).get("__annotations__", {})
-    for name in sorted(name for name in {*annotated, *vars(kind)} if not name.startswith("_")):
-        yield f"{name}: {annotated[name]}" if name in annotated else f"{name}{_signature(vars(kind)[name])}"
+    """Return the members of a class and of those base classes of the project that users cannot import by themselves."""
+    annotated: dict[str, Any] = {}
+    members: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        if base is kind or _is_unlisted(base):
+            annotated |= vars(base).get("__annotations__", {})
+            members |= vars(base)
+    for name in sorted(name for name in {*annotated, *members} if not name.startswith("_")):
+        yield f"{name}: {annotated[name]}" if name in annotated else f"{name}{_signature(members[name])}"
+
+
+def _is_unlisted(kind: type) -> bool:
+    in_project = kind.__module__.startswith("dashinfer_vlm")
+    return in_project and not any(vars(importlib.import_module(name)).get(kind.__name__) is kind for name in MODULES)
 
 
 def _signature(thing: Any) -> str:

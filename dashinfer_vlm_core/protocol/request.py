@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, InstanceOf, Strict, Tag, ValidationError, model_validator
+from pydantic import AfterValidator, Field, InstanceOf, Strict, Tag, model_validator
 
 from ..errors import InvalidParameter, RequestError, UnsupportedParameter
 from .base import LARGEST, STRING_OR_ARRAY, Count, Label, Name, RequestModel, Text, encodable
+from .body import CheckedBody
 from .fields import IGNORED_FIELDS, REJECTED_FIELDS
 from .lora import LoRARequest
 from .messages import MediaPart, Message
@@ -31,9 +32,6 @@ from .output import (
     guided_constraints,
 )
 from .sampling import GREEDY_BELOW, Sampling
-from .unknown_fields import handle_unknown_fields
-from .unsupported import reject_fields
-from .validation_errors import explain
 
 DEFAULT_MODEL = "model"
 """Model name of requests without `model`."""
@@ -61,7 +59,7 @@ class StreamOptions(RequestModel):
     include_obfuscation: bool = False
 
 
-class ChatRequest(RequestModel):
+class ChatRequest(CheckedBody):
     """A chat completion request. All validation happens on creation, so an instance is always valid.
 
     In addition to OpenAI's fields, it has fields that are common in inference servers: `top_k`, `repetition_penalty`,
@@ -71,6 +69,9 @@ class ChatRequest(RequestModel):
     or pixels of the original image. `structured_outputs` and its older spellings `guided_json`, `guided_regex` and
     `guided_choice` are vLLM's. The module `fields` lists ignored and rejected fields.
     """
+
+    _rejected_fields: ClassVar[Mapping[str, tuple[tuple[object, ...], str]]] = REJECTED_FIELDS
+    _accepted_fields: ClassVar[Collection[str]] = IGNORED_FIELDS
 
     messages: Annotated[
         tuple[Message, ...], Strict(False), Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
@@ -113,37 +114,6 @@ class ChatRequest(RequestModel):
     chat_template_kwargs: Annotated[dict[Name, _TemplateValue], Field(max_length=MAX_TEMPLATE_OPTIONS)] = Field(
         default_factory=dict
     )
-
-    @classmethod
-    def parse(cls, data: object) -> ChatRequest:
-        """Validate a request from JSON. A `ChatRequest` is returned unchanged.
-
-        Raises:
-            InvalidParameter: a value has the wrong type, range or shape; `param` is the innermost invalid field, in
-                OpenAI's notation, such as `messages[1].content[0].image_url.url`.
-            UnsupportedParameter: a known field requests an unsupported feature.
-        """
-        if isinstance(data, Mapping) and not isinstance(data, dict):
-            data = dict(data)
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            raise explain(error) from None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_unknown(cls, data: object) -> object:
-        given = data if isinstance(data, dict) else {}
-        known = cls.model_fields.keys() | REJECTED_FIELDS.keys() | IGNORED_FIELDS
-        unknown = [name for name, value in given.items() if value is not None and name not in known]
-        handle_unknown_fields(unknown, cls.model_fields)
-        return data
-
-    @model_validator(mode="before")
-    @classmethod
-    def _reject_unsupported(cls, data: object) -> object:
-        reject_fields(data, REJECTED_FIELDS)
-        return data
 
     @model_validator(mode="after")
     def _check_consistency(self) -> ChatRequest:

@@ -5,22 +5,22 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, Strict, Tag, ValidationError, model_validator
+from pydantic import Field, Strict, Tag, model_validator
+from typing_extensions import Self
 
 from ..errors import InvalidParameter, RequestError, UnsupportedParameter
 from .base import STRING_OR_ARRAY, Count, Name, RequestModel, Text, string_or_object
+from .body import CheckedBody, RequestBody
 from .fields import IGNORED_FIELDS, REJECTED_FIELDS
 from .output import MAX_TOOLS, JsonSchema
 from .request import DEFAULT_MODEL, MAX_MESSAGES, ChatRequest, StreamOptions
 from .response_items import ConvertedMessage, InputItem, ItemConverter
-from .unknown_fields import handle_unknown_fields
-from .unsupported import reject_fields
-from .validation_errors import explain, show
+from .validation_errors import show
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -131,11 +131,14 @@ _MetadataKey = Annotated[Text, Field(max_length=64)]
 _MetadataValue = Annotated[Text, Field(max_length=512)]
 
 
-class ResponsesRequest(RequestModel):
+class ResponsesRequest(CheckedBody):
     """A request to create a response. `to_chat` validates what chat requests have too, such as images and schemas.
 
     Fields that only chat requests of this package define, such as `top_k`, are passed to the chat request.
     """
+
+    _rejected_fields: ClassVar[Mapping[str, tuple[tuple[object, ...], str]]] = REJECTED_IN_RESPONSES
+    _accepted_fields: ClassVar[Collection[str]] = _PASSED_ON
 
     input: _Input
     model: Name = DEFAULT_MODEL
@@ -181,34 +184,6 @@ class ResponsesRequest(RequestModel):
     user: Text | None = None
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
-
-    @classmethod
-    def parse(cls, data: object) -> ResponsesRequest:
-        """Validate a request from JSON.
-
-        Raises:
-            InvalidParameter: a value has the wrong type, range or shape; `param` is the innermost invalid field.
-            UnsupportedParameter: a known field requests an unsupported feature.
-        """
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            raise explain(error) from None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_unknown(cls, data: object) -> object:
-        given = data if isinstance(data, dict) else {}
-        known = cls.model_fields.keys() | REJECTED_IN_RESPONSES.keys() | _PASSED_ON
-        unknown = [name for name, value in given.items() if value is not None and name not in known]
-        handle_unknown_fields(unknown, cls.model_fields)
-        return data
-
-    @model_validator(mode="before")
-    @classmethod
-    def _reject_unsupported(cls, data: object) -> object:
-        reject_fields(data, REJECTED_IN_RESPONSES)
-        return data
 
     @model_validator(mode="after")
     def _check_consistency(self) -> ResponsesRequest:
@@ -334,7 +309,7 @@ class ResponsesRequest(RequestModel):
         return {"type": "function", "function": {"name": self.tool_choice.name}}
 
 
-class CompactRequest(RequestModel):
+class CompactRequest(RequestBody):
     """A request to replace a conversation by a summary, which the model writes."""
 
     model: Name
@@ -344,12 +319,9 @@ class CompactRequest(RequestModel):
     prompt_cache_key: Text | None = None
 
     @classmethod
-    def parse(cls, data: object) -> CompactRequest:
+    def parse(cls, data: object) -> Self:
         """Validate a request from JSON. Raises the same errors as `ResponsesRequest.parse`."""
-        try:
-            request = cls.model_validate(data)
-        except ValidationError as error:
-            raise explain(error) from None
+        request = super().parse(data)
         if request.input is None and request.previous_response_id is None:
             raise InvalidParameter("`input` or `previous_response_id` is required.", param="input")
         return request

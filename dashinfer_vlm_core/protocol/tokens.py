@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Annotated
 
-from pydantic import Field, Strict, ValidationError
+from pydantic import Field, Strict
 
 from ..errors import InvalidParameter
-from .base import LARGEST, Name, RequestModel, Text
+from .base import LARGEST, Name, Text
+from .body import RequestBody
 from .request import ChatRequest
-from .validation_errors import explain
-
-T = TypeVar("T")
 
 MAX_TOKENS = 200_000
 
 
-class TokenizePrompt(RequestModel):
+class TokenizePrompt(RequestBody):
     """A rendered prompt to encode. Special tokens in it are recognized.
 
     `add_special_tokens` has no effect: no tokens are added to the prompt.
@@ -39,18 +36,13 @@ class TokenizeChat(ChatRequest):
     return_token_strs: bool = False
 
 
-class DetokenizeRequest(RequestModel):
+class DetokenizeRequest(RequestBody):
     """Token ids to convert to text, including special tokens."""
 
     tokens: Annotated[
         tuple[Annotated[int, Field(ge=0, le=LARGEST)], ...], Strict(False), Field(max_length=MAX_TOKENS, fail_fast=True)
     ]
     model: Name | None = None
-
-    @classmethod
-    def parse(cls, data: object) -> DetokenizeRequest:
-        """Validate a request from JSON. Raises the same errors as `ChatRequest.parse`."""
-        return _validate(cls.model_validate, data)
 
 
 def parse_tokenize(data: object) -> TokenizePrompt | TokenizeChat:
@@ -64,12 +56,5 @@ def parse_tokenize(data: object) -> TokenizePrompt | TokenizeChat:
     if (given.get("prompt") is None) == (given.get("messages") is None):
         raise InvalidParameter("Pass either `prompt` or `messages`.", param="prompt")
     if given.get("prompt") is not None:
-        return _validate(TokenizePrompt.model_validate, data)
-    return _validate(TokenizeChat.model_validate, data)
-
-
-def _validate(validate: Callable[[object], T], data: object) -> T:
-    try:
-        return validate(data)
-    except ValidationError as error:
-        raise explain(error) from None
+        return TokenizePrompt.parse(data)
+    return TokenizeChat.parse(data)

@@ -263,12 +263,17 @@ def test_error_within_a_stream_reaches_the_client(scripted):
     assert caught.value.code == "engine_closed"
 
 
+def until_line(lines, wanted):
+    assert any(line == wanted for line in lines), f"no line {wanted!r}"
+
+
 def test_events_after_an_error_report_the_failed_response(scripted):
     served = scripted(RESPONSE * 50, delay=0.01, settings={"request_timeout": 600})
     body = {"input": "Hello", "stream": True}
     with served.server.http() as client, client.stream("POST", "/v1/responses", json=body) as response:
         lines = response.iter_lines()
         assert next(lines) == "event: response.created"
+        until_line(lines, "event: response.output_text.delta")
         served.server.loop.skip(600)
         *_, error, failed = (json.loads(line[6:]) for line in lines if line.startswith("data: {"))
     assert (error["type"], error["code"], error["error"]["code"]) == ("error", *["deadline_exceeded"] * 2)

@@ -1,0 +1,61 @@
+"""Base classes of whole requests, as opposed to the objects in them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import ClassVar
+
+from pydantic import ValidationError, model_validator
+from typing_extensions import Self
+
+from .base import RequestModel
+from .unknown_fields import handle_unknown_fields
+from .unsupported import reject_fields
+from .validation_errors import explain
+
+
+class RequestBody(RequestModel):
+    """Base class of requests."""
+
+    @classmethod
+    def parse(cls, data: object) -> Self:
+        """Validate a request from JSON. An instance is returned unchanged.
+
+        Raises:
+            InvalidParameter: a value has the wrong type, range or shape; `param` is the innermost invalid field, in
+                OpenAI's notation, such as `messages[1].content[0].image_url.url`.
+            UnsupportedParameter: a known field requests an unsupported feature.
+        """
+        if isinstance(data, Mapping) and not isinstance(data, dict):
+            data = dict(data)
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise explain(error) from None
+
+
+class CheckedBody(RequestBody):
+    """Base class of requests whose unsupported and misspelled fields are rejected, and unknown ones logged.
+
+    Attributes:
+        _rejected_fields: for each unsupported field, the values without effect and the next step for other values.
+        _accepted_fields: further fields that may be set.
+    """
+
+    _rejected_fields: ClassVar[Mapping[str, tuple[tuple[object, ...], str]]]
+    _accepted_fields: ClassVar[Collection[str]]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_unknown(cls, data: object) -> object:
+        given = data if isinstance(data, dict) else {}
+        known = {*cls.model_fields, *cls._rejected_fields, *cls._accepted_fields}
+        unknown = [name for name, value in given.items() if value is not None and name not in known]
+        handle_unknown_fields(unknown, cls.model_fields)
+        return data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reject_unsupported(cls, data: object) -> object:
+        reject_fields(data, cls._rejected_fields)
+        return data
