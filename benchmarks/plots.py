@@ -40,7 +40,7 @@ def _ratios(results: Results, file: Path) -> None:
         np.arange(len(rows)) + 0.4 - height / 2, [f"{row.title}, {row.metric.split(',')[0]}" for row in rows]
     )
     axes.invert_yaxis()
-    axes.set_xlabel(f"times that {results.base} is better; error bars: minimum and maximum of the rounds")
+    axes.set_xlabel(f"how many times better {results.base} is (range of the rounds)")
     axes.legend()
     figure.savefig(file)
     plt.close(figure)
