@@ -134,7 +134,7 @@ class EngineConfig(BaseSettings):
     vision_quantization: Literal["auto", "none", "int8"] = Field(
         "auto",
         description="Data type that weights of the vision encoder are quantized to; `auto` uses int8 if `quantization`"
-        " is int8 and the CPU kernels support it.",
+        " is set and the CPU kernels support it.",
     )
     cpu_kernels: str = Field(
         "auto",
