@@ -146,7 +146,7 @@ class MediaWorker:
                 raise EngineClosed("The request was canceled.") from None
             self.kill()
             self.end = "crashed"
-            logger.warning("%s: its media worker ended unexpectedly", job.part.path)
+            logger.warning("%s: its media worker ended unexpectedly.", job.part.path)
             raise _crash_error(job.part) from error
 
     @property
@@ -207,7 +207,7 @@ class MediaWorker:
         if response.error is not None:
             raise response.error.restore(job.part.path)
         if response.exception is not None:
-            logger.error("a media worker failed:\n%s", textwrap.indent(response.exception, "    "))
+            logger.error("A media worker failed:\n%s", textwrap.indent(response.exception, "    "))
             raise EngineError(
                 "The engine failed on this request; see its log for the cause. Other requests are not affected.",
                 code="internal_error",
@@ -253,7 +253,7 @@ def _crash_error(part: MediaPart) -> MediaUndecodable:
 
 
 def _start_error(reason: str) -> EngineError:
-    logger.error("a media worker could not be started: %s", reason or "it ended at once")
+    logger.error("A media worker could not be started: %s.", reason or "it ended at once")
     return EngineError(
         "The process that decodes media could not be started; see the engine's log for the cause.",
         code="internal_error",
