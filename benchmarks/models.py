@@ -44,7 +44,7 @@ class Shape:
 
 
 SHAPES = {
-    # Qwen2-0.5B's text model with half of Qwen2-VL's tower: 582 M parameters.
+    # Qwen2-0.5B's text model with half of Qwen2-VL's vision encoder: 582 M parameters.
     "small": Shape(
         hidden=896, inner=4864, layers=24, heads=14, kv_heads=2, sections=(8, 12, 12),
         tower_width=640, tower_layers=16, tower_heads=8,
