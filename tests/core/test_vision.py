@@ -43,7 +43,7 @@ class MeanTower:
         self.started.release()
         assert self.gate.wait(timeout=HANG)
         if any(item.digest in self.poison for item in batch):
-            raise RuntimeError("this tower cannot stomach that")
+            raise RuntimeError("this encoder rejects the item")
         return [mean_of(item)[item.digest in self.short :] for item in batch]
 
     def adopt(self, rows):
