@@ -1,4 +1,4 @@
-"""Make vLLM select its kernels for processors without AVX-512. vLLM queries torch, which reads the features of the CPU."""
+"""Make vLLM select its kernels for CPUs without AVX-512. vLLM queries torch, which reads the features of the CPU."""
 
 import importlib.abc
 import sys
