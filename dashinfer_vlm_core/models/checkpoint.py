@@ -94,16 +94,16 @@ def download(repo_id: str, *, revision: str | None = None) -> Path:
         ) from error
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
-            f"The Hugging Face Hub cannot be reached and {repo_id!r} is not in the cache. Check the connection, or use a"
-            " folder.",
+            f"The Hugging Face Hub cannot be reached and {repo_id!r} is not in the cache. Check the connection, or use"
+            " a folder.",
             param="model",
         ) from error
     except (HfHubHTTPError, HFValidationError) as error:
         raise CheckpointError(f"Downloading {repo_id!r} failed: {error}", param="model") from error
     except httpx.TransportError as error:  # the Hub's client handles only some of these
         raise CheckpointError(
-            f"The connection to the Hugging Face Hub was lost while {repo_id!r} was being downloaded ({error}). Try again"
-            " to resume the download.",
+            f"The connection to the Hugging Face Hub was lost while {repo_id!r} was being downloaded ({error}). Try"
+            " again to resume the download.",
             param="model",
         ) from error
     except OSError as error:

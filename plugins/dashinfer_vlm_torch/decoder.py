@@ -267,7 +267,8 @@ def _text_quantization(config: EngineConfig, kernels: Kernels, device: str) -> T
     if name == "int8" or not device.startswith("cpu"):
         raise ConfigError(
             f"`quantization` {name!r} is not supported by the PyTorch decoder here: it supports int4 on a CPU, and int8"
-            " for bfloat16 with the C kernels, on an x86 CPU with AVX2. Remove it, or use the decoder dashinfer on CUDA.",
+            " for bfloat16 with the C kernels, on an x86 CPU with AVX2. Remove it, or use the decoder dashinfer on"
+            " CUDA.",
             param="quantization",
         )
     supports_int4 = getattr(kernels, "supports_int4", None)  # kernels of plugins may not have it

@@ -136,7 +136,9 @@ def test_broken_connection_is_explained(hub, tmp_path):
     hub.RequestHandlerClass.mute = True
     broken = find("maker/tiny", tmp_path, endpoint)
     assert broken.returncode == 1
-    assert broken.stderr.startswith("The connection to the Hugging Face Hub was lost while 'maker/tiny' was being downloaded (")
+    assert broken.stderr.startswith(
+        "The connection to the Hugging Face Hub was lost while 'maker/tiny' was being downloaded ("
+    )
     assert broken.stderr.endswith("Try again to resume the download.\n")
     hub.RequestHandlerClass.mute = False
     assert find("maker/tiny", tmp_path, endpoint).returncode == 0

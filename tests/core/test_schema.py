@@ -803,7 +803,9 @@ WORDS = st.sampled_from(
 PART_KEYS = ["image_url", "video_url", "input_video", "data", "fps", "detail", "1"]
 NEAR = st.recursive(
     JSON | WORDS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*KNOWN, *PART_KEYS]), inner, max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*KNOWN, *PART_KEYS]), inner, max_size=5)
+    ),
     max_leaves=12,
 )
 

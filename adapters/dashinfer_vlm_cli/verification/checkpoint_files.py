@@ -72,7 +72,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def byte_level_bpe(merges: Sequence[tuple[str, str]]) -> Tokenizer:
-    """Return a byte-level BPE with Qwen2's pre-tokenizer and control tokens, which follow the 256 bytes and `merges`."""
+    """Return a byte-level BPE with Qwen2's pre-tokenizer. Its control tokens follow the 256 bytes and the merges."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
