@@ -159,8 +159,8 @@ FLAGS = (
     OldFlag(
         flag="--quant-type",
         metavar="gptq|gptq_weight_only|a8w8|a16w4|a16w8|fp8",
-        replacement="`a16w8` and `a8w8`: `--quantization int8`; `a16w4`: `--quantization int4`; `fp8`: rejected; others:"
-        f" no effect, {GPTQ_IS_DETECTED}",
+        replacement="`a16w8` and `a8w8`: `--quantization int8`; `a16w4`: `--quantization int4`; `fp8`: rejected;"
+        f" others: no effect, {GPTQ_IS_DETECTED}",
         translate=_translate_quant_type,
     ),
     OldFlag(
